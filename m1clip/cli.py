@@ -1,0 +1,169 @@
+"""The command table. A command imports its room only when it is called, so that --help answers at once."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+from cyclopts import App, CycloptsError, Parameter
+from cyclopts.config import Dict
+
+from m1clip import __version__
+from m1clip.config import Config
+from m1clip.configfile import from_dict, read_preset, read_toml, to_dict
+from m1clip.errors import UserError
+
+app = App(name="m1clip", version=__version__, help="Train CLIP on the computer you have.")
+data = App(name="data", help="Make picture-caption sets.")
+app.command(data)
+
+DURATIONS = ("minutes", "epochs", "steps")
+INTERRUPTED = 130  # the shell's code for Ctrl-C
+
+
+@app.command
+def train(
+    *,
+    config: Annotated[Config, Parameter(name="*")] = Config(),  # noqa: B008  frozen
+    preset: str | None = None,
+    config_file: Annotated[Path | None, Parameter(name="--config")] = None,
+    run: Path | None = None,
+    resume: Path | None = None,
+) -> None:
+    """Train a CLIP, from random weights, on synthetic pictures or on your own.
+
+    m1clip train --minutes 3 trains on synthetic pictures for three minutes. m1clip train --resume runs/tiny
+    continues a run that was stopped or killed.
+
+    Parameters
+    ----------
+    preset
+        A shipped setting for a whole run: demo, prior-art.
+    config_file
+        Settings from a TOML file, such as a run's config.toml: that repeats the run.
+    run
+        Folder for the new run; default runs/MODEL, runs/MODEL-2, ...
+    resume
+        Continue the run in this folder from its newest checkpoint; other settings are read from there.
+    """
+    from m1clip.evaluate.table import scores_table
+    from m1clip.train.run import resume as resume_run
+    from m1clip.train.run import train as train_run
+    from m1clip.train.screen import Screen
+
+    screen = Screen()
+    if run is None and preset is not None and resume is None:
+        from m1clip.train.run import new_run_folder
+
+        run = new_run_folder(None, preset)
+    result = resume_run(resume, screen) if resume is not None else train_run(config, run, screen)
+    screen.console.print(scores_table(result.scores, title=f"\n{result.split} split, never trained on"))
+    screen.say(f"model      {result.run}")
+    screen.say(f"picture    {result.grid}")
+
+
+@app.command(name="eval")
+def evaluate(
+    run: Path,
+    /,
+    *,
+    split: Literal["train", "val", "test"] = "test",
+    device: Literal["auto", "cpu", "mps", "cuda"] = "auto",
+) -> None:
+    """Score a run's best model on a split of its data: recall both ways with chance and 95% interval.
+
+    Parameters
+    ----------
+    run
+        A run folder.
+    split
+        Which split; train shows how far the model has learned by heart.
+    device
+        Where to compute.
+    """
+    from m1clip.evaluate.table import scores_table
+    from m1clip.train.score import score_run
+    from m1clip.train.screen import Screen
+
+    screen = Screen()
+    scores, grid = score_run(run, split, device, screen)
+    screen.console.print(scores_table(scores, title=f"\n{run}, {split} split"))
+    screen.say(f"picture    {grid}")
+
+
+@data.command(name="make")
+def data_make(folder: Path, /, *, count: int = 1000, image_size: int = 112, seed: int = 0, captions: int = 5) -> None:
+    """Write a synthetic set that any tool can read: images/, captions.csv, scenes.jsonl, negatives.csv.
+
+    Parameters
+    ----------
+    folder
+        A folder that is empty or not there yet.
+    count
+        Pictures in all; a tenth each go to validation and test.
+    image_size
+        Side in pixels, 32 to 224.
+    seed
+        The same seed gives the same set.
+    captions
+        Paraphrases of each picture.
+    """
+    from m1clip.data.synthetic.write import write_folder
+    from m1clip.train.screen import Screen
+
+    screen = Screen()
+    show = screen.counter("drawing")
+    summary = write_folder(folder, count, image_size, seed, captions_per_image=captions, progress=show)
+    screen.say(str(summary))
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Run a command; a person's mistake is one line and exit code 2, never a traceback (unless --debug)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        app.config = _layers(words)
+        app(words, exit_on_error=False, print_error=False)
+    except (UserError, CycloptsError) as error:
+        if debug:
+            traceback.print_exc()
+        print(f"m1clip: {_one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("m1clip: interrupted; continue with m1clip train --resume RUN", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    sys.exit(0)
+
+
+def _layers(words: list[str]) -> tuple[Any, ...]:
+    """What --config and --preset say, checked, for the settings that the command line leaves open."""
+    if not words or words[0] != "train":
+        return ()
+    layers = []
+    for option, read in (("--config", lambda value: read_toml(Path(value))), ("--preset", read_preset)):
+        value = _value_of(words, option)
+        if value is None:
+            continue
+        values = to_dict(from_dict(read(value), value))
+        # A duration on the command line takes the place of the file's, of whichever kind that is.
+        if any(_value_of(words, f"--{name}") or _value_of(words, f"--train.{name}") for name in DURATIONS):
+            for name in DURATIONS:
+                values["train"].pop(name, None)
+        layers.append(Dict(data=values, source=value, use_commands_as_keys=False))
+    return tuple(layers)
+
+
+def _value_of(words: list[str], option: str) -> str | None:
+    for index, word in enumerate(words):
+        if word == option and index + 1 < len(words):
+            return words[index + 1]
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2]
+    return None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

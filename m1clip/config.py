@@ -1,0 +1,236 @@
+"""The whole of a run as frozen, checked dataclasses. The line under a field is its --help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from m1clip.errors import UserError
+
+Choice = Literal["auto", "bmm", "sdpa"]
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise UserError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A preset from the table, and what to change in it."""
+
+    preset: Annotated[str, Parameter(alias="--model")] = "tiny"
+    "Size from the table: tiny, small, documented, ViT-S-16, ViT-B-32, ViT-B-16, ViT-L-14, 200M, 500M, 1B."
+    image_size: int | None = None
+    "Side of the square picture in pixels; must be a multiple of the patch size."
+    patch_size: int | None = None
+    "Side of one patch in pixels."
+    vision_width: int | None = None
+    "Width of the image tower."
+    vision_layers: int | None = None
+    "Blocks of the image tower."
+    vision_heads: int | None = None
+    "Attention heads of the image tower."
+    text_width: int | None = None
+    "Width of the text tower."
+    text_layers: int | None = None
+    "Blocks of the text tower."
+    text_heads: int | None = None
+    "Attention heads of the text tower."
+    context_length: int | None = None
+    "Longest caption in tokens, start and end marks included."
+    embed_dim: int | None = None
+    "Length of the vectors that pictures and captions share."
+    mlp_ratio: float | None = None
+    "Hidden width of the MLP as a multiple of the tower's width."
+    pooling: Literal["cls", "mean"] | None = None
+    "Image feature: a class token, or the mean over patches."
+    positions: Literal["learned", "sincos"] | None = None
+    "Patch positions: learned, or fixed 2-D sine and cosine."
+    activation: Literal["gelu", "quick_gelu"] | None = None
+    "GELU, or OpenAI's quick GELU for their original weights."
+    vision_pre_norm: bool | None = None
+    "A layer norm before the first block of the image tower."
+    patch_bias: bool | None = None
+    "A bias on the patch layer."
+    projection_bias: bool | None = None
+    "A bias on the two projections."
+    dropout: float | None = None
+    "Dropout on each residual branch while training."
+    init: Literal["clip", "zero"] | None = None
+    "Start values: CLIP's, or the same with residual branches at zero."
+    attention_image: Choice = "auto"
+    "Attention of the image tower; auto measures both for this device, precision and shape."
+    attention_text: Choice = "auto"
+    "Attention of the text tower; auto measures both."
+    recompute: bool = False
+    "Gradient checkpointing: less memory, about a third more work, the same result."
+    compile: bool = False
+    "torch.compile the model: slow to start, often faster afterwards."
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig:
+    """How captions become tokens."""
+
+    tokenizer: Literal["char", "bpe", "bpe-cut"] = "bpe-cut"
+    "char; bpe (CLIP's 49,408 pieces); or bpe-cut (the pieces that the training captions use)."
+    alphabet: str | None = None
+    "Fixed alphabet for the char tokenizer; else the characters of the training captions."
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where pictures and captions come from, and how they reach the model."""
+
+    source: Annotated[tuple[str, ...], Parameter(alias="--data", negative="")] = ("synthetic",)
+    "synthetic, or a path to your own pictures and captions; give it again to mix: b:0.3 takes 30% of b."
+    train_count: int = 8000
+    "Synthetic only: pictures to train on."
+    val_count: int = 600
+    "Synthetic only: held-out pictures for validation, all of combinations never trained on."
+    test_count: int = 600
+    "Synthetic only: held-out pictures for the final figure."
+    captions_per_image: int = 5
+    "Synthetic only: paraphrases of each picture."
+    image_column: str | None = None
+    "Table only: name of the column with the picture's path (else found by its name)."
+    caption_column: tuple[str, ...] = ()
+    "Table only: names of the caption columns (else found by name)."
+    cache: Literal["auto", "ram", "disk", "off"] = "auto"
+    "Decode once and keep pictures in memory, on disk, or not at all; auto decides by size."
+    cache_dir: str | None = None
+    "Folder for the disk cache; else beside the data, or in the user's cache folder."
+    max_bad: float = 0.10
+    "Stop before training when a larger share of the pictures than this cannot be read."
+    workers: int = 0
+    "Processes that prepare batches; 0 prepares them in the training process."
+    crop_min: float | None = None
+    "Random crops keep at least this share of the picture's area; 1 = none. Default: 0.6, synthetic 1."
+    flip: float | None = None
+    "Probability of a mirrored picture. Default: 0.5, synthetic 0 (left and right are words there)."
+    colour: float | None = None
+    "Strength of random brightness and contrast. Default: 0.2, synthetic 0 (colours are words there)."
+
+    def __post_init__(self) -> None:
+        _check(len(self.source) > 0, "data.source is empty: give a path or 'synthetic'")
+        _check(self.workers >= 0, f"data.workers must be 0 or more, not {self.workers}")
+        for name in ("train_count", "val_count", "test_count", "captions_per_image"):
+            _check(getattr(self, name) >= 1, f"data.{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("max_bad", "crop_min", "flip", "colour"):
+            value = getattr(self, name)
+            _check(value is None or 0 <= value <= 1, f"data.{name} must lie between 0 and 1, not {value}")
+        _check(self.crop_min is None or self.crop_min > 0, "data.crop_min must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """How weights move."""
+
+    name: Literal["muon", "adamw"] = "muon"
+    "muon (hidden matrices by Muon, the rest by AdamW), or adamw for all."
+    lr: float = 1e-3
+    "Peak learning rate of AdamW."
+    muon_lr: float = 0.02
+    "Peak learning rate of Muon."
+    weight_decay: float = 0.01
+    "AdamW's decay of matrices; norms, biases and the temperature never decay."
+    muon_weight_decay: float = 0.01
+    "Muon's decay."
+    beta1: float = 0.9
+    "AdamW's first moment."
+    beta2: float = 0.98
+    "AdamW's second moment."
+    eps: float = 1e-6
+    "AdamW's epsilon."
+    warmup: float = 0.05
+    "Warm-up: below 1 a share of all steps, else a number of steps."
+    lr_end: float = 0.0
+    "Where the cosine ends, as a share of the peak."
+    grad_clip: float = 1.0
+    "Largest gradient norm; 0 = no clipping."
+    ema: float = 0.0
+    "Decay of an averaged copy of the weights that is evaluated and saved instead; 0 = off."
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "muon_lr", "eps"):
+            _check(getattr(self, name) > 0, f"optim.{name} must be above 0, not {getattr(self, name)}")
+        for name in ("weight_decay", "muon_weight_decay", "warmup", "grad_clip"):
+            _check(getattr(self, name) >= 0, f"optim.{name} must be 0 or more, not {getattr(self, name)}")
+        for name in ("beta1", "beta2", "ema"):
+            value = getattr(self, name)
+            _check(0 <= value < 1, f"optim.{name} must lie in [0, 1), not {value}")
+        _check(0 <= self.lr_end <= 1, f"optim.lr_end must lie between 0 and 1, not {self.lr_end}")
+        whole = self.warmup < 1 or self.warmup == int(self.warmup)
+        _check(whole, f"optim.warmup is a share below 1 or a whole number of steps, not {self.warmup}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long, on what, with which objective."""
+
+    minutes: Annotated[float | None, Parameter(alias="--minutes")] = None
+    "Train for about this long: turned into steps once, after a short calibration."
+    epochs: Annotated[float | None, Parameter(alias="--epochs")] = None
+    "Train for this many passes over the pictures."
+    steps: Annotated[int | None, Parameter(alias="--steps")] = None
+    "Train for this many steps."
+    batch: Annotated[int, Parameter(alias="--batch")] = 128
+    "Pairs in a step; all of them are each other's negatives."
+    objective: Literal["infonce", "sigmoid", "multi"] = "multi"
+    "infonce; sigmoid (SigLIP); or multi: infonce in which captions of the same picture, or equal ones, are no negatives."
+    label_smoothing: float = 0.0
+    "Share of the target spread over the whole batch (infonce, multi)."
+    device: Annotated[Literal["auto", "cpu", "mps", "cuda"], Parameter(alias="--device")] = "auto"
+    "auto chooses; a named device that is missing is an error."
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    "Arithmetic of the towers; auto takes bf16 where it is measured faster."
+    threads: int = 0
+    "CPU threads; 0 = one for each physical core."
+    log_every: int = 10
+    "Steps between two lines of the run log."
+    eval_every: int | None = None
+    "Steps between two evaluations on the validation split; default: five times a run. 0 = at the end only."
+    patience: int = 0
+    "Stop after this many evaluations without a better recall; 0 = never."
+    save_every: int | None = None
+    "Steps between two checkpoints; default: with each evaluation."
+    keep: int = 2
+    "Checkpoints to keep."
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("minutes", "epochs", "steps") if getattr(self, name) is not None]
+        _check(len(given) <= 1, f"give one of --minutes, --epochs and --steps, not {' and '.join('--' + g for g in given)}")
+        for name in given:
+            _check(getattr(self, name) > 0, f"train.{name} must be above 0, not {getattr(self, name)}")
+        _check(self.batch >= 2, f"train.batch must be at least 2 (a contrast needs two pairs), not {self.batch}")
+        for name in ("threads", "patience"):
+            _check(getattr(self, name) >= 0, f"train.{name} must be 0 or more, not {getattr(self, name)}")
+        for name in ("log_every", "keep"):
+            _check(getattr(self, name) >= 1, f"train.{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("eval_every", "save_every"):
+            value = getattr(self, name)
+            _check(value is None or value >= 0, f"train.{name} must be 0 or more, not {value}")
+        _check(0 <= self.label_smoothing < 1, f"train.label_smoothing must lie in [0, 1), not {self.label_smoothing}")
+        smooth_sigmoid = self.objective == "sigmoid" and self.label_smoothing > 0
+        _check(not smooth_sigmoid, "train.label_smoothing goes with infonce and multi, not with sigmoid")
+        half_cpu = self.device == "cpu" and self.precision == "fp16"
+        _check(not half_cpu, "train.precision fp16 has no fast path on the CPU: use bf16, fp32 or auto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    text: TextConfig = field(default_factory=TextConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    seed: Annotated[int, Parameter(alias="--seed")] = 0
+    "The one number behind order, crops, captions and start values."
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.seed < 2**31, f"seed must lie in [0, 2^31), not {self.seed}")

@@ -1,0 +1,105 @@
+"""Batches by step number: the same ones for any number of workers, from any step onwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from m1clip.data import randomness as rnd
+from m1clip.data.augment import Augmentation, Views, draw_views
+from m1clip.data.captions import CaptionTable
+from m1clip.data.store import Pictures
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's worth: raw pixels, tokens, and what says which pairs belong together."""
+
+    pixels: Tensor  # (n, side, side, 3) uint8
+    tokens: Tensor  # (n, length) int64
+    pictures: Tensor  # (n,) index of each picture
+    captions: Tensor  # (n,) key of each caption; equal captions have equal keys
+    views: Views
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        """The same batch on a device; the views stay, they are read when the pixels are rendered."""
+        moved = (t.to(device, non_blocking=non_blocking) for t in (self.pixels, self.tokens, self.pictures, self.captions))
+        return Batch(*moved, self.views)
+
+    def pin_memory(self) -> Batch:
+        """Called by the DataLoader where the device's rules ask for pinned memory."""
+        pinned = (t.pin_memory() for t in (self.pixels, self.tokens, self.pictures, self.captions))
+        return Batch(*pinned, self.views)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Which pictures are in which step: a function of the seed and the step number."""
+
+    pictures: int
+    batch: int
+    seed: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Full batches only; which pictures are left over differs from epoch to epoch."""
+        return self.pictures // self.batch
+
+    def members(self, step: int) -> tuple[int, np.ndarray]:
+        """(epoch, picture indices) of a step."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        order = rnd.permutation(self.seed, epoch, self.pictures)
+        return epoch, order[place * self.batch : (place + 1) * self.batch]
+
+
+class TrainingSet(Dataset[Batch]):
+    """Makes the batch of a step. It pickles, so that workers may be started by spawn."""
+
+    def __init__(
+        self, pictures: Pictures, captions: CaptionTable, plan: BatchPlan, augmentation: Augmentation, full_length: bool
+    ) -> None:
+        self.pictures, self.captions, self.plan = pictures, captions, plan
+        self.augmentation, self.full_length = augmentation, full_length
+
+    def __getitem__(self, step: int) -> Batch:
+        epoch, members = self.plan.members(step)
+        draws = rnd.bits(self.plan.seed, epoch, members, rnd.CAPTION)
+        chosen = self.captions.pick(members, draws)
+        return Batch(
+            pixels=torch.from_numpy(self.pictures.read(members)),
+            tokens=torch.from_numpy(self.captions.rows(chosen, self.full_length).astype(np.int64)),
+            pictures=torch.from_numpy(members.astype(np.int64)),
+            captions=torch.from_numpy(self.captions.keys[chosen]),
+            views=draw_views(self.augmentation, self.plan.seed, epoch, members),
+        )
+
+
+class _Steps(Sampler[int]):
+    def __init__(self, start: int, stop: int) -> None:
+        self.steps = range(start, stop)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+def batches(data: TrainingSet, start: int, stop: int, workers: int, start_method: str, pin: bool) -> Iterator[Batch]:
+    """The batches of steps start .. stop - 1, in order."""
+    if workers == 0:
+        return (data[step] for step in range(start, stop))
+    loader = DataLoader(
+        data,
+        batch_size=None,
+        sampler=_Steps(start, stop),
+        num_workers=workers,
+        multiprocessing_context=start_method,
+        pin_memory=pin,
+    )
+    return iter(loader)

@@ -1,0 +1,41 @@
+"""What every source yields: a picture that can be opened, its captions, and a name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from PIL import Image
+
+
+class ImageRef(Protocol):
+    """A picture not yet decoded. It must pickle, because worker processes receive it."""
+
+    def open(self, want: int | None = None) -> Image.Image:
+        """Decode to RGB; `want` is the short side wanted, so that JPEG may be decoded smaller."""
+
+    def stamp(self) -> str:
+        """What identifies the content (name, size, time), for the key of a cache."""
+
+    def __str__(self) -> str:
+        """Where it is, in a person's words: the file, or the shard and member, or the row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One picture with every caption that describes it. `id` is unique within the source."""
+
+    image: ImageRef
+    captions: tuple[str, ...]
+    id: str
+
+
+class Source(Protocol):
+    """A set of pairs with named splits ("train", "val", "test")."""
+
+    def splits(self) -> tuple[str, ...]:
+        """The names of the splits that hold at least one pair."""
+
+    def pairs(self, split: str) -> Sequence[Pair]:
+        """All pairs of a split, in an order that depends on the data alone."""

@@ -1,0 +1,39 @@
+"""Randomness as a function of (seed, epoch, sample), never of history: a resume needs a step number alone."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+# One stream for each use, so that two uses never share their numbers.
+CAPTION, CROP_AREA, CROP_ASPECT, CROP_X, CROP_Y, FLIP, BRIGHTNESS, CONTRAST, REPLACEMENT = range(9)
+
+
+@functools.lru_cache(maxsize=2)
+def permutation(seed: int, epoch: int, count: int) -> np.ndarray:
+    """The order of an epoch; kept, because each step of the epoch asks for it."""
+    order = np.random.Generator(np.random.Philox(key=np.array([seed, epoch], np.uint64))).permutation(count)
+    order.flags.writeable = False
+    return order
+
+
+def bits(seed: int, epoch: int, samples: np.ndarray, stream: int) -> np.ndarray:
+    """A 64-bit hash for each sample: splitmix64 over the four integers."""
+    with np.errstate(over="ignore"):
+        state = np.uint64(seed)
+        for word in (np.uint64(epoch), np.uint64(stream)):
+            state = _splitmix(state ^ word)
+        return _splitmix(_splitmix(samples.astype(np.uint64) ^ state))
+
+
+def uniform(seed: int, epoch: int, samples: np.ndarray, stream: int) -> np.ndarray:
+    """A number in [0, 1) for each sample."""
+    return (bits(seed, epoch, samples, stream) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _splitmix(x: np.ndarray | np.uint64) -> np.ndarray:
+    x = np.asarray(x, np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

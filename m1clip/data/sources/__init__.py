@@ -1,0 +1,105 @@
+"""Sources of pairs. A new kind is one file and one line in `KINDS`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from m1clip.data.images import one_line
+from m1clip.data.sources.base import DEFAULT, BaseSource, Options, Problem
+from m1clip.data.sources.captions_txt import TextBesideSource
+from m1clip.data.sources.class_folders import ClassFolderSource
+from m1clip.data.sources.coco import CocoSource
+from m1clip.data.sources.csv_table import CsvSource
+from m1clip.data.sources.flickr import KarpathySource, TokenSource
+from m1clip.data.sources.hugging_face import HUB, HuggingFaceSource
+from m1clip.data.sources.json_table import JsonlSource, JsonSource
+from m1clip.data.sources.mixed import MixedSource, parse_weight
+from m1clip.data.sources.parquet_table import ParquetSource
+from m1clip.data.sources.reading import read_json, walk_pictures
+from m1clip.data.sources.shards import ShardSource
+from m1clip.data.sources.split_folders import SplitFoldersSource, table_in
+from m1clip.errors import UserError
+
+__all__ = ["KINDS", "MixedSource", "Options", "Problem", "open_source", "open_sources", "parse_weight"]
+
+# In the order they are tried on a path of unknown kind.
+KINDS: dict[str, type[BaseSource]] = {
+    "hf": HuggingFaceSource,
+    "csv": CsvSource,
+    "tsv": CsvSource,
+    "jsonl": JsonlSource,
+    "parquet": ParquetSource,
+    "webdataset": ShardSource,
+    "coco": CocoSource,
+    "karpathy": KarpathySource,
+    "token": TokenSource,
+    "json": JsonSource,
+    "imagefolder": SplitFoldersSource,
+    "txt": TextBesideSource,
+    "classes": ClassFolderSource,
+}
+
+
+def open_source(spec: str, *, kind: str | None = None, options: Options = DEFAULT) -> BaseSource:
+    """The data at a path, its kind found by looking, or named: `csv:PATH`, `hf:owner/name`."""
+    name, path = _named(spec, kind)
+    try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            # A pipe or a device could be waited on, or read, for ever.
+            raise UserError(one_line(f"{path}: neither a file nor a folder"))
+        if name is not None:
+            return KINDS[name](path, options)
+        if not path.exists() and not ShardSource.looks_like(path):
+            raise UserError(one_line(_not_there(spec)))
+        path = table_in(path) or path
+        for found in KINDS.values():
+            if found.looks_like(path):
+                return found(path, options)
+    except (OSError, ValueError) as error:
+        # ValueError: a path no system takes, such as one with a zero byte.
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            one_line(f"{getattr(error, 'filename', None) or path}: cannot be read ({reason})")
+        ) from error
+    finally:
+        read_json.cache_clear()
+    raise UserError(one_line(_unknown(path)))
+
+
+def open_sources(specs: Sequence[str], *, options: Options = DEFAULT) -> BaseSource | MixedSource:
+    """One source, or several with weights: `photos`, `shards:0.3`."""
+    parsed = [parse_weight(spec, KINDS) for spec in specs]
+    if len(parsed) == 1 and parsed[0][1] == 1.0:
+        return open_source(parsed[0][0], options=options)
+    parts = [(open_source(spec, options=options), weight) for spec, weight in parsed]
+    return MixedSource(parts, seed=options.split_seed)
+
+
+def _named(spec: str, kind: str | None) -> tuple[str | None, Path]:
+    if kind is None:
+        before, colon, rest = spec.partition(":")
+        if colon and before in KINDS and rest:
+            kind, spec = before, rest
+    if kind is None:
+        return None, Path(spec)
+    if kind not in KINDS:
+        raise UserError(one_line(f"kind {kind!r} is not known; the kinds are {', '.join(KINDS)}"))
+    path = Path(spec)
+    if kind == "hf" and not path.exists():
+        return kind, Path(HUB + spec)
+    if kind in {"csv", "tsv", "jsonl", "json"} and path.is_dir():
+        path = table_in(path, f".{kind}") or path
+    return kind, path
+
+
+def _unknown(path: Path) -> str:
+    if path.is_dir() and next(walk_pictures(path), None):
+        return f"{path}: pictures but no captions; add captions.csv (image,caption), or a .txt beside each"
+    return f"{path}: no known kind of data; name it, as in csv:PATH (kinds: {', '.join(KINDS)})"
+
+
+def _not_there(spec: str) -> str:
+    if spec.count("/") == 1 and not spec.startswith((".", "/")):
+        return f"{spec}: no such file or folder; a dataset of the Hugging Face hub is named hf:{spec}"
+    return f"{spec}: no such file or folder"

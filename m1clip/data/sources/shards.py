@@ -1,0 +1,207 @@
+"""webdataset tar shards: `shard-{000..099}.tar`, a folder of .tar, or one; jpg/png/webp + txt/json."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from PIL import Image
+
+from m1clip.data.images import MAX_FILE_BYTES, SUFFIXES, BadImage, decode, file_stamp, one_line
+from m1clip.data.sources import splits
+from m1clip.data.sources.base import BaseSource, Row
+from m1clip.data.sources.reading import clean_text, need
+from m1clip.data.sources.table import CAPTION_NAMES, captions_of
+from m1clip.data.sources.tar_index import CutShort, Member, members
+from m1clip.errors import UserError
+
+MAX_SHARDS = 100_000
+MAX_TEXT_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class TarImage:
+    """The bytes of a picture in a shard, read where they lie."""
+
+    path: str
+    member: str
+    offset: int
+    size: int
+
+    def open(self, want: int | None = None) -> Image.Image:
+        """Decode to RGB; BadImage when it cannot be."""
+        return decode(self.read(), want, str(self))
+
+    def read(self) -> bytes:
+        """The bytes of the member; BadImage when the shard has lost them."""
+        if self.size > MAX_FILE_BYTES:
+            raise BadImage(str(self), f"{self.size >> 20} MiB is more than a picture needs")
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.offset)
+                data = file.read(self.size)
+        except OSError as error:
+            raise BadImage(str(self), f"cannot be opened ({error.strerror})") from error
+        if len(data) < self.size:
+            raise BadImage(str(self), "truncated: the shard ends before the picture does")
+        return data
+
+    def stamp(self) -> str:
+        """Name, size and time of the shard, and the place in it."""
+        return f"{self.path}|{file_stamp(self.path)}|{self.offset}|{self.size}"
+
+    def __str__(self) -> str:
+        return one_line(f"{self.path}: {self.member}")
+
+
+class ShardSource(BaseSource):
+    """Members of one key are a sample. The split is that of the json, the shard's name or its folder."""
+
+    kind = "webdataset"
+
+    @classmethod
+    def looks_like(cls, path: Path) -> bool:
+        """A .tar file, a pattern of them, or a folder that holds some, perhaps in train/ and val/."""
+        if path.is_dir():
+            return bool(_in_folder(path))
+        return path.suffix.lower() == ".tar" or (".tar" in path.name and "{" in path.name)
+
+    def rows(self) -> Iterator[Row]:
+        """A row a sample, shard by shard; a shard cut in half gives what lies before the cut."""
+        tars = need("webdataset.tariterators", "Reading tar shards")
+        for path in shard_paths(self.path):
+            with open(path, "rb") as file:
+                flat = self._files(path, file)
+                for sample in tars.group_by_keys(flat, handler=partial(self._odd, path)):
+                    row = self._row(path, file, sample)
+                    if row is not None:
+                        yield row
+
+    def _odd(self, path: str, error: Exception) -> bool:
+        self.problem((path, 0), str(error.args[0] if error.args else error)[:300], "shard")
+        return True
+
+    def _files(self, path: str, file: BinaryIO) -> Iterator[dict[str, Any]]:
+        """Members in the form webdataset groups; the data is where it lies, not the bytes."""
+        size = os.fstat(file.fileno()).st_size
+        try:
+            for member in members(file, size):
+                if member.refused:
+                    self.problem(
+                        (path, 0), f"{member.name[:200]} is {member.refused}: left out", "unsafe-member"
+                    )
+                else:
+                    yield {"fname": member.name, "data": member, "__url__": path}
+        except CutShort as cut:
+            if size >= 2 and _is_gzip(file):
+                raise UserError(
+                    one_line(f"{path}: a compressed tar; unpack it to plain .tar (gunzip)")
+                ) from cut
+            self.problem((path, 0), str(cut), "shard")
+
+    def _row(self, path: str, file: BinaryIO, sample: dict[str, Any]) -> Row | None:
+        key = sample["__key__"]
+        parts = {suffix: part for suffix, part in sample.items() if isinstance(part, Member)}
+        image = next((p for suffix, p in parts.items() if "." + suffix.rsplit(".", 1)[-1] in SUFFIXES), None)
+        if image is None:
+            self.problem((f"{path}: {key}", 0), "no picture", "no-image")
+            return None
+        about = _json(file, parts["json"]) if "json" in parts else {}
+        captions: list[str] = []
+        # A json may hold several captions where the txt, which open_clip reads, has room for one.
+        if isinstance(about.get("captions"), list) or "txt" not in parts:
+            value = next((about[name] for name in CAPTION_NAMES if name in about), None)
+            captions, _ = captions_of(value)
+        if not captions and "txt" in parts:
+            captions, _ = captions_of(_read(file, parts["txt"]))
+        if not captions:
+            self.problem((f"{path}: {key}", 0), "no caption", "empty-caption")
+            return None
+        named = about.get("split")
+        split = splits.normalise(clean_text(named)) if isinstance(named, str) and named.strip() else None
+        split = split or splits.from_file_name(os.path.basename(path)) or splits.known(Path(path).parent.name)
+        ref = TarImage(path, image.name, image.offset, image.size)
+        # Keys start again in each shard, so the shard is part of the id.
+        return Row(
+            ref, tuple(captions), f"{os.path.basename(path)}/{image.name}", split, (f"{path}: {key}", 0)
+        )
+
+
+def _read(file: BinaryIO, member: Member) -> str | None:
+    if member.size > MAX_TEXT_BYTES:
+        return None
+    file.seek(member.offset)
+    return file.read(member.size).decode("utf-8-sig", "replace")
+
+
+def _json(file: BinaryIO, member: Member) -> dict[str, Any]:
+    try:
+        value = json.loads(_read(file, member) or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _is_gzip(file: BinaryIO) -> bool:
+    file.seek(0)
+    return file.read(2) == b"\x1f\x8b"
+
+
+def _in_folder(folder: Path) -> list[str]:
+    inside = sorted(folder.glob("*.tar"))
+    below = [
+        path
+        for sub in sorted(folder.iterdir())
+        if splits.known(sub.name)
+        for path in sorted(sub.glob("*.tar"))
+    ]
+    return [os.fspath(path) for path in (*inside, *below)]
+
+
+def shard_paths(path: Path) -> list[str]:
+    """The shards a path, a folder or a brace pattern means; each must exist."""
+    if path.is_dir():
+        found = _in_folder(path)
+    elif path.exists():
+        found = [os.fspath(path)]
+    else:
+        found = _expand(os.fspath(path))
+    if not found:
+        raise UserError(one_line(f"{path}: no .tar file there"))
+    if gone := [name for name in found if not os.path.isfile(name)]:
+        raise UserError(
+            one_line(f"{gone[0]}: no such shard ({len(gone)} of {len(found)} are missing); check the pattern")
+        )
+    return found
+
+
+def _expand(pattern: str) -> list[str]:
+    # Counted first: a pattern such as {0..999999999999} must not be written out.
+    if re.search(r"\{[^{}]*\{", pattern) or "${" in pattern:
+        raise UserError(
+            one_line(
+                f"{pattern}: braces inside braces and ${{...}} are not read; write shard-{{000..099}}.tar"
+            )
+        )
+    count = 1
+    for inside in re.findall(r"\{([^{}]*)\}", pattern):
+        ends = re.fullmatch(r"(-?\d{1,12})\.\.(-?\d{1,12})", inside)
+        if not ends and ".." in inside:
+            raise UserError(one_line(f"{pattern}: {{{inside}}} is not a range such as {{000..099}}"))
+        count *= abs(int(ends[2]) - int(ends[1])) + 1 if ends else inside.count(",") + 1
+    if count > MAX_SHARDS:
+        raise UserError(one_line(f"{pattern}: {count:,} shards are more than {MAX_SHARDS:,}"))
+    expand = need("webdataset.shardlists", "A pattern of shards").expand_urls
+    try:
+        return [
+            name for part in expand(pattern) for name in (sorted(glob.glob(part)) if "*" in part else [part])
+        ]
+    except (AssertionError, ValueError, IndexError) as error:
+        raise UserError(one_line(f"{pattern}: not a pattern of shards ({error})")) from error

@@ -1,0 +1,5 @@
+"""The one error a person is meant to read: what happened, where, what to do next."""
+
+
+class UserError(Exception):
+    """A problem the person can fix. The CLI prints it as one line and exits with code 2."""

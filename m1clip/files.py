@@ -1,0 +1,76 @@
+"""Files that are either whole or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PARTIAL = ".partial"  # ends the name of what is still being written
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file in one move: a reader sees the old text or the new, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """The same for a JSON value."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Fill the folder given; when the block ends well it takes the place of `path` in one move."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+        sync_folder(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    old = path.with_name(f"{path.name}.old{PARTIAL}")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    temporary.rename(path)
+    sync_folder(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Make a rename in this folder survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_leftovers(folder: Path) -> list[str]:
+    """Delete what a killed process was still writing; gives the names."""
+    names = []
+    for item in folder.glob(f"*{PARTIAL}") if folder.is_dir() else ():
+        names.append(item.name)
+        if item.is_dir():
+            shutil.rmtree(item, ignore_errors=True)
+        else:
+            item.unlink(missing_ok=True)
+    return names

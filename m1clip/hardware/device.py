@@ -1,0 +1,151 @@
+"""Everything that differs between devices: first the rules, as pure functions of facts, then the device itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import psutil
+
+from m1clip.errors import UserError
+from m1clip.hardware.facts import Facts
+
+Kind = Literal["cpu", "mps", "cuda"]
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How a device wants to be used."""
+
+    precisions: tuple[Precision, ...]  # that work there
+    bf16: Literal["yes", "no", "measure"]  # is bf16 faster? known, or to be measured
+    attention: Literal["sdpa", "measure"]
+    non_blocking: bool  # may copies overlap?
+    pin_memory: bool
+    fixed_shapes: bool  # every batch the same shape
+    fused_optimizer: bool
+    worker_start: Literal["fork", "spawn", "forkserver"]
+    float64: bool
+
+
+def available(facts: Facts) -> tuple[Kind, ...]:
+    """Devices of this machine, the usual favourite first."""
+    kinds: list[Kind] = []
+    if facts.cuda:
+        kinds.append("cuda")
+    if facts.mps:
+        kinds.append("mps")
+    return (*kinds, "cpu")
+
+
+def choose_device(asked: str, facts: Facts) -> Kind:
+    """The device to use. A named device that is missing is an error: only `auto` may choose."""
+    kinds = available(facts)
+    if asked == "auto":
+        return kinds[0]
+    for kind in kinds:
+        if kind == asked:
+            return kind
+    raise UserError(f"--device {asked}: this machine has none (found: {', '.join(kinds)}); use --device auto")
+
+
+def rules(kind: Kind, facts: Facts) -> Rules:
+    """The rules of DESIGN.md for one device of one machine."""
+    if kind == "cuda":
+        modern = facts.cuda_capability >= (8, 0)  # bf16 tensor cores came with Ampere
+        return Rules(
+            precisions=("fp32", "bf16", "fp16") if modern else ("fp32", "fp16"),
+            bf16="yes" if modern else "no",
+            attention="sdpa",
+            non_blocking=True,
+            pin_memory=True,
+            fixed_shapes=False,
+            fused_optimizer=True,
+            worker_start="forkserver",  # a forked child must not inherit a CUDA context
+            float64=True,
+        )
+    if kind == "mps":
+        # Non-blocking copies from pageable memory have corrupted data, and changing shapes leak memory.
+        old = any(chip in facts.cpu for chip in ("M1", "M2"))
+        return Rules(
+            precisions=("fp32", "bf16", "fp16"),
+            bf16="no" if old else "measure",
+            attention="measure",
+            non_blocking=False,
+            pin_memory=False,
+            fixed_shapes=True,
+            fused_optimizer=True,
+            worker_start="spawn",
+            float64=False,
+        )
+    return Rules(
+        precisions=("fp32", "bf16"),
+        bf16="measure",
+        attention="measure",
+        non_blocking=False,
+        pin_memory=False,
+        fixed_shapes=False,
+        fused_optimizer=True,
+        worker_start="fork" if facts.system == "Linux" else "spawn",
+        float64=True,
+    )
+
+
+def choose_precision(asked: str, kind: Kind, facts: Facts, bf16_speedup: float | None) -> Precision:
+    """`bf16_speedup` is the measured bf16 / fp32 rate where the rules ask for a measurement."""
+    rule = rules(kind, facts)
+    if asked == "auto":
+        faster = rule.bf16 == "yes" or (rule.bf16 == "measure" and (bf16_speedup or 0.0) > 1.1)
+        return "bf16" if faster else "fp32"
+    for precision in rule.precisions:
+        if precision == asked:
+            return precision
+    raise UserError(f"--train.precision {asked}: not on {kind} (possible: {', '.join(rule.precisions)}, auto)")
+
+
+def threads(asked: int, facts: Facts) -> int:
+    """One thread a physical core; the fast cores alone where cores differ."""
+    return asked or facts.performance_cores
+
+
+def environment(kind: Kind, current: Mapping[str, str]) -> dict[str, str]:
+    """Variables to set before torch is imported, left alone where the person has set them."""
+    wanted = {"PYTORCH_MPS_HIGH_WATERMARK_RATIO": "1.0"} if kind == "mps" else {}
+    return {name: value for name, value in wanted.items() if name not in current}
+
+
+class Device:
+    """One device of this machine, with its rules."""
+
+    def __init__(self, kind: Kind, facts: Facts) -> None:
+        import torch
+
+        self.kind: Kind = kind
+        self.rules = rules(kind, facts)
+        self.torch = torch.device(kind)
+        self._backend: Any = {"cuda": torch.cuda, "mps": torch.mps}.get(kind)
+
+    def synchronize(self) -> None:
+        """Wait until all work given to the device is done; nothing to wait for on the CPU."""
+        if self._backend is not None:
+            self._backend.synchronize()
+
+    def memory_bytes(self) -> int:
+        """Memory in use now: the allocator's on an accelerator, the process's on the CPU."""
+        if self.kind == "cuda":
+            return int(self._backend.memory_allocated())
+        if self.kind == "mps":
+            return int(self._backend.driver_allocated_memory())
+        return int(psutil.Process().memory_info().rss)
+
+    def peak_bytes(self) -> int:
+        """The most memory used so far by this process."""
+        if self.kind == "cuda":
+            return int(self._backend.max_memory_allocated())
+        import resource
+        import sys
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux, bytes on macOS

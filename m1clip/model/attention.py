@@ -1,0 +1,33 @@
+"""Attention: one function, two implementations, the same result."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+AttentionKind = Literal["bmm", "sdpa"]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, kind: AttentionKind) -> Tensor:
+    """(n, heads, length, dim) x 3 -> the same shape; `causal` lets position i see only positions <= i."""
+    if kind == "sdpa":
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return _bmm_attention(q, k, v, causal)
+
+
+def _bmm_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    n, heads, length, dim = q.shape
+    # The scale goes onto q: it is smaller than the score matrix, and bf16 scores stay in range.
+    q = (q * dim**-0.5).reshape(n * heads, length, dim)
+    scores = q @ k.reshape(n * heads, length, dim).transpose(1, 2)  # (n * heads, length, length)
+    if causal:
+        scores = scores + _causal_mask(length, scores.device, scores.dtype)
+    weights = scores.softmax(dim=-1)
+    return (weights @ v.reshape(n * heads, length, dim)).view(n, heads, length, dim)
+
+
+def _causal_mask(length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.full((length, length), float("-inf"), device=device, dtype=dtype).triu(1)

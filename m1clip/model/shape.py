@@ -1,0 +1,100 @@
+"""The shape of a CLIP as plain data: enough to build it, count it, or write it into a model folder."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from m1clip.errors import UserError
+
+Pooling = Literal["cls", "mean"]
+Positions = Literal["learned", "sincos"]
+Activation = Literal["gelu", "quick_gelu"]
+Init = Literal["clip", "zero"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipShape:
+    """Every number that decides the parameters of a Clip; the whole standard family can be written so."""
+
+    image_size: int = 224
+    patch_size: int = 16
+    vision_width: int = 768
+    vision_layers: int = 12
+    vision_heads: int = 12
+    text_width: int = 512
+    text_layers: int = 12
+    text_heads: int = 8
+    context_length: int = 77
+    vocab_size: int = 49408
+    embed_dim: int = 512
+    mlp_ratio: float = 4.0
+    pooling: Pooling = "cls"
+    positions: Positions = "learned"
+    activation: Activation = "gelu"
+    vision_pre_norm: bool = True
+    patch_bias: bool = False
+    projection_bias: bool = False
+    logit_bias: bool = False
+    dropout: float = 0.0
+    init: Init = "clip"
+
+    def __post_init__(self) -> None:
+        for name in ("image_size", "patch_size", "vision_width", "vision_layers", "vision_heads", "text_width",
+                     "text_layers", "text_heads", "context_length", "vocab_size", "embed_dim"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise UserError(f"model.{name} must be at least 1, not {getattr(self, name)}")
+        if self.image_size % self.patch_size:
+            raise UserError(
+                f"model.image_size {self.image_size} is not a multiple of model.patch_size {self.patch_size}: "
+                f"try {self.image_size // self.patch_size * self.patch_size or self.patch_size}"
+            )
+        for tower in ("vision", "text"):
+            width, heads = getattr(self, f"{tower}_width"), getattr(self, f"{tower}_heads")
+            if width % heads:
+                raise UserError(f"model.{tower}_width {width} cannot be split into {heads} heads")
+        if self.positions == "sincos" and self.vision_width % 4:
+            raise UserError(f"model.vision_width {self.vision_width} must be a multiple of 4 for sincos positions")
+        if self.context_length < 3:
+            raise UserError("model.context_length must be at least 3: start mark, one token, end mark")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"model.dropout must lie in [0, 1), not {self.dropout}")
+
+    @property
+    def grid(self) -> int:
+        """Patches along one side."""
+        return self.image_size // self.patch_size
+
+    @property
+    def image_tokens(self) -> int:
+        """Length of the image tower's sequence."""
+        return self.grid**2 + (self.pooling == "cls")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ClipShape:
+        """The inverse of `to_dict`; an unknown or missing key is an error, never a guess."""
+        names = {field.name for field in fields(cls)}
+        if set(values) != names:
+            odd = sorted(set(values) ^ names)
+            raise UserError(f"model shape has missing or unknown keys: {', '.join(odd)}")
+        return cls(**values)
+
+
+def flops_per_pair(shape: ClipShape, text_tokens: int) -> float:
+    """Multiply-adds x 2 of one forward and backward pass (3 x forward) for one picture and one caption."""
+
+    def tower(tokens: int, width: int, layers: int) -> float:
+        matrices = (4 + 2 * shape.mlp_ratio) * width**2 * tokens
+        attention = 2 * tokens**2 * width
+        return 2 * layers * (matrices + attention)
+
+    patch = 2 * shape.grid**2 * 3 * shape.patch_size**2 * shape.vision_width
+    heads = 2 * shape.embed_dim * (shape.vision_width + shape.text_width)
+    image = tower(shape.image_tokens, shape.vision_width, shape.vision_layers)
+    text = tower(text_tokens, shape.text_width, shape.text_layers)
+    # The patch layer needs no gradient for the pixels, so it costs two products and not three.
+    return 3 * (image + text + heads) + 2 * patch

@@ -1,0 +1,100 @@
+"""Text to ids and back: tokenizers by name, and the one saved in a model folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from m1clip.errors import UserError
+from m1clip.text.base import Tokenizer
+from m1clip.text.bpe import BASE_COUNT, FULL_SOT_ID, BpeTokenizer
+from m1clip.text.char import PRIOR_ART_ALPHABET, CharTokenizer
+from m1clip.text.rows import FILE_NAME, VERSION
+
+__all__ = [
+    "KINDS",
+    "PRIOR_ART_ALPHABET",
+    "BpeTokenizer",
+    "CharTokenizer",
+    "Tokenizer",
+    "load_tokenizer",
+    "make_tokenizer",
+]
+
+KINDS = ("char", "bpe", "bpe-cut")
+COPY_AGAIN = "copy the model folder again, or train again"
+
+
+def make_tokenizer(kind: str, captions: Iterable[str], alphabet: str | None = None) -> Tokenizer:
+    """A tokenizer for these training captions; `alphabet` fixes the characters of kind "char"."""
+    if kind not in KINDS:
+        near = get_close_matches(kind, KINDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(KINDS)}"
+        raise UserError(f"unknown tokenizer {kind!r}: {hint}")
+    if kind == "char":
+        try:
+            return CharTokenizer.from_captions(captions) if alphabet is None else CharTokenizer(alphabet)
+        except ValueError as error:
+            remedy = "give captions with text" if alphabet is None else "give each lower-case character once"
+            raise UserError(f"no character tokenizer: {error}; {remedy}") from error
+    if alphabet is not None:
+        raise UserError(f"tokenizer {kind!r} has no alphabet: leave the alphabet out, or choose 'char'")
+    return BpeTokenizer() if kind == "bpe" else BpeTokenizer().cut_to(captions)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer saved in a model folder; a file that cannot be trusted is a UserError."""
+    path = Path(folder) / FILE_NAME
+    record = _read_record(path)
+    try:
+        if record["kind"] == "char":
+            return CharTokenizer(_alphabet_of(record))
+        return BpeTokenizer() if record["kind"] == "bpe" else BpeTokenizer(_kept_of(record))
+    except ValueError as error:
+        raise UserError(f"{path}: broken tokenizer: {error}; {COPY_AGAIN}") from error
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """The JSON object in the file, with a kind and a version this package knows."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); is this a model folder?") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON; {COPY_AGAIN}") from error
+    if not isinstance(record, dict):
+        raise UserError(f"{path}: not a tokenizer file; {COPY_AGAIN}")
+    version = record.get("version")
+    if type(version) is not int or version < 1:
+        raise UserError(f"{path}: has no format version of m1clip; {COPY_AGAIN}")
+    # The version is checked before the kind: a newer m1clip may have kinds of its own.
+    if version > VERSION:
+        raise UserError(
+            f"{path}: written by a newer m1clip (format {version}, this one reads {VERSION}); upgrade m1clip"
+        )
+    if record.get("kind") not in KINDS:
+        raise UserError(
+            f"{path}: unknown tokenizer kind {str(record.get('kind'))[:40]!r} "
+            f"(known: {', '.join(KINDS)}); {COPY_AGAIN}"
+        )
+    return record
+
+
+def _alphabet_of(record: dict[str, Any]) -> str:
+    alphabet = record.get("alphabet")
+    if not isinstance(alphabet, str):
+        raise ValueError("'alphabet' is not a string")
+    return alphabet
+
+
+def _kept_of(record: dict[str, Any]) -> list[int]:
+    kept = record.get("kept")
+    # Strictly rising ids: a doubled or moved one would shift the ids the model was trained with.
+    if not isinstance(kept, list) or not all(type(piece) is int for piece in kept):
+        raise ValueError("'kept' is not a list of piece ids")
+    if any(a >= b for a, b in zip([BASE_COUNT - 1, *kept], [*kept, FULL_SOT_ID], strict=True)):
+        raise ValueError("'kept' is not a rising list of merged pieces")
+    return kept

@@ -1,0 +1,61 @@
+"""Durations become a number of steps here and nowhere else."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from m1clip.data.loader import batches
+from m1clip.errors import UserError
+from m1clip.train.evaluation import evaluate
+from m1clip.train.setup import Job
+from m1clip.train.update import Update
+
+DEFAULT_EPOCHS = 10.0
+EVALUATIONS = 5  # a run, unless the config says otherwise
+WARM_STEPS, TIMED_STEPS = 2, 5
+
+
+def total_steps(job: Job) -> int:
+    """Steps of the run, from --steps, --epochs or --minutes."""
+    train, plan = job.config.train, job.training.plan
+    if train.steps is not None:
+        return train.steps
+    if train.minutes is not None:
+        return calibrate(job, train.minutes * 60)
+    epochs = DEFAULT_EPOCHS if train.epochs is None else train.epochs
+    steps = round(epochs * plan.steps_per_epoch)
+    if steps < 1:
+        raise UserError(f"--epochs {epochs:g} is less than one step of this data: give a larger number, or --steps")
+    return steps
+
+
+def calibrate(job: Job, seconds: float) -> int:
+    """How many steps fit into the time: a throw-away model makes a few real ones and one real evaluation."""
+    begin = time.perf_counter()
+    update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+    feed = batches(job.training, 0, WARM_STEPS + TIMED_STEPS, 0, "fork", pin=False)
+    step_seconds = []
+    for step, batch in enumerate(feed):
+        start = time.perf_counter()
+        update(batch, step, 0, WARM_STEPS + TIMED_STEPS)
+        job.device.synchronize()
+        step_seconds.append(time.perf_counter() - start)
+    start = time.perf_counter()
+    evaluate(job, update.model, "val")
+    evaluation_seconds = time.perf_counter() - start
+    train = job.config.train
+    left = seconds - (time.perf_counter() - begin)
+    per_step = statistics.median(step_seconds[WARM_STEPS:])
+    if train.eval_every is None:
+        left -= (EVALUATIONS + 1) * evaluation_seconds  # and one of the test split at the end
+    elif train.eval_every:
+        left -= evaluation_seconds
+        per_step += evaluation_seconds / train.eval_every
+    steps = int(left / per_step)
+    if steps < 10:
+        raise UserError(
+            f"{seconds / 60:g} minutes are {max(steps, 0)} steps of {per_step:.1f} s here: too few to learn from; "
+            f"give more minutes, a smaller --batch or a smaller --model"
+        )
+    return steps

@@ -1,0 +1,155 @@
+"""The only training loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from m1clip.data.loader import Batch, batches
+from m1clip.evaluate.bundle import Bundle
+from m1clip.runlog import RunLog
+from m1clip.train.checkpoint import Groups, LoopState, save
+from m1clip.train.evaluation import evaluate, mean_recall
+from m1clip.train.schedule import rate, warmup_steps
+from m1clip.train.screen import Screen
+from m1clip.train.setup import Job
+from m1clip.train.update import Update
+
+
+@dataclass
+class Meter:
+    """What happened since the last line of the log. Tensors stay on the device until the line is written."""
+
+    begin: float
+    losses: list[Tensor]
+    grad_norms: list[Tensor]
+    data_seconds: float = 0.0
+
+    @classmethod
+    def start(cls) -> Meter:
+        return cls(time.perf_counter(), [], [])
+
+
+def run_loop(job: Job, update: Update, state: LoopState, total_steps: int, run: Path, log: RunLog, screen: Screen) -> None:
+    """Train from `state.step` to the end, evaluating, logging and saving on the way."""
+    config = job.config
+    warmup = warmup_steps(config.optim.warmup, total_steps)
+    eval_every, save_every = config.train.eval_every or total_steps, config.train.save_every or total_steps
+    feed = _timed(job, state.step, total_steps)
+    meter, began = Meter.start(), time.perf_counter() - state.seconds
+    screen.begin(state.step, total_steps)
+    for step in range(state.step, total_steps):
+        waited, batch = next(feed)
+        loss, grad_norm = update(batch, step, warmup, total_steps)
+
+        meter.losses.append(loss)
+        meter.grad_norms.append(grad_norm)
+        meter.data_seconds += waited
+        state.step, state.seconds = step + 1, time.perf_counter() - began
+        last = state.step == total_steps
+        if state.step % config.train.log_every == 0 or last:
+            _write_step(job, update, meter, state, rate(step, warmup, total_steps, config.optim.lr_end), log, screen)
+            meter = Meter.start()
+        if state.step % eval_every == 0 or last:
+            began += _pause(lambda last=last: _evaluate(job, update, state, run, log, screen))
+            meter = Meter.start()
+        stop = bool(config.train.patience) and state.stale >= config.train.patience
+        if state.step % save_every == 0 or last or stop:
+            _save(update, state, run, config.train.keep, log)
+            meter = Meter.start()
+        if stop and not last:
+            screen.say(f"stopped     after {state.stale} evaluations without a better recall")
+            log.write("event", step=state.step, event="early stop")
+            break
+    screen.end()
+
+
+def _timed(job: Job, start: int, stop: int) -> Iterator[tuple[float, Batch]]:
+    """Batches with the seconds that the loop had to wait for each."""
+    workers, rules = job.config.data.workers, job.device.rules
+    feed = batches(job.training, start, stop, workers, rules.worker_start, rules.pin_memory)
+    while True:
+        begin = time.perf_counter()
+        batch = next(feed, None)
+        if batch is None:
+            return
+        yield time.perf_counter() - begin, batch
+
+
+def _pause(work: object) -> float:
+    """Do something that is not training; gives the seconds it took, which do not count as training."""
+    begin = time.perf_counter()
+    work()  # type: ignore[operator]
+    return time.perf_counter() - begin
+
+
+def _write_step(
+    job: Job, update: Update, meter: Meter, state: LoopState, share: float, log: RunLog, screen: Screen
+) -> None:
+    losses = torch.stack(meter.losses).float()
+    seconds = time.perf_counter() - meter.begin
+    n = len(losses)
+    values = {
+        "step": state.step,
+        "epoch": round(state.step / job.training.plan.steps_per_epoch, 4),
+        "loss": float(losses.mean()),
+        "grad_norm": float(torch.stack(meter.grad_norms).mean()),
+        "lr": job.config.optim.lr * share,
+        "temperature": float(1 / update.model.logit_scale.detach().exp()),
+        "pairs_per_second": n * job.config.train.batch / seconds,
+        "step_seconds": seconds / n,
+        "data_share": meter.data_seconds / seconds,
+        "memory_bytes": job.device.memory_bytes(),
+    }
+    log.write("step", **values)
+    screen.step(values)
+
+
+def _evaluate(job: Job, update: Update, state: LoopState, run: Path, log: RunLog, screen: Screen) -> None:
+    """Score the validation split with the averaged weights, if there are such; keep the best model."""
+    if "val" not in job.splits:
+        return
+    if update.ema is not None:
+        update.ema.swap(update.model)
+    scores = evaluate(job, update.model, "val")
+    value = mean_recall(scores)
+    log.write("eval", step=state.step, split="val", mean_recall=value, **scores.as_dict())
+    if value > state.best:
+        state.best, state.best_step, state.stale = value, state.step, 0
+        Bundle(update.model, job.tokenizer, job.preprocess).save(run / "best")
+    else:
+        state.stale += 1
+    screen.evaluation(state.step, scores, best=state.best_step == state.step)
+    if update.ema is not None:
+        update.ema.swap(update.model)
+
+
+def _save(update: Update, state: LoopState, run: Path, keep: int, log: RunLog) -> None:
+    if update.scaler is not None:
+        scaler = update.scaler.state_dict()
+        state.scaler_scale, state.scaler_growth = float(scaler["scale"]), int(scaler["_growth_tracker"])
+    log.write("checkpoint", step=state.step, path=save(run, state, groups(update), keep).name)
+
+
+def groups(update: Update) -> Groups:
+    """All tensors of a checkpoint, by file."""
+    kept = {"weights": update.model.state_dict(), "optimizer": update.optimizer.tensors()}
+    if update.ema is not None:
+        kept["ema"] = update.ema.weights
+    return kept
+
+
+def restore(update: Update, state: LoopState, kept: Groups) -> None:
+    """Put a checkpoint's tensors back."""
+    update.model.load_state_dict(kept["weights"])
+    update.optimizer.load_tensors(kept["optimizer"])
+    if update.ema is not None:
+        update.ema.weights = kept["ema"]
+    if update.scaler is not None:
+        scale = {"scale": state.scaler_scale, "_growth_tracker": state.scaler_growth}
+        update.scaler.load_state_dict({**update.scaler.state_dict(), **scale})

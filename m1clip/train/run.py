@@ -1,0 +1,179 @@
+"""A run is a folder. Begin one, or continue one from its newest checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from m1clip import __version__
+from m1clip.config import Config
+from m1clip.configfile import load_config, to_toml
+from m1clip.data.prepare import DecodePlan
+from m1clip.data.store import Progress
+from m1clip.errors import UserError
+from m1clip.evaluate.bundle import Bundle, load
+from m1clip.evaluate.metric import Scores
+from m1clip.files import write_json, write_text
+from m1clip.hardware.device import rules
+from m1clip.hardware.facts import Facts, usable_cpus
+from m1clip.model.clip import count_parameters
+from m1clip.runlog import RunLog
+from m1clip.train.checkpoint import LoopState, load_newest
+from m1clip.train.duration import EVALUATIONS, total_steps
+from m1clip.train.evaluation import features_of
+from m1clip.train.finish import final_scores, save_grid
+from m1clip.train.loop import restore, run_loop
+from m1clip.train.schedule import warmup_steps
+from m1clip.train.screen import Screen
+from m1clip.train.setup import Job, prepare
+from m1clip.train.update import Update
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run gives."""
+
+    run: Path
+    scores: Scores
+    split: str
+    grid: Path
+
+
+def train(config: Config, run: str | Path | None = None, screen: Screen | None = None) -> Result:
+    """Train from the beginning in a new run folder."""
+    screen = screen or Screen()
+    folder = new_run_folder(Path(run) if run is not None else None, config.model.preset)
+    job = prepare(config, screen.say, _decode_plan(screen))
+    job = _with_steps(job)
+    _describe(job, screen)
+    _write_head(job, folder)
+    return _go(job, folder, screen, LoopState(), None)
+
+
+def resume(run: str | Path, screen: Screen | None = None) -> Result:
+    """Continue a run from its newest whole checkpoint, exactly as if it had never stopped."""
+    screen, folder = screen or Screen(), Path(run)
+    if not (folder / "config.toml").is_file():
+        raise UserError(f"{folder}: no run there (no config.toml)")
+    job = prepare(load_config(folder / "config.toml"), screen.say, _decode_plan(screen), saved=folder)
+    _check_same_data(job, folder)
+    _describe(job, screen)
+    kept = load_newest(folder, job.device.torch, screen.warn)
+    state, tensors = kept if kept is not None else (LoopState(), None)
+    screen.say(f"resume     step {state.step:,} of {job.config.train.steps:,}")
+    return _go(job, folder, screen, state, tensors)
+
+
+def new_run_folder(asked: Path | None, name: str) -> Path:
+    """A folder that holds no run yet: the one asked for, or runs/NAME, runs/NAME-2, ..."""
+    if asked is not None:
+        if (asked / "config.toml").exists():
+            raise UserError(f"{asked}: holds a run already; continue it with --resume {asked}, or choose another --run")
+        if asked.exists() and (not asked.is_dir() or any(asked.iterdir())):
+            raise UserError(f"{asked}: exists and is not a run; choose another --run")
+        return asked
+    number = 1
+    while (folder := Path("runs") / (name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    return folder
+
+
+def _go(job: Job, folder: Path, screen: Screen, state: LoopState, tensors: dict[str, dict[str, torch.Tensor]] | None) -> Result:
+    log = RunLog(folder)
+    steps = job.config.train.steps or 0
+    log.write("start", step=state.step, steps=steps, choices=job.choices, version=__version__)
+    update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+    if tensors is not None:
+        restore(update, state, tensors)
+    try:
+        run_loop(job, update, state, steps, folder, log, screen)
+        return _finish(job, update, folder, log, screen, state)
+    finally:
+        screen.end()
+        log.close()
+
+
+def _finish(job: Job, update: Update, folder: Path, log: RunLog, screen: Screen, state: LoopState) -> Result:
+    """Keep the last model too, and report the test split once, with the model that validation chose."""
+    if update.ema is not None:
+        update.ema.swap(update.model)
+    Bundle(update.model, job.tokenizer, job.preprocess).save(folder / "model")
+    best = load(folder, device=job.device.kind).model
+    best.set_attention(job.config.model.attention_image, job.config.model.attention_text)  # type: ignore[arg-type]
+    split = next((name for name in ("test", "val") if name in job.splits), "train")
+    image, text, owner = features_of(job, best, split)
+    scores = final_scores(job, best, split, image, text, owner)
+    grid = save_grid(job, split, image, text, owner, folder / "retrieval.png")
+    log.write("end", step=state.step, split=split, best_step=state.best_step, seconds=state.seconds,
+              peak_bytes=job.device.peak_bytes(), **scores.as_dict())  # fmt: skip
+    return Result(folder, scores, split, grid)
+
+
+def _with_steps(job: Job) -> Job:
+    """Turn the duration into steps, and write down what follows from their number."""
+    steps = total_steps(job)
+    warmup_steps(job.config.optim.warmup, steps)  # refuses a run that would never leave warm-up
+    train = job.config.train
+    every = train.eval_every if train.eval_every is not None else max(1, -(-steps // EVALUATIONS))
+    saves = train.save_every if train.save_every is not None else every
+    train = dataclasses.replace(train, steps=steps, minutes=None, epochs=None, eval_every=every, save_every=saves)
+    return dataclasses.replace(job, config=dataclasses.replace(job.config, train=train))
+
+
+def _describe(job: Job, screen: Screen) -> None:
+    shape, train = job.shape, job.config.train
+    counts = ", ".join(f"{len(split.pairs):,} {name}" for name, split in job.splits.items())
+    screen.say(f"data       {', '.join(job.config.data.source)}: {counts} pictures of {shape.image_size} px")
+    screen.say(
+        f"model      {job.config.model.preset}: {count_parameters(shape):,} parameters, "
+        f"{job.tokenizer.vocab_size:,} tokens, attention {job.config.model.attention_image} (image) "
+        f"{job.config.model.attention_text} (text)"
+    )
+    epochs = (train.steps or 0) / job.training.plan.steps_per_epoch
+    screen.say(f"training   {train.steps:,} steps of {train.batch} pairs ({epochs:.1f} epochs), {job.config.optim.name}")
+
+
+def _write_head(job: Job, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    job.tokenizer.save(folder)
+    environment = {"m1clip": __version__, "command": sys.argv, "data": _fingerprint(job), "facts": job.facts.to_dict()}
+    write_json(folder / "environment.json", environment)
+    write_text(folder / "config.toml", to_toml(job.config))  # last: a folder with a config is a whole run
+
+
+def _check_same_data(job: Job, folder: Path) -> None:
+    try:
+        known = json.loads((folder / "environment.json").read_text(encoding="utf-8")).get("data")
+    except (OSError, ValueError, AttributeError):
+        known = None
+    if known != _fingerprint(job):
+        raise UserError(
+            f"{folder}: the training data is not what it was when the run began, so it cannot be continued exactly; "
+            f"bring the data back, or begin a new run with --config {folder / 'config.toml'}"
+        )
+
+
+def _fingerprint(job: Job) -> str:
+    """What the training pairs are: names and captions in order."""
+    digest = hashlib.sha256()
+    for pair in job.splits["train"].pairs:
+        digest.update("\x1f".join((pair.id, *pair.captions, "\x1e")).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def _decode_plan(screen: Screen) -> Callable[[Facts], DecodePlan]:
+    def plan(facts: Facts) -> DecodePlan:
+        def progress(split: str) -> Progress:
+            return screen.counter(f"preparing {split} pictures")
+
+        start = rules("cpu", facts).worker_start
+        return DecodePlan(usable_cpus(), start, facts.memory_bytes, progress, screen.warn)
+
+    return plan

@@ -1,0 +1,26 @@
+"""The learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+
+from m1clip.errors import UserError
+
+
+def warmup_steps(warmup: float, total_steps: int) -> int:
+    """A share below 1 of all steps, or a number of steps; a run that never leaves warm-up is refused."""
+    steps = round(warmup * total_steps) if warmup < 1 else int(warmup)
+    if steps >= total_steps:
+        raise UserError(
+            f"warm-up of {steps} steps would never end: the run has {total_steps} steps; "
+            f"train longer, or lower --optim.warmup (0.05 = five percent of the run)"
+        )
+    return steps
+
+
+def rate(step: int, warmup: int, total_steps: int, end: float) -> float:
+    """Share of the peak rate: linear warm-up, then a half cosine down to `end`."""
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    progress = (step - warmup) / max(total_steps - warmup, 1)
+    return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))

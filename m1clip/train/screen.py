@@ -1,0 +1,99 @@
+"""What a person sees while it trains: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from m1clip.evaluate.metric import Scores
+
+PLAIN_SECONDS = 15.0  # between two progress lines where there is no terminal
+
+
+class Screen:
+    """Writes for a person. It never decides anything."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+        self.live = self.console.is_terminal
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._first = self._total = 0
+        self._recall = ""
+        self._began = self._spoke = time.monotonic()
+
+    def say(self, line: str) -> None:
+        """One line that stays."""
+        self.console.print(line, markup=False, soft_wrap=True)
+
+    def warn(self, line: str) -> None:
+        """One line that stays, marked as a warning."""
+        self.say(f"warning: {line}")
+
+    def counter(self, title: str) -> Callable[[int, int], None]:
+        """A callback (done, total) that shows how far some long work is."""
+        if not self.live:
+            return lambda done, total: None
+        bar = self._bar(f"{title}: {{task.completed:,}} of {{task.total:,}}")
+        task = bar.add_task(title, total=1)
+
+        def show(done: int, total: int) -> None:
+            if not bar.live.is_started:
+                bar.start()
+            bar.update(task, completed=done, total=total)
+            if done >= total:
+                bar.stop()
+
+        return show
+
+    def begin(self, step: int, total: int) -> None:
+        """The loop starts."""
+        self._first, self._total, self._began = step, total, time.monotonic()
+        if self.live:
+            self._progress = self._bar("{task.fields[text]}")
+            self._task = self._progress.add_task("train", total=total, completed=step, text="first steps ...")
+            self._progress.start()
+
+    def step(self, values: dict[str, Any]) -> None:
+        """Numbers of the newest steps."""
+        done = values["step"] - self._first
+        left = (time.monotonic() - self._began) / max(done, 1) * (self._total - values["step"])
+        text = (
+            f"step {values['step']:,}/{self._total:,}  loss {values['loss']:.3f}{self._recall}  "
+            f"{values['pairs_per_second']:,.0f} pairs/s  {values['memory_bytes'] / 1e9:.1f} GB  {_clock(left)} left"
+        )
+        if self._progress is not None:
+            self._progress.update(self._task, completed=values["step"], text=text)
+        elif time.monotonic() - self._spoke > PLAIN_SECONDS or values["step"] == self._total:
+            self._spoke = time.monotonic()
+            self.say(text)
+
+    def evaluation(self, step: int, scores: Scores, best: bool) -> None:
+        """Recall on the validation split."""
+        there, back = scores["text_to_image/recall@1"], scores["image_to_text/recall@1"]
+        self._recall = f"  recall@1 {100 * there.value:.1f}%"
+        self.say(
+            f"validation  step {step:,}: recall@1 text to image {100 * there.value:.1f}% "
+            f"[{100 * there.interval.low:.1f}, {100 * there.interval.high:.1f}], image to text "
+            f"{100 * back.value:.1f}% (chance {100 * there.chance:.2g}%){'  best so far' if best else ''}"
+        )
+
+    def end(self) -> None:
+        """The loop is over, or broken off."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _bar(self, text: str) -> Progress:
+        columns = (SpinnerColumn(), BarColumn(bar_width=20), TextColumn(text), TimeElapsedColumn())
+        return Progress(*columns, console=self.console, transient=True)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,142 @@
+"""Everything that is decided before the first step: device, precision, data, tokenizer, model, attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from m1clip.config import Config
+from m1clip.data.augment import Augmentation
+from m1clip.data.loader import BatchPlan, TrainingSet
+from m1clip.data.pair import Source
+from m1clip.data.prepare import CROP_MARGIN, DecodePlan, Split, augmentation_of, load_split, open_data
+from m1clip.data.preprocess import Preprocess
+from m1clip.errors import UserError
+from m1clip.hardware.device import Device, Precision, choose_device, choose_precision, threads
+from m1clip.hardware.facts import Facts, read_facts
+from m1clip.hardware.measure import DTYPES, bf16_speedup
+from m1clip.model.build import resolved, shape_of
+from m1clip.model.choose import choose_attention
+from m1clip.model.clip import Clip
+from m1clip.model.shape import ClipShape
+from m1clip.text import load_tokenizer, make_tokenizer
+from m1clip.text.base import Tokenizer
+from m1clip.train.precision import autocast
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run with every question answered; the loop takes it from here."""
+
+    config: Config  # resolved, but for minutes and epochs
+    facts: Facts
+    device: Device
+    precision: Precision
+    shape: ClipShape
+    tokenizer: Tokenizer
+    preprocess: Preprocess
+    source: Source
+    training: TrainingSet
+    splits: dict[str, Split]
+    choices: dict[str, Any]  # what was measured in order to decide
+    autocast: Callable[[], AbstractContextManager[object]]
+
+    def build_model(self) -> Clip:
+        """A new model from the seed, on the device."""
+        torch.manual_seed(self.config.seed)
+        model = Clip(self.shape, self.tokenizer.eot_id).to(self.device.torch)
+        model.set_attention(*_attention_kinds(self.config))  # type: ignore[arg-type]
+        model.set_recompute(self.config.model.recompute)
+        return model
+
+
+def _attention_kinds(config: Config) -> tuple[str, str]:
+    return config.model.attention_image, config.model.attention_text
+
+
+def prepare(config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan], saved: Any = None) -> Job:
+    """Answer every question of a run. `saved` is the folder of a tokenizer to use again on a resume."""
+    facts = read_facts()
+    device = Device(choose_device(config.train.device, facts), facts)
+    torch.set_num_threads(threads(config.train.threads, facts))
+    speedup = bf16_speedup(device) if config.train.precision == "auto" and device.rules.bf16 == "measure" else None
+    precision = choose_precision(config.train.precision, device.kind, facts, speedup)
+    say(_device_line(device, facts, precision, speedup))
+
+    bias = config.train.objective == "sigmoid"
+    draft = shape_of(config.model, logit_bias=bias)
+    preprocess = Preprocess(image_size=draft.image_size)
+    source = open_data(config.data, draft.image_size, config.seed)
+    if not source.pairs("train"):
+        raise UserError(f"{', '.join(config.data.source)}: no training pairs found")
+    captions = (caption for pair in source.pairs("train") for caption in pair.captions)
+    tokenizer = load_tokenizer(saved) if saved else make_tokenizer(config.text.tokenizer, captions, config.text.alphabet)
+    shape = shape_of(config.model, tokenizer.vocab_size, bias)
+
+    augmentation = augmentation_of(config.data)
+    plan = decode(facts)
+    splits = {}
+    for split in ("train", "val", "test"):
+        if split in source.splits():
+            margin = CROP_MARGIN if split == "train" and augmentation.crop_min < 1 else 1.0
+            splits[split] = load_split(
+                source, split, config.data, tokenizer, shape.context_length, preprocess, margin, plan
+            )
+    choices: dict[str, Any] = {"bf16_speedup": speedup}
+    kinds = _measure_attention(config, device, precision, shape, splits["train"], choices)
+    config = dataclasses.replace(
+        config,
+        model=resolved(config.model, shape, *kinds),
+        data=_resolved_data(config, augmentation),
+        train=dataclasses.replace(config.train, device=device.kind, precision=precision),
+    )
+    training = TrainingSet(
+        splits["train"].pictures,
+        splits["train"].captions,
+        BatchPlan(len(splits["train"].pairs), config.train.batch, config.seed),
+        augmentation,
+        full_length=device.rules.fixed_shapes or config.model.compile,
+    )
+    if training.plan.steps_per_epoch == 0:
+        raise UserError(
+            f"{len(splits['train'].pairs)} training pictures do not fill one batch of {config.train.batch}: "
+            f"lower --batch to {max(2, len(splits['train'].pairs) // 2)}, or bring more pictures"
+        )
+    context = autocast(device, precision)
+    return Job(config, facts, device, precision, shape, tokenizer, preprocess, source, training, splits, choices, context)
+
+
+def _measure_attention(
+    config: Config, device: Device, precision: Precision, shape: ClipShape, train: Split, choices: dict[str, Any]
+) -> tuple[str, str]:
+    """Measure both implementations at the shapes of this run, unless the config already says which."""
+    longest = min(-(-int(train.captions.lengths.max()) // 8) * 8, shape.context_length)
+    asked = {
+        "image": (config.model.attention_image, shape.vision_heads, shape.image_tokens, shape.vision_width, False),
+        "text": (config.model.attention_text, shape.text_heads, longest, shape.text_width, True),
+    }
+    kinds = []
+    for tower, (wish, heads, length, width, causal) in asked.items():
+        kind, times = choose_attention(
+            wish, device, DTYPES[precision], config.train.batch, heads, length, width // heads, causal
+        )
+        choices[f"attention_{tower}"] = {"chosen": kind, **{name: str(value) for name, value in times.items()}}
+        kinds.append(kind)
+    return kinds[0], kinds[1]
+
+
+def _resolved_data(config: Config, augmentation: Augmentation) -> Any:
+    values = dataclasses.asdict(augmentation)
+    return dataclasses.replace(config.data, **values)
+
+
+def _device_line(device: Device, facts: Facts, precision: Precision, speedup: float | None) -> str:
+    name = facts.cuda if device.kind == "cuda" else facts.cpu
+    reason = f" (bf16 measured {speedup:.1f}x fp32)" if speedup else ""
+    cores = f", {torch.get_num_threads()} threads" if device.kind == "cpu" else ""
+    return f"device     {device.kind}: {name}{cores}, {precision}{reason}"

@@ -1,0 +1,157 @@
+"""Decoding: right for every mode, and safe for every file."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import tracemalloc
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from m1clip.data.images import BadImage, FileImage, decode
+
+
+def saved(image: Image.Image, kind: str, **more: object) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, kind, **more)
+    return stream.getvalue()
+
+
+def png_header(width: int, height: int) -> bytes:
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    ihdr = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + ihdr + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_six_formats_become_rgb(kind: str) -> None:
+    image = decode(saved(Image.new("RGB", (20, 10), (200, 30, 30)), kind))
+    assert (image.mode, image.size) == ("RGB", (20, 10))
+    assert np.abs(np.asarray(image)[5, 5].astype(int) - (200, 30, 30)).max() <= 12
+
+
+def test_other_formats_are_refused() -> None:
+    for kind in ("PPM", "ICO", "TGA"):
+        with pytest.raises(BadImage, match="not a picture that can be read"):
+            decode(saved(Image.new("RGB", (16, 16)), kind), where="x")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("side", [50_000, 12_000, 9_000])
+def test_bomb_is_rejected_from_the_header(side: int, tmp_path: Path) -> None:
+    path = tmp_path / "bomb.png"
+    path.write_bytes(png_header(side, side))
+    tracemalloc.start()
+    with pytest.raises(BadImage, match=r"bomb\.png.*64 megapixels"):
+        decode(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5_000_000
+
+
+def test_sixteen_bits_are_scaled() -> None:
+    values = np.array([[0, 257 * 100, 65535]], np.uint16)
+    image = np.asarray(decode(saved(Image.fromarray(values), "PNG")))
+    assert image[0, :, 0].tolist() == [0, 100, 255]
+    big_endian = np.asarray(decode(saved(Image.fromarray(values), "TIFF")))
+    assert big_endian[0, :, 0].tolist() == [0, 100, 255]
+
+
+def test_float_tiff_is_scaled() -> None:
+    image = np.asarray(decode(saved(Image.fromarray(np.array([[0.0, 0.5, 1.0]], np.float32)), "TIFF")))
+    assert image[0, :, 1].tolist() == [0, 128, 255]
+
+
+def test_palette_alpha_and_cmyk() -> None:
+    red = Image.new("RGBA", (8, 8), (255, 0, 0, 0))
+    assert decode(saved(red, "PNG")).getpixel((0, 0)) == (255, 0, 0)
+    palette = Image.new("RGB", (8, 8), (0, 0, 255)).quantize(4)
+    assert decode(saved(palette, "PNG", transparency=b"\x00\xff")).getpixel((0, 0)) == (0, 0, 255)
+    cmyk = decode(saved(Image.new("RGB", (8, 8), (0, 255, 0)).convert("CMYK"), "JPEG"))
+    assert cmyk.mode == "RGB"
+    assert cmyk.getpixel((4, 4))[1] > 240 > 15 > cmyk.getpixel((4, 4))[0]
+
+
+def test_first_frame_of_an_animation() -> None:
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ((255, 0, 0), (0, 255, 0))]
+    data = saved(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert decode(data).getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_exif_orientation_is_applied() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert decode(saved(Image.new("RGB", (40, 20)), "JPEG", exif=exif)).size == (20, 40)
+
+
+def test_jpeg_is_drafted_but_never_below_what_is_wanted() -> None:
+    data = saved(Image.new("RGB", (1000, 600)), "JPEG")
+    assert min(decode(data, want=112).size) in range(112, 224)
+    assert decode(data).size == (1000, 600)
+
+
+def test_broken_files_say_where_and_why(tmp_path: Path) -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8))
+    for kind in ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF"):
+        data = saved(noise, kind)
+        with pytest.raises(BadImage, match="here: "):
+            decode(data[: len(data) // 2], where="here")
+    with pytest.raises(BadImage, match="truncated"):
+        decode(saved(noise, "JPEG")[:2000], want=16, where="here")
+    (tmp_path / "empty.jpg").touch()
+    for name, reason in (("gone.jpg", "missing"), ("empty.jpg", "empty"), (".", "not a file")):
+        with pytest.raises(BadImage, match=reason):
+            FileImage(str(tmp_path / name)).open()
+    with pytest.raises(BadImage):
+        FileImage("zero\0byte.jpg").open()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_named_pipe_is_not_waited_on(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jpg")
+    with pytest.raises(BadImage, match="not a file"):
+        FileImage(str(tmp_path / "pipe.jpg")).open()
+
+
+def test_bad_image_is_one_line_and_pickles() -> None:
+    error = pickle.loads(pickle.dumps(BadImage("a\nb\x1b[31m.jpg", "broken")))
+    assert isinstance(error, ValueError)
+    assert str(error) == r"a\nb\x1b[31m.jpg: broken"
+
+
+def test_stamp_changes_with_the_file(tmp_path: Path) -> None:
+    image = FileImage(str(tmp_path / "a.jpg"))
+    assert image.stamp().endswith("missing")
+    (tmp_path / "a.jpg").write_bytes(b"one")
+    before = image.stamp()
+    (tmp_path / "a.jpg").write_bytes(b"three")
+    assert image.stamp() != before
+    assert pickle.loads(pickle.dumps(image)) == image
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]),
+    st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=6),
+    st.integers(0, 400),
+)
+def test_any_damage_gives_a_picture_or_bad_image(kind: str, damage: list[tuple[int, int]], cut: int) -> None:
+    data = bytearray(saved(Image.linear_gradient("L").resize((12, 9)).convert("RGB"), kind))
+    for place, value in damage:
+        data[place % len(data)] = value
+    try:
+        mode = decode(bytes(data[: len(data) - cut]), want=4, where="x").mode
+    except BadImage as error:
+        mode = "RGB" if "\n" not in str(error) else "more than one line"
+    assert mode == "RGB"

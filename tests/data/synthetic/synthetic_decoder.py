@@ -1,0 +1,112 @@
+"""Reads a scene back from pixels and the label map; knows the templates and nothing of scene or seed."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+from hypothesis import strategies as st
+
+from m1clip.data.synthetic import Scene, Thing
+from m1clip.data.synthetic.background import VARIANTS, background
+from m1clip.data.synthetic.kinds import CATEGORIES, KIND_NAMES
+from m1clip.data.synthetic.layout import DIAMETER, SIZE_JITTER
+from m1clip.data.synthetic.palette import COLOURS, OUTLINE, Rgb
+from m1clip.data.synthetic.scene import AXES, COLOUR_NAMES, COUNTS, POSITIONS, SIZES, TIMES
+from m1clip.data.synthetic.sprite import sprite
+
+
+def trim(mask: np.ndarray, *others: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The arrays cut to the box around the mask."""
+    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+    box = np.s_[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    return tuple(array[box] for array in (mask, *others))
+
+
+def iou(a: np.ndarray, b: np.ndarray) -> float:
+    """Overlap of two trimmed masks with their top left corners together."""
+    shape = np.maximum(a.shape, b.shape)
+    full = np.zeros((2, *shape), bool)
+    full[0, : a.shape[0], : a.shape[1]] = a
+    full[1, : b.shape[0], : b.shape[1]] = b
+    return float((full[0] & full[1]).sum() / (full[0] | full[1]).sum())
+
+
+@cache
+def _templates(size: int, outline: Rgb) -> list[tuple[str, str, tuple[np.ndarray, ...]]]:
+    """(kind, size word, trimmed covered/keep/body/fixed) at every diameter this picture size can have."""
+    found = []
+    for word in SIZES:
+        middle = DIAMETER[word] * size
+        for diameter in range(round(middle * (1 - SIZE_JITTER)), round(middle * (1 + SIZE_JITTER)) + 1):
+            for kind in KIND_NAMES:
+                shape = sprite(kind, diameter, outline)
+                found.append((kind, word, trim(shape.covered, shape.keep, shape.body, shape.fixed)))
+    return found
+
+
+def _empty_scene(picture: np.ndarray, labels: np.ndarray) -> tuple[str, str, np.ndarray]:
+    """Time, ground and pixels of the background that agrees best where no object is."""
+    choices = [
+        (time, category, background(time, category, len(picture), variant).astype(np.float32))
+        for time in TIMES
+        for category in CATEGORIES
+        for variant in range(VARIANTS)
+    ]
+    empty = labels == 0
+    return min(choices, key=lambda choice: float(np.abs(choice[2] - picture)[empty].mean()))
+
+
+def _object(
+    pixels: np.ndarray, behind: np.ndarray, mask: np.ndarray, own: np.ndarray, outline: Rgb, size: int
+) -> tuple[str, str, str]:
+    """Kind, colour and size word whose template, with its best colour, explains the pixels best."""
+    best: tuple[float, str, str, np.ndarray] | None = None
+    for kind, word, (covered, keep, body, fixed) in _templates(size, outline):
+        if covered.shape != mask.shape or iou(covered, mask) < 0.5:
+            continue
+        rest = (pixels - behind * keep - fixed)[own]  # what the colour must explain
+        weight = body[own]
+        colour = (rest * weight).sum(0) / (weight**2).sum()
+        error = float(((rest - weight * colour) ** 2).mean())
+        if best is None or error < best[0]:
+            best = (error, kind, word, colour)
+    assert best is not None, "no template has this silhouette"
+    _, kind, word, colour = best
+    name = min(COLOURS, key=lambda each: float(((np.array(COLOURS[each]) - colour) ** 2).sum()))
+    return kind, name, word
+
+
+def decode(picture: np.ndarray, labels: np.ndarray) -> tuple[Scene, str]:
+    """The scene that is seen, and the category that the ground shows."""
+    size = len(picture)
+    time, ground, behind = _empty_scene(picture, labels)
+    seen: dict[tuple[str, str, str], list[np.ndarray]] = {}
+    for number in range(1, labels.max() + 1):
+        mask = labels == number
+        own = mask | (labels == 0)
+        trimmed, pixels, below, near = trim(mask, picture.astype(np.float32), behind, own)
+        found = _object(pixels, below, trimmed, near, OUTLINE[time], size)
+        seen.setdefault(found, []).append(np.argwhere(mask).mean(0) / size - 0.5)
+    things = []
+    for (kind, colour, word), centres in seen.items():
+        y, x = np.mean(centres, axis=0)
+        place = ("left" if x < 0 else "right") if abs(x) > abs(y) else ("top" if y < 0 else "bottom")
+        things.append(Thing(kind, colour, len(centres), word, place))
+    things.sort(key=lambda thing: POSITIONS.index(thing.position))
+    return Scene(tuple(things), time), ground
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> Scene:
+    """Any scene at all, of any split or of none."""
+    two = draw(st.booleans())
+    places = draw(st.sampled_from(AXES)) if two else (draw(st.sampled_from(POSITIONS)),)
+    number = len(places)
+    kinds = draw(st.lists(st.sampled_from(KIND_NAMES), min_size=number, max_size=number, unique=True))
+    colours = draw(st.lists(st.sampled_from(COLOUR_NAMES), min_size=number, max_size=number, unique=True))
+    things = tuple(
+        Thing(kind, colour, draw(st.sampled_from(COUNTS)), draw(st.sampled_from(SIZES)), place)
+        for kind, colour, place in zip(kinds, colours, places, strict=True)
+    )
+    return Scene(things, draw(st.sampled_from(TIMES)))

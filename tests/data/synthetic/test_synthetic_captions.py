@@ -1,0 +1,87 @@
+"""A caption says all of a scene: a parser written apart from the grammar gets the scene back."""
+
+from __future__ import annotations
+
+import re
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic_decoder import scenes
+
+from m1clip.data.synthetic import Scene, Thing, captions, sample_scenes
+from m1clip.data.synthetic.captions import FITS, paraphrases
+from m1clip.data.synthetic.kinds import KINDS
+from m1clip.data.synthetic.scene import COLOUR_NAMES, POSITIONS, TIMES
+
+_NUMBERS = {"a": 1, "one": 1, "two": 2, "three": 3, "four": 4}
+_SIZES = {"small": "small", "little": "small", "large": "large", "big": "large"}
+_PLACES = {
+    "left": "left",
+    "right": "right",
+    "top": "top",
+    "above": "top",
+    "bottom": "bottom",
+    "below": "bottom",
+}
+_NOUNS = {(k.singular, True): name for name, k in KINDS.items()} | {
+    (k.plural, False): name for name, k in KINDS.items()
+}
+_PHRASE = re.compile(
+    rf"\b({'|'.join(_NUMBERS)}) ({'|'.join(_SIZES)}) ({'|'.join(COLOUR_NAMES)}) "
+    rf"({'|'.join(sorted({noun for noun, _ in _NOUNS}, key=len, reverse=True))})\b"
+)
+
+
+def _parse(text: str) -> Scene:
+    """Number, size, colour and noun stand together; places come in the order of the things."""
+    found = _PHRASE.findall(text)
+    rest = re.findall("[a-z]+", _PHRASE.sub(" ", text))
+    places = [_PLACES[word] for word in rest if word in _PLACES]
+    (time,) = [word for word in rest if word in TIMES]
+    things = [
+        Thing(_NOUNS[noun, _NUMBERS[number] == 1], colour, _NUMBERS[number], _SIZES[size], place)
+        for (number, size, colour, noun), place in zip(found, places, strict=True)
+    ]
+    return Scene(tuple(sorted(things, key=lambda thing: POSITIONS.index(thing.position))), time)
+
+
+@given(scene=scenes())
+@settings(max_examples=150, deadline=None)
+def test_every_paraphrase_says_the_whole_scene(scene: Scene) -> None:
+    """Since a caption gives its scene back, two scenes never share one."""
+    for text in paraphrases(scene):
+        assert _parse(text) == scene
+
+
+@given(scene=scenes(), seed=st.integers(0, 2**64 - 1))
+@settings(max_examples=100, deadline=None)
+def test_wording_is_clean(scene: Scene, seed: int) -> None:
+    texts = captions(scene, 8, seed)
+    assert len(set(texts)) == 8
+    for text in texts:
+        assert re.fullmatch(r"[a-z ,.]+", text)
+        assert not re.search(r"  | [,.]|\ba [aeiou]|\ban [^aeiou]", text)
+        assert len(text.split()) <= 24
+
+
+def test_no_two_pictures_of_a_split_share_a_caption() -> None:
+    for split in ("train", "val"):
+        owner: dict[str, int] = {}
+        for number, scene in enumerate(sample_scenes(split, 1500, seed=2)):
+            for text in paraphrases(scene):
+                assert owner.setdefault(text, number) == number
+
+
+def test_a_character_tokenizer_of_77_keeps_nearly_all_whole() -> None:
+    drawn = sample_scenes("train", 1000, seed=3)
+    texts = [text for number, scene in enumerate(drawn) for text in captions(scene, 5, number)]
+    assert sum(len(text) <= FITS for text in texts) > 0.99 * len(texts)
+
+
+def test_short_captions_come_first_and_the_seed_decides() -> None:
+    (scene,) = (s for s in sample_scenes("train", 20, seed=0, two_share=1.0)[:1])
+    every = captions(scene, 1000, seed=0)
+    assert set(every) == set(paraphrases(scene))
+    assert [len(text) > FITS for text in every] == sorted(len(text) > FITS for text in every)
+    assert captions(scene, 5, seed=1) == captions(scene, 5, seed=1)
+    assert len({captions(scene, 5, seed) for seed in range(10)}) > 1
