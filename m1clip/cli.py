@@ -19,6 +19,8 @@ app = App(name="m1clip", version=__version__, help="Train CLIP on the computer y
 data = App(name="data", help="Make picture-caption sets.")
 app.command(data)
 
+# Short names that are also the name of a section, which cyclopts would take them for.
+SHORT = {"--model": "--model.preset", "--data": "--data.source"}
 DURATIONS = ("minutes", "epochs", "steps")
 INTERRUPTED = 130  # the shell's code for Ctrl-C
 
@@ -69,6 +71,7 @@ def evaluate(
     run: Path,
     /,
     *,
+    source: Annotated[tuple[str, ...], Parameter(name="--data", negative="")] = (),
     split: Literal["train", "val", "test"] = "test",
     device: Literal["auto", "cpu", "mps", "cuda"] = "auto",
 ) -> None:
@@ -78,23 +81,28 @@ def evaluate(
     ----------
     run
         A run folder.
+    source
+        Other data to score on; default: the run's own.
     split
         Which split; train shows how far the model has learned by heart.
     device
         Where to compute.
     """
     from m1clip.evaluate.table import scores_table
+    from m1clip.train.run import decode_plan
     from m1clip.train.score import score_run
     from m1clip.train.screen import Screen
 
     screen = Screen()
-    scores, grid = score_run(run, split, device, screen)
+    scores, grid = score_run(run, split, device, source, decode_plan(screen))
     screen.console.print(scores_table(scores, title=f"\n{run}, {split} split"))
     screen.say(f"picture    {grid}")
 
 
 @data.command(name="make")
-def data_make(folder: Path, /, *, count: int = 1000, image_size: int = 112, seed: int = 0, captions: int = 5) -> None:
+def data_make(
+    folder: Path, /, *, count: int = 1000, image_size: int = 112, seed: int = 0, captions: int = 5
+) -> None:
     """Write a synthetic set that any tool can read: images/, captions.csv, scenes.jsonl, negatives.csv.
 
     Parameters
@@ -124,6 +132,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    if words[:1] == ["train"]:
+        words = [_long(word) for word in words]
     try:
         app.config = _layers(words)
         app(words, exit_on_error=False, print_error=False)
@@ -152,8 +162,22 @@ def _layers(words: list[str]) -> tuple[Any, ...]:
         if any(_value_of(words, f"--{name}") or _value_of(words, f"--train.{name}") for name in DURATIONS):
             for name in DURATIONS:
                 values["train"].pop(name, None)
-        layers.append(Dict(data=values, source=value, use_commands_as_keys=False))
+        layers.append(Dict(data=_flat(values), source=value, use_commands_as_keys=False))
     return tuple(layers)
+
+
+def _long(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return SHORT.get(name, name) + equals + value
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """train.steps and not {train: {steps}}: cyclopts would take the tables `train` and `data` for the commands."""
+    flat = {}
+    for key, value in values.items():
+        inner = value.items() if isinstance(value, dict) else ()
+        flat.update({f"{key}.{name}": item for name, item in inner} if inner else {key: value})
+    return flat
 
 
 def _value_of(words: list[str], option: str) -> str | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -15,6 +16,14 @@ Choice = Literal["auto", "bmm", "sdpa"]
 def _check(ok: bool, message: str) -> None:
     if not ok:
         raise UserError(message)
+
+
+def _check_finite(section: str, config: DataConfig | OptimConfig | TrainConfig) -> None:
+    """Any number but infinity and NaN, which TOML and the command line can both say."""
+    for item in fields(config):
+        value = getattr(config, item.name)
+        finite = not isinstance(value, float) or math.isfinite(value)
+        _check(finite, f"{section}.{item.name} must be a finite number, not {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +124,7 @@ class DataConfig:
     "Strength of random brightness and contrast. Default: 0.2, synthetic 0 (colours are words there)."
 
     def __post_init__(self) -> None:
+        _check_finite("data", self)
         _check(len(self.source) > 0, "data.source is empty: give a path or 'synthetic'")
         _check(self.workers >= 0, f"data.workers must be 0 or more, not {self.workers}")
         for name in ("train_count", "val_count", "test_count", "captions_per_image"):
@@ -155,6 +165,7 @@ class OptimConfig:
     "Decay of an averaged copy of the weights that is evaluated and saved instead; 0 = off."
 
     def __post_init__(self) -> None:
+        _check_finite("optim", self)
         for name in ("lr", "muon_lr", "eps"):
             _check(getattr(self, name) > 0, f"optim.{name} must be above 0, not {getattr(self, name)}")
         for name in ("weight_decay", "muon_weight_decay", "warmup", "grad_clip"):
@@ -180,7 +191,7 @@ class TrainConfig:
     batch: Annotated[int, Parameter(alias="--batch")] = 128
     "Pairs in a step; all of them are each other's negatives."
     objective: Literal["infonce", "sigmoid", "multi"] = "multi"
-    "infonce; sigmoid (SigLIP); or multi: infonce in which captions of the same picture, or equal ones, are no negatives."
+    "infonce; sigmoid (SigLIP); or multi: infonce where captions of one picture, or equal ones, are no negatives."
     label_smoothing: float = 0.0
     "Share of the target spread over the whole batch (infonce, multi)."
     device: Annotated[Literal["auto", "cpu", "mps", "cuda"], Parameter(alias="--device")] = "auto"
@@ -201,11 +212,17 @@ class TrainConfig:
     "Checkpoints to keep."
 
     def __post_init__(self) -> None:
+        _check_finite("train", self)
         given = [name for name in ("minutes", "epochs", "steps") if getattr(self, name) is not None]
-        _check(len(given) <= 1, f"give one of --minutes, --epochs and --steps, not {' and '.join('--' + g for g in given)}")
+        _check(
+            len(given) <= 1,
+            f"give one of --minutes, --epochs and --steps, not {' and '.join('--' + g for g in given)}",
+        )
         for name in given:
             _check(getattr(self, name) > 0, f"train.{name} must be above 0, not {getattr(self, name)}")
-        _check(self.batch >= 2, f"train.batch must be at least 2 (a contrast needs two pairs), not {self.batch}")
+        _check(
+            self.batch >= 2, f"train.batch must be at least 2 (a contrast needs two pairs), not {self.batch}"
+        )
         for name in ("threads", "patience"):
             _check(getattr(self, name) >= 0, f"train.{name} must be 0 or more, not {getattr(self, name)}")
         for name in ("log_every", "keep"):
@@ -213,7 +230,10 @@ class TrainConfig:
         for name in ("eval_every", "save_every"):
             value = getattr(self, name)
             _check(value is None or value >= 0, f"train.{name} must be 0 or more, not {value}")
-        _check(0 <= self.label_smoothing < 1, f"train.label_smoothing must lie in [0, 1), not {self.label_smoothing}")
+        _check(
+            0 <= self.label_smoothing < 1,
+            f"train.label_smoothing must lie in [0, 1), not {self.label_smoothing}",
+        )
         smooth_sigmoid = self.objective == "sigmoid" and self.label_smoothing > 0
         _check(not smooth_sigmoid, "train.label_smoothing goes with infonce and multi, not with sigmoid")
         half_cpu = self.device == "cpu" and self.precision == "fp16"

@@ -103,7 +103,11 @@ def _build(kind: type, values: Any, where: str, prefix: str) -> Any:
             raise UserError(f"{where}: unknown key '{prefix}{key}': did you mean '{prefix}{near}'?")
         hint = hints[key]
         nested = dataclasses.is_dataclass(hint)
-        built[key] = _build(hint, value, where, f"{prefix}{key}.") if nested else _convert(hint, value, where, prefix + key)
+        built[key] = (
+            _build(hint, value, where, f"{prefix}{key}.")
+            if nested
+            else _convert(hint, value, where, prefix + key)
+        )
     return kind(**built)
 
 
@@ -131,4 +135,6 @@ _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def _name(value: Any) -> str:
-    return {dict: "a table", list: "a list"}.get(type(value), repr(value))
+    if isinstance(value, dict):
+        return "a table"
+    return "a list" if isinstance(value, list) else repr(value)

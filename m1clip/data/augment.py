@@ -54,6 +54,8 @@ def render(pixels: Tensor, views: Views | None, preprocess: Preprocess) -> Tenso
     """(n, side, side, 3) uint8 -> (n, 3, size, size) float32, cropped, resized, coloured and normalised."""
     size, device = preprocess.image_size, pixels.device
     x = pixels.permute(0, 3, 1, 2).float()  # (n, 3, side, side)
+    if views is None and x.shape[-1] != size:  # decoded with a margin for crops: show the whole picture
+        views = _whole(len(x))
     if views is not None:
         boxes = torch.from_numpy(views.boxes).to(device)
         flips = torch.from_numpy(views.flips).to(device)
@@ -71,6 +73,12 @@ def render(pixels: Tensor, views: Views | None, preprocess: Preprocess) -> Tenso
         middle = x.mean(dim=(1, 2, 3), keepdim=True)
         x = ((x - middle) * gains[:, 1] + middle).clamp(0, 1)
     return (x - mean) / std
+
+
+def _whole(count: int) -> Views:
+    """The view of each picture that changes nothing but its size."""
+    boxes = np.tile(np.array([0, 0, 1, 1], np.float32), (count, 1))
+    return Views(boxes, np.zeros(count, bool), np.ones((count, 2), np.float32))
 
 
 def _resampler(start: Tensor, extent: Tensor, flip: Tensor, side: int, size: int) -> Tensor:

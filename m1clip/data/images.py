@@ -39,11 +39,14 @@ def one_line(text: str) -> str:
 
 
 class BadImage(ValueError):
-    """A picture that cannot be used: where it is and why. It pickles, for worker processes."""
+    """A picture that cannot be used: where, why, and what kind of fault. It pickles, for worker processes.
 
-    def __init__(self, where: str, reason: str) -> None:
-        super().__init__(where, reason)
-        self.where, self.reason = where, reason
+    Kinds: missing, empty, truncated, not-a-picture, too-large, broken.
+    """
+
+    def __init__(self, where: str, reason: str, kind: str = "broken") -> None:
+        super().__init__(where, reason, kind)
+        self.where, self.reason, self.kind = where, reason, kind
 
     def __str__(self) -> str:
         return one_line(f"{self.where}: {self.reason}")
@@ -63,7 +66,7 @@ def decode(
             rgb = to_rgb(image)
             return rgb.transpose(turn) if turn is not None else rgb
         except Exception as error:
-            raise BadImage(place, _reason(error)) from error
+            raise BadImage(place, *_reason(error)) from error
 
 
 @contextmanager
@@ -72,16 +75,15 @@ def opened(data: bytes | str | os.PathLike[str], where: str) -> Iterator[Image.I
     stream = io.BytesIO(data) if isinstance(data, bytes) else _open_file(data, where)
     with stream:
         if isinstance(data, bytes) and not data:
-            raise BadImage(where, "the file is empty (0 bytes)")
+            raise BadImage(where, "the file is empty (0 bytes)", "empty")
         try:
             image = Image.open(stream, formats=FORMATS)
         except Exception as error:
-            raise BadImage(where, _reason(error)) from error
+            raise BadImage(where, *_reason(error)) from error
         width, height = image.size
         if width * height > MAX_PIXELS:
-            raise BadImage(
-                where, f"{width} x {height} is more than {MAX_PIXELS >> 20} megapixels; make it smaller"
-            )
+            reason = f"{width} x {height} is more than {MAX_PIXELS >> 20} megapixels; make it smaller"
+            raise BadImage(where, reason, "too-large")
         yield image
 
 
@@ -90,7 +92,7 @@ def _open_file(path: str | os.PathLike[str], where: str) -> io.BufferedReader:
         # Not blocking: a named pipe would hang here, before its kind can be seen.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except FileNotFoundError as error:
-        raise BadImage(where, "the file is missing") from error
+        raise BadImage(where, "the file is missing", "missing") from error
     except (OSError, ValueError) as error:
         raise BadImage(where, f"cannot be opened ({getattr(error, 'strerror', None) or error})") from error
     facts = os.fstat(handle)
@@ -98,20 +100,20 @@ def _open_file(path: str | os.PathLike[str], where: str) -> io.BufferedReader:
         return os.fdopen(handle, "rb")
     os.close(handle)
     if not stat.S_ISREG(facts.st_mode):
-        raise BadImage(where, "not a file")
+        raise BadImage(where, "not a file", "not-a-picture")
     if facts.st_size == 0:
-        raise BadImage(where, "the file is empty (0 bytes)")
-    raise BadImage(where, f"{facts.st_size >> 20} MiB is more than a picture needs")
+        raise BadImage(where, "the file is empty (0 bytes)", "empty")
+    raise BadImage(where, f"{facts.st_size >> 20} MiB is more than a picture needs", "too-large")
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception) -> tuple[str, str]:
     if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
-        return f"more than {MAX_PIXELS >> 20} megapixels; make it smaller"
+        return f"more than {MAX_PIXELS >> 20} megapixels; make it smaller", "too-large"
     if isinstance(error, Image.UnidentifiedImageError):
-        return "not a picture that can be read (JPEG, PNG, WebP, GIF, BMP and TIFF are)"
+        return "not a picture that can be read (JPEG, PNG, WebP, GIF, BMP and TIFF are)", "not-a-picture"
     if "truncated" in str(error).lower():
-        return "truncated: the file ends before the picture does"
-    return f"broken ({error or type(error).__name__})"
+        return "truncated: the file ends before the picture does", "truncated"
+    return f"broken ({str(error) or type(error).__name__})", "broken"
 
 
 def _orientation(image: Image.Image) -> Image.Transpose | None:

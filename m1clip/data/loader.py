@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,13 +28,16 @@ class Batch:
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """The same batch on a device; the views stay, they are read when the pixels are rendered."""
-        moved = (t.to(device, non_blocking=non_blocking) for t in (self.pixels, self.tokens, self.pictures, self.captions))
-        return Batch(*moved, self.views)
+        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """Called by the DataLoader where the device's rules ask for pinned memory."""
-        pinned = (t.pin_memory() for t in (self.pixels, self.tokens, self.pictures, self.captions))
-        return Batch(*pinned, self.views)
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, move: Callable[[Tensor], Tensor]) -> Batch:
+        pixels, tokens = move(self.pixels), move(self.tokens)
+        pictures, captions = move(self.pictures), move(self.captions)
+        return replace(self, pixels=pixels, tokens=tokens, pictures=pictures, captions=captions)
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,12 @@ class TrainingSet(Dataset[Batch]):
     """Makes the batch of a step. It pickles, so that workers may be started by spawn."""
 
     def __init__(
-        self, pictures: Pictures, captions: CaptionTable, plan: BatchPlan, augmentation: Augmentation, full_length: bool
+        self,
+        pictures: Pictures,
+        captions: CaptionTable,
+        plan: BatchPlan,
+        augmentation: Augmentation,
+        full_length: bool,
     ) -> None:
         self.pictures, self.captions, self.plan = pictures, captions, plan
         self.augmentation, self.full_length = augmentation, full_length
@@ -90,7 +98,9 @@ class _Steps(Sampler[int]):
         return len(self.steps)
 
 
-def batches(data: TrainingSet, start: int, stop: int, workers: int, start_method: str, pin: bool) -> Iterator[Batch]:
+def batches(
+    data: TrainingSet, start: int, stop: int, workers: int, start_method: str, pin: bool
+) -> Iterator[Batch]:
     """The batches of steps start .. stop - 1, in order."""
     if workers == 0:
         return (data[step] for step in range(start, stop))

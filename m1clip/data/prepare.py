@@ -10,6 +10,7 @@ from m1clip.data.augment import Augmentation
 from m1clip.data.captions import CaptionTable, tokenise
 from m1clip.data.pair import ImageRef, Pair, Source
 from m1clip.data.preprocess import Preprocess
+from m1clip.data.sources import Options, open_sources
 from m1clip.data.store import ArrayPictures, LivePictures, Pictures, Progress, decode_all
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.errors import UserError
@@ -59,9 +60,8 @@ def open_data(config: DataConfig, image_size: int, seed: int) -> Source:
     if is_synthetic(config):
         counts = (config.train_count, config.val_count, config.test_count)
         return SyntheticSource(image_size, *counts, seed=seed, captions_per_image=config.captions_per_image)
-    from m1clip.data.sources import open_sources
-
-    return open_sources(config, seed)
+    # The split seed stays fixed, so that the validation pictures are the same for every training seed.
+    return open_sources(config.source, options=Options(config.image_column, config.caption_column))
 
 
 def load_split(
@@ -73,7 +73,9 @@ def load_split(
     side = round(preprocess.image_size * margin)
     refs = [pair.image for pair in pairs]
     if _keep_in_memory(config, len(refs) * side * side * 3, plan.memory_bytes):
-        array, bad = decode_all(refs, side, preprocess.resize, plan.workers, plan.start_method, plan.progress(split))
+        array, bad = decode_all(
+            refs, side, preprocess.resize, plan.workers, plan.start_method, plan.progress(split)
+        )
         _judge(bad, refs, split, config.max_bad, plan.warn)
         if bad:
             keep = [i for i in range(len(pairs)) if i not in bad]
@@ -90,7 +92,9 @@ def _keep_in_memory(config: DataConfig, needed: int, memory: int) -> bool:
     return config.cache == "ram"
 
 
-def _judge(bad: dict[int, str], refs: Sequence[ImageRef], split: str, limit: float, warn: Callable[[str], None]) -> None:
+def _judge(
+    bad: dict[int, str], refs: Sequence[ImageRef], split: str, limit: float, warn: Callable[[str], None]
+) -> None:
     if not bad:
         return
     for index in sorted(bad):

@@ -21,9 +21,9 @@ def permutation(seed: int, epoch: int, count: int) -> np.ndarray:
 def bits(seed: int, epoch: int, samples: np.ndarray, stream: int) -> np.ndarray:
     """A 64-bit hash for each sample: splitmix64 over the four integers."""
     with np.errstate(over="ignore"):
-        state = np.uint64(seed)
-        for word in (np.uint64(epoch), np.uint64(stream)):
-            state = _splitmix(state ^ word)
+        state = np.array(seed, np.uint64)
+        for word in (epoch, stream):
+            state = _splitmix(state ^ np.uint64(word))
         return _splitmix(_splitmix(samples.astype(np.uint64) ^ state))
 
 
@@ -32,8 +32,8 @@ def uniform(seed: int, epoch: int, samples: np.ndarray, stream: int) -> np.ndarr
     return (bits(seed, epoch, samples, stream) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _splitmix(x: np.ndarray | np.uint64) -> np.ndarray:
-    x = np.asarray(x, np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+def _splitmix(x: np.ndarray) -> np.ndarray:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    return np.asarray(x ^ (x >> np.uint64(31)))

@@ -75,10 +75,12 @@ class Bundle:
     def _square(self, picture: Picture) -> np.ndarray:
         size, resize = self.preprocess.image_size, self.preprocess.resize
         if isinstance(picture, str | Path):
-            picture = decode(Path(picture), None, str(picture))
+            picture = decode(Path(picture), size, str(picture))  # as training decodes it
         elif isinstance(picture, np.ndarray):
             if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
-                raise UserError(f"an array must be (height, width, 3) uint8, not {picture.shape} {picture.dtype}")
+                raise UserError(
+                    f"an array must be (height, width, 3) uint8, not {picture.shape} {picture.dtype}"
+                )
             picture = Image.fromarray(picture)
         return to_square(picture, size, resize)
 
@@ -91,7 +93,9 @@ def load(path: str | Path, device: str = "cpu") -> Bundle:
     preprocess = Preprocess.from_dict(config["preprocess"])
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size != shape.vocab_size:
-        raise UserError(f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {shape.vocab_size}")
+        raise UserError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {shape.vocab_size}"
+        )
     model = empty_clip(shape, tokenizer.eot_id, torch.device(device))
     try:
         weights = load_file(folder / WEIGHTS, device=device)
@@ -117,7 +121,9 @@ def assign_weights(model: Clip, weights: dict[str, Tensor], where: str) -> None:
         raise UserError(f"{where}: {'missing' if odd in own else 'unknown'} tensor '{odd}'")
     for name, tensor in weights.items():
         if own[name].shape != tensor.shape:
-            raise UserError(f"{where}: '{name}' is {tuple(tensor.shape)}, the model wants {tuple(own[name].shape)}")
+            raise UserError(
+                f"{where}: '{name}' is {tuple(tensor.shape)}, the model wants {tuple(own[name].shape)}"
+            )
     model.load_state_dict(weights)
 
 
@@ -136,7 +142,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not a model config ({type(error).__name__}: {error})") from None
     if version > FORMAT:
-        raise UserError(f"{path}: written by a newer m1clip (format {version}, this one reads {FORMAT}): upgrade")
+        raise UserError(
+            f"{path}: written by a newer m1clip (format {version}, this one reads {FORMAT}): upgrade"
+        )
     if not isinstance(shape, dict) or not isinstance(preprocess, dict):
         raise UserError(f"{path}: not a model config (shape and preprocess must be objects)")
     return config

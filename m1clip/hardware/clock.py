@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ def timing(seconds: list[float]) -> Timing:
 
 
 def alternate(
-    calls: dict[str, Callable[[], object]], synchronize: Callable[[], None], *, rounds: int = 5, warmup: int = 1,
+    calls: Mapping[Any, Callable[[], object]], synchronize: Callable[[], None], *, rounds: int = 5, warmup: int = 1,
     seconds: float = float("inf"),
 ) -> dict[str, Timing]:  # fmt: skip
     """Time several calls in turn, so that a busy moment of the machine falls on all of them alike.

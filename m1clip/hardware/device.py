@@ -102,7 +102,9 @@ def choose_precision(asked: str, kind: Kind, facts: Facts, bf16_speedup: float |
     for precision in rule.precisions:
         if precision == asked:
             return precision
-    raise UserError(f"--train.precision {asked}: not on {kind} (possible: {', '.join(rule.precisions)}, auto)")
+    raise UserError(
+        f"--train.precision {asked}: not on {kind} (possible: {', '.join(rule.precisions)}, auto)"
+    )
 
 
 def threads(asked: int, facts: Facts) -> int:

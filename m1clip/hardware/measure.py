@@ -12,7 +12,9 @@ from m1clip.hardware.device import Device, Precision
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def gemm_timings(device: Device, precisions: tuple[Precision, ...], size: int = 1536, rounds: int = 5) -> dict[str, Timing]:
+def gemm_timings(
+    device: Device, precisions: tuple[Precision, ...], size: int = 1536, rounds: int = 5
+) -> dict[str, Timing]:
     """Time a square matrix product in each precision, in turn."""
     calls = {}
     for precision in precisions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from m1clip.config import ModelConfig
+from m1clip.model.attention import AttentionKind
 from m1clip.model.presets import preset
 from m1clip.model.shape import ClipShape
 
@@ -23,7 +24,9 @@ def shape_of(config: ModelConfig, vocab_size: int | None = None, logit_bias: boo
     return dataclasses.replace(preset(config.preset), logit_bias=logit_bias, **given)
 
 
-def resolved(config: ModelConfig, shape: ClipShape, attention_image: str, attention_text: str) -> ModelConfig:
+def resolved(
+    config: ModelConfig, shape: ClipShape, attention_image: AttentionKind, attention_text: AttentionKind
+) -> ModelConfig:
     """The config with nothing left open, so that it says the same when the table or the machine changes."""
     names = {item.name for item in dataclasses.fields(config)} & _SHAPE_FIELDS
     values = {name: getattr(shape, name) for name in names}

@@ -13,7 +13,9 @@ _SMALL_DATA = {"pooling": "mean", "positions": "sincos", "init": "zero", "vision
 _PRIOR_ART = {"vision_pre_norm": False, "patch_bias": True, "projection_bias": True}
 
 
-def _vit(vision: tuple[int, int, int], text: tuple[int, int, int], embed: int, patch: int, **rest: object) -> ClipShape:
+def _vit(
+    vision: tuple[int, int, int], text: tuple[int, int, int], embed: int, patch: int, **rest: object
+) -> ClipShape:
     names = ("vision_width", "vision_layers", "vision_heads", "text_width", "text_layers", "text_heads")
     values: dict[str, object] = dict(zip(names, (*vision, *text), strict=True))
     return ClipShape(**values, embed_dim=embed, patch_size=patch, **rest)  # type: ignore[arg-type]

@@ -53,8 +53,12 @@ class ClipShape:
             width, heads = getattr(self, f"{tower}_width"), getattr(self, f"{tower}_heads")
             if width % heads:
                 raise UserError(f"model.{tower}_width {width} cannot be split into {heads} heads")
+            if not 1 <= width * self.mlp_ratio < float("inf"):
+                raise UserError(f"model.mlp_ratio must be above 0 (4 is usual), not {self.mlp_ratio:g}")
         if self.positions == "sincos" and self.vision_width % 4:
-            raise UserError(f"model.vision_width {self.vision_width} must be a multiple of 4 for sincos positions")
+            raise UserError(
+                f"model.vision_width {self.vision_width} must be a multiple of 4 for sincos positions"
+            )
         if self.context_length < 3:
             raise UserError("model.context_length must be at least 3: start mark, one token, end mark")
         if not 0 <= self.dropout < 1:

@@ -34,7 +34,13 @@ class VisionTower(nn.Module):
             self.reset_positions(shape)
         self.norm_pre = nn.LayerNorm(width) if shape.vision_pre_norm else nn.Identity()
         self.transformer = Transformer(
-            width, shape.vision_layers, shape.vision_heads, shape.mlp_ratio, False, shape.activation, shape.dropout
+            width,
+            shape.vision_layers,
+            shape.vision_heads,
+            shape.mlp_ratio,
+            False,
+            shape.activation,
+            shape.dropout,
         )
         self.norm = nn.LayerNorm(width)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,7 +52,9 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, width: int, heads: int, hidden: int, causal: bool, activation: Activation, dropout: float):
+    def __init__(
+        self, width: int, heads: int, hidden: int, causal: bool, activation: Activation, dropout: float
+    ):
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
         self.attn = Attention(width, heads, causal)
@@ -70,9 +75,17 @@ class Transformer(nn.Module):
     """A stack of blocks, with activation checkpointing as a switch."""
 
     def __init__(
-        self, width: int, layers: int, heads: int, mlp_ratio: float, causal: bool, activation: Activation, dropout: float
+        self,
+        width: int,
+        layers: int,
+        heads: int,
+        mlp_ratio: float,
+        causal: bool,
+        activation: Activation,
+        dropout: float,
     ) -> None:
         super().__init__()
+        self.width = width
         self.recompute = False  # gradient checkpointing: half the memory for a third more work
         hidden = int(width * mlp_ratio)
         self.blocks = nn.ModuleList(
@@ -81,26 +94,26 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, length, width) -> the same shape."""
+        recompute = self.recompute and torch.is_grad_enabled()
         for block in self.blocks:
-            if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
         return x
+
+    def _each(self) -> Iterator[Block]:
+        return iter(cast("Iterable[Block]", self.blocks))
 
     def set_attention(self, kind: AttentionKind) -> None:
         """Use one implementation of attention in every block."""
-        for block in self.blocks:
+        for block in self._each():
             block.attn.kind = kind
 
     @torch.no_grad()
     def initialise(self, init: Init) -> None:
         """CLIP's scaled normal start, or the same with silent residual branches ("zero")."""
-        width, layers = self.blocks[0].norm1.weight.numel(), len(self.blocks)
-        branch = width**-0.5 * (2 * layers) ** -0.5
-        for block in self.blocks:
-            nn.init.normal_(block.attn.qkv.weight, std=width**-0.5)
-            nn.init.normal_(block.mlp.up.weight, std=(2 * width) ** -0.5)
+        branch = self.width**-0.5 * (2 * len(self.blocks)) ** -0.5
+        for block in self._each():
+            nn.init.normal_(block.attn.qkv.weight, std=self.width**-0.5)
+            nn.init.normal_(block.mlp.up.weight, std=(2 * self.width) ** -0.5)
             for last in (block.attn.out, block.mlp.down):
                 nn.init.normal_(last.weight, std=branch)
                 if init == "zero":

@@ -47,7 +47,9 @@ def save(run: Path, state: LoopState, groups: Groups, keep: int) -> Path:
     target = folder_of(run, state.step)
     with whole_folder(target) as folder:
         for name, tensors in groups.items():
-            save_file({key: t.detach().contiguous() for key, t in tensors.items()}, folder / f"{name}.safetensors")
+            save_file(
+                {key: t.detach().contiguous() for key, t in tensors.items()}, folder / f"{name}.safetensors"
+            )
         write_json(folder / "state.json", {"format": FORMAT, **asdict(state)})
         hashes = {file.name: _sha256(file) for file in sorted(folder.iterdir())}
         write_json(folder / MANIFEST, {"format": FORMAT, "sha256": hashes})
@@ -62,7 +64,9 @@ def found(run: Path) -> list[int]:
     return [int(name[5:]) for name in names if name[5:].isdigit()]
 
 
-def load_newest(run: Path, device: torch.device, warn: Callable[[str], None]) -> tuple[LoopState, Groups] | None:
+def load_newest(
+    run: Path, device: torch.device, warn: Callable[[str], None]
+) -> tuple[LoopState, Groups] | None:
     """The newest checkpoint that is whole; a broken one is named and the one before it used."""
     for name in remove_leftovers(run / "checkpoints"):
         warn(f"{run / 'checkpoints' / name}: an unfinished save, removed")
@@ -88,7 +92,9 @@ def verify(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"its {MANIFEST} cannot be read ({type(error).__name__})"
     if version > FORMAT:
-        raise UserError(f"{folder}: written by a newer m1clip (format {version}, this one reads {FORMAT}): upgrade")
+        raise UserError(
+            f"{folder}: written by a newer m1clip (format {version}, this one reads {FORMAT}): upgrade"
+        )
     for name, digest in hashes.items():
         file = folder / Path(name).name
         if not file.is_file():

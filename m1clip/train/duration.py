@@ -26,7 +26,9 @@ def total_steps(job: Job) -> int:
     epochs = DEFAULT_EPOCHS if train.epochs is None else train.epochs
     steps = round(epochs * plan.steps_per_epoch)
     if steps < 1:
-        raise UserError(f"--epochs {epochs:g} is less than one step of this data: give a larger number, or --steps")
+        raise UserError(
+            f"--epochs {epochs:g} is less than one step of this data: give a larger number, or --steps"
+        )
     return steps
 
 

@@ -35,7 +35,9 @@ class Meter:
         return cls(time.perf_counter(), [], [])
 
 
-def run_loop(job: Job, update: Update, state: LoopState, total_steps: int, run: Path, log: RunLog, screen: Screen) -> None:
+def run_loop(
+    job: Job, update: Update, state: LoopState, total_steps: int, run: Path, log: RunLog, screen: Screen
+) -> None:
     """Train from `state.step` to the end, evaluating, logging and saving on the way."""
     config = job.config
     warmup = warmup_steps(config.optim.warmup, total_steps)
@@ -53,7 +55,9 @@ def run_loop(job: Job, update: Update, state: LoopState, total_steps: int, run: 
         state.step, state.seconds = step + 1, time.perf_counter() - began
         last = state.step == total_steps
         if state.step % config.train.log_every == 0 or last:
-            _write_step(job, update, meter, state, rate(step, warmup, total_steps, config.optim.lr_end), log, screen)
+            _write_step(
+                job, update, meter, state, rate(step, warmup, total_steps, config.optim.lr_end), log, screen
+            )
             meter = Meter.start()
         if state.step % eval_every == 0 or last:
             began += _pause(lambda last=last: _evaluate(job, update, state, run, log, screen))

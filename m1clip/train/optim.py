@@ -37,7 +37,9 @@ class Optimizer:
             "adamw": torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
         }
         if hidden:
-            self.parts["muon"] = torch.optim.Muon(hidden, lr=config.muon_lr, weight_decay=config.muon_weight_decay)
+            self.parts["muon"] = torch.optim.Muon(
+                hidden, lr=config.muon_lr, weight_decay=config.muon_weight_decay
+            )
         self._peak = {name: part.defaults["lr"] for name, part in self.parts.items()}
 
     def set_rate(self, share: float) -> None:
@@ -65,7 +67,9 @@ class Optimizer:
         for part_name, part in self.parts.items():
             for name, parameter in _named(part):
                 for key, value in part.state.get(parameter, {}).items():
-                    flat[f"{part_name}/{name}/{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+                    flat[f"{part_name}/{name}/{key}"] = (
+                        value if isinstance(value, Tensor) else torch.tensor(value)
+                    )
         return flat
 
     def load_tensors(self, flat: dict[str, Tensor]) -> None:

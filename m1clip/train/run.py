@@ -27,8 +27,7 @@ from m1clip.model.clip import count_parameters
 from m1clip.runlog import RunLog
 from m1clip.train.checkpoint import LoopState, load_newest
 from m1clip.train.duration import EVALUATIONS, total_steps
-from m1clip.train.evaluation import features_of
-from m1clip.train.finish import final_scores, save_grid
+from m1clip.train.finish import Exam, examine
 from m1clip.train.loop import restore, run_loop
 from m1clip.train.schedule import warmup_steps
 from m1clip.train.screen import Screen
@@ -50,7 +49,7 @@ def train(config: Config, run: str | Path | None = None, screen: Screen | None =
     """Train from the beginning in a new run folder."""
     screen = screen or Screen()
     folder = new_run_folder(Path(run) if run is not None else None, config.model.preset)
-    job = prepare(config, screen.say, _decode_plan(screen))
+    job = prepare(config, screen.say, decode_plan(screen))
     job = _with_steps(job)
     _describe(job, screen)
     _write_head(job, folder)
@@ -62,7 +61,7 @@ def resume(run: str | Path, screen: Screen | None = None) -> Result:
     screen, folder = screen or Screen(), Path(run)
     if not (folder / "config.toml").is_file():
         raise UserError(f"{folder}: no run there (no config.toml)")
-    job = prepare(load_config(folder / "config.toml"), screen.say, _decode_plan(screen), saved=folder)
+    job = prepare(load_config(folder / "config.toml"), screen.say, decode_plan(screen), saved=folder)
     _check_same_data(job, folder)
     _describe(job, screen)
     kept = load_newest(folder, job.device.torch, screen.warn)
@@ -75,7 +74,9 @@ def new_run_folder(asked: Path | None, name: str) -> Path:
     """A folder that holds no run yet: the one asked for, or runs/NAME, runs/NAME-2, ..."""
     if asked is not None:
         if (asked / "config.toml").exists():
-            raise UserError(f"{asked}: holds a run already; continue it with --resume {asked}, or choose another --run")
+            raise UserError(
+                f"{asked}: holds a run already; continue it with --resume {asked}, or choose another --run"
+            )
         if asked.exists() and (not asked.is_dir() or any(asked.iterdir())):
             raise UserError(f"{asked}: exists and is not a run; choose another --run")
         return asked
@@ -85,7 +86,13 @@ def new_run_folder(asked: Path | None, name: str) -> Path:
     return folder
 
 
-def _go(job: Job, folder: Path, screen: Screen, state: LoopState, tensors: dict[str, dict[str, torch.Tensor]] | None) -> Result:
+def _go(
+    job: Job,
+    folder: Path,
+    screen: Screen,
+    state: LoopState,
+    tensors: dict[str, dict[str, torch.Tensor]] | None,
+) -> Result:
     log = RunLog(folder)
     steps = job.config.train.steps or 0
     log.write("start", step=state.step, steps=steps, choices=job.choices, version=__version__)
@@ -105,12 +112,11 @@ def _finish(job: Job, update: Update, folder: Path, log: RunLog, screen: Screen,
     if update.ema is not None:
         update.ema.swap(update.model)
     Bundle(update.model, job.tokenizer, job.preprocess).save(folder / "model")
-    best = load(folder, device=job.device.kind).model
-    best.set_attention(job.config.model.attention_image, job.config.model.attention_text)  # type: ignore[arg-type]
+    best = load(folder, device=job.device.kind)
+    best.model.set_attention(job.config.model.attention_image, job.config.model.attention_text)  # type: ignore[arg-type]
     split = next((name for name in ("test", "val") if name in job.splits), "train")
-    image, text, owner = features_of(job, best, split)
-    scores = final_scores(job, best, split, image, text, owner)
-    grid = save_grid(job, split, image, text, owner, folder / "retrieval.png")
+    grid = folder / "retrieval.png"
+    scores = examine(Exam(best, job.source, split, job.splits[split], job.autocast), grid)
     log.write("end", step=state.step, split=split, best_step=state.best_step, seconds=state.seconds,
               peak_bytes=job.device.peak_bytes(), **scores.as_dict())  # fmt: skip
     return Result(folder, scores, split, grid)
@@ -123,7 +129,9 @@ def _with_steps(job: Job) -> Job:
     train = job.config.train
     every = train.eval_every if train.eval_every is not None else max(1, -(-steps // EVALUATIONS))
     saves = train.save_every if train.save_every is not None else every
-    train = dataclasses.replace(train, steps=steps, minutes=None, epochs=None, eval_every=every, save_every=saves)
+    train = dataclasses.replace(
+        train, steps=steps, minutes=None, epochs=None, eval_every=every, save_every=saves
+    )
     return dataclasses.replace(job, config=dataclasses.replace(job.config, train=train))
 
 
@@ -137,13 +145,20 @@ def _describe(job: Job, screen: Screen) -> None:
         f"{job.config.model.attention_text} (text)"
     )
     epochs = (train.steps or 0) / job.training.plan.steps_per_epoch
-    screen.say(f"training   {train.steps:,} steps of {train.batch} pairs ({epochs:.1f} epochs), {job.config.optim.name}")
+    screen.say(
+        f"training   {train.steps:,} steps of {train.batch} pairs ({epochs:.1f} epochs), {job.config.optim.name}"
+    )
 
 
 def _write_head(job: Job, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     job.tokenizer.save(folder)
-    environment = {"m1clip": __version__, "command": sys.argv, "data": _fingerprint(job), "facts": job.facts.to_dict()}
+    environment = {
+        "m1clip": __version__,
+        "command": sys.argv,
+        "data": _fingerprint(job),
+        "facts": job.facts.to_dict(),
+    }
     write_json(folder / "environment.json", environment)
     write_text(folder / "config.toml", to_toml(job.config))  # last: a folder with a config is a whole run
 
@@ -168,7 +183,9 @@ def _fingerprint(job: Job) -> str:
     return digest.hexdigest()
 
 
-def _decode_plan(screen: Screen) -> Callable[[Facts], DecodePlan]:
+def decode_plan(screen: Screen) -> Callable[[Facts], DecodePlan]:
+    """How this machine decodes pictures, with progress on the screen."""
+
     def plan(facts: Facts) -> DecodePlan:
         def progress(split: str) -> Progress:
             return screen.counter(f"preparing {split} pictures")

@@ -20,6 +20,7 @@ from m1clip.errors import UserError
 from m1clip.hardware.device import Device, Precision, choose_device, choose_precision, threads
 from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.measure import DTYPES, bf16_speedup
+from m1clip.model.attention import AttentionKind
 from m1clip.model.build import resolved, shape_of
 from m1clip.model.choose import choose_attention
 from m1clip.model.clip import Clip
@@ -59,28 +60,36 @@ def _attention_kinds(config: Config) -> tuple[str, str]:
     return config.model.attention_image, config.model.attention_text
 
 
-def prepare(config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan], saved: Any = None) -> Job:
+def prepare(
+    config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan], saved: Any = None
+) -> Job:
     """Answer every question of a run. `saved` is the folder of a tokenizer to use again on a resume."""
+    bias = config.train.objective == "sigmoid"
+    draft = shape_of(config.model, logit_bias=bias)
     facts = read_facts()
     device = Device(choose_device(config.train.device, facts), facts)
     torch.set_num_threads(threads(config.train.threads, facts))
-    speedup = bf16_speedup(device) if config.train.precision == "auto" and device.rules.bf16 == "measure" else None
+    speedup = (
+        bf16_speedup(device) if config.train.precision == "auto" and device.rules.bf16 == "measure" else None
+    )
     precision = choose_precision(config.train.precision, device.kind, facts, speedup)
     say(_device_line(device, facts, precision, speedup))
 
-    bias = config.train.objective == "sigmoid"
-    draft = shape_of(config.model, logit_bias=bias)
     preprocess = Preprocess(image_size=draft.image_size)
     source = open_data(config.data, draft.image_size, config.seed)
     if not source.pairs("train"):
         raise UserError(f"{', '.join(config.data.source)}: no training pairs found")
     captions = (caption for pair in source.pairs("train") for caption in pair.captions)
-    tokenizer = load_tokenizer(saved) if saved else make_tokenizer(config.text.tokenizer, captions, config.text.alphabet)
+    tokenizer = (
+        load_tokenizer(saved)
+        if saved
+        else make_tokenizer(config.text.tokenizer, captions, config.text.alphabet)
+    )
     shape = shape_of(config.model, tokenizer.vocab_size, bias)
 
     augmentation = augmentation_of(config.data)
     plan = decode(facts)
-    splits = {}
+    splits: dict[str, Split] = {}
     for split in ("train", "val", "test"):
         if split in source.splits():
             margin = CROP_MARGIN if split == "train" and augmentation.crop_min < 1 else 1.0
@@ -108,24 +117,51 @@ def prepare(config: Config, say: Callable[[str], None], decode: Callable[[Facts]
             f"lower --batch to {max(2, len(splits['train'].pairs) // 2)}, or bring more pictures"
         )
     context = autocast(device, precision)
-    return Job(config, facts, device, precision, shape, tokenizer, preprocess, source, training, splits, choices, context)
+    return Job(
+        config,
+        facts,
+        device,
+        precision,
+        shape,
+        tokenizer,
+        preprocess,
+        source,
+        training,
+        splits,
+        choices,
+        context,
+    )
 
 
 def _measure_attention(
-    config: Config, device: Device, precision: Precision, shape: ClipShape, train: Split, choices: dict[str, Any]
-) -> tuple[str, str]:
+    config: Config,
+    device: Device,
+    precision: Precision,
+    shape: ClipShape,
+    train: Split,
+    choices: dict[str, Any],
+) -> tuple[AttentionKind, AttentionKind]:
     """Measure both implementations at the shapes of this run, unless the config already says which."""
     longest = min(-(-int(train.captions.lengths.max()) // 8) * 8, shape.context_length)
     asked = {
-        "image": (config.model.attention_image, shape.vision_heads, shape.image_tokens, shape.vision_width, False),
+        "image": (
+            config.model.attention_image,
+            shape.vision_heads,
+            shape.image_tokens,
+            shape.vision_width,
+            False,
+        ),
         "text": (config.model.attention_text, shape.text_heads, longest, shape.text_width, True),
     }
-    kinds = []
+    kinds: list[AttentionKind] = []
     for tower, (wish, heads, length, width, causal) in asked.items():
         kind, times = choose_attention(
             wish, device, DTYPES[precision], config.train.batch, heads, length, width // heads, causal
         )
-        choices[f"attention_{tower}"] = {"chosen": kind, **{name: str(value) for name, value in times.items()}}
+        choices[f"attention_{tower}"] = {
+            "chosen": kind,
+            **{name: str(value) for name, value in times.items()},
+        }
         kinds.append(kind)
     return kinds[0], kinds[1]
 

@@ -42,7 +42,7 @@ class TarImage:
     def read(self) -> bytes:
         """The bytes of the member; BadImage when the shard has lost them."""
         if self.size > MAX_FILE_BYTES:
-            raise BadImage(str(self), f"{self.size >> 20} MiB is more than a picture needs")
+            raise BadImage(str(self), f"{self.size >> 20} MiB is more than a picture needs", "too-large")
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.offset)
@@ -50,7 +50,7 @@ class TarImage:
         except OSError as error:
             raise BadImage(str(self), f"cannot be opened ({error.strerror})") from error
         if len(data) < self.size:
-            raise BadImage(str(self), "truncated: the shard ends before the picture does")
+            raise BadImage(str(self), "truncated: the shard ends before the picture does", "truncated")
         return data
 
     def stamp(self) -> str:

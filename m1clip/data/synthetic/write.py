@@ -24,6 +24,11 @@ class Written:
     captions: int
     negatives: int
 
+    def __str__(self) -> str:
+        parts = ", ".join(f"{split} {number:,}" for split, number in self.pictures.items())
+        total = f"{sum(self.pictures.values()):,} pictures ({parts})"
+        return f"{self.folder}: {total}, {self.captions:,} captions, {self.negatives:,} negatives"
+
 
 def shares(count: int) -> dict[str, int]:
     """80 / 10 / 10, at least one picture each."""

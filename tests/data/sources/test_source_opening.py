@@ -164,7 +164,8 @@ def test_a_missing_library_names_the_remedy(
 
 
 def test_importing_the_sources_loads_no_extra() -> None:
-    code = "import sys, m1clip.data.sources as s; print(sorted({'torch','pyarrow','webdataset','datasets'} & set(sys.modules)))"
+    extras = "{'torch', 'pyarrow', 'webdataset', 'datasets'}"
+    code = f"import sys, m1clip.data.sources, m1clip.data.lint; print(sorted({extras} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -82,6 +82,7 @@ def test_a_folder_is_readable_by_anyone(tmp_path: Path) -> None:
     )
     assert done.pictures == {"train": 16, "val": 2, "test": 2}
     assert (done.captions, done.negatives) == (80, 20 * 12)
+    assert str(done).endswith("20 pictures (train 16, val 2, test 2), 80 captions, 240 negatives")
     assert steps == [(n, 20) for n in range(1, 21)]
     assert sorted(p.name for p in folder.iterdir()) == [
         "captions.csv",

@@ -1,0 +1,48 @@
+"""`m1clip eval`: a run's best model on a split of its data, or of other data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from m1clip.configfile import load_config
+from m1clip.data.prepare import DecodePlan, load_split, open_data
+from m1clip.errors import UserError
+from m1clip.evaluate.bundle import load
+from m1clip.evaluate.metric import Scores
+from m1clip.hardware.device import Device, choose_device, choose_precision, threads
+from m1clip.hardware.facts import Facts, read_facts
+from m1clip.hardware.measure import bf16_speedup
+from m1clip.train.finish import Exam, examine
+from m1clip.train.precision import autocast
+
+
+def score_run(
+    run: Path,
+    split: str,
+    device_name: str,
+    other_data: tuple[str, ...],
+    decode: Callable[[Facts], DecodePlan],
+) -> tuple[Scores, Path]:
+    """Figures of a split and the path of the picture grid, which goes into the run folder."""
+    bundle = load(run)
+    config = load_config(run / "config.toml")
+    data = dataclasses.replace(config.data, source=other_data) if other_data else config.data
+    facts = read_facts()
+    device = Device(choose_device(device_name, facts), facts)
+    torch.set_num_threads(threads(config.train.threads, facts))
+    speedup = bf16_speedup(device) if device.rules.bf16 == "measure" else None
+    precision = choose_precision("auto", device.kind, facts, speedup)
+    bundle.model.to(device.torch)
+    source = open_data(data, bundle.preprocess.image_size, config.seed)
+    if split not in source.splits():
+        raise UserError(
+            f"{', '.join(data.source)}: has no {split} split (there: {', '.join(source.splits())})"
+        )
+    context = bundle.model.shape.context_length
+    pairs = load_split(source, split, data, bundle.tokenizer, context, bundle.preprocess, 1.0, decode(facts))
+    grid = run / f"retrieval-{split}.png"
+    return examine(Exam(bundle, source, split, pairs, autocast(device, precision)), grid), grid

@@ -1,0 +1,119 @@
+"""Lint: captions, labels, mixtures, the quick form and the report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from lint_helpers import counts, good, make, of, photo, saved
+
+from m1clip.data.lint import lint, quick_lint
+from m1clip.data.sources import MixedSource, Options, open_source, open_sources
+
+FLICKR8K = Path(__file__).parents[3] / "../shared/data/flickr8k-112"
+
+
+def test_captions(tmp_path: Path) -> None:
+    rows = [
+        (f"p{n}.jpg", f"a long enough sentence number {n}", "val" if n > 10 else "train") for n in range(12)
+    ]
+    rows += [("p0.jpg", "A long enough sentence number 0.", "train"), ("p1.jpg", "a dog", "train")]
+    rows += [
+        ("p2.jpg", "IMG_2041.jpg", "train"),
+        ("p3.jpg", "", "train"),
+        ("p4.jpg", " ".join(["word"] * 20), "train"),
+    ]
+    rows += [("p11.jpg", "a long enough sentence number 5", "val")]
+    source = open_source(str(make(tmp_path, good(12), rows)))
+    report = lint(source, context_length=12)
+    assert counts(report) == {
+        **{"skipped-empty-caption": 1, "file-name": 1, "duplicate-caption": 1, "overlong": 1, "short": 2},
+        **{"shared-caption": 1, "shared-between-splits": 1},
+    }
+    assert of(report, "skipped-empty-caption")[0].startswith("captions.jsonl row 16")
+    assert of(report, "duplicate-caption")[0].startswith("captions.jsonl row 13")
+    message = next(found.message for found in report.findings if found.code == "overlong")
+    assert "at least 10 tokens are cut" in message
+    by_letters = lint(
+        source, context_length=42, tokenizer_lengths=lambda texts: [len(text) for text in texts]
+    )
+    assert "longer than 40 tokens: 59 tokens are cut" in next(
+        f.message for f in by_letters.findings if f.code == "overlong"
+    )
+    assert report.facts["captions_per_picture"] == {"min": 1, "median": 1, "max": 2}
+    assert report.facts["pictures_per_caption"]["max"] == 2
+
+
+def test_labels_are_told_from_captions(tmp_path: Path) -> None:
+    rows = [(f"p{n}.jpg", ("cat", "dog")[n % 2], "val" if n > 10 else "train") for n in range(12)]
+    report = lint(open_source(str(make(tmp_path, good(12), rows))))
+    assert counts(report)["labels"] == 12
+    assert report.verdict == "warnings"
+
+
+def test_class_folders_are_labels_by_design(tmp_path: Path) -> None:
+    for n in range(12):
+        folder = tmp_path / ("cat", "dog")[n % 2]
+        folder.mkdir(exist_ok=True)
+        (folder / f"{n}.jpg").write_bytes(saved(photo(n)))
+    report = lint(open_source(str(tmp_path), options=Options(split_fractions=(0.5, 0.5, 0.0))))
+    assert counts(report) == {"labels": 12}
+    assert report.verdict == "ok"
+
+
+def test_a_repeated_part_of_a_mixture_is_not_a_duplicate(tmp_path: Path) -> None:
+    one, two = make(tmp_path / "one", good(6)), make(tmp_path / "two", good(6, 20))
+    source = open_sources([f"{one}:3", str(two)])
+    assert isinstance(source, MixedSource)
+    report = lint(source)
+    assert report.pictures == {"train": 10, "val": 2}
+    assert report.findings == ()
+
+
+def test_missing_splits(tmp_path: Path) -> None:
+    rows = [(f"p{n}.jpg", f"a sentence with number {n}", "test") for n in range(5)]
+    assert counts(lint(open_source(str(make(tmp_path, good(5), rows))))) == {"no-train": 1, "no-val": 1}
+
+
+def test_quick_form_looks_at_a_sample(tmp_path: Path) -> None:
+    source = open_source(str(make(tmp_path, {**good(40), "x.jpg": b"", "last.jpg": saved(photo(60))})))
+    report = quick_lint(source, sample=8)
+    assert (report.looked_at, report.captions) == (8, 42)
+    assert counts(quick_lint(source, sample=1000)) == {"empty": 1}
+
+
+def test_json_and_progress(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    files = {**good(40), "bad\nname\x1b.jpg": b"x", "last.jpg": saved(photo(60))}
+    report = lint(
+        open_source(str(make(tmp_path, files))),
+        workers=3,
+        progress=lambda done, total: told.append((done, total)),
+    )
+    assert told[-1] == (42, 42)
+    loaded = json.loads(report.to_json())
+    assert loaded["verdict"] == "problems"
+    assert loaded["findings"][0]["count"] == 1
+    assert all(line.isprintable() for line in report.to_text().split("\n"))
+
+
+def test_examples_are_few_and_the_rest_is_counted(tmp_path: Path) -> None:
+    files = {**good(100), **{f"bad{n}.jpg": b"" for n in range(9)}, "z.jpg": saved(photo(500))}
+    text = lint(open_source(str(make(tmp_path, files)))).to_text(examples=2)
+    assert "problem  9 picture files are empty" in text
+    assert "... and 7 more" in text
+    assert text.count("bad") == 2
+
+
+def test_flickr8k_as_checked_by_hand() -> None:
+    if not FLICKR8K.is_dir():
+        pytest.skip("shared/data/flickr8k-112 is not here")
+    report = lint(open_source(str(FLICKR8K)), image_size=112)
+    # Captions and bytes were counted from the CSV and the files by another script, the looks by eye.
+    assert counts(report) == {
+        **{"leak-look": 4, "duplicate-look": 2, "duplicate-bytes": 1, "duplicate-caption": 19},
+        **{"short": 12, "shared-caption": 221, "shared-between-splits": 94},
+    }
+    assert "2851198725_37b6027625.jpg" in of(report, "duplicate-bytes")[0]
+    assert report.facts["captions_per_picture"] == {"min": 5, "median": 5, "max": 5}
