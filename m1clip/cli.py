@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import sys
 import traceback
 from pathlib import Path
@@ -15,8 +17,13 @@ from m1clip.config import Config
 from m1clip.configfile import from_dict, read_preset, read_toml, to_dict
 from m1clip.errors import UserError
 
-app = App(name="m1clip", version=__version__, help="Train CLIP on the computer you have.")
-data = App(name="data", help="Make picture-caption sets.")
+app = App(
+    name="m1clip",
+    version=__version__,
+    help="Train CLIP on the computer you have.",
+    suppress_keyboard_interrupt=False,  # main says how to continue
+)
+data = App(name="data", help="Make, check and pack picture-caption sets.")
 app.command(data)
 
 # Short names that are also the name of a section, which cyclopts would take them for.
@@ -54,13 +61,18 @@ def train(
     from m1clip.train.run import resume as resume_run
     from m1clip.train.run import train as train_run
     from m1clip.train.screen import Screen
+    from m1clip.train.stopping import Stopped
 
     screen = Screen()
     if run is None and preset is not None and resume is None:
         from m1clip.train.run import new_run_folder
 
         run = new_run_folder(None, preset)
-    result = resume_run(resume, screen) if resume is not None else train_run(config, run, screen)
+    try:
+        result = resume_run(resume, screen) if resume is not None else train_run(config, run, screen)
+    except Stopped as stopped:
+        screen.say(str(stopped))
+        sys.exit(stopped.exit_code)
     screen.console.print(scores_table(result.scores, title=f"\n{result.split} split, never trained on"))
     screen.say(f"model      {result.run}")
     screen.say(f"picture    {result.grid}")
@@ -127,6 +139,95 @@ def data_make(
     screen.say(str(summary))
 
 
+@data.command(name="lint")
+def data_lint(
+    path: str,
+    /,
+    *,
+    json: bool = False,
+    image_size: int | None = None,
+    quick: bool = False,
+    image_column: str | None = None,
+    caption_column: tuple[str, ...] = (),
+) -> None:
+    """Check a set before hours are lost on it; exit code 1 when it has problems.
+
+    Parameters
+    ----------
+    path
+        A file or folder of any kind that --data takes.
+    json
+        The whole report as JSON, for a program.
+    image_size
+        The size you will train at: smaller pictures are counted.
+    quick
+        Look at 64 pictures only, as is done before each run.
+    image_column
+        Table only: name of the column with the picture's path.
+    caption_column
+        Table only: names of the caption columns.
+    """
+    from m1clip.data.lint import bpe_lengths, lint, quick_lint
+    from m1clip.data.sources import Options, open_sources
+    from m1clip.hardware.facts import usable_cpus
+    from m1clip.train.screen import Screen
+
+    screen = Screen()
+    source = open_sources([path], options=Options(image_column, caption_column))
+    if quick:
+        report = quick_lint(source, image_size=image_size, tokenizer_lengths=bpe_lengths)
+    else:
+        show = None if json else screen.counter("checking")
+        report = lint(source, True, image_size, bpe_lengths, workers=usable_cpus(), progress=show)
+    print(report.to_json() if json else report.to_text())
+    if report.verdict == "problems":
+        sys.exit(1)
+
+
+@data.command(name="pack")
+def data_pack(
+    path: str,
+    folder: Path,
+    /,
+    *,
+    shard_size: int = 1000,
+    image_size: int | None = None,
+    image_column: str | None = None,
+    caption_column: tuple[str, ...] = (),
+) -> None:
+    """Write webdataset shards, train-000000.tar and so on, that webdataset, open_clip and m1clip read.
+
+    Parameters
+    ----------
+    path
+        A file or folder of any kind that --data takes.
+    folder
+        A folder that is empty or not there yet.
+    shard_size
+        Pictures in a shard.
+    image_size
+        Make larger pictures smaller, to this short side, as JPEG; else all bytes stay as they are.
+    image_column
+        Table only: name of the column with the picture's path.
+    caption_column
+        Table only: names of the caption columns.
+    """
+    from m1clip.data.pack import pack
+    from m1clip.data.sources import Options, open_sources
+    from m1clip.train.screen import Screen
+
+    screen = Screen()
+    source = open_sources([path], options=Options(image_column, caption_column))
+    packed = pack(source, folder, shard_size, image_size, screen.counter("packing"))
+    for line in packed.skipped[:10]:
+        screen.warn(f"left out {line}")
+    if len(packed.skipped) > 10:
+        screen.warn(
+            f"left out {len(packed.skipped):,} pictures that cannot be read; m1clip data lint lists them"
+        )
+    screen.say(str(packed))
+
+
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run a command; a person's mistake is one line and exit code 2, never a traceback (unless --debug)."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -135,6 +236,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     if words[:1] == ["train"]:
         words = [_long(word) for word in words]
     try:
+        _set_environment()
         app.config = _layers(words)
         app(words, exit_on_error=False, print_error=False)
     except (UserError, CycloptsError) as error:
@@ -143,15 +245,24 @@ def main(argv: list[str] | None = None) -> NoReturn:
         print(f"m1clip: {_one_line(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("m1clip: interrupted; continue with m1clip train --resume RUN", file=sys.stderr)
+        print("m1clip: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     sys.exit(0)
+
+
+def _set_environment() -> None:
+    """torch reads these once, when it is imported; no command has imported it yet."""
+    from m1clip.hardware.device import environment
+
+    os.environ.update(environment(platform.system(), os.environ))
 
 
 def _layers(words: list[str]) -> tuple[Any, ...]:
     """What --config and --preset say, checked, for the settings that the command line leaves open."""
     if not words or words[0] != "train":
         return ()
+    if _value_of(words, "--config") and _value_of(words, "--preset"):
+        raise UserError("give --config or --preset, not both: each settles every setting of a run")
     layers = []
     for option, read in (("--config", lambda value: read_toml(Path(value))), ("--preset", read_preset)):
         value = _value_of(words, option)

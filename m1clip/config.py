@@ -141,13 +141,13 @@ class OptimConfig:
 
     name: Literal["muon", "adamw"] = "muon"
     "muon (hidden matrices by Muon, the rest by AdamW), or adamw for all."
-    lr: float = 1e-3
+    lr: float = 5e-4
     "Peak learning rate of AdamW."
-    muon_lr: float = 0.02
+    muon_lr: float = 0.01
     "Peak learning rate of Muon."
-    weight_decay: float = 0.01
+    weight_decay: float = 0.1
     "AdamW's decay of matrices; norms, biases and the temperature never decay."
-    muon_weight_decay: float = 0.01
+    muon_weight_decay: float = 0.1
     "Muon's decay."
     beta1: float = 0.9
     "AdamW's first moment."

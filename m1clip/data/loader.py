@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from m1clip.data import randomness as rnd
 from m1clip.data.augment import Augmentation, Views, draw_views
 from m1clip.data.captions import CaptionTable
-from m1clip.data.store import Pictures
+from m1clip.data.store import Failure, Pictures, read_or_replace
+from m1clip.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class Batch:
     pictures: Tensor  # (n,) index of each picture
     captions: Tensor  # (n,) key of each caption; equal captions have equal keys
     views: Views
+    failed: tuple[Failure, ...] = ()  # pictures that could not be read; others stand in their place
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """The same batch on a device; the views stay, they are read when the pixels are rendered."""
@@ -73,18 +77,26 @@ class TrainingSet(Dataset[Batch]):
     ) -> None:
         self.pictures, self.captions, self.plan = pictures, captions, plan
         self.augmentation, self.full_length = augmentation, full_length
+        self.report: Callable[[tuple[Failure, ...], int], None] | None = (
+            None  # told of failures and pictures asked for
+        )
 
     def __getitem__(self, step: int) -> Batch:
-        epoch, members = self.plan.members(step)
+        epoch, planned = self.plan.members(step)
+        members, pixels, failed = read_or_replace(self.pictures, planned, self.plan.seed, epoch)
         draws = rnd.bits(self.plan.seed, epoch, members, rnd.CAPTION)
         chosen = self.captions.pick(members, draws)
         return Batch(
-            pixels=torch.from_numpy(self.pictures.read(members)),
+            pixels=torch.from_numpy(pixels),
             tokens=torch.from_numpy(self.captions.rows(chosen, self.full_length).astype(np.int64)),
             pictures=torch.from_numpy(members.astype(np.int64)),
             captions=torch.from_numpy(self.captions.keys[chosen]),
             views=draw_views(self.augmentation, self.plan.seed, epoch, members),
+            failed=failed,
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "report": None}  # workers do not report: the batch carries what failed
 
 
 class _Steps(Sampler[int]):
@@ -103,7 +115,7 @@ def batches(
 ) -> Iterator[Batch]:
     """The batches of steps start .. stop - 1, in order."""
     if workers == 0:
-        return (data[step] for step in range(start, stop))
+        return _reported((data[step] for step in range(start, stop)), data)
     loader = DataLoader(
         data,
         batch_size=None,
@@ -111,5 +123,25 @@ def batches(
         num_workers=workers,
         multiprocessing_context=start_method,
         pin_memory=pin,
+        worker_init_fn=_leave_signals_to_the_parent,
     )
-    return iter(loader)
+    return _reported(iter(loader), data)
+
+
+def _reported(feed: Iterator[Batch], data: TrainingSet) -> Iterator[Batch]:
+    """Tell of failed pictures in the training process, whichever process read them."""
+    try:
+        for batch in feed:
+            if data.report is not None:
+                data.report(batch.failed, len(batch.pictures))
+            yield batch
+    except UserError as error:
+        # A worker's error arrives with its traceback in front; its last line is the message.
+        raise UserError(
+            str(error).strip().splitlines()[-1].removeprefix("m1clip.errors.UserError: ")
+        ) from None
+
+
+def _leave_signals_to_the_parent(worker: int) -> None:
+    """Ctrl-C reaches every process of the terminal; the parent still needs its next batch to finish the step."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

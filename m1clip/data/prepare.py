@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from m1clip.config import DataConfig
 from m1clip.data.augment import Augmentation
 from m1clip.data.captions import CaptionTable, tokenise
-from m1clip.data.pair import ImageRef, Pair, Source
+from m1clip.data.keep import CachePlace, DecodePlan, data_folders, store_split
+from m1clip.data.lint import LintReport, quick_lint
+from m1clip.data.pair import Pair, Source
 from m1clip.data.preprocess import Preprocess
 from m1clip.data.sources import Options, open_sources
-from m1clip.data.store import ArrayPictures, LivePictures, Pictures, Progress, decode_all
+from m1clip.data.store import Failure, Pictures
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.errors import UserError
 from m1clip.text.base import Tokenizer
 
 CROP_MARGIN = 1.15  # decoded this much larger than the training size, so that a crop is not blown up
-RAM_LIMIT_SHARE = 0.3  # of the machine's memory, for decoded pictures
+WARNINGS_SHOWN = 2
 
 
 @dataclass(frozen=True)
@@ -27,17 +29,8 @@ class Split:
     pictures: Pictures
     captions: CaptionTable
     pairs: Sequence[Pair]
-
-
-@dataclass(frozen=True)
-class DecodePlan:
-    """How pictures are decoded: by how many processes, started how, shown to whom."""
-
-    workers: int
-    start_method: str
-    memory_bytes: int
-    progress: Callable[[str], Progress]
-    warn: Callable[[str], None]
+    failures: tuple[Failure, ...] = ()  # pictures found unreadable before training
+    cache: str = "ram"  # ram, disk or off
 
 
 def is_synthetic(config: DataConfig) -> bool:
@@ -71,38 +64,25 @@ def load_split(
     """Decode (or prepare to decode) the pictures of a split and tokenise its captions."""
     pairs = list(source.pairs(split))
     side = round(preprocess.image_size * margin)
-    refs = [pair.image for pair in pairs]
-    if _keep_in_memory(config, len(refs) * side * side * 3, plan.memory_bytes):
-        array, bad = decode_all(
-            refs, side, preprocess.resize, plan.workers, plan.start_method, plan.progress(split)
-        )
-        _judge(bad, refs, split, config.max_bad, plan.warn)
-        if bad:
-            keep = [i for i in range(len(pairs)) if i not in bad]
-            array, pairs = array[keep], [pairs[i] for i in keep]
-        pictures: Pictures = ArrayPictures(array)
-    else:
-        pictures = LivePictures(refs, side, preprocess.resize)
-    return Split(pictures, tokenise([pair.captions for pair in pairs], tokenizer, context_length), pairs)
+    place = CachePlace(config.cache, config.cache_dir, *data_folders(source), in_all=_count(source))
+    stored = store_split(pairs, split, side, preprocess.resize, place, config.max_bad, plan)
+    if not len(stored.pictures):
+        raise UserError(f"none of the {len(pairs):,} {split} pictures can be read; m1clip data lint says why")
+    captions = tokenise([pair.captions for pair in stored.pairs], tokenizer, context_length)
+    return Split(stored.pictures, captions, stored.pairs, stored.failures, stored.kind)
 
 
-def _keep_in_memory(config: DataConfig, needed: int, memory: int) -> bool:
-    if config.cache == "auto":
-        return needed < RAM_LIMIT_SHARE * memory
-    return config.cache == "ram"
+def _count(source: Source) -> int:
+    return sum(len(source.pairs(split)) for split in source.splits())
 
 
-def _judge(
-    bad: dict[int, str], refs: Sequence[ImageRef], split: str, limit: float, warn: Callable[[str], None]
-) -> None:
-    if not bad:
-        return
-    for index in sorted(bad):
-        warn(f"skipped {refs[index]}: {bad[index]}")
-    share = len(bad) / len(refs)
-    if share > limit:
-        first = min(bad)
-        raise UserError(
-            f"{len(bad)} of {len(refs)} pictures of the {split} split cannot be read ({share:.0%}, allowed "
-            f"{limit:.0%}); the first is {refs[first]}: {bad[first]}; mend them, or raise --data.max-bad"
-        )
+def look_first(source: Source, image_size: int, warn: Callable[[str], None]) -> LintReport:
+    """The quick check before each run: what it finds is one line or two, the rest is for `m1clip data lint`."""
+    report = quick_lint(source, image_size=image_size)
+    found = [finding for finding in report.findings if finding.severity != "info"]
+    for finding in found[:WARNINGS_SHOWN]:
+        first = f"; first: {finding.examples[0]}" if finding.examples else ""
+        warn(f"data: {finding.count:,} {finding.message}{first}")
+    if len(found) > WARNINGS_SHOWN:
+        warn(f"data: {len(found) - WARNINGS_SHOWN} more kinds of finding; m1clip data lint shows all")
+    return report

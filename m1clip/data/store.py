@@ -1,20 +1,28 @@
-"""Pictures by index, as whole batches of uint8: held in memory, or decoded each time."""
+"""Pictures by index, as whole batches of uint8: held in memory, mapped from disk, or decoded each time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
+from m1clip.data import randomness as rnd
+from m1clip.data.images import BadImage
 from m1clip.data.pair import ImageRef
 from m1clip.data.preprocess import to_square
+from m1clip.errors import UserError
 
 Progress = Callable[[int, int], None]  # (done, total)
+Decoded = tuple[int, np.ndarray, dict[int, str]]  # first index, pixels, reason by index of each that failed
 CHUNK = 64
+# With a tenth of the pictures broken, this many in a row fail once in 10^32.
+REPLACEMENT_TRIES = 32
 
 
 class Pictures(Protocol):
@@ -28,7 +36,7 @@ class Pictures(Protocol):
 
 @dataclass(frozen=True)
 class ArrayPictures:
-    """Pictures decoded once: an array in memory, or one mapped from disk."""
+    """Pictures decoded once and held in memory."""
 
     array: np.ndarray
 
@@ -37,7 +45,36 @@ class ArrayPictures:
 
     def read(self, indices: np.ndarray) -> np.ndarray:
         """(n, side, side, 3) uint8."""
-        return self.array[indices]
+        return self.array.take(indices, axis=0)
+
+
+class MappedPictures:
+    """Pictures decoded once and mapped from a .npy file; to a worker process only the path travels."""
+
+    def __init__(self, path: Path, rows: np.ndarray | None = None) -> None:
+        self.path, self.rows = path, rows
+        array = np.lib.format.open_memmap(path, mode="r")
+        # A plain view: np.memmap makes each piece taken from it a memmap again, which costs time.
+        self.array = np.asarray(array)
+
+    def __len__(self) -> int:
+        return len(self.array) if self.rows is None else len(self.rows)
+
+    def read(self, indices: np.ndarray) -> np.ndarray:
+        """(n, side, side, 3) uint8, copied out of the map."""
+        return self.array.take(indices if self.rows is None else self.rows[indices], axis=0)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MappedPictures, (self.path, self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A picture that could not be read: its index, where it is, and why."""
+
+    index: int
+    where: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -52,43 +89,136 @@ class LivePictures:
         return len(self.refs)
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        """(n, side, side, 3) uint8."""
-        return np.stack([to_square(self.refs[i].open(self.side), self.side, self.resize) for i in indices])
+        """(n, side, side, 3) uint8; a picture that has gone since the run began stops it."""
+        squares = [self.square(int(index)) for index in indices]
+        for found in squares:
+            if isinstance(found, Failure):
+                raise UserError(
+                    f"{found.where}: {found.reason}; it could be read when the run began: "
+                    f"bring it back, then continue with --resume"
+                )
+        return np.stack([square for square in squares if not isinstance(square, Failure)])
+
+    def square(self, index: int) -> np.ndarray | Failure:
+        """(side, side, 3) uint8, or why there is none."""
+        ref = self.refs[index]
+        try:
+            return to_square(ref.open(self.side), self.side, self.resize)
+        except (OSError, ValueError) as error:  # what decoders raise for a picture they cannot read
+            return Failure(index, str(ref), reason_of(error))
+
+
+def reason_of(error: Exception) -> str:
+    """Why a picture could not be read, without its name, which the caller knows."""
+    return error.reason if isinstance(error, BadImage) else str(error) or type(error).__name__
+
+
+def read_or_replace(
+    pictures: Pictures, members: np.ndarray, seed: int, epoch: int
+) -> tuple[np.ndarray, np.ndarray, tuple[Failure, ...]]:
+    """(members, their pixels, what failed): a picture that fails live gives its place to another one.
+
+    Which one is a function of (seed, epoch, sample), so it is the same for any number of workers.
+    """
+    if not isinstance(pictures, LivePictures):
+        return members, pictures.read(members), ()
+    chosen, squares, failures = members.copy(), [], []
+    for place, member in enumerate(members):
+        found = pictures.square(int(member))
+        tries = 0
+        while isinstance(found, Failure):
+            failures.append(found)
+            if tries == REPLACEMENT_TRIES:
+                raise UserError(
+                    f"{found.where}: {found.reason}; {tries} others tried in its place cannot be read either: "
+                    f"is the disk with the pictures still there?"
+                )
+            chosen[place] = _replacement(seed, epoch, int(member), tries, len(pictures))
+            found = pictures.square(int(chosen[place]))
+            tries += 1
+        squares.append(found)
+    return chosen, np.stack(squares), tuple(failures)
+
+
+def _replacement(seed: int, epoch: int, sample: int, tries: int, count: int) -> int:
+    draw = rnd.bits(seed, epoch, np.array([sample + tries * count]), rnd.REPLACEMENT)
+    return int(draw[0] % np.uint64(count))
+
+
+def decode_chunks(
+    refs: Sequence[ImageRef],
+    starts: Iterable[int],
+    side: int,
+    resize: str,
+    workers: int,
+    start_method: str | None,
+) -> Iterator[Decoded]:
+    """Decode the chunks that begin at `starts`, in order; by threads, or by processes where a method is given.
+
+    Threads are right for files: Pillow lets go of the interpreter while it decodes, nothing is pickled, and none
+    is left behind when the process is killed. Drawn pictures are Python throughout and need processes.
+    """
+    jobs = ((start, refs[start : start + CHUNK], side, resize) for start in starts)
+    if workers < 2:
+        yield from map(_decode_chunk, jobs)
+        return
+    pool: Executor
+    if start_method is None:
+        pool = ThreadPoolExecutor(workers)
+    else:
+        pool = ProcessPoolExecutor(workers, mp_context=get_context(start_method))
+    waiting: deque[Any] = deque()
+    try:
+        for job in jobs:
+            waiting.append(pool.submit(_decode_chunk, job))
+            # A bounded queue: a slow disk must not fill the memory with decoded pictures.
+            if len(waiting) > 4 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def decode_all(
-    refs: Sequence[ImageRef], side: int, resize: str, workers: int, start_method: str, progress: Progress
+    refs: Sequence[ImageRef],
+    side: int,
+    resize: str,
+    workers: int,
+    start_method: str | None,
+    progress: Progress,
 ) -> tuple[np.ndarray, dict[int, str]]:
     """Decode every picture; gives the array and, for each picture that could not be read, the reason."""
     array = np.zeros((len(refs), side, side, 3), np.uint8)
     bad: dict[int, str] = {}
-    jobs = [(start, refs[start : start + CHUNK], side, resize) for start in range(0, len(refs), CHUNK)]
-    done = 0
-    if workers < 2 or len(jobs) < 4:
-        results = map(_decode_chunk, jobs)
-        pool = None
-    else:
-        pool = ProcessPoolExecutor(workers, mp_context=get_context(start_method))
-        results = pool.map(_decode_chunk, jobs)
-    try:
-        for start, block, errors in results:
-            array[start : start + len(block)] = block
-            bad.update(errors)
-            done += len(block)
-            progress(done, len(refs))
-    finally:
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
+    few = len(refs) < 4 * CHUNK  # then starting processes takes longer than the work
+    starts = range(0, len(refs), CHUNK)
+    for start, block, errors in decode_chunks(
+        refs, starts, side, resize, 1 if few else workers, start_method
+    ):
+        array[start : start + len(block)] = block
+        bad.update(errors)
+        progress(start + len(block), len(refs))
     return array, bad
 
 
-def _decode_chunk(job: tuple[int, Sequence[ImageRef], int, str]) -> tuple[int, np.ndarray, dict[int, str]]:
+def find_bad(refs: Sequence[ImageRef], indices: Sequence[int], workers: int) -> dict[int, str]:
+    """Decode these pictures only to see whether they can be: the reason for each that cannot."""
+    live = LivePictures(refs, side=32)
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        found = pool.map(live.square, indices)
+        return {failure.index: failure.reason for failure in found if isinstance(failure, Failure)}
+
+
+def _decode_chunk(job: tuple[int, Sequence[ImageRef], int, str]) -> Decoded:
     start, refs, side, resize = job
     block = np.zeros((len(refs), side, side, 3), np.uint8)
     errors = {}
-    for offset, ref in enumerate(refs):
-        try:
-            block[offset] = to_square(ref.open(side), side, resize)
-        except (OSError, ValueError) as error:  # what decoders raise for a picture they cannot read
-            errors[start + offset] = str(error)
+    live = LivePictures(refs, side, resize)
+    for offset in range(len(refs)):
+        square = live.square(offset)
+        if isinstance(square, Failure):
+            errors[start + offset] = square.reason
+        else:
+            block[offset] = square
     return start, block, errors

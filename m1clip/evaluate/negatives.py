@@ -56,7 +56,9 @@ def _beats(image: Tensor, caption: Tensor, negative: Tensor, owner: Tensor) -> T
         return (true > false + TIE).cpu()
 
 
-def _accuracy(name: str, hits: Tensor, owner: Tensor, words: Sequence[str | None], word: str, seed: int) -> Metric:
+def _accuracy(
+    name: str, hits: Tensor, owner: Tensor, words: Sequence[str | None], word: str, seed: int
+) -> Metric:
     chosen = torch.tensor([each == word for each in words])
     hit = hits[chosen]
     # Wilson where each picture has one such negative; by picture where several share it.

@@ -26,7 +26,7 @@ def attention_timings(
         torch.autograd.grad(attention(q, k, v, causal, kind), (q, k, v), cotangent)
 
     calls = {kind: functools.partial(step, kind) for kind in KINDS}
-    return alternate(calls, device.synchronize, rounds=7, warmup=2, seconds=1.0)
+    return alternate(calls, device.synchronize, rounds=25, warmup=2, seconds=1.0)
 
 
 def choose_attention(

@@ -18,6 +18,7 @@ from m1clip.train.evaluation import evaluate, mean_recall
 from m1clip.train.schedule import rate, warmup_steps
 from m1clip.train.screen import Screen
 from m1clip.train.setup import Job
+from m1clip.train.stopping import Stopped, StopRequest
 from m1clip.train.update import Update
 
 
@@ -32,14 +33,18 @@ class Meter:
 
     @classmethod
     def start(cls) -> Meter:
+        """A meter that begins now."""
         return cls(time.perf_counter(), [], [])
 
 
 def run_loop(
-    job: Job, update: Update, state: LoopState, total_steps: int, run: Path, log: RunLog, screen: Screen
-) -> None:
-    """Train from `state.step` to the end, evaluating, logging and saving on the way."""
+    job: Job, update: Update, state: LoopState, total_steps: int, run: Path, log: RunLog, screen: Screen,
+    asked: StopRequest,
+) -> None:  # fmt: skip
+    """Train from `state.step` to the end, evaluating, logging and saving on the way; stop when asked to."""
     config = job.config
+    if config.train.patience and state.stale >= config.train.patience:
+        return  # resumed after its early stop: it stays where it stopped
     warmup = warmup_steps(config.optim.warmup, total_steps)
     eval_every, save_every = config.train.eval_every or total_steps, config.train.save_every or total_steps
     feed = _timed(job, state.step, total_steps)
@@ -63,9 +68,12 @@ def run_loop(
             began += _pause(lambda last=last: _evaluate(job, update, state, run, log, screen))
             meter = Meter.start()
         stop = bool(config.train.patience) and state.stale >= config.train.patience
-        if state.step % save_every == 0 or last or stop:
+        if state.step % save_every == 0 or last or stop or asked.signal:
             _save(update, state, run, config.train.keep, log)
             meter = Meter.start()
+        if asked.signal and not last:
+            log.write("event", step=state.step, event=f"stopped by signal {asked.signal}")
+            raise Stopped(str(run), state.step, asked.signal)
         if stop and not last:
             screen.say(f"stopped     after {state.stale} evaluations without a better recall")
             log.write("event", step=state.step, event="early stop")

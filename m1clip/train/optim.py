@@ -100,8 +100,9 @@ class Ema:
     def update(self, model: nn.Module, step: int) -> None:
         """Follow the weights; faster at the start, so that the first steps are soon forgotten."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        live = [p.detach() for p in model.parameters()]
-        torch._foreach_lerp_(list(self.weights.values()), live, 1 - decay)
+        live = {name: p.detach() for name, p in model.named_parameters()}
+        # By name: weights read back from a file come in another order.
+        torch._foreach_lerp_([self.weights[name] for name in live], list(live.values()), 1 - decay)
 
     @torch.no_grad()
     def swap(self, model: nn.Module) -> None:

@@ -15,6 +15,7 @@ import torch
 from m1clip import __version__
 from m1clip.config import Config
 from m1clip.configfile import load_config, to_toml
+from m1clip.data.bad import Ledger
 from m1clip.data.prepare import DecodePlan
 from m1clip.data.store import Progress
 from m1clip.errors import UserError
@@ -23,15 +24,18 @@ from m1clip.evaluate.metric import Scores
 from m1clip.files import write_json, write_text
 from m1clip.hardware.device import rules
 from m1clip.hardware.facts import Facts, usable_cpus
+from m1clip.hardware.heap import return_freed_memory
 from m1clip.model.clip import count_parameters
-from m1clip.runlog import RunLog
+from m1clip.runlog import RunLog, read_log
 from m1clip.train.checkpoint import LoopState, load_newest
 from m1clip.train.duration import EVALUATIONS, total_steps
 from m1clip.train.finish import Exam, examine
 from m1clip.train.loop import restore, run_loop
+from m1clip.train.parity import check_parity
 from m1clip.train.schedule import warmup_steps
 from m1clip.train.screen import Screen
 from m1clip.train.setup import Job, prepare
+from m1clip.train.stopping import stop_on_signals
 from m1clip.train.update import Update
 
 
@@ -96,15 +100,30 @@ def _go(
     log = RunLog(folder)
     steps = job.config.train.steps or 0
     log.write("start", step=state.step, steps=steps, choices=job.choices, version=__version__)
+    job.training.report = _ledger(job, folder, log, screen)
     update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
     if tensors is not None:
         restore(update, state, tensors)
+    difference = check_parity(job, update.model)
+    if difference is not None:
+        log.write("parity", gradient_difference=difference)
+        screen.say(f"parity     gradients on {job.device.kind} differ from the CPU's by {difference:.2%}")
     try:
-        run_loop(job, update, state, steps, folder, log, screen)
+        with stop_on_signals() as asked:
+            run_loop(job, update, state, steps, folder, log, screen, asked)
         return _finish(job, update, folder, log, screen, state)
     finally:
         screen.end()
         log.close()
+
+
+def _ledger(job: Job, folder: Path, log: RunLog, screen: Screen) -> Ledger:
+    """Names each picture that cannot be read once in the run log, those found before training first."""
+    named = [str(record.get("where")) for record in read_log(folder) if record["kind"] == "skipped"]
+    ledger = Ledger(len(job.training.pictures), job.config.data.max_bad, log.write, screen.warn, named)
+    for name, split in job.splits.items():
+        ledger.record(name, split.failures)
+    return ledger
 
 
 def _finish(job: Job, update: Update, folder: Path, log: RunLog, screen: Screen, state: LoopState) -> Result:
@@ -112,13 +131,16 @@ def _finish(job: Job, update: Update, folder: Path, log: RunLog, screen: Screen,
     if update.ema is not None:
         update.ema.swap(update.model)
     Bundle(update.model, job.tokenizer, job.preprocess).save(folder / "model")
+    return_freed_memory()  # the second model takes the place of the steps' activations
     best = load(folder, device=job.device.kind)
     best.model.set_attention(job.config.model.attention_image, job.config.model.attention_text)  # type: ignore[arg-type]
     split = next((name for name in ("test", "val") if name in job.splits), "train")
     grid = folder / "retrieval.png"
     scores = examine(Exam(best, job.source, split, job.splits[split], job.autocast), grid)
+    shares = [record["data_share"] for record in read_log(folder) if record["kind"] == "step"]
     log.write("end", step=state.step, split=split, best_step=state.best_step, seconds=state.seconds,
-              peak_bytes=job.device.peak_bytes(), **scores.as_dict())  # fmt: skip
+              data_share=sum(shares) / max(len(shares), 1), peak_bytes=job.device.peak_bytes(),
+              **scores.as_dict())  # fmt: skip
     return Result(folder, scores, split, grid)
 
 

@@ -14,7 +14,16 @@ from m1clip.config import Config
 from m1clip.data.augment import Augmentation
 from m1clip.data.loader import BatchPlan, TrainingSet
 from m1clip.data.pair import Source
-from m1clip.data.prepare import CROP_MARGIN, DecodePlan, Split, augmentation_of, load_split, open_data
+from m1clip.data.prepare import (
+    CROP_MARGIN,
+    DecodePlan,
+    Split,
+    augmentation_of,
+    is_synthetic,
+    load_split,
+    look_first,
+    open_data,
+)
 from m1clip.data.preprocess import Preprocess
 from m1clip.errors import UserError
 from m1clip.hardware.device import Device, Precision, choose_device, choose_precision, threads
@@ -79,6 +88,8 @@ def prepare(
     source = open_data(config.data, draft.image_size, config.seed)
     if not source.pairs("train"):
         raise UserError(f"{', '.join(config.data.source)}: no training pairs found")
+    plan = decode(facts)
+    lint = None if is_synthetic(config.data) else look_first(source, draft.image_size, plan.warn).to_dict()
     captions = (caption for pair in source.pairs("train") for caption in pair.captions)
     tokenizer = (
         load_tokenizer(saved)
@@ -88,7 +99,6 @@ def prepare(
     shape = shape_of(config.model, tokenizer.vocab_size, bias)
 
     augmentation = augmentation_of(config.data)
-    plan = decode(facts)
     splits: dict[str, Split] = {}
     for split in ("train", "val", "test"):
         if split in source.splits():
@@ -96,7 +106,8 @@ def prepare(
             splits[split] = load_split(
                 source, split, config.data, tokenizer, shape.context_length, preprocess, margin, plan
             )
-    choices: dict[str, Any] = {"bf16_speedup": speedup}
+    caches = {name: split.cache for name, split in splits.items()}
+    choices: dict[str, Any] = {"bf16_speedup": speedup, "cache": caches, "lint": lint}
     kinds = _measure_attention(config, device, precision, shape, splits["train"], choices)
     config = dataclasses.replace(
         config,

@@ -13,6 +13,7 @@ from m1clip.data.augment import render
 from m1clip.data.loader import Batch
 from m1clip.data.preprocess import Preprocess
 from m1clip.hardware.device import Device, Precision
+from m1clip.hardware.heap import keep_freed_memory
 from m1clip.model.clip import Clip
 from m1clip.train.objective import OBJECTIVES, same_pairs
 from m1clip.train.optim import Ema, Optimizer
@@ -29,6 +30,8 @@ class Update:
     ) -> None:  # fmt: skip
         self.model, self.config, self.device, self.preprocess = model, config, device, preprocess
         self.autocast = autocast
+        if device.kind == "cpu":
+            keep_freed_memory()
         self.objective = OBJECTIVES[config.train.objective]
         self.optimizer = Optimizer(model, config.optim, fused=device.rules.fused_optimizer)
         self.scaler = grad_scaler(device, precision)

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from m1clip.data.lint.captions import Lengths, caption_facts, check_captions
+from m1clip.data.lint.captions import Lengths, bpe_lengths, caption_facts, check_captions
 from m1clip.data.lint.checks import check_pictures, check_skipped, picture_facts
 from m1clip.data.lint.duplicates import find_duplicates
 from m1clip.data.lint.entries import Entry, Places, entries_of, evenly
@@ -14,7 +14,7 @@ from m1clip.data.lint.report import Finding, LintReport, Severity
 from m1clip.data.lint.scan import Progress, exists, scan
 from m1clip.data.pair import Source
 
-__all__ = ["Finding", "LintReport", "lint", "quick_lint"]
+__all__ = ["Finding", "LintReport", "bpe_lengths", "lint", "quick_lint"]
 
 
 def lint(

@@ -10,6 +10,7 @@ from typing import Any
 
 from m1clip.data.lint.entries import Entry, Places
 from m1clip.data.lint.report import Finding, Severity, finding
+from m1clip.text import BpeTokenizer
 
 Lengths = Callable[[Sequence[str]], Sequence[int]]
 # A caption of one or two words names a thing and says nothing of it.
@@ -123,6 +124,12 @@ def _shared(
             "shared-between-splits", "info", "captions of train also stand in another split", "", leaked
         ),
     ]
+
+
+def bpe_lengths(texts: Sequence[str]) -> list[int]:
+    """Tokens of each text by CLIP's tokenizer, without start and end."""
+    tokenizer = BpeTokenizer()
+    return [len(tokenizer.encode(text)) for text in texts]
 
 
 def caption_facts(entries: Sequence[Entry]) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from m1clip.data.sources.table import CAPTION_NAMES, captions_of
 from m1clip.data.sources.tar_index import CutShort, Member, members
 from m1clip.errors import UserError
 
+# In the json of a sample that `m1clip data pack` wrote: then the id in it is that of the picture it came from.
+PACKED = "m1clip-pack-1"
 MAX_SHARDS = 100_000
 MAX_TEXT_BYTES = 2**20
 
@@ -129,9 +131,9 @@ class ShardSource(BaseSource):
         split = split or splits.from_file_name(os.path.basename(path)) or splits.known(Path(path).parent.name)
         ref = TarImage(path, image.name, image.offset, image.size)
         # Keys start again in each shard, so the shard is part of the id.
-        return Row(
-            ref, tuple(captions), f"{os.path.basename(path)}/{image.name}", split, (f"{path}: {key}", 0)
-        )
+        packed = about.get("format") == PACKED and isinstance(about.get("id"), str)
+        id_ = clean_text(about["id"]) if packed else f"{os.path.basename(path)}/{image.name}"
+        return Row(ref, tuple(captions), id_, split, (f"{path}: {key}", 0))
 
 
 def _read(file: BinaryIO, member: Member) -> str | None:

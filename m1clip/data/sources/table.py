@@ -95,7 +95,7 @@ def captions_of(value: Any) -> tuple[list[str], str | None]:
     if isinstance(value, (list, tuple)):
         parts = [captions_of(part) for part in value if not isinstance(part, (list, tuple))]
         found = [text for texts, _ in parts for text in texts]
-        wrong = next((what for _, what in parts if what), None)
+        wrong = next((what for _, what in parts if what), None if found else "no caption")
         return found, wrong if len(parts) == len(value) else "a list inside the list of captions"
     if isinstance(value, Mapping) and isinstance(value.get("raw"), str):
         return captions_of(value["raw"])

@@ -1,0 +1,214 @@
+"""Pairs a second that loaders deliver on the same pictures, in turn in one run: ours, plain torch, open_clip.
+
+    python benchmarks/loader.py DATA --peer-python PEERS/bin/python
+
+Everything up to a normalised float batch counts. What the `tiny` training step consumes stands beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL
+import torch
+from per_sample import per_sample_loader
+
+from m1clip.config import Config, DataConfig, TrainConfig
+from m1clip.data.augment import render
+from m1clip.data.loader import TrainingSet, batches
+from m1clip.data.store import LivePictures
+from m1clip.hardware.clock import Timing, timing
+from m1clip.train.run import decode_plan
+from m1clip.train.screen import Screen
+from m1clip.train.setup import Job, prepare
+from m1clip.train.update import Update
+
+SIZE, BATCH, PREFETCH = 112, 128, 2
+PEER = Path(__file__).parent / "peers" / "open_clip_csv.py"
+Round = Callable[[], float]  # pairs a second
+
+
+def timed(
+    feed: Iterator[Any], count: int, ready: int, finish: Callable[[Any], object] | None = None
+) -> float:
+    """Pairs a second of `count` batches, after the `ready` ones that lay there from before."""
+    for _ in range(ready):
+        next(feed)
+    start = time.perf_counter()
+    for _ in range(count):
+        batch = next(feed)
+        if finish is not None:
+            finish(batch)
+    return count * BATCH / (time.perf_counter() - start)
+
+
+def ours(job: Job, data: TrainingSet, workers: int, count: int, rendered: bool) -> Round:
+    """Our loader, with or without the rendering that the training step does."""
+    feed = batches(data, 0, 10**6, workers, job.device.rules.worker_start, False)
+    finish = (lambda b: render(b.pixels, b.views, job.preprocess)) if rendered else None
+    next(feed)
+    return lambda: timed(feed, count, PREFETCH * workers, finish)
+
+
+def plain_torch(job: Job, workers: int, count: int) -> Round:
+    """torch DataLoader with Pillow and transforms sample by sample."""
+    feed = per_sample_loader(job, BATCH, workers)
+    next(feed)
+    return lambda: timed(feed, count, PREFETCH * workers)
+
+
+def training_step(job: Job, count: int) -> Round:
+    """What the step consumes: forward, backward and update on batches that lie ready."""
+    update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+    ready = list(batches(job.training, 0, count, 0, "fork", False))
+    update(ready[0], 0, 1, 100)
+
+    def steps() -> float:
+        start = time.perf_counter()
+        for step, batch in enumerate(ready):
+            update(batch, step, 1, 100)
+        job.device.synchronize()
+        return count * BATCH / (time.perf_counter() - start)
+
+    return steps
+
+
+class Peer:
+    """open_clip's loader in its own Python, answering round by round."""
+
+    def __init__(self, python: str, table: Path, workers: int, count: int) -> None:
+        words = [python, str(PEER), str(table), str(SIZE), str(BATCH), str(workers)]
+        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.count = count
+        self.version = self._line()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().strip()
+        if not line:
+            raise SystemExit(f"the peer process ended (exit code {self.process.wait()})")
+        return line
+
+    def __call__(self) -> float:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{self.count}\n")
+        self.process.stdin.flush()
+        return float(self._line())
+
+    def close(self) -> None:
+        """End the process by ending its input."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def write_table(job: Job, path: Path) -> None:
+    """The train pairs as open_clip reads them: a row a caption."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file, delimiter="\t")
+        rows.writerow(("filepath", "title"))
+        for pair in job.splits["train"].pairs:
+            rows.writerows((str(Path(str(pair.image)).resolve()), caption) for caption in pair.captions)
+
+
+def measure(rounds: dict[str, Round], number: int) -> dict[str, Timing]:
+    """Pairs a second of each, in turn, so that a busy moment of the machine falls on all alike."""
+    taken: dict[str, list[float]] = {name: [] for name in rounds}
+    for _ in range(number):
+        for name, one in rounds.items():
+            taken[name].append(one())
+            time.sleep(0.5)  # workers fill their queues again, and must not take time from the next
+    return {name: timing(values) for name, values in taken.items()}
+
+
+def best(results: dict[str, Timing], start: str) -> Timing | None:
+    """The fastest number of workers of one loader."""
+    return max(
+        (t for name, t in results.items() if name.startswith(start)), key=lambda t: t.median, default=None
+    )
+
+
+def report(results: dict[str, Timing]) -> list[tuple[str, float]]:
+    """Print the table; gives the ratios."""
+    print(f"{'pairs a second':<34}{'median':>9}   quartiles")
+    for name, value in results.items():
+        print(f"{name:<34}{value.median:>9,.0f}   {value.low:,.0f} to {value.high:,.0f}, n={value.n}")
+    ratios = []
+    step, peer, plain = (
+        results["tiny training step"],
+        best(results, "open_clip"),
+        best(results, "torch + PIL"),
+    )
+    for name in ("cached, float batch", "cached, uint8 batch"):
+        for other, value in (("open_clip's CSV path", peer), ("torch + PIL", plain), ("the tiny step", step)):
+            if value is None:
+                print(f"{name} / {other}: not measured")
+            else:
+                ratios.append((f"{name} / {other}", results[name].median / value.median))
+                print(f"{ratios[-1][0]}: {ratios[-1][1]:.1f}x")
+    return ratios
+
+
+def main() -> None:
+    """Measure, print a table, write JSON where asked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", help="a set that --data takes, pictures in files")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--peer-python", help="a Python with open_clip; without it that path is not measured")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        data = DataConfig(source=(options.data,), cache="disk", cache_dir=scratch)
+        job = prepare(Config(data=data, train=TrainConfig(steps=1)), print, decode_plan(Screen()))
+        trained = job.training
+        refs = [pair.image for pair in job.splits["train"].pairs]
+        pictures = LivePictures(refs, trained.pictures.read(np.array([0])).shape[1])
+        live = TrainingSet(
+            pictures, trained.captions, trained.plan, trained.augmentation, trained.full_length
+        )
+        rounds: dict[str, Round] = {
+            "cached, float batch": ours(job, trained, 0, 20, True),
+            "cached, uint8 batch": ours(job, trained, 0, 200, False),
+            **{f"uncached, float batch, {w} workers": ours(job, live, w, 5, True) for w in (0, 2)},
+            **{f"torch + PIL, {w} workers": plain_torch(job, w, 8) for w in (0, 2)},
+            "tiny training step": training_step(job, 3),
+        }
+        peers = []
+        if options.peer_python:
+            write_table(job, Path(scratch) / "pairs.tsv")
+            peers = [Peer(options.peer_python, Path(scratch) / "pairs.tsv", w, 8) for w in (0, 1, 2)]
+            rounds.update({f"open_clip CSV, {w} workers": peer for w, peer in enumerate(peers)})
+        results = measure(rounds, options.rounds)
+        for peer in peers:
+            peer.close()
+    machine = (
+        f"{job.facts.cpu}, {torch.get_num_threads()} threads, {job.precision}, torch {torch.__version__}, "
+    )
+    machine += f"Pillow {PIL.__version__}, Python {platform.python_version()}"
+    machine += f", {peers[0].version}" if peers else ""
+    print(f"\n{machine}; {SIZE} px, batch {BATCH}")
+    ratios = report(results)
+    if options.json:
+        figures = {
+            n: {"median": t.median, "low": t.low, "high": t.high, "n": t.n} for n, t in results.items()
+        }
+        options.json.write_text(
+            json.dumps({"machine": machine, "pairs_per_second": figures, "ratios": dict(ratios)})
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

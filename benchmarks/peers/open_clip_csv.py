@@ -1,0 +1,50 @@
+"""Pairs a second of open_clip's CSV loader. Runs in a Python that has open_clip; driven line by line by loader.py.
+
+Arguments: CSV (tab separated: filepath, title), image size, batch, workers. For each line `N` on standard input it
+takes N batches and answers with the pairs a second; the batches that lay ready from before are taken first.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import SimpleNamespace
+
+import torch
+
+# No torchvision build loads beside a CPU-only torch unless these two exist; nothing here calls them.
+LIBRARY = torch.library.Library("torchvision", "DEF")
+for name in ("nms", "qnms"):
+    LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+import open_clip  # noqa: E402
+from open_clip_train.data import get_csv_dataset  # noqa: E402
+
+PREFETCH = 2  # batches that each worker of a torch DataLoader holds ready
+
+
+def main() -> None:
+    """Serve rounds until standard input ends."""
+    table, size, batch, workers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    options = SimpleNamespace(
+        train_data=table, csv_img_key="filepath", csv_caption_key="title", csv_separator="\t",
+        batch_size=batch, workers=workers, distributed=False,
+    )  # fmt: skip
+    transform = open_clip.image_transform(size, is_train=True)
+    tokenizer = open_clip.get_tokenizer("ViT-B-32")
+    loader = get_csv_dataset(options, transform, is_train=True, tokenizer=tokenizer).dataloader
+    feed = iter(loader)
+    next(feed)
+    print(f"open_clip {open_clip.__version__}", flush=True)
+    for line in sys.stdin:
+        count = int(line)
+        for _ in range(PREFETCH * workers):
+            next(feed)
+        start = time.perf_counter()
+        for _ in range(count):
+            next(feed)
+        print(count * batch / (time.perf_counter() - start), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""Seconds of one training step of the prior art's job: the naive baseline and m1clip, in turn, in one run.
+
+Each side lives in its own process (m1clip changes how its process keeps memory, which must not help the other) and
+waits while the other works, so that a busy moment of the machine falls on both alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from m1clip.config import Config
+from m1clip.configfile import from_dict, load_config, read_preset, to_toml
+from m1clip.hardware.clock import Timing, timing
+from m1clip.hardware.device import environment
+from m1clip.hardware.facts import read_facts
+
+GOAL_RATIO, GOAL_BYTES = 2.3, 2.5e9
+LINES = {
+    "naive": "naive baseline, fp32",
+    "m1clip": "m1clip",
+    "full": "m1clip without text trimming",
+}
+
+
+class Worker:
+    """A process with one of the sides in it, which answers a word with a line of JSON."""
+
+    def __init__(self, side: str, config: Path) -> None:
+        # Both sides wait passively: spinning threads would slow the naive one on a busy machine.
+        variables = {**os.environ, **environment(platform.system(), os.environ)}
+        command = [sys.executable, __file__, "--worker", side, "--config", str(config)]
+        self.process = subprocess.Popen(
+            command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, word: str) -> Any:
+        """Send a word, wait for the answer."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(word + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)["answer"]
+        raise RuntimeError(f"the {self.process.args} process ended with {self.process.wait()}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.communicate()  # the end of its input ends it
+
+
+def answers_of(side: str, config: Config) -> dict[str, Callable[[], Any]]:
+    """What the process of a side can be asked."""
+    import torch
+
+    def timed(step: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        step()
+        return time.perf_counter() - begin
+
+    if side == "naive":
+        from naive import NaiveTrainer, prior_art_job
+
+        trainer = NaiveTrainer(prior_art_job(config))
+        feed = trainer.epochs()
+        return {
+            "naive": lambda: timed(lambda: trainer.step(next(feed))),
+            "parameters": lambda: sum(p.numel() for p in trainer.model.parameters()),
+        }
+
+    from m1clip.hardware.measure import gemm_rate
+    from m1clip.model.clip import count_parameters
+    from m1clip.model.shape import flops_per_pair
+    from m1clip.train.run import decode_plan
+    from m1clip.train.schedule import warmup_steps
+    from m1clip.train.screen import Screen
+    from m1clip.train.setup import prepare
+    from m1clip.train.update import Update
+
+    job = prepare(config, lambda line: None, decode_plan(Screen()))
+    update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+    total_steps = round((config.train.epochs or 1) * job.training.plan.steps_per_epoch)
+    warmup = warmup_steps(config.optim.warmup, total_steps)
+    done = {False: 0, True: 0}
+
+    def step(full_length: bool) -> dict[str, float]:
+        job.training.full_length = full_length
+        number, done[full_length] = done[full_length], done[full_length] + 1
+        lengths = []
+
+        def work() -> None:
+            batch = job.training[number]
+            lengths.append(batch.tokens.shape[1])
+            update(batch, number, warmup, total_steps)[0].item()
+
+        seconds = timed(work)
+        flops = flops_per_pair(job.shape, lengths[0]) * config.train.batch
+        return {"seconds": seconds, "flops": flops, "text_tokens": lengths[0]}
+
+    return {
+        "m1clip": lambda: step(False),
+        "full": lambda: step(True),
+        "gemm": lambda: gemm_rate(job.device, job.precision),
+        "parameters": lambda: count_parameters(job.shape),
+        "choices": lambda: {
+            "precision": job.precision,
+            "attention_image": job.config.model.attention_image,
+            "attention_text": job.config.model.attention_text,
+            "threads": torch.get_num_threads(),
+        },
+    }
+
+
+def peak_rss(config: Path, folder: Path, steps: int) -> int:
+    """The most memory of `m1clip train` on this job: set-up, steps, evaluation, saving, final report."""
+    command = [sys.executable, "-m", "m1clip", "train", "--config", str(config), "--run", str(folder / "run")]
+    command += ["--steps", str(steps)]
+    variables = {**os.environ, **environment(platform.system(), os.environ)}
+    with (folder / "train.txt").open("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=variables)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            output.seek(0)
+            raise RuntimeError(f"m1clip train ended with {process.returncode}:\n{output.read()}")
+    return used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def measure(config: Path, steps: int) -> dict[str, Any]:
+    """All figures of an alternating run."""
+    taken: dict[str, list[float]] = {name: [] for name in (*LINES, "ratio", "ratio_full", "share")}
+    tokens, rates = [], []
+    with Worker("naive", config) as naive, Worker("m1clip", config) as ours:
+        counts = {worker.ask("parameters") for worker in (naive, ours)}
+        assert len(counts) == 1, f"the two models differ in size: {counts}"
+        choices = ours.ask("choices")
+        for turn in range(-2, steps):  # the first two warm up
+            order = list(LINES)[:: 1 if turn % 2 else -1]
+            found = {name: (naive if name == "naive" else ours).ask(name) for name in order}
+            rate = ours.ask("gemm")
+            if turn < 0:
+                continue
+            seconds = {n: f["seconds"] if isinstance(f, dict) else f for n, f in found.items()}
+            for name, value in seconds.items():
+                taken[name].append(value)
+            taken["ratio"].append(seconds["naive"] / seconds["m1clip"])
+            taken["ratio_full"].append(seconds["naive"] / seconds["full"])
+            taken["share"].append(found["m1clip"]["flops"] / seconds["m1clip"] / rate)
+            tokens.append(found["m1clip"]["text_tokens"])
+            rates.append(rate)
+            print(
+                f"  round {turn + 1}: " + ", ".join(f"{n} {s:.2f} s" for n, s in seconds.items()),
+                file=sys.stderr,
+            )
+    summary = {name: dataclasses.asdict(timing(values)) for name, values in taken.items()}
+    gemm = dataclasses.asdict(timing(rates))
+    mean_tokens = sum(tokens) / len(tokens)
+    return {"parameters": counts.pop(), **choices, **summary, "gemm_rate": gemm, "text_tokens": mean_tokens}
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what this was measured."""
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    facts = read_facts()
+    load = os.getloadavg()[0]  # read before the workers start: what else was running
+    return {"cpu": facts.cpu, "cores": facts.cores, "system": facts.system, "torch": facts.torch,
+            "python": facts.python, "commit": git.stdout.strip() or "unknown", "load_before": load}  # fmt: skip
+
+
+def show(result: dict[str, Any]) -> None:
+    """The table."""
+
+    def spread(name: str, form: str = ".2f", unit: str = "") -> str:
+        t = Timing(**result[name])
+        return f"{t.median:{form}}{unit} [{t.low:{form}}, {t.high:{form}}]"
+
+    place = result["machine"]
+    print(f"{place['cpu']}, {place['cores']} cores ({result['threads']} threads), torch {place['torch']}, "
+          f"commit {place['commit']}, load before {place['load_before']:.1f}")  # fmt: skip
+    print(
+        f"{result['parameters']:,} parameters, batch {result['batch']}, median [quartiles], n={result['naive']['n']}"
+    )
+    for name, words in LINES.items():
+        print(f"  {words:32} {spread(name, unit=' s')} a step")
+    print(f"  naive / m1clip                   {spread('ratio')} of paired steps (goal {GOAL_RATIO})")
+    print(f"  naive / m1clip without trimming  {spread('ratio_full')} of paired steps")
+    print(f"  share of the GEMM rate           {spread('share', '.0%')} "
+          f"of {result['gemm_rate']['median'] / 1e9:.0f} GFLOP/s in {result['precision']}")  # fmt: skip
+    print(
+        f"  peak RSS of m1clip train         {result['peak_bytes'] / 1e9:.2f} GB (goal {GOAL_BYTES / 1e9:.1f})"
+    )
+    print(f"m1clip: {result['precision']}, attention {result['attention_image']} (image) "
+          f"{result['attention_text']} (text), {result['text_tokens']:.0f} text tokens on average")  # fmt: skip
+
+
+def prior_art(quick: bool) -> Config:
+    """`--preset prior-art`; for a smoke run the same with a model of two small blocks."""
+    config = from_dict(read_preset("prior-art"), "prior-art")
+    if not quick:
+        return config
+    small = {f"{tower}_{part}": value for tower in ("vision", "text") for part, value in
+             (("width", 64), ("layers", 1), ("heads", 2))}  # fmt: skip
+    model = dataclasses.replace(config.model, image_size=64, embed_dim=64, **small)  # type: ignore[arg-type]
+    return dataclasses.replace(config, model=model)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--steps", type=int, default=15, help="rounds to measure, after two that warm up")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model and two rounds: does it run at all"
+    )
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        answers = answers_of(options.worker, load_config(options.config))
+        for line in sys.stdin:
+            print(json.dumps({"answer": answers[line.strip()]()}), flush=True)
+        return
+    config, steps = prior_art(options.quick), 2 if options.quick else options.steps
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu"))
+    result: dict[str, Any] = {"machine": machine(), "batch": config.train.batch, "quick": options.quick}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.toml"
+        path.write_text(to_toml(config), encoding="utf-8")
+        result["peak_bytes"] = peak_rss(path, Path(folder), steps=4)
+        result |= measure(path, steps)
+    show(result)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Before a run on an accelerator: the same few pairs forward and backward on the CPU and there, gradients compared."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from m1clip.data.augment import render
+from m1clip.data.loader import Batch
+from m1clip.data.preprocess import Preprocess
+from m1clip.errors import UserError
+from m1clip.hardware.device import Precision
+from m1clip.model.clip import Clip
+from m1clip.train.objective import multi_positive, same_pairs
+from m1clip.train.setup import Job
+
+PAIRS = 8
+# Relative error of the whole gradient. A wrong kernel gives errors near or above 1, rounding stays far below these.
+TOLERANCE: dict[Precision, float] = {"fp32": 0.02, "bf16": 0.15, "fp16": 0.05}
+
+
+def check_parity(job: Job, model: Clip) -> float | None:
+    """Relative difference of the gradients; a device that computes something else is refused. None on the CPU."""
+    if job.device.kind == "cpu":
+        return None
+    batch = _few(job.training[0])
+    there = gradient(model, batch, job.preprocess, job.autocast)
+    model.zero_grad(set_to_none=True)
+    here = gradient(copy.deepcopy(model).to("cpu"), batch, job.preprocess, contextlib.nullcontext)
+    return judge(relative_difference(there, here), job.precision, job.device.kind)
+
+
+def relative_difference(a: Tensor, b: Tensor) -> float:
+    """|a - b| / |b| of two vectors; anything not finite counts as infinitely far."""
+    difference = float((a - b).norm() / b.norm().clamp(min=1e-12))
+    return difference if difference == difference else float("inf")
+
+
+def judge(difference: float, precision: Precision, kind: str) -> float:
+    """Give the difference back, or refuse it."""
+    if difference > TOLERANCE[precision]:
+        raise UserError(
+            f"{kind} computes gradients that differ from the CPU's by {difference:.1%} ({precision} allows "
+            f"{TOLERANCE[precision]:.0%}): a kernel there is wrong for this model; use --device cpu, another "
+            f"--train.precision, or another version of torch"
+        )
+    return difference
+
+
+def gradient(
+    model: Clip, batch: Batch, preprocess: Preprocess, context: Callable[[], AbstractContextManager[object]]
+) -> Tensor:
+    """The gradient of every parameter as one float32 vector on the CPU."""
+    batch = batch.to(model.logit_scale.device)
+    with context():
+        features = model(render(batch.pixels, batch.views, preprocess), batch.tokens)
+    # Not the run's own objective: this one needs nothing of the model and asks the same of every kernel.
+    multi_positive(features, same_pairs(batch.pictures, batch.captions)).backward()
+    parts = [p.grad.detach().float().cpu().flatten() for p in model.parameters() if p.grad is not None]
+    return torch.cat(parts)
+
+
+def _few(batch: Batch) -> Batch:
+    views = type(batch.views)(batch.views.boxes[:PAIRS], batch.views.flips[:PAIRS], batch.views.gains[:PAIRS])
+    return Batch(
+        batch.pixels[:PAIRS], batch.tokens[:PAIRS], batch.pictures[:PAIRS], batch.captions[:PAIRS], views
+    )

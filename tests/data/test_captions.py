@@ -1,0 +1,54 @@
+"""Captions as flat arrays: who owns which, which are equal, which one is chosen."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from m1clip.data import randomness as rnd
+from m1clip.data.captions import CaptionTable, tokenise
+from m1clip.text import make_tokenizer
+
+GROUPS = [("a cat",), ("a dog", "the dog", "A Dog "), ("a dog", "a much longer caption")]
+
+
+def table(context: int = 32) -> CaptionTable:
+    tokenizer = make_tokenizer("char", [caption for group in GROUPS for caption in group])
+    return tokenise(GROUPS, tokenizer, context)
+
+
+def test_each_caption_knows_its_picture() -> None:
+    assert table().owner.tolist() == [0, 1, 1, 1, 2, 2]
+    assert table().first.tolist() == [0, 1, 4, 6]
+
+
+def test_equal_captions_share_a_key_whatever_their_case_and_edges() -> None:
+    keys = table().keys
+    assert keys[1] == keys[3] == keys[4]
+    assert len(set(keys.tolist())) == 4
+
+
+def test_lengths_count_up_to_the_end_mark() -> None:
+    assert table().lengths.tolist() == [len(c) + 2 for g in GROUPS for c in g]
+
+
+def test_rows_are_cut_after_the_longest_to_few_lengths() -> None:
+    captions = table()
+    assert captions.rows(np.array([0, 1]), full_length=False).shape == (2, 8)
+    assert captions.rows(np.array([2]), full_length=False).shape == (1, 16)
+    assert captions.rows(np.array([0, 1]), full_length=True).shape == (2, 32)
+    short = table(context=21)
+    assert short.rows(np.array([5]), full_length=False).shape == (1, 21)
+    end = make_tokenizer("char", [c for g in GROUPS for c in g]).eot_id
+    assert (captions.rows(np.array([0, 1, 2]), full_length=False) == end).any(axis=1).all()
+
+
+def test_the_choice_is_of_the_pictures_own_and_roughly_even() -> None:
+    captions = table()
+    pictures = np.tile(np.arange(3), 3000)
+    draws = rnd.bits(0, 0, np.arange(9000), rnd.CAPTION)
+    chosen = captions.pick(pictures, draws)
+    assert (captions.owner[chosen] == pictures).all()
+    assert (chosen == captions.pick(pictures, draws)).all()
+    counts = np.bincount(chosen, minlength=6)
+    expected = np.array([3000, 1000, 1000, 1000, 1500, 1500])
+    assert (np.abs(counts - expected) < 4 * np.sqrt(expected)).all()

@@ -1,0 +1,111 @@
+"""Batches by step number: the same for any number of workers, from any step."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m1clip.data.augment import Augmentation
+from m1clip.data.captions import tokenise
+from m1clip.data.loader import Batch, BatchPlan, TrainingSet, batches
+from m1clip.data.store import ArrayPictures
+from m1clip.text import make_tokenizer
+
+PLANS = st.integers(2, 200).flatmap(
+    lambda n: st.builds(BatchPlan, st.just(n), st.integers(2, n), st.integers(0, 2**31 - 1))
+)
+
+
+@given(plan=PLANS, epoch=st.integers(0, 50))
+def test_an_epoch_is_full_batches_without_repeats(plan: BatchPlan, epoch: int) -> None:
+    steps = range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
+    members = [plan.members(step) for step in steps]
+    assert {number for number, _ in members} == {epoch}
+    assert all(len(chosen) == plan.batch for _, chosen in members)
+    seen = np.concatenate([chosen for _, chosen in members])
+    assert len(np.unique(seen)) == len(seen) == plan.pictures // plan.batch * plan.batch
+    assert seen.min() >= 0
+    assert seen.max() < plan.pictures
+
+
+@given(plan=PLANS, start=st.integers(0, 100), further=st.integers(0, 20))
+def test_a_step_has_its_batch_wherever_one_begins(plan: BatchPlan, start: int, further: int) -> None:
+    asked = [plan.members(step)[1] for step in range(start, start + further + 1)]
+    assert (BatchPlan(plan.pictures, plan.batch, plan.seed).members(start + further)[1] == asked[-1]).all()
+
+
+def test_epochs_differ_in_order_and_leave_out_others() -> None:
+    plan = BatchPlan(50, 16, 0)
+    epochs = [[plan.members(epoch * 3 + i)[1] for i in range(3)] for epoch in range(30)]
+    assert (epochs[0][0] != epochs[1][0]).any()
+    assert set(np.concatenate([b for batches_ in epochs for b in batches_]).tolist()) == set(range(50))
+
+
+def training_set(full_length: bool = False) -> TrainingSet:
+    groups = [tuple(f"{'word ' * (1 + (i + j) % 4)}{i} {j}" for j in range(3)) for i in range(37)]
+    tokenizer = make_tokenizer("char", [caption for group in groups for caption in group])
+    pixels = np.random.default_rng(0).integers(0, 256, (37, 12, 12, 3), np.uint8)
+    varied = Augmentation(crop_min=0.5, flip=0.5, colour=0.3)
+    captions = tokenise(groups, tokenizer, 64)
+    return TrainingSet(ArrayPictures(pixels), captions, BatchPlan(37, 8, 3), varied, full_length)
+
+
+def assert_same(one: Batch, other: Batch) -> None:
+    for name in ("pixels", "tokens", "pictures", "captions"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+    for name in ("boxes", "flips", "gains"):
+        assert np.array_equal(getattr(one.views, name), getattr(other.views, name)), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "method"), [(2, "fork"), (2, "spawn"), (1, "forkserver")])
+def test_workers_change_nothing(workers: int, method: str) -> None:
+    data = training_set()
+    alone = list(batches(data, 3, 11, 0, "fork", pin=False))
+    helped = list(batches(data, 3, 11, workers, method, pin=False))
+    assert len(alone) == len(helped) == 8
+    for one, other in zip(alone, helped, strict=True):
+        assert_same(one, other)
+
+
+def test_a_batch_holds_what_belongs_together() -> None:
+    data = training_set()
+    batch = data[6]
+    pictures = batch.pictures.numpy()
+    assert np.array_equal(batch.pixels.numpy(), data.pictures.read(pictures))
+    owner_of_key = dict(zip(data.captions.keys.tolist(), data.captions.owner.tolist(), strict=True))
+    assert [owner_of_key[key] for key in batch.captions.tolist()] == pictures.tolist()
+    assert batch.tokens.dtype == torch.int64
+
+
+def test_the_caption_of_a_picture_changes_between_epochs() -> None:
+    data = training_set()
+    chosen: dict[int, set[int]] = {}
+    for step in range(40):
+        batch = data[step]
+        for picture, key in zip(batch.pictures.tolist(), batch.captions.tolist(), strict=True):
+            chosen.setdefault(picture, set()).add(key)
+    assert np.mean([len(keys) for keys in chosen.values()]) > 2.5  # of three
+
+
+def test_full_length_keeps_one_shape() -> None:
+    assert {training_set(full_length=True)[step].tokens.shape for step in range(5)} == {(8, 64)}
+    assert training_set()[0].tokens.shape[1] < 64
+
+
+def test_a_batch_moves_whole() -> None:
+    batch = training_set()[0]
+    assert_same(batch.to(torch.device("cpu")), batch)
+    moved = batch.to(torch.device("meta"))
+    assert all(t.is_meta for t in (moved.pixels, moved.tokens, moved.pictures, moved.captions))
+    assert moved.views is batch.views
+
+
+def test_the_set_pickles_for_spawned_workers() -> None:
+    data = training_set()
+    assert_same(pickle.loads(pickle.dumps(data))[2], data[2])

@@ -1,0 +1,145 @@
+"""Shards: the same batches as the folder, readable by webdataset, the same bytes each time."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from picture_sets import break_files, make_set, picture, plan
+from PIL import Image
+
+from m1clip.config import DataConfig
+from m1clip.data.augment import Augmentation
+from m1clip.data.loader import Batch, BatchPlan, TrainingSet, batches
+from m1clip.data.pack import pack
+from m1clip.data.prepare import load_split
+from m1clip.data.preprocess import Preprocess
+from m1clip.data.sources import open_source
+from m1clip.data.synthetic.source import SyntheticSource
+from m1clip.errors import UserError
+from m1clip.text import BpeTokenizer
+
+
+def members(path: Path) -> dict[str, bytes]:
+    with tarfile.open(path) as tar:
+        return {entry.name: tar.extractfile(entry).read() for entry in tar}  # type: ignore[union-attr]
+
+
+def training(path: Path, cache: str) -> tuple[list[Batch], list[str]]:
+    source = open_source(str(path))
+    config = DataConfig(source=(str(path),), cache=cache)  # type: ignore[arg-type]
+    split = load_split(source, "train", config, BpeTokenizer(), 32, Preprocess(image_size=24), 1.15, plan())
+    data = TrainingSet(
+        split.pictures, split.captions, BatchPlan(len(split.pairs), 8, 5), Augmentation(0.6, 0.5, 0.2), False
+    )
+    return list(batches(data, 0, 9, 0, "fork", False)), [pair.id for pair in split.pairs]
+
+
+@pytest.mark.parametrize("cache", ["disk", "ram", "off"])
+def test_shards_train_to_the_same_batches_as_the_folder(tmp_path: Path, cache: str) -> None:
+    folder = make_set(tmp_path / "set")
+    pack(open_source(str(folder)), tmp_path / "shards", shard_size=12)
+    (ours, ids), (packed, packed_ids) = training(folder, cache), training(tmp_path / "shards", cache)
+    assert ids == packed_ids
+    for one, other in zip(ours, packed, strict=True):
+        for name in ("pixels", "tokens", "pictures", "captions"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name), name)
+        np.testing.assert_array_equal(one.views.boxes, other.views.boxes)
+
+
+def test_all_splits_captions_and_ids_come_back(tmp_path: Path) -> None:
+    folder = make_set(tmp_path / "set", train=25)
+    written = pack(open_source(str(folder)), tmp_path / "shards", shard_size=10)
+    assert str(written).endswith("41 pictures (train 25, val 8, test 8) in 5 shards")
+    names = sorted(path.name for path in (tmp_path / "shards").iterdir())
+    trains = [f"train-{n:06d}.tar" for n in range(3)]
+    assert names == ["sizes.json", "test-000000.tar", *trains, "val-000000.tar"]
+    sizes = json.loads((tmp_path / "shards" / "sizes.json").read_text())
+    assert [sizes[name] for name in trains] == [10, 10, 5]
+    before, after = open_source(str(folder)), open_source(str(tmp_path / "shards"))
+    for split in ("train", "val", "test"):
+        told = [[(pair.id, pair.captions) for pair in source.pairs(split)] for source in (before, after)]
+        assert told[0] == told[1]
+    assert after.problems == []
+
+
+def test_bytes_stay_where_readers_know_them_and_equal_sources_give_equal_shards(tmp_path: Path) -> None:
+    folder = make_set(tmp_path / "set")
+    for name in ("one", "two"):
+        pack(open_source(str(folder)), tmp_path / name, shard_size=100)
+    shards = [(tmp_path / name / "train-000000.tar").read_bytes() for name in ("one", "two")]
+    assert shards[0] == shards[1]
+    inside = members(tmp_path / "one" / "train-000000.tar")
+    assert inside["000000003.jpg"] == (folder / "images" / "train-0003.jpg").read_bytes()
+    assert inside["000000003.txt"] == b"picture number 3 of train"
+    about = json.loads(inside["000000003.json"])
+    assert about["id"] == "images/train-0003.jpg"
+    assert about["split"] == "train"
+    assert len(about["captions"]) == 2
+
+
+def test_other_formats_become_png_and_endings_tell_the_truth(tmp_path: Path) -> None:
+    folder = make_set(tmp_path / "set", train=3)
+    picture(1).save(folder / "images" / "train-0000.jpg", "BMP")
+    picture(2).save(folder / "images" / "train-0001.jpg", "WEBP", lossless=True)
+    pack(open_source(str(folder)), tmp_path / "shards")
+    inside = members(tmp_path / "shards" / "train-000000.tar")
+    assert {"000000000.png", "000000001.webp", "000000002.jpg"} < set(inside)
+    np.testing.assert_array_equal(Image.open(io.BytesIO(inside["000000000.png"])), picture(1))
+
+
+def test_larger_pictures_are_made_smaller_when_asked(tmp_path: Path) -> None:
+    folder = make_set(tmp_path / "set", train=2)
+    picture(5, (31, 20)).save(folder / "images" / "train-0001.jpg")
+    pack(open_source(str(folder)), tmp_path / "shards", image_size=24)
+    inside = members(tmp_path / "shards" / "train-000000.tar")
+    assert Image.open(io.BytesIO(inside["000000000.jpg"])).size == (31, 24)
+    assert inside["000000001.jpg"] == (folder / "images" / "train-0001.jpg").read_bytes()
+
+
+def test_broken_pictures_are_left_out_and_named(tmp_path: Path) -> None:
+    folder = make_set(tmp_path / "set")
+    break_files(folder, [0, 5])
+    written = pack(open_source(str(folder)), tmp_path / "shards")
+    assert written.pictures["train"] == 38
+    assert len(written.skipped) == 2
+    assert "train-0005.jpg: not a picture" in written.skipped[1]
+
+
+def test_what_cannot_be_packed_is_one_line(tmp_path: Path) -> None:
+    source = open_source(str(make_set(tmp_path / "set", train=4, val=2, test=2)))
+    with pytest.raises(UserError, match="not an empty folder"):
+        pack(source, tmp_path)
+    with pytest.raises(UserError, match="--shard-size must be at least 1"):
+        pack(source, tmp_path / "shards", shard_size=0)
+    for file in (tmp_path / "set" / "images").iterdir():
+        file.write_bytes(b"")
+    with pytest.raises(UserError, match=r"none of the 8 pictures .*empty"):
+        pack(source, tmp_path / "shards")
+
+
+def test_drawn_pictures_can_be_packed(tmp_path: Path) -> None:
+    source = SyntheticSource(32, train=3, val=1, test=1)
+    pack(source, tmp_path / "shards")
+    again = open_source(str(tmp_path / "shards"))
+    for one, other in zip(source.pairs("train"), again.pairs("train"), strict=True):
+        assert one.captions == other.captions
+        np.testing.assert_array_equal(one.image.open(), other.image.open())
+
+
+def test_webdataset_reads_them(tmp_path: Path) -> None:
+    webdataset = pytest.importorskip("webdataset")
+    folder = make_set(tmp_path / "set", train=12)
+    pack(open_source(str(folder)), tmp_path / "shards", shard_size=5)
+    urls = str(tmp_path / "shards" / "train-{000000..000002}.tar")
+    pipeline = webdataset.WebDataset(urls, shardshuffle=False).decode("pilrgb")
+    samples = list(pipeline.rename(image="jpg;png;jpeg;webp", text="txt").to_tuple("image", "text", "json"))
+    assert len(samples) == 12
+    image, text, about = samples[7]
+    assert text == "picture number 7 of train"
+    assert about["id"] == "images/train-0007.jpg"
+    np.testing.assert_array_equal(image, Image.open(folder / about["id"]))

@@ -1,0 +1,85 @@
+"""Randomness as a function of integers: uniform, and no stream knows of another."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m1clip.data import randomness as rnd
+
+SAMPLES = np.arange(20_000)
+STREAMS = (
+    rnd.CAPTION,
+    rnd.CROP_AREA,
+    rnd.CROP_ASPECT,
+    rnd.CROP_X,
+    rnd.CROP_Y,
+    rnd.FLIP,
+    rnd.BRIGHTNESS,
+    rnd.CONTRAST,
+)
+
+
+def test_every_use_has_its_own_stream() -> None:
+    assert len(set(STREAMS)) == len(STREAMS)
+
+
+@given(seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 10**6), stream=st.sampled_from(STREAMS))
+def test_numbers_lie_in_the_half_open_unit_interval(seed: int, epoch: int, stream: int) -> None:
+    numbers = rnd.uniform(seed, epoch, np.array([0, 1, 2**31, 2**62]), stream)
+    assert ((numbers >= 0) & (numbers < 1)).all()
+    assert len(set(numbers)) == 4
+
+
+def test_numbers_are_uniform() -> None:
+    for stream in STREAMS:
+        counts, _ = np.histogram(rnd.uniform(3, 7, SAMPLES, stream), bins=20, range=(0, 1))
+        assert ((counts - 1000) ** 2 / 1000).sum() < 43.8  # chi-square with 19 degrees of freedom, p = 0.001
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (0, 0, rnd.FLIP),
+        (0, 1, rnd.CAPTION),
+        (1, 0, rnd.CAPTION),
+        (1, 1, rnd.CAPTION),
+        (0, rnd.FLIP, rnd.CAPTION),
+    ],
+)
+def test_streams_epochs_and_seeds_are_independent(other: tuple[int, int, int]) -> None:
+    one = rnd.uniform(0, 0, SAMPLES, rnd.CAPTION)
+    seed, epoch, stream = other
+    assert abs(np.corrcoef(one, rnd.uniform(seed, epoch, SAMPLES, stream))[0, 1]) < 4 / np.sqrt(len(SAMPLES))
+
+
+def test_seed_and_epoch_are_not_mixed_up() -> None:
+    one, other = (rnd.uniform(seed, epoch, SAMPLES, rnd.CAPTION) for seed, epoch in ((0, 1), (1, 0)))
+    assert (one != other).all()
+
+
+def test_neighbours_are_independent() -> None:
+    numbers = rnd.uniform(0, 0, SAMPLES, rnd.CAPTION)
+    assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 4 / np.sqrt(len(SAMPLES))
+    assert len(np.unique(rnd.bits(0, 0, SAMPLES, rnd.CAPTION))) == len(SAMPLES)
+
+
+def test_a_sample_has_its_number_in_any_company() -> None:
+    whole, part = rnd.bits(5, 2, SAMPLES, rnd.FLIP), rnd.bits(5, 2, np.array([17, 3, 9000]), rnd.FLIP)
+    assert (whole[[17, 3, 9000]] == part).all()
+
+
+@given(seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 1000), count=st.integers(1, 300))
+def test_an_order_holds_each_picture_once(seed: int, epoch: int, count: int) -> None:
+    order = rnd.permutation(seed, epoch, count)
+    assert sorted(order) == list(range(count))
+    assert (order == rnd.permutation.__wrapped__(seed, epoch, count)).all()
+
+
+def test_orders_differ_by_epoch_and_seed_and_cannot_be_spoiled() -> None:
+    assert (rnd.permutation(0, 0, 100) != rnd.permutation(0, 1, 100)).any()
+    assert (rnd.permutation(0, 0, 100) != rnd.permutation(1, 0, 100)).any()
+    with pytest.raises(ValueError, match="read-only"):
+        rnd.permutation(0, 0, 100)[0] = 5

@@ -1,0 +1,160 @@
+"""The device rules as functions of facts: any machine is a test case."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from m1clip.errors import UserError
+from m1clip.hardware.device import (
+    Device,
+    available,
+    choose_device,
+    choose_precision,
+    environment,
+    rules,
+    threads,
+)
+from m1clip.hardware.facts import Facts, read_facts, usable_cpus
+from m1clip.hardware.measure import bf16_speedup, gemm_rate, gemm_timings
+
+
+def mac(chip: str, cores: int, fast: int) -> Facts:
+    return Facts(system="Darwin", machine="arm64", cpu=chip, cores=cores, performance_cores=fast,
+                 memory_bytes=16 * 2**30, mps=True)  # fmt: skip
+
+
+def linux(cpu: str, cores: int, card: str | None = None, capability: tuple[int, int] = (0, 0)) -> Facts:
+    return Facts(system="Linux", machine="x86_64", cpu=cpu, cores=cores, performance_cores=cores,
+                 memory_bytes=64 * 2**30, cuda=card, cuda_capability=capability)  # fmt: skip
+
+
+M1, M4 = mac("Apple M1 Pro", 8, 6), mac("Apple M4", 10, 4)
+XEON = linux("Intel(R) Xeon(R) Platinum 8481C", 16)
+PASCAL = linux("Intel(R) Core(TM) i7-7700", 4, "GeForce GTX 1080", (6, 1))
+TURING = linux("AMD Ryzen 5 3600", 6, "Tesla T4", (7, 5))
+H200 = linux("Intel(R) Xeon(R) Platinum 8558", 48, "NVIDIA H200", (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("facts", "kinds"),
+    [
+        (M1, ("mps", "cpu")),
+        (M4, ("mps", "cpu")),
+        (XEON, ("cpu",)),
+        (PASCAL, ("cuda", "cpu")),
+        (H200, ("cuda", "cpu")),
+    ],
+)
+def test_what_is_there_and_what_auto_takes(facts: Facts, kinds: tuple[str, ...]) -> None:
+    assert available(facts) == kinds
+    assert choose_device("auto", facts) == kinds[0]
+    for kind in kinds:
+        assert choose_device(kind, facts) == kind
+
+
+@pytest.mark.parametrize(("facts", "missing"), [(M1, "cuda"), (XEON, "cuda"), (XEON, "mps"), (H200, "mps")])
+def test_a_missing_named_device_is_an_error(facts: Facts, missing: str) -> None:
+    with pytest.raises(UserError, match=f"--device {missing}: this machine has none") as caught:
+        choose_device(missing, facts)
+    assert ", ".join(available(facts)) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts", "speedup", "precision"),
+    [
+        ("cuda", H200, None, "bf16"),
+        ("cuda", TURING, None, "fp32"),
+        ("cuda", PASCAL, None, "fp32"),
+        ("mps", M1, 5.0, "fp32"),  # whatever a matrix product says
+        ("mps", M4, 1.6, "bf16"),
+        ("mps", M4, 1.05, "fp32"),
+        ("mps", M4, None, "fp32"),
+        ("cpu", XEON, 6.0, "bf16"),
+        ("cpu", XEON, 1.0, "fp32"),
+        ("cpu", XEON, 0.3, "fp32"),
+        ("cpu", M1, None, "fp32"),
+    ],
+)
+def test_auto_precision(kind: str, facts: Facts, speedup: float | None, precision: str) -> None:
+    assert choose_precision("auto", kind, facts, speedup) == precision  # type: ignore[arg-type]
+
+
+def test_a_named_precision_is_taken_or_refused() -> None:
+    assert choose_precision("fp16", "cuda", PASCAL, None) == "fp16"
+    assert choose_precision("bf16", "mps", M1, None) == "bf16"
+    assert choose_precision("fp32", "cuda", H200, None) == "fp32"
+    with pytest.raises(UserError, match="bf16: not on cuda"):
+        choose_precision("bf16", "cuda", TURING, None)
+    with pytest.raises(UserError, match=r"fp16: not on cpu \(possible: fp32, bf16, auto\)"):
+        choose_precision("fp16", "cpu", XEON, None)
+
+
+@pytest.mark.parametrize("facts", [M1, M4])
+def test_apples_gpu(facts: Facts) -> None:
+    rule = rules("mps", facts)
+    assert not rule.non_blocking
+    assert not rule.pin_memory
+    assert not rule.float64
+    assert rule.fixed_shapes
+    assert rule.worker_start == "spawn"
+    assert rule.attention == "measure"
+
+
+def test_cuda() -> None:
+    rule = rules("cuda", H200)
+    assert rule.non_blocking
+    assert rule.pin_memory
+    assert rule.attention == "sdpa"
+    assert rule.worker_start == "forkserver"
+    assert not rule.fixed_shapes
+
+
+def test_cpu() -> None:
+    assert rules("cpu", XEON).worker_start == "fork"
+    assert rules("cpu", M1).worker_start == "spawn"
+    for facts in (XEON, M1):
+        rule = rules("cpu", facts)
+        assert (rule.bf16, rule.attention, rule.non_blocking, rule.pin_memory) == (
+            "measure",
+            "measure",
+            False,
+            False,
+        )
+
+
+def test_threads_are_the_fast_physical_cores_unless_named() -> None:
+    assert [threads(0, facts) for facts in (M1, M4, XEON)] == [6, 4, 16]
+    assert threads(3, XEON) == 3
+
+
+def test_the_watermark_is_set_for_apples_gpu_and_left_to_the_person() -> None:
+    name = "PYTORCH_MPS_HIGH_WATERMARK_RATIO"
+    assert environment("Darwin", {"OMP_WAIT_POLICY": "active"}) == {name: "1.0"}
+    assert environment("Darwin", {name: "0.7"}) == environment("Linux", {}) == {"OMP_WAIT_POLICY": "passive"}
+
+
+def test_this_machine() -> None:
+    facts = read_facts()
+    assert 1 <= facts.performance_cores <= facts.cores <= usable_cpus()
+    assert facts.torch == torch.__version__
+    assert facts.memory_bytes > 2**30
+    assert facts.cpu
+    assert Facts(**facts.to_dict()) == facts
+    assert choose_device("cpu", facts) == "cpu"
+    assert (facts.cuda is not None) == torch.cuda.is_available()
+
+
+def test_the_cpu_as_a_device() -> None:
+    device = Device("cpu", read_facts())
+    device.synchronize()
+    held = torch.ones(2**24)  # 64 MB
+    assert held.nbytes < device.memory_bytes() <= device.peak_bytes() * 1.01
+
+
+def test_the_rate_of_a_product_is_measured() -> None:
+    device = Device("cpu", read_facts())
+    times = gemm_timings(device, ("fp32", "bf16"), size=64, rounds=3)
+    assert [times[name].n for name in ("fp32", "bf16")] == [3, 3]
+    assert gemm_rate(device, "fp32", size=64, rounds=3) > 1e6
+    assert bf16_speedup(device) > 0

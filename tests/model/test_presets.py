@@ -1,0 +1,89 @@
+"""The table of sizes: each count is known, the standard ones equal open_clip 3.3.0's."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+import torch
+
+from m1clip.config import ModelConfig
+from m1clip.errors import UserError
+from m1clip.model.build import resolved, shape_of
+from m1clip.model.clip import Clip, count_parameters
+from m1clip.model.presets import PRESETS, preset
+from m1clip.model.shape import ClipShape, flops_per_pair
+
+PARAMETERS = {
+    "tiny": 20_882_945,
+    "small": 76_736_001,  # the prior art's run, with its 33-character vocabulary
+    "documented": 105_426_689,
+    "ViT-S-16": 62_257_537,  # this and the next three: counted in open_clip 3.3.0
+    "ViT-B-32": 151_277_313,
+    "ViT-B-16": 149_620_737,
+    "ViT-L-14": 427_616_513,
+    "200M": 227_642_241,
+    "500M": 522_393_601,
+    "1B": 1_017_753_345,
+}
+
+
+def test_every_preset_is_counted_here() -> None:
+    assert PRESETS.keys() == PARAMETERS.keys()
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters(name: str) -> None:
+    assert count_parameters(preset(name)) == PARAMETERS[name]
+
+
+def test_a_billion_parameters_take_no_memory_on_meta() -> None:
+    before = psutil.Process().memory_info().rss
+    with torch.device("meta"):
+        model = Clip(preset("1B"), eot_id=0)
+    assert all(p.is_meta for p in model.parameters())
+    assert psutil.Process().memory_info().rss - before < 200 * 2**20  # the weights would be 4 GB
+
+
+def test_the_sizes_a_preset_is_named_for() -> None:
+    documented = preset("documented")
+    assert (documented.vision_width, documented.vision_layers) == (768, 12)
+    assert (documented.text_width, documented.text_layers) == (512, 6)
+    assert preset("small").vocab_size == 33
+
+
+def test_an_unknown_preset_offers_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"'vit-b-32': did you mean 'ViT-B-32'\?"):
+        preset("vit-b-32")
+
+
+def test_the_config_changes_what_it_names_and_nothing_else() -> None:
+    shape = shape_of(
+        ModelConfig(preset="ViT-B-32", text_layers=3, pooling="mean"), vocab_size=100, logit_bias=True
+    )
+    expected = {**preset("ViT-B-32").to_dict(), "text_layers": 3, "pooling": "mean"}
+    assert shape.to_dict() == {**expected, "vocab_size": 100, "logit_bias": True}
+
+
+def test_the_resolved_config_leaves_nothing_open() -> None:
+    shape = shape_of(ModelConfig(preset="small", text_layers=3), vocab_size=50)
+    config = resolved(ModelConfig(preset="small", text_layers=3), shape, "bmm", "sdpa")
+    assert None not in vars(config).values()
+    assert (config.attention_image, config.attention_text) == ("bmm", "sdpa")
+    assert shape_of(config, vocab_size=50) == shape
+
+
+def test_a_shape_goes_to_a_dict_and_back() -> None:
+    shape = preset("tiny")
+    assert ClipShape.from_dict(shape.to_dict()) == shape
+    with pytest.raises(UserError, match="colour"):
+        ClipShape.from_dict({**shape.to_dict(), "colour": 3})
+    with pytest.raises(UserError, match="text_width"):
+        ClipShape.from_dict({k: v for k, v in shape.to_dict().items() if k != "text_width"})
+
+
+def test_work_grows_with_tokens_as_it_must() -> None:
+    base = ClipShape(vision_layers=2, text_layers=2)
+    fewer, more = flops_per_pair(base, 10), flops_per_pair(base, 20)
+    # Twice the tokens: twice the matrix work, four times the attention of the text tower.
+    width, layers = base.text_width, base.text_layers
+    assert more - fewer == pytest.approx(3 * 2 * layers * (12 * width**2 * 10 + 2 * width * (400 - 100)))

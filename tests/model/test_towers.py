@@ -1,0 +1,227 @@
+"""The towers and what is made of them, at a size where a test can look inside."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from m1clip.model.clip import MAX_LOGIT_SCALE, Clip, Features
+from m1clip.model.shape import ClipShape
+from m1clip.model.transformer import Mlp
+
+EOT = 9
+SHAPE = ClipShape(
+    image_size=32, patch_size=8, vision_width=32, vision_layers=2, vision_heads=2, text_width=32, text_layers=2,
+    text_heads=2, context_length=16, vocab_size=20, embed_dim=24,
+)  # fmt: skip
+
+
+def clip(**changes: object) -> Clip:
+    torch.manual_seed(0)
+    return Clip(dataclasses.replace(SHAPE, **changes), EOT)
+
+
+def pixels(n: int = 3, size: int = 32) -> Tensor:
+    return torch.randn(n, 3, size, size, generator=torch.Generator().manual_seed(1))
+
+
+def ids() -> Tensor:
+    rows = torch.zeros(3, 16, dtype=torch.long)
+    for row, words in enumerate(([1, 4, EOT], [1, 5, 6, 7, EOT], [1, 2, 3, 4, 5, 6, EOT])):
+        rows[row, : len(words)] = torch.tensor(words)
+    return rows
+
+
+def gradients(model: Clip, forward: Callable[..., Features] | None = None) -> dict[str, Tensor]:
+    features = (model if forward is None else forward)(pixels(), ids())
+    (features.scale * (features.image * features.text.roll(1, 0)).sum()).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_features_are_unit_vectors_in_float32() -> None:
+    features = clip()(pixels(), ids())
+    for vectors in (features.image, features.text):
+        assert vectors.shape == (3, 24)
+        assert vectors.dtype == torch.float32
+        torch.testing.assert_close(vectors.norm(dim=1), torch.ones(3))
+    assert features.bias is None
+
+
+def test_the_patch_product_is_the_convolution() -> None:
+    for bias in (False, True):
+        tower = clip(patch_bias=bias).double().image
+        if tower.patch.bias is not None:
+            torch.nn.init.normal_(tower.patch.bias)
+        by_conv = tower.patch(pixels().double()).flatten(2).transpose(1, 2)
+        torch.testing.assert_close(tower._patches(pixels().double()), by_conv, atol=1e-12, rtol=0)
+
+
+def test_what_stands_after_the_end_mark_has_no_effect() -> None:
+    model = clip()
+    changed = ids()
+    changed[0, 3:] = torch.randint(0, 20, (13,))
+    changed[1, 5:] = EOT
+    assert torch.equal(model.encode_text(ids()), model.encode_text(changed))
+    changed[2, 3] = 11  # before its end mark
+    assert not torch.allclose(model.encode_text(ids())[2], model.encode_text(changed)[2])
+
+
+def test_the_text_tower_sees_order() -> None:
+    model, swapped = clip(), ids()
+    swapped[2, 2], swapped[2, 3] = ids()[2, 3], ids()[2, 2]
+    assert not torch.allclose(model.encode_text(ids())[2], model.encode_text(swapped)[2], atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["bmm", "sdpa"])
+def test_text_cut_to_the_longest_of_the_batch_gives_the_same_features(kind: str) -> None:
+    model = clip()
+    model.set_attention(kind, kind)  # type: ignore[arg-type]
+    torch.testing.assert_close(
+        model.encode_text(ids()[:, :8]), model.encode_text(ids()), atol=1e-6, rtol=1e-5
+    )
+
+
+def test_both_attentions_give_the_same_features_and_gradients() -> None:
+    results = []
+    for kinds in (("bmm", "sdpa"), ("sdpa", "bmm")):
+        model = clip()
+        model.set_attention(*kinds)  # type: ignore[arg-type]
+        results.append(gradients(model))
+    assert results[0].keys() == dict(model.named_parameters()).keys()  # the gradient reaches every parameter
+    for name, grad in results[0].items():
+        torch.testing.assert_close(grad, results[1][name], atol=1e-5, rtol=1e-4)
+
+
+def test_gradient_checkpointing_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    import m1clip.model.transformer as module
+
+    used, original = [], module.checkpoint
+    monkeypatch.setattr(module, "checkpoint", lambda *a, **k: used.append(1) or original(*a, **k))
+    plain, saving = clip(dropout=0.3), clip(dropout=0.3)
+    saving.set_recompute(True)
+    results = []
+    for model in (plain, saving):
+        torch.manual_seed(5)
+        results.append(gradients(model))
+    assert len(used) == 4
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+@pytest.mark.slow
+def test_compile_changes_no_result_beyond_rounding() -> None:
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("torch.compile needs a C++ compiler, and none is installed")
+    plain, compiled = clip(vision_layers=1, text_layers=1), clip(vision_layers=1, text_layers=1)
+    forward = torch.compile(compiled)
+    one, other = plain(pixels(), ids()), forward(pixels(), ids())
+    torch.testing.assert_close(one.image, other.image, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(one.text, other.text, atol=1e-5, rtol=1e-4)
+    expected, found = gradients(plain), gradients(compiled, forward)
+    assert expected.keys() == found.keys()
+    for name in expected:
+        torch.testing.assert_close(expected[name], found[name], atol=1e-4, rtol=1e-3)
+
+
+def test_pooling_by_class_token_or_mean() -> None:
+    cls, mean = clip(pooling="cls").image, clip(pooling="mean").image
+    assert (cls.positions.shape, mean.positions.shape) == ((17, 32), (16, 32))
+    assert mean.cls is None
+    for tower in (cls, mean):
+        seen: list[Tensor] = []
+        tower.transformer.register_forward_hook(lambda _m, _i, out, seen=seen: seen.append(out))
+        out = tower(pixels())
+        pooled = seen[0][:, 0] if tower is cls else seen[0].mean(dim=1)
+        torch.testing.assert_close(out, tower.norm(pooled))
+
+
+def test_fixed_positions_are_no_weights_and_know_the_class_token() -> None:
+    model = clip(positions="sincos")
+    assert "image.positions" not in model.state_dict()
+    assert torch.equal(model.image.positions[0], torch.zeros(32))
+    assert "image.positions" in clip().state_dict()
+    small, large = (
+        clip(positions="sincos", pooling="mean"),
+        clip(positions="sincos", pooling="mean", image_size=64),
+    )
+    large.load_state_dict(small.state_dict())
+    assert large.encode_image(pixels(size=64)).shape == (3, 24)
+
+
+def test_positions_matter_to_the_picture() -> None:
+    model = clip(pooling="mean", positions="sincos")
+    turned = pixels().roll(16, dims=3)  # the same patches in other places
+    assert not torch.allclose(model.encode_image(pixels()), model.encode_image(turned), atol=1e-3)
+
+
+def test_quick_gelu_is_openais_and_not_gelu() -> None:
+    x = torch.linspace(-4, 4, 101)[:, None]
+    mlps = {kind: Mlp(1, 1, kind) for kind in ("gelu", "quick_gelu")}  # type: ignore[arg-type]
+    for mlp in mlps.values():
+        for linear in (mlp.up, mlp.down):
+            torch.nn.init.ones_(linear.weight)
+            torch.nn.init.zeros_(linear.bias)
+    torch.testing.assert_close(mlps["gelu"](x), F.gelu(x))
+    torch.testing.assert_close(mlps["quick_gelu"](x), x * torch.sigmoid(1.702 * x))
+    assert (mlps["gelu"](x) - mlps["quick_gelu"](x)).abs().max() > 0.01
+
+
+def test_init_zero_silences_every_residual_branch() -> None:
+    silent, loud = clip(init="zero"), clip(init="clip")
+    for tower in ("image", "text"):
+        x = torch.randn(2, 5, 32)
+        assert torch.equal(getattr(silent, tower).transformer(x), x)
+        assert not torch.allclose(getattr(loud, tower).transformer(x), x, atol=1e-2)
+    grads = gradients(silent)  # silent, but it can learn
+    assert all(grads[f"image.transformer.blocks.{i}.mlp.down.weight"].abs().max() > 0 for i in range(2))
+
+
+def test_the_seed_decides_the_start() -> None:
+    one, same = clip().state_dict(), clip().state_dict()
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    torch.manual_seed(1)
+    assert not torch.equal(Clip(SHAPE, EOT).text.tokens.weight, one["text.tokens.weight"])
+
+
+def test_the_temperature_is_clamped() -> None:
+    model = clip()
+    assert model(pixels(), ids()).scale.item() == pytest.approx(1 / 0.07)
+    for value, kept in ((10.0, MAX_LOGIT_SCALE), (-3.0, 0.0), (2.0, 2.0)):
+        model.logit_scale.data.fill_(value)
+        assert model(pixels(), ids()).scale.item() <= 100.0 * (1 + 1e-6)
+        model.clamp_scale()
+        assert model.logit_scale.item() == pytest.approx(kept)
+
+
+def test_the_sigmoid_loss_gets_a_bias_and_siglips_start() -> None:
+    model = clip(logit_bias=True)
+    features = model(pixels(), ids())
+    assert features.bias is model.logit_bias
+    assert (features.bias.item(), features.scale.item()) == (-10.0, pytest.approx(10.0))
+    assert math.isclose(
+        sum(p.numel() for p in model.parameters()), sum(p.numel() for p in clip().parameters()) + 1
+    )
+
+
+def test_dropout_acts_in_training_alone() -> None:
+    model = clip(dropout=0.5)
+    assert not torch.equal(model.encode_image(pixels()), model.encode_image(pixels()))
+    model.eval()
+    assert torch.equal(model.encode_image(pixels()), model.encode_image(pixels()))
+
+
+def test_bf16_is_close_to_fp32() -> None:
+    model = clip()
+    exact = model(pixels(), ids())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rough = model(pixels(), ids())
+    assert rough.image.dtype == torch.float32
+    assert not torch.equal(rough.image, exact.image)
+    for name in ("image", "text"):
+        assert F.cosine_similarity(getattr(rough, name), getattr(exact, name)).min() > 0.999

@@ -1,0 +1,113 @@
+"""The smallest run that is still a real one: 32 px synthetic pictures, two towers of width 32."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from m1clip.config import Config
+from m1clip.configfile import from_dict
+from m1clip.train.run import Result, resume, train
+from m1clip.train.screen import Screen
+
+SMALL: dict[str, Any] = {
+    "model.image_size": 32,
+    "model.patch_size": 8,
+    "model.vision_width": 32,
+    "model.vision_layers": 2,
+    "model.vision_heads": 2,
+    "model.text_width": 32,
+    "model.text_layers": 2,
+    "model.text_heads": 2,
+    "model.embed_dim": 32,
+    "model.attention_image": "bmm",
+    "model.attention_text": "sdpa",
+    "data.train_count": 72,  # four batches of 16, and 8 left over
+    "data.val_count": 12,
+    "data.test_count": 12,
+    "data.captions_per_image": 2,
+    "train.batch": 16,
+    "train.steps": 10,
+    "train.eval_every": 0,
+    "train.device": "cpu",
+    "train.precision": "fp32",
+    "train.threads": 1,
+}
+
+
+def small_config(changes: dict[str, Any] | None = None) -> Config:
+    """The small run with changes by dotted name; None takes a setting out."""
+    nested: dict[str, Any] = {}
+    for name, value in {**SMALL, **(changes or {})}.items():
+        section, _, key = name.rpartition(".")
+        if value is not None:
+            (nested.setdefault(section, {}) if section else nested)[key] = value
+    return from_dict(nested, "small run")
+
+
+def small_arguments(changes: dict[str, Any] | None = None) -> list[str]:
+    """The same as words of the command line."""
+    words = []
+    for name, value in {**SMALL, **(changes or {})}.items():
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return words
+
+
+def screen() -> Screen:
+    """A screen whose words can be read back from `console.file`."""
+    return Screen(Console(file=io.StringIO(), highlight=False, width=200))
+
+
+def run_small(folder: Path, changes: dict[str, Any] | None = None) -> Result:
+    """Train the small run in this process."""
+    return train(small_config(changes), folder, screen())
+
+
+def resume_quietly(folder: Path) -> tuple[Result, str]:
+    """Continue a run; also what was said."""
+    shown = screen()
+    result = resume(folder, shown)
+    return result, shown.console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def tensors_of(run: Path, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint: weights, optimizer state, average."""
+    folder = run / "checkpoints" / f"step-{step:06d}"
+    files = sorted(folder.glob("*.safetensors"))
+    assert files, f"no checkpoint of step {step}"
+    return {f"{file.stem}:{name}": t for file in files for name, t in load_file(file).items()}
+
+
+def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """Equal names, equal dtypes, equal bits."""
+    assert one.keys() == other.keys()
+    different = [n for n in one if one[n].dtype != other[n].dtype or not torch.equal(one[n], other[n])]
+    assert not different
+
+
+def weights_sha256(run: Path, model: str = "model") -> str:
+    """Hash of the saved weights."""
+    return hashlib.sha256((run / model / "model.safetensors").read_bytes()).hexdigest()
+
+
+def command(*words: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "m1clip", *words],
+        cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """A wide terminal that is none, and no colours."""
+    return {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb", "PYTHONPATH": ""}

@@ -1,0 +1,215 @@
+"""The command line: quick help, overrides in the right order, mistakes in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import command, environment
+
+import m1clip.train.run
+from m1clip import __version__, cli
+from m1clip.config import Config
+from m1clip.configfile import to_toml
+
+HEAVY = ("torch", "numpy", "PIL", "tokenizers", "safetensors")
+
+
+class Caught(Exception):
+    """Carries what the command would have trained."""
+
+    def __init__(self, config: Config, run: Path | None) -> None:
+        super().__init__()
+        self.config, self.run = config, run
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> typing.Callable[..., Caught]:
+    """What `m1clip train WORDS` would train, without training it."""
+
+    def stop(config: Config, run: Path | None = None, screen: Any = None) -> None:
+        raise Caught(config, run)
+
+    monkeypatch.setattr(m1clip.train.run, "train", stop)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> Caught:
+        with pytest.raises(Caught) as caught:
+            cli.main(["train", *words])
+        return caught.value
+
+    return run
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line that a mistake gives."""
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(list(words))
+    shown = capsys.readouterr()
+    assert exit_.value.code == 2
+    assert shown.out == ""
+    assert shown.err.startswith("m1clip: ")
+    assert shown.err.count("\n") == 1
+    return shown.err
+
+
+def test_defaults(parse: typing.Callable[..., Caught]) -> None:
+    assert parse().config == Config()
+
+
+def test_short_names(parse: typing.Callable[..., Caught]) -> None:
+    caught = parse(
+        "--model", "small", "--data", "photos", "--minutes", "2.5", "--batch", "48", "--device", "cpu",
+        "--run", "runs/x", "--seed", "9",
+    )  # fmt: skip
+    config = caught.config
+    assert (config.model.preset, config.data.source, config.train.minutes) == ("small", ("photos",), 2.5)
+    assert (config.train.batch, config.train.device, config.seed) == (48, "cpu", 9)
+    assert caught.run == Path("runs/x")
+    assert parse("--epochs", "3").config.train.epochs == 3.0
+    assert parse("--steps=5", "--model=ViT-B-32", "--data=photos").config.data.source == ("photos",)
+
+
+def test_long_names_mean_the_same(parse: typing.Callable[..., Caught]) -> None:
+    long = parse(
+        "--model.preset", "small", "--data.source", "photos", "--train.minutes", "2", "--train.batch", "8"
+    )
+    assert (
+        long.config == parse("--model", "small", "--data", "photos", "--minutes", "2", "--batch", "8").config
+    )
+    assert parse("--model.vision-width", "64", "--optim.muon-lr", "0.5").config.optim.muon_lr == 0.5
+
+
+def test_data_can_be_given_again_to_mix(parse: typing.Callable[..., Caught]) -> None:
+    assert parse("--data", "a", "--data", "b:0.3").config.data.source == ("a", "b:0.3")
+
+
+def test_the_command_line_beats_the_file(parse: typing.Callable[..., Caught], tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(
+        "seed = 3\n[train]\nbatch = 32\nepochs = 4\n[data]\nsource = ['old']\n[model]\npreset = 'small'\n"
+    )
+    config = parse("--config", str(path), "--batch", "64", "--data", "new").config
+    assert (config.seed, config.train.batch, config.train.epochs) == (3, 64, 4.0)
+    assert (config.data.source, config.model.preset) == (("new",), "small")
+    assert parse(f"--config={path}", "--model", "tiny").config.model.preset == "tiny"
+
+
+@pytest.mark.parametrize("words", [("--minutes", "2"), ("--train.minutes", "2"), ("--minutes=2",)])
+def test_a_duration_replaces_the_files_of_another_kind(
+    parse: typing.Callable[..., Caught], tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text("[train]\nepochs = 4\n")
+    train = parse("--config", str(path), *words).config.train
+    assert (train.minutes, train.epochs, train.steps) == (2.0, None, None)
+
+
+def test_the_command_line_beats_the_preset(parse: typing.Callable[..., Caught]) -> None:
+    plain, changed = (
+        parse("--preset", "prior-art"),
+        parse("--preset", "prior-art", "--batch", "6", "--steps", "3"),
+    )
+    assert (plain.config.train.batch, plain.config.train.epochs) == (12, 15.0)
+    assert (changed.config.train.batch, changed.config.train.epochs, changed.config.train.steps) == (
+        6,
+        None,
+        3,
+    )
+    assert changed.config.model == plain.config.model
+    assert plain.run == Path("runs/prior-art")
+
+
+def test_a_whole_config_file_comes_through_unchanged(
+    parse: typing.Callable[..., Caught], tmp_path: Path
+) -> None:
+    train = dataclasses.replace(Config().train, steps=7, eval_every=0, objective="sigmoid")
+    data = dataclasses.replace(Config().data, source=("a b", "c:0.5"), flip=0.25, caption_column=("x", "y"))
+    model = dataclasses.replace(Config().model, preset="small", recompute=True, pooling="mean")
+    config = Config(seed=5, train=train, data=data, model=model)
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert parse("--config", "config.toml").config == config
+    assert parse("--config", ".").config == config
+
+
+MISTAKES = [
+    (("train", "--bacth", "3"), "--batch"),
+    (("train", "--model.vision-widht", "3"), "--model.vision-width"),
+    (("train", "--batch", "many"), "--batch"),
+    (("train", "--device", "tpu"), "cpu"),
+    (("train", "--config", "none.toml"), "none.toml: no such config file"),
+    (("train", "--preset", "dmeo"), "did you mean 'demo'"),
+    (("train", "--minutes", "1", "--epochs", "1"), "--minutes and --epochs"),
+    (("train", "--minutes", "inf"), "finite"),
+    (("train", "--steps", "-3"), "above 0"),
+    (("train", "--seed", "-1"), "seed"),
+    (("train", "--resume", "nowhere"), "nowhere: no run there"),
+    (("train", "--model", "tinny", "--steps", "3"), "did you mean 'tiny'"),
+    (("train", "--device", "cuda", "--steps", "3"), "this machine has none"),
+    (("trian",), "train"),
+    (("eval", "nowhere"), "nowhere"),
+    (("data", "make"), "FOLDER"),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
+def test_a_mistake_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    words: tuple[str, ...], told: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert told in refused(capsys, *words)
+    assert list(tmp_path.iterdir()) == []  # nothing is left behind
+
+
+def test_a_mistake_in_a_file_is_found_on_the_way(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text("[train]\nbacth = 4\n")
+    assert "did you mean 'train.batch'" in refused(capsys, "train", "--config", str(path))
+
+
+def test_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["train", "--seed", "-1", "--debug"])
+    assert exit_.value.code == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("--help",), ("--version",), ("train", "--help")])
+def test_help_and_version_import_nothing_heavy(tmp_path: Path, words: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "m1clip", *words],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "cyclopts" in imported
+    assert not imported & set(HEAVY)
+    assert (
+        (done.stdout.strip() == __version__) if words == ("--version",) else ("Usage: m1clip" in done.stdout)
+    )
+
+
+@pytest.mark.slow
+def test_help_of_train_names_every_option(tmp_path: Path) -> None:
+    shown = command("train", "--help", cwd=tmp_path).stdout
+    for section in dataclasses.fields(Config):
+        kind = typing.get_type_hints(Config)[section.name]
+        for item in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+            assert f"--{section.name}.{item.name.replace('_', '-')}" in shown
+    for option in ("--model ", "--data ", "--minutes", "--epochs", "--steps", "--batch", "--device", "--seed",
+                   "--run", "--resume", "--config", "--preset"):  # fmt: skip
+        assert option in shown
+
+
+@pytest.mark.slow
+def test_a_mistake_in_a_real_process_is_one_line(tmp_path: Path) -> None:
+    done = command("train", "--batch", "x", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == 'm1clip: Invalid value for --batch: unable to convert "x" into int.\n'

@@ -1,0 +1,207 @@
+"""Config: strict in, the same out, one clear line for each mistake."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import m1clip.config
+from m1clip.config import Config, DataConfig, ModelConfig, OptimConfig, TextConfig, TrainConfig
+from m1clip.configfile import from_dict, load_config, preset_names, read_preset, to_dict, to_toml
+from m1clip.errors import UserError
+from m1clip.model.build import shape_of
+
+SECTIONS = {
+    "model": ModelConfig,
+    "text": TextConfig,
+    "data": DataConfig,
+    "optim": OptimConfig,
+    "train": TrainConfig,
+}
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+
+
+def values_of(hint: Any) -> st.SearchStrategy[Any]:
+    """Values that a field of this type may hold."""
+    args = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return st.sampled_from(args)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return st.none() | values_of(next(arg for arg in args if arg is not type(None)))
+    if typing.get_origin(hint) is tuple:
+        return st.lists(TEXT, min_size=1, max_size=3).map(tuple)
+    numbers = st.floats(1e-9, 0.999)
+    return {bool: st.booleans(), str: TEXT, int: st.integers(2, 10**6), float: numbers}[hint]
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    """A config that is allowed, with any value in each field."""
+    built = {}
+    for section, kind in SECTIONS.items():
+        hints = typing.get_type_hints(kind)
+        values = {item.name: draw(values_of(hints[item.name])) for item in dataclasses.fields(kind)}
+        if section == "train":
+            for name in draw(st.permutations(["minutes", "epochs", "steps"]))[1:]:
+                values[name] = None
+            values["label_smoothing"] *= values["objective"] != "sigmoid"
+            values["precision"] = "bf16" if values["device"] == "cpu" else values["precision"]
+        built[section] = kind(**values)
+    return Config(seed=draw(st.integers(0, 2**31 - 1)), **built)
+
+
+@given(configs())
+def test_toml_gives_back_the_same_config(tmp_path_factory: pytest.TempPathFactory, config: Config) -> None:
+    path = tmp_path_factory.getbasetemp() / "round-trip.toml"
+    path.write_text(to_toml(config), encoding="utf-8", newline="")
+    assert load_config(path) == config
+    assert to_toml(load_config(path)) == to_toml(config)
+
+
+def test_a_short_file_leaves_the_rest_at_its_default(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("seed = 7\n[train]\nepochs = 2\n[data]\nsource = 'photos'\n")
+    config = load_config(path)
+    assert config.seed == 7
+    assert config.train.epochs == 2.0
+    assert isinstance(config.train.epochs, float)
+    assert config.data.source == ("photos",)
+    assert config.optim == OptimConfig()
+    assert load_config_of_folder(tmp_path, path) == config
+
+
+def load_config_of_folder(folder: Path, path: Path) -> Config:
+    """A run folder stands for its config.toml."""
+    (folder / "config.toml").write_text(path.read_text())
+    return load_config(folder)
+
+
+MISTAKES = [
+    ({"modle": {}}, ["unknown key 'modle'", "'model'"]),
+    ({"train": {"bacth": 4}}, ["unknown key 'train.bacth'", "'train.batch'"]),
+    ({"optim": {"learning_rate": 1.0}}, ["unknown key 'optim.learning_rate'", "did you mean 'optim."]),
+    ({"train": {"batch": "12"}}, ["train.batch", "a whole number", "'12'"]),
+    ({"train": {"batch": 12.0}}, ["train.batch", "a whole number"]),
+    ({"train": {"batch": True}}, ["train.batch", "a whole number"]),
+    ({"optim": {"lr": "fast"}}, ["optim.lr", "a number"]),
+    ({"model": {"recompute": 1}}, ["model.recompute", "true or false"]),
+    ({"model": {"preset": 5}}, ["model.preset", "text in quotes"]),
+    ({"model": {"pooling": "max"}}, ["model.pooling", "cls, mean"]),
+    ({"data": {"source": 3}}, ["data.source", "a list"]),
+    ({"data": {"source": [3]}}, ["data.source", "text in quotes"]),
+    ({"data": {"source": []}}, ["data.source is empty"]),
+    ({"train": 3}, ["train must be a table"]),
+    ({"train": {"minutes": 1, "epochs": 1}}, ["--minutes and --epochs"]),
+    ({"train": {"steps": 0}}, ["train.steps must be above 0"]),
+    ({"train": {"batch": 1}}, ["train.batch must be at least 2"]),
+    ({"train": {"keep": 0}}, ["train.keep must be at least 1"]),
+    ({"train": {"objective": "sigmoid", "label_smoothing": 0.1}}, ["label_smoothing", "not with sigmoid"]),
+    ({"train": {"device": "cpu", "precision": "fp16"}}, ["fp16", "use bf16"]),
+    ({"train": {"minutes": float("inf")}}, ["train.minutes must be a finite number"]),
+    ({"optim": {"warmup": float("inf")}}, ["optim.warmup must be a finite number"]),
+    ({"optim": {"lr": float("nan")}}, ["optim.lr must be a finite number"]),
+    ({"optim": {"warmup": 2.5}}, ["optim.warmup", "whole number of steps"]),
+    ({"optim": {"beta2": 1.0}}, ["optim.beta2 must lie in [0, 1)"]),
+    ({"optim": {"lr": 0.0}}, ["optim.lr must be above 0"]),
+    ({"data": {"crop_min": 0.0}}, ["data.crop_min must be above 0"]),
+    ({"data": {"flip": 1.5}}, ["data.flip must lie between 0 and 1"]),
+    ({"data": {"workers": -1}}, ["data.workers"]),
+    ({"seed": -1}, ["seed must lie in"]),
+]
+
+
+@pytest.mark.parametrize(("values", "words"), MISTAKES, ids=[repr(values)[:60] for values, _ in MISTAKES])
+def test_a_mistake_is_one_line_that_says_where(values: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        from_dict(values, "my.toml")
+    message = str(caught.value)
+    assert message.startswith("my.toml: ")
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+SHAPE_MISTAKES = [
+    ({"image_size": 100}, "model.image_size 100 is not a multiple of model.patch_size 16: try 96"),
+    ({"image_size": 8}, "try 16"),
+    ({"vision_heads": 5}, "model.vision_width 256 cannot be split into 5 heads"),
+    ({"text_width": 0}, "model.text_width must be at least 1"),
+    ({"context_length": 2}, "model.context_length must be at least 3"),
+    ({"dropout": 1.0}, "model.dropout must lie in [0, 1)"),
+    ({"vision_width": 6, "vision_heads": 1}, "multiple of 4"),
+    ({"mlp_ratio": -1.0}, "model.mlp_ratio must be above 0"),
+    ({"mlp_ratio": float("nan")}, "model.mlp_ratio must be above 0"),
+    ({"preset": "VIT-B-32"}, "did you mean 'ViT-B-32'?"),
+]
+
+
+@pytest.mark.parametrize(("values", "words"), SHAPE_MISTAKES)
+def test_an_impossible_shape_is_one_line_with_the_remedy(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        shape_of(ModelConfig(**values))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unreadable_files_are_one_line(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.toml"
+    broken.write_text("seed = = 3")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    for name, words in (
+        ("none.toml", "no such config file"),
+        ("broken.toml", "not a TOML"),
+        ("binary.toml", "not a TOML"),
+    ):
+        with pytest.raises(UserError, match=words) as caught:
+            load_config(tmp_path / name)
+        assert name in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_every_field_has_a_line_of_help() -> None:
+    tree = ast.parse(Path(m1clip.config.__file__).read_text(encoding="utf-8"))
+    documented = 0
+    for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for index, node in enumerate(kind.body):
+            if not isinstance(node, ast.AnnAssign) or (
+                kind.name == "Config" and "Config" in ast.unparse(node.annotation)
+            ):
+                continue
+            line = kind.body[index + 1]
+            name = f"{kind.name}.{ast.unparse(node.target)}"
+            assert isinstance(line, ast.Expr), f"{name} has no line of help under it"
+            assert isinstance(line.value, ast.Constant), f"{name} has no line of help under it"
+            assert isinstance(line.value.value, str), f"{name} has no line of help under it"
+            assert line.value.value.rstrip().endswith("."), f"{name}: a line of help is a sentence"
+            documented += 1
+    assert documented == sum(len(dataclasses.fields(kind)) for kind in SECTIONS.values()) + 1  # + seed
+
+
+def test_shipped_presets_load() -> None:
+    names = preset_names()
+    assert {"demo", "prior-art"} <= set(names)
+    for name in names:
+        config = from_dict(read_preset(name), name)
+        shape_of(config.model)
+        assert from_dict(to_dict(config), name) == config
+    prior_art = from_dict(read_preset("prior-art"), "prior-art")
+    assert (prior_art.model.preset, prior_art.train.batch, prior_art.train.epochs) == ("small", 12, 15.0)
+    assert (prior_art.data.train_count, prior_art.data.val_count) == (216, 24)
+
+
+def test_an_unknown_preset_offers_the_nearest() -> None:
+    with pytest.raises(UserError, match="did you mean 'prior-art'"):
+        read_preset("priorart")
+
+
+def test_configs_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TrainConfig().batch = 3  # type: ignore[misc]

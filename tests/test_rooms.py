@@ -1,0 +1,66 @@
+"""The house rules that a machine can check; ruff and mypy are run by `make test`."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import m1clip
+
+PACKAGE = Path(m1clip.__file__).parent
+ROOT = PACKAGE.parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
+MAX_LINES = 320
+MACHINE_PATH = re.compile(r"(?<![\w.])(/home/|/work/|/Users/|/root/|/tmp/|/mnt/)")
+PICKLE = re.compile(
+    r"torch\.load\(|import pickle|from pickle|pickle\.loads?\(|import shelve|import marshal|import dill"
+)
+
+
+def public(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Public functions, classes and methods under a node, with their names."""
+    for child in getattr(node, "body", []):
+        if isinstance(
+            child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        ) and not child.name.startswith("_"):
+            yield f"{prefix}{child.name}", child
+            if isinstance(child, ast.ClassDef):
+                yield from public(child, f"{prefix}{child.name}.")
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(FILES) > 40
+    assert sum(1 for path in FILES for _ in public(ast.parse(path.read_text(encoding="utf-8")))) > 150
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_a_file_follows_the_rules(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    silent = [name for name, node in public(tree) if not ast.get_docstring(node)]  # type: ignore[arg-type]
+    assert silent == [], "public names without a docstring"
+    if text.strip():
+        assert ast.get_docstring(tree), "a module says what it is for"
+    assert text.count("\n") <= MAX_LINES, "files stay small"
+    assert MACHINE_PATH.findall(text) == [], "no path of one machine"
+    assert PICKLE.findall(text) == [], "nothing that runs code when it is read"
+
+
+@pytest.mark.slow
+def test_imports_point_down_the_rooms() -> None:
+    lint = shutil.which("lint-imports", path=str(Path(sys.executable).parent)) or shutil.which("lint-imports")
+    if lint is None or not (ROOT / "pyproject.toml").exists():
+        pytest.skip("import-linter or the repository is not here")
+    done = subprocess.run(
+        [lint, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    assert "KEPT" in done.stdout

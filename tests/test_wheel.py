@@ -1,0 +1,87 @@
+"""The wheel in a fresh environment outside the repository: package data included, and it trains."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+from small_run import small_arguments
+
+import m1clip
+
+ROOT = Path(m1clip.__file__).parent.parent
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="not run from the repository"),
+]
+
+
+def run(*words: str | Path, cwd: Path) -> str:
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    env |= {"COLUMNS": "200", "NO_COLOR": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    done = subprocess.run(
+        [str(word) for word in words],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from this repository without the network."""
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder, ROOT, cwd=folder)
+    (built,) = folder.glob("m1clip-*.whl")
+    return built
+
+
+def test_everything_is_inside_and_nothing_else(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    package = ROOT / "m1clip"
+    for path in package.rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            assert path.relative_to(ROOT).as_posix() in names
+    assert {"m1clip/presets/demo.toml", "m1clip/presets/prior-art.toml"} <= names
+    assert any(name.startswith("m1clip/text/") and name.endswith(".gz") for name in names)
+    assert {name.partition("/")[0] for name in names} == {"m1clip", f"m1clip-{m1clip.__version__}.dist-info"}
+
+
+def test_it_trains_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
+    venv, home = tmp_path / "a venv", tmp_path / "some where"  # spaces must not hurt
+    home.mkdir()
+    run(sys.executable, "-m", "venv", venv, cwd=tmp_path)
+    scripts = venv / ("Scripts" if os.name == "nt" else "bin")
+    run(scripts / "python", "-m", "pip", "install", "--no-deps", "--no-index", wheel, cwd=home)
+    # The libraries come from here, after its own site-packages; the editable m1clip of this place does not,
+    # because a .pth file inside a folder that a .pth file names is not read.
+    site = Path(
+        run(
+            scripts / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=home
+        ).strip()
+    )
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    where = run(scripts / "python", "-c", "import m1clip; print(m1clip.__file__)", cwd=home)
+    assert Path(where.strip()).is_relative_to(site)
+
+    told = run(scripts / "m1clip", "train", *small_arguments({"train.steps": 3}), "--run", "my run", cwd=home)
+    assert "never trained on" in told
+    assert (home / "my run" / "model" / "model.safetensors").is_file()
+    assert m1clip.__version__ in run(scripts / "m1clip", "--version", cwd=home)
+    assert "did you mean" not in run(
+        scripts / "python",
+        "-c",
+        "from m1clip.configfile import read_preset; print(read_preset('demo'))",
+        cwd=home,
+    )

@@ -1,0 +1,33 @@
+"""A device that computes something else is refused; rounding is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from m1clip.errors import UserError
+from m1clip.train.parity import TOLERANCE, judge, relative_difference
+
+
+def test_difference_is_relative_and_nan_is_infinitely_far() -> None:
+    b = torch.tensor([3.0, 4.0])
+    assert relative_difference(b, b) == 0
+    assert relative_difference(b * 1.1, b) == pytest.approx(0.1)
+    assert relative_difference(torch.tensor([float("nan"), 4.0]), b) == float("inf")
+    assert relative_difference(torch.zeros(2), torch.zeros(2)) == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_beyond_the_tolerance_is_refused(precision: str) -> None:
+    limit = TOLERANCE[precision]  # type: ignore[index]
+    assert judge(limit * 0.9, precision, "mps") == limit * 0.9  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="mps computes gradients"):
+        judge(limit * 1.1, precision, "mps")  # type: ignore[arg-type]
+
+
+def test_rounding_to_bf16_passes_and_a_lost_part_does_not() -> None:
+    gradient = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    assert relative_difference(gradient.bfloat16().float(), gradient) < TOLERANCE["bf16"]
+    broken = gradient.clone()
+    broken[:1000] = 0  # a tenth of the parameters got no gradient
+    assert relative_difference(broken, gradient) > TOLERANCE["bf16"]
