@@ -107,10 +107,11 @@ class Peer:
         return float(self._line())
 
     def close(self) -> None:
-        """End the process by ending its input."""
+        """Ask the process to end: its input stays open in workers forked since, so closing it says nothing."""
         assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        self.process.stdin.write("stop\n")
+        self.process.stdin.flush()
+        self.process.wait(timeout=60)
 
 
 def write_table(job: Job, path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from m1clip.train.setup import Job
 
@@ -41,6 +41,7 @@ class PerSample(Dataset[tuple[Tensor, Tensor]]):
 
 
 def per_sample_loader(job: Job, batch: int, workers: int) -> Iterator[list[Tensor]]:
-    """Shuffled batches without end."""
-    while True:
-        yield from DataLoader(PerSample(job), batch, shuffle=True, num_workers=workers, drop_last=True)
+    """Random batches without an epoch's end, where workers would be started anew."""
+    data = PerSample(job)
+    sampler = RandomSampler(data, replacement=True, num_samples=10**7)
+    return iter(DataLoader(data, batch, sampler=sampler, num_workers=workers))

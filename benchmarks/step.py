@@ -66,10 +66,10 @@ def answers_of(side: str, config: Config) -> dict[str, Callable[[], Any]]:
     """What the process of a side can be asked."""
     import torch
 
-    def timed(step: Callable[[], object]) -> float:
-        begin = time.perf_counter()
+    def timed(step: Callable[[], object]) -> dict[str, float]:
+        begin, used = time.perf_counter(), time.process_time()
         step()
-        return time.perf_counter() - begin
+        return {"seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - used}
 
     if side == "naive":
         from naive import NaiveTrainer, prior_art_job
@@ -106,9 +106,9 @@ def answers_of(side: str, config: Config) -> dict[str, Callable[[], Any]]:
             lengths.append(batch.tokens.shape[1])
             update(batch, number, warmup, total_steps)[0].item()
 
-        seconds = timed(work)
+        found = timed(work)
         flops = flops_per_pair(job.shape, lengths[0]) * config.train.batch
-        return {"seconds": seconds, "flops": flops, "text_tokens": lengths[0]}
+        return {**found, "flops": flops, "text_tokens": lengths[0]}
 
     return {
         "m1clip": lambda: step(False),
@@ -141,8 +141,8 @@ def peak_rss(config: Path, folder: Path, steps: int) -> int:
 
 def measure(config: Path, steps: int) -> dict[str, Any]:
     """All figures of an alternating run."""
-    taken: dict[str, list[float]] = {name: [] for name in (*LINES, "ratio", "ratio_full", "share")}
-    tokens, rates = [], []
+    rounds: list[dict[str, dict[str, float]]] = []
+    rates: list[float] = []
     with Worker("naive", config) as naive, Worker("m1clip", config) as ours:
         counts = {worker.ask("parameters") for worker in (naive, ours)}
         assert len(counts) == 1, f"the two models differ in size: {counts}"
@@ -151,35 +151,29 @@ def measure(config: Path, steps: int) -> dict[str, Any]:
             order = list(LINES)[:: 1 if turn % 2 else -1]
             found = {name: (naive if name == "naive" else ours).ask(name) for name in order}
             rate = ours.ask("gemm")
-            if turn < 0:
-                continue
-            seconds = {n: f["seconds"] if isinstance(f, dict) else f for n, f in found.items()}
-            for name, value in seconds.items():
-                taken[name].append(value)
-            taken["ratio"].append(seconds["naive"] / seconds["m1clip"])
-            taken["ratio_full"].append(seconds["naive"] / seconds["full"])
-            taken["share"].append(found["m1clip"]["flops"] / seconds["m1clip"] / rate)
-            tokens.append(found["m1clip"]["text_tokens"])
-            rates.append(rate)
-            print(
-                f"  round {turn + 1}: " + ", ".join(f"{n} {s:.2f} s" for n, s in seconds.items()),
-                file=sys.stderr,
-            )
-    summary = {name: dataclasses.asdict(timing(values)) for name, values in taken.items()}
-    gemm = dataclasses.asdict(timing(rates))
-    mean_tokens = sum(tokens) / len(tokens)
-    return {"parameters": counts.pop(), **choices, **summary, "gemm_rate": gemm, "text_tokens": mean_tokens}
+            words = ", ".join(f"{name} {found[name]['seconds']:.2f} s" for name in LINES)
+            print(f"  round {turn + 1}: {words}", file=sys.stderr)
+            if turn >= 0:
+                rounds.append(found)
+                rates.append(rate)
+
+    def ratio(ours: str, unit: str) -> list[float]:
+        return [found["naive"][unit] / found[ours][unit] for found in rounds]
+
+    lists = {name: [found[name]["seconds"] for found in rounds] for name in LINES}
+    lists |= {"ratio": ratio("m1clip", "seconds"), "ratio_full": ratio("full", "seconds")}
+    lists |= {"ratio_cpu": ratio("m1clip", "cpu_seconds"), "gemm_rate": rates}
+    own = [found["m1clip"] for found in rounds]
+    lists["share"] = [step["flops"] / step["seconds"] / rate for step, rate in zip(own, rates, strict=True)]
+    summary = {name: dataclasses.asdict(timing(values)) for name, values in lists.items()}
+    tokens = sum(step["text_tokens"] for step in own) / len(own)
+    return {"parameters": counts.pop(), **choices, **summary, "text_tokens": tokens, "rounds": rounds}
 
 
 def machine() -> dict[str, Any]:
     """Where and with what this was measured."""
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    git = subprocess.run(command, capture_output=True, text=True, check=False)
     facts = read_facts()
     load = os.getloadavg()[0]  # read before the workers start: what else was running
     return {"cpu": facts.cpu, "cores": facts.cores, "system": facts.system, "torch": facts.torch,
@@ -196,18 +190,17 @@ def show(result: dict[str, Any]) -> None:
     place = result["machine"]
     print(f"{place['cpu']}, {place['cores']} cores ({result['threads']} threads), torch {place['torch']}, "
           f"commit {place['commit']}, load before {place['load_before']:.1f}")  # fmt: skip
-    print(
-        f"{result['parameters']:,} parameters, batch {result['batch']}, median [quartiles], n={result['naive']['n']}"
-    )
+    count, n = result["parameters"], result["naive"]["n"]
+    print(f"{count:,} parameters, batch {result['batch']}, median [quartiles], n={n}")
     for name, words in LINES.items():
         print(f"  {words:32} {spread(name, unit=' s')} a step")
     print(f"  naive / m1clip                   {spread('ratio')} of paired steps (goal {GOAL_RATIO})")
     print(f"  naive / m1clip without trimming  {spread('ratio_full')} of paired steps")
+    print(f"  the same in processor seconds    {spread('ratio_cpu')} (other programs do not count here)")
     print(f"  share of the GEMM rate           {spread('share', '.0%')} "
           f"of {result['gemm_rate']['median'] / 1e9:.0f} GFLOP/s in {result['precision']}")  # fmt: skip
-    print(
-        f"  peak RSS of m1clip train         {result['peak_bytes'] / 1e9:.2f} GB (goal {GOAL_BYTES / 1e9:.1f})"
-    )
+    peak = result["peak_bytes"] / 1e9
+    print(f"  peak RSS of m1clip train         {peak:.2f} GB (goal {GOAL_BYTES / 1e9:.1f})")
     print(f"m1clip: {result['precision']}, attention {result['attention_image']} (image) "
           f"{result['attention_text']} (text), {result['text_tokens']:.0f} text tokens on average")  # fmt: skip
 
@@ -217,8 +210,8 @@ def prior_art(quick: bool) -> Config:
     config = from_dict(read_preset("prior-art"), "prior-art")
     if not quick:
         return config
-    small = {f"{tower}_{part}": value for tower in ("vision", "text") for part, value in
-             (("width", 64), ("layers", 1), ("heads", 2))}  # fmt: skip
+    parts = {"width": 64, "layers": 1, "heads": 2}
+    small = {f"{tower}_{part}": value for tower in ("vision", "text") for part, value in parts.items()}
     model = dataclasses.replace(config.model, image_size=64, embed_dim=64, **small)  # type: ignore[arg-type]
     return dataclasses.replace(config, model=model)
 
@@ -227,9 +220,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=15, help="rounds to measure, after two that warm up")
-    parser.add_argument(
-        "--quick", action="store_true", help="a tiny model and two rounds: does it run at all"
-    )
+    parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds: does it run")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)

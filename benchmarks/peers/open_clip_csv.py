@@ -2,6 +2,7 @@
 
 Arguments: CSV (tab separated: filepath, title), image size, batch, workers. For each line `N` on standard input it
 takes N batches and answers with the pairs a second; the batches that lay ready from before are taken first.
+It ends at the line `stop`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PREFETCH = 2  # batches that each worker of a torch DataLoader holds ready
 
 
 def main() -> None:
-    """Serve rounds until standard input ends."""
+    """Serve rounds until told to stop."""
     table, size, batch, workers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     options = SimpleNamespace(
         train_data=table, csv_img_key="filepath", csv_caption_key="title", csv_separator="\t",
@@ -37,6 +38,8 @@ def main() -> None:
     next(feed)
     print(f"open_clip {open_clip.__version__}", flush=True)
     for line in sys.stdin:
+        if line.strip() == "stop":
+            break
         count = int(line)
         for _ in range(PREFETCH * workers):
             next(feed)

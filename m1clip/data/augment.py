@@ -51,28 +51,42 @@ def draw_views(augmentation: Augmentation, seed: int, epoch: int, samples: np.nd
 
 
 def render(pixels: Tensor, views: Views | None, preprocess: Preprocess) -> Tensor:
-    """(n, side, side, 3) uint8 -> (n, 3, size, size) float32, cropped, resized, coloured and normalised."""
-    size, device = preprocess.image_size, pixels.device
-    x = pixels.permute(0, 3, 1, 2).float()  # (n, 3, side, side)
-    if views is None and x.shape[-1] != size:  # decoded with a margin for crops: show the whole picture
-        views = _whole(len(x))
-    if views is not None:
-        boxes = torch.from_numpy(views.boxes).to(device)
-        flips = torch.from_numpy(views.flips).to(device)
-        moved = x.shape[-1] != size or bool((views.boxes[:, 2:] != 1).any()) or bool(views.flips.any())
-        if moved:
-            across = _resampler(boxes[:, 0], boxes[:, 2], flips, x.shape[3], size)  # (n, size, side)
-            down = _resampler(boxes[:, 1], boxes[:, 3], torch.zeros_like(flips), x.shape[2], size)
-            x = down[:, None] @ (x @ across.transpose(1, 2)[:, None])
-    mean = torch.tensor(preprocess.mean, device=device).view(1, 3, 1, 1)
-    std = torch.tensor(preprocess.std, device=device).view(1, 3, 1, 1)
-    x = x / 255
+    """(n, side, side, 3) uint8 -> (n, 3, size, size) float32, cropped, resized, coloured and normalised.
+
+    Under autocast the two products run in its precision, whose rounding is that of the 8 bits of a pixel.
+    """
+    size, side = preprocess.image_size, pixels.shape[1]
+    if views is None and side != size:
+        views = _whole(len(pixels))
+    x = pixels.permute(0, 3, 1, 2).contiguous()  # (n, 3, side, side); bytes are moved before they grow
+    if views is not None and _moves(views, side, size):
+        x = _resample(x, views, size)
+    x = x.float() / 255
     if views is not None and bool((views.gains != 1).any()):
-        gains = torch.from_numpy(views.gains).to(device).view(-1, 2, 1, 1, 1)
-        x = x * gains[:, 0]
+        brightness, contrast = torch.from_numpy(views.gains).to(x.device).view(-1, 2, 1, 1, 1).unbind(1)
         middle = x.mean(dim=(1, 2, 3), keepdim=True)
-        x = ((x - middle) * gains[:, 1] + middle).clamp(0, 1)
-    return (x - mean) / std
+        # ((x * b) - (middle * b)) * c + middle * b, in one pass over the pixels
+        x = x.mul_(brightness * contrast).add_(middle * brightness * (1 - contrast)).clamp_(0, 1)
+    mean = torch.tensor(preprocess.mean, device=x.device).view(1, 3, 1, 1)
+    std = torch.tensor(preprocess.std, device=x.device).view(1, 3, 1, 1)
+    return x.sub_(mean).div_(std)
+
+
+def _moves(views: Views, side: int, size: int) -> bool:
+    return side != size or bool((views.boxes[:, 2:] != 1).any()) or bool(views.flips.any())
+
+
+def _resample(x: Tensor, views: Views, size: int) -> Tensor:
+    """(n, 3, side, side) uint8 -> (n, 3, size, size): crop, resize and flip as a product from each side."""
+    n, _, side, _ = x.shape
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+    boxes, flips = torch.from_numpy(views.boxes).to(x.device), torch.from_numpy(views.flips).to(x.device)
+    across = _resampler(boxes[:, 0], boxes[:, 2], flips, side, size).to(dtype)  # (n, size, side)
+    down = _resampler(boxes[:, 1], boxes[:, 3], torch.zeros_like(flips), side, size).to(dtype)
+    # The three channels are rows of one product; the matrix is not copied for each of them.
+    wide = torch.bmm(x.to(dtype).view(n, 3 * side, side), across.transpose(1, 2)).view(n, 3, side, size)
+    return torch.stack([torch.bmm(down, wide[:, channel]) for channel in range(3)], dim=1)
 
 
 def _whole(count: int) -> Views:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from m1clip.config import DataConfig
 from m1clip.data.augment import Augmentation
 from m1clip.data.captions import CaptionTable, tokenise
 from m1clip.data.keep import CachePlace, DecodePlan, data_folders, store_split
-from m1clip.data.lint import LintReport, quick_lint
+from m1clip.data.lint import quick_lint
 from m1clip.data.pair import Pair, Source
 from m1clip.data.preprocess import Preprocess
 from m1clip.data.sources import Options, open_sources
@@ -20,6 +21,7 @@ from m1clip.text.base import Tokenizer
 
 CROP_MARGIN = 1.15  # decoded this much larger than the training size, so that a crop is not blown up
 WARNINGS_SHOWN = 2
+EXAMPLES_LOGGED = 3
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ def _count(source: Source) -> int:
     return sum(len(source.pairs(split)) for split in source.splits())
 
 
-def look_first(source: Source, image_size: int, warn: Callable[[str], None]) -> LintReport:
-    """The quick check before each run: what it finds is one line or two, the rest is for `m1clip data lint`."""
+def look_first(source: Source, image_size: int, warn: Callable[[str], None]) -> dict[str, Any]:
+    """The quick check before each run: two kinds of finding on the screen, all but mere information for the log."""
     report = quick_lint(source, image_size=image_size)
     found = [finding for finding in report.findings if finding.severity != "info"]
     for finding in found[:WARNINGS_SHOWN]:
@@ -85,4 +87,5 @@ def look_first(source: Source, image_size: int, warn: Callable[[str], None]) -> 
         warn(f"data: {finding.count:,} {finding.message}{first}")
     if len(found) > WARNINGS_SHOWN:
         warn(f"data: {len(found) - WARNINGS_SHOWN} more kinds of finding; m1clip data lint shows all")
-    return report
+    kept = [{**asdict(finding), "examples": finding.examples[:EXAMPLES_LOGGED]} for finding in found]
+    return {"verdict": report.verdict, "looked_at": report.looked_at, "findings": kept}

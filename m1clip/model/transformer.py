@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from m1clip.model.attention import AttentionKind, attention
+from m1clip.model.mlp import Mlp
 from m1clip.model.shape import Activation, Init
 
 
@@ -31,22 +32,6 @@ class Attention(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (n, heads, length, dim)
         mixed = attention(q, k, v, self.causal, self.kind)
         return self.out(mixed.transpose(1, 2).reshape(n, length, width))
-
-
-class Mlp(nn.Module):
-    """Two linear layers with a GELU, or OpenAI's sigmoid approximation of it, between them."""
-
-    def __init__(self, width: int, hidden: int, activation: Activation) -> None:
-        super().__init__()
-        self.quick = activation == "quick_gelu"
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, length, width) -> the same shape."""
-        x = self.up(x)
-        x = x * torch.sigmoid(1.702 * x) if self.quick else F.gelu(x)
-        return self.down(x)
 
 
 class Block(nn.Module):

@@ -71,7 +71,7 @@ def negative_scores(exam: Exam, source: SyntheticSource, image: Tensor) -> Score
 
 
 def save_grid(exam: Exam, image: Tensor, text: Tensor, owner: Tensor, path: Path) -> None:
-    """A picture of queries and what they retrieve, with right and wrong in their true share."""
+    """A picture of queries and what they retrieve, right and wrong marked, from the best query to the worst."""
     data, columns = exam.data, min(GRID_COLUMNS, len(image))
     place = ranks(image, text, owner).text_to_image
     rows = []
@@ -92,7 +92,6 @@ def save_grid(exam: Exam, image: Tensor, text: Tensor, owner: Tensor, path: Path
 
 
 def _even_sample(place: Tensor, count: int) -> list[int]:
-    """Captions at even steps of their rank, so that the picture shows failures in their true share."""
+    """Captions at even steps of their rank from the best to the very worst, so that the picture hides no failure."""
     order = place.argsort(stable=True)
-    count = min(count, len(order))
-    return [int(order[int(step)]) for step in (np.arange(count) + 0.5) * len(order) / count]
+    return [int(order[int(step)]) for step in np.linspace(0, len(order) - 1, min(count, len(order)))]

@@ -61,6 +61,11 @@ class Optimizer:
         for part in self.parts.values():
             part.zero_grad(set_to_none=True)
 
+    def drop_state(self) -> None:
+        """Free the moments, twice the size of the weights: nothing will be trained any more."""
+        for part in self.parts.values():
+            part.state.clear()
+
     def tensors(self) -> dict[str, Tensor]:
         """All state as part/parameter/key -> tensor."""
         flat = {}

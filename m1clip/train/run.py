@@ -131,7 +131,8 @@ def _finish(job: Job, update: Update, folder: Path, log: RunLog, screen: Screen,
     if update.ema is not None:
         update.ema.swap(update.model)
     Bundle(update.model, job.tokenizer, job.preprocess).save(folder / "model")
-    return_freed_memory()  # the second model takes the place of the steps' activations
+    update.optimizer.drop_state()  # makes room for the second model
+    return_freed_memory()
     best = load(folder, device=job.device.kind)
     best.model.set_attention(job.config.model.attention_image, job.config.model.attention_text)  # type: ignore[arg-type]
     split = next((name for name in ("test", "val") if name in job.splits), "train")

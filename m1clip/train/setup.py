@@ -89,7 +89,7 @@ def prepare(
     if not source.pairs("train"):
         raise UserError(f"{', '.join(config.data.source)}: no training pairs found")
     plan = decode(facts)
-    lint = None if is_synthetic(config.data) else look_first(source, draft.image_size, plan.warn).to_dict()
+    lint = None if is_synthetic(config.data) else look_first(source, draft.image_size, plan.warn)
     captions = (caption for pair in source.pairs("train") for caption in pair.captions)
     tokenizer = (
         load_tokenizer(saved)

@@ -63,20 +63,24 @@ def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) 
     assert weights_sha256(run) == weights_sha256(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_control_c_ends_without_a_traceback_of_ours(tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize(("workers", "number"), [(0, signal.SIGTERM), (2, signal.SIGINT)])
+def test_a_signal_saves_the_step_and_a_resume_goes_on_from_it(
+    tmp_path: Path, workers: int, number: signal.Signals
+) -> None:
     run = tmp_path / "run"
     changes = {**LONG, "train.steps": 400, "data.workers": workers}
     process = start(tmp_path, [*small_arguments(changes), "--run", "run"])
     wait_for_checkpoint(process, run)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to the workers too
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "m1clip: interrupted; continue with m1clip train --resume RUN" in error.splitlines()
-    assert "KeyboardInterrupt" not in error
-    if workers == 0:  # else torch's own workers may complain that the other end of a pipe is gone
-        assert error.count("\n") == 1
-    assert "end" not in kinds(run)
+    os.killpg(process.pid, number)  # as a terminal does it: to the workers too
+    output, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert error == ""
+    (stopped,) = [line for line in read_log(run) if line["kind"] == "event"]
+    assert stopped["event"] == f"stopped by signal {int(number)}"
+    assert 7 <= stopped["step"] < 400
+    assert (run / "checkpoints" / f"step-{stopped['step']:06d}" / "manifest.json").exists()
+    said = f"stopped at step {stopped['step']}; continue with: m1clip train --resume run"
+    assert said in output.splitlines()
 
 
 def test_the_command_line_repeats_a_run_from_its_config(tmp_path: Path) -> None:

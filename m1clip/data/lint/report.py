@@ -78,7 +78,7 @@ class LintReport:
         for found in self.findings:
             lines.append(f"{found.severity:>7}  {found.count:,} {found.message}")
             lines += [f"           {example}" for example in found.examples[:examples]]
-            if found.count > examples:
+            if found.examples and found.count > examples:
                 lines.append(f"           ... and {found.count - min(examples, len(found.examples)):,} more")
         lines.append(f"verdict: {self.verdict}")
         lines += [f"  - {remedy}" for remedy in self.advice()]

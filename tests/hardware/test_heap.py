@@ -1,0 +1,54 @@
+"""Freed memory is kept where glibc is, left alone elsewhere, and the choice of a person stands."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from m1clip.hardware import heap
+
+# Writes to a fresh block of 16 MB ten times, and counts the page faults of the last nine rounds.
+FAULTS = """
+import resource, sys
+from m1clip.hardware.heap import keep_freed_memory, return_freed_memory
+kept = keep_freed_memory()
+def rounds(n):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(n):
+        block = bytearray(b"x") * (16 << 20)
+        del block
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+rounds(1)
+again = rounds(9)
+returned = return_freed_memory()
+print(kept, again, returned, rounds(1))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
+def test_a_freed_block_is_used_again_until_it_is_returned() -> None:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    result = subprocess.run(
+        [sys.executable, "-c", FAULTS], env=plain, capture_output=True, text=True, check=True
+    )
+    kept, again, returned, after = result.stdout.split()
+    if kept == "False":
+        pytest.skip("this C library has no mallopt")
+    pages = (16 << 20) // os.sysconf("SC_PAGE_SIZE")
+    assert int(again) < pages / 2  # given back each time it would be nine times the pages
+    assert returned == "True"
+    assert int(after) > int(again)  # with huge pages few, but never none
+
+
+def test_what_the_person_has_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    assert heap.keep_freed_memory() is False
+
+
+def test_other_systems_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert heap.keep_freed_memory() is False
+    assert heap.return_freed_memory() is False

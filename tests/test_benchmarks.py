@@ -1,0 +1,124 @@
+"""The baseline is what it says it is, and the benchmark of a step runs from end to end. No time is asserted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from m1clip.model.clip import count_parameters
+from m1clip.model.presets import preset
+from m1clip.model.shape import ClipShape
+from m1clip.train.setup import Job
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def naive() -> ModuleType:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import naive
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return naive
+
+
+@pytest.fixture(scope="module")
+def job(naive: ModuleType) -> Job:
+    """The prior art's data in small: 24 + 12 pictures of 32 px, towers of one narrow block."""
+    from m1clip.configfile import from_dict, read_preset
+
+    config = from_dict(read_preset("prior-art"), "prior-art")
+    model = {"vision_width": 32, "vision_layers": 1, "vision_heads": 2, "text_width": 32, "text_layers": 1,
+             "text_heads": 2, "image_size": 32, "embed_dim": 16}  # fmt: skip
+    return naive.prior_art_job(
+        dataclasses.replace(
+            config,
+            model=dataclasses.replace(config.model, **model),
+            data=dataclasses.replace(config.data, train_count=24, val_count=12, test_count=12),
+            optim=dataclasses.replace(config.optim, lr=3e-3),
+            train=dataclasses.replace(config.train, epochs=100.0),
+        )
+    )
+
+
+def count(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_the_baseline_has_the_prior_arts_size_and_ours(naive: ModuleType) -> None:
+    shape = dataclasses.replace(preset("small"), vocab_size=33)
+    with torch.device("meta"):
+        model = naive.NaiveClip(shape, eot_id=2)
+    assert count(model) == naive.PARAMETERS == count_parameters(shape) == 76_736_001
+
+
+def test_the_baseline_scores_each_picture_against_each_caption(naive: ModuleType) -> None:
+    shape = ClipShape(image_size=32, patch_size=16, vision_width=16, vision_layers=1, vision_heads=2, text_width=16,
+                      text_layers=2, text_heads=2, context_length=9, vocab_size=7, embed_dim=8)  # fmt: skip
+    model = naive.NaiveClip(shape, eot_id=2).eval()
+    ids = torch.tensor([[1, 4, 2, *[0] * 6], [1, 5, 6, 2, *[0] * 5], [1, 3, 2, *[0] * 6]])
+    logits = model(torch.randn(3, 3, 32, 32), ids)
+    assert logits.shape == (3, 3)
+    norms = model.encode_text(ids).norm(dim=1)
+    torch.testing.assert_close(norms, torch.ones(3))
+    assert logits.abs().max() <= 1 / 0.07 + 1e-4
+
+
+def test_its_attention_is_attention(naive: ModuleType) -> None:
+    layer = naive.NaiveAttention(16, heads=2).eval()
+    x = torch.randn(2, 5, 16)
+    q, k, v = layer.qkv(x).view(2, 5, 3, 2, 8).permute(2, 0, 3, 1, 4)
+    mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 5, 16)
+    torch.testing.assert_close(layer(x), layer.out(mixed))
+
+
+def test_its_samples_are_float_pictures_and_captions_of_full_length(naive: ModuleType, job: Job) -> None:
+    pairs = naive.NaivePairs(job.splits["train"])
+    picture, ids = pairs[3]
+    assert len(pairs) == 24
+    assert picture.shape == (3, 32, 32)
+    assert picture.dtype == torch.float32
+    assert -1 <= picture.min() < picture.max() <= 1
+    assert ids.shape == (77,)
+    own = job.splits["train"].captions
+    rows = own.tokens[own.first[3] : own.first[4]]
+    assert any((row == ids.numpy()).all() for row in rows)
+
+
+def test_the_baseline_learns(naive: ModuleType, job: Job) -> None:
+    trainer = naive.NaiveTrainer(job)
+    batch = next(iter(trainer.loader))
+    losses = [trainer.step(batch)[0] for _ in range(100)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_an_epoch_gives_a_record_with_the_validation_accuracy(
+    naive: ModuleType, job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = naive.train(job, epochs=2)
+    assert [record["epoch"] for record in records] == [1, 2]
+    assert all(0 <= record["val_accuracy"] <= 1 for record in records)
+    assert "12 pictures" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_step_benchmark_runs_and_writes_its_figures(tmp_path: Path) -> None:
+    out = tmp_path / "step.json"
+    command = [sys.executable, str(BENCHMARKS / "step.py"), "--quick", "--json", str(out)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert "naive / m1clip " in result.stdout
+    figures = json.loads(out.read_text(encoding="utf-8"))
+    for name in ("naive", "m1clip", "full", "ratio", "ratio_full", "ratio_cpu", "share", "gemm_rate"):
+        assert figures[name]["n"] == 2
+        assert 0 < figures[name]["low"] <= figures[name]["median"] <= figures[name]["high"]
+    assert figures["peak_bytes"] > 1e8
+    assert {"cpu", "cores", "torch", "commit"} <= figures["machine"].keys()
