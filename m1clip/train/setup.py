@@ -26,6 +26,7 @@ from m1clip.data.prepare import (
 )
 from m1clip.data.preprocess import Preprocess
 from m1clip.errors import UserError
+from m1clip.hardware.compiler import check_compile
 from m1clip.hardware.device import Device, Precision, choose_device, choose_precision, threads
 from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.measure import DTYPES, bf16_speedup
@@ -78,6 +79,8 @@ def prepare(
     facts = read_facts()
     device = Device(choose_device(config.train.device, facts), facts)
     torch.set_num_threads(threads(config.train.threads, facts))
+    if config.model.compile:
+        check_compile(device.kind)
     speedup = (
         bf16_speedup(device) if config.train.precision == "auto" and device.rules.bf16 == "measure" else None
     )

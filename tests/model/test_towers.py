@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shutil
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from m1clip.errors import UserError
+from m1clip.hardware.compiler import check_compile
 from m1clip.model.clip import MAX_LOGIT_SCALE, Clip, Features
 from m1clip.model.shape import ClipShape
 from m1clip.model.transformer import Mlp
@@ -116,8 +117,10 @@ def test_gradient_checkpointing_changes_no_bit(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 def test_compile_changes_no_result_beyond_rounding() -> None:
-    if not (shutil.which("g++") or shutil.which("clang++")):
-        pytest.skip("torch.compile needs a C++ compiler, and none is installed")
+    try:
+        check_compile("cpu")
+    except UserError as error:
+        pytest.skip(str(error))
     plain, compiled = clip(vision_layers=1, text_layers=1), clip(vision_layers=1, text_layers=1)
     forward = torch.compile(compiled)
     one, other = plain(pixels(), ids()), forward(pixels(), ids())
