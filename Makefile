@@ -14,7 +14,7 @@ PYTHON ?= python3
 help:
 	@echo "make demo   train a small CLIP on synthetic pictures and show what it finds (about 5 minutes)"
 	@echo "make test   ruff, mypy, import-linter, pytest"
-	@echo "make bench  speed as ratios against baselines, on this machine"
+	@echo "make bench  speed as ratios against baselines, on this machine (DATA=folder: loaders too)"
 	@echo "make clean  remove the virtual environment"
 
 $(READY): pyproject.toml constraints.txt
@@ -45,7 +45,8 @@ test: lint
 
 bench: $(READY)
 	@$(BIN)/python benchmarks/synthetic.py
-	@$(BIN)/python benchmarks/step.py
+	@$(BIN)/python benchmarks/step.py --json docs/results/step.json
+	@test -z "$(DATA)" || $(BIN)/python benchmarks/loader.py "$(DATA)" --json docs/results/loader.json
 
 clean:
 	rm -rf $(VENV)

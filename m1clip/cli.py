@@ -7,28 +7,30 @@ import platform
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn
 
-from cyclopts import App, CycloptsError, Parameter
-from cyclopts.config import Dict
+from cyclopts import App, CycloptsError, Group, Parameter
 
 from m1clip import __version__
-from m1clip.config import Config
-from m1clip.configfile import from_dict, read_preset, read_toml, to_dict
+from m1clip.arguments import layers, spelled_out
+from m1clip.config import COMMON, Config
 from m1clip.errors import UserError
 
 app = App(
     name="m1clip",
     version=__version__,
-    help="Train CLIP on the computer you have.",
+    help="Train CLIP on the computer you have. Every command takes --help, and --debug to show a full traceback.",
+    group_parameters=Group("All settings", sort_key=1),
     suppress_keyboard_interrupt=False,  # main says how to continue
 )
 data = App(name="data", help="Make, check and pack picture-caption sets.")
 app.command(data)
 
-# Short names that are also the name of a section, which cyclopts would take them for.
-SHORT = {"--model": "--model.preset", "--data": "--data.source"}
-DURATIONS = ("minutes", "epochs", "steps")
+SPLITS = {
+    "test": "test split, never trained on",
+    "val": "validation split, never trained on, but it chose the model (the data has no test split)",
+    "train": "training split: how far it was learned by heart (the data has no other)",
+}
 INTERRUPTED = 130  # the shell's code for Ctrl-C
 
 
@@ -36,10 +38,10 @@ INTERRUPTED = 130  # the shell's code for Ctrl-C
 def train(
     *,
     config: Annotated[Config, Parameter(name="*")] = Config(),  # noqa: B008  frozen
-    preset: str | None = None,
-    config_file: Annotated[Path | None, Parameter(name="--config")] = None,
-    run: Path | None = None,
-    resume: Path | None = None,
+    preset: Annotated[str | None, Parameter(group=COMMON)] = None,
+    config_file: Annotated[Path | None, Parameter(name="--config", group=COMMON)] = None,
+    run: Annotated[Path | None, Parameter(group=COMMON)] = None,
+    resume: Annotated[Path | None, Parameter(group=COMMON)] = None,
 ) -> None:
     """Train a CLIP, from random weights, on synthetic pictures or on your own.
 
@@ -64,16 +66,12 @@ def train(
     from m1clip.train.stopping import Stopped
 
     screen = Screen()
-    if run is None and preset is not None and resume is None:
-        from m1clip.train.run import new_run_folder
-
-        run = new_run_folder(None, preset)
     try:
-        result = resume_run(resume, screen) if resume is not None else train_run(config, run, screen)
+        result = resume_run(resume, screen) if resume is not None else train_run(config, run, screen, preset)
     except Stopped as stopped:
         screen.say(str(stopped))
         sys.exit(stopped.exit_code)
-    screen.console.print(scores_table(result.scores, title=f"\n{result.split} split, never trained on"))
+    screen.console.print(scores_table(result.scores, title=f"\n{SPLITS[result.split]}"))
     screen.say(f"model      {result.run}")
     screen.say(f"picture    {result.grid}")
 
@@ -146,9 +144,10 @@ def data_lint(
     *,
     json: bool = False,
     image_size: int | None = None,
+    context_length: int = 32,
     quick: bool = False,
     image_column: str | None = None,
-    caption_column: tuple[str, ...] = (),
+    caption_column: Annotated[tuple[str, ...], Parameter(negative="")] = (),
 ) -> None:
     """Check a set before hours are lost on it; exit code 1 when it has problems.
 
@@ -160,6 +159,8 @@ def data_lint(
         The whole report as JSON, for a program.
     image_size
         The size you will train at: smaller pictures are counted.
+    context_length
+        Tokens that your model reads (tiny 32, the others 77): captions that will be cut are counted.
     quick
         Look at 64 pictures only, as is done before each run.
     image_column
@@ -175,10 +176,14 @@ def data_lint(
     screen = Screen()
     source = open_sources([path], options=Options(image_column, caption_column))
     if quick:
-        report = quick_lint(source, image_size=image_size, tokenizer_lengths=bpe_lengths)
+        report = quick_lint(
+            source, image_size=image_size, tokenizer_lengths=bpe_lengths, context_length=context_length
+        )
     else:
         show = None if json else screen.counter("checking")
-        report = lint(source, True, image_size, bpe_lengths, workers=usable_cpus(), progress=show)
+        report = lint(
+            source, True, image_size, bpe_lengths, context_length, workers=usable_cpus(), progress=show
+        )
     print(report.to_json() if json else report.to_text())
     if report.verdict == "problems":
         sys.exit(1)
@@ -193,7 +198,7 @@ def data_pack(
     shard_size: int = 1000,
     image_size: int | None = None,
     image_column: str | None = None,
-    caption_column: tuple[str, ...] = (),
+    caption_column: Annotated[tuple[str, ...], Parameter(negative="")] = (),
 ) -> None:
     """Write webdataset shards, train-000000.tar and so on, that webdataset, open_clip and m1clip read.
 
@@ -232,17 +237,24 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Run a command; a person's mistake is one line and exit code 2, never a traceback (unless --debug)."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
-    words = [word for word in words if word != "--debug"]
-    if words[:1] == ["train"]:
-        words = [_long(word) for word in words]
+    words = spelled_out([word for word in words if word != "--debug"])
     try:
         _set_environment()
-        app.config = _layers(words)
+        app.config = layers(words)
         app(words, exit_on_error=False, print_error=False)
     except (UserError, CycloptsError) as error:
         if debug:
             traceback.print_exc()
         print(f"m1clip: {_one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has left
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+        if debug:
+            traceback.print_exc()
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"m1clip: {_one_line(where + (error.strerror or str(error)))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("m1clip: interrupted", file=sys.stderr)
@@ -257,48 +269,5 @@ def _set_environment() -> None:
     os.environ.update(environment(platform.system(), os.environ))
 
 
-def _layers(words: list[str]) -> tuple[Any, ...]:
-    """What --config and --preset say, checked, for the settings that the command line leaves open."""
-    if not words or words[0] != "train":
-        return ()
-    if _value_of(words, "--config") and _value_of(words, "--preset"):
-        raise UserError("give --config or --preset, not both: each settles every setting of a run")
-    layers = []
-    for option, read in (("--config", lambda value: read_toml(Path(value))), ("--preset", read_preset)):
-        value = _value_of(words, option)
-        if value is None:
-            continue
-        values = to_dict(from_dict(read(value), value))
-        # A duration on the command line takes the place of the file's, of whichever kind that is.
-        if any(_value_of(words, f"--{name}") or _value_of(words, f"--train.{name}") for name in DURATIONS):
-            for name in DURATIONS:
-                values["train"].pop(name, None)
-        layers.append(Dict(data=_flat(values), source=value, use_commands_as_keys=False))
-    return tuple(layers)
-
-
-def _long(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return SHORT.get(name, name) + equals + value
-
-
-def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """train.steps and not {train: {steps}}: cyclopts would take the tables `train` and `data` for the commands."""
-    flat = {}
-    for key, value in values.items():
-        inner = value.items() if isinstance(value, dict) else ()
-        flat.update({f"{key}.{name}": item for name, item in inner} if inner else {key: value})
-    return flat
-
-
-def _value_of(words: list[str], option: str) -> str | None:
-    for index, word in enumerate(words):
-        if word == option and index + 1 < len(words):
-            return words[index + 1]
-        if word.startswith(f"{option}="):
-            return word.partition("=")[2]
-    return None
-
-
-def _one_line(error: Exception) -> str:
+def _one_line(error: Exception | str) -> str:
     return " ".join(str(error).split())

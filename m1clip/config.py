@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from m1clip.errors import UserError
 
 Choice = Literal["auto", "bmm", "sdpa"]
+COMMON = Group("Common", sort_key=0)  # what most people need stands first in --help
 
 
 def _check(ok: bool, message: str) -> None:
@@ -30,7 +31,7 @@ def _check_finite(section: str, config: DataConfig | OptimConfig | TrainConfig) 
 class ModelConfig:
     """A preset from the table, and what to change in it."""
 
-    preset: Annotated[str, Parameter(alias="--model")] = "tiny"
+    preset: Annotated[str, Parameter(alias="--model", group=COMMON)] = "tiny"
     "Size from the table: tiny, small, documented, ViT-S-16, ViT-B-32, ViT-B-16, ViT-L-14, 200M, 500M, 1B."
     image_size: int | None = None
     "Side of the square picture in pixels; must be a multiple of the patch size."
@@ -94,7 +95,7 @@ class TextConfig:
 class DataConfig:
     """Where pictures and captions come from, and how they reach the model."""
 
-    source: Annotated[tuple[str, ...], Parameter(alias="--data", negative="")] = ("synthetic",)
+    source: Annotated[tuple[str, ...], Parameter(alias="--data", negative="", group=COMMON)] = ("synthetic",)
     "synthetic, or a path to your own pictures and captions; give it again to mix: b:0.3 takes 30% of b."
     train_count: int = 8000
     "Synthetic only: pictures to train on."
@@ -106,7 +107,7 @@ class DataConfig:
     "Synthetic only: paraphrases of each picture."
     image_column: str | None = None
     "Table only: name of the column with the picture's path (else found by its name)."
-    caption_column: tuple[str, ...] = ()
+    caption_column: Annotated[tuple[str, ...], Parameter(negative="")] = ()
     "Table only: names of the caption columns (else found by name)."
     cache: Literal["auto", "ram", "disk", "off"] = "auto"
     "Decode once and keep pictures in memory, on disk, or not at all; auto decides by size."
@@ -117,15 +118,19 @@ class DataConfig:
     workers: int = 0
     "Processes that prepare batches; 0 prepares them in the training process."
     crop_min: float | None = None
-    "Random crops keep at least this share of the picture's area; 1 = none. Default: 0.6, synthetic 1."
+    "Random crops keep at least this share of the area; 1 = none. Default: 0.6; 1 where captions tell left from right."
     flip: float | None = None
-    "Probability of a mirrored picture. Default: 0.5, synthetic 0 (left and right are words there)."
+    "Probability of a mirrored picture. Default: 0.5; 0 where captions tell left from right."
     colour: float | None = None
     "Strength of random brightness and contrast. Default: 0.2, synthetic 0 (colours are words there)."
 
     def __post_init__(self) -> None:
         _check_finite("data", self)
         _check(len(self.source) > 0, "data.source is empty: give a path or 'synthetic'")
+        for name in (*self.source, self.cache_dir or ""):
+            # It could not be written into the run's config.toml, and so the run could not be continued.
+            readable = not any(0xD800 <= ord(letter) <= 0xDFFF for letter in name)
+            _check(readable, f"{name!a}: the name is not valid UTF-8; rename the folder")
         _check(self.workers >= 0, f"data.workers must be 0 or more, not {self.workers}")
         for name in ("train_count", "val_count", "test_count", "captions_per_image"):
             _check(getattr(self, name) >= 1, f"data.{name} must be at least 1, not {getattr(self, name)}")
@@ -182,19 +187,21 @@ class OptimConfig:
 class TrainConfig:
     """How long, on what, with which objective."""
 
-    minutes: Annotated[float | None, Parameter(alias="--minutes")] = None
+    minutes: Annotated[float | None, Parameter(alias="--minutes", group=COMMON)] = None
     "Train for about this long: turned into steps once, after a short calibration."
-    epochs: Annotated[float | None, Parameter(alias="--epochs")] = None
+    epochs: Annotated[float | None, Parameter(alias="--epochs", group=COMMON)] = None
     "Train for this many passes over the pictures."
-    steps: Annotated[int | None, Parameter(alias="--steps")] = None
+    steps: Annotated[int | None, Parameter(alias="--steps", group=COMMON)] = None
     "Train for this many steps."
-    batch: Annotated[int, Parameter(alias="--batch")] = 128
+    batch: Annotated[int, Parameter(alias="--batch", group=COMMON)] = 128
     "Pairs in a step; all of them are each other's negatives."
     objective: Literal["infonce", "sigmoid", "multi"] = "multi"
     "infonce; sigmoid (SigLIP); or multi: infonce where captions of one picture, or equal ones, are no negatives."
     label_smoothing: float = 0.0
     "Share of the target spread over the whole batch (infonce, multi)."
-    device: Annotated[Literal["auto", "cpu", "mps", "cuda"], Parameter(alias="--device")] = "auto"
+    device: Annotated[Literal["auto", "cpu", "mps", "cuda"], Parameter(alias="--device", group=COMMON)] = (
+        "auto"
+    )
     "auto chooses; a named device that is missing is an error."
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     "Arithmetic of the towers; auto takes bf16 where it is measured faster."
@@ -237,6 +244,8 @@ class TrainConfig:
         smooth_sigmoid = self.objective == "sigmoid" and self.label_smoothing > 0
         _check(not smooth_sigmoid, "train.label_smoothing goes with infonce and multi, not with sigmoid")
         half_cpu = self.device == "cpu" and self.precision == "fp16"
+        blind = self.patience > 0 and self.eval_every == 0
+        _check(not blind, "train.patience counts evaluations, and train.eval_every 0 makes none on the way")
         _check(not half_cpu, "train.precision fp16 has no fast path on the CPU: use bf16, fp32 or auto")
 
 
@@ -249,7 +258,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    seed: Annotated[int, Parameter(alias="--seed")] = 0
+    seed: Annotated[int, Parameter(alias="--seed", group=COMMON)] = 0
     "The one number behind order, crops, captions and start values."
 
     def __post_init__(self) -> None:

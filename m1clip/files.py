@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 PARTIAL = ".partial"  # ends the name of what is still being written
+OLD = f".old{PARTIAL}"  # ends the name of a folder moved aside while another takes its place
 
 
 def write_text(path: Path, text: str) -> None:
@@ -46,10 +47,10 @@ def whole_folder(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    old = path.with_name(f"{path.name}.old{PARTIAL}")
-    shutil.rmtree(old, ignore_errors=True)
+    old = path.with_name(f"{path.name}{OLD}")
     if path.exists():
-        path.rename(old)
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)  # a kill after this line: `restore` brings it back
     temporary.rename(path)
     sync_folder(path.parent)
     shutil.rmtree(old, ignore_errors=True)
@@ -64,8 +65,22 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
+def restore(folder: Path) -> list[str]:
+    """Where a kill fell between the two moves of `whole_folder`, put the old folder back; gives its name."""
+    names = []
+    for old in sorted(folder.glob(f"*{OLD}")) if folder.is_dir() else ():
+        target = old.with_name(old.name.removesuffix(OLD))
+        if not target.exists():
+            old.rename(target)
+            names.append(target.name)
+    if names:
+        sync_folder(folder)
+    return names
+
+
 def remove_leftovers(folder: Path) -> list[str]:
-    """Delete what a killed process was still writing; gives the names."""
+    """Bring back what a killed process had moved aside, delete what it was writing; names what is deleted."""
+    restore(folder)
     names = []
     for item in folder.glob(f"*{PARTIAL}") if folder.is_dir() else ():
         names.append(item.name)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from m1clip.files import remove_leftovers, whole_folder, write_json, write_text
+from m1clip.files import remove_leftovers, restore, whole_folder, write_json, write_text
 
 
 def names(folder: Path) -> list[str]:
@@ -71,3 +71,50 @@ def test_leftovers_of_a_kill_are_removed_and_named(tmp_path: Path) -> None:
     assert sorted(remove_leftovers(tmp_path)) == ["a.12.partial", "b.12.partial"]
     assert names(tmp_path) == ["kept"]
     assert remove_leftovers(tmp_path / "nowhere") == []
+
+
+def made(folder: Path, text: str) -> None:
+    folder.mkdir(parents=True)
+    (folder / "weights").write_text(text)
+
+
+def test_a_folder_moved_aside_by_a_killed_save_comes_back(tmp_path: Path) -> None:
+    made(tmp_path / "best.old.partial", "old")  # killed between the two moves
+    made(tmp_path / "best.12.partial", "new")
+    made(tmp_path / "model", "new")  # killed after both
+    made(tmp_path / "model.old.partial", "old")
+    (tmp_path / "run.json.12.partial").write_text("half")
+    removed = ["best.12.partial", "model.old.partial", "run.json.12.partial"]
+    assert sorted(remove_leftovers(tmp_path)) == removed
+    assert names(tmp_path) == ["best", "model"]
+    assert (tmp_path / "best" / "weights").read_text() == "old"
+    assert (tmp_path / "model" / "weights").read_text() == "new"
+
+
+def test_what_came_back_is_named_once(tmp_path: Path) -> None:
+    made(tmp_path / "best.old.partial", "old")
+    assert restore(tmp_path) == ["best"]
+    assert restore(tmp_path) == restore(tmp_path / "nowhere") == []
+
+
+def test_a_kill_between_the_two_moves_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(tmp_path / "best", "old")
+    rename = Path.rename
+
+    def killed(self: Path, target: Path) -> Path:
+        if target.name == "best":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    def save() -> None:
+        with whole_folder(tmp_path / "best") as folder:
+            (folder / "weights").write_text("new")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        for _ in range(2):  # the second save, too, must leave the only whole copy alone
+            with pytest.raises(KeyboardInterrupt):
+                save()
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == ["best"]
+    assert (tmp_path / "best" / "weights").read_text() == "old"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from m1clip.data import randomness as rnd
 from m1clip.data.augment import Augmentation, Views, draw_views
 from m1clip.data.captions import CaptionTable
-from m1clip.data.store import Failure, Pictures, read_or_replace
+from m1clip.data.store import ArrayPictures, Failure, Pictures, read_or_replace
 from m1clip.errors import UserError
 
 
@@ -25,7 +26,7 @@ class Batch:
 
     pixels: Tensor  # (n, side, side, 3) uint8
     tokens: Tensor  # (n, length) int64
-    pictures: Tensor  # (n,) index of each picture
+    pictures: Tensor  # (n,) number of each picture; copies of one have equal numbers
     captions: Tensor  # (n,) key of each caption; equal captions have equal keys
     views: Views
     failed: tuple[Failure, ...] = ()  # pictures that could not be read; others stand in their place
@@ -74,9 +75,11 @@ class TrainingSet(Dataset[Batch]):
         plan: BatchPlan,
         augmentation: Augmentation,
         full_length: bool,
+        identity: np.ndarray | None = None,
     ) -> None:
+        """`identity[i]` says which picture index i is, where several indices are copies of one."""
         self.pictures, self.captions, self.plan = pictures, captions, plan
-        self.augmentation, self.full_length = augmentation, full_length
+        self.augmentation, self.full_length, self.identity = augmentation, full_length, identity
         self.report: Callable[[tuple[Failure, ...], int], None] | None = (
             None  # told of failures and pictures asked for
         )
@@ -89,11 +92,14 @@ class TrainingSet(Dataset[Batch]):
         return Batch(
             pixels=torch.from_numpy(pixels),
             tokens=torch.from_numpy(self.captions.rows(chosen, self.full_length).astype(np.int64)),
-            pictures=torch.from_numpy(members.astype(np.int64)),
+            pictures=torch.from_numpy(self._identities(members).astype(np.int64)),
             captions=torch.from_numpy(self.captions.keys[chosen]),
             views=draw_views(self.augmentation, self.plan.seed, epoch, members),
             failed=failed,
         )
+
+    def _identities(self, members: np.ndarray) -> np.ndarray:
+        return members if self.identity is None else self.identity[members]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "report": None}  # workers do not report: the batch carries what failed
@@ -114,6 +120,8 @@ def batches(
     data: TrainingSet, start: int, stop: int, workers: int, start_method: str, pin: bool
 ) -> Iterator[Batch]:
     """The batches of steps start .. stop - 1, in order."""
+    if isinstance(data.pictures, ArrayPictures) and start_method != "fork":
+        workers = 0  # each would be sent a copy of all pictures, to save little: they are decoded already
     if workers == 0:
         return _reported((data[step] for step in range(start, stop)), data)
     loader = DataLoader(
@@ -143,5 +151,12 @@ def _reported(feed: Iterator[Batch], data: TrainingSet) -> Iterator[Batch]:
 
 
 def _leave_signals_to_the_parent(worker: int) -> None:
-    """Ctrl-C reaches every process of the terminal; the parent still needs its next batch to finish the step."""
+    """Ctrl-C, or SIGTERM to the group, reaches every process; the parent needs a batch to finish its step."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # No orphan comes of it: torch's workers end by an event, and watch for the death of their parent.
+    signal.signal(signal.SIGTERM, _ignore_once)
+
+
+def _ignore_once(number: int, frame: FrameType | None) -> None:
+    """A second one ends the worker: torch and multiprocessing send it at shutdown and wait, as a last resort."""
+    signal.signal(number, signal.SIG_DFL)

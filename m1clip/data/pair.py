@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from PIL import Image
 
 
@@ -29,6 +30,18 @@ class Pair:
     image: ImageRef
     captions: tuple[str, ...]
     id: str
+
+
+def identities(pairs: Sequence[Pair]) -> np.ndarray:
+    """(n,) int64: the place of the first pair with the same picture, its own where there is none."""
+    first: dict[ImageRef, int] = {}
+    numbers = np.arange(len(pairs))
+    for place, pair in enumerate(pairs):
+        try:
+            numbers[place] = first.setdefault(pair.image, place)
+        except TypeError:  # cannot be hashed: then it is taken for a picture of its own
+            continue
+    return numbers
 
 
 class Source(Protocol):

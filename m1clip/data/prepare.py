@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from m1clip.config import DataConfig
 from m1clip.data.augment import Augmentation
 from m1clip.data.captions import CaptionTable, tokenise
 from m1clip.data.keep import CachePlace, DecodePlan, data_folders, store_split
-from m1clip.data.lint import quick_lint
+from m1clip.data.lint import bpe_lengths, quick_lint
 from m1clip.data.pair import Pair, Source
 from m1clip.data.preprocess import Preprocess
 from m1clip.data.sources import Options, open_sources
@@ -20,6 +21,8 @@ from m1clip.errors import UserError
 from m1clip.text.base import Tokenizer
 
 CROP_MARGIN = 1.15  # decoded this much larger than the training size, so that a crop is not blown up
+SIDES = re.compile(r"\b(left|right)\b", re.IGNORECASE)
+SIDES_SHARE = 0.2  # of the captions; in everyday ones it is one in a hundred
 WARNINGS_SHOWN = 2
 EXAMPLES_LOGGED = 3
 
@@ -40,14 +43,22 @@ def is_synthetic(config: DataConfig) -> bool:
     return all(name == "synthetic" for name in config.source)
 
 
-def augmentation_of(config: DataConfig) -> Augmentation:
+def augmentation_of(config: DataConfig, captions: Iterable[str] = ()) -> Augmentation:
     """What the config says, or what suits the kind of data."""
     crop, flip, colour = (1.0, 0.0, 0.0) if is_synthetic(config) else (0.6, 0.5, 0.2)
+    if speaks_of_sides(captions):
+        crop, flip = 1.0, 0.0  # a mirrored or shifted picture would make its caption false
     return Augmentation(
         crop_min=crop if config.crop_min is None else config.crop_min,
         flip=flip if config.flip is None else config.flip,
         colour=colour if config.colour is None else config.colour,
     )
+
+
+def speaks_of_sides(captions: Iterable[str]) -> bool:
+    """Whether left and right are among what the captions tell, as in the synthetic sets."""
+    words = [bool(SIDES.search(caption)) for caption in captions]
+    return sum(words) > SIDES_SHARE * len(words)
 
 
 def open_data(config: DataConfig, image_size: int, seed: int) -> Source:
@@ -78,9 +89,19 @@ def _count(source: Source) -> int:
     return sum(len(source.pairs(split)) for split in source.splits())
 
 
-def look_first(source: Source, image_size: int, warn: Callable[[str], None]) -> dict[str, Any]:
+def look_first(
+    source: Source,
+    image_size: int,
+    context_length: int,
+    say: Callable[[str], None],
+    warn: Callable[[str], None],
+) -> dict[str, Any]:
     """The quick check before each run: two kinds of finding on the screen, all but mere information for the log."""
-    report = quick_lint(source, image_size=image_size)
+    for note in getattr(source, "notes", ()):
+        say(f"note       {note}")
+    report = quick_lint(
+        source, image_size=image_size, tokenizer_lengths=bpe_lengths, context_length=context_length
+    )
     found = [finding for finding in report.findings if finding.severity != "info"]
     for finding in found[:WARNINGS_SHOWN]:
         first = f"; first: {finding.examples[0]}" if finding.examples else ""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from m1clip.errors import UserError
 Progress = Callable[[int, int], None]  # (done, total)
 Decoded = tuple[int, np.ndarray, dict[int, str]]  # first index, pixels, reason by index of each that failed
 CHUNK = 64
+MAX_THREADS = 16  # each holds one decoded picture at full size
 # With a tenth of the pictures broken, this many in a row fail once in 10^32.
 REPLACEMENT_TRIES = 32
 
@@ -90,7 +92,7 @@ class LivePictures:
 
     def read(self, indices: np.ndarray) -> np.ndarray:
         """(n, side, side, 3) uint8; a picture that has gone since the run began stops it."""
-        squares = [self.square(int(index)) for index in indices]
+        squares = self.squares(indices)
         for found in squares:
             if isinstance(found, Failure):
                 raise UserError(
@@ -99,18 +101,42 @@ class LivePictures:
                 )
         return np.stack([square for square in squares if not isinstance(square, Failure)])
 
+    def squares(self, indices: np.ndarray) -> list[np.ndarray | Failure]:
+        """The pictures in the order asked for, decoded by threads: Pillow lets go of the interpreter."""
+        if len(indices) < 2 or parent_process() is not None:
+            # A worker process is one of many already: threads in each would only fight for the cores.
+            return [self.square(int(index)) for index in indices]
+        return list(_threads().map(self.square, indices.tolist()))
+
     def square(self, index: int) -> np.ndarray | Failure:
         """(side, side, 3) uint8, or why there is none."""
         ref = self.refs[index]
         try:
             return to_square(ref.open(self.side), self.side, self.resize)
-        except (OSError, ValueError) as error:  # what decoders raise for a picture they cannot read
+        # What decoders raise for a picture they cannot read; the last two for one of an absurd size.
+        except (OSError, ValueError, MemoryError, OverflowError) as error:
             return Failure(index, str(ref), reason_of(error))
 
 
 def reason_of(error: Exception) -> str:
     """Why a picture could not be read, without its name, which the caller knows."""
-    return error.reason if isinstance(error, BadImage) else str(error) or type(error).__name__
+    if isinstance(error, BadImage):
+        return error.reason
+    if isinstance(error, MemoryError | OverflowError):
+        return "too large for the memory"
+    return str(error) or type(error).__name__
+
+
+# By process id: a forked process inherits the object but none of its threads, and would wait for ever.
+_pools: dict[int, ThreadPoolExecutor] = {}
+
+
+def _threads() -> ThreadPoolExecutor:
+    """The decoding threads of this process, started when first needed and kept."""
+    process = os.getpid()
+    if process not in _pools:
+        _pools[process] = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "decode")
+    return _pools[process]
 
 
 def read_or_replace(
@@ -123,8 +149,9 @@ def read_or_replace(
     if not isinstance(pictures, LivePictures):
         return members, pictures.read(members), ()
     chosen, squares, failures = members.copy(), [], []
+    first_read = pictures.squares(members)
     for place, member in enumerate(members):
-        found = pictures.square(int(member))
+        found = first_read[place]
         tries = 0
         while isinstance(found, Failure):
             failures.append(found)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from m1clip.data.preprocess import Preprocess, to_square
 from m1clip.errors import UserError
 from m1clip.files import whole_folder, write_json
 from m1clip.model.clip import Clip
+from m1clip.model.positions import resize_positions
 from m1clip.model.shape import ClipShape
 from m1clip.text import load_tokenizer
 from m1clip.text.base import Tokenizer
@@ -27,6 +28,7 @@ from m1clip.text.base import Tokenizer
 FORMAT = 1
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
+POSITIONS = "image.positions"
 
 Picture = str | Path | Image.Image | np.ndarray
 
@@ -85,12 +87,11 @@ class Bundle:
         return to_square(picture, size, resize)
 
 
-def load(path: str | Path, device: str = "cpu") -> Bundle:
-    """Load a model folder, or the best model of a run folder."""
+def load(path: str | Path, device: str = "cpu", image_size: int | None = None) -> Bundle:
+    """Load a model folder, or the best model of a run folder; `image_size` makes it see pictures at another size."""
     folder = model_folder(Path(path))
-    config = _read_config(folder / CONFIG)
-    shape = ClipShape.from_dict(config["shape"])
-    preprocess = Preprocess.from_dict(config["preprocess"])
+    trained, preprocess = _read_config(folder / CONFIG)
+    shape = trained if image_size is None else replace(trained, image_size=image_size)
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size != shape.vocab_size:
         raise UserError(
@@ -101,8 +102,11 @@ def load(path: str | Path, device: str = "cpu") -> Bundle:
         weights = load_file(folder / WEIGHTS, device=device)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{folder / WEIGHTS}: not a readable safetensors file ({error})") from None
+    if shape.grid != trained.grid and shape.positions == "learned":
+        # Sincos ones are not among the weights: they are made for the new shape already.
+        _resize_learned(weights, trained, shape)
     assign_weights(model, weights, str(folder / WEIGHTS))
-    return Bundle(model.eval(), tokenizer, preprocess)
+    return Bundle(model.eval(), tokenizer, replace(preprocess, image_size=shape.image_size))
 
 
 def empty_clip(shape: ClipShape, eot_id: int, device: torch.device) -> Clip:
@@ -135,7 +139,14 @@ def model_folder(path: Path) -> Path:
     raise UserError(f"{path}: no trained model there (looked for {WEIGHTS}, best/{WEIGHTS}, model/{WEIGHTS})")
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _resize_learned(weights: dict[str, Tensor], trained: ClipShape, shape: ClipShape) -> None:
+    positions = weights.get(POSITIONS)
+    # Missing or misshapen: `assign_weights` says so in words.
+    if positions is not None and positions.shape == (trained.image_tokens, trained.vision_width):
+        weights[POSITIONS] = resize_positions(positions.float(), shape.grid).to(positions.dtype)
+
+
+def _read_config(path: Path) -> tuple[ClipShape, Preprocess]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         version, shape, preprocess = int(config["format"]), config["shape"], config["preprocess"]
@@ -147,4 +158,13 @@ def _read_config(path: Path) -> dict[str, Any]:
         )
     if not isinstance(shape, dict) or not isinstance(preprocess, dict):
         raise UserError(f"{path}: not a model config (shape and preprocess must be objects)")
-    return config
+    try:
+        made = ClipShape.from_dict(shape), Preprocess.from_dict(preprocess)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    if made[0].image_size != made[1].image_size:
+        raise UserError(
+            f"{path}: the model takes pictures of {made[0].image_size} pixels, "
+            f"the preprocessing makes {made[1].image_size}"
+        )
+    return made

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from m1clip.errors import UserError
+from m1clip.plain import checked
 
 Pooling = Literal["cls", "mean"]
 Positions = Literal["learned", "sincos"]
@@ -80,12 +81,8 @@ class ClipShape:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ClipShape:
-        """The inverse of `to_dict`; an unknown or missing key is an error, never a guess."""
-        names = {field.name for field in fields(cls)}
-        if set(values) != names:
-            odd = sorted(set(values) ^ names)
-            raise UserError(f"model shape has missing or unknown keys: {', '.join(odd)}")
-        return cls(**values)
+        """The inverse of `to_dict`; an unknown or missing key or a wrong type is an error, never a guess."""
+        return cls(**checked(cls, values, "model shape"))
 
 
 def flops_per_pair(shape: ClipShape, text_tokens: int) -> float:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from m1clip.errors import UserError
-from m1clip.files import remove_leftovers, whole_folder, write_json
+from m1clip.files import remove_leftovers, restore, whole_folder, write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -67,12 +67,24 @@ def found(run: Path) -> list[int]:
 def load_newest(
     run: Path, device: torch.device, warn: Callable[[str], None]
 ) -> tuple[LoopState, Groups] | None:
-    """The newest checkpoint that is whole; a broken one is named and the one before it used."""
+    """The newest checkpoint that is whole; a broken one is named and the one before it used.
+
+    None when there is none at all; when there are but none is whole, a UserError: hours of work are not dropped
+    in silence.
+    """
+    for name in restore(run / "checkpoints"):
+        warn(f"{run / 'checkpoints' / name}: was being replaced when the run was killed; the old one is back")
     for name in remove_leftovers(run / "checkpoints"):
         warn(f"{run / 'checkpoints' / name}: an unfinished save, removed")
-    for step in sorted(found(run), reverse=True):
+    steps = sorted(found(run))
+    for step in reversed(steps):
         folder = folder_of(run, step)
         reason = verify(folder)
+        if reason and step == steps[0]:
+            raise UserError(
+                f"{run}: none of its checkpoints is whole (step {step}: {reason}). Bring one back from a copy, "
+                f"or delete {run / 'checkpoints'} to train from the start"
+            )
         if reason:
             warn(f"{folder}: {reason}; using the checkpoint before it")
             continue

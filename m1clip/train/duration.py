@@ -44,7 +44,8 @@ def calibrate(job: Job, seconds: float) -> int:
         job.device.synchronize()
         step_seconds.append(time.perf_counter() - start)
     start = time.perf_counter()
-    evaluate(job, update.model, "val")
+    if "val" in job.splits:
+        evaluate(job, update.model, "val")
     evaluation_seconds = time.perf_counter() - start
     train = job.config.train
     left = seconds - (time.perf_counter() - begin)

@@ -87,7 +87,7 @@ def save_grid(exam: Exam, image: Tensor, text: Tensor, owner: Tensor, path: Path
                 right_rank=int(place[caption]),
             )
         )
-    title = f"{len(image):,} held-out pictures ({exam.split}): the best {columns} for each caption"
+    title = f"{len(image):,} pictures of the {exam.split} split: the best {columns} for each caption"
     retrieval_grid(rows, path, title=title)
 
 

@@ -65,7 +65,9 @@ def run_loop(
             )
             meter = Meter.start()
         if state.step % eval_every == 0 or last:
-            began += _pause(lambda last=last: _evaluate(job, update, state, run, log, screen))
+            paused = time.perf_counter()
+            _evaluate(job, update, state, run, log, screen)
+            began += time.perf_counter() - paused  # not training
             meter = Meter.start()
         stop = bool(config.train.patience) and state.stale >= config.train.patience
         if state.step % save_every == 0 or last or stop or asked.signal:
@@ -91,13 +93,6 @@ def _timed(job: Job, start: int, stop: int) -> Iterator[tuple[float, Batch]]:
         if batch is None:
             return
         yield time.perf_counter() - begin, batch
-
-
-def _pause(work: object) -> float:
-    """Do something that is not training; gives the seconds it took, which do not count as training."""
-    begin = time.perf_counter()
-    work()  # type: ignore[operator]
-    return time.perf_counter() - begin
 
 
 def _write_step(

@@ -29,9 +29,11 @@ def check_parity(job: Job, model: Clip) -> float | None:
     if job.device.kind == "cpu":
         return None
     batch = _few(job.training[0])
+    model.eval()  # dropout would draw other masks there
     there = gradient(model, batch, job.preprocess, job.autocast)
     model.zero_grad(set_to_none=True)
     here = gradient(copy.deepcopy(model).to("cpu"), batch, job.preprocess, contextlib.nullcontext)
+    model.train()
     return judge(relative_difference(there, here), job.precision, job.device.kind)
 
 

@@ -21,7 +21,7 @@ from m1clip.data.store import Progress
 from m1clip.errors import UserError
 from m1clip.evaluate.bundle import Bundle, load
 from m1clip.evaluate.metric import Scores
-from m1clip.files import write_json, write_text
+from m1clip.files import remove_leftovers, write_json, write_text
 from m1clip.hardware.device import rules
 from m1clip.hardware.facts import Facts, usable_cpus
 from m1clip.hardware.heap import return_freed_memory
@@ -30,6 +30,7 @@ from m1clip.runlog import RunLog, read_log
 from m1clip.train.checkpoint import LoopState, load_newest
 from m1clip.train.duration import EVALUATIONS, total_steps
 from m1clip.train.finish import Exam, examine
+from m1clip.train.folder import claim_folder, give_back, hold
 from m1clip.train.loop import restore, run_loop
 from m1clip.train.parity import check_parity
 from m1clip.train.schedule import warmup_steps
@@ -49,15 +50,21 @@ class Result:
     grid: Path
 
 
-def train(config: Config, run: str | Path | None = None, screen: Screen | None = None) -> Result:
-    """Train from the beginning in a new run folder."""
+def train(
+    config: Config, run: str | Path | None = None, screen: Screen | None = None, name: str | None = None
+) -> Result:
+    """Train from the beginning in a new run folder: `run`, or runs/NAME (default: the model's preset)."""
     screen = screen or Screen()
-    folder = new_run_folder(Path(run) if run is not None else None, config.model.preset)
-    job = prepare(config, screen.say, decode_plan(screen))
-    job = _with_steps(job)
-    _describe(job, screen)
-    _write_head(job, folder)
-    return _go(job, folder, screen, LoopState(), None)
+    folder = claim_folder(Path(run) if run is not None else None, name or config.model.preset)
+    with hold(folder):
+        try:
+            job = _with_steps(prepare(config, screen.say, decode_plan(screen)))
+            _describe(job, screen)
+            _write_head(job, folder)
+        except BaseException:
+            give_back(folder)
+            raise
+        return _go(job, folder, screen, LoopState(), None)
 
 
 def resume(run: str | Path, screen: Screen | None = None) -> Result:
@@ -65,29 +72,15 @@ def resume(run: str | Path, screen: Screen | None = None) -> Result:
     screen, folder = screen or Screen(), Path(run)
     if not (folder / "config.toml").is_file():
         raise UserError(f"{folder}: no run there (no config.toml)")
-    job = prepare(load_config(folder / "config.toml"), screen.say, decode_plan(screen), saved=folder)
-    _check_same_data(job, folder)
-    _describe(job, screen)
-    kept = load_newest(folder, job.device.torch, screen.warn)
-    state, tensors = kept if kept is not None else (LoopState(), None)
-    screen.say(f"resume     step {state.step:,} of {job.config.train.steps:,}")
-    return _go(job, folder, screen, state, tensors)
-
-
-def new_run_folder(asked: Path | None, name: str) -> Path:
-    """A folder that holds no run yet: the one asked for, or runs/NAME, runs/NAME-2, ..."""
-    if asked is not None:
-        if (asked / "config.toml").exists():
-            raise UserError(
-                f"{asked}: holds a run already; continue it with --resume {asked}, or choose another --run"
-            )
-        if asked.exists() and (not asked.is_dir() or any(asked.iterdir())):
-            raise UserError(f"{asked}: exists and is not a run; choose another --run")
-        return asked
-    number = 1
-    while (folder := Path("runs") / (name if number == 1 else f"{name}-{number}")).exists():
-        number += 1
-    return folder
+    with hold(folder):
+        remove_leftovers(folder)
+        job = prepare(load_config(folder / "config.toml"), screen.say, decode_plan(screen), saved=folder)
+        _check_same_data(job, folder)
+        _describe(job, screen)
+        kept = load_newest(folder, job.device.torch, screen.warn)
+        state, tensors = kept if kept is not None else (LoopState(), None)
+        screen.say(f"resume     step {state.step:,} of {job.config.train.steps:,}")
+        return _go(job, folder, screen, state, tensors)
 
 
 def _go(
@@ -174,7 +167,6 @@ def _describe(job: Job, screen: Screen) -> None:
 
 
 def _write_head(job: Job, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     job.tokenizer.save(folder)
     environment = {
         "m1clip": __version__,

@@ -29,14 +29,20 @@ def score_run(
 ) -> tuple[Scores, Path]:
     """Figures of a split and the path of the picture grid, which goes into the run folder."""
     bundle = load(run)
+    if not (run / "config.toml").is_file():
+        raise UserError(f"{run}: no config.toml; give the run folder, which says what data it was trained on")
     config = load_config(run / "config.toml")
     data = dataclasses.replace(config.data, source=other_data) if other_data else config.data
     facts = read_facts()
     device = Device(choose_device(device_name, facts), facts)
     torch.set_num_threads(threads(config.train.threads, facts))
-    speedup = bf16_speedup(device) if device.rules.bf16 == "measure" else None
-    precision = choose_precision("auto", device.kind, facts, speedup)
+    # As in the run, so that the figures are those that training printed; elsewhere what is fast there.
+    wish = config.train.precision if device.kind == config.train.device else "auto"
+    speedup = bf16_speedup(device) if wish == "auto" and device.rules.bf16 == "measure" else None
+    precision = choose_precision(wish, device.kind, facts, speedup)
     bundle.model.to(device.torch)
+    if device.kind == config.train.device:
+        bundle.model.set_attention(config.model.attention_image, config.model.attention_text)  # type: ignore[arg-type]
     source = open_data(data, bundle.preprocess.image_size, config.seed)
     if split not in source.splits():
         raise UserError(
@@ -44,5 +50,5 @@ def score_run(
         )
     context = bundle.model.shape.context_length
     pairs = load_split(source, split, data, bundle.tokenizer, context, bundle.preprocess, 1.0, decode(facts))
-    grid = run / f"retrieval-{split}.png"
+    grid = run / f"retrieval-{split}{'-other-data' if other_data else ''}.png"
     return examine(Exam(bundle, source, split, pairs, autocast(device, precision)), grid), grid

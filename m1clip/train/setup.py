@@ -13,7 +13,7 @@ import torch
 from m1clip.config import Config
 from m1clip.data.augment import Augmentation
 from m1clip.data.loader import BatchPlan, TrainingSet
-from m1clip.data.pair import Source
+from m1clip.data.pair import Source, identities
 from m1clip.data.prepare import (
     CROP_MARGIN,
     DecodePlan,
@@ -76,6 +76,9 @@ def prepare(
     """Answer every question of a run. `saved` is the folder of a tokenizer to use again on a resume."""
     bias = config.train.objective == "sigmoid"
     draft = shape_of(config.model, logit_bias=bias)
+    source = open_data(config.data, draft.image_size, config.seed)
+    if not source.pairs("train"):
+        raise UserError(f"{', '.join(config.data.source)}: no training pairs found")
     facts = read_facts()
     device = Device(choose_device(config.train.device, facts), facts)
     torch.set_num_threads(threads(config.train.threads, facts))
@@ -88,12 +91,11 @@ def prepare(
     say(_device_line(device, facts, precision, speedup))
 
     preprocess = Preprocess(image_size=draft.image_size)
-    source = open_data(config.data, draft.image_size, config.seed)
-    if not source.pairs("train"):
-        raise UserError(f"{', '.join(config.data.source)}: no training pairs found")
     plan = decode(facts)
-    lint = None if is_synthetic(config.data) else look_first(source, draft.image_size, plan.warn)
-    captions = (caption for pair in source.pairs("train") for caption in pair.captions)
+    lint = None
+    if not is_synthetic(config.data):
+        lint = look_first(source, draft.image_size, draft.context_length, say, plan.warn)
+    captions = [caption for pair in source.pairs("train") for caption in pair.captions]
     tokenizer = (
         load_tokenizer(saved)
         if saved
@@ -101,7 +103,7 @@ def prepare(
     )
     shape = shape_of(config.model, tokenizer.vocab_size, bias)
 
-    augmentation = augmentation_of(config.data)
+    augmentation = augmentation_of(config.data, captions)
     splits: dict[str, Split] = {}
     for split in ("train", "val", "test"):
         if split in source.splits():
@@ -124,6 +126,7 @@ def prepare(
         BatchPlan(len(splits["train"].pairs), config.train.batch, config.seed),
         augmentation,
         full_length=device.rules.fixed_shapes or config.model.compile,
+        identity=identities(splits["train"].pairs),
     )
     if training.plan.steps_per_epoch == 0:
         raise UserError(

@@ -62,9 +62,13 @@ class Update:
             self.scaler.scale(loss).backward()
             for part in self.optimizer.parts.values():
                 self.scaler.unscale_(part)
-        limit = self.config.optim.grad_clip or float("inf")
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit)
-        self.optimizer.step(self.scaler)
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        grad_norm = torch.nn.utils.get_total_norm(grads)
+        if self.config.optim.grad_clip:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.optim.grad_clip, grad_norm)
+        # An fp16 overflow must stop both parts: the scaler by itself would skip only the part that has it.
+        if self.scaler is None or bool(grad_norm.isfinite()):
+            self.optimizer.step(self.scaler)
         if self.scaler is not None:
             self.scaler.update()
         self.optimizer.zero_grad()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +15,10 @@ from hypothesis import strategies as st
 
 from m1clip.data.augment import Augmentation
 from m1clip.data.captions import tokenise
-from m1clip.data.loader import Batch, BatchPlan, TrainingSet, batches
-from m1clip.data.store import ArrayPictures
+from m1clip.data.images import FileImage
+from m1clip.data.loader import Batch, BatchPlan, TrainingSet, _leave_signals_to_the_parent, batches
+from m1clip.data.pair import ImageRef, Pair, identities
+from m1clip.data.store import ArrayPictures, MappedPictures
 from m1clip.text import make_tokenizer
 
 PLANS = st.integers(2, 200).flatmap(
@@ -64,8 +69,10 @@ def assert_same(one: Batch, other: Batch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "method"), [(2, "fork"), (2, "spawn"), (1, "forkserver")])
-def test_workers_change_nothing(workers: int, method: str) -> None:
+def test_workers_change_nothing(workers: int, method: str, tmp_path: Path) -> None:
     data = training_set()
+    np.save(tmp_path / "pixels.npy", data.pictures.read(np.arange(37)))
+    data.pictures = MappedPictures(tmp_path / "pixels.npy")
     alone = list(batches(data, 3, 11, 0, "fork", pin=False))
     helped = list(batches(data, 3, 11, workers, method, pin=False))
     assert len(alone) == len(helped) == 8
@@ -109,3 +116,58 @@ def test_a_batch_moves_whole() -> None:
 def test_the_set_pickles_for_spawned_workers() -> None:
     data = training_set()
     assert_same(pickle.loads(pickle.dumps(data))[2], data[2])
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_pictures_in_memory_are_not_copied_to_workers(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("m1clip.data.loader.DataLoader", None)  # starting workers would call it
+    data = training_set()
+    for step, batch in enumerate(batches(data, 0, 3, 2, method, pin=False)):
+        assert_same(batch, data[step])
+
+
+def test_copies_of_one_picture_are_the_same_picture() -> None:
+    refs = [
+        FileImage("a.png"),
+        FileImage("b.png"),
+        FileImage("a.png"),
+        FileImage("c.png"),
+        FileImage("b.png"),
+    ]
+    pairs = [Pair(ref, ("x",), str(number)) for number, ref in enumerate(refs)]
+    assert identities(pairs).tolist() == [0, 1, 0, 3, 1]
+    assert identities(pairs[:2]).tolist() == [0, 1]
+    assert identities([]).tolist() == []
+
+
+def test_a_picture_that_cannot_be_hashed_is_its_own() -> None:
+    class Odd(FileImage):
+        __hash__ = None  # type: ignore[assignment]
+
+    refs: list[ImageRef] = [Odd("a.png"), Odd("a.png"), FileImage("b.png"), FileImage("b.png")]
+    assert identities([Pair(ref, ("x",), str(n)) for n, ref in enumerate(refs)]).tolist() == [0, 1, 2, 2]
+
+
+def test_the_identity_is_what_a_batch_calls_its_pictures() -> None:
+    plain = training_set()
+    identity = np.arange(37) // 2
+    mixed = TrainingSet(
+        plain.pictures, plain.captions, plain.plan, plain.augmentation, plain.full_length, identity
+    )
+    one, other = plain[4], mixed[4]
+    assert other.pictures.tolist() == identity[one.pictures.numpy()].tolist()
+    assert torch.equal(one.pixels, other.pixels)
+    assert torch.equal(one.captions, other.captions)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_worker_outlives_the_first_sigterm_and_not_the_second() -> None:
+    child = os.fork()
+    if child == 0:
+        _leave_signals_to_the_parent(0)
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(3)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM

@@ -81,8 +81,11 @@ def test_lint_before_a_run_is_short_on_screen_and_whole_in_the_log(tmp_path: Pat
     break_files(folder, [2], data=b"")
     (folder / "images" / "train-0003.jpg").unlink()
     said: list[str] = []
-    report = look_first(open_data(DataConfig(source=(str(folder),)), 24, 0), 24, said.append)
+    notes: list[str] = []
+    source = open_data(DataConfig(source=(str(folder),)), 24, 0)
+    report = look_first(source, 24, 32, notes.append, said.append)
     assert len(said) == 3
+    assert look_first(source, 24, 4, notes.append, lambda line: None)["findings"] != report["findings"]
     assert said[2] == "data: 1 more kinds of finding; m1clip data lint shows all"
     assert report["verdict"] == "problems"
     assert {found["code"] for found in report["findings"]} == {"missing", "empty", "not-a-picture"}

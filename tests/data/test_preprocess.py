@@ -60,3 +60,32 @@ def test_preprocessing_goes_through_json() -> None:
         Preprocess.from_dict({**preprocess.to_dict(), "zoom": 2})
     with pytest.raises(UserError, match="mean"):
         Preprocess.from_dict({"image_size": 32})
+
+
+@pytest.mark.parametrize("size", [(60_000, 1), (1, 60_001), (2_000_000, 1), (3, 50_000)])
+def test_a_line_needs_no_more_memory_than_a_picture(size: tuple[int, int]) -> None:
+    square = to_square(Image.new("RGB", size, (10, 200, 30)), 64)
+    assert square.shape == (64, 64, 3)
+    assert np.abs(square.astype(int) - (10, 200, 30)).max() <= 1
+
+
+@pytest.mark.parametrize("size", [(17, 1000), (1000, 17), (1001, 20), (40, 641)])
+def test_the_middle_of_a_very_long_picture_is_that_of_the_whole(size: tuple[int, int]) -> None:
+    slope = np.indices(size[::-1]).sum(axis=0) * 255 / sum(size)
+    long = Image.fromarray(slope.astype(np.uint8)).convert("RGB")
+    assert np.abs(to_square(long, 32).astype(int) - reference(long, 32)).max() <= 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"image_size": "96"}, {"image_size": 96.0}, {"image_size": True}, {"image_size": 0}, {"image_size": None},
+        {"mean": [0.5]}, {"mean": 0.5}, {"mean": ["a", "b", "c"]}, {"std": [1, 1, 0]}, {"std": [1, 1, float("nan")]},
+        {"std": [1, 1, 10**400]}, {"resize": "zoom"}, {"resize": ["shortest"]}, {"resize": None},
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_meant_is_one_line(change: dict[str, object]) -> None:
+    values = {**Preprocess(image_size=96).to_dict(), **change}
+    with pytest.raises(UserError, match=next(iter(change))) as caught:
+        Preprocess.from_dict(values)
+    assert "\n" not in str(caught.value)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +13,9 @@ import pytest
 from PIL import Image
 
 from m1clip.data.images import FileImage
-from m1clip.data.store import ArrayPictures, LivePictures, decode_all
+from m1clip.data.pair import ImageRef
+from m1clip.data.store import ArrayPictures, LivePictures, decode_all, read_or_replace
+from m1clip.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +61,65 @@ def test_a_broken_picture_is_named_and_the_rest_decoded(refs: list[FileImage], t
     assert bad[1]
     assert "missing" in bad[2]
     assert np.array_equal(array[[0, 3]], LivePictures(refs, 16).read(np.array([0, 2])))
+
+
+@dataclass(frozen=True)
+class Absurd:
+    """A picture whose decoding fails as one of an absurd size does."""
+
+    error: type[Exception]
+
+    def open(self, want: int | None = None) -> Image.Image:
+        raise self.error
+
+    def stamp(self) -> str:
+        return "absurd"
+
+
+@pytest.mark.parametrize("error", [MemoryError, OverflowError])
+def test_a_picture_too_large_for_the_memory_is_a_bad_one(
+    refs: list[FileImage], error: type[Exception]
+) -> None:
+    mixed: list[ImageRef] = [refs[0], Absurd(error), refs[1]]
+    _, bad = decode_all(mixed, 16, "shortest", 1, "fork", lambda done, total: None)
+    assert bad == {1: "too large for the memory"}
+    members, _, failed = read_or_replace(LivePictures(mixed, 16), np.array([0, 1]), 0, 0)
+    assert members[0] == 0
+    assert members[1] != 1
+    assert {failure.index for failure in failed} == {1}
+    with pytest.raises(UserError, match="too large for the memory"):
+        LivePictures(mixed, 16).read(np.array([0, 1]))
+
+
+@dataclass(frozen=True)
+class Together:
+    """A picture that is decoded only when another one is being decoded at the same time."""
+
+    barrier: threading.Barrier
+    grey: int
+
+    def open(self, want: int | None = None) -> Image.Image:
+        self.barrier.wait(timeout=20)
+        return Image.new("RGB", (16, 16), (self.grey,) * 3)
+
+    def stamp(self) -> str:
+        return str(self.grey)
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core decodes one picture at a time")
+def test_live_pictures_are_decoded_side_by_side_in_order() -> None:
+    barrier = threading.Barrier(2)
+    live = LivePictures([Together(barrier, grey) for grey in range(6)], 16)
+    assert live.read(np.array([5, 0, 3, 1]))[:, 0, 0, 0].tolist() == [5, 0, 3, 1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fork beside threads, which is the point
+def test_a_forked_process_and_a_pickle_read_the_same(refs: list[FileImage]) -> None:
+    live, asked = LivePictures(refs[:40], 16), np.arange(40)
+    pixels = live.read(asked)  # starts the threads, of which a fork inherits none
+    assert np.array_equal(pickle.loads(pickle.dumps(live)).read(asked), pixels)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if np.array_equal(live.read(asked), pixels) else 1)
+    assert os.waitpid(child, 0)[1] == 0

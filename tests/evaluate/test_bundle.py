@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -160,6 +161,15 @@ def test_broken_folders_are_one_clear_line(folder: Path, tmp_path: Path) -> None
     edit_config(folder, shape={**shape, "extra": 1})
     refused("extra")
     (folder / "config.json").write_text(whole)
+    for change in ({"vision_width": "x"}, {"pooling": "max"}, {"mlp_ratio": None}, {"patch_bias": 1}):
+        edit_config(folder, shape={**shape, **change})
+        refused(f"config.json: model shape: {next(iter(change))} must be")
+    (folder / "config.json").write_text(whole)
+    edit_config(folder, preprocess={**json.loads(whole)["preprocess"], "mean": [0.5]})
+    refused("config.json: preprocessing: mean must be 3 numbers")
+    edit_config(folder, preprocess={**json.loads(whole)["preprocess"], "image_size": 64})
+    refused("takes pictures of 32 pixels, the preprocessing makes 64")
+    (folder / "config.json").write_text(whole)
     edit_config(folder, shape={**shape, "vocab_size": shape["vocab_size"] + 1})
     refused("the tokenizer has")
     (folder / "config.json").write_text(whole)
@@ -172,3 +182,27 @@ def test_broken_folders_are_one_clear_line(folder: Path, tmp_path: Path) -> None
     refused(r"'text.norm.weight' is \(3,\), the model wants \(32,\)")
     (folder / "model.safetensors").write_bytes(b"\x00" * 200)
     refused("not a readable safetensors file")
+
+
+@pytest.mark.parametrize("positions", ["learned", "sincos"])
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_another_image_size(bundle: Bundle, tmp_path: Path, positions: str, pooling: str) -> None:
+    shape = ClipShape.from_dict({**bundle.model.shape.to_dict(), "positions": positions, "pooling": pooling})
+    torch.manual_seed(0)
+    Bundle(Clip(shape, bundle.tokenizer.eot_id), bundle.tokenizer, bundle.preprocess).save(tmp_path / "model")
+    slope = np.indices((64, 64)).sum(axis=0)[..., None] * np.array([2.0, 1.0, 0.5])
+    smooth = Image.fromarray(slope.astype(np.uint8))
+    trained = load(tmp_path / "model")
+    assert torch.equal(
+        load(tmp_path / "model", image_size=32).encode_images([smooth]), trained.encode_images([smooth])
+    )
+    larger = load(tmp_path / "model", image_size=64)
+    assert larger.preprocess == replace(trained.preprocess, image_size=64)
+    features = larger.encode_images([smooth])
+    assert features.shape == (1, 16)
+    cosine = float((features * trained.encode_images([smooth])).sum())
+    assert cosine > 0.95
+    larger.save(tmp_path / "larger")
+    assert torch.equal(load(tmp_path / "larger").encode_images([smooth]), features)
+    with pytest.raises(UserError, match="not a multiple of"):
+        load(tmp_path / "model", image_size=50)

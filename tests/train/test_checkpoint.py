@@ -171,3 +171,24 @@ def test_no_checkpoint_at_all(tmp_path: Path) -> None:
 
 def test_a_whole_one_is_verified(run: Path) -> None:
     assert verify(folder_of(run, 30)) == ""
+
+
+def test_a_run_with_no_whole_checkpoint_is_not_started_again_in_silence(run: Path) -> None:
+    for step in (10, 20, 30):
+        empty(folder_of(run, step) / "state.json")
+    warnings: list[str] = []
+    with pytest.raises(
+        UserError, match=r"none of its checkpoints is whole \(step 10: .*delete .*checkpoints"
+    ) as caught:
+        load_newest(run, CPU, warnings.append)
+    assert str(run) in str(caught.value)
+    assert ["before it" in warning for warning in warnings] == [True, True]  # of 30 and 20
+
+
+def test_a_checkpoint_that_was_being_replaced_comes_back(run: Path) -> None:
+    folder_of(run, 30).rename(run / "checkpoints" / "step-000030.old.partial")
+    state, _, warnings = load(run)
+    assert state is not None
+    assert state.step == 30
+    assert len(warnings) == 1
+    assert "the old one is back" in warnings[0]

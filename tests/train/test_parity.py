@@ -31,3 +31,14 @@ def test_rounding_to_bf16_passes_and_a_lost_part_does_not() -> None:
     broken = gradient.clone()
     broken[:1000] = 0  # a tenth of the parameters got no gradient
     assert relative_difference(broken, gradient) > TOLERANCE["bf16"]
+
+
+def test_captions_that_tell_left_from_right_forbid_mirrors() -> None:
+    from m1clip.config import DataConfig
+    from m1clip.data.prepare import augmentation_of
+
+    photos = DataConfig(source=("photos",))
+    everyday = ["a dog runs"] * 99 + ["a man turns left"]
+    assert augmentation_of(photos, everyday).flip == 0.5
+    assert augmentation_of(photos, ["two cats on the left", "a red car on the right"]).flip == 0.0
+    assert augmentation_of(DataConfig(source=("photos",), flip=0.3), ["on the left"]).flip == 0.3

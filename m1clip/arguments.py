@@ -1,0 +1,90 @@
+"""What stands between the words of a command line and cyclopts: short names, and the layers of a config file."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from pathlib import Path
+from typing import Any
+
+from cyclopts.config import Dict
+
+from m1clip.config import Config
+from m1clip.configfile import from_dict, read_preset, read_toml, to_dict
+from m1clip.errors import UserError
+
+# Short names that are also the name of a section, which cyclopts would take them for.
+SHORT = {"--model": "--model.preset", "--data": "--data.source"}
+NOT_SHAPE = ("attention_image", "attention_text", "recompute", "compile")
+DURATIONS = ("minutes", "epochs", "steps")
+
+
+def layers(words: list[str]) -> tuple[Any, ...]:
+    """What --config and --preset say, checked, for the settings that the command line leaves open."""
+    if not words or words[0] != "train":
+        return ()
+    _check_whole_numbers(words)
+    if _value_of(words, "--config") and _value_of(words, "--preset"):
+        raise UserError("give --config or --preset, not both: each settles every setting of a run")
+    if _value_of(words, "--resume"):
+        others = [
+            word for word in words[1:] if word.startswith("--") and word.partition("=")[0] != "--resume"
+        ]
+        if others:
+            raise UserError(
+                f"--resume takes its settings from the run; leave out {others[0]}, or begin a new run"
+            )
+        return ()
+    found = []
+    for option, read in (("--config", lambda value: read_toml(Path(value))), ("--preset", read_preset)):
+        value = _value_of(words, option)
+        if value is None:
+            continue
+        values = to_dict(from_dict(read(value), value))
+        # A duration on the command line takes the place of the file's, of whichever kind that is.
+        if any(_value_of(words, f"--{name}") or _value_of(words, f"--train.{name}") for name in DURATIONS):
+            for name in DURATIONS:
+                values["train"].pop(name, None)
+        # Another size on the command line takes the place of the file's shape, which spells out every number.
+        if _value_of(words, "--model.preset"):
+            values["model"] = {key: value for key, value in values["model"].items() if key in NOT_SHAPE}
+        found.append(Dict(data=_flat(values), source=value, use_commands_as_keys=False))
+    return tuple(found)
+
+
+def spelled_out(words: list[str]) -> list[str]:
+    """The command line with --model and --data of `train` in their long form."""
+    if words[:1] != ["train"]:
+        return words
+    parts = [word.partition("=") for word in words]
+    return [SHORT.get(name, name) + equals + value for name, equals, value in parts]
+
+
+def _check_whole_numbers(words: list[str]) -> None:
+    """cyclopts would cut 2.5 steps to 2; a TOML file may not say it either."""
+    for section, kind in typing.get_type_hints(Config).items():
+        hints = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+        for name in (name for name, hint in hints.items() if hint in (int, int | None)):
+            long = f"--{section}.{name}"
+            for option in (long, long.replace("_", "-"), f"--{name}"):
+                value = _value_of(words, option)
+                if value is not None and "." in value:
+                    raise UserError(f"{option} must be a whole number, not {value}")
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """train.steps and not {train: {steps}}: cyclopts would take the tables `train` and `data` for the commands."""
+    flat = {}
+    for key, value in values.items():
+        inner = value.items() if isinstance(value, dict) else ()
+        flat.update({f"{key}.{name}": item for name, item in inner} if inner else {key: value})
+    return flat
+
+
+def _value_of(words: list[str], option: str) -> str | None:
+    for index, word in enumerate(words):
+        if word == option and index + 1 < len(words):
+            return words[index + 1]
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2]
+    return None
