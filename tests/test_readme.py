@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -158,3 +159,15 @@ def test_the_runner_runs(tmp_path: Path) -> None:
         run_block(Block(1, "shell", "m1clip train --bogus 3\n"), tmp_path)
     with pytest.raises(AssertionError, match="no command that a test may run"):
         run_block(Block(1, "shell", "rm -rf x\n"), tmp_path)
+
+
+def test_the_readme_is_finished() -> None:
+    """No place-holder is left, and every picture and page it links to is there."""
+    if not README.exists():
+        pytest.skip("the README is not beside an installed package")
+    text = README.read_text(encoding="utf-8")
+    assert not re.findall(r"^[A-Z_]{5,}$", text, re.MULTILINE)
+    links = re.findall(r"\]\(([^)#]+)\)", text)
+    assert links
+    for link in links:
+        assert (ROOT / link).exists(), f"README links to {link}, which is not there"
