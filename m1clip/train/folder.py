@@ -51,8 +51,9 @@ def hold(folder: Path) -> Iterator[None]:
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            # Not flock: forked data workers would share it, and outlive a killed parent by some seconds.
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
             holder = os.read(handle, 64).decode("ascii", "replace").strip() or "unknown"
             raise UserError(
                 f"{folder}: process {holder} is training there; wait for it, or stop it first"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +15,13 @@ from m1clip.errors import UserError
 from m1clip.train.folder import LOCK, claim_folder, give_back, hold
 
 HOLDER = """
-import sys
+import os, sys, time
 from pathlib import Path
 from m1clip.train.folder import hold
 with hold(Path(sys.argv[1])):
+    if os.fork() == 0:  # a data worker, which outlives its parent for a while
+        time.sleep(60)
+        os._exit(0)
     print("held", flush=True)
     sys.stdin.readline()
 """
@@ -63,3 +69,5 @@ def test_a_second_writer_is_told_who_holds_the_run_and_a_dead_one_holds_nothing(
     holder.wait(timeout=30)
     with hold(tmp_path):
         assert (tmp_path / LOCK).read_text().strip().isdigit()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(holder.pid, signal.SIGKILL)

@@ -20,7 +20,6 @@ from m1clip.errors import UserError
 from m1clip.evaluate.bundle import load
 from m1clip.runlog import read_log
 from m1clip.train import duration
-from m1clip.train.run import new_run_folder
 
 
 @pytest.fixture(scope="module")
@@ -115,14 +114,6 @@ def test_a_folder_that_holds_other_things_is_not_touched(tmp_path: Path) -> None
         run_small(tmp_path)
     with pytest.raises(UserError, match="exists and is not a run"):
         run_small(tmp_path / "letters.txt")
-
-
-def test_runs_without_a_name_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert new_run_folder(None, "tiny") == Path("runs/tiny")
-    (tmp_path / "runs/tiny").mkdir(parents=True)
-    (tmp_path / "runs/tiny-2").mkdir()
-    assert new_run_folder(None, "tiny") == Path("runs/tiny-3")
 
 
 def test_minutes_become_steps_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
