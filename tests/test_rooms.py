@@ -19,7 +19,7 @@ ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
 MAX_LINES = 320
-MACHINE_PATH = re.compile(r"(?<![\w.])(/home/|/work/|/Users/|/root/|/tmp/|/mnt/)")
+MACHINE_PATH = re.compile(r"(?<![\w.])/(home|work|Users|root|tmp|mnt)/")
 PICKLE = re.compile(
     r"torch\.load\(|import pickle|from pickle|pickle\.loads?\(|import shelve|import marshal|import dill"
 )

@@ -80,14 +80,7 @@ def prepare(
     if not source.pairs("train"):
         raise UserError(f"{', '.join(config.data.source)}: no training pairs found")
     facts = read_facts()
-    device = Device(choose_device(config.train.device, facts), facts)
-    torch.set_num_threads(threads(config.train.threads, facts))
-    if config.model.compile:
-        check_compile(device.kind)
-    speedup = (
-        bf16_speedup(device) if config.train.precision == "auto" and device.rules.bf16 == "measure" else None
-    )
-    precision = choose_precision(config.train.precision, device.kind, facts, speedup)
+    device, precision, speedup = _choose_hardware(config, facts)
     say(_device_line(device, facts, precision, speedup))
 
     preprocess = Preprocess(image_size=draft.image_size)
@@ -120,19 +113,7 @@ def prepare(
         data=_resolved_data(config, augmentation),
         train=dataclasses.replace(config.train, device=device.kind, precision=precision),
     )
-    training = TrainingSet(
-        splits["train"].pictures,
-        splits["train"].captions,
-        BatchPlan(len(splits["train"].pairs), config.train.batch, config.seed),
-        augmentation,
-        full_length=device.rules.fixed_shapes or config.model.compile,
-        identity=identities(splits["train"].pairs),
-    )
-    if training.plan.steps_per_epoch == 0:
-        raise UserError(
-            f"{len(splits['train'].pairs)} training pictures do not fill one batch of {config.train.batch}: "
-            f"lower --batch to {max(2, len(splits['train'].pairs) // 2)}, or bring more pictures"
-        )
+    training = _training_set(config, splits["train"], augmentation, device)
     context = autocast(device, precision)
     return Job(
         config,
@@ -147,6 +128,31 @@ def prepare(
         splits,
         choices,
         context,
+    )
+
+
+def _choose_hardware(config: Config, facts: Facts) -> tuple[Device, Precision, float | None]:
+    """Device and precision, with the measured gain of bf16 where that decided."""
+    device = Device(choose_device(config.train.device, facts), facts)
+    torch.set_num_threads(threads(config.train.threads, facts))
+    if config.model.compile:
+        check_compile(device.kind)
+    measure = config.train.precision == "auto" and device.rules.bf16 == "measure"
+    speedup = bf16_speedup(device) if measure else None
+    return device, choose_precision(config.train.precision, device.kind, facts, speedup), speedup
+
+
+def _training_set(config: Config, train: Split, augmentation: Augmentation, device: Device) -> TrainingSet:
+    """The batches of the run; data that does not fill one is refused."""
+    plan = BatchPlan(len(train.pairs), config.train.batch, config.seed)
+    if plan.steps_per_epoch == 0:
+        raise UserError(
+            f"{plan.pictures} training pictures do not fill one batch of {plan.batch}: "
+            f"lower --batch to {max(2, plan.pictures // 2)}, or bring more pictures"
+        )
+    full_length = device.rules.fixed_shapes or config.model.compile
+    return TrainingSet(
+        train.pictures, train.captions, plan, augmentation, full_length, identity=identities(train.pairs)
     )
 
 
