@@ -239,7 +239,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     debug = "--debug" in words
     words = spelled_out([word for word in words if word != "--debug"])
     try:
-        _set_environment()
+        if not {"--help", "-h", "--version"} & set(words):
+            _set_environment()
         app.config = layers(words)
         app(words, exit_on_error=False, print_error=False)
     except (UserError, CycloptsError) as error:
