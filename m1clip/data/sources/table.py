@@ -57,7 +57,8 @@ def choose_columns(header: Sequence[str], options: Options, where: str) -> Colum
         single = _first(CAPTION_NAMES, by_key)
         captions = numbered or ([single] if single else [])
     if not captions:
-        what = f"{where}: no caption column among {_listing(header)}; name it (--data.caption-column)"
+        flags = "train: --data.caption-column, data lint and pack: --caption-column"
+        what = f"{where}: no caption column among {_listing(header)}; name it ({flags})"
         raise UserError(one_line(what))
     split = options.split_column or _first(SPLIT_NAMES, by_key)
     chosen = [by_key[name.strip().lower()] for name in (image, *captions)]
@@ -80,7 +81,8 @@ def _listing(header: Sequence[str]) -> str:
 def _no_image(header: Sequence[str], where: str) -> str:
     if any(re.search(r"\.(jpe?g|png|webp|gif|bmp|tiff?)$", name.strip().lower()) for name in header):
         return f"{where}: its first row is a picture, not names of columns; add one such as image,caption"
-    return f"{where}: no image column among {_listing(header)}; name it (--data.image-column)"
+    flags = "train: --data.image-column, data lint and pack: --image-column"
+    return f"{where}: no image column among {_listing(header)}; name it ({flags})"
 
 
 def captions_of(value: Any) -> tuple[list[str], str | None]:
