@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -80,18 +78,6 @@ def test_draws_at_once_do_not_change_coverage_or_length(monkeypatch: pytest.Monk
     monkeypatch.setattr("m1clip.evaluate.interval.DRAWS_AT_ONCE", 1500)
     part = share_intervals(hits, cluster)[0]
     assert (part.low, part.high) == pytest.approx((whole.low, whole.high), abs=0.01)
-
-
-def test_cheap() -> None:
-    hits = torch.rand(5000, 3) < 0.5
-    cluster = torch.arange(2500).repeat_interleave(2)
-    share_intervals(hits, cluster)
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        share_intervals(hits, cluster)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.2
 
 
 def test_median_interval_covers() -> None:

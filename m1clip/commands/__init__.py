@@ -1,0 +1,13 @@
+"""The table of commands: one file a family. Each imports its room only when called, so that --help answers at once."""
+
+from cyclopts import App, Group
+
+from m1clip import __version__
+
+app = App(
+    name="m1clip",
+    version=__version__,
+    help="Train CLIP on the computer you have. Every command takes --help, and --debug to show a full traceback.",
+    group_parameters=Group("All settings", sort_key=1),
+    suppress_keyboard_interrupt=False,  # main says how to continue
+)
