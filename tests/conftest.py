@@ -1,6 +1,11 @@
-"""Settings for all tests: one torch thread, and the same hypothesis examples each time."""
+"""Settings for all tests: one torch thread, the same hypothesis examples each time, a cache folder that goes away."""
 
 from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
 
 import torch
 from hypothesis import settings
@@ -8,3 +13,9 @@ from hypothesis import settings
 settings.register_profile("m1clip", derandomize=True, deadline=None, database=None)
 settings.load_profile("m1clip")
 torch.set_num_threads(1)
+
+# Made by the first process, which the workers of xdist inherit it from: what one has measured, the others need not.
+if "M1CLIP_TEST_CACHE" not in os.environ:
+    folder = tempfile.mkdtemp(prefix="m1clip-test-cache-")
+    os.environ |= {"M1CLIP_TEST_CACHE": folder, "XDG_CACHE_HOME": folder}
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -110,4 +110,4 @@ def command(*words: str, cwd: Path, timeout: float = 120) -> subprocess.Complete
 
 def environment() -> dict[str, str]:
     """A wide terminal that is none, and no colours."""
-    return {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb", "PYTHONPATH": ""}
+    return {**os.environ, "COLUMNS": "200", "LINES": "60", "NO_COLOR": "1", "TERM": "dumb", "PYTHONPATH": ""}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+DRIFT = 0.08  # more than this between the first and the last third is said beside the number
+BUSY = 0.10  # so is a larger share of the processors taken by other programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +56,31 @@ def alternate(
         if time.perf_counter() - begin > seconds:
             break
     return {name: timing(values) for name, values in taken.items()}
+
+
+def is_settled(seconds: Sequence[float], tolerance: float = 0.1) -> bool:
+    """Whether warming up is over: the last two calls took the same time, within a tolerance."""
+    return len(seconds) >= 2 and abs(seconds[-1] - seconds[-2]) <= tolerance * seconds[-2]
+
+
+def drift(seconds: Sequence[float]) -> float | None:
+    """How much slower the last third of the calls was than the first (0.1 = 10%); None for fewer than six calls."""
+    third = len(seconds) // 3
+    if third < 2:
+        return None
+    return statistics.median(seconds[-third:]) / statistics.median(seconds[:third]) - 1
+
+
+def remarks(seconds: Sequence[float], others: float | None) -> list[str]:
+    """What stands beside a number that cannot be trusted fully; `others` is the CPU share of other programs."""
+    found = []
+    moved = drift(seconds)
+    if moved is not None and moved > DRIFT:
+        found.append(f"slowed down by {moved:.0%} on the way: throttled, or disturbed")
+    if moved is not None and moved < -DRIFT:
+        found.append(f"still got {-moved:.0%} faster on the way: not warmed up, or disturbed before")
+    if others is not None and others > BUSY:
+        found.append(f"other programs took {others:.0%} of the processors meanwhile")
+    if len(seconds) < 3:
+        found.append(f"only {len(seconds)} measured")
+    return found

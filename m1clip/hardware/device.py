@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
 from m1clip.errors import UserError
 from m1clip.hardware.facts import Facts
+from m1clip.hardware.heap import return_freed_memory
 
 Kind = Literal["cpu", "mps", "cuda"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -121,6 +123,12 @@ def environment(system: str, current: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in current}
 
 
+def peak_of_status(text: str) -> int:
+    """The peak in Linux's /proc/PID/status, in bytes."""
+    line = next(line for line in text.splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
 class Device:
     """One device of this machine, with its rules."""
 
@@ -131,6 +139,8 @@ class Device:
         self.rules = rules(kind, facts)
         self.torch = torch.device(kind)
         self._backend: Any = {"cuda": torch.cuda, "mps": torch.mps}.get(kind)
+        self._most_seen = 0  # MPS keeps no peak: the most that was seen when somebody looked
+        self._peak_file: Path | None = None  # Linux, once the peak was reset: rusage never forgets
 
     def synchronize(self) -> None:
         """Wait until all work given to the device is done; nothing to wait for on the CPU."""
@@ -142,15 +152,52 @@ class Device:
         if self.kind == "cuda":
             return int(self._backend.memory_allocated())
         if self.kind == "mps":
-            return int(self._backend.driver_allocated_memory())
+            used = int(self._backend.driver_allocated_memory())
+            self._most_seen = max(self._most_seen, used)
+            return used
         return int(psutil.Process().memory_info().rss)
 
     def peak_bytes(self) -> int:
-        """The most memory used so far by this process."""
+        """The most memory used so far by this process, or since `reset_peak` where the system can forget."""
         if self.kind == "cuda":
             return int(self._backend.max_memory_allocated())
+        if self.kind == "mps":
+            self.memory_bytes()
+            return self._most_seen
+        if self._peak_file is not None:
+            return peak_of_status(self._peak_file.read_text())
         import resource
         import sys
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux, bytes on macOS
+
+    def reset_peak(self) -> bool:
+        """Give free memory back and begin a new peak; false where only a new process could (CPU, not Linux)."""
+        if self._backend is not None:
+            self._backend.empty_cache()
+            self._most_seen = 0
+            if self.kind == "cuda":
+                self._backend.reset_peak_memory_stats()
+            return True
+        return_freed_memory()
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+            status = Path("/proc/self/status")
+            peak_of_status(status.read_text())
+        except (OSError, StopIteration):
+            return False
+        self._peak_file = status
+        return True
+
+    def total_bytes(self) -> int:
+        """All memory of the device; the machine's own for the CPU and for unified memory."""
+        if self.kind == "cuda":
+            return int(self._backend.get_device_properties(self.torch).total_memory)
+        return int(psutil.virtual_memory().total)
+
+    def free_bytes(self) -> int:
+        """Memory that this process could still get."""
+        if self.kind == "cuda":
+            return int(self._backend.mem_get_info()[0])
+        return int(psutil.virtual_memory().available)

@@ -50,3 +50,23 @@ def test_the_summary_is_median_and_quartiles() -> None:
     assert clock.timing([4.0, 1.0, 3.0, 2.0, 5.0]) == clock.Timing(3.0, 2.0, 4.0, 5)
     assert clock.timing([7.0]) == clock.Timing(7.0, 7.0, 7.0, 1)
     assert str(clock.Timing(0.002, 0.001, 0.003, 5)) == "2.00 ms [1.00, 3.00], n=5"
+
+
+def test_warm_is_when_two_calls_agree() -> None:
+    assert not clock.is_settled([1.0])
+    assert not clock.is_settled([2.0, 1.0])
+    assert clock.is_settled([9.0, 1.0, 1.05])
+
+
+def test_drift_compares_the_ends() -> None:
+    assert clock.drift([1.0] * 5) is None
+    assert clock.drift([1.0, 1.0, 1.5, 1.5, 2.0, 2.0]) == pytest.approx(1.0)
+    assert clock.drift([1.0, 1.1, 1.0, 1.1, 1.0, 1.1]) == pytest.approx(0.0)
+
+
+def test_remarks_stand_beside_a_doubtful_number() -> None:
+    assert clock.remarks([1.0] * 9, others=0.02) == []
+    assert "slowed down by 50%" in clock.remarks([1.0, 1.0, 1.2, 1.2, 1.5, 1.5], None)[0]
+    assert "got 33% faster" in clock.remarks([1.5, 1.5, 1.2, 1.2, 1.0, 1.0], None)[0]
+    assert clock.remarks([1.0] * 9, others=0.4) == ["other programs took 40% of the processors meanwhile"]
+    assert clock.remarks([1.0], None) == ["only 1 measured"]

@@ -1,0 +1,121 @@
+"""Joules, from a meter that the machine has: never estimated. Where there is none, there is no number."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+POWERCAP = Path("/sys/class/powercap")  # Linux: RAPL counters of the processor packages
+APPLE_PARTS = ("cpu_total_mj", "gpu_mj", "gpu_sram_mj", "dram_mj", "ane_mj")
+
+
+class EnergyMeter:
+    """Joules used since it was opened. `covers` says by what: a card alone, or the processor packages."""
+
+    def __init__(self, name: str, covers: str, read: Callable[[], float]) -> None:
+        """`read` gives joules since some fixed moment."""
+        self.name, self.covers = name, covers
+        self._read = read
+        self._begin = read()
+
+    def joules(self) -> float:
+        """Joules since the meter was opened."""
+        return self._read() - self._begin
+
+
+def open_meter(kind: str) -> EnergyMeter | None:
+    """The meter for a kind of device (cpu, mps, cuda), or None where this machine lets nobody read one."""
+    if kind == "cuda":
+        return _open_nvml()
+    if sys.platform == "darwin":
+        return _open_apple()
+    return open_rapl(POWERCAP)
+
+
+def open_rapl(folder: Path) -> EnergyMeter | None:
+    """All processor packages under a powercap folder; None where one cannot be read (often: only root may)."""
+    packages = sorted(
+        zone for zone in folder.glob("intel-rapl:*") if zone.name.count(":") == 1
+    )  # a second colon names a part of a package, already counted in it
+    if not packages:
+        return None
+    try:
+        counters = [_Counter(zone) for zone in packages]
+        return EnergyMeter("RAPL", "processor packages", lambda: sum(c.joules() for c in counters))
+    except (OSError, ValueError):
+        return None
+
+
+class _Counter:
+    """One RAPL counter. It starts again from 0 after some minutes of load, which must not lose energy."""
+
+    def __init__(self, zone: Path) -> None:
+        self._file = zone / "energy_uj"
+        self._range = int((zone / "max_energy_range_uj").read_text())
+        self._last, self._turns = self._now(), 0
+
+    def _now(self) -> int:
+        return int(self._file.read_text())
+
+    def joules(self) -> float:
+        """Joules since boot, or since the turn at which it was first read."""
+        now = self._now()
+        if now < self._last:
+            self._turns += 1
+        self._last = now
+        return (now + self._turns * self._range) / 1e6
+
+
+def _open_nvml() -> EnergyMeter | None:
+    """The CUDA card's own counter (Volta and later), through nvidia-ml-py."""
+    nvml, handle = nvml_handle()
+    if nvml is None:
+        return None
+    try:
+        return EnergyMeter(
+            "NVML", "the card alone", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+        )
+    except nvml.NVMLError:  # an older card, or a virtual one
+        return None
+
+
+def nvml_handle() -> tuple[Any, Any]:
+    """(the library, the handle of torch's current card), or (None, None) where either is missing."""
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except ImportError:
+        return None, None
+    except Exception:  # noqa: BLE001  NVMLError exists only once the library is there; no driver is no meter
+        return None, None
+    import torch
+
+    try:
+        # By its UUID: CUDA_VISIBLE_DEVICES changes what "card 0" means for torch, but not for NVML.
+        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        return nvml, nvml.nvmlDeviceGetHandleByUUID(name)
+    except (nvml.NVMLError, RuntimeError, AssertionError, AttributeError):
+        return None, None
+
+
+def _open_apple() -> EnergyMeter | None:
+    """CPU, GPU, memory and neural engine of an Apple chip, through zeus-apple-silicon; needs no root."""
+    try:
+        monitor = importlib.import_module("zeus_apple_silicon").AppleEnergyMonitor()
+    except (ImportError, RuntimeError):
+        return None
+    return apple_meter(monitor)
+
+
+def apple_meter(monitor: Any) -> EnergyMeter:
+    """A meter over an AppleEnergyMonitor; a part that a chip does not report counts as nothing."""
+
+    def read() -> float:
+        metrics = monitor.get_cumulative_energy()
+        return sum(getattr(metrics, part, None) or 0 for part in APPLE_PARTS) / 1e3
+
+    return EnergyMeter("zeus-apple-silicon", "CPU, GPU, memory and neural engine of the chip", read)

@@ -1,0 +1,32 @@
+"""Amounts as people type them: 8GB, 2.6TFLOP, 512MiB."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from m1clip.errors import UserError
+
+SCALE = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
+         "KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40}  # fmt: skip
+
+
+def amount(text: str, unit: str, option: str) -> float:
+    """The number behind such a text, in whole units; `unit` is B or FLOP, and may be left out."""
+    found = re.fullmatch(rf"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGTP]?I?)(?:{unit}(?:S|/S)?)?\s*", text.upper())
+    scale = SCALE.get(found.group(2)) if found else None
+    if found is None or scale is None or float(found.group(1)) <= 0:
+        raise UserError(f"{option} {text}: give a number with a unit, such as 8G{unit}")
+    return float(found.group(1)) * scale
+
+
+def number_or_auto(hint: Any, tokens: Sequence[Any]) -> int:
+    """For cyclopts: a whole number, or the word auto, which is 0."""
+    value = str(tokens[0].value)
+    if value == "auto":
+        return 0
+    try:
+        return int(value)
+    except ValueError:
+        raise UserError(f"{tokens[0].keyword or '--batch'} {value}: give a whole number, or auto") from None

@@ -1,0 +1,117 @@
+"""Meters: joules since opened, turns of a counter counted, and no number where there is no meter."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from m1clip.hardware import energy
+from m1clip.hardware.energy import EnergyMeter, apple_meter, open_meter, open_rapl
+from m1clip.hardware.heat import hottest, temperature
+
+
+def zone(folder: Path, name: str, microjoules: int, most: int = 1_000_000_000) -> Path:
+    place = folder / name
+    place.mkdir(parents=True)
+    (place / "energy_uj").write_text(f"{microjoules}\n")
+    (place / "max_energy_range_uj").write_text(f"{most}\n")
+    return place / "energy_uj"
+
+
+def test_a_meter_begins_at_zero() -> None:
+    values = iter([100.0, 103.5, 110.0])
+    meter = EnergyMeter("test", "nothing", lambda: next(values))
+    assert [meter.joules(), meter.joules()] == [3.5, 10.0]
+
+
+def test_rapl_adds_packages_and_leaves_out_their_parts(tmp_path: Path) -> None:
+    first, second = zone(tmp_path, "intel-rapl:0", 5_000_000), zone(tmp_path, "intel-rapl:1", 0)
+    core = zone(tmp_path, "intel-rapl:0:0", 1_000_000)
+    meter = open_rapl(tmp_path)
+    assert meter is not None
+    assert meter.name == "RAPL"
+    first.write_text("7000000")
+    second.write_text("500000")
+    core.write_text("900000000")
+    assert meter.joules() == pytest.approx(2.5)
+
+
+def test_a_rapl_counter_that_starts_again_loses_nothing(tmp_path: Path) -> None:
+    counter = zone(tmp_path, "intel-rapl:0", 900_000_000, most=1_000_000_000)
+    meter = open_rapl(tmp_path)
+    assert meter is not None
+    for value, joules in (("950000000", 50), ("20000000", 120), ("10000000", 1110)):
+        counter.write_text(value)
+        assert meter.joules() == pytest.approx(joules)
+
+
+def test_no_counter_no_meter(tmp_path: Path) -> None:
+    assert open_rapl(tmp_path) is None
+    assert open_rapl(tmp_path / "missing") is None
+    zone(tmp_path, "intel-rapl:0", 0).unlink()  # as for a person who may not read it
+    assert open_rapl(tmp_path) is None
+
+
+def test_apples_parts_are_added_and_missing_ones_are_nothing() -> None:
+    readings = [
+        SimpleNamespace(cpu_total_mj=1000, gpu_mj=500, dram_mj=None, ane_mj=0, gpu_sram_mj=None),
+        SimpleNamespace(cpu_total_mj=3000, gpu_mj=1500, dram_mj=None, ane_mj=0, gpu_sram_mj=None),
+    ]
+    meter = apple_meter(SimpleNamespace(get_cumulative_energy=lambda: readings.pop(0)))
+    assert meter.joules() == pytest.approx(3.0)
+
+
+class FakeNvml:
+    """nvidia-ml-py with one card."""
+
+    NVMLError = type("NVMLError", (Exception,), {})
+    NVML_TEMPERATURE_GPU = 0
+
+    def __init__(self, counter: bool = True) -> None:
+        self.counter, self.millijoules = counter, 1000
+
+    def nvmlInit(self) -> None:
+        """Nothing to do."""
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        assert handle == "card"
+        if not self.counter:
+            raise self.NVMLError
+        return self.millijoules
+
+    def nvmlDeviceGetTemperature(self, handle: str, kind: int) -> int:
+        return 61
+
+
+@pytest.mark.parametrize("counter", [True, False])
+def test_a_card_with_and_without_a_counter(monkeypatch: pytest.MonkeyPatch, counter: bool) -> None:
+    nvml = FakeNvml(counter)
+    monkeypatch.setattr(energy, "nvml_handle", lambda: (nvml, "card"))
+    meter = open_meter("cuda")
+    if not counter:
+        assert meter is None
+        return
+    assert meter is not None
+    nvml.millijoules = 4500
+    assert (meter.joules(), meter.covers) == (3.5, "the card alone")
+
+
+def test_without_the_library_there_is_no_meter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setitem(sys.modules, "zeus_apple_silicon", None)
+    assert open_meter("cuda") is None
+    assert temperature("cuda") is None
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert open_meter("mps") is None
+
+
+def test_the_hottest_core_of_the_best_sensor() -> None:
+    def reading(value: float) -> SimpleNamespace:
+        return SimpleNamespace(current=value)
+
+    assert hottest({"acpitz": [reading(20)], "k10temp": [reading(55), reading(61.5)]}) == 61.5
+    assert hottest({"nvme": [reading(80)]}) is None
+    assert hottest({}) is None
