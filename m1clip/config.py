@@ -8,7 +8,9 @@ from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
+from m1clip.config_transfer import TransferConfig
 from m1clip.errors import UserError
+from m1clip.units import amount, number_or_auto
 
 Choice = Literal["auto", "bmm", "sdpa"]
 COMMON = Group("Common", sort_key=0)  # what most people need stands first in --help
@@ -117,12 +119,17 @@ class DataConfig:
     "Stop before training when a larger share of the pictures than this cannot be read."
     workers: int = 0
     "Processes that prepare batches; 0 prepares them in the training process."
+    captions_per_step: int | None = None
+    "Captions of each picture in a step; the picture is computed once. Default: all that most pictures have, at most 5."
     crop_min: float | None = None
     "Random crops keep at least this share of the area; 1 = none. Default: 0.6; 1 where captions tell left from right."
     flip: float | None = None
     "Probability of a mirrored picture. Default: 0.5; 0 where captions tell left from right."
     colour: float | None = None
     "Strength of random brightness and contrast. Default: 0.2, synthetic 0 (colours are words there)."
+
+    patch_dropout: float | None = None
+    "Share of the patches that a step leaves out: less work, less to learn by heart. Default: 0.5, synthetic 0."
 
     def __post_init__(self) -> None:
         _check_finite("data", self)
@@ -131,13 +138,19 @@ class DataConfig:
             # It could not be written into the run's config.toml, and so the run could not be continued.
             readable = not any(0xD800 <= ord(letter) <= 0xDFFF for letter in name)
             _check(readable, f"{name!a}: the name is not valid UTF-8; rename the folder")
+        several = self.captions_per_step
+        _check(several is None or several >= 1, f"data.captions_per_step must be at least 1, not {several}")
         _check(self.workers >= 0, f"data.workers must be 0 or more, not {self.workers}")
         for name in ("train_count", "val_count", "test_count", "captions_per_image"):
             _check(getattr(self, name) >= 1, f"data.{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("max_bad", "crop_min", "flip", "colour"):
+        for name in ("max_bad", "crop_min", "flip", "colour", "patch_dropout"):
             value = getattr(self, name)
             _check(value is None or 0 <= value <= 1, f"data.{name} must lie between 0 and 1, not {value}")
         _check(self.crop_min is None or self.crop_min > 0, "data.crop_min must be above 0")
+        _check(
+            self.patch_dropout != 1,
+            "data.patch_dropout must be below 1: a picture without patches shows nothing",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +167,10 @@ class OptimConfig:
     "AdamW's decay of matrices; norms, biases and the temperature never decay."
     muon_weight_decay: float = 0.1
     "Muon's decay."
+    muon_split_qkv: bool = False
+    "Muon makes queries, keys and values orthogonal each for itself, not as one matrix."
+    muon_quick: bool = True
+    "Muon with four cheaper iterations, equally near to orthogonal, instead of the five of torch.optim.Muon."
     beta1: float = 0.9
     "AdamW's first moment."
     beta2: float = 0.98
@@ -193,8 +210,12 @@ class TrainConfig:
     "Train for this many passes over the pictures."
     steps: Annotated[int | None, Parameter(alias="--steps", group=COMMON)] = None
     "Train for this many steps."
-    batch: Annotated[int, Parameter(alias="--batch", group=COMMON)] = 128
-    "Pairs in a step; all of them are each other's negatives."
+    batch: Annotated[int, Parameter(alias="--batch", group=COMMON, converter=number_or_auto)] = 64
+    "Pairs in a step; all of them are each other's negatives. auto (in a file: 0) takes the largest that fits."
+    memory: Annotated[str | None, Parameter(alias="--memory", group=COMMON)] = None
+    "Stay within this much, such as 8GB: by a smaller batch (with --batch auto), recomputation, or chunks."
+    chunk: Annotated[int, Parameter(alias="--chunk", group=COMMON)] = 0
+    "Pairs encoded at a time: the same step as with the whole --batch at once, in less memory; 0 = all at once."
     objective: Literal["infonce", "sigmoid", "multi"] = "multi"
     "infonce; sigmoid (SigLIP); or multi: infonce where captions of one picture, or equal ones, are no negatives."
     label_smoothing: float = 0.0
@@ -209,6 +230,10 @@ class TrainConfig:
     "CPU threads; 0 = one for each physical core."
     log_every: int = 10
     "Steps between two lines of the run log."
+    log: Annotated[Literal["file", "tensorboard"], Parameter(alias="--log", group=COMMON)] = "file"
+    "Where the figures go: the run's own run.jsonl, or TensorBoard too (pip install 'm1clip[log]')."
+    analysis_every: int | None = None
+    "Steps between two looks at each layer's gradients; default: forty times a run. 0 = no analysis at all."
     eval_every: int | None = None
     "Steps between two evaluations on the validation split; default: five times a run. 0 = at the end only."
     patience: int = 0
@@ -228,13 +253,18 @@ class TrainConfig:
         for name in given:
             _check(getattr(self, name) > 0, f"train.{name} must be above 0, not {getattr(self, name)}")
         _check(
-            self.batch >= 2, f"train.batch must be at least 2 (a contrast needs two pairs), not {self.batch}"
+            self.batch >= 2 or self.batch == 0,
+            f"train.batch must be at least 2 (a contrast needs two pairs), or auto, not {self.batch}",
         )
-        for name in ("threads", "patience"):
+        for name in ("threads", "patience", "chunk"):
             _check(getattr(self, name) >= 0, f"train.{name} must be 0 or more, not {getattr(self, name)}")
+        if self.memory is not None:
+            amount(self.memory, "B", "--memory")
+        part = self.chunk <= self.batch or self.batch == 0
+        _check(part, f"--chunk {self.chunk} is more than --batch {self.batch}: it is a part of it")
         for name in ("log_every", "keep"):
             _check(getattr(self, name) >= 1, f"train.{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("eval_every", "save_every"):
+        for name in ("eval_every", "save_every", "analysis_every"):
             value = getattr(self, name)
             _check(value is None or value >= 0, f"train.{name} must be 0 or more, not {value}")
         _check(
@@ -258,6 +288,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
     seed: Annotated[int, Parameter(alias="--seed", group=COMMON)] = 0
     "The one number behind order, crops, captions and start values."
 

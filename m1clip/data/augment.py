@@ -23,6 +23,7 @@ class Augmentation:
     crop_min: float = 1.0  # smallest share of the area that a crop keeps
     flip: float = 0.0  # probability
     colour: float = 0.0  # brightness and contrast between 1 - colour and 1 + colour
+    patch_dropout: float = 0.0  # share of the patches that the image tower does not see
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,20 @@ def draw_views(augmentation: Augmentation, seed: int, epoch: int, samples: np.nd
     return Views(boxes.astype(np.float32), u(rnd.FLIP) < augmentation.flip, gains.astype(np.float32))
 
 
+def draw_patches(dropout: float, count: int, seed: int, epoch: int, samples: np.ndarray) -> np.ndarray:
+    """(n, kept) of `count` patches for each sample, in order, from (seed, epoch, sample) alone."""
+    kept = max(1, round(count * (1 - dropout)))
+    draws = rnd.bits(seed, epoch, samples[:, None] * count + np.arange(count), rnd.PATCH)
+    return np.sort(np.argsort(draws, axis=1)[:, :kept], axis=1)
+
+
 def render(pixels: Tensor, views: Views | None, preprocess: Preprocess) -> Tensor:
     """(n, side, side, 3) uint8 -> (n, 3, size, size) float32, cropped, resized, coloured and normalised.
 
     Under autocast the two products run in its precision, whose rounding is that of the 8 bits of a pixel.
     """
+    if pixels.is_floating_point():
+        return pixels  # features of a tower that stands still (m1clip/features): made from pixels long ago
     size, side = preprocess.image_size, pixels.shape[1]
     if views is None and side != size:
         views = _whole(len(pixels))

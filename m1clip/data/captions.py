@@ -9,7 +9,7 @@ import numpy as np
 
 from m1clip.text.base import Tokenizer
 
-BUCKET = 8  # text lengths are rounded up to a multiple of this, so that shapes stay few
+BUCKET = 4  # text lengths are rounded up to a multiple of this, so that shapes stay few
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,26 @@ class CaptionTable:
         """(captions,) the picture that each caption describes."""
         return np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
 
-    def pick(self, pictures: np.ndarray, draws: np.ndarray) -> np.ndarray:
-        """One caption index for each picture, from 64-bit draws."""
+    def pick(
+        self, pictures: np.ndarray, draws: np.ndarray, several: int = 1
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Up to `several` different captions of each picture from 64-bit draws: (rows of `pictures`, captions)."""
         counts = (self.first[1:] - self.first[:-1])[pictures]
-        return self.first[pictures] + (draws % counts.astype(np.uint64)).astype(np.int64)
+        taken = np.minimum(counts, several)
+        rows = np.repeat(np.arange(len(pictures)), taken)
+        place = np.arange(len(rows)) - np.repeat(np.cumsum(taken) - taken, taken)
+        # A run of neighbours from a random start: no caption twice, and each as often as any other.
+        start = (draws % counts.astype(np.uint64)).astype(np.int64)
+        return rows, self.first[pictures][rows] + (start[rows] + place) % counts[rows]
 
-    def rows(self, captions: np.ndarray, full_length: bool) -> np.ndarray:
-        """(n, length) tokens, cut after the longest caption unless `full_length`."""
-        width = self.tokens.shape[1]
-        longest = width if full_length else int(self.lengths[captions].max())
-        return self.tokens[captions, : min(-(-longest // BUCKET) * BUCKET, width)]
+    def rows(self, captions: np.ndarray) -> np.ndarray:
+        """(n, length) tokens, cut after the longest caption."""
+        return self.tokens[captions, : rounded(int(self.lengths[captions].max()), self.tokens.shape[1])]
+
+
+def rounded(length: int, context: int) -> int:
+    """A text length rounded up to a whole bucket, at most the context."""
+    return min(-(-length // BUCKET) * BUCKET, context)
 
 
 def tokenise(captions: Sequence[tuple[str, ...]], tokenizer: Tokenizer, context_length: int) -> CaptionTable:

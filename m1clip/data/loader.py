@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,10 +15,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from m1clip.data import randomness as rnd
-from m1clip.data.augment import Augmentation, Views, draw_views
-from m1clip.data.captions import CaptionTable
+from m1clip.data.augment import Augmentation, Views, draw_patches, draw_views
+from m1clip.data.captions import CaptionTable, rounded
 from m1clip.data.store import ArrayPictures, Failure, Pictures, read_or_replace
 from m1clip.errors import UserError
+
+TEXT_GROUPS = 4  # of like length in a step; more would save little padding and make products small
+SMALLEST_GROUP = 32  # captions
 
 
 @dataclass(frozen=True)
@@ -25,11 +29,28 @@ class Batch:
     """One step's worth: raw pixels, tokens, and what says which pairs belong together."""
 
     pixels: Tensor  # (n, side, side, 3) uint8
-    tokens: Tensor  # (n, length) int64
+    tokens: Tensor  # (m, length) int64; short captions first
     pictures: Tensor  # (n,) number of each picture; copies of one have equal numbers
-    captions: Tensor  # (n,) key of each caption; equal captions have equal keys
+    captions: Tensor  # (m,) key of each caption; equal captions have equal keys
+    owners: Tensor  # (m,) the row of the picture that each caption describes
     views: Views
+    patches: Tensor | None = None  # (n, kept) which patches of each picture are seen; None: all
+    lengths: tuple[int, ...] = ()  # of each caption, on the host; empty: all are to be read at full length
     failed: tuple[Failure, ...] = ()  # pictures that could not be read; others stand in their place
+
+    def texts(self, rows: slice) -> Tensor:
+        """Tokens of some captions, cut after the longest of them: they stand by length, so it is the last."""
+        tokens = self.tokens[rows]
+        longest = max(self.lengths[rows], default=self.tokens.shape[1])
+        return tokens[:, : rounded(longest, self.tokens.shape[1])]
+
+    def text_groups(self) -> list[Tensor]:
+        """All tokens in a few groups of like length: the padding is work that no caption needs."""
+        m = len(self.tokens)
+        if not self.lengths:
+            return [self.tokens]
+        bounds = np.linspace(0, m, min(TEXT_GROUPS, max(1, m // SMALLEST_GROUP)) + 1).astype(int)
+        return [self.texts(slice(a, b)) for a, b in itertools.pairwise(bounds.tolist())]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """The same batch on a device; the views stay, they are read when the pixels are rendered."""
@@ -40,9 +61,9 @@ class Batch:
         return self._map(Tensor.pin_memory)
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> Batch:
-        pixels, tokens = move(self.pixels), move(self.tokens)
-        pictures, captions = move(self.pictures), move(self.captions)
-        return replace(self, pixels=pixels, tokens=tokens, pictures=pictures, captions=captions)
+        names = ("pixels", "tokens", "pictures", "captions", "owners", "patches")
+        tensors: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: move(tensor) for name, tensor in tensors.items() if tensor is not None})
 
 
 @dataclass(frozen=True)
@@ -76,9 +97,15 @@ class TrainingSet(Dataset[Batch]):
         augmentation: Augmentation,
         full_length: bool,
         identity: np.ndarray | None = None,
+        several: int = 1,
+        patches: int = 0,
     ) -> None:
-        """`identity[i]` says which picture index i is, where several indices are copies of one."""
-        self.pictures, self.captions, self.plan = pictures, captions, plan
+        """`identity[i]` says which picture index i is, where copies exist; `several` captions of each go in a step.
+
+        `patches` is how many the image tower cuts a picture into, of which the augmentation may leave some out.
+        """
+        self.patches = patches
+        self.pictures, self.captions, self.plan, self.several = pictures, captions, plan, several
         self.augmentation, self.full_length, self.identity = augmentation, full_length, identity
         self.report: Callable[[tuple[Failure, ...], int], None] | None = (
             None  # told of failures and pictures asked for
@@ -88,13 +115,25 @@ class TrainingSet(Dataset[Batch]):
         epoch, planned = self.plan.members(step)
         members, pixels, failed = read_or_replace(self.pictures, planned, self.plan.seed, epoch)
         draws = rnd.bits(self.plan.seed, epoch, members, rnd.CAPTION)
-        chosen = self.captions.pick(members, draws)
+        owners, chosen = self.captions.pick(members, draws, self.several)
+        lengths = self.captions.lengths[chosen]
+        if not self.full_length:
+            by_length = np.argsort(lengths, kind="stable")
+            owners, chosen, lengths = owners[by_length], chosen[by_length], lengths[by_length]
+        tokens = self.captions.tokens[chosen] if self.full_length else self.captions.rows(chosen)
+        shown, seed = None, self.plan.seed
+        if self.patches and self.augmentation.patch_dropout:
+            drawn = draw_patches(self.augmentation.patch_dropout, self.patches, seed, epoch, members)
+            shown = torch.from_numpy(drawn)
         return Batch(
+            patches=shown,
             pixels=torch.from_numpy(pixels),
-            tokens=torch.from_numpy(self.captions.rows(chosen, self.full_length).astype(np.int64)),
+            tokens=torch.from_numpy(tokens.astype(np.int64)),
             pictures=torch.from_numpy(self._identities(members).astype(np.int64)),
             captions=torch.from_numpy(self.captions.keys[chosen]),
-            views=draw_views(self.augmentation, self.plan.seed, epoch, members),
+            owners=torch.from_numpy(owners),
+            lengths=() if self.full_length else tuple(lengths.tolist()),
+            views=draw_views(self.augmentation, seed, epoch, members),
             failed=failed,
         )
 

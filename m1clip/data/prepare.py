@@ -45,13 +45,14 @@ def is_synthetic(config: DataConfig) -> bool:
 
 def augmentation_of(config: DataConfig, captions: Iterable[str] = ()) -> Augmentation:
     """What the config says, or what suits the kind of data."""
-    crop, flip, colour = (1.0, 0.0, 0.0) if is_synthetic(config) else (0.6, 0.5, 0.2)
+    crop, flip, colour, dropout = (1.0, 0.0, 0.0, 0.0) if is_synthetic(config) else (0.6, 0.5, 0.2, 0.5)
     if speaks_of_sides(captions):
         crop, flip = 1.0, 0.0  # a mirrored or shifted picture would make its caption false
     return Augmentation(
         crop_min=crop if config.crop_min is None else config.crop_min,
         flip=flip if config.flip is None else config.flip,
         colour=colour if config.colour is None else config.colour,
+        patch_dropout=dropout if config.patch_dropout is None else config.patch_dropout,
     )
 
 

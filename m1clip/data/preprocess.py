@@ -24,7 +24,9 @@ class Preprocess:
     image_size: int
     mean: tuple[float, float, float] = OPENAI_MEAN
     std: tuple[float, float, float] = OPENAI_STD
-    resize: Literal["shortest", "squash"] = "shortest"  # shortest side then centre crop, or the whole picture
+    # Shortest side then centre crop, or the whole picture. An odd margin is halved as torchvision and open_clip do, or
+    # ("-floor") as transformers does: a picture then moves by one pixel.
+    resize: Literal["shortest", "shortest-floor", "squash"] = "shortest"
 
     def __post_init__(self) -> None:
         if self.image_size < 1:
@@ -50,10 +52,13 @@ def to_square(picture: Image.Image, size: int, resize: str = "shortest") -> np.n
     if resize == "squash":
         picture = picture.resize((size, size), Image.Resampling.BICUBIC)
     elif (width, height) != (size, size):
-        scale = size / min(width, height)
-        wide, high = (size, int(height * scale)) if width <= height else (int(width * scale), size)
+        # In this order, as torchvision does: a scale computed first is now and then one pixel short.
+        wide, high = (
+            (size, int(size * height / width)) if width <= height else (int(size * width / height), size)
+        )
         picture = picture.resize((max(wide, size), max(high, size)), Image.Resampling.BICUBIC)
-        left, top = round((picture.width - size) / 2), round((picture.height - size) / 2)
+        left, top = ((whole - size) / 2 for whole in picture.size)
+        left, top = (int(left), int(top)) if resize == "shortest-floor" else (round(left), round(top))
         picture = picture.crop((left, top, left + size, top + size))
     return np.asarray(picture)
 

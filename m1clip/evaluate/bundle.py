@@ -18,17 +18,21 @@ from m1clip.data.augment import render
 from m1clip.data.images import decode
 from m1clip.data.preprocess import Preprocess, to_square
 from m1clip.errors import UserError
+from m1clip.evaluate.foreign import Parts, kind_of, read_foreign
 from m1clip.files import whole_folder, write_json
 from m1clip.model.clip import Clip
-from m1clip.model.positions import resize_positions
-from m1clip.model.shape import ClipShape
+from m1clip.model.lora import merged_state
+from m1clip.model.pretrained.clip import TowerClip, empty_towers
+from m1clip.model.pretrained.shape import TowerShape
+from m1clip.model.shape import Activation, ClipShape
+from m1clip.model.weights import assign_weights, empty_clip, fit_positions
 from m1clip.text import load_tokenizer
 from m1clip.text.base import Tokenizer
 
 FORMAT = 1
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
-POSITIONS = "image.positions"
+SHAPE, TOWERS = "shape", "towers"  # what the config calls a model on towers of ours, and on towers of others
 
 Picture = str | Path | Image.Image | np.ndarray
 
@@ -50,7 +54,7 @@ class Bundle:
         self.model.eval()
         parts = []
         for start in range(0, len(pictures), batch):
-            squares = [self._square(picture) for picture in pictures[start : start + batch]]
+            squares = [self.square(picture) for picture in pictures[start : start + batch]]
             pixels = torch.from_numpy(np.stack(squares)).to(self.device)
             parts.append(self.model.encode_image(render(pixels, None, self.preprocess)))
         return torch.cat(parts) if parts else torch.empty(0, self.model.shape.embed_dim)
@@ -68,13 +72,15 @@ class Bundle:
     def save(self, folder: Path) -> None:
         """Write the model folder; an older one there is replaced only when the new one is whole."""
         with whole_folder(folder) as partial:
-            weights = {name: t.detach().cpu().contiguous() for name, t in self.model.state_dict().items()}
+            weights = {name: t.detach().cpu().contiguous() for name, t in merged_state(self.model).items()}
             save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
+            kind = TOWERS if isinstance(self.model, TowerClip) else SHAPE
             shape, preprocess = self.model.shape.to_dict(), self.preprocess.to_dict()
-            write_json(partial / CONFIG, {"format": FORMAT, "shape": shape, "preprocess": preprocess})
+            write_json(partial / CONFIG, {"format": FORMAT, kind: shape, "preprocess": preprocess})
             self.tokenizer.save(partial)
 
-    def _square(self, picture: Picture) -> np.ndarray:
+    def square(self, picture: Picture) -> np.ndarray:
+        """(size, size, 3) uint8, as training sees it."""
         size, resize = self.preprocess.image_size, self.preprocess.resize
         if isinstance(picture, str | Path):
             picture = decode(Path(picture), size, str(picture))  # as training decodes it
@@ -87,48 +93,47 @@ class Bundle:
         return to_square(picture, size, resize)
 
 
-def load(path: str | Path, device: str = "cpu", image_size: int | None = None) -> Bundle:
-    """Load a model folder, or the best model of a run folder; `image_size` makes it see pictures at another size."""
-    folder = model_folder(Path(path))
-    trained, preprocess = _read_config(folder / CONFIG)
-    shape = trained if image_size is None else replace(trained, image_size=image_size)
+def load(
+    path: str | Path, device: str = "cpu", image_size: int | None = None, activation: Activation | None = None
+) -> Bundle:
+    """Load a model folder, the best model of a run, or a model of others (open_clip, Hugging Face).
+
+    `image_size` makes it see pictures at another size; `activation` is for foreign weights without a config.
+    """
+    return assemble(read_parts(Path(path), activation), device, image_size)
+
+
+def read_parts(path: Path, activation: Activation | None = None) -> Parts:
+    """Shape, weights, tokenizer and preprocessing of a model, whoever wrote it."""
+    if kind_of(path) is not None:
+        return read_foreign(path, activation)
+    folder = model_folder(path)
+    shape, preprocess = _read_config(folder / CONFIG)
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size != shape.vocab_size:
         raise UserError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {shape.vocab_size}"
         )
-    model = empty_clip(shape, tokenizer.eot_id, torch.device(device))
     try:
-        weights = load_file(folder / WEIGHTS, device=device)
+        weights = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{folder / WEIGHTS}: not a readable safetensors file ({error})") from None
-    if shape.grid != trained.grid and shape.positions == "learned":
-        # Sincos ones are not among the weights: they are made for the new shape already.
-        _resize_learned(weights, trained, shape)
-    assign_weights(model, weights, str(folder / WEIGHTS))
-    return Bundle(model.eval(), tokenizer, replace(preprocess, image_size=shape.image_size))
+    return Parts(shape, weights, tokenizer, preprocess, str(folder / WEIGHTS))
 
 
-def empty_clip(shape: ClipShape, eot_id: int, device: torch.device) -> Clip:
-    """A Clip whose weights are about to be loaded: memory is taken, no random start is drawn."""
-    with torch.device("meta"):
-        model = Clip(shape, eot_id)
-    model.to_empty(device=device)
-    model.image.reset_positions(shape)
-    return model
-
-
-def assign_weights(model: Clip, weights: dict[str, Tensor], where: str) -> None:
-    """Copy tensors into the model; a missing, unknown or misshapen one is an error that names it."""
-    own = model.state_dict()
-    for odd in sorted(set(own) ^ set(weights)):
-        raise UserError(f"{where}: {'missing' if odd in own else 'unknown'} tensor '{odd}'")
-    for name, tensor in weights.items():
-        if own[name].shape != tensor.shape:
-            raise UserError(
-                f"{where}: '{name}' is {tuple(tensor.shape)}, the model wants {tuple(own[name].shape)}"
-            )
-    model.load_state_dict(weights)
+def assemble(parts: Parts, device: str = "cpu", image_size: int | None = None) -> Bundle:
+    """The model that the parts make, for pictures of another size if that is asked for."""
+    shape = parts.shape if image_size is None else replace(parts.shape, image_size=image_size)
+    weights = dict(parts.weights)
+    model: Clip
+    if isinstance(shape, TowerShape):
+        model = empty_towers(shape, parts.tokenizer.pad_id, torch.device(device))
+    else:
+        assert isinstance(parts.shape, ClipShape)
+        fit_positions(weights, parts.shape, shape)
+        model = empty_clip(shape, parts.tokenizer.eot_id, torch.device(device))
+    assign_weights(model, weights, parts.where)
+    return Bundle(model.eval(), parts.tokenizer, replace(parts.preprocess, image_size=shape.image_size))
 
 
 def model_folder(path: Path) -> Path:
@@ -139,17 +144,23 @@ def model_folder(path: Path) -> Path:
     raise UserError(f"{path}: no trained model there (looked for {WEIGHTS}, best/{WEIGHTS}, model/{WEIGHTS})")
 
 
-def _resize_learned(weights: dict[str, Tensor], trained: ClipShape, shape: ClipShape) -> None:
-    positions = weights.get(POSITIONS)
-    # Missing or misshapen: `assign_weights` says so in words.
-    if positions is not None and positions.shape == (trained.image_tokens, trained.vision_width):
-        weights[POSITIONS] = resize_positions(positions.float(), shape.grid).to(positions.dtype)
+def newest_run(runs: Path = Path("runs")) -> Path:
+    """The run that was written to last, among those that have a model."""
+    found = [
+        path.parent.parent for path in runs.glob(f"*/*/{WEIGHTS}") if path.parent.name in ("best", "model")
+    ]
+    if not found:
+        raise UserError(f"no trained model in {runs}/: train one, or name one with --model")
+    return max(
+        found, key=lambda run: (run / "run.jsonl").stat().st_mtime if (run / "run.jsonl").exists() else 0
+    )
 
 
-def _read_config(path: Path) -> tuple[ClipShape, Preprocess]:
+def _read_config(path: Path) -> tuple[ClipShape | TowerShape, Preprocess]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        version, shape, preprocess = int(config["format"]), config["shape"], config["preprocess"]
+        version, preprocess, on_towers = int(config["format"]), config["preprocess"], TOWERS in config
+        shape = config[TOWERS if on_towers else SHAPE]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not a model config ({type(error).__name__}: {error})") from None
     if version > FORMAT:
@@ -159,7 +170,7 @@ def _read_config(path: Path) -> tuple[ClipShape, Preprocess]:
     if not isinstance(shape, dict) or not isinstance(preprocess, dict):
         raise UserError(f"{path}: not a model config (shape and preprocess must be objects)")
     try:
-        made = ClipShape.from_dict(shape), Preprocess.from_dict(preprocess)
+        made = (TowerShape if on_towers else ClipShape).from_dict(shape), Preprocess.from_dict(preprocess)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     if made[0].image_size != made[1].image_size:

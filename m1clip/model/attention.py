@@ -18,6 +18,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, kind: AttentionKind
     return _bmm_attention(q, k, v, causal)
 
 
+def attention_at(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
+    """One query for each sequence: q (n, heads, 1, dim); `seen` (n, length) says which positions it may see."""
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3)  # (n, heads, 1, length)
+    if seen is not None:
+        scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+    return scores.softmax(dim=-1) @ v
+
+
 def _bmm_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     n, heads, length, dim = q.shape
     # The scale goes onto q: it is smaller than the score matrix, and bf16 scores stay in range.

@@ -56,9 +56,9 @@ class Clip(nn.Module):
             self.logit_scale.fill_(math.log(10.0))
             self.logit_bias.fill_(-10.0)
 
-    def encode_image(self, pixels: Tensor) -> Tensor:
-        """(n, 3, size, size) normalised pixels -> (n, embed_dim) unit vectors in float32."""
-        return F.normalize(self.image_projection(self.image(pixels)).float(), dim=-1)
+    def encode_image(self, pixels: Tensor, patches: Tensor | None = None) -> Tensor:
+        """(n, 3, size, size) normalised pixels -> (n, embed_dim) unit vectors in float32; of some patches or all."""
+        return F.normalize(self.image_projection(self.image(pixels, patches)).float(), dim=-1)
 
     def encode_text(self, ids: Tensor) -> Tensor:
         """(n, length) token ids -> (n, embed_dim) unit vectors in float32."""
@@ -66,8 +66,11 @@ class Clip(nn.Module):
 
     def forward(self, pixels: Tensor, ids: Tensor) -> Features:
         """Both encoders and the temperature."""
-        scale = self.logit_scale.clamp(max=MAX_LOGIT_SCALE).exp()
-        return Features(self.encode_image(pixels), self.encode_text(ids), scale, self.logit_bias)
+        return Features(self.encode_image(pixels), self.encode_text(ids), self.scale(), self.logit_bias)
+
+    def scale(self) -> Tensor:
+        """What products of unit vectors are multiplied with: one over the temperature."""
+        return self.logit_scale.clamp(max=MAX_LOGIT_SCALE).exp()
 
     @torch.no_grad()
     def clamp_scale(self) -> None:

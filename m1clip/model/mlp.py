@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from m1clip.model.linear import half, is_fused, linear, parameter_grads, product
 from m1clip.model.shape import Activation
 
 
@@ -19,13 +23,65 @@ class Mlp(nn.Module):
         self.up = nn.Linear(width, hidden)
         self.down = nn.Linear(hidden, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, length, width) -> the same shape."""
-        x = self.up(x)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """(n, length, width) -> the same shape, added to `residual` where one is given."""
+        if is_fused(x) and not self.quick:
+            parts = (self.up.weight, self.up.bias, self.down.weight, self.down.bias)
+            return _GeluMlp.apply(x, *parts, residual)
+        x = linear(x, self.up.weight, self.up.bias)
         if torch.is_grad_enabled() and x.device.type == "cpu":
             # The activation is the block's largest tensor and the cheapest to compute again (docs/speed.md).
-            return checkpoint(self._down, x, use_reentrant=False, preserve_rng_state=False)
-        return self._down(x)
+            x = checkpoint(self._down, x, use_reentrant=False, preserve_rng_state=False)
+        else:
+            x = self._down(x)
+        return x if residual is None else residual + x
+
+    def mean(self, x: Tensor) -> Tensor:
+        """(n, length, width) -> (n, width): the mean over the sequence, taken before the second product."""
+        x = self._active(linear(x, self.up.weight, self.up.bias)).mean(dim=1)
+        return linear(x, self.down.weight, self.down.bias)
 
     def _down(self, x: Tensor) -> Tensor:
-        return self.down(x * torch.sigmoid(1.702 * x) if self.quick else F.gelu(x))
+        return self.down(self._active(x))
+
+    def _active(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x) if self.quick else F.gelu(x)
+
+
+class _GeluMlp(torch.autograd.Function):
+    """The whole MLP for bf16 on the CPU; GELU, the block's largest tensor, is computed again in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        up: Tensor,
+        up_bias: Tensor,
+        down: Tensor,
+        down_bias: Tensor,
+        residual: Tensor | None,
+    ) -> Tensor:
+        flat = x.flatten(0, -2)
+        narrow_up, narrow_down = half(up), half(down)
+        assert narrow_up is not None
+        assert narrow_down is not None
+        hidden = product(flat, narrow_up, half(up_bias))
+        ctx.save_for_backward(flat, hidden, narrow_up, narrow_down)
+        ctx.kept = up.dtype
+        added = None if residual is None else residual.flatten(0, -2)
+        return product(F.gelu(hidden), narrow_down, half(down_bias), added).view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        flat, hidden, up, down = ctx.saved_tensors
+        wants_x, wants_up, wants_up_bias, wants_down, wants_down_bias, wants_residual = ctx.needs_input_grad
+        g = grad.reshape(-1, grad.shape[-1])
+        active = F.gelu(hidden) if wants_down else g
+        ddown, ddown_bias = parameter_grads(g, active, ctx.kept, wants_down, wants_down_bias)
+        del active
+        dhidden = g @ down
+        torch.ops.aten.gelu_backward.grad_input(dhidden, hidden, grad_input=dhidden)
+        dup, dup_bias = parameter_grads(dhidden, flat, ctx.kept, wants_up, wants_up_bias)
+        dx = (dhidden @ up).view(grad.shape) if wants_x else None
+        return dx, dup, dup_bias, ddown, ddown_bias, grad if wants_residual else None

@@ -23,7 +23,7 @@ def _vit(
 
 PRESETS: dict[str, ClipShape] = {
     #             vision (width, layers, heads)  text                 embed  patch
-    "tiny": _vit((256, 6, 4), (256, 4, 4), 256, 16, image_size=112, context_length=32, **_SMALL_DATA),
+    "tiny": _vit((256, 6, 4), (256, 2, 4), 256, 16, image_size=112, context_length=32, **_SMALL_DATA),
     "small": _vit((512, 12, 8), (512, 12, 8), 512, 16, vocab_size=33, **_PRIOR_ART),
     "documented": _vit((768, 12, 12), (512, 6, 8), 512, 16, vocab_size=33, **_PRIOR_ART),
     "ViT-S-16": _vit((384, 12, 6), (384, 12, 6), 384, 16),

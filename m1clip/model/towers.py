@@ -44,21 +44,25 @@ class VisionTower(nn.Module):
         )
         self.norm = nn.LayerNorm(width)
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """(n, 3, size, size) normalised pixels -> (n, width)."""
-        x = self._patches(pixels)  # (n, grid * grid, width)
+    def forward(self, pixels: Tensor, patches: Tensor | None = None) -> Tensor:
+        """(n, 3, size, size) normalised pixels -> (n, width); of each picture only `patches` (n, kept), or all."""
+        x = self._patches(pixels, patches)  # (n, patches, width)
+        positions = self.positions.to(x.dtype)
+        prefix = 0 if self.cls is None else 1
+        x = x + (positions[prefix:] if patches is None else positions[prefix:][patches])
         if self.cls is not None:
-            x = torch.cat([self.cls.to(x.dtype).expand(len(x), 1, -1), x], dim=1)
-        x = self.norm_pre(x + self.positions.to(x.dtype)).to(_compute_dtype(x))
-        x = self.transformer(x)
-        return self.norm(x[:, 0] if self.cls is not None else x.mean(dim=1))
+            x = torch.cat([(self.cls.to(x.dtype) + positions[0]).expand(len(x), 1, -1), x], dim=1)
+        x = self.norm_pre(x).to(_compute_dtype(x))
+        return self.norm(self.transformer(x, 0 if self.cls is not None else "mean"))
 
-    def _patches(self, pixels: Tensor) -> Tensor:
+    def _patches(self, pixels: Tensor, chosen: Tensor | None = None) -> Tensor:
         # A matrix product instead of the convolution: same numbers, faster on every device we measured.
         n, _, height, width = pixels.shape
         size = self.patch.kernel_size[0]
         x = pixels.view(n, 3, height // size, size, width // size, size)
         x = x.permute(0, 2, 4, 1, 3, 5).reshape(n, -1, 3 * size * size)
+        if chosen is not None:
+            x = x[torch.arange(n, device=x.device)[:, None], chosen]
         return F.linear(x, self.patch.weight.flatten(1), self.patch.bias)
 
     @torch.no_grad()
@@ -97,9 +101,8 @@ class TextTower(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """(n, length) token ids, length <= context -> (n, width). What stands after the end mark has no effect."""
         x = self.tokens(ids) + self.positions[: ids.shape[1]]
-        x = self.transformer(x.to(_compute_dtype(x)))
         end = (ids == self.eot_id).int().argmax(dim=1)  # the first end mark
-        return self.norm(x[torch.arange(len(x), device=x.device), end])
+        return self.norm(self.transformer(x.to(_compute_dtype(x)), end))
 
     @torch.no_grad()
     def initialise(self, shape: ClipShape) -> None:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from m1clip.model.attention import AttentionKind, attention
+from m1clip.model.attention import AttentionKind, attention, attention_at
+from m1clip.model.linear import linear, linear_add
 from m1clip.model.mlp import Mlp
 from m1clip.model.shape import Activation, Init
+
+Place = Tensor | int  # (n,) a position for each sequence, or one for all
+
+
+def pick(x: Tensor, place: Place) -> Tensor:
+    """(n, length, width) -> (n, width): one position of each sequence."""
+    return x[:, place] if isinstance(place, int) else x[torch.arange(len(x), device=x.device), place]
+
+
+def _run(function: Callable[..., Tensor], *inputs: object) -> Tensor:
+    return function(*inputs)
 
 
 class Attention(nn.Module):
@@ -25,13 +37,28 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, length, width) -> the same shape."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """(n, length, width) -> the same shape, added to `residual` where one is given."""
         n, length, width = x.shape
-        qkv = self.qkv(x).view(n, length, 3, self.heads, width // self.heads)
+        qkv = linear(x, self.qkv.weight, self.qkv.bias).view(n, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (n, heads, length, dim)
         mixed = attention(q, k, v, self.causal, self.kind)
-        return self.out(mixed.transpose(1, 2).reshape(n, length, width))
+        mixed = mixed.transpose(1, 2).reshape(n, length, width)
+        if residual is None:
+            return linear(mixed, self.out.weight, self.out.bias)
+        return linear_add(mixed, self.out.weight, self.out.bias, residual)
+
+    def at(self, x: Tensor, place: Place) -> Tensor:
+        """What `forward` gives at one place of each sequence, (n, width): its query alone, all keys and values."""
+        n, length, width = x.shape
+        weight, bias, heads = self.qkv.weight, self.qkv.bias, self.heads
+        q = linear(pick(x, place), weight[:width], bias[:width]).view(n, heads, 1, width // heads)
+        kv = linear(x, weight[width:], bias[width:]).view(n, length, 2, heads, width // heads)
+        k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)  # each (n, heads, length, dim)
+        positions = torch.arange(length, device=x.device)
+        seen = positions <= torch.as_tensor(place, device=x.device).view(-1, 1) if self.causal else None
+        mixed = attention_at(q, k, v, seen if seen is None else seen.expand(n, -1)).reshape(n, width)
+        return linear(mixed, self.out.weight, self.out.bias)
 
 
 class Block(nn.Module):
@@ -49,8 +76,27 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, length, width) -> the same shape and dtype."""
-        x = x + self._drop(self.attn(self.norm1(x).to(x.dtype)))
-        return x + self._drop(self.mlp(self.norm2(x).to(x.dtype)))
+        x = self._mixed(x)
+        y = self.norm2(x).to(x.dtype)
+        if self.dropout and self.training:
+            return x + self._drop(self.mlp(y))
+        return self.mlp(y, residual=x)
+
+    def at(self, x: Tensor, place: Place) -> Tensor:
+        """What `forward` gives at one place of each sequence, (n, width), with the work of that place alone."""
+        y = pick(x, place) + self._drop(self.attn.at(self.norm1(x).to(x.dtype), place))
+        return y + self._drop(self.mlp(self.norm2(y).to(y.dtype)))
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean over the sequence of what `forward` gives, (n, width): the last product is done after the mean."""
+        x = self._mixed(x)
+        return x.mean(dim=1) + self._drop(self.mlp.mean(self.norm2(x).to(x.dtype)))
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        y = self.norm1(x).to(x.dtype)
+        if self.dropout and self.training:
+            return x + self._drop(self.attn(y))
+        return self.attn(y, residual=x)  # the sum is part of the last product where that is faster
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
@@ -77,12 +123,22 @@ class Transformer(nn.Module):
             Block(width, heads, hidden, causal, activation, dropout) for _ in range(layers)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, length, width) -> the same shape."""
-        recompute = self.recompute and torch.is_grad_enabled()
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
-        return x
+    def forward(self, x: Tensor, place: Place | Literal["mean"] | None = None) -> Tensor:
+        """(n, length, width) -> the same shape; (n, width) where only one place, or the mean, will be read.
+
+        The last block then does the work of what is read: the same numbers for a twelfth less of ViT-B's work.
+        """
+        *first, last = self._each()
+        run = self._recomputed if self.recompute and torch.is_grad_enabled() else _run
+        for block in first:
+            x = run(block, x)
+        if place is None:
+            return run(last, x)
+        return run(last.mean, x) if isinstance(place, str) else run(last.at, x, place)
+
+    @staticmethod
+    def _recomputed(function: Callable[..., Tensor], *inputs: object) -> Tensor:
+        return cast("Tensor", checkpoint(function, *inputs, use_reentrant=False))
 
     def _each(self) -> Iterator[Block]:
         return iter(cast("Iterable[Block]", self.blocks))
@@ -103,5 +159,5 @@ class Transformer(nn.Module):
                 nn.init.normal_(last.weight, std=branch)
                 if init == "zero":
                     nn.init.zeros_(last.weight)
-            for linear in (block.attn.qkv, block.attn.out, block.mlp.up, block.mlp.down):
-                nn.init.zeros_(linear.bias)
+            for layer in (block.attn.qkv, block.attn.out, block.mlp.up, block.mlp.down):
+                nn.init.zeros_(layer.bias)

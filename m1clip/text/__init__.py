@@ -12,19 +12,24 @@ from m1clip.errors import UserError
 from m1clip.text.base import Tokenizer
 from m1clip.text.bpe import BASE_COUNT, FULL_SOT_ID, BpeTokenizer
 from m1clip.text.char import PRIOR_ART_ALPHABET, CharTokenizer
+from m1clip.text.fast import FastTokenizer
 from m1clip.text.rows import FILE_NAME, VERSION
+from m1clip.text.wordpiece import WordPieceTokenizer
 
 __all__ = [
     "KINDS",
     "PRIOR_ART_ALPHABET",
     "BpeTokenizer",
     "CharTokenizer",
+    "FastTokenizer",
     "Tokenizer",
+    "WordPieceTokenizer",
     "load_tokenizer",
     "make_tokenizer",
 ]
 
-KINDS = ("char", "bpe", "bpe-cut")
+KINDS = ("char", "bpe", "bpe-cut")  # those that can be made from captions
+SAVED = (*KINDS, "wordpiece", "fast")  # and those that come with a pretrained tower
 COPY_AGAIN = "copy the model folder again, or train again"
 
 
@@ -52,6 +57,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     try:
         if record["kind"] == "char":
             return CharTokenizer(_alphabet_of(record))
+        if record["kind"] == "wordpiece":
+            return WordPieceTokenizer(_pieces_of(record))
+        if record["kind"] == "fast":
+            return FastTokenizer(json.dumps(record.get("tokenizer")), int(record.get("pad_id", 0)))
         return BpeTokenizer() if record["kind"] == "bpe" else BpeTokenizer(_kept_of(record))
     except ValueError as error:
         raise UserError(f"{path}: broken tokenizer: {error}; {COPY_AGAIN}") from error
@@ -75,10 +84,10 @@ def _read_record(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: written by a newer m1clip (format {version}, this one reads {VERSION}); upgrade m1clip"
         )
-    if record.get("kind") not in KINDS:
+    if record.get("kind") not in SAVED:
         raise UserError(
             f"{path}: unknown tokenizer kind {str(record.get('kind'))[:40]!r} "
-            f"(known: {', '.join(KINDS)}); {COPY_AGAIN}"
+            f"(known: {', '.join(SAVED)}); {COPY_AGAIN}"
         )
     return record
 
@@ -88,6 +97,13 @@ def _alphabet_of(record: dict[str, Any]) -> str:
     if not isinstance(alphabet, str):
         raise ValueError("'alphabet' is not a string")
     return alphabet
+
+
+def _pieces_of(record: dict[str, Any]) -> list[str]:
+    pieces = record.get("pieces")
+    if not isinstance(pieces, list) or not all(isinstance(piece, str) for piece in pieces):
+        raise ValueError("'pieces' is not a list of strings")
+    return pieces
 
 
 def _kept_of(record: dict[str, Any]) -> list[int]:

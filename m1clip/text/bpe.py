@@ -167,6 +167,14 @@ class BpeTokenizer:
         else:
             write_record(folder, "bpe-cut", kept=self.kept)
 
+    def pieces(self) -> list[int]:
+        """The pieces in the order of their ids, by their number in the full vocabulary; no special marks."""
+        return list(range(FULL_SOT_ID)) if self.kept is None else [*range(BASE_COUNT), *self.kept]
+
+    def parts_of(self, piece: int) -> list[int]:
+        """The ids here of a piece of the full vocabulary: one, or those it is read as where it was cut away."""
+        return [piece] if self.kept is None else self._kept_parts()[piece]
+
     def _encode_all(self, texts: Iterable[str]) -> Iterator[list[int]]:
         rust = _rust_tokenizer()
         cleaned = map(clean_text, texts)

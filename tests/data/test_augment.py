@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from m1clip.data.augment import Augmentation, Views, _resampler, draw_views, render
+from m1clip.data.augment import Augmentation, Views, _resampler, draw_patches, draw_views, render
 from m1clip.data.preprocess import Preprocess
 
 PLAIN = Preprocess(image_size=16, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
@@ -137,3 +139,22 @@ def test_drawn_views_stay_in_their_ranges() -> None:
     assert (still.boxes == np.array([0, 0, 1, 1], np.float32)).all()
     assert not still.flips.any()
     assert (still.gains == 1).all()
+
+
+@given(st.integers(1, 60), st.floats(0, 0.99), st.integers(0, 5))
+def test_kept_patches_are_different_ordered_and_the_same_each_time(
+    count: int, dropout: float, epoch: int
+) -> None:
+    samples = np.array([3, 9, 4])
+    kept = draw_patches(dropout, count, 1, epoch, samples)
+    assert kept.shape == (3, max(1, round(count * (1 - dropout))))
+    assert ((kept >= 0) & (kept < count)).all()
+    assert (np.diff(kept, axis=1) > 0).all()
+    assert (draw_patches(dropout, count, 1, epoch, samples[::-1]) == kept[::-1]).all()
+
+
+def test_each_patch_is_kept_as_often_as_any_other_and_not_always() -> None:
+    kept = draw_patches(0.5, 16, 0, 0, np.arange(4000))
+    counts = np.bincount(kept.ravel(), minlength=16)
+    assert (np.abs(counts - 2000) < 5 * np.sqrt(1000)).all()
+    assert (draw_patches(0.5, 16, 0, 1, np.arange(4000)) != kept).any()

@@ -33,22 +33,34 @@ def test_lengths_count_up_to_the_end_mark() -> None:
 
 def test_rows_are_cut_after_the_longest_to_few_lengths() -> None:
     captions = table()
-    assert captions.rows(np.array([0, 1]), full_length=False).shape == (2, 8)
-    assert captions.rows(np.array([2]), full_length=False).shape == (1, 16)
-    assert captions.rows(np.array([0, 1]), full_length=True).shape == (2, 32)
+    assert captions.rows(np.array([0, 1])).shape == (2, 8)
+    assert captions.rows(np.array([2])).shape == (1, 12)
     short = table(context=21)
-    assert short.rows(np.array([5]), full_length=False).shape == (1, 21)
+    assert short.rows(np.array([5])).shape == (1, 21)
     end = make_tokenizer("char", [c for g in GROUPS for c in g]).eot_id
-    assert (captions.rows(np.array([0, 1, 2]), full_length=False) == end).any(axis=1).all()
+    assert (captions.rows(np.array([0, 1, 2])) == end).any(axis=1).all()
 
 
 def test_the_choice_is_of_the_pictures_own_and_roughly_even() -> None:
     captions = table()
     pictures = np.tile(np.arange(3), 3000)
     draws = rnd.bits(0, 0, np.arange(9000), rnd.CAPTION)
-    chosen = captions.pick(pictures, draws)
+    rows, chosen = captions.pick(pictures, draws)
+    assert (rows == np.arange(9000)).all()
     assert (captions.owner[chosen] == pictures).all()
-    assert (chosen == captions.pick(pictures, draws)).all()
+    assert (chosen == captions.pick(pictures, draws)[1]).all()
     counts = np.bincount(chosen, minlength=6)
     expected = np.array([3000, 1000, 1000, 1000, 1500, 1500])
     assert (np.abs(counts - expected) < 4 * np.sqrt(expected)).all()
+
+
+def test_several_are_different_and_at_most_what_there_is() -> None:
+    captions = table()
+    pictures = np.tile(np.arange(3), 2000)
+    rows, chosen = captions.pick(pictures, rnd.bits(0, 0, np.arange(6000), rnd.CAPTION), several=2)
+    assert np.bincount(rows).tolist() == [1, 2, 2] * 2000
+    assert (captions.owner[chosen] == pictures[rows]).all()
+    assert len({*zip(rows.tolist(), chosen.tolist(), strict=True)}) == len(rows)
+    counts = np.bincount(chosen, minlength=6)  # of three captions two are taken: each in 2/3 of the cases
+    assert counts[[0, 4, 5]].tolist() == [2000] * 3
+    assert (np.abs(counts[1:4] - 4000 / 3) < 4 * np.sqrt(4000 / 3)).all()

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m1clip.data.augment import Augmentation
-from m1clip.data.captions import tokenise
+from m1clip.data.captions import BUCKET, tokenise
 from m1clip.data.images import FileImage
 from m1clip.data.loader import Batch, BatchPlan, TrainingSet, _leave_signals_to_the_parent, batches
 from m1clip.data.pair import ImageRef, Pair, identities
@@ -61,7 +61,8 @@ def training_set(full_length: bool = False) -> TrainingSet:
 
 
 def assert_same(one: Batch, other: Batch) -> None:
-    for name in ("pixels", "tokens", "pictures", "captions"):
+    assert one.lengths == other.lengths
+    for name in ("pixels", "tokens", "pictures", "captions", "owners"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
     for name in ("boxes", "flips", "gains"):
         assert np.array_equal(getattr(one.views, name), getattr(other.views, name)), name
@@ -86,7 +87,9 @@ def test_a_batch_holds_what_belongs_together() -> None:
     pictures = batch.pictures.numpy()
     assert np.array_equal(batch.pixels.numpy(), data.pictures.read(pictures))
     owner_of_key = dict(zip(data.captions.keys.tolist(), data.captions.owner.tolist(), strict=True))
-    assert [owner_of_key[key] for key in batch.captions.tolist()] == pictures.tolist()
+    owners = batch.owners.numpy()
+    assert sorted(owners) == list(range(8))
+    assert [owner_of_key[key] for key in batch.captions.tolist()] == pictures[owners].tolist()
     assert batch.tokens.dtype == torch.int64
 
 
@@ -95,7 +98,8 @@ def test_the_caption_of_a_picture_changes_between_epochs() -> None:
     chosen: dict[int, set[int]] = {}
     for step in range(40):
         batch = data[step]
-        for picture, key in zip(batch.pictures.tolist(), batch.captions.tolist(), strict=True):
+        owners = batch.pictures[batch.owners].tolist()
+        for picture, key in zip(owners, batch.captions.tolist(), strict=True):
             chosen.setdefault(picture, set()).add(key)
     assert np.mean([len(keys) for keys in chosen.values()]) > 2.5  # of three
 
@@ -105,11 +109,32 @@ def test_full_length_keeps_one_shape() -> None:
     assert training_set()[0].tokens.shape[1] < 64
 
 
+def test_groups_hold_every_token_of_every_caption_once() -> None:
+    data = training_set()
+    data.several = 3
+    data.plan = BatchPlan(37, 24, 3)
+    batch = data[0]
+    assert len(batch.tokens) == 72
+    assert list(batch.lengths) == sorted(batch.lengths)
+    groups = batch.text_groups()
+    assert len(groups) == 2
+    end = (batch.tokens == batch.tokens[0].max()).int()  # the end mark is the largest id
+    row = 0
+    for group in groups:
+        longest = max(batch.lengths[row : row + len(group)])
+        assert longest <= group.shape[1] < longest + BUCKET
+        assert torch.equal(group, batch.tokens[row : row + len(group), : group.shape[1]])
+        assert end[row : row + len(group), : group.shape[1]].any(dim=1).all()
+        row += len(group)
+    assert row == 72
+    assert [g.shape for g in training_set(full_length=True)[0].text_groups()] == [(8, 64)]
+
+
 def test_a_batch_moves_whole() -> None:
     batch = training_set()[0]
     assert_same(batch.to(torch.device("cpu")), batch)
     moved = batch.to(torch.device("meta"))
-    assert all(t.is_meta for t in (moved.pixels, moved.tokens, moved.pictures, moved.captions))
+    assert all(t.is_meta for t in (moved.pixels, moved.tokens, moved.pictures, moved.captions, moved.owners))
     assert moved.views is batch.views
 
 

