@@ -28,7 +28,9 @@ def layers(words: list[str]) -> tuple[Any, ...]:
         raise UserError("give --config or --preset, not both: each settles every setting of a run")
     if _value_of(words, "--resume"):
         others = [
-            word for word in words[1:] if word.startswith("--") and word.partition("=")[0] != "--resume"
+            word
+            for word in words[1:]
+            if word.startswith("--") and word.partition("=")[0] not in ("--resume", "--background")
         ]
         if others:
             raise UserError(
@@ -36,7 +38,13 @@ def layers(words: list[str]) -> tuple[Any, ...]:
             )
         return ()
     found = []
-    for option, read in (("--config", lambda value: read_toml(Path(value))), ("--preset", read_preset)):
+    readers = [("--config", lambda value: read_toml(Path(value))), ("--preset", read_preset)]
+    # A recipe brings settings of its own, for what neither the command line nor a file says.
+    if "frozen" in (_value_of(words, "--recipe"), _value_of(words, "--transfer.recipe")):
+        readers.append(("--recipe", read_preset))
+    if _value_of(words, "--init"):
+        readers.append(("--init", lambda value: read_preset("finetune")))
+    for option, read in readers:
         value = _value_of(words, option)
         if value is None:
             continue

@@ -11,10 +11,16 @@ from typing import NoReturn
 from cyclopts import CycloptsError
 
 from m1clip.arguments import layers, spelled_out
-from m1clip.commands import app, datasets, training
+from m1clip.commands import app, datasets, machine, models, training, watching
 from m1clip.errors import UserError
 
-FAMILIES = (training, datasets)  # importing a family puts its commands into the table
+FAMILIES = (
+    training,
+    datasets,
+    models,
+    watching,
+    machine,
+)  # importing a family puts its commands into the table
 INTERRUPTED = 130  # the shell's code for Ctrl-C
 
 

@@ -6,12 +6,15 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-VERSION = 1
+VERSION = 1  # raised when a field changes its meaning; a new field is no new version
 NAME = "run.jsonl"
+
+Record = dict[str, Any]
+Sink = Callable[[Record], None]
 
 
 class RunLog:
@@ -21,28 +24,51 @@ class RunLog:
         self.path = run / NAME
         _end_torn_line(self.path)
         self._file = self.path.open("ab", buffering=0)
+        self.sinks: list[Sink] = []  # others who want each record too, such as TensorBoard
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append one object; `kind` says what it tells: start, step, eval, checkpoint, warning, end."""
-        record = {"v": VERSION, "kind": kind, "time": round(time.time(), 3), **values}
-        line = json.dumps(_finite(record), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        """Append one object; `kind` says what it tells: start, step, eval, layers, checkpoint, warning, end."""
+        record = finite({"v": VERSION, "kind": kind, "time": round(time.time(), 3), **values})
+        line = json.dumps(record, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         self._file.write(line.encode() + b"\n")
+        for sink in self.sinks:
+            sink(record)
 
     def close(self) -> None:
         """Close the file; what was written is already there."""
         self._file.close()
 
 
-def read_log(run: Path) -> Iterator[dict[str, Any]]:
+def read_log(run: Path) -> Iterator[Record]:
     """All whole lines of a run's log; a torn or foreign line is passed over."""
     with (run / NAME).open("rb") as file:
         for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict) and "kind" in record:
+            record = parse(line)
+            if record is not None:
                 yield record
+
+
+def parse(line: bytes) -> Record | None:
+    """The object of one line; None for a torn or foreign one, and for one of a newer version than we know."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        return None
+    version = record.get("v", VERSION)
+    return record if isinstance(version, int) and version <= VERSION else None
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN: a number that is not finite becomes its name."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def _end_torn_line(path: Path) -> None:
@@ -53,14 +79,3 @@ def _end_torn_line(path: Path) -> None:
         file.seek(-1, os.SEEK_END)
         if file.read(1) != b"\n":
             file.write(b"\n")
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: a number that is not finite becomes its name."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

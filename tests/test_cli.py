@@ -212,4 +212,4 @@ def test_help_of_train_names_every_option(tmp_path: Path) -> None:
 def test_a_mistake_in_a_real_process_is_one_line(tmp_path: Path) -> None:
     done = command("train", "--batch", "x", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == 'm1clip: Invalid value for --batch: unable to convert "x" into int.\n'
+    assert done.stderr == "m1clip: --batch x: give a whole number, or auto\n"

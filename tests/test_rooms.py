@@ -21,7 +21,8 @@ IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
 MAX_LINES = 320
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|work|Users|root|tmp|mnt)/")
 PICKLE = re.compile(
-    r"torch\.load\(|import pickle|from pickle|pickle\.loads?\(|import shelve|import marshal|import dill"
+    r"torch\.load\((?!.*weights_only=True)|import pickle|from pickle|pickle\.loads?\("
+    r"|import shelve|import marshal|import dill"
 )
 
 

@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from m1clip.runlog import RunLog, read_log
+from m1clip.runlog import Record, RunLog, read_log
 
 
 def test_what_is_written_can_be_read_at_once(tmp_path: Path) -> None:
@@ -56,3 +56,20 @@ def test_every_line_is_json_even_where_numbers_are_not_finite(tmp_path: Path) ->
 
     record = json.loads((tmp_path / "run.jsonl").read_text(), parse_constant=refuse)
     assert (record["loss"], record["deep"]) == ("nan", {"list": ["inf", 1.0, ["-inf"]]})
+
+
+def test_a_line_of_a_newer_version_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "run.jsonl").write_bytes(
+        b'{"v": 2, "kind": "step"}\n{"v": "x", "kind": "step"}\n{"v": 1, "kind": "end"}\n'
+    )
+    assert [record["kind"] for record in read_log(tmp_path)] == ["end"]
+
+
+def test_others_are_given_each_record_as_it_is_written(tmp_path: Path) -> None:
+    seen: list[Record] = []
+    log = RunLog(tmp_path)
+    log.sinks.append(seen.append)
+    log.write("step", step=1, loss=math.nan)
+    log.close()
+    assert seen == list(read_log(tmp_path))
+    assert seen[0]["loss"] == "nan"

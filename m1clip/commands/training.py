@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from m1clip.commands import app
 from m1clip.config import COMMON, Config
+
+if TYPE_CHECKING:
+    from m1clip.train.screen import Screen
 
 SPLITS = {
     "test": "test split, never trained on",
@@ -26,6 +29,7 @@ def train(
     config_file: Annotated[Path | None, Parameter(name="--config", group=COMMON)] = None,
     run: Annotated[Path | None, Parameter(group=COMMON)] = None,
     resume: Annotated[Path | None, Parameter(group=COMMON)] = None,
+    background: Annotated[bool, Parameter(group=COMMON, negative="")] = False,
 ) -> None:
     """Train a CLIP, from random weights, on synthetic pictures or on your own.
 
@@ -42,7 +46,12 @@ def train(
         Folder for the new run; default runs/MODEL, runs/MODEL-2, ...
     resume
         Continue the run in this folder from its newest checkpoint; other settings are read from there.
+    background
+        Train in a process of its own that outlives this terminal; says how to watch and how to stop it.
     """
+    if background:
+        _in_background(config, preset, run, resume)
+        return
     from m1clip.evaluate.table import scores_table
     from m1clip.train.run import resume as resume_run
     from m1clip.train.run import train as train_run
@@ -60,6 +69,43 @@ def train(
     screen.say(f"picture    {result.grid}")
 
 
+def _in_background(config: Config, preset: str | None, run: Path | None, resume: Path | None) -> None:
+    from m1clip.train.background import start_in_background
+
+    folder, pid = start_in_background(sys.argv[1:], run, preset or config.model.preset, resume)
+    print(f"training   in the background: process {pid}, what it says goes to {folder / 'train.log'}")
+    print(f"watch      m1clip monitor {folder}")
+    print(f"stop       m1clip stop {folder}")
+
+
+def _score_classes(
+    screen: Screen,
+    run: Path,
+    folder: Path,
+    names: Path | None,
+    templates: tuple[str, ...],
+    probe: bool,
+    device: str,
+) -> None:
+    from m1clip.evaluate.bundle import load
+    from m1clip.evaluate.look import score_classes
+    from m1clip.evaluate.table import scores_table
+    from m1clip.hardware.device import choose_device
+    from m1clip.hardware.facts import read_facts
+
+    told = names.read_text(encoding="utf-8").splitlines() if names is not None else []
+    picture = (
+        run if (run / "config.toml").is_file() else Path()
+    ) / f"confusion-{folder.name or 'classes'}.png"
+    bundle = load(run, device=choose_device(device, read_facts()))
+    found = [line.strip() for line in told if line.strip()]
+    scores, unreadable = score_classes(bundle, folder, found, templates, probe, picture)
+    for reason in unreadable[:3]:
+        screen.warn(f"skipped {reason}")
+    screen.console.print(scores_table(scores, title=f"\n{run}, classes of {folder}"))
+    screen.say(f"picture    {picture}")
+
+
 @app.command(name="eval")
 def evaluate(
     run: Path,
@@ -67,18 +113,37 @@ def evaluate(
     *,
     source: Annotated[tuple[str, ...], Parameter(name="--data", negative="")] = (),
     split: Literal["train", "val", "test"] = "test",
+    classes: Path | None = None,
+    class_names: Path | None = None,
+    template: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    probe: Annotated[bool, Parameter(negative="")] = False,
+    analysis: Annotated[bool, Parameter(negative="")] = False,
     device: Literal["auto", "cpu", "mps", "cuda"] = "auto",
 ) -> None:
     """Score a run's best model on a split of its data: recall both ways with chance and 95% interval.
 
+    With --classes FOLDER it scores zero-shot classes instead: FOLDER holds a folder of pictures for each class, and
+    the model is given only the names. Top-1 and top-5 accuracy, and the confusion matrix as a picture.
+
     Parameters
     ----------
     run
-        A run folder.
+        A run folder; with --classes also a model folder, or a model of others (open_clip, Hugging Face).
     source
         Other data to score on; default: the run's own.
     split
         Which split; train shows how far the model has learned by heart.
+    classes
+        A folder of class folders, for zero-shot accuracy.
+    class_names
+        With --classes: a text file with one name a line, in the order of the sorted folders; default: their names.
+    template
+        With --classes: sentence with {} for the class; give it again for the mean of several.
+    probe
+        With --classes: also train a linear classifier on the vectors of two thirds and score it on the rest.
+    analysis
+        Also what it learned and confuses: by category, colour, count and position (synthetic pictures), by difficulty
+        and length of the caption, the space of vectors, the nearest confusions as a picture.
     device
         Where to compute.
     """
@@ -88,6 +153,30 @@ def evaluate(
     from m1clip.train.screen import Screen
 
     screen = Screen()
+    if classes is not None:
+        _score_classes(screen, run, classes, class_names, template, probe, device)
+        return
     scores, grid = score_run(run, split, device, source, decode_plan(screen))
     screen.console.print(scores_table(scores, title=f"\n{run}, {split} split"))
     screen.say(f"picture    {grid}")
+    if analysis:
+        _analyse(screen, run, split, device, source)
+
+
+def _analyse(screen: Screen, run: Path, split: str, device: str, source: tuple[str, ...]) -> None:
+    from m1clip.evaluate.analysis_table import analysis_tables
+    from m1clip.files import write_json
+    from m1clip.train.insight import analyse_split
+    from m1clip.train.run import decode_plan
+    from m1clip.train.score import open_exam
+
+    mark = f"{split}{'-other-data' if source else ''}"
+    picture, figures = run / f"confusions-{mark}.png", run / f"analysis-{mark}.json"
+    found = analyse_split(open_exam(run, split, device, source, decode_plan(screen)), picture)
+    write_json(figures, found)
+    for title, table in analysis_tables(found):
+        screen.say(f"\n{title}")
+        screen.console.print(table)
+    screen.say(f"analysis   {figures}")
+    if picture.is_file():
+        screen.say(f"confusions {picture}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,11 @@ from m1clip.evaluate.heldout import held_out
 from m1clip.evaluate.metric import Scores
 from m1clip.evaluate.negatives import negatives_accuracy
 from m1clip.evaluate.ranks import nearest, ranks
+from m1clip.model.clip import Clip
 
-BATCH = 128
+# Pictures encoded at a time: few on the CPU, where their activations stand beside the optimizer's state in memory.
+BATCH = {"cpu": 32}
+USUAL_BATCH = 128
 GRID_ROWS, GRID_COLUMNS = 8, 5
 
 
@@ -38,10 +41,17 @@ class Exam:
     autocast: Callable[[], AbstractContextManager[object]]
 
 
+def rows_at_once(model: Clip) -> int:
+    """Pictures to encode at a time where this model lives."""
+    return BATCH.get(model.logit_scale.device.type, USUAL_BATCH)
+
+
 def examine(exam: Exam, grid: Path) -> Scores:
     """All final figures of a split, and the picture grid."""
     model, data = exam.bundle.model, exam.data
-    features = encode_split(model, data.pictures, data.captions, exam.bundle.preprocess, BATCH, exam.autocast)
+    features = encode_split(
+        model, data.pictures, data.captions, exam.bundle.preprocess, rows_at_once(model), exam.autocast
+    )
     scores = held_out(*features)
     if isinstance(exam.source, SyntheticSource):
         scores += negative_scores(exam, exam.source, features[0])
@@ -50,16 +60,25 @@ def examine(exam: Exam, grid: Path) -> Scores:
 
 
 @torch.inference_mode()
-def negative_scores(exam: Exam, source: SyntheticSource, image: Tensor) -> Scores:
-    """How often the true caption beats the same words with something changed: by difficulty, and by what changed."""
+def negative_scores(
+    exam: Exam, source: SyntheticSource, image: Tensor, pictures: Sequence[int] | None = None
+) -> Scores:
+    """How often the true caption beats the same words with something changed: by difficulty, and by what changed.
+
+    All pictures are asked, or those in `pictures`.
+    """
     asked = [
         (index, negative)
-        for index, pair in enumerate(exam.data.pairs)
-        for negative in negatives(source.scene_of(pair.id), seed=index)
+        for index in (range(len(exam.data.pairs)) if pictures is None else pictures)
+        for negative in negatives(source.scene_of(exam.data.pairs[index].id), seed=index)
     ]
+    rows = 2 * rows_at_once(exam.bundle.model)
     with exam.autocast():
-        true = exam.bundle.encode_texts([negative.truth for _, negative in asked]).cpu()
-        wrong = exam.bundle.encode_texts([negative.caption for _, negative in asked]).cpu()
+        # The negatives of a picture share one true caption: it is encoded once.
+        truths = list(dict.fromkeys(negative.truth for _, negative in asked))
+        number = {truth: place for place, truth in enumerate(truths)}
+        true = exam.bundle.encode_texts(truths, rows).cpu()[[number[negative.truth] for _, negative in asked]]
+        wrong = exam.bundle.encode_texts([negative.caption for _, negative in asked], rows).cpu()
     return negatives_accuracy(
         image,
         true,

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from m1clip.errors import UserError
+from m1clip.owner import LOCK, own_mark
 
-LOCK = "run.lock"
+OUTPUT = "train.log"  # what a run in the background says
 
 
 def claim_folder(asked: Path | None, name: str) -> Path:
@@ -54,18 +55,18 @@ def hold(folder: Path) -> Iterator[None]:
             # Not flock: forked data workers would share it, and outlive a killed parent by some seconds.
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            holder = os.read(handle, 64).decode("ascii", "replace").strip() or "unknown"
+            holder = os.read(handle, 64).decode("utf-8", "replace").partition("\n")[0].strip() or "unknown"
             raise UserError(
                 f"{folder}: process {holder} is training there; wait for it, or stop it first"
             ) from None
         except OSError:
             pass  # a disk without locks (some network mounts): then no one can be kept out
         os.truncate(handle, 0)
-        os.write(handle, f"{os.getpid()}\n".encode())
+        os.write(handle, own_mark().encode())
         yield
     finally:
         os.close(handle)
 
 
 def _contents(folder: Path) -> list[str]:
-    return [item.name for item in folder.iterdir() if item.name != LOCK]
+    return [item.name for item in folder.iterdir() if item.name not in (LOCK, OUTPUT)]

@@ -4,37 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from m1clip.data.loader import Batch, batches
 from m1clip.evaluate.bundle import Bundle
+from m1clip.evaluate.heldout import held_out
 from m1clip.runlog import RunLog
 from m1clip.train.checkpoint import Groups, LoopState, save
-from m1clip.train.evaluation import evaluate, mean_recall
+from m1clip.train.evaluation import Budget, encode, look_closer, mean_recall
+from m1clip.train.record import Recorder
 from m1clip.train.schedule import rate, warmup_steps
 from m1clip.train.screen import Screen
 from m1clip.train.setup import Job
 from m1clip.train.stopping import Stopped, StopRequest
 from m1clip.train.update import Update
-
-
-@dataclass
-class Meter:
-    """What happened since the last line of the log. Tensors stay on the device until the line is written."""
-
-    begin: float
-    losses: list[Tensor]
-    grad_norms: list[Tensor]
-    data_seconds: float = 0.0
-
-    @classmethod
-    def start(cls) -> Meter:
-        """A meter that begins now."""
-        return cls(time.perf_counter(), [], [])
 
 
 def run_loop(
@@ -48,31 +31,28 @@ def run_loop(
     warmup = warmup_steps(config.optim.warmup, total_steps)
     eval_every, save_every = config.train.eval_every or total_steps, config.train.save_every or total_steps
     feed = _timed(job, state.step, total_steps)
-    meter, began = Meter.start(), time.perf_counter() - state.seconds
+    recorder, began = Recorder(job, update, log, screen, total_steps), time.perf_counter() - state.seconds
+    budget = Budget(trained_before=state.seconds)
     screen.begin(state.step, total_steps)
     for step in range(state.step, total_steps):
+        recorder.before(step + 1)
         waited, batch = next(feed)
         loss, grad_norm = update(batch, step, warmup, total_steps)
+        recorder.after(waited, loss, grad_norm)
 
-        meter.losses.append(loss)
-        meter.grad_norms.append(grad_norm)
-        meter.data_seconds += waited
         state.step, state.seconds = step + 1, time.perf_counter() - began
         last = state.step == total_steps
         if state.step % config.train.log_every == 0 or last:
-            _write_step(
-                job, update, meter, state, rate(step, warmup, total_steps, config.optim.lr_end), log, screen
-            )
-            meter = Meter.start()
+            recorder.write(state, rate(step, warmup, total_steps, config.optim.lr_end))
         if state.step % eval_every == 0 or last:
             paused = time.perf_counter()
-            _evaluate(job, update, state, run, log, screen)
+            _evaluate(job, update, state, run, log, screen, budget)
             began += time.perf_counter() - paused  # not training
-            meter = Meter.start()
+            recorder.restart()
         stop = bool(config.train.patience) and state.stale >= config.train.patience
         if state.step % save_every == 0 or last or stop or asked.signal:
             _save(update, state, run, config.train.keep, log)
-            meter = Meter.start()
+            recorder.restart()
         if asked.signal and not last:
             log.write("event", step=state.step, event=f"stopped by signal {asked.signal}")
             raise Stopped(str(run), state.step, asked.signal)
@@ -95,37 +75,30 @@ def _timed(job: Job, start: int, stop: int) -> Iterator[tuple[float, Batch]]:
         yield time.perf_counter() - begin, batch
 
 
-def _write_step(
-    job: Job, update: Update, meter: Meter, state: LoopState, share: float, log: RunLog, screen: Screen
+def _evaluate(
+    job: Job, update: Update, state: LoopState, run: Path, log: RunLog, screen: Screen, budget: Budget
 ) -> None:
-    losses = torch.stack(meter.losses).float()
-    seconds = time.perf_counter() - meter.begin
-    n = len(losses)
-    values = {
-        "step": state.step,
-        "epoch": round(state.step / job.training.plan.steps_per_epoch, 4),
-        "loss": float(losses.mean()),
-        "grad_norm": float(torch.stack(meter.grad_norms).mean()),
-        "lr": job.config.optim.lr * share,
-        "temperature": float(1 / update.model.logit_scale.detach().exp()),
-        "pairs_per_second": n * job.config.train.batch / seconds,
-        "step_seconds": seconds / n,
-        "data_share": meter.data_seconds / seconds,
-        "memory_bytes": job.device.memory_bytes(),
-    }
-    log.write("step", **values)
-    screen.step(values)
-
-
-def _evaluate(job: Job, update: Update, state: LoopState, run: Path, log: RunLog, screen: Screen) -> None:
     """Score the validation split with the averaged weights, if there are such; keep the best model."""
     if "val" not in job.splits:
         return
     if update.ema is not None:
         update.ema.swap(update.model)
-    scores = evaluate(job, update.model, "val")
+    begin = time.perf_counter()
+    features = encode(job, update.model, "val")
+    per_text = (time.perf_counter() - begin) / len(features[1])
+    scores = held_out(*features)
     value = mean_recall(scores)
-    log.write("eval", step=state.step, split="val", mean_recall=value, **scores.as_dict())
+    seconds = time.perf_counter() - begin
+    found = (
+        {}
+        if job.config.train.analysis_every == 0
+        else look_closer(
+            job, update.model, features, run, state.step, budget.pictures(state.seconds, per_text)
+        )
+    )
+    log.write("eval", step=state.step, split="val", mean_recall=value, seconds=round(seconds, 4), **found,
+              **scores.as_dict())  # fmt: skip
+    budget.spent += found.get("analysis_seconds", 0.0)
     if value > state.best:
         state.best, state.best_step, state.stale = value, state.step, 0
         Bundle(update.model, job.tokenizer, job.preprocess).save(run / "best")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from m1clip.config import OptimConfig
+from m1clip.train.muon import Muon
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
@@ -20,10 +21,27 @@ def decays(parameter: Tensor) -> bool:
     return parameter.ndim >= 2
 
 
+def _whole(name: str) -> int:
+    return 1
+
+
+def _qkv_parts(name: str) -> int:
+    """Queries, keys and values are three matrices in one parameter."""
+    return 3 if name.endswith("attn.qkv.weight") else 1
+
+
 class Optimizer:
     """One or two torch optimizers that step together; its state is a flat dict of tensors by parameter name."""
 
-    def __init__(self, model: nn.Module, config: OptimConfig, fused: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        fused: bool,
+        muon_dtype: torch.dtype = torch.bfloat16,
+        capturable: bool = False,
+    ) -> None:
+        """`muon_dtype` is that of Muon's products. `capturable` keeps the rates on the device, for CUDA graphs."""
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         hidden = [(n, p) for n, p in named if config.name == "muon" and is_hidden_matrix(n, p)]
         chosen = {name for name, _ in hidden}
@@ -33,20 +51,37 @@ class Optimizer:
             {"params": [(n, p) for n, p in rest if not decays(p)], "weight_decay": 0.0},
         ]
         betas = (config.beta1, config.beta2)
+        device = named[0][1].device
+
+        def start(peak: float) -> float | Tensor:
+            return torch.tensor(peak, device=device) if capturable else peak
+
         self.parts: dict[str, torch.optim.Optimizer] = {
-            "adamw": torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
-        }
-        if hidden:
-            self.parts["muon"] = torch.optim.Muon(
-                hidden, lr=config.muon_lr, weight_decay=config.muon_weight_decay
+            "adamw": torch.optim.AdamW(
+                groups, lr=start(config.lr), betas=betas, eps=config.eps, fused=fused, capturable=capturable
             )
-        self._peak = {name: part.defaults["lr"] for name, part in self.parts.items()}
+        }
+        self._peak = {"adamw": config.lr, "muon": config.muon_lr}
+        if hidden:
+            self.parts["muon"] = Muon(
+                hidden,
+                lr=start(config.muon_lr),
+                weight_decay=config.muon_weight_decay,
+                dtype=muon_dtype,
+                parts=_qkv_parts if config.muon_split_qkv else _whole,
+                quick=config.muon_quick,
+            )
 
     def set_rate(self, share: float) -> None:
         """Set each part's learning rate to a share of its peak."""
         for name, part in self.parts.items():
             for group in part.param_groups:
-                group["lr"] = self._peak[name] * share
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(
+                        self._peak[name] * share
+                    )  # in place: a captured step reads this very tensor
+                else:
+                    group["lr"] = self._peak[name] * share
 
     def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
         """Move the weights; with a scaler, only where its gradients are finite."""

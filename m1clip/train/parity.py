@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,8 +17,10 @@ from m1clip.data.preprocess import Preprocess
 from m1clip.errors import UserError
 from m1clip.hardware.device import Precision
 from m1clip.model.clip import Clip
-from m1clip.train.objective import multi_positive, same_pairs
-from m1clip.train.setup import Job
+from m1clip.train.objective import infonce, same_pairs
+
+if TYPE_CHECKING:  # setup asks this module too, when it chooses a device
+    from m1clip.train.setup import Job
 
 PAIRS = 8
 # Relative error of the whole gradient. A wrong kernel gives errors near or above 1, rounding stays far below these.
@@ -28,7 +31,7 @@ def check_parity(job: Job, model: Clip) -> float | None:
     """Relative difference of the gradients; a device that computes something else is refused. None on the CPU."""
     if job.device.kind == "cpu":
         return None
-    batch = _few(job.training[0])
+    batch = few(job.training[0])
     model.eval()  # dropout would draw other masks there
     there = gradient(model, batch, job.preprocess, job.autocast)
     model.zero_grad(set_to_none=True)
@@ -62,13 +65,20 @@ def gradient(
     with context():
         features = model(render(batch.pixels, batch.views, preprocess), batch.tokens)
     # Not the run's own objective: this one needs nothing of the model and asks the same of every kernel.
-    multi_positive(features, same_pairs(batch.pictures, batch.captions)).backward()
+    infonce(features, same_pairs(batch.pictures, batch.captions, batch.owners)).backward()
     parts = [p.grad.detach().float().cpu().flatten() for p in model.parameters() if p.grad is not None]
     return torch.cat(parts)
 
 
-def _few(batch: Batch) -> Batch:
-    views = type(batch.views)(batch.views.boxes[:PAIRS], batch.views.flips[:PAIRS], batch.views.gains[:PAIRS])
+def few(batch: Batch, pairs: int = PAIRS) -> Batch:
+    """A few captions of a batch, the shortest, with their pictures."""
+    owners = batch.owners[:pairs]
+    views = type(batch.views)(*(kept[owners.cpu().numpy()] for kept in vars(batch.views).values()))
     return Batch(
-        batch.pixels[:PAIRS], batch.tokens[:PAIRS], batch.pictures[:PAIRS], batch.captions[:PAIRS], views
+        pixels=batch.pixels[owners],
+        tokens=batch.texts(slice(0, pairs)),
+        pictures=batch.pictures[owners],
+        captions=batch.captions[:pairs],
+        owners=torch.arange(len(owners)),
+        views=views,
     )

@@ -25,7 +25,6 @@ from m1clip.files import remove_leftovers, write_json, write_text
 from m1clip.hardware.device import rules
 from m1clip.hardware.facts import Facts, usable_cpus
 from m1clip.hardware.heap import return_freed_memory
-from m1clip.model.clip import count_parameters
 from m1clip.runlog import RunLog, read_log
 from m1clip.train.checkpoint import LoopState, load_newest
 from m1clip.train.duration import EVALUATIONS, total_steps
@@ -33,9 +32,11 @@ from m1clip.train.finish import Exam, examine
 from m1clip.train.folder import claim_folder, give_back, hold
 from m1clip.train.loop import restore, run_loop
 from m1clip.train.parity import check_parity
+from m1clip.train.recipe import decided, prepare, run_name
 from m1clip.train.schedule import warmup_steps
 from m1clip.train.screen import Screen
-from m1clip.train.setup import Job, prepare
+from m1clip.train.setup import Job
+from m1clip.train.sinks import check_sink, open_sink
 from m1clip.train.stopping import stop_on_signals
 from m1clip.train.update import Update
 
@@ -55,7 +56,9 @@ def train(
 ) -> Result:
     """Train from the beginning in a new run folder: `run`, or runs/NAME (default: the model's preset)."""
     screen = screen or Screen()
-    folder = claim_folder(Path(run) if run is not None else None, name or config.model.preset)
+    check_sink(config.train.log)
+    config = decided(config, screen.say)
+    folder = claim_folder(Path(run) if run is not None else None, name or run_name(config))
     with hold(folder):
         try:
             job = _with_steps(prepare(config, screen.say, decode_plan(screen)))
@@ -92,7 +95,12 @@ def _go(
 ) -> Result:
     log = RunLog(folder)
     steps = job.config.train.steps or 0
+    sink = open_sink(job.config.train.log, folder)
+    if sink is not None:
+        log.sinks.append(sink[0])
     log.write("start", step=state.step, steps=steps, choices=job.choices, version=__version__)
+    for line in screen.warned:
+        log.write("warning", step=state.step, text=line)
     job.training.report = _ledger(job, folder, log, screen)
     update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
     if tensors is not None:
@@ -108,6 +116,8 @@ def _go(
     finally:
         screen.end()
         log.close()
+        if sink is not None:
+            sink[1]()
 
 
 def _ledger(job: Job, folder: Path, log: RunLog, screen: Screen) -> Ledger:
@@ -126,6 +136,7 @@ def _finish(job: Job, update: Update, folder: Path, log: RunLog, screen: Screen,
     Bundle(update.model, job.tokenizer, job.preprocess).save(folder / "model")
     update.optimizer.drop_state()  # makes room for the second model
     return_freed_memory()
+    job.polish(folder, screen.say, log.write)
     best = load(folder, device=job.device.kind)
     best.model.set_attention(job.config.model.attention_image, job.config.model.attention_text)  # type: ignore[arg-type]
     split = next((name for name in ("test", "val") if name in job.splits), "train")
@@ -155,14 +166,13 @@ def _describe(job: Job, screen: Screen) -> None:
     shape, train = job.shape, job.config.train
     counts = ", ".join(f"{len(split.pairs):,} {name}" for name, split in job.splits.items())
     screen.say(f"data       {', '.join(job.config.data.source)}: {counts} pictures of {shape.image_size} px")
-    screen.say(
-        f"model      {job.config.model.preset}: {count_parameters(shape):,} parameters, "
-        f"{job.tokenizer.vocab_size:,} tokens, attention {job.config.model.attention_image} (image) "
-        f"{job.config.model.attention_text} (text)"
-    )
+    screen.say(f"model      {job.describe_model()}")
     epochs = (train.steps or 0) / job.training.plan.steps_per_epoch
+    several = job.training.several
+    captions = f" with {several} captions each" if several > 1 else " and captions"
     screen.say(
-        f"training   {train.steps:,} steps of {train.batch} pairs ({epochs:.1f} epochs), {job.config.optim.name}"
+        f"training   {train.steps:,} steps of {train.batch} pictures{captions} ({epochs:.1f} epochs), "
+        f"{job.config.optim.name}"
     )
 
 

@@ -28,6 +28,19 @@ def score_run(
     decode: Callable[[Facts], DecodePlan],
 ) -> tuple[Scores, Path]:
     """Figures of a split and the path of the picture grid, which goes into the run folder."""
+    exam = open_exam(run, split, device_name, other_data, decode)
+    grid = run / f"retrieval-{split}{'-other-data' if other_data else ''}.png"
+    return examine(exam, grid), grid
+
+
+def open_exam(
+    run: Path,
+    split: str,
+    device_name: str,
+    other_data: tuple[str, ...],
+    decode: Callable[[Facts], DecodePlan],
+) -> Exam:
+    """A run's best model, ready to be asked about a split as it was in training."""
     bundle = load(run)
     if not (run / "config.toml").is_file():
         raise UserError(f"{run}: no config.toml; give the run folder, which says what data it was trained on")
@@ -50,5 +63,4 @@ def score_run(
         )
     context = bundle.model.shape.context_length
     pairs = load_split(source, split, data, bundle.tokenizer, context, bundle.preprocess, 1.0, decode(facts))
-    grid = run / f"retrieval-{split}{'-other-data' if other_data else ''}.png"
-    return examine(Exam(bundle, source, split, pairs, autocast(device, precision)), grid), grid
+    return Exam(bundle, source, split, pairs, autocast(device, precision))

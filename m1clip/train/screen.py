@@ -25,13 +25,15 @@ class Screen:
         self._first = self._total = 0
         self._recall = ""
         self._began = self._spoke = time.monotonic()
+        self.warned: list[str] = []
 
     def say(self, line: str) -> None:
         """One line that stays."""
         self.console.print(line, markup=False, soft_wrap=True)
 
     def warn(self, line: str) -> None:
-        """One line that stays, marked as a warning."""
+        """One line that stays, marked as a warning; kept, so that the run log can tell of it too."""
+        self.warned.append(line)
         self.say(f"warning: {line}")
 
     def counter(self, title: str) -> Callable[[int, int], None]:

@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from m1clip.config import Config
+from m1clip.config import Config, DataConfig
 from m1clip.data.augment import Augmentation
 from m1clip.data.loader import BatchPlan, TrainingSet
 from m1clip.data.pair import Source, identities
@@ -33,10 +35,11 @@ from m1clip.hardware.measure import DTYPES, bf16_speedup
 from m1clip.model.attention import AttentionKind
 from m1clip.model.build import resolved, shape_of
 from m1clip.model.choose import choose_attention
-from m1clip.model.clip import Clip
+from m1clip.model.clip import Clip, count_parameters
 from m1clip.model.shape import ClipShape
 from m1clip.text import load_tokenizer, make_tokenizer
 from m1clip.text.base import Tokenizer
+from m1clip.train.auto import fitted, usual_captions
 from m1clip.train.precision import autocast
 
 
@@ -65,6 +68,17 @@ class Job:
         model.set_recompute(self.config.model.recompute)
         return model
 
+    def polish(self, folder: Path, say: Callable[[str], None], write: Callable[..., Any]) -> None:
+        """What remains to be done with the best model when training is over; fine-tuning has something here."""
+
+    def describe_model(self) -> str:
+        """The model in one line, for a person."""
+        config = self.config.model
+        return (
+            f"{config.preset}: {count_parameters(self.shape):,} parameters, {self.tokenizer.vocab_size:,} tokens, "
+            f"attention {config.attention_image} (image) {config.attention_text} (text)"
+        )
+
 
 def _attention_kinds(config: Config) -> tuple[str, str]:
     return config.model.attention_image, config.model.attention_text
@@ -80,8 +94,7 @@ def prepare(
     if not source.pairs("train"):
         raise UserError(f"{', '.join(config.data.source)}: no training pairs found")
     facts = read_facts()
-    device, precision, speedup = _choose_hardware(config, facts)
-    say(_device_line(device, facts, precision, speedup))
+    choose_device(config.train.device, facts)  # a device that is missing is said before the data is read
 
     preprocess = Preprocess(image_size=draft.image_size)
     plan = decode(facts)
@@ -105,15 +118,16 @@ def prepare(
                 source, split, config.data, tokenizer, shape.context_length, preprocess, margin, plan
             )
     caches = {name: split.cache for name, split in splits.items()}
-    choices: dict[str, Any] = {"bf16_speedup": speedup, "cache": caches, "lint": lint}
+    choices: dict[str, Any] = {"cache": caches, "lint": lint}
+    config, device, precision = fitted(config, shape, tokenizer.eot_id, facts, splits["train"], say, choices)
     kinds = _measure_attention(config, device, precision, shape, splits["train"], choices)
     config = dataclasses.replace(
         config,
         model=resolved(config.model, shape, *kinds),
-        data=_resolved_data(config, augmentation),
+        data=_resolved_data(config, augmentation, splits["train"], device),
         train=dataclasses.replace(config.train, device=device.kind, precision=precision),
     )
-    training = _training_set(config, splits["train"], augmentation, device)
+    training = _training_set(config, shape, splits["train"], augmentation, device)
     context = autocast(device, precision)
     return Job(
         config,
@@ -131,7 +145,7 @@ def prepare(
     )
 
 
-def _choose_hardware(config: Config, facts: Facts) -> tuple[Device, Precision, float | None]:
+def choose_hardware(config: Config, facts: Facts) -> tuple[Device, Precision, float | None]:
     """Device and precision, with the measured gain of bf16 where that decided."""
     device = Device(choose_device(config.train.device, facts), facts)
     torch.set_num_threads(threads(config.train.threads, facts))
@@ -142,7 +156,9 @@ def _choose_hardware(config: Config, facts: Facts) -> tuple[Device, Precision, f
     return device, choose_precision(config.train.precision, device.kind, facts, speedup), speedup
 
 
-def _training_set(config: Config, train: Split, augmentation: Augmentation, device: Device) -> TrainingSet:
+def _training_set(
+    config: Config, shape: ClipShape, train: Split, augmentation: Augmentation, device: Device
+) -> TrainingSet:
     """The batches of the run; data that does not fill one is refused."""
     plan = BatchPlan(len(train.pairs), config.train.batch, config.seed)
     if plan.steps_per_epoch == 0:
@@ -151,8 +167,10 @@ def _training_set(config: Config, train: Split, augmentation: Augmentation, devi
             f"lower --batch to {max(2, plan.pictures // 2)}, or bring more pictures"
         )
     full_length = device.rules.fixed_shapes or config.model.compile
+    several = config.data.captions_per_step or 1
+    identity = identities(train.pairs)
     return TrainingSet(
-        train.pictures, train.captions, plan, augmentation, full_length, identity=identities(train.pairs)
+        train.pictures, train.captions, plan, augmentation, full_length, identity, several, shape.grid**2
     )
 
 
@@ -189,12 +207,17 @@ def _measure_attention(
     return kinds[0], kinds[1]
 
 
-def _resolved_data(config: Config, augmentation: Augmentation) -> Any:
-    values = dataclasses.asdict(augmentation)
-    return dataclasses.replace(config.data, **values)
+def _resolved_data(config: Config, augmentation: Augmentation, train: Split, device: Device) -> DataConfig:
+    """The settings of the data that depend on what is in it."""
+    counts = np.diff(train.captions.first)
+    several = usual_captions(config, train)
+    if device.rules.fixed_shapes:
+        several = min(several, int(counts.min()))  # a picture with fewer would change the shape of its batch
+    return dataclasses.replace(config.data, captions_per_step=several, **dataclasses.asdict(augmentation))
 
 
-def _device_line(device: Device, facts: Facts, precision: Precision, speedup: float | None) -> str:
+def device_line(device: Device, facts: Facts, precision: Precision, speedup: float | None) -> str:
+    """What the run computes on, for a person."""
     name = facts.cuda if device.kind == "cuda" else facts.cpu
     reason = f" (bf16 measured {speedup:.1f}x fp32)" if speedup else ""
     cores = f", {torch.get_num_threads()} threads" if device.kind == "cpu" else ""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from m1clip.model.clip import Features
-from m1clip.train.objective import OBJECTIVES, infonce, multi_positive, same_pairs, sigmoid
+from m1clip.train.objective import OBJECTIVES, infonce, own_pairs, positives, same_pairs, sigmoid
 
 
 def features(
@@ -52,7 +52,9 @@ def naive_infonce(f: Features, positive: Tensor, smoothing: float = 0.0) -> floa
 
 
 NO_DUPLICATES = torch.eye(6, dtype=torch.bool)
-DUPLICATES = same_pairs(torch.tensor([0, 1, 2, 0, 4, 5]), torch.tensor([10, 11, 12, 13, 11, 15]))
+DUPLICATES = same_pairs(
+    torch.tensor([0, 1, 2, 0, 4, 5]), torch.tensor([10, 11, 12, 13, 11, 15]), torch.arange(6)
+)
 
 
 def test_same_pairs_are_equal_pictures_or_equal_captions() -> None:
@@ -75,23 +77,38 @@ def test_a_matrix_written_by_hand() -> None:
 
 def test_a_model_that_knows_nothing_pays_log_n() -> None:
     flat = of_logits([[0.0] * 5] * 5)
-    for objective in (infonce, multi_positive):
-        assert objective(flat, torch.eye(5, dtype=torch.bool)).item() == pytest.approx(math.log(5))
+    assert infonce(flat, torch.eye(5, dtype=torch.bool)).item() == pytest.approx(math.log(5))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("positive", [NO_DUPLICATES, DUPLICATES])
-def test_multi_positive_against_a_loop(positive: Tensor, smoothing: float) -> None:
-    assert multi_positive(features(), positive, smoothing).item() == pytest.approx(
+def test_infonce_against_a_loop(positive: Tensor, smoothing: float) -> None:
+    assert infonce(features(), positive, smoothing).item() == pytest.approx(
         naive_infonce(features(), positive, smoothing), rel=1e-12
     )
 
 
+def test_several_captions_of_a_picture() -> None:
+    pictures, captions = torch.tensor([7, 8, 7]), torch.tensor([1, 2, 3, 2, 4])
+    owners = torch.tensor([0, 0, 1, 1, 2])
+    own = [[1, 1, 0, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
+    # Rows 0 and 2 are one picture; caption 2 stands with pictures 7 and 8, so it is no negative of either.
+    same = [[1, 1, 0, 1, 1], [0, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
+    assert own_pairs(3, owners).int().tolist() == own
+    assert same_pairs(pictures, captions, owners).int().tolist() == same
+    assert positives("infonce", pictures, captions, owners).int().tolist() == own
+    for name in ("multi", "sigmoid"):
+        assert positives(name, pictures, captions, owners).int().tolist() == same
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_infonce_against_a_loop_and_multi_positive_without_duplicates(smoothing: float) -> None:
-    loss = infonce(features(), DUPLICATES, smoothing)
-    assert loss.item() == pytest.approx(naive_infonce(features(), NO_DUPLICATES, smoothing), rel=1e-12)
-    torch.testing.assert_close(loss, multi_positive(features(), NO_DUPLICATES, smoothing))
+def test_infonce_is_clips_where_each_picture_has_one_caption(smoothing: float) -> None:
+    f, target = features(), torch.arange(6)
+    logits = f.scale * f.image @ f.text.T
+    entropies = [
+        torch.nn.functional.cross_entropy(m, target, label_smoothing=smoothing) for m in (logits, logits.T)
+    ]
+    torch.testing.assert_close(infonce(f, NO_DUPLICATES, smoothing), sum(entropies) / 2)
 
 
 @pytest.mark.parametrize("positive", [NO_DUPLICATES, DUPLICATES])
@@ -109,10 +126,9 @@ def test_sigmoid_against_a_loop(positive: Tensor) -> None:
 def test_a_duplicate_is_no_negative() -> None:
     """Where the logits are right for the duplicates too, only the objectives that know of them are content."""
     f = of_logits([[20.0 if same else -20.0 for same in row] for row in DUPLICATES.tolist()], bias=0.0)
-    assert infonce(f, DUPLICATES).item() > 0.2
-    assert infonce(f, DUPLICATES).item() == pytest.approx(4 / 6 * math.log(2), abs=1e-6)
+    assert infonce(f, NO_DUPLICATES).item() == pytest.approx(4 / 6 * math.log(2), abs=1e-6)
     gradient_free = f._replace(image=f.image.clone().requires_grad_())
-    multi_positive(gradient_free, DUPLICATES).backward()
+    infonce(gradient_free, DUPLICATES).backward()
     assert gradient_free.image.grad is not None
     assert gradient_free.image.grad.abs().max() < 1e-12  # nothing is pushed apart
     assert sigmoid(f, DUPLICATES).item() < 1e-6

@@ -144,7 +144,9 @@ def test_every_objective_learns_a_few_pictures(tmp_path: Path, objective: str, o
 
 def test_bf16_trains_like_fp32(tmp_path: Path) -> None:
     for precision in ("fp32", "bf16"):
-        run_small(tmp_path / precision, {"train.precision": precision, "train.log_every": 2})
+        # AdamW: Muon makes even the smallest direction of a gradient count as much as the largest, rounding too.
+        changes = {"train.precision": precision, "train.log_every": 2, "optim.name": "adamw"}
+        run_small(tmp_path / precision, changes)
     exact, rough = losses(tmp_path / "fp32"), losses(tmp_path / "bf16")
     assert exact != rough
     assert rough == pytest.approx(exact, rel=0.03)

@@ -1,0 +1,207 @@
+"""The product's own training step, opened for one candidate after another, and what can be asked of it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from m1clip.bench.candidate import PROBE_PAIRS, Candidate, config_of, with_batch
+from m1clip.bench.hybrid import HybridBatch, HybridClip, hybrid_autocast
+from m1clip.data.loader import Batch, BatchPlan, TrainingSet
+from m1clip.data.prepare import DecodePlan
+from m1clip.hardware.compiler import check_compile
+from m1clip.hardware.device import Device, available, choose_precision, threads
+from m1clip.hardware.energy import EnergyMeter, open_meter
+from m1clip.hardware.facts import Facts
+from m1clip.hardware.heat import temperature
+from m1clip.hardware.load import Load
+from m1clip.model.clip import Clip
+from m1clip.model.shape import flops_per_pair
+from m1clip.train.memory import warm_process, watched
+from m1clip.train.parity import few, relative_difference
+from m1clip.train.precision import autocast
+from m1clip.train.setup import Job, prepare
+from m1clip.train.update import Update
+
+WARMUP, TOTAL_STEPS = 100, 10_000  # the schedule of a long run: its first steps move the weights very little
+PARITY_FLOPS = 2e12  # the CPU must get through the reference in a few seconds
+
+
+class Workload:
+    """One open candidate. Opening another one of the same model keeps its data and weights."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.process_bytes = warm_process(facts)
+        self._job: Job | None = None
+        self._model: Clip | None = None
+        self.data_bytes = 0
+        self.peak_is_known = True
+
+    def open(self, candidate: Candidate, pictures: int) -> dict[str, Any]:
+        """Build the step of a candidate and make its first, cold step."""
+        self._close()
+        kind: Any = candidate.device if candidate.device != "hybrid" else available(self.facts)[0]
+        self.device = Device(kind, self.facts)
+        if candidate.compile:
+            check_compile(kind)
+        precision = choose_precision(candidate.precision, kind, self.facts, None)
+        torch.set_num_threads(threads(candidate.threads, self.facts))
+        job = self._job_of(candidate, pictures, precision)
+        first_of_process = self._model is None
+        self.peak_is_known = self.device.reset_peak() or first_of_process
+        if self._model is None or self._model.shape != job.shape:
+            self._model = self._build(job, candidate)
+        self._model.set_attention(*[candidate.attention] * 2)  # type: ignore[arg-type]
+        self._model.set_recompute(candidate.recompute)
+        context = job.autocast if candidate.device != "hybrid" else hybrid_autocast(kind, precision)
+        self.job, self.candidate, self._next = job, candidate, 0
+        self.update = Update(self._model, job.config, self.device, precision, job.preprocess, context)
+        self.meter: EnergyMeter | None = open_meter(kind)
+        begin = time.perf_counter()
+        loss = self._step(self._batch())
+        self.device.synchronize()
+        groups = self._batch().text_groups()
+        work = sum(len(group) * flops_per_pair(job.shape, group.shape[1]) for group in groups)
+        return {
+            "parameters": sum(p.numel() for p in self._model.parameters()),
+            "text_tokens": sum(group.numel() for group in groups) / candidate.batch,
+            "flops": work,
+            "first_step_seconds": time.perf_counter() - begin,
+            "threads": torch.get_num_threads(),
+            "first_loss": float(loss),
+            "meter": self.meter.name if self.meter else None,
+        }
+
+    def steps(self, count: int, seconds: float) -> dict[str, Any]:
+        """Timed steps, synchronised one by one; stops after `seconds` once there is one."""
+        self.update.phases.take()
+        samples, begin = [], time.perf_counter()
+        joules = self.meter.joules() if self.meter else 0.0
+        load = Load()
+        for _ in range(count):
+            start = time.perf_counter()
+            batch = self._batch()
+            data = time.perf_counter() - start
+            self._step(batch)
+            self.device.synchronize()
+            total = time.perf_counter() - start
+            self.device.memory_bytes()  # lets a device without a peak counter see it
+            samples.append({"seconds": total, "data": data, **self.update.phases.take()})
+            if time.perf_counter() - begin > seconds:
+                break
+        used = self.meter.joules() - joules if self.meter else None
+        heat = temperature(self.device.kind)
+        return {"samples": samples, "joules": used, "others": load.others(), "temperature": heat}
+
+    def memory(self) -> dict[str, Any]:
+        """The peak so far, and one more step watched to say what it was made of. Adds up to the total."""
+        total = self.device.peak_bytes()
+        parts = {"process": self.process_bytes, "data": self.data_bytes} if self._on_host() else {}
+        if not self.candidate.compile:  # compiled code hides its tensors
+            parts |= watched(self.update, self._batch(), self._step)
+        rest = total - sum(parts.values())
+        return {"total": total, "parts": {**parts, "rest": rest}, "known": self.peak_is_known and rest >= 0}
+
+    def parity(self) -> dict[str, Any]:
+        """The same few pairs here and on the CPU in fp32: how far loss and gradients are apart."""
+        pairs = max(2, min(self.candidate.batch, int(PARITY_FLOPS / flops_per_pair(self.job.shape, 77)), 8))
+        batch = few(self.job.training[0], pairs)
+        here = HybridBatch.of(batch) if self.candidate.device == "hybrid" else batch
+        loss, grads = _gradient(self.update, here)
+        plain = copy.deepcopy(self._clip()).to("cpu")
+        plain.__class__ = Clip
+        plain.set_attention("bmm", "bmm")
+        plain.set_recompute(False)
+        host = Device("cpu", self.facts)
+        config = dataclasses.replace(
+            self.job.config, model=dataclasses.replace(self.job.config.model, compile=False)
+        )
+        reference = Update(plain, config, host, "fp32", self.job.preprocess, nullcontext)
+        true_loss, true_grads = _gradient(reference, batch)
+        return {
+            "pairs": pairs,
+            "loss_difference": abs(loss - true_loss) / max(abs(true_loss), 1e-12),
+            "gradient_difference": relative_difference(grads, true_grads),
+        }
+
+    def _job_of(self, candidate: Candidate, pictures: int, precision: Any) -> Job:
+        """The data and tokenizer of a model are made once; the rest follows the candidate."""
+        if self._job is None or self._job.config.model.preset != candidate.model:
+            self._model = None
+            before = _rss()
+            wanted = config_of(candidate, max(pictures, 2 * candidate.batch, PROBE_PAIRS))
+            self._job = prepare(wanted, lambda line: None, self._decode)
+            self.data_bytes = max(0, _rss() - before)
+        job = self._job
+        wanted = with_batch(config_of(candidate, pictures), candidate.batch)
+        kind: Any = candidate.attention
+        model = dataclasses.replace(
+            job.config.model, recompute=candidate.recompute, compile=candidate.compile,
+            attention_image=kind, attention_text=kind,
+        )  # fmt: skip
+        config = dataclasses.replace(job.config, model=model, optim=wanted.optim, train=wanted.train)
+        plan = BatchPlan(len(job.splits["train"].pairs), wanted.train.batch, config.seed)
+        old = job.training
+        fixed = self.device.rules.fixed_shapes or candidate.compile
+        training = TrainingSet(
+            old.pictures, old.captions, plan, old.augmentation, fixed, identity=old.identity
+        )
+        context = autocast(self.device, precision)
+        return dataclasses.replace(
+            job, config=config, device=self.device, precision=precision, training=training, autocast=context
+        )
+
+    def _build(self, job: Job, candidate: Candidate) -> Clip:
+        model = job.build_model()
+        return HybridClip.placed(model, self.device.torch) if candidate.device == "hybrid" else model
+
+    def _decode(self, facts: Facts) -> DecodePlan:
+        return DecodePlan(
+            1, "spawn", facts.memory_bytes, lambda split: lambda done, total: None, lambda line: None
+        )
+
+    def _clip(self) -> Clip:
+        assert self._model is not None, "no candidate is open"
+        return self._model
+
+    def _on_host(self) -> bool:
+        return self.device.kind == "cpu"
+
+    def _batch(self) -> Batch:
+        batch = self.job.training[self._next % max(1, self.job.training.plan.steps_per_epoch)]
+        batch = batch if self.candidate.batch > 1 else few(batch, 1)
+        return HybridBatch.of(batch) if self.candidate.device == "hybrid" else batch
+
+    def _step(self, batch: Batch) -> Tensor:
+        self._next += 1
+        return self.update(batch, self._next, WARMUP, TOTAL_STEPS)[0]
+
+    def _close(self) -> None:
+        if hasattr(self, "update"):
+            self.update.optimizer.zero_grad()
+            del self.update
+        gc.collect()
+        torch.compiler.reset()
+
+
+def _gradient(update: Update, batch: Batch) -> tuple[float, Tensor]:
+    """Loss and the whole gradient as one float32 vector, by the step's own backward pass."""
+    update.optimizer.zero_grad()
+    loss = float(update.backward(batch.to(update.device.torch), 0))
+    parts = [p.grad.detach().float().cpu().flatten() for p in update.model.parameters() if p.grad is not None]
+    update.optimizer.zero_grad()
+    scale = update.scaler.get_scale() if update.scaler is not None else 1.0  # fp16's gradients are scaled up
+    return loss, torch.cat(parts) / scale
+
+
+def _rss() -> int:
+    return int(psutil.Process().memory_info().rss)

@@ -1,0 +1,191 @@
+"""How much memory a step takes, by component: watched while it runs, or foretold without taking it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from m1clip.config import Config
+from m1clip.data.augment import Views
+from m1clip.data.loader import Batch
+from m1clip.data.preprocess import Preprocess
+from m1clip.hardware.device import Device, Kind, Precision
+from m1clip.hardware.facts import Facts
+from m1clip.hardware.ledger import Ledger
+from m1clip.model.clip import Clip
+from m1clip.model.shape import ClipShape
+from m1clip.train.precision import autocast
+from m1clip.train.update import Update
+
+Parts = dict[str, int]
+# RSS over live tensors on the CPU: what glibc holds between two uses, and oneDNN's workspace (docs/compare.md).
+HEAP_BASE, HEAP_SLACK = 110_000_000, 1.08
+
+
+def watched(update: Update, batch: Batch, step: Callable[[Batch], object]) -> Parts:
+    """Bytes of one step by component, at the moment of the most. The optimizer's state must be there already."""
+    ledger = Ledger(update.model)
+    try:
+        ledger.claim("optimizer", update.optimizer.tensors().values())
+        if update.ema is not None:
+            ledger.claim("optimizer", update.ema.weights.values())
+        ledger.claim("batch", (batch.pixels, batch.tokens, batch.pictures, batch.captions, batch.owners))
+        with ledger:
+            step(batch)
+        return dict(ledger.peak)
+    finally:
+        ledger.close()
+
+
+def stand_in(shape: ClipShape, batch: int, text_tokens: int, eot_id: int, several: int = 1) -> Batch:
+    """A batch of nothing in particular, in the shapes of a real one."""
+    views = Views(
+        np.tile(np.array([0, 0, 1, 1], np.float32), (batch, 1)),
+        np.zeros(batch, bool),
+        np.ones((batch, 2), np.float32),
+    )
+    tokens = torch.randint(0, shape.vocab_size, (batch * several, text_tokens))
+    tokens[:, -1] = eot_id
+    side = shape.image_size
+    pixels = torch.randint(0, 256, (batch, side, side, 3), dtype=torch.uint8)
+    rows = torch.arange(batch)
+    owners = rows.repeat_interleave(several)
+    texts = torch.arange(batch * several)
+    return Batch(pixels, tokens, pictures=rows, captions=texts, owners=owners, views=views)
+
+
+def foretell(
+    config: Config, shape: ClipShape, kind: Kind, precision: Precision, facts: Facts, batch: int, text_tokens: int
+) -> Parts:  # fmt: skip
+    """The components of the real step, made with fake tensors: all shapes, no memory, no arithmetic."""
+    several = config.data.captions_per_step or 1
+    model = dataclasses.replace(config.model, compile=False)  # the compiler would not take fake tensors
+    train = dataclasses.replace(config.train, batch=max(batch, 2), chunk=min(config.train.chunk, batch))
+    plain = dataclasses.replace(config, model=model, train=train)
+    host = Device(
+        "cpu", facts
+    )  # fake tensors of an absent device cannot be made, and shapes are the same there
+    warm_process(facts)  # private operations are tried out at their first use, which must not be a fake one
+    with FakeTensorMode(), _WithoutShapes():
+        clip = Clip(shape, eot_id=0)
+        kinds = (config.model.attention_image, config.model.attention_text)
+        clip.set_attention(*("sdpa" if wish == "auto" else wish for wish in kinds))
+        clip.set_recompute(config.model.recompute)
+        half: Precision = "bf16" if precision == "fp16" else precision  # the same size; no fp16 on the CPU
+        update = Update(
+            clip, plain, host, half, Preprocess(image_size=shape.image_size), autocast(host, half)
+        )
+
+        def step(pairs: Batch) -> None:
+            update(pairs, 1, 10, 100)
+
+        pairs = stand_in(shape, batch, text_tokens, eot_id=0, several=several)
+        step(pairs)  # makes the optimizer's state
+        parts = watched(update, pairs, step)
+    if kind != "cpu" and not config.model.recompute:
+        chunk = config.train.chunk if 0 < config.train.chunk < batch else batch
+        parts["activations"] += kept_by_mlp(
+            shape, chunk, several * text_tokens, 4 if precision == "fp32" else 2
+        )
+    return parts
+
+
+def foretold_peak(parts: Parts, kind: Kind, process: int, data: int) -> Parts:
+    """All of the peak that a person will see: on the CPU with the process, its data and the allocator's share."""
+    if kind != "cpu":
+        return parts
+    tensors = sum(parts.values())
+    return {"process": process, "data": data, **parts, "rest": int(HEAP_BASE + (HEAP_SLACK - 1) * tensors)}
+
+
+def tensor_limit(limit: float, kind: Kind, process: int, data: int) -> float:
+    """What a limit leaves for the tensors of a step: the inverse of `foretold_peak`."""
+    return limit if kind != "cpu" else (limit - process - data - HEAP_BASE) / HEAP_SLACK
+
+
+class _WithoutShapes(TorchDispatchMode):
+    """Says what oneDNN's fused product returns: torch knows no shape rule for that private operation."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().startswith("mkldnn::_linear_pointwise"):
+            weight = args[2] if func.name().endswith(".binary") else args[1]
+            return args[0].new_empty(*args[0].shape[:-1], weight.shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def warm_process(facts: Facts) -> int:
+    """Bytes of this process once it has trained anything at all: a toy step loads the libraries' code pages."""
+    host, state = Device("cpu", facts), torch.get_rng_state()
+    toy = ClipShape(image_size=32, vision_width=32, vision_layers=1, vision_heads=2, text_width=32, text_layers=1,
+                    text_heads=2, vocab_size=64, embed_dim=32)  # fmt: skip
+    kinds: tuple[Precision, ...] = ("fp32", "bf16")
+    for kind in kinds:
+        update = Update(Clip(toy, 0), Config(), host, kind, Preprocess(image_size=32), autocast(host, kind))
+        update(stand_in(toy, 4, 16, 0), 1, 10, 100)
+    torch.set_rng_state(state)
+    return int(psutil.Process().memory_info().rss)
+
+
+def kept_by_mlp(shape: ClipShape, batch: int, text_tokens: int, size: int) -> int:
+    """What the MLPs keep on an accelerator, and compute again on the CPU (model/mlp.py): their activation."""
+    image = shape.vision_layers * shape.image_tokens * shape.vision_width
+    text = shape.text_layers * text_tokens * shape.text_width
+    return int(batch * (image + text) * shape.mlp_ratio * size)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Bytes as a function of the batch: linear for activations, square for logits, never less than a step of two.
+
+    Below some batch the peak is the optimizer's, and does not move.
+    """
+
+    least: float
+    fixed: float
+    per_pair: float
+    square: float = 0.0
+
+    def total(self, batch: int) -> float:
+        """Bytes of the step's tensors at a batch."""
+        return max(self.least, self.fixed + self.per_pair * batch + self.square * batch * batch)
+
+    def largest(self, limit: float, most: int) -> int:
+        """The largest batch, up to `most`, whose step stays within a limit; 0 if none does."""
+        if self.total(most) <= limit:
+            return most
+        low, high = 0, most
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.total(middle) <= limit else (low, middle)
+        return low
+
+
+def forecast(trace: Callable[[int], Parts], like: Forecast | None = None) -> Forecast:
+    """From steps foretold at large batches, and at two; `like` is a forecast with the same logits and optimizer."""
+    low, middle, high = 128, 256, 512
+    second, third = (float(sum(trace(batch).values())) for batch in (middle, high))
+    if like is None:
+        first, least = (float(sum(trace(batch).values())) for batch in (low, 2))
+        bend = (third - second) / (high - middle) - (second - first) / (middle - low)
+        square = max(0.0, bend / (high - low))
+    else:
+        least, square = like.least, like.square
+    slope = max(0.0, (third - second) / (high - middle) - square * (high + middle))
+    return Forecast(least, third - slope * high - square * high**2, slope, square)
+
+
+def tracer(
+    config: Config, shape: ClipShape, kind: Kind, precision: Precision, facts: Facts, text_tokens: int
+) -> Any:
+    """`foretell` as a function of the batch alone, remembering its answers."""
+    return functools.cache(lambda batch: foretell(config, shape, kind, precision, facts, batch, text_tokens))

@@ -1,0 +1,82 @@
+"""Which way a run goes: from random weights, or on towers that others have trained."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from m1clip.config import Config
+from m1clip.configfile import read_preset
+from m1clip.data.keep import DecodePlan
+from m1clip.data.prepare import is_synthetic, open_data
+from m1clip.hardware.facts import Facts
+from m1clip.model.pretrained.load import REMEDY, installed
+from m1clip.train.finetune import prepare_init
+from m1clip.train.frozen import prepare_frozen
+from m1clip.train.setup import Job
+from m1clip.train.setup import prepare as prepare_scratch
+
+DURATIONS = ("minutes", "epochs", "steps")
+FEW_PICTURES = (
+    100_000  # below this no run from random weights comes near pretrained towers (docs/finetune.md)
+)
+
+
+def prepare(
+    config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan], saved: Any = None
+) -> Job:
+    """Answer every question of a run, whichever recipe it follows; `saved` as in setup.prepare."""
+    if config.transfer.recipe == "frozen":
+        return prepare_frozen(config, say, decode)
+    if config.transfer.init is not None:
+        return prepare_init(config, say, decode, saved)
+    return prepare_scratch(config, say, decode, saved)
+
+
+def run_name(config: Config) -> str:
+    """What the folder of a run is called, if the person does not say."""
+    if config.transfer.init is not None:
+        return "finetune"
+    return config.model.preset if config.transfer.recipe == "scratch" else config.transfer.recipe
+
+
+def decided(config: Config, say: Callable[[str], None]) -> Config:
+    """The config with `--recipe auto` answered, and the reason said."""
+    if config.transfer.recipe != "auto":
+        return config
+    recipe, why = choose(config)
+    say(f"recipe     {recipe}: {why}")
+    config = dataclasses.replace(config, transfer=dataclasses.replace(config.transfer, recipe=recipe))
+    return with_settings_of(config, read_preset(recipe)) if recipe == "frozen" else config
+
+
+def with_settings_of(config: Config, settings: dict[str, Any]) -> Config:
+    """The settings of a recipe, wherever the config still stands at its default."""
+    plain, changes = Config(), {}
+    given = any(getattr(config.train, name) is not None for name in DURATIONS)
+    for section, values in ((name, v) for name, v in settings.items() if isinstance(v, dict)):
+        now, default = getattr(config, section), getattr(plain, section)
+        open_ = {
+            key: value
+            for key, value in values.items()
+            if getattr(now, key) == getattr(default, key) and not (given and key in DURATIONS)
+        }
+        changes[section] = dataclasses.replace(now, **open_)
+    return dataclasses.replace(config, **changes)
+
+
+def choose(config: Config) -> tuple[Any, str]:
+    """(recipe, reason): by the kind and size of the data, and by what is installed."""
+    if is_synthetic(config.data):
+        return "scratch", "drawn pictures are unlike what the pretrained towers have seen"
+    pictures = len(open_data(config.data, config.transfer.image_size, config.seed).pairs("train"))
+    if pictures >= FEW_PICTURES:
+        return "scratch", f"{pictures:,} pictures are enough to learn from random weights"
+    missing = [t for t in (config.transfer.image_tower, config.transfer.text_tower) if not installed(t)]
+    if missing:
+        return "scratch", f"{pictures:,} pictures are few, but {missing[0]} is not installed: {REMEDY}"
+    return (
+        "frozen",
+        f"{pictures:,} pictures are too few for random weights, and the pretrained towers are installed",
+    )

@@ -1,0 +1,1 @@
+"""Looking at runs: from their folders alone, in another process, without torch."""

@@ -1,0 +1,78 @@
+"""Numbers as a person says them."""
+
+from __future__ import annotations
+
+import math
+import time
+
+
+def clock(seconds: float) -> str:
+    """1:05, 2:03:09 or 3d 4h."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24}d {hours % 24}h"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def duration(seconds: float) -> str:
+    """A short time with a unit: 85 ms, 2.6 s, 3:20."""
+    if seconds < 0.1:
+        return f"{1000 * seconds:.3g} ms"
+    return f"{seconds:.2f} s" if seconds < 100 else clock(seconds)
+
+
+def size(count: float) -> str:
+    """Bytes with a unit."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count / 1e3:.0f} kB"
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """A share between 0 and 1."""
+    return f"{100 * share:.{digits}f}%"
+
+
+def chance(share: float) -> str:
+    """A small share with enough digits not to read as nothing."""
+    return f"{100 * share:.2g}%"
+
+
+def number(value: float) -> str:
+    """A figure of any size in few letters."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        return "0"
+    magnitude = abs(value)
+    if magnitude >= 100_000 or magnitude < 0.001:
+        text = f"{value:.1e}"
+        return text.replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+    if magnitude >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def when(seconds: float) -> str:
+    """The local time of day, with the date unless it is today's."""
+    then, now = time.localtime(seconds), time.localtime()
+    same = then[:3] == now[:3]
+    return time.strftime("%H:%M" if same else "%d %b %H:%M", then)
+
+
+def ago(seconds: float) -> str:
+    """How long ago, roughly."""
+    if seconds < 90:
+        return f"{seconds:.0f} s ago"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min ago"
+    return f"{seconds / 3600:.0f} h ago" if seconds < 172_800 else f"{seconds / 86400:.0f} days ago"
+
+
+def plural(count: int, noun: str) -> str:
+    """1 picture, 2 pictures."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,189 @@
+"""`make parity`: m1clip against installed open_clip and transformers, random weights, both directions.
+
+    python tests/parity/compare.py PEERS_PYTHON [--models ViT-S-16 ViT-B-32-quickgelu] [--json FILE] [--record FILE]
+
+For each model: theirs -> ours (their library writes the folder, m1clip loads it) and ours -> theirs (m1clip export
+writes it, their library loads it). Compared are pixels, text ids, features and the logit scale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import inputs
+
+from m1clip.data.augment import render
+from m1clip.data.preprocess import Preprocess, to_square
+from m1clip.evaluate.bundle import Bundle, load
+from m1clip.evaluate.export import export
+from m1clip.model.clip import Clip
+from m1clip.model.foreign.configs import hf_config, openclip_config
+from m1clip.model.presets import PRESETS
+from m1clip.model.shape import ClipShape
+from m1clip.text import BpeTokenizer
+
+PEER = Path(__file__).with_name("peer.py")
+QUICK = {"activation": "quick_gelu"}
+TINY = ClipShape(
+    image_size=32, patch_size=8, vision_width=32, vision_layers=2, vision_heads=2, text_width=32, text_layers=2,
+    text_heads=2, context_length=24, embed_dim=16, mlp_ratio=3.0, activation="quick_gelu",
+)  # fmt: skip
+MODELS = {
+    "ViT-S-16": PRESETS["ViT-S-16"],
+    "ViT-B-32-quickgelu": dataclasses.replace(PRESETS["ViT-B-32"], **QUICK),  # type: ignore[arg-type]
+    "ViT-B-16": PRESETS["ViT-B-16"],
+    "ViT-L-14": PRESETS["ViT-L-14"],
+    "tiny-fixture": TINY,
+}
+TOLERANCE = 1e-5
+Outputs = dict[str, np.ndarray]
+
+
+def ours_encoded(bundle: Bundle) -> Outputs:
+    """The same outputs from a bundle of ours."""
+    squares = np.stack(
+        [to_square(p, bundle.preprocess.image_size, bundle.preprocess.resize) for p in inputs.pictures()]
+    )
+    with torch.inference_mode():
+        pixels = render(torch.from_numpy(squares), None, bundle.preprocess)
+    return {
+        "pixels": pixels.numpy(),
+        "ids": bundle.tokenizer(inputs.TEXTS, bundle.model.shape.context_length),
+        "image": bundle.encode_images(inputs.pictures()).numpy(),
+        "text": bundle.encode_texts(inputs.TEXTS).numpy(),
+        "scale": bundle.model.logit_scale.detach().exp().numpy(),
+    }
+
+
+def differences(ours: Outputs, theirs: Outputs) -> dict[str, float]:
+    """Largest difference of each output; ids count up to the end mark, behind which nothing has an effect."""
+    ids = [list(row[: int(np.argmax(row == 49407)) + 1]) for side in (ours, theirs) for row in side["ids"]]
+    count = len(ids) // 2
+    found = {"ids": float(sum(a != b for a, b in zip(ids[:count], ids[count:], strict=True)))}
+    for name in ("pixels", "image", "text", "scale"):
+        found[name] = float(np.abs(ours[name].astype(np.float64) - theirs[name]).max())
+    return found
+
+
+def filled(shape: ClipShape, kind: str) -> Bundle:
+    """A model of ours with the weights of inputs.py, and the crop of the library it goes to."""
+    tokenizer = BpeTokenizer()
+    model = Clip(shape, tokenizer.eot_id)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(np.asarray(inputs.tensor(name, tuple(parameter.shape)))))
+    crop: Any = "shortest" if kind == "openclip" else "shortest-floor"
+    return Bundle(model.eval(), tokenizer, Preprocess(image_size=shape.image_size, resize=crop))
+
+
+def peer(python: str, *words: str | Path) -> None:
+    """Run the other side."""
+    done = subprocess.run([python, str(PEER), *map(str, words)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(map(str, words))}\n{done.stderr[-3000:]}")
+
+
+def config_of(kind: str, shape: ClipShape) -> dict[str, Any]:
+    """Their config of a shape."""
+    tokenizer = BpeTokenizer()
+    return (
+        openclip_config(shape) if kind == "openclip" else hf_config(shape, tokenizer.sot_id, tokenizer.eot_id)
+    )
+
+
+def check(python: str, name: str, kind: str, work: Path) -> list[dict[str, Any]]:
+    """Both directions of one model and one library."""
+    shape, rows = MODELS[name], []
+    (work / "config.json").write_text(json.dumps(config_of(kind, shape)))
+    peer(python, "make", kind, work / "config.json", work / "theirs")
+    np.save(work / "theirs" / "ids.npy", BpeTokenizer()(inputs.TEXTS, shape.context_length).astype(np.int64))
+    peer(python, "encode", kind, work / "theirs", work / "theirs.npz")
+    theirs = dict(np.load(work / "theirs.npz"))
+    rows.append(
+        {"direction": f"{kind} -> m1clip", **differences(ours_encoded(load(work / "theirs")), theirs)}
+    )
+    if kind == "openclip":
+        checkpoint = ours_encoded(load(work / "theirs" / "epoch_1.pt"))
+        rows.append({"direction": "openclip .pt -> m1clip", **differences(checkpoint, theirs)})
+    bundle = filled(shape, kind)
+    bundle.save(work / "ours")
+    export(work / "ours", kind, work / "export")  # type: ignore[arg-type]
+    peer(python, "encode", kind, work / "export", work / "export.npz")
+    back = dict(np.load(work / "export.npz"))
+    rows.append({"direction": f"m1clip -> {kind}", **differences(ours_encoded(bundle), back)})
+    return [{"model": name, "version": str(theirs["version"]), **row} for row in rows]
+
+
+def record(python: str, path: Path) -> None:
+    """The fixture of `make test`: names, shapes, config and features of the tiny model, as the libraries have them."""
+    fixture = {}
+    for kind in ("openclip", "hf"):
+        with tempfile.TemporaryDirectory() as folder:
+            work = Path(folder)
+            config = config_of(kind, TINY)
+            (work / "config.json").write_text(json.dumps(config))
+            peer(python, "make", kind, work / "config.json", work / "m")
+            np.save(
+                work / "m" / "ids.npy", BpeTokenizer()(inputs.TEXTS, TINY.context_length).astype(np.int64)
+            )
+            peer(python, "encode", kind, work / "m", work / "m.npz")
+            from safetensors.torch import load_file
+
+            file = next((work / "m").glob("*model.safetensors"))
+            shapes = {name: list(tensor.shape) for name, tensor in load_file(file).items()}
+            made = dict(np.load(work / "m.npz"))
+            numbers = {
+                key: made[key].astype(np.float64).round(8).tolist() for key in ("image", "text", "scale")
+            }
+            corner = made["pixels"][:, :, ::7, ::5].astype(np.float64).round(6).tolist()
+            fixture[kind] = {"version": str(made["version"]), "config": config, "tensors": shapes,
+                             "pixels_7_5": corner, "ids": made["ids"].tolist(), **numbers}  # fmt: skip
+    path.write_text(json.dumps(fixture) + "\n")
+
+
+def main() -> None:
+    """Print the table; exit code 1 where something differs by more than it may."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("peers", help="a Python that has open_clip, torchvision and transformers")
+    parser.add_argument("--models", nargs="+", default=[name for name in MODELS if name.startswith("ViT")])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--record", type=Path)
+    asked = parser.parse_args()
+    if asked.record:
+        record(asked.peers, asked.record)
+        return
+    rows: list[dict[str, Any]] = []
+    print(f"{'model':20} {'direction':24} {'ids':>4} {'pixels':>9} {'image':>9} {'text':>9} {'scale':>9}")
+    for name in asked.models:
+        for kind in ("openclip", "hf"):
+            with tempfile.TemporaryDirectory() as folder:
+                found = check(asked.peers, name, kind, Path(folder))
+            for row in found:
+                print(f"{name:20} {row['direction']:24} {row['ids']:4.0f} " + " ".join(
+                    f"{row[key]:9.1e}" for key in ("pixels", "image", "text", "scale")), flush=True)  # fmt: skip
+            rows += found
+    if asked.json:
+        asked.json.parent.mkdir(parents=True, exist_ok=True)
+        asked.json.write_text(json.dumps({"tolerance": TOLERANCE, "rows": rows}, indent=2) + "\n")
+    worst = max(
+        max(row["ids"], *(row[key] / TOLERANCE for key in ("image", "text", "scale", "pixels")))
+        for row in rows
+    )
+    print(f"largest difference: {worst * TOLERANCE:.1e} (allowed {TOLERANCE:.0e})")
+    sys.exit(worst > 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What open_clip and transformers made of a tiny model, recorded (compare.py --record): ours must make the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import m1clip
+from m1clip.data.augment import render
+from m1clip.data.preprocess import to_square
+from m1clip.evaluate.bundle import Bundle
+from m1clip.evaluate.export import export
+
+from . import inputs
+
+FIXTURE: dict[str, Any] = json.loads(Path(__file__).with_name("fixture.json").read_text(encoding="utf-8"))
+KINDS = sorted(FIXTURE)
+WEIGHTS = {"openclip": "open_clip_model.safetensors", "hf": "model.safetensors"}
+TOLERANCE = 1e-5
+
+
+def tensors(kind: str) -> dict[str, torch.Tensor]:
+    """The weights that the library had, by its own names."""
+    shapes = FIXTURE[kind]["tensors"]
+    return {name: torch.from_numpy(np.asarray(inputs.tensor(name, shape))) for name, shape in shapes.items()}
+
+
+def write(kind: str, folder: Path) -> Path:
+    """The model as the library writes it."""
+    folder.mkdir()
+    save_file(tensors(kind), folder / WEIGHTS[kind])
+    config = FIXTURE[kind]["config"]
+    if kind == "openclip":
+        (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": config, "preprocess_cfg": {}}))
+    else:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def check_same(bundle: Bundle, kind: str) -> None:
+    """Features, ids, pixels and scale as recorded."""
+    recorded = FIXTURE[kind]
+    squares = np.stack(
+        [
+            to_square(picture, bundle.preprocess.image_size, bundle.preprocess.resize)
+            for picture in inputs.pictures()
+        ]
+    )
+    pixels = render(torch.from_numpy(squares), None, bundle.preprocess)[:, :, ::7, ::5]
+    assert np.abs(pixels.numpy() - np.array(recorded["pixels_7_5"])).max() < TOLERANCE
+    for ids, theirs in zip(bundle.tokenizer(inputs.TEXTS, 24).tolist(), recorded["ids"], strict=True):
+        end = ids.index(49407) + 1
+        assert ids[:end] == theirs[:end]
+    assert (
+        np.abs(bundle.encode_images(inputs.pictures()).numpy() - np.array(recorded["image"])).max()
+        < TOLERANCE
+    )
+    assert np.abs(bundle.encode_texts(inputs.TEXTS).numpy() - np.array(recorded["text"])).max() < TOLERANCE
+    assert abs(float(bundle.model.logit_scale.detach().exp()) - recorded["scale"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_their_folder_gives_their_features(kind: str, tmp_path: Path) -> None:
+    check_same(m1clip.load(write(kind, tmp_path / "theirs")), kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("other", KINDS)
+def test_what_comes_back_is_bit_for_bit_what_went_out(kind: str, other: str, tmp_path: Path) -> None:
+    """Theirs -> ours -> the other library's -> ours -> theirs."""
+    export(write(kind, tmp_path / "theirs"), "safetensors", tmp_path / "ours")
+    export(tmp_path / "ours", other, tmp_path / "other")  # type: ignore[arg-type]
+    assert sorted(load_file(tmp_path / "other" / WEIGHTS[other])) == sorted(FIXTURE[other]["tensors"])
+    export(tmp_path / "other", kind, tmp_path / "back")  # type: ignore[arg-type]
+    back, wanted = load_file(tmp_path / "back" / WEIGHTS[kind]), tensors(kind)
+    assert back.keys() == wanted.keys()
+    assert all(torch.equal(back[name], wanted[name]) for name in wanted)

@@ -1,0 +1,324 @@
+"""The benchmarks' arithmetic, parsing and tables, on figures written by hand. No time is asserted."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+SCRIPTS = ("step", "same_work", "speedrun", "scaling", "table")
+
+
+def script(name: str) -> ModuleType:
+    """A benchmark as a module; its neighbours are found while it is imported."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_explains_itself(name: str) -> None:
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "usage:" in result.stdout
+
+
+def test_scripts_for_the_peers_python_need_nothing_of_ours() -> None:
+    files = sorted((BENCHMARKS / "peers").glob("*.py"))
+    assert {"steps.py", "open_clip_cli.py", "open_clip_features.py"} <= {file.name for file in files}
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.partition(".")[0] == "m1clip" for name in names), file.name
+
+
+# --- same work
+
+
+def taken(naive: float, own: float, default: float) -> dict[str, dict[str, float]]:
+    step = {"flops": 100.0, "text_tokens": 32, "pairs": 8}
+    return {
+        "naive": {"seconds": naive, "cpu_seconds": 2 * naive},
+        "m1clip": {"seconds": own, "cpu_seconds": 2 * own, **step},
+        "default": {
+            "seconds": default,
+            "cpu_seconds": default,
+            "flops": 50.0,
+            "text_tokens": 16,
+            "pairs": 40,
+        },
+    }
+
+
+def test_ratios_are_of_the_steps_of_one_round() -> None:
+    # The machine was twice as slow in the second round: ratios of medians would blur, paired ones do not.
+    found = script("same_work").summary([taken(3, 1, 0.5), taken(6, 2, 1)], [200.0, 100.0])
+    assert found["ratio"]["naive"] == {"median": 3.0, "low": 3.0, "high": 3.0, "n": 2}
+    assert found["share"]["median"] == pytest.approx(0.5)  # 100 / 1 / 200 and 100 / 2 / 100
+    assert found["limit_seconds"]["median"] == pytest.approx(0.75)
+    assert found["tokens"] == {"m1clip": 32, "default": 16}
+    assert found["pairs"] == {"m1clip": 8, "default": 40}
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "tokens"), [("76.7M", 12, 77), ("tiny-32", 128, 32), ("tiny-50", 128, 50)]
+)
+def test_jobs_are_those_of_the_issue(name: str, batch: int, tokens: int) -> None:
+    from m1clip.model.build import shape_of
+
+    module = script("same_work")
+    config = module.same_work(module.job_config(name, None, quick=False))
+    shape = shape_of(config.model, vocab_size=33)
+    assert config.train.batch == batch
+    assert shape.context_length == tokens
+    assert shape.pooling == "cls"
+    assert config.optim.name == "adamw"
+    if name.startswith("tiny"):
+        assert (shape.vision_width, shape.vision_layers, shape.patch_size, shape.image_size) == (
+            256,
+            6,
+            16,
+            112,
+        )
+        assert (shape.text_width, shape.text_layers) == (256, 4)
+
+
+@pytest.mark.slow
+def test_same_work_runs_without_peers_and_says_so(tmp_path: Path) -> None:
+    out = tmp_path / "same_work.json"
+    command = [sys.executable, str(BENCHMARKS / "same_work.py"), "--quick", "--jobs", "76.7M", "--peers", ""]
+    result = subprocess.run(
+        [*command, "--json", str(out)], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert result.returncode == 0, result.stderr
+    assert "not measured: set PEERS=" in result.stdout
+    job = json.loads(out.read_text(encoding="utf-8"))["jobs"]["76.7M"]
+    assert job["seconds"].keys() == {"naive", "m1clip", "trimmed", "default"}
+    assert job["tokens"]["trimmed"] <= job["tokens"]["m1clip"] == 77
+    assert job["seconds"]["m1clip"]["n"] == 2
+    assert job["share"]["median"] > 0
+
+
+# --- speedrun
+
+
+def run_of(recipe: str, seed: int, recall: float, seconds: float = 590.0) -> dict[str, Any]:
+    names = script("speedrun_own").RECALLS
+    return {"recipe": recipe, "seed": seed, "seconds": seconds, "pairs_seen": 74_000, "pairs_per_second": 123.0,
+            "val": dict.fromkeys(names, recall), "test": dict.fromkeys(names, recall),
+            "curve": [{"seconds": 100.0, "recall_at_10": recall / 2},
+                      {"seconds": 200.0, "recall_at_10": recall}]}  # fmt: skip
+
+
+def test_a_recipe_is_one_row_with_mean_and_deviation() -> None:
+    module = script("speedrun")
+    runs = [run_of("default", 0, 0.10), run_of("default", 1, 0.20), run_of("open_clip", 0, 0.05, 601.0)]
+    head, ours, theirs = module.rows(runs, 0.05, 600.0)
+    assert head[-1] == "seconds to val R@10 5.0"
+    assert ours[:2] == ["default", "2"]
+    assert ours[6] == "15.0 ± 7.1"
+    assert ours[-1] == "100 ± 0"
+    assert theirs[6] == "5.0"
+    assert module.seen([{**runs[0], "captions_per_step": 5}]) == "74,000 x 5 captions"
+    assert theirs[7] == "10.02 (over)"
+    assert module.until(runs[:2], 0.15) == "200 (1 of 2 seeds)"
+    assert module.until(runs[:2], 0.5) == "not reached"
+
+
+def test_a_run_is_summed_up_from_its_log() -> None:
+    own = script("speedrun_own")
+    recalls, better = (dict.fromkeys(own.RECALLS, value) for value in (0.1, 0.3))
+    records = [
+        {"kind": "start", "time": 1010.0, "steps": 20},
+        {"kind": "step", "time": 1020.0, "step": 10, "pairs_per_second": 100.0, "step_seconds": 0.64},
+        {"kind": "eval", "time": 1021.0, "step": 10, "split": "val", "mean_recall": 0.1, **recalls},
+        {"kind": "step", "time": 1030.0, "step": 20, "pairs_per_second": 120.0, "step_seconds": 64 / 120},
+        {"kind": "eval", "time": 1031.0, "step": 20, "split": "val", "mean_recall": 0.3, **better},
+        {"kind": "checkpoint", "time": 1032.0, "step": 20},
+        {"kind": "end", "time": 1040.0, "split": "test", **recalls},
+    ]  # fmt: skip
+    found = own.summary(records, begin=1000.0)
+    assert found["seconds"] == 32.0  # the test, which follows, is outside the clock
+    assert found["setup_seconds"] == 10.0
+    assert found["pairs_seen"] == 20 * 64
+    assert found["pairs_per_second"] == 110.0
+    assert found["val"] == better
+    assert own.seconds_until(found["curve"], 0.2) == 31.0
+    assert own.seconds_until(found["curve"], 0.4) is None
+    with pytest.raises(SystemExit, match="no evaluation"):
+        own.summary(records[:2], begin=1000.0)
+
+
+def test_recipes_are_named_or_given() -> None:
+    module = script("speedrun")
+    found = module.named_recipes("default", ["wide=--model.vision-width 384"])
+    assert found == {"default": (), "wide": ("--model.vision-width", "384")}
+    assert module.named_recipes("", []) == {}
+    with pytest.raises(SystemExit, match="no recipe 'adam'"):
+        module.named_recipes("adam", [])
+
+
+def test_the_peers_log_is_read() -> None:
+    line = (
+        "2026-11-15,11:43:31 | INFO | Train Epoch: 0 [  256/2048 (12%)] Data (t): 2.239 Batch (t): 33.714, "
+        "7.59339/s, 7.59339/s/gpu LR: 0.001000 Logit Scale: 14.286 Contrastive_loss: 5.6385 (5.6385)"
+    )
+    assert script("speedrun_peer").LINE.findall(line) == [("256", "7.59339")]
+
+
+def test_the_peers_table_is_whole_passes_and_a_part(tmp_path: Path) -> None:
+    pairs = [SimpleNamespace(image=f"{i}.jpg", captions=(f"a {i}", f"b\t{i}")) for i in range(4)]
+    source = SimpleNamespace(pairs=lambda split: pairs if split == "train" else [])
+    module, path = script("speedrun_peer"), tmp_path / "rows.tsv"
+    module.write_rows(source, path, count=19, seed=1)
+    import csv
+
+    with path.open(newline="", encoding="utf-8") as file:
+        head, *rows = list(csv.reader(file, delimiter="\t"))
+    assert head == ["filepath", "title"]
+    assert len(rows) == 19
+    counts = Counter(title for _, title in rows)
+    assert len(counts) == 8
+    assert set(counts.values()) <= {2, 3}
+
+
+# --- scaling
+
+
+def test_scaling_covers_what_the_issue_asks() -> None:
+    module = script("scaling")
+    found = list(module.points(module.GRID, (1, 2)))
+    by_panel = {panel: [p.x for p in found if p.panel == panel and p.threads == 1] for panel in module.GRID}
+    assert (by_panel["batch"][0], by_panel["batch"][-1]) == (8, 1024)
+    assert (by_panel["resolution"][0], by_panel["resolution"][-1]) == (64, 224)
+    assert (by_panel["tokens"][0], by_panel["tokens"][-1]) == (8, 77)
+    assert {"tiny", "ViT-B-32", "ViT-B-16"} <= set(by_panel["model"])
+    assert found[0].threads == 2
+    assert all(p.batch == p.x for p in found if p.panel == "batch")
+
+
+def test_a_batch_beyond_memory_is_chunked_and_one_beyond_hope_is_refused() -> None:
+    module = script("scaling")
+    point = next(p for p in module.points({"batch": (1024,)}, (1,)))
+    need = 1024 * point.pair_bytes / module.MEMORY_SHARE
+    assert module.chunk_for(point, 1.01 * need) == 0
+    assert module.chunk_for(point, 0.3 * need) == 256
+    assert module.chunk_for(point, 0.001 * need) is None
+
+
+def test_a_point_is_the_real_update() -> None:
+    module = script("scaling")
+    base = next(p for p in module.points({"tokens": (8,)}, (1,)))
+    shape = dataclasses.replace(base.shape, image_size=32, vision_width=32, vision_layers=1, text_width=32,
+                                text_layers=1, vocab_size=50, embed_dim=16)  # fmt: skip
+    point = dataclasses.replace(base, shape=shape, batch=4)
+    threads = torch.get_num_threads()
+    try:
+        found = module.Bench().measure(point, 0)
+    finally:
+        torch.set_num_threads(threads)
+    assert module.LEAST_STEPS <= found["pairs_per_second"]["n"] <= module.MOST_STEPS
+    assert found["pairs_per_second"]["low"] > 0
+
+
+def scaling_result() -> dict[str, Any]:
+    module = script("scaling")
+    speed = {"median": 100.0, "low": 90.0, "high": 110.0, "n": 3}
+    rate = {"median": 4e11, "low": 4e11, "high": 4e11, "n": 3}
+    points = [
+        {"panel": p.panel, "x": p.x, "threads": p.threads, "batch": p.batch, "chunk": 0, "flops_per_pair": p.flops,
+         "pairs_per_second": speed}
+        for p in module.points(module.QUICK, (1,), quick=True)
+    ]  # fmt: skip
+    skipped = [{"panel": "batch", "x": 1024, "threads": 1, "batch": 1024, "reason": "time: none left"}]
+    place = {"cpu": "a cpu", "cores": 2, "torch": "2", "commit": "abc"}
+    return {"machine": place, "precision": "bf16", "gemm_rate": {"1": rate}, "points": points, "skipped": skipped,
+            "quick": False, "vocabulary": 50, "batch": 64, "model_batch": 16}  # fmt: skip
+
+
+def test_the_plot_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    script("scaling_plot").draw(scaling_result(), tmp_path / "scaling.png")
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- table
+
+
+def neighbours(machine: Any) -> dict[str, Any]:
+    """Results in the form that large_batch.py, memory.py and cuda_step.py write."""
+    ratio = {"median": 1.3, "low": 1.2, "high": 1.35, "n": 5}
+    gradients = [
+        {"objective": name, "worst": "logit_scale", "worst_difference": value}
+        for name, value in (("infonce", 1e-6), ("multi", 2e-6))
+    ]
+    line = {"side": "m1clip", "variant": "graph", "batch": 512, "tokens": 77, "share": 0.6, "pairs_per_second": 4e3,
+            "seconds": ratio}  # fmt: skip
+    return {
+        "large_batch": {"machine": machine, "model": "small", "batch": 64, "chunk": 16, "ratio": ratio,
+                        "peak_bytes": {"plain": 4e9, "chunked": 2e9}, "gradients": gradients, "peer": None},
+        "memory": {"machine": machine, "rows": {"default": {"flags": ["--steps", "4"], "goal_bytes": 2e9,
+                                                            "peak_bytes": [1.8e9, 1.9e9]}}},
+        "cuda_step": {"facts": {"cuda": "a card", "cores": 8, "torch": "2"}, "models": {
+            "ViT-B-16": {"lines": [line, {"skipped": "no time left"}], "ratios": ["batch 512: 1.40 times"]}}},
+    }  # fmt: skip
+
+
+def test_all_results_stand_in_one_table(tmp_path: Path) -> None:
+    same = {"machine": {"cpu": "a cpu", "cores": 2, "torch": "2", "commit": "abc"}, "jobs": {}}
+    job = script("same_work").summary([taken(3, 1, 0.5), taken(6, 2, 1)], [200.0, 100.0])
+    same["jobs"] = {"76.7M": {**job, "batch": 12, "text_tokens": 77, "parameters": 1, "threads": 2}}  # type: ignore[dict-item]
+    speedrun = {"machine": same["machine"], "data": "photos", "minutes": 10.0, "seeds": 2, "peer": None,
+                "until_recall": 0.05, "runs": [run_of("default", 0, 0.24), run_of("default", 1, 0.26)]}  # fmt: skip
+    other = {"machine": "one H200", "rows": [{"what": "ViT-B-32", "figure": "1.6 times", "n": 5}]}
+    written: dict[str, Any] = {"same_work": same, "speedrun": speedrun, "scaling": scaling_result()}
+    written |= {"another": other, "odd": [], **neighbours(same["machine"])}
+    for name, result in written.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
+    text = script("table").render(tmp_path)
+    lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}
+    naive = lines["same work, 76.7M, batch 12, 77 tokens: naive baseline, fp32 / m1clip"]
+    assert "**3.00 [3.00, 3.00]** times" in naive
+    assert "| 2.9 " in naive
+    assert (
+        "not measured: set PEERS="
+        in lines["same work, 76.7M, batch 12, 77 tokens: open_clip, bf16 autocast / m1clip"]
+    )
+    assert "**25.0 ± 1.4%**" in text
+    assert "photos, 10 minutes from random weights: open_clip's own trainer" in lines
+    assert "1.6 times" in lines["ViT-B-32"]
+    assert "1 points not measured" in text
+    assert "another.json): one H200" in text
+    assert "cuda_step.json): a card, 8 cores" in text
+    assert "batch 512: 1.40 times" in lines["ViT-B-16 on a GPU"]
+    assert "| 1.4 " in lines["small, batch 64 in chunks of 16: chunked / plain step"]
+    assert "2.0e-06 (multi, logit_scale)" in text
+    assert "1.90 GB, the most" in text
+    widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
+    assert widths == {6}
+
+
+def test_a_smoke_run_is_not_taken_for_a_result(tmp_path: Path) -> None:
+    (tmp_path / "scaling.json").write_text(json.dumps({**scaling_result(), "quick": True}), encoding="utf-8")
+    assert "smoke run" in script("table").render(tmp_path)
+
+
+def test_the_kept_results_make_a_table() -> None:
+    text = script("table").render(script("sides").RESULTS)
+    assert "naive baseline / m1clip" in text

@@ -1,0 +1,104 @@
+"""export, classify, similar and eval --classes through the door: words in, exit code and lines out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import m1clip
+from m1clip.cli import main
+from m1clip.data.preprocess import Preprocess
+from m1clip.evaluate.bundle import Bundle
+from m1clip.model.clip import Clip
+from m1clip.model.shape import ClipShape
+from m1clip.text import BpeTokenizer
+
+SHAPE = ClipShape(
+    image_size=32, patch_size=16, vision_width=32, vision_layers=1, vision_heads=2, text_width=32, text_layers=1,
+    text_heads=2, context_length=12, embed_dim=16,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    tokenizer = BpeTokenizer()
+    folder = tmp_path_factory.mktemp("models") / "model"
+    Bundle(Clip(SHAPE, tokenizer.eot_id), tokenizer, Preprocess(image_size=32)).save(folder)
+    return folder
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    for number, name in enumerate(("red", "green")):
+        (tmp_path / "set" / name).mkdir(parents=True)
+        for each in range(3):
+            colour = np.full((20, 24, 3), 40 * each, np.uint8)
+            colour[..., number] = 250
+            Image.fromarray(colour).save(tmp_path / "set" / name / f"{each}.png")
+    return tmp_path / "set"
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in words])
+    return int(end.value.code or 0), *capsys.readouterr()
+
+
+@pytest.mark.parametrize("to", ["openclip", "hf", "safetensors"])
+def test_export(model: Path, to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, "export", model, "--to", to, "--out", tmp_path / "out")
+    assert code == 0
+    assert f"written    {tmp_path / 'out'}" in out
+    torch.testing.assert_close(
+        m1clip.load(tmp_path / "out").encode_texts(["a"]), m1clip.load(model).encode_texts(["a"])
+    )
+    code, _, error = said(capsys, "export", model, "--to", to, "--out", tmp_path / "out")
+    assert code == 2
+    assert "exists already" in error
+
+
+def test_classify_and_similar(model: Path, pictures: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(
+        capsys, "classify", pictures / "red" / "0.png", "--labels", "red, green,blue", "--model", model
+    )
+    lines = out.strip().splitlines()
+    assert code == 0
+    assert {line.split("  ")[-1] for line in lines} == {"red", "green", "blue"}
+    assert sum(float(line.split("%")[0]) for line in lines) == pytest.approx(100, abs=0.2)
+    code, out, _ = said(
+        capsys, "similar", pictures / "red" / "0.png", "--in", pictures, "--model", model, "--count", "2"
+    )
+    assert code == 0
+    assert len(out.strip().splitlines()) == 2
+    assert "red/0.png" not in out
+
+
+def test_zero_shot(
+    model: Path,
+    pictures: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = said(capsys, "eval", model, "--classes", pictures, "--device", "cpu")
+    assert code == 0
+    assert "zero_shot/top1" in out
+    assert (tmp_path / "confusion-set.png").is_file()
+
+
+def test_mistakes_are_one_line(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, error = said(capsys, "classify", pictures / "red" / "0.png", "--labels", "a,b")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "no trained model in runs/" in error
+    code, _, error = said(capsys, "train", "--init", tmp_path / "nothing", "--recipe", "frozen")
+    assert code == 2
+    assert "--init goes without --recipe frozen" in error

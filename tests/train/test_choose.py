@@ -1,0 +1,264 @@
+"""auto: what may be chosen, who wins, what is remembered; and what fits into a memory limit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_run import small_config
+
+from m1clip.config import TrainConfig
+from m1clip.data.preprocess import Preprocess
+from m1clip.errors import UserError
+from m1clip.hardware.device import Device
+from m1clip.hardware.facts import Facts, read_facts
+from m1clip.model.build import shape_of
+from m1clip.model.clip import Clip, count_parameters
+from m1clip.model.shape import ClipShape
+from m1clip.train import choose as choose_module
+from m1clip.train.choose import Choice, Tried, affordable, candidates, choose, try_step
+from m1clip.train.fit import Fit, decide, fit_memory, power_of_two
+from m1clip.train.memory import (
+    Forecast,
+    forecast,
+    foretell,
+    foretold_peak,
+    kept_by_mlp,
+    stand_in,
+    tensor_limit,
+    watched,
+)
+from m1clip.train.precision import autocast
+from m1clip.train.update import Update
+
+H200 = Facts(system="Linux", machine="x86_64", cpu="Intel Xeon", cores=48, performance_cores=48, memory_bytes=2**38,
+             cuda="NVIDIA H200", cuda_capability=(9, 0))  # fmt: skip
+M1 = Facts(
+    system="Darwin",
+    machine="arm64",
+    cpu="Apple M1",
+    cores=8,
+    performance_cores=4,
+    memory_bytes=2**33,
+    mps=True,
+)
+M4 = dataclasses.replace(M1, cpu="Apple M4")
+TURING = dataclasses.replace(H200, cuda="Tesla T4", cuda_capability=(7, 5))
+
+
+@pytest.mark.parametrize(
+    ("facts", "device", "precision", "options"),
+    [
+        (H200, "auto", "auto", ["cuda bf16", "cpu fp32", "cpu bf16"]),
+        (H200, "cuda", "auto", ["cuda bf16"]),
+        (H200, "cpu", "fp32", ["cpu fp32"]),
+        (H200, "auto", "fp32", ["cuda fp32", "cpu fp32"]),
+        (TURING, "auto", "bf16", ["cpu bf16"]),
+        (M1, "auto", "auto", ["mps fp32", "cpu fp32", "cpu bf16"]),
+        (M4, "mps", "auto", ["mps fp32", "mps bf16"]),
+    ],
+)
+def test_what_may_be_chosen(facts: Facts, device: str, precision: str, options: list[str]) -> None:
+    assert [" ".join(option) for option in candidates(device, precision, facts)] == options
+
+
+def auto(**changes: Any) -> Any:
+    return small_config({"train.device": "auto", "train.precision": "auto", **changes})
+
+
+SHAPE = shape_of(small_config().model, vocab_size=64)
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch does not depend on how busy this machine is."""
+    monkeypatch.setattr(choose_module, "affordable", lambda batch, pair_seconds, options: batch)
+
+
+def measured(seconds: dict[str, float | None]) -> Any:
+    """A measurement that answers from a table, and notes what it was asked."""
+    asked = []
+
+    def measure(
+        config: Any, shape: ClipShape, eot_id: int, facts: Facts, kind: Any, precision: Any, *rest: Any
+    ) -> Tried:
+        asked.append(f"{kind} {precision}")
+        value = seconds[asked[-1]]
+        return Tried(kind, precision, value, 0.0, "" if value else "gradients 90% off the CPU's")
+
+    measure.asked = asked  # type: ignore[attr-defined]
+    return measure
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_the_fastest_wins_and_is_remembered(tmp_path: Path) -> None:
+    measure = measured({"cuda bf16": 0.1, "cpu fp32": 3.0, "cpu bf16": 2.0})
+    first = choose(auto(), SHAPE, 0, H200, 16, tmp_path, measure)
+    assert (first.device, first.precision, first.cached) == ("cuda", "bf16", False)
+    assert "step of 16 measured: 30.0x cpu fp32, 20.0x cpu bf16" in first.why
+    again = choose(auto(), SHAPE, 0, H200, 16, tmp_path, measured({}))
+    assert (again.device, again.cached) == ("cuda", True)
+    assert "measured before" in again.why
+
+
+@pytest.mark.parametrize(
+    "change", [{"facts": dataclasses.replace(H200, torch="9.9")}, {"shape": dataclasses.replace(SHAPE, embed_dim=64)},
+               {"config": auto(**{"optim.name": "adamw"})}, {"tokens": 24}]
+)  # fmt: skip
+def test_another_machine_model_or_version_is_measured_anew(tmp_path: Path, change: dict[str, Any]) -> None:
+    table = {"cuda bf16": 0.1, "cpu fp32": 3.0, "cpu bf16": 2.0}
+    choose(auto(), SHAPE, 0, H200, 16, tmp_path, measured(table))
+    measure = measured(table)
+    facts, shape = change.get("facts", H200), change.get("shape", SHAPE)
+    choose(change.get("config", auto()), shape, 0, facts, change.get("tokens", 16), tmp_path, measure)
+    assert len(measure.asked) == 3
+
+
+def test_a_device_with_wrong_gradients_is_out(tmp_path: Path) -> None:
+    measure = measured({"cuda bf16": None, "cpu fp32": 3.0, "cpu bf16": 2.0})
+    found = choose(auto(), SHAPE, 0, H200, 16, tmp_path, measure)
+    assert (found.device, found.precision) == ("cpu", "bf16")
+    assert "cuda bf16 out: gradients 90% off" in found.why
+    nobody = measured({"cuda bf16": None, "cpu fp32": None, "cpu bf16": None})
+    with pytest.raises(UserError, match="no device passed its test"):
+        choose(auto(), SHAPE, 1, H200, 24, tmp_path / "other", nobody)
+
+
+def test_one_possibility_is_not_measured(tmp_path: Path) -> None:
+    found = choose(auto(**{"train.device": "cuda"}), SHAPE, 0, H200, 16, tmp_path, measured({}))
+    assert found == Choice("cuda", "bf16")
+    assert found.why == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_time_is_kept_by_a_smaller_batch() -> None:
+    assert affordable(128, 0.001, 2) == 128
+    assert affordable(128, 0.1, 2) == 50
+    assert affordable(128, 10.0, 3) == 8  # never below what parity needs
+    assert affordable(4, 10.0, 3) == 4
+
+
+def test_a_torn_cache_is_measured_again(tmp_path: Path) -> None:
+    table = {"cuda bf16": 0.1, "cpu fp32": 3.0, "cpu bf16": 2.0}
+    choose(auto(), SHAPE, 0, H200, 16, tmp_path, measured(table))
+    for path in (tmp_path / "choices").iterdir():
+        path.write_text('{"device": "cuda"')
+    measure = measured(table)
+    choose(auto(), SHAPE, 0, H200, 16, tmp_path, measure)
+    assert len(measure.asked) == 3
+
+
+def test_the_cpu_is_really_measured(tmp_path: Path) -> None:
+    facts = dataclasses.replace(read_facts(), cuda=None, mps=False)
+    found = choose(auto(), SHAPE, 0, facts, 16, tmp_path)
+    assert found.device == "cpu"
+    assert {(t.precision, t.out) for t in found.tried} == {("fp32", ""), ("bf16", "")}
+    assert all((t.gradient_difference or 0.0) < 0.1 for t in found.tried)
+
+
+def test_a_gradient_that_is_off_refuses_the_step() -> None:
+    facts = read_facts()
+    pairs = stand_in(SHAPE, 8, 16, 0)
+    count = count_parameters(SHAPE)
+    found = try_step(small_config(), SHAPE, 0, facts, "cpu", "fp32", pairs, torch.ones(count), pairs, 1.0)
+    assert found.step_seconds is None
+    assert "off the CPU's" in found.out
+
+
+LINE = Forecast(least=1.01e9, fixed=1e9, per_pair=1e7)
+FRUGAL = Forecast(least=1.005e9, fixed=1e9, per_pair=4e6)
+
+
+def lines(recompute: bool) -> Forecast:
+    return FRUGAL if recompute else LINE
+
+
+@pytest.mark.parametrize(
+    ("batch", "chunk", "room", "expected"),
+    [
+        (128, 0, 3e9, Fit(128, 0, False, "batch 128 fits")),
+        (0, 0, 3e9, Fit(128, 0, False, "batch 128 fits")),  # 200 would fit: the power of two below
+        (0, 0, 1e12, Fit(1024, 0, False, "batch 1024 fits")),
+        (128, 0, 2e9, Fit(128, 0, True, "batch 128 fits with recomputation")),
+        (128, 0, 1.4e9, Fit(128, 32, False, "batch 128 fits in chunks of 32")),
+        (128, 0, 1.015e9, Fit(128, 2, True, "batch 128 fits in chunks of 2 and recomputation")),
+        (128, 16, 1.2e9, Fit(128, 16, False, "batch 128 fits in chunks of 16")),
+        (128, 64, 1.2e9, Fit(128, 16, False, "batch 128 fits in chunks of 16")),
+        (128, 0, 0.9e9, None),
+        (0, 0, 0.9e9, None),
+    ],
+)
+def test_what_a_limit_asks_for(batch: int, chunk: int, room: float, expected: Fit | None) -> None:
+    assert decide(batch, chunk, False, 1024, room, lines) == expected
+
+
+def test_powers_of_two() -> None:
+    assert [power_of_two(n) for n in (0, 1, 2, 3, 64, 100)] == [0, 1, 2, 2, 64, 64]
+
+
+def test_what_is_foretold_is_what_is_watched() -> None:
+    """The same step on fake and on real tensors, in both precisions."""
+    facts, config = read_facts(), small_config()
+    host = Device("cpu", facts)
+    for precision in ("fp32", "bf16"):
+        foretold = foretell(config, SHAPE, "cpu", precision, facts, 16, 16)  # type: ignore[arg-type]
+        model = Clip(SHAPE, 0)
+        model.set_attention("bmm", "sdpa")
+        update = Update(model, config, host, precision, Preprocess(image_size=32), autocast(host, precision))  # type: ignore[arg-type]
+        pairs = stand_in(SHAPE, 16, 16, 0)
+        update(pairs, 1, 10, 100)
+        real = watched(update, pairs, lambda batch: update(batch, 2, 10, 100))  # noqa: B023
+        assert sum(foretold.values()) == pytest.approx(sum(real.values()), rel=0.05)
+        assert foretold["weights"] == real["weights"]
+
+
+def test_memory_grows_with_the_batch_and_shrinks_with_recomputation_and_chunks() -> None:
+    facts, config = read_facts(), small_config()
+
+    def total(batch: int, **changes: Any) -> int:
+        wanted = small_config({"train.batch": batch, **changes})
+        return sum(foretell(wanted, SHAPE, "cpu", "fp32", facts, batch, 16).values())
+
+    assert total(64) > total(32)
+    assert total(64, **{"model.recompute": True}) < total(64)
+    assert total(64, **{"train.chunk": 8}) < total(64)
+    line = forecast(lambda batch: foretell(config, SHAPE, "cpu", "fp32", facts, batch, 16))
+    assert line.total(64) == pytest.approx(total(64), rel=0.05)
+    assert line.largest(line.total(100), 4096) in (99, 100, 101)
+
+
+def test_an_accelerator_keeps_what_the_cpu_computes_again() -> None:
+    facts, config = read_facts(), small_config()
+    here = foretell(config, SHAPE, "cpu", "fp32", facts, 8, 16)
+    there = foretell(config, SHAPE, "cuda", "fp32", facts, 8, 16)
+    assert there["activations"] - here["activations"] == kept_by_mlp(SHAPE, 8, 16, 4)
+
+
+def test_the_limit_is_the_inverse_of_the_peak() -> None:
+    parts = {"weights": 400_000_000, "activations": 600_000_000}
+    peak = sum(foretold_peak(parts, "cpu", 300_000_000, 50_000_000).values())
+    assert tensor_limit(peak, "cpu", 300_000_000, 50_000_000) == pytest.approx(1e9, rel=1e-6)
+    assert foretold_peak(parts, "cuda", 1, 1) == parts
+
+
+def test_a_limit_is_kept_or_refused() -> None:
+    facts = read_facts()
+    host = Device("cpu", facts)
+    assert fit_memory(small_config(), SHAPE, host, "fp32", facts, 16, 100) is None
+    free = fit_memory(small_config({"train.batch": 0}), SHAPE, host, "fp32", facts, 16, 4000)
+    assert free is not None
+    assert free.batch == 256  # a power of two that leaves eight steps an epoch
+    tight = small_config({"train.memory": "1MB"})
+    with pytest.raises(UserError, match=r"--memory 1MB: .* needs at least"):
+        fit_memory(tight, SHAPE, host, "fp32", facts, 16, 100)
+
+
+def test_the_words_of_the_config() -> None:
+    assert TrainConfig(batch=0, chunk=64).batch == 0
+    with pytest.raises(UserError, match="or auto, not 1"):
+        TrainConfig(batch=1)
+    with pytest.raises(UserError, match="--memory lots"):
+        TrainConfig(memory="lots")

