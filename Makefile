@@ -1,7 +1,7 @@
 # Each target makes the virtual environment by itself, once, and then needs no network.
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: demo test lint bench setup clean help
+.PHONY: demo test lint bench speedrun scaling setup parity clean help
 
 # A relative path: folder names with spaces would break a prerequisite, never a relative one.
 VENV := .venv
@@ -14,7 +14,10 @@ PYTHON ?= python3
 help:
 	@echo "make demo   train a small CLIP on synthetic pictures and show what it finds (about 5 minutes)"
 	@echo "make test   ruff, mypy, import-linter, pytest"
-	@echo "make bench  speed as ratios against baselines, on this machine (DATA=folder: loaders too)"
+	@echo "make bench  speed as ratios against baselines, on this machine (DATA=folder: loaders too; PEERS=python: open_clip too)"
+	@echo "make speedrun DATA=folder   recall after ten minutes, three seeds (PEERS=python: open_clip beside it; 90 minutes)"
+	@echo "make scaling  pairs a second against batch, resolution, tokens, model and threads (about 10 minutes)"
+	@echo "make parity PEERS=python  features against installed open_clip and transformers, both directions"
 	@echo "make clean  remove the virtual environment"
 
 $(READY): pyproject.toml constraints.txt
@@ -43,10 +46,29 @@ lint: $(DEV)
 test: lint
 	@$(BIN)/pytest -n auto
 
+# PEERS: the Python of an environment with open_clip and transformers (benchmarks/README.md). DATA: a set of pictures.
 bench: $(READY)
 	@$(BIN)/python benchmarks/synthetic.py
 	@$(BIN)/python benchmarks/step.py --json docs/results/step.json
-	@test -z "$(DATA)" || $(BIN)/python benchmarks/loader.py "$(DATA)" --json docs/results/loader.json
+	@$(BIN)/python benchmarks/same_work.py --peers "$(PEERS)" --data "$(DATA)" --json docs/results/same_work.json
+	@test -z "$(DATA)" || $(BIN)/python benchmarks/loader.py "$(DATA)" --peer-python "$(PEERS)" --json docs/results/loader.json
+	@for name in large_batch memory; do test ! -e benchmarks/$$name.py || \
+		$(BIN)/python benchmarks/$$name.py --json docs/results/$$name.json || exit 1; done
+	@$(BIN)/python benchmarks/table.py
+
+MINUTES ?= 10
+speedrun: $(READY)
+	@test -n "$(DATA)" || { echo "make speedrun DATA=folder [PEERS=python] [MINUTES=10]"; exit 1; }
+	@$(BIN)/python benchmarks/speedrun.py "$(DATA)" --minutes $(MINUTES) --peers "$(PEERS)" --out docs/results/speedrun.json
+
+scaling: $(READY)
+	@$(PIP) -e '.[plot]'
+	@$(BIN)/python benchmarks/scaling.py
+
+# PEERS: a Python that has open_clip, torchvision and transformers (benchmarks/README.md).
+parity: $(READY)
+	@test -n "$(PEERS)" || { echo "make parity PEERS=python: a Python with open_clip, torchvision and transformers"; exit 1; }
+	@$(BIN)/python tests/parity/compare.py "$(PEERS)" --json docs/results/parity.json
 
 clean:
 	rm -rf $(VENV)

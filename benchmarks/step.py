@@ -17,49 +17,21 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
+
+from sides import Side, machine, spread, step_flops, write
 
 from m1clip.config import Config
 from m1clip.configfile import from_dict, load_config, read_preset, to_toml
-from m1clip.hardware.clock import Timing, timing
+from m1clip.hardware.clock import timing
 from m1clip.hardware.device import environment
-from m1clip.hardware.facts import read_facts
 
-GOAL_RATIO, GOAL_BYTES = 2.3, 2.5e9
+GOAL_RATIO, GOAL_BYTES = 2.9, 2.0e9
 LINES = {
     "naive": "naive baseline, fp32",
     "m1clip": "m1clip",
     "full": "m1clip without text trimming",
 }
-
-
-class Worker:
-    """A process with one of the sides in it, which answers a word with a line of JSON."""
-
-    def __init__(self, side: str, config: Path) -> None:
-        # Both sides wait passively: spinning threads would slow the naive one on a busy machine.
-        variables = {**os.environ, **environment(platform.system(), os.environ)}
-        command = [sys.executable, __file__, "--worker", side, "--config", str(config)]
-        self.process = subprocess.Popen(
-            command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def ask(self, word: str) -> Any:
-        """Send a word, wait for the answer."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(word + "\n")
-        self.process.stdin.flush()
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)["answer"]
-        raise RuntimeError(f"the {self.process.args} process ended with {self.process.wait()}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.communicate()  # the end of its input ends it
 
 
 def answers_of(side: str, config: Config) -> dict[str, Callable[[], Any]]:
@@ -83,7 +55,6 @@ def answers_of(side: str, config: Config) -> dict[str, Callable[[], Any]]:
 
     from m1clip.hardware.measure import gemm_rate
     from m1clip.model.clip import count_parameters
-    from m1clip.model.shape import flops_per_pair
     from m1clip.train.run import decode_plan
     from m1clip.train.schedule import warmup_steps
     from m1clip.train.screen import Screen
@@ -99,16 +70,15 @@ def answers_of(side: str, config: Config) -> dict[str, Callable[[], Any]]:
     def step(full_length: bool) -> dict[str, float]:
         job.training.full_length = full_length
         number, done[full_length] = done[full_length], done[full_length] + 1
-        lengths = []
+        made = []
 
         def work() -> None:
             batch = job.training[number]
-            lengths.append(batch.tokens.shape[1])
+            made.append(batch)
             update(batch, number, warmup, total_steps)[0].item()
 
         found = timed(work)
-        flops = flops_per_pair(job.shape, lengths[0]) * config.train.batch
-        return {**found, "flops": flops, "text_tokens": lengths[0]}
+        return {**found, "flops": step_flops(job.shape, made[0]), "text_tokens": made[0].tokens.shape[1]}
 
     return {
         "m1clip": lambda: step(False),
@@ -143,7 +113,8 @@ def measure(config: Path, steps: int) -> dict[str, Any]:
     """All figures of an alternating run."""
     rounds: list[dict[str, dict[str, float]]] = []
     rates: list[float] = []
-    with Worker("naive", config) as naive, Worker("m1clip", config) as ours:
+    start = [sys.executable, __file__, "--config", str(config), "--worker"]
+    with Side([*start, "naive"]) as naive, Side([*start, "m1clip"]) as ours:
         counts = {worker.ask("parameters") for worker in (naive, ours)}
         assert len(counts) == 1, f"the two models differ in size: {counts}"
         choices = ours.ask("choices")
@@ -170,22 +141,11 @@ def measure(config: Path, steps: int) -> dict[str, Any]:
     return {"parameters": counts.pop(), **choices, **summary, "text_tokens": tokens, "rounds": rounds}
 
 
-def machine() -> dict[str, Any]:
-    """Where and with what this was measured."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    git = subprocess.run(command, capture_output=True, text=True, check=False)
-    facts = read_facts()
-    load = os.getloadavg()[0]  # read before the workers start: what else was running
-    return {"cpu": facts.cpu, "cores": facts.cores, "system": facts.system, "torch": facts.torch,
-            "python": facts.python, "commit": git.stdout.strip() or "unknown", "load_before": load}  # fmt: skip
-
-
 def show(result: dict[str, Any]) -> None:
     """The table."""
 
-    def spread(name: str, form: str = ".2f", unit: str = "") -> str:
-        t = Timing(**result[name])
-        return f"{t.median:{form}}{unit} [{t.low:{form}}, {t.high:{form}}]"
+    def figure(name: str, form: str = ".2f", unit: str = "") -> str:
+        return spread(result[name], form, unit)
 
     place = result["machine"]
     print(f"{place['cpu']}, {place['cores']} cores ({result['threads']} threads), torch {place['torch']}, "
@@ -193,11 +153,11 @@ def show(result: dict[str, Any]) -> None:
     count, n = result["parameters"], result["naive"]["n"]
     print(f"{count:,} parameters, batch {result['batch']}, median [quartiles], n={n}")
     for name, words in LINES.items():
-        print(f"  {words:32} {spread(name, unit=' s')} a step")
-    print(f"  naive / m1clip                   {spread('ratio')} of paired steps (goal {GOAL_RATIO})")
-    print(f"  naive / m1clip without trimming  {spread('ratio_full')} of paired steps")
-    print(f"  the same in processor seconds    {spread('ratio_cpu')} (other programs do not count here)")
-    print(f"  share of the GEMM rate           {spread('share', '.0%')} "
+        print(f"  {words:32} {figure(name, unit=' s')} a step")
+    print(f"  naive / m1clip                   {figure('ratio')} of paired steps (goal {GOAL_RATIO})")
+    print(f"  naive / m1clip without trimming  {figure('ratio_full')} of paired steps")
+    print(f"  the same in processor seconds    {figure('ratio_cpu')} (other programs do not count here)")
+    print(f"  share of the GEMM rate           {figure('share', '.0%')} "
           f"of {result['gemm_rate']['median'] / 1e9:.0f} GFLOP/s in {result['precision']}")  # fmt: skip
     peak = result["peak_bytes"] / 1e9
     print(f"  peak RSS of m1clip train         {peak:.2f} GB (goal {GOAL_BYTES / 1e9:.1f})")
@@ -208,6 +168,8 @@ def show(result: dict[str, Any]) -> None:
 def prior_art(quick: bool) -> Config:
     """`--preset prior-art`; for a smoke run the same with a model of two small blocks."""
     config = from_dict(read_preset("prior-art"), "prior-art")
+    # One caption a picture, as the baseline has it: the step is the same work.
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, captions_per_step=1))
     if not quick:
         return config
     parts = {"width": 64, "layers": 1, "heads": 2}
@@ -240,7 +202,7 @@ def main() -> None:
         result |= measure(path, steps)
     show(result)
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write(options.json, result)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,11 @@ import sys
 import time
 from types import SimpleNamespace
 
-import torch
+import torchvision_ops  # noqa: F401  first: open_clip imports torchvision
 
-# No torchvision build loads beside a CPU-only torch unless these two exist; nothing here calls them.
-LIBRARY = torch.library.Library("torchvision", "DEF")
-for name in ("nms", "qnms"):
-    LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
-import open_clip  # noqa: E402
-from open_clip_train.data import get_csv_dataset  # noqa: E402
+# isort: split
+import open_clip
+from open_clip_train.data import get_csv_dataset
 
 PREFETCH = 2  # batches that each worker of a torch DataLoader holds ready
 

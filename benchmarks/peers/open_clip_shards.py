@@ -9,15 +9,11 @@ import sys
 from functools import partial
 from types import SimpleNamespace
 
-import torch
+import torchvision_ops  # noqa: F401  first: open_clip imports torchvision
 
-# No torchvision build loads beside a CPU-only torch unless these two exist; nothing here calls them.
-LIBRARY = torch.library.Library("torchvision", "DEF")
-for name in ("nms", "qnms"):
-    LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
-import open_clip  # noqa: E402
-import open_clip_train.data as training  # noqa: E402
+# isort: split
+import open_clip
+import open_clip_train.data as training
 
 # open_clip 3.3.0 does not know the end marks that webdataset 1.x puts between shards: it fails on any shards,
 # those of webdataset's own writer too, unless they are turned off.

@@ -1,0 +1,243 @@
+"""Exact large batch: what --chunk costs in time, saves in memory and does to the gradient; open_clip's way beside it.
+
+    python benchmarks/large_batch.py --peers PEERS/bin/python --json docs/results/large_batch.json
+
+Plain and chunked steps of the same batch are made in turn, each in a process of its own, so that each has a peak of
+its own. The gradients are those of one pass and of chunks over the same pairs in fp32, parameter by parameter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sides import NO_PEERS, Side, machine, spread, write
+
+from m1clip.config import Config, DataConfig, ModelConfig, TrainConfig
+from m1clip.configfile import load_config, to_toml
+from m1clip.hardware.clock import timing
+
+PEER = Path(__file__).parent / "peers" / "open_clip_accum.py"
+GOAL_RATIO, GOAL_DIFFERENCE = 1.4, 1e-5
+SIDES = {
+    "plain": "m1clip, the whole batch at once",
+    "chunked": "m1clip --chunk",
+    "peer_plain": "open_clip, the whole batch at once",
+    "peer_accum": "open_clip --accum-freq",
+}
+
+
+def job_config(
+    model: str, batch: int, chunk: int, objective: str = "multi", precision: str = "auto"
+) -> Config:
+    """Synthetic pictures, a batch in chunks or (0) at once."""
+    return Config(
+        model=ModelConfig(preset=model),
+        data=DataConfig(train_count=2 * batch, val_count=4, test_count=4, captions_per_step=1),
+        train=TrainConfig(batch=batch, chunk=chunk, steps=100, device="cpu", objective=objective,
+                          precision=precision),
+    )  # fmt: skip
+
+
+def make(config: Config) -> tuple[Any, Any]:
+    """(job, update) of a config."""
+    from m1clip.train.run import decode_plan
+    from m1clip.train.screen import Screen
+    from m1clip.train.setup import prepare
+    from m1clip.train.update import Update
+
+    job = prepare(config, lambda line: None, decode_plan(Screen()))
+    return job, Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+
+
+def peak_bytes() -> int:
+    """The most memory of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def answers_of(config: Config) -> dict[str, Callable[[], Any]]:
+    """What a process with one of our sides can be asked."""
+    import torch
+
+    job, update = make(config)
+    done = 0
+
+    def step() -> float:
+        nonlocal done
+        batch = job.training[done]
+        begin = time.perf_counter()
+        update(batch, done, 2, 100)[0].item()
+        done += 1
+        return time.perf_counter() - begin
+
+    return {
+        "step": step,
+        "peak": peak_bytes,
+        "facts": lambda: {"precision": job.precision, "threads": torch.get_num_threads(),
+                          "text_tokens": int(job.training[0].tokens.shape[1]), "shape": job.shape.to_dict()},
+    }  # fmt: skip
+
+
+def gradient_table(model: str, batch: int, chunk: int) -> list[dict[str, Any]]:
+    """For each objective: the relative difference of each parameter's gradient, chunks against one pass."""
+    rows = []
+    for objective in ("infonce", "multi", "sigmoid"):
+        found = []
+        for size in (0, chunk):
+            config = job_config(model, batch, size, objective, "fp32")
+            job, update = make(config)
+            update.backward(job.training[0], 0)
+            found.append({name: p.grad for name, p in update.model.named_parameters()})
+        whole, parts = found
+        difference = {
+            name: float((parts[name] - g).norm() / g.norm()) for name, g in whole.items() if g.norm() > 0
+        }
+        worst = max(difference, key=lambda name: difference[name])
+        rows.append({"objective": objective, "parameters": len(difference), "worst": worst,
+                     "worst_difference": difference[worst], "temperature": difference["logit_scale"],
+                     "bias": difference.get("logit_bias")})  # fmt: skip
+    return rows
+
+
+def alternate(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each side's steps, in turn, after one that warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(-1, rounds):
+        for name in list(sides)[:: 1 if turn % 2 else -1]:
+            taken = sides[name]()
+            if turn >= 0:
+                seconds[name].append(taken)
+        print(f"  round {turn + 1} of {rounds}", file=sys.stderr)
+    return seconds
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All figures."""
+    result: dict[str, Any] = {"machine": machine(), "model": options.model, "batch": options.batch,
+                              "chunk": options.chunk, "quick": options.quick}  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        commands = {}
+        for side, chunk in (("plain", 0), ("chunked", options.chunk)):
+            path = folder / f"{side}.toml"
+            path.write_text(to_toml(job_config(options.model, options.batch, chunk)), encoding="utf-8")
+            commands[side] = [sys.executable, __file__, "--worker", str(path)]
+        with Side(commands["plain"]) as plain, Side(commands["chunked"]) as chunked:
+            result |= plain.ask("facts")
+            sides = {"plain": lambda: plain.ask("step"), "chunked": lambda: chunked.ask("step")}
+            seconds = alternate(sides, options.rounds)
+            result["peak_bytes"] = {"plain": plain.ask("peak"), "chunked": chunked.ask("peak")}
+        result["seconds"] = {side: dataclasses.asdict(timing(values)) for side, values in seconds.items()}
+        pairs = zip(seconds["chunked"], seconds["plain"], strict=True)
+        result["ratio"] = dataclasses.asdict(timing([ours / whole for ours, whole in pairs]))
+        result["gradients"] = gradient_table("tiny", options.gradient_batch, options.gradient_batch // 4)
+        result["peer"] = ask_peer(options, result, folder) if options.peers else None
+    return result
+
+
+def ask_peer(options: argparse.Namespace, result: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """open_clip's accumulation on the same shape and batch; each way in a process of its own."""
+    accum = options.batch // options.chunk
+    job = {key: result[key] for key in ("shape", "batch", "chunk", "text_tokens", "threads")}
+    job["precision"] = "amp_bf16" if result["precision"] == "bf16" else "fp32"
+    (folder / "peer.json").write_text(json.dumps(job), encoding="utf-8")
+    command = [options.peers, str(PEER), str(folder / "peer.json")]
+    with Side(command) as whole, Side(command) as parts:
+        sides = {
+            "peer_plain": lambda: whole.ask({"do": "step", "accum": 1}),
+            "peer_accum": lambda: parts.ask({"do": "step", "accum": accum}),
+        }
+        seconds = alternate(sides, options.rounds)
+        peaks = {"peer_plain": whole.ask({"do": "peak"}), "peer_accum": parts.ask({"do": "peak"})}
+        pairs = zip(seconds["peer_accum"], seconds["peer_plain"], strict=True)
+        return {
+            "versions": whole.ask({"do": "versions"}),
+            "accum": accum,
+            "seconds": {side: dataclasses.asdict(timing(values)) for side, values in seconds.items()},
+            "peak_bytes": peaks,
+            "ratio": dataclasses.asdict(timing([ours / plain for ours, plain in pairs])),
+            "gradients": parts.ask({"do": "gradients"}),
+        }
+
+
+def show(result: dict[str, Any]) -> None:
+    """The tables."""
+    place, n = result["machine"], result["ratio"]["n"]
+    print(f"{place['cpu']}, {place['cores']} cores ({result['threads']} threads), torch {place['torch']}, "
+          f"commit {place['commit']}, {result['precision']}")  # fmt: skip
+    print(f"{result['model']}, batch {result['batch']}, chunk {result['chunk']}; median [quartiles], n={n}")
+    peer = result["peer"]
+    for side, words in SIDES.items():
+        part = peer if side.startswith("peer") else result
+        if part is not None:
+            peak = part["peak_bytes"][side] / 1e9
+            print(f"  {words:36} {spread(part['seconds'][side], unit=' s')} a step, peak {peak:.2f} GB")
+    print(
+        f"  m1clip chunked / plain               {spread(result['ratio'])} of paired steps (goal {GOAL_RATIO})"
+    )
+    if peer is not None:
+        print(f"  open_clip accumulated / plain        {spread(peer['ratio'])} of paired steps")
+    print("gradient of chunks against one pass, fp32, relative (goal 1e-05)")
+    for row in result["gradients"]:
+        bias = "" if row["bias"] is None else f", bias {row['bias']:.1e}"
+        print(f"  {row['objective']:8} worst of {row['parameters']} parameters {row['worst_difference']:.1e} "
+              f"({row['worst']}), temperature {row['temperature']:.1e}{bias}")  # fmt: skip
+    if peer is None:
+        print(f"open_clip: {NO_PEERS}")
+        return
+    found = peer["gradients"]
+    print(
+        f"open_clip {peer['versions']['open_clip']}, --accum-freq {peer['accum']}, against its own single pass, fp32"
+    )
+    print(f"  gradient of the temperature {found['temperature_ratio']:.2f} times the right one; "
+          f"worst other parameter {found['worst_tower_parameter']:.1e}")  # fmt: skip
+    print(f"  each picture encoded {found['encodings_of_a_picture']:.0f} times (m1clip: 2), the loss over all "
+          f"features and its gradient taken {found['losses_over_all_features']} times (m1clip: 1)")  # fmt: skip
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="small", help="preset")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--chunk", type=int, default=16)
+    parser.add_argument(
+        "--gradient-batch", type=int, default=64, help="pairs of the gradient table (model tiny)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="rounds to measure, after one that warms up")
+    parser.add_argument("--peers", default=os.environ.get("PEERS"), help="a Python with open_clip")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds: does it run")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        answers = answers_of(load_config(options.worker))
+        for line in sys.stdin:
+            print(json.dumps({"answer": answers[line.strip()]()}), flush=True)
+        return
+    if options.quick:
+        options.model, options.batch, options.chunk, options.rounds, options.gradient_batch = (
+            "tiny",
+            8,
+            4,
+            2,
+            8,
+        )
+    result = measure(options)
+    show(result)
+    if options.json:
+        write(options.json, result)
+
+
+if __name__ == "__main__":
+    main()

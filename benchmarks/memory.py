@@ -1,0 +1,90 @@
+"""Peak memory of `m1clip train` by setting: each a fresh process, set-up, steps, evaluation and final report included.
+
+    python benchmarks/memory.py --json docs/results/memory.json
+
+The 76.7M job is `--preset prior-art` (batch 12); the large batch is the same model with a batch of 1024 in chunks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sides import machine, write
+
+from m1clip.hardware.device import environment
+
+ROWS: dict[str, tuple[str, list[str], float]] = {  # name: (words, flags, goal in bytes)
+    "default": ("76.7M, batch 12", ["--preset", "prior-art", "--steps", "4"], 2.0e9),
+    "recompute": ("the same, gradient checkpointing", ["--preset", "prior-art", "--steps", "4", "--model.recompute"],
+                  1.6e9),
+    "chunk": ("the same, --chunk 4", ["--preset", "prior-art", "--steps", "4", "--chunk", "4"], 2.0e9),
+    "large": ("small, batch 1024, --chunk 16", ["--model", "small", "--batch", "1024", "--chunk", "16", "--steps", "2",
+              "--data.train-count", "1100", "--data.val-count", "64", "--data.test-count", "64"], 3.0e9),
+}  # fmt: skip
+QUICK = ["--model", "tiny", "--model.vision-layers", "1", "--model.text-layers", "1", "--steps", "1", "--batch", "8",
+         "--data.train-count", "16", "--data.val-count", "4", "--data.test-count", "4"]  # fmt: skip
+
+
+def peak_rss(flags: list[str]) -> tuple[int, float]:
+    """(bytes, seconds) of a fresh `m1clip train` with these flags on the CPU."""
+    variables = {**os.environ, **environment(platform.system(), os.environ)}
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output.txt").open("w+") as output:
+        command = [
+            sys.executable,
+            "-m",
+            "m1clip",
+            "train",
+            *flags,
+            "--device",
+            "cpu",
+            "--run",
+            f"{folder}/run",
+        ]
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=variables)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            output.seek(0)
+            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{output.read()}")
+    return used.ru_maxrss * (1 if sys.platform == "darwin" else 1024), used.ru_utime + used.ru_stime
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "--rows", default="default,recompute,chunk", help=f"of {', '.join(ROWS)}; 'large' takes long"
+    )
+    parser.add_argument("--repeats", type=int, default=2, help="fresh processes for each row")
+    parser.add_argument("--quick", action="store_true", help="one tiny run: does it work")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    options = parser.parse_args()
+    rows = {"quick": ("a tiny run", QUICK, 2.0e9)} if options.quick else ROWS
+    chosen = list(rows) if options.quick else options.rows.split(",")
+    unknown = [name for name in chosen if name not in rows]
+    if unknown:
+        parser.error(f"--rows {','.join(unknown)}: choose from {', '.join(rows)}")
+    result: dict[str, Any] = {"machine": machine(), "quick": options.quick, "rows": {}}
+    place, repeats = result["machine"], 1 if options.quick else options.repeats
+    print(f"{place['cpu']}, {place['cores']} cores, torch {place['torch']}, commit {place['commit']}")
+    for name in chosen:
+        words, flags, goal = rows[name]
+        found = [peak_rss(flags) for _ in range(repeats)]
+        peaks = [peak for peak, _ in found]
+        result["rows"][name] = {"flags": flags, "goal_bytes": goal, "peak_bytes": peaks,
+                                "cpu_seconds": [seconds for _, seconds in found]}  # fmt: skip
+        print(f"  {words:34} {max(peaks) / 1e9:.2f} GB, the most of n={len(peaks)} "
+              f"({', '.join(f'{peak / 1e9:.2f}' for peak in peaks)}; goal {goal / 1e9:.1f})", flush=True)  # fmt: skip
+    if options.json:
+        write(options.json, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""Same work: seconds of one training step of m1clip, the naive baseline, open_clip and Hugging Face, in turn.
+
+    python benchmarks/same_work.py --peers PEERS/bin/python --json docs/results/same_work.json
+
+Each side lives in its own process and waits while another works. The peers run in the fastest of their own ways,
+found by a short probe, on inputs that lie ready; m1clip and the baseline also make their batches. Equal text length,
+equal vocabulary, AdamW and a class token for all; what m1clip does by default stands in a line of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sides import NO_PEERS, RESULTS, Side, machine, spread, step_flops, write
+
+from m1clip.config import Config, DataConfig, ModelConfig, TrainConfig
+from m1clip.configfile import from_dict, load_config, read_preset, to_toml
+from m1clip.hardware.clock import timing
+
+PEER = Path(__file__).parent / "peers" / "steps.py"
+# Ways a library can run; a probe takes the fastest of each line, which then stands in the alternation.
+VARIANTS = {
+    "open_clip": ("open_clip amp_bf16",),
+    "open_clip_pure": ("open_clip pure_bf16",),
+    "hugging_face": ("hugging_face sdpa amp_bf16", "hugging_face eager amp_bf16"),
+    "hugging_face_pure": ("hugging_face sdpa pure_bf16", "hugging_face eager pure_bf16"),
+}
+# In the order of the table. Weights in bf16 lose small updates: less work than m1clip does, so they stand apart.
+SIDES = {
+    "naive": "naive baseline, fp32",
+    "open_clip": "open_clip, bf16 autocast",
+    "open_clip_pure": "open_clip, bf16 weights too",
+    "hugging_face": "Hugging Face, bf16 autocast",
+    "hugging_face_pure": "Hugging Face, bf16 weights too",
+    "m1clip": "m1clip, the same work",
+    "trimmed": "m1clip, text trimmed",
+    "default": "m1clip as it trains by default",
+}
+OWN = ("m1clip", "trimmed", "default")
+GOALS = {("76.7M", "open_clip"): 1.35, ("76.7M", "naive"): 2.9, ("tiny-32", "open_clip"): 2.0,
+         ("tiny-50", "open_clip"): 2.0}  # fmt: skip
+
+
+def job_config(name: str, data: str | None, quick: bool) -> Config:
+    """The prior art's job, or `tiny` with 32 or 50 text tokens; for a smoke run the same with small towers."""
+    if name == "76.7M":
+        config = from_dict(read_preset("prior-art"), "prior-art")
+    else:
+        source = DataConfig(source=(data,), cache="ram") if data else DataConfig(train_count=1024)
+        source = dataclasses.replace(source, val_count=16, test_count=16)
+        model = ModelConfig(preset="tiny", text_layers=4, context_length=int(name.removeprefix("tiny-")))
+        config = Config(model=model, data=source, train=TrainConfig(batch=128, steps=1000))
+    if quick:
+        parts = {"width": 64, "layers": 1, "heads": 2}
+        small: Any = {
+            f"{tower}_{part}": value for tower in ("vision", "text") for part, value in parts.items()
+        }
+        model = dataclasses.replace(config.model, image_size=64, embed_dim=64, **small)
+        train = dataclasses.replace(config.train, batch=12)
+        config = dataclasses.replace(config, model=model, train=train)
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu"))
+
+
+def same_work(config: Config) -> Config:
+    """The config that does what the peers do: AdamW, a class token, one caption a picture."""
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, pooling="cls"),
+        data=dataclasses.replace(config.data, captions_per_step=1, patch_dropout=0.0),
+        optim=dataclasses.replace(config.optim, name="adamw", ema=0.0),
+    )
+
+
+def timed(step: Callable[[], object]) -> dict[str, float]:
+    """Seconds of a call, and processor seconds of all its threads."""
+    begin, used = time.perf_counter(), time.process_time()
+    step()
+    return {"seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - used}
+
+
+def serve(side: str, config: Config) -> None:
+    """The process of a side: answer words until the input ends."""
+    answers = naive_answers(config) if side == "naive" else own_answers(config)
+    for line in sys.stdin:
+        print(json.dumps({"answer": answers[line.strip()]()}), flush=True)
+
+
+def naive_answers(config: Config) -> dict[str, Callable[[], Any]]:
+    """The baseline of naive.py on this job."""
+    from naive import NaiveTrainer, prior_art_job
+
+    trainer = NaiveTrainer(prior_art_job(config))
+    feed = trainer.epochs()
+    return {"naive": lambda: timed(lambda: trainer.step(next(feed)))}
+
+
+def own_answers(config: Config) -> dict[str, Callable[[], Any]]:
+    """m1clip: the same work as the peers, the same with its text trimmed, and its defaults; facts; the rate."""
+    import torch
+
+    from m1clip.hardware.measure import gemm_rate
+    from m1clip.model.clip import count_parameters
+    from m1clip.train.run import decode_plan
+    from m1clip.train.screen import Screen
+    from m1clip.train.setup import prepare
+    from m1clip.train.update import Update
+
+    def side(config: Config) -> tuple[Any, Callable[[bool], dict[str, float]]]:
+        job = prepare(config, lambda line: None, decode_plan(Screen()))
+        update = Update(
+            job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast
+        )
+        done = iter(range(10**9))
+
+        def step(full_length: bool) -> dict[str, float]:
+            number, made = next(done), []
+            job.training.full_length = full_length
+
+            def work() -> None:
+                made.append(job.training[number])
+                update(made[0], number, 10, 10**6)[0].item()
+
+            found = timed(work)
+            groups = made[0].text_groups()
+            tokens = sum(group.numel() for group in groups) / sum(len(group) for group in groups)
+            return {**found, "flops": step_flops(job.shape, made[0]), "text_tokens": tokens,
+                    "pairs": len(made[0].tokens)}  # fmt: skip
+
+        return job, step
+
+    equal, equal_step = side(same_work(config))
+    _, default_step = side(config)
+    return {
+        "m1clip": lambda: equal_step(True),
+        "trimmed": lambda: equal_step(False),
+        "default": lambda: default_step(False),
+        "gemm": lambda: gemm_rate(equal.device, equal.precision),
+        "facts": lambda: {
+            "shape": equal.shape.to_dict(),
+            "batch": config.train.batch,
+            "text_tokens": equal.shape.context_length,
+            "threads": torch.get_num_threads(),
+            "parameters": count_parameters(equal.shape),
+            "precision": equal.precision,
+            "attention_image": equal.config.model.attention_image,
+            "attention_text": equal.config.model.attention_text,
+        },
+    }
+
+
+def probe(peer: Side, names: tuple[str, ...]) -> dict[str, float]:
+    """Seconds of a step of each way a library can run: the better of two after one that warms up."""
+    found = {}
+    for name in names:
+        question = {"do": "step", "variant": name}
+        peer.ask(question)
+        found[name] = min(peer.ask(question)["seconds"] for _ in range(2))
+        print(f"  probe {name}: {found[name]:.2f} s", file=sys.stderr)
+        peer.ask({"do": "drop", "variant": name})
+    return found
+
+
+def measure(config: Config, rounds: int, peers: str | None, compiled: bool) -> dict[str, Any]:
+    """All figures of one job, from an alternating run."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, facts_path = Path(folder) / "job.toml", Path(folder) / "job.json"
+        path.write_text(to_toml(config), encoding="utf-8")
+        start = [sys.executable, __file__, "--config", str(path), "--worker"]
+        with Side([*start, "m1clip"]) as own, Side([*start, "naive"]) as naive:
+            facts = own.ask("facts")
+            asks: dict[str, Callable[[], Any]] = {
+                "m1clip": lambda: own.ask("m1clip"),
+                "trimmed": lambda: own.ask("trimmed"),
+                "default": lambda: own.ask("default"),
+                "naive": lambda: naive.ask("naive"),
+            }
+            if not peers:
+                return {**facts, **alternate(asks, own, rounds)}
+            facts_path.write_text(json.dumps(facts), encoding="utf-8")
+            with Side([peers, str(PEER), str(facts_path)]) as peer:
+                facts["versions"] = peer.ask({"do": "versions"})
+                facts["probe"], facts["chosen"] = {}, {}
+                for library, variants in VARIANTS.items():
+                    more = tuple(f"{name} compiled" for name in variants) if compiled else ()
+                    tried = probe(peer, variants + more)
+                    best = min(tried, key=tried.__getitem__)
+                    facts["probe"] |= tried
+                    facts["chosen"][library] = best
+                    question = {"do": "step", "variant": best}
+                    asks[library] = lambda question=question: peer.ask(question)  # type: ignore[misc]
+                return {**facts, **alternate(asks, own, rounds)}
+
+
+def alternate(asks: dict[str, Callable[[], Any]], own: Side, rounds: int) -> dict[str, Any]:
+    """Steps in turn, the order turned round each time; then medians, quartiles and ratios of paired steps."""
+    names, taken, rates = [name for name in SIDES if name in asks], [], []
+    for turn in range(-2, rounds):  # the first two warm up
+        found = {name: asks[name]() for name in (names if turn % 2 else names[::-1])}
+        rate = own.ask("gemm")
+        print(f"  round {turn + 1}: " + ", ".join(f"{name} {found[name]['seconds']:.2f} s" for name in names),
+              file=sys.stderr)  # fmt: skip
+        if turn >= 0:
+            taken.append(found)
+            rates.append(rate)
+    return summary(taken, rates)
+
+
+def summary(taken: list[dict[str, dict[str, float]]], rates: list[float]) -> dict[str, Any]:
+    """Timings of each side, and how many times longer than m1clip it takes: paired steps of a round."""
+
+    def figures(values: list[float]) -> dict[str, Any]:
+        return dataclasses.asdict(timing(values))
+
+    names = list(taken[0])
+    own = [found["m1clip"] for found in taken]
+    return {
+        "gemm_rate": figures(rates),
+        "seconds": {name: figures([f[name]["seconds"] for f in taken]) for name in names},
+        "ratio": {n: figures([f[n]["seconds"] / f["m1clip"]["seconds"] for f in taken]) for n in names},
+        "ratio_cpu": {n: figures([f[n]["cpu_seconds"] / f["m1clip"]["cpu_seconds"] for f in taken]) for n in names},
+        "share": figures([s["flops"] / s["seconds"] / rate for s, rate in zip(own, rates, strict=True)]),
+        "limit_seconds": figures([s["flops"] / rate for s, rate in zip(own, rates, strict=True)]),
+        "tokens": {n: sum(f[n]["text_tokens"] for f in taken) / len(taken) for n in names if n in OWN},
+        "pairs": {n: sum(f[n]["pairs"] for f in taken) / len(taken) for n in names if n in OWN},
+        "rounds": taken,
+    }  # fmt: skip
+
+
+def show(name: str, found: dict[str, Any]) -> None:
+    """The table of one job."""
+    count = found["seconds"]["m1clip"]["n"]
+    print(f"\n{name}: {found['parameters']:,} parameters, batch {found['batch']}, {found['text_tokens']} text tokens, "
+          f"{found['threads']} threads; median [quartiles], n={count} rounds in turn")  # fmt: skip
+    for side, words in SIDES.items():
+        if side not in found["seconds"]:
+            print(f"  {words:32} {NO_PEERS}")
+            continue
+        how = f" ({found['chosen'][side].partition(' ')[2]})" if side in found.get("chosen", {}) else ""
+        how = (
+            f" ({found['pairs'][side]:.0f} pairs of {found['tokens'][side]:.0f} tokens)"
+            if side in OWN
+            else how
+        )
+        goal = f" (goal {GOALS[name, side]})" if (name, side) in GOALS else ""
+        print(f"  {words:32} {spread(found['seconds'][side], '.3f', ' s')}{how}; "
+              f"{spread(found['ratio'][side])} times m1clip{goal}")  # fmt: skip
+    rate = found["gemm_rate"]["median"] / 1e9
+    print(f"  {'limit of the matrix products':32} {spread(found['limit_seconds'], '.3f', ' s')} at "
+          f"{rate:.0f} GFLOP/s; m1clip reaches {spread(found['share'], '.0%')}")  # fmt: skip
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--jobs", default="76.7M,tiny-32,tiny-50", help="which, with commas between")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds to measure, after two that warm up")
+    parser.add_argument(
+        "--peers", default=os.environ.get("PEERS"), help="a Python with open_clip and transformers"
+    )
+    parser.add_argument("--data", help="captions and pictures for tiny; else synthetic ones")
+    parser.add_argument("--try-compile", action="store_true", help="probe the peers with torch.compile too")
+    parser.add_argument("--quick", action="store_true", help="small towers, two rounds: does it run")
+    parser.add_argument(
+        "--json", type=Path, help=f"write the figures there, as {RESULTS.name}/same_work.json"
+    )
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return serve(options.worker, load_config(options.config))
+    result: dict[str, Any] = {"machine": machine(), "quick": options.quick, "data": options.data or "synthetic",
+                              "jobs": {}}  # fmt: skip
+    for name in options.jobs.split(","):
+        config = job_config(name, options.data, options.quick)
+        found = measure(config, 2 if options.quick else options.rounds, options.peers, options.try_compile)
+        result["jobs"][name] = found
+        show(name, found)
+        if options.json:  # after each job: what was measured is kept if the next one is stopped
+            write(options.json, result)
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What the benchmarks share: a process that works when told, the machine's description, a figure with its spread."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from m1clip.hardware.clock import Timing
+from m1clip.hardware.device import environment
+from m1clip.hardware.facts import read_facts
+from m1clip.model.shape import ClipShape, flops_per_pair
+
+if TYPE_CHECKING:
+    from m1clip.data.loader import Batch
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+NO_PEERS = "not measured: set PEERS=PYTHON, a Python with open_clip and transformers (benchmarks/README.md)"
+
+
+class Side:
+    """A long-lived process with one side of a comparison in it, which answers a line with a line of JSON."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        # All sides wait passively, as m1clip does: spinning threads would slow the others on a busy machine.
+        variables = {**os.environ, **environment(platform.system(), os.environ)}
+        self.process = subprocess.Popen(
+            list(command), env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, question: str | dict[str, Any]) -> Any:
+        """Send a question, wait for the answer."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write((question if isinstance(question, str) else json.dumps(question)) + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith('{"answer"'):
+                return json.loads(line)["answer"]
+        raise SystemExit(f"{' '.join(map(str, self.process.args))}: ended with {self.process.wait()}")  # type: ignore[arg-type]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.communicate()  # the end of its input ends it
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what a benchmark was measured."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    git = subprocess.run(command, capture_output=True, text=True, check=False)
+    facts = read_facts()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None  # before any side starts: what else ran
+    return {"cpu": facts.cpu, "cores": facts.cores, "system": facts.system, "torch": facts.torch,
+            "python": facts.python, "commit": git.stdout.strip() or "unknown", "load_before": load}  # fmt: skip
+
+
+def step_flops(shape: ClipShape, batch: Batch) -> float:
+    """Forward and backward of a batch as it is computed: pictures once, captions in groups of like length."""
+    pictures = flops_per_pair(
+        shape, 0
+    )  # the caption's two vectors, which are little, are counted with the picture
+    texts = sum(
+        len(group) * (flops_per_pair(shape, group.shape[1]) - pictures) for group in batch.text_groups()
+    )
+    return len(batch.pixels) * pictures + texts
+
+
+def spread(values: dict[str, Any] | Timing, form: str = ".2f", unit: str = "") -> str:
+    """`2.57 s [2.51, 2.63]`: the median with its quartiles."""
+    t = values if isinstance(values, Timing) else Timing(**values)
+    return f"{t.median:{form}}{unit} [{t.low:{form}}, {t.high:{form}}]"
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Keep a result as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,232 @@
+"""All kept results as one markdown table: every ratio with its n, spread and goal, and the machine it is from.
+
+    python benchmarks/table.py [FOLDER]          # docs/results by default
+
+A result this script does not know may bring its own lines: a list "rows" of {"what", "figure", "n", "goal", "command"}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from same_work import GOALS, OWN, SIDES
+from sides import NO_PEERS, RESULTS, spread
+from speedrun import markdown, mean_spread, seen, until
+from speedrun_own import recall_at_10
+from step import GOAL_BYTES, GOAL_RATIO
+
+GOAL_RECALL = 24.0  # mean of both recall@10 after ten minutes on Flickr8k
+GOAL_RECALL_SECONDS = 90  # until what open_clip has after ten minutes
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    what: str
+    figure: str
+    n: str
+    goal: str
+    command: str
+
+
+def step_rows(result: dict[str, Any]) -> Iterator[Row]:
+    """The prior art's job against the naive baseline."""
+    command = "python benchmarks/step.py"
+    n = str(result["ratio"]["n"])
+    what = f"prior art's job ({result['parameters'] / 1e6:.1f}M, batch {result['batch']})"
+    yield Row(f"{what}: naive baseline / m1clip", f"**{spread(result['ratio'])}** times; "
+              f"{result['naive']['median']:.2f} s against {result['m1clip']['median']:.2f} s", n,
+              f"{GOAL_RATIO}", command)  # fmt: skip
+    yield Row(f"{what}: share of the measured {result['precision']} matrix product rate",
+              f"{spread(result['share'], '.0%')} of {result['gemm_rate']['median'] / 1e9:.0f} GFLOP/s", n, "80%",
+              command)  # fmt: skip
+    yield Row(f"{what}: peak memory of `m1clip train`", f"{result['peak_bytes'] / 1e9:.2f} GB", "1",
+              f"{GOAL_BYTES / 1e9:.1f} GB", command)  # fmt: skip
+
+
+def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
+    """Each side of each job against m1clip doing the same work."""
+    command = "python benchmarks/same_work.py"
+    for name, job in result["jobs"].items():
+        what = f"same work, {name.partition('-')[0]}, batch {job['batch']}, {job['text_tokens']} tokens"
+        own = job["seconds"]["m1clip"]
+        for side, words in SIDES.items():
+            if side == "m1clip":
+                continue
+            if side not in job["seconds"]:
+                yield Row(f"{what}: {words} / m1clip", NO_PEERS, "0", _goal(name, side), command)
+                continue
+            n, theirs = str(own["n"]), job["seconds"][side]["median"]
+            if side in OWN:
+                yield Row(f"{what}: {words}, {job['pairs'][side]:.0f} pairs of {job['tokens'][side]:.0f} tokens a step",
+                          f"{theirs:.2f} s, {job['pairs'][side] / theirs:.0f} pairs a second; the same work "
+                          f"{job['pairs']['m1clip'] / own['median']:.0f}", n, "", command)  # fmt: skip
+                continue
+            yield Row(f"{what}: {words} / m1clip", f"**{spread(job['ratio'][side])}** times; {theirs:.2f} s against "
+                      f"{own['median']:.2f} s", n, _goal(name, side), command)  # fmt: skip
+        yield Row(f"{what}: share of the measured matrix product rate", spread(job["share"], ".0%"), str(own["n"]),
+                  "80%" if name == "76.7M" else "", command)  # fmt: skip
+
+
+def _goal(job: str, side: str) -> str:
+    return str(GOALS.get((job, side), ""))
+
+
+def speedrun_rows(result: dict[str, Any]) -> Iterator[Row]:
+    """Mean recall@10 of each recipe, and how soon m1clip has what open_clip ends with."""
+    command = f"python benchmarks/speedrun.py DATA --minutes {result['minutes']:g} --seeds {result['seeds']}"
+    where = f"{result['data']}, {result['minutes']:g} minutes from random weights"
+    ten = result["minutes"] == 10
+    for name in dict.fromkeys(run["recipe"] for run in result["runs"]):
+        runs = [run for run in result["runs"] if run["recipe"] == name]
+        recall = mean_spread([100 * recall_at_10(run["test"]) for run in runs])
+        who = result["peer"] if name == "open_clip" else f"m1clip, {name} recipe"
+        goal = f"{GOAL_RECALL:g}" if name == "default" and ten else ""
+        yield Row(f"{where}: {who}, mean of both test recall@10", f"**{recall}%**, {seen(runs)} pairs seen",
+                  f"{len(runs)} seeds", goal, command)  # fmt: skip
+        if name == "default" and result.get("until_recall") is not None:
+            target = 100 * result["until_recall"]
+            yield Row(f"{where}: m1clip, {name} recipe, seconds until validation recall@10 is {target:.1f}%",
+                      until(runs, result["until_recall"]), f"{len(runs)} seeds",
+                      f"{GOAL_RECALL_SECONDS}" if ten else "", command)  # fmt: skip
+    if result["peer"] is None:
+        yield Row(f"{where}: open_clip's own trainer", NO_PEERS, "0", "", command)
+
+
+def loader_rows(result: dict[str, Any]) -> Iterator[Row]:
+    """Loaders against each other."""
+    n = str(next(iter(result["pairs_per_second"].values()))["n"])
+    for name, ratio in result["ratios"].items():
+        yield Row(f"loading, {name}", f"{ratio:,.1f} times", n, "", "python benchmarks/loader.py DATA")
+
+
+def scaling_rows(result: dict[str, Any]) -> Iterator[Row]:
+    """The range that the plot spans."""
+    shares = [
+        p["pairs_per_second"]["median"]
+        * p["flops_per_pair"]
+        / result["gemm_rate"][str(p["threads"])]["median"]
+        for p in result["points"]
+    ]
+    if not shares:
+        return
+    figure = f"{min(shares):.0%} to {max(shares):.0%} of the matrix product rate"
+    left_out = f", {len(result['skipped'])} points not measured" if result["skipped"] else ""
+    yield Row("scaling over batch, resolution, tokens, model and threads (scaling.png)", figure + left_out,
+              f"{len(shares)} points", "", "python benchmarks/scaling.py")  # fmt: skip
+
+
+def large_batch_rows(result: dict[str, Any]) -> Iterator[Row]:
+    """What a batch in chunks costs, in time and exactness, and open_clip's accumulation beside it."""
+    command = "python benchmarks/large_batch.py"
+    what = f"{result['model']}, batch {result['batch']} in chunks of {result['chunk']}"
+    n, peak = str(result["ratio"]["n"]), {side: value / 1e9 for side, value in result["peak_bytes"].items()}
+    yield Row(f"{what}: chunked / plain step", f"**{spread(result['ratio'])}** times; peak {peak['chunked']:.2f} GB "
+              f"against {peak['plain']:.2f} GB", n, "1.4", command)  # fmt: skip
+    worst = max(result["gradients"], key=lambda row: row["worst_difference"])
+    yield Row("chunks against one pass, fp32: largest relative difference of a parameter's gradient",
+              f"{worst['worst_difference']:.1e} ({worst['objective']}, {worst['worst']})",
+              f"{len(result['gradients'])} objectives", "1e-05", command)  # fmt: skip
+    if result["peer"] is None:
+        yield Row(f"{what}: open_clip's accumulation", NO_PEERS, "0", "", command)
+        return
+    peer = result["peer"]
+    yield Row(f"{what}: open_clip accumulated / plain step", f"{spread(peer['ratio'])} times; the gradient of its "
+              f"temperature is {peer['gradients']['temperature_ratio']:.2f} times the right one", n, "",
+              command)  # fmt: skip
+
+
+def memory_rows(result: dict[str, Any]) -> Iterator[Row]:
+    """Peak memory of whole runs."""
+    for row in result["rows"].values():
+        peaks = [value / 1e9 for value in row["peak_bytes"]]
+        yield Row(f"peak memory of `m1clip train {' '.join(row['flags'])}`", f"{max(peaks):.2f} GB, the most",
+                  str(len(peaks)), f"{row['goal_bytes'] / 1e9:.1f} GB", "python benchmarks/memory.py")  # fmt: skip
+
+
+def cuda_rows(result: dict[str, Any]) -> Iterator[Row]:
+    """Steps on a GPU: ratios as that script words them, and the best share of the matrix product rate."""
+    goals = {"ViT-B-16": "1.3 compiled, 60%", "ViT-B-32": "1.5 compiled", "tiny": "5 eager"}
+    for model, found in result["models"].items():
+        done = [line for line in found["lines"] if "seconds" in line]
+        if not done:
+            continue
+        counts = [line["seconds"]["n"] for line in done]
+        n = f"{min(counts)} to {max(counts)}"
+        goal = goals.get(model, "")
+        for text in found["ratios"]:
+            yield Row(f"{model} on a GPU", text, n, goal, "python benchmarks/cuda_step.py")
+        best = max(
+            (line for line in done if line["side"] == "m1clip"), key=lambda line: line["share"], default=None
+        )
+        if best is not None:
+            yield Row(f"{model} on a GPU: share of the measured bf16 matrix product rate",
+                      f"{best['share']:.0%} ({best['variant']}, batch {best['batch']}, {best['tokens']} tokens, "
+                      f"{best['pairs_per_second']:,.0f} pairs a second)", str(best["seconds"]["n"]), goal,
+                      "python benchmarks/cuda_step.py")  # fmt: skip
+
+
+KNOWN: dict[str, Callable[[dict[str, Any]], Iterator[Row]]] = {
+    "step": step_rows,
+    "same_work": same_work_rows,
+    "speedrun": speedrun_rows,
+    "loader": loader_rows,
+    "scaling": scaling_rows,
+    "large_batch": large_batch_rows,
+    "memory": memory_rows,
+    "cuda_step": cuda_rows,
+}
+
+
+def own_rows(result: dict[str, Any]) -> Iterator[Row]:
+    """Lines that a result brings itself."""
+    for line in result.get("rows", ()):
+        if isinstance(line, dict) and {"what", "figure"} <= line.keys():
+            yield Row(*(str(line.get(name, "")) for name in Row._fields))
+
+
+def machine_line(result: dict[str, Any]) -> str:
+    """Where a result is from, in one line."""
+    place = result.get("machine") or result.get("facts") or "unknown machine"
+    if not isinstance(place, dict):
+        return str(place)
+    name = place.get("cuda") or place.get("cpu", "unknown machine")
+    cores = f", {place['cores']} cores" if "cores" in place else ""
+    return f"{name}{cores}, torch {place.get('torch', '?')}, commit {place.get('commit', 'unknown')}"
+
+
+def render(folder: Path) -> str:
+    """The markdown for all results in a folder."""
+    lines: list[list[str]] = [
+        ["what", "figure (median [quartiles], or mean ± deviation)", "n", "goal", "command"]
+    ]
+    notes = []
+    for path in sorted(folder.glob("*.json"), key=lambda p: ([*KNOWN, p.stem].index(p.stem), p.stem)):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(result, dict):
+            continue
+        rows = list(KNOWN.get(path.stem, own_rows)(result))
+        if not rows:
+            continue
+        smoke = " (a smoke run, no result)" if result.get("quick") else ""
+        lines += [[row.what + smoke, row.figure, row.n, row.goal, f"`{row.command}`" if row.command else ""]
+                  for row in rows]  # fmt: skip
+        notes.append(f"- [{path.name}](docs/results/{path.name}): {machine_line(result)}")
+    return markdown(lines) + "\n\n" + "\n".join(notes)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS)
+    print(render(parser.parse_args().folder))
+
+
+if __name__ == "__main__":
+    main()
