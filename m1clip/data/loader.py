@@ -62,8 +62,9 @@ class Batch:
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> Batch:
         names = ("pixels", "tokens", "pictures", "captions", "owners", "patches")
-        tensors: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: move(tensor) for name, tensor in tensors.items() if tensor is not None})
+        tensors = {name: getattr(self, name) for name in names}
+        moved: dict[str, Any] = {name: move(t) for name, t in tensors.items() if t is not None}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
