@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fused import Captured, compile_blocks
 from torch import Tensor, nn
 
 from m1clip.config import OptimConfig
 from m1clip.hardware.device import Device
 from m1clip.model.clip import Clip
 from m1clip.model.shape import ClipShape
-from m1clip.train.fused import Captured, compile_blocks
 from m1clip.train.objective import OBJECTIVES, own_pairs
 from m1clip.train.optim import Optimizer
 

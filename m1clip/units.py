@@ -13,10 +13,11 @@ SCALE = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
 
 
 def amount(text: str, unit: str, option: str) -> float:
-    """The number behind such a text, in whole units; `unit` is B or FLOP, and may be left out."""
-    found = re.fullmatch(rf"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGTP]?I?)(?:{unit}(?:S|/S)?)?\s*", text.upper())
+    """The number behind such a text, in whole units; `unit` is B or FLOP, and may be left out after K, M, G, T."""
+    found = re.fullmatch(rf"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGTP]?I?)({unit}(?:S|/S)?)?\s*", text.upper())
     scale = SCALE.get(found.group(2)) if found else None
-    if found is None or scale is None or float(found.group(1)) <= 0:
+    # A bare number is refused: 8 for 8 GB would be eight bytes.
+    if found is None or scale is None or not any(found.group(2, 3)) or float(found.group(1)) <= 0:
         raise UserError(f"{option} {text}: give a number with a unit, such as 8G{unit}")
     return float(found.group(1)) * scale
 

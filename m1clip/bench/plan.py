@@ -60,7 +60,7 @@ def make_plan(ask: PlanAsk) -> dict[str, Any]:
     """Everything about a job that can be known without running it."""
     rate = amount(ask.rate, "FLOP", "--rate") if ask.rate else None  # what cannot be read is said first
     bandwidth = amount(ask.bandwidth, "B", "--bandwidth") if ask.bandwidth else None
-    network, asked_memory = amount(ask.network, "B", "--network"), amount(ask.memory or "1", "B", "--memory")
+    network, asked_memory = amount(ask.network, "B", "--network"), amount(ask.memory or "1B", "B", "--memory")
     facts = read_facts()
     torch.set_num_threads(threads(0, facts))
     device = Device(choose_device(ask.device, facts), facts)
