@@ -20,6 +20,7 @@ from m1clip.model.shape import ClipShape
 from m1clip.train.objective import OBJECTIVES, own_pairs
 from m1clip.train.optim import Optimizer
 
+AUTOTUNE = "max-autotune-no-cudagraphs"
 BATCHES = 3  # different inputs, taken in turn
 Step = Callable[[], Tensor]
 
@@ -34,9 +35,9 @@ class Setting:
     device: Device
     backend: str = "inductor"  # of torch.compile; "eager" traces only, for a smoke run
 
-    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """torch.compile for one shape."""
-        return torch.compile(function, dynamic=False, backend=self.backend)
+        return torch.compile(function, dynamic=False, backend=self.backend, **options)
 
     def inputs(self, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor]]:
         """Pictures and captions on the device; the end mark is the largest id, as open_clip wants it."""
@@ -73,7 +74,7 @@ def attention_backend(words: list[str]) -> contextlib.AbstractContextManager[Any
 
 
 def our_step(setting: Setting, variant: str) -> Step:
-    """m1clip's model, loss and optimizer; words of the variant: eager, compiled, blocks, graph, cudnn, muon."""
+    """m1clip's model, loss and optimizer; words: eager, compiled, autotune, blocks, graph, cudnn, muon."""
     words, device = variant.split(), setting.device
     torch.manual_seed(0)
     model = Clip(setting.shape, eot_id=setting.shape.vocab_size - 1).to(device.torch)
@@ -83,7 +84,7 @@ def our_step(setting: Setting, variant: str) -> Step:
     optimizer = Optimizer(model, config, fused=True, capturable="graph" in words and device.kind == "cuda")
     forward: Callable[..., Any] = model
     if "compiled" in words:
-        forward = setting.compiled(model)
+        forward = setting.compiled(model, **({"mode": AUTOTUNE} if "autotune" in words else {}))
     if "blocks" in words:
         compile_blocks(model, dynamic=False, backend=setting.backend)
     parameters = list(model.parameters())

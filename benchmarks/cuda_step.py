@@ -2,6 +2,7 @@
 
     python benchmarks/cuda_step.py --json cuda.json                       # all three models, under six minutes
     python benchmarks/cuda_step.py --models ViT-B-16 --seconds 300        # one of them, with more time for compiling
+    python benchmarks/cuda_step.py --models ViT-B-32 --variants "m1clip blocks"   # one way of it
     python benchmarks/cuda_step.py --packages DIR                         # open_clip lies in DIR
     python benchmarks/cuda_step.py --device cpu --quick                   # does it run
 
@@ -35,12 +36,13 @@ from m1clip.hardware.measure import gemm_rate
 from m1clip.model.presets import PRESETS
 from m1clip.model.shape import ClipShape, flops_per_pair
 
+BATCHES = {"tiny": (256,), "ViT-B-16": (512,), "ViT-B-32": (1024,)}
 SHORT = 32  # tokens after trimming: most captions are shorter
 # (side, what): in the order of their worth, since the time may end before the list.
 VARIANTS = (
-    ("m1clip", "compiled"), ("open_clip", "compiled"), ("m1clip", "compiled cudnn"), ("m1clip", "blocks graph"),
-    ("open_clip", "eager"), ("m1clip", "eager"), ("m1clip", "blocks cudnn"), ("m1clip", "compiled graph cudnn"),
-    ("m1clip", "compiled muon"), ("open_clip", "compiled pure_bf16"),
+    ("open_clip", "compiled"), ("m1clip", "compiled"), ("m1clip", "blocks"), ("m1clip", "blocks cudnn"),
+    ("m1clip", "compiled cudnn"), ("open_clip", "eager"), ("m1clip", "eager"), ("m1clip", "blocks muon"),
+    ("m1clip", "blocks graph"), ("m1clip", "compiled autotune"), ("open_clip", "compiled pure_bf16"),
 )  # fmt: skip
 TINY = (
     ("m1clip", "blocks graph"), ("open_clip", "eager"), ("m1clip", "eager"), ("m1clip", "blocks graph muon"),
@@ -61,16 +63,22 @@ def plan_of(model: str, quick: bool) -> Plan:
     """The shape, batches and variants of a model; a smoke run takes two blocks of it."""
     shape, variants = PRESETS[model], TINY if model == "tiny" else VARIANTS
     if model == "tiny":
-        # A class token and a norm as in open_clip, which has no model with a mean, so that the two do equal work.
+        # The tiny model of issue 4: patches, class token and norm as in open_clip, so that the two do equal work.
         shape = dataclasses.replace(
-            shape, text_layers=4, context_length=77, pooling="cls", positions="learned", vision_pre_norm=True
+            shape,
+            vision_layers=6,
+            text_layers=4,
+            context_length=77,
+            pooling="cls",
+            positions="learned",
+            stem="patch",
         )
     if quick:
         small = {"image_size": 2 * shape.patch_size, "vocab_size": 64, "embed_dim": 32}
         for tower in ("vision", "text"):
             small |= {f"{tower}_width": 64, f"{tower}_layers": 2, f"{tower}_heads": 2}
         return Plan(dataclasses.replace(shape, **small), (4,), variants)  # type: ignore[arg-type]
-    return Plan(shape, (128, 256, 1024) if model == "tiny" else (512, 1024), variants)
+    return Plan(shape, BATCHES[model], variants)
 
 
 def seconds_of(step: Callable[[], object], device: Device, budget: float) -> list[float]:
@@ -116,7 +124,7 @@ def measure(setting: Setting, side: str, variant: str, rate: float, device: Devi
     }  # fmt: skip
 
 
-def lines_of(model: str, kind: str, quick: bool, seconds: float) -> Iterator[dict[str, Any]]:
+def lines_of(model: str, kind: str, quick: bool, seconds: float, only: list[str]) -> Iterator[dict[str, Any]]:
     """All lines of a model, until its time is over."""
     begin = time.perf_counter()
     device = Device("cuda" if kind == "cuda" else "cpu", read_facts())
@@ -124,8 +132,9 @@ def lines_of(model: str, kind: str, quick: bool, seconds: float) -> Iterator[dic
     yield {"gemm_rate": rate}
     plan = plan_of(model, quick)
     # Equal length first; then the trimmed text, which open_clip does not do, for the best of ours and for open_clip.
-    jobs = [(b, 77, v) for v in plan.variants for b in plan.batches]
-    jobs += [(b, SHORT, v) for v in plan.variants[:3] for b in plan.batches[-1:]]
+    chosen = [v for v in plan.variants if not only or " ".join(v) in only]
+    jobs = [(b, 77, v) for v in chosen for b in plan.batches]
+    jobs += [(b, SHORT, v) for v in chosen[:3] for b in plan.batches[-1:]]
     backend = "eager" if quick and kind == "cpu" else "inductor"
     dead: set[tuple[str, str]] = set()
     for batch, tokens, (side, variant) in jobs:
@@ -151,6 +160,7 @@ def run_model(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     command = [sys.executable, __file__, "--worker", model, "--device", options.device]
     command += ["--seconds", str(options.seconds), *(["--quick"] if options.quick else [])]
     command += ["--packages", options.packages] if options.packages else []
+    command += ["--variants", *options.variants] if options.variants else []
     lines: list[dict[str, Any]] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + options.seconds + 60
@@ -207,6 +217,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", default=["ViT-B-16", "tiny", "ViT-B-32"])
+    parser.add_argument("--variants", nargs="+", default=[], help="side and words, as printed; default: all")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--seconds", type=float, default=100, help="for each model")
     parser.add_argument("--quick", action="store_true", help="two small blocks: does it run")
@@ -217,7 +228,9 @@ def main() -> None:
     if options.packages:
         sys.path.append(options.packages)
     if options.worker:
-        for line in lines_of(options.worker, options.device, options.quick, options.seconds):
+        for line in lines_of(
+            options.worker, options.device, options.quick, options.seconds, options.variants
+        ):
             print(json.dumps(line), flush=True)
         return
     facts = read_facts()

@@ -10,9 +10,9 @@ __all__ = ["Config", "__version__", "load", "train"]
 if TYPE_CHECKING:
     from m1clip.config import Config
     from m1clip.evaluate.bundle import load
-    from m1clip.train.run import train
+    from m1clip.train.stages import train
 
-_HOMES = {"Config": "m1clip.config", "load": "m1clip.evaluate.bundle", "train": "m1clip.train.run"}
+_HOMES = {"Config": "m1clip.config", "load": "m1clip.evaluate.bundle", "train": "m1clip.train.stages"}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import typing
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def layers(words: list[str]) -> tuple[Any, ...]:
     if "frozen" in (_value_of(words, "--recipe"), _value_of(words, "--transfer.recipe")):
         readers.append(("--recipe", read_preset))
     if _value_of(words, "--init"):
-        readers.append(("--init", lambda value: read_preset("finetune")))
+        readers.append(("--init", lambda value: read_preset(preset_for(Path(value)))))
     for option, read in readers:
         value = _value_of(words, option)
         if value is None:
@@ -58,6 +59,17 @@ def layers(words: list[str]) -> tuple[Any, ...]:
             values["model"] = {key: value for key, value in values["model"].items() if key in NOT_SHAPE}
         found.append(Dict(data=_flat(values), source=value, use_commands_as_keys=False))
     return tuple(found)
+
+
+def preset_for(model: Path) -> str:
+    """The settings for a start from a model: those of a model on frozen towers differ, its heads alone were trained."""
+    for folder in (model, model / "best", model / "model"):
+        try:
+            told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        return "unfreeze" if isinstance(told, dict) and "towers" in told else "finetune"
+    return "finetune"
 
 
 def spelled_out(words: list[str]) -> list[str]:

@@ -11,11 +11,12 @@ from typing import NoReturn
 from cyclopts import CycloptsError
 
 from m1clip.arguments import layers, spelled_out
-from m1clip.commands import app, datasets, machine, models, training, watching
+from m1clip.commands import app, checkpoints, datasets, machine, models, training, watching
 from m1clip.errors import UserError
 
 FAMILIES = (
     training,
+    checkpoints,
     datasets,
     models,
     watching,

@@ -8,9 +8,10 @@ from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
+from m1clip.config_guard import GuardConfig
 from m1clip.config_transfer import TransferConfig
 from m1clip.errors import UserError
-from m1clip.units import amount, number_or_auto
+from m1clip.units import amount, number_or_auto, steps_or_seconds, steps_or_time
 
 Choice = Literal["auto", "bmm", "sdpa"]
 COMMON = Group("Common", sort_key=0)  # what most people need stands first in --help
@@ -65,6 +66,8 @@ class ModelConfig:
     "GELU, or OpenAI's quick GELU for their original weights."
     vision_pre_norm: bool | None = None
     "A layer norm before the first block of the image tower."
+    stem: Literal["patch", "conv"] | None = None
+    "How pixels become patches: one product a patch, as in CLIP; or convolutions, which learn more from few pictures."
     patch_bias: bool | None = None
     "A bias on the patch layer."
     projection_bias: bool | None = None
@@ -117,6 +120,8 @@ class DataConfig:
     "Folder for the disk cache; else beside the data, or in the user's cache folder."
     max_bad: float = 0.10
     "Stop before training when a larger share of the pictures than this cannot be read."
+    read_timeout: float = 60.0
+    "Seconds to wait for one picture, which a lost network disk never gives; then it is unreadable. 0 = for ever."
     workers: int = 0
     "Processes that prepare batches; 0 prepares them in the training process."
     captions_per_step: int | None = None
@@ -129,7 +134,9 @@ class DataConfig:
     "Strength of random brightness and contrast. Default: 0.2, synthetic 0 (colours are words there)."
 
     patch_dropout: float | None = None
-    "Share of the patches that a step leaves out: less work, less to learn by heart. Default: 0.5, synthetic 0."
+    "Share of the patches that a step leaves out: less work, less to learn by heart. Default: 0.5; synthetic, conv 0."
+    word_dropout: float | None = None
+    "Share of a caption's tokens that a step leaves out, against learning by heart. Default: 0.3, synthetic 0."
 
     def __post_init__(self) -> None:
         _check_finite("data", self)
@@ -140,10 +147,11 @@ class DataConfig:
             _check(readable, f"{name!a}: the name is not valid UTF-8; rename the folder")
         several = self.captions_per_step
         _check(several is None or several >= 1, f"data.captions_per_step must be at least 1, not {several}")
+        _check(self.read_timeout >= 0, f"data.read_timeout must be 0 or more, not {self.read_timeout}")
         _check(self.workers >= 0, f"data.workers must be 0 or more, not {self.workers}")
         for name in ("train_count", "val_count", "test_count", "captions_per_image"):
             _check(getattr(self, name) >= 1, f"data.{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("max_bad", "crop_min", "flip", "colour", "patch_dropout"):
+        for name in ("max_bad", "crop_min", "flip", "colour", "patch_dropout", "word_dropout"):
             value = getattr(self, name)
             _check(value is None or 0 <= value <= 1, f"data.{name} must lie between 0 and 1, not {value}")
         _check(self.crop_min is None or self.crop_min > 0, "data.crop_min must be above 0")
@@ -165,7 +173,7 @@ class OptimConfig:
     "Peak learning rate of Muon."
     weight_decay: float = 0.1
     "AdamW's decay of matrices; norms, biases and the temperature never decay."
-    muon_weight_decay: float = 0.1
+    muon_weight_decay: float = 0.3
     "Muon's decay."
     muon_split_qkv: bool = False
     "Muon makes queries, keys and values orthogonal each for itself, not as one matrix."
@@ -181,6 +189,8 @@ class OptimConfig:
     "Warm-up: below 1 a share of all steps, else a number of steps."
     lr_end: float = 0.0
     "Where the cosine ends, as a share of the peak."
+    layer_decay: float = 1.0
+    "Each block of a tower moves at this share of the rate of the block above it; 1 = all alike."
     grad_clip: float = 1.0
     "Largest gradient norm; 0 = no clipping."
     ema: float = 0.0
@@ -196,6 +206,8 @@ class OptimConfig:
             value = getattr(self, name)
             _check(0 <= value < 1, f"optim.{name} must lie in [0, 1), not {value}")
         _check(0 <= self.lr_end <= 1, f"optim.lr_end must lie between 0 and 1, not {self.lr_end}")
+        decay = self.layer_decay
+        _check(0 < decay <= 1, f"optim.layer_decay must be above 0 and at most 1, not {decay}")
         whole = self.warmup < 1 or self.warmup == int(self.warmup)
         _check(whole, f"optim.warmup is a share below 1 or a whole number of steps, not {self.warmup}")
 
@@ -218,6 +230,8 @@ class TrainConfig:
     "Pairs encoded at a time: the same step as with the whole --batch at once, in less memory; 0 = all at once."
     objective: Literal["infonce", "sigmoid", "multi"] = "multi"
     "infonce; sigmoid (SigLIP); or multi: infonce where captions of one picture, or equal ones, are no negatives."
+    text_contrast: float | None = None
+    "Weight of a second loss: captions of one picture shall be near each other. Default: 0.2 where a step has several."
     label_smoothing: float = 0.0
     "Share of the target spread over the whole batch (infonce, multi)."
     device: Annotated[Literal["auto", "cpu", "mps", "cuda"], Parameter(alias="--device", group=COMMON)] = (
@@ -238,10 +252,12 @@ class TrainConfig:
     "Steps between two evaluations on the validation split; default: five times a run. 0 = at the end only."
     patience: int = 0
     "Stop after this many evaluations without a better recall; 0 = never."
-    save_every: int | None = None
-    "Steps between two checkpoints; default: with each evaluation."
+    save_every: Annotated[
+        int | str | None, Parameter(alias="--save-every", group=COMMON, converter=steps_or_time)
+    ] = None
+    "A checkpoint after so many steps, or so much time: 500, 30s, 10m, 1h. Default: with each evaluation."
     keep: int = 2
-    "Checkpoints to keep."
+    "Checkpoints to keep, the newest; the best model is always kept too, in best/."
 
     def __post_init__(self) -> None:
         _check_finite("train", self)
@@ -260,17 +276,21 @@ class TrainConfig:
             _check(getattr(self, name) >= 0, f"train.{name} must be 0 or more, not {getattr(self, name)}")
         if self.memory is not None:
             amount(self.memory, "B", "--memory")
+        if self.save_every is not None:
+            steps_or_seconds(self.save_every, "train.save_every")
         part = self.chunk <= self.batch or self.batch == 0
         _check(part, f"--chunk {self.chunk} is more than --batch {self.batch}: it is a part of it")
         for name in ("log_every", "keep"):
             _check(getattr(self, name) >= 1, f"train.{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("eval_every", "save_every", "analysis_every"):
+        for name in ("eval_every", "analysis_every"):
             value = getattr(self, name)
             _check(value is None or value >= 0, f"train.{name} must be 0 or more, not {value}")
         _check(
             0 <= self.label_smoothing < 1,
             f"train.label_smoothing must lie in [0, 1), not {self.label_smoothing}",
         )
+        contrast = self.text_contrast
+        _check(contrast is None or contrast >= 0, f"train.text_contrast must be 0 or more, not {contrast}")
         smooth_sigmoid = self.objective == "sigmoid" and self.label_smoothing > 0
         _check(not smooth_sigmoid, "train.label_smoothing goes with infonce and multi, not with sigmoid")
         half_cpu = self.device == "cpu" and self.precision == "fp16"
@@ -289,6 +309,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     seed: Annotated[int, Parameter(alias="--seed", group=COMMON)] = 0
     "The one number behind order, crops, captions and start values."
 

@@ -17,14 +17,16 @@ MOST_VIEWS = 6
 class TransferConfig:
     """Where a model starts: from random weights, or on pretrained towers that stand still."""
 
-    recipe: Annotated[Literal["scratch", "frozen", "auto"], Parameter(alias="--recipe", group=COMMON)] = (
-        "scratch"
-    )
-    "scratch; frozen: pretrained towers, features once, heads trained (minutes); auto: by the data and what is there."
+    recipe: Annotated[
+        Literal["scratch", "frozen", "finetune", "auto"], Parameter(alias="--recipe", group=COMMON)
+    ] = "scratch"
+    "scratch; frozen: pretrained towers, features once, heads trained; finetune: then the towers too; auto: decides."
     image_tower: Annotated[str, Parameter(alias="--image-tower")] = "efficientnet-lite0"
-    "frozen: efficientnet-lite0, or any vision model of transformers: a folder or a name on the hub."
+    "frozen: efficientnet-lite0; a vision model of transformers (folder or hub name); timm:NAME; vit: ours, trained."
     text_tower: Annotated[str, Parameter(alias="--text-tower")] = "minilm"
-    "frozen: minilm (all-MiniLM-L6-v2), or any text model of transformers: a folder or a name on the hub."
+    "frozen: minilm (all-MiniLM-L6-v2); a text model of transformers (folder or hub name); text: ours, trained."
+    download: bool = False
+    "Fetch a tower that is named and not on this machine from the hub; nothing is ever fetched without this."
     head: Literal["linear", "mlp", "adapter"] = "adapter"
     "frozen: what is trained on each tower: a projection, an MLP, or a projection and a residual MLP beside it."
     hidden: int = 512
@@ -49,17 +51,22 @@ class TransferConfig:
     train_image: int = -1
     "init: blocks of the image tower to train, counted from the last; -1 = all, 0 = none."
     train_text: int = -1
-    "init: the same for the text tower."
+    "init: the same for the text tower. Of a model on frozen towers, a tower with 0 is read from its kept features."
     lora_rank: int = 0
     "init: train only a product of this rank beside each linear layer of the towers; 0 = off."
     lora_alpha: float = 16.0
     "init: weight of that product, over the rank."
     lora_targets: Annotated[tuple[str, ...], Parameter(negative="")] = ()
     "init: only on layers whose name ends so, such as attn.qkv; default: all."
+    teacher: Annotated[str | None, Parameter(alias="--teacher")] = None
+    "Learn from this model too (any that --init takes): what it thinks of the pairs of a step is a second target."
+    teacher_weight: float = 0.5
+    "Share of that second target in the loss."
+
     wise: Annotated[str, Parameter(alias="--wise", group=COMMON)] = "off"
     "init: mix old and new weights at the end: 0.5 takes half of each, search tries a few on validation."
-    base: Annotated[tuple[str, ...], Parameter(negative="")] = ()
-    "init: a set whose recall is shown before and after, to see what was forgotten."
+    base: Annotated[tuple[str, ...], Parameter(alias="--base", negative="", group=COMMON)] = ()
+    "init: a set that must not be forgotten: its recall (zero-shot top-1 of class folders) at each evaluation."
 
     def __post_init__(self) -> None:
         if self.wise not in ("off", "search"):
@@ -69,9 +76,13 @@ class TransferConfig:
                 fine = False
             if not fine:
                 raise UserError(f"--wise is off, search, or a number from 0 to 1, not {self.wise}")
+        if not 0 < self.teacher_weight <= 1:
+            raise UserError(
+                f"transfer.teacher_weight must be above 0 and at most 1, not {self.teacher_weight}"
+            )
         if self.lora_rank < 0 or min(self.train_image, self.train_text) < -1:
             raise UserError("transfer.lora_rank must be 0 or more, train_image and train_text -1 or more")
-        if self.init is not None and self.recipe != "scratch":
+        if self.init is not None and self.recipe == "frozen":
             raise UserError(f"--init goes without --recipe {self.recipe}: it is a recipe of its own")
         for name in ("hidden", "embed_dim", "image_size", "context_length"):
             if getattr(self, name) < 1:

@@ -14,6 +14,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from m1clip.config import Config
 from m1clip.errors import UserError
+from m1clip.files import read_bounded
+
+MAX_BYTES = 2**22  # a config has a hundred lines
 
 
 def load_config(path: Path) -> Config:
@@ -26,10 +29,12 @@ def read_toml(path: Path) -> dict[str, Any]:
     if path.is_dir():
         path = path / "config.toml"  # a run folder is meant
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_bounded(path, MAX_BYTES).decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such config file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise UserError(f"{path}: not a TOML file: nested too deeply") from None
+    except ValueError as error:  # also of bytes that are no UTF-8, and of a number with thousands of digits
         raise UserError(f"{path}: not a TOML file: {error}") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
@@ -118,12 +123,15 @@ def _convert(hint: Any, value: Any, where: str, key: str) -> Any:
             raise UserError(f"{where}: {key} = {value!r}: choose from {', '.join(map(str, args))}")
         return value
     if origin in (Union, types.UnionType):
-        return _convert(next(arg for arg in args if arg is not type(None)), value, where, key)
+        kinds = [arg for arg in args if arg is not type(None)]
+        return _convert(next((kind for kind in kinds if type(value) is kind), kinds[0]), value, where, key)
     if origin is tuple:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list):
             raise UserError(f"{where}: {key} must be a list, not {_name(value)}")
         return tuple(_convert(args[0], item, where, key) for item in items)
+    if type(value) is int and abs(value) >= 2**63:
+        raise UserError(f"{where}: {key} is larger than TOML's numbers may be")
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,15 @@ def write_text(path: Path, text: str) -> None:
     """Replace a file in one move: a reader sees the old text or the new, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:  # a full disk: the half must not take the room that is left
+        temporary.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 
@@ -54,6 +60,30 @@ def whole_folder(path: Path) -> Iterator[Path]:
     temporary.rename(path)
     sync_folder(path.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder so that its name never stands for a part of it: first renamed, then emptied."""
+    doomed = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def read_bounded(path: Path, limit: int = 2**26) -> bytes:
+    """The bytes of a plain file of bounded size; an OSError for a pipe, which could hang, and for what is too large."""
+    # Not blocking: opening a named pipe would wait for its writer, before its kind can be seen.
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with os.fdopen(handle, "rb") as file:
+        facts = os.fstat(handle)
+        if stat.S_ISDIR(facts.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(facts.st_mode):
+            raise OSError(errno.EINVAL, "not a plain file", str(path))
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"more than {limit >> 20} MiB is more than such a file needs", str(path))
+    return data
 
 
 def sync_folder(path: Path) -> None:

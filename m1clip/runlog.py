@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from typing import Any
 
 VERSION = 1  # raised when a field changes its meaning; a new field is no new version
 NAME = "run.jsonl"
+LONGEST_LINE = 2**24
 
 Record = dict[str, Any]
 Sink = Callable[[Record], None]
@@ -24,25 +26,53 @@ class RunLog:
         self.path = run / NAME
         _end_torn_line(self.path)
         self._file = self.path.open("ab", buffering=0)
+        self.on_full: Callable[[OSError], None] | None = None  # told of a line that the disk did not take
+        self.lost = 0  # such lines since the last that was written
         self.sinks: list[Sink] = []  # others who want each record too, such as TensorBoard
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one object; `kind` says what it tells: start, step, eval, layers, checkpoint, warning, end."""
         record = finite({"v": VERSION, "kind": kind, "time": round(time.time(), 3), **values})
-        line = json.dumps(record, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        self._file.write(line.encode() + b"\n")
+        try:
+            if self.lost:
+                told = f"{self.lost} lines are missing here: the disk was full"
+                self._append(_line({"v": VERSION, "kind": "warning", "time": record["time"], "text": told}))
+                self.lost = 0
+            self._append(_line(record))
+        except OSError as error:
+            self.lost += 1
+            if self.on_full is None:
+                raise
+            self.on_full(error)
         for sink in self.sinks:
             sink(record)
+
+    def _append(self, line: bytes) -> None:
+        """All of the line or, on a full disk, nothing of it and an OSError: half a line would spoil the next."""
+        handle = self._file.fileno()
+        before = os.fstat(handle).st_size
+        try:
+            if os.write(handle, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        except OSError as error:
+            os.ftruncate(handle, before)
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def close(self) -> None:
         """Close the file; what was written is already there."""
         self._file.close()
 
 
+def _line(record: Record) -> bytes:
+    text = json.dumps(record, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "replace") + b"\n"
+
+
 def read_log(run: Path) -> Iterator[Record]:
     """All whole lines of a run's log; a torn or foreign line is passed over."""
     with (run / NAME).open("rb") as file:
-        for line in file:
+        # A line without end, which no run writes, comes in pieces, each of them a foreign line.
+        while line := file.readline(LONGEST_LINE):
             record = parse(line)
             if record is not None:
                 yield record

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from small_run import command, environment
 
-import m1clip.train.run
+import m1clip.train.stages
 from m1clip import __version__, cli
 from m1clip.config import Config
 from m1clip.configfile import to_toml
@@ -35,7 +35,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> typing.Callable[..
     def stop(config: Config, run: Path | None = None, screen: Any = None, name: str | None = None) -> None:
         raise Caught(config, run or (Path("runs") / name if name else None))
 
-    monkeypatch.setattr(m1clip.train.run, "train", stop)
+    monkeypatch.setattr(m1clip.train.stages, "train", stop)
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str) -> Caught:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from m1clip.files import remove_leftovers, restore, whole_folder, write_json, write_text
+from m1clip.files import (
+    read_bounded,
+    remove_folder,
+    remove_leftovers,
+    restore,
+    whole_folder,
+    write_json,
+    write_text,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -118,3 +127,27 @@ def test_a_kill_between_the_two_moves_loses_nothing(tmp_path: Path, monkeypatch:
     remove_leftovers(tmp_path)
     assert names(tmp_path) == ["best"]
     assert (tmp_path / "best" / "weights").read_text() == "old"
+
+
+def test_a_folder_is_renamed_before_it_is_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(tmp_path / "step", "old")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda *_, **__: None)  # killed in the middle
+        remove_folder(tmp_path / "step")
+    assert names(tmp_path) == [f"step.{os.getpid()}.partial"]
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_only_plain_files_of_bounded_size_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    assert read_bounded(tmp_path / "a", 5) == b"12345"
+    with pytest.raises(OSError, match="more than such a file needs"):
+        read_bounded(tmp_path / "a", 4)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a plain file"):
+        read_bounded(tmp_path / "pipe")
+    with pytest.raises(IsADirectoryError):
+        read_bounded(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        read_bounded(tmp_path / "nowhere")

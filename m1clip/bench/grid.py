@@ -52,12 +52,14 @@ def focus(
         likely = next(c for c in base if c.device == kind)
         plain = [c for c in base if c.device == kind and c.batch == likely.batch]
         extras += [dataclasses.replace(c, attention=ATTENTION[kind][1]) for c in plain]
-        extras.append(dataclasses.replace(likely, compile=True))
         if kind == "cpu" and facts.performance_cores > 1:
             extras.append(dataclasses.replace(likely, threads=max(1, facts.performance_cores // 2)))
         if kind == "cuda":
             extras.append(dataclasses.replace(likely, device="hybrid"))
         extras.append(dataclasses.replace(likely, recompute=True))
+        extras.append(
+            dataclasses.replace(likely, compile=True)
+        )  # last: the compiler alone takes a minute or two
     return _unique([*base, *extras])
 
 

@@ -36,6 +36,9 @@ def train(
     m1clip train --minutes 3 trains on synthetic pictures for three minutes. m1clip train --resume runs/tiny
     continues a run that was stopped or killed.
 
+    Ctrl-C or SIGTERM finishes the step, saves a checkpoint and leaves with code 130 or 143; a second one leaves at
+    once. Other exit codes: 0 trained to the end, 2 something that you must change, in one line.
+
     Parameters
     ----------
     preset
@@ -54,9 +57,9 @@ def train(
         return
     from m1clip.evaluate.table import scores_table
     from m1clip.train.run import resume as resume_run
-    from m1clip.train.run import train as train_run
     from m1clip.train.screen import Screen
-    from m1clip.train.stopping import Stopped
+    from m1clip.train.stages import train as train_run
+    from m1clip.train.stopping import Interrupted, Stopped
 
     screen = Screen()
     try:
@@ -64,6 +67,9 @@ def train(
     except Stopped as stopped:
         screen.say(str(stopped))
         sys.exit(stopped.exit_code)
+    except Interrupted as interrupted:
+        screen.say(f"{interrupted} outside of training; m1clip train --resume continues a run that had begun")
+        sys.exit(interrupted.exit_code)
     screen.console.print(scores_table(result.scores, title=f"\n{SPLITS[result.split]}"))
     screen.say(f"model      {result.run}")
     screen.say(f"picture    {result.grid}")

@@ -24,6 +24,7 @@ class Augmentation:
     flip: float = 0.0  # probability
     colour: float = 0.0  # brightness and contrast between 1 - colour and 1 + colour
     patch_dropout: float = 0.0  # share of the patches that the image tower does not see
+    word_dropout: float = 0.0  # share of a caption's tokens that the text tower does not see
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ import numpy as np
 from m1clip.data.cache_place import free_bytes
 from m1clip.data.lock import locked
 from m1clip.data.pair import Pair
+from m1clip.data.patience import PATIENCE
 from m1clip.data.store import CHUNK, MappedPictures, Progress, decode_chunks
 from m1clip.errors import UserError
 from m1clip.files import sync_folder, write_json
@@ -93,7 +94,7 @@ def open_cache(spec: CacheSpec) -> tuple[MappedPictures, dict[int, str]]:
 
 def cached(
     spec: CacheSpec, pairs: Sequence[Pair], workers: int, start_method: str | None, progress: Progress,
-    warn: Callable[[str], None],
+    warn: Callable[[str], None], patience: float = PATIENCE,
 ) -> tuple[MappedPictures, dict[int, str]]:  # fmt: skip
     """Open the cache, building or finishing it first; of two processes one builds and the other waits for it."""
     if not spec.is_whole():
@@ -106,7 +107,7 @@ def cached(
             if not spec.is_whole():
                 # Without a lock (some network disks have none) each builds for itself, and the first one counts.
                 place = spec.building if alone else spec.folder / f"{spec.key}.{os.getpid()}.building"
-                _build(spec, place, pairs, workers, start_method, progress)
+                _build(spec, place, pairs, workers, start_method, progress, patience)
             # Only now: who still waits for this file, or comes later, finds the cache whole.
             lock.unlink(missing_ok=True)
     try:
@@ -122,6 +123,7 @@ def _build(
     workers: int,
     start_method: str | None,
     progress: Progress,
+    patience: float,
 ) -> None:
     place.mkdir(parents=True, exist_ok=True)
     done = _read_progress(place, spec)
@@ -137,7 +139,7 @@ def _build(
             unsaved: dict[int, dict[int, str]] = {}
             saved = time.monotonic()
             for start, block, errors in decode_chunks(
-                refs, left, spec.side, spec.resize, workers, start_method
+                refs, left, spec.side, spec.resize, workers, start_method, patience
             ):
                 pixels.seek(offset + start * spec.side * spec.side * 3)
                 pixels.write(block.data)

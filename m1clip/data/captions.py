@@ -43,6 +43,18 @@ class CaptionTable:
         return self.tokens[captions, : rounded(int(self.lengths[captions].max()), self.tokens.shape[1])]
 
 
+def drop_tokens(tokens: np.ndarray, lengths: np.ndarray, gone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Captions without the tokens that `gone` (n, context) names, closed up; the marks and one token always stay."""
+    place = np.arange(tokens.shape[1])
+    inner = (place > 0) & (place < lengths[:, None] - 1)
+    gone = gone & inner
+    empty = (gone.sum(axis=1) == inner.sum(axis=1)) & inner.any(axis=1)
+    gone[empty, 1] = False
+    # What is left out goes behind the end mark, where it has no effect.
+    order = np.argsort(gone, axis=1, kind="stable")
+    return np.take_along_axis(tokens, order, axis=1), lengths - gone.sum(axis=1, dtype=lengths.dtype)
+
+
 def rounded(length: int, context: int) -> int:
     """A text length rounded up to a whole bucket, at most the context."""
     return min(-(-length // BUCKET) * BUCKET, context)

@@ -11,6 +11,7 @@ from m1clip.data.bad import SAMPLE, evenly, judge
 from m1clip.data.cache import ROOM_MARGIN, CacheSpec, cache_key, cached
 from m1clip.data.cache_place import cache_folder, free_bytes
 from m1clip.data.pair import Pair, Source
+from m1clip.data.patience import PATIENCE
 from m1clip.data.sources.mixed import MixedSource
 from m1clip.data.store import ArrayPictures, Failure, LivePictures, Pictures, Progress, decode_all, find_bad
 from m1clip.data.synthetic.source import SyntheticImage
@@ -41,6 +42,7 @@ class CachePlace:
     roots: tuple[str, ...]
     beside: Path | None
     in_all: int  # pictures of all splits, which share the memory
+    patience: float = PATIENCE  # seconds for the read of one picture
 
 
 @dataclass(frozen=True)
@@ -110,15 +112,19 @@ def store_split(
     refs = [pair.image for pair in pairs]
     looked: Sequence[int] = range(len(pairs))
     if spec is not None and kind == "disk":
-        pictures, bad = cached(spec, pairs, plan.workers, start_method, plan.progress(split), plan.warn)
+        pictures, bad = cached(
+            spec, pairs, plan.workers, start_method, plan.progress(split), plan.warn, place.patience
+        )
     elif kind == "ram":
-        array, bad = decode_all(refs, side, resize, plan.workers, start_method, plan.progress(split))
+        array, bad = decode_all(
+            refs, side, resize, plan.workers, start_method, plan.progress(split), place.patience
+        )
         pictures = ArrayPictures(array)
     else:
         # Pictures to evaluate with are a fixed set, so each is tried; of those to train on a sample shows the share.
         looked = evenly(len(pairs), SAMPLE) if split == "train" else looked
-        bad = find_bad(refs, looked, plan.workers)
-        pictures = LivePictures(refs, side, resize)
+        bad = find_bad(refs, looked, plan.workers, place.patience)
+        pictures = LivePictures(refs, side, resize, place.patience)
     failures = judge(bad, refs, split, len(looked), max_bad, plan.warn)
     if not bad or (kind == "off" and split == "train"):
         return Stored(pictures, pairs, failures, kind)
@@ -126,5 +132,5 @@ def store_split(
     if isinstance(pictures, ArrayPictures):
         pictures = ArrayPictures(pictures.array[good])
     elif isinstance(pictures, LivePictures):
-        pictures = LivePictures([refs[index] for index in good], side, resize)
+        pictures = LivePictures([refs[index] for index in good], side, resize, place.patience)
     return Stored(pictures, [pairs[index] for index in good], failures, kind)

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from m1clip.data import randomness as rnd
 from m1clip.data.augment import Augmentation, Views, draw_patches, draw_views
-from m1clip.data.captions import CaptionTable, rounded
+from m1clip.data.captions import CaptionTable, drop_tokens, rounded
 from m1clip.data.store import ArrayPictures, Failure, Pictures, read_or_replace
 from m1clip.errors import UserError
 
@@ -67,6 +67,15 @@ class Batch:
         return replace(self, **moved)
 
 
+class Texts(NamedTuple):
+    """The captions of a step: tokens, the row of the picture of each, its number in the table, and its length."""
+
+    tokens: np.ndarray
+    owners: np.ndarray
+    chosen: np.ndarray
+    lengths: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class BatchPlan:
     """Which pictures are in which step: a function of the seed and the step number."""
@@ -115,28 +124,41 @@ class TrainingSet(Dataset[Batch]):
     def __getitem__(self, step: int) -> Batch:
         epoch, planned = self.plan.members(step)
         members, pixels, failed = read_or_replace(self.pictures, planned, self.plan.seed, epoch)
-        draws = rnd.bits(self.plan.seed, epoch, members, rnd.CAPTION)
-        owners, chosen = self.captions.pick(members, draws, self.several)
-        lengths = self.captions.lengths[chosen]
-        if not self.full_length:
-            by_length = np.argsort(lengths, kind="stable")
-            owners, chosen, lengths = owners[by_length], chosen[by_length], lengths[by_length]
-        tokens = self.captions.tokens[chosen] if self.full_length else self.captions.rows(chosen)
-        shown, seed = None, self.plan.seed
-        if self.patches and self.augmentation.patch_dropout:
-            drawn = draw_patches(self.augmentation.patch_dropout, self.patches, seed, epoch, members)
-            shown = torch.from_numpy(drawn)
+        texts = self.texts_of(members, epoch)
         return Batch(
-            patches=shown,
+            patches=self.shown_of(members, epoch),
             pixels=torch.from_numpy(pixels),
-            tokens=torch.from_numpy(tokens.astype(np.int64)),
+            tokens=torch.from_numpy(texts.tokens),
             pictures=torch.from_numpy(self._identities(members).astype(np.int64)),
-            captions=torch.from_numpy(self.captions.keys[chosen]),
-            owners=torch.from_numpy(owners),
-            lengths=() if self.full_length else tuple(lengths.tolist()),
-            views=draw_views(self.augmentation, seed, epoch, members),
+            captions=torch.from_numpy(self.captions.keys[texts.chosen]),
+            owners=torch.from_numpy(texts.owners),
+            lengths=texts.lengths,
+            views=draw_views(self.augmentation, self.plan.seed, epoch, members),
             failed=failed,
         )
+
+    def texts_of(self, members: np.ndarray, epoch: int) -> Texts:
+        """The captions of some pictures in this epoch, without the tokens that it leaves out, short ones first."""
+        seed, table, share = self.plan.seed, self.captions, self.augmentation.word_dropout
+        draws = rnd.bits(seed, epoch, members, rnd.CAPTION)
+        owners, chosen = table.pick(members, draws, self.several)
+        tokens, lengths = table.tokens[chosen], table.lengths[chosen]
+        if share:
+            context = tokens.shape[1]
+            places = chosen[:, None] * context + np.arange(context)
+            tokens, lengths = drop_tokens(tokens, lengths, rnd.uniform(seed, epoch, places, rnd.WORD) < share)
+        if self.full_length:
+            return Texts(tokens.astype(np.int64), owners, chosen, ())
+        order = np.argsort(lengths, kind="stable")
+        tokens = tokens[order, : rounded(int(lengths.max()), tokens.shape[1])]
+        return Texts(tokens.astype(np.int64), owners[order], chosen[order], tuple(lengths[order].tolist()))
+
+    def shown_of(self, members: np.ndarray, epoch: int) -> Tensor | None:
+        """Which patches of some pictures are seen in this epoch; None: all."""
+        share = self.augmentation.patch_dropout
+        if not self.patches or not share:
+            return None
+        return torch.from_numpy(draw_patches(share, self.patches, self.plan.seed, epoch, members))
 
     def _identities(self, members: np.ndarray) -> np.ndarray:
         return members if self.identity is None else self.identity[members]

@@ -43,16 +43,21 @@ def is_synthetic(config: DataConfig) -> bool:
     return all(name == "synthetic" for name in config.source)
 
 
-def augmentation_of(config: DataConfig, captions: Iterable[str] = ()) -> Augmentation:
-    """What the config says, or what suits the kind of data."""
-    crop, flip, colour, dropout = (1.0, 0.0, 0.0, 0.0) if is_synthetic(config) else (0.6, 0.5, 0.2, 0.5)
+def augmentation_of(
+    config: DataConfig, captions: Iterable[str] = (), whole_pictures: bool = False
+) -> Augmentation:
+    """What the config says, or what suits the kind of data; `whole_pictures`: no patch is left out by default."""
+    drawn = is_synthetic(config)
+    crop, flip, colour = (1.0, 0.0, 0.0) if drawn else (0.6, 0.5, 0.2)
+    patches, words = 0.0 if drawn or whole_pictures else 0.5, 0.0 if drawn else 0.3
     if speaks_of_sides(captions):
         crop, flip = 1.0, 0.0  # a mirrored or shifted picture would make its caption false
     return Augmentation(
         crop_min=crop if config.crop_min is None else config.crop_min,
         flip=flip if config.flip is None else config.flip,
         colour=colour if config.colour is None else config.colour,
-        patch_dropout=dropout if config.patch_dropout is None else config.patch_dropout,
+        patch_dropout=patches if config.patch_dropout is None else config.patch_dropout,
+        word_dropout=words if config.word_dropout is None else config.word_dropout,
     )
 
 
@@ -78,7 +83,9 @@ def load_split(
     """Decode (or prepare to decode) the pictures of a split and tokenise its captions."""
     pairs = list(source.pairs(split))
     side = round(preprocess.image_size * margin)
-    place = CachePlace(config.cache, config.cache_dir, *data_folders(source), in_all=_count(source))
+    place = CachePlace(
+        config.cache, config.cache_dir, *data_folders(source), _count(source), config.read_timeout
+    )
     stored = store_split(pairs, split, side, preprocess.resize, place, config.max_bad, plan)
     if not len(stored.pictures):
         raise UserError(f"none of the {len(pairs):,} {split} pictures can be read; m1clip data lint says why")

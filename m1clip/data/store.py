@@ -14,8 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from m1clip.data import randomness as rnd
+from m1clip.data.helpers import stay_with_parent
 from m1clip.data.images import BadImage
 from m1clip.data.pair import ImageRef
+from m1clip.data.patience import PATIENCE, patiently
 from m1clip.data.preprocess import to_square
 from m1clip.errors import UserError
 
@@ -25,6 +27,7 @@ CHUNK = 64
 MAX_THREADS = 16  # each holds one decoded picture at full size
 # With a tenth of the pictures broken, this many in a row fail once in 10^32.
 REPLACEMENT_TRIES = 32
+HUNG = "the read did not end"
 
 
 class Pictures(Protocol):
@@ -86,6 +89,7 @@ class LivePictures:
     refs: Sequence[ImageRef]
     side: int
     resize: str = "shortest"
+    patience: float = PATIENCE  # seconds for one picture
 
     def __len__(self) -> int:
         return len(self.refs)
@@ -103,10 +107,9 @@ class LivePictures:
 
     def squares(self, indices: np.ndarray) -> list[np.ndarray | Failure]:
         """The pictures in the order asked for, decoded by threads: Pillow lets go of the interpreter."""
-        if len(indices) < 2 or parent_process() is not None:
-            # A worker process is one of many already: threads in each would only fight for the cores.
-            return [self.square(int(index)) for index in indices]
-        return list(_threads().map(self.square, indices.tolist()))
+        # A worker process is one of many already: threads in each would only fight for the cores.
+        threads = 1 if parent_process() is not None else min(MAX_THREADS, os.cpu_count() or 1)
+        return patiently(indices.tolist(), self.square, self.hung, self.patience, threads)
 
     def square(self, index: int) -> np.ndarray | Failure:
         """(side, side, 3) uint8, or why there is none."""
@@ -117,6 +120,10 @@ class LivePictures:
         except (OSError, ValueError, MemoryError, OverflowError) as error:
             return Failure(index, str(ref), reason_of(error))
 
+    def hung(self, index: int) -> np.ndarray | Failure:
+        """The failure of a picture whose read does not come back."""
+        return Failure(index, str(self.refs[index]), f"{HUNG} within {self.patience:g} s")
+
 
 def reason_of(error: Exception) -> str:
     """Why a picture could not be read, without its name, which the caller knows."""
@@ -125,18 +132,6 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, MemoryError | OverflowError):
         return "too large for the memory"
     return str(error) or type(error).__name__
-
-
-# By process id: a forked process inherits the object but none of its threads, and would wait for ever.
-_pools: dict[int, ThreadPoolExecutor] = {}
-
-
-def _threads() -> ThreadPoolExecutor:
-    """The decoding threads of this process, started when first needed and kept."""
-    process = os.getpid()
-    if process not in _pools:
-        _pools[process] = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "decode")
-    return _pools[process]
 
 
 def read_or_replace(
@@ -161,7 +156,7 @@ def read_or_replace(
                     f"is the disk with the pictures still there?"
                 )
             chosen[place] = _replacement(seed, epoch, int(member), tries, len(pictures))
-            found = pictures.square(int(chosen[place]))
+            found = pictures.squares(chosen[place : place + 1])[0]
             tries += 1
         squares.append(found)
     return chosen, np.stack(squares), tuple(failures)
@@ -179,13 +174,14 @@ def decode_chunks(
     resize: str,
     workers: int,
     start_method: str | None,
+    patience: float = PATIENCE,
 ) -> Iterator[Decoded]:
     """Decode the chunks that begin at `starts`, in order; by threads, or by processes where a method is given.
 
     Threads are right for files: Pillow lets go of the interpreter while it decodes, nothing is pickled, and none
     is left behind when the process is killed. Drawn pictures are Python throughout and need processes.
     """
-    jobs = ((start, refs[start : start + CHUNK], side, resize) for start in starts)
+    jobs = ((start, refs[start : start + CHUNK], side, resize, patience) for start in starts)
     if workers < 2:
         yield from map(_decode_chunk, jobs)
         return
@@ -193,7 +189,7 @@ def decode_chunks(
     if start_method is None:
         pool = ThreadPoolExecutor(workers)
     else:
-        pool = ProcessPoolExecutor(workers, mp_context=get_context(start_method))
+        pool = ProcessPoolExecutor(workers, get_context(start_method), stay_with_parent)
     waiting: deque[Any] = deque()
     try:
         for job in jobs:
@@ -214,6 +210,7 @@ def decode_all(
     workers: int,
     start_method: str | None,
     progress: Progress,
+    patience: float = PATIENCE,
 ) -> tuple[np.ndarray, dict[int, str]]:
     """Decode every picture; gives the array and, for each picture that could not be read, the reason."""
     array = np.zeros((len(refs), side, side, 3), np.uint8)
@@ -221,7 +218,7 @@ def decode_all(
     few = len(refs) < 4 * CHUNK  # then starting processes takes longer than the work
     starts = range(0, len(refs), CHUNK)
     for start, block, errors in decode_chunks(
-        refs, starts, side, resize, 1 if few else workers, start_method
+        refs, starts, side, resize, 1 if few else workers, start_method, patience
     ):
         array[start : start + len(block)] = block
         bad.update(errors)
@@ -229,22 +226,27 @@ def decode_all(
     return array, bad
 
 
-def find_bad(refs: Sequence[ImageRef], indices: Sequence[int], workers: int) -> dict[int, str]:
+def find_bad(
+    refs: Sequence[ImageRef], indices: Sequence[int], workers: int, patience: float = PATIENCE
+) -> dict[int, str]:
     """Decode these pictures only to see whether they can be: the reason for each that cannot."""
-    live = LivePictures(refs, side=32)
-    with ThreadPoolExecutor(max(1, workers)) as pool:
-        found = pool.map(live.square, indices)
-        return {failure.index: failure.reason for failure in found if isinstance(failure, Failure)}
+    live = LivePictures(refs, side=32, patience=patience)
+    found = patiently(list(indices), live.square, live.hung, patience, max(1, workers))
+    return {failure.index: failure.reason for failure in found if isinstance(failure, Failure)}
 
 
-def _decode_chunk(job: tuple[int, Sequence[ImageRef], int, str]) -> Decoded:
-    start, refs, side, resize = job
+def _decode_chunk(job: tuple[int, Sequence[ImageRef], int, str, float]) -> Decoded:
+    start, refs, side, resize, patience = job
     block = np.zeros((len(refs), side, side, 3), np.uint8)
     errors = {}
-    live = LivePictures(refs, side, resize)
-    for offset in range(len(refs)):
-        square = live.square(offset)
+    live = LivePictures(refs, side, resize, patience)
+    for offset, square in enumerate(patiently(range(len(refs)), live.square, live.hung, patience)):
         if isinstance(square, Failure):
+            if square.reason.startswith(HUNG):
+                # It may be there again tomorrow: what is kept for all runs must not say that it cannot be read.
+                raise UserError(
+                    f"{square.where}: {square.reason}; is the disk with the pictures still there? Run again when it is"
+                )
             errors[start + offset] = square.reason
         else:
             block[offset] = square

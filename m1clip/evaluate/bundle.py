@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from m1clip.data.augment import render
@@ -19,13 +17,13 @@ from m1clip.data.images import decode
 from m1clip.data.preprocess import Preprocess, to_square
 from m1clip.errors import UserError
 from m1clip.evaluate.foreign import Parts, kind_of, read_foreign
-from m1clip.files import whole_folder, write_json
+from m1clip.files import read_bounded, whole_folder, write_json
 from m1clip.model.clip import Clip
 from m1clip.model.lora import merged_state
 from m1clip.model.pretrained.clip import TowerClip, empty_towers
 from m1clip.model.pretrained.shape import TowerShape
 from m1clip.model.shape import Activation, ClipShape
-from m1clip.model.weights import assign_weights, empty_clip, fit_positions
+from m1clip.model.weights import assign_weights, empty_clip, fit_positions, read_tensors, write_tensors
 from m1clip.text import load_tokenizer
 from m1clip.text.base import Tokenizer
 
@@ -72,8 +70,8 @@ class Bundle:
     def save(self, folder: Path) -> None:
         """Write the model folder; an older one there is replaced only when the new one is whole."""
         with whole_folder(folder) as partial:
-            weights = {name: t.detach().cpu().contiguous() for name, t in merged_state(self.model).items()}
-            save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
+            weights = {name: t.detach().cpu() for name, t in merged_state(self.model).items()}
+            write_tensors(partial / WEIGHTS, weights, {"format": "pt"})
             kind = TOWERS if isinstance(self.model, TowerClip) else SHAPE
             shape, preprocess = self.model.shape.to_dict(), self.preprocess.to_dict()
             write_json(partial / CONFIG, {"format": FORMAT, kind: shape, "preprocess": preprocess})
@@ -114,10 +112,7 @@ def read_parts(path: Path, activation: Activation | None = None) -> Parts:
         raise UserError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {shape.vocab_size}"
         )
-    try:
-        weights = load_file(folder / WEIGHTS)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{folder / WEIGHTS}: not a readable safetensors file ({error})") from None
+    weights = read_tensors(folder / WEIGHTS)
     return Parts(shape, weights, tokenizer, preprocess, str(folder / WEIGHTS))
 
 
@@ -158,10 +153,10 @@ def newest_run(runs: Path = Path("runs")) -> Path:
 
 def _read_config(path: Path) -> tuple[ClipShape | TowerShape, Preprocess]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_bounded(path))
         version, preprocess, on_towers = int(config["format"]), config["preprocess"], TOWERS in config
         shape = config[TOWERS if on_towers else SHAPE]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UserError(f"{path}: not a model config ({type(error).__name__}: {error})") from None
     if version > FORMAT:
         raise UserError(

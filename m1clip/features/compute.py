@@ -51,10 +51,14 @@ def picture_features(
 
 @torch.inference_mode()
 def caption_features(
-    tower: Tower, rows: np.ndarray, pad_id: int, device: torch.device, autocast: Context, progress: Progress
+    tower: Tower,
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    device: torch.device,
+    autocast: Context,
+    progress: Progress,
 ) -> Iterator[tuple[list[int], np.ndarray]]:
     """Rows of width numbers for each row of token ids; short captions first, none padded to the longest of all."""
-    lengths = (rows != pad_id).sum(axis=1)
     order = np.argsort(lengths, kind="stable")
     places: list[int] = []
     made: list[Tensor] = []

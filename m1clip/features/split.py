@@ -12,29 +12,36 @@ import numpy as np
 import torch
 
 from m1clip.data.bad import judge
-from m1clip.data.captions import tokenise
+from m1clip.data.captions import CaptionTable, tokenise
 from m1clip.data.keep import DecodePlan
 from m1clip.data.pair import Pair
 from m1clip.data.prepare import Split
 from m1clip.data.preprocess import Preprocess
-from m1clip.data.store import LivePictures
+from m1clip.data.store import Failure, LivePictures
 from m1clip.errors import UserError
-from m1clip.features.compute import Context, caption_features, picture_features
+from m1clip.features.compute import Context, Tower, caption_features, picture_features
 from m1clip.features.store import Computed, FeatureStore, name_of
 from m1clip.features.tables import FeatureCaptions, FeaturePictures
-from m1clip.model.pretrained.clip import TowerClip
-from m1clip.model.pretrained.efficientnet import EfficientNetLite0
 from m1clip.text.base import Tokenizer
+
+
+@dataclass(frozen=True)
+class Side:
+    """One tower of a maker: what it computes, how wide that is, and the words that tell it from any other tower."""
+
+    tower: Tower
+    width: int
+    key: tuple[str, ...]  # its weights, and how it is read
 
 
 @dataclass(frozen=True)
 class Maker:
     """Everything that features depend on, and where they are kept."""
 
-    model: TowerClip
-    image_hash: str  # of the towers' weights
-    text_hash: str
+    image: Side
+    text: Side
     tokenizer: Tokenizer
+    context_length: int
     preprocess: Preprocess
     views: int
     folder: Path
@@ -47,20 +54,24 @@ class Maker:
     def image_store(self) -> FeatureStore:
         """Keyed by the tower's weights, the preprocessing and the arithmetic."""
         seen = f"{sorted(self.preprocess.to_dict().items())}|{self.precision}"
-        tower = self.model.image
-        read_at = tower.also if isinstance(tower, EfficientNetLite0) else self.model.shape.image_config
-        key = _key(self.image_hash, str(read_at), seen)
-        return FeatureStore(self.folder, f"image-{key}", self.model.image.width)
+        return FeatureStore(self.folder, f"image-{_key(*self.image.key, seen)}", self.image.width)
 
     def text_store(self) -> FeatureStore:
         """Keyed by the tower's weights, the length and the arithmetic."""
-        told = f"{self.model.shape.context_length}|{self.precision}"
-        key = _key(self.text_hash, told)
-        return FeatureStore(self.folder, f"text-{key}", self.model.text.width)
+        told = f"{self.context_length}|{self.precision}"
+        return FeatureStore(self.folder, f"text-{_key(*self.text.key, told)}", self.text.width)
 
 
 def feature_split(maker: Maker, pairs: Sequence[Pair], split: str, max_bad: float) -> Split:
     """A split whose pictures and captions carry features; pictures that cannot be read are left out and named."""
+    pictures, kept, failures = feature_pictures(maker, pairs, split, max_bad)
+    return Split(pictures, feature_captions(maker, kept, split), kept, failures, "features")
+
+
+def feature_pictures(
+    maker: Maker, pairs: Sequence[Pair], split: str, max_bad: float
+) -> tuple[FeaturePictures, list[Pair], tuple[Failure, ...]]:
+    """(pictures with features, the pairs that could be read, what could not)."""
     store = maker.image_store()
     bad: dict[int, str] = {}
     at = np.stack([_view_rows(maker, store, pairs, split, view, bad) for view in range(maker.views)], axis=1)
@@ -71,8 +82,7 @@ def feature_split(maker: Maker, pairs: Sequence[Pair], split: str, max_bad: floa
     kept = [pairs[place] for place in good.tolist()]
     side, resize = maker.preprocess.image_size, maker.preprocess.resize
     live = LivePictures([pair.image for pair in kept], side, resize)
-    seen = FeaturePictures(live, store.mapped(), at[good])
-    return Split(seen, _captions(maker, kept, split), kept, failures, "features")
+    return FeaturePictures(live, store.mapped(), at[good]), kept, failures
 
 
 def _view_rows(
@@ -86,7 +96,7 @@ def _view_rows(
         refs = [pairs[place].image for place in wanted]
         show = maker.plan.progress(f"{split} pictures through the tower")
         arguments = (maker.preprocess, view, maker.device, maker.autocast, broken, show)
-        for places, rows in picture_features(maker.model.image, refs, *arguments):
+        for places, rows in picture_features(maker.image.tower, refs, *arguments):
             yield [wanted[place] for place in places], rows
         bad.update({wanted[place]: reason for place, reason in broken.items()})
 
@@ -94,16 +104,19 @@ def _view_rows(
     return store.rows(names)
 
 
-def _captions(maker: Maker, pairs: Sequence[Pair], split: str) -> FeatureCaptions:
-    table = tokenise([pair.captions for pair in pairs], maker.tokenizer, maker.model.shape.context_length)
+def feature_captions(maker: Maker, pairs: Sequence[Pair], split: str) -> FeatureCaptions:
+    """The captions of the pairs with their features."""
+    table = token_captions(maker, pairs)
     names = [name_of(caption) for pair in pairs for caption in pair.captions]
     store, pad_id = maker.text_store(), maker.tokenizer.pad_id
 
     def captions(wanted: list[int]) -> Computed:
         show = maker.plan.progress(f"{split} captions through the tower")
         rows = table.tokens[wanted]
+        # Up to the end mark, or the last word where a tokenizer writes none.
+        lengths = np.maximum(table.lengths[wanted], (rows != pad_id).sum(axis=1))
         for places, made in caption_features(
-            maker.model.text, rows, pad_id, maker.device, maker.autocast, show
+            maker.text.tower, rows, lengths, maker.device, maker.autocast, show
         ):
             yield [wanted[place] for place in places], made
 
@@ -111,6 +124,11 @@ def _captions(maker: Maker, pairs: Sequence[Pair], split: str) -> FeatureCaption
     return FeatureCaptions(
         table.tokens, table.lengths, table.keys, table.first, table=store.mapped(), at=store.rows(names)
     )
+
+
+def token_captions(maker: Maker, pairs: Sequence[Pair]) -> CaptionTable:
+    """The captions of the pairs as tokens, for a tower that reads them anew each time."""
+    return tokenise([pair.captions for pair in pairs], maker.tokenizer, maker.context_length)
 
 
 def _inside(stamp: str, roots: Sequence[str]) -> str:

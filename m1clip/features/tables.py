@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from m1clip.data import randomness as rnd
-from m1clip.data.augment import Augmentation, draw_views
+from m1clip.data.augment import draw_views
 from m1clip.data.captions import CaptionTable
-from m1clip.data.loader import Batch, BatchPlan, TrainingSet
-from m1clip.data.store import Pictures
+from m1clip.data.loader import Batch, TrainingSet
+from m1clip.data.store import Failure, Pictures, read_or_replace
 
 VIEW = 1 << 8  # a stream of random numbers of its own
 
@@ -54,31 +54,37 @@ class FeatureCaptions(CaptionTable):
 
 
 class FeatureSet(TrainingSet):
-    """Makes the batch of a step from features: each picture in one of its views, with several of its captions."""
+    """Makes the batch of a step where a tower stands still: that side carries features, the other what it always does.
 
-    pictures: FeaturePictures
-    captions: FeatureCaptions
-
-    def __init__(
-        self,
-        pictures: FeaturePictures,
-        captions: FeatureCaptions,
-        plan: BatchPlan,
-        identity: np.ndarray,
-        several: int,
-    ) -> None:
-        super().__init__(pictures, captions, plan, Augmentation(), False, identity, several)
+    A picture with features is seen in one of its views; a tower that moves sees pixels, and tokens, anew each time.
+    """
 
     def __getitem__(self, step: int) -> Batch:
         epoch, members = self.plan.members(step)
-        views = rnd.bits(self.plan.seed, epoch, members, VIEW) % np.uint64(self.pictures.views)
-        draws = rnd.bits(self.plan.seed, epoch, members, rnd.CAPTION)
-        owners, chosen = self.captions.pick(members, draws, self.several)
+        seed, pictures, captions = self.plan.seed, self.pictures, self.captions
+        failed: tuple[Failure, ...] = ()
+        shown = None
+        if isinstance(pictures, FeaturePictures):
+            views = rnd.bits(seed, epoch, members, VIEW) % np.uint64(pictures.views)
+            seen = pictures.features(members, views.astype(np.int64))
+        else:
+            members, seen, failed = read_or_replace(pictures, members, seed, epoch)
+            shown = self.shown_of(members, epoch)
+        lengths: tuple[int, ...] = ()
+        if isinstance(captions, FeatureCaptions):
+            draws = rnd.bits(seed, epoch, members, rnd.CAPTION)
+            owners, chosen = captions.pick(members, draws, self.several)
+            told = captions.features(chosen)
+        else:
+            told, owners, chosen, lengths = self.texts_of(members, epoch)
         return Batch(
-            pixels=torch.from_numpy(self.pictures.features(members, views.astype(np.int64))),
-            tokens=torch.from_numpy(self.captions.features(chosen)),
+            pixels=torch.from_numpy(seen),
+            tokens=torch.from_numpy(told),
             pictures=torch.from_numpy(self._identities(members).astype(np.int64)),
-            captions=torch.from_numpy(self.captions.keys[chosen]),
+            captions=torch.from_numpy(captions.keys[chosen]),
             owners=torch.from_numpy(owners),
-            views=draw_views(self.augmentation, self.plan.seed, epoch, members),
+            views=draw_views(self.augmentation, seed, epoch, members),
+            patches=shown,
+            lengths=lengths,
+            failed=failed,
         )

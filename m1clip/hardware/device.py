@@ -190,6 +190,13 @@ class Device:
         self._peak_file = status
         return True
 
+    def release(self) -> None:
+        """Give memory that is free but kept back to the system."""
+        if self._backend is not None:
+            self._backend.empty_cache()
+        else:
+            return_freed_memory()
+
     def total_bytes(self) -> int:
         """All memory of the device; the machine's own for the CPU and for unified memory."""
         if self.kind == "cuda":

@@ -5,21 +5,21 @@ from __future__ import annotations
 from torch import nn
 
 from m1clip.errors import UserError
+from m1clip.model.depth import ladder
 
 ALL = -1
 
 
-def train_last(tower: nn.Module, blocks: nn.ModuleList, count: int, what: str) -> None:
+def train_last(tower: nn.Module, count: int, what: str) -> None:
     """Let only the last `count` blocks and what stands after them move; -1 lets all move, 0 nothing."""
     if count == ALL:
+        tower.requires_grad_(True)
         return
-    if count > len(blocks):
-        raise UserError(f"{what} {count}: the tower has {len(blocks)} blocks; -1 trains all of it")
+    rungs = ladder(tower)
+    blocks = len(rungs) - 2
+    if count > max(blocks, 0):
+        raise UserError(f"{what} {count}: the tower has {max(blocks, 0)} blocks; -1 trains all of it")
     tower.requires_grad_(False)
-    if count == 0:
-        return
-    for block in list(blocks)[-count:]:
-        block.requires_grad_(True)
-    norm = getattr(tower, "norm", None)
-    if isinstance(norm, nn.Module):
-        norm.requires_grad_(True)
+    for rung in rungs[-1 - count :] if count else []:
+        for _, parameter in rung:
+            parameter.requires_grad_(True)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 HeadKind = Literal["linear", "mlp", "adapter"]
+DEAD = 0.01  # of the usual deviation
 
 
 class Head(nn.Module):
@@ -52,7 +53,14 @@ class Head(nn.Module):
     def standardise(self, mean: Tensor, deviation: Tensor) -> None:
         """Set the numbers from the training set's features."""
         self.mean.copy_(mean)
-        self.deviation.copy_(deviation.clamp(min=1e-6))
+        self.deviation.copy_(deviation)
+        self.spare_dead_channels()
+
+    @torch.no_grad()
+    def spare_dead_channels(self) -> None:
+        """A channel that never changes is not blown up: its rounding would shout, and its gradient in the tower too."""
+        usual = self.deviation.median().clamp(min=1e-6)
+        self.deviation.copy_(torch.where(self.deviation < DEAD * usual, usual, self.deviation))
 
     @torch.no_grad()
     def initialise(self) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from m1clip.errors import UserError
+from m1clip.model.depth import ladder
+from m1clip.model.freeze import ALL, train_last
 
 STORED = ".parametrizations.weight.original"
 ADDED = ".parametrizations.weight.0."
@@ -38,11 +40,23 @@ def linears(module: nn.Module, targets: tuple[str, ...]) -> Iterator[tuple[str, 
             yield name, layer
 
 
-def add_lora(module: nn.Module, rank: int, alpha: float, targets: tuple[str, ...] = ()) -> int:
-    """Put LoRA on the linear layers of a tower and hold everything else in it still; gives how many got one."""
-    chosen = list(linears(module, targets))
+def add_lora(
+    module: nn.Module, rank: int, alpha: float, targets: tuple[str, ...] = (), count: int = ALL
+) -> int:
+    """Put LoRA on the linear layers of a tower, or of its last `count` blocks, and hold all else in it still.
+
+    Gives how many layers got one. A tower of convolutions alone has nowhere to put it, which is an error.
+    """
+    every = list(linears(module, ()))
+    if not every:
+        raise UserError(
+            "--transfer.lora-rank: this tower has convolutions and no linear layer; hold it still, or train its last "
+            "blocks whole: --transfer.train-image (or train-text) 0 or N"
+        )
+    inside = _names_in_last(module, count)
+    chosen = [(name, layer) for name, layer in linears(module, targets) if inside is None or name in inside]
     if not chosen:
-        names = sorted({name.rpartition(".")[2] for name, _ in linears(module, ())})
+        names = sorted({name.rpartition(".")[2] for name, _ in every})
         raise UserError(
             f"--lora-targets {', '.join(targets)}: no linear layer is called so (there: {', '.join(names)})"
         )
@@ -54,6 +68,25 @@ def add_lora(module: nn.Module, rank: int, alpha: float, targets: tuple[str, ...
         added = LowRank(outputs, inputs, rank, alpha).to(layer.weight.device)
         parametrize.register_parametrization(layer, "weight", added)
     return len(chosen)
+
+
+def _names_in_last(module: nn.Module, count: int) -> set[str] | None:
+    """Names of the layers in the last `count` blocks and after them; None: all of them."""
+    if count == ALL:
+        return None
+    return {name.rpartition(".")[0] for rung in ladder(module)[-1 - count :] for name, _ in rung}
+
+
+def open_tower(
+    tower: nn.Module, count: int, what: str, rank: int, alpha: float, targets: tuple[str, ...]
+) -> None:
+    """Let of a tower move what was asked for: nothing (0), its last blocks, all (-1), or LoRA in that part.
+
+    Where LoRA is asked for, a tower without linear layers may still have its last blocks trained whole.
+    """
+    train_last(tower, count, what)
+    if rank and count != 0 and (count == ALL or any(True for _ in linears(tower, ()))):
+        add_lora(tower, rank, alpha, targets, count)
 
 
 def merged_state(model: nn.Module) -> dict[str, Tensor]:

@@ -7,8 +7,9 @@ import difflib
 from m1clip.errors import UserError
 from m1clip.model.shape import ClipShape
 
-# What learns fastest from few pictures: no class token, fixed 2-D positions, silent residual branches at the start.
-_SMALL_DATA = {"pooling": "mean", "positions": "sincos", "init": "zero", "vision_pre_norm": False}
+# What learns fastest from few pictures: a stem of convolutions, no class token, fixed 2-D positions, silent residual
+# branches at the start.
+_SMALL_DATA = {"pooling": "mean", "positions": "sincos", "init": "zero", "stem": "conv"}
 # The prior art: biases on the patch layer and the projections, no norm before the first block.
 _PRIOR_ART = {"vision_pre_norm": False, "patch_bias": True, "projection_bias": True}
 
@@ -23,7 +24,7 @@ def _vit(
 
 PRESETS: dict[str, ClipShape] = {
     #             vision (width, layers, heads)  text                 embed  patch
-    "tiny": _vit((256, 6, 4), (256, 2, 4), 256, 16, image_size=112, context_length=32, **_SMALL_DATA),
+    "tiny": _vit((256, 4, 4), (256, 2, 4), 256, 16, image_size=112, context_length=32, **_SMALL_DATA),
     "small": _vit((512, 12, 8), (512, 12, 8), 512, 16, vocab_size=33, **_PRIOR_ART),
     "documented": _vit((768, 12, 12), (512, 6, 8), 512, 16, vocab_size=33, **_PRIOR_ART),
     "ViT-S-16": _vit((384, 12, 6), (384, 12, 6), 384, 16),

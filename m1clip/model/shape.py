@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ Pooling = Literal["cls", "mean"]
 Positions = Literal["learned", "sincos"]
 Activation = Literal["gelu", "quick_gelu"]
 Init = Literal["clip", "zero"]
+Stem = Literal["patch", "conv"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,7 @@ class ClipShape:
     positions: Positions = "learned"
     activation: Activation = "gelu"
     vision_pre_norm: bool = True
+    stem: Stem = "patch"
     patch_bias: bool = False
     projection_bias: bool = False
     logit_bias: bool = False
@@ -60,6 +63,13 @@ class ClipShape:
             raise UserError(
                 f"model.vision_width {self.vision_width} must be a multiple of 4 for sincos positions"
             )
+        if self.stem == "conv" and (self.patch_size < 2 or self.patch_size & (self.patch_size - 1)):
+            raise UserError(
+                f"model.stem conv halves the side again and again: model.patch_size must be 2, 4, 8, 16 or 32, "
+                f"not {self.patch_size}"
+            )
+        if self.stem == "conv" and self.vision_width * 2 < self.patch_size:
+            raise UserError(f"model.vision_width {self.vision_width} is too small for a conv stem")
         if self.context_length < 3:
             raise UserError("model.context_length must be at least 3: start mark, one token, end mark")
         if not 0 <= self.dropout < 1:
@@ -82,7 +92,14 @@ class ClipShape:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ClipShape:
         """The inverse of `to_dict`; an unknown or missing key or a wrong type is an error, never a guess."""
+        values = {"stem": "patch", **values}  # models of version 0.1 say nothing of it
         return cls(**checked(cls, values, "model shape"))
+
+
+def stem_channels(shape: ClipShape) -> tuple[int, ...]:
+    """Channels after each convolution of a conv stem: doubled at each halving, the tower's width at the end."""
+    halvings = shape.patch_size.bit_length() - 1
+    return tuple(max(1, shape.vision_width >> (halvings - 1 - number)) for number in range(halvings))
 
 
 def flops_per_pair(shape: ClipShape, text_tokens: int) -> float:
@@ -93,9 +110,17 @@ def flops_per_pair(shape: ClipShape, text_tokens: int) -> float:
         attention = 2 * tokens**2 * width
         return 2 * layers * (matrices + attention)
 
-    patch = 2 * shape.grid**2 * 3 * shape.patch_size**2 * shape.vision_width
+    patch = 2.0 * shape.grid**2 * 3 * shape.patch_size**2 * shape.vision_width
+    later = 0.0
+    if shape.stem == "conv":
+        channels, side = (3, *stem_channels(shape)), shape.image_size
+        layers = []
+        for before, after in itertools.pairwise(channels):
+            side //= 2
+            layers.append(2.0 * side**2 * 9 * before * after)
+        patch, later = layers[0], sum(layers[1:])
     heads = 2 * shape.embed_dim * (shape.vision_width + shape.text_width)
     image = tower(shape.image_tokens, shape.vision_width, shape.vision_layers)
     text = tower(text_tokens, shape.text_width, shape.text_layers)
-    # The patch layer needs no gradient for the pixels, so it costs two products and not three.
-    return 3 * (image + text + heads) + 2 * patch
+    # The first layer needs no gradient for the pixels, so it costs two products and not three.
+    return 3 * (image + text + heads + later) + 2 * patch

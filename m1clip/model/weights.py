@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from m1clip.errors import UserError
@@ -14,6 +20,35 @@ from m1clip.model.shape import ClipShape
 
 POSITIONS = "image.positions"
 TOKENS = "text.tokens.weight"
+MAX_HEADER_BYTES = 2**24  # that of a model with 100,000 tensors
+SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file; a full disk is an OSError, as everywhere, and not the library's own kind of error."""
+    try:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata)
+    except SafetensorError as error:
+        number = SYSTEM_ERROR.search(str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
+def read_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
+    """All tensors of a safetensors file; what is no such file, whoever wrote it, is one clear line."""
+    try:
+        # Looked at before it is opened: a pipe in its place would be waited for without end.
+        facts = path.stat()
+        if not stat.S_ISREG(facts.st_mode):
+            raise OSError("not a plain file")
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+        if header > min(MAX_HEADER_BYTES, facts.st_size):
+            raise OSError(f"its header claims {header:,} bytes")
+        return load_file(path, device=device)
+    except (SafetensorError, OSError, ValueError, OverflowError) as error:
+        raise UserError(f"{path}: not a readable safetensors file ({error})") from None
 
 
 def empty_clip(shape: ClipShape, eot_id: int, device: torch.device) -> Clip:

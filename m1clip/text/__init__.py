@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from m1clip.errors import UserError
+from m1clip.files import read_bounded
 from m1clip.text.base import Tokenizer
 from m1clip.text.bpe import BASE_COUNT, FULL_SOT_ID, BpeTokenizer
 from m1clip.text.char import PRIOR_ART_ALPHABET, CharTokenizer
@@ -60,7 +61,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         if record["kind"] == "wordpiece":
             return WordPieceTokenizer(_pieces_of(record))
         if record["kind"] == "fast":
-            return FastTokenizer(json.dumps(record.get("tokenizer")), int(record.get("pad_id", 0)))
+            return FastTokenizer(json.dumps(record.get("tokenizer")), _pad_of(record))
         return BpeTokenizer() if record["kind"] == "bpe" else BpeTokenizer(_kept_of(record))
     except ValueError as error:
         raise UserError(f"{path}: broken tokenizer: {error}; {COPY_AGAIN}") from error
@@ -69,7 +70,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 def _read_record(path: Path) -> dict[str, Any]:
     """The JSON object in the file, with a kind and a version this package knows."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(read_bounded(path))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); is this a model folder?") from error
     except (ValueError, RecursionError) as error:
@@ -96,6 +97,7 @@ def _alphabet_of(record: dict[str, Any]) -> str:
     alphabet = record.get("alphabet")
     if not isinstance(alphabet, str):
         raise ValueError("'alphabet' is not a string")
+    alphabet.encode("utf-8")  # half a surrogate pair is a ValueError: it could never be saved again
     return alphabet
 
 
@@ -103,7 +105,15 @@ def _pieces_of(record: dict[str, Any]) -> list[str]:
     pieces = record.get("pieces")
     if not isinstance(pieces, list) or not all(isinstance(piece, str) for piece in pieces):
         raise ValueError("'pieces' is not a list of strings")
+    "".join(pieces).encode("utf-8")  # as above
     return pieces
+
+
+def _pad_of(record: dict[str, Any]) -> int:
+    pad = record.get("pad_id", 0)
+    if type(pad) is not int or not 0 <= pad < 2**31:
+        raise ValueError("'pad_id' is not an id")
+    return pad
 
 
 def _kept_of(record: dict[str, Any]) -> list[int]:

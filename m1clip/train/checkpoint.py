@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from m1clip.errors import UserError
-from m1clip.files import remove_leftovers, restore, whole_folder, write_json
-
-FORMAT = 1
-MANIFEST = "manifest.json"
+from m1clip.files import read_bounded, remove_leftovers, restore, whole_folder, write_json
+from m1clip.model.weights import read_tensors, write_tensors
+from m1clip.plain import checked
+from m1clip.train.manifest import FOLDER, FORMAT, MANIFEST, SMALL, folder_of, found, prune, sha256, verify
 
 
 @dataclass
@@ -32,14 +29,14 @@ class LoopState:
     seconds: float = 0.0  # trained so far, over all sessions
     scaler_scale: float = 65536.0
     scaler_growth: int = 0
+    skipped: int = 0  # updates in a row that were not finite, up to now
+    rollbacks: int = 0  # how often the run went back to a checkpoint
+    rate_factor: float = 1.0  # of the learning rate, lowered by each return
+    chunk: int = 0  # smaller than the config's where memory was short; 0: as the config says
+    evaluation_due: bool = False  # a signal broke off the evaluation of this step
 
 
 Groups = dict[str, dict[str, Tensor]]  # file name without ending -> tensors
-
-
-def folder_of(run: Path, step: int) -> Path:
-    """Where the checkpoint of a step lives."""
-    return run / "checkpoints" / f"step-{step:06d}"
 
 
 def save(run: Path, state: LoopState, groups: Groups, keep: int) -> Path:
@@ -47,21 +44,12 @@ def save(run: Path, state: LoopState, groups: Groups, keep: int) -> Path:
     target = folder_of(run, state.step)
     with whole_folder(target) as folder:
         for name, tensors in groups.items():
-            save_file(
-                {key: t.detach().contiguous() for key, t in tensors.items()}, folder / f"{name}.safetensors"
-            )
+            write_tensors(folder / f"{name}.safetensors", tensors)
         write_json(folder / "state.json", {"format": FORMAT, **asdict(state)})
-        hashes = {file.name: _sha256(file) for file in sorted(folder.iterdir())}
+        hashes = {file.name: sha256(file) for file in sorted(folder.iterdir())}
         write_json(folder / MANIFEST, {"format": FORMAT, "sha256": hashes})
-    for old in sorted(found(run))[:-keep]:
-        shutil.rmtree(folder_of(run, old))
+    prune(run, keep)
     return target
-
-
-def found(run: Path) -> list[int]:
-    """Steps that have a checkpoint folder."""
-    names = (item.name for item in (run / "checkpoints").glob("step-*") if item.is_dir())
-    return [int(name[5:]) for name in names if name[5:].isdigit()]
 
 
 def load_newest(
@@ -72,10 +60,10 @@ def load_newest(
     None when there is none at all; when there are but none is whole, a UserError: hours of work are not dropped
     in silence.
     """
-    for name in restore(run / "checkpoints"):
-        warn(f"{run / 'checkpoints' / name}: was being replaced when the run was killed; the old one is back")
-    for name in remove_leftovers(run / "checkpoints"):
-        warn(f"{run / 'checkpoints' / name}: an unfinished save, removed")
+    for name in restore(run / FOLDER):
+        warn(f"{run / FOLDER / name}: was being replaced when the run was killed; the old one is back")
+    for name in remove_leftovers(run / FOLDER):
+        warn(f"{run / FOLDER / name}: an unfinished save, removed")
     steps = sorted(found(run))
     for step in reversed(steps):
         folder = folder_of(run, step)
@@ -83,39 +71,24 @@ def load_newest(
         if reason and step == steps[0]:
             raise UserError(
                 f"{run}: none of its checkpoints is whole (step {step}: {reason}). Bring one back from a copy, "
-                f"or delete {run / 'checkpoints'} to train from the start"
+                f"or delete {run / FOLDER} to train from the start"
             )
         if reason:
             warn(f"{folder}: {reason}; using the checkpoint before it")
             continue
-        groups = {file.stem: load_file(file, device=str(device)) for file in folder.glob("*.safetensors")}
-        values = json.loads((folder / "state.json").read_text())
-        known = {item.name for item in fields(LoopState)}
-        return LoopState(**{key: value for key, value in values.items() if key in known}), groups
+        groups = {file.stem: read_tensors(file, str(device)) for file in folder.glob("*.safetensors")}
+        return _state(folder / "state.json"), groups
     return None
 
 
-def verify(folder: Path) -> str:
-    """Why a checkpoint cannot be used, in words; empty when it can."""
+def _state(path: Path) -> LoopState:
+    """What a whole checkpoint says of the loop; fields that an older format lacks stand at their default."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        hashes: dict[str, Any] = dict(manifest["sha256"])
-        version = int(manifest["format"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"its {MANIFEST} cannot be read ({type(error).__name__})"
-    if version > FORMAT:
-        raise UserError(
-            f"{folder}: written by a newer m1clip (format {version}, this one reads {FORMAT}): upgrade"
-        )
-    for name, digest in hashes.items():
-        file = folder / Path(name).name
-        if not file.is_file():
-            return f"{name} is missing"
-        if _sha256(file) != digest:
-            return f"{name} is damaged (its hash differs)"
-    return "" if "state.json" in hashes else "state.json is missing"
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        values = json.loads(read_bounded(path, SMALL))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({type(error).__name__})") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: holds no table of values")
+    known = {item.name for item in fields(LoopState)}
+    told: dict[str, Any] = {**asdict(LoopState()), **{k: v for k, v in values.items() if k in known}}
+    return LoopState(**checked(LoopState, told, str(path)))

@@ -14,6 +14,7 @@ from m1clip.train.update import Update
 DEFAULT_EPOCHS = 10.0
 EVALUATIONS = 5  # a run, unless the config says otherwise
 WARM_STEPS, TIMED_STEPS = 2, 5
+PAUSE = 50  # a step that takes so many times the usual was no step: the machine slept, or was stopped
 
 
 def total_steps(job: Job) -> int:
@@ -35,7 +36,9 @@ def total_steps(job: Job) -> int:
 def calibrate(job: Job, seconds: float) -> int:
     """How many steps fit into the time: a throw-away model makes a few real ones and one real evaluation."""
     begin = time.perf_counter()
-    update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+    update = Update(
+        job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast, job.teacher
+    )
     feed = batches(job.training, 0, WARM_STEPS + TIMED_STEPS, 0, "fork", pin=False)
     step_seconds = []
     for step, batch in enumerate(feed):
@@ -48,8 +51,10 @@ def calibrate(job: Job, seconds: float) -> int:
         evaluate(job, update.model, "val")
     evaluation_seconds = time.perf_counter() - start
     train = job.config.train
-    left = seconds - (time.perf_counter() - begin)
     per_step = statistics.median(step_seconds[WARM_STEPS:])
+    timed = step_seconds[WARM_STEPS:]  # the first ones count in full: they may have compiled the model
+    paused = sum(timed) - without_pauses(timed, per_step)
+    left = seconds - (time.perf_counter() - begin - paused)
     if train.eval_every is None:
         left -= (EVALUATIONS + 1) * evaluation_seconds  # and one of the test split at the end
     elif train.eval_every:
@@ -62,3 +67,8 @@ def calibrate(job: Job, seconds: float) -> int:
             f"give more minutes, a smaller --batch or a smaller --model"
         )
     return steps
+
+
+def without_pauses(step_seconds: list[float], usual: float) -> float:
+    """Seconds that the steps took together; a pause of the machine in one of them does not eat up the budget."""
+    return sum(seconds if seconds < PAUSE * usual else usual for seconds in step_seconds)

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from m1clip.train.optim import Optimizer
 
-BLOCK = re.compile(r"^(?P<tower>[^.]+)\..*?\b(?:blocks|layers?|resblocks)\.(?P<number>\d+)\.")
+BLOCK = re.compile(r"^(?P<tower>[^.]+)\..*?\b(?:blocks|layers?|resblocks|stages)\.(?P<number>\d+)\.")
 LOOKS = 40  # a run, unless the config says otherwise
 
 

@@ -10,13 +10,17 @@ from m1clip.data.loader import Batch, batches
 from m1clip.evaluate.bundle import Bundle
 from m1clip.evaluate.heldout import held_out
 from m1clip.runlog import RunLog
-from m1clip.train.checkpoint import Groups, LoopState, save
+from m1clip.train.checkpoint import LoopState
 from m1clip.train.evaluation import Budget, encode, look_closer, mean_recall
+from m1clip.train.guard import GoBack
 from m1clip.train.record import Recorder
+from m1clip.train.rescue import Rescue
+from m1clip.train.saving import Saver
 from m1clip.train.schedule import rate, warmup_steps
 from m1clip.train.screen import Screen
 from m1clip.train.setup import Job
-from m1clip.train.stopping import Stopped, StopRequest
+from m1clip.train.stopping import Interrupted, Stopped, StopRequest
+from m1clip.train.tensors import groups
 from m1clip.train.update import Update
 
 
@@ -25,42 +29,136 @@ def run_loop(
     asked: StopRequest,
 ) -> None:  # fmt: skip
     """Train from `state.step` to the end, evaluating, logging and saving on the way; stop when asked to."""
-    config = job.config
-    if config.train.patience and state.stale >= config.train.patience:
+    if job.config.train.patience and state.stale >= job.config.train.patience:
         return  # resumed after its early stop: it stays where it stopped
-    warmup = warmup_steps(config.optim.warmup, total_steps)
-    eval_every, save_every = config.train.eval_every or total_steps, config.train.save_every or total_steps
-    feed = _timed(job, state.step, total_steps)
-    recorder, began = Recorder(job, update, log, screen, total_steps), time.perf_counter() - state.seconds
-    budget = Budget(trained_before=state.seconds)
+    rescue = Rescue(job, update, run, log, screen, total_steps)
+    loop = _Loop(job, update, state, total_steps, run, log, screen, asked, rescue)
     screen.begin(state.step, total_steps)
-    for step in range(state.step, total_steps):
-        recorder.before(step + 1)
-        waited, batch = next(feed)
-        loss, grad_norm = update(batch, step, warmup, total_steps)
-        recorder.after(waited, loss, grad_norm)
-
-        state.step, state.seconds = step + 1, time.perf_counter() - began
-        last = state.step == total_steps
-        if state.step % config.train.log_every == 0 or last:
-            recorder.write(state, rate(step, warmup, total_steps, config.optim.lr_end))
-        if state.step % eval_every == 0 or last:
-            paused = time.perf_counter()
-            _evaluate(job, update, state, run, log, screen, budget)
-            began += time.perf_counter() - paused  # not training
-            recorder.restart()
-        stop = bool(config.train.patience) and state.stale >= config.train.patience
-        if state.step % save_every == 0 or last or stop or asked.signal:
-            _save(update, state, run, config.train.keep, log)
-            recorder.restart()
-        if asked.signal and not last:
-            log.write("event", step=state.step, event=f"stopped by signal {asked.signal}")
-            raise Stopped(str(run), state.step, asked.signal)
-        if stop and not last:
-            screen.say(f"stopped     after {state.stale} evaluations without a better recall")
-            log.write("event", step=state.step, event="early stop")
-            break
+    with asked.looked_at(), rescue.saver:
+        while True:
+            try:
+                loop.go()
+                break
+            except GoBack:
+                rescue.go_back(state)
     screen.end()
+
+
+class _Loop:
+    """What the steps of a session share; `go` is the loop itself."""
+
+    def __init__(
+        self, job: Job, update: Update, state: LoopState, total: int, run: Path, log: RunLog, screen: Screen,
+        asked: StopRequest, rescue: Rescue,
+    ) -> None:  # fmt: skip
+        self.job, self.update, self.state, self.total, self.run = job, update, state, total, run
+        self.log, self.screen, self.asked, self.rescue = log, screen, asked, rescue
+        self.saver: Saver = rescue.saver
+        self.recorder = Recorder(job, update, log, screen, total)
+        self.budget = Budget(trained_before=state.seconds)
+        self.warmup = warmup_steps(job.config.optim.warmup, total)
+        self.began = time.perf_counter() - state.seconds
+
+    def go(self) -> None:
+        """From the step of the state to the last, or until asked to stop."""
+        state, train, update = self.state, self.job.config.train, self.update
+        if state.evaluation_due and self._pause(state.step == self.total):
+            return
+        feed = _timed(self.job, state.step, self.total)
+        for step in range(state.step, self.total):
+            self.recorder.before(step + 1)
+            waited, batch = next(feed)
+            loss, grad_norm = update(batch, step, self.warmup, self.total)
+            self.recorder.after(waited, loss, grad_norm)
+
+            state.step, state.seconds = step + 1, time.perf_counter() - self.began
+            last = state.step == self.total
+            logs, evaluates = state.step % train.log_every == 0 or last, self._evaluates()
+            self.rescue.after(state, batch.pictures, loss, grad_norm, look=logs or evaluates)
+            if logs:
+                share = rate(step, self.warmup, self.total, self.job.config.optim.lr_end)
+                self.recorder.write(state, share * update.rate_factor)
+            state.evaluation_due = evaluates
+            if self._pause(last):
+                break
+
+    def _evaluates(self) -> bool:
+        every = self.job.config.train.eval_every or self.total
+        return self.state.step % every == 0 or self.state.step == self.total
+
+    def _pause(self, last: bool) -> bool:
+        """What comes between two steps: evaluate, save, stop; whether the run is over."""
+        state, patience = self.state, self.job.config.train.patience
+        if state.evaluation_due:
+            paused = time.perf_counter()
+            self._evaluate()
+            self.began += time.perf_counter() - paused  # not training
+            self.recorder.restart()
+        stale = bool(patience) and state.stale >= patience
+        due = self.saver.due(state.step, sound=state.skipped == 0)
+        if due or last or stale or self.asked.signal:
+            self.rescue.look(state)
+            self.saver.save(state, groups(self.update, state), wait=last or stale or bool(self.asked.signal))
+            self.recorder.restart()
+        self.saver.poll()
+        if self.asked.signal and (not last or state.evaluation_due):
+            self.log.write("event", step=state.step, event=f"stopped by signal {self.asked.signal}")
+            raise Stopped(str(self.run), state.step, self.asked.signal)
+        if stale and not last:
+            self.screen.say(f"stopped     after {state.stale} evaluations without a better recall")
+            self.log.write("event", step=state.step, event="early stop")
+        return stale
+
+    def _evaluate(self) -> None:
+        """Evaluate, with the averaged weights if there are such; a signal breaks it off, and it stays due."""
+        ema, model = self.update.ema, self.update.model
+        if ema is not None:
+            ema.swap(model)
+        try:
+            with self.asked.at_once():
+                found = self._scores()
+            if found is not None:
+                self._keep_best(*found)
+            self.state.evaluation_due = False
+        except Interrupted:
+            model.train()
+        finally:
+            if ema is not None:
+                ema.swap(model)
+
+    def _scores(self) -> tuple[float, bool] | None:
+        """(mean recall, whether it is the best) of the validation split; all figures go to log and screen."""
+        job, state, model = self.job, self.state, self.update.model
+        if "val" not in job.splits:
+            return None
+        begin = time.perf_counter()
+        features = encode(job, model, "val")
+        per_text = (time.perf_counter() - begin) / len(features[1])
+        scores = held_out(*features)
+        value = mean_recall(scores)
+        seconds = time.perf_counter() - begin
+        found = {}
+        if job.config.train.analysis_every != 0:
+            pictures = self.budget.pictures(state.seconds, per_text)
+            with self.rescue.disk(state.step, self.run / "watch"):
+                found = look_closer(job, model, features, self.run, state.step, pictures)
+        self.budget.spent += found.get("analysis_seconds", 0.0)
+        found |= job.also_measured(model, self.screen.say)
+        best = value > state.best
+        self.log.write("eval", step=state.step, split="val", mean_recall=value, seconds=round(seconds, 4), **found,
+                       **scores.as_dict())  # fmt: skip
+        self.screen.evaluation(state.step, scores, best=best)
+        return value, best
+
+    def _keep_best(self, value: float, best: bool) -> None:
+        """Keep the best model so far; one that cannot be written is not the best, so that the next one is tried."""
+        state, job = self.state, self.job
+        if not best:
+            state.stale += 1
+            return
+        with self.rescue.disk(state.step, self.run / "best"):
+            Bundle(self.update.model, job.tokenizer, job.preprocess).save(self.run / "best")
+            state.best, state.best_step, state.stale = value, state.step, 0
 
 
 def _timed(job: Job, start: int, stop: int) -> Iterator[tuple[float, Batch]]:
@@ -73,63 +171,3 @@ def _timed(job: Job, start: int, stop: int) -> Iterator[tuple[float, Batch]]:
         if batch is None:
             return
         yield time.perf_counter() - begin, batch
-
-
-def _evaluate(
-    job: Job, update: Update, state: LoopState, run: Path, log: RunLog, screen: Screen, budget: Budget
-) -> None:
-    """Score the validation split with the averaged weights, if there are such; keep the best model."""
-    if "val" not in job.splits:
-        return
-    if update.ema is not None:
-        update.ema.swap(update.model)
-    begin = time.perf_counter()
-    features = encode(job, update.model, "val")
-    per_text = (time.perf_counter() - begin) / len(features[1])
-    scores = held_out(*features)
-    value = mean_recall(scores)
-    seconds = time.perf_counter() - begin
-    found = (
-        {}
-        if job.config.train.analysis_every == 0
-        else look_closer(
-            job, update.model, features, run, state.step, budget.pictures(state.seconds, per_text)
-        )
-    )
-    log.write("eval", step=state.step, split="val", mean_recall=value, seconds=round(seconds, 4), **found,
-              **scores.as_dict())  # fmt: skip
-    budget.spent += found.get("analysis_seconds", 0.0)
-    if value > state.best:
-        state.best, state.best_step, state.stale = value, state.step, 0
-        Bundle(update.model, job.tokenizer, job.preprocess).save(run / "best")
-    else:
-        state.stale += 1
-    screen.evaluation(state.step, scores, best=state.best_step == state.step)
-    if update.ema is not None:
-        update.ema.swap(update.model)
-
-
-def _save(update: Update, state: LoopState, run: Path, keep: int, log: RunLog) -> None:
-    if update.scaler is not None:
-        scaler = update.scaler.state_dict()
-        state.scaler_scale, state.scaler_growth = float(scaler["scale"]), int(scaler["_growth_tracker"])
-    log.write("checkpoint", step=state.step, path=save(run, state, groups(update), keep).name)
-
-
-def groups(update: Update) -> Groups:
-    """All tensors of a checkpoint, by file."""
-    kept = {"weights": update.model.state_dict(), "optimizer": update.optimizer.tensors()}
-    if update.ema is not None:
-        kept["ema"] = update.ema.weights
-    return kept
-
-
-def restore(update: Update, state: LoopState, kept: Groups) -> None:
-    """Put a checkpoint's tensors back."""
-    update.model.load_state_dict(kept["weights"])
-    update.optimizer.load_tensors(kept["optimizer"])
-    if update.ema is not None:
-        update.ema.weights = kept["ema"]
-    if update.scaler is not None:
-        scale = {"scale": state.scaler_scale, "_growth_tracker": state.scaler_growth}
-        update.scaler.load_state_dict({**update.scaler.state_dict(), **scale})

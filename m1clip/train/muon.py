@@ -95,6 +95,7 @@ class Muon(torch.optim.Optimizer):
     matrices, one below the other, a parameter consists: 3 for a fused QKV that is to be made orthogonal apart.
     `quick` is that of `orthogonalise`.
     The rate may be a tensor on the device, so that a captured step can be replayed with another rate.
+    A `found_inf` of 1 on the device skips the step there, as it does in torch's fused optimizers; gradients are 0 then.
     """
 
     def __init__(
@@ -110,8 +111,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         self.dtype, self.parts, self.quick = dtype, parts, quick
         for group in self.param_groups:
-            if any(p.ndim != 2 for p in group["params"]):
-                raise ValueError("Muon moves matrices only")
+            if any(p.ndim < 2 for p in group["params"]):
+                raise ValueError("Muon moves matrices, and convolutions as the matrices that they are")
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -124,23 +125,32 @@ class Muon(torch.optim.Optimizer):
 
     def _move(self, group: dict[str, Any], live: list[tuple[str, Tensor]]) -> None:
         lr, momentum = group["lr"], group["momentum"]
+        skip: Tensor | None = getattr(self, "found_inf", None)
         params = [p for _, p in live]
         grads = [p.grad for p in params if p.grad is not None]
         buffers = [self._buffer(p) for p in params]
-        torch._foreach_lerp_(buffers, grads, 1 - momentum)
+        if skip is None:
+            torch._foreach_lerp_(buffers, grads, 1 - momentum)
+        else:
+            # The same, with a weight that is 0 on the device where the step is to be skipped; gradients are 0 there.
+            torch._foreach_mul_(buffers, 1 - (1 - momentum) * (1 - skip))
+            torch._foreach_add_(buffers, grads, alpha=1 - momentum)
         updates = torch._foreach_lerp(grads, buffers, momentum)  # Nesterov's look ahead
-        torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+        decay = lr * group["weight_decay"]
+        torch._foreach_mul_(params, 1 - decay if skip is None else 1 - decay * (1 - skip))
 
         stacks: dict[tuple[int, int], list[_Piece]] = {}
         for (name, p), update in zip(live, updates, strict=True):
             count = self.parts(name)
-            for piece in map(_Piece, p.chunk(count), update.chunk(count)):
+            # A convolution is a matrix from all that a position sees to its channels.
+            for piece in map(_Piece, p.flatten(1).chunk(count), update.flatten(1).chunk(count)):
                 stacks.setdefault(piece.sides, []).append(piece)
         for sides, pieces in stacks.items():
             x = torch.empty((len(pieces), *sides), dtype=self.dtype, device=pieces[0].update.device)
             # Cast, and turned where it is tall, in one pass.
             torch._foreach_copy_(list(x), [p.update.t() if p.tall else p.update for p in pieces])
-            _add(pieces, orthogonalise(x, self.quick), lr)
+            x = orthogonalise(x, self.quick)
+            _add(pieces, x if skip is None else x * (1 - skip).to(x.dtype), lr)
 
     def _buffer(self, p: Tensor) -> Tensor:
         state = self.state[p]

@@ -5,8 +5,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from m1clip.model.clip import Features
+from m1clip.train.contrast import fused_infonce
+
+LARGE = 1 << 20  # pairs of a step, from which its products are made in autocast's precision, if that is on
 
 
 def own_pairs(pictures: int, owners: Tensor) -> Tensor:
@@ -17,13 +21,22 @@ def own_pairs(pictures: int, owners: Tensor) -> Tensor:
 def same_pairs(pictures: Tensor, captions: Tensor, owners: Tensor) -> Tensor:
     """(n, m) bool: text j also describes image i, because the picture, or one of its captions here, is the same."""
     same_picture = pictures[:, None] == pictures[owners]
-    same_caption = (captions[:, None] == captions).float()  # (m, m)
-    shared = torch.zeros(same_picture.shape, device=owners.device).index_add_(0, owners, same_caption)
-    return same_picture | (shared > 0)
+    # Equal captions get one number below m, without asking how many there are: that would make the host wait.
+    order = captions.argsort()
+    steps = captions[order].diff(prepend=captions[order[:1]]) != 0
+    number = torch.empty_like(order).scatter_(0, order, steps.cumsum(0))
+    told = torch.zeros(same_picture.shape, dtype=torch.bool, device=owners.device)
+    told[owners, number] = True  # picture i has a caption with this number
+    return same_picture | told[:, number]
 
 
 def infonce(features: Features, positive: Tensor, smoothing: float = 0.0) -> Tensor:
     """CLIP's loss; the target is spread evenly over all captions (pictures) that belong to the picture (caption)."""
+    # It looks at values, which on a device would make the host wait, and which a fake tensor (train/memory.py) has not.
+    if smoothing == 0 and features.image.device.type == "cpu" and not is_fake(features.image):
+        half = torch.is_autocast_enabled("cpu") and positive.numel() >= LARGE
+        dtype = torch.get_autocast_dtype("cpu") if half else None
+        return fused_infonce(features.image, features.text, features.scale, positive, dtype)
     logits = features.scale * features.image @ features.text.T  # (n, m)
     target = positive.to(logits.dtype)
 
@@ -40,6 +53,31 @@ def sigmoid(features: Features, positive: Tensor, smoothing: float = 0.0) -> Ten
     logits = features.scale * features.image @ features.text.T + features.bias
     sign = 2.0 * positive.to(logits.dtype) - 1.0
     return -F.logsigmoid(sign * logits).sum() / logits.shape[1]
+
+
+def distillation(features: Features, teacher: Tensor) -> Tensor:
+    """How far what is thought of the pairs is from what a teacher's logits (n, m) say: KL, both ways, in nats."""
+    logits = features.scale * features.image @ features.text.T
+
+    def one_way(logits: Tensor, wanted: Tensor) -> Tensor:
+        return F.kl_div(
+            logits.log_softmax(dim=1), wanted.log_softmax(dim=1), reduction="batchmean", log_target=True
+        )
+
+    return (one_way(logits, teacher) + one_way(logits.T, teacher.T)) / 2
+
+
+def text_contrast(features: Features, pictures: Tensor, captions: Tensor, owners: Tensor) -> Tensor:
+    """InfoNCE among the captions: those of one picture belong together. A caption without another counts nothing."""
+    same_picture = pictures[owners][:, None] == pictures[owners]
+    same_caption = captions[:, None] == captions  # itself, and equal ones: neither right nor wrong
+    logits = (features.scale * features.text @ features.text.T).masked_fill(same_caption, float("-inf"))
+    positive = same_picture & ~same_caption
+    # Its negatives may all be equal captions, or there may be none: then there is nothing to tell apart.
+    counts = positive.sum(dim=1)
+    log_shares = logits.log_softmax(dim=1).masked_fill(~positive, 0.0)
+    rows = torch.where(counts > 0, log_shares.sum(dim=1) / counts.clamp(min=1), 0.0)
+    return -rows.sum() / (counts > 0).sum().clamp(min=1)
 
 
 OBJECTIVES = {"infonce": infonce, "multi": infonce, "sigmoid": sigmoid}

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from m1clip.config import OptimConfig
+from m1clip.model.depth import rate_shares
 from m1clip.train.muon import Muon
+
+Parameter = tuple[str, Tensor]
+PIXEL_CHANNELS = 3
+TOWERS = ("image", "text")  # of a Clip, by their names in it
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """The weights inside the blocks: what Muon is made for."""
-    return parameter.ndim == 2 and ".blocks." in name
+    """The weights inside the blocks, and of a conv stem all but the first: what Muon is made for."""
+    inside = parameter.ndim == 2 and ".blocks." in name
+    return inside or (parameter.ndim == 4 and ".patch.convs." in name and parameter.shape[1] > PIXEL_CHANNELS)
 
 
 def decays(parameter: Tensor) -> bool:
@@ -46,26 +52,31 @@ class Optimizer:
         hidden = [(n, p) for n, p in named if config.name == "muon" and is_hidden_matrix(n, p)]
         chosen = {name for name, _ in hidden}
         rest = [(n, p) for n, p in named if n not in chosen]
-        groups = [
-            {"params": [(n, p) for n, p in rest if decays(p)], "weight_decay": config.weight_decay},
-            {"params": [(n, p) for n, p in rest if not decays(p)], "weight_decay": 0.0},
-        ]
-        betas = (config.beta1, config.beta2)
         device = named[0][1].device
 
         def start(peak: float) -> float | Tensor:
             return torch.tensor(peak, device=device) if capturable else peak
 
+        shares = {name: 1.0 for name, _ in named}
+        if config.layer_decay < 1:
+            shares = rate_shares(model, TOWERS, config.layer_decay)
+        groups = [
+            {"params": part, "weight_decay": decay, "share": share, "lr": start(config.lr)}
+            for decay, chosen_by in ((config.weight_decay, True), (0.0, False))
+            for share, part in _by_share([(n, p) for n, p in rest if decays(p) == chosen_by], shares)
+        ]
         self.parts: dict[str, torch.optim.Optimizer] = {
             "adamw": torch.optim.AdamW(
-                groups, lr=start(config.lr), betas=betas, eps=config.eps, fused=fused, capturable=capturable
+                groups, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused, capturable=capturable
             )
         }
         self._peak = {"adamw": config.lr, "muon": config.muon_lr}
         if hidden:
             self.parts["muon"] = Muon(
-                hidden,
-                lr=start(config.muon_lr),
+                [
+                    {"params": part, "share": share, "lr": start(config.muon_lr)}
+                    for share, part in _by_share(hidden, shares)
+                ],
                 weight_decay=config.muon_weight_decay,
                 dtype=muon_dtype,
                 parts=_qkv_parts if config.muon_split_qkv else _whole,
@@ -76,12 +87,11 @@ class Optimizer:
         """Set each part's learning rate to a share of its peak."""
         for name, part in self.parts.items():
             for group in part.param_groups:
+                lr = self._peak[name] * share * group["share"]
                 if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(
-                        self._peak[name] * share
-                    )  # in place: a captured step reads this very tensor
+                    group["lr"].fill_(lr)  # in place: a captured step reads this very tensor
                 else:
-                    group["lr"] = self._peak[name] * share
+                    group["lr"] = lr
 
     def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
         """Move the weights; with a scaler, only where its gradients are finite."""
@@ -124,6 +134,14 @@ class Optimizer:
             part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
 
 
+def _by_share(
+    named: Sequence[Parameter], shares: dict[str, float]
+) -> Iterator[tuple[float, list[Parameter]]]:
+    """The parameters in groups of one learning rate, the fastest first; there is always at least one group."""
+    for share in sorted({shares[name] for name, _ in named}, reverse=True) or [1.0]:
+        yield share, [(name, p) for name, p in named if shares[name] == share]
+
+
 def _named(part: torch.optim.Optimizer) -> Iterable[tuple[str, Tensor]]:
     for group in part.param_groups:
         yield from zip(group["param_names"], group["params"], strict=True)
@@ -137,12 +155,21 @@ class Ema:
         self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     @torch.no_grad()
-    def update(self, model: nn.Module, step: int) -> None:
-        """Follow the weights; faster at the start, so that the first steps are soon forgotten."""
+    def update(self, model: nn.Module, step: int, skip: Tensor | None = None) -> None:
+        """Follow the weights; faster at the start, so that the first steps are soon forgotten.
+
+        A `skip` of 1 on the device leaves the average as it is, without the host knowing.
+        """
         decay = min(self.decay, (1 + step) / (10 + step))
         live = {name: p.detach() for name, p in model.named_parameters()}
         # By name: weights read back from a file come in another order.
-        torch._foreach_lerp_([self.weights[name] for name in live], list(live.values()), 1 - decay)
+        average = [self.weights[name] for name in live]
+        if skip is None:
+            torch._foreach_lerp_(average, list(live.values()), 1 - decay)
+        else:
+            way = torch._foreach_sub(list(live.values()), average)
+            torch._foreach_mul_(way, (1 - decay) * (1 - skip))
+            torch._foreach_add_(average, way)
 
     @torch.no_grad()
     def swap(self, model: nn.Module) -> None:

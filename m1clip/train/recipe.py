@@ -10,13 +10,17 @@ from m1clip.config import Config
 from m1clip.configfile import read_preset
 from m1clip.data.keep import DecodePlan
 from m1clip.data.prepare import is_synthetic, open_data
+from m1clip.errors import UserError
 from m1clip.hardware.facts import Facts
 from m1clip.model.pretrained.load import REMEDY, installed
+from m1clip.train.distil import with_teacher
 from m1clip.train.finetune import prepare_init
 from m1clip.train.frozen import prepare_frozen
 from m1clip.train.setup import Job
 from m1clip.train.setup import prepare as prepare_scratch
 
+LONG_MINUTES = 10  # from here on letting the towers go gains more than it costs (docs/finetune.md)
+ENOUGH_TO_MOVE = 2_000  # pictures; fewer are learned by heart
 DURATIONS = ("minutes", "epochs", "steps")
 FEW_PICTURES = (
     100_000  # below this no run from random weights comes near pretrained towers (docs/finetune.md)
@@ -27,11 +31,16 @@ def prepare(
     config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan], saved: Any = None
 ) -> Job:
     """Answer every question of a run, whichever recipe it follows; `saved` as in setup.prepare."""
+    job: Job
+    if config.transfer.recipe == "finetune":
+        raise UserError("--recipe finetune is two runs: m1clip.train.stages makes them")
     if config.transfer.recipe == "frozen":
-        return prepare_frozen(config, say, decode)
-    if config.transfer.init is not None:
-        return prepare_init(config, say, decode, saved)
-    return prepare_scratch(config, say, decode, saved)
+        job = prepare_frozen(config, say, decode)
+    elif config.transfer.init is not None:
+        job = prepare_init(config, say, decode, saved)
+    else:
+        job = prepare_scratch(config, say, decode, saved)
+    return with_teacher(job, say, decode) if config.transfer.teacher else job
 
 
 def run_name(config: Config) -> str:
@@ -67,7 +76,9 @@ def with_settings_of(config: Config, settings: dict[str, Any]) -> Config:
 
 
 def choose(config: Config) -> tuple[Any, str]:
-    """(recipe, reason): by the kind and size of the data, and by what is installed."""
+    """(recipe, reason): by the kind and size of the data, by what is installed, and by the time that was given."""
+    if config.transfer.init is not None:
+        return "scratch", f"starts from {config.transfer.init}, so it is a fine-tuning"
     if is_synthetic(config.data):
         return "scratch", "drawn pictures are unlike what the pretrained towers have seen"
     pictures = len(open_data(config.data, config.transfer.image_size, config.seed).pairs("train"))
@@ -76,7 +87,8 @@ def choose(config: Config) -> tuple[Any, str]:
     missing = [t for t in (config.transfer.image_tower, config.transfer.text_tower) if not installed(t)]
     if missing:
         return "scratch", f"{pictures:,} pictures are few, but {missing[0]} is not installed: {REMEDY}"
-    return (
-        "frozen",
-        f"{pictures:,} pictures are too few for random weights, and the pretrained towers are installed",
-    )
+    why = f"{pictures:,} pictures are too few for random weights, and the pretrained towers are installed"
+    minutes = config.train.minutes or 0
+    if minutes >= LONG_MINUTES and pictures >= ENOUGH_TO_MOVE:
+        return "finetune", f"{why}; {minutes:g} minutes are enough to let them move after the heads"
+    return "frozen", why

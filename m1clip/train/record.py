@@ -59,7 +59,7 @@ class Recorder:
         if n == 0:
             return
         figures = torch.stack([torch.stack(self._losses).float(), torch.stack(self._grad_norms).float()])
-        loss, grad_norm = figures.mean(dim=1).tolist()
+        (loss, grad_norm), skipped = _means(figures)
         phases = self.update.phases.take()
         seconds = time.perf_counter() - self._started
         split = time_split(seconds, self._data_seconds, phases)
@@ -78,6 +78,8 @@ class Recorder:
             "elapsed": round(state.seconds, 3),
             **self.telemetry.read(seconds),
         }
+        if skipped:
+            values["skipped"] = skipped  # updates; the means are those of the others
         self.log.write("step", **values)
         if self.look_every and state.step % self.look_every == 0:
             layers = self.probe.take(float(self._grad_norms[-1]))
@@ -88,6 +90,16 @@ class Recorder:
             self._described = True
         self.screen.step(values)
         self._begin()
+
+
+def _means(figures: Tensor) -> tuple[list[float], int]:
+    """Means over the steps (2, n) whose figures are all finite, and how many are not; one read from the device."""
+    finite = figures.isfinite().all(dim=0)
+    usable = torch.where(finite, figures, 0.0)
+    count = finite.sum()
+    means = torch.where(count > 0, usable.sum(dim=1) / count.clamp(min=1), figures.mean(dim=1))
+    read: list[float] = torch.cat([means, (figures.shape[1] - count).float()[None]]).tolist()
+    return read[:2], int(read[2])
 
 
 def time_split(seconds: float, waited: float, phases: dict[str, float]) -> dict[str, float]:

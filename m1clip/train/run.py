@@ -30,14 +30,17 @@ from m1clip.train.checkpoint import LoopState, load_newest
 from m1clip.train.duration import EVALUATIONS, total_steps
 from m1clip.train.finish import Exam, examine
 from m1clip.train.folder import claim_folder, give_back, hold
-from m1clip.train.loop import restore, run_loop
+from m1clip.train.loop import run_loop
 from m1clip.train.parity import check_parity
 from m1clip.train.recipe import decided, prepare, run_name
+from m1clip.train.rescue import make_room
+from m1clip.train.saving import save_failure
 from m1clip.train.schedule import warmup_steps
 from m1clip.train.screen import Screen
 from m1clip.train.setup import Job
 from m1clip.train.sinks import check_sink, open_sink
-from m1clip.train.stopping import stop_on_signals
+from m1clip.train.stopping import Interrupted, StopRequest, stop_on_signals
+from m1clip.train.tensors import restore
 from m1clip.train.update import Update
 
 
@@ -59,7 +62,7 @@ def train(
     check_sink(config.train.log)
     config = decided(config, screen.say)
     folder = claim_folder(Path(run) if run is not None else None, name or run_name(config))
-    with hold(folder):
+    with hold(folder), stop_on_signals() as asked:
         try:
             job = _with_steps(prepare(config, screen.say, decode_plan(screen)))
             _describe(job, screen)
@@ -67,7 +70,7 @@ def train(
         except BaseException:
             give_back(folder)
             raise
-        return _go(job, folder, screen, LoopState(), None)
+        return _go(job, folder, screen, LoopState(), None, asked)
 
 
 def resume(run: str | Path, screen: Screen | None = None) -> Result:
@@ -75,7 +78,7 @@ def resume(run: str | Path, screen: Screen | None = None) -> Result:
     screen, folder = screen or Screen(), Path(run)
     if not (folder / "config.toml").is_file():
         raise UserError(f"{folder}: no run there (no config.toml)")
-    with hold(folder):
+    with hold(folder), stop_on_signals() as asked:
         remove_leftovers(folder)
         job = prepare(load_config(folder / "config.toml"), screen.say, decode_plan(screen), saved=folder)
         _check_same_data(job, folder)
@@ -83,7 +86,7 @@ def resume(run: str | Path, screen: Screen | None = None) -> Result:
         kept = load_newest(folder, job.device.torch, screen.warn)
         state, tensors = kept if kept is not None else (LoopState(), None)
         screen.say(f"resume     step {state.step:,} of {job.config.train.steps:,}")
-        return _go(job, folder, screen, state, tensors)
+        return _go(job, folder, screen, state, tensors, asked)
 
 
 def _go(
@@ -92,8 +95,11 @@ def _go(
     screen: Screen,
     state: LoopState,
     tensors: dict[str, dict[str, torch.Tensor]] | None,
+    asked: StopRequest,
 ) -> Result:
     log = RunLog(folder)
+    if job.config.guard.on_save_error == "go-on":
+        log.on_full = _warn_once(screen, log.path)
     steps = job.config.train.steps or 0
     sink = open_sink(job.config.train.log, folder)
     if sink is not None:
@@ -102,22 +108,39 @@ def _go(
     for line in screen.warned:
         log.write("warning", step=state.step, text=line)
     job.training.report = _ledger(job, folder, log, screen)
-    update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+    update = Update(
+        job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast, job.teacher
+    )
     if tensors is not None:
         restore(update, state, tensors)
+    update.room, update.rate_factor = make_room(job, state), state.rate_factor
     difference = check_parity(job, update.model)
     if difference is not None:
         log.write("parity", gradient_difference=difference)
         screen.say(f"parity     gradients on {job.device.kind} differ from the CPU's by {difference:.2%}")
     try:
-        with stop_on_signals() as asked:
-            run_loop(job, update, state, steps, folder, log, screen, asked)
+        run_loop(job, update, state, steps, folder, log, screen, asked)
         return _finish(job, update, folder, log, screen, state)
+    except Interrupted as stopped:
+        log.write("event", step=state.step, event=str(stopped))
+        raise
     finally:
         screen.end()
         log.close()
         if sink is not None:
             sink[1]()
+
+
+def _warn_once(screen: Screen, path: Path) -> Callable[[OSError], None]:
+    """What to do with a line of the log that the disk did not take, where the run is to go on."""
+    said: list[str] = []
+
+    def warn(error: OSError) -> None:
+        if not said:
+            said.append(save_failure(error, path) or str(error))
+            screen.warn(f"{said[0]}; training goes on, and the log says later how many lines it lacks")
+
+    return warn
 
 
 def _ledger(job: Job, folder: Path, log: RunLog, screen: Screen) -> Ledger:

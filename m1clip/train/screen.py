@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from m1clip.evaluate.metric import Scores
 
+RECENT = 25  # lines whose steps tell how long the rest will take
 PLAIN_SECONDS = 15.0  # between two progress lines where there is no terminal
 
 
@@ -22,9 +25,10 @@ class Screen:
         self.live = self.console.is_terminal
         self._progress: Progress | None = None
         self._task = TaskID(0)
-        self._first = self._total = 0
+        self._total = 0
         self._recall = ""
-        self._began = self._spoke = time.monotonic()
+        self._spoke = time.monotonic()
+        self._step_seconds: deque[float] = deque(maxlen=RECENT)
         self.warned: list[str] = []
 
     def say(self, line: str) -> None:
@@ -54,7 +58,8 @@ class Screen:
 
     def begin(self, step: int, total: int) -> None:
         """The loop starts."""
-        self._first, self._total, self._began = step, total, time.monotonic()
+        self._total = total
+        self._step_seconds.clear()
         if self.live:
             self._progress = self._bar("{task.fields[text]}")
             self._task = self._progress.add_task("train", total=total, completed=step, text="first steps ...")
@@ -62,8 +67,9 @@ class Screen:
 
     def step(self, values: dict[str, Any]) -> None:
         """Numbers of the newest steps."""
-        done = values["step"] - self._first
-        left = (time.monotonic() - self._began) / max(done, 1) * (self._total - values["step"])
+        # A median: one hour of sleep between two steps says nothing of the steps to come.
+        self._step_seconds.append(values["step_seconds"])
+        left = statistics.median(self._step_seconds) * (self._total - values["step"])
         text = (
             f"step {values['step']:,}/{self._total:,}  loss {values['loss']:.3f}{self._recall}  "
             f"{values['pairs_per_second']:,.0f} pairs/s  {values['memory_bytes'] / 1e9:.1f} GB  {_clock(left)} left"

@@ -41,6 +41,9 @@ from m1clip.text import load_tokenizer, make_tokenizer
 from m1clip.text.base import Tokenizer
 from m1clip.train.auto import fitted, usual_captions
 from m1clip.train.precision import autocast
+from m1clip.train.teacher import Teacher
+
+TEXT_CONTRAST = 0.2  # docs/recipe.md
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,9 @@ class Job:
     splits: dict[str, Split]
     choices: dict[str, Any]  # what was measured in order to decide
     autocast: Callable[[], AbstractContextManager[object]]
+    teacher: Teacher | None = dataclasses.field(
+        kw_only=True, default=None
+    )  # a second target, where asked for
 
     def build_model(self) -> Clip:
         """A new model from the seed, on the device."""
@@ -70,6 +76,10 @@ class Job:
 
     def polish(self, folder: Path, say: Callable[[str], None], write: Callable[..., Any]) -> None:
         """What remains to be done with the best model when training is over; fine-tuning has something here."""
+
+    def also_measured(self, model: Clip, say: Callable[[str], None]) -> dict[str, Any]:
+        """What is measured at each evaluation beside the validation split, for the log; nothing from random weights."""
+        return {}
 
     def describe_model(self) -> str:
         """The model in one line, for a person."""
@@ -109,7 +119,7 @@ def prepare(
     )
     shape = shape_of(config.model, tokenizer.vocab_size, bias)
 
-    augmentation = augmentation_of(config.data, captions)
+    augmentation = augmentation_of(config.data, captions, whole_pictures=shape.stem == "conv")
     splits: dict[str, Split] = {}
     for split in ("train", "val", "test"):
         if split in source.splits():
@@ -121,11 +131,17 @@ def prepare(
     choices: dict[str, Any] = {"cache": caches, "lint": lint}
     config, device, precision = fitted(config, shape, tokenizer.eot_id, facts, splits["train"], say, choices)
     kinds = _measure_attention(config, device, precision, shape, splits["train"], choices)
+    data = _resolved_data(config, augmentation, splits["train"], device)
+    contrast = config.train.text_contrast
+    if contrast is None:
+        contrast = TEXT_CONTRAST if (data.captions_per_step or 1) > 1 else 0.0
     config = dataclasses.replace(
         config,
         model=resolved(config.model, shape, *kinds),
-        data=_resolved_data(config, augmentation, splits["train"], device),
-        train=dataclasses.replace(config.train, device=device.kind, precision=precision),
+        data=data,
+        train=dataclasses.replace(
+            config.train, device=device.kind, precision=precision, text_contrast=contrast
+        ),
     )
     training = _training_set(config, shape, splits["train"], augmentation, device)
     context = autocast(device, precision)

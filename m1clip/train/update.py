@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,11 +21,15 @@ from m1clip.hardware.heap import keep_freed_memory
 from m1clip.hardware.phases import Phases
 from m1clip.model.clip import Clip, Features
 from m1clip.train.gradcache import Plan, Side, chunked_backward
-from m1clip.train.objective import OBJECTIVES, positives
+from m1clip.train.objective import OBJECTIVES, positives, text_contrast
 from m1clip.train.optim import Ema, Optimizer
 from m1clip.train.precision import grad_scaler, no_autocast
+from m1clip.train.room import Room
 from m1clip.train.schedule import rate
+from m1clip.train.teacher import Teacher
 
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+_AT_ONCE = 32  # rows of a look at a step that failed
 _DROPOUT = 1 << 16  # a stream of random numbers of its own, far from those of the data
 
 
@@ -34,8 +38,9 @@ class Update:
 
     def __init__(
         self, model: Clip, config: Config, device: Device, precision: Precision, preprocess: Preprocess,
-        autocast: Callable[[], AbstractContextManager[object]],
+        autocast: Callable[[], AbstractContextManager[object]], teacher: Teacher | None = None,
     ) -> None:  # fmt: skip
+        self.teacher = teacher
         self.model, self.config, self.device, self.preprocess = model, config, device, preprocess
         self.autocast = autocast
         self.objective = OBJECTIVES[config.train.objective]
@@ -47,6 +52,10 @@ class Update:
         self.scaler = grad_scaler(device, precision)
         self.ema = Ema(model, config.optim.ema) if config.optim.ema else None
         self.phases = Phases(device.kind)
+        self.room: Room | None = None  # where there is one, it makes chunks smaller when memory runs out
+        self.rate_factor = 1.0
+        # Where a look at a number makes the host wait, a step that is not finite is skipped on the device.
+        self.skip: Literal["host", "device", "never"] = "host" if device.kind == "cpu" else "device"
         compiled: Callable[[Any], Any] = torch.compile if config.model.compile else lambda function: function
         self.encoders: tuple[Callable[..., Tensor], ...] = (
             compiled(model.encode_image),
@@ -55,7 +64,7 @@ class Update:
         # Compiled code without a graph may draw other dropout masks than the same code with one.
         graphs = bool(config.model.compile and model.shape.dropout)
         scale = self.scaler.scale if self.scaler is not None else lambda loss: loss
-        self.plan = Plan(autocast, no_autocast(device, precision), scale, graphs, self.phases.mark)
+        self.plan = Plan(autocast, no_autocast(device, precision), scale, graphs, self._mark)
         self.parameters = list(model.parameters())
         model.train()
 
@@ -63,19 +72,34 @@ class Update:
         """Loss and gradient norm, still on the device: reading them is what would make the host wait."""
         self.phases.mark("copy")
         batch = batch.to(self.device.torch, self.device.rules.non_blocking)
-        loss = self.backward(batch, step)
+        loss = self._backward_within_room(batch, step)
         self.phases.mark("optimizer")
-        grad_norm = self._move(rate(step, warmup, total_steps, self.config.optim.lr_end))
-        if self.ema is not None:
-            self.ema.update(self.model, step)
+        share = rate(step, warmup, total_steps, self.config.optim.lr_end) * self.rate_factor
+        grad_norm = self._move(share, loss, step)
         self.phases.stop()
         return loss, grad_norm
+
+    def _backward_within_room(self, batch: Batch, step: int) -> Tensor:
+        if self.room is None:
+            return self.backward(batch, step)
+        return self.room.fit(lambda: self.backward(batch, step), self._clear, len(batch.pixels), step)
+
+    def _clear(self) -> None:
+        """Forget a step that was broken off, and give its memory back."""
+        self.optimizer.zero_grad()
+        self.device.release()
+
+    def _mark(self, phase: str) -> None:
+        if phase == "backward" and self.room is not None:
+            self.room.look()  # now the activations are all there
+        self.phases.mark(phase)
 
     def backward(self, batch: Batch, step: int) -> Tensor:
         """Leave the gradient of a batch, which is on the device, with the parameters; gives the loss."""
         positive = positives(self.config.train.objective, batch.pictures, batch.captions, batch.owners)
-        if 0 < self.config.train.chunk < len(batch.pixels):
-            return self._backward_in_chunks(batch, positive, step)
+        chunk = self.config.train.chunk if self.room is None else self.room.chunk
+        if 0 < chunk < len(batch.pixels):
+            return self._backward_in_chunks(batch, positive, step, chunk)
         self.phases.mark("forward")
         if self.model.shape.dropout:
             torch.manual_seed(self.config.seed * 1_000_003 + step)  # dropout too is a function of the step
@@ -84,12 +108,12 @@ class Update:
             pixels = render(batch.pixels, batch.views, self.preprocess)
             image = encode_image(pixels, *_shown(batch.patches))
             text = torch.cat([encode_text(group) for group in batch.text_groups()])
-        loss = self._loss(image, text, positive)
-        self.phases.mark("backward")
+        loss = self._loss(image, text, positive, batch)
+        self._mark("backward")
         self.plan.scale(loss).backward()
         return loss.detach()
 
-    def _backward_in_chunks(self, batch: Batch, positive: Tensor, step: int) -> Tensor:
+    def _backward_in_chunks(self, batch: Batch, positive: Tensor, step: int, chunk: int) -> Tensor:
         """The same gradient with the graph of one chunk at a time; a picture may have several captions."""
         encode_image, encode_text = self.encoders
 
@@ -104,10 +128,9 @@ class Update:
 
         def loss_of(features: list[Tensor]) -> Tensor:
             image, text = features
-            return self._loss(image, text, positive)
+            return self._loss(image, text, positive, batch)
 
         pictures, captions = len(batch.pixels), len(batch.tokens)
-        chunk = self.config.train.chunk
         sides = [
             Side(of_pictures, pictures, chunk),
             Side(of_captions, captions, -(-chunk * captions // pictures)),
@@ -119,12 +142,40 @@ class Update:
         if self.model.shape.dropout:
             torch.manual_seed(int(rnd.bits(self.config.seed, step, np.array(draw), _DROPOUT)))
 
-    def _loss(self, image: Tensor, text: Tensor, positive: Tensor) -> Tensor:
+    def _loss(self, image: Tensor, text: Tensor, positive: Tensor, batch: Batch) -> Tensor:
         features = Features(image, text, self.model.scale(), self.model.logit_bias)
-        return self.objective(features, positive, self.config.train.label_smoothing)
+        # On kept features the loss is most of a step; where towers run, it is not worth the rounding.
+        with self.autocast() if batch.pixels.is_floating_point() else nullcontext():
+            loss = self.objective(features, positive, self.config.train.label_smoothing)
+        if self.config.train.text_contrast:
+            near = text_contrast(features, batch.pictures, batch.captions, batch.owners)
+            loss = loss + self.config.train.text_contrast * near
+        return loss if self.teacher is None else self.teacher.taught(loss, features, batch)
 
-    def _move(self, share: float) -> Tensor:
-        """Clip the gradients and move the weights by a share of the peak learning rate; gives the gradient's norm."""
+    @torch.no_grad()
+    def suspects(self, batch: Batch) -> list[int]:
+        """Rows whose picture, or a caption of it, has no finite vector; [] when all are so: then it is not them."""
+        batch = batch.to(self.device.torch)
+        rows = len(batch.pixels)
+        bad = torch.zeros(rows, dtype=torch.bool, device=self.device.torch)
+        with self.autocast():
+            for at in range(0, rows, _AT_ONCE):
+                part = slice(at, at + _AT_ONCE)
+                pixels = render(batch.pixels[part], _rows_of(batch.views, part), self.preprocess)
+                image = self.model.encode_image(pixels, *_shown(batch.patches, part))
+                bad[part] = ~image.isfinite().all(dim=1)
+            for at in range(0, len(batch.tokens), _AT_ONCE):
+                part = slice(at, at + _AT_ONCE)
+                text = self.model.encode_text(batch.texts(part))
+                bad[batch.owners[part][~text.isfinite().all(dim=1)]] = True
+        found: list[int] = bad.nonzero().flatten().tolist()
+        return found if len(found) < rows else []
+
+    def _move(self, share: float, loss: Tensor, step: int) -> Tensor:
+        """Clip the gradients and move the weights by a share of the peak learning rate; gives the gradient's norm.
+
+        Where loss or norm are not finite nothing moves: no weight, no state of the optimizer, no average.
+        """
         self.optimizer.set_rate(share)
         if self.scaler is not None:
             for part in self.optimizer.parts.values():
@@ -133,14 +184,39 @@ class Update:
         grad_norm = torch.nn.utils.get_total_norm(grads)
         if self.config.optim.grad_clip:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.optim.grad_clip, grad_norm)
+        grad_norm = grad_norm.detach()
+        finite = loss.isfinite() & grad_norm.isfinite()
+        on_device = self.scaler is None and self.skip == "device"
         # An fp16 overflow must stop both parts: the scaler by itself would skip only the part that has it.
-        if self.scaler is None or bool(grad_norm.isfinite()):
+        moves = on_device or self.skip == "never" or bool(finite)
+        if on_device:
+            self._step_where(finite, grads)
+        elif moves:
             self.optimizer.step(self.scaler)
         if self.scaler is not None:
             self.scaler.update()
         self.optimizer.zero_grad()
         self.model.clamp_scale()
-        return grad_norm.detach()
+        if self.ema is not None and moves:
+            self.ema.update(self.model, step, 1 - finite.float() if on_device else None)
+        return grad_norm
+
+    @torch.no_grad()
+    def _step_where(self, finite: Tensor, grads: list[Tensor]) -> None:
+        """Move everything if a flag on the device says so; the host does not wait to learn it."""
+        # NaN times 0 is NaN; the bits of it, taken as a whole number, times 0 are a zero.
+        for size in {grad.element_size() for grad in grads}:
+            bits = [grad.view(_INTEGERS[size]) for grad in grads if grad.element_size() == size]
+            torch._foreach_mul_(bits, finite.to(_INTEGERS[size]))
+        skip = 1 - finite.float()
+        parts: list[Any] = list(self.optimizer.parts.values())
+        for part in parts:
+            part.found_inf = skip  # torch's fused optimizers and our Muon take it
+        try:
+            self.optimizer.step()
+        finally:
+            for part in parts:
+                del part.found_inf
 
 
 def _shown(patches: Tensor | None, rows: slice = slice(None)) -> tuple[Tensor, ...]:

@@ -74,7 +74,8 @@ class History:
     def add(self, record: Record) -> None:
         """One record, in the order of the log."""
         kind = record["kind"]
-        self.last_time = max(self.last_time, _number(record.get("time")) or 0.0)
+        # That of the newest line, not the largest: a clock that was set back must not make a run look alive or dead.
+        self.last_time = _number(record.get("time")) or self.last_time
         if kind == "start":
             self._add_start(record)
         elif kind == "step" and _number(record.get("step")) is not None:
@@ -121,6 +122,12 @@ class History:
             self.memory = record
             return
         self._reached = max(self._reached, int(_number(record.get("step")) or 0))
+        back = _number(record.get("back_to"))
+        if back is not None:  # the run went back to a checkpoint: what came after it is trained again
+            self._reached = int(back)
+            self.generation += 1
+            for curve in (self.steps, self.evaluations, self.layers):
+                curve.cut(int(back))
         self.events.append(record)
         self._arrive("event", record)
 

@@ -45,9 +45,14 @@ def curves(histories: Sequence[History]) -> str:
         ]
         level = eval_curve(history, f"{RECALL}/chance", "chance", 7)
         recall.append(Curve("chance", level.points, 7, dashed=True))
+    base = [eval_curve(h, "base", h.name, i) for i, h in many]
+    for i, h in many:
+        base.append(Curve(f"{h.name}, before", eval_curve(h, "base_before", "", i).points, i, dashed=True))
+    kept = [curve for curve in base if curve.points]
     return "".join((
         plot("Loss", [step_curve(h, "loss", i) for i, h in many], log=True),
         plot("Recall@1 on the validation split, with 95% interval", recall, unit="%"),
+        plot("On the set that must not be forgotten (--base)", kept, unit="%") if kept else "",
         plot("Temperature", [step_curve(h, "temperature", i) for i, h in many]),
         plot("Learning rate", [step_curve(h, "lr", i) for i, h in many]),
         plot("Gradient norm", [step_curve(h, "grad_norm", i) for i, h in many], log=True),

@@ -31,6 +31,8 @@ def stop_run(run: Path, wait: float) -> str:
             f"{run}: process {process.pid} was asked to stop {wait:g} s ago and is still at its step; "
             f"it will stop by itself, or wait longer with --wait {10 * wait:g}"
         ) from None
+    if not run.exists():
+        return f"{run}: stopped while it prepared its data; nothing had been trained, so the folder is gone"
     history = History(run).poll_all()
     status = status_of(history)
     if status.state == "died" and (run / NAME).is_file():

@@ -67,7 +67,7 @@ def when(seconds: float) -> str:
 def ago(seconds: float) -> str:
     """How long ago, roughly."""
     if seconds < 90:
-        return f"{seconds:.0f} s ago"
+        return f"{max(0.0, seconds):.0f} s ago"  # below 0: the clock was set back meanwhile
     if seconds < 5400:
         return f"{seconds / 60:.0f} min ago"
     return f"{seconds / 3600:.0f} h ago" if seconds < 172_800 else f"{seconds / 86400:.0f} days ago"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from m1clip.data import randomness as rnd
-from m1clip.data.captions import CaptionTable, tokenise
+from m1clip.data.captions import CaptionTable, drop_tokens, tokenise
 from m1clip.text import make_tokenizer
 
 GROUPS = [("a cat",), ("a dog", "the dog", "A Dog "), ("a dog", "a much longer caption")]
@@ -64,3 +66,19 @@ def test_several_are_different_and_at_most_what_there_is() -> None:
     counts = np.bincount(chosen, minlength=6)  # of three captions two are taken: each in 2/3 of the cases
     assert counts[[0, 4, 5]].tolist() == [2000] * 3
     assert (np.abs(counts[1:4] - 4000 / 3) < 4 * np.sqrt(4000 / 3)).all()
+
+
+@given(data=st.data(), words=st.lists(st.lists(st.integers(3, 99), max_size=6), min_size=1, max_size=5))
+def test_what_is_dropped_is_closed_up(data: st.DataObject, words: list[list[int]]) -> None:
+    start, end, pad, context = 1, 2, 0, 8
+    rows = [[start, *inner, end] + [pad] * (context - 2 - len(inner)) for inner in words]
+    tokens, lengths = np.array(rows), np.array([len(inner) + 2 for inner in words], np.int32)
+    flags = data.draw(st.lists(st.booleans(), min_size=len(rows) * context, max_size=len(rows) * context))
+    gone = np.array(flags).reshape(len(rows), context)
+    found, new_lengths = drop_tokens(tokens, lengths, gone)
+    for row, inner, length, which in zip(found, words, new_lengths, gone, strict=True):
+        kept = [token for token, out in zip(inner, which[1 : len(inner) + 1], strict=True) if not out]
+        kept = kept or inner[:1]  # one word always stays
+        assert row[:length].tolist() == [start, *kept, end]
+        assert end not in row[length:]
+    assert (tokens == np.array(rows)).all(), "the table itself is left alone"

@@ -196,3 +196,21 @@ def test_a_worker_outlives_the_first_sigterm_and_not_the_second() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         os._exit(3)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+
+
+def test_words_are_left_out_anew_each_epoch_and_the_same_each_time() -> None:
+    texts = [(f"a caption of many words for picture number {i} of all",) for i in range(12)]
+    captions = tokenise(texts, make_tokenizer("char", [t[0] for t in texts]), 64)
+    pictures = ArrayPictures(np.zeros((12, 4, 4, 3), np.uint8))
+
+    def data(share: float) -> TrainingSet:
+        return TrainingSet(pictures, captions, BatchPlan(12, 6, 3), Augmentation(word_dropout=share), False)
+
+    whole, some, again = data(0.0), data(0.3), data(0.3)
+    assert torch.equal(some[0].tokens, again[0].tokens)
+    assert list(some[0].lengths) == sorted(some[0].lengths)
+    assert some[0].tokens.shape[1] < whole[0].tokens.shape[1], "what is left out costs nothing"
+    kept = sum(sum(some[step].lengths) - 12 for step in range(40)) / (sum(whole[0].lengths) - 12) / 40
+    assert abs(kept - 0.7) < 0.03
+    rows = {tuple(row) for step in range(0, 8, 2) for row in some[step].tokens.tolist()}
+    assert len(rows) > 12, "another epoch leaves out others"

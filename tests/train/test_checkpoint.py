@@ -146,7 +146,7 @@ def test_a_save_that_fails_leaves_the_old_ones_alone(run: Path, monkeypatch: pyt
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
     with pytest.raises(OSError, match="No space"):
         save(run, LoopState(step=40), tensors(40), keep=1)
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [

@@ -18,7 +18,8 @@ from m1clip.model.clip import Clip
 from m1clip.model.lora import add_lora, merged_state
 from m1clip.model.shape import ClipShape
 from m1clip.runlog import read_log
-from m1clip.train.finetune import mixed, prepare_init
+from m1clip.train.finetune import prepare_init
+from m1clip.train.mixing import mixed
 from m1clip.train.run import decode_plan, train
 
 

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from small_run import assert_same_bits, resume_quietly, screen, small_config, tensors_of
+from tower_run import frozen_config, patch_towers
 
 import m1clip
 from m1clip.config import Config
@@ -22,49 +23,15 @@ from m1clip.errors import UserError
 from m1clip.evaluate.dataset import encode_split
 from m1clip.features import split as feature_split
 from m1clip.features.tables import FeaturePictures
-from m1clip.model.pretrained.bert import BertShape, BertTower
-from m1clip.model.pretrained.efficientnet import EfficientNetLite0
 from m1clip.runlog import read_log
 from m1clip.train import frozen, recipe
 from m1clip.train.run import decode_plan, train
 
-PIECES = [
-    "[PAD]",
-    "[UNK]",
-    "[CLS]",
-    "[SEP]",
-    *"abcdefghijklmnopqrstuvwxyz,.",
-    *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"),
-]
-
 
 @pytest.fixture(autouse=True)
 def random_towers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Towers of the right shape with random weights: the packages with the real ones need not be there."""
-    torch.manual_seed(0)
-    image = EfficientNetLite0().state_dict()
-    for weight in (tensor for tensor in image.values() if tensor.ndim == 4):
-        torch.nn.init.kaiming_normal_(weight)  # torch's own start would let the signal die on the way
-    text = BertTower(BertShape(vocab_size=len(PIECES))).state_dict()
-    monkeypatch.setattr(frozen, "tower_weights", lambda name: dict(text if name == "minilm" else image))
-    monkeypatch.setattr(frozen, "wordpieces", lambda: PIECES)
-
-
-def frozen_config(tmp_path: Path, **changes: Any) -> Config:
-    transfer = {
-        "transfer.recipe": "frozen",
-        "transfer.image_size": 32,
-        "transfer.hidden": 32,
-        "transfer.embed_dim": 16,
-    }
-    sizes = {
-        "data.train_count": 40,
-        "train.batch": 16,
-        "train.save_every": 3,
-        "train.steps": 6,
-        "optim.name": "adamw",
-    }
-    return small_config({**transfer, **sizes, "data.cache_dir": str(tmp_path / "cache"), **changes})
+    """The packages with the real towers need not be there."""
+    patch_towers(monkeypatch)
 
 
 def forbidden(*arguments: Any) -> Any:

@@ -152,3 +152,14 @@ def test_nothing_becomes_nothing() -> None:
 def test_only_matrices_are_taken() -> None:
     with pytest.raises(ValueError, match="matrices"):
         Muon([("x", nn.Parameter(torch.zeros(3)))])
+
+
+def test_a_convolution_moves_as_the_matrix_that_it_is() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start, grad = (torch.randn(16, 4, 3, 3, generator=generator) for _ in range(2))
+    kernel, matrix = nn.Parameter(start.clone()), nn.Parameter(start.flatten(1).clone())
+    kernel.grad, matrix.grad = grad.clone(), grad.flatten(1).clone()
+    for p in (kernel, matrix):
+        Muon([p], lr=0.1, dtype=torch.float32).step()
+    assert not torch.equal(kernel, start)
+    assert torch.equal(kernel.flatten(1), matrix)

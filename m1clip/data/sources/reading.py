@@ -16,6 +16,7 @@ from m1clip.errors import UserError
 
 # Longer than any row a person wrote: a binary file read as text must not fill the memory.
 MAX_LINE = 2**24
+MAX_JSON = 2**30  # ten times the captions of COCO; once parsed it takes some ten times as much memory
 _BOMS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 _PICTURE_FOLDERS = (
     *("images", "Images", "image", "imgs", "img", "pictures", "photos", "data"),
@@ -77,6 +78,12 @@ def text_lines(path: Path) -> Iterator[str]:
 def read_json(path: Path) -> Any:
     """The document in a JSON file. Kept until the next, because finding the kind and reading both need it."""
     try:
+        if path.stat().st_size > MAX_JSON:
+            raise UserError(
+                one_line(
+                    f"{path}: {path.stat().st_size >> 20} MiB of JSON in one piece; write it as .jsonl, a row a line"
+                )
+            )
         return json.loads(path.read_bytes().decode("utf-8-sig"))
     except RecursionError as error:
         raise UserError(one_line(f"{path}: nested too deeply to be a list of captions")) from error

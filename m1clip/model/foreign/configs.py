@@ -105,7 +105,13 @@ def shape_from_hf(config: dict[str, Any], where: str) -> ClipShape:
 
 def check_expressible(shape: ClipShape, to: str) -> None:
     """Refuse what neither of the two can say; each field is named."""
-    wanted = {"pooling": "cls", "vision_pre_norm": True, "patch_bias": False, "projection_bias": False}
+    wanted = {
+        "stem": "patch",
+        "pooling": "cls",
+        "vision_pre_norm": True,
+        "patch_bias": False,
+        "projection_bias": False,
+    }
     if to == "hf":
         wanted["logit_bias"] = False
     odd = [

@@ -7,18 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from m1clip.errors import UserError
+from m1clip.files import read_bounded
+from m1clip.model.weights import read_tensors as read_safetensors
 
 INDEX = "model.safetensors.index.json"
 SAFETENSORS = (".safetensors",)
 TORCH = (".pt", ".pth", ".bin", ".ckpt")
-UNREADABLE: type[Exception] = (
-    torch.serialization.pickle.UnpicklingError
-)  # what torch raises for more than tensors
 STATE = ("state_dict", "model", "model_state_dict")  # where a training checkpoint keeps the weights
 
 
@@ -27,7 +24,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if path.name.endswith(".index.json"):
         return _read_shards(path)
     if path.suffix in SAFETENSORS:
-        return _read_safetensors(path)
+        return read_safetensors(path)
     if path.suffix in TORCH:
         return _read_torch(path)
     raise UserError(f"{path}: weights are read from {', '.join(SAFETENSORS + TORCH)}, not '{path.suffix}'")
@@ -36,19 +33,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; anything else is an error that names the file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_bounded(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not a readable JSON file ({type(error).__name__})") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: not a JSON object")
     return value
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not a readable safetensors file ({error})") from None
 
 
 def _read_shards(path: Path) -> dict[str, Tensor]:
@@ -58,10 +48,13 @@ def _read_shards(path: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for name in sorted(set(table.values())):
         # A file beside the index, whatever the index says: it may come from anyone.
-        shard = path.with_name(Path(name).name)
+        own = Path(name).name
+        if own in ("", "..") or not own.isprintable():
+            raise UserError(f"{path}: {name!a} is no name of a file")
+        shard = path.with_name(own)
         if not shard.is_file():
             raise UserError(f"{shard}: missing; {path.name} names it")
-        weights |= _read_safetensors(shard)
+        weights |= read_safetensors(shard)
     for name in sorted(set(table) ^ set(weights)):
         raise UserError(
             f"{path}: '{name}' is {'not in its file' if name in table else 'in a file but not named'}"
@@ -71,8 +64,11 @@ def _read_shards(path: Path) -> dict[str, Tensor]:
 
 def _read_torch(path: Path) -> dict[str, Tensor]:
     try:
+        if not path.is_file():
+            raise OSError("not a plain file")
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (UNREADABLE, RuntimeError, OSError, EOFError, ValueError) as error:
+    # Bytes of a stranger make torch's reader raise nearly anything: KeyError, IndexError, AssertionError, ...
+    except Exception as error:  # noqa: BLE001
         reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
         raise UserError(
             f"{path}: cannot be read as plain tensors ({reason}); only those are read, since anything else in such "

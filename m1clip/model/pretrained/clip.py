@@ -1,4 +1,4 @@
-"""A Clip whose towers were trained by others and stand still, with a head on each that is trained."""
+"""A Clip on towers that were trained by others, with a head on each; the towers stand still until they are let go."""
 
 from __future__ import annotations
 
@@ -11,18 +11,9 @@ from torch import Tensor, nn
 from m1clip.model.attention import AttentionKind
 from m1clip.model.clip import INITIAL_TEMPERATURE, Clip
 from m1clip.model.heads import Head
-from m1clip.model.pretrained.bert import BertShape, BertTower
-from m1clip.model.pretrained.efficientnet import EfficientNetLite0
-from m1clip.model.pretrained.hugging_face import HfImageTower, HfTextTower
+from m1clip.model.pretrained.build import image_tower, own_shape, text_tower
 from m1clip.model.pretrained.shape import TowerShape
-
-STAGES = (
-    2,
-    3,
-    4,
-    5,
-    6,
-)  # of EfficientNet, pooled beside the last layer: colours and textures are lost on the way up
+from m1clip.model.towers import TextTower, VisionTower
 
 
 class TowerClip(Clip):
@@ -30,21 +21,17 @@ class TowerClip(Clip):
     a float (n, width) is taken for such features, so training never runs a tower that stands still.
     """
 
-    image: EfficientNetLite0 | HfImageTower  # type: ignore[assignment]
-    text: BertTower | HfTextTower  # type: ignore[assignment]
+    image: nn.Module  # type: ignore[assignment]
+    text: nn.Module  # type: ignore[assignment]
     shape: TowerShape  # type: ignore[assignment]
 
     def __init__(self, shape: TowerShape, pad_id: int = 0) -> None:
         nn.Module.__init__(self)  # not Clip's: that one builds transformers of ours
         self.shape = shape
-        theirs, told = shape.image_config, shape.text_config
-        self.image = HfImageTower(theirs) if theirs else EfficientNetLite0(also=STAGES)
-        self.text = (
-            HfTextTower(told, pad_id) if told else BertTower(BertShape(vocab_size=shape.vocab_size), pad_id)
-        )
+        self.image, self.text = image_tower(shape), text_tower(shape, pad_id)
         sizes = (shape.embed_dim, shape.hidden, shape.dropout)
-        self.image_projection = Head(shape.head, self.image.width, *sizes)  # type: ignore[assignment]
-        self.text_projection = Head(shape.head, self.text.width, *sizes)  # type: ignore[assignment]
+        self.image_projection = Head(shape.head, width_of(self.image), *sizes)  # type: ignore[assignment]
+        self.text_projection = Head(shape.head, width_of(self.text), *sizes)  # type: ignore[assignment]
         self.logit_scale = nn.Parameter(torch.empty(()))
         self.logit_bias = nn.Parameter(torch.empty(())) if shape.logit_bias else None
         for tower in (self.image, self.text):
@@ -54,7 +41,12 @@ class TowerClip(Clip):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """Start values of the heads and the temperature; the towers' weights come from their makers."""
+        """Start values of the heads, the temperature and towers of ours; other towers' come from their makers."""
+        for tower, told in ((self.image, self.shape.image_config), (self.text, self.shape.text_config)):
+            own = own_shape(told)
+            if own is not None:
+                assert isinstance(tower, VisionTower | TextTower)
+                tower.initialise(own)
         self.image_projection.initialise()  # type: ignore[operator]
         self.text_projection.initialise()  # type: ignore[operator]
         if self.logit_bias is None:
@@ -65,8 +57,9 @@ class TowerClip(Clip):
 
     def encode_image(self, pixels: Tensor, patches: Tensor | None = None) -> Tensor:
         """(n, 3, size, size) normalised pixels, or (n, width) features of the tower -> unit vectors in float32."""
-        assert patches is None, "a tower that stands still sees whole pictures"
-        features = pixels if pixels.ndim == 2 else self.image(pixels)
+        features = (
+            pixels if pixels.ndim == 2 else self.image(pixels, *(() if patches is None else (patches,)))
+        )
         return F.normalize(self.image_projection(features).float(), dim=-1)
 
     def encode_text(self, ids: Tensor) -> Tensor:
@@ -75,10 +68,29 @@ class TowerClip(Clip):
         return F.normalize(self.text_projection(features).float(), dim=-1)
 
     def set_attention(self, image: AttentionKind, text: AttentionKind) -> None:
-        """Nothing to choose: the towers have an attention of their own, or none."""
+        """Only a tower of ours leaves a choice: the others have an attention of their own, or none."""
+        for tower, kind in ((self.image, image), (self.text, text)):
+            if isinstance(tower, VisionTower | TextTower):
+                tower.transformer.set_attention(kind)
 
     def set_recompute(self, on: bool) -> None:
-        """Nothing to save: the towers keep no activations."""
+        """Gradient checkpointing in a tower of ours; the others do not have it."""
+        for tower in (self.image, self.text):
+            if isinstance(tower, VisionTower | TextTower):
+                tower.transformer.recompute = on
+
+    def train(self, mode: bool = True) -> TowerClip:
+        """Batch norms keep the statistics of their makers: a small set's own would be noise."""
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
+        return self
+
+
+def width_of(tower: nn.Module) -> int:
+    """Numbers in a tower's feature."""
+    return int(tower.width)  # type: ignore[arg-type]
 
 
 def empty_towers(shape: TowerShape, pad_id: int, device: torch.device) -> TowerClip:

@@ -88,17 +88,21 @@ class LoadedTower(NamedTuple):
     pad_id: int
 
 
-def load_tower(name: str, part: Literal["vision", "text"]) -> LoadedTower:
-    """A tower from a folder or, where no such folder is, from the hub by name; of a CLIP only the part asked for."""
-    library = transformers()
+def load_tower(name: str, part: Literal["vision", "text"], download: bool = False) -> LoadedTower:
+    """A tower from a folder or, where no such folder is, by its name on the hub; of a CLIP only the part asked for.
+
+    Of the hub only what is on this machine already is read, unless a download was asked for.
+    """
+    library, local = transformers(), {"local_files_only": not download}
     try:
-        config = library.AutoConfig.from_pretrained(name)
+        config = library.AutoConfig.from_pretrained(name, **local)
         config = getattr(config, f"{part}_config", None) or config
         # Safetensors alone: other weight files could run code when they are read.
-        model = library.AutoModel.from_pretrained(name, config=config, use_safetensors=True)
+        model = library.AutoModel.from_pretrained(name, config=config, use_safetensors=True, **local)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
-        raise UserError(f"{name}: no {part} tower that transformers can load ({reason})") from None
+        remedy = "" if download or Path(name).is_dir() else "; --transfer.download fetches it from the hub"
+        raise UserError(f"{name}: no {part} tower that transformers can load ({reason}){remedy}") from None
     values = json.loads(model.config.to_json_string(use_diff=False))
     plain = {key: value for key, value in values.items() if key not in UNTOLD and value is not None}
     weights = {f"model.{key}": tensor.float() for key, tensor in model.state_dict().items()}
@@ -107,7 +111,7 @@ def load_tower(name: str, part: Literal["vision", "text"]) -> LoadedTower:
     )
 
 
-def tower_file(name: str, file: str) -> Path | None:
+def tower_file(name: str, file: str, download: bool = False) -> Path | None:
     """A file that lies beside a tower's weights; None where there is none."""
     if Path(name).is_dir():
         return Path(name) / file if (Path(name) / file).is_file() else None
@@ -115,6 +119,6 @@ def tower_file(name: str, file: str) -> Path | None:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return Path(hf_hub_download(name, file))
+        return Path(hf_hub_download(name, file, local_files_only=not download))
     except (HfHubHTTPError, OSError, ValueError):
         return None

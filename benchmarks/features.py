@@ -1,0 +1,114 @@
+"""Training on kept features: picture-caption pairs a second through forward, backward and optimizer.
+
+    python benchmarks/features.py [--batch 1024] [--rounds 5] [--json FILE]
+
+A pair is a picture with one of its captions: a step of 1,024 pictures with five captions each is 5,120 pairs, each of
+which is a positive of the loss. The features are random numbers in the shapes of Flickr8k under the two towers of the
+extra `towers` (6,000 pictures of 2,024 numbers, 30,000 captions of 384), mapped from a file, so nothing but m1clip is
+needed. Timed is the product's own step with its own batches, gathered from the file; one round is one epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from m1clip.config import Config, OptimConfig, TrainConfig
+from m1clip.data.augment import Augmentation
+from m1clip.data.loader import BatchPlan
+from m1clip.data.preprocess import Preprocess
+from m1clip.data.store import ArrayPictures
+from m1clip.features.tables import FeatureCaptions, FeaturePictures, FeatureSet
+from m1clip.hardware.device import Device, Precision
+from m1clip.hardware.facts import read_facts
+from m1clip.model.pretrained.clip import TowerClip
+from m1clip.model.pretrained.shape import TowerShape
+from m1clip.train.precision import autocast
+from m1clip.train.update import Update
+
+PICTURES, CAPTIONS = 6000, 5
+SHAPE = TowerShape(embed_dim=256, head="adapter", hidden=512, dropout=0.3)  # those of --recipe frozen
+
+
+def mapped(folder: Path, name: str, rows: int, width: int, draw: np.random.Generator) -> np.ndarray:
+    """(rows, width) random float16 numbers in a file."""
+    path = folder / name
+    draw.standard_normal((rows, width), dtype=np.float32).astype(np.float16).tofile(path)
+    return np.asarray(np.memmap(path, np.float16, "r", shape=(rows, width)))
+
+
+def feature_set(folder: Path, batch: int, image_width: int, text_width: int) -> FeatureSet:
+    """The batches of a run on features."""
+    draw = np.random.default_rng(0)
+    texts = PICTURES * CAPTIONS
+    pictures = FeaturePictures(
+        ArrayPictures(np.zeros((PICTURES, 1, 1, 3), np.uint8)),
+        mapped(folder, "image", PICTURES, image_width, draw),
+        draw.permutation(PICTURES)[:, None],
+    )
+    captions = FeatureCaptions(
+        tokens=np.zeros((texts, 1), np.int32),
+        lengths=np.ones(texts, np.int32),
+        keys=np.arange(texts, dtype=np.int64),
+        first=np.arange(0, texts + 1, CAPTIONS),
+        table=mapped(folder, "text", texts, text_width, draw),
+        at=draw.permutation(texts),
+    )
+    plan = BatchPlan(PICTURES, batch, 0)
+    return FeatureSet(pictures, captions, plan, Augmentation(), False, None, CAPTIONS)
+
+
+def measure(batch: int, rounds: int, precision: Precision) -> dict[str, object]:
+    """Pairs a second of each round, after one to warm up."""
+    facts = read_facts()
+    device = Device("cpu", facts)
+    torch.manual_seed(0)
+    model = TowerClip(SHAPE)
+    config = Config(train=TrainConfig(batch=batch), optim=OptimConfig(name="adamw", lr=1e-3))
+    update = Update(model, config, device, precision, Preprocess(image_size=224), autocast(device, precision))
+    with tempfile.TemporaryDirectory() as folder:
+        widths = (int(model.image.width), int(model.text.width))  # type: ignore[arg-type]
+        data = feature_set(Path(folder), batch, *widths)
+        steps, speeds = data.plan.steps_per_epoch, []
+        for number in range(rounds + 1):
+            begin = time.perf_counter()
+            for step in range(number * steps, (number + 1) * steps):
+                update(data[step], step, 5, 1000)
+            speeds.append(steps * batch * CAPTIONS / (time.perf_counter() - begin))
+    timed = speeds[1:]
+    return {
+        "batch": batch, "captions_each": CAPTIONS, "precision": precision, "threads": torch.get_num_threads(),
+        "cpu": facts.cpu, "torch": torch.__version__, "n": len(timed), "pairs_per_second": [round(s) for s in timed],
+        "median": round(statistics.median(timed)), "slowest": round(min(timed)), "fastest": round(max(timed)),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Print a line for each batch and precision; write them all as JSON if asked to."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--batch", type=int, nargs="*", default=[512, 1024])
+    parser.add_argument("--precision", nargs="*", default=["bf16"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    rows = [measure(batch, asked.rounds, precision) for precision in asked.precision for batch in asked.batch]
+    for row in rows:
+        print(
+            f"{row['precision']}  {row['batch']:>5} pictures x {CAPTIONS} captions: {row['median']:>7,} pairs/s "
+            f"({row['slowest']:,} to {row['fastest']:,}, n={row['n']} epochs, {row['threads']} threads)"
+        )
+    if asked.json:
+        asked.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

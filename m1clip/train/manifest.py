@@ -1,0 +1,93 @@
+"""Which checkpoints a run has, and whether each is whole: names, sizes and hashes alone, without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from m1clip.errors import UserError
+from m1clip.files import read_bounded, remove_folder
+
+FORMAT = 2  # 1 knew of no returns, smaller chunks and evaluations still to be done; it is read
+MANIFEST = "manifest.json"
+FOLDER = "checkpoints"
+SMALL = 2**24  # bytes of a JSON file of a checkpoint, at most
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One checkpoint as a list shows it."""
+
+    step: int
+    path: str
+    bytes: int
+    saved: float  # seconds since 1970
+
+
+def folder_of(run: Path, step: int) -> Path:
+    """Where the checkpoint of a step lives."""
+    return run / FOLDER / f"step-{step:06d}"
+
+
+def found(run: Path) -> list[int]:
+    """Steps that have a checkpoint folder."""
+    names = (item.name for item in (run / FOLDER).glob("step-*") if item.is_dir())
+    steps = [int(name[5:]) for name in names if re.fullmatch(r"step-[0-9]{6,18}", name)]
+    return [step for step in steps if folder_of(run, step).is_dir()]
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of a checkpoint on disk."""
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+
+
+def listed(run: Path) -> list[Kept]:
+    """All checkpoints of a run, the oldest first."""
+    folders = [(step, folder_of(run, step)) for step in sorted(found(run))]
+    return [Kept(step, str(path), size_of(path), path.stat().st_mtime) for step, path in folders]
+
+
+def prune(run: Path, keep: int, sound: bool = False) -> list[int]:
+    """Delete all but the newest `keep`; with `sound` the newest whole one stays, whatever is broken after it."""
+    steps = sorted(found(run))
+    old = steps[:-keep] if keep > 0 else steps
+    if sound:
+        whole = next((step for step in reversed(steps) if not verify(folder_of(run, step))), None)
+        old = [step for step in old if step != whole]
+    for step in old:
+        remove_folder(folder_of(run, step))
+    return old
+
+
+def verify(folder: Path) -> str:
+    """Why a checkpoint cannot be used, in words; empty when it can."""
+    try:
+        manifest = json.loads(read_bounded(folder / MANIFEST, SMALL))
+        hashes: dict[str, Any] = dict(manifest["sha256"])
+        version = int(manifest["format"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+        return f"its {MANIFEST} cannot be read ({type(error).__name__})"
+    if version > FORMAT:
+        raise UserError(
+            f"{folder}: written by a newer m1clip (format {version}, this one reads {FORMAT}): upgrade"
+        )
+    for name, digest in hashes.items():
+        file = folder / Path(name).name
+        try:
+            if not file.is_file():
+                return f"{name[:80]} is missing"
+            if sha256(file) != digest:
+                return f"{name} is damaged (its hash differs)"
+        except (OSError, ValueError) as error:  # a disk that fails; a name that no file can have
+            return f"{name[:80]!a} cannot be read ({type(error).__name__})"
+    return "" if "state.json" in hashes else "state.json is missing"
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

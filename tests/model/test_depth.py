@@ -1,0 +1,73 @@
+"""How deep a parameter lies, in towers of any make; and the learning rates that follow from it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from m1clip.config import OptimConfig
+from m1clip.model.clip import Clip
+from m1clip.model.depth import blocks_of, ladder, rate_shares
+from m1clip.model.pretrained.bert import BertShape, BertTower
+from m1clip.model.pretrained.efficientnet import EfficientNetLite0
+from m1clip.model.shape import ClipShape
+from m1clip.train.optim import Optimizer
+
+SHAPE = ClipShape(image_size=16, patch_size=8, vision_width=16, vision_layers=3, vision_heads=2, text_width=16,
+                  text_layers=2, text_heads=2, context_length=8, vocab_size=20, embed_dim=8)  # fmt: skip
+
+
+def names(rung: list[tuple[str, nn.Parameter]]) -> set[str]:
+    return {name for name, _ in rung}
+
+
+def test_towers_of_ours() -> None:
+    rungs = ladder(Clip(SHAPE, 19).image)
+    assert len(rungs) == 5
+    assert {"patch.weight", "norm_pre.weight"} <= names(rungs[0])
+    assert all(name.startswith("transformer.blocks.1.") for name in names(rungs[2]))
+    assert names(rungs[-1]) == {"norm.weight", "norm.bias"}
+
+
+def test_towers_of_others() -> None:
+    bert = ladder(BertTower(BertShape(vocab_size=10, width=8, layers=3, heads=2, hidden=8, positions=4)))
+    assert len(bert) == 5
+    assert "tokens.weight" in names(bert[0])
+    assert "norm.weight" in names(bert[0])  # of the embeddings, before the first block
+    assert names(bert[-1]) == set()
+    found = blocks_of(EfficientNetLite0())
+    assert found is not None
+    assert found[0] == "stages"
+    lite = ladder(EfficientNetLite0())
+    assert names(lite[0]) == {"stem.weight", "stem.bias"}
+    assert names(lite[-1]) == {"head.weight", "head.bias"}
+    assert len(ladder(nn.Linear(2, 2))) == 2  # no blocks: one piece
+
+
+def test_every_parameter_has_one_place() -> None:
+    for tower in (Clip(SHAPE, 19).text, EfficientNetLite0(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))):
+        placed = [name for rung in ladder(tower) for name, _ in rung]
+        assert sorted(placed) == sorted(name for name, _ in tower.named_parameters())
+
+
+def test_rates_fall_with_depth() -> None:
+    torch.manual_seed(0)
+    model = Clip(SHAPE, 19)
+    shares = rate_shares(model, ("image", "text"), 0.5)
+    assert shares["image.norm.weight"] == shares["image_projection.weight"] == shares["logit_scale"] == 1
+    assert shares["image.transformer.blocks.2.attn.qkv.weight"] == 0.5
+    assert shares["image.transformer.blocks.0.attn.qkv.weight"] == 0.125
+    assert shares["image.patch.weight"] == 0.0625
+    assert shares["text.transformer.blocks.1.mlp.up.weight"] == 0.5
+    for kind in ("adamw", "muon"):
+        optimizer = Optimizer(
+            model, OptimConfig(name=kind, lr=1e-3, muon_lr=0.02, layer_decay=0.5), fused=False
+        )  # type: ignore[arg-type]
+        optimizer.set_rate(0.5)
+        peak = {"adamw": 1e-3, "muon": 0.02}
+        seen = {}
+        for part, inner in optimizer.parts.items():
+            for group in inner.param_groups:
+                seen |= dict.fromkeys(group["param_names"], (group["lr"], peak[part]))
+        assert seen.keys() == shares.keys()
+        assert all(abs(lr - 0.5 * top * shares[name]) < 1e-12 for name, (lr, top) in seen.items())

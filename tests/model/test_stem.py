@@ -1,0 +1,90 @@
+"""The stem of convolutions: what it computes, what it refuses, and that the patches it leaves out change no other."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from m1clip.errors import UserError
+from m1clip.model.clip import Clip
+from m1clip.model.foreign.configs import check_expressible
+from m1clip.model.presets import preset
+from m1clip.model.shape import ClipShape, flops_per_pair, stem_channels
+from m1clip.model.stem import ConvStem
+from m1clip.model.towers import VisionTower
+
+SMALL = ClipShape(
+    image_size=32, patch_size=8, vision_width=16, vision_layers=2, vision_heads=2, text_width=16, text_layers=1,
+    text_heads=2, embed_dim=8, vocab_size=20, context_length=8, stem="conv", pooling="mean",
+)  # fmt: skip
+
+
+def test_channels_double_up_to_the_width() -> None:
+    assert stem_channels(preset("tiny")) == (32, 64, 128, 256)
+    assert stem_channels(SMALL) == (4, 8, 16)
+
+
+def test_it_is_convolutions_with_norms_over_the_channels() -> None:
+    torch.manual_seed(0)
+    stem = ConvStem(SMALL)
+    for norm in stem.norms:
+        nn.init.normal_(norm.weight)  # type: ignore[arg-type]
+    x = torch.randn(3, 3, 32, 32)
+    wanted = x
+    for conv, norm in zip(stem.convs, [*stem.norms, None], strict=True):
+        wanted = conv(wanted)
+        if norm is not None:
+            mean = wanted.mean(dim=1, keepdim=True)
+            spread = wanted.var(dim=1, unbiased=False, keepdim=True)
+            wanted = (wanted - mean) / (spread + 1e-5).sqrt() * norm.weight.view(1, -1, 1, 1)
+            wanted = nn.functional.gelu(wanted)
+    torch.testing.assert_close(stem(x), wanted.flatten(2).transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+def test_some_patches_are_some_rows_of_all() -> None:
+    torch.manual_seed(0)
+    tower = VisionTower(SMALL)
+    x, chosen = torch.randn(2, 3, 32, 32), torch.tensor([[0, 3, 7], [1, 2, 15]])
+    whole = tower._patches(x)
+    assert whole.shape == (2, 16, 16)
+    torch.testing.assert_close(
+        tower._patches(x, chosen), torch.stack([whole[0, chosen[0]], whole[1, chosen[1]]])
+    )
+
+
+def test_start_values_come_from_the_seed() -> None:
+    def made() -> Clip:
+        torch.manual_seed(5)
+        return Clip(SMALL, eot_id=1)
+
+    one, other = made().state_dict(), made().state_dict()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert all(not one[f"image.patch.convs.{i}.bias"].any() for i in range(3))
+
+
+def test_its_work_is_counted() -> None:
+    plain = dataclasses.replace(SMALL, stem="patch")
+    convs = [2 * 16 * 16 * 9 * 3 * 4, 2 * 8 * 8 * 9 * 4 * 8, 2 * 4 * 4 * 9 * 8 * 16]
+    patch = 2 * 16 * 3 * 64 * 16
+    difference = flops_per_pair(SMALL, 8) - flops_per_pair(plain, 8)
+    assert difference == 2 * convs[0] + 3 * sum(convs[1:]) - 2 * patch
+
+
+@pytest.mark.parametrize("patch_size", [1, 14])
+def test_a_patch_must_be_a_power_of_two(patch_size: int) -> None:
+    with pytest.raises(UserError, match=rf"patch_size must be 2, 4, 8, 16 or 32, not {patch_size}"):
+        dataclasses.replace(SMALL, image_size=28 * patch_size, patch_size=patch_size)
+
+
+def test_other_formats_have_no_words_for_it() -> None:
+    with pytest.raises(UserError, match="stem conv"):
+        check_expressible(dataclasses.replace(SMALL, pooling="cls"), "openclip")
+
+
+def test_a_model_from_before_it_had_patches() -> None:
+    values = dataclasses.replace(SMALL, stem="patch").to_dict()
+    del values["stem"]
+    assert ClipShape.from_dict(values).stem == "patch"

@@ -1,0 +1,68 @@
+"""A job in a process of its own, with little memory and a clock: what a hostile file must not break out of."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from m1clip.data.images import BadImage
+from m1clip.errors import UserError
+
+FORK = multiprocessing.get_context("fork")
+MIB = 2**20
+ROOM = (
+    400 * MIB
+)  # beyond what the process has when it begins; an allowed picture of 64 megapixels takes 192 MiB
+SECONDS = 20
+
+
+def bounded(job: Callable[[], Any], room: int = ROOM, seconds: int = SECONDS) -> str:
+    """How the job ended: "ok", "UserError: ...", or the name of what broke; memory and time are limited."""
+    here, there = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=_run, args=(job, there, room, seconds))
+    process.start()
+    there.close()
+    try:
+        told = str(here.recv()) if here.poll(seconds + 10) else "hangs"
+    except EOFError:
+        told = "died"
+    process.join(5)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    return told
+
+
+def _run(job: Callable[[], Any], answer: Any, room: int, seconds: int) -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
+    if pages:
+        limit = pages * resource.getpagesize() + room
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError("too slow")))
+    signal.alarm(seconds)
+    try:
+        job()
+        answer.send("ok")
+    except (UserError, BadImage) as error:
+        answer.send(f"UserError: {error}")
+    except BaseException as error:  # noqa: BLE001  the test tells of it
+        answer.send(f"{type(error).__name__}: {error}")
+
+
+class Bomb:
+    """Unpickled, it leaves a file behind: the proof that something was run."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.proof,)
+
+
+def files_under(place: Path) -> set[str]:
+    """Every name under a folder, to see what was written."""
+    return {str(path.relative_to(place)) for path in place.rglob("*")}

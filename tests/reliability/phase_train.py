@@ -1,0 +1,43 @@
+"""`m1clip train` that dwells in one phase: PHASE MARK SECONDS, then the usual words.
+
+It touches the file MARK when the phase is entered and sleeps there, so that a test can send its signal inside it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Patched before anything of ours is imported that takes these by name.
+PHASES = {
+    "caching": ("m1clip.data.preprocess", "to_square"),
+    "evaluating": ("m1clip.evaluate.heldout", "held_out"),
+    "saving": ("safetensors.torch", "save_file"),
+    "stepping": ("m1clip.train.schedule", "rate"),
+}
+
+
+def dwell(phase: str, mark: Path, seconds: float) -> None:
+    """Make the function of a phase slow, and have it tell when it is entered."""
+    module = importlib.import_module(PHASES[phase][0])
+    usual: Callable[..., Any] = getattr(module, PHASES[phase][1])
+
+    def slow(*args: Any, **named: Any) -> Any:
+        mark.touch()
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:  # in short naps, as real work is: a signal is seen between two
+            time.sleep(0.01)
+        return usual(*args, **named)
+
+    setattr(module, PHASES[phase][1], slow)
+
+
+if __name__ == "__main__":
+    dwell(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]))
+    from m1clip.cli import main
+
+    main(sys.argv[4:])

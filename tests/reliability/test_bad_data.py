@@ -1,0 +1,198 @@
+"""Promise 9: pictures that are broken, cut off, gone, or that hang. By share: tests/data/test_bad_input.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from reliability_results import record
+from small_run import run_small
+
+from m1clip.data import patience
+from m1clip.data.images import BadImage, decode
+from m1clip.data.pack import pack
+from m1clip.data.patience import patiently
+from m1clip.data.sources import open_source
+from m1clip.data.store import Failure, LivePictures, decode_all, read_or_replace
+from m1clip.errors import UserError
+from m1clip.runlog import read_log
+
+sys.path.append(str(Path(__file__).parents[1] / "data"))
+from picture_sets import break_files, make_set
+
+
+class Hanging:
+    """A picture whose read never comes back."""
+
+    def __init__(self, name: str = "lost.jpg") -> None:
+        self.name, self.released = name, threading.Event()
+
+    def open(self, want: int | None = None) -> Image.Image:
+        self.released.wait(60)
+        raise OSError("released")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Grey:
+    """A picture that is there at once."""
+
+    def open(self, want: int | None = None) -> Image.Image:
+        return Image.new("RGB", (16, 16), (7, 7, 7))
+
+    def __str__(self) -> str:
+        return "grey"
+
+
+@pytest.fixture(autouse=True)
+def _nobody_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "_left_behind", [])
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_work_in_order_by_any_number_of_threads(threads: int) -> None:
+    items = list(range(200))
+    assert patiently(items, lambda i: i * i, lambda i: -1, 5.0, threads) == [i * i for i in items]
+    assert patiently([], lambda i: i, lambda i: -1, 5.0, threads) == []
+    assert patiently(items, lambda i: i, lambda i: -1, 0.0, threads) == items, "no limit"
+
+
+def test_one_that_hangs_is_answered_for_and_the_rest_goes_on() -> None:
+    stuck = threading.Event()
+
+    def work(item: int) -> int:
+        if item == 3:
+            stuck.wait(60)
+        return item
+
+    found = patiently(list(range(10)), work, lambda item: -item, 0.2, 1)
+    stuck.set()
+    assert found == [0, 1, 2, -3, 4, 5, 6, 7, 8, 9]
+
+
+def test_an_error_comes_out_where_it_was_asked_for() -> None:
+    with pytest.raises(ZeroDivisionError):
+        patiently([1, 0, 2], lambda i: 1 // i, lambda i: 0, 5.0, 2)
+
+
+def test_a_hanging_picture_is_replaced_and_named() -> None:
+    lost = Hanging()
+    live = LivePictures([Grey(), lost, Grey(), Grey()], 16, patience=0.2)
+    members, pixels, failed = read_or_replace(live, np.array([0, 1, 2]), 0, 0)
+    lost.released.set()
+    assert 1 not in members.tolist()
+    assert len(pixels) == 3
+    assert {(failure.index, failure.where) for failure in failed} == {(1, "lost.jpg")}
+    assert all("the read did not end within 0.2 s" in failure.reason for failure in failed)
+
+
+def test_a_lost_disk_stops_the_run_in_time_with_one_line() -> None:
+    lost = [Hanging(f"lost-{number}.jpg") for number in range(30)]
+    live = LivePictures(lost, 16, patience=0.05)
+    with pytest.raises(
+        UserError, match=r"read that hangs.*is the disk .* still there\? Continue with --resume"
+    ):
+        live.squares(np.arange(30))
+    for each in lost:
+        each.released.set()
+
+
+def test_a_cache_never_remembers_a_hang_as_a_broken_picture() -> None:
+    lost = Hanging()
+    with pytest.raises(UserError, match=r"lost\.jpg: the read did not end .*Run again when it is"):
+        decode_all([Grey(), lost], 16, "shortest", 1, None, lambda done, total: None, patience=0.1)
+    lost.released.set()
+
+
+def test_special_files_never_hang(tmp_path: Path) -> None:
+    """A named pipe, a device, a folder in the place of a picture or of its caption."""
+    make_set(tmp_path / "set", train=4)
+    os.mkfifo(tmp_path / "pipe.jpg")
+    for odd in (tmp_path / "pipe.jpg", Path("/dev/zero"), tmp_path):
+        with pytest.raises(BadImage):
+            decode(odd)
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.jpg")
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(UserError):
+        open_source(f"txt:{tmp_path}")
+    with pytest.raises(UserError, match="neither a file nor a folder"):
+        open_source(str(tmp_path / "pipe.jpg"))
+
+
+def cut_shard(folder: Path, keep: float) -> Path:
+    """A set packed into one shard, of which only a part is left."""
+    source = open_source(str(make_set(folder / "set", train=40)))
+    pack(source, folder / "shards")
+    shard = max((folder / "shards").rglob("*.tar"), key=lambda path: path.stat().st_size)
+    data = shard.read_bytes()
+    shard.write_bytes(data[: int(len(data) * keep)])
+    return shard
+
+
+def test_a_shard_cut_in_half_gives_what_lies_before_the_cut(tmp_path: Path) -> None:
+    shard = cut_shard(tmp_path, 0.5)
+    source = open_source(str(shard))
+    pairs = [pair for split in source.splits() for pair in source.pairs(split)]
+    assert 10 < len(pairs) < 40
+    assert any("cut short" in str(problem) for problem in source.problems)
+    for pair in pairs:
+        pair.image.open()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_file_that_vanishes_while_training_is_replaced(
+    tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_set(tmp_path / "set", train=64, val=8, test=8)
+    break_files(folder, [5, 25, 45])  # and 5% were broken from the start
+    from m1clip.train.update import Update
+
+    usual = Update.__call__
+
+    def step(self: Update, batch: Any, number: int, *rest: Any, **named: Any) -> Any:
+        if number == 1:
+            (folder / "images" / "train-0011.jpg").unlink(missing_ok=True)
+        return usual(self, batch, number, *rest, **named)
+
+    monkeypatch.setattr(Update, "__call__", step)
+    changes = {"data.source": [str(folder)], "data.cache": "off", "train.steps": 16, "data.workers": workers}
+    run_small(tmp_path / "run", changes)
+    names = [Path(line["where"]).name for line in read_log(tmp_path / "run") if line["kind"] == "skipped"]
+    assert len(names) == len(set(names))
+    assert "train-0011.jpg" in names
+    assert {"train-0005.jpg", "train-0025.jpg", "train-0045.jpg"} <= set(names)
+
+
+@pytest.mark.long
+def test_shards_cut_anywhere(tmp_path: Path) -> None:
+    shard = cut_shard(tmp_path, 1.0)
+    whole, read = shard.read_bytes(), 0
+    cuts = range(0, len(whole), max(1, len(whole) // 500))
+    for cut in cuts:
+        shard.write_bytes(whole[:cut])
+        try:
+            source = open_source(str(shard))
+        except UserError:
+            continue
+        for split in source.splits():
+            for pair in source.pairs(split):
+                pair.image.open()
+                read += 1
+    begin = time.monotonic()
+    lost = [Hanging(f"lost-{number}") for number in range(5)]
+    failures = LivePictures(lost, 16, patience=0.3).squares(np.arange(5))
+    assert all(isinstance(failure, Failure) for failure in failures)
+    for each in lost:
+        each.released.set()
+    counts = {"shards cut": len(cuts), "pictures read before the cuts": read, "hanging reads": len(lost),
+              "seconds for them at a limit of 0.3": round(time.monotonic() - begin, 2)}  # fmt: skip
+    record("bad data", counts, "passed")

@@ -1,0 +1,113 @@
+"""Promise 11: the clock is set back, the machine sleeps: elapsed time, time left and verdicts stay sane."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from reliability_results import record as record_result
+from small_run import run_small
+
+from m1clip.owner import LOCK, birth_of, own_mark, read_owner
+from m1clip.runlog import read_log
+from m1clip.watch import eta
+from m1clip.watch.history import History
+from m1clip.watch.state import status_of
+from m1clip.watch.verdicts import verdicts
+
+sys.path.append(str(Path(__file__).parents[1]))
+from watch.made_runs import BEGIN, evaluation, make_run, step
+
+HOUR = 3600.0
+
+
+def history_of(run: Path) -> History:
+    history = History(run)
+    history.poll_all()
+    return history
+
+
+def test_a_run_under_a_clock_that_jumps_measures_true_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jumps = itertools.cycle([0.0, HOUR, -2 * HOUR, 5.0, -24 * HOUR])
+    usual = time.time
+    monkeypatch.setattr(time, "time", lambda: usual() + next(jumps))
+    begin = time.perf_counter()
+    run_small(tmp_path / "run", {"train.steps": 24, "train.log_every": 1, "train.eval_every": 8})
+    spent = time.perf_counter() - begin
+    monkeypatch.undo()
+    records = list(read_log(tmp_path / "run"))
+    stamps = [record["time"] for record in records]
+    assert max(stamps) - min(stamps) > HOUR, "the clock did jump"
+    elapsed = [record["elapsed"] for record in records if record["kind"] == "step"]
+    assert elapsed == sorted(elapsed)
+    assert 0 < elapsed[-1] < spent
+    assert all(0 < record["step_seconds"] < spent for record in records if record["kind"] == "step")
+    assert all(0 < record["seconds"] < spent for record in records if record["kind"] == "eval")
+
+
+@pytest.mark.parametrize("jump", [-HOUR, HOUR, -10 * 365 * 24 * HOUR])
+def test_time_left_and_throttling_do_not_hear_of_the_clock(tmp_path: Path, jump: float) -> None:
+    rows = [step(n, time=BEGIN + 0.5 * n + (jump if n > 40 else 0)) for n in range(10, 90, 2)]
+    usual = make_run(tmp_path / "usual", [evaluation(8, 0.2), *(step(n) for n in range(10, 90, 2))])
+    run = make_run(tmp_path / "jumped", [evaluation(8, 0.2), *rows])
+    assert eta.seconds_left(history_of(run)) == eta.seconds_left(history_of(usual))
+    assert eta.elapsed(history_of(run)) == eta.elapsed(history_of(usual))
+    now = rows[-1]["time"] + 1
+    words = " ".join(verdict.words for verdict in verdicts(history_of(run), now, "running"))
+    assert "slower" not in words
+    assert "no news" not in words
+
+
+def test_one_step_that_slept_for_an_hour_changes_no_forecast(tmp_path: Path) -> None:
+    """Where the system counts the sleep as time, one step seems to have taken an hour."""
+    rows = [step(n, step_seconds=HOUR if n == 70 else 0.5) for n in range(10, 90, 2)]
+    history = history_of(make_run(tmp_path, rows))
+    left = eta.seconds_left(history)
+    assert left is not None
+    assert left < 60
+    words = " ".join(verdict.words for verdict in verdicts(history, rows[-1]["time"] + 1, "running"))
+    assert "slower" not in words
+
+
+def test_a_living_process_is_known_after_the_clock_was_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not birth_of(os.getpid()):
+        pytest.skip("this system tells the start of a process by the clock alone")
+    (tmp_path / LOCK).write_text(own_mark())
+    make_run(tmp_path, [step(10)])
+    usual = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: usual(self) - HOUR)
+    owner = read_owner(tmp_path)
+    assert owner is not None
+    assert owner.process() is not None
+    assert status_of(history_of(tmp_path)).state == "running"
+    # And a later process with the same number is another one.
+    boot, ticks = owner.birth.split()
+    for other in (f"{boot} {int(ticks) + 1}", f"0000-{boot[5:]} {ticks}"):
+        (tmp_path / LOCK).write_text(own_mark().replace(owner.birth, other))
+        reused = read_owner(tmp_path)
+        assert reused is not None
+        assert reused.process() is None
+
+
+@pytest.mark.long
+def test_many_jumps(tmp_path: Path) -> None:
+    import random
+
+    draw = random.Random(0)
+    expected = eta.seconds_left(history_of(make_run(tmp_path / "usual", [step(n) for n in range(2, 90, 2)])))
+    for number in range(500):
+        clock, rows = BEGIN, []
+        for n in range(2, 90, 2):
+            clock += draw.choice([1.0, 1.0, 1.0, draw.uniform(-5 * HOUR, 5 * HOUR)])
+            rows.append(step(n, time=clock))
+        assert eta.seconds_left(history_of(make_run(tmp_path / str(number), rows))) == expected
+    record_result("clock", {"runs with a clock that jumps": 500}, "passed")

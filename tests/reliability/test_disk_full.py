@@ -1,0 +1,167 @@
+"""Promise 4: on a full disk a clear error, the old checkpoint whole, nothing half; it goes on or stops as asked."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reliability_results import record
+from small_run import command, small_arguments
+
+from m1clip.files import PARTIAL, write_text
+from m1clip.runlog import RunLog, read_log
+from m1clip.train.checkpoint import LoopState, folder_of, found, save, verify
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 3 MiB; only root can make one."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True, check=False
+    )
+    if made.returncode != 0:
+        pytest.skip("a small disk needs the right to mount a tmpfs")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def groups(step: int, size: int) -> dict[str, dict[str, torch.Tensor]]:
+    return {"weights": {"a": torch.full((size,), float(step))}, "optimizer": {"m": torch.full((size,), 1.0)}}
+
+
+def check_whole(run: Path, steps: list[int]) -> None:
+    assert sorted(found(run)) == steps
+    assert all(verify(folder_of(run, step)) == "" for step in steps)
+    assert not list(run.rglob(f"*{PARTIAL}*"))
+
+
+def limited(run: Path, answers: Any) -> None:
+    """In a process of its own: no file may be larger than 64 KiB."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+    for job in (
+        lambda: save(run, LoopState(step=2), groups(2, 2**16), keep=1),
+        lambda: write_text(run / "note.txt", "x" * 2**17),
+    ):
+        try:
+            job()
+            answers.send("no error")
+        except OSError as error:
+            answers.send(error.errno)
+
+
+def test_a_write_that_fails_leaves_nothing_half(tmp_path: Path) -> None:
+    save(tmp_path, LoopState(step=1), groups(1, 100), keep=1)
+    write_text(tmp_path / "note.txt", "old")
+    here, there = FORK.Pipe()
+    process = FORK.Process(target=limited, args=(tmp_path, there))
+    process.start()
+    there.close()  # so that a child that dies is an end of file here, and no wait
+    assert [here.recv(), here.recv()] == [errno.EFBIG, errno.EFBIG]
+    process.join()
+    check_whole(tmp_path, [1])
+    assert (tmp_path / "note.txt").read_text() == "old"
+
+
+def fill(place: Path, leave: int) -> None:
+    """Take all room but so many bytes."""
+    room = os.statvfs(place)
+    with (place / "filler").open("wb") as file:
+        file.write(bytes(max(0, room.f_bavail * room.f_frsize - leave)))
+
+
+def full_saves(place: Path, rounds: int) -> int:
+    """Saves into ever less room: each is whole or not there."""
+    failed = 0
+    for number in range(rounds):
+        run = place / "run"
+        save(run, LoopState(step=1), groups(1, 20_000), keep=2)
+        fill(place, leave=number * 400_000 // rounds)
+        try:
+            save(run, LoopState(step=2), groups(2, 40_000), keep=2)
+            steps = [1, 2]
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            failed += 1
+            steps = [1]
+        check_whole(run, steps)
+        subprocess.run(["rm", "-rf", str(place / "filler"), str(run)], check=True)
+    return failed
+
+
+def test_a_full_disk_keeps_the_old_checkpoint(small_disk: Path) -> None:
+    assert 2 < full_saves(small_disk, 8) < 8
+
+
+@pytest.mark.long
+def test_saves_into_two_hundred_sizes_of_room(small_disk: Path) -> None:
+    failed = full_saves(small_disk, 200)
+    assert 50 < failed < 200
+    record("disk full, saves", {"saves": 200, "of which found no room": failed}, "passed")
+
+
+def test_a_log_on_a_full_disk_has_no_half_line(small_disk: Path) -> None:
+    log = RunLog(small_disk)
+    log.write("step", step=1)
+    fill(small_disk, leave=0)
+
+    def write_on() -> None:
+        for step in range(2, 1000):
+            log.write("step", step=step, text="x" * 300)
+
+    with pytest.raises(OSError, match="No space"):
+        write_on()
+    (small_disk / "filler").unlink()
+    log.write("step", step=1000)
+    log.close()
+    lines = (small_disk / "run.jsonl").read_bytes().splitlines()
+    assert len(list(read_log(small_disk))) == len(lines), "every line is whole"
+    assert list(read_log(small_disk))[-1]["step"] == 1000
+
+
+def train_on(place: Path, behaviour: str) -> subprocess.CompletedProcess[str]:
+    """A run whose checkpoints fill the disk."""
+    words = small_arguments(
+        {"train.steps": 24, "train.save_every": 4, "train.keep": 100, "train.eval_every": 0}
+    )
+    return command(
+        "train", *words, "--run", str(place / "run"), "--guard.on-save-error", behaviour, cwd=place.parent
+    )
+
+
+@pytest.mark.slow
+def test_training_stops_with_one_line_and_can_be_continued(small_disk: Path) -> None:
+    ended = train_on(small_disk, "stop")
+    run = small_disk / "run"
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) <= 2
+    assert "full" in ended.stderr or "No space" in ended.stderr
+    steps = sorted(found(run))
+    assert steps
+    check_whole(run, steps)
+
+
+@pytest.mark.long  # in this process, with a disk that is patched: tests/train/test_save_schedule.py
+def test_training_goes_on_where_that_is_asked_for(small_disk: Path) -> None:
+    ended = train_on(small_disk, "go-on")
+    run = small_disk / "run"
+    assert "Traceback" not in ended.stderr
+    assert max(record["step"] for record in read_log(run) if record["kind"] == "step") == 24
+    check_whole(run, sorted(found(run)))

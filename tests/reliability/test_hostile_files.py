@@ -1,0 +1,318 @@
+"""Promise 10: files made to harm. Nothing runs, nothing is written outside, memory is bounded, the error is clear."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import random
+import shutil
+import struct
+import tarfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from bounded import ROOM, Bomb, bounded, files_under
+from PIL import Image
+from reliability_results import record
+from small_run import run_small
+
+from m1clip.configfile import load_config
+from m1clip.data.images import MAX_PIXELS, decode
+from m1clip.data.sources import open_source
+from m1clip.errors import UserError
+from m1clip.evaluate.bundle import load
+from m1clip.model.foreign.files import read_tensors
+from m1clip.runlog import read_log
+from m1clip.text import load_tokenizer
+from m1clip.train.checkpoint import LoopState, load_newest, save
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    run_small(folder, {"train.steps": 2})
+    return folder
+
+
+@pytest.fixture
+def proof(tmp_path: Path) -> Path:
+    """The file that a pickle would make, if anything unpickled it."""
+    return tmp_path / "IT-RAN"
+
+
+def pickled(proof: Path) -> bytes:
+    return pickle.dumps(Bomb(proof))
+
+
+def torch_pickled(proof: Path) -> bytes:
+    file = io.BytesIO()
+    torch.save({"a": Bomb(proof)}, file)
+    return file.getvalue()
+
+
+def huge_header(proof: Path) -> bytes:
+    """A safetensors file that claims a header of 2 GB."""
+    return struct.pack("<Q", 2 * 2**30) + b'{"a":{}}'
+
+
+def header_of_its_size(proof: Path) -> bytes:
+    return struct.pack("<Q", 50) + b"[" * 50
+
+
+def huge_tensor(proof: Path) -> bytes:
+    """A header that promises a tensor of 2 TB."""
+    head = json.dumps({"a": {"dtype": "F32", "shape": [2**39], "data_offsets": [0, 2**41]}}).encode()
+    return struct.pack("<Q", len(head)) + head
+
+
+def overlapping(proof: Path) -> bytes:
+    head = json.dumps({n: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for n in "ab"}).encode()
+    return struct.pack("<Q", len(head)) + head + bytes(8)
+
+
+def deep_json(proof: Path) -> bytes:
+    return b"[" * 2_000_000
+
+
+FAKES: tuple[Callable[[Path], bytes], ...] = (
+    pickled, torch_pickled, huge_header, header_of_its_size, huge_tensor, overlapping, deep_json,
+)  # fmt: skip
+
+
+def must_refuse(told: str, proof: Path) -> None:
+    assert told.startswith("UserError"), told
+    assert "\n" not in told
+    assert not proof.exists(), "code from the file was run"
+
+
+@pytest.mark.parametrize("fake", FAKES)
+def test_in_the_place_of_weights(
+    trained: Path, tmp_path: Path, proof: Path, fake: Callable[[Path], bytes]
+) -> None:
+    shutil.copytree(trained / "model", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(fake(proof))
+    must_refuse(bounded(lambda: load(tmp_path / "model")), proof)
+    for name in ("w.safetensors", "w.pt", "w.bin"):
+        (tmp_path / name).write_bytes(fake(proof))
+        must_refuse(bounded(lambda name=name: read_tensors(tmp_path / name)), proof)
+
+
+@pytest.mark.parametrize("fake", FAKES)
+@pytest.mark.parametrize("honest", [False, True], ids=["hash differs", "hash made right"])
+def test_in_the_place_of_a_checkpoint(
+    tmp_path: Path, proof: Path, fake: Callable[[Path], bytes], honest: bool
+) -> None:
+    save(tmp_path, LoopState(step=1), {"weights": {"a": torch.ones(3)}}, keep=1)
+    folder = tmp_path / "checkpoints" / "step-000001"
+    (folder / "weights.safetensors").write_bytes(fake(proof))
+    if honest:  # whoever writes the file can write its hash too
+        from m1clip.train.manifest import sha256
+
+        manifest = json.loads((folder / "manifest.json").read_text())
+        known = json.dumps(manifest)
+        for name in ("weights.safetensors",):
+            known = known.replace(_hash_in(manifest, name), sha256(folder / name))
+        (folder / "manifest.json").write_text(known)
+    must_refuse(bounded(lambda: load_newest(tmp_path, CPU, lambda line: None)), proof)
+
+
+def _hash_in(manifest: dict[str, Any], name: str) -> str:
+    found = manifest["sha256"][name]
+    return str(found["sha256"] if isinstance(found, dict) else found)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "fake", [pickled, deep_json, lambda proof: b'{"a":' * 100_000, lambda proof: b"9" * 100_000]
+)
+def test_in_the_place_of_a_models_json(
+    trained: Path, tmp_path: Path, proof: Path, name: str, fake: Callable[[Path], bytes]
+) -> None:
+    shutil.copytree(trained / "model", tmp_path / "model")
+    (tmp_path / "model" / name).write_bytes(fake(proof))
+    must_refuse(bounded(lambda: load(tmp_path / "model")), proof)
+
+
+def test_json_of_hundreds_of_megabytes_is_not_read(tmp_path: Path, proof: Path) -> None:
+    for name in ("tokenizer.json", "config.toml"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(300 * 2**20)  # zeros that take no room on the disk
+    must_refuse(bounded(lambda: load_tokenizer(tmp_path)), proof)
+    must_refuse(bounded(lambda: load_config(tmp_path / "config.toml")), proof)
+    with (tmp_path / "a.json").open("wb") as file:
+        file.truncate(2**30 + 1)
+    must_refuse(bounded(lambda: open_source(f"json:{tmp_path / 'a.json'}")), proof)
+    with (tmp_path / "run.jsonl").open("wb") as file:
+        file.truncate(100 * 2**20)
+    assert bounded(lambda: list(read_log(tmp_path))) == "ok"
+
+
+def test_names_that_point_outside(tmp_path: Path, proof: Path) -> None:
+    """An index and a manifest that name files elsewhere: those are not read."""
+    secret = tmp_path / "secret.safetensors"
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(1)}, secret)
+    (tmp_path / "model").mkdir()
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    for name in ("../secret.safetensors", str(secret), "..", "", "/", "a\0b"):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        must_refuse(bounded(lambda: read_tensors(index)), proof)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a = " + "[" * 100_000, "a = " + "9" * 10_000, 'data = "x"', "[[data]]", "seed = 1e999", "\ufeff\0", "a.b.c.d = 1",
+     '[data]\nsource = ["\\u0000"]', "[train]\nsteps = " + "1_" * 3000 + "1"],
+)  # fmt: skip
+def test_a_config_from_a_stranger(tmp_path: Path, proof: Path, text: str) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    told = bounded(lambda: load_config(tmp_path / "config.toml"))
+    assert told.startswith("UserError") or (told == "ok" and "source" in text), told
+
+
+def test_a_config_that_names_a_place_outside_writes_nothing_there(tmp_path: Path) -> None:
+    """A stranger's settings may say where to read; where to write is the run's folder and a cache of hashed names."""
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "precious.txt").write_text("mine")
+    before = files_under(victim)
+    run_small(tmp_path / "run", {"train.steps": 2, "data.cache_dir": str(victim)})
+    assert files_under(victim) == before
+    assert (victim / "precious.txt").read_text() == "mine"
+
+
+def test_members_of_a_tar(tmp_path: Path, proof: Path) -> None:
+    good = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(good, "JPEG")
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        for name in ("../out.jpg", "/abs.jpg", "a/../../b.jpg", "C:\\x.jpg", "ok.jpg"):
+            add(tar, name, good.getvalue())
+            add(tar, name.replace(".jpg", ".txt"), b"a caption")
+        for kind, name in ((tarfile.SYMTYPE, "s.jpg"), (tarfile.LNKTYPE, "h.jpg"), (tarfile.FIFOTYPE, "f.jpg"),
+                           (tarfile.CHRTYPE, "c.jpg")):  # fmt: skip
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, "/etc/passwd"
+            tar.addfile(member)
+        add(tar, "p.jpg", pickled(proof))
+        add(tar, "p.txt", b"not a picture")
+        add(tar, "q.pkl", pickled(proof))
+    before = files_under(tmp_path)
+
+    def read() -> None:
+        source = open_source(str(tmp_path / "x.tar"))
+        ids = {pair.id for split in source.splits() for pair in source.pairs(split)}
+        assert ids == {"x.tar/ok.jpg", "x.tar/p.jpg"}
+        unsafe = [problem for problem in source.problems if problem.kind == "unsafe-member"]
+        assert len(unsafe) == 12
+        for split in source.splits():
+            for pair in source.pairs(split):
+                if pair.id == "x.tar/p.jpg":
+                    with pytest.raises(ValueError, match="not a picture"):
+                        pair.image.open()
+
+    assert bounded(read) == "ok"
+    assert files_under(tmp_path) == before
+    assert not proof.exists()
+
+
+def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))
+
+
+def png(width: int, height: int, data: bytes = b"") -> bytes:
+    """A PNG header of any size, with little behind it."""
+
+    def part(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", head) + part(b"IDAT", data) + part(b"IEND", b"")
+
+
+def bombs() -> dict[str, bytes]:
+    """Small files that would become large."""
+    text = struct.pack(">I", 2**31 - 1) + b"iTXt"
+    gif = (
+        b"GIF89a"
+        + struct.pack("<HH", 65535, 65535)
+        + b"\x80\0\0"
+        + bytes(6)
+        + b",\0\0\0\0"
+        + b"\xff\xff\xff\xff\0\x02\0;"
+    )
+    bmp = (
+        b"BM"
+        + struct.pack("<IHHI", 100, 0, 0, 54)
+        + struct.pack("<IiiHHIIiiII", 40, 60000, 60000, 1, 24, 0, 0, 0, 0, 0, 0)
+    )
+    zeros = zlib.compress(bytes(90 * 2**20), 9)
+    return {
+        "png of 4 gigapixels": png(65535, 65535),
+        "png of 100 terapixels": png(2**31 - 1, 50_000),
+        "png with 90 MiB of zeros": png(5000, 5000, zeros),
+        "png with a text of 2 GB": png(8, 8)[:33] + text,
+        "gif": gif,
+        "bmp": bmp,
+        "tiff": b"II*\0\x08\0\0\0\x01\0\0\x01\x04\0\xff\xff\xff\x7f\0\0\0\0",
+    }
+
+
+@pytest.mark.parametrize("name", list(bombs()))
+def test_a_picture_that_explodes(name: str) -> None:
+    told = bounded(lambda: decode(bombs()[name], 32, "bomb"), room=600 * 2**20)
+    assert told.startswith("UserError: bomb: ") or told == "ok", told
+    assert MAX_PIXELS <= 64 * 2**20
+
+
+def test_a_cache_from_a_stranger_is_no_way_in(tmp_path: Path, proof: Path) -> None:
+    """A data set may bring a folder of caches along: arrays of objects are pickles and are not opened."""
+    from m1clip.data.store import MappedPictures
+
+    array = np.empty(1, object)
+    array[0] = Bomb(proof)
+    np.save(tmp_path / "pixels.npy", array, allow_pickle=True)
+    told = bounded(lambda: MappedPictures(tmp_path / "pixels.npy"))
+    assert told.startswith("ValueError"), told
+    assert not proof.exists()
+
+
+CHANGES = 200
+
+
+def changed_a_little(model: Path, proof: Path) -> None:
+    """Hostile files with a few bytes changed: some are then hostile in ways that nobody thought of."""
+    draw = random.Random(0)
+    for fake in (pickled, torch_pickled, huge_header, huge_tensor, overlapping):
+        original = fake(proof)
+        for _ in range(CHANGES):
+            data = bytearray(original)
+            for _ in range(draw.randrange(1, 4)):
+                data[draw.randrange(len(data))] = draw.randrange(256)
+            for path, read in ((model / "model.safetensors", load), (model / "w.pt", read_tensors)):
+                path.write_bytes(bytes(data))
+                try:
+                    read(model if read is load else path)
+                except UserError:
+                    continue
+
+
+@pytest.mark.long
+def test_two_thousand_more(tmp_path: Path, trained: Path, proof: Path) -> None:
+    shutil.copytree(trained / "model", tmp_path / "model")
+    told = bounded(lambda: changed_a_little(tmp_path / "model", proof), seconds=300)
+    assert told == "ok", told
+    assert not proof.exists()
+    counts = {"changed files": 5 * CHANGES * 2, "kinds of file in the fast form": len(FAKES) * 6 + len(bombs()),
+              "memory limit in MiB": ROOM // 2**20}  # fmt: skip
+    record("hostile files", counts, "passed")

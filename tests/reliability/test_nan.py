@@ -1,0 +1,52 @@
+"""Promise 7, with counts: pictures that become NaN at steps of chance. The guard itself: tests/train/test_guard.py."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reliability_results import record
+from small_run import run_small, tensors_of
+
+from m1clip.data.loader import Batch
+from m1clip.runlog import read_log
+from m1clip.train.update import Update
+
+STEPS = 30
+
+
+def poisoned_run(folder: Path, at: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train with one NaN picture in each of these steps; the weights stay finite, and each step is named."""
+    usual = Update.__call__
+
+    def call(self: Update, batch: Batch, step: int, *rest: Any, **named: Any) -> Any:
+        if step in at:
+            batch.views.gains[step % len(batch.pictures), 0] = float("nan")
+        return usual(self, batch, step, *rest, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Update, "__call__", call)
+        run_small(folder, {"train.steps": STEPS, "data.colour": 0.2, "optim.ema": 0.9})
+    assert all(bool(tensor.isfinite().all()) for tensor in tensors_of(folder, STEPS).values())
+    told = [line for line in read_log(folder) if line.get("event") == "update skipped"]
+    assert [line["step"] for line in told] == sorted(step + 1 for step in at)
+    assert all(line["samples"] for line in told), "the samples are named"
+
+
+def test_poisoned_steps_are_skipped_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poisoned_run(tmp_path / "run", {3, 4, 17, 29}, monkeypatch)
+
+
+@pytest.mark.long
+def test_many_poisoned_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(0)
+    poisoned = 0
+    for number in range(40):
+        torch.manual_seed(number)
+        at = set(draw.sample(range(STEPS), draw.randrange(1, 6)))
+        poisoned_run(tmp_path / str(number), at, monkeypatch)
+        poisoned += len(at)
+    record("nan and spikes", {"runs": 40, "poisoned steps": poisoned}, "passed")

@@ -1,0 +1,127 @@
+"""Promise 5: SIGINT and SIGTERM in any phase: a documented code, a checkpoint, no orphan, no lock held, in time."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from reliability_results import record
+from small_run import environment, small_arguments
+
+from m1clip.runlog import read_log
+from m1clip.train.checkpoint import folder_of, found, verify
+from m1clip.train.folder import hold
+
+sys.path.append(str(Path(__file__).parents[1] / "data"))
+from picture_sets import make_set
+
+SCRIPT = Path(__file__).with_name("phase_train.py")
+DEADLINE = 40.0  # seconds, on a busy machine: a step, an evaluation's batch or a save takes far less
+CHANGES = {"train.steps": 4000, "train.save_every": 5, "train.eval_every": 5, "train.log_every": 1}
+
+
+def start(folder: Path, phase: str, nap: float, changes: dict[str, Any]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), phase, str(folder / "mark"), str(nap), "train",
+         *small_arguments({**CHANGES, **changes}), "--run", "run"],
+        cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for_mark(process: subprocess.Popen[str], mark: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not mark.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def signalled(
+    folder: Path, phase: str, number: signal.Signals, workers: int, nap: float, delay: float, group: bool
+) -> float:
+    """Send a signal inside a phase and check all that must hold afterwards; gives the seconds until the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    changes: dict[str, Any] = {"data.workers": workers}
+    if phase == "caching":
+        make_set(folder / "set", train=80)
+        changes |= {
+            "data.source": str(folder / "set"),
+            "data.cache": "disk",
+            "data.cache_dir": str(folder / "cache"),
+        }
+    process = start(folder, phase, nap, changes)
+    wait_for_mark(process, folder / "mark")
+    time.sleep(delay)
+    children = psutil.Process(process.pid).children(recursive=True)
+    begin = time.monotonic()
+    (os.killpg if group else os.kill)(process.pid, number)
+    output, error = process.communicate(timeout=DEADLINE)
+    seconds = time.monotonic() - begin
+    assert "Traceback" not in error + output
+    _, alive = psutil.wait_procs(children, timeout=DEADLINE)
+    assert not alive, "an orphan"
+    run = folder / "run"
+    if phase == "caching":
+        # Nothing is trained yet: the folder is given back, so that the same command works again.
+        assert process.returncode == 128 + number
+        assert not (run / "config.toml").exists()
+        assert not run.exists()
+        return seconds
+    assert process.returncode == 128 + number, (output, error)
+    assert "continue with: m1clip train --resume run" in output
+    newest = max(found(run))
+    assert verify(folder_of(run, newest)) == ""
+    stopped = [line for line in read_log(run) if line["kind"] == "event"][-1]
+    assert stopped["step"] == newest, "the last step is in the checkpoint"
+    assert not list(run.rglob("*.partial"))
+    with hold(run):  # nobody holds it any more
+        pass
+    return seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("phase", "number"), [("caching", signal.SIGTERM), ("evaluating", signal.SIGINT)])
+def test_a_signal_inside_a_phase(tmp_path: Path, phase: str, number: signal.Signals) -> None:
+    nap = 0.02 if phase == "caching" else 0.2  # a chunk of 64 pictures is finished first
+    signalled(tmp_path, phase, number, workers=0, nap=nap, delay=0.02, group=False)
+
+
+@pytest.mark.slow
+def test_a_second_signal_stops_at_once_and_loses_no_checkpoint(tmp_path: Path) -> None:
+    process = start(tmp_path, "saving", 30.0, {"data.workers": 0})
+    wait_for_mark(process, tmp_path / "mark")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)  # far less than the save would take
+    assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
+    assert all(verify(folder_of(tmp_path / "run", step)) == "" for step in found(tmp_path / "run"))
+    with hold(tmp_path / "run"):
+        pass
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("phase", ["stepping", "evaluating", "saving", "caching"])
+def test_many_signals(tmp_path: Path, phase: str) -> None:
+    draw = random.Random(phase)
+    took = []
+    for number in range(12):
+        kind = draw.choice([signal.SIGINT, signal.SIGTERM])
+        workers = number % 2 * 2
+        nap = 0.15 if phase == "evaluating" else 0.05
+        took.append(
+            signalled(
+                tmp_path / str(number), phase, kind, workers, nap, draw.uniform(0, 0.2), draw.random() < 0.5
+            )
+        )
+    counts = {"signals": len(took), "slowest exit in seconds": round(max(took), 2)}
+    record(f"signals, {phase}", counts, "passed")

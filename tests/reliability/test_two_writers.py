@@ -1,0 +1,120 @@
+"""Promise 6: one writer a run. Who comes second is told who holds it; the dead hold nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import platform
+import signal
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reliability_results import record
+from small_run import command, environment, small_arguments
+
+from m1clip.errors import UserError
+from m1clip.owner import LOCK, own_mark, read_owner
+from m1clip.train.folder import hold
+
+FORK = multiprocessing.get_context("fork")
+
+
+def contend(run: Path, start: Any, answers: Connection) -> None:
+    """Try to hold the run at the same moment as the others; keep it until told."""
+    start.wait()
+    try:
+        with hold(run):
+            answers.send(("held", os.getpid()))
+            answers.recv()
+    except UserError as error:
+        answers.send(("refused", str(error)))
+
+
+def one_round(run: Path, contenders: int) -> None:
+    """Exactly one wins, the others name it; then it is killed, and the run is free."""
+    start = FORK.Event()
+    pipes = [FORK.Pipe() for _ in range(contenders)]
+    processes = [FORK.Process(target=contend, args=(run, start, there)) for _, there in pipes]
+    for process in processes:
+        process.start()
+    for _, there in pipes:
+        there.close()  # a child that dies is an end of file then, and no wait
+    start.set()
+    told = [here.recv() for here, _ in pipes]
+    winners = [pid for word, pid in told if word == "held"]
+    assert len(winners) == 1
+    assert all("is training there" in text for word, text in told if word == "refused")
+    # The winner has said that it holds the run, so its name stands there by now.
+    with pytest.raises(UserError, match=f"process {winners[0]} is training there"), hold(run):
+        pass
+    os.kill(winners[0], signal.SIGKILL)
+    for process in processes:
+        process.join()
+    with hold(run):
+        owner = read_owner(run)
+        assert owner is not None
+        assert owner.pid == os.getpid()
+
+
+def test_of_many_one_wins(tmp_path: Path) -> None:
+    for _ in range(5):
+        one_round(tmp_path, 6)
+
+
+@pytest.mark.long
+def test_of_many_one_wins_two_hundred_times(tmp_path: Path) -> None:
+    for _ in range(200):
+        one_round(tmp_path, 8)
+    record("two writers", {"rounds": 200, "processes a round": 8, "holders killed": 200}, "passed")
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        f"1\n1.0\n{platform.node()}\n",  # process 1 lives, but began at another time: a reboot
+        f"999999999\n1.0\n{platform.node()}\n",
+        "77\n1.0\nanother-machine\n",
+        "",
+        "nonsense\n",
+        "\0" * 64,
+        f"{2**70}\nnan\n{platform.node()}\n",
+        own_mark(),
+    ],
+    ids=["reboot", "dead", "elsewhere", "empty", "nonsense", "zeros", "absurd", "own number, reused"],
+)
+def test_a_lock_left_behind_is_recovered(tmp_path: Path, mark: str) -> None:
+    (tmp_path / LOCK).write_text(mark)
+    owner = read_owner(tmp_path)
+    if owner is not None and mark != own_mark():
+        assert owner.process() is None
+    with hold(tmp_path):
+        assert (tmp_path / LOCK).read_text() == own_mark()
+
+
+def test_a_pipe_in_the_place_of_the_lock_hangs_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / LOCK)
+    assert read_owner(tmp_path) is None
+
+
+@pytest.mark.slow
+def test_a_second_training_process_is_refused(tmp_path: Path) -> None:
+    words = small_arguments({"train.steps": 100_000})
+    first = subprocess.Popen(
+        [sys.executable, "-m", "m1clip", "train", *words, "--run", "run"],
+        cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        while not (tmp_path / "run" / "run.jsonl").exists():
+            assert first.poll() is None
+        second = command("train", "--resume", "run", cwd=tmp_path)
+        assert second.returncode == 2
+        assert second.stderr == (
+            f"m1clip: run: process {first.pid} is training there; wait for it, or stop it first\n"
+        )
+    finally:
+        first.kill()
+        first.wait()

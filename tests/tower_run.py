@@ -1,0 +1,52 @@
+"""The smallest run on pretrained towers: of the right shape with random weights, so that no package need be there."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_run import small_config
+
+from m1clip.config import Config
+from m1clip.model.pretrained import build
+from m1clip.model.pretrained.bert import BertShape, BertTower
+from m1clip.model.pretrained.efficientnet import EfficientNetLite0
+from m1clip.train import frozen
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *LETTERS, ",", ".", *(f"##{c}" for c in LETTERS)]
+
+
+def patch_towers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights in the place of the two packages'."""
+    torch.manual_seed(0)
+    image = EfficientNetLite0().state_dict()
+    for weight in (tensor for tensor in image.values() if tensor.ndim == 4):
+        torch.nn.init.kaiming_normal_(weight)  # torch's own start would let the signal die on the way
+    # As deep as MiniLM, but thin: a checkpoint of it would be most of a test's time.
+    thin = partial(BertShape, width=48, heads=4, hidden=96, positions=64)
+    monkeypatch.setattr(build, "BertShape", thin)
+    text = BertTower(thin(vocab_size=len(PIECES))).state_dict()
+    monkeypatch.setattr(frozen, "tower_weights", lambda name: dict(text if name == "minilm" else image))
+    monkeypatch.setattr(frozen, "wordpieces", lambda: PIECES)
+
+
+def frozen_config(tmp_path: Path, **changes: Any) -> Config:
+    """The small run with the frozen recipe; features go into `tmp_path`."""
+    transfer = {
+        "transfer.recipe": "frozen",
+        "transfer.image_size": 32,
+        "transfer.hidden": 32,
+        "transfer.embed_dim": 16,
+    }
+    sizes = {
+        "data.train_count": 40,
+        "train.batch": 16,
+        "train.save_every": 3,
+        "train.steps": 6,
+        "optim.name": "adamw",
+    }
+    return small_config({**transfer, **sizes, "data.cache_dir": str(tmp_path / "cache"), **changes})
