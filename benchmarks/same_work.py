@@ -57,7 +57,11 @@ def job_config(name: str, data: str | None, quick: bool) -> Config:
     else:
         source = DataConfig(source=(data,), cache="ram") if data else DataConfig(train_count=1024)
         source = dataclasses.replace(source, val_count=16, test_count=16)
-        model = ModelConfig(preset="tiny", text_layers=4, context_length=int(name.removeprefix("tiny-")))
+        # The tower of issue 4, which the peers can build: patches instead of our stem, six blocks and four.
+        model = ModelConfig(
+            preset="tiny", vision_layers=6, text_layers=4, context_length=int(name.removeprefix("tiny-")),
+            stem="patch", vision_pre_norm=False,
+        )  # fmt: skip
         config = Config(model=model, data=source, train=TrainConfig(batch=128, steps=1000))
     if quick:
         parts = {"width": 64, "layers": 1, "heads": 2}
@@ -75,7 +79,7 @@ def same_work(config: Config) -> Config:
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, pooling="cls"),
-        data=dataclasses.replace(config.data, captions_per_step=1, patch_dropout=0.0),
+        data=dataclasses.replace(config.data, captions_per_step=1, patch_dropout=0.0, word_dropout=0.0),
         optim=dataclasses.replace(config.optim, name="adamw", ema=0.0),
     )
 

@@ -125,6 +125,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recipe", action="append", default=[], metavar="NAME=FLAGS", help="one more recipe")
     parser.add_argument("--flags", default="", help="flags of m1clip train for every recipe")
     parser.add_argument("--peers", default=os.environ.get("PEERS"), help="a Python with open_clip")
+    parser.add_argument("--peer-seeds", type=int, help="of open_clip; default: as many as --seeds")
     parser.add_argument("--peer-batch", type=int, default=256)
     parser.add_argument("--peer-precision", default="amp_bf16", help="as open_clip names it")
     parser.add_argument("--until-recall", type=float, metavar="PERCENT", help="also: seconds until validation has this "
@@ -171,7 +172,7 @@ def run_all(options: argparse.Namespace, recipes: dict[str, tuple[str, ...]], pl
     for seed in range(options.seeds):
         for name, flags in recipes.items():
             note(result, train(plan, name, flags, seed, setups[name]), options.out)
-        if peer is not None:
+        if peer is not None and seed < (options.seeds if options.peer_seeds is None else options.peer_seeds):
             note(result, peer.train(seed, *probed), options.out)
             result["peer"] = f"open_clip {peer.version}, {options.peer_precision}, batch {options.peer_batch}"
     theirs = [recall_at_10(run["val"]) for run in result["runs"] if run["recipe"] == "open_clip"]
