@@ -50,6 +50,11 @@ def percent(value: float | None) -> str:
     return f"{value:.0%}" if value >= 0.1 else f"{value:.2g}" if value < 1e-3 else f"{value:.1%}"
 
 
+def share(value: float | None) -> str:
+    """A part of a whole: nobody wants to know how far below a thousandth it is."""
+    return "under 0.1%" if value is not None and value < 1e-3 else percent(value)
+
+
 def rate(value: float) -> str:
-    """Pairs a second, with three figures and no exponent."""
+    """Pairs a second, or joules, with three figures and no exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

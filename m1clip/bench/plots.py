@@ -20,9 +20,7 @@ MOST_BARS = 16
 
 def speed(document: Document) -> str:
     """Pairs a second of each way, a plot for each model and batch."""
-    ways = list(
-        dict.fromkeys((r["candidate"]["device"], r["candidate"]["precision"]) for r in document["results"])
-    )
+    ways = _ways(document["results"])
     plots = []
     for (model, batch), members in _groups(document["results"]).items():
         if len(members) < 3 and len(document["results"]) > 3:
@@ -45,14 +43,14 @@ def speed(document: Document) -> str:
 
 def growth(document: Document) -> str:
     """Where several batches were measured: seconds a step against the batch, with the cost model's curve."""
-    plots = []
+    plots, ways = [], _ways(document["results"])
     fits = {(f["device"], f["precision"]): f for f in document["cost_models"]}
     for model in dict.fromkeys(r["candidate"]["model"] for r in document["results"]):
         mine = [r for r in document["results"] if r["candidate"]["model"] == model and plain(r)]
         if len({r["candidate"]["batch"] for r in mine}) < 2:
             continue
         drawn = []
-        for way in dict.fromkeys((r["candidate"]["device"], r["candidate"]["precision"]) for r in mine):
+        for way in _ways(mine):
             of_way = sorted(
                 _fastest(r for r in mine if (r["candidate"]["device"], r["candidate"]["precision"]) == way),
                 key=lambda r: r["candidate"]["batch"],
@@ -61,10 +59,17 @@ def growth(document: Document) -> str:
                 (r["candidate"]["batch"], *(r["seconds"][k] for k in ("median", "low", "high")))
                 for r in of_way
             ]
-            drawn.append(svg.Line(" ".join(way), points, _curve(fits.get(way), of_way)))
+            drawn.append(
+                svg.Line(" ".join(way), points, _curve(fits.get(way), of_way), colour=ways.index(way))
+            )
         plots.append(figure(svg.lines(drawn, f"seconds a step, {model}", "batch", "a step", seconds),
                             f"{model}: seconds a step; dashed: the cost model."))  # fmt: skip
     return f'<h2>Batch and size</h2><div class="plots">{"".join(plots)}</div>' if plots else ""
+
+
+def _ways(results: Iterable[Result]) -> list[tuple[str, str]]:
+    """Device and precision of each, in the order in which they first appear: that gives them their colour."""
+    return list(dict.fromkeys((r["candidate"]["device"], r["candidate"]["precision"]) for r in results))
 
 
 def _fastest(results: Iterable[Result]) -> list[Result]:

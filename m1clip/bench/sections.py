@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from m1clip.bench.candidate import Candidate
-from m1clip.bench.html import percent, rate, seconds, size, table
+from m1clip.bench.html import percent, rate, seconds, share, size, table
 from m1clip.bench.usage import BATCHES
 
 Document = dict[str, Any]
@@ -32,11 +32,11 @@ def results(document: Document) -> str:
             )
         )
         memory = size(r["memory"]["total"]) if r["memory"] and r["memory"]["known"] else "-"
-        joules = f"{r['joules_per_step']:.3g} J" if r["joules_per_step"] is not None else "not measured"
+        joules = f"{rate(r['joules_per_step'])} J" if r["joules_per_step"] is not None else "not measured"
         rows.append([
             escape(Candidate(**r["candidate"]).label), seconds(t["median"]),
             f"{seconds(t['low'])} - {seconds(t['high'])}",
-            str(t["n"]), rate(r["pairs_per_second"]), percent(r["gemm_share"]), memory, joules, agrees,
+            str(t["n"]), rate(r["pairs_per_second"]), share(r["gemm_share"]), memory, joules, agrees,
             escape("; ".join(r["remarks"])),
         ])  # fmt: skip
     head = ("candidate", "a step", "quartiles", "n", "pairs/s", "of GEMM rate", "peak memory", "energy a step",

@@ -69,6 +69,7 @@ class Line:
     name: str
     points: Sequence[tuple[float, float, float, float]]
     curve: Sequence[tuple[float, float]] = ()
+    colour: int | None = None  # the same thing has one colour in all plots; None: by its place in this one
 
 
 def lines(series: Sequence[Line], title: str, x_name: str, y_name: str, text: Callable[[float], str]) -> str:
@@ -79,7 +80,8 @@ def lines(series: Sequence[Line], title: str, x_name: str, y_name: str, text: Ca
     ys += [y for line in series for x, y in line.curve if min(xs) <= x <= max(xs)]
     x_axis, y_axis = _Axis(min(xs), max(xs), left, WIDTH - 8), _Axis(min(ys), max(ys), height - bottom, 8)
     parts = [_grid(x_axis, y_axis, height, left, bottom, text)]
-    for colour, line in enumerate(series):
+    colours = [place if line.colour is None else line.colour for place, line in enumerate(series)]
+    for colour, line in zip(colours, series, strict=True):
         style = f"stroke:var(--c{colour % COLOURS})"
         path = " ".join(f"{x_axis(x):.1f},{y_axis(y):.1f}" for x, y, _, _ in line.points)
         parts.append(f'<polyline class="line" points="{path}" style="{style}"/>')
@@ -97,14 +99,14 @@ def lines(series: Sequence[Line], title: str, x_name: str, y_name: str, text: Ca
         f'<text class="a" x="{WIDTH - 8}" y="{height - 2}" text-anchor="end">{escape(x_name)}</text>'
     )
     parts.append(f'<text class="a" x="0" y="-6">{escape(y_name)}</text>')
-    return legend([line.name for line in series]) + _svg(height, title, parts, top=18)
+    return legend([line.name for line in series], colours) + _svg(height, title, parts, top=18)
 
 
-def legend(names: Sequence[str]) -> str:
+def legend(names: Sequence[str], colours: Sequence[int] | None = None) -> str:
     """A key of colours, as text that wraps."""
     keys = "".join(
         f'<span class="key"><i style="background:var(--c{index % COLOURS})"></i>{escape(name)}</span>'
-        for index, name in enumerate(names)
+        for index, name in zip(colours or range(len(names)), names, strict=True)
     )
     return f'<p class="legend">{keys}</p>'
 

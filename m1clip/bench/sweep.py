@@ -106,11 +106,17 @@ def foretold(session: Session, candidate: Candidate, before: list[Seen]) -> tupl
         ):  # two points: a line, for much of a small step is fixed
             slope = max(0.0, seconds - before[-2][1]) / (last.batch - before[-2][0].batch)
             return seconds + slope * (candidate.batch - last.batch), fixed + (size - fixed) * grow
-        return seconds * grow, fixed + (size - fixed) * grow
+        # One point: what one more pair takes is a guess; a step of a GPU at batch 1 is nearly all fixed cost.
+        more = (candidate.batch - last.batch) * _pair_seconds(session, candidate)
+        return min(seconds * grow, seconds + more), fixed + (size - fixed) * grow
+    return _pair_seconds(session, candidate) * candidate.batch, BYTES_PER_PARAMETER * _parameters(candidate)
+
+
+def _pair_seconds(session: Session, candidate: Candidate) -> float:
+    """Seconds of one pair by its operations alone, at a usual share of the measured matrix product rate."""
     shape = shape_of(_model_config(candidate))
     rate = session.rates.get((candidate.device, candidate.precision), 1e11) * ASSUMED_SHARE
-    work = flops_per_pair(shape, shape.context_length) * candidate.batch
-    return work / rate, BYTES_PER_PARAMETER * float(count_parameters(shape))
+    return flops_per_pair(shape, shape.context_length) / rate
 
 
 def _finish(session: Session, opened: list[Open], known: Known) -> None:

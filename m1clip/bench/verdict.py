@@ -112,6 +112,9 @@ def _crossover(item: dict[str, Any]) -> str:
         )
     ratio = item["ratios"][str(last)]
     if wins is None and loses is not None:
+        if first == last:
+            return (f"{where}: {item['device']} beats the CPU {ratio:.1f} times at batch {first}, the only one "
+                    "measured on both.")  # fmt: skip
         return (f"{where}: {item['device']} beats the CPU at every batch measured, from {first} "
                 f"({item['ratios'][str(first)]:.1f} times) to {last} ({ratio:.0f} times){foretold}.")  # fmt: skip
     if wins is not None and loses is None:
