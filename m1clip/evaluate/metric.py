@@ -71,3 +71,9 @@ class Scores:
             flat[f"{metric.name}/high"] = metric.interval.high
             flat[f"{metric.name}/n"] = metric.n
         return flat
+
+
+def mean_recall(scores: Scores) -> float:
+    """The mean of recall@1, @5 and @10 both ways: one number that decides which model is best."""
+    values = [value for name, value in scores if "/recall@" in name]
+    return sum(values) / len(values)

@@ -68,9 +68,3 @@ def look_closer(
     model.train(training)
     write_snapshot(run, step, "val", job.splits["val"], features)
     return {"analysis": found, "analysis_seconds": round(time.perf_counter() - begin, 4)}
-
-
-def mean_recall(scores: Scores) -> float:
-    """The mean of recall@1, @5 and @10 both ways: one number that decides which model is best."""
-    values = [value for name, value in scores if "/recall@" in name]
-    return sum(values) / len(values)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,19 @@ from m1clip.model.clip import Clip
 BATCH = {"cpu": 32}
 USUAL_BATCH = 128
 GRID_ROWS, GRID_COLUMNS = 8, 5
+JOULES_PER_WATT_HOUR = 3600.0
+
+
+def energy_figures(steps: Sequence[dict[str, Any]], epochs: float, recall: float) -> dict[str, float]:
+    """Joules of the training and of an epoch of it, and mean recall in percent for a watt-hour; {} without a meter."""
+    joules = sum(float(record.get("joules", 0.0)) for record in steps)
+    if not joules or not epochs:
+        return {}
+    return {
+        "joules": joules,
+        "joules_per_epoch": joules / epochs,
+        "recall_per_watt_hour": 100 * recall / (joules / JOULES_PER_WATT_HOUR),
+    }
 
 
 @dataclass(frozen=True)

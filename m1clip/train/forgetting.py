@@ -20,7 +20,7 @@ from m1clip.evaluate.analysis import even_indices
 from m1clip.evaluate.bundle import Bundle
 from m1clip.evaluate.dataset import encode_split
 from m1clip.evaluate.heldout import held_out
-from m1clip.evaluate.metric import Scores
+from m1clip.evaluate.metric import mean_recall
 from m1clip.evaluate.zeroshot import class_folders, class_vectors, encode_readable, top_scores
 from m1clip.model.clip import Clip
 from m1clip.text.base import Tokenizer
@@ -122,9 +122,3 @@ def with_base(job: J, load: Callable[[Source, str, DataConfig], Split]) -> J:
     where = ", ".join(config.transfer.base)
     base = Base(where, meter, job.tokenizer, job.preprocess, before)
     return dataclasses.replace(cast(Any, job), base=base)  # every job that starts from a model has this field
-
-
-def mean_recall(scores: Scores) -> float:
-    """One number of all retrieval figures."""
-    values = [value for name, value in scores if "/recall@" in name]
-    return sum(values) / len(values)

@@ -9,9 +9,10 @@ from pathlib import Path
 from m1clip.data.loader import Batch, batches
 from m1clip.evaluate.bundle import Bundle
 from m1clip.evaluate.heldout import held_out
+from m1clip.evaluate.metric import mean_recall
 from m1clip.runlog import RunLog
 from m1clip.train.checkpoint import LoopState
-from m1clip.train.evaluation import Budget, encode, look_closer, mean_recall
+from m1clip.train.evaluation import Budget, encode, look_closer
 from m1clip.train.guard import GoBack
 from m1clip.train.record import Recorder
 from m1clip.train.rescue import Rescue

@@ -20,7 +20,7 @@ from m1clip.data.prepare import DecodePlan
 from m1clip.data.store import Progress
 from m1clip.errors import UserError
 from m1clip.evaluate.bundle import Bundle, load
-from m1clip.evaluate.metric import Scores
+from m1clip.evaluate.metric import Scores, mean_recall
 from m1clip.files import remove_leftovers, write_json, write_text
 from m1clip.hardware.device import rules
 from m1clip.hardware.facts import Facts, usable_cpus
@@ -28,7 +28,7 @@ from m1clip.hardware.heap import return_freed_memory
 from m1clip.runlog import RunLog, read_log
 from m1clip.train.checkpoint import LoopState, load_newest
 from m1clip.train.duration import EVALUATIONS, total_steps
-from m1clip.train.finish import Exam, examine
+from m1clip.train.finish import Exam, energy_figures, examine
 from m1clip.train.folder import claim_folder, give_back, hold
 from m1clip.train.loop import run_loop
 from m1clip.train.parity import check_parity
@@ -165,10 +165,12 @@ def _finish(job: Job, update: Update, folder: Path, log: RunLog, screen: Screen,
     split = next((name for name in ("test", "val") if name in job.splits), "train")
     grid = folder / "retrieval.png"
     scores = examine(Exam(best, job.source, split, job.splits[split], job.autocast), grid)
-    shares = [record["data_share"] for record in read_log(folder) if record["kind"] == "step"]
+    steps = [record for record in read_log(folder) if record["kind"] == "step"]
+    shares = [record["data_share"] for record in steps]
+    epochs = state.step / job.training.plan.steps_per_epoch
     log.write("end", step=state.step, split=split, best_step=state.best_step, seconds=state.seconds,
               data_share=sum(shares) / max(len(shares), 1), peak_bytes=job.device.peak_bytes(),
-              **scores.as_dict())  # fmt: skip
+              **energy_figures(steps, epochs, mean_recall(scores)), **scores.as_dict())  # fmt: skip
     return Result(folder, scores, split, grid)
 
 

@@ -93,12 +93,20 @@ def costs(histories: Sequence[History]) -> str:
             "power, median",
             lambda h: _median(h, "watts", lambda v: f"{v:.1f} W") if _has(h, "watts") else "not measured",
         ),
+        ("energy of an epoch", lambda h: _energy(h, "joules_per_epoch", "J")),
+        ("mean recall for a watt-hour", lambda h: _energy(h, "recall_per_watt_hour", "points")),
     ]
     return table(
         ["", *[h.name for h in histories]],
         [(name, *[words(h) for h in histories]) for name, words in rows],
         "costs",
     )
+
+
+def _energy(history: History, name: str, unit: str) -> str:
+    """A figure of the end of a run, where there was a meter."""
+    value = history.end.get(name)
+    return f"{value:,.4g} {unit}" if isinstance(value, int | float) else "not measured"
 
 
 def against_prior_art(history: History) -> str:

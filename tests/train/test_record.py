@@ -188,3 +188,12 @@ def test_the_dear_part_of_the_analysis_keeps_to_its_share_of_the_time() -> None:
     assert poor.pictures(trained=210.0, per_text=0.034) == 0
     assert Budget(trained_before=0.0).pictures(trained=0.01, per_text=0.0001) == 4  # costs next to nothing
     assert Budget(trained_before=200.0).pictures(trained=201.0, per_text=0.034) == 0  # earlier time is spent
+
+
+def test_energy_of_a_run_from_what_its_log_says() -> None:
+    from m1clip.train.finish import energy_figures
+
+    steps = [{"joules": 1800.0}, {"joules": 1800.0}, {}]
+    found = energy_figures(steps, epochs=4.0, recall=0.25)
+    assert found == {"joules": 3600.0, "joules_per_epoch": 900.0, "recall_per_watt_hour": 25.0}
+    assert energy_figures([{}, {}], 4.0, 0.25) == {}, "no meter, no figure"
