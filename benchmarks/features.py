@@ -58,6 +58,7 @@ def feature_set(folder: Path, batch: int, image_width: int, text_width: int) -> 
         lengths=np.ones(texts, np.int32),
         keys=np.arange(texts, dtype=np.int64),
         first=np.arange(0, texts + 1, CAPTIONS),
+        pad_id=0,
         table=mapped(folder, "text", texts, text_width, draw),
         at=draw.permutation(texts),
     )

@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from cyclopts.config import Dict
 
-from m1clip.config import Config
+from m1clip.config import DURATIONS, Config
 from m1clip.configfile import from_dict, read_preset, read_toml, to_dict
 from m1clip.errors import UserError
 
 # Short names that are also the name of a section, which cyclopts would take them for.
 SHORT = {"--model": "--model.preset", "--data": "--data.source"}
 NOT_SHAPE = ("attention_image", "attention_text", "recompute", "compile")
-DURATIONS = ("minutes", "epochs", "steps")
 
 
 def layers(words: list[str]) -> tuple[Any, ...]:
@@ -38,20 +38,26 @@ def layers(words: list[str]) -> tuple[Any, ...]:
                 f"--resume takes its settings from the run; leave out {others[0]}, or begin a new run"
             )
         return ()
-    found = []
-    readers = [("--config", lambda value: read_toml(Path(value))), ("--preset", read_preset)]
+    readers: list[tuple[str | None, Callable[[str], dict[str, Any]]]] = [
+        (_value_of(words, "--config"), lambda value: read_toml(Path(value))),
+        (_value_of(words, "--preset"), read_preset),
+    ]
     # A recipe brings settings of its own, for what neither the command line nor a file says.
-    if "frozen" in (_value_of(words, "--recipe"), _value_of(words, "--transfer.recipe")):
-        readers.append(("--recipe", read_preset))
-    if _value_of(words, "--init"):
-        readers.append(("--init", lambda value: read_preset(preset_for(Path(value)))))
-    for option, read in readers:
-        value = _value_of(words, option)
+    recipe, init = (_value_of(words, f"--{name}", f"--transfer.{name}") for name in ("recipe", "init"))
+    if recipe == "frozen":
+        readers.append((recipe, read_preset))
+    if init:
+        readers.append((init, lambda value: read_preset(preset_for(Path(value)))))
+    elif recipe == "finetune" and not any(value for value, _ in readers):
+        # Those of its second stage; the first has its own (train/stages.py).
+        readers.append((recipe, lambda value: read_preset("unfreeze")))
+    found = []
+    for value, read in readers:
         if value is None:
             continue
         values = to_dict(from_dict(read(value), value))
         # A duration on the command line takes the place of the file's, of whichever kind that is.
-        if any(_value_of(words, f"--{name}") or _value_of(words, f"--train.{name}") for name in DURATIONS):
+        if any(_value_of(words, f"--{name}", f"--train.{name}") for name in DURATIONS):
             for name in DURATIONS:
                 values["train"].pop(name, None)
         # Another size on the command line takes the place of the file's shape, which spells out every number.
@@ -101,10 +107,12 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _value_of(words: list[str], option: str) -> str | None:
+def _value_of(words: list[str], *names: str) -> str | None:
+    """What stands after an option, by any of its names."""
     for index, word in enumerate(words):
-        if word == option and index + 1 < len(words):
+        option, equals, value = word.partition("=")
+        if option in names and equals:
+            return value
+        if option in names and index + 1 < len(words):
             return words[index + 1]
-        if word.startswith(f"{option}="):
-            return word.partition("=")[2]
     return None

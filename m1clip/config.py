@@ -14,6 +14,7 @@ from m1clip.errors import UserError
 from m1clip.units import amount, number_or_auto, steps_or_seconds, steps_or_time
 
 Choice = Literal["auto", "bmm", "sdpa"]
+DURATIONS = ("minutes", "epochs", "steps")  # of which a run has one
 COMMON = Group("Common", sort_key=0)  # what most people need stands first in --help
 
 
@@ -134,9 +135,9 @@ class DataConfig:
     "Strength of random brightness and contrast. Default: 0.2, synthetic 0 (colours are words there)."
 
     patch_dropout: float | None = None
-    "Share of the patches that a step leaves out: less work, less to learn by heart. Default: 0.5; synthetic, conv 0."
+    "Share of the patches that a step leaves out: less to learn by heart. Default: 0.5; synthetic, conv, --init 0."
     word_dropout: float | None = None
-    "Share of a caption's tokens that a step leaves out, against learning by heart. Default: 0.3, synthetic 0."
+    "Share of a caption's tokens that a step leaves out. Default: 0.3; synthetic, char, --init, text tower of others 0."
 
     def __post_init__(self) -> None:
         _check_finite("data", self)
@@ -261,7 +262,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _check_finite("train", self)
-        given = [name for name in ("minutes", "epochs", "steps") if getattr(self, name) is not None]
+        given = [name for name in DURATIONS if getattr(self, name) is not None]
         _check(
             len(given) <= 1,
             f"give one of --minutes, --epochs and --steps, not {' and '.join('--' + g for g in given)}",

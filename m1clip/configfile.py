@@ -12,11 +12,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from m1clip.config import Config
+from m1clip.config import Config, ModelConfig
 from m1clip.errors import UserError
 from m1clip.files import read_bounded
 
 MAX_BYTES = 2**22  # a config has a hundred lines
+NOT_SHAPE = ("preset", "stem", "attention_image", "attention_text", "recompute", "compile")
+SHAPE_OF_0_1 = {item.name for item in dataclasses.fields(ModelConfig)} - set(NOT_SHAPE)
 
 
 def load_config(path: Path) -> Config:
@@ -29,7 +31,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     if path.is_dir():
         path = path / "config.toml"  # a run folder is meant
     try:
-        return tomllib.loads(read_bounded(path, MAX_BYTES).decode("utf-8"))
+        return _as_it_was(tomllib.loads(read_bounded(path, MAX_BYTES).decode("utf-8")))
     except FileNotFoundError:
         raise UserError(f"{path}: no such config file") from None
     except RecursionError:
@@ -38,6 +40,19 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not a TOML file: {error}") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _as_it_was(values: dict[str, Any]) -> dict[str, Any]:
+    """A run of version 0.1 spelled out its shape without a stem; settings that came later stay off in it."""
+    model = values.get("model")
+    if not isinstance(model, dict) or "stem" in model or not model.keys() >= SHAPE_OF_0_1:
+        return values
+    later = {"model": {"stem": "patch"}, "data": {"word_dropout": 0.0}, "train": {"text_contrast": 0.0}}
+    return values | {
+        section: settings | values.get(section, {})
+        for section, settings in later.items()
+        if isinstance(values.get(section, {}), dict)
+    }
 
 
 def preset_names() -> list[str]:

@@ -12,24 +12,43 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from m1clip.errors import UserError
+
 PARTIAL = ".partial"  # ends the name of what is still being written
 OLD = f".old{PARTIAL}"  # ends the name of a folder moved aside while another takes its place
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file in one move: a reader sees the old text or the new, never half of it."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, data: bytes, sync: bool = True) -> None:
+    """The same for bytes; with `sync` they are on the disk when this returns, whatever happens to the power."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        with temporary.open("wb") as file:
+            file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:  # a full disk: the half must not take the room that is left
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if sync:
+        sync_folder(path.parent)
+
+
+def open_plain(path: Path, flags: int) -> int:
+    """A handle of a file that we write; a link in its place, which could lead anywhere, is refused."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):
+            raise UserError(f"{path}: is a link, and nothing is written through one; delete it") from None
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:

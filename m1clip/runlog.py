@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from m1clip.files import open_plain
+
 VERSION = 1  # raised when a field changes its meaning; a new field is no new version
 NAME = "run.jsonl"
 LONGEST_LINE = 2**24
@@ -24,8 +26,9 @@ class RunLog:
 
     def __init__(self, run: Path) -> None:
         self.path = run / NAME
-        _end_torn_line(self.path)
-        self._file = self.path.open("ab", buffering=0)
+        handle = open_plain(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._file = os.fdopen(handle, "ab", buffering=0)
+        _end_torn_line(handle)
         self.on_full: Callable[[OSError], None] | None = None  # told of a line that the disk did not take
         self.lost = 0  # such lines since the last that was written
         self.sinks: list[Sink] = []  # others who want each record too, such as TensorBoard
@@ -101,11 +104,8 @@ def finite(value: Any) -> Any:
     return value
 
 
-def _end_torn_line(path: Path) -> None:
+def _end_torn_line(handle: int) -> None:
     """A killed writer may leave half a line: end it, so that the next object starts on its own."""
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    with path.open("rb+") as file:
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) != b"\n":
-            file.write(b"\n")
+    size = os.fstat(handle).st_size
+    if size and os.pread(handle, 1, size - 1) != b"\n":
+        os.write(handle, b"\n")

@@ -34,6 +34,17 @@ def test_another_size_takes_the_place_of_the_whole_shape_of_a_file(tmp_path: Pat
     assert other.data["train.steps"] == 5
 
 
+def test_long_names_bring_the_settings_of_a_recipe_too(tmp_path: Path) -> None:
+    (short,), (long,) = layers(["train", "--recipe", "frozen"]), layers(["train", "--transfer.recipe=frozen"])
+    assert long.data == short.data
+    assert long.data["train.batch"] == 512
+    (tmp_path / "config.json").write_text('{"towers": {}}')
+    (short,) = layers(["train", "--init", str(tmp_path)])
+    (long,) = layers(["train", "--transfer.init", str(tmp_path)])
+    assert long.data == short.data
+    assert long.data["optim.layer_decay"] == 0.8
+
+
 def test_resume_takes_no_other_setting() -> None:
     assert layers(["train", "--resume", "runs/x"]) == ()
     with pytest.raises(UserError, match="leave out --steps"):

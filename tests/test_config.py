@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import m1clip.config
+from m1clip.arguments import layers
 from m1clip.config import Config, DataConfig, ModelConfig, OptimConfig, TextConfig, TrainConfig
 from m1clip.configfile import from_dict, load_config, preset_names, read_preset, to_dict, to_toml
 from m1clip.errors import UserError
@@ -166,6 +167,61 @@ def test_unreadable_files_are_one_line(tmp_path: Path) -> None:
             load_config(tmp_path / name)
         assert name in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+# What a run of version 0.1 wrote, before there were stems, word dropout and a contrast of captions.
+OF_0_1 = """
+seed = 3
+[model]
+preset = "tiny"
+image_size = 64
+patch_size = 8
+vision_width = 192
+vision_layers = 6
+vision_heads = 3
+text_width = 192
+text_layers = 4
+text_heads = 3
+context_length = 32
+embed_dim = 128
+mlp_ratio = 4.0
+pooling = "mean"
+positions = "sincos"
+activation = "gelu"
+vision_pre_norm = true
+patch_bias = false
+projection_bias = false
+dropout = 0.0
+init = "zero"
+attention_image = "bmm"
+attention_text = "sdpa"
+recompute = false
+compile = false
+[data]
+source = ["photos"]
+crop_min = 0.6
+patch_dropout = 0.5
+[train]
+steps = 10
+batch = 64
+"""
+
+
+def test_a_run_of_an_older_version_is_read_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(OF_0_1)
+    config = load_config(tmp_path)
+    assert (config.model.stem, config.data.word_dropout, config.train.text_contrast) == ("patch", 0.0, 0.0)
+    assert (config.seed, config.data.patch_dropout, config.train.batch) == (3, 0.5, 64)
+    assert shape_of(config.model).stem == "patch"
+    (same,) = layers(["train", "--config", str(file)])
+    assert (same.data["model.stem"], same.data["data.word_dropout"]) == ("patch", 0.0)
+    (other,) = layers(["train", "--config", str(file), "--model.preset", "tiny"])
+    assert "model.stem" not in other.data, "another size brings a stem of its own"
+    file.write_text(OF_0_1.replace('init = "zero"', ""))  # not what a run wrote, but a person
+    assert load_config(file).model.stem is None
+    file.write_text(to_toml(config))
+    assert load_config(file) == config
 
 
 def test_every_field_has_a_line_of_help() -> None:

@@ -62,8 +62,14 @@ def train(
     from m1clip.train.stopping import Interrupted, Stopped
 
     screen = Screen()
+    # Without a file, m1clip/arguments.py has put the recipe's settings under the words of the command line.
+    settled = config.transfer.recipe == "finetune" and preset is None and config_file is None
     try:
-        result = resume_run(resume, screen) if resume is not None else train_run(config, run, screen, preset)
+        result = (
+            resume_run(resume, screen)
+            if resume is not None
+            else train_run(config, run, screen, preset, settled)
+        )
     except Stopped as stopped:
         screen.say(str(stopped))
         sys.exit(stopped.exit_code)

@@ -20,6 +20,7 @@ class CaptionTable:
     lengths: np.ndarray  # (captions,) up to and with the end mark
     keys: np.ndarray  # (captions,) int64
     first: np.ndarray  # (pictures + 1,)
+    pad_id: int  # what stands after the end mark
 
     @property
     def owner(self) -> np.ndarray:
@@ -43,16 +44,20 @@ class CaptionTable:
         return self.tokens[captions, : rounded(int(self.lengths[captions].max()), self.tokens.shape[1])]
 
 
-def drop_tokens(tokens: np.ndarray, lengths: np.ndarray, gone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def drop_tokens(
+    tokens: np.ndarray, lengths: np.ndarray, gone: np.ndarray, pad_id: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Captions without the tokens that `gone` (n, context) names, closed up; the marks and one token always stay."""
     place = np.arange(tokens.shape[1])
     inner = (place > 0) & (place < lengths[:, None] - 1)
     gone = gone & inner
     empty = (gone.sum(axis=1) == inner.sum(axis=1)) & inner.any(axis=1)
     gone[empty, 1] = False
-    # What is left out goes behind the end mark, where it has no effect.
     order = np.argsort(gone, axis=1, kind="stable")
-    return np.take_along_axis(tokens, order, axis=1), lengths - gone.sum(axis=1, dtype=lengths.dtype)
+    closed, left = np.take_along_axis(tokens, order, axis=1), lengths - gone.sum(axis=1, dtype=lengths.dtype)
+    # A tower of others reads every token that is no padding, also behind the end mark.
+    closed[(place >= left[:, None]) & gone.any(axis=1, keepdims=True)] = pad_id
+    return closed, left
 
 
 def rounded(length: int, context: int) -> int:
@@ -68,4 +73,4 @@ def tokenise(captions: Sequence[tuple[str, ...]], tokenizer: Tokenizer, context_
     keys = np.array([number.setdefault(caption.strip().lower(), len(number)) for caption in flat], np.int64)
     tokens = tokenizer(flat, context_length)
     lengths = (tokens == tokenizer.eot_id).argmax(axis=1) + 1
-    return CaptionTable(tokens, lengths.astype(np.int32), keys, first)
+    return CaptionTable(tokens, lengths.astype(np.int32), keys, first, tokenizer.pad_id)

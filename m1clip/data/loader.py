@@ -146,7 +146,8 @@ class TrainingSet(Dataset[Batch]):
         if share:
             context = tokens.shape[1]
             places = chosen[:, None] * context + np.arange(context)
-            tokens, lengths = drop_tokens(tokens, lengths, rnd.uniform(seed, epoch, places, rnd.WORD) < share)
+            gone = rnd.uniform(seed, epoch, places, rnd.WORD) < share
+            tokens, lengths = drop_tokens(tokens, lengths, gone, table.pad_id)
         if self.full_length:
             return Texts(tokens.astype(np.int64), owners, chosen, ())
         order = np.argsort(lengths, kind="stable")

@@ -48,8 +48,9 @@ class _Shared(Generic[Item, Found]):
                 result = self.work(self.items[place])
             except BaseException as error:  # noqa: BLE001  given to the one who waits
                 with self.changed:
-                    self.error = error
-                    self.changed.notify()
+                    if self.busy.pop(me, None) is not None:  # else given up on, and answered for
+                        self.error = error
+                        self.changed.notify()
                 return
             with self.changed:
                 if self.busy.pop(me, None) is None:
@@ -65,8 +66,12 @@ def patiently(
     hung: Callable[[Item], Found],
     patience: float = PATIENCE,
     threads: int = 1,
+    name: Callable[[Item], str] = str,
 ) -> list[Found]:
-    """What `work` gives for each item, in order; `hung` answers for one that takes longer than `patience` seconds."""
+    """What `work` gives for each item, in order; `hung` answers for one that takes longer than `patience` seconds.
+
+    `name` says to a person which item it is.
+    """
     if not items:
         return []
     if patience <= 0 and threads == 1:
@@ -77,7 +82,7 @@ def patiently(
     with shared.changed:
         while not shared.over:
             shared.changed.wait(_time_left(shared, patience))
-            _give_up(shared, hung, patience)
+            _give_up(shared, hung, patience, name)
     if shared.error is not None:
         raise shared.error
     return [shared.found[place] for place in range(len(items))]
@@ -94,7 +99,9 @@ def _time_left(shared: _Shared[Item, Found], patience: float) -> float | None:
     return max(0.01, oldest + patience - time.monotonic())
 
 
-def _give_up(shared: _Shared[Item, Found], hung: Callable[[Item], Found], patience: float) -> None:
+def _give_up(
+    shared: _Shared[Item, Found], hung: Callable[[Item], Found], patience: float, name: Callable[[Item], str]
+) -> None:
     """Answer for those who hang, and start another in the place of each."""
     if patience <= 0 or shared.over:
         return
@@ -108,7 +115,7 @@ def _give_up(shared: _Shared[Item, Found], hung: Callable[[Item], Found], patien
         _left_behind[:] = [one for one in _left_behind if one.is_alive()]
         if len(_left_behind) > MOST_LEFT_BEHIND:
             raise UserError(
-                f"{shared.items[place]}: the {len(_left_behind)}th read that hangs for more than {patience:g} s; "
+                f"{name(shared.items[place])}: the {len(_left_behind)}th read that hangs for more than {patience:g} s; "
                 f"is the disk with the pictures still there? Continue with --resume when it is back"
             )
         _start(shared)

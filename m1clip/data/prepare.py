@@ -44,12 +44,15 @@ def is_synthetic(config: DataConfig) -> bool:
 
 
 def augmentation_of(
-    config: DataConfig, captions: Iterable[str] = (), whole_pictures: bool = False
+    config: DataConfig,
+    captions: Iterable[str] = (),
+    whole_pictures: bool = False,
+    whole_captions: bool = False,
 ) -> Augmentation:
-    """What the config says, or what suits the kind of data; `whole_pictures`: no patch is left out by default."""
+    """What the config says, or what suits the kind of data; of what is `whole`, no part is left out by default."""
     drawn = is_synthetic(config)
     crop, flip, colour = (1.0, 0.0, 0.0) if drawn else (0.6, 0.5, 0.2)
-    patches, words = 0.0 if drawn or whole_pictures else 0.5, 0.0 if drawn else 0.3
+    patches, words = 0.0 if drawn or whole_pictures else 0.5, 0.0 if drawn or whole_captions else 0.3
     if speaks_of_sides(captions):
         crop, flip = 1.0, 0.0  # a mirrored or shifted picture would make its caption false
     return Augmentation(

@@ -109,7 +109,7 @@ class LivePictures:
         """The pictures in the order asked for, decoded by threads: Pillow lets go of the interpreter."""
         # A worker process is one of many already: threads in each would only fight for the cores.
         threads = 1 if parent_process() is not None else min(MAX_THREADS, os.cpu_count() or 1)
-        return patiently(indices.tolist(), self.square, self.hung, self.patience, threads)
+        return patiently(indices.tolist(), self.square, self.hung, self.patience, threads, self.where)
 
     def square(self, index: int) -> np.ndarray | Failure:
         """(side, side, 3) uint8, or why there is none."""
@@ -120,9 +120,13 @@ class LivePictures:
         except (OSError, ValueError, MemoryError, OverflowError) as error:
             return Failure(index, str(ref), reason_of(error))
 
+    def where(self, index: int) -> str:
+        """Which picture it is, for a person."""
+        return str(self.refs[index])
+
     def hung(self, index: int) -> np.ndarray | Failure:
         """The failure of a picture whose read does not come back."""
-        return Failure(index, str(self.refs[index]), f"{HUNG} within {self.patience:g} s")
+        return Failure(index, self.where(index), f"{HUNG} within {self.patience:g} s")
 
 
 def reason_of(error: Exception) -> str:
@@ -231,7 +235,7 @@ def find_bad(
 ) -> dict[int, str]:
     """Decode these pictures only to see whether they can be: the reason for each that cannot."""
     live = LivePictures(refs, side=32, patience=patience)
-    found = patiently(list(indices), live.square, live.hung, patience, max(1, workers))
+    found = patiently(list(indices), live.square, live.hung, patience, max(1, workers), live.where)
     return {failure.index: failure.reason for failure in found if isinstance(failure, Failure)}
 
 
@@ -240,7 +244,8 @@ def _decode_chunk(job: tuple[int, Sequence[ImageRef], int, str, float]) -> Decod
     block = np.zeros((len(refs), side, side, 3), np.uint8)
     errors = {}
     live = LivePictures(refs, side, resize, patience)
-    for offset, square in enumerate(patiently(range(len(refs)), live.square, live.hung, patience)):
+    squares = patiently(range(len(refs)), live.square, live.hung, patience, name=live.where)
+    for offset, square in enumerate(squares):
         if isinstance(square, Failure):
             if square.reason.startswith(HUNG):
                 # It may be there again tomorrow: what is kept for all runs must not say that it cannot be read.

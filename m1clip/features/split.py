@@ -15,14 +15,13 @@ from m1clip.data.bad import judge
 from m1clip.data.captions import CaptionTable, tokenise
 from m1clip.data.keep import DecodePlan
 from m1clip.data.pair import Pair
-from m1clip.data.prepare import Split
 from m1clip.data.preprocess import Preprocess
 from m1clip.data.store import Failure, LivePictures
 from m1clip.errors import UserError
 from m1clip.features.compute import Context, Tower, caption_features, picture_features
 from m1clip.features.store import Computed, FeatureStore, name_of
 from m1clip.features.tables import FeatureCaptions, FeaturePictures
-from m1clip.text.base import Tokenizer
+from m1clip.text import Tokenizer, fingerprint
 
 
 @dataclass(frozen=True)
@@ -57,15 +56,9 @@ class Maker:
         return FeatureStore(self.folder, f"image-{_key(*self.image.key, seen)}", self.image.width)
 
     def text_store(self) -> FeatureStore:
-        """Keyed by the tower's weights, the length and the arithmetic."""
-        told = f"{self.context_length}|{self.precision}"
+        """Keyed by the tower's weights, the tokenizer, the length and the arithmetic."""
+        told = f"{fingerprint(self.tokenizer)}|{self.context_length}|{self.precision}"
         return FeatureStore(self.folder, f"text-{_key(*self.text.key, told)}", self.text.width)
-
-
-def feature_split(maker: Maker, pairs: Sequence[Pair], split: str, max_bad: float) -> Split:
-    """A split whose pictures and captions carry features; pictures that cannot be read are left out and named."""
-    pictures, kept, failures = feature_pictures(maker, pairs, split, max_bad)
-    return Split(pictures, feature_captions(maker, kept, split), kept, failures, "features")
 
 
 def feature_pictures(
@@ -122,7 +115,13 @@ def feature_captions(maker: Maker, pairs: Sequence[Pair], split: str) -> Feature
 
     store.fill(names, captions, _waiting(maker, store))
     return FeatureCaptions(
-        table.tokens, table.lengths, table.keys, table.first, table=store.mapped(), at=store.rows(names)
+        table.tokens,
+        table.lengths,
+        table.keys,
+        table.first,
+        pad_id,
+        table=store.mapped(),
+        at=store.rows(names),
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import tempfile
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -25,6 +27,7 @@ __all__ = [
     "FastTokenizer",
     "Tokenizer",
     "WordPieceTokenizer",
+    "fingerprint",
     "load_tokenizer",
     "make_tokenizer",
 ]
@@ -49,6 +52,13 @@ def make_tokenizer(kind: str, captions: Iterable[str], alphabet: str | None = No
     if alphabet is not None:
         raise UserError(f"tokenizer {kind!r} has no alphabet: leave the alphabet out, or choose 'char'")
     return BpeTokenizer() if kind == "bpe" else BpeTokenizer().cut_to(captions)
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """What the tokenizer is, for the key of a cache: a hash of the file it is saved in."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder))
+        return hashlib.sha256((Path(folder) / FILE_NAME).read_bytes()).hexdigest()
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

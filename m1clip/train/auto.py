@@ -24,7 +24,8 @@ MOST_CAPTIONS = 5  # of a picture in one step, unless asked for; docs/recipe.md
 
 def usual_captions(config: Config, train: Split) -> int:
     """Captions of a picture in one step, before the device has its say."""
-    return config.data.captions_per_step or min(int(np.median(np.diff(train.captions.first))), MOST_CAPTIONS)
+    usual = min(int(np.median(np.diff(train.captions.first))), MOST_CAPTIONS)
+    return config.data.captions_per_step or max(1, usual)
 
 
 def fitted(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from m1clip.errors import UserError
+from m1clip.files import open_plain
 from m1clip.runlog import NAME
 from m1clip.train.folder import OUTPUT, claim_folder, give_back
 
@@ -23,7 +25,7 @@ def start_in_background(
         raise UserError(f"{folder}: no run there (no config.toml)")
     own = without(words, "--background", "--run")
     output = folder / OUTPUT
-    with output.open("ab") as file:
+    with os.fdopen(open_plain(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "m1clip", *own, *([] if resume is not None else ["--run", str(folder)])],
             stdin=subprocess.DEVNULL, stdout=file, stderr=file,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from m1clip.errors import UserError
-from m1clip.files import read_bounded, remove_leftovers, restore, whole_folder, write_json
+from m1clip.files import read_bounded, remove_folder, remove_leftovers, restore, whole_folder, write_json
 from m1clip.model.weights import read_tensors, write_tensors
 from m1clip.plain import checked
 from m1clip.train.manifest import FOLDER, FORMAT, MANIFEST, SMALL, folder_of, found, prune, sha256, verify
@@ -40,7 +40,7 @@ Groups = dict[str, dict[str, Tensor]]  # file name without ending -> tensors
 
 
 def save(run: Path, state: LoopState, groups: Groups, keep: int) -> Path:
-    """Write a checkpoint, then delete all but the newest `keep`."""
+    """Write a checkpoint, then delete those of later steps, and all but the newest `keep`."""
     target = folder_of(run, state.step)
     with whole_folder(target) as folder:
         for name, tensors in groups.items():
@@ -48,27 +48,32 @@ def save(run: Path, state: LoopState, groups: Groups, keep: int) -> Path:
         write_json(folder / "state.json", {"format": FORMAT, **asdict(state)})
         hashes = {file.name: sha256(file) for file in sorted(folder.iterdir())}
         write_json(folder / MANIFEST, {"format": FORMAT, "sha256": hashes})
+    for later in [step for step in found(run) if step > state.step]:
+        remove_folder(
+            folder_of(run, later)
+        )  # rotten, or of a future that was given up: not one of the `keep`
     prune(run, keep)
     return target
 
 
 def load_newest(
-    run: Path, device: torch.device, warn: Callable[[str], None]
+    run: Path, device: torch.device, warn: Callable[[str], None], sound: bool = False
 ) -> tuple[LoopState, Groups] | None:
-    """The newest checkpoint that is whole; a broken one is named and the one before it used.
+    """The newest whole checkpoint, with `sound` one not saved among skipped updates where there is such a one.
 
-    None when there is none at all; when there are but none is whole, a UserError: hours of work are not dropped
-    in silence.
+    A broken one is named and passed over. None when there is none at all; when there are but none is whole, a
+    UserError: hours of work are not dropped in silence.
     """
     for name in restore(run / FOLDER):
         warn(f"{run / FOLDER / name}: was being replaced when the run was killed; the old one is back")
     for name in remove_leftovers(run / FOLDER):
         warn(f"{run / FOLDER / name}: an unfinished save, removed")
     steps = sorted(found(run))
+    chosen: Path | None = None
     for step in reversed(steps):
         folder = folder_of(run, step)
         reason = verify(folder)
-        if reason and step == steps[0]:
+        if reason and step == steps[0] and chosen is None:
             raise UserError(
                 f"{run}: none of its checkpoints is whole (step {step}: {reason}). Bring one back from a copy, "
                 f"or delete {run / FOLDER} to train from the start"
@@ -76,9 +81,14 @@ def load_newest(
         if reason:
             warn(f"{folder}: {reason}; using the checkpoint before it")
             continue
-        groups = {file.stem: read_tensors(file, str(device)) for file in folder.glob("*.safetensors")}
-        return _state(folder / "state.json"), groups
-    return None
+        chosen = chosen or folder
+        if not sound or _state(folder / "state.json").skipped == 0:
+            chosen = folder
+            break
+    if chosen is None:
+        return None
+    groups = {file.stem: read_tensors(file, str(device)) for file in chosen.glob("*.safetensors")}
+    return _state(chosen / "state.json"), groups
 
 
 def _state(path: Path) -> LoopState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +26,12 @@ def with_teacher(job: Job, say: Callable[[str], None], decode: Callable[[Facts],
     bundle = load(Path(transfer.teacher or ""), job.device.kind, activation=transfer.activation)
     model, width = bundle.model, bundle.model.shape.embed_dim
     roots, beside = data_folders(job.source)
-    key = (weights_hash(model.state_dict()), "unit vectors")
+    # The same weights make other vectors with another activation, or fewer heads.
+    key = (
+        weights_hash(model.state_dict()),
+        json.dumps(model.shape.to_dict(), sort_keys=True),
+        "unit vectors",
+    )
     maker = Maker(
         image=Side(model.encode_image, width, key), text=Side(model.encode_text, width, key),
         tokenizer=bundle.tokenizer, context_length=model.shape.context_length, preprocess=bundle.preprocess, views=1,

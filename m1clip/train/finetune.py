@@ -69,7 +69,7 @@ def prepare_init(
     config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan], saved: Any = None
 ) -> Job:
     """Answer every question of a run that starts from a model; `saved` as in setup.prepare."""
-    init = Path(config.transfer.init or "")
+    init, config = Path(config.transfer.init or ""), _gently(config)
     parts = read_parts(init, config.transfer.activation)
     if isinstance(parts.shape, TowerShape):
         return prepare_unfrozen(config, say, decode, parts)
@@ -92,6 +92,18 @@ def prepare_init(
         return load_split(source, split, data, job.tokenizer, context, preprocess, 1.0, decode(job.facts))
 
     return with_base(made, load_base)
+
+
+def _gently(config: Config) -> Config:
+    """What helps random weights against learning by heart would only disturb trained ones: off unless asked for."""
+    data, train = config.data, config.train
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(
+            data, word_dropout=data.word_dropout or 0.0, patch_dropout=data.patch_dropout or 0.0
+        ),
+        train=dataclasses.replace(train, text_contrast=train.text_contrast or 0.0),
+    )
 
 
 def fitted(

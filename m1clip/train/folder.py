@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from m1clip.errors import UserError
+from m1clip.files import open_plain
 from m1clip.owner import LOCK, own_mark
 
 OUTPUT = "train.log"  # what a run in the background says
@@ -17,12 +18,7 @@ OUTPUT = "train.log"  # what a run in the background says
 def claim_folder(asked: Path | None, name: str) -> Path:
     """Make a folder that holds no run yet: the one asked for, or runs/NAME, runs/NAME-2, ..."""
     if asked is not None:
-        if (asked / "config.toml").exists():
-            raise UserError(
-                f"{asked}: holds a run already; continue it with --resume {asked}, or choose another --run"
-            )
-        if asked.exists() and (not asked.is_dir() or _contents(asked)):
-            raise UserError(f"{asked}: exists and is not a run; choose another --run")
+        check_free(asked)
         asked.mkdir(parents=True, exist_ok=True)
         return asked
     number = 1
@@ -34,6 +30,16 @@ def claim_folder(asked: Path | None, name: str) -> Path:
             number += 1
         else:
             return folder
+
+
+def check_free(asked: Path) -> None:
+    """Refuse a folder that holds a run, or anything else."""
+    if (asked / "config.toml").exists():
+        raise UserError(
+            f"{asked}: holds a run already; continue it with --resume {asked}, or choose another --run"
+        )
+    if asked.exists() and (not asked.is_dir() or _contents(asked)):
+        raise UserError(f"{asked}: exists and is not a run; choose another --run")
 
 
 def give_back(folder: Path) -> None:
@@ -49,7 +55,7 @@ def give_back(folder: Path) -> None:
 @contextlib.contextmanager
 def hold(folder: Path) -> Iterator[None]:
     """Be the only writer of a run; the system lets go of it when this process ends, however it ends."""
-    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    handle = open_plain(folder / LOCK, os.O_RDWR | os.O_CREAT)
     try:
         try:
             # Not flock: forked data workers would share it, and outlive a killed parent by some seconds.

@@ -13,26 +13,27 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from m1clip.config import Config
-from m1clip.data.augment import Augmentation
+from m1clip.config import Config, ModelConfig
 from m1clip.data.keep import DecodePlan
 from m1clip.data.prepare import open_data
 from m1clip.data.preprocess import Preprocess
 from m1clip.errors import UserError
 from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.measure import DTYPES
-from m1clip.model.build import shape_of
+from m1clip.model.build import resolved, shape_of
 from m1clip.model.choose import choose_attention
 from m1clip.model.foreign.files import read_json
 from m1clip.model.pretrained.build import own_config, own_shape
 from m1clip.model.pretrained.clip import TowerClip
 from m1clip.model.pretrained.hugging_face import load_tower, tower_file
-from m1clip.model.pretrained.load import FILES, tower_weights, wordpieces
+from m1clip.model.pretrained.load import FILES, OWN_IMAGE, OWN_TEXT, tower_weights, wordpieces
 from m1clip.model.pretrained.shape import TowerShape
 from m1clip.model.pretrained.timm_tower import PREFIX, TIMM, load_timm
+from m1clip.model.shape import ClipShape
 from m1clip.model.weights import assign_weights
 from m1clip.text import FastTokenizer, WordPieceTokenizer, make_tokenizer
 from m1clip.text.base import Tokenizer
+from m1clip.train.auto import usual_captions
 from m1clip.train.setup import choose_hardware, device_line
 from m1clip.train.sides import (
     Moving,
@@ -41,12 +42,10 @@ from m1clip.train.sides import (
     maker_of,
     side_splits,
     training_set,
-    usual_captions,
 )
 from m1clip.train.tower_job import TowerJob
 
 HALF = (0.5, 0.5, 0.5)  # EfficientNet-Lite was trained on pixels between -1 and 1
-OWN_IMAGE, OWN_TEXT = "vit", "text"  # towers of ours, trained from random weights
 BATCH = 512  # where the person leaves it open
 
 
@@ -89,9 +88,11 @@ def prepare_towers(
         towers, started.tokenizer, started.preprocess, config, source, device, precision, decode(facts)
     )
     lint = look_at(config, source, maker, say)
-    augmentation = augmentation_for(config, source, towers) if moving.image else Augmentation()
+    augmentation = augmentation_for(config, source, towers, started.tokenizer, moving)
     splits = side_splits(maker, config, source, moving, augmentation)
-    several = config.data.captions_per_step or usual_captions(splits["train"])
+    seen: dict[str, Any] = {"captions_per_step": usual_captions(config, splits["train"])}
+    if any(moving):
+        seen |= dataclasses.asdict(augmentation)
     own = (own_shape(towers.shape.image_config), own_shape(towers.shape.text_config))
     kinds: dict[str, Any] = {}
     if own[0] is not None and moving.image:
@@ -106,20 +107,31 @@ def prepare_towers(
         )[0]
     config = dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, **kinds),
-        data=dataclasses.replace(config.data, captions_per_step=several),
+        model=dataclasses.replace(_shape_told(config.model, *own), **kinds),
+        data=dataclasses.replace(config.data, **seen),
         train=dataclasses.replace(
             config.train, device=device.kind, precision=precision, batch=config.train.batch or BATCH
         ),
     )
     patches = own[0].grid ** 2 if own[0] is not None else 0
+    full_length = device.rules.fixed_shapes or config.model.compile
     choices: dict[str, Any] = {"bf16_speedup": speedup, "features": str(maker.folder), "lint": lint}
     return TowerJob(
         config=config, facts=facts, device=device, precision=precision, shape=cast(Any, towers.shape),
         tokenizer=started.tokenizer, preprocess=started.preprocess, source=source, splits=splits, choices=choices,
-        training=training_set(config, splits["train"], augmentation, patches), autocast=maker.autocast,
+        training=training_set(config, splits["train"], augmentation, patches, full_length), autocast=maker.autocast,
         towers=towers, moving=moving, fresh=fresh,
     )  # fmt: skip
+
+
+def _shape_told(config: ModelConfig, image: ClipShape | None, text: ClipShape | None) -> ModelConfig:
+    """The config with the shape of the tower that is ours, so that it says the same when the table changes."""
+    shape = image or text
+    if shape is None:
+        return config
+    told = resolved(config, shape, config.attention_image, config.attention_text)  # type: ignore[arg-type]
+    # Beside a text tower of ours the pictures are those of somebody else's tower.
+    return told if image is not None else dataclasses.replace(told, image_size=config.image_size)
 
 
 def pretrained_towers(config: Config, captions: Iterable[str]) -> Started:

@@ -1,8 +1,8 @@
 """Losses and gradients that are not finite: counted, named, and in the end a way back or a diagnosis.
 
 The update itself skips such a step before any weight moves (train/update.py), on an accelerator without the host
-knowing. Here the host learns of it, where it reads the losses anyway: after each step on the CPU, else with each line
-of the log and before each checkpoint. Those moments follow from the step, so a resume sees the same ones.
+knowing. Here the host learns of it, where it reads the losses anyway: after each step on the CPU and on MPS, else with
+each line of the log and before each checkpoint. Those moments follow from the step, so a resume sees the same ones.
 """
 
 from __future__ import annotations
@@ -76,8 +76,13 @@ class Guard:
         warn: Callable[[str], None],
         name: Callable[[int], str],
         suspects: Callable[[int], list[int]],
+        scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """`name(picture)` is for a person; `suspects(step)` are pictures that alone give no finite vector."""
+        """`name(picture)` is for a person; `suspects(step)` are pictures that alone give no finite vector.
+
+        `scale()` is how much fp16 scales the loss up now; it is asked only where a gradient is not finite.
+        """
+        self.scale = scale
         self.config, self.write, self.warn, self.name, self.suspects = config, write, warn, name, suspects
         self.spikes = Spikes(config.spike)
         self.losses: deque[float] = deque(maxlen=HISTORY)  # the newest finite ones
@@ -100,6 +105,9 @@ class Guard:
                     text = f"the loss stays far above the usual {usual:.4g}: {loss:.4g} at step {each.step:,}"
                     self.write("warning", step=each.step, text=text, loss=loss, usual=usual)
                     self.warn(text)
+            elif math.isfinite(loss) and self.scale() > 1:
+                # fp16 looks for its scale in this way: the next step has half of it, and nothing has diverged.
+                self.write("event", step=each.step, event="scale lowered", loss=loss, scale=self.scale())
             else:
                 state.skipped += 1
                 self._tell(each, loss, norm, first=state.skipped == 1)

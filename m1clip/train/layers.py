@@ -52,6 +52,12 @@ class LayerProbe:
             self._handles.append(part.register_step_pre_hook(self._look_before))
             self._handles.append(part.register_step_post_hook(self._look_after))
 
+    def disarm(self) -> None:
+        """Look no more, and forget what was seen."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._before, self._seen = [], [], []
+
     @torch.no_grad()
     def _look_before(self, part: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         moved = _moving(part)
@@ -70,10 +76,8 @@ class LayerProbe:
 
     def take(self, grad_norm: float) -> dict[str, list[float]] | None:
         """layer -> [gradient norm before clipping, update / weight]; one read of the device. None: nothing moved."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        seen, self._seen = self._seen, []
+        seen = self._seen
+        self.disarm()
         names = [name for part in seen for name in part[0]]
         columns = (
             [norm for part in seen for norm in part[1]],

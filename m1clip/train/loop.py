@@ -42,6 +42,7 @@ def run_loop(
                 break
             except GoBack:
                 rescue.go_back(state)
+                loop.recorder.restart()
     screen.end()
 
 
@@ -63,6 +64,8 @@ class _Loop:
     def go(self) -> None:
         """From the step of the state to the last, or until asked to stop."""
         state, train, update = self.state, self.job.config.train, self.update
+        if state.step == 0 and state.best_step < 0 and self._start_may_be_best():
+            state.evaluation_due = True
         if state.evaluation_due and self._pause(state.step == self.total):
             return
         feed = _timed(self.job, state.step, self.total)
@@ -83,6 +86,11 @@ class _Loop:
             if self._pause(last):
                 break
 
+    def _start_may_be_best(self) -> bool:
+        """From a model, training may only make it worse; where --wise mixes, it wants a model that was trained."""
+        transfer = self.job.config.transfer
+        return transfer.init is not None and transfer.wise == "off"
+
     def _evaluates(self) -> bool:
         every = self.job.config.train.eval_every or self.total
         return self.state.step % every == 0 or self.state.step == self.total
@@ -96,10 +104,11 @@ class _Loop:
             self.began += time.perf_counter() - paused  # not training
             self.recorder.restart()
         stale = bool(patience) and state.stale >= patience
-        due = self.saver.due(state.step, sound=state.skipped == 0)
-        if due or last or stale or self.asked.signal:
-            self.rescue.look(state)
-            self.saver.save(state, groups(self.update, state), wait=last or stale or bool(self.asked.signal))
+        due, ends = self.saver.due(state.step), last or stale or bool(self.asked.signal)
+        if due or ends:
+            self.rescue.look(state)  # only then is it known whether the newest updates were skipped
+        if ends or (due and state.skipped == 0):
+            self.saver.save(state, groups(self.update, state), wait=ends)
             self.recorder.restart()
         self.saver.poll()
         if self.asked.signal and (not last or state.evaluation_due):

@@ -15,6 +15,7 @@ from m1clip.files import read_bounded, remove_folder
 FORMAT = 2  # 1 knew of no returns, smaller chunks and evaluations still to be done; it is read
 MANIFEST = "manifest.json"
 FOLDER = "checkpoints"
+NEEDED = ("state.json", "weights.safetensors", "optimizer.safetensors")
 SMALL = 2**24  # bytes of a JSON file of a checkpoint, at most
 
 
@@ -72,9 +73,14 @@ def verify(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         return f"its {MANIFEST} cannot be read ({type(error).__name__})"
     if version > FORMAT:
+        if _state_is_readable(folder, hashes):  # a newer m1clip would have said so in both files
+            return f"its {MANIFEST} is damaged (its format is not that of state.json)"
         raise UserError(
             f"{folder}: written by a newer m1clip (format {version}, this one reads {FORMAT}): upgrade"
         )
+    unlisted = sorted({*NEEDED, *(file.name for file in folder.glob("*.safetensors"))} - set(hashes))
+    if unlisted:
+        return f"{MANIFEST} does not list {unlisted[0][:80]}"
     for name, digest in hashes.items():
         file = folder / Path(name).name
         try:
@@ -84,7 +90,17 @@ def verify(folder: Path) -> str:
                 return f"{name} is damaged (its hash differs)"
         except (OSError, ValueError) as error:  # a disk that fails; a name that no file can have
             return f"{name[:80]!a} cannot be read ({type(error).__name__})"
-    return "" if "state.json" in hashes else "state.json is missing"
+    return ""
+
+
+def _state_is_readable(folder: Path, hashes: dict[str, Any]) -> bool:
+    """Whether a state.json that is as it was written says a format that we know."""
+    file = folder / "state.json"
+    try:
+        whole = sha256(file) == hashes.get(file.name)
+        return whole and int(json.loads(read_bounded(file, SMALL))["format"]) <= FORMAT
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        return False
 
 
 def sha256(path: Path) -> str:

@@ -6,25 +6,32 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from m1clip.config import Config
+from m1clip.config import DURATIONS, Config
+from m1clip.config_transfer import TransferConfig
 from m1clip.configfile import read_preset
 from m1clip.data.keep import DecodePlan
 from m1clip.data.prepare import is_synthetic, open_data
 from m1clip.errors import UserError
 from m1clip.hardware.facts import Facts
-from m1clip.model.pretrained.load import REMEDY, installed
+from m1clip.model.pretrained.load import installed, remedy
 from m1clip.train.distil import with_teacher
 from m1clip.train.finetune import prepare_init
 from m1clip.train.frozen import prepare_frozen
 from m1clip.train.setup import Job
 from m1clip.train.setup import prepare as prepare_scratch
 
-LONG_MINUTES = 10  # from here on letting the towers go gains more than it costs (docs/finetune.md)
-ENOUGH_TO_MOVE = 2_000  # pictures; fewer are learned by heart
-DURATIONS = ("minutes", "epochs", "steps")
-FEW_PICTURES = (
-    100_000  # below this no run from random weights comes near pretrained towers (docs/finetune.md)
-)
+# These three are judgement: the recipes were measured on one set, of 6,000 pictures (docs/finetune.md).
+LONG_MINUTES = 10  # enough for letting the towers go
+ENOUGH_TO_MOVE = 2_000  # pictures; with fewer, towers that move may learn them by heart
+FEW_PICTURES = 100_000  # below this pretrained towers are taken, where they are installed
+# Options of TransferConfig that have a meaning only where trained towers move.
+MOVING = {
+    "wise": "--wise",
+    "base": "--base",
+    "lora_rank": "--transfer.lora-rank",
+    "train_image": "--transfer.train-image",
+    "train_text": "--transfer.train-text",
+}
 
 
 def prepare(
@@ -51,13 +58,42 @@ def run_name(config: Config) -> str:
 
 
 def decided(config: Config, say: Callable[[str], None]) -> Config:
-    """The config with `--recipe auto` answered, and the reason said."""
+    """The config with `--recipe auto` answered, and the reason said; an option without a meaning is refused."""
     if config.transfer.recipe != "auto":
+        _check_meant(config.transfer)
         return config
     recipe, why = choose(config)
     say(f"recipe     {recipe}: {why}")
     config = dataclasses.replace(config, transfer=dataclasses.replace(config.transfer, recipe=recipe))
-    return with_settings_of(config, read_preset(recipe)) if recipe == "frozen" else config
+    _check_meant(config.transfer)
+    if recipe != "frozen":
+        return config
+    settled = with_settings_of(config, read_preset(recipe))
+    say_settings(config, settled, say)
+    return settled
+
+
+def _check_meant(transfer: TransferConfig) -> None:
+    if transfer.init is not None or transfer.recipe == "finetune":
+        return
+    plain = TransferConfig()
+    for name, option in MOVING.items():
+        if getattr(transfer, name) != getattr(plain, name):
+            raise UserError(
+                f"{option} goes with --init or --recipe finetune, not with --recipe {transfer.recipe}"
+            )
+
+
+def say_settings(before: Config, after: Config, say: Callable[[str], None]) -> None:
+    """Name what a recipe has put in the place of defaults: one of them may have been meant."""
+    changed = [
+        f"{section}.{item.name} {getattr(getattr(after, section), item.name)}"
+        for section in ("train", "optim")
+        for item in dataclasses.fields(getattr(after, section))
+        if getattr(getattr(before, section), item.name) != getattr(getattr(after, section), item.name)
+    ]
+    if changed:
+        say(f"settings   of the recipe, in the place of defaults: {', '.join(changed)}")
 
 
 def with_settings_of(config: Config, settings: dict[str, Any]) -> Config:
@@ -86,7 +122,10 @@ def choose(config: Config) -> tuple[Any, str]:
         return "scratch", f"{pictures:,} pictures are enough to learn from random weights"
     missing = [t for t in (config.transfer.image_tower, config.transfer.text_tower) if not installed(t)]
     if missing:
-        return "scratch", f"{pictures:,} pictures are few, but {missing[0]} is not installed: {REMEDY}"
+        return (
+            "scratch",
+            f"{pictures:,} pictures are few, but {missing[0]} is not installed: {remedy(missing[0])}",
+        )
     why = f"{pictures:,} pictures are too few for random weights, and the pretrained towers are installed"
     minutes = config.train.minutes or 0
     if minutes >= LONG_MINUTES and pictures >= ENOUGH_TO_MOVE:

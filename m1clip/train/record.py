@@ -37,7 +37,8 @@ class Recorder:
         self._data_seconds = 0.0
 
     def restart(self) -> None:
-        """What came since the last line was no training: an evaluation, a checkpoint."""
+        """What came since the last line was no training: an evaluation, a checkpoint, steps that were taken back."""
+        self.probe.disarm()  # a step that was taken back is never written down, and would leave its hooks
         self.update.phases.take()
         self.telemetry.skip()
         self._begin()

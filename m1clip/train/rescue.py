@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 from torch import Tensor
 
-from m1clip.hardware.limits import memory_limit
+from m1clip.hardware.limits import NEAR, memory_limit, own_bytes
 from m1clip.runlog import RunLog
 from m1clip.train.checkpoint import Groups, LoopState, load_newest
 from m1clip.train.guard import Guard
@@ -32,11 +32,16 @@ class Rescue:
         self.job, self.update, self.run, self.log, self.screen = job, update, run, log, screen
         config, pairs = job.config, job.splits["train"].pairs
         self.guard = Guard(
-            config.guard, log.write, screen.warn, lambda picture: pairs[picture].id, self._suspects
+            config.guard,
+            log.write,
+            screen.warn,
+            lambda picture: pairs[picture].id,
+            self._suspects,
+            self._scale,
         )
         schedule = schedule_of(config.train.save_every, total_steps)
         self.saver = Saver(run, config.train.keep, schedule, config.guard, log.write, screen.say, screen.warn,
-                           free_for_a_copy)  # fmt: skip
+                           lambda: free_for_a_copy(job.device.kind, update.room))  # fmt: skip
 
     def after(self, state: LoopState, pictures: Tensor, loss: Tensor, grad_norm: Tensor, look: bool) -> None:
         """A step is done: tell of less memory, and of an update that was skipped where that is known by now."""
@@ -50,7 +55,7 @@ class Rescue:
                 f"{begin}: {shrunk.chunk} pairs at a time from now on; the batch of {self.job.config.train.batch} and "
                 f"its gradient stay the same"
                 if shrunk.helps
-                else f"{begin}, and smaller chunks do not help: going on"
+                else f"{begin}, and smaller chunks do not help: going on as before"
             )
             self.log.write("event", step=shrunk.step, event="memory short", chunk=shrunk.chunk,
                            batch=self.job.config.train.batch, why=shrunk.why, helps=shrunk.helps)  # fmt: skip
@@ -65,16 +70,21 @@ class Rescue:
     def go_back(self, state: LoopState) -> None:
         """Make the run what it was at its newest checkpoint, or at the start, with a lower learning rate."""
         self.saver.finish()
+        self.saver.forget()
         self.guard.forget()
         failed, config = state.step, self.job.config.guard
         if state.rollbacks >= config.rollbacks:
             self.log.write("event", step=failed, event="diverged", rollbacks=state.rollbacks)
             raise self.guard.diagnosis(state, failed, self.job.precision)
-        kept = load_newest(self.run, self.job.device.torch, self.screen.warn)
+        kept = load_newest(self.run, self.job.device.torch, self.screen.warn, sound=True)
         earlier, tensors = kept if kept is not None else (LoopState(), self._start())
         earlier.rollbacks = state.rollbacks + 1
         earlier.rate_factor = state.rate_factor * config.rollback_rate
         earlier.chunk, earlier.skipped = state.chunk, 0
+        # best/ on the disk stays: a worse model must not take its place.
+        earlier.best, earlier.best_step, earlier.stale = state.best, state.best_step, state.stale
+        if self.update.scaler is not None:  # a scale that was too large then would be too large again
+            earlier.scaler_scale = min(earlier.scaler_scale, self.update.scaler.get_scale())
         for item in dataclasses.fields(LoopState):
             setattr(state, item.name, getattr(earlier, item.name))
         self.update.optimizer.drop_state()
@@ -95,6 +105,10 @@ class Rescue:
         batch = self.job.training[step]
         return [int(batch.pictures[row]) for row in self.update.suspects(batch)]
 
+    def _scale(self) -> float:
+        """How much the loss is scaled up; 1 where it is not."""
+        return 1.0 if self.update.scaler is None else float(self.update.scaler.get_scale())
+
     def _start(self) -> Groups:
         """The tensors of a run that has not begun."""
         model = self.job.build_model()
@@ -106,17 +120,17 @@ class Rescue:
 
 def make_room(job: Job, state: LoopState) -> Room:
     """The watch over a run's memory: within --memory or the machine's; a full GPU says so itself."""
-    train, process = job.config.train, psutil.Process()
+    train = job.config.train
     limit = amount(train.memory, "B", "--memory") if train.memory else None
     if job.device.kind == "cpu":
-        return Room(
-            state.chunk or train.chunk, lambda: int(process.memory_info().rss), limit or memory_limit()
-        )
+        return Room(state.chunk or train.chunk, own_bytes, limit or memory_limit())
     whole = float(job.device.total_bytes()) if job.device.kind == "mps" else None
     return Room(state.chunk or train.chunk, job.device.memory_bytes, limit or whole)
 
 
-def free_for_a_copy() -> float:
-    """Bytes of main memory that this process could still take."""
-    used = psutil.Process().memory_info().rss
-    return float(min(psutil.virtual_memory().available, memory_limit() - used))
+def free_for_a_copy(kind: str, room: Room | None) -> float:
+    """Bytes of main memory that this process could still take without coming near a limit."""
+    limit, used = memory_limit(), own_bytes()
+    if kind != "cuda" and room is not None and room.limit is not None:  # a GPU's limit is not of main memory
+        limit, used = min(limit, int(room.limit)), max(used, room.read())
+    return float(min(psutil.virtual_memory().available, NEAR * limit - used))

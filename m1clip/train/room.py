@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ WORDS = (
     "not enough memory",
     "out of memory",
 )  # what torch says on the CPU and on MPS
+AGAIN = 50  # steps between two that are done again as they were: else each step might be done twice
 HELPS = 0.98  # a smaller chunk that leaves more than this of the memory in use is of no help
 
 
@@ -41,11 +43,14 @@ class Room:
         """`chunk` as in the config (0 = all at once); `read()` gives the bytes in use, `limit` what they may be."""
         self.chunk, self.read, self.limit = chunk, read, limit
         self._told: list[Shrunk] = []
+        self._watches = True
+        self._earlier = chunk  # what it was before a change that did not help
+        self._cleared = -AGAIN  # the step that was last done again as it was
         self._used, self._before = 0, float("inf")  # bytes in use when the limit was near, now and before it
 
     def look(self) -> None:
         """At the moment of the most memory, between forward and backward: Tight if the limit is near."""
-        if self.limit is None:
+        if self.limit is None or not self._watches:
             return
         used = self.read()
         if is_near(used, self.limit):
@@ -53,7 +58,10 @@ class Room:
             raise Tight(f"{used / 1e9:.2f} GB in use, near the limit of {self.limit / 1e9:.2f} GB")
 
     def fit(self, work: Callable[[], Result], clear: Callable[[], None], rows: int, step: int) -> Result:
-        """Do the work; where memory runs out, clear and do it again in chunks of half the size."""
+        """Do the work; where memory runs out, clear and do it again in chunks of half the size.
+
+        Where it only came near the limit, what was cleared may do: it is first tried again as it was.
+        """
         while True:
             try:
                 result = work()
@@ -66,6 +74,9 @@ class Room:
                     raise
                 why, failed = _first_line(error), True
             clear()  # outside of the except: the error's frames hold on to the tensors
+            if not failed and step - self._cleared >= AGAIN:
+                self._cleared = step
+                continue
             self._shrink(rows, step, why, failed)
 
     def take(self) -> list[Shrunk]:
@@ -80,13 +91,31 @@ class Room:
                 f"out of memory at step {step + 1:,} even with one pair at a time ({why}): take a smaller --model, "
                 f"--model.recompute, or a machine with more memory"
             )
-        if not failed and (now <= 1 or self._used > HELPS * self._before):
-            self.limit = None  # what fills the memory is not the chunk: the run goes on as it is
+        useless = self._used > HELPS * self._before
+        if not failed and (now <= 1 or useless):
+            self._watches = False  # what fills the memory is not the chunk: the run goes on as it was
+            self.chunk = self._earlier if useless else self.chunk
             self._told.append(Shrunk(step + 1, self.chunk, why, helps=False))
             return
         self._before = self._before if failed else self._used
-        self.chunk = (now + 1) // 2
+        smaller = (now + 1) // 2
+        self._earlier = smaller if failed else self.chunk  # a chunk that failed never comes back
+        self.chunk = smaller
         self._told.append(Shrunk(step + 1, self.chunk, why))
+
+
+@contextlib.contextmanager
+def memory_in_words() -> Iterator[None]:
+    """Where smaller chunks cannot help (optimizer, evaluation), running out of memory is one line for a person."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"out of memory ({_first_line(error)}): close other programs and continue with --resume, or begin again "
+            f"with a smaller --model or --batch"
+        ) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

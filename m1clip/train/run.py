@@ -34,11 +34,14 @@ from m1clip.train.loop import run_loop
 from m1clip.train.parity import check_parity
 from m1clip.train.recipe import decided, prepare, run_name
 from m1clip.train.rescue import make_room
+from m1clip.train.room import memory_in_words
 from m1clip.train.saving import save_failure
 from m1clip.train.schedule import warmup_steps
 from m1clip.train.screen import Screen
 from m1clip.train.setup import Job
 from m1clip.train.sinks import check_sink, open_sink
+from m1clip.train.snapshot import FOLDER as WATCH
+from m1clip.train.snapshot import THUMBS
 from m1clip.train.stopping import Interrupted, StopRequest, stop_on_signals
 from m1clip.train.tensors import restore
 from m1clip.train.update import Update
@@ -79,7 +82,8 @@ def resume(run: str | Path, screen: Screen | None = None) -> Result:
     if not (folder / "config.toml").is_file():
         raise UserError(f"{folder}: no run there (no config.toml)")
     with hold(folder), stop_on_signals() as asked:
-        remove_leftovers(folder)
+        for part in (folder, folder / WATCH, folder / WATCH / THUMBS):
+            remove_leftovers(part)
         job = prepare(load_config(folder / "config.toml"), screen.say, decode_plan(screen), saved=folder)
         _check_same_data(job, folder)
         _describe(job, screen)
@@ -89,6 +93,7 @@ def resume(run: str | Path, screen: Screen | None = None) -> Result:
         return _go(job, folder, screen, state, tensors, asked)
 
 
+@memory_in_words()
 def _go(
     job: Job,
     folder: Path,

@@ -52,7 +52,7 @@ class Schedule:
         """Whether the checkpoint after this step is to be written."""
         if self.seconds:
             return self.clock() - self._last >= self.seconds
-        return bool(self.steps) and step % self.steps == 0
+        return bool(self.steps) and step > 0 and step % self.steps == 0
 
     def done(self) -> None:
         """One was begun now."""
@@ -91,10 +91,14 @@ class Saver:
         self._work: _Work | None = None
         self._owed = self._said = False
 
-    def due(self, step: int, sound: bool) -> bool:
-        """Whether to save now; a run that is not `sound` (its last update was skipped) waits until it is."""
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is owed; it stays so until `save`: a run whose last update was skipped waits with it."""
         self._owed = self._owed or self.schedule.due(step)
-        return self._owed and sound
+        return self._owed
+
+    def forget(self) -> None:
+        """The run went back: what was owed belongs to a step that has not been."""
+        self._owed = False
 
     def save(self, state: LoopState, groups: Groups, wait: bool = False) -> None:
         """Begin a checkpoint; with `wait` it is on the disk, or an error, when this returns."""

@@ -37,7 +37,7 @@ from m1clip.model.build import resolved, shape_of
 from m1clip.model.choose import choose_attention
 from m1clip.model.clip import Clip, count_parameters
 from m1clip.model.shape import ClipShape
-from m1clip.text import load_tokenizer, make_tokenizer
+from m1clip.text import CharTokenizer, load_tokenizer, make_tokenizer
 from m1clip.text.base import Tokenizer
 from m1clip.train.auto import fitted, usual_captions
 from m1clip.train.precision import autocast
@@ -119,7 +119,8 @@ def prepare(
     )
     shape = shape_of(config.model, tokenizer.vocab_size, bias)
 
-    augmentation = augmentation_of(config.data, captions, whole_pictures=shape.stem == "conv")
+    letters = isinstance(tokenizer, CharTokenizer)  # they are no words, and none can be spared
+    augmentation = augmentation_of(config.data, captions, shape.stem == "conv", whole_captions=letters)
     splits: dict[str, Split] = {}
     for split in ("train", "val", "test"):
         if split in source.splits():

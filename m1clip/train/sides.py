@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from m1clip.config import Config
 from m1clip.data.augment import Augmentation
 from m1clip.data.cache_place import cache_folder
@@ -23,10 +21,9 @@ from m1clip.hardware.device import Device, Precision
 from m1clip.model.pretrained.build import own_shape
 from m1clip.model.pretrained.clip import TowerClip, width_of
 from m1clip.model.pretrained.load import weights_hash
-from m1clip.text.base import Tokenizer
+from m1clip.text import CharTokenizer, Tokenizer
 from m1clip.train.precision import autocast
 
-MOST_CAPTIONS = 5  # of a picture in one step
 TEST_VIEWS = 1
 
 
@@ -46,7 +43,7 @@ def maker_of(
     read_at = getattr(model.image, "also", model.shape.image_config)
     return Maker(
         image=Side(model.image, width_of(model.image), (weights_hash(model.image.state_dict()), str(read_at))),
-        text=Side(model.text, width_of(model.text), (weights_hash(model.text.state_dict()),)),
+        text=Side(model.text, width_of(model.text), (weights_hash(model.text.state_dict()), model.shape.text_config)),
         tokenizer=tokenizer, context_length=model.shape.context_length, preprocess=preprocess,
         views=config.transfer.views, folder=cache_folder(config.data.cache_dir, beside), roots=roots,
         device=device.torch, precision=precision, autocast=autocast(device, precision), plan=plan,
@@ -63,12 +60,20 @@ def look_at(
     return look_first(source, size, context, say, maker.plan.warn)
 
 
-def augmentation_for(config: Config, source: Source, model: TowerClip) -> Augmentation:
-    """As in any run; patches are left out only where the image tower is ours, others see whole pictures."""
+def augmentation_for(
+    config: Config, source: Source, model: TowerClip, tokenizer: Tokenizer, moving: Moving
+) -> Augmentation:
+    """What the sides that move see varied: in towers of ours as in any run, in others words only where asked for."""
     captions = [caption for pair in source.pairs("train") for caption in pair.captions]
-    found = augmentation_of(config.data, captions)
-    own = own_shape(model.shape.image_config)
-    return found if own is not None else dataclasses.replace(found, patch_dropout=0.0)
+    image, text = own_shape(model.shape.image_config), own_shape(model.shape.text_config)
+    whole_pictures = image is None or image.stem == "conv"
+    whole_captions = text is None or isinstance(tokenizer, CharTokenizer)
+    found = augmentation_of(config.data, captions, whole_pictures, whole_captions)
+    patches = found.patch_dropout if image is not None else 0.0  # a tower of others knows of no patches
+    words = found.word_dropout if moving.text else 0.0
+    if not moving.image:
+        return Augmentation(word_dropout=words)
+    return dataclasses.replace(found, patch_dropout=patches, word_dropout=words)
 
 
 def side_split(
@@ -107,7 +112,9 @@ def side_splits(
     }
 
 
-def training_set(config: Config, train: Split, augmentation: Augmentation, patches: int) -> FeatureSet:
+def training_set(
+    config: Config, train: Split, augmentation: Augmentation, patches: int, full_length: bool
+) -> FeatureSet:
     """The batches of the run; data that does not fill one is refused."""
     plan = BatchPlan(len(train.pairs), config.train.batch, config.seed)
     if plan.steps_per_epoch == 0:
@@ -117,9 +124,6 @@ def training_set(config: Config, train: Split, augmentation: Augmentation, patch
         )
     several = config.data.captions_per_step or 1
     identity = identities(train.pairs)
-    return FeatureSet(train.pictures, train.captions, plan, augmentation, False, identity, several, patches)
-
-
-def usual_captions(train: Split) -> int:
-    """All captions that most pictures have, up to five."""
-    return max(1, min(int(np.median(np.diff(train.captions.first))), MOST_CAPTIONS))
+    return FeatureSet(
+        train.pictures, train.captions, plan, augmentation, full_length, identity, several, patches
+    )

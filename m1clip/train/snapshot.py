@@ -6,6 +6,7 @@ worst confusions. The captions are the same at each evaluation; the number of sn
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 from m1clip.data.prepare import Split
 from m1clip.evaluate.analysis import confusions, even_indices
 from m1clip.evaluate.ranks import nearest, ranks
-from m1clip.files import write_text
+from m1clip.files import write_bytes, write_text
 from m1clip.train.insight import caption_of
 
 FOLDER, THUMBS = "watch", "thumbs"
@@ -107,7 +108,9 @@ def _write_thumb(path: Path, data: Split, picture: int) -> None:
         return
     small = Image.fromarray(data.pictures.read(np.array([picture]))[0])
     small.thumbnail((THUMB, THUMB))
-    small.save(path, format="JPEG", quality=82)
+    coded = io.BytesIO()
+    small.save(coded, format="JPEG", quality=82)
+    write_bytes(path, coded.getvalue(), sync=False)  # whole after a kill; not worth a wait for the disk
 
 
 def _thin_out(folder: Path, step: int) -> None:

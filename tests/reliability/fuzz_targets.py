@@ -118,7 +118,12 @@ def fast_tokenizer() -> dict[str, object]:
 
 def targets(folder: Path) -> dict[str, Target]:
     """All targets; what some of them need beside the changed file is put into the folder."""
-    save(folder, LoopState(step=7), {"weights": {"a": torch.ones(3)}}, keep=1)
+    save(
+        folder,
+        LoopState(step=7),
+        {"weights": {"a": torch.ones(3)}, "optimizer": {"m": torch.ones(3)}},
+        keep=1,
+    )
     checkpoint = folder / "checkpoints" / "step-000007"
     manifest, state = ((checkpoint / name).read_bytes() for name in ("manifest.json", "state.json"))
     weights = safetensors_bytes({"a": torch.ones(3), "b.c": torch.zeros(2, 2).bfloat16()})

@@ -32,7 +32,7 @@ import psutil
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 from drift import Limit, judge  # noqa: E402
-from reliability_results import record  # noqa: E402
+from reliability_results import UNFINISHED, record  # noqa: E402
 from small_run import small_arguments  # noqa: E402
 
 MIB = 2**20
@@ -63,6 +63,8 @@ def main() -> None:
     words = parser.parse_args()
     place = words.folder or Path(tempfile.mkdtemp(prefix="m1clip-soak-"))
     place.mkdir(parents=True, exist_ok=True)
+    if words.record:
+        record("soak", {}, UNFINISHED, words.minutes >= 60)
     try:
         told = soak(place, words.minutes * 60, words.every, words.workers)
     finally:
@@ -252,11 +254,19 @@ def complete(run: Path) -> dict[str, Any]:
     for kind, often in counts.items():
         there = {record["step"] for record in records if record["kind"] == kind}
         gone = [step for step in range(often, last + 1, often) if step not in there]
+        if kind == "eval" and last in gone and _still_due(run, last):
+            gone.remove(last)
         if gone:
             missing[kind] = gone[:10]
     size = (run / "run.jsonl").stat().st_size
     return {"lines": len(records), "steps": len(steps), "last_step": last, "missing": missing,
             "twice": len(steps) - len(set(steps)), "bytes_per_step": size / max(last, 1)}  # fmt: skip
+
+
+def _still_due(run: Path, step: int) -> bool:
+    """Whether the checkpoint of a step says that its evaluation was broken off: a resume makes it first."""
+    state = run / "checkpoints" / f"step-{step:06d}" / "state.json"
+    return state.is_file() and bool(json.loads(state.read_text())["evaluation_due"])
 
 
 def weigh(samples: dict[str, list[dict[str, float]]], warm_up: float) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from reliability_results import record as record_result
+from reliability_results import recorded
 from small_run import run_small
 
 from m1clip.owner import LOCK, birth_of, own_mark, read_owner
@@ -102,12 +102,15 @@ def test_a_living_process_is_known_after_the_clock_was_set(
 def test_many_jumps(tmp_path: Path) -> None:
     import random
 
-    draw = random.Random(0)
-    expected = eta.seconds_left(history_of(make_run(tmp_path / "usual", [step(n) for n in range(2, 90, 2)])))
-    for number in range(500):
-        clock, rows = BEGIN, []
-        for n in range(2, 90, 2):
-            clock += draw.choice([1.0, 1.0, 1.0, draw.uniform(-5 * HOUR, 5 * HOUR)])
-            rows.append(step(n, time=clock))
-        assert eta.seconds_left(history_of(make_run(tmp_path / str(number), rows))) == expected
-    record_result("clock", {"runs with a clock that jumps": 500}, "passed")
+    with recorded("clock") as counts:
+        draw = random.Random(0)
+        expected = eta.seconds_left(
+            history_of(make_run(tmp_path / "usual", [step(n) for n in range(2, 90, 2)]))
+        )
+        for number in range(500):
+            clock, rows = BEGIN, []
+            for n in range(2, 90, 2):
+                clock += draw.choice([1.0, 1.0, 1.0, draw.uniform(-5 * HOUR, 5 * HOUR)])
+                rows.append(step(n, time=clock))
+            assert eta.seconds_left(history_of(make_run(tmp_path / str(number), rows))) == expected
+        counts["runs with a clock that jumps"] = 500

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from reliability_results import record
+from reliability_results import recorded
 from small_run import command, small_arguments
 
 from m1clip.files import PARTIAL, write_text
@@ -111,9 +111,10 @@ def test_a_full_disk_keeps_the_old_checkpoint(small_disk: Path) -> None:
 
 @pytest.mark.long
 def test_saves_into_two_hundred_sizes_of_room(small_disk: Path) -> None:
-    failed = full_saves(small_disk, 200)
-    assert 50 < failed < 200
-    record("disk full, saves", {"saves": 200, "of which found no room": failed}, "passed")
+    with recorded("disk full, saves") as counts:
+        failed = full_saves(small_disk, 200)
+        assert 50 < failed < 200
+        counts |= {"saves": 200, "of which found no room": failed}
 
 
 def test_a_log_on_a_full_disk_has_no_half_line(small_disk: Path) -> None:
@@ -155,7 +156,12 @@ def test_training_stops_with_one_line_and_can_be_continued(small_disk: Path) -> 
     assert "full" in ended.stderr or "No space" in ended.stderr
     steps = sorted(found(run))
     assert steps
+    assert steps[-1] < 24
     check_whole(run, steps)
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    ended = command("train", "--resume", str(run), cwd=small_disk.parent)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(found(run)) == [4, 8, 12, 16, 20, 24]
 
 
 @pytest.mark.long  # in this process, with a disk that is patched: tests/train/test_save_schedule.py
@@ -164,4 +170,11 @@ def test_training_goes_on_where_that_is_asked_for(small_disk: Path) -> None:
     run = small_disk / "run"
     assert "Traceback" not in ended.stderr
     assert max(record["step"] for record in read_log(run) if record["kind"] == "step") == 24
+    failed = [record["step"] for record in read_log(run) if record.get("event") == "could not save"]
+    assert failed
+    assert min(failed) < 24, "there was training to go on with"
+    assert "could not be saved: the disk is full (step 24)" in ended.stderr
+    assert ended.returncode == 2, (
+        "it went on to its end, where there was still no room for the last checkpoint"
+    )
     check_whole(run, sorted(found(run)))

@@ -19,7 +19,7 @@ import pytest
 import torch
 from bounded import ROOM, Bomb, bounded, files_under
 from PIL import Image
-from reliability_results import record
+from reliability_results import recorded
 from small_run import run_small
 
 from m1clip.configfile import load_config
@@ -110,7 +110,8 @@ def test_in_the_place_of_weights(
 def test_in_the_place_of_a_checkpoint(
     tmp_path: Path, proof: Path, fake: Callable[[Path], bytes], honest: bool
 ) -> None:
-    save(tmp_path, LoopState(step=1), {"weights": {"a": torch.ones(3)}}, keep=1)
+    groups = {"weights": {"a": torch.ones(3)}, "optimizer": {"m": torch.ones(3)}}
+    save(tmp_path, LoopState(step=1), groups, keep=1)
     folder = tmp_path / "checkpoints" / "step-000001"
     (folder / "weights.safetensors").write_bytes(fake(proof))
     if honest:  # whoever writes the file can write its hash too
@@ -166,28 +167,6 @@ def test_names_that_point_outside(tmp_path: Path, proof: Path) -> None:
     for name in ("../secret.safetensors", str(secret), "..", "", "/", "a\0b"):
         index.write_text(json.dumps({"weight_map": {"a": name}}))
         must_refuse(bounded(lambda: read_tensors(index)), proof)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["a = " + "[" * 100_000, "a = " + "9" * 10_000, 'data = "x"', "[[data]]", "seed = 1e999", "\ufeff\0", "a.b.c.d = 1",
-     '[data]\nsource = ["\\u0000"]', "[train]\nsteps = " + "1_" * 3000 + "1"],
-)  # fmt: skip
-def test_a_config_from_a_stranger(tmp_path: Path, proof: Path, text: str) -> None:
-    (tmp_path / "config.toml").write_text(text)
-    told = bounded(lambda: load_config(tmp_path / "config.toml"))
-    assert told.startswith("UserError") or (told == "ok" and "source" in text), told
-
-
-def test_a_config_that_names_a_place_outside_writes_nothing_there(tmp_path: Path) -> None:
-    """A stranger's settings may say where to read; where to write is the run's folder and a cache of hashed names."""
-    victim = tmp_path / "victim"
-    victim.mkdir()
-    (victim / "precious.txt").write_text("mine")
-    before = files_under(victim)
-    run_small(tmp_path / "run", {"train.steps": 2, "data.cache_dir": str(victim)})
-    assert files_under(victim) == before
-    assert (victim / "precious.txt").read_text() == "mine"
 
 
 def test_members_of_a_tar(tmp_path: Path, proof: Path) -> None:
@@ -309,10 +288,10 @@ def changed_a_little(model: Path, proof: Path) -> None:
 
 @pytest.mark.long
 def test_two_thousand_more(tmp_path: Path, trained: Path, proof: Path) -> None:
-    shutil.copytree(trained / "model", tmp_path / "model")
-    told = bounded(lambda: changed_a_little(tmp_path / "model", proof), seconds=300)
-    assert told == "ok", told
-    assert not proof.exists()
-    counts = {"changed files": 5 * CHANGES * 2, "kinds of file in the fast form": len(FAKES) * 6 + len(bombs()),
-              "memory limit in MiB": ROOM // 2**20}  # fmt: skip
-    record("hostile files", counts, "passed")
+    with recorded("hostile files") as counts:
+        shutil.copytree(trained / "model", tmp_path / "model")
+        told = bounded(lambda: changed_a_little(tmp_path / "model", proof), seconds=300)
+        assert told == "ok", told
+        assert not proof.exists()
+        counts |= {"changed files": 5 * CHANGES * 2, "kinds of file in the fast form": len(FAKES) * 6 + len(bombs()),
+                   "memory limit in MiB": ROOM // 2**20}  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from reliability_results import record
+from reliability_results import recorded
 from small_run import environment, small_arguments
 
 TRAINER = Path(__file__).with_name("logged_train.py")
@@ -109,6 +109,6 @@ def test_one_kill(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_twenty_kills(tmp_path: Path, workers: int, part: int) -> None:
     """Ten kills in each of two runs: 20 for each number of workers."""
-    counts = killed_run(tmp_path, workers, kills=10, steps=400, seed=10 * workers + part)
-    assert counts["kills in the middle of an epoch"] >= 3
-    record(f"kill and resume, {workers} workers, part {part}", counts, "passed")
+    with recorded(f"kill and resume, {workers} workers, part {part}") as counts:
+        counts.update(killed_run(tmp_path, workers, kills=10, steps=400, seed=10 * workers + part))
+        assert counts["kills in the middle of an epoch"] >= 3

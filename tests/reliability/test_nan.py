@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from reliability_results import record
+from reliability_results import recorded
 from small_run import run_small, tensors_of
 
 from m1clip.data.loader import Batch
@@ -42,11 +42,12 @@ def test_poisoned_steps_are_skipped_and_named(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.long
 def test_many_poisoned_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = random.Random(0)
-    poisoned = 0
-    for number in range(40):
-        torch.manual_seed(number)
-        at = set(draw.sample(range(STEPS), draw.randrange(1, 6)))
-        poisoned_run(tmp_path / str(number), at, monkeypatch)
-        poisoned += len(at)
-    record("nan and spikes", {"runs": 40, "poisoned steps": poisoned}, "passed")
+    with recorded("nan and spikes") as counts:
+        draw = random.Random(0)
+        poisoned = 0
+        for number in range(40):
+            torch.manual_seed(number)
+            at = set(draw.sample(range(STEPS), draw.randrange(1, 6)))
+            poisoned_run(tmp_path / str(number), at, monkeypatch)
+            poisoned += len(at)
+        counts |= {"runs": 40, "poisoned steps": poisoned}

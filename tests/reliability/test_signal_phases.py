@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from reliability_results import record
+from reliability_results import recorded
 from small_run import environment, small_arguments
 
 from m1clip.runlog import read_log
@@ -112,16 +112,22 @@ def test_a_second_signal_stops_at_once_and_loses_no_checkpoint(tmp_path: Path) -
 @pytest.mark.long
 @pytest.mark.parametrize("phase", ["stepping", "evaluating", "saving", "caching"])
 def test_many_signals(tmp_path: Path, phase: str) -> None:
-    draw = random.Random(phase)
-    took = []
-    for number in range(12):
-        kind = draw.choice([signal.SIGINT, signal.SIGTERM])
-        workers = number % 2 * 2
-        nap = 0.15 if phase == "evaluating" else 0.05
-        took.append(
-            signalled(
-                tmp_path / str(number), phase, kind, workers, nap, draw.uniform(0, 0.2), draw.random() < 0.5
+    with recorded(f"signals, {phase}") as counts:
+        draw = random.Random(phase)
+        took = []
+        for number in range(12):
+            kind = draw.choice([signal.SIGINT, signal.SIGTERM])
+            workers = number % 2 * 2
+            nap = 0.15 if phase == "evaluating" else 0.05
+            took.append(
+                signalled(
+                    tmp_path / str(number),
+                    phase,
+                    kind,
+                    workers,
+                    nap,
+                    draw.uniform(0, 0.2),
+                    draw.random() < 0.5,
+                )
             )
-        )
-    counts = {"signals": len(took), "slowest exit in seconds": round(max(took), 2)}
-    record(f"signals, {phase}", counts, "passed")
+        counts |= {"signals": len(took), "slowest exit in seconds": round(max(took), 2)}

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from drift import Limit, judge, slope
-from soak import complete, soak
+from soak import EVAL_EVERY, LOG_EVERY, SAVE_EVERY, complete, soak
 
 from m1clip.runlog import RunLog
+from m1clip.train.checkpoint import LoopState, save
 
 
 def test_a_slope_is_found_under_noise_and_a_single_jump_is_none() -> None:
@@ -29,6 +31,18 @@ def test_a_missing_step_is_noticed(tmp_path: Path) -> None:
     for step in (10, 20, 40):
         log.write("step", step=step)
     assert complete(tmp_path)["missing"] == {"step": [30]}
+
+
+def test_an_evaluation_that_a_signal_broke_off_is_not_missing(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    for step in range(LOG_EVERY, EVAL_EVERY + 1, LOG_EVERY):
+        log.write("step", step=step)
+        if step % SAVE_EVERY == 0:
+            log.write("checkpoint", step=step)
+    assert complete(tmp_path)["missing"] == {"eval": [EVAL_EVERY]}
+    groups = {"weights": {"a": torch.ones(1)}, "optimizer": {"a": torch.ones(1)}}
+    save(tmp_path, LoopState(step=EVAL_EVERY, evaluation_due=True), groups, keep=1)
+    assert complete(tmp_path)["missing"] == {}
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reliability_results import record
+from reliability_results import recorded
 from small_run import command, environment, small_arguments
 
 from m1clip.errors import UserError
@@ -67,9 +67,10 @@ def test_of_many_one_wins(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_of_many_one_wins_two_hundred_times(tmp_path: Path) -> None:
-    for _ in range(200):
-        one_round(tmp_path, 8)
-    record("two writers", {"rounds": 200, "processes a round": 8, "holders killed": 200}, "passed")
+    with recorded("two writers") as counts:
+        for _ in range(200):
+            one_round(tmp_path, 8)
+        counts |= {"rounds": 200, "processes a round": 8, "holders killed": 200}
 
 
 @pytest.mark.parametrize(

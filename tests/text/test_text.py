@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from m1clip.errors import UserError
-from m1clip.text import BpeTokenizer, CharTokenizer, Tokenizer, load_tokenizer, make_tokenizer
+from m1clip.text import BpeTokenizer, CharTokenizer, Tokenizer, fingerprint, load_tokenizer, make_tokenizer
 
 CAPTIONS = ["A brown dog.", "Über 2 cats é\u2028"]
 TOKENIZERS: list[Tokenizer] = [
@@ -110,3 +110,11 @@ def test_import_reads_no_merges_and_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_fingerprint_tells_tokenizers_apart() -> None:
+    captions = ["a dog", "a cat"]
+    kinds = [make_tokenizer(kind, captions) for kind in ("char", "bpe", "bpe-cut")]
+    assert len({fingerprint(tokenizer) for tokenizer in kinds}) == 3
+    assert fingerprint(make_tokenizer("char", captions)) == fingerprint(kinds[0])
+    assert fingerprint(make_tokenizer("bpe-cut", ["a bird"])) != fingerprint(kinds[2])

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from m1clip.errors import UserError
+from m1clip.files import remove_folder
 from m1clip.train import checkpoint
 from m1clip.train.checkpoint import LoopState, folder_of, found, load_newest, save, verify
+from m1clip.train.manifest import sha256
 
 CPU = torch.device("cpu")
 
@@ -157,10 +159,55 @@ def test_a_save_that_fails_leaves_the_old_ones_alone(run: Path, monkeypatch: pyt
 
 
 def test_a_newer_format_is_a_clear_error(run: Path) -> None:
-    path = folder_of(run, 30) / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    folder = folder_of(run, 30)
+    state = {**json.loads((folder / "state.json").read_text()), "format": 99}
+    (folder / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["sha256"]["state.json"] = sha256(folder / "state.json")
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
     with pytest.raises(UserError, match=r"newer m1clip \(format 99.*upgrade"):
         load(run)
+
+
+def test_one_bit_makes_no_newer_format(run: Path) -> None:
+    path = folder_of(run, 30) / "manifest.json"
+    text = path.read_bytes()
+    path.write_bytes(text.replace(b'"format": 2', b'"format": 3', 1))
+    assert path.read_bytes() != text
+    state, _, warnings = load(run)
+    assert state is not None
+    assert state.step == 20
+    assert "manifest.json is damaged" in warnings[0]
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors"])
+def test_a_manifest_lists_all_that_is_loaded(run: Path, name: str) -> None:
+    path = folder_of(run, 30) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["sha256"][name]
+    path.write_text(json.dumps(manifest))
+    assert verify(folder_of(run, 30)) == f"manifest.json does not list {name}"
+    (folder_of(run, 20) / "ema.safetensors").write_bytes(b"not hashed")
+    assert verify(folder_of(run, 20)) == "manifest.json does not list ema.safetensors"
+
+
+def test_checkpoints_of_an_abandoned_future_do_not_count(run: Path) -> None:
+    flip_a_bit(folder_of(run, 30) / "weights.safetensors")
+    save(run, LoopState(step=25), tensors(25), keep=2)
+    assert sorted(found(run)) == [20, 25]
+
+
+def test_a_way_back_leads_to_a_sound_checkpoint(run: Path) -> None:
+    for step in (40, 50):
+        save(run, LoopState(step=step, skipped=step // 20), tensors(step), keep=9)
+    kept = load_newest(run, CPU, lambda text: None, sound=True)
+    assert kept is not None
+    assert kept[0].step == 30
+    for step in (10, 20, 30):
+        remove_folder(folder_of(run, step))
+    kept = load_newest(run, CPU, lambda text: None, sound=True)
+    assert kept is not None
+    assert kept[0].step == 50, "an unsound one is better than none"
 
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:

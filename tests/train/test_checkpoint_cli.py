@@ -11,13 +11,14 @@ import torch
 
 from m1clip.cli import main
 from m1clip.train.checkpoint import LoopState, folder_of, found, save
-from m1clip.train.manifest import MANIFEST
+from m1clip.train.manifest import MANIFEST, sha256
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     for step in (10, 20, 30):
-        save(tmp_path, LoopState(step=step), {"weights": {"a": torch.full((250,), float(step))}}, keep=9)
+        groups = {"weights": {"a": torch.full((250,), float(step))}, "optimizer": {"m": torch.ones(1)}}
+        save(tmp_path, LoopState(step=step), groups, keep=9)
     return tmp_path
 
 
@@ -59,8 +60,10 @@ def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_newer_format_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = folder_of(run, 30) / MANIFEST
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    path, state = folder_of(run, 30) / MANIFEST, folder_of(run, 30) / "state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "format": 99}))
+    hashes = {**json.loads(path.read_text())["sha256"], "state.json": sha256(state)}
+    path.write_text(json.dumps({"format": 99, "sha256": hashes}))
     code, _, error = command(capsys, "verify", str(run))
     assert code == 2
     assert "written by a newer m1clip (format 99" in error

@@ -18,6 +18,7 @@ from m1clip.model.clip import Clip
 from m1clip.model.lora import add_lora, merged_state
 from m1clip.model.shape import ClipShape
 from m1clip.runlog import read_log
+from m1clip.train import finetune
 from m1clip.train.finetune import prepare_init
 from m1clip.train.mixing import mixed
 from m1clip.train.run import decode_plan, train
@@ -51,12 +52,20 @@ def moved(first: Path, run: Path) -> set[str]:
     return {name for name in old if not torch.equal(old[name], new[name])}
 
 
+def test_what_helps_random_weights_is_off_unless_asked_for() -> None:
+    plain = finetune._gently(small_config())
+    assert (plain.data.word_dropout, plain.data.patch_dropout, plain.train.text_contrast) == (0.0, 0.0, 0.0)
+    asked = small_config({"data.word_dropout": 0.1, "data.patch_dropout": 0.2, "train.text_contrast": 0.3})
+    assert finetune._gently(asked) == asked
+
+
 def test_it_starts_from_the_model(first: Path) -> None:
     config = small_config({"transfer.init": str(first)})
     job = prepare_init(config, lambda line: None, decode_plan(screen()))
     assert all(
         torch.equal(t, weights(first, "best")[name]) for name, t in job.build_model().state_dict().items()
     )
+    assert job.config.train.text_contrast == 0.0
     with pytest.raises(UserError, match=r"no trained model there"):
         train(small_config({"transfer.init": "/nowhere"}), None, screen())
 

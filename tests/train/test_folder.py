@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from m1clip.errors import UserError
+from m1clip.runlog import NAME, RunLog
 from m1clip.train.folder import LOCK, claim_folder, give_back, hold
 
 HOLDER = """
@@ -71,3 +72,16 @@ def test_a_second_writer_is_told_who_holds_the_run_and_a_dead_one_holds_nothing(
         assert (tmp_path / LOCK).read_text().splitlines()[0] == str(os.getpid())
     with contextlib.suppress(ProcessLookupError):
         os.killpg(holder.pid, signal.SIGKILL)
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    """A lock or log that leads elsewhere, as a folder from a stranger may have it."""
+    precious = tmp_path / "precious.txt"
+    precious.write_text("mine")
+    run = tmp_path / "run"
+    run.mkdir()
+    for name, opened in ((LOCK, lambda: hold(run).__enter__()), (NAME, lambda: RunLog(run))):
+        (run / name).symlink_to(precious)
+        with pytest.raises(UserError, match=rf"{name}: is a link"):
+            opened()
+    assert precious.read_text() == "mine"

@@ -24,7 +24,7 @@ from m1clip.evaluate.dataset import encode_split
 from m1clip.features import split as feature_split
 from m1clip.features.tables import FeaturePictures
 from m1clip.runlog import read_log
-from m1clip.train import frozen, recipe
+from m1clip.train import frozen, recipe, setup
 from m1clip.train.run import decode_plan, train
 
 
@@ -112,6 +112,17 @@ def test_every_caption_of_a_picture_is_in_its_step(tmp_path: Path) -> None:
     assert torch.bincount(batch.owners).tolist() == [2] * 16
 
 
+def test_compiled_code_sees_captions_of_one_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "check_compile", lambda kind: None)
+    asked = {"transfer.text_tower": "text", "transfer.context_length": 40}
+    lengths = []
+    for compiled in (True, False):
+        config = frozen_config(tmp_path, **asked, **{"model.compile": compiled})
+        job = frozen.prepare_frozen(config, lambda line: None, decode_plan(screen()))
+        lengths.append(job.training[0].tokens.shape[1])
+    assert lengths[0] == 40 > lengths[1]
+
+
 def test_auto_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     drawn = small_config({"transfer.recipe": "auto"})
@@ -127,7 +138,8 @@ def test_auto_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen.transfer.recipe == "frozen"
     assert chosen.train.batch == 512
     assert chosen.optim.name == "adamw"
-    assert "72 pictures are too few" in said[-1]
+    assert "72 pictures are too few" in said[-2]
+    assert "train.batch 512" in said[-1]
     kept = recipe.decided(small_config({"transfer.recipe": "auto"}), said.append)
     assert (kept.train.batch, kept.train.steps, kept.train.epochs) == (16, 10, None)
     monkeypatch.setattr(recipe, "installed", lambda tower: tower != "minilm")

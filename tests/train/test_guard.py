@@ -1,28 +1,23 @@
-"""Numbers that are not finite: no weight moves, the samples are named, then a way back, then a diagnosis."""
+"""Numbers that are not finite: no weight moves, the samples are named. The way back: test_go_back.py."""
 
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_run import assert_same_bits, resume_quietly, run_small, screen, small_config, tensors_of
+from small_run import assert_same_bits, small_config
 from test_update import make
 from torch import Tensor
 
 from m1clip.config_guard import GuardConfig
 from m1clip.data.loader import Batch
 from m1clip.errors import UserError
-from m1clip.runlog import read_log
-from m1clip.train import update as update_module
 from m1clip.train.checkpoint import LoopState
 from m1clip.train.guard import GoBack, Guard, Spikes
-from m1clip.train.run import train
-from m1clip.train.update import Update
+from m1clip.train.update import Update, skipped_by
 
 NAN = float("nan")
 PARAMETER = "image.transformer.blocks.0.attn.qkv.weight"
@@ -174,6 +169,31 @@ def test_skipped_updates_are_counted_in_a_row() -> None:
         watch.look(state)
 
 
+def test_an_overflow_of_fp16_is_no_divergence() -> None:
+    scales = [512.0]
+    watch, log, said = guard(skip_limit=2)
+    watch.scale = lambda: scales[0]
+    state = LoopState()
+    for step in range(1, 4):
+        watch.after(step, torch.tensor([7]), torch.tensor(1.0), torch.tensor(math.inf))
+    watch.look(state)
+    assert (state.skipped, said) == (0, [])
+    assert [line["event"] for line in log] == ["scale lowered"] * 3
+    feed(watch, state, [NAN], first=4)
+    watch.look(state)
+    assert state.skipped == 1, "a loss that is not finite counts at any scale"
+    scales[0] = 1.0
+    watch.after(5, torch.tensor([7]), torch.tensor(1.0), torch.tensor(math.inf))
+    with pytest.raises(GoBack):
+        watch.look(state)
+
+
+def test_only_cuda_skips_on_the_device() -> None:
+    assert {kind: skipped_by(kind) for kind in ("cpu", "mps", "cuda")} == {
+        "cpu": "host", "mps": "host", "cuda": "device",
+    }  # fmt: skip
+
+
 def test_the_diagnosis_names_samples_losses_and_remedies() -> None:
     watch, _, _ = guard(skip_limit=2)
     state = LoopState(rollbacks=3)
@@ -211,80 +231,6 @@ def test_a_lasting_change_becomes_the_usual() -> None:
     spikes = Spikes(8.0)
     told = [spikes.add(loss) for loss in [1.0] * 20 + [5.0] * 300]
     assert [place for place, value in enumerate(told) if value is not None] == [22]
-
-
-# The whole run.
-
-
-def poisoned_steps(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int, float], bool]) -> None:
-    """The loss of a step is NaN where `bad(step, rate factor)` says so."""
-    real = Update.backward
-
-    def backward(self: Update, batch: Batch, step: int) -> Tensor:
-        loss = real(self, batch, step)
-        return loss * NAN if bad(step, self.rate_factor) else loss
-
-    monkeypatch.setattr(update_module.Update, "backward", backward)
-
-
-def events(run: Path, name: str) -> list[dict[str, Any]]:
-    return [line for line in read_log(run) if line["kind"] == "event" and line["event"] == name]
-
-
-def test_one_bad_step_is_skipped_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    poisoned_steps(monkeypatch, lambda step, factor: step == 4)
-    run_small(tmp_path / "run")
-    (skipped,) = events(tmp_path / "run", "update skipped")
-    assert skipped["step"] == 5
-    assert len(skipped["samples"]) == 16
-    steps = [line for line in read_log(tmp_path / "run") if line["kind"] == "step"]
-    assert [line.get("skipped") for line in steps] == [1]
-    assert math.isfinite(steps[0]["loss"])
-
-
-def test_a_run_goes_back_with_a_lower_rate_and_resumes_exactly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Divergence that a lower rate cures: steps 5 to 8 are not finite at the full one."""
-    poisoned_steps(monkeypatch, lambda step, factor: factor == 1.0 and 5 <= step < 9)
-    changes = {"train.save_every": 3, "train.keep": 9, "guard.skip_limit": 3, "guard.rollback_rate": 0.25}
-    run = tmp_path / "run"
-    run_small(run, changes)
-    (back,) = events(run, "went back")
-    assert (back["failed"], back["back_to"], back["rate_factor"]) == (8, 3, 0.25)
-    assert (run / "checkpoints" / "step-000006").exists()
-    whole = tensors_of(run, 10)
-    for step in (9, 10):
-        shutil.rmtree(run / "checkpoints" / f"step-{step:06d}")
-    resume_quietly(run)
-    assert_same_bits(tensors_of(run, 10), whole)
-
-    # A kill before the return: it is made again, from the same checkpoint, to the same end.
-    for step in (6, 9, 10):
-        shutil.rmtree(run / "checkpoints" / f"step-{step:06d}")
-    resume_quietly(run)
-    assert_same_bits(tensors_of(run, 10), whole)
-
-
-def test_a_run_without_a_checkpoint_goes_back_to_its_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    poisoned_steps(monkeypatch, lambda step, factor: factor == 1.0 and step >= 2)
-    run_small(tmp_path / "run", {"guard.skip_limit": 2, "optim.ema": 0.9})
-    (back,) = events(tmp_path / "run", "went back")
-    assert back["back_to"] == 0
-
-
-def test_after_the_last_return_the_run_stops_with_a_diagnosis(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    poisoned_steps(monkeypatch, lambda step, factor: step >= 5)
-    changes = {"train.save_every": 2, "guard.skip_limit": 2, "guard.rollbacks": 2}
-    shown = screen()
-    with pytest.raises(UserError, match=r"diverged at step 7.*after 2 returns.*samples most often"):
-        train(small_config(changes), tmp_path / "run", shown)
-    assert len(events(tmp_path / "run", "went back")) == 2
-    assert "learning rate is now 0.25 of what was asked" in shown.console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

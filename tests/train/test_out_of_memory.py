@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_run import assert_same_bits, resume_quietly, run_small, tensors_of
@@ -13,7 +15,7 @@ from test_update import assert_close, make
 from torch import Tensor
 
 from m1clip.errors import UserError
-from m1clip.hardware.limits import is_near, memory_limit, smallest_limit
+from m1clip.hardware.limits import is_near, memory_limit, own_bytes, smallest_limit
 from m1clip.model.clip import Clip
 from m1clip.runlog import read_log
 from m1clip.train import rescue
@@ -126,9 +128,68 @@ def test_memory_that_chunks_do_not_free_is_left_alone() -> None:
         return "done"
 
     assert room.fit(work, lambda: None, rows=16, step=4) == "done"
-    assert done == [8]
-    assert [(shrunk.chunk, shrunk.helps) for shrunk in room.take()] == [(8, True), (8, False)]
+    assert done == [0], "the chunk is what it was"
+    assert [(shrunk.chunk, shrunk.helps) for shrunk in room.take()] == [(8, True), (0, False)]
     room.look()  # and is not asked again
+    assert room.limit == 1000.0, "a copy for a checkpoint still asks for it"
+
+
+def test_near_the_limit_memory_is_cleared_before_chunks_get_smaller() -> None:
+    """Memory that was only kept for later is given back, and the step done again as it was; but not each step."""
+    used, tried = [990], []
+    room = Room(0, lambda: used[0], limit=1000.0)
+
+    def work() -> None:
+        tried.append(room.chunk)
+        room.look()
+
+    room.fit(work, lambda: used.__setitem__(0, 500), rows=16, step=4)
+    assert (tried, room.take()) == ([0, 0], [])
+    used[0] = 990
+    room.fit(work, lambda: used.__setitem__(0, 500), rows=16, step=5)
+    assert tried == [0, 0, 0, 8]
+
+
+def test_a_chunk_that_failed_does_not_come_back() -> None:
+    room, failures = Room(16, lambda: 990, limit=1000.0), iter([MemoryError()])
+
+    def work() -> int:
+        for error in failures:
+            raise error
+        room.look()
+        return room.chunk
+
+    assert room.fit(work, lambda: None, rows=16, step=4) == 8
+    assert [(shrunk.chunk, shrunk.helps) for shrunk in room.take()] == [(8, True), (4, True), (8, False)]
+
+
+def test_a_copy_for_a_checkpoint_stays_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rescue, "own_bytes", lambda: 300)
+    monkeypatch.setattr(rescue, "memory_limit", lambda: 10_000)
+    room = Room(0, lambda: 400, limit=1000.0)
+    assert rescue.free_for_a_copy("cpu", room) == 950 - 400
+    assert rescue.free_for_a_copy("cuda", room) == 9500 - 300, "a GPU's limit is not of main memory"
+    assert rescue.free_for_a_copy("cpu", None) == 9500 - 300
+
+
+def test_what_is_only_mapped_does_not_count(tmp_path: Path) -> None:
+    file = tmp_path / "pictures"
+    file.write_bytes(bytes(64 << 20))
+    before = own_bytes()
+    mapped = np.memmap(file, mode="r")
+    assert int(mapped.sum()) == 0
+    if sys.platform == "linux":
+        assert own_bytes() - before < 32 << 20
+
+
+def test_out_of_memory_in_an_evaluation_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB\nand more words")
+
+    monkeypatch.setattr("m1clip.train.loop.held_out", full)
+    with pytest.raises(UserError, match=r"out of memory \(CUDA.*MiB\): .*--resume") as caught:
+        run_small(tmp_path / "run", {"train.steps": 1})
+    assert "\n" not in str(caught.value)
 
 
 def test_another_error_is_not_taken_for_this_one() -> None:

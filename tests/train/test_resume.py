@@ -20,6 +20,7 @@ from small_run import (
 
 from m1clip.configfile import load_config, to_toml
 from m1clip.errors import UserError
+from m1clip.files import write_bytes
 from m1clip.runlog import read_log
 from m1clip.train.run import train
 
@@ -168,3 +169,27 @@ def test_changed_data_is_refused(tmp_path: Path) -> None:
 def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run there"):
         resume_quietly(tmp_path)
+
+
+def test_what_a_kill_left_among_the_snapshots_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    run_small(run, {"train.steps": 2})
+    thumbs = run / "watch" / "thumbs"
+    kept = {path.name for path in thumbs.iterdir()}
+    assert kept
+    left = [thumbs / "3.jpg.77.partial", run / "watch" / "step-00000002.json.77.partial"]
+    for path in left:
+        path.write_bytes(b"half")
+    resume_quietly(run)
+    assert not [path for path in left if path.exists()]
+    assert {path.name for path in thumbs.iterdir()} == kept
+
+    def killed(self: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_bytes(thumbs / "99.jpg", b"a picture", sync=False)
+    assert {path.name for path in thumbs.iterdir()} == kept, "whole or not there"

@@ -10,7 +10,7 @@ from small_run import screen
 from tower_run import frozen_config, patch_towers
 
 import m1clip
-from m1clip.arguments import preset_for
+from m1clip.arguments import layers, preset_for
 from m1clip.config import Config, TrainConfig
 from m1clip.config_transfer import TransferConfig
 from m1clip.configfile import load_config
@@ -58,6 +58,69 @@ def test_settings_of_the_stages() -> None:
     assert (first.transfer.recipe, first.transfer.wise) == ("frozen", "off")
     assert (second.train.minutes, second.train.epochs, second.transfer.init) == (30, None, "runs/x")
     assert (second.optim.name, second.optim.layer_decay, second.transfer.wise) == ("adamw", 0.8, "0.5")
+
+
+def test_the_loss_is_that_of_both_stages() -> None:
+    train = TrainConfig(objective="sigmoid", batch=32)
+    asked = Config(
+        train=train, transfer=TransferConfig(recipe="finetune", lora_rank=4, train_image=2, wise="search")
+    )
+    first = stages.frozen_stage(asked)
+    assert first.train.objective == stages.unfrozen_stage(asked, "runs/x").train.objective == "sigmoid"
+    assert recipe.decided(first, print) == first, "what only the second stage knows is not asked of the first"
+    smooth = Config(train=TrainConfig(label_smoothing=0.1), transfer=TransferConfig(recipe="finetune"))
+    assert stages.frozen_stage(smooth).train.label_smoothing == 0.1
+
+
+def test_a_folder_in_use_is_refused_before_the_first_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*rest: Any) -> None:
+        raise AssertionError("no stage may begin")
+
+    monkeypatch.setattr(stages, "train_once", forbidden)
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(UserError, match="holds a run already"):
+        stages.train(Config(transfer=TransferConfig(recipe="finetune")), tmp_path, screen())
+
+
+def test_the_settings_of_a_recipe_are_said() -> None:
+    said: list[str] = []
+    asked = Config(train=TrainConfig(batch=64, patience=1), transfer=TransferConfig(recipe="finetune"))
+    recipe.say_settings(asked, stages.unfrozen_stage(asked, "runs/x"), said.append)
+    assert "train.batch 128" in said[0]
+    assert "patience" not in said[0]
+    recipe.say_settings(asked, asked, said.append)
+    assert len(said) == 1
+
+
+def test_what_was_given_wins_over_the_recipe_even_at_its_default() -> None:
+    words = ["train", "--recipe", "finetune", "--batch", "64", "--minutes", "30"]
+    (settings,) = layers(words)
+    assert (settings.data["train.batch"], settings.data["optim.layer_decay"]) == (128, 0.8)
+    assert "train.epochs" not in settings.data
+    given = Config(train=TrainConfig(batch=64), transfer=TransferConfig(recipe="finetune"))
+    assert stages.unfrozen_stage(given, "runs/x", settled=True).train.batch == 64
+    assert stages.frozen_stage(given).train.batch == 512
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "option"),
+    [
+        ("wise", "0.5", "--wise"),
+        ("base", ("set",), "--base"),
+        ("lora_rank", 8, "--transfer.lora-rank"),
+        ("train_image", 0, "--transfer.train-image"),
+        ("train_text", 2, "--transfer.train-text"),
+    ],
+)
+def test_an_option_without_a_meaning_is_refused(name: str, value: Any, option: str) -> None:
+    for start in ({"recipe": "scratch"}, {"recipe": "frozen"}):
+        with pytest.raises(UserError, match=f"^{option} goes with --init or --recipe finetune"):
+            recipe.decided(Config(transfer=TransferConfig(**start, **{name: value})), print)  # type: ignore[arg-type]
+    for start in ({"init": "runs/x"}, {"recipe": "finetune"}):
+        config = Config(transfer=TransferConfig(**start, **{name: value}))  # type: ignore[arg-type]
+        assert recipe.decided(config, print) == config
 
 
 def test_one_call_cannot_make_two_runs() -> None:

