@@ -55,7 +55,7 @@ test-long: $(DEV)
 	@$(BIN)/python tests/reliability/fuzz.py --count 1000000 --record
 	@test -z "$(PEERS)" || $(BIN)/python tests/reliability/peers.py "$(PEERS)"
 	@$(BIN)/python tests/reliability/soak.py --minutes $(SOAK_MINUTES) --record --json docs/results/soak.json
-	@$(BIN)/python tests/reliability/table.py
+	@$(BIN)/python tests/reliability/reliability_table.py
 
 # PEERS: the Python of an environment with open_clip and transformers (benchmarks/README.md). DATA: a set of pictures.
 bench: $(READY)

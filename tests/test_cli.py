@@ -32,7 +32,13 @@ class Caught(Exception):
 def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> typing.Callable[..., Caught]:
     """What `m1clip train WORDS` would train, without training it."""
 
-    def stop(config: Config, run: Path | None = None, screen: Any = None, name: str | None = None) -> None:
+    def stop(
+        config: Config,
+        run: Path | None = None,
+        screen: Any = None,
+        name: str | None = None,
+        settled: bool = False,
+    ) -> None:
         raise Caught(config, run or (Path("runs") / name if name else None))
 
     monkeypatch.setattr(m1clip.train.stages, "train", stop)

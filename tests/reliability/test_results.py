@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fuzz import remember
 from reliability_results import UNFINISHED, recorded, rows_of
-from table import PROMISES, line, measured
+from reliability_table import PROMISES, line, measured
 
 
 def test_a_test_that_does_not_end_has_failed(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Write the table of docs/reliability.md from docs/results/*.json: what was counted stands there, nothing else.
 
-.venv/bin/python tests/reliability/table.py
+.venv/bin/python tests/reliability/reliability_table.py
 """
 
 from __future__ import annotations
