@@ -16,9 +16,11 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from sides import machine
 
 from m1clip.config import Config, OptimConfig, TrainConfig
 from m1clip.data.augment import Augmentation
@@ -108,7 +110,17 @@ def main() -> None:
             f"({row['slowest']:,} to {row['fastest']:,}, n={row['n']} epochs, {row['threads']} threads)"
         )
     if asked.json:
-        asked.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        kept = {"machine": machine(), "runs": rows, "rows": [table_row(row) for row in rows]}
+        asked.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+def table_row(row: dict[str, Any]) -> dict[str, str]:
+    """The line that benchmarks/table.py prints."""
+    return {
+        "what": f"a step on cached features, {row['batch']} pictures, {CAPTIONS} captions each, {row['precision']}",
+        "figure": f"{row['median']:,} pairs/s ({row['slowest']:,} to {row['fastest']:,})", "n": f"{row['n']} epochs",
+        "goal": "50,000", "command": "python benchmarks/features.py",
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

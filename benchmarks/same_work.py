@@ -102,7 +102,9 @@ def naive_answers(config: Config) -> dict[str, Callable[[], Any]]:
     """The baseline of naive.py on this job."""
     from naive import NaiveTrainer, prior_art_job
 
-    trainer = NaiveTrainer(prior_art_job(config))
+    # It takes pictures as they are kept, so they must be kept without the margin for crops.
+    whole = dataclasses.replace(config.data, crop_min=1.0, flip=0.0, colour=0.0)
+    trainer = NaiveTrainer(prior_art_job(dataclasses.replace(config, data=whole)))
     feed = trainer.epochs()
     return {"naive": lambda: timed(lambda: trainer.step(next(feed)))}
 

@@ -119,6 +119,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("data", help="a set that m1clip train --data takes, with train, val and test")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0, help="to repeat one that was disturbed")
     parser.add_argument(
         "--recipes", default="default,adamw", help="of m1clip, with commas between; may be empty"
     )
@@ -169,10 +170,11 @@ def run_all(options: argparse.Namespace, recipes: dict[str, tuple[str, ...]], pl
         )
     setups = {name: setup_seconds(plan, name, flags) for name, flags in recipes.items()}
     print("set-up: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in setups.items()), flush=True)
-    for seed in range(options.seeds):
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
         for name, flags in recipes.items():
             note(result, train(plan, name, flags, seed, setups[name]), options.out)
-        if peer is not None and seed < (options.seeds if options.peer_seeds is None else options.peer_seeds):
+        peer_seeds = options.seeds if options.peer_seeds is None else options.peer_seeds
+        if peer is not None and seed < options.first_seed + peer_seeds:
             note(result, peer.train(seed, *probed), options.out)
             result["peer"] = f"open_clip {peer.version}, {options.peer_precision}, batch {options.peer_batch}"
     theirs = [recall_at_10(run["val"]) for run in result["runs"] if run["recipe"] == "open_clip"]

@@ -24,7 +24,7 @@ class GuardConfig:
     on_save_error: Literal["stop", "go-on"] = "stop"
     "A checkpoint, best model or log line that cannot be written (disk full): stop, or warn, train on and try again."
     save_aside: Literal["auto", "never"] = "auto"
-    "Write checkpoints beside the training where the memory for a copy is there, or never."
+    "Write checkpoints beside the training where a copy takes little of the free memory (a fiftieth), or never."
 
     def __post_init__(self) -> None:
         for name, least in (("skip_limit", 1), ("rollbacks", 0)):

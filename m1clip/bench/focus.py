@@ -38,7 +38,7 @@ def run_focus(session: Session, candidates: list[Candidate]) -> None:
 def _open_group(session: Session, waiting: list[Candidate]) -> tuple[list[Open], list[Candidate]]:
     """Open as many as time and memory allow side by side; gives them, and who waits for the next group."""
     group: list[Open] = []
-    took: list[float] = []
+    took: dict[str, float] = {}
     late: list[Candidate] = []
     for index, candidate in enumerate(waiting):
         enough = len(group) + len(session.document["results"]) >= 2  # a comparison needs two
@@ -53,17 +53,19 @@ def _open_group(session: Session, waiting: list[Candidate]) -> tuple[list[Open],
         if opened is not None:
             group.append(opened)
             if not candidate.compile:
-                took.append(time.monotonic() - begin)
+                took[candidate.precision] = time.monotonic() - begin
     for candidate in late:
         session.leave_out(candidate, "time", "no time left for it; give more --minutes")
     return group, []
 
 
-def needed(session: Session, group: list[Open], took: list[float], candidate: Candidate) -> float:
+def needed(session: Session, group: list[Open], took: dict[str, float], candidate: Candidate) -> float:
     """Seconds for opening one more and then measuring and finishing all of them, from what the others took."""
     steps = [item.step_seconds for item in group]
-    typical = max(steps, default=1.0)
-    opening = max(took, default=OPEN_SECONDS + OPEN_STEPS * typical)
+    # Precision changes a step by far more than attention or recomputation do.
+    alike = [item.step_seconds for item in group if item.candidate.precision == candidate.precision]
+    typical = max(alike or steps, default=1.0)
+    opening = took.get(candidate.precision, OPEN_SECONDS + OPEN_STEPS * typical)
     if candidate.compile:
         opening = max(opening, COMPILE_SHARE * session.seconds)
     return opening + sum(_measuring(step) for step in [*steps, typical])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -256,3 +256,23 @@ def test_a_whole_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     html = (tmp_path / "out" / "comparison.html").read_text(encoding="utf-8")
     assert "tiny, batch 2" in html
     assert len(recall(read_facts())) == 1
+
+
+def test_one_more_is_judged_by_those_like_it(tmp_path: Path) -> None:
+    from m1clip.bench.focus import needed
+    from m1clip.bench.session import Open
+
+    def opened(precision: str, step: float) -> Open:
+        candidate = Candidate(model="small", batch=12, device="cpu", precision=precision)
+        return Open(candidate, cast(Any, None), {}, [step])
+
+    session = Session({}, tmp_path, 240.0, lambda text: None)
+    group, took = [opened("bf16", 2.0), opened("fp32", 7.0)], {"bf16": 10.0, "fp32": 30.0}
+    half, whole = (
+        Candidate(model="small", batch=12, device="cpu", precision=p, recompute=True)
+        for p in ("bf16", "fp32")
+    )
+    compiled = Candidate(model="small", batch=12, device="cpu", precision="bf16", compile=True)
+    assert needed(session, group, took, half) == 10 + (5 * 2 + 2) * 2 + (5 * 7 + 2)
+    assert needed(session, group, took, whole) - needed(session, group, took, half) == 20 + 5 * 5
+    assert needed(session, group, took, compiled) - needed(session, group, took, half) == 0.3 * 240 - 10

@@ -63,8 +63,9 @@ def test_by_steps() -> None:
 
 
 def test_a_copy_is_made_only_where_its_memory_is() -> None:
-    assert writes_aside(1_000_000_000, free=4e9)
-    assert not writes_aside(1_000_000_000, free=1.9e9)
+    assert writes_aside(1_000_000_000, free=100e9)
+    assert not writes_aside(1_000_000_000, free=22e9), "a fiftieth at most"
+    assert writes_aside(50_000_000, free=8e9)
     assert not writes_aside(1_000, free=1e8)
 
 
