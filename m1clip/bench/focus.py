@@ -10,10 +10,8 @@ from m1clip.bench.candidate import Candidate
 from m1clip.bench.session import Open, Session
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 15
-FINISH_STEPS, FINISH_SECONDS = (
-    3.0,
-    2.0,
-)  # of memory and parity of one candidate: steps of its own, and a fixed part
+# Memory and parity of one candidate: steps of its own, and a fixed part.
+FINISH_STEPS, FINISH_SECONDS = 2.0, 2.0
 OPEN_STEPS, OPEN_SECONDS = 3.0, 8.0  # of one more process, before any was opened: a guess
 COMPILE_SHARE = 0.3  # of all the time: a compiler may take this much, and is not begun with less left
 LEAST_FREE = (

@@ -104,16 +104,18 @@ class _Loop:
             self.began += time.perf_counter() - paused  # not training
             self.recorder.restart()
         stale = bool(patience) and state.stale >= patience
-        due, ends = self.saver.due(state.step), last or stale or bool(self.asked.signal)
+        # Read once: a signal that comes while this step is being ended belongs to the next, which then saves too.
+        signal = self.asked.signal
+        due, ends = self.saver.due(state.step), last or stale or bool(signal)
         if due or ends:
             self.rescue.look(state)  # only then is it known whether the newest updates were skipped
         if ends or (due and state.skipped == 0):
             self.saver.save(state, groups(self.update, state), wait=ends)
             self.recorder.restart()
         self.saver.poll()
-        if self.asked.signal and (not last or state.evaluation_due):
-            self.log.write("event", step=state.step, event=f"stopped by signal {self.asked.signal}")
-            raise Stopped(str(self.run), state.step, self.asked.signal)
+        if signal and (not last or state.evaluation_due):
+            self.log.write("event", step=state.step, event=f"stopped by signal {signal}")
+            raise Stopped(str(self.run), state.step, signal)
         if stale and not last:
             self.screen.say(f"stopped     after {state.stale} evaluations without a better recall")
             self.log.write("event", step=state.step, event="early stop")
