@@ -285,7 +285,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         return serve(options.worker, load_config(options.config))
-    result: dict[str, Any] = {"machine": machine(), "quick": options.quick, "data": options.data or "synthetic",
+    result: dict[str, Any] = {"machine": machine(), "quick": options.quick, "data": Path(options.data).name if options.data else None or "synthetic",
                               "jobs": {}}  # fmt: skip
     for name in options.jobs.split(","):
         config = job_config(name, options.data, options.quick)

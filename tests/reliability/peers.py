@@ -31,7 +31,7 @@ def tensors(path):
     if path.endswith(".safetensors"):
         from safetensors.torch import load_file
         return load_file(path)
-    return torch.load(path, map_location="cpu", weights_only=False)["state_dict"]
+    return torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
 found = [tensors(path) for path in sys.argv[1:]]
 one, other = found[0], found[-1]
 worst = max((one[k].float() - other[k].float()).abs().nan_to_num(1e9).max().item() for k in one)
