@@ -285,8 +285,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         return serve(options.worker, load_config(options.config))
-    result: dict[str, Any] = {"machine": machine(), "quick": options.quick, "data": Path(options.data).name if options.data else None or "synthetic",
-                              "jobs": {}}  # fmt: skip
+    data = Path(options.data).name if options.data else "synthetic"  # no path of this machine in a result
+    result: dict[str, Any] = {"machine": machine(), "quick": options.quick, "data": data, "jobs": {}}
     for name in options.jobs.split(","):
         config = job_config(name, options.data, options.quick)
         found = measure(config, 2 if options.quick else options.rounds, options.peers, options.try_compile)
