@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 
 from m1clip.data.loader import batches
 from m1clip.errors import UserError
+from m1clip.hardware.clock import timing
 from m1clip.train.evaluation import evaluate
 from m1clip.train.setup import Job
 from m1clip.train.update import Update
@@ -14,6 +14,9 @@ from m1clip.train.update import Update
 DEFAULT_EPOCHS = 10.0
 EVALUATIONS = 5  # a run, unless the config says otherwise
 WARM_STEPS, TIMED_STEPS = 2, 5
+# Steps that differ by more than this between their quartiles were disturbed: more of them are timed, for at most this
+# share of the time.
+STEADY, PATIENCE = 1.25, 0.05
 PAUSE = 50  # a step that takes so many times the usual was no step: the machine slept, or was stopped
 
 
@@ -39,20 +42,22 @@ def calibrate(job: Job, seconds: float) -> int:
     update = Update(
         job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast, job.teacher
     )
-    feed = batches(job.training, 0, WARM_STEPS + TIMED_STEPS, 0, "fork", pin=False)
-    step_seconds = []
-    for step, batch in enumerate(feed):
+    most = max(WARM_STEPS + TIMED_STEPS, job.training.plan.steps_per_epoch)
+    step_seconds: list[float] = []
+    for step, batch in enumerate(batches(job.training, 0, most, 0, "fork", pin=False)):
         start = time.perf_counter()
-        update(batch, step, 0, WARM_STEPS + TIMED_STEPS)
+        update(batch, step, 0, most)
         job.device.synchronize()
         step_seconds.append(time.perf_counter() - start)
+        if enough(step_seconds[WARM_STEPS:], PATIENCE * seconds):
+            break
     start = time.perf_counter()
     if "val" in job.splits:
         evaluate(job, update.model, "val")
     evaluation_seconds = time.perf_counter() - start
     train = job.config.train
-    per_step = statistics.median(step_seconds[WARM_STEPS:])
     timed = step_seconds[WARM_STEPS:]  # the first ones count in full: they may have compiled the model
+    per_step = usual(timed)
     paused = sum(timed) - without_pauses(timed, per_step)
     left = seconds - (time.perf_counter() - begin - paused)
     if train.eval_every is None:
@@ -67,6 +72,20 @@ def calibrate(job: Job, seconds: float) -> int:
             f"give more minutes, a smaller --batch or a smaller --model"
         )
     return steps
+
+
+def enough(timed: list[float], patience: float) -> bool:
+    """Whether the timed steps tell how long a step takes: there are several, and they agree or time is up."""
+    if len(timed) < TIMED_STEPS:
+        return False
+    found = timing(timed)
+    return found.high <= STEADY * found.low or sum(timed) > patience
+
+
+def usual(timed: list[float]) -> float:
+    """Seconds of a step: the median of steps that agree, else their lower quartile, which others disturbed least."""
+    found = timing(timed)
+    return found.median if found.high <= STEADY * found.low else found.low
 
 
 def without_pauses(step_seconds: list[float], usual: float) -> float:

@@ -9,7 +9,7 @@ import pytest
 from small_run import screen
 
 from m1clip.hardware.clock import drift
-from m1clip.train.duration import without_pauses
+from m1clip.train.duration import enough, usual, without_pauses
 from m1clip.watch.history import History
 from m1clip.watch.verdicts import stalled, throttling
 from m1clip.watch.words import ago
@@ -33,6 +33,16 @@ def test_the_time_left_is_not_spoiled_by_a_pause() -> None:
 
 def test_a_pause_does_not_eat_up_the_minutes() -> None:
     assert without_pauses([0.3, 0.1, 0.1, 3600.0, 0.1], usual=0.1) == pytest.approx(0.7)
+
+
+def test_a_busy_moment_does_not_mislead_the_count_of_steps() -> None:
+    quiet, busy = [0.1, 0.101, 0.1, 0.102, 0.1], [0.1, 0.3, 0.31, 0.1, 0.28]
+    assert enough(quiet, patience=30.0)
+    assert usual(quiet) == pytest.approx(0.1)
+    assert not enough(quiet[:4], patience=0.1)  # too few to tell, whatever they took
+    assert not enough(busy, patience=30.0)
+    assert enough(busy, patience=1.0)  # it does not get better: the run has to begin
+    assert usual(busy) == pytest.approx(0.1)
 
 
 def test_one_long_step_is_no_throttling(tmp_path: Path) -> None:
