@@ -85,6 +85,8 @@ class ModelConfig:
     "Gradient checkpointing: less memory, about a third more work, the same result."
     compile: bool = False
     "torch.compile the model: slow to start, often faster afterwards."
+    graph: bool = True
+    "CUDA: record a small model's step once and replay it; the host then no longer limits the speed."
 
 
 @dataclass(frozen=True, kw_only=True)

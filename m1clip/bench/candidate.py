@@ -23,6 +23,7 @@ class Candidate:
     precision: str
     attention: str = "sdpa"
     compile: bool = False
+    graph: bool = False  # CUDA: the step is recorded and replayed, as `train` does with a small model
     threads: int = 0  # 0 = one a physical core
     recompute: bool = False
     optimizer: str = "muon"
@@ -32,6 +33,7 @@ class Candidate:
         """A short name, unique within a comparison: only what differs from the usual is said."""
         words = [self.model, f"batch {self.batch}", self.device, self.precision, self.attention]
         words += ["compiled"] if self.compile else []
+        words += ["replayed"] if self.graph else []
         words += [f"{self.threads} thread{'s' * (self.threads > 1)}"] if self.threads else []
         words += ["recompute"] if self.recompute else []
         return " ".join(words)
@@ -65,6 +67,7 @@ def config_of(candidate: Candidate, pictures: int) -> Config:
             attention_text=attention,
             recompute=candidate.recompute,
             compile=candidate.compile,
+            graph=candidate.graph,
         ),
         text=text_config(candidate.model),
         data=DataConfig(

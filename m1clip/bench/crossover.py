@@ -12,7 +12,8 @@ Result = dict[str, Any]
 def plain(result: Result) -> bool:
     """A step without extras, as every device and size has it."""
     c = result["candidate"]
-    return not (c["compile"] or c["recompute"] or c["threads"] or c["device"] == "hybrid")
+    by_kernel = c["device"] == "cuda" and not c.get("graph", True)  # not what `train` does
+    return not (c["compile"] or c["recompute"] or c["threads"] or c["device"] == "hybrid" or by_kernel)
 
 
 def point_of(result: Result) -> Point:

@@ -29,6 +29,11 @@ def precisions_of(facts: Facts, kind: str, asked: Sequence[str]) -> tuple[str, .
     return tuple(name for name in possible if (name in asked if asked else name != "fp16"))
 
 
+def graphs(facts: Facts, kind: str) -> bool:
+    """Whether `train` replays steps on this device."""
+    return rules(kind, facts).graphs  # type: ignore[arg-type]
+
+
 def focus(
     facts: Facts, model: str, batches: Sequence[int], devices: Sequence[str], precisions: Sequence[str],
     optimizer: str, full: bool = False,
@@ -43,7 +48,7 @@ def focus(
             for precision in reversed(precisions_of(facts, kind, precisions)):  # bf16 first
                 base.append(Candidate(
                     model=model, batch=batch, device=kind, precision=precision, attention=ATTENTION[kind][0],
-                    optimizer=optimizer,
+                    optimizer=optimizer, graph=graphs(facts, kind),
                 ))  # fmt: skip
     if full:
         return _unique(_product(base, devices, facts))
@@ -54,8 +59,10 @@ def focus(
         extras += [dataclasses.replace(c, attention=ATTENTION[kind][1]) for c in plain]
         if kind == "cpu" and facts.performance_cores > 1:
             extras.append(dataclasses.replace(likely, threads=max(1, facts.performance_cores // 2)))
+        if likely.graph:
+            extras.append(dataclasses.replace(likely, graph=False))
         if kind == "cuda":
-            extras.append(dataclasses.replace(likely, device="hybrid"))
+            extras.append(dataclasses.replace(likely, device="hybrid", graph=False))
         extras.append(dataclasses.replace(likely, recompute=True))
         extras.append(
             dataclasses.replace(likely, compile=True)
@@ -84,7 +91,7 @@ def sweep(
         for batch in sorted(batches):
             groups.append([
                 Candidate(model=model, batch=batch, device=kind, precision=precision, attention=ATTENTION[kind][0],
-                          optimizer=optimizer)
+                          optimizer=optimizer, graph=graphs(facts, kind))
                 for precision in sorted({p for kind in devices for p in precisions_of(facts, kind, precisions)})
                 for kind in devices
                 if precision in precisions_of(facts, kind, precisions)

@@ -9,7 +9,8 @@ from typing import Any
 from m1clip.hardware.clock import drift, remarks, timing
 from m1clip.train.parity import TOLERANCE
 
-PHASES = ("data", "copy", "forward", "backward", "optimizer")
+# "step": forward, backward and optimizer in one, where the step is replayed
+PHASES = ("data", "copy", "forward", "backward", "optimizer", "step")
 
 
 def summarise(
@@ -49,7 +50,7 @@ def summarise(
 
 def split(samples: list[dict[str, float]]) -> dict[str, float]:
     """Median seconds of each phase, and of what no phase counts; empty where the device cannot tell."""
-    if not all("forward" in sample for sample in samples):
+    if not all("forward" in sample or "step" in sample for sample in samples):
         return {}
     found = {name: statistics.median(sample.get(name, 0.0) for sample in samples) for name in PHASES}
     rest = [s["seconds"] - sum(s.get(name, 0.0) for name in PHASES) for s in samples]

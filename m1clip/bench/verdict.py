@@ -86,6 +86,7 @@ def _one_change(best: Result, other: Result) -> str:
     middle, low, high = times_faster(other, best)
     words = {"precision": f"{a['precision']} instead of {b['precision']}",
              "attention": f"attention by {a['attention']} instead of {b['attention']}",
+             "graph": "replaying the step as a graph" if a.get("graph") else "launching kernel by kernel",
              "compile": "compiling" if a["compile"] else "not compiling",
              "threads": f"{best['threads']} threads instead of {other['threads']}",
              "recompute": "keeping activations instead of recomputing them"}.get(changed[0])  # fmt: skip

@@ -17,6 +17,7 @@ from m1clip.bench.candidate import PROBE_PAIRS, Candidate, config_of, with_batch
 from m1clip.bench.hybrid import HybridBatch, HybridClip, hybrid_autocast
 from m1clip.data.loader import Batch, BatchPlan, TrainingSet
 from m1clip.data.prepare import DecodePlan
+from m1clip.data.resident import resident
 from m1clip.hardware.compiler import check_compile
 from m1clip.hardware.device import Device, available, choose_precision, threads
 from m1clip.hardware.energy import EnergyMeter, open_meter
@@ -107,7 +108,7 @@ class Workload:
         total = self.device.peak_bytes()
         parts = {"process": self.process_bytes, "data": self.data_bytes} if self._on_host() else {}
         if not self.candidate.compile:  # compiled code hides its tensors
-            parts |= watched(self.update, self._batch(), self._step)
+            parts |= watched(self.update, self._batch(), self._plainly)
         rest = total - sum(parts.values())
         return {"total": total, "parts": {**parts, "rest": rest}, "known": self.peak_is_known and rest >= 0}
 
@@ -145,16 +146,17 @@ class Workload:
         wanted = with_batch(config_of(candidate, pictures), candidate.batch)
         kind: Any = candidate.attention
         model = dataclasses.replace(
-            job.config.model, recompute=candidate.recompute, compile=candidate.compile,
+            job.config.model, recompute=candidate.recompute, compile=candidate.compile, graph=candidate.graph,
             attention_image=kind, attention_text=kind,
         )  # fmt: skip
         config = dataclasses.replace(job.config, model=model, optim=wanted.optim, train=wanted.train)
         plan = BatchPlan(len(job.splits["train"].pairs), wanted.train.batch, config.seed)
         old = job.training
         fixed = self.device.rules.fixed_shapes or candidate.compile
-        training = TrainingSet(
-            old.pictures, old.captions, plan, old.augmentation, fixed, identity=old.identity
-        )
+        kept = job.splits["train"].pictures
+        if self.device.rules.resident and candidate.device != "hybrid":
+            kept = resident(kept, self.device.torch, self.device.free_bytes())
+        training = TrainingSet(kept, old.captions, plan, old.augmentation, fixed, identity=old.identity)
         context = autocast(self.device, precision)
         return dataclasses.replace(
             job, config=config, device=self.device, precision=precision, training=training, autocast=context
@@ -184,6 +186,11 @@ class Workload:
     def _step(self, batch: Batch) -> Tensor:
         self._next += 1
         return self.update(batch, self._next, WARMUP, TOTAL_STEPS)[0]
+
+    def _plainly(self, batch: Batch) -> Tensor:
+        """A step kernel by kernel: a replayed one shows nothing of its tensors."""
+        self._next += 1
+        return self.update.plainly(batch, self._next)[0]
 
     def _close(self) -> None:
         if hasattr(self, "update"):

@@ -6,6 +6,7 @@ batched matrix products, with a matrix for each sample that holds its own box.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +36,35 @@ class Views:
     flips: np.ndarray  # (n,) bool
     gains: np.ndarray  # (n, 2) float32: brightness, contrast
 
+    def rows(self, rows: slice | np.ndarray) -> Views:
+        """The choices of some samples."""
+        return Views(self.boxes[rows], self.flips[rows], self.gains[rows])
+
+    def on(self, device: torch.device) -> DeviceViews:
+        """The same on a device; what the host has to know of them is looked up here, where they still are."""
+
+        def sent(part: np.ndarray) -> Tensor:
+            return torch.from_numpy(part).to(device, non_blocking=True)
+
+        crops = bool((self.boxes[:, 2:] != 1).any() or self.flips.any())
+        colours = bool((self.gains != 1).any())
+        return DeviceViews(sent(self.boxes), sent(self.flips), sent(self.gains), crops, colours)
+
+
+@dataclass(frozen=True)
+class DeviceViews:
+    """Views as tensors; two flags say whether any picture of the batch is moved or coloured at all."""
+
+    boxes: Tensor
+    flips: Tensor
+    gains: Tensor
+    crops: bool
+    colours: bool
+
+    def rows(self, rows: slice | np.ndarray) -> DeviceViews:
+        """The choices of some samples."""
+        return DeviceViews(self.boxes[rows], self.flips[rows], self.gains[rows], self.crops, self.colours)
+
 
 def draw_views(augmentation: Augmentation, seed: int, epoch: int, samples: np.ndarray) -> Views:
     """Choices for each sample, from (seed, epoch, sample) alone."""
@@ -59,7 +89,7 @@ def draw_patches(dropout: float, count: int, seed: int, epoch: int, samples: np.
     return np.sort(np.argsort(draws, axis=1)[:, :kept], axis=1)
 
 
-def render(pixels: Tensor, views: Views | None, preprocess: Preprocess) -> Tensor:
+def render(pixels: Tensor, views: Views | DeviceViews | None, preprocess: Preprocess) -> Tensor:
     """(n, side, side, 3) uint8 -> (n, 3, size, size) float32, cropped, resized, coloured and normalised.
 
     Under autocast the two products run in its precision, whose rounding is that of the 8 bits of a pixel.
@@ -69,30 +99,34 @@ def render(pixels: Tensor, views: Views | None, preprocess: Preprocess) -> Tenso
     size, side = preprocess.image_size, pixels.shape[1]
     if views is None and side != size:
         views = _whole(len(pixels))
+    drawn = views.on(pixels.device) if isinstance(views, Views) else views
     x = pixels.permute(0, 3, 1, 2).contiguous()  # (n, 3, side, side); bytes are moved before they grow
-    if views is not None and _moves(views, side, size):
-        x = _resample(x, views, size)
+    if drawn is not None and (side != size or drawn.crops):
+        x = _resample(x, drawn, size)
     x = x.float() / 255
-    if views is not None and bool((views.gains != 1).any()):
-        brightness, contrast = torch.from_numpy(views.gains).to(x.device).view(-1, 2, 1, 1, 1).unbind(1)
+    if drawn is not None and drawn.colours:
+        brightness, contrast = drawn.gains.view(-1, 2, 1, 1, 1).unbind(1)
         middle = x.mean(dim=(1, 2, 3), keepdim=True)
         # ((x * b) - (middle * b)) * c + middle * b, in one pass over the pixels
         x = x.mul_(brightness * contrast).add_(middle * brightness * (1 - contrast)).clamp_(0, 1)
-    mean = torch.tensor(preprocess.mean, device=x.device).view(1, 3, 1, 1)
-    std = torch.tensor(preprocess.std, device=x.device).view(1, 3, 1, 1)
-    return x.sub_(mean).div_(std)
+    constants = _channels if x.device.type == "cpu" else _sent_channels
+    return x.sub_(constants(preprocess.mean, x.device)).div_(constants(preprocess.std, x.device))
 
 
-def _moves(views: Views, side: int, size: int) -> bool:
-    return side != size or bool((views.boxes[:, 2:] != 1).any()) or bool(views.flips.any())
+def _channels(values: tuple[float, float, float], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device).view(1, 3, 1, 1)
 
 
-def _resample(x: Tensor, views: Views, size: int) -> Tensor:
+# To a device they are sent once: a copy makes the host wait, and has no place in a step that is replayed.
+_sent_channels = functools.lru_cache(maxsize=8)(_channels)
+
+
+def _resample(x: Tensor, views: DeviceViews, size: int) -> Tensor:
     """(n, 3, side, side) uint8 -> (n, 3, size, size): crop, resize and flip as a product from each side."""
     n, _, side, _ = x.shape
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
-    boxes, flips = torch.from_numpy(views.boxes).to(x.device), torch.from_numpy(views.flips).to(x.device)
+    boxes, flips = views.boxes, views.flips
     across = _resampler(boxes[:, 0], boxes[:, 2], flips, side, size).to(dtype)  # (n, size, side)
     down = _resampler(boxes[:, 1], boxes[:, 3], torch.zeros_like(flips), side, size).to(dtype)
     # The three channels are rows of one product; the matrix is not copied for each of them.

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from m1clip.data import randomness as rnd
-from m1clip.data.augment import Augmentation, Views, draw_patches, draw_views
+from m1clip.data.augment import Augmentation, DeviceViews, Views, draw_patches, draw_views
 from m1clip.data.captions import CaptionTable, drop_tokens, rounded
+from m1clip.data.resident import ResidentPictures
 from m1clip.data.store import ArrayPictures, Failure, Pictures, read_or_replace
 from m1clip.errors import UserError
 
@@ -33,10 +34,16 @@ class Batch:
     pictures: Tensor  # (n,) number of each picture; copies of one have equal numbers
     captions: Tensor  # (m,) key of each caption; equal captions have equal keys
     owners: Tensor  # (m,) the row of the picture that each caption describes
-    views: Views
+    views: Views | DeviceViews
     patches: Tensor | None = None  # (n, kept) which patches of each picture are seen; None: all
     lengths: tuple[int, ...] = ()  # of each caption, on the host; empty: all are to be read at full length
     failed: tuple[Failure, ...] = ()  # pictures that could not be read; others stand in their place
+    store: Tensor | None = None  # where all pictures lie on the device: `pixels` are then rows of it, (n,)
+
+    def shown(self, rows: slice | Tensor = slice(None)) -> Tensor:
+        """Raw pixels of some pictures, taken from the store where there is one."""
+        pixels = self.pixels[rows]
+        return pixels if self.store is None else self.store[pixels]
 
     def texts(self, rows: slice) -> Tensor:
         """Tokens of some captions, cut after the longest of them: they stand by length, so it is the last."""
@@ -46,11 +53,14 @@ class Batch:
 
     def text_groups(self) -> list[Tensor]:
         """All tokens in a few groups of like length: the padding is work that no caption needs."""
+        return [self.texts(rows) for rows in self.text_rows()]
+
+    def text_rows(self) -> list[slice]:
+        """The rows of each of these groups; one of all where no caption's length is told."""
         m = len(self.tokens)
-        if not self.lengths:
-            return [self.tokens]
-        bounds = np.linspace(0, m, min(TEXT_GROUPS, max(1, m // SMALLEST_GROUP)) + 1).astype(int)
-        return [self.texts(slice(a, b)) for a, b in itertools.pairwise(bounds.tolist())]
+        groups = min(TEXT_GROUPS, max(1, m // SMALLEST_GROUP)) if self.lengths else 1
+        bounds = np.linspace(0, m, groups + 1).astype(int).tolist()
+        return [slice(a, b) for a, b in itertools.pairwise(bounds)]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """The same batch on a device; the views stay, they are read when the pixels are rendered."""
@@ -123,9 +133,15 @@ class TrainingSet(Dataset[Batch]):
 
     def __getitem__(self, step: int) -> Batch:
         epoch, planned = self.plan.members(step)
-        members, pixels, failed = read_or_replace(self.pictures, planned, self.plan.seed, epoch)
+        failed: tuple[Failure, ...] = ()
+        store: Tensor | None = None
+        if isinstance(self.pictures, ResidentPictures):
+            store, members, pixels = self.pictures.store, planned, planned.astype(np.int64)
+        else:
+            members, pixels, failed = read_or_replace(self.pictures, planned, self.plan.seed, epoch)
         texts = self.texts_of(members, epoch)
         return Batch(
+            store=store,
             patches=self.shown_of(members, epoch),
             pixels=torch.from_numpy(pixels),
             tokens=torch.from_numpy(texts.tokens),
@@ -185,8 +201,12 @@ def batches(
     """The batches of steps start .. stop - 1, in order."""
     if isinstance(data.pictures, ArrayPictures) and start_method != "fork":
         workers = 0  # each would be sent a copy of all pictures, to save little: they are decoded already
+    if isinstance(data.pictures, ResidentPictures):
+        workers = 0  # what is left to prepare are rows and tokens, and other processes cannot see the store
     if workers == 0:
-        return _reported((data[step] for step in range(start, stop)), data)
+        made = (data[step] for step in range(start, stop))
+        # From pinned memory a copy goes its own way; from any other the host waits until the device is free for it.
+        return _reported((batch.pin_memory() for batch in made) if pin else made, data)
     loader = DataLoader(
         data,
         batch_size=None,

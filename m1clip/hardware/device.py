@@ -30,6 +30,8 @@ class Rules:
     fused_optimizer: bool
     worker_start: Literal["fork", "spawn", "forkserver"]
     float64: bool
+    graphs: bool = False  # may a whole step be recorded and replayed?
+    resident: bool = False  # has it a memory of its own, worth filling with the pictures?
 
 
 def available(facts: Facts) -> tuple[Kind, ...]:
@@ -67,6 +69,8 @@ def rules(kind: Kind, facts: Facts) -> Rules:
             fused_optimizer=True,
             worker_start="forkserver",  # a forked child must not inherit a CUDA context
             float64=True,
+            graphs=True,
+            resident=True,
         )
     if kind == "mps":
         # Non-blocking copies from pageable memory have corrupted data, and changing shapes leak memory.

@@ -69,10 +69,11 @@ class Phases:
         self._marks: list[tuple[str, Stamp]] = []  # in time; the name "" is no phase
         self._free: list[Stamp] = []
         self._seconds: dict[str, float] = {}
+        self.silent = False  # while a step is recorded for replay: marks would become part of it
 
     def mark(self, name: str) -> None:
         """The phase `name` begins here, and the one before ends; the host does not wait."""
-        if self._new is None or (self._marks and self._marks[-1][0] == name):
+        if self._new is None or self.silent or (self._marks and self._marks[-1][0] == name):
             return
         stamp = self._free.pop() if self._free else self._new()
         stamp.record()

@@ -48,6 +48,7 @@ class LayerProbe:
 
     def arm(self) -> None:
         """Look at the next step."""
+        self._optimizer.observed = True
         for part in self._optimizer.parts.values():
             self._handles.append(part.register_step_pre_hook(self._look_before))
             self._handles.append(part.register_step_post_hook(self._look_after))
@@ -56,6 +57,7 @@ class LayerProbe:
         """Look no more, and forget what was seen."""
         for handle in self._handles:
             handle.remove()
+        self._optimizer.observed = False
         self._handles, self._before, self._seen = [], [], []
 
     @torch.no_grad()

@@ -25,9 +25,9 @@ def same_pairs(pictures: Tensor, captions: Tensor, owners: Tensor) -> Tensor:
     order = captions.argsort()
     steps = captions[order].diff(prepend=captions[order[:1]]) != 0
     number = torch.empty_like(order).scatter_(0, order, steps.cumsum(0))
-    told = torch.zeros(same_picture.shape, dtype=torch.bool, device=owners.device)
-    told[owners, number] = True  # picture i has a caption with this number
-    return same_picture | told[:, number]
+    told = torch.zeros(same_picture.numel(), dtype=torch.bool, device=owners.device)
+    told.scatter_(0, owners * len(captions) + number, True)  # picture i has a caption with this number
+    return same_picture | told.view(same_picture.shape)[:, number]
 
 
 def infonce(features: Features, positive: Tensor, smoothing: float = 0.0) -> Tensor:

@@ -71,6 +71,7 @@ class Optimizer:
             )
         }
         self._peak = {"adamw": config.lr, "muon": config.muon_lr}
+        self.observed = False  # whether hooks wait for the next step, which a replayed one would not call
         if hidden:
             self.parts["muon"] = Muon(
                 [
@@ -150,25 +151,32 @@ def _named(part: torch.optim.Optimizer) -> Iterable[tuple[str, Tensor]]:
 class Ema:
     """A slowly following copy of the weights."""
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float, capturable: bool = False) -> None:
+        """`capturable` keeps the share of a step on the device, for CUDA graphs."""
         self.decay = decay
         self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        device = next(iter(self.weights.values())).device
+        self.share: float | Tensor = torch.zeros((), device=device) if capturable else 0.0
+
+    def set_step(self, step: int) -> None:
+        """How far the next update follows: faster at the start, so that the first steps are soon forgotten."""
+        share = 1 - min(self.decay, (1 + step) / (10 + step))
+        if isinstance(self.share, Tensor):
+            self.share.fill_(share)
+        else:
+            self.share = share
 
     @torch.no_grad()
-    def update(self, model: nn.Module, step: int, skip: Tensor | None = None) -> None:
-        """Follow the weights; faster at the start, so that the first steps are soon forgotten.
-
-        A `skip` of 1 on the device leaves the average as it is, without the host knowing.
-        """
-        decay = min(self.decay, (1 + step) / (10 + step))
+    def update(self, model: nn.Module, skip: Tensor | None = None) -> None:
+        """Follow the weights; a `skip` of 1 on the device leaves the average as it is, without the host knowing."""
         live = {name: p.detach() for name, p in model.named_parameters()}
         # By name: weights read back from a file come in another order.
         average = [self.weights[name] for name in live]
-        if skip is None:
-            torch._foreach_lerp_(average, list(live.values()), 1 - decay)
+        if skip is None and not isinstance(self.share, Tensor):
+            torch._foreach_lerp_(average, list(live.values()), self.share)
         else:
             way = torch._foreach_sub(list(live.values()), average)
-            torch._foreach_mul_(way, (1 - decay) * (1 - skip))
+            torch._foreach_mul_(way, self.share if skip is None else self.share * (1 - skip))
             torch._foreach_add_(average, way)
 
     @torch.no_grad()

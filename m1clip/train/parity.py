@@ -73,12 +73,11 @@ def gradient(
 def few(batch: Batch, pairs: int = PAIRS) -> Batch:
     """A few captions of a batch, the shortest, with their pictures."""
     owners = batch.owners[:pairs]
-    views = type(batch.views)(*(kept[owners.cpu().numpy()] for kept in vars(batch.views).values()))
     return Batch(
-        pixels=batch.pixels[owners],
+        pixels=batch.shown(owners),
         tokens=batch.texts(slice(0, pairs)),
         pictures=batch.pictures[owners],
         captions=batch.captions[:pairs],
         owners=torch.arange(len(owners)),
-        views=views,
+        views=batch.views.rows(owners.cpu().numpy()),
     )

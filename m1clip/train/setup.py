@@ -27,6 +27,7 @@ from m1clip.data.prepare import (
     open_data,
 )
 from m1clip.data.preprocess import Preprocess
+from m1clip.data.resident import resident
 from m1clip.errors import UserError
 from m1clip.hardware.compiler import check_compile
 from m1clip.hardware.device import Device, Precision, choose_device, choose_precision, threads
@@ -186,8 +187,11 @@ def _training_set(
     full_length = device.rules.fixed_shapes or config.model.compile
     several = config.data.captions_per_step or 1
     identity = identities(train.pairs)
+    pictures = train.pictures
+    if device.rules.resident:
+        pictures = resident(pictures, device.torch, device.free_bytes())
     return TrainingSet(
-        train.pictures, train.captions, plan, augmentation, full_length, identity, several, shape.grid**2
+        pictures, train.captions, plan, augmentation, full_length, identity, several, shape.grid**2
     )
 
 

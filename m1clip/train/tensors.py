@@ -28,6 +28,7 @@ def restore(update: Update, state: LoopState, kept: Groups) -> None:
             f"the checkpoint of step {state.step:,} does not fit the run: {wrong}. Bring an earlier one back from a "
             f"copy, or begin a new run"
         )
+    update.forget_graph()
     update.model.load_state_dict(kept["weights"])
     update.optimizer.load_tensors(kept["optimizer"])
     if update.ema is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
 from typing import Any, Literal
 
 import numpy as np
@@ -13,13 +12,14 @@ from torch import Tensor
 
 from m1clip.config import Config
 from m1clip.data import randomness as rnd
-from m1clip.data.augment import Views, render
+from m1clip.data.augment import render
 from m1clip.data.loader import Batch
 from m1clip.data.preprocess import Preprocess
 from m1clip.hardware.device import Device, Precision
 from m1clip.hardware.heap import keep_freed_memory
 from m1clip.hardware.phases import Phases
 from m1clip.model.clip import Clip, Features
+from m1clip.train.captured import Captured
 from m1clip.train.gradcache import Plan, Side, chunked_backward
 from m1clip.train.objective import OBJECTIVES, positives, text_contrast
 from m1clip.train.optim import Ema, Optimizer
@@ -48,21 +48,24 @@ class Update:
         self.objective = OBJECTIVES[config.train.objective]
         # Where bf16 is slow, its products in Muon would be slow too.
         muon_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        self.optimizer = Optimizer(model, config.optim, device.rules.fused_optimizer, muon_dtype)
+        self.scaler = grad_scaler(device, precision)
+        self.draws = draws_at_random(model)
+        self.skip: Literal["host", "device", "never"] = skipped_by(device.kind)
+        graph = config.model.graph and device.rules.graphs and self.scaler is None and not self.draws
+        graph = graph and type(model) is Clip and teacher is None
+        self.optimizer = Optimizer(model, config.optim, device.rules.fused_optimizer, muon_dtype, graph)
+        self.captured = Captured(self) if graph else None
         if device.kind == "cpu":
             keep_freed_memory()
-        self.scaler = grad_scaler(device, precision)
-        self.ema = Ema(model, config.optim.ema) if config.optim.ema else None
+        self.ema = Ema(model, config.optim.ema, graph) if config.optim.ema else None
         self.phases = Phases(device.kind)
         self.room: Room | None = None  # where there is one, it makes chunks smaller when memory runs out
         self.rate_factor = 1.0
-        self.skip: Literal["host", "device", "never"] = skipped_by(device.kind)
         compiled: Callable[[Any], Any] = torch.compile if config.model.compile else lambda function: function
         self.encoders: tuple[Callable[..., Tensor], ...] = (
             compiled(model.encode_image),
             compiled(model.encode_text),
         )
-        self.draws = draws_at_random(model)
         # Compiled code without a graph may draw other dropout masks than the same code with one.
         graphs = config.model.compile and self.draws
         scale = self.scaler.scale if self.scaler is not None else lambda loss: loss
@@ -72,21 +75,34 @@ class Update:
 
     def __call__(self, batch: Batch, step: int, warmup: int, total_steps: int) -> tuple[Tensor, Tensor]:
         """Loss and gradient norm, still on the device: reading them is what would make the host wait."""
+        self.optimizer.set_rate(rate(step, warmup, total_steps, self.config.optim.lr_end) * self.rate_factor)
+        if self.ema is not None:
+            self.ema.set_step(step)
+        if self.captured is not None and self.captured.takes(batch):
+            return self.captured(batch, step)
+        return self.plainly(batch, step)
+
+    def plainly(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+        """The step as it stands here, kernel by kernel, within the memory that there is."""
         self.phases.mark("copy")
         batch = batch.to(self.device.torch, self.device.rules.non_blocking)
         loss = self._backward_within_room(batch, step)
         self.phases.mark("optimizer")
-        share = rate(step, warmup, total_steps, self.config.optim.lr_end) * self.rate_factor
-        grad_norm = self._move(share, loss, step)
+        grad_norm = self.move(loss)
         self.phases.stop()
         return loss, grad_norm
+
+    def forget_graph(self) -> None:
+        """What was recorded of the step holds on to tensors that are replaced now."""
+        if self.captured is not None:
+            self.captured.forget()
 
     def _backward_within_room(self, batch: Batch, step: int) -> Tensor:
         if self.room is None:
             return self.backward(batch, step)
-        return self.room.fit(lambda: self.backward(batch, step), self._clear, len(batch.pixels), step)
+        return self.room.fit(lambda: self.backward(batch, step), self.clear, len(batch.pixels), step)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
         """Forget a step that was broken off, and give its memory back."""
         self.optimizer.zero_grad()
         self.device.release()
@@ -107,7 +123,7 @@ class Update:
             torch.manual_seed(self.config.seed * 1_000_003 + step)  # dropout too is a function of the step
         encode_image, encode_text = self.encoders
         with self.autocast():
-            pixels = render(batch.pixels, batch.views, self.preprocess)
+            pixels = render(batch.shown(), batch.views, self.preprocess)
             image = encode_image(pixels, *_shown(batch.patches))
             text = torch.cat([encode_text(group) for group in batch.text_groups()])
         loss = self._loss(image, text, positive, batch)
@@ -121,7 +137,7 @@ class Update:
 
         def of_pictures(rows: slice) -> Tensor:
             self._seed(step, 2 * rows.start)
-            pixels = render(batch.pixels[rows], _rows_of(batch.views, rows), self.preprocess)
+            pixels = render(batch.shown(rows), batch.views.rows(rows), self.preprocess)
             return encode_image(pixels, *_shown(batch.patches, rows))  # floats of one chunk only
 
         def of_captions(rows: slice) -> Tensor:
@@ -163,7 +179,7 @@ class Update:
         with self.autocast():
             for at in range(0, rows, _AT_ONCE):
                 part = slice(at, at + _AT_ONCE)
-                pixels = render(batch.pixels[part], _rows_of(batch.views, part), self.preprocess)
+                pixels = render(batch.shown(part), batch.views.rows(part), self.preprocess)
                 image = self.model.encode_image(pixels, *_shown(batch.patches, part))
                 bad[part] = ~image.isfinite().all(dim=1)
             for at in range(0, len(batch.tokens), _AT_ONCE):
@@ -173,12 +189,11 @@ class Update:
         found: list[int] = bad.nonzero().flatten().tolist()
         return found if len(found) < rows else []
 
-    def _move(self, share: float, loss: Tensor, step: int) -> Tensor:
-        """Clip the gradients and move the weights by a share of the peak learning rate; gives the gradient's norm.
+    def move(self, loss: Tensor) -> Tensor:
+        """Clip the gradients and move the weights; gives the gradient's norm.
 
         Where loss or norm are not finite nothing moves: no weight, no state of the optimizer, no average.
         """
-        self.optimizer.set_rate(share)
         if self.scaler is not None:
             for part in self.optimizer.parts.values():
                 self.scaler.unscale_(part)
@@ -200,7 +215,7 @@ class Update:
         self.optimizer.zero_grad()
         self.model.clamp_scale()
         if self.ema is not None and moves:
-            self.ema.update(self.model, step, 1 - finite.float() if on_device else None)
+            self.ema.update(self.model, 1 - finite.float() if on_device else None)
         return grad_norm
 
     @torch.no_grad()
@@ -236,8 +251,3 @@ def draws_at_random(model: Clip) -> bool:
 def _shown(patches: Tensor | None, rows: slice = slice(None)) -> tuple[Tensor, ...]:
     """The patches of some rows as an argument, or none: a pretrained tower knows of no patches."""
     return () if patches is None else (patches[rows],)
-
-
-def _rows_of(views: Views, rows: slice) -> Views:
-    """The random choices of some rows of a batch."""
-    return Views(**{item.name: getattr(views, item.name)[rows] for item in fields(views)})

@@ -14,7 +14,8 @@ from m1clip.watch.follow import Follower
 from m1clip.watch.thinned import Row, Thinned
 
 POINTS, EVALUATIONS, LAYERS, EVENTS, RECENT, FIRST = 2000, 500, 200, 200, 60, 12
-PHASES = ("data", "copy", "forward", "backward", "optimizer", "rest")
+# "step": forward, backward and optimizer in one, where a step is replayed as a CUDA graph
+PHASES = ("data", "copy", "forward", "backward", "optimizer", "step", "rest")
 CURVES = ("loss", "grad_norm", "lr", "temperature", "pairs_per_second", "step_seconds", "data_share",
           "memory_bytes", "watts", "celsius", "elapsed")  # fmt: skip
 TOLD = ("checkpoint", "event", "warning", "skipped", "parity", "memory")

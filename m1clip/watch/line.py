@@ -11,7 +11,8 @@ Line = list[Piece]
 
 COLOURS = {
     "": "", "bold": "1", "dim": "2", "good": "32", "bad": "1;31", "note": "33", "accent": "36", "title": "1;36",
-    "data": "33", "copy": "35", "forward": "36", "backward": "34", "optimizer": "32", "rest": "2", "invert": "7",
+    "data": "33", "copy": "35", "forward": "36", "backward": "34", "optimizer": "32", "step": "36",
+    "rest": "2", "invert": "7",
 }  # fmt: skip
 PLAIN = {
     "bold": "1",

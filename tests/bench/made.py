@@ -71,6 +71,8 @@ def sweep_results(
         for batch in (1, 4, 16, 64, 256):
             work = PER_PAIR[model] * batch
             for device, seconds in (("cpu", work / cpu_rate + 1e-4), ("cuda", card_fixed + work / card_rate)):
-                made = Candidate(model=model, batch=batch, device=device, precision="bf16")
+                made = Candidate(
+                    model=model, batch=batch, device=device, precision="bf16", graph=device == "cuda"
+                )
                 found.append(result(made, seconds))
     return found

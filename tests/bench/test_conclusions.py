@@ -73,7 +73,10 @@ def test_the_crossover_is_bracketed_by_measured_batches() -> None:
 
 
 def test_overlapping_times_are_not_called_different() -> None:
-    ways = [Candidate(model="tiny", batch=8, device=d, precision="bf16") for d in ("cpu", "cuda")]
+    ways = [
+        Candidate(model="tiny", batch=8, device=d, precision="bf16", graph=d == "cuda")
+        for d in ("cpu", "cuda")
+    ]
     results = [result(ways[0], 1.00, spread=0.2), result(ways[1], 1.02, spread=0.2)]
     item = crossovers(results, [])[0]
     assert item["cpu_wins_up_to"] is None
@@ -84,22 +87,28 @@ def test_overlapping_times_are_not_called_different() -> None:
 
 
 def test_the_verdict_names_the_fastest_with_its_interval() -> None:
-    ways = [Candidate(model="tiny", batch=8, device=d, precision="bf16") for d in ("cpu", "cuda")]
+    ways = [
+        Candidate(model="tiny", batch=8, device=d, precision="bf16", graph=d == "cuda")
+        for d in ("cpu", "cuda")
+    ]
     made = document([result(ways[0], 4.1), result(ways[1], 0.1)])
     made["crossovers"] = []
     text = "\n".join(sentences(made))
-    assert "For tiny at batch 8, cuda bf16 sdpa is the fastest of 2" in text
+    assert "For tiny at batch 8, cuda bf16 sdpa replayed is the fastest of 2" in text
     assert "41 times faster [40, 42] than cpu bf16 sdpa" in text
     assert "No mps here: no Apple GPU" in text
     assert times_faster(made["results"][0], made["results"][1])[0] == pytest.approx(41)
 
 
 def test_wrong_gradients_lose_whatever_their_speed() -> None:
-    ways = [Candidate(model="tiny", batch=8, device=d, precision="bf16") for d in ("cpu", "cuda")]
+    ways = [
+        Candidate(model="tiny", batch=8, device=d, precision="bf16", graph=d == "cuda")
+        for d in ("cpu", "cuda")
+    ]
     made = document([result(ways[0], 4.0), result(ways[1], 0.1, gradient=0.9)])
     made["crossovers"] = []
     text = "\n".join(sentences(made))
-    assert "cuda bf16 sdpa computes other gradients" in text
+    assert "cuda bf16 sdpa replayed computes other gradients" in text
     assert "For tiny at batch 8, cpu bf16 sdpa takes" in text
     assert not made["results"][1]["parity"]["ok"]
 
@@ -123,7 +132,7 @@ def test_every_cell_is_measured_or_says_that_it_is_not() -> None:
     rows = usage_table(sweep_results())
     cells = {row["size"].split(",")[0]: row["cells"] for row in rows}
     assert cells["tiny"][0].startswith("cpu bf16 sdpa (tiny, batch 4")
-    assert cells["tiny"][2].startswith("cuda bf16 sdpa (tiny, batch 256")
+    assert cells["tiny"][2].startswith("cuda bf16 sdpa replayed (tiny, batch 256")
     assert "times faster" in cells["small"][1]
     assert set(cells["large"]) == {NOT_MEASURED}
     assert cells["tiny"][3] == NOT_MEASURED
@@ -218,7 +227,10 @@ def test_the_page_asks_nothing_of_the_network_and_escapes(tmp_path: Path) -> Non
 
 
 def test_two_machines_side_by_side() -> None:
-    ways = [Candidate(model="tiny", batch=8, device=d, precision="bf16") for d in ("cpu", "cuda")]
+    ways = [
+        Candidate(model="tiny", batch=8, device=d, precision="bf16", graph=d == "cuda")
+        for d in ("cpu", "cuda")
+    ]
     here, there = document([result(ways[0], 1.0)]), document([result(ways[0], 2.0), result(ways[1], 0.5)])
     assert len(matched(here, there)) == 1
     html = side_by_side(here, there)

@@ -58,13 +58,13 @@ def test_the_focus_changes_one_thing_at_a_time() -> None:
     found = focus(MACHINE, "small", [12], ["cuda", "cpu"], [], "muon")
     labels = [candidate.way for candidate in found]
     assert labels[:4] == [
-        "cuda bf16 sdpa",
-        "cuda fp32 sdpa",
+        "cuda bf16 sdpa replayed",
+        "cuda fp32 sdpa replayed",
         "cpu bf16 bmm",
         "cpu fp32 bmm",
     ]  # the base first
-    for extra in ("cpu bf16 sdpa", "cuda bf16 sdpa compiled", "cpu bf16 bmm 4 threads", "hybrid bf16 sdpa",
-                  "cpu bf16 bmm recompute"):  # fmt: skip
+    for extra in ("cpu bf16 sdpa", "cuda bf16 sdpa", "cuda bf16 sdpa compiled replayed", "cpu bf16 bmm 4 threads",
+                  "hybrid bf16 sdpa", "cpu bf16 bmm recompute"):  # fmt: skip
         assert extra in labels
     assert len(set(found)) == len(found)
     assert {c.batch for c in found} == {12}
@@ -85,7 +85,9 @@ def test_a_sweep_goes_from_small_to_large() -> None:
         ("small", 1),
         ("small", 64),
     ]
-    assert [c.way for c in groups[0]] == ["cuda bf16 sdpa", "cpu bf16 bmm", "cuda fp32 sdpa", "cpu fp32 bmm"]
+    assert [c.way for c in groups[0]] == [
+        "cuda bf16 sdpa replayed", "cpu bf16 bmm", "cuda fp32 sdpa replayed", "cpu fp32 bmm",
+    ]  # fmt: skip
 
 
 def test_labels_are_unique_and_short() -> None:
