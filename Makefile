@@ -14,7 +14,7 @@ PYTHON ?= python3
 help:
 	@echo "make demo   train a small CLIP on synthetic pictures and show what it finds (about 5 minutes)"
 	@echo "make test   ruff, mypy, import-linter, pytest"
-	@echo "make test-long  kills, full disks, hostile files and fuzzing with large counts (about an hour), then a soak of an hour"
+	@echo "make test-long  kills, full disks, hostile files and fuzzing with large counts, on all cores, then a soak of an hour"
 	@echo "make bench  speed as ratios against baselines, on this machine (DATA=folder: loaders too; PEERS=python: open_clip too)"
 	@echo "make speedrun DATA=folder   recall after ten minutes, three seeds (PEERS=python: open_clip beside it; 90 minutes)"
 	@echo "make scaling  pairs a second against batch, resolution, tokens, model and threads (about 10 minutes)"
@@ -50,12 +50,12 @@ test: lint
 
 # Writes docs/results/reliability.json and the table of docs/reliability.md. PEERS: open_clip and Trainer in the same tests.
 SOAK_MINUTES ?= 60
+LONG := build/long
 test-long: $(DEV)
-	@$(BIN)/pytest --long -m long tests/reliability
-	@$(BIN)/python tests/reliability/fuzz.py --count 1000000 --record
+	@$(BIN)/python tests/reliability/long_parallel.py $(LONG)
 	@test -z "$(PEERS)" || $(BIN)/python tests/reliability/peers.py "$(PEERS)"
-	@$(BIN)/python tests/reliability/soak.py --minutes $(SOAK_MINUTES) --record --json docs/results/soak.json
-	@$(BIN)/python tests/reliability/reliability_table.py
+	@$(BIN)/python tests/reliability/soak.py --minutes $(SOAK_MINUTES) --record $(LONG)/rows.json --json docs/results/soak.json
+	@$(BIN)/python tests/reliability/reliability_merge.py $(LONG)/rows.json
 
 # PEERS: the Python of an environment with open_clip and transformers (benchmarks/README.md). DATA: a set of pictures.
 bench: $(READY)

@@ -57,7 +57,8 @@ def machine() -> dict[str, Any]:
     facts = read_facts()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None  # before any side starts: what else ran
     return {"cpu": facts.cpu, "cores": facts.cores, "system": facts.system, "torch": facts.torch,
-            "python": facts.python, "commit": git.stdout.strip() or "unknown", "load_before": load}  # fmt: skip
+            "cuda": facts.cuda, "python": facts.python, "commit": git.stdout.strip() or "unknown",
+            "load_before": load}  # fmt: skip
 
 
 def step_flops(shape: ClipShape, batch: Batch) -> float:

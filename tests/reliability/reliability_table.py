@@ -73,7 +73,12 @@ PROMISES = (
         lambda rows: f"{rows[0]['runs']} runs, {rows[0]['poisoned steps']} poisoned steps",
         "nan in the data",
     ),
-    Promise("8", "Out of memory", "train/test_out_of_memory.py", (), lambda rows: "in `make test`"),
+    Promise(
+        "8", "Out of memory", "train/test_out_of_memory.py, test_tight_memory.py, train/test_cuda_oom.py",
+        ("out of memory, CPU", "out of memory, CUDA"),
+        lambda rows: f"{_sum(rows, 'runs')} runs really short of memory, chunks halved {_sum(rows, 'halvings')} times; "
+        f"weights differ by {max(row['largest relative difference'] for row in rows):.1e} at most",
+    ),
     Promise(
         "9", "Bad data", "test_bad_data.py", ("bad data",),
         lambda rows: f"{rows[0]['shards cut']} shards cut short, {rows[0]['hanging reads']} reads that hang; 5% and "
@@ -94,7 +99,7 @@ PROMISES = (
         lambda rows: f"{rows[0]['minutes']:g} minutes, {rows[0]['steps']:,} steps",
     ),
     Promise(
-        "-", "Fuzzing", "fuzz.py", ("fuzzing",),
+        "-", "Fuzzing", "test_fuzz.py", ("fuzzing",),
         lambda rows: f"{rows[0]['inputs']:,} changed files for {len(rows[0]['by reader'])} readers",
     ),
 )  # fmt: skip
@@ -177,7 +182,8 @@ def measured(rows: Rows) -> list[str]:
     """Which commit and machine the rows are from."""
     places: dict[str, list[str]] = {}
     for name, row in rows.items():
-        places.setdefault(f"commit `{row['commit']}` on {row['machine']}", []).append(name)
+        torch = f", torch {row['torch']}" if "torch" in row else ""
+        places.setdefault(f"commit `{row['commit']}` on {row['machine']}{torch}", []).append(name)
     several = len(places) > 1
     return [
         f"- Counted with {place}{': ' + '; '.join(names) if several else ''}."

@@ -57,14 +57,12 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write the samples there")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument(
-        "--record", action="store_true", help="put the result into docs/results/reliability.json"
-    )
+    parser.add_argument("--record", type=Path, metavar="FILE", help="put the result into this file of rows")
     words = parser.parse_args()
     place = words.folder or Path(tempfile.mkdtemp(prefix="m1clip-soak-"))
     place.mkdir(parents=True, exist_ok=True)
     if words.record:
-        record("soak", {}, UNFINISHED, words.minutes >= 60)
+        record("soak", {}, UNFINISHED, words.minutes >= 60, words.record)
     try:
         told = soak(place, words.minutes * 60, words.every, words.workers)
     finally:
@@ -81,7 +79,7 @@ def main() -> None:
             for name, found in told["verdicts"].items()
         }
         record("soak", {"minutes": words.minutes, "steps": told["log"]["last_step"], "growth": figures},
-               "passed" if told["ok"] else "FAILED", words.minutes >= 60)  # fmt: skip
+               "passed" if told["ok"] else "FAILED", words.minutes >= 60, words.record)  # fmt: skip
     sys.exit(0 if told["ok"] else 1)
 
 

@@ -1,14 +1,16 @@
-"""Fuzzing: readers given changed files answer with one line or with what is left of the data. Long form: fuzz.py."""
+"""Fuzzing: readers given changed files answer with one line or with what is left of the data. By hand: fuzz.py."""
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 
 import pytest
-from fuzz import fuzz
+from fuzz import fuzz, fuzz_all
 from fuzz_mutate import mutate
 from fuzz_targets import Target, targets
+from reliability_results import recorded
 
 COUNT = 250
 
@@ -58,3 +60,16 @@ def test_the_same_seed_gives_the_same_inputs() -> None:
     ]
     assert made[0] == made[1]
     assert len(set(made[0])) > 40
+
+
+PARTS, INPUTS = 14, 1_000_000
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", range(1, PARTS + 1))
+def test_a_million_changed_files(part: int) -> None:
+    with recorded("fuzzing", part, PARTS) as counts:
+        done, failures = fuzz_all(math.ceil(INPUTS / PARTS), seed=part)
+        assert failures == []
+        counts |= {"inputs": sum(done.values()), "by reader": done}

@@ -40,14 +40,18 @@ def test_poisoned_steps_are_skipped_and_named(tmp_path: Path, monkeypatch: pytes
     poisoned_run(tmp_path / "run", {3, 4, 17, 29}, monkeypatch)
 
 
+PARTS = 4
+
+
 @pytest.mark.long
-def test_many_poisoned_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with recorded("nan and spikes") as counts:
-        draw = random.Random(0)
+@pytest.mark.parametrize("part", range(1, PARTS + 1))
+def test_many_poisoned_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+    with recorded("nan and spikes", part, PARTS) as counts:
+        draw = random.Random(part)
         poisoned = 0
-        for number in range(40):
-            torch.manual_seed(number)
+        for number in range(10):
+            torch.manual_seed(10 * part + number)
             at = set(draw.sample(range(STEPS), draw.randrange(1, 6)))
             poisoned_run(tmp_path / str(number), at, monkeypatch)
             poisoned += len(at)
-        counts |= {"runs": 40, "poisoned steps": poisoned}
+        counts |= {"runs": 10, "poisoned steps": poisoned}

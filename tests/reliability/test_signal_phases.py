@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -13,8 +14,9 @@ from typing import Any
 
 import psutil
 import pytest
+from real_process import environment
 from reliability_results import recorded
-from small_run import environment, small_arguments
+from small_run import small_arguments
 
 from m1clip.runlog import read_log
 from m1clip.train.checkpoint import folder_of, found, verify
@@ -47,8 +49,11 @@ def wait_for_mark(process: subprocess.Popen[str], mark: Path) -> None:
 
 def signalled(
     folder: Path, phase: str, number: signal.Signals, workers: int, nap: float, delay: float, group: bool
-) -> float:
-    """Send a signal inside a phase and check all that must hold afterwards; gives the seconds until the end."""
+) -> tuple[float, bool]:
+    """Send a signal inside a phase and check all that must hold afterwards.
+
+    Gives the seconds until the end, and whether the phase was really on when it was sent.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     changes: dict[str, Any] = {"data.workers": workers}
     if phase == "caching":
@@ -62,7 +67,7 @@ def signalled(
     wait_for_mark(process, folder / "mark")
     time.sleep(delay)
     children = psutil.Process(process.pid).children(recursive=True)
-    begin = time.monotonic()
+    inside, begin = (folder / "mark.inside").exists(), time.monotonic()
     (os.killpg if group else os.kill)(process.pid, number)
     output, error = process.communicate(timeout=DEADLINE)
     seconds = time.monotonic() - begin
@@ -75,7 +80,7 @@ def signalled(
         assert process.returncode == 128 + number
         assert not (run / "config.toml").exists()
         assert not run.exists()
-        return seconds
+        return seconds, inside
     assert process.returncode == 128 + number, (output, error)
     assert "continue with: m1clip train --resume run" in output
     newest = max(found(run))
@@ -85,7 +90,7 @@ def signalled(
     assert not list(run.rglob("*.partial"))
     with hold(run):  # nobody holds it any more
         pass
-    return seconds
+    return seconds, inside
 
 
 @pytest.mark.slow
@@ -109,25 +114,32 @@ def test_a_second_signal_stops_at_once_and_loses_no_checkpoint(tmp_path: Path) -
         pass
 
 
+# By phase: seconds that it dwells each time, and the most that the signal waits after it was entered.
+PHASES = {"stepping": (0.1, 1.5), "evaluating": (0.3, 0.25), "saving": (0.3, 0.25), "caching": (0.05, 0.5)}
+KINDS = tuple(itertools.product((signal.SIGINT, signal.SIGTERM), (0, 2)))  # a part each
+EACH = 3
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("phase", ["stepping", "evaluating", "saving", "caching"])
-def test_many_signals(tmp_path: Path, phase: str) -> None:
-    with recorded(f"signals, {phase}") as counts:
-        draw = random.Random(phase)
-        took = []
-        for number in range(12):
-            kind = draw.choice([signal.SIGINT, signal.SIGTERM])
-            workers = number % 2 * 2
-            nap = 0.15 if phase == "evaluating" else 0.05
-            took.append(
-                signalled(
-                    tmp_path / str(number),
-                    phase,
-                    kind,
-                    workers,
-                    nap,
-                    draw.uniform(0, 0.2),
-                    draw.random() < 0.5,
-                )
-            )
-        counts |= {"signals": len(took), "slowest exit in seconds": round(max(took), 2)}
+@pytest.mark.parametrize("part", range(1, len(KINDS) + 1))
+@pytest.mark.parametrize("phase", PHASES)
+def test_many_signals(tmp_path: Path, phase: str, part: int) -> None:
+    """Twelve in each phase: both signals, without and with workers, to the process or to its whole group."""
+    kind, workers = KINDS[part - 1]
+    with recorded(f"signals, {phase}", part, len(KINDS)) as counts:
+        draw = random.Random(f"{phase} {part}")
+        nap, most = PHASES[phase]
+        ends = []
+        for number in range(EACH):
+            folder, group = tmp_path / str(number), (number + part) % 2 == 0
+            ends.append(signalled(folder, phase, kind, workers, nap, draw.uniform(0, most), group))
+        inside = sum(inside for _, inside in ends)
+        assert inside or phase == "stepping", (
+            "else this is no test of the phase; a run steps between two steps too"
+        )
+        counts |= {
+            "signals": EACH,
+            "sent inside the phase": inside,
+            "by kind": {f"{kind.name}, {workers} workers": EACH},
+            "slowest exit in seconds": round(max(seconds for seconds, _ in ends), 2),
+        }

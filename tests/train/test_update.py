@@ -29,7 +29,8 @@ def make(changes: dict[str, Any] | None = None) -> tuple[Job, Update]:
     model = job.build_model()
     with torch.no_grad():  # no parameter at a start value that would hide its gradient
         for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.05)
+            noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
+            p.add_(noise.to(p.device) * 0.05)
     return job, Update(model, job.config, job.device, job.precision, job.preprocess, job.autocast)
 
 

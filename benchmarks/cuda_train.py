@@ -1,0 +1,109 @@
+"""Milliseconds of `m1clip train`'s own step on CUDA, feed included: kernel by kernel, replayed as a graph, compiled.
+
+    python benchmarks/cuda_train.py DATA --json docs/results/cuda_train.json
+    python benchmarks/cuda_train.py synthetic --models tiny --batches 64
+
+Each line is the product's Update with its defaults (Muon, bf16, several captions, augmentation on the device, pictures
+resident there). The loop runs as in training: the host never waits for the device inside a block of 20 steps; a block's
+mean is one sample. `host` is what the host itself needs to hand a step over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from sides import machine, write
+
+from m1clip.configfile import from_dict
+from m1clip.data.loader import batches
+from m1clip.hardware.clock import timing
+from m1clip.train.recipe import prepare
+from m1clip.train.run import decode_plan
+from m1clip.train.screen import Screen
+from m1clip.train.update import Update
+
+WAYS = {
+    "kernel by kernel": {"graph": False},
+    "replayed": {"graph": True},
+    "compiled, replayed": {"graph": True, "compile": True},
+}
+WARM, BLOCK = 60, 20  # steps: texts grow until their lengths have all been seen
+
+
+def line(options: argparse.Namespace, model: str, batch: int, way: str) -> dict[str, Any]:
+    """One way of one model at one batch."""
+    config = from_dict(
+        {
+            "model": {"preset": model, **WAYS[way]},
+            "data": {"source": [options.data], **({"cache_dir": options.cache} if options.cache else {})},
+            "train": {"device": "cuda", "precision": "bf16", "batch": batch, "steps": 10_000},
+            "transfer": {"recipe": "scratch"},
+        },
+        "cuda_train.py",
+    )
+    job = prepare(config, lambda text: None, decode_plan(Screen()))
+    update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+    job.device.reset_peak()
+    total = WARM + BLOCK * options.blocks
+    feed = enumerate(batches(job.training, 0, total, 0, "fork", pin=True))
+    begin = time.perf_counter()
+    for step, batch_ in itertools.islice(feed, WARM):
+        update(batch_, step, 100, 10_000)
+    job.device.synchronize()
+    ready = time.perf_counter() - begin
+    samples, host = [], []
+    for _ in range(options.blocks):
+        begin = time.perf_counter()
+        for step, batch_ in itertools.islice(feed, BLOCK):
+            loss, _ = update(batch_, step, 100, 10_000)
+        host.append((time.perf_counter() - begin) / BLOCK)
+        job.device.synchronize()
+        samples.append((time.perf_counter() - begin) / BLOCK)
+    taken, captured = timing(samples), update.captured
+    return {
+        "model": model, "batch": batch, "way": way, "captions": job.training.several,
+        "seconds": dataclasses.asdict(taken), "host_seconds": timing(host).median,
+        "pictures_per_second": batch / taken.median, "first_60_steps_seconds": ready, "loss": float(loss),
+        "recordings": captured.recordings if captured else 0, "not_replayed": captured.off if captured else "",
+        "peak_bytes": job.device.peak_bytes(),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", help="what m1clip train --data takes")
+    parser.add_argument("--models", nargs="+", default=["tiny", "small"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[64, 256])
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--blocks", type=int, default=7, help="of 20 steps")
+    parser.add_argument("--cache", help="folder for decoded pictures")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    options = parser.parse_args()
+    result: dict[str, Any] = {"machine": machine(), "command": " ".join(sys.argv[1:]), "lines": []}
+    for model, batch, way in itertools.product(options.models, options.batches, options.ways):
+        found = line(options, model, batch, way)
+        result["lines"].append(found)
+        t = found["seconds"]
+        print(f"{model} batch {batch} {way:20} {t['median'] * 1e3:7.2f} ms "
+              f"[{t['low'] * 1e3:.2f}, {t['high'] * 1e3:.2f}] n={t['n']} x {BLOCK} steps, "
+              f"host {found['host_seconds'] * 1e3:.2f} ms, "
+              f"{found['pictures_per_second']:,.0f} pictures/s x {found['captions']} captions, loss {found['loss']:.3f}"
+              f"{', not replayed: ' + found['not_replayed'] if found['not_replayed'] else ''}", flush=True)  # fmt: skip
+        if options.json:
+            write(options.json, result)
+    if not options.json:
+        print(json.dumps(result["machine"]))
+
+
+if __name__ == "__main__":
+    main()
