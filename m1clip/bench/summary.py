@@ -31,6 +31,7 @@ def summarise(
         "flops": opened["flops"],
         "threads": opened["threads"],
         "first_step_seconds": opened["first_step_seconds"],
+        "replayed": opened.get("replayed", False),
         "seconds": asdict(time),
         "samples": seconds,
         "pairs_per_second": candidate["batch"] / time.median,

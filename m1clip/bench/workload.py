@@ -33,6 +33,7 @@ from m1clip.train.setup import Job, prepare
 from m1clip.train.update import Update
 
 WARMUP, TOTAL_STEPS = 100, 10_000  # the schedule of a long run: its first steps move the weights very little
+SETTLING = 24  # steps at most
 PARITY_FLOPS = 2e12  # the CPU must get through the reference in a few seconds
 
 
@@ -70,13 +71,16 @@ class Workload:
         begin = time.perf_counter()
         loss = self._step(self._batch())
         self.device.synchronize()
+        first = time.perf_counter() - begin
+        self._settle()
         groups = self._batch().text_groups()
         work = sum(len(group) * flops_per_pair(job.shape, group.shape[1]) for group in groups)
         return {
             "parameters": sum(p.numel() for p in self._model.parameters()),
             "text_tokens": sum(group.numel() for group in groups) / candidate.batch,
             "flops": work,
-            "first_step_seconds": time.perf_counter() - begin,
+            "first_step_seconds": first,
+            "replayed": self._is_replayed(),
             "threads": torch.get_num_threads(),
             "first_loss": float(loss),
             "meter": self.meter.name if self.meter else None,
@@ -186,6 +190,18 @@ class Workload:
     def _step(self, batch: Batch) -> Tensor:
         self._next += 1
         return self.update(batch, self._next, WARMUP, TOTAL_STEPS)[0]
+
+    def _settle(self) -> None:
+        """Steps until one is recorded for replay: texts grow at first, and each time a recording is made anew."""
+        captured = self.update.captured
+        for _ in range(SETTLING if captured is not None else 0):
+            if captured is not None and captured.settled:
+                break
+            self._step(self._batch())
+
+    def _is_replayed(self) -> bool:
+        captured = self.update.captured
+        return captured is not None and captured.settled and not captured.off
 
     def _plainly(self, batch: Batch) -> Tensor:
         """A step kernel by kernel: a replayed one shows nothing of its tensors."""

@@ -23,7 +23,7 @@ def attention_timings(
     cotangent = torch.randn(shape, device=device.torch, dtype=dtype)
 
     def step(kind: AttentionKind) -> None:
-        torch.autograd.grad(attention(q, k, v, causal, kind), (q, k, v), cotangent)
+        torch.autograd.grad((attention(q, k, v, causal, kind) * cotangent).sum(), (q, k, v))
 
     calls = {kind: functools.partial(step, kind) for kind in KINDS}
     return alternate(calls, device.synchronize, rounds=25, warmup=2, seconds=1.0)

@@ -10,6 +10,12 @@ from torch import Tensor, nn
 
 HeadKind = Literal["linear", "mlp", "adapter"]
 DEAD = 0.01  # of the usual deviation
+SHORTEST = 1e-24  # square of a length below which a vector stays shorter than 1
+
+
+def unit(x: Tensor) -> Tensor:
+    """(n, d) -> the same brought to length 1; its gradient takes half the passes of that of `F.normalize`."""
+    return x * (x * x).sum(dim=-1, keepdim=True).clamp_min(SHORTEST).rsqrt()
 
 
 class Head(nn.Module):
@@ -33,8 +39,11 @@ class Head(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Dropout thins the features by a third of what it takes of the hidden layer."""
-        x = (features.float() - self.mean) / self.deviation
+        x = (features.float() - self.mean).mul_(1 / self.deviation)
         x = self._thinned(x, self.dropout / 3)
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))  # once: autocast would do it for each product
         if self.up is None:
             return self.project(x)
         hidden = self._thinned(F.gelu(self.up(x)), self.dropout)
@@ -46,8 +55,10 @@ class Head(nn.Module):
         if not self.training or not gone:
             return x
         words = torch.randint(-(2**63), 2**63 - 1, (-(-x.numel() // 8),), device=x.device)
-        kept = (words.view(torch.uint8)[: x.numel()] >= gone).view(x.shape)
-        return x * (kept.to(x.dtype) * (256 / (256 - gone)))
+        draws = words.view(torch.uint8)[: x.numel()].view(x.shape)
+        # 1 where the draw is at least `gone`, else 0; on a CPU a comparison takes eight times as long.
+        kept = draws.clamp(gone - 1, gone).sub_(gone - 1)
+        return x * kept.to(x.dtype).mul_(256 / (256 - gone))
 
     @torch.no_grad()
     def standardise(self, mean: Tensor, deviation: Tensor) -> None:

@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 
@@ -42,15 +43,17 @@ def is_fused(x: Tensor) -> bool:
     )
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear; the weights may be fp32, the input decides."""
-    return _Linear.apply(x, weight, bias, None) if is_fused(x) else F.linear(x, weight, bias)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, norm: nn.LayerNorm | None = None) -> Tensor:
+    """F.linear of the input, or of its layer norm; the weights may be fp32, the input decides."""
+    if is_fused(x):
+        return _Linear.apply(x, weight, bias, None, *norm_parts(norm))
+    return F.linear(x if norm is None else norm(x).to(x.dtype), weight, bias)
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     """residual + F.linear(x, weight, bias)."""
     if is_fused(x) and residual.dtype == x.dtype:
-        return _Linear.apply(x, weight, bias, residual)
+        return _Linear.apply(x, weight, bias, residual, *norm_parts(None))
     return residual + F.linear(x, weight, bias)
 
 
@@ -61,32 +64,70 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
     return _fused_product().binary(x, residual, weight, bias, "add")
 
 
-def half(parameter: Tensor | None) -> Tensor | None:
+def half(parameter: Tensor) -> Tensor:
     """The bf16 copy of a parameter."""
-    return None if parameter is None else parameter.detach().to(torch.bfloat16)
+    return parameter.detach().to(torch.bfloat16)
+
+
+def to_keep(weight: Tensor, narrow: Tensor) -> Tensor:
+    """What the backward pass keeps of a matrix: itself if it stays anyway, else (a sum with LoRA) the small copy.
+
+    To cast it again takes 0.3% of the products it is for; kept copies are half a model at the peak of the step.
+    """
+    owner = weight._base if weight._base is not None else weight
+    return weight if owner.is_leaf else narrow
+
+
+def norm_parts(norm: nn.LayerNorm | None) -> tuple[Tensor | None, Tensor | None, float]:
+    """A layer norm as arguments of an autograd function."""
+    return (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
+
+
+def normed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+    """(rows, width) -> the layer norm of each row, its mean and its deviation; `x` itself where there is no norm."""
+    return (x,) if weight is None else torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def through_norm(
+    grad: Tensor | None, x: Tensor, stats: Sequence[Tensor], weight: Tensor | None, bias: Tensor | None,
+    wants: list[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of the norm's input, weight and bias for that of its output."""
+    if weight is None or grad is None:
+        return grad, None, None
+    return torch.ops.aten.native_layer_norm_backward(grad, x, x.shape[-1:], *stats, weight, bias, wants)
 
 
 class _Linear(torch.autograd.Function):
-    """Input in bf16, parameters and their gradients as they are kept (fp32)."""
+    """Input in bf16, parameters and their gradients as they are kept (fp32). A layer norm is computed again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm: Tensor | None,
+        norm_bias: Tensor | None, eps: float,
+    ) -> Tensor:  # fmt: skip
         flat, narrow = x.flatten(0, -2), half(weight)
-        assert narrow is not None
-        ctx.save_for_backward(flat, narrow)
-        ctx.kept = weight.dtype
+        ctx.save_for_backward(flat, to_keep(weight, narrow), norm, norm_bias)
+        ctx.kept, ctx.eps = weight.dtype, eps
         added = None if residual is None else residual.flatten(0, -2)
-        return product(flat, narrow, half(bias), added).view(*x.shape[:-1], len(weight))
+        y = normed(flat, norm, norm_bias, eps)[0]
+        return product(y, narrow, None if bias is None else half(bias), added).view(
+            *x.shape[:-1], len(weight)
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        flat, weight = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias, wants_residual = ctx.needs_input_grad
+        flat, weight, norm, norm_bias = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias, wants_residual, *wants_norm, _ = ctx.needs_input_grad
         g = grad.reshape(-1, grad.shape[-1])
-        dx = (g @ weight).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None
-        dweight, dbias = parameter_grads(g, flat, ctx.kept, wants_weight, wants_bias)
-        return dx, dweight, dbias, grad if wants_residual else None
+        y, *stats = normed(flat, norm, norm_bias, ctx.eps)
+        dweight, dbias = parameter_grads(g, y, ctx.kept, wants_weight, wants_bias)
+        del y
+        dy = g @ half(weight) if wants_x or any(wants_norm) else None
+        dx, dnorm, dnorm_bias = through_norm(dy, flat, stats, norm, norm_bias, [wants_x, *wants_norm])
+        dx = None if dx is None else dx.view(*grad.shape[:-1], flat.shape[1])
+        return dx, dweight, dbias, grad if wants_residual else None, dnorm, dnorm_bias, None
 
 
 def parameter_grads(

@@ -10,7 +10,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from m1clip.model.linear import half, is_fused, linear, parameter_grads, product
+from m1clip.model.linear import (
+    half,
+    is_fused,
+    linear,
+    norm_parts,
+    normed,
+    parameter_grads,
+    product,
+    through_norm,
+    to_keep,
+)
 from m1clip.model.shape import Activation
 
 
@@ -23,12 +33,12 @@ class Mlp(nn.Module):
         self.up = nn.Linear(width, hidden)
         self.down = nn.Linear(hidden, width)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """(n, length, width) -> the same shape, added to `residual` where one is given."""
+    def forward(self, x: Tensor, residual: Tensor | None = None, norm: nn.LayerNorm | None = None) -> Tensor:
+        """(n, length, width) -> the same shape; of the `norm` of `x`, and added to `residual`, where given."""
         if is_fused(x) and not self.quick:
             parts = (self.up.weight, self.up.bias, self.down.weight, self.down.bias)
-            return _GeluMlp.apply(x, *parts, residual)
-        x = linear(x, self.up.weight, self.up.bias)
+            return _GeluMlp.apply(x, *parts, residual, *norm_parts(norm))
+        x = linear(x, self.up.weight, self.up.bias, norm)
         if torch.is_grad_enabled() and x.device.type == "cpu":
             # The activation is the block's largest tensor and the cheapest to compute again (docs/speed.md).
             x = checkpoint(self._down, x, use_reentrant=False, preserve_rng_state=False)
@@ -49,7 +59,7 @@ class Mlp(nn.Module):
 
 
 class _GeluMlp(torch.autograd.Function):
-    """The whole MLP for bf16 on the CPU; GELU, the block's largest tensor, is computed again in the backward pass."""
+    """The whole MLP for bf16 on the CPU; GELU, its largest tensor, and the norm are computed again backward."""
 
     @staticmethod
     def forward(
@@ -60,28 +70,37 @@ class _GeluMlp(torch.autograd.Function):
         down: Tensor,
         down_bias: Tensor,
         residual: Tensor | None,
+        norm: Tensor | None,
+        norm_bias: Tensor | None,
+        eps: float,
     ) -> Tensor:
         flat = x.flatten(0, -2)
         narrow_up, narrow_down = half(up), half(down)
-        assert narrow_up is not None
-        assert narrow_down is not None
-        hidden = product(flat, narrow_up, half(up_bias))
-        ctx.save_for_backward(flat, hidden, narrow_up, narrow_down)
-        ctx.kept = up.dtype
+        hidden = product(normed(flat, norm, norm_bias, eps)[0], narrow_up, half(up_bias))
+        matrices = to_keep(up, narrow_up), to_keep(down, narrow_down)
+        ctx.save_for_backward(flat, hidden, *matrices, norm, norm_bias)
+        ctx.kept, ctx.eps = up.dtype, eps
         added = None if residual is None else residual.flatten(0, -2)
         return product(F.gelu(hidden), narrow_down, half(down_bias), added).view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        flat, hidden, up, down = ctx.saved_tensors
-        wants_x, wants_up, wants_up_bias, wants_down, wants_down_bias, wants_residual = ctx.needs_input_grad
+        flat, hidden, up, down, norm, norm_bias = ctx.saved_tensors
+        wants_x, wants_up, wants_up_bias, wants_down, wants_down_bias, wants_residual, *wants_norm, _ = (
+            ctx.needs_input_grad
+        )
         g = grad.reshape(-1, grad.shape[-1])
         active = F.gelu(hidden) if wants_down else g
         ddown, ddown_bias = parameter_grads(g, active, ctx.kept, wants_down, wants_down_bias)
         del active
-        dhidden = g @ down
+        dhidden = g @ half(down)
         torch.ops.aten.gelu_backward.grad_input(dhidden, hidden, grad_input=dhidden)
-        dup, dup_bias = parameter_grads(dhidden, flat, ctx.kept, wants_up, wants_up_bias)
-        dx = (dhidden @ up).view(grad.shape) if wants_x else None
-        return dx, dup, dup_bias, ddown, ddown_bias, grad if wants_residual else None
+        y, *stats = normed(flat, norm, norm_bias, ctx.eps)
+        dup, dup_bias = parameter_grads(dhidden, y, ctx.kept, wants_up, wants_up_bias)
+        del y
+        dy = dhidden @ half(up) if wants_x or any(wants_norm) else None
+        dx, dnorm, dnorm_bias = through_norm(dy, flat, stats, norm, norm_bias, [wants_x, *wants_norm])
+        dx = None if dx is None else dx.view(grad.shape)
+        dresidual = grad if wants_residual else None
+        return dx, dup, dup_bias, ddown, ddown_bias, dresidual, dnorm, dnorm_bias, None

@@ -104,7 +104,9 @@ class TextTower(nn.Module):
         super().__init__()
         width = shape.text_width
         self.width, self.eot_id = width, eot_id
-        self.tokens = nn.Embedding(shape.vocab_size, width)
+        # Without memory torch draws no start, but would load its whole compiler to see what one would look like.
+        table = torch.empty(shape.vocab_size, width)
+        self.tokens = nn.Embedding(shape.vocab_size, width, _weight=table if table.is_meta else None)
         self.positions = nn.Parameter(torch.empty(shape.context_length, width))
         self.transformer = Transformer(
             width, shape.text_layers, shape.text_heads, shape.mlp_ratio, True, shape.activation, shape.dropout

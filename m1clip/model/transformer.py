@@ -8,8 +8,8 @@ from typing import Literal, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from m1clip.model.again import computed_again
 from m1clip.model.attention import AttentionKind, attention, attention_at
 from m1clip.model.linear import linear, linear_add
 from m1clip.model.mlp import Mlp
@@ -23,7 +23,7 @@ def pick(x: Tensor, place: Place) -> Tensor:
     return x[:, place] if isinstance(place, int) else x[torch.arange(len(x), device=x.device), place]
 
 
-def _run(function: Callable[..., Tensor], *inputs: object) -> Tensor:
+def _run(block: nn.Module, function: Callable[..., Tensor], *inputs: object) -> Tensor:
     return function(*inputs)
 
 
@@ -37,10 +37,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """(n, length, width) -> the same shape, added to `residual` where one is given."""
+    def forward(self, x: Tensor, residual: Tensor | None = None, norm: nn.LayerNorm | None = None) -> Tensor:
+        """(n, length, width) -> the same shape; of the `norm` of `x`, and added to `residual`, where given."""
         n, length, width = x.shape
-        qkv = linear(x, self.qkv.weight, self.qkv.bias).view(n, length, 3, self.heads, width // self.heads)
+        qkv = linear(x, self.qkv.weight, self.qkv.bias, norm).view(
+            n, length, 3, self.heads, width // self.heads
+        )
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (n, heads, length, dim)
         mixed = attention(q, k, v, self.causal, self.kind)
         mixed = mixed.transpose(1, 2).reshape(n, length, width)
@@ -77,10 +79,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(n, length, width) -> the same shape and dtype."""
         x = self._mixed(x)
-        y = self.norm2(x).to(x.dtype)
         if self.dropout and self.training:
-            return x + self._drop(self.mlp(y))
-        return self.mlp(y, residual=x)
+            return x + self._drop(self.mlp(x, norm=self.norm2))
+        return self.mlp(x, residual=x, norm=self.norm2)
 
     def at(self, x: Tensor, place: Place) -> Tensor:
         """What `forward` gives at one place of each sequence, (n, width), with the work of that place alone."""
@@ -93,10 +94,10 @@ class Block(nn.Module):
         return x.mean(dim=1) + self._drop(self.mlp.mean(self.norm2(x).to(x.dtype)))
 
     def _mixed(self, x: Tensor) -> Tensor:
-        y = self.norm1(x).to(x.dtype)
         if self.dropout and self.training:
-            return x + self._drop(self.attn(y))
-        return self.attn(y, residual=x)  # the sum is part of the last product where that is faster
+            return x + self._drop(self.attn(x, norm=self.norm1))
+        # Norm and sum are part of the products where that is faster or takes less memory.
+        return self.attn(x, residual=x, norm=self.norm1)
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
@@ -129,16 +130,12 @@ class Transformer(nn.Module):
         The last block then does the work of what is read: the same numbers for a twelfth less of ViT-B's work.
         """
         *first, last = self._each()
-        run = self._recomputed if self.recompute and torch.is_grad_enabled() else _run
+        run = computed_again if self.recompute and torch.is_grad_enabled() else _run
         for block in first:
-            x = run(block, x)
+            x = run(block, block, x)
         if place is None:
-            return run(last, x)
-        return run(last.mean, x) if isinstance(place, str) else run(last.at, x, place)
-
-    @staticmethod
-    def _recomputed(function: Callable[..., Tensor], *inputs: object) -> Tensor:
-        return cast("Tensor", checkpoint(function, *inputs, use_reentrant=False))
+            return run(last, last, x)
+        return run(last, last.mean, x) if isinstance(place, str) else run(last, last.at, x, place)
 
     def _each(self) -> Iterator[Block]:
         return iter(cast("Iterable[Block]", self.blocks))

@@ -8,6 +8,7 @@ batch ever held), rates that lie on the device, and nothing that the host reads 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from m1clip.data.augment import DeviceViews
-from m1clip.data.captions import rounded
+from m1clip.data.captions import BUCKET, rounded
 from m1clip.data.loader import Batch
 from m1clip.train.room import Tight
 
@@ -47,6 +48,11 @@ class Captured:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._places: list[Tensor] = []
         self._figures: Figures | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether steps are replayed by now, or will never be."""
+        return self._graph is not None or bool(self.off)
 
     def takes(self, batch: Batch) -> bool:
         """Whether this step can be one: not in chunks, and not one that hooks look at."""
@@ -89,8 +95,14 @@ class Captured:
             return batch
         groups, context = batch.text_rows(), self.update.model.shape.context_length
         now = [rounded(max(batch.lengths[rows]), context) for rows in groups]
-        known = self._longest.get(len(batch.tokens), now)
-        longest = [max(pair) for pair in zip(now, known, strict=True)]
+        known = self._longest.get(len(batch.tokens), [0] * len(now))
+        # One bucket more than what was seen: each time that one grows the recording has to be made anew.
+        longest = [
+            most if length <= most else rounded(length + BUCKET, context)
+            for length, most in zip(now, known, strict=True)
+        ]
+        # Texts stand by length, and are cut after the longest of their group: no group may end before the one before.
+        longest = list(itertools.accumulate(longest, max))
         self._longest[len(batch.tokens)] = longest
         lengths = tuple(
             length for rows, length in zip(groups, longest, strict=True) for _ in range(rows.start, rows.stop)

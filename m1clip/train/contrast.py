@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Above this scale exp(-2 * scale) is no longer a normal float32, and each row needs a maximum of its own.
-SAFE_SCALE = 40.0
-AT_ONCE = 1 << 18  # logits: a megabyte of float32
+# Up to this scale exp(logit) and its sums are normal float32 numbers; above it each row needs an offset of its own.
+SAFE_SCALE = 75.0
+AT_ONCE = 1 << 19  # logits: a megabyte in bf16, which stays in the processor's cache
+WORD = 8  # flags in an int64
 
 
 class _InfoNce(torch.autograd.Function):
@@ -24,57 +25,73 @@ class _InfoNce(torch.autograd.Function):
     ) -> Tensor:
         """Mean over both directions of the cross-entropy against targets spread over the positives."""
         with torch.autocast(image.device.type, enabled=False):  # `dtype` alone says how products are made
-            image, text = image.to(dtype), text.to(dtype)
-            cosine = (image @ text.T).to(scale.dtype)
+            scaled, text = (scale * image).to(dtype), text.to(dtype)
+            logits = scaled @ text.T
         n, m = positive.shape
-        rows, columns = positive.nonzero(as_tuple=True)
+        rows, columns = places(positive)
         of_row, of_column = (
-            torch.bincount(places, minlength=size).to(scale.dtype)
-            for places, size in ((rows, n), (columns, m))
+            torch.bincount(found, minlength=size).to(scale.dtype) for found, size in ((rows, n), (columns, m))
         )
         # The target of each positive, in both directions at once.
         weight = 0.5 / (n * of_row[rows]) + 0.5 / (m * of_column[columns])
-        at_positives = scale * (weight * cosine[rows, columns]).sum()
-        tops, gradient = _shared(cosine, scale) if float(scale) <= SAFE_SCALE else _apart(cosine, scale)
-        gradient.index_put_((rows, columns), -weight, accumulate=True)
-        by_scale = torch.dot(gradient.view(-1), cosine.view(-1))
-        ctx.save_for_backward(image, text, scale, gradient.to(dtype), by_scale)
-        return tops - at_positives
+        # The exponentials of float16 end at 65,504, which is a logit of 11.
+        shares_of = _shared if float(scale) <= SAFE_SCALE and dtype != torch.float16 else _apart
+        chosen, along, across, gradient = shares_of(logits, scale.dtype, rows, columns)
+        # Target and share are of one size once it has learned: their difference is taken before it is rounded.
+        share = 0.5 / n * (chosen - along[rows]).exp() + 0.5 / m * (chosen - across[columns]).exp()
+        gradient[rows, columns] = (share - weight).to(dtype)
+        ctx.save_for_backward(scaled, text, scale, gradient)
+        return 0.5 * (along.mean() + across.mean()) - torch.dot(weight, chosen)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient of the logits is there already; two products take it to the vectors."""
-        image, text, scale, gradient, by_scale = ctx.saved_tensors
-        factor = grad * scale
-        by_image, by_text = (gradient @ text).to(scale.dtype), (gradient.T @ image).to(scale.dtype)
-        return by_image.mul_(factor), by_text.mul_(factor), by_scale * grad, None, None
+        scaled, text, scale, gradient = ctx.saved_tensors
+        by_scaled, by_text = (gradient @ text).to(scale.dtype), (gradient.T @ scaled).to(scale.dtype)
+        # The scale's own: each gradient times its cosine, summed, which are these vectors' products again.
+        by_scale = (by_scaled * scaled).sum() / scale
+        return by_scaled.mul_(grad * scale), by_text.mul_(grad), by_scale * grad, None, None
 
 
-def _shared(cosine: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(mean log-sum of rows and columns, its gradient by the logits); no logit is larger than the scale."""
-    n, m = cosine.shape
-    shares, shift = torch.empty_like(cosine), float(scale)
-    by_row, by_column = cosine.new_empty(n), cosine.new_zeros(m)
+def places(positive: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and columns of what is true in a mask (n, m) that is nearly empty, row by row; eight flags are one look."""
+    m = positive.shape[1]
+    if m % WORD or not positive.is_contiguous():
+        return positive.nonzero(as_tuple=True)  # type: ignore[return-value]
+    words = positive.view(torch.int64).view(-1).nonzero().view(-1)
+    which, bit = positive.view(-1, WORD)[words].nonzero(as_tuple=True)
+    at = words[which] * WORD + bit
+    return at // m, at % m
+
+
+def _shared(logits: Tensor, kind: torch.dtype, rows: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
+    """(logits at some places, log-sum of each row, of each column, gradient of their means by the logits).
+
+    The last is made in the place of the logits, in their precision; sums are of `kind`.
+    """
+    n, m = logits.shape
+    by_row, by_column = logits.new_empty(n, dtype=kind), logits.new_zeros(m, dtype=kind)
     blocks = [slice(at, at + max(1, AT_ONCE // m)) for at in range(0, n, max(1, AT_ONCE // m))]
     for block in blocks:
-        part = torch.mul(cosine[block], shift, out=shares[block]).sub_(shift).exp_()
-        torch.sum(part, dim=1, out=by_row[block])
-        by_column += part.sum(dim=0)
-    tops = 0.5 * (by_row.log().mean() + by_column.log().mean()) + shift
+        part = logits[block].exp_()
+        torch.sum(part, dim=1, dtype=kind, out=by_row[block])
+        by_column += part.sum(dim=0, dtype=kind)
+    # Of the rounded exponentials, like the sums: a picture that is told from all others has a share of exactly one.
+    chosen = logits[rows, columns].to(kind).log()
     along, across = 0.5 / n / by_row[:, None], 0.5 / m / by_column
     for block in blocks:
-        shares[block].mul_(along[block] + across)
-    return tops, shares
+        logits[block].mul_((along[block] + across).to(logits.dtype))
+    return chosen, by_row.log(), by_column.log(), logits
 
 
-def _apart(cosine: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _apart(logits: Tensor, kind: torch.dtype, rows: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
     """The same at a scale where each row and column needs an offset of its own."""
-    n, m = cosine.shape
-    logits = cosine * scale
-    tops = 0.5 * (logits.logsumexp(dim=1).mean() + logits.logsumexp(dim=0).mean())
-    shares = logits.softmax(dim=1).mul_(0.5 / n).add_(logits.softmax(dim=0), alpha=0.5 / m)
-    return tops, shares
+    n, m = logits.shape
+    wide = logits.to(kind)
+    gradient = wide.softmax(dim=1).mul_(0.5 / n).add_(wide.softmax(dim=0), alpha=0.5 / m)
+    tops = wide.logsumexp(dim=1), wide.logsumexp(dim=0)
+    return wide[rows, columns], *tops, gradient.to(logits.dtype)
 
 
 def fused_infonce(
@@ -82,7 +99,7 @@ def fused_infonce(
 ) -> Tensor:
     """The same as `objective.infonce` without smoothing: unit vectors (n, d) and (m, d), positives (n, m).
 
-    Its three products are made in `dtype`, sums and exponentials always in that of the scale.
+    Its three products and its exponentials are made in `dtype`, sums always in that of the scale.
     """
     loss: Tensor = _InfoNce.apply(image, text, scale, positive, dtype or image.dtype)
     return loss

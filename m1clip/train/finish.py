@@ -26,7 +26,7 @@ from m1clip.evaluate.ranks import nearest, ranks
 from m1clip.model.clip import Clip
 
 # Pictures encoded at a time: few on the CPU, where their activations stand beside the optimizer's state in memory.
-BATCH = {"cpu": 32}
+BATCH = {"cpu": 16}
 USUAL_BATCH = 128
 GRID_ROWS, GRID_COLUMNS = 8, 5
 JOULES_PER_WATT_HOUR = 3600.0

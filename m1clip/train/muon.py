@@ -7,13 +7,16 @@ half idle (256 x 256 on two cores: 200 GFLOP/s one by one, 380 stacked).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from m1clip.train.lean import Lean
+
 EPS = 1e-7
+CPU_STACK = 2**24  # numbers in a stack: 64 MB of float32
 Quintic = tuple[float, float, float]  # a x + b x^3 + c x^5
 # Five times the same quintic takes singular values from about 0.003 to 1 near 1 (Keller Jordan, 2024).
 JORDAN: tuple[Quintic, ...] = ((3.4445, -4.7750, 2.0315),) * 5
@@ -73,10 +76,11 @@ def _factor(gram: Tensor, square: Tensor, quintic: Quintic) -> Tensor:
 
 
 class _Piece(NamedTuple):
-    """A matrix to move, and the momentum that says where to."""
+    """A matrix to move, its gradient, and the momentum that says where to."""
 
     target: Tensor
-    update: Tensor
+    grad: Tensor
+    buffer: Tensor
 
     @property
     def tall(self) -> bool:
@@ -88,7 +92,7 @@ class _Piece(NamedTuple):
         return min(rows, columns), max(rows, columns)
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Lean):
     """torch.optim.Muon with Newton-Schulz batched over equal shapes: the same state, names and update.
 
     `dtype` is that of the products (bf16 where it is fast, as in torch, else fp32). `parts` says of how many
@@ -135,20 +139,24 @@ class Muon(torch.optim.Optimizer):
             # The same, with a weight that is 0 on the device where the step is to be skipped; gradients are 0 there.
             torch._foreach_mul_(buffers, 1 - (1 - momentum) * (1 - skip))
             torch._foreach_add_(buffers, grads, alpha=1 - momentum)
-        updates = torch._foreach_lerp(grads, buffers, momentum)  # Nesterov's look ahead
         decay = lr * group["weight_decay"]
         torch._foreach_mul_(params, 1 - decay if skip is None else 1 - decay * (1 - skip))
 
         stacks: dict[tuple[int, int], list[_Piece]] = {}
-        for (name, p), update in zip(live, updates, strict=True):
+        for (name, p), *other in zip(live, grads, buffers, strict=True):
             count = self.parts(name)
             # A convolution is a matrix from all that a position sees to its channels.
-            for piece in map(_Piece, p.flatten(1).chunk(count), update.flatten(1).chunk(count)):
+            for piece in map(_Piece, *(tensor.flatten(1).chunk(count) for tensor in (p, *other))):
                 stacks.setdefault(piece.sides, []).append(piece)
-        for sides, pieces in stacks.items():
-            x = torch.empty((len(pieces), *sides), dtype=self.dtype, device=pieces[0].update.device)
+        for sides, pieces in _bounded(stacks):
+            x = torch.empty((len(pieces), *sides), dtype=self.dtype, device=pieces[0].target.device)
+            # Nesterov's look ahead, for the matrices of one shape at a time: for all it would be one more gradient.
+            ahead = torch._foreach_lerp([p.grad for p in pieces], [p.buffer for p in pieces], momentum)
             # Cast, and turned where it is tall, in one pass.
-            torch._foreach_copy_(list(x), [p.update.t() if p.tall else p.update for p in pieces])
+            torch._foreach_copy_(
+                list(x), [u.t() if p.tall else u for p, u in zip(pieces, ahead, strict=True)]
+            )
+            del ahead
             x = orthogonalise(x, self.quick)
             _add(pieces, x if skip is None else x * (1 - skip).to(x.dtype), lr)
 
@@ -157,6 +165,14 @@ class Muon(torch.optim.Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
         return state["momentum_buffer"]
+
+
+def _bounded(stacks: dict[tuple[int, int], list[_Piece]]) -> Iterator[tuple[tuple[int, int], list[_Piece]]]:
+    """The stacks, on the CPU in parts of bounded size: a stack and its products are several copies of its matrices."""
+    for sides, pieces in stacks.items():
+        most = max(1, CPU_STACK // math.prod(sides)) if pieces[0].target.device.type == "cpu" else len(pieces)
+        for at in range(0, len(pieces), most):
+            yield sides, pieces[at : at + most]
 
 
 def _add(pieces: list[_Piece], x: Tensor, lr: float | Tensor) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from m1clip.config import OptimConfig
 from m1clip.model.depth import rate_shares
+from m1clip.train.lean import AdamW
 from m1clip.train.muon import Muon
 
 Parameter = tuple[str, Tensor]
@@ -66,7 +67,7 @@ class Optimizer:
             for share, part in _by_share([(n, p) for n, p in rest if decays(p) == chosen_by], shares)
         ]
         self.parts: dict[str, torch.optim.Optimizer] = {
-            "adamw": torch.optim.AdamW(
+            "adamw": AdamW(
                 groups, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused, capturable=capturable
             )
         }

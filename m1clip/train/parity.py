@@ -80,4 +80,5 @@ def few(batch: Batch, pairs: int = PAIRS) -> Batch:
         captions=batch.captions[:pairs],
         owners=torch.arange(len(owners)),
         views=batch.views.rows(owners.cpu().numpy()),
+        lengths=batch.lengths[:pairs],
     )

@@ -17,6 +17,7 @@ WORDS = (
     "can't allocate memory",
     "not enough memory",
     "out of memory",
+    "could not create a primitive",  # oneDNN, which does not say why; met where memory was short
 )  # what torch says on the CPU and on MPS
 AGAIN = 50  # steps between two that are done again as they were: else each step might be done twice
 HELPS = 0.98  # a smaller chunk that leaves more than this of the memory in use is of no help

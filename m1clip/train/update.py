@@ -16,7 +16,7 @@ from m1clip.data.augment import render
 from m1clip.data.loader import Batch
 from m1clip.data.preprocess import Preprocess
 from m1clip.hardware.device import Device, Precision
-from m1clip.hardware.heap import keep_freed_memory
+from m1clip.hardware.heap import keep_freed_memory, map_large_blocks
 from m1clip.hardware.phases import Phases
 from m1clip.model.clip import Clip, Features
 from m1clip.train.captured import Captured
@@ -56,7 +56,9 @@ class Update:
         self.optimizer = Optimizer(model, config.optim, device.rules.fused_optimizer, muon_dtype, graph)
         self.captured = Captured(self) if graph else None
         if device.kind == "cpu":
-            keep_freed_memory()
+            map_large_blocks()
+        # Blocks mapped one by one take least memory and some time: what who computes again has chosen already.
+        self._settles = device.kind == "cpu" and not config.model.recompute
         self.ema = Ema(model, config.optim.ema, graph) if config.optim.ema else None
         self.phases = Phases(device.kind)
         self.room: Room | None = None  # where there is one, it makes chunks smaller when memory runs out
@@ -89,6 +91,9 @@ class Update:
         loss = self._backward_within_room(batch, step)
         self.phases.mark("optimizer")
         grad_norm = self.move(loss)
+        if self._settles:
+            self._settles = False
+            keep_freed_memory()  # from now on all sizes are known
         self.phases.stop()
         return loss, grad_norm
 
@@ -123,9 +128,11 @@ class Update:
             torch.manual_seed(self.config.seed * 1_000_003 + step)  # dropout too is a function of the step
         encode_image, encode_text = self.encoders
         with self.autocast():
+            # The text first: the backward pass goes the other way, and frees the large tower's activations first.
+            texts = [encode_text(group) for group in batch.text_groups()]
+            text = texts[0] if len(texts) == 1 else torch.cat(texts)
             pixels = render(batch.shown(), batch.views, self.preprocess)
             image = encode_image(pixels, *_shown(batch.patches))
-            text = torch.cat([encode_text(group) for group in batch.text_groups()])
         loss = self._loss(image, text, positive, batch)
         self._mark("backward")
         self.plan.scale(loss).backward()

@@ -131,7 +131,13 @@ def test_threads_are_the_fast_physical_cores_unless_named() -> None:
 def test_the_watermark_is_set_for_apples_gpu_and_left_to_the_person() -> None:
     name = "PYTORCH_MPS_HIGH_WATERMARK_RATIO"
     assert environment("Darwin", {"OMP_WAIT_POLICY": "active"}) == {name: "1.0"}
-    assert environment("Darwin", {name: "0.7"}) == environment("Linux", {}) == {"OMP_WAIT_POLICY": "passive"}
+    assert environment("Darwin", {name: "0.7"}) == {"OMP_WAIT_POLICY": "passive"}
+    spin = "GOMP_SPINCOUNT"  # of GNU's OpenMP
+    assert environment("Linux", {}) == {"OMP_WAIT_POLICY": "passive", spin: "10000"}
+    assert environment("Linux", {spin: "0"}) == {"OMP_WAIT_POLICY": "passive"}
+    assert environment("Linux", {"OMP_WAIT_POLICY": "active"}) == {}, (
+        "who chose a policy chose how long to wait"
+    )
 
 
 def test_this_machine() -> None:

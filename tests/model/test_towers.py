@@ -120,8 +120,8 @@ def test_both_attentions_give_the_same_features_and_gradients() -> None:
 def test_gradient_checkpointing_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     import m1clip.model.transformer as module
 
-    used, original = [], module.checkpoint
-    monkeypatch.setattr(module, "checkpoint", lambda *a, **k: used.append(1) or original(*a, **k))
+    used, original = [], module.computed_again
+    monkeypatch.setattr(module, "computed_again", lambda *a, **k: used.append(1) or original(*a, **k))
     plain, saving = clip(dropout=0.3), clip(dropout=0.3)
     saving.set_recompute(True)
     results = []

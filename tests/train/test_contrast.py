@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from m1clip.model.clip import Features
-from m1clip.train.contrast import fused_infonce
+from m1clip.train.contrast import SAFE_SCALE, fused_infonce, places
 from m1clip.train.objective import infonce, positives, same_pairs
 
 
@@ -31,7 +31,7 @@ def vectors(seed: int, kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return image, text, positives("multi", pictures, captions, owners)
 
 
-@pytest.mark.parametrize("scale", [1.0, 14.3, 39.0, 41.0, 100.0])
+@pytest.mark.parametrize("scale", [1.0, 14.3, SAFE_SCALE - 1, SAFE_SCALE + 1, 100.0])
 def test_value_and_gradient(scale: float) -> None:
     image, text, positive = vectors(3, torch.double)
     results = []
@@ -57,7 +57,7 @@ def test_far_vectors_at_the_largest_shared_offset() -> None:
     # All point away from each other: every logit is -scale, the smallest there is.
     image, text = torch.tensor([[1.0, 0.0]]).repeat(3, 1), torch.tensor([[-1.0, 0.0]]).repeat(3, 1)
     positive = torch.eye(3, dtype=torch.bool)
-    for scale in (40.0, 99.0):
+    for scale in (SAFE_SCALE, 99.0):
         loss = infonce(Features(image, text, torch.tensor(scale), None), positive)
         assert float(loss) == pytest.approx(float(torch.tensor(3.0).log()), abs=1e-4)
 
@@ -100,3 +100,38 @@ def test_large_steps_under_autocast_have_products_in_bf16() -> None:
     assert float(rounded[0]) == pytest.approx(float(exact[0]), rel=2e-3)
     assert not torch.equal(rounded[1], exact[1])
     assert float((rounded[1] - exact[1]).norm() / exact[1].norm()) < 0.02
+
+
+@pytest.mark.parametrize("columns", [64, 61])
+def test_places_are_those_of_nonzero(columns: int) -> None:
+    torch.manual_seed(1)
+    for share in (0.0, 0.02, 0.6):
+        positive = torch.rand(37, columns) < share
+        for mask in (positive, positive.T):
+            for ours, theirs in zip(places(mask), mask.nonzero(as_tuple=True), strict=True):
+                assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("scale", [14.5, 60.0])  # as bf16 has them
+def test_what_is_learned_has_no_gradient_left_in_bf16(scale: float) -> None:
+    # Share and target are both rounded to 1/256 of their size; their difference must not be.
+    image = text = torch.eye(64)
+    mine = image.clone().requires_grad_()
+    by_scale = torch.tensor(scale, requires_grad=True)
+    positive = torch.eye(64, dtype=torch.bool)
+    loss = fused_infonce(mine, text, by_scale, positive, torch.bfloat16)
+    loss.backward()
+    exact = plain(image, text, torch.tensor(scale), positive)
+    assert float(loss.detach()) == pytest.approx(float(exact), abs=2e-5)
+    assert mine.grad is not None
+    assert by_scale.grad is not None
+    off = 63 / (64 + torch.tensor(scale, dtype=torch.double).exp())  # the share of all wrong captions, about
+    assert float(mine.grad.diagonal().abs().max()) <= 1.1 * scale * float(off) / 64 + 1e-7
+    assert abs(float(by_scale.grad)) <= 1.1 * float(off) + 1e-6
+
+
+def test_fp16_does_not_overflow() -> None:
+    image, text, positive = vectors(2, torch.float32)
+    scale = torch.tensor(30.0)
+    found = fused_infonce(image, text, scale, positive, torch.float16)
+    assert float(found) == pytest.approx(float(plain(image, text, scale, positive)), rel=2e-3)

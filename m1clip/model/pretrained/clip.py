@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from m1clip.model.attention import AttentionKind
 from m1clip.model.clip import INITIAL_TEMPERATURE, Clip
-from m1clip.model.heads import Head
+from m1clip.model.heads import Head, unit
 from m1clip.model.pretrained.build import image_tower, own_shape, text_tower
 from m1clip.model.pretrained.shape import TowerShape
 from m1clip.model.towers import TextTower, VisionTower
@@ -60,12 +59,12 @@ class TowerClip(Clip):
         features = (
             pixels if pixels.ndim == 2 else self.image(pixels, *(() if patches is None else (patches,)))
         )
-        return F.normalize(self.image_projection(features).float(), dim=-1)
+        return unit(self.image_projection(features).float())
 
     def encode_text(self, ids: Tensor) -> Tensor:
         """(n, length) token ids, or (n, width) features of the tower -> unit vectors in float32."""
         features = ids if ids.is_floating_point() else self.text(ids)
-        return F.normalize(self.text_projection(features).float(), dim=-1)
+        return unit(self.text_projection(features).float())
 
     def set_attention(self, image: AttentionKind, text: AttentionKind) -> None:
         """Only a tower of ours leaves a choice: the others have an attention of their own, or none."""
