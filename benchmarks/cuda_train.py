@@ -76,6 +76,30 @@ def line(options: argparse.Namespace, model: str, batch: int, way: str) -> dict[
     }  # fmt: skip
 
 
+def rows(lines: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """What benchmarks/table.py shows: each way against the first, kernel by kernel."""
+    found = []
+    plain = {
+        (one["model"], one["batch"]): one["seconds"]["median"]
+        for one in lines
+        if one["way"] == next(iter(WAYS))
+    }
+    for one in lines:
+        before, t = plain.get((one["model"], one["batch"])), one["seconds"]
+        if before is None or one["way"] == next(iter(WAYS)):
+            continue
+        figure = (
+            f"**{before / t['median']:.1f}** times; {before * 1e3:.1f} ms against {t['median'] * 1e3:.2f} ms "
+        )
+        figure += (
+            f"[{t['low'] * 1e3:.2f}, {t['high'] * 1e3:.2f}], {one['pictures_per_second']:,.0f} pictures/s"
+        )
+        found.append({"what": f"`m1clip train` on a GPU, {one['model']}, batch {one['batch']}: step kernel by kernel / "
+                      f"{one['way']}", "figure": figure, "n": f"{t['n']} x {BLOCK} steps",
+                      "command": "python benchmarks/cuda_train.py DATA"})  # fmt: skip
+    return found
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(
@@ -93,6 +117,7 @@ def main() -> None:
     for model, batch, way in itertools.product(options.models, options.batches, options.ways):
         found = line(options, model, batch, way)
         result["lines"].append(found)
+        result["rows"] = rows(result["lines"])
         t = found["seconds"]
         print(f"{model} batch {batch} {way:20} {t['median'] * 1e3:7.2f} ms "
               f"[{t['low'] * 1e3:.2f}, {t['high'] * 1e3:.2f}] n={t['n']} x {BLOCK} steps, "

@@ -12,11 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from m1clip.hardware.device import environment
+
+os.environ.update(environment(platform.system(), os.environ))  # as `m1clip` does, before torch is loaded
 
 import numpy as np
 import torch

@@ -99,6 +99,16 @@ class BatchPlan:
         """Full batches only; which pictures are left over differs from epoch to epoch."""
         return self.pictures // self.batch
 
+    @classmethod
+    def full(cls, pictures: int, batch: int, seed: int) -> BatchPlan:
+        """The plan of a run; data that does not fill one batch is refused."""
+        if pictures < batch:
+            raise UserError(
+                f"{pictures} training pictures do not fill one batch of {batch}: "
+                f"lower --batch to {max(2, pictures // 2)}, or bring more pictures"
+            )
+        return cls(pictures, batch, seed)
+
     def members(self, step: int) -> tuple[int, np.ndarray]:
         """(epoch, picture indices) of a step."""
         epoch, place = divmod(step, self.steps_per_epoch)

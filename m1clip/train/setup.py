@@ -177,13 +177,8 @@ def choose_hardware(config: Config, facts: Facts) -> tuple[Device, Precision, fl
 def _training_set(
     config: Config, shape: ClipShape, train: Split, augmentation: Augmentation, device: Device
 ) -> TrainingSet:
-    """The batches of the run; data that does not fill one is refused."""
-    plan = BatchPlan(len(train.pairs), config.train.batch, config.seed)
-    if plan.steps_per_epoch == 0:
-        raise UserError(
-            f"{plan.pictures} training pictures do not fill one batch of {plan.batch}: "
-            f"lower --batch to {max(2, plan.pictures // 2)}, or bring more pictures"
-        )
+    """The batches of the run, from pictures that lie on the device where it has a memory of its own."""
+    plan = BatchPlan.full(len(train.pairs), config.train.batch, config.seed)
     full_length = device.rules.fixed_shapes or config.model.compile
     several = config.data.captions_per_step or 1
     identity = identities(train.pairs)

@@ -14,7 +14,6 @@ from m1clip.data.loader import BatchPlan
 from m1clip.data.pair import Source, identities
 from m1clip.data.prepare import CROP_MARGIN, Split, augmentation_of, is_synthetic, load_split, look_first
 from m1clip.data.preprocess import Preprocess
-from m1clip.errors import UserError
 from m1clip.features.split import Maker, Side, feature_captions, feature_pictures, token_captions
 from m1clip.features.tables import FeatureSet
 from m1clip.hardware.device import Device, Precision
@@ -115,13 +114,8 @@ def side_splits(
 def training_set(
     config: Config, train: Split, augmentation: Augmentation, patches: int, full_length: bool
 ) -> FeatureSet:
-    """The batches of the run; data that does not fill one is refused."""
-    plan = BatchPlan(len(train.pairs), config.train.batch, config.seed)
-    if plan.steps_per_epoch == 0:
-        raise UserError(
-            f"{plan.pictures} training pictures do not fill one batch of {plan.batch}: "
-            f"lower --batch to {max(2, plan.pictures // 2)}, or bring more pictures"
-        )
+    """The batches of the run."""
+    plan = BatchPlan.full(len(train.pairs), config.train.batch, config.seed)
     several = config.data.captions_per_step or 1
     identity = identities(train.pairs)
     return FeatureSet(
