@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import itertools
 import json
 import sys
@@ -50,6 +51,7 @@ def line(options: argparse.Namespace, model: str, batch: int, way: str) -> dict[
     )
     job = prepare(config, lambda text: None, decode_plan(Screen()))
     update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+    gc.collect()  # the line before, which hangs in a circle
     job.device.reset_peak()
     total = WARM + BLOCK * options.blocks
     feed = enumerate(batches(job.training, 0, total, 0, "fork", pin=True))
@@ -66,13 +68,14 @@ def line(options: argparse.Namespace, model: str, batch: int, way: str) -> dict[
         host.append((time.perf_counter() - begin) / BLOCK)
         job.device.synchronize()
         samples.append((time.perf_counter() - begin) / BLOCK)
-    taken, captured = timing(samples), update.captured
+    taken, captured, peak = timing(samples), update.captured, job.device.peak_bytes()
+    update.forget_graph()
     return {
         "model": model, "batch": batch, "way": way, "captions": job.training.several,
         "seconds": dataclasses.asdict(taken), "host_seconds": timing(host).median,
         "pictures_per_second": batch / taken.median, "first_60_steps_seconds": ready, "loss": float(loss),
         "recordings": captured.recordings if captured else 0, "not_replayed": captured.off if captured else "",
-        "peak_bytes": job.device.peak_bytes(),
+        "peak_bytes": peak,
     }  # fmt: skip
 
 

@@ -12,12 +12,11 @@ from typing import Any
 from cyclopts.config import Dict
 
 from m1clip.config import DURATIONS, Config
-from m1clip.configfile import from_dict, read_preset, read_toml, to_dict
+from m1clip.configfile import HOW, from_dict, read_preset, read_toml, to_dict
 from m1clip.errors import UserError
 
 # Short names that are also the name of a section, which cyclopts would take them for.
 SHORT = {"--model": "--model.preset", "--data": "--data.source"}
-NOT_SHAPE = ("attention_image", "attention_text", "recompute", "compile")
 
 
 def layers(words: list[str]) -> tuple[Any, ...]:
@@ -62,7 +61,7 @@ def layers(words: list[str]) -> tuple[Any, ...]:
                 values["train"].pop(name, None)
         # Another size on the command line takes the place of the file's shape, which spells out every number.
         if _value_of(words, "--model.preset"):
-            values["model"] = {key: value for key, value in values["model"].items() if key in NOT_SHAPE}
+            values["model"] = {key: value for key, value in values["model"].items() if key in HOW}
         found.append(Dict(data=_flat(values), source=value, use_commands_as_keys=False))
     return tuple(found)
 

@@ -17,8 +17,9 @@ from m1clip.errors import UserError
 from m1clip.files import read_bounded
 
 MAX_BYTES = 2**22  # a config has a hundred lines
-NOT_SHAPE = ("preset", "stem", "attention_image", "attention_text", "recompute", "compile", "graph")
-SHAPE_OF_0_1 = {item.name for item in dataclasses.fields(ModelConfig)} - set(NOT_SHAPE)
+# How a model is computed, not what it is: another size keeps these.
+HOW = ("attention_image", "attention_text", "recompute", "compile", "graph")
+SHAPE_OF_0_1 = {item.name for item in dataclasses.fields(ModelConfig)} - {"preset", "stem", *HOW}
 
 
 def load_config(path: Path) -> Config:

@@ -44,7 +44,9 @@ class Views:
         """The same on a device; what the host has to know of them is looked up here, where they still are."""
 
         def sent(part: np.ndarray) -> Tensor:
-            return torch.from_numpy(part).to(device, non_blocking=True)
+            t = torch.from_numpy(part)
+            # Elsewhere copies wait: on MPS such that do not have brought wrong data (hardware/device.py).
+            return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
         crops = bool((self.boxes[:, 2:] != 1).any() or self.flips.any())
         colours = bool((self.gains != 1).any())

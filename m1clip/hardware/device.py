@@ -122,7 +122,7 @@ def environment(system: str, current: Mapping[str, str]) -> dict[str, str]:
     """Variables to set before torch is imported, left alone where the person has set them."""
     # Threads that wait by spinning fight any other program for the cores: 2 to 3 times slower on a busy machine.
     wanted = {"OMP_WAIT_POLICY": "passive"}
-    if system == "Linux" and "OMP_WAIT_POLICY" not in current:
+    if system == "Linux" and current.get("OMP_WAIT_POLICY", "passive").lower() == "passive":
         # Up to about 0.1 ms they may: between the operations of a small model a sleep and a wake-up cost more.
         wanted["GOMP_SPINCOUNT"] = "10000"
     if system == "Darwin":

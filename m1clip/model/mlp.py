@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
+from m1clip.model.again import computed_again
 from m1clip.model.linear import (
     half,
     is_fused,
@@ -41,7 +41,7 @@ class Mlp(nn.Module):
         x = linear(x, self.up.weight, self.up.bias, norm)
         if torch.is_grad_enabled() and x.device.type == "cpu":
             # The activation is the block's largest tensor and the cheapest to compute again (docs/speed.md).
-            x = checkpoint(self._down, x, use_reentrant=False, preserve_rng_state=False)
+            x = computed_again(self.down, self._down, x)
         else:
             x = self._down(x)
         return x if residual is None else residual + x

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # the update holds one of these
 
 WARM = 3  # plain steps before the recording: they make the optimizer's state, and compile what is compiled
 MOST = 8  # recordings, before shapes are taken to change for ever: data where pictures have more or fewer captions
-SHARE = 0.25  # of the device's memory that a step may take: what is recorded keeps as much a second time
+SHARE = 0.25  # of the device's memory that a step may take beside weights: a recording keeps as much a second time
 INPUTS = ("pixels", "tokens", "pictures", "captions", "owners", "patches")
 VIEWS = ("boxes", "flips", "gains")
 Figures = tuple[Tensor, Tensor]  # loss and gradient norm
@@ -117,7 +117,7 @@ class Captured:
         device = self.update.device
         if self.recordings >= MOST:
             self.off = f"the shapes of the batches changed {MOST} times"
-        elif device.peak_bytes() > SHARE * device.total_bytes():
+        elif device.peak_bytes() - device.memory_bytes() > SHARE * device.total_bytes():
             self.off = "a step takes too much of the device's memory to keep it twice"
         return not self.off
 
@@ -130,7 +130,8 @@ class Captured:
         graph = torch.cuda.CUDAGraph()
         update.phases.silent = True
         try:
-            with torch.cuda.graph(graph):
+            # Of this thread alone: another may pin the next batch's memory meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 loss = update.backward(batch, step)
                 figures = loss, update.move(loss)
         except (RuntimeError, Tight) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 from m1clip.data.loader import batches
@@ -65,6 +66,10 @@ def calibrate(job: Job, seconds: float) -> int:
     elif train.eval_every:
         left -= evaluation_seconds
         per_step += evaluation_seconds / train.eval_every
+    update.forget_graph()
+    del update  # it hangs in a circle with what holds on to it
+    gc.collect()
+    job.device.release()
     steps = int(left / per_step)
     if steps < 10:
         raise UserError(

@@ -27,7 +27,7 @@ class Recorder:
         self.look_every = look_every(train.analysis_every, total_steps, train.log_every)
         self.telemetry = Telemetry(job.device.kind)
         self.probe = LayerProbe(update.model, update.optimizer)
-        self._described = False
+        self._described = self._told = False
         self._begin()
 
     def _begin(self) -> None:
@@ -89,6 +89,10 @@ class Recorder:
         if not self._described:
             self.log.write("memory", **memory_parts(self.job, self.update), meter=self.telemetry.meter)
             self._described = True
+        captured = self.update.captured
+        if captured is not None and captured.off and not self._told:
+            self.log.write("event", step=state.step, event="steps are not replayed", why=captured.off)
+            self._told = True
         self.screen.step(values)
         self._begin()
 

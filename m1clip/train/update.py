@@ -108,7 +108,8 @@ class Update:
         return self.room.fit(lambda: self.backward(batch, step), self.clear, len(batch.pixels), step)
 
     def clear(self) -> None:
-        """Forget a step that was broken off, and give its memory back."""
+        """Forget a step that was broken off, and give its memory back, with that of a recording."""
+        self.forget_graph()
         self.optimizer.zero_grad()
         self.device.release()
 

@@ -135,9 +135,8 @@ def test_the_watermark_is_set_for_apples_gpu_and_left_to_the_person() -> None:
     spin = "GOMP_SPINCOUNT"  # of GNU's OpenMP
     assert environment("Linux", {}) == {"OMP_WAIT_POLICY": "passive", spin: "10000"}
     assert environment("Linux", {spin: "0"}) == {"OMP_WAIT_POLICY": "passive"}
-    assert environment("Linux", {"OMP_WAIT_POLICY": "active"}) == {}, (
-        "who chose a policy chose how long to wait"
-    )
+    assert environment("Linux", {"OMP_WAIT_POLICY": "PASSIVE"}) == {spin: "10000"}
+    assert environment("Linux", {"OMP_WAIT_POLICY": "active"}) == {}, "who chose to spin chose how long"
 
 
 def test_this_machine() -> None:

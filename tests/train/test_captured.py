@@ -76,6 +76,12 @@ def test_no_graph_where_the_device_has_none_or_the_person_wants_none() -> None:
     assert small_config({"model.graph": False}).model.graph is False
 
 
+def assert_replayed(run: Path) -> None:
+    records = list(read_log(run))
+    assert not [record for record in records if record.get("event") == "steps are not replayed"]
+    assert "step" in [record for record in records if record["kind"] == "step"][-1]["seconds"]
+
+
 def losses(run: Path) -> Tensor:
     return torch.tensor([line["loss"] for line in read_log(run) if line["kind"] == "step"])
 
@@ -87,6 +93,7 @@ def losses(run: Path) -> Tensor:
 def test_replayed_steps_are_the_steps_themselves(tmp_path: Path, changes: dict[str, Any]) -> None:
     for name, graph in (("plain", False), ("replayed", True)):
         run_small(tmp_path / name, {**ON_CUDA, **changes, "model.graph": graph})
+    assert_replayed(tmp_path / "replayed")
     plain, replayed = losses(tmp_path / "plain"), losses(tmp_path / "replayed")
     assert plain[-1] < 0.9 * plain[0]
     loose = bool({"optim.name", "train.precision"} & changes.keys())
@@ -134,5 +141,6 @@ def test_a_replayed_run_resumes(tmp_path: Path) -> None:
         part.unlink()
     newest.rmdir()
     resume(tmp_path / "again", screen())
+    assert_replayed(tmp_path / "again")
     whole, again = losses(tmp_path / "whole"), losses(tmp_path / "again")
     torch.testing.assert_close(again[-20:], whole[-20:], rtol=2e-3, atol=0)

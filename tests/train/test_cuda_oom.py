@@ -101,7 +101,7 @@ def test_a_full_gpu_halves_the_chunk_and_keeps_the_batch(tmp_path: Path, graph: 
 
 
 def test_too_little_memory_for_a_recording_changes_nothing(tmp_path: Path) -> None:
-    """A plain step fits, but not what a recording keeps a second time: the run goes on as it was."""
+    """A plain step fits; whether a recording, which keeps as much a second time, fits too makes no difference."""
     before, peak = wanted_by(tmp_path / "whole", {"model.graph": False})
     forget()
     with at_most(before + int(1.3 * (peak - before))):
@@ -133,6 +133,7 @@ def test_the_host_never_waits_on_the_fast_path(graph: bool, precision: str) -> N
     warm = 2 * len(feed) if graph else 3
     for step in range(warm):
         update(feed[step % len(feed)], step, 1, 100)
+    assert (update.captured is not None and update.captured._graph is not None) == graph
     figures = []
     with waits_are_errors():
         for step in range(5):

@@ -65,6 +65,19 @@ def test_chunks_give_the_gradient_of_the_whole_batch(objective: str, chunk: int,
     assert_close(found, wanted, 1e-5)
 
 
+@pytest.mark.parametrize("chunk", [0, 6])
+@pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])
+def test_recomputing_in_bf16_loses_no_gradient(activation: str, chunk: int) -> None:
+    """Autocast keeps weights that it has cast; one cast without a graph must not be found again with one."""
+    changes = {"train.precision": "bf16", "model.activation": activation, "train.chunk": chunk}
+    job, plain = make(changes)
+    batch = job.training[0]
+    _, wanted = gradients(plain, batch)
+    _, saving = make({**changes, "model.recompute": True})
+    _, found = gradients(saving, batch)
+    assert_close(found, wanted, 1e-3)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_dropout_is_drawn_once_a_chunk_and_repeated(recompute: bool) -> None:
     changes = {"model.dropout": 0.2, "model.recompute": recompute, "train.text_contrast": 0.0}

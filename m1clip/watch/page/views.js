@@ -1,7 +1,7 @@
 "use strict";
 /* What is no curve: examples, similarity matrix, confusions, bars, layers, time split. Text is set, never parsed. */
 const PHASES = ["data", "copy", "forward", "backward", "optimizer", "step", "rest"];
-const PHASE_COLOURS = { data: "#e8a200", copy: "#c2255c", forward: "#1098ad", backward: "#3b5bdb", optimizer: "#2b8a3e", rest: "#868e96" };
+const PHASE_COLOURS = { data: "#e8a200", copy: "#c2255c", forward: "#1098ad", backward: "#3b5bdb", optimizer: "#2b8a3e", step: "#1098ad", rest: "#868e96" };
 const percent = (share, digits = 1) => (100 * share).toFixed(digits) + "%";
 
 function thumb(run, picture, right, words) {
