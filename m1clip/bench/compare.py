@@ -33,7 +33,7 @@ class Ask:
     devices: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
     optimizer: str = "muon"
-    minutes: float = 4.0
+    minutes: float = 4.7
     full: bool = False
     against: Path | None = None
 

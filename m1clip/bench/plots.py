@@ -97,9 +97,10 @@ def shares(document: Document) -> str:
     shown = [r for r in document["results"] if r["phases"]]
     if shown:
         rows = [(_short(r, document), r["phases"], seconds(r["seconds"]["median"])) for r in _pick(shown)]
+        names = [name for name in (*PHASES, "other") if any(name in values for _, values, _ in rows)]
         parts.append(
             figure(
-                svg.stacked(rows, (*PHASES, "other"), "time of a step by phase"),
+                svg.stacked(rows, names, "time of a step by phase"),
                 "Seconds of a step by phase.",
             )
         )

@@ -53,7 +53,8 @@ def split(samples: list[dict[str, float]]) -> dict[str, float]:
     """Median seconds of each phase, and of what no phase counts; empty where the device cannot tell."""
     if not all("forward" in sample or "step" in sample for sample in samples):
         return {}
-    found = {name: statistics.median(sample.get(name, 0.0) for sample in samples) for name in PHASES}
+    there = [name for name in PHASES if any(name in sample for sample in samples)]
+    found = {name: statistics.median(sample.get(name, 0.0) for sample in samples) for name in there}
     rest = [s["seconds"] - sum(s.get(name, 0.0) for name in PHASES) for s in samples]
     return {**found, "other": max(0.0, statistics.median(rest))}
 

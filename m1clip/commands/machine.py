@@ -20,7 +20,7 @@ def compare(
     devices: str = "",
     precisions: str = "",
     optimizer: Literal["muon", "adamw"] = "muon",
-    minutes: float = 4.0,
+    minutes: float = 4.7,
     full: Annotated[bool, Parameter(negative="")] = False,
     against: Path | None = None,
     out: Path = Path("comparison"),
