@@ -191,7 +191,8 @@ def _timed(update: Update, pairs: Any, device: Device, seconds: float) -> float:
 
 def _model(config: Config, shape: ClipShape, eot_id: int, device: Device, attention: Any) -> Clip:
     torch.manual_seed(config.seed)
-    model = Clip(dataclasses.replace(shape, dropout=0.0), eot_id).to(device.torch)
+    # CLIP's start values, not zeros: behind silent branches the gradient is nothing but rounding (parity.stirred).
+    model = Clip(dataclasses.replace(shape, dropout=0.0, init="clip"), eot_id).to(device.torch)
     model.set_attention(attention, attention)
     model.set_recompute(config.model.recompute)
     return model

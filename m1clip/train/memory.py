@@ -28,7 +28,7 @@ from m1clip.train.update import Update
 
 Parts = dict[str, int]
 # RSS over live tensors on the CPU: what glibc holds between two uses, and oneDNN's workspace (docs/compare.md).
-HEAP_BASE, HEAP_SLACK = 110_000_000, 1.08
+HEAP_BASE, HEAP_SLACK = 170_000_000, 1.10
 
 
 def watched(update: Update, batch: Batch, step: Callable[[Batch], object]) -> Parts:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
+
 import pytest
 import torch
+from small_run import screen, small_config
 
 from m1clip.errors import UserError
-from m1clip.train.parity import TOLERANCE, judge, relative_difference
+from m1clip.model.clip import Clip
+from m1clip.train.memory import stand_in
+from m1clip.train.parity import TOLERANCE, few, gradient, judge, relative_difference, stirred
+from m1clip.train.run import decode_plan
+from m1clip.train.setup import prepare
 
 
 def test_difference_is_relative_and_nan_is_infinitely_far() -> None:
@@ -31,6 +39,27 @@ def test_rounding_to_bf16_passes_and_a_lost_part_does_not() -> None:
     broken = gradient.clone()
     broken[:1000] = 0  # a tenth of the parameters got no gradient
     assert relative_difference(broken, gradient) > TOLERANCE["bf16"]
+
+
+def test_a_start_whose_gradient_is_rounding_is_not_held_against_a_device() -> None:
+    """Behind silent branches a class token is the same for every picture, and an end mark in one place for every text."""
+    changes = {"model.pooling": "cls", "model.init": "zero", "train.precision": "bf16"}
+    job = prepare(small_config(changes), lambda line: None, decode_plan(screen()))
+    torch.manual_seed(0)
+    batch = few(stand_in(job.shape, 8, 12, job.tokenizer.eot_id))
+
+    def apart(model: Clip) -> float:
+        rough = gradient(copy.deepcopy(model), batch, job.preprocess, job.autocast)
+        return relative_difference(rough, gradient(model, batch, job.preprocess, nullcontext))
+
+    model = job.build_model()
+    twin = stirred(model)
+    assert apart(copy.deepcopy(model)) > TOLERANCE["bf16"]
+    assert apart(twin) < TOLERANCE["bf16"] / 2
+    weights = dict(model.named_parameters())
+    moved = {name for name, p in twin.named_parameters() if not torch.equal(p, weights[name])}
+    assert moved == {name for name, p in weights.items() if p.ndim >= 2 and not p.any()}
+    assert moved
 
 
 def test_captions_that_tell_left_from_right_forbid_mirrors() -> None:
