@@ -42,7 +42,7 @@ def test_rounding_to_bf16_passes_and_a_lost_part_does_not() -> None:
 
 
 def test_a_start_whose_gradient_is_rounding_is_not_held_against_a_device() -> None:
-    """Behind silent branches a class token is the same for every picture, and an end mark in one place for every text."""
+    """Behind silent branches every picture has the same class token, and every text the same end mark."""
     changes = {"model.pooling": "cls", "model.init": "zero", "train.precision": "bf16"}
     job = prepare(small_config(changes), lambda line: None, decode_plan(screen()))
     torch.manual_seed(0)
