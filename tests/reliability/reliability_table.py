@@ -107,7 +107,7 @@ PROMISES = (
 
 def line(promise: Promise, rows: Rows, peers: Rows) -> str:
     """One line of the table."""
-    groups = {key: _rows_of(key, rows) for key in promise.keys}
+    groups = {key: [rows[key]] if key in rows else [] for key in promise.keys}
     there = [row for group in groups.values() for row in group]
     if promise.keys and not there:
         count, result = NOT_YET, "fast form passes in `make test`"
@@ -122,12 +122,6 @@ def line(promise: Promise, rows: Rows, peers: Rows) -> str:
     answers = peers.get(promise.peers, {})
     others = [told(promise.peers, answers.get(label)) for label in ("open_clip", "hugging face trainer")]
     return f"| {promise.number} | {promise.title} | `{promise.test}` | {count} | {result} | {' | '.join(others)} |"
-
-
-def _rows_of(key: str, rows: Rows) -> list[dict[str, Any]]:
-    """The parts of a test that was run in parts, or its one row."""
-    parts = [row for name, row in rows.items() if name.startswith(f"{key}, part ")]
-    return parts or ([rows[key]] if key in rows else [])
 
 
 def told(test: str, found: dict[str, Any] | None) -> str:
