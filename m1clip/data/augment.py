@@ -100,7 +100,7 @@ def render(pixels: Tensor, views: Views | DeviceViews | None, preprocess: Prepro
         return pixels  # features of a tower that stands still (m1clip/features): made from pixels long ago
     size, side = preprocess.image_size, pixels.shape[1]
     if views is None and side != size:
-        views = _whole(len(pixels))
+        views = whole_views(len(pixels))
     drawn = views.on(pixels.device) if isinstance(views, Views) else views
     x = pixels.permute(0, 3, 1, 2).contiguous()  # (n, 3, side, side); bytes are moved before they grow
     if drawn is not None and (side != size or drawn.crops):
@@ -136,7 +136,7 @@ def _resample(x: Tensor, views: DeviceViews, size: int) -> Tensor:
     return torch.stack([torch.bmm(down, wide[:, channel]) for channel in range(3)], dim=1)
 
 
-def _whole(count: int) -> Views:
+def whole_views(count: int) -> Views:
     """The view of each picture that changes nothing but its size."""
     boxes = np.tile(np.array([0, 0, 1, 1], np.float32), (count, 1))
     return Views(boxes, np.zeros(count, bool), np.ones((count, 2), np.float32))

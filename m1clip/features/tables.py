@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from m1clip.data import randomness as rnd
-from m1clip.data.augment import Views, draw_views
+from m1clip.data.augment import draw_views, whole_views
 from m1clip.data.captions import CaptionTable
 from m1clip.data.loader import Batch, TrainingSet
 from m1clip.data.store import Failure, Pictures, read_or_replace
@@ -66,7 +66,8 @@ class FeatureSet(TrainingSet):
         shown = None
         if isinstance(pictures, FeaturePictures):
             views = rnd.bits(seed, epoch, members, VIEW) % np.uint64(pictures.views)
-            seen, drawn = pictures.features(members, views.astype(np.int64)), _whole(len(members))
+            seen = pictures.features(members, views.astype(np.int64))
+            drawn = whole_views(len(members))  # features are not rendered any more
         else:
             members, seen, failed = read_or_replace(pictures, members, seed, epoch)
             shown, drawn = self.shown_of(members, epoch), draw_views(self.augmentation, seed, epoch, members)
@@ -93,9 +94,3 @@ class FeatureSet(TrainingSet):
 def _widened(rows: np.ndarray) -> np.ndarray:
     """float16 -> float32 by the processor's own conversion, which torch uses and numpy does not: 25 times as fast."""
     return torch.from_numpy(rows).float().numpy()
-
-
-def _whole(count: int) -> Views:
-    """No choices: features are not rendered any more."""
-    boxes = np.tile(np.array([0, 0, 1, 1], np.float32), (count, 1))
-    return Views(boxes, np.zeros(count, bool), np.ones((count, 2), np.float32))

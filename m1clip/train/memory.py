@@ -8,14 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from m1clip.config import Config
-from m1clip.data.augment import Views
+from m1clip.data.augment import whole_views
 from m1clip.data.loader import Batch
 from m1clip.data.preprocess import Preprocess
 from m1clip.hardware.device import Device, Kind, Precision
@@ -48,11 +47,7 @@ def watched(update: Update, batch: Batch, step: Callable[[Batch], object]) -> Pa
 
 def stand_in(shape: ClipShape, batch: int, text_tokens: int, eot_id: int, several: int = 1) -> Batch:
     """A batch of nothing in particular, in the shapes of a real one."""
-    views = Views(
-        np.tile(np.array([0, 0, 1, 1], np.float32), (batch, 1)),
-        np.zeros(batch, bool),
-        np.ones((batch, 2), np.float32),
-    )
+    views = whole_views(batch)
     tokens = torch.randint(0, shape.vocab_size, (batch * several, text_tokens))
     tokens[:, -1] = eot_id
     side = shape.image_size
