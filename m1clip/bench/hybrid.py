@@ -19,6 +19,8 @@ from m1clip.model.clip import Clip
 class HybridClip(Clip):
     """A Clip whose towers live on two devices; a step of it is the same step."""
 
+    text_first = False  # the accelerator gets its work, and computes while the CPU does the rest
+
     @classmethod
     def placed(cls, model: Clip, accelerator: torch.device) -> HybridClip:
         """Turn a model into a hybrid one, in place: its text half moves to the CPU, the rest to the accelerator."""

@@ -29,6 +29,8 @@ class Features(NamedTuple):
 class Clip(nn.Module):
     """A picture and a sentence that belong together get vectors that point the same way."""
 
+    text_first = True  # the order in which a training step encodes
+
     def __init__(self, shape: ClipShape, eot_id: int) -> None:
         super().__init__()
         self.shape = shape
@@ -81,6 +83,13 @@ class Clip(nn.Module):
         """Choose the implementation of attention for each tower."""
         self.image.transformer.set_attention(image)
         self.text.transformer.set_attention(text)
+
+    def fuse(self) -> None:
+        """Let both towers take our own CUDA kernels for bf16; wants triton, as torch.compile does there."""
+        from m1clip.model import fused  # noqa: F401  loaded now: the compiler should not meet the import
+
+        self.image.transformer.fuse()
+        self.text.transformer.fuse()
 
     def set_recompute(self, on: bool) -> None:
         """Gradient checkpointing in both towers."""

@@ -142,12 +142,12 @@ class Muon(Lean):
         decay = lr * group["weight_decay"]
         torch._foreach_mul_(params, 1 - decay if skip is None else 1 - decay * (1 - skip))
 
-        stacks: dict[tuple[int, int], list[_Piece]] = {}
+        stacks: _Stacks = {}
         for (name, p), *other in zip(live, grads, buffers, strict=True):
             count = self.parts(name)
             # A convolution is a matrix from all that a position sees to its channels.
             for piece in map(_Piece, *(tensor.flatten(1).chunk(count) for tensor in (p, *other))):
-                stacks.setdefault(piece.sides, []).append(piece)
+                stacks.setdefault((piece.sides, p.device), []).append(piece)
         for sides, pieces in _bounded(stacks):
             x = torch.empty((len(pieces), *sides), dtype=self.dtype, device=pieces[0].target.device)
             # Nesterov's look ahead, for the matrices of one shape at a time: for all it would be one more gradient.
@@ -167,10 +167,13 @@ class Muon(Lean):
         return state["momentum_buffer"]
 
 
-def _bounded(stacks: dict[tuple[int, int], list[_Piece]]) -> Iterator[tuple[tuple[int, int], list[_Piece]]]:
+_Stacks = dict[tuple[tuple[int, int], torch.device], list[_Piece]]
+
+
+def _bounded(stacks: _Stacks) -> Iterator[tuple[tuple[int, int], list[_Piece]]]:
     """The stacks, on the CPU in parts of bounded size: a stack and its products are several copies of its matrices."""
-    for sides, pieces in stacks.items():
-        most = max(1, CPU_STACK // math.prod(sides)) if pieces[0].target.device.type == "cpu" else len(pieces)
+    for (sides, device), pieces in stacks.items():
+        most = max(1, CPU_STACK // math.prod(sides)) if device.type == "cpu" else len(pieces)
         for at in range(0, len(pieces), most):
             yield sides, pieces[at : at + most]
 

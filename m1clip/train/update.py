@@ -50,7 +50,8 @@ class Update:
         muon_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.scaler = grad_scaler(device, precision)
         self.draws = draws_at_random(model)
-        self.skip: Literal["host", "device", "never"] = skipped_by(device.kind)
+        one_place = len({p.device for p in model.parameters()}) == 1
+        self.skip: Literal["host", "device", "never"] = skipped_by(device.kind, one_place)
         graph = config.model.graph and device.rules.graphs and self.scaler is None and not self.draws
         graph = graph and type(model) is Clip and teacher is None
         self.optimizer = Optimizer(model, config.optim, device.rules.fused_optimizer, muon_dtype, graph)
@@ -63,6 +64,8 @@ class Update:
         self.phases = Phases(device.kind)
         self.room: Room | None = None  # where there is one, it makes chunks smaller when memory runs out
         self.rate_factor = 1.0
+        if config.model.compile and device.kind == "cuda" and precision == "bf16" and type(model) is Clip:
+            model.fuse()  # what the compiler needs is what our kernels need
         compiled: Callable[[Any], Any] = torch.compile if config.model.compile else lambda function: function
         self.encoders: tuple[Callable[..., Tensor], ...] = (
             compiled(model.encode_image),
@@ -127,17 +130,20 @@ class Update:
         self.phases.mark("forward")
         if self.draws:
             torch.manual_seed(self.config.seed * 1_000_003 + step)  # dropout too is a function of the step
-        encode_image, encode_text = self.encoders
         with self.autocast():
             # The text first: the backward pass goes the other way, and frees the large tower's activations first.
-            texts = [encode_text(group) for group in batch.text_groups()]
+            image = None if self.model.text_first else self._encoded_pictures(batch)
+            texts = [self.encoders[1](group) for group in batch.text_groups()]
             text = texts[0] if len(texts) == 1 else torch.cat(texts)
-            pixels = render(batch.shown(), batch.views, self.preprocess)
-            image = encode_image(pixels, *_shown(batch.patches))
+            image = self._encoded_pictures(batch) if image is None else image
         loss = self._loss(image, text, positive, batch)
         self._mark("backward")
         self.plan.scale(loss).backward()
         return loss.detach()
+
+    def _encoded_pictures(self, batch: Batch) -> Tensor:
+        pixels = render(batch.shown(), batch.views, self.preprocess)
+        return self.encoders[0](pixels, *_shown(batch.patches))
 
     def _backward_in_chunks(self, batch: Batch, positive: Tensor, step: int, chunk: int) -> Tensor:
         """The same gradient with the graph of one chunk at a time; a picture may have several captions."""
@@ -244,10 +250,11 @@ class Update:
                 del part.found_inf
 
 
-def skipped_by(kind: str) -> Literal["host", "device"]:
+def skipped_by(kind: str, one_place: bool) -> Literal["host", "device"]:
     """Who leaves out an update that is not finite: on CUDA the device, so that the host need not wait to learn it."""
     # torch's fused AdamW takes found_inf on MPS too, but moves the weights all the same: there the host decides.
-    return "device" if kind == "cuda" else "host"
+    # So it does for towers on two devices: no flag lies on both.
+    return "device" if kind == "cuda" and one_place else "host"
 
 
 def draws_at_random(model: Clip) -> bool:

@@ -20,6 +20,8 @@ from m1clip.bench.known import recall, remember
 from m1clip.bench.pool import Failed, Worker
 from m1clip.bench.session import Session
 from m1clip.bench.sweep import SizeClock, obstacle
+from m1clip.config import Config, ModelConfig, OptimConfig
+from m1clip.data.preprocess import Preprocess
 from m1clip.errors import UserError
 from m1clip.hardware.device import Device
 from m1clip.hardware.facts import Facts, read_facts
@@ -181,31 +183,64 @@ def test_what_was_measured_is_kept_for_plan(tmp_path: Path) -> None:
     assert recall(LAPTOP, tmp_path) == []
 
 
+SMALL = ClipShape(image_size=32, patch_size=8, vision_width=32, vision_layers=1, vision_heads=2, text_width=32,
+                  text_layers=1, text_heads=2, vocab_size=64, embed_dim=32, context_length=16)  # fmt: skip
+
+
+def small_update(place: str, name: Any = "muon") -> Update:
+    """The step of a small model: whole on one device, or with its text tower on the CPU."""
+    torch.manual_seed(1)
+    model = Clip(SMALL, eot_id=0)
+    kind: Any = "cuda" if place == "hybrid on cuda" else "cpu"
+    device = Device(kind, read_facts())
+    if place.startswith("hybrid"):
+        model = HybridClip.placed(model, device.torch)
+    config = Config(optim=OptimConfig(name=name), model=ModelConfig(graph=False))
+    return Update(model, config, device, "fp32", Preprocess(image_size=32), autocast(device, "fp32"))
+
+
 def test_towers_on_two_devices_make_the_same_step() -> None:
     """Both places are the CPU here; what is tested is the path of tokens, features and gradients."""
-    facts = read_facts()
-    host = Device("cpu", facts)
-    shape = ClipShape(image_size=32, patch_size=8, vision_width=32, vision_layers=1, vision_heads=2, text_width=32,
-                      text_layers=1, text_heads=2, vocab_size=64, embed_dim=32, context_length=16)  # fmt: skip
-    from m1clip.config import Config
-    from m1clip.data.preprocess import Preprocess
-
     torch.manual_seed(0)
-    batch = stand_in(shape, 4, 16, eot_id=0)
+    batch = stand_in(SMALL, 4, 16, eot_id=0)
     losses, gradients = [], []
-    for hybrid in (False, True):
-        torch.manual_seed(1)
-        model = Clip(shape, eot_id=0)
-        model = HybridClip.placed(model, torch.device("cpu")) if hybrid else model
-        update = Update(model, Config(), host, "fp32", Preprocess(image_size=32), autocast(host, "fp32"))
-        given = HybridBatch.of(batch).to(host.torch) if hybrid else batch.to(host.torch)
-        losses.append(float(update.backward(given, 0)))
-        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for place in ("cpu", "hybrid"):
+        update = small_update(place)
+        given = HybridBatch.of(batch) if place == "hybrid" else batch
+        losses.append(float(update.backward(given.to(update.device.torch), 0)))
+        gradients.append([p.grad.clone() for p in update.parameters if p.grad is not None])
     assert losses[0] == losses[1]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     moved = HybridBatch.of(batch).to(torch.device("meta"))
     assert moved.tokens.device.type == "cpu"
     assert moved.pixels.device.type == "meta"
+
+
+@pytest.mark.parametrize(("place", "order"), [("cpu", ["text", "image"]), ("hybrid", ["image", "text"])])
+def test_the_accelerator_gets_its_work_before_the_cpu_begins(place: str, order: list[str]) -> None:
+    update, seen = small_update(place), []
+    for name, tower in (("image", update.model.image), ("text", update.model.text)):
+        tower.register_forward_hook(lambda *_, name=name: seen.append(name))
+    batch = stand_in(SMALL, 4, 16, eot_id=0)
+    update.backward(HybridBatch.of(batch) if place == "hybrid" else batch, 0)
+    assert seen == order
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a second device, a CUDA card; none here")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_towers_on_a_card_and_the_cpu_learn_as_on_the_cpu(optimizer: str) -> None:
+    torch.manual_seed(0)
+    batch = stand_in(SMALL, 8, 16, eot_id=0)
+    found = []
+    for place in ("cpu", "hybrid on cuda"):
+        update = small_update(place, optimizer)
+        given = HybridBatch.of(batch) if place != "cpu" else batch
+        losses = [float(update(given, step, 1, 10)[0]) for step in range(1, 5)]
+        found.append((losses, [p.detach().cpu() for p in update.parameters]))
+    assert found[0][0][-1] < found[0][0][0]
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-3)
+    for one, two in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ def test_no_checkpoint_among_skipped_updates(
 ) -> None:
     """On an accelerator too, where the host learns of them only when it looks; and the best model stays known."""
     poisoned_steps(monkeypatch, lambda step, factor: factor == 1.0 and 5 <= step < 8)
-    monkeypatch.setattr(update_module, "skipped_by", lambda kind: skip)
+    monkeypatch.setattr(update_module, "skipped_by", lambda kind, one_place: skip)
     run = tmp_path / "run"
     changes = {"train.save_every": 2, "train.keep": 9, "train.eval_every": 3, "train.log_every": 50}
     values = iter([0.9, 0.1, 0.2, 0.3, 0.4])

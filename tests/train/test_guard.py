@@ -189,9 +189,10 @@ def test_an_overflow_of_fp16_is_no_divergence() -> None:
 
 
 def test_only_cuda_skips_on_the_device() -> None:
-    assert {kind: skipped_by(kind) for kind in ("cpu", "mps", "cuda")} == {
+    assert {kind: skipped_by(kind, one_place=True) for kind in ("cpu", "mps", "cuda")} == {
         "cpu": "host", "mps": "host", "cuda": "device",
     }  # fmt: skip
+    assert skipped_by("cuda", one_place=False) == "host"  # no flag lies on two devices
 
 
 def test_the_diagnosis_names_samples_losses_and_remedies() -> None:
