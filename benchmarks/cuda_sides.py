@@ -64,21 +64,14 @@ def in_turn(step: Callable[..., Tensor], inputs: list[tuple[Tensor, Tensor]]) ->
     return run
 
 
-def attention_backend(words: list[str]) -> contextlib.AbstractContextManager[Any]:
-    """cuDNN's attention where it is asked for; else what torch chooses."""
-    if "cudnn" not in words or not torch.cuda.is_available():
-        return contextlib.nullcontext()
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True)
-
-
 def our_step(setting: Setting, variant: str) -> Step:
-    """m1clip's model, loss and optimizer; words: eager, compiled, autotune, blocks, graph, cudnn, muon."""
+    """m1clip's model, loss and optimizer; words: eager, compiled, autotune, blocks, plain, graph, muon."""
     words, device = variant.split(), setting.device
     torch.manual_seed(0)
     model = Clip(setting.shape, eot_id=setting.shape.vocab_size - 1).to(device.torch)
     model.set_attention("sdpa", "sdpa")
+    if {"compiled", "blocks"} & set(words) and "plain" not in words and device.kind == "cuda":
+        model.fuse()  # as `m1clip train --model.compile` does
     model.train()
     config = OptimConfig(name="muon" if "muon" in words else "adamw", lr=1e-4)
     optimizer = Optimizer(model, config, fused=True, capturable="graph" in words and device.kind == "cuda")
@@ -92,11 +85,10 @@ def our_step(setting: Setting, variant: str) -> Step:
     objective = OBJECTIVES["infonce"]
 
     def work(pixels: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-        with attention_backend(words):
-            with torch.autocast(device.kind, torch.bfloat16):
-                features = forward(pixels, ids)
-            loss = objective(features, positive)
-            loss.backward()
+        with torch.autocast(device.kind, torch.bfloat16):
+            features = forward(pixels, ids)
+        loss = objective(features, positive)
+        loss.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
         optimizer.step()

@@ -30,6 +30,7 @@ class Mlp(nn.Module):
     def __init__(self, width: int, hidden: int, activation: Activation) -> None:
         super().__init__()
         self.quick = activation == "quick_gelu"
+        self.fused = False  # set by `Clip.fuse`
         self.up = nn.Linear(width, hidden)
         self.down = nn.Linear(hidden, width)
 
@@ -38,6 +39,13 @@ class Mlp(nn.Module):
         if is_fused(x) and not self.quick:
             parts = (self.up.weight, self.up.bias, self.down.weight, self.down.bias)
             return _GeluMlp.apply(x, *parts, residual, *norm_parts(norm))
+        if self.fused and not self.quick:
+            from m1clip.model import fused
+
+            if fused.takes(x):
+                y = x if norm is None else norm(x).to(x.dtype)
+                y = fused.GeluMlp.apply(y, self.up.weight, self.up.bias, self.down.weight, self.down.bias)
+                return y if residual is None else residual + y
         x = linear(x, self.up.weight, self.up.bias, norm)
         if torch.is_grad_enabled() and x.device.type == "cpu":
             # The activation is the block's largest tensor and the cheapest to compute again (docs/speed.md).

@@ -34,21 +34,31 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.causal = heads, causal
         self.kind: AttentionKind = "sdpa"
+        self.fused = False  # set by `Clip.fuse`
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, norm: nn.LayerNorm | None = None) -> Tensor:
         """(n, length, width) -> the same shape; of the `norm` of `x`, and added to `residual`, where given."""
+        mixed = self._mixed(x, norm)
+        if residual is None:
+            return linear(mixed, self.out.weight, self.out.bias)
+        return linear_add(mixed, self.out.weight, self.out.bias, residual)
+
+    def _mixed(self, x: Tensor, norm: nn.LayerNorm | None) -> Tensor:
+        """What the heads see, side by side: (n, length, width)."""
         n, length, width = x.shape
+        if self.fused:
+            from m1clip.model import fused
+
+            if fused.takes_attention(x, self.heads):
+                y = x if norm is None else norm(x).to(x.dtype)
+                return fused.ShortAttention.apply(y, self.qkv.weight, self.qkv.bias, self.heads, self.causal)
         qkv = linear(x, self.qkv.weight, self.qkv.bias, norm).view(
             n, length, 3, self.heads, width // self.heads
         )
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (n, heads, length, dim)
-        mixed = attention(q, k, v, self.causal, self.kind)
-        mixed = mixed.transpose(1, 2).reshape(n, length, width)
-        if residual is None:
-            return linear(mixed, self.out.weight, self.out.bias)
-        return linear_add(mixed, self.out.weight, self.out.bias, residual)
+        return attention(q, k, v, self.causal, self.kind).transpose(1, 2).reshape(n, length, width)
 
     def at(self, x: Tensor, place: Place) -> Tensor:
         """What `forward` gives at one place of each sequence, (n, width): its query alone, all keys and values."""
@@ -144,6 +154,11 @@ class Transformer(nn.Module):
         """Use one implementation of attention in every block."""
         for block in self._each():
             block.attn.kind = kind
+
+    def fuse(self) -> None:
+        """Let the blocks take the kernels of `fused.py` where their input is for them: bf16 on CUDA."""
+        for block in self._each():
+            block.attn.fused = block.mlp.fused = True
 
     @torch.no_grad()
     def initialise(self, init: Init) -> None:
