@@ -89,19 +89,6 @@ def distillation(features: Features, teacher: Tensor) -> Tensor:
     return (one_way(logits, teacher) + one_way(logits.T, teacher.T)) / 2
 
 
-def text_contrast(features: Features, pictures: Tensor, captions: Tensor, owners: Tensor) -> Tensor:
-    """InfoNCE among the captions: those of one picture belong together. A caption without another counts nothing."""
-    same_picture = pictures[owners][:, None] == pictures[owners]
-    same_caption = captions[:, None] == captions  # itself, and equal ones: neither right nor wrong
-    logits = (features.scale * features.text @ features.text.T).masked_fill(same_caption, float("-inf"))
-    positive = same_picture & ~same_caption
-    # Its negatives may all be equal captions, or there may be none: then there is nothing to tell apart.
-    counts = positive.sum(dim=1)
-    log_shares = logits.log_softmax(dim=1).masked_fill(~positive, 0.0)
-    rows = torch.where(counts > 0, log_shares.sum(dim=1) / counts.clamp(min=1), 0.0)
-    return -rows.sum() / (counts > 0).sum().clamp(min=1)
-
-
 OBJECTIVES = {"infonce": infonce, "multi": infonce, "sigmoid": sigmoid}
 
 

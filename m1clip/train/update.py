@@ -19,9 +19,10 @@ from m1clip.hardware.device import Device, Precision
 from m1clip.hardware.heap import keep_freed_memory, map_large_blocks
 from m1clip.hardware.phases import Phases
 from m1clip.model.clip import Clip, Features
+from m1clip.train.among import text_contrast
 from m1clip.train.captured import Captured
 from m1clip.train.gradcache import Plan, Side, chunked_backward
-from m1clip.train.objective import OBJECTIVES, positives, text_contrast
+from m1clip.train.objective import OBJECTIVES, positives
 from m1clip.train.optim import Ema, Optimizer
 from m1clip.train.precision import grad_scaler, no_autocast
 from m1clip.train.room import Room

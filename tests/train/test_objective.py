@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from m1clip.model.clip import Features
-from m1clip.train.objective import (
-    OBJECTIVES,
-    infonce,
-    own_pairs,
-    positives,
-    same_pairs,
-    sigmoid,
-    text_contrast,
-)
+from m1clip.train.objective import OBJECTIVES, infonce, own_pairs, positives, same_pairs, sigmoid
 
 
 def features(
@@ -174,34 +166,3 @@ def test_the_gradient_reaches_all_and_is_right(name: str) -> None:
     wanted = (f.image, f.text, f.scale) + ((f.bias,) if name == "sigmoid" else ())
     for gradient in torch.autograd.grad(loss(f.image, f.text, f.scale, f.bias), wanted):
         assert gradient.abs().max() > 0
-
-
-def test_captions_of_a_picture_belong_together() -> None:
-    f = features(6)
-    pictures, owners = torch.tensor([7, 8, 7]), torch.tensor([0, 0, 1, 1, 2, 1])
-    captions = torch.tensor([0, 1, 2, 3, 1, 5])  # the second picture 7 repeats a caption of the first
-    of = pictures[owners].tolist()
-    logits = (f.scale * f.text @ f.text.T).tolist()
-    rows = []
-    for i in range(6):
-        others = [j for j in range(6) if captions[j] != captions[i]]
-        right = [j for j in others if of[j] == of[i]]
-        top = math.log(sum(math.exp(logits[i][j]) for j in others))
-        rows += [sum(top - logits[i][j] for j in right) / len(right)] if right else []
-    found = text_contrast(f, pictures, captions, owners)
-    assert found.item() == pytest.approx(sum(rows) / len(rows))
-    found.backward()
-    assert f.text.grad is not None
-    assert f.text.grad.isfinite().all()
-    assert f.text.grad.abs().sum() > 0
-
-
-def test_one_caption_each_has_nothing_to_bring_together() -> None:
-    f = features(6)
-    loss = text_contrast(f, torch.arange(6), torch.tensor([0, 1, 2, 2, 2, 5]), torch.arange(6))
-    loss.backward()
-    assert loss.item() == 0
-    assert f.text.grad is not None
-    assert not f.text.grad.any()
-    all_equal = text_contrast(f, torch.arange(6), torch.zeros(6, dtype=torch.long), torch.arange(6))
-    assert all_equal.item() == 0
