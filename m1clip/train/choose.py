@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from m1clip.data.cache_place import user_cache
 from m1clip.data.preprocess import Preprocess
 from m1clip.errors import UserError
 from m1clip.files import write_json
-from m1clip.hardware.clock import timing
+from m1clip.hardware.clock import BUSY, timing
 from m1clip.hardware.device import Device, Kind, Precision, available, rules
 from m1clip.hardware.facts import Facts
 from m1clip.hardware.heap import return_freed_memory
+from m1clip.hardware.load import Load
 from m1clip.model.clip import Clip
 from m1clip.model.shape import ClipShape
 from m1clip.train.memory import stand_in
@@ -45,6 +46,21 @@ class Tried:
     step_seconds: float | None
     gradient_difference: float | None
     out: str = ""
+    processor_seconds: float | None = None  # of a step, over all threads
+    others: float | None = None  # share of the processors that other programs took meanwhile
+
+
+def paces(tried: Sequence[Tried]) -> tuple[dict[Tried, float], bool]:
+    """What those who passed are judged by, and whether the machine was busy.
+
+    Seconds; beside other programs, where only the CPU is tried, its processor time: they were measured one after
+    another, and the others may have come in between.
+    """
+    good = [t for t in tried if t.step_seconds is not None]
+    busy = any(t.others is not None and t.others > BUSY for t in good)
+    if busy and all(t.device == "cpu" and t.processor_seconds for t in good):
+        return {t: t.processor_seconds or 0.0 for t in good}, True
+    return {t: t.step_seconds or 0.0 for t in good}, busy
 
 
 @dataclass(frozen=True)
@@ -60,19 +76,17 @@ class Choice:
     @property
     def why(self) -> str:
         """In brackets behind the device's name; empty where nothing was measured."""
-        mine = next((t for t in self.tried if (t.device, t.precision) == (self.device, self.precision)), None)
+        pace, busy = paces(self.tried)
+        mine = next((t for t in pace if (t.device, t.precision) == (self.device, self.precision)), None)
         others = [t for t in self.tried if t is not mine]
-        if mine is None or mine.step_seconds is None or not others:
+        if mine is None or not others:
             return ""
         words = []
         for t in others:
             one = f"{t.device} {t.precision}"
-            words.append(
-                f"{t.step_seconds / mine.step_seconds:.1f}x {one}"
-                if t.step_seconds
-                else f"{one} out: {t.out}"
-            )
-        return f"step of {self.batch} measured{' before' if self.cached else ''}: {', '.join(words)}"
+            words.append(f"{pace[t] / pace[mine]:.1f}x {one}" if t in pace else f"{one} out: {t.out}")
+        when = " before" if self.cached else " beside other programs" if busy else ""
+        return f"step of {self.batch} measured{when}: {', '.join(words)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for the run's log and the cache."""
@@ -122,15 +136,16 @@ def choose(
         tried.append(
             (measure or try_step)(config, shape, eot_id, facts, kind, precision, pairs, truth, work, share)
         )
-    good = [t for t in tried if t.step_seconds is not None]
-    if not good:
+    pace, busy = paces(tried)
+    if not pace:
         raise UserError(
             f"no device passed its test: {'; '.join(f'{t.device} {t.precision}: {t.out}' for t in tried)}"
         )
-    best = min(good, key=lambda t: t.step_seconds or 0.0)
+    best = min(pace, key=lambda t: pace[t])
     choice = Choice(best.device, best.precision, tuple(tried), batch)
-    with contextlib.suppress(OSError):  # a home that cannot be written: it will be measured again
-        write_json(path, choice.to_dict())
+    if not busy:  # else it holds for this run, and the next one measures again
+        with contextlib.suppress(OSError):  # a home that cannot be written: it will be measured again
+            write_json(path, choice.to_dict())
     return choice
 
 
@@ -163,7 +178,9 @@ def try_step(
                 plain, train=dataclasses.replace(plain.train, batch=len(pairs.pixels))
             )
         update = Update(model, plain, device, precision, Preprocess(image_size=shape.image_size), context)
-        return Tried(kind, precision, _timed(update, work, device, seconds), apart)
+        load = Load()
+        taken, used = _timed(update, work, device, seconds)
+        return Tried(kind, precision, taken, apart, processor_seconds=used, others=load.others())
     except torch.OutOfMemoryError:
         return Tried(kind, precision, None, None, "does not fit its memory")
     except RuntimeError as error:
@@ -174,19 +191,22 @@ def try_step(
         return_freed_memory()
 
 
-def _timed(update: Update, pairs: Any, device: Device, seconds: float) -> float:
-    begin, taken = time.monotonic(), []
+def _timed(update: Update, pairs: Any, device: Device, seconds: float) -> tuple[float, float]:
+    """Seconds and processor seconds of a step."""
+    begin, taken, used = time.monotonic(), [], []
     for number in range(1 + MOST_STEPS):
-        start = time.perf_counter()
+        start, before = time.perf_counter(), time.process_time()
         update(pairs, number + 1, 100, 10_000)
         device.synchronize()
         taken.append(time.perf_counter() - start)
+        used.append(time.process_time() - before)
         # The first is cold; it counts only where there is no time for another.
         if len(taken) > LEAST_STEPS and time.monotonic() - begin + taken[-1] > seconds:
             break
         if time.monotonic() - begin > seconds:
             break
-    return timing(taken[1:] or taken).low  # on a busy machine it says more about the device than the median
+    # On a busy machine the low quartile says more about the device than the median.
+    return timing(taken[1:] or taken).low, timing(used[1:] or used).low
 
 
 def _model(config: Config, shape: ClipShape, eot_id: int, device: Device, attention: Any) -> Clip:

@@ -127,6 +127,42 @@ def test_a_device_with_wrong_gradients_is_out(tmp_path: Path) -> None:
         choose(auto(), SHAPE, 1, H200, 24, tmp_path / "other", nobody)
 
 
+CPU_ONLY = dataclasses.replace(H200, cuda=None, cuda_capability=None)
+
+
+def disturbed(table: dict[str, tuple[float, float, float]]) -> Any:
+    """A measurement beside other programs: (seconds, processor seconds, their share) of each candidate."""
+
+    def measure(
+        config: Any, shape: ClipShape, eot_id: int, facts: Facts, kind: Any, precision: Any, *rest: Any
+    ) -> Tried:
+        taken, used, others = table[f"{kind} {precision}"]
+        return Tried(kind, precision, taken, 0.0, processor_seconds=used, others=others)
+
+    return measure
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_beside_other_programs_processor_time_decides_and_nothing_is_remembered(tmp_path: Path) -> None:
+    # The other program came when bf16 had its turn: by the clock it looks slower than it is.
+    table = {"cpu fp32": (2.0, 4.0, 0.02), "cpu bf16": (2.6, 2.0, 0.5)}
+    found = choose(auto(), SHAPE, 0, CPU_ONLY, 16, tmp_path, disturbed(table))
+    assert found.precision == "bf16"
+    assert "measured beside other programs: 2.0x cpu fp32" in found.why
+    assert not (tmp_path / "choices").exists()
+    quiet = {"cpu fp32": (2.0, 4.0, 0.02), "cpu bf16": (1.1, 2.0, 0.0)}
+    assert "1.8x cpu fp32" in choose(auto(), SHAPE, 0, CPU_ONLY, 16, tmp_path, disturbed(quiet)).why
+    assert choose(auto(), SHAPE, 0, CPU_ONLY, 16, tmp_path, measured({})).cached
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_an_accelerator_is_judged_by_the_clock_on_a_busy_machine_too(tmp_path: Path) -> None:
+    table = {"cuda bf16": (0.1, 0.1, 0.5), "cpu fp32": (3.0, 0.05, 0.5), "cpu bf16": (2.0, 0.05, 0.5)}
+    found = choose(auto(), SHAPE, 0, H200, 16, tmp_path, disturbed(table))
+    assert found.device == "cuda"
+    assert "20.0x cpu bf16" in found.why
+
+
 def test_one_possibility_is_not_measured(tmp_path: Path) -> None:
     found = choose(auto(**{"train.device": "cuda"}), SHAPE, 0, H200, 16, tmp_path, measured({}))
     assert found == Choice("cuda", "bf16")
