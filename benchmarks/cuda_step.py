@@ -155,13 +155,14 @@ def lines_of(model: str, kind: str, quick: bool, seconds: float, only: list[str]
             torch.cuda.empty_cache()
 
 
-def run_model(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The lines of a model from a process of its own, which is ended when it does not keep its time."""
+def run_model(
+    model: str, options: argparse.Namespace, lines: list[dict[str, Any]], keep: Callable[[], None]
+) -> None:
+    """Add the lines of a model from a process of its own, which is ended when it does not keep its time."""
     command = [sys.executable, __file__, "--worker", model, "--device", options.device]
     command += ["--seconds", str(options.seconds), *(["--quick"] if options.quick else [])]
     command += ["--packages", options.packages] if options.packages else []
     command += ["--variants", *options.variants] if options.variants else []
-    lines: list[dict[str, Any]] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + options.seconds + 60
         assert process.stdout is not None
@@ -169,12 +170,12 @@ def run_model(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             if text.startswith("{"):
                 lines.append(json.loads(text))
                 show(model, lines[-1])
+                keep()
             if time.monotonic() > deadline:
                 process.kill()
     if process.returncode:
         lines.append({"skipped": f"the process ended with {process.returncode}"})
         show(model, lines[-1])
-    return lines
 
 
 def show(model: str, line: dict[str, Any]) -> None:
@@ -235,12 +236,20 @@ def main() -> None:
         return
     facts = read_facts()
     result: dict[str, Any] = {"command": sys.argv, "facts": dataclasses.asdict(facts), "models": {}}
-    for model in options.models:
-        lines = run_model(model, options)
-        result["models"][model] = {"lines": lines, "ratios": ratios(lines)}
-        print(*(f"  {line}" for line in ratios(lines)), sep="\n")
+
+    def keep() -> None:
+        """Write what there is: the time on a borrowed card may end at any line."""
+        for found in result["models"].values():
+            found["ratios"] = ratios(found["lines"])
         if options.json:
             options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+    for model in options.models:
+        lines: list[dict[str, Any]] = []
+        result["models"][model] = {"lines": lines, "ratios": []}
+        run_model(model, options, lines, keep)
+        keep()
+        print(*(f"  {line}" for line in ratios(lines)), sep="\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 # CPU against CUDA for six sizes, two precisions and batches 1 to 1024; all ways of one job on the card. Two calls:
 # each writes its own folder. Usage: benchmarks/h200_compare.sh sweep|focus FOLDER [PYTHON] [MINUTES]
 # comparison.json is written after every candidate, so a run that is cut off leaves what it has.
-# docs/results/h200 is from `sweep` with 3.9 minutes: what had no time in them is listed in the report with its reason.
+# docs/results/h200 is from `sweep` with 5.2 minutes, its folder focus from `focus` with 2.1: what had no time in them is
+# listed in the report with its reason.
 set -euo pipefail
 what=${1:?sweep or focus}
 out=${2:?folder for the results}

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from sides import NO_PEERS, Side, machine, spread, write
 
 from m1clip.config import Config, DataConfig, ModelConfig, TrainConfig
@@ -88,24 +89,39 @@ def answers_of(config: Config) -> dict[str, Callable[[], Any]]:
     }  # fmt: skip
 
 
+def in_reverse(batch: Any) -> Any:
+    """The same pictures in the opposite order: the same gradient, but for the order in which it is added up."""
+    last = len(batch.pixels) - 1
+    turned = {name: getattr(batch, name).flip(0) for name in ("pixels", "pictures", "patches")
+              if getattr(batch, name) is not None}  # fmt: skip
+    return dataclasses.replace(batch, views=batch.views.rows(np.arange(last, -1, -1)), owners=last - batch.owners,
+                               **turned)  # fmt: skip
+
+
 def gradient_table(model: str, batch: int, chunk: int) -> list[dict[str, Any]]:
-    """For each objective: the relative difference of each parameter's gradient, chunks against one pass."""
+    """For each objective: the relative difference of each parameter's gradient, chunks against one pass.
+
+    Beside the worst stands the difference that the same pass has with its pictures in reverse: what fp32 itself leaves.
+    """
     rows = []
     for objective in ("infonce", "multi", "sigmoid"):
         found = []
-        for size in (0, chunk):
+        for size, turned in ((0, False), (chunk, False), (0, True)):
             config = job_config(model, batch, size, objective, "fp32")
             job, update = make(config)
-            update.backward(job.training[0], 0)
+            pairs = job.training[0]
+            update.backward(in_reverse(pairs) if turned else pairs, 0)
             found.append({name: p.grad for name, p in update.model.named_parameters()})
-        whole, parts = found
-        difference = {
-            name: float((parts[name] - g).norm() / g.norm()) for name, g in whole.items() if g.norm() > 0
-        }
+        whole, parts, other = found
+
+        def apart(name: str, those: dict[str, Any], whole: dict[str, Any] = whole) -> float:
+            return float((those[name] - whole[name]).norm() / whole[name].norm())
+
+        difference = {name: apart(name, parts) for name, g in whole.items() if g.norm() > 0}
         worst = max(difference, key=lambda name: difference[name])
         rows.append({"objective": objective, "parameters": len(difference), "worst": worst,
-                     "worst_difference": difference[worst], "temperature": difference["logit_scale"],
-                     "bias": difference.get("logit_bias")})  # fmt: skip
+                     "worst_difference": difference[worst], "worst_in_reverse": apart(worst, other),
+                     "temperature": difference["logit_scale"], "bias": difference.get("logit_bias")})  # fmt: skip
     return rows
 
 
@@ -191,7 +207,8 @@ def show(result: dict[str, Any]) -> None:
     for row in result["gradients"]:
         bias = "" if row["bias"] is None else f", bias {row['bias']:.1e}"
         print(f"  {row['objective']:8} worst of {row['parameters']} parameters {row['worst_difference']:.1e} "
-              f"({row['worst']}), temperature {row['temperature']:.1e}{bias}")  # fmt: skip
+              f"({row['worst']}; one pass, pictures in reverse: {row['worst_in_reverse']:.1e}), "
+              f"temperature {row['temperature']:.1e}{bias}")  # fmt: skip
     if peer is None:
         print(f"open_clip: {NO_PEERS}")
         return

@@ -265,7 +265,7 @@ def neighbours(machine: Any) -> dict[str, Any]:
     """Results in the form that large_batch.py, memory.py and cuda_step.py write."""
     ratio = {"median": 1.3, "low": 1.2, "high": 1.35, "n": 5}
     gradients = [
-        {"objective": name, "worst": "logit_scale", "worst_difference": value}
+        {"objective": name, "worst": "logit_scale", "worst_difference": value, "worst_in_reverse": 3e-6}
         for name, value in (("infonce", 1e-6), ("multi", 2e-6))
     ]
     line = {"side": "m1clip", "variant": "graph", "batch": 512, "tokens": 77, "share": 0.6, "pairs_per_second": 4e3,
