@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from cuda_sides import Setting, open_clip_step, our_step
 
+from m1clip.files import write_json
 from m1clip.hardware.clock import timing
 from m1clip.hardware.device import Device
 from m1clip.hardware.facts import read_facts
@@ -242,7 +243,7 @@ def main() -> None:
         for found in result["models"].values():
             found["ratios"] = ratios(found["lines"])
         if options.json:
-            options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            write_json(options.json, result)
 
     for model in options.models:
         lines: list[dict[str, Any]] = []

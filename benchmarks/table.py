@@ -128,7 +128,7 @@ def large_batch_rows(result: dict[str, Any]) -> Iterator[Row]:
     yield Row(f"{what}: chunked / plain step", f"**{spread(result['ratio'])}** times; peak {peak['chunked']:.2f} GB "
               f"against {peak['plain']:.2f} GB", n, "1.4", command)  # fmt: skip
     worst = max(result["gradients"], key=lambda row: row["worst_difference"])
-    yield Row("chunks against one pass, fp32: largest relative difference of a parameter's gradient",
+    yield Row("tiny, chunks against one pass, fp32: largest relative difference of a parameter's gradient",
               f"{worst['worst_difference']:.1e} ({worst['objective']}, {worst['worst']}); one pass, its pictures in "
               f"reverse: {worst['worst_in_reverse']:.1e}",
               f"{len(result['gradients'])} objectives", "1e-05", command)  # fmt: skip

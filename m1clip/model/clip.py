@@ -84,12 +84,12 @@ class Clip(nn.Module):
         self.image.transformer.set_attention(image)
         self.text.transformer.set_attention(text)
 
-    def fuse(self) -> None:
-        """Let both towers take our own CUDA kernels for bf16; wants triton, as torch.compile does there."""
-        from m1clip.model import fused  # noqa: F401  loaded now: the compiler should not meet the import
-
-        self.image.transformer.fuse()
-        self.text.transformer.fuse()
+    def fuse(self, on: bool = True) -> None:
+        """Let both towers take our own CUDA kernels for bf16, or not; wants triton, as torch.compile does there."""
+        if on:
+            from m1clip.model import fused  # noqa: F401  loaded now: the compiler should not meet the import
+        self.image.transformer.fuse(on)
+        self.text.transformer.fuse(on)
 
     def set_recompute(self, on: bool) -> None:
         """Gradient checkpointing in both towers."""

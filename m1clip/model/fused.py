@@ -25,9 +25,19 @@ def takes_attention(x: Tensor, heads: int) -> bool:
     return takes(x) and x.shape[1] <= kernels.LONGEST and x.shape[2] // heads in kernels.DIMS
 
 
-class GeluMlp(torch.autograd.Function):
-    """up, GELU, down."""
+def gelu_mlp(x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor) -> Tensor:
+    """Two linear layers of an input in bf16, with a GELU between them; the weights may be fp32."""
+    out: Tensor = _GeluMlp.apply(x, up, up_bias, down, down_bias)
+    return out
 
+
+def short_attention(x: Tensor, weight: Tensor, bias: Tensor, heads: int, causal: bool) -> Tensor:
+    """(n, length, width) in bf16 -> what the heads see, side by side, before the output projection."""
+    out: Tensor = _ShortAttention.apply(x, weight, bias, heads, causal)
+    return out
+
+
+class _GeluMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor) -> Tensor:
         flat, wide, narrow = x.flatten(0, -2), up.to(HALF), down.to(HALF)
@@ -47,17 +57,15 @@ class GeluMlp(torch.autograd.Function):
         return dx, dup, dup_bias.to(ctx.kept), ddown, g.sum(0, dtype=torch.float32).to(ctx.kept)
 
 
-class ShortAttention(torch.autograd.Function):
-    """Queries, keys and values of a short sequence and their attention, before the output projection."""
-
+class _ShortAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, heads: int, causal: bool) -> Tensor:
         flat, narrow = x.flatten(0, -2), weight.to(HALF)
         qkv = torch.addmm(bias.to(HALF), flat, narrow.t())
         ctx.save_for_backward(flat, narrow, qkv)
-        ctx.how = (len(x), heads, causal)
+        ctx.how = (x.shape[0], heads, causal)
         ctx.kept = weight.dtype
-        return kernels.attention(qkv, len(x), heads, causal).view(x.shape)
+        return kernels.attention(qkv, x.shape[0], heads, causal).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

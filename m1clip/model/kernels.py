@@ -17,8 +17,8 @@ from torch.library import custom_op
 ROWS = 512  # of a program that sums over rows
 TILE_ROWS, TILE_COLUMNS = 8, 256
 FLAT = 2048  # elements of a program that sums nothing
-LONGEST = 128  # positions that one tile of attention holds
-DIMS = (16, 32, 64, 128)  # of a head: powers of two, from what a tensor core wants
+LONGEST = 96  # positions: more would not fit into the fast memory of smaller cards
+DIMS = (16, 32, 64)  # of a head: powers of two, from what a tensor core wants
 
 
 def tiles_of(length: int) -> tuple[int, int]:
@@ -238,8 +238,8 @@ def _(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 @custom_op("m1clip::attention", mutates_args=())
 def attention(qkv: Tensor, sequences: int, heads: int, causal: bool) -> Tensor:
     """(sequences * length, 3 * width) -> (sequences * length, width), for lengths up to `LONGEST`."""
-    length, width = len(qkv) // sequences, qkv.shape[1] // 3
-    out = torch.empty(len(qkv), width, device=qkv.device, dtype=qkv.dtype)
+    length, width = qkv.shape[0] // sequences, qkv.shape[1] // 3
+    out = torch.empty(qkv.shape[0], width, device=qkv.device, dtype=qkv.dtype)
     dim, (tile, rest) = width // heads, tiles_of(length)
     _attention_kernel[(heads * sequences,)](
         qkv, out, length, dim**-0.5, HEADS=heads, D=dim, T=tile, REST=rest, CAUSAL=causal, num_warps=4
@@ -249,7 +249,7 @@ def attention(qkv: Tensor, sequences: int, heads: int, causal: bool) -> Tensor:
 
 @attention.register_fake
 def _(qkv: Tensor, sequences: int, heads: int, causal: bool) -> Tensor:
-    return qkv.new_empty(len(qkv), qkv.shape[1] // 3)
+    return qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)  # len() would make the compiler fix the batch
 
 
 @custom_op("m1clip::attention_backward", mutates_args=())
@@ -257,7 +257,7 @@ def attention_backward(
     grad: Tensor, qkv: Tensor, sequences: int, heads: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradient of `qkv`, and its sum over rows."""
-    length, width = len(qkv) // sequences, qkv.shape[1] // 3
+    length, width = qkv.shape[0] // sequences, qkv.shape[1] // 3
     dqkv, dim, (tile, rest) = torch.empty_like(qkv), width // heads, tiles_of(length)
     sums = torch.empty(sequences, 3 * width, device=qkv.device, dtype=torch.float32)
     _attention_backward_kernel[(heads * sequences,)](

@@ -44,7 +44,7 @@ class Mlp(nn.Module):
 
             if fused.takes(x):
                 y = x if norm is None else norm(x).to(x.dtype)
-                y = fused.GeluMlp.apply(y, self.up.weight, self.up.bias, self.down.weight, self.down.bias)
+                y = fused.gelu_mlp(y, self.up.weight, self.up.bias, self.down.weight, self.down.bias)
                 return y if residual is None else residual + y
         x = linear(x, self.up.weight, self.up.bias, norm)
         if torch.is_grad_enabled() and x.device.type == "cpu":

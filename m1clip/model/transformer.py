@@ -48,12 +48,12 @@ class Attention(nn.Module):
     def _mixed(self, x: Tensor, norm: nn.LayerNorm | None) -> Tensor:
         """What the heads see, side by side: (n, length, width)."""
         n, length, width = x.shape
-        if self.fused:
+        if self.fused and self.kind == "sdpa":  # who asks for bmm gets it
             from m1clip.model import fused
 
             if fused.takes_attention(x, self.heads):
                 y = x if norm is None else norm(x).to(x.dtype)
-                return fused.ShortAttention.apply(y, self.qkv.weight, self.qkv.bias, self.heads, self.causal)
+                return fused.short_attention(y, self.qkv.weight, self.qkv.bias, self.heads, self.causal)
         qkv = linear(x, self.qkv.weight, self.qkv.bias, norm).view(
             n, length, 3, self.heads, width // self.heads
         )
@@ -155,10 +155,10 @@ class Transformer(nn.Module):
         for block in self._each():
             block.attn.kind = kind
 
-    def fuse(self) -> None:
+    def fuse(self, on: bool) -> None:
         """Let the blocks take the kernels of `fused.py` where their input is for them: bf16 on CUDA."""
         for block in self._each():
-            block.attn.fused = block.mlp.fused = True
+            block.attn.fused = block.mlp.fused = on
 
     @torch.no_grad()
     def initialise(self, init: Init) -> None:

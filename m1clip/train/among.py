@@ -10,12 +10,14 @@ from torch.autograd.function import once_differentiable
 
 from m1clip.model.clip import Features
 
-AT_ONCE = 1 << 20  # logits of a block on the CPU, 4 MB
+AT_ONCE = 1 << 20  # logits of a block, 4 MB
 
 
-def text_contrast(features: Features, pictures: Tensor, captions: Tensor, owners: Tensor) -> Tensor:
+def text_contrast(
+    features: Features, pictures: Tensor, captions: Tensor, owners: Tensor, in_blocks: bool
+) -> Tensor:
     """The mean over captions that have another of their picture; one without counts nothing."""
-    if features.text.device.type == "cpu":
+    if in_blocks:
         loss: Tensor = _InBlocks.apply(features.text, features.scale, pictures[owners], captions)
         return loss
     return at_once(features, pictures, captions, owners)

@@ -25,6 +25,7 @@ from m1clip.hardware.device import Device, Kind, Precision, available, rules
 from m1clip.hardware.facts import Facts
 from m1clip.hardware.heap import return_freed_memory
 from m1clip.hardware.load import Load
+from m1clip.model.attention import AttentionKind
 from m1clip.model.clip import Clip
 from m1clip.model.shape import ClipShape
 from m1clip.train.memory import stand_in
@@ -34,7 +35,8 @@ from m1clip.train.update import Update
 
 MOST_SECONDS = 30.0
 LEAST_STEPS, MOST_STEPS = 2, 5
-PROBE_BATCH = 128  # a larger one tells nothing new, and takes longer
+CLEAR = 1.5  # times faster: other programs do not make up that much
+PROBE_BATCH = 64  # a larger one tells nothing new, and takes longer
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ def choose(
     options = candidates(config.train.device, config.train.precision, facts)
     if len(options) == 1:
         return Choice(*options[0])
-    batch = min(config.train.batch or PROBE_BATCH, PROBE_BATCH)
+    # Half of the run's: fp32 keeps twice as much as bf16, and measuring should not take more memory than the run.
+    batch = min(-(-config.train.batch // 2) or PROBE_BATCH, PROBE_BATCH)
     path = (
         (folder or user_cache())
         / "choices"
@@ -123,19 +126,10 @@ def choose(
     kept = _read(path, options)
     if kept is not None:
         return kept
-    begin, tried = time.monotonic(), []
-    several = config.data.captions_per_step or 1
-    torch.manual_seed(config.seed)
-    pairs = stand_in(shape, PAIRS, text_tokens, eot_id, several)
-    truth = _reference(config, shape, eot_id, facts, pairs)
-    batch = affordable(batch, (time.monotonic() - begin) / PAIRS, len(options))
-    work = stand_in(shape, batch, text_tokens, eot_id, several)
-    for index, (kind, precision) in enumerate(options):
-        left = MOST_SECONDS - (time.monotonic() - begin)
-        share = left / (len(options) - index)
-        tried.append(
-            (measure or try_step)(config, shape, eot_id, facts, kind, precision, pairs, truth, work, share)
-        )
+    if measure is not None:
+        tried = [measure(config, shape, eot_id, facts, kind, precision) for kind, precision in options]
+    else:
+        tried, batch = _measured(config, shape, eot_id, facts, options, text_tokens, batch)
     pace, busy = paces(tried)
     if not pace:
         raise UserError(
@@ -143,7 +137,8 @@ def choose(
         )
     best = min(pace, key=lambda t: pace[t])
     choice = Choice(best.device, best.precision, tuple(tried), batch)
-    if not busy:  # else it holds for this run, and the next one measures again
+    clear = all(seconds >= CLEAR * pace[best] for t, seconds in pace.items() if t is not best)
+    if clear or not busy:  # else it holds for this run, and the next one measures again
         with contextlib.suppress(OSError):  # a home that cannot be written: it will be measured again
             write_json(path, choice.to_dict())
     return choice
@@ -155,39 +150,86 @@ def affordable(batch: int, pair_seconds: float, options: int) -> int:
     return max(min(batch, PAIRS), min(batch, most))
 
 
-def try_step(
+def _measured(
+    config: Config, shape: ClipShape, eot_id: int, facts: Facts, options: list[tuple[Kind, Precision]],
+    text_tokens: int, batch: int,
+) -> tuple[list[Tried], int]:  # fmt: skip
+    """Gradients of all candidates first, then their steps: so the peak of memory is that of a step."""
+    begin = time.monotonic()
+    several = config.data.captions_per_step or 1
+    torch.manual_seed(config.seed)
+    pairs = stand_in(shape, PAIRS, text_tokens, eot_id, several)
+    truth = _reference(config, shape, eot_id, facts, pairs)
+    batch = affordable(batch, (time.monotonic() - begin) / PAIRS, len(options))
+    checked = [
+        check_gradient(config, shape, eot_id, facts, kind, precision, pairs, truth)
+        for kind, precision in options
+    ]
+    del truth
+    return_freed_memory()
+    work = stand_in(shape, batch, text_tokens, eot_id, several)
+    tried = []
+    for index, candidate in enumerate(checked):
+        share = (MOST_SECONDS - (time.monotonic() - begin)) / (len(checked) - index)
+        tried.append(
+            candidate if candidate.out else time_step(config, shape, eot_id, facts, candidate, work, share)
+        )
+    return tried, batch
+
+
+def check_gradient(
     config: Config, shape: ClipShape, eot_id: int, facts: Facts, kind: Kind, precision: Precision, pairs: Any,
-    truth: torch.Tensor, work: Any, seconds: float,
+    truth: torch.Tensor,
 ) -> Tried:  # fmt: skip
-    """The real step of one candidate: gradients first, then as many timed steps as fit."""
+    """A candidate, with how far its gradient is from the true one; out where that is too far."""
     device = Device(kind, facts)
-    context = autocast(device, precision)
-    try:
-        model = _model(
-            config, shape, eot_id, device, "sdpa" if kind != "cpu" or precision == "fp32" else "bmm"
+
+    def apart() -> float:
+        model = _model(config, shape, eot_id, device, precision)
+        here = gradient(
+            model, few(pairs), Preprocess(image_size=shape.image_size), autocast(device, precision)
         )
-        apart = relative_difference(
-            gradient(model, few(pairs), Preprocess(image_size=shape.image_size), context), truth
-        )
-        if apart > TOLERANCE[precision]:
-            return Tried(kind, precision, None, apart, f"gradients {apart:.0%} off the CPU's")
-        model.zero_grad(set_to_none=True)
-        plain = dataclasses.replace(config, model=dataclasses.replace(config.model, compile=False))
-        if not plain.train.batch:
-            plain = dataclasses.replace(
-                plain, train=dataclasses.replace(plain.train, batch=len(pairs.pixels))
-            )
-        update = Update(model, plain, device, precision, Preprocess(image_size=shape.image_size), context)
+        del model
+        return relative_difference(here, truth)
+
+    found = _within_reason(kind, precision, lambda: Tried(kind, precision, None, apart()))
+    if found.gradient_difference is not None and found.gradient_difference > TOLERANCE[precision]:
+        return dataclasses.replace(found, out=f"gradients {found.gradient_difference:.0%} off the CPU's")
+    return found
+
+
+def time_step(
+    config: Config, shape: ClipShape, eot_id: int, facts: Facts, candidate: Tried, work: Any, seconds: float
+) -> Tried:
+    """The real step of a candidate, as many times as fit."""
+    kind, precision = candidate.device, candidate.precision
+    device = Device(kind, facts)
+    plain = dataclasses.replace(config, model=dataclasses.replace(config.model, compile=False))
+    if not plain.train.batch:
+        plain = dataclasses.replace(plain, train=dataclasses.replace(plain.train, batch=len(work.pixels)))
+
+    def timed() -> Tried:
+        model = _model(config, shape, eot_id, device, precision)
+        preprocess = Preprocess(image_size=shape.image_size)
+        update = Update(model, plain, device, precision, preprocess, autocast(device, precision))
         load = Load()
         taken, used = _timed(update, work, device, seconds)
-        return Tried(kind, precision, taken, apart, processor_seconds=used, others=load.others())
+        return dataclasses.replace(
+            candidate, step_seconds=taken, processor_seconds=used, others=load.others()
+        )
+
+    return _within_reason(kind, precision, timed)
+
+
+def _within_reason(kind: Kind, precision: Precision, work: Callable[[], Tried]) -> Tried:
+    """What comes of it, or why a device cannot do it; its memory is given back."""
+    try:
+        return work()
     except torch.OutOfMemoryError:
         return Tried(kind, precision, None, None, "does not fit its memory")
     except RuntimeError as error:
         return Tried(kind, precision, None, None, str(error).strip().splitlines()[0][:120])
     finally:
-        update = model = None  # type: ignore[assignment]
-        device.reset_peak()
         return_freed_memory()
 
 
@@ -209,8 +251,9 @@ def _timed(update: Update, pairs: Any, device: Device, seconds: float) -> tuple[
     return timing(taken[1:] or taken).low, timing(used[1:] or used).low
 
 
-def _model(config: Config, shape: ClipShape, eot_id: int, device: Device, attention: Any) -> Clip:
+def _model(config: Config, shape: ClipShape, eot_id: int, device: Device, precision: Precision) -> Clip:
     torch.manual_seed(config.seed)
+    attention: AttentionKind = "sdpa" if device.kind != "cpu" or precision == "fp32" else "bmm"
     # CLIP's start values, not zeros: behind silent branches the gradient is nothing but rounding (parity.stirred).
     model = Clip(dataclasses.replace(shape, dropout=0.0, init="clip"), eot_id).to(device.torch)
     model.set_attention(attention, attention)
@@ -220,7 +263,7 @@ def _model(config: Config, shape: ClipShape, eot_id: int, device: Device, attent
 
 def _reference(config: Config, shape: ClipShape, eot_id: int, facts: Facts, pairs: Any) -> torch.Tensor:
     """The gradient that the others must have: the CPU's in fp32."""
-    host = _model(config, shape, eot_id, Device("cpu", facts), "sdpa")
+    host = _model(config, shape, eot_id, Device("cpu", facts), "fp32")
     return gradient(host, few(pairs), Preprocess(image_size=shape.image_size), contextlib.nullcontext)
 
 
@@ -234,6 +277,7 @@ def _key(
 ) -> str:
     """This machine, this model, these versions: anything else measures anew."""
     values = {
+        "format": 2,  # choices of the first may have been made beside other programs
         "facts": facts.to_dict(), "shape": shape.to_dict(), "batch": batch, "tokens": text_tokens,
         "options": options, "optim": config.optim.name, "recompute": config.model.recompute,
         "chunk": config.train.chunk, "several": config.data.captions_per_step,

@@ -64,7 +64,11 @@ def foretell(
     """The components of the real step, made with fake tensors: all shapes, no memory, no arithmetic."""
     several = config.data.captions_per_step or 1
     model = dataclasses.replace(config.model, compile=False)  # the compiler would not take fake tensors
-    train = dataclasses.replace(config.train, batch=max(batch, 2), chunk=min(config.train.chunk, batch))
+    contrast = config.train.text_contrast
+    train = dataclasses.replace(
+        config.train, batch=max(batch, 2), chunk=min(config.train.chunk, batch),
+        text_contrast=float(several > 1) if contrast is None else contrast,  # any weight takes the same memory
+    )  # fmt: skip
     plain = dataclasses.replace(config, model=model, train=train)
     host = Device(
         "cpu", facts
@@ -81,6 +85,7 @@ def foretell(
         )
 
         update.skip = "never"  # a fake tensor has no value to look at
+        update.in_blocks = kind == "cpu"
 
         def step(pairs: Batch) -> None:
             update(pairs, 1, 10, 100)

@@ -65,8 +65,8 @@ class Update:
         self.phases = Phases(device.kind)
         self.room: Room | None = None  # where there is one, it makes chunks smaller when memory runs out
         self.rate_factor = 1.0
-        if config.model.compile and device.kind == "cuda" and precision == "bf16" and type(model) is Clip:
-            model.fuse()  # what the compiler needs is what our kernels need
+        if type(model) is Clip:  # what the compiler needs there is what our kernels need
+            model.fuse(config.model.compile and device.kind == "cuda" and precision == "bf16")
         compiled: Callable[[Any], Any] = torch.compile if config.model.compile else lambda function: function
         self.encoders: tuple[Callable[..., Tensor], ...] = (
             compiled(model.encode_image),
@@ -77,6 +77,7 @@ class Update:
         scale = self.scaler.scale if self.scaler is not None else lambda loss: loss
         self.plan = Plan(autocast, no_autocast(device, precision), scale, graphs, self._mark)
         self.parameters = list(model.parameters())
+        self.in_blocks = device.kind == "cpu"  # the loss among captions; else its logits are made all at once
         model.train()
 
     def __call__(self, batch: Batch, step: int, warmup: int, total_steps: int) -> tuple[Tensor, Tensor]:
@@ -181,7 +182,7 @@ class Update:
         with self.autocast() if batch.pixels.is_floating_point() else nullcontext():
             loss = self.objective(features, positive, self.config.train.label_smoothing)
         if self.config.train.text_contrast:
-            near = text_contrast(features, batch.pictures, batch.captions, batch.owners)
+            near = text_contrast(features, batch.pictures, batch.captions, batch.owners, self.in_blocks)
             loss = loss + self.config.train.text_contrast * near
         return loss if self.teacher is None else self.teacher.taught(loss, features, batch)
 

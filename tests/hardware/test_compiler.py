@@ -10,10 +10,12 @@ from m1clip.hardware.compiler import check_compile, compile_obstacle
 
 
 def test_the_obstacles() -> None:
-    assert compile_obstacle("cpu", "/opt/venv/torch", "g++") == ""
-    assert "C++ compiler" in compile_obstacle("cpu", "/opt/venv/torch", None)
-    assert "has a space" in compile_obstacle("cpu", "/home/me/my code/torch", "g++")
-    assert compile_obstacle("cuda", "/home/me/my code/torch", None) == ""
+    assert compile_obstacle("cpu", "/opt/venv/torch", "g++", triton=False) == ""
+    assert "C++ compiler" in compile_obstacle("cpu", "/opt/venv/torch", None, triton=False)
+    assert "has a space" in compile_obstacle("cpu", "/home/me/my code/torch", "g++", triton=False)
+    assert compile_obstacle("cuda", "/home/me/my code/torch", None, triton=True) == ""
+    assert "triton" in compile_obstacle("cuda", "/opt/venv/torch", "g++", triton=False)
+    assert compile_obstacle("mps", "/opt/venv/torch", None, triton=False) == ""
 
 
 def test_a_missing_compiler_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,4 +23,4 @@ def test_a_missing_compiler_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
     with pytest.raises(UserError, match="cannot work here: it needs a C"):
         check_compile("cpu")
-    check_compile("cuda")
+    check_compile("mps")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -11,7 +12,10 @@ from hypothesis import strategies as st
 from test_objective import features
 
 from m1clip.train import among
-from m1clip.train.among import at_once, text_contrast
+from m1clip.train.among import at_once
+from m1clip.train.among import text_contrast as either
+
+text_contrast = functools.partial(either, in_blocks=True)
 
 
 def test_captions_of_a_picture_belong_together() -> None:

@@ -11,6 +11,7 @@ from small_run import screen, small_config
 
 from m1clip.errors import UserError
 from m1clip.model.clip import Clip
+from m1clip.train import parity
 from m1clip.train.memory import stand_in
 from m1clip.train.parity import TOLERANCE, few, gradient, judge, relative_difference, stirred
 from m1clip.train.run import decode_plan
@@ -39,6 +40,21 @@ def test_rounding_to_bf16_passes_and_a_lost_part_does_not() -> None:
     broken = gradient.clone()
     broken[:1000] = 0  # a tenth of the parameters got no gradient
     assert relative_difference(broken, gradient) > TOLERANCE["bf16"]
+
+
+def test_of_a_large_model_some_numbers_of_every_parameter_are_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = prepare(small_config(), lambda line: None, decode_plan(screen()))
+    batch, model = few(job.training[0]), job.build_model()
+    whole = gradient(model, batch, job.preprocess, nullcontext)
+    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    monkeypatch.setattr(parity, "MOST", len(whole) // 7)
+    model.zero_grad()
+    some = gradient(model, batch, job.preprocess, nullcontext)
+    every = -(-len(whole) // parity.MOST)
+    assert torch.equal(some, torch.cat([g[::every] for g in grads]))
+    assert len(grads) <= len(some) < len(whole) / 6
 
 
 def test_a_start_whose_gradient_is_rounding_is_not_held_against_a_device() -> None:
