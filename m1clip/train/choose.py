@@ -23,7 +23,7 @@ from m1clip.files import write_json
 from m1clip.hardware.clock import BUSY, timing
 from m1clip.hardware.device import Device, Kind, Precision, available, rules
 from m1clip.hardware.facts import Facts
-from m1clip.hardware.heap import return_freed_memory
+from m1clip.hardware.heap import map_large_blocks, return_freed_memory
 from m1clip.hardware.load import Load
 from m1clip.model.attention import AttentionKind
 from m1clip.model.clip import Clip
@@ -156,6 +156,7 @@ def _measured(
 ) -> tuple[list[Tried], int]:  # fmt: skip
     """Gradients of all candidates first, then their steps: so the peak of memory is that of a step."""
     begin = time.monotonic()
+    map_large_blocks()
     several = config.data.captions_per_step or 1
     torch.manual_seed(config.seed)
     pairs = stand_in(shape, PAIRS, text_tokens, eot_id, several)
@@ -212,6 +213,7 @@ def time_step(
         model = _model(config, shape, eot_id, device, precision)
         preprocess = Preprocess(image_size=shape.image_size)
         update = Update(model, plain, device, precision, preprocess, autocast(device, precision))
+        update.settles = False  # blocks stay mapped one by one: kept ones would lie scattered when the run begins
         load = Load()
         taken, used = _timed(update, work, device, seconds)
         return dataclasses.replace(

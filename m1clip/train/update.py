@@ -60,7 +60,7 @@ class Update:
         if device.kind == "cpu":
             map_large_blocks()
         # Blocks mapped one by one take least memory and some time: what who computes again has chosen already.
-        self._settles = device.kind == "cpu" and not config.model.recompute
+        self.settles = device.kind == "cpu" and not config.model.recompute
         self.ema = Ema(model, config.optim.ema, graph) if config.optim.ema else None
         self.phases = Phases(device.kind)
         self.room: Room | None = None  # where there is one, it makes chunks smaller when memory runs out
@@ -96,8 +96,8 @@ class Update:
         loss = self._backward_within_room(batch, step)
         self.phases.mark("optimizer")
         grad_norm = self.move(loss)
-        if self._settles:
-            self._settles = False
+        if self.settles:
+            self.settles = False
             keep_freed_memory()  # from now on all sizes are known
         self.phases.stop()
         return loss, grad_norm
