@@ -213,7 +213,9 @@ def time_step(
         model = _model(config, shape, eot_id, device, precision)
         preprocess = Preprocess(image_size=shape.image_size)
         update = Update(model, plain, device, precision, preprocess, autocast(device, precision))
-        update.settles = False  # blocks stay mapped one by one: kept ones would lie scattered when the run begins
+        update.settles = (
+            False  # blocks stay mapped one by one: kept ones would lie scattered when the run begins
+        )
         load = Load()
         taken, used = _timed(update, work, device, seconds)
         return dataclasses.replace(
