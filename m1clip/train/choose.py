@@ -193,7 +193,7 @@ def check_gradient(
         del model
         return relative_difference(here, truth)
 
-    found = _within_reason(kind, precision, lambda: Tried(kind, precision, None, apart()))
+    found = _within_reason(device, precision, lambda: Tried(kind, precision, None, apart()))
     if found.gradient_difference is not None and found.gradient_difference > TOLERANCE[precision]:
         return dataclasses.replace(found, out=f"gradients {found.gradient_difference:.0%} off the CPU's")
     return found
@@ -222,19 +222,20 @@ def time_step(
             candidate, step_seconds=taken, processor_seconds=used, others=load.others()
         )
 
-    return _within_reason(kind, precision, timed)
+    return _within_reason(device, precision, timed)
 
 
-def _within_reason(kind: Kind, precision: Precision, work: Callable[[], Tried]) -> Tried:
-    """What comes of it, or why a device cannot do it; its memory is given back."""
+def _within_reason(device: Device, precision: Precision, work: Callable[[], Tried]) -> Tried:
+    """What comes of it, or why a device cannot do it; its memory is given back, and its peak forgotten."""
     try:
         return work()
     except torch.OutOfMemoryError:
-        return Tried(kind, precision, None, None, "does not fit its memory")
+        return Tried(device.kind, precision, None, None, "does not fit its memory")
     except RuntimeError as error:
-        return Tried(kind, precision, None, None, str(error).strip().splitlines()[0][:120])
+        return Tried(device.kind, precision, None, None, str(error).strip().splitlines()[0][:120])
     finally:
         return_freed_memory()
+        device.reset_peak()  # the run reports its own
 
 
 def _timed(update: Update, pairs: Any, device: Device, seconds: float) -> tuple[float, float]:

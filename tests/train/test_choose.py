@@ -313,3 +313,10 @@ def test_the_words_of_the_config() -> None:
         TrainConfig(batch=1)
     with pytest.raises(UserError, match="--memory lots"):
         TrainConfig(memory="lots")
+
+
+def test_the_peak_of_measuring_is_not_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    forgotten: list[str] = []
+    monkeypatch.setattr(Device, "reset_peak", lambda self: forgotten.append(self.kind) or True)
+    choose(auto(), SHAPE, 0, dataclasses.replace(read_facts(), cuda=None, mps=False), 16, tmp_path)
+    assert forgotten == ["cpu"] * 4  # two candidates, their gradients and their steps
