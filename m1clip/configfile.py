@@ -14,9 +14,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from m1clip.config import Config, ModelConfig
 from m1clip.errors import UserError
-from m1clip.files import read_bounded
+from m1clip.files import read_small
 
-MAX_BYTES = 2**22  # a config has a hundred lines
 # How a model is computed, not what it is: another size keeps these.
 HOW = ("attention_image", "attention_text", "recompute", "compile", "graph")
 SHAPE_OF_0_1 = {item.name for item in dataclasses.fields(ModelConfig)} - {"preset", "stem", *HOW}
@@ -32,7 +31,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     if path.is_dir():
         path = path / "config.toml"  # a run folder is meant
     try:
-        return _as_it_was(tomllib.loads(read_bounded(path, MAX_BYTES).decode("utf-8")))
+        return _as_it_was(tomllib.loads(read_small(path).decode("utf-8")))
     except FileNotFoundError:
         raise UserError(f"{path}: no such config file") from None
     except RecursionError:

@@ -10,12 +10,13 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from m1clip.errors import UserError
 
 PARTIAL = ".partial"  # ends the name of what is still being written
 OLD = f".old{PARTIAL}"  # ends the name of a folder moved aside while another takes its place
+SMALL = 2**22  # bytes: far more than any config, state or list of names needs
 
 
 def write_text(path: Path, text: str) -> None:
@@ -89,19 +90,28 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def read_bounded(path: Path, limit: int = 2**26) -> bytes:
-    """The bytes of a plain file of bounded size; an OSError for a pipe, which could hang, and for what is too large."""
-    # Not blocking: opening a named pipe would wait for its writer, before its kind can be seen.
+def open_regular(path: str | Path, inside: Path | None = None) -> BinaryIO:
+    """Open a regular file to read; a FIFO, device or folder, or a link out of the folder `inside`, is an OSError."""
+    if inside is not None and not Path(path).resolve().is_relative_to(inside.resolve()):
+        raise OSError(errno.EPERM, f"a link out of {inside}", str(path))
+    # Non-blocking: opening a FIFO would otherwise wait for a writer before its kind can be checked.
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    with os.fdopen(handle, "rb") as file:
-        facts = os.fstat(handle)
-        if stat.S_ISDIR(facts.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(facts.st_mode):
-            raise OSError(errno.EINVAL, "not a plain file", str(path))
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(handle, "rb")
+    os.close(handle)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def read_small(path: str | Path, limit: int = SMALL, inside: Path | None = None) -> bytes:
+    """All bytes of a regular file (see `open_regular`); more than `limit` bytes is an OSError, and never read."""
+    with open_regular(path, inside) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise OSError(errno.EFBIG, f"more than {limit >> 20} MiB is more than such a file needs", str(path))
+        size = f"{limit >> 20} MiB" if limit >= 2**20 else f"{limit:,} bytes"
+        raise OSError(errno.EFBIG, f"larger than {size}", str(path))
     return data
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from m1clip.files import read_bounded
+from m1clip.files import read_small
 
 LOCK = "run.lock"
 SAME_START = 2.0  # seconds: a process's start is known to the clock tick, the boot time to about a second
@@ -67,7 +67,7 @@ def birth_of(pid: int) -> str:
 def read_owner(run: Path) -> Owner | None:
     """Who holds, or last held, a run; None where nothing says it."""
     try:
-        pid, started, host, *birth = read_bounded(run / LOCK, 4096).decode("utf-8").split("\n")[:4]
+        pid, started, host, *birth = read_small(run / LOCK, 4096).decode("utf-8").split("\n")[:4]
         return Owner(int(pid), float(started), host, birth[0] if birth else "")
     except (OSError, ValueError):
         return None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from m1clip.files import (
-    read_bounded,
+    read_small,
     remove_folder,
     remove_leftovers,
     restore,
@@ -139,15 +139,34 @@ def test_a_folder_is_renamed_before_it_is_emptied(tmp_path: Path, monkeypatch: p
     assert names(tmp_path) == []
 
 
-def test_only_plain_files_of_bounded_size_are_read(tmp_path: Path) -> None:
+def test_read_small_reads_only_regular_files_of_bounded_size(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"12345")
-    assert read_bounded(tmp_path / "a", 5) == b"12345"
-    with pytest.raises(OSError, match="more than such a file needs"):
-        read_bounded(tmp_path / "a", 4)
+    assert read_small(tmp_path / "a", 5) == b"12345"
+    with pytest.raises(OSError, match="larger than 4 bytes"):
+        read_small(tmp_path / "a", 4)
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(2**40)  # sparse: reading it all would end the process
+    with pytest.raises(OSError, match="larger than 4 MiB"):
+        read_small(tmp_path / "huge")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="not a plain file"):
-        read_bounded(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(OSError, match="not a regular file"):
+            read_small(path)
     with pytest.raises(IsADirectoryError):
-        read_bounded(tmp_path)
+        read_small(tmp_path)
     with pytest.raises(FileNotFoundError):
-        read_bounded(tmp_path / "nowhere")
+        read_small(tmp_path / "nowhere")
+
+
+def test_read_small_follows_no_link_out_of_a_folder(tmp_path: Path) -> None:
+    made(tmp_path / "run", "own")
+    made(tmp_path / "elsewhere", "secret")
+    (tmp_path / "run" / "file").symlink_to("../elsewhere/weights")
+    (tmp_path / "run" / "folder").symlink_to("../elsewhere")
+    (tmp_path / "run" / "near").symlink_to("weights")
+    run = tmp_path / "run"
+    for name in ("file", "folder/weights", "../elsewhere/weights"):
+        assert read_small(run / name) == b"secret"
+        with pytest.raises(OSError, match="a link out of"):
+            read_small(run / name, inside=run)
+    assert read_small(run / "near", inside=run) == b"own"

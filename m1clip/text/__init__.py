@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from m1clip.errors import UserError
-from m1clip.files import read_bounded
+from m1clip.files import read_small
 from m1clip.text.base import Tokenizer
 from m1clip.text.bpe import BASE_COUNT, FULL_SOT_ID, BpeTokenizer
 from m1clip.text.char import PRIOR_ART_ALPHABET, CharTokenizer
@@ -34,6 +34,7 @@ __all__ = [
 
 KINDS = ("char", "bpe", "bpe-cut")  # those that can be made from captions
 SAVED = (*KINDS, "wordpiece", "fast")  # and those that come with a pretrained tower
+MAX_BYTES = 2**26  # the largest multilingual vocabularies take 35 MB
 COPY_AGAIN = "copy the model folder again, or train again"
 
 
@@ -80,7 +81,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 def _read_record(path: Path) -> dict[str, Any]:
     """The JSON object in the file, with a kind and a version this package knows."""
     try:
-        record = json.loads(read_bounded(path))
+        record = json.loads(read_small(path, MAX_BYTES))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); is this a model folder?") from error
     except (ValueError, RecursionError) as error:

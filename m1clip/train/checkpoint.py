@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from m1clip.errors import UserError
-from m1clip.files import read_bounded, remove_folder, remove_leftovers, restore, whole_folder, write_json
+from m1clip.files import read_small, remove_folder, remove_leftovers, restore, whole_folder, write_json
 from m1clip.model.weights import read_tensors, write_tensors
 from m1clip.plain import checked
 from m1clip.train.manifest import FOLDER, FORMAT, MANIFEST, SMALL, folder_of, found, prune, sha256, verify
@@ -94,7 +94,7 @@ def load_newest(
 def _state(path: Path) -> LoopState:
     """What a whole checkpoint says of the loop; fields that an older format lacks stand at their default."""
     try:
-        values = json.loads(read_bounded(path, SMALL))
+        values = json.loads(read_small(path, SMALL))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({type(error).__name__})") from None
     if not isinstance(values, dict):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from m1clip.errors import UserError
-from m1clip.files import read_bounded, remove_folder
+from m1clip.files import read_small, remove_folder
 
 FORMAT = 2  # 1 knew of no returns, smaller chunks and evaluations still to be done; it is read
 MANIFEST = "manifest.json"
@@ -67,7 +67,7 @@ def prune(run: Path, keep: int, sound: bool = False) -> list[int]:
 def verify(folder: Path) -> str:
     """Why a checkpoint cannot be used, in words; empty when it can."""
     try:
-        manifest = json.loads(read_bounded(folder / MANIFEST, SMALL))
+        manifest = json.loads(read_small(folder / MANIFEST, SMALL))
         hashes: dict[str, Any] = dict(manifest["sha256"])
         version = int(manifest["format"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
@@ -98,7 +98,7 @@ def _state_is_readable(folder: Path, hashes: dict[str, Any]) -> bool:
     file = folder / "state.json"
     try:
         whole = sha256(file) == hashes.get(file.name)
-        return whole and int(json.loads(read_bounded(file, SMALL))["format"]) <= FORMAT
+        return whole and int(json.loads(read_small(file, SMALL))["format"]) <= FORMAT
     except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return False
 

@@ -10,7 +10,7 @@ from m1clip.data.images import FileImage
 from m1clip.data.sources import splits
 from m1clip.data.sources.base import BaseSource, Row
 from m1clip.data.sources.reading import clean_text, walk_pictures
-from m1clip.files import read_bounded
+from m1clip.files import read_small
 
 _PICTURES_LOOKED_AT = 100
 MAX_TEXT_BYTES = 2**20
@@ -61,6 +61,6 @@ def _text_of(root: Path, name: str) -> str | None:
 
 def _read_text(path: str) -> str | None:
     try:
-        return read_bounded(Path(path), MAX_TEXT_BYTES).decode("utf-8-sig", "replace")
+        return read_small(Path(path), MAX_TEXT_BYTES).decode("utf-8-sig", "replace")
     except OSError:
         return None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from m1clip.errors import UserError
-from m1clip.files import read_bounded
+from m1clip.files import read_small
 from m1clip.model.weights import read_tensors as read_safetensors
 
 INDEX = "model.safetensors.index.json"
@@ -33,7 +33,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; anything else is an error that names the file."""
     try:
-        value = json.loads(read_bounded(path))
+        value = json.loads(read_small(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not a readable JSON file ({type(error).__name__})") from None
     if not isinstance(value, dict):
