@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import platform
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,14 @@ from m1clip.config import DURATIONS, Config
 from m1clip.configfile import HOW, from_dict, read_preset, read_toml, to_dict
 from m1clip.errors import UserError
 
-# Short names that are also the name of a section, which cyclopts would take them for.
-SHORT = {"--model": "--model.preset", "--data": "--data.source"}
+# --model and --data are also names of sections, which cyclopts would take them for; the rest is what others call it.
+SHORT = {"--model": "--model.preset", "--data": "--data.source", "--batch-size": "--batch"}
+DEVICE = ("--device", "--train.device")
+GPU = [f"{option}=gpu" for option in DEVICE]
+LEARNING_RATE = (
+    "there are two learning rates: --optim.muon-lr for the matrices of the towers (--optim.name muon, the default) "
+    "and --optim.lr for everything else"
+)
 
 
 def layers(words: list[str]) -> tuple[Any, ...]:
@@ -78,11 +85,28 @@ def preset_for(model: Path) -> str:
 
 
 def spelled_out(words: list[str]) -> list[str]:
-    """The command line with --model and --data of `train` in their long form."""
+    """The command line in the words that cyclopts knows; `train photos` is `train --data photos`."""
+    for option, word in zip(["", *words], words, strict=False):
+        if word == "" or (word.startswith("--") and word.endswith("=")):
+            name = word.rstrip("=") or option
+            raise UserError(
+                f"{name}: the value is empty, as of a shell variable that is not set ('.' is this folder)"
+            )
+    gpu = "mps" if platform.system() == "Darwin" else "cuda"
+    words = [
+        word.removesuffix("gpu") + gpu if word in GPU or (word == "gpu" and option in DEVICE) else word
+        for option, word in zip(["", *words], words, strict=False)
+    ]
     if words[:1] != ["train"]:
         return words
-    parts = [word.partition("=") for word in words]
-    return [SHORT.get(name, name) + equals + value for name, equals, value in parts]
+    first_option = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
+    parts = [word.partition("=") for word in words[first_option:]]
+    for name, _, _ in parts:
+        if name.replace("_", "-") in ("--lr", "--learning-rate"):
+            raise UserError(f"{name}: {LEARNING_RATE}")
+    options = [SHORT.get(name.replace("_", "-"), name) + equals + value for name, equals, value in parts]
+    sources = [word for source in words[1:first_option] for word in ("--data.source", source)]
+    return ["train", *sources, *options]
 
 
 def _check_whole_numbers(words: list[str]) -> None:

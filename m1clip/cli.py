@@ -8,7 +8,7 @@ import sys
 import traceback
 from typing import NoReturn
 
-from cyclopts import CycloptsError
+from cyclopts import CycloptsError, UnusedCliTokensError
 
 from m1clip.arguments import layers, spelled_out
 from m1clip.commands import app, checkpoints, datasets, machine, models, training, watching
@@ -29,8 +29,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Run a command; a person's mistake is one line and exit code 2, never a traceback (unless --debug)."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
-    words = spelled_out([word for word in words if word != "--debug"])
     try:
+        words = spelled_out([word for word in words if word != "--debug"])
         if not {"--help", "-h", "--version"} & set(words):
             _set_environment()
         app.config = layers(words)
@@ -38,7 +38,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except (UserError, CycloptsError) as error:
         if debug:
             traceback.print_exc()
-        print(f"m1clip: {_one_line(error)}", file=sys.stderr)
+        hint = ""
+        if isinstance(error, UnusedCliTokensError) and words[0] == "train":
+            hint = " Name your images right after train, or with --data."
+        print(f"m1clip: {_one_line(error)}{hint}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
         if isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has left

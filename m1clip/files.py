@@ -115,6 +115,14 @@ def read_small(path: str | Path, limit: int = SMALL, inside: Path | None = None)
     return data
 
 
+def format_version(record: Any) -> int:
+    """The "format" of a file that m1clip wrote; KeyError, TypeError or ValueError where it has none."""
+    version = record["format"]
+    if type(version) is not int or version < 1:
+        raise ValueError(f"format must be a whole number from 1 on, not {str(version)[:40]}")
+    return version
+
+
 def sync_folder(path: Path) -> None:
     """Make a rename in this folder survive a power cut."""
     handle = os.open(path, os.O_RDONLY)

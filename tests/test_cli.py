@@ -91,6 +91,18 @@ def test_long_names_mean_the_same(parse: typing.Callable[..., Caught]) -> None:
     assert parse("--model.vision-width", "64", "--optim.muon-lr", "0.5").config.optim.muon_lr == 0.5
 
 
+def test_names_that_other_programs_use(
+    parse: typing.Callable[..., Caught], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert parse("photos", "--steps", "3").config == parse("--data", "photos", "--steps", "3").config
+    assert parse("photos", "more:0.3", "--batch", "8").config.data.source == ("photos", "more:0.3")
+    assert parse("--batch-size", "8").config == parse("--batch_size=8").config == parse("--batch", "8").config
+    for system, device in (("Linux", "cuda"), ("Darwin", "mps")):
+        monkeypatch.setattr("platform.system", lambda system=system: system)
+        assert parse("--device", "gpu").config.train.device == device
+        assert parse("--train.device=gpu").config.train.device == device
+
+
 def test_data_can_be_given_again_to_mix(parse: typing.Callable[..., Caught]) -> None:
     assert parse("--data", "a", "--data", "b:0.3").config.data.source == ("a", "b:0.3")
 
@@ -148,6 +160,15 @@ MISTAKES = [
     (("train", "--model.vision-widht", "3"), "--model.vision-width"),
     (("train", "--batch", "many"), "--batch"),
     (("train", "--device", "tpu"), "cpu"),
+    (("train", "--data", ""), "--data: the value is empty"),
+    (("train", "--data="), "--data: the value is empty"),
+    (("eval", "runs/x", "--data", ""), "--data: the value is empty"),
+    (("train", "--lr", "1e-3"), "--lr: there are two learning rates: --optim.muon-lr"),
+    (("train", "--learning_rate=1e-3"), "--optim.lr"),
+    (("train", "--steps", "3", "photos"), "right after train, or with --data"),
+    (("train", "photos", "--steps", "3"), "photos: no such file or folder"),
+    (("similar", "a.jpg", "--in", ".", "--count", "-1"), "--count"),
+    (("data", "make", "x", "--captions", "0"), "--captions"),
     (("train", "--config", "none.toml"), "none.toml: no such config file"),
     (("train", "--preset", "dmeo"), "did you mean 'demo'"),
     (("train", "--minutes", "1", "--epochs", "1"), "--minutes and --epochs"),

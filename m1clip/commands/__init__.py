@@ -1,6 +1,9 @@
 """The table of commands: one file a family. Each imports its room only when called, so that --help answers at once."""
 
-from cyclopts import App, Group
+from typing import Annotated
+
+from cyclopts import App, Group, Parameter
+from cyclopts.validators import Number
 
 from m1clip import __version__
 
@@ -11,3 +14,5 @@ app = App(
     group_parameters=Group("All settings", sort_key=1),
     suppress_keyboard_interrupt=False,  # main says how to continue
 )
+
+Count = Annotated[int, Parameter(validator=Number(gte=1))]

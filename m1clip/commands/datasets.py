@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from m1clip.commands import app
+from m1clip.commands import Count, app
 
 data = App(name="data", help="Make, check and pack picture-caption sets.")
 app.command(data)
@@ -16,7 +16,7 @@ app.command(data)
 
 @data.command(name="make")
 def data_make(
-    folder: Path, /, *, count: int = 1000, image_size: int = 112, seed: int = 0, captions: int = 5
+    folder: Path, /, *, count: Count = 1000, image_size: Count = 112, seed: int = 0, captions: Count = 5
 ) -> None:
     """Write a synthetic set that any tool can read: images/, captions.csv, scenes.jsonl, negatives.csv.
 
@@ -48,8 +48,8 @@ def data_lint(
     /,
     *,
     json: bool = False,
-    image_size: int | None = None,
-    context_length: int = 32,
+    image_size: Count | None = None,
+    context_length: Count = 32,
     quick: bool = False,
     image_column: str | None = None,
     caption_column: Annotated[tuple[str, ...], Parameter(negative="")] = (),
@@ -100,8 +100,8 @@ def data_pack(
     folder: Path,
     /,
     *,
-    shard_size: int = 1000,
-    image_size: int | None = None,
+    shard_size: Count = 1000,
+    image_size: Count | None = None,
     image_column: str | None = None,
     caption_column: Annotated[tuple[str, ...], Parameter(negative="")] = (),
 ) -> None:

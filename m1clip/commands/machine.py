@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from m1clip.commands import app
+from m1clip.commands import Count, app
 
 
 @app.command
@@ -95,13 +95,13 @@ def doctor(*, json: Annotated[bool, Parameter(negative="")] = False) -> None:
 def plan(
     *,
     model: str = "tiny",
-    batch: int = 64,
-    pictures: int = 8000,
+    batch: Count = 64,
+    pictures: Count = 8000,
     epochs: float = 10.0,
     device: Literal["auto", "cpu", "mps", "cuda"] = "auto",
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
     optimizer: Literal["muon", "adamw"] = "muon",
-    text_tokens: int | None = None,
+    text_tokens: Count | None = None,
     rate: str | None = None,
     bandwidth: str | None = None,
     network: str = "1GB",

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from m1clip.commands import app
+from m1clip.commands import Count, app
 
 
 @app.command
@@ -17,7 +17,7 @@ def export(
     *,
     to: Literal["openclip", "hf", "safetensors"],
     out: Path | None = None,
-    image_size: int | None = None,
+    image_size: Count | None = None,
     activation: Literal["gelu", "quick_gelu"] | None = None,
 ) -> None:
     """Write a model in the form that another program reads; it also brings models of others into m1clip's form.
@@ -90,7 +90,7 @@ def similar(
     *,
     folder: Annotated[Path, Parameter(name="--in")],
     model: Path | None = None,
-    count: int = 10,
+    count: Count = 10,
 ) -> None:
     """Find the pictures in a folder that are most like one picture, by what they show.
 

@@ -17,7 +17,7 @@ from m1clip.data.images import decode
 from m1clip.data.preprocess import Preprocess, to_square
 from m1clip.errors import UserError
 from m1clip.evaluate.foreign import Parts, kind_of, read_foreign
-from m1clip.files import read_small, whole_folder, write_json
+from m1clip.files import format_version, read_small, whole_folder, write_json
 from m1clip.model.clip import Clip
 from m1clip.model.lora import merged_state
 from m1clip.model.pretrained.clip import TowerClip, empty_towers
@@ -154,7 +154,7 @@ def newest_run(runs: Path = Path("runs")) -> Path:
 def _read_config(path: Path) -> tuple[ClipShape | TowerShape, Preprocess]:
     try:
         config = json.loads(read_small(path))
-        version, preprocess, on_towers = int(config["format"]), config["preprocess"], TOWERS in config
+        version, preprocess, on_towers = format_version(config), config["preprocess"], TOWERS in config
         shape = config[TOWERS if on_towers else SHAPE]
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UserError(f"{path}: not a model config ({type(error).__name__}: {error})") from None

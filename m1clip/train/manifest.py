@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from m1clip.errors import UserError
-from m1clip.files import read_small, remove_folder
+from m1clip.files import format_version, read_small, remove_folder
 
 FORMAT = 2  # 1 knew of no returns, smaller chunks and evaluations still to be done; it is read
 MANIFEST = "manifest.json"
@@ -69,7 +69,7 @@ def verify(folder: Path) -> str:
     try:
         manifest = json.loads(read_small(folder / MANIFEST, SMALL))
         hashes: dict[str, Any] = dict(manifest["sha256"])
-        version = int(manifest["format"])
+        version = format_version(manifest)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         return f"its {MANIFEST} cannot be read ({type(error).__name__})"
     if version > FORMAT:
@@ -98,7 +98,7 @@ def _state_is_readable(folder: Path, hashes: dict[str, Any]) -> bool:
     file = folder / "state.json"
     try:
         whole = sha256(file) == hashes.get(file.name)
-        return whole and int(json.loads(read_small(file, SMALL))["format"]) <= FORMAT
+        return whole and format_version(json.loads(read_small(file, SMALL))) <= FORMAT
     except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return False
 

@@ -158,6 +158,13 @@ def test_a_save_that_fails_leaves_the_old_ones_alone(run: Path, monkeypatch: pyt
     ]
 
 
+@pytest.mark.parametrize("version", [-1, 0, "2", 2.0])
+def test_a_checkpoint_with_an_impossible_format_is_passed_over(run: Path, version: object) -> None:
+    manifest = folder_of(run, 30) / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": version}))
+    assert "cannot be read" in verify(folder_of(run, 30))
+
+
 def test_a_newer_format_is_a_clear_error(run: Path) -> None:
     folder = folder_of(run, 30)
     state = {**json.loads((folder / "state.json").read_text()), "format": 99}

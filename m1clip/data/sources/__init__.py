@@ -43,6 +43,8 @@ KINDS: dict[str, type[BaseSource]] = {
 
 def open_source(spec: str, *, kind: str | None = None, options: Options = DEFAULT) -> BaseSource:
     """The data at a path, its kind found by looking, or named: `csv:PATH`, `hf:owner/name`."""
+    if not spec:
+        raise UserError("the path to the data is empty; '.' is the current folder")
     name, path = _named(spec, kind)
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):

@@ -128,6 +128,7 @@ def test_mixture(tmp_path: Path) -> None:
 def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for spec, message in {
+        "": "the path to the data is empty",
         "nowhere": "no such file",
         "owner/name": "hf:owner/name",
         "csv:gone.csv": r"gone\.csv: cannot be read",
