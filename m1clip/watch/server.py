@@ -7,12 +7,14 @@ import gzip
 import json
 import os
 import re
+import selectors
+import socket
 import sys
 import threading
 import time
 import webbrowser
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -45,17 +47,23 @@ HEADERS = {
 REFRESH = 0.5  # seconds between two looks at the logs
 HEARTBEAT = 5.0  # and between two signs of life to a page
 BIG = 4096  # bytes from which an answer is compressed
+POLL = 0.05  # seconds between two looks at the waiting connections
+IDLE = 10.0  # seconds that a connection may wait for a thread, or keep one waiting
+WAITING = 128  # connections without a thread; macOS allows 256 open files
+THREADS, STREAMS = 32, 24  # requests answered at a time, and how many of them may be streams
+BUSY = b"too many connections; try again\n"
 
 
-class Server(ThreadingHTTPServer):
-    """Serves one store; a thread a page."""
+class Server(HTTPServer):
+    """Serves one store. A connection gets a thread once it has sent something, and the number of both is bounded."""
 
-    daemon_threads = True
-    allow_reuse_address = True
+    request_queue_size = WAITING
 
     def __init__(self, store: Store, port: int) -> None:
         self.store = store
         self.stopped = threading.Event()
+        self.threads, self.streams = threading.Semaphore(THREADS), threading.Semaphore(STREAMS)
+        self._waiting = selectors.DefaultSelector()  # in the order of arrival
         super().__init__((HOST, port), Handler)
 
     @property
@@ -63,13 +71,64 @@ class Server(ThreadingHTTPServer):
         """Where the page is."""
         return f"http://{HOST}:{self.server_address[1]}/"
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A page that was closed is no error to tell of."""
+    def serve_forever(self, poll_interval: float = POLL) -> None:
+        """Accept connections until `shutdown`."""
+        super().serve_forever(poll_interval)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Queue a new connection; a full queue turns away the oldest, which has had time to send its request."""
+        waiting = self._waiting.get_map()
+        if len(waiting) >= WAITING:
+            self._refuse(next(iter(waiting.values())))
+        self._waiting.register(
+            request, selectors.EVENT_READ, (time.monotonic() + IDLE, request, client_address)
+        )
+
+    def service_actions(self) -> None:
+        """Give threads to connections that have sent something, and turn away those that waited too long."""
+        if not self._waiting.get_map():
+            return
+        for key, _ in sorted(self._waiting.select(0), key=lambda ready: ready[0].data[0]):
+            if not self.threads.acquire(blocking=False):
+                break
+            self._waiting.unregister(key.fileobj)
+            threading.Thread(target=self._work, args=key.data[1:], daemon=True).start()
+        now = time.monotonic()
+        for key in [key for key in self._waiting.get_map().values() if key.data[0] < now]:
+            self._refuse(key)
+
+    def _work(self, request: Any, client_address: Any) -> None:
+        try:
+            with contextlib.suppress(OSError):  # a page that was closed is no error to tell of
+                self.finish_request(request, client_address)
+        finally:
+            self.shutdown_request(request)
+            self.threads.release()
+
+    def _refuse(self, key: selectors.SelectorKey) -> None:
+        self._waiting.unregister(key.fileobj)
+        request: socket.socket = key.data[1]
+        request.setblocking(False)
+        with contextlib.suppress(OSError):
+            request.recv(
+                1 << 16
+            )  # closing a socket with unread bytes would reset it before the answer is read
+        head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Length: {len(BUSY)}\r\nConnection: close\r\n\r\n"
+        with contextlib.suppress(OSError):
+            request.send(head.encode() + BUSY)
+        self.shutdown_request(request)
 
     def shutdown(self) -> None:
         """End the open streams too."""
         self.stopped.set()
         super().shutdown()
+
+    def server_close(self) -> None:
+        """Close the connections that still wait."""
+        for key in list(self._waiting.get_map().values()):
+            self._refuse(key)
+        self._waiting.close()
+        super().server_close()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -78,6 +137,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "m1clip", ""
+    timeout = IDLE  # of each read and write
 
     def do_GET(self) -> None:
         """One request of the page."""
@@ -86,8 +146,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         url = urlsplit(self.path)
         asked = {name: values[-1] for name, values in parse_qs(url.query).items()}
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError, TimeoutError):
-            self._answer(url.path, asked)
+        self._answer(url.path, asked)
 
     def _allowed(self) -> bool:
         """A foreign name that points here (DNS rebinding) and other sites' scripts are turned away."""
@@ -108,7 +167,15 @@ class Handler(BaseHTTPRequestHandler):
             self._json([store.summary(key) for key in store.ids()])
             return
         if path == "/api/live":
-            self._live([key for key in asked.get("runs", "").split(",") if store.history(key) is not None])
+            if not self.server.streams.acquire(blocking=False):
+                self._send(503, "text/plain", BUSY)
+                return
+            try:
+                self._live(
+                    [key for key in asked.get("runs", "").split(",") if store.history(key) is not None]
+                )
+            finally:
+                self.server.streams.release()
             return
         key = asked.get("run", "")
         if store.history(key) is not None and path == "/api/snapshots":
@@ -130,7 +197,6 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Connection", "close")
         self.end_headers()
-        self.close_connection = True
         store = self.server.store
         sent: dict[str, tuple[int, int]] = {}
         spoke, summaries = 0.0, ""
@@ -171,6 +237,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(code)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
+        self.send_header("Connection", "close")
         if packed:
             self.send_header("Content-Encoding", "gzip")
         for name, value in HEADERS.items():

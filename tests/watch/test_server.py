@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from m1clip.watch.server import Server
+from m1clip.watch.server import Handler, Server
 from m1clip.watch.store import Store, key_of
 
 from .made_runs import append, full_run, step
@@ -144,3 +147,54 @@ def test_a_number_that_is_none_is_still_json(server: Server, tmp_path: Path) -> 
     append(tmp_path / "runs" / "one", [step(104, loss="nan")])
     (run,) = json.loads(ask(server, "/api/runs")[1], parse_constant=pytest.fail)
     assert run["last"]["loss"] == "nan"
+
+
+def idle(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=20)
+
+
+def test_idle_connections_take_no_thread_and_do_not_block_requests(server: Server) -> None:
+    before = threading.active_count()
+    connections = [idle(server) for _ in range(400)]
+    assert ask(server, "/api/runs")[0] == 200
+    assert threading.active_count() <= before + 1
+    assert connections[0].recv(100).startswith(b"HTTP/1.1 503 ")  # the oldest made room
+    for connection in connections:
+        connection.close()
+
+
+def test_an_idle_connection_is_closed_after_a_timeout(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("m1clip.watch.server.IDLE", 0.1)
+    with idle(server) as silent:
+        assert silent.recv(100).startswith(b"HTTP/1.1 503 ")
+    monkeypatch.setattr(Handler, "timeout", 0.1)
+    with idle(server) as half:
+        half.sendall(b"GET / HT")
+        assert half.recv(100) == b""
+
+
+def test_each_of_500_parallel_requests_is_answered(server: Server) -> None:
+    connections = [
+        http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=60) for _ in range(500)
+    ]
+
+    def request(connection: http.client.HTTPConnection) -> int:
+        connection.request("GET", "/style.css")
+        return connection.getresponse().status
+
+    with ThreadPoolExecutor(500) as pool:
+        answers = Counter(pool.map(request, connections))
+    assert answers.total() == 500
+    assert set(answers) <= {200, 503}
+    assert answers[200] >= 100
+
+
+def test_streams_leave_threads_for_requests(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "streams", threading.Semaphore(1))
+    with idle(server) as stream:
+        stream.sendall(b"GET /api/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert stream.recv(100).startswith(b"HTTP/1.1 200 ")
+        assert ask(server, "/api/live")[0] == 503
+        assert ask(server, "/api/runs")[0] == 200
