@@ -15,6 +15,7 @@ from cyclopts.config import Dict
 from m1clip.config import DURATIONS, Config
 from m1clip.configfile import HOW, from_dict, read_preset, read_toml, to_dict
 from m1clip.errors import UserError
+from m1clip.files import read_small
 
 # --model and --data are also names of sections, which cyclopts would take them for; the rest is what others call it.
 SHORT = {"--model": "--model.preset", "--data": "--data.source", "--batch-size": "--batch"}
@@ -77,8 +78,8 @@ def preset_for(model: Path) -> str:
     """The settings for a start from a model: those of a model on frozen towers differ, its heads alone were trained."""
     for folder in (model, model / "best", model / "model"):
         try:
-            told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            told = json.loads(read_small(folder / "config.json"))
+        except (OSError, ValueError, RecursionError):
             continue
         return "unfreeze" if isinstance(told, dict) and "towers" in told else "finetune"
     return "finetune"

@@ -25,6 +25,10 @@ PICKLE = re.compile(
     r"|import shelve|import marshal|import dill"
 )
 
+UNBOUNDED = re.compile(r"\.(read_text|read_bytes)\(")
+PACKAGED = re.compile(r"resources\.files\(|\bfiles\(\"m1clip")
+SYSTEM_FILES = ("owner.py", "bench/checkup.py")  # of /proc and /sys
+
 
 def public(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
     """Public functions, classes and methods under a node, with their names."""
@@ -53,6 +57,17 @@ def test_a_file_follows_the_rules(path: Path) -> None:
     assert text.count("\n") <= MAX_LINES, "files stay small"
     assert MACHINE_PATH.findall(text) == [], "no path of one machine"
     assert PICKLE.findall(text) == [], "nothing that runs code when it is read"
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_files_of_users_are_read_by_the_bounded_reader(path: Path) -> None:
+    unbounded = [
+        line.strip()
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if UNBOUNDED.search(line) and not PACKAGED.search(line)
+    ]
+    allowed = path.parent.name in ("hardware", "watch") or IDS[FILES.index(path)] in SYSTEM_FILES
+    assert allowed or unbounded == [], "use m1clip.files.read_small"
 
 
 @pytest.mark.slow

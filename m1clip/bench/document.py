@@ -13,7 +13,7 @@ from m1clip.bench.crossover import cost_models, crossovers
 from m1clip.bench.usage import usage_table
 from m1clip.bench.verdict import sentences
 from m1clip.errors import UserError
-from m1clip.files import write_json
+from m1clip.files import read_small, write_json
 from m1clip.runlog import finite
 
 FORMAT, VERSION = "m1clip-comparison", 1
@@ -50,10 +50,10 @@ def read_document(path: Path) -> dict[str, Any]:
     """A comparison.json, or a folder that holds one; anything else is one clear line."""
     path = path / "comparison.json" if path.is_dir() else path
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_small(path, 2**26))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{path}: not a JSON file; give the comparison.json of m1clip compare") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise UserError(f"{path}: not a comparison of m1clip compare")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from m1clip.data.cache_place import user_cache
-from m1clip.files import write_json
+from m1clip.files import read_small, write_json
 from m1clip.hardware.facts import Facts
 
 KEPT = ("parameters", "flops", "joules_per_step", "gemm_share")
@@ -41,7 +41,7 @@ def remember(facts: Facts, results: list[dict[str, Any]], folder: Path | None = 
 def recall(facts: Facts, folder: Path | None = None) -> list[dict[str, Any]]:
     """What is known of this machine; empty where nothing is."""
     try:
-        return list(json.loads(_path(facts, folder).read_text(encoding="utf-8"))["results"])
+        return list(json.loads(read_small(_path(facts, folder), 2**26))["results"])
     except (OSError, ValueError, KeyError, TypeError):
         return []
 

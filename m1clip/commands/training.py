@@ -10,6 +10,8 @@ from cyclopts import Parameter
 
 from m1clip.commands import app
 from m1clip.config import COMMON, Config
+from m1clip.errors import UserError
+from m1clip.files import read_small
 
 if TYPE_CHECKING:
     from m1clip.train.screen import Screen
@@ -105,7 +107,10 @@ def _score_classes(
     from m1clip.hardware.device import choose_device
     from m1clip.hardware.facts import read_facts
 
-    told = names.read_text(encoding="utf-8").splitlines() if names is not None else []
+    try:
+        told = read_small(names).decode("utf-8-sig").splitlines() if names is not None else []
+    except UnicodeDecodeError:
+        raise UserError(f"--class-names {names}: not a UTF-8 text file; write one name per line") from None
     picture = (
         run if (run / "config.toml").is_file() else Path()
     ) / f"confusion-{folder.name or 'classes'}.png"

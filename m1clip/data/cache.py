@@ -31,10 +31,11 @@ from m1clip.data.pair import Pair
 from m1clip.data.patience import PATIENCE
 from m1clip.data.store import CHUNK, MappedPictures, Progress, decode_chunks
 from m1clip.errors import UserError
-from m1clip.files import sync_folder, write_json
+from m1clip.files import read_small, sync_folder, write_json
 
 FORMAT = 1
 PIXELS, ABOUT, PROGRESS = "pixels.npy", "about.json", "progress.jsonl"
+MAX_ABOUT = 2**28  # bytes: it names every image that cannot be read
 ROOM_MARGIN = 1.05
 SAVE_SECONDS = 2.0  # work that a killed build may lose
 
@@ -83,7 +84,7 @@ def cache_key(pairs: Sequence[Pair], side: int, resize: str, roots: Sequence[str
 
 def open_cache(spec: CacheSpec) -> tuple[MappedPictures, dict[int, str]]:
     """The pictures of a finished cache, and why some are not in it; ValueError where it is damaged."""
-    about = json.loads((spec.path / ABOUT).read_text(encoding="utf-8"))
+    about = json.loads(read_small(spec.path / ABOUT, MAX_ABOUT))
     bad = {int(index): str(reason) for index, reason in about["bad"].items()}
     rows = np.array([i for i in range(spec.count) if i not in bad], np.int64) if bad else None
     pictures = MappedPictures(spec.path / PIXELS, rows)
@@ -213,7 +214,7 @@ def _read_progress(place: Path, spec: CacheSpec) -> dict[int, dict[int, str]]:
     """The finished chunks of an earlier build, with what could not be read in them."""
     done: dict[int, dict[int, str]] = {}
     try:
-        lines = (place / PROGRESS).read_bytes().splitlines()
+        lines = read_small(place / PROGRESS, MAX_ABOUT).splitlines()
     except FileNotFoundError:
         return done
     for line in lines:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from m1clip.data.preprocess import OPENAI_MEAN, OPENAI_STD, Preprocess
 from m1clip.errors import UserError
-from m1clip.files import whole_folder, write_json, write_text
+from m1clip.files import read_small, whole_folder, write_json, write_text
 from m1clip.model.foreign.configs import (
     check_expressible,
     hf_config,
@@ -53,7 +53,7 @@ def kind_of(path: Path) -> Literal["openclip", "hf", "file"] | None:
         return "openclip"
     if (path / "config.json").is_file():
         try:
-            config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+            config = json.loads(read_small(path / "config.json"))
         except (OSError, ValueError, RecursionError):
             return None
         return "hf" if isinstance(config, dict) and config.get("model_type") == "clip" else None

@@ -17,6 +17,7 @@ import numpy as np
 
 from m1clip.data.lock import locked
 from m1clip.errors import UserError
+from m1clip.files import open_regular
 
 NAME_BYTES = 16
 DTYPE = np.dtype(np.float16)
@@ -82,7 +83,8 @@ class FeatureStore:
 
     def _index(self) -> dict[bytes, int]:
         try:
-            found = (self.path / NAMES).read_bytes()
+            with open_regular(self.path / NAMES) as file:
+                found = file.read()
         except FileNotFoundError:
             return {}
         ends = range(0, self._whole() * NAME_BYTES, NAME_BYTES)

@@ -59,7 +59,7 @@ def fingerprint(tokenizer: Tokenizer) -> str:
     """What the tokenizer is, for the key of a cache: a hash of the file it is saved in."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
-        return hashlib.sha256((Path(folder) / FILE_NAME).read_bytes()).hexdigest()
+        return hashlib.sha256(read_small(Path(folder) / FILE_NAME, MAX_BYTES)).hexdigest()
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

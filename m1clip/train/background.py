@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 
 from m1clip.errors import UserError
-from m1clip.files import open_plain
+from m1clip.files import open_plain, open_regular
 from m1clip.runlog import NAME
 from m1clip.train.folder import OUTPUT, claim_folder, give_back
 
 FIRST_LOOK = 5.0  # seconds in which a run that cannot work is noticed
+LAST_WORDS = 2**16  # bytes of its output that can hold the reason
 
 
 def start_in_background(
@@ -35,7 +36,9 @@ def start_in_background(
     deadline = time.monotonic() + FIRST_LOOK
     while time.monotonic() < deadline and _log_size(folder) == before:
         if process.poll() is not None and process.returncode != 0:
-            said = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            with open_regular(output) as log:
+                log.seek(max(0, output.stat().st_size - LAST_WORDS))
+                said = log.read(LAST_WORDS).decode("utf-8", "replace").strip().splitlines()
             if resume is None:
                 output.unlink(missing_ok=True)
                 give_back(folder)

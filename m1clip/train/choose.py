@@ -19,7 +19,7 @@ from m1clip.config import Config
 from m1clip.data.cache_place import user_cache
 from m1clip.data.preprocess import Preprocess
 from m1clip.errors import UserError
-from m1clip.files import write_json
+from m1clip.files import read_small, write_json
 from m1clip.hardware.clock import BUSY, timing
 from m1clip.hardware.device import Device, Kind, Precision, available, rules
 from m1clip.hardware.facts import Facts
@@ -293,7 +293,7 @@ def _key(
 
 def _read(path: Path, options: list[tuple[Kind, Precision]]) -> Choice | None:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_small(path))
         tried = tuple(Tried(**item) for item in values["tried"])
         chosen, batch = (values["device"], values["precision"]), int(values["batch"])
     except (OSError, ValueError, KeyError, TypeError):

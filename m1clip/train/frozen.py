@@ -18,6 +18,7 @@ from m1clip.data.keep import DecodePlan
 from m1clip.data.prepare import open_data
 from m1clip.data.preprocess import Preprocess
 from m1clip.errors import UserError
+from m1clip.files import read_small
 from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.measure import DTYPES
 from m1clip.model.build import resolved, shape_of
@@ -31,6 +32,7 @@ from m1clip.model.pretrained.shape import TowerShape
 from m1clip.model.pretrained.timm_tower import PREFIX, TIMM, load_timm
 from m1clip.model.shape import ClipShape
 from m1clip.model.weights import assign_weights
+from m1clip.text import MAX_BYTES as MAX_TOKENIZER_BYTES
 from m1clip.text import FastTokenizer, WordPieceTokenizer, make_tokenizer
 from m1clip.text.base import Tokenizer
 from m1clip.train.auto import usual_captions
@@ -193,7 +195,7 @@ def _their_tokenizer(name: str, pad_id: int, download: bool) -> Tokenizer:
     if path is None:
         raise UserError(f"{name}: has no tokenizer.json; save it with transformers' fast tokenizer first")
     try:
-        return FastTokenizer(path.read_text(encoding="utf-8"), pad_id)
+        return FastTokenizer(read_small(path, MAX_TOKENIZER_BYTES).decode("utf-8"), pad_id)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
 

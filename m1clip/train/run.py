@@ -21,7 +21,7 @@ from m1clip.data.store import Progress
 from m1clip.errors import UserError
 from m1clip.evaluate.bundle import Bundle, load
 from m1clip.evaluate.metric import Scores, mean_recall
-from m1clip.files import remove_leftovers, write_json, write_text
+from m1clip.files import read_small, remove_leftovers, write_json, write_text
 from m1clip.hardware.device import rules
 from m1clip.hardware.facts import Facts, usable_cpus
 from m1clip.hardware.heap import return_freed_memory
@@ -220,7 +220,7 @@ def _write_head(job: Job, folder: Path) -> None:
 
 def _check_same_data(job: Job, folder: Path) -> None:
     try:
-        known = json.loads((folder / "environment.json").read_text(encoding="utf-8")).get("data")
+        known = json.loads(read_small(folder / "environment.json")).get("data")
     except (OSError, ValueError, AttributeError):
         known = None
     if known != _fingerprint(job):

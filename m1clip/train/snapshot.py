@@ -19,7 +19,7 @@ from torch import Tensor
 from m1clip.data.prepare import Split
 from m1clip.evaluate.analysis import confusions, even_indices
 from m1clip.evaluate.ranks import nearest, ranks
-from m1clip.files import write_bytes, write_text
+from m1clip.files import read_small, write_bytes, write_text
 from m1clip.train.insight import caption_of
 
 FOLDER, THUMBS = "watch", "thumbs"
@@ -124,7 +124,7 @@ def _thin_out(folder: Path, step: int) -> None:
         path.unlink()
     shown: set[int] = set()
     for path in folder.glob("step-*.json"):
-        shown |= _pictures(json.loads(path.read_text(encoding="utf-8")))
+        shown |= _pictures(json.loads(read_small(path)))
     _remove(thumb for thumb in (folder / THUMBS).glob("*.jpg") if int(thumb.stem) not in shown)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import random
 import shutil
@@ -22,6 +23,8 @@ from PIL import Image
 from reliability_results import recorded
 from small_run import run_small
 
+from m1clip.arguments import preset_for
+from m1clip.cli import main
 from m1clip.configfile import load_config
 from m1clip.data.images import MAX_PIXELS, decode
 from m1clip.data.sources import open_source
@@ -154,6 +157,46 @@ def test_json_of_hundreds_of_megabytes_is_not_read(tmp_path: Path, proof: Path) 
     with (tmp_path / "run.jsonl").open("wb") as file:
         file.truncate(100 * 2**20)
     assert bounded(lambda: list(read_log(tmp_path))) == "ok"
+
+
+@pytest.mark.parametrize("kind", ["huge", "fifo", "device"])
+def test_small_files_of_a_model_and_of_the_command_line_are_bounded(
+    trained: Path, tmp_path: Path, kind: str
+) -> None:
+    """A gigabyte, a FIFO that nobody writes, a device without end: refused, not read and not waited for."""
+
+    def replace(path: Path) -> Path:
+        path.unlink(missing_ok=True)
+        if kind == "huge":
+            path.touch()
+            os.truncate(path, 2**30)  # sparse: no room on the disk
+        elif kind == "fifo":
+            os.mkfifo(path)
+        else:
+            path.symlink_to("/dev/zero")
+        return path
+
+    def command(*words: str | Path) -> None:
+        with pytest.raises(SystemExit) as end:
+            main([str(word) for word in words])
+        assert end.value.code == 2
+
+    shutil.copytree(trained / "model", tmp_path / "model")
+    names = replace(tmp_path / "names.txt")
+    classes = ("eval", tmp_path / "model", "--classes", tmp_path, "--class-names", names)
+    assert bounded(lambda: command(*classes)) == "ok"
+    assert bounded(lambda: command("train", "--config", names)) == "ok"
+    for name in ("a.csv", "b.jsonl", "c.json"):
+        if kind != "huge":
+            data = replace(tmp_path / name)
+            assert bounded(lambda data=data: command("check", data)) == "ok"
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copytree(trained / "model", tmp_path / "model", dirs_exist_ok=True)
+        replace(tmp_path / "model" / name)
+        told = bounded(lambda: load(tmp_path / "model"))
+        assert told.startswith("UserError"), (name, told)
+        assert bounded(lambda: preset_for(tmp_path / "model")) == "ok"
+        (tmp_path / "model" / name).unlink()
 
 
 def test_names_that_point_outside(tmp_path: Path, proof: Path) -> None:

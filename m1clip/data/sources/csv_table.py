@@ -9,7 +9,7 @@ from typing import Any
 
 from m1clip.data.images import one_line
 from m1clip.data.sources.base import DEFAULT, Options
-from m1clip.data.sources.reading import bounded_lines, find_encoding
+from m1clip.data.sources.reading import bounded_lines, find_encoding, open_text
 from m1clip.data.sources.table import Columns, TableSource, choose_columns
 from m1clip.errors import UserError
 
@@ -48,7 +48,7 @@ class CsvSource(TableSource):
 
     def records(self, columns: Columns) -> Iterator[tuple[tuple[str, int], Mapping[str, Any]]]:
         """Rows numbered as a spreadsheet does: the names are row 1."""
-        with self.path.open(encoding=self.encoding, errors="replace", newline="") as file:
+        with open_text(self.path, self.encoding) as file:
             reader = csv.reader(bounded_lines(file, self.path), delimiter=self.delimiter)
             number = 0
             names: list[str] = []
@@ -72,7 +72,7 @@ class CsvSource(TableSource):
 
 def first_line(path: Path, encoding: str) -> str:
     """The first line of a text file."""
-    with path.open(encoding=encoding, errors="replace", newline="") as file:
+    with open_text(path, encoding) as file:
         return next(bounded_lines(file, path), "")
 
 

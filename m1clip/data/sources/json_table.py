@@ -12,6 +12,7 @@ from m1clip.data.images import one_line
 from m1clip.data.sources.reading import MAX_LINE, read_json
 from m1clip.data.sources.table import Columns, TableSource
 from m1clip.errors import UserError
+from m1clip.files import open_regular
 
 _ROWS_LOOKED_AT = 100
 
@@ -44,7 +45,7 @@ class JsonlSource(TableSource):
 
     def _objects(self) -> Iterator[tuple[int, Any]]:
         """(line number, object), or (line number, what is wrong with the line)."""
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             number = 0
             while line := file.readline(MAX_LINE):
                 number += 1

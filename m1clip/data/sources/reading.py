@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import importlib
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any, TextIO
 
 from m1clip.data.images import SUFFIXES, FileImage, one_line
 from m1clip.errors import UserError
+from m1clip.files import open_regular, read_small
 
 # Longer than any row a person wrote: a binary file read as text must not fill the memory.
 MAX_LINE = 2**24
@@ -40,7 +42,7 @@ def clean_text(text: str) -> str:
 
 def find_encoding(path: Path) -> str:
     """utf-8 (with or without mark), utf-16 by its mark, else cp1252: what Excel writes on Windows."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         start = file.read(4)
         for bom, name in _BOMS:
             if start.startswith(bom):
@@ -54,6 +56,11 @@ def find_encoding(path: Path) -> str:
         except UnicodeDecodeError:
             return "cp1252"
     return "utf-8"
+
+
+def open_text(path: Path, encoding: str) -> TextIO:
+    """A regular file as text, bytes that do not fit replaced."""
+    return io.TextIOWrapper(open_regular(path), encoding, errors="replace", newline="")
 
 
 def bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
@@ -70,7 +77,7 @@ def bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
 
 def text_lines(path: Path) -> Iterator[str]:
     """Lines of a text file in the encoding it seems to have, bytes that do not fit replaced."""
-    with path.open(encoding=find_encoding(path), errors="replace", newline="") as file:
+    with open_text(path, find_encoding(path)) as file:
         yield from bounded_lines(file, path)
 
 
@@ -84,7 +91,7 @@ def read_json(path: Path) -> Any:
                     f"{path}: {path.stat().st_size >> 20} MiB of JSON in one piece; write it as .jsonl, a row a line"
                 )
             )
-        return json.loads(path.read_bytes().decode("utf-8-sig"))
+        return json.loads(read_small(path, MAX_JSON).decode("utf-8-sig"))
     except RecursionError as error:
         raise UserError(one_line(f"{path}: nested too deeply to be a list of captions")) from error
     except ValueError as error:

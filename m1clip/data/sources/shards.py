@@ -21,6 +21,7 @@ from m1clip.data.sources.reading import clean_text, need
 from m1clip.data.sources.table import CAPTION_NAMES, captions_of
 from m1clip.data.sources.tar_index import CutShort, Member, members
 from m1clip.errors import UserError
+from m1clip.files import open_regular
 
 # In the json of a sample that `m1clip data pack` wrote: then the id in it is that of the picture it came from.
 PACKED = "m1clip-pack-1"
@@ -46,7 +47,7 @@ class TarImage:
         if self.size > MAX_FILE_BYTES:
             raise BadImage(str(self), f"{self.size >> 20} MiB is more than a picture needs", "too-large")
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(self.offset)
                 data = file.read(self.size)
         except OSError as error:
@@ -79,7 +80,7 @@ class ShardSource(BaseSource):
         """A row a sample, shard by shard; a shard cut in half gives what lies before the cut."""
         tars = need("webdataset.tariterators", "Reading tar shards")
         for path in shard_paths(self.path):
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 flat = self._files(path, file)
                 for sample in tars.group_by_keys(flat, handler=partial(self._odd, path)):
                     row = self._row(path, file, sample)

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from m1clip.errors import UserError
+from m1clip.files import read_small
 from m1clip.model.foreign.files import read_tensors
 from m1clip.model.pretrained.bert import BertShape, from_bert
 from m1clip.model.pretrained.efficientnet import folded
@@ -52,7 +53,7 @@ def tower_weights(tower: str) -> dict[str, Tensor]:
 def wordpieces() -> list[str]:
     """MiniLM's pieces in the order of their ids."""
     # Not splitlines: some pieces are marks that it takes for the end of a line.
-    return _file(*VOCABULARY, "minilm").read_text(encoding="utf-8").rstrip("\n").split("\n")
+    return read_small(_file(*VOCABULARY, "minilm")).decode("utf-8").rstrip("\n").split("\n")
 
 
 def weights_hash(weights: dict[str, Tensor]) -> str:
