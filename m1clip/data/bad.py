@@ -52,7 +52,10 @@ def judge(
 
 
 def _refusal(found: Sequence[Failure], of: str, looked: int, limit: float) -> UserError:
-    listed = "; ".join(f"{failure.where}: {failure.reason}" for failure in found[:SHOWN])
+    places: dict[str, list[str]] = {}  # by reason: one that all share is given once
+    for failure in found[:SHOWN]:
+        places.setdefault(failure.reason, []).append(failure.where)
+    listed = "; ".join(f"{', '.join(where)}: {reason}" for reason, where in places.items())
     more = f"; and {len(found) - SHOWN:,} more" if len(found) > SHOWN else ""
     return UserError(
         f"{len(found):,} of {of} cannot be read ({len(found) / looked:.0%}, allowed {limit:.0%}): {listed}{more}. "

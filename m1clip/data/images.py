@@ -1,22 +1,41 @@
-"""Decode a picture from anyone: six formats, size known before decoding, always 8-bit RGB."""
+"""Decode a picture from anyone: six formats and HEIC, size known before decoding, always 8-bit RGB."""
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 SUFFIXES = frozenset(
-    {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff"}
+    {
+        ".jpg",
+        ".jpeg",
+        ".jpe",
+        ".jfif",
+        ".png",
+        ".webp",
+        ".gif",
+        ".bmp",
+        ".dib",
+        ".tif",
+        ".tiff",
+        ".heic",
+        ".heif",
+    }
 )
+HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+HEIC_REMEDY = "HEIC is read with the library pi-heif: pip install pi-heif (or save the image as JPEG)"
 # RGB of this size takes 192 MiB once decoded: what a laptop with two workers can bear.
 MAX_PIXELS = 64 * 2**20
 MAX_FILE_BYTES = 2**30
@@ -41,7 +60,7 @@ def one_line(text: str) -> str:
 class BadImage(ValueError):
     """A picture that cannot be used: where, why, and what kind of fault. It pickles, for worker processes.
 
-    Kinds: missing, empty, truncated, not-a-picture, too-large, broken.
+    Kinds: missing, empty, truncated, not-a-picture, no-decoder, too-large, broken.
     """
 
     def __init__(self, where: str, reason: str, kind: str = "broken") -> None:
@@ -77,14 +96,33 @@ def opened(data: bytes | str | os.PathLike[str], where: str) -> Iterator[Image.I
         if isinstance(data, bytes) and not data:
             raise BadImage(where, "the file is empty (0 bytes)", "empty")
         try:
-            image = Image.open(stream, formats=FORMATS)
+            image = Image.open(stream, formats=_formats())
         except Exception as error:
+            if _is_heic(stream) and "HEIF" not in _formats():
+                raise BadImage(where, HEIC_REMEDY, "no-decoder") from error
             raise BadImage(where, *_reason(error)) from error
         width, height = image.size
         if width * height > MAX_PIXELS:
             reason = f"{width} x {height} is more than {MAX_PIXELS >> 20} megapixels; make it smaller"
             raise BadImage(where, reason, "too-large")
         yield image
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    """What can be decoded here; pi-heif adds HEIC to Pillow's formats."""
+    try:
+        importlib.import_module("pi_heif").register_heif_opener()
+    except ImportError:
+        return FORMATS
+    return (*FORMATS, "HEIF")
+
+
+def _is_heic(stream: BinaryIO) -> bool:
+    """By its first bytes: phones also write HEIC under the name .jpg."""
+    stream.seek(0)
+    start = stream.read(12)
+    return start[4:8] == b"ftyp" and start[8:] in HEIC_BRANDS
 
 
 def _open_file(path: str | os.PathLike[str], where: str) -> io.BufferedReader:
@@ -110,7 +148,10 @@ def _reason(error: Exception) -> tuple[str, str]:
     if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
         return f"more than {MAX_PIXELS >> 20} megapixels; make it smaller", "too-large"
     if isinstance(error, Image.UnidentifiedImageError):
-        return "not a picture that can be read (JPEG, PNG, WebP, GIF, BMP and TIFF are)", "not-a-picture"
+        return (
+            "not a picture that can be read (JPEG, PNG, WebP, GIF, BMP, TIFF and HEIC are)",
+            "not-a-picture",
+        )
     if "truncated" in str(error).lower():
         return "truncated: the file ends before the picture does", "truncated"
     return f"broken ({str(error) or type(error).__name__})", "broken"

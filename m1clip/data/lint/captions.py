@@ -17,7 +17,7 @@ Lengths = Callable[[Sequence[str]], Sequence[int]]
 LABEL_WORDS = 2
 _LABELS_SHARE = 0.5
 _FEW_DISTINCT = 0.1
-_FILE_NAME = re.compile(r"\S+\.(jpe?g|png|webp|gif|bmp|tiff?)$|^https?://\S+$", re.IGNORECASE)
+_FILE_NAME = re.compile(r"\S+\.(jpe?g|png|webp|gif|bmp|tiff?|hei[cf])$|^https?://\S+$", re.IGNORECASE)
 
 
 def check_captions(

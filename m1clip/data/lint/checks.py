@@ -19,6 +19,7 @@ FAULTS = {
     "empty": ("picture files are empty (0 bytes)", "copy the empty files again, or remove their rows"),
     "truncated": ("pictures are cut short", "copy or download the truncated pictures again"),
     "not-a-picture": ("files are not pictures", "convert them to JPEG or PNG, or remove their rows"),
+    "no-decoder": ("HEIC images need a library to be read", "pip install pi-heif, or save them as JPEG"),
     "too-large": ("pictures are too large to decode safely", "make the pictures with absurd sizes smaller"),
     "broken": ("pictures cannot be decoded", "save the broken pictures again, or remove their rows"),
 }

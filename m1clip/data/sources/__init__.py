@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from m1clip.data.images import one_line
+from m1clip.data.sources import splits
 from m1clip.data.sources.base import DEFAULT, BaseSource, Options, Problem
 from m1clip.data.sources.captions_txt import TextBesideSource
 from m1clip.data.sources.class_folders import ClassFolderSource
@@ -18,11 +19,12 @@ from m1clip.data.sources.mixed import MixedSource, parse_weight
 from m1clip.data.sources.parquet_table import ParquetSource
 from m1clip.data.sources.reading import read_json, walk_pictures
 from m1clip.data.sources.shards import ShardSource
-from m1clip.data.sources.split_folders import SplitFoldersSource, table_in
+from m1clip.data.sources.split_folders import SplitFoldersSource, table_in, tables_in
 from m1clip.errors import UserError
 
 __all__ = ["KINDS", "MixedSource", "Options", "Problem", "open_source", "open_sources", "parse_weight"]
 
+FOLDERS_LOOKED_AT = 100  # of a parent of data sets there are few, of classes there may be thousands
 # In the order they are tried on a path of unknown kind.
 KINDS: dict[str, type[BaseSource]] = {
     "hf": HuggingFaceSource,
@@ -54,10 +56,18 @@ def open_source(spec: str, *, kind: str | None = None, options: Options = DEFAUL
             return KINDS[name](path, options)
         if not path.exists() and not ShardSource.looks_like(path):
             raise UserError(one_line(_not_there(spec)))
-        path = table_in(path) or path
+        path = table_in(path, "", options) or path
+        tables = tables_in(path) if path.is_dir() else []
         for found in KINDS.values():
+            if found is ClassFolderSource and (below := _sets_below(path, options)):
+                raise UserError(one_line(_several_sets(path, below)))
             if found.looks_like(path):
-                return found(path, options)
+                source = found(path, options)
+                if source.by_templates:
+                    source.notes += [f"{t} was not read; if it has the captions: --data {t}" for t in tables]
+                return source
+        if len(tables) == 1:
+            return open_source(str(tables[0]), options=options)  # says which columns it lacks
     except (OSError, ValueError) as error:
         # ValueError: a path no system takes, such as one with a zero byte.
         reason = getattr(error, "strerror", None) or error
@@ -95,7 +105,40 @@ def _named(spec: str, kind: str | None) -> tuple[str | None, Path]:
     return kind, path
 
 
+def _sets_below(path: Path, options: Options) -> list[Path]:
+    """Folders in a folder that are sets by themselves: with captions, or with splits of their own."""
+    if not path.is_dir():
+        return []
+    below = [
+        folder for folder in sorted(path.iterdir()) if folder.is_dir() and not folder.name.startswith(".")
+    ]
+    with_captions = [kind for kind in KINDS.values() if kind is not ClassFolderSource]
+    return [
+        folder
+        for folder in below[:FOLDERS_LOOKED_AT]
+        if not splits.known(folder.name)
+        and (
+            table_in(folder, "", options)
+            or any(kind.looks_like(folder) for kind in with_captions)
+            or any(splits.known(part.name) and part.is_dir() for part in folder.iterdir())
+        )
+    ]
+
+
+def _several_sets(path: Path, below: Sequence[Path]) -> str:
+    names = ", ".join(folder.name for folder in below[:5]) + (", ..." if len(below) > 5 else "")
+    how = " ".join(f"--data {folder}" for folder in below[:2])
+    return (
+        f"{path}: a folder of data sets ({names}); name those to train on, as in {how}, "
+        f"or classes:{path} if its folders are classes"
+    )
+
+
 def _unknown(path: Path) -> str:
+    tables = tables_in(path) if path.is_dir() else []
+    if tables:
+        names = ", ".join(table.name for table in tables[:5]) + (", ..." if len(tables) > 5 else "")
+        return f"{path}: holds {len(tables)} tables ({names}); name the one with captions: --data {tables[0]}"
     if path.is_dir() and next(walk_pictures(path), None):
         return f"{path}: pictures but no captions; add captions.csv (image,caption), or a .txt beside each"
     return f"{path}: no known kind of data; name it, as in csv:PATH (kinds: {', '.join(KINDS)})"

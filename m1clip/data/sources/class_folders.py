@@ -6,10 +6,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from m1clip.data.images import FileImage
+from m1clip.data.images import FileImage, one_line
 from m1clip.data.sources.base import BaseSource, Row
 from m1clip.data.sources.captions_txt import split_of
 from m1clip.data.sources.reading import clean_text, walk_pictures
+
+CLASSES_SHOWN = 5
 
 
 class ClassFolderSource(BaseSource):
@@ -33,13 +35,17 @@ class ClassFolderSource(BaseSource):
 
     def rows(self) -> Iterator[Row]:
         """A row a picture, a caption a template."""
+        classes: dict[str, None] = {}
         for name in walk_pictures(self.path):
             label = _class_of(name)
             if label is None:
                 self.problem((name, 0), "lies in no class folder", "row")
                 continue
+            classes[label] = None
             captions = tuple(template.replace("{}", label) for template in self.options.templates)
             yield Row(FileImage(os.path.join(self.path, name)), captions, name, split_of(name), (name, 0))
+        names = ", ".join(list(classes)[:CLASSES_SHOWN]) + (", ..." if len(classes) > CLASSES_SHOWN else "")
+        self.notes.append(one_line(f"captions are made from the names of {len(classes):,} folders: {names}"))
 
 
 def _class_of(name: str) -> str | None:

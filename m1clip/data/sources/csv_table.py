@@ -93,11 +93,11 @@ def _find_delimiter(line: str, options: Options) -> str:
     return max(DELIMITERS, key=lambda delimiter: len(_cut(line, delimiter)))
 
 
-def names_columns(path: Path) -> bool:
+def names_columns(path: Path, options: Options = DEFAULT) -> bool:
     """Whether the first line of a text file names an image and a caption column."""
     line = first_line(path, find_encoding(path))
-    names = _cut(line, _find_delimiter(line, DEFAULT))
+    names = _cut(line, _find_delimiter(line, options))
     try:
-        return bool(choose_columns(names, DEFAULT, ""))
+        return bool(choose_columns(names, options, ""))
     except UserError:
         return False

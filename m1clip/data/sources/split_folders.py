@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from m1clip.data.sources import splits
-from m1clip.data.sources.base import BaseSource, Row
+from m1clip.data.sources.base import DEFAULT, BaseSource, Options, Row
 from m1clip.data.sources.csv_table import CsvSource, names_columns
 from m1clip.data.sources.json_table import JsonlSource, JsonSource
 from m1clip.data.sources.parquet_table import ParquetSource
@@ -20,7 +20,7 @@ TABLE_NAMES = (
 _TABLES: tuple[type[BaseSource], ...] = (CsvSource, JsonlSource, ParquetSource, JsonSource)
 
 
-def table_in(folder: Path, ending: str = "") -> Path | None:
+def table_in(folder: Path, ending: str = "", options: Options = DEFAULT) -> Path | None:
     """The table that a folder is about: one of the known names, else the only one there."""
     if not folder.is_dir():
         return None
@@ -28,11 +28,17 @@ def table_in(folder: Path, ending: str = "") -> Path | None:
         path = folder / name
         if name.endswith(ending) and path.is_file() and any(table.looks_like(path) for table in _TABLES):
             return path
-    tables = [path for path in sorted(folder.iterdir()) if path.suffix.lower() in {".csv", ".tsv", ".jsonl"}]
-    if len(tables) != 1 or not tables[0].is_file() or not tables[0].name.endswith(ending):
+    tables = tables_in(folder)
+    if len(tables) != 1 or not tables[0].name.endswith(ending):
         return None
     # A lone table of another name may be about something else: its columns must say what it is.
-    return tables[0] if tables[0].suffix.lower() == ".jsonl" or names_columns(tables[0]) else None
+    return tables[0] if tables[0].suffix.lower() == ".jsonl" or names_columns(tables[0], options) else None
+
+
+def tables_in(folder: Path) -> list[Path]:
+    """The tables of text that lie in a folder."""
+    endings = {".csv", ".tsv", ".jsonl"}
+    return [path for path in sorted(folder.iterdir()) if path.suffix.lower() in endings and path.is_file()]
 
 
 class SplitFoldersSource(BaseSource):

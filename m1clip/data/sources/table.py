@@ -29,6 +29,7 @@ CAPTION_NAMES = (
 SPLIT_NAMES = ("split", "partition", "subset", "set")
 # Where a picture lies inside the table, these name it, so that several rows of it are joined.
 ID_NAMES = ("image_id", "img_id", "imgid", "filename", "file_name", "image_name", "image_path")
+_ENDS_AS_IMAGE = r"\.(jpe?g|png|webp|gif|bmp|tiff?|hei[cf])$"
 _NUMBERED = re.compile(r"(captions?|text|title|description|sentence)[_ ]?\d+$")
 
 
@@ -49,17 +50,13 @@ def choose_columns(header: Sequence[str], options: Options, where: str) -> Colum
         if asked is not None and asked.strip().lower() not in by_key:
             raise UserError(one_line(f"{where}: no column {asked!r}; it has {_listing(header)}"))
     image = options.image_column or _first(IMAGE_NAMES, by_key)
-    if image is None:
-        raise UserError(one_line(_no_image(header, where)))
     captions: Iterable[str] = options.caption_columns
     if not captions:
         numbered = [key for key in (name.strip().lower() for name in header) if _NUMBERED.fullmatch(key)]
         single = _first(CAPTION_NAMES, by_key)
         captions = numbered or ([single] if single else [])
-    if not captions:
-        flags = "train: --data.caption-column, data lint and pack: --caption-column"
-        what = f"{where}: no caption column among {_listing(header)}; name it ({flags})"
-        raise UserError(one_line(what))
+    if image is None or not captions:
+        raise UserError(one_line(_missing(image is None, not captions, header, where)))
     split = options.split_column or _first(SPLIT_NAMES, by_key)
     chosen = [by_key[name.strip().lower()] for name in (image, *captions)]
     name_of_split = by_key[split.strip().lower()] if split else None
@@ -78,11 +75,15 @@ def _listing(header: Sequence[str]) -> str:
     return (names or "no columns") + (", ..." if len(header) > 12 else "")
 
 
-def _no_image(header: Sequence[str], where: str) -> str:
-    if any(re.search(r"\.(jpe?g|png|webp|gif|bmp|tiff?)$", name.strip().lower()) for name in header):
+def _missing(image: bool, caption: bool, header: Sequence[str], where: str) -> str:
+    if image and any(re.search(_ENDS_AS_IMAGE, name.strip().lower()) for name in header):
         return f"{where}: its first row is a picture, not names of columns; add one such as image,caption"
-    flags = "train: --data.image-column, data lint and pack: --image-column"
-    return f"{where}: no image column among {_listing(header)}; name it ({flags})"
+    missing = [name for name, lacks in (("image", image), ("caption", caption)) if lacks]
+    flags = [" ".join(f"{prefix}{name}-column" for name in missing) for prefix in ("--data.", "--")]
+    return (
+        f"{where}: no {' and no '.join(missing)} column among {_listing(header)}; "
+        f"name it (train: {flags[0]}, data lint and pack: {flags[1]})"
+    )
 
 
 def captions_of(value: Any) -> tuple[list[str], str | None]:

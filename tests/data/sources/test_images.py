@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import struct
+import sys
 import tracemalloc
 import zlib
 from pathlib import Path
@@ -16,7 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from m1clip.data import images
 from m1clip.data.images import BadImage, FileImage, decode
+from m1clip.data.lint import lint
+from m1clip.data.sources import open_source
+
+HEIC = Path(__file__).parent / "fixtures" / "red.heic"
 
 
 def saved(image: Image.Image, kind: str, **more: object) -> bytes:
@@ -155,3 +161,26 @@ def test_any_damage_gives_a_picture_or_bad_image(kind: str, damage: list[tuple[i
     except BadImage as error:
         mode = "RGB" if "\n" not in str(error) else "more than one line"
     assert mode == "RGB"
+
+
+@pytest.mark.parametrize("name", ["a.heic", "a.jpg"])  # phones also write HEIC under the name of a JPEG
+def test_heic_without_its_library_names_the_remedy(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pi_heif", None)
+    images._formats.cache_clear()
+    (tmp_path / name).write_bytes(HEIC.read_bytes())
+    (tmp_path / "a.txt").write_text("a red square")
+    ((pair,),) = [open_source(str(tmp_path)).pairs("train")]
+    with pytest.raises(BadImage, match="pip install pi-heif") as caught:
+        pair.image.open()
+    assert caught.value.kind == "no-decoder"
+    assert "pip install pi-heif" in lint(open_source(str(tmp_path))).to_text()
+    images._formats.cache_clear()
+
+
+def test_heic_is_read_where_its_library_is() -> None:
+    pytest.importorskip("pi_heif", reason="pi-heif is an extra: pip install 'm1clip[data]'")
+    image = decode(HEIC)
+    assert image.size == (48, 32)
+    assert abs(image.getpixel((3, 3))[0] - 220) < 6

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from source_helpers import picture_bytes
+from source_helpers import everything, picture_bytes
 
 from m1clip.data.sources import KINDS, MixedSource, Options, open_source, open_sources, parse_weight
 from m1clip.data.sources.base import BaseSource
@@ -198,3 +198,41 @@ def test_hugging_face_folder(tmp_path: Path) -> None:
     open_tables.cache_clear()
     with pytest.raises(UserError, match="not a dataset"):
         open_source(str(tmp_path / "both"))
+
+
+def test_a_table_with_unknown_columns_in_a_folder_names_them_and_the_options(pictures: Write) -> None:
+    folder = pictures(["a.jpg", "b.jpg"])
+    (folder / "list.csv").write_text("which,words\na.jpg,a dog\nb.jpg,a cat\n")
+    with pytest.raises(
+        UserError, match=r"list\.csv: no image and no caption column among which, words"
+    ) as caught:
+        open_source(str(folder))
+    assert "--data.image-column --data.caption-column" in str(caught.value)
+    named = open_source(str(folder), options=Options("which", ("words",)))
+    assert (named.kind, len(everything(named))) == ("csv", 2)
+    (folder / "other.csv").write_text("image,caption\na.jpg,x\n")
+    with pytest.raises(
+        UserError, match=r"holds 2 tables \(list\.csv, other\.csv\); name the one .*--data .*list\.csv"
+    ):
+        open_source(str(folder))
+
+
+def test_class_folders_say_what_was_read_and_what_was_not(pictures: Write) -> None:
+    folder = pictures(["cat/1.jpg", "dog/2.jpg"])
+    (folder / "list.csv").write_text("which,words\ncat/1.jpg,a small cat\n")
+    source = open_source(str(folder))
+    assert source.kind == "classes"
+    assert "captions are made from the names of 2 folders: cat, dog" in source.notes
+    assert f"{folder}/list.csv was not read; if it has the captions: --data {folder}/list.csv" in source.notes
+
+
+@pytest.mark.parametrize("below", ["captions.csv", "train/cat/1.jpg"])
+def test_a_parent_of_data_sets_is_not_read_as_classes(pictures: Write, below: str) -> None:
+    folder = pictures(["sets/b/x/1.jpg", "sets/c/x/1.jpg"]) / "sets"
+    for name in ("b", "c"):
+        (folder / name / below).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name / below).write_text("image,caption\nx/1.jpg,a dog\n")
+    with pytest.raises(UserError, match=r"a folder of data sets \(b, c\)") as caught:
+        open_source(str(folder))
+    assert f"--data {folder}/b --data {folder}/c" in str(caught.value)
+    assert open_source(f"classes:{folder}").kind == "classes"

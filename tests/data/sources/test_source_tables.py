@@ -68,7 +68,7 @@ def test_bad_rows_are_problems_with_their_row(pictures: Write) -> None:
 def test_clear_errors(tmp_path: Path) -> None:
     cases = {
         "a.jpg,a dog\nb.jpg,a cat\n": "first row is a picture",
-        "": "no image column",
+        "": "no image and no caption column",
         "image,foo\na.jpg,b\n": "no caption column",
         "image,caption\n": "no pictures with captions",
         'image,caption\na.jpg,"' + "open\n" * 40_000: "never closed",
