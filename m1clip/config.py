@@ -225,8 +225,8 @@ class TrainConfig:
     "Train for this many passes over the pictures."
     steps: Annotated[int | None, Parameter(alias="--steps", group=COMMON)] = None
     "Train for this many steps."
-    batch: Annotated[int, Parameter(alias="--batch", group=COMMON, converter=number_or_auto)] = 64
-    "Pairs in a step; all of them are each other's negatives. auto (in a file: 0) takes the largest that fits."
+    batch: Annotated[int | None, Parameter(alias="--batch", group=COMMON, converter=number_or_auto)] = None
+    "Pairs in a step, each other's negatives. Default: the recipe's, fewer for few images. auto (0): all that fit."
     memory: Annotated[str | None, Parameter(alias="--memory", group=COMMON)] = None
     "Stay within this much, such as 8GB: by a smaller batch (with --batch auto), recomputation, or chunks."
     chunk: Annotated[int, Parameter(alias="--chunk", group=COMMON)] = 0
@@ -272,7 +272,7 @@ class TrainConfig:
         for name in given:
             _check(getattr(self, name) > 0, f"train.{name} must be above 0, not {getattr(self, name)}")
         _check(
-            self.batch >= 2 or self.batch == 0,
+            not self.batch or self.batch >= 2,
             f"train.batch must be at least 2 (a contrast needs two pairs), or auto, not {self.batch}",
         )
         for name in ("threads", "patience", "chunk"):
@@ -281,7 +281,7 @@ class TrainConfig:
             amount(self.memory, "B", "--memory")
         if self.save_every is not None:
             steps_or_seconds(self.save_every, "train.save_every")
-        part = self.chunk <= self.batch or self.batch == 0
+        part = not self.batch or self.chunk <= self.batch
         _check(part, f"--chunk {self.chunk} is more than --batch {self.batch}: it is a part of it")
         for name in ("log_every", "keep"):
             _check(getattr(self, name) >= 1, f"train.{name} must be at least 1, not {getattr(self, name)}")

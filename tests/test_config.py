@@ -53,7 +53,7 @@ def configs(draw: st.DrawFn) -> Config:
         if section == "train":
             for name in draw(st.permutations(["minutes", "epochs", "steps"]))[1:]:
                 values[name] = None
-            values["chunk"] = min(values["chunk"], values["batch"])
+            values["chunk"] = min(values["chunk"], values["batch"] or values["chunk"])
             values["memory"] = draw(st.none() | st.sampled_from(["8GB", "1.5 GiB", "900MB"]))
             values["label_smoothing"] *= values["objective"] != "sigmoid"
             values["precision"] = "bf16" if values["device"] == "cpu" else values["precision"]

@@ -154,7 +154,7 @@ class Workload:
             attention_image=kind, attention_text=kind,
         )  # fmt: skip
         config = dataclasses.replace(job.config, model=model, optim=wanted.optim, train=wanted.train)
-        plan = BatchPlan(len(job.splits["train"].pairs), wanted.train.batch, config.seed)
+        plan = BatchPlan(len(job.splits["train"].pairs), wanted.train.batch or 2, config.seed)
         old = job.training
         fixed = self.device.rules.fixed_shapes or candidate.compile
         kept = job.splits["train"].pictures

@@ -117,7 +117,7 @@ def choose(
     if len(options) == 1:
         return Choice(*options[0])
     # Half of the run's: fp32 keeps twice as much as bf16, and measuring should not take more memory than the run.
-    batch = min(-(-config.train.batch // 2) or PROBE_BATCH, PROBE_BATCH)
+    batch = min(-(-(config.train.batch or 0) // 2) or PROBE_BATCH, PROBE_BATCH)
     path = (
         (folder or user_cache())
         / "choices"

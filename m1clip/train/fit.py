@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from m1clip.config import Config
+from m1clip.data.loader import BatchPlan
+from m1clip.data.pair import Source
+from m1clip.data.prepare import open_data
 from m1clip.errors import UserError
 from m1clip.hardware.device import Device, Precision
 from m1clip.hardware.facts import Facts
@@ -19,6 +22,39 @@ SAFE = 0.8  # of the memory that is free, where no limit is given: other program
 MOST_AUTO = 1024  # pairs; more is a matter of taste, and of the learning rate
 LEAST_STEPS = 8  # an epoch must have so many, so that a small set is not one batch
 LEAST_CHUNK = 2
+USUAL_BATCH = {"scratch": 64, "frozen": 512, "unfreeze": 128}
+SMALL_BATCH = 8  # with fewer negatives a step teaches little
+TINY_SET = 100  # images; a run on fewer warns
+
+
+def open_training_data(config: Config, image_size: int, warn: Callable[[str], None]) -> Source:
+    """The data of a run; a batch that the images cannot fill is refused here, before any work."""
+    source = open_data(config.data, image_size, config.seed)
+    images, names = len(source.pairs("train")), ", ".join(config.data.source)
+    if not images:
+        raise UserError(f"{names}: no training pairs found")
+    if images == 1:
+        raise UserError(f"{names}: one training image; training compares images, so it needs at least 2")
+    BatchPlan.full(images, config.train.batch or 2, config.seed)
+    if images < TINY_SET:
+        warn(
+            f"{images} training images are very few: the run shows that everything works, but the model will "
+            f"overfit them; expect scores near chance on other images, and bring a few hundred images or more"
+        )
+    return source
+
+
+def largest_batch(images: int) -> int:
+    """The largest batch for so many images: an epoch has several steps, unless the batch would be too small."""
+    return min(images, max(SMALL_BATCH, power_of_two(images // LEAST_STEPS)))
+
+
+def with_batch(config: Config, usual: int, images: int) -> Config:
+    """The config with the usual batch of its recipe where the user named none, and no more than fits the images."""
+    train = config.train
+    batch = train.batch or min(usual, largest_batch(images))
+    chunk = train.chunk if train.chunk < batch or train.batch else 0
+    return dataclasses.replace(config, train=dataclasses.replace(train, batch=batch, chunk=chunk))
 
 
 @dataclass(frozen=True)
@@ -58,8 +94,8 @@ def fit_memory(
         return first[-1]
 
     room = tensor_limit(limit, device.kind, process, data)
-    most = max(2, min(MOST_AUTO, power_of_two(pictures // LEAST_STEPS)))
-    fit = decide(train.batch, train.chunk, config.model.recompute, most, room, line)
+    most = max(2, min(MOST_AUTO, largest_batch(pictures)))
+    fit = decide(train.batch or 0, train.chunk, config.model.recompute, most, room, line)
     if fit is None:
         smallest = foretold_peak(_at(line(True), LEAST_CHUNK), device.kind, process, data)
         raise UserError(

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from m1clip.config import Config, ModelConfig
 from m1clip.data.keep import DecodePlan
-from m1clip.data.prepare import open_data
 from m1clip.data.preprocess import Preprocess
 from m1clip.errors import UserError
 from m1clip.files import read_small
@@ -36,6 +35,7 @@ from m1clip.text import MAX_BYTES as MAX_TOKENIZER_BYTES
 from m1clip.text import FastTokenizer, WordPieceTokenizer, make_tokenizer
 from m1clip.text.base import Tokenizer
 from m1clip.train.auto import usual_captions
+from m1clip.train.fit import USUAL_BATCH, open_training_data, with_batch
 from m1clip.train.setup import choose_hardware, device_line
 from m1clip.train.sides import (
     Moving,
@@ -48,7 +48,6 @@ from m1clip.train.sides import (
 from m1clip.train.tower_job import TowerJob
 
 HALF = (0.5, 0.5, 0.5)  # EfficientNet-Lite was trained on pixels between -1 and 1
-BATCH = 512  # where the person leaves it open
 
 
 def prepare_frozen(
@@ -61,9 +60,7 @@ def prepare_frozen(
         raise UserError(
             "--image-tower vit --text-tower text: nothing is pretrained; that is --recipe scratch"
         )
-    source = open_data(config.data, transfer.image_size, config.seed)
-    if not source.pairs("train"):
-        raise UserError(f"{', '.join(config.data.source)}: no training pairs found")
+    source = open_training_data(config, transfer.image_size, decode(read_facts()).warn)
     captions = (caption for pair in source.pairs("train") for caption in pair.captions)
     started = pretrained_towers(config, captions)
     return prepare_towers(config, say, decode, source, started, moving, fresh=True)
@@ -95,25 +92,25 @@ def prepare_towers(
     seen: dict[str, Any] = {"captions_per_step": usual_captions(config, splits["train"])}
     if any(moving):
         seen |= dataclasses.asdict(augmentation)
+    usual = USUAL_BATCH["frozen" if fresh else "unfreeze"]
+    config = with_batch(config, usual, len(splits["train"].pairs))
     own = (own_shape(towers.shape.image_config), own_shape(towers.shape.text_config))
     kinds: dict[str, Any] = {}
     if own[0] is not None and moving.image:
         asked = (own[0].vision_heads, own[0].image_tokens, own[0].vision_width // own[0].vision_heads, False)
         kinds["attention_image"] = choose_attention(
-            config.model.attention_image, device, DTYPES[precision], config.train.batch or BATCH, *asked
+            config.model.attention_image, device, DTYPES[precision], config.train.batch or 0, *asked
         )[0]
     if own[1] is not None and moving.text:
         asked = (own[1].text_heads, own[1].context_length, own[1].text_width // own[1].text_heads, True)
         kinds["attention_text"] = choose_attention(
-            config.model.attention_text, device, DTYPES[precision], config.train.batch or BATCH, *asked
+            config.model.attention_text, device, DTYPES[precision], config.train.batch or 0, *asked
         )[0]
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(_shape_told(config.model, *own), **kinds),
         data=dataclasses.replace(config.data, **seen),
-        train=dataclasses.replace(
-            config.train, device=device.kind, precision=precision, batch=config.train.batch or BATCH
-        ),
+        train=dataclasses.replace(config.train, device=device.kind, precision=precision),
     )
     patches = own[0].grid ** 2 if own[0] is not None else 0
     full_length = device.rules.fixed_shapes or config.model.compile

@@ -71,7 +71,7 @@ class Recorder:
             "grad_norm": grad_norm,
             "lr": self.job.config.optim.lr * share,
             "temperature": float(1 / self.update.model.logit_scale.detach().exp()),
-            "pairs_per_second": n * self.job.config.train.batch / seconds,
+            "pairs_per_second": n * self.job.training.plan.batch / seconds,
             "step_seconds": seconds / n,
             "data_share": split["data"] / seconds,
             "seconds": {name: round(value / n, 6) for name, value in split.items()},

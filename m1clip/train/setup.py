@@ -24,11 +24,9 @@ from m1clip.data.prepare import (
     is_synthetic,
     load_split,
     look_first,
-    open_data,
 )
 from m1clip.data.preprocess import Preprocess
 from m1clip.data.resident import resident
-from m1clip.errors import UserError
 from m1clip.hardware.compiler import check_compile
 from m1clip.hardware.device import Device, Precision, choose_device, choose_precision, threads
 from m1clip.hardware.facts import Facts, read_facts
@@ -41,6 +39,7 @@ from m1clip.model.shape import ClipShape
 from m1clip.text import CharTokenizer, load_tokenizer, make_tokenizer
 from m1clip.text.base import Tokenizer
 from m1clip.train.auto import fitted, usual_captions
+from m1clip.train.fit import USUAL_BATCH, open_training_data, with_batch
 from m1clip.train.precision import autocast
 from m1clip.train.teacher import Teacher
 
@@ -101,14 +100,12 @@ def prepare(
     """Answer every question of a run. `saved` is the folder of a tokenizer to use again on a resume."""
     bias = config.train.objective == "sigmoid"
     draft = shape_of(config.model, logit_bias=bias)
-    source = open_data(config.data, draft.image_size, config.seed)
-    if not source.pairs("train"):
-        raise UserError(f"{', '.join(config.data.source)}: no training pairs found")
     facts = read_facts()
+    plan = decode(facts)
+    source = open_training_data(config, draft.image_size, plan.warn)
     choose_device(config.train.device, facts)  # a device that is missing is said before the data is read
 
     preprocess = Preprocess(image_size=draft.image_size)
-    plan = decode(facts)
     lint = None
     if not is_synthetic(config.data):
         lint = look_first(source, draft.image_size, draft.context_length, say, plan.warn)
@@ -131,6 +128,8 @@ def prepare(
             )
     caches = {name: split.cache for name, split in splits.items()}
     choices: dict[str, Any] = {"cache": caches, "lint": lint}
+    if config.train.batch is None:
+        config = with_batch(config, USUAL_BATCH["scratch"], len(splits["train"].pairs))
     config, device, precision = fitted(config, shape, tokenizer.eot_id, facts, splits["train"], say, choices)
     kinds = _measure_attention(config, device, precision, shape, splits["train"], choices)
     data = _resolved_data(config, augmentation, splits["train"], device)
@@ -178,6 +177,7 @@ def _training_set(
     config: Config, shape: ClipShape, train: Split, augmentation: Augmentation, device: Device
 ) -> TrainingSet:
     """The batches of the run, from pictures that lie on the device where it has a memory of its own."""
+    assert config.train.batch
     plan = BatchPlan.full(len(train.pairs), config.train.batch, config.seed)
     full_length = device.rules.fixed_shapes or config.model.compile
     several = config.data.captions_per_step or 1
@@ -213,7 +213,7 @@ def _measure_attention(
     kinds: list[AttentionKind] = []
     for tower, (wish, heads, length, width, causal) in asked.items():
         kind, times = choose_attention(
-            wish, device, DTYPES[precision], config.train.batch, heads, length, width // heads, causal
+            wish, device, DTYPES[precision], config.train.batch or 0, heads, length, width // heads, causal
         )
         choices[f"attention_{tower}"] = {
             "chosen": kind,

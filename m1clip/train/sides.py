@@ -115,6 +115,7 @@ def training_set(
     config: Config, train: Split, augmentation: Augmentation, patches: int, full_length: bool
 ) -> FeatureSet:
     """The batches of the run."""
+    assert config.train.batch
     plan = BatchPlan.full(len(train.pairs), config.train.batch, config.seed)
     several = config.data.captions_per_step or 1
     identity = identities(train.pairs)

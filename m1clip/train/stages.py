@@ -14,8 +14,8 @@ from m1clip.train.run import Result
 from m1clip.train.run import train as train_once
 from m1clip.train.screen import Screen
 
-# Settings that hold for both stages: the machine, and the loss, for which the first makes the parameters.
-BOTH = ("device", "precision", "threads", "log", "objective", "label_smoothing")
+# Settings that hold for both stages: the machine, the batch, and the loss, whose parameters the first stage makes.
+BOTH = ("batch", "device", "precision", "threads", "log", "objective", "label_smoothing")
 SECOND = ("base", "wise", "lora_rank", "train_image", "train_text")  # for the stage that moves the towers
 
 

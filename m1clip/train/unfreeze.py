@@ -9,12 +9,13 @@ from typing import cast
 from m1clip.config import Config, DataConfig
 from m1clip.data.keep import DecodePlan
 from m1clip.data.pair import Source
-from m1clip.data.prepare import Split, open_data
+from m1clip.data.prepare import Split
 from m1clip.errors import UserError
 from m1clip.evaluate.bundle import assemble
 from m1clip.evaluate.foreign import Parts
-from m1clip.hardware.facts import Facts
+from m1clip.hardware.facts import Facts, read_facts
 from m1clip.model.pretrained.clip import TowerClip
+from m1clip.train.fit import open_training_data
 from m1clip.train.forgetting import with_base
 from m1clip.train.frozen import Started, prepare_towers
 from m1clip.train.sides import Moving, maker_of, side_split
@@ -39,9 +40,7 @@ def prepare_unfrozen(
             f"{transfer.init}: has no bias for --train.objective sigmoid; choose multi, or train it with sigmoid first"
         )
     moving = Moving(transfer.train_image != 0, transfer.train_text != 0)
-    source = open_data(config.data, parts.preprocess.image_size, config.seed)
-    if not source.pairs("train"):
-        raise UserError(f"{', '.join(config.data.source)}: no training pairs found")
+    source = open_training_data(config, parts.preprocess.image_size, decode(read_facts()).warn)
     started = Started(model, bundle.tokenizer, bundle.preprocess)
     job = prepare_towers(config, say, decode, source, started, moving, fresh=False)
 

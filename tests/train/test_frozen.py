@@ -136,10 +136,10 @@ def test_auto_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Config(transfer=TransferConfig(recipe="auto"))
     chosen = recipe.decided(asked, said.append)
     assert chosen.transfer.recipe == "frozen"
-    assert chosen.train.batch == 512
+    assert chosen.train.batch is None
     assert chosen.optim.name == "adamw"
     assert "72 pictures are too few" in said[-2]
-    assert "train.batch 512" in said[-1]
+    assert "optim.lr 0.001" in said[-1]
     kept = recipe.decided(small_config({"transfer.recipe": "auto"}), said.append)
     assert (kept.train.batch, kept.train.steps, kept.train.epochs) == (16, 10, None)
     monkeypatch.setattr(recipe, "installed", lambda tower: tower != "minilm")
@@ -148,7 +148,19 @@ def test_auto_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert recipe.decided(Config(), said.append) == Config()
 
 
-def test_too_large_a_batch_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch", [None, 0])
+def test_the_batch_fits_the_data_unless_the_user_named_it(tmp_path: Path, batch: int | None) -> None:
+    shown = screen()
+    changes = {"train.batch": batch, "data.train_count": 20, "train.steps": 3, "train.chunk": 64}
+    result = train(frozen_config(tmp_path, **changes), tmp_path / "run", shown)
+    assert load_config(result.run / "config.toml").train.batch == 8
+    assert shown.warned[0].startswith("20 training images are very few")
+
+
+def test_a_batch_that_the_images_cannot_fill_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frozen, "pretrained_towers", forbidden)
     with pytest.raises(UserError, match="40 training pictures do not fill one batch of 64"):
         train(frozen_config(tmp_path, **{"train.batch": 64}), tmp_path / "run", screen())
 

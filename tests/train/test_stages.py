@@ -52,7 +52,7 @@ def test_settings_of_the_stages() -> None:
     assert (first.train.minutes, first.train.epochs, first.train.batch, first.train.threads) == (
         None,
         20,
-        512,
+        None,
         3,
     )
     assert (first.transfer.recipe, first.transfer.wise) == ("frozen", "off")
@@ -88,7 +88,7 @@ def test_the_settings_of_a_recipe_are_said() -> None:
     said: list[str] = []
     asked = Config(train=TrainConfig(batch=64, patience=1), transfer=TransferConfig(recipe="finetune"))
     recipe.say_settings(asked, stages.unfrozen_stage(asked, "runs/x"), said.append)
-    assert "train.batch 128" in said[0]
+    assert "optim.layer_decay 0.8" in said[0]
     assert "patience" not in said[0]
     recipe.say_settings(asked, asked, said.append)
     assert len(said) == 1
@@ -97,11 +97,12 @@ def test_the_settings_of_a_recipe_are_said() -> None:
 def test_what_was_given_wins_over_the_recipe_even_at_its_default() -> None:
     words = ["train", "--recipe", "finetune", "--batch", "64", "--minutes", "30"]
     (settings,) = layers(words)
-    assert (settings.data["train.batch"], settings.data["optim.layer_decay"]) == (128, 0.8)
+    assert settings.data["optim.layer_decay"] == 0.8
+    assert "train.batch" not in settings.data
     assert "train.epochs" not in settings.data
     given = Config(train=TrainConfig(batch=64), transfer=TransferConfig(recipe="finetune"))
     assert stages.unfrozen_stage(given, "runs/x", settled=True).train.batch == 64
-    assert stages.frozen_stage(given).train.batch == 512
+    assert stages.frozen_stage(given).train.batch == 64
 
 
 @pytest.mark.parametrize(
