@@ -180,7 +180,12 @@ class NaiveTrainer:
         ids = torch.from_numpy(split.captions.tokens).long()
         text = torch.cat([self.model.encode_text(part.to(self.device)) for part in ids.split(48)])
         self.model.train()
-        return in_batch_accuracy(image.cpu(), text.cpu(), torch.from_numpy(split.captions.owner))
+        return in_batch_accuracy(
+            image.cpu(),
+            text.cpu(),
+            torch.from_numpy(split.captions.owner),
+            torch.from_numpy(split.captions.keys),
+        )
 
 
 def prior_art_job(config: Config, device: str = "cpu") -> Job:

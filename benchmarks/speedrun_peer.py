@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from speedrun_own import Plan, recalls
 
+from m1clip.data.captions import caption_keys
 from m1clip.data.pair import Source
 from m1clip.data.sources import open_sources
 from m1clip.evaluate.retrieval import retrieval
@@ -98,7 +99,8 @@ class OpenClip:
         self.version = result.stdout.split()[-1]
         image, text = (torch.from_numpy(np.load(out / f"{kind}.npy")) for kind in ("image", "text"))
         owner = torch.tensor([index for index, pair in enumerate(pairs) for _ in pair.captions])
-        return recalls(dict(retrieval(image, text, owner)))
+        keys = caption_keys([caption for pair in pairs for caption in pair.captions])
+        return recalls(dict(retrieval(image, text, owner, torch.from_numpy(keys))))
 
 
 def write_rows(source: Source, path: Path, count: int, seed: int) -> None:

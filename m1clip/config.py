@@ -254,7 +254,7 @@ class TrainConfig:
     eval_every: int | None = None
     "Steps between two evaluations on the validation split; default: five times a run. 0 = at the end only."
     patience: int = 0
-    "Stop after this many evaluations without a better recall; 0 = never."
+    "Stop after this many evaluations without a better mean recall (class folders: top-1 accuracy); 0 = never."
     save_every: Annotated[
         int | str | None, Parameter(alias="--save-every", group=COMMON, converter=steps_or_time)
     ] = None

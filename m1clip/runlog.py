@@ -17,8 +17,17 @@ VERSION = 1  # raised when a field changes its meaning; a new field is no new ve
 NAME = "run.jsonl"
 LONGEST_LINE = 2**24
 
+# The figure that chooses the best model and its label: the first of these that an evaluation has.
+TOP1, MEAN_RECALL = "top1_accuracy", "mean_recall"
+SELECTION = {TOP1: "top-1 accuracy", MEAN_RECALL: "mean recall"}
+
 Record = dict[str, Any]
 Sink = Callable[[Record], None]
+
+
+def selection_name(record: Record) -> str:
+    """The name of the figure that chooses the best model, in an evaluation or end record."""
+    return next((name for name in SELECTION if name in record), MEAN_RECALL)
 
 
 class RunLog:

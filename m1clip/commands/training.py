@@ -137,7 +137,8 @@ def evaluate(
     analysis: Annotated[bool, Parameter(negative="")] = False,
     device: Literal["auto", "cpu", "mps", "cuda"] = "auto",
 ) -> None:
-    """Score a run's best model on a split of its data: recall both ways with chance and 95% interval.
+    """Score a run's best model on a split of its data: mean recall (class folders: top-1 accuracy) and
+    recall both ways, with chance and 95% interval.
 
     With --classes FOLDER it scores zero-shot classes instead: FOLDER holds a folder of pictures for each class, and
     the model is given only the names. Top-1 and top-5 accuracy, and the confusion matrix as a picture.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,11 +21,19 @@ class CaptionTable:
     keys: np.ndarray  # (captions,) int64
     first: np.ndarray  # (pictures + 1,)
     pad_id: int  # what stands after the end mark
+    classes: bool = field(
+        default=False, kw_only=True
+    )  # made from class names: equal first captions are one class
 
     @property
     def owner(self) -> np.ndarray:
         """(captions,) the picture that each caption describes."""
         return np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
+
+    @property
+    def labels(self) -> np.ndarray | None:
+        """(images,) the class of each image, numbered from 0; None where captions are not made from classes."""
+        return np.unique(self.keys[self.first[:-1]], return_inverse=True)[1] if self.classes else None
 
     def pick(
         self, pictures: np.ndarray, draws: np.ndarray, several: int = 1
@@ -65,12 +73,18 @@ def rounded(length: int, context: int) -> int:
     return min(-(-length // BUCKET) * BUCKET, context)
 
 
+def caption_keys(captions: Sequence[str]) -> np.ndarray:
+    """(n,) int64: equal captions have equal keys, whatever their case and outer spaces."""
+    number: dict[str, int] = {}
+    return np.array(
+        [number.setdefault(caption.strip().lower(), len(number)) for caption in captions], np.int64
+    )
+
+
 def tokenise(captions: Sequence[tuple[str, ...]], tokenizer: Tokenizer, context_length: int) -> CaptionTable:
     """Tokenise every caption of every picture."""
     flat = [caption for group in captions for caption in group]
     first = np.concatenate([[0], np.cumsum([len(group) for group in captions])]).astype(np.int64)
-    number: dict[str, int] = {}
-    keys = np.array([number.setdefault(caption.strip().lower(), len(number)) for caption in flat], np.int64)
     tokens = tokenizer(flat, context_length)
     lengths = (tokens == tokenizer.eot_id).argmax(axis=1) + 1
-    return CaptionTable(tokens, lengths.astype(np.int32), keys, first, tokenizer.pad_id)
+    return CaptionTable(tokens, lengths.astype(np.int32), caption_keys(flat), first, tokenizer.pad_id)

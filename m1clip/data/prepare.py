@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from m1clip.config import DataConfig
@@ -93,7 +93,12 @@ def load_split(
     if not len(stored.pictures):
         raise UserError(f"none of the {len(pairs):,} {split} pictures can be read; m1clip data lint says why")
     captions = tokenise([pair.captions for pair in stored.pairs], tokenizer, context_length)
-    return Split(stored.pictures, captions, stored.pairs, stored.failures, stored.kind)
+    return Split(stored.pictures, with_classes(captions, source), stored.pairs, stored.failures, stored.kind)
+
+
+def with_classes(captions: CaptionTable, source: Source) -> CaptionTable:
+    """The captions, marked where the source makes them from class names."""
+    return replace(captions, classes=getattr(source, "by_templates", False))
 
 
 def _count(source: Source) -> int:

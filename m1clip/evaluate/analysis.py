@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from m1clip.evaluate.ranks import TIE, nearest
+from m1clip.evaluate.ranks import TIE, is_match, nearest
 
 SAMPLE = 256  # captions whose negatives are compared
 UNIFORM = 1024  # points whose distances are averaged
@@ -43,12 +43,15 @@ def modality_gap(image: Tensor, text: Tensor) -> float:
     return float((image.float().mean(dim=0) - text.float().mean(dim=0)).norm())
 
 
-def difficulty_by_similarity(image: Tensor, text: Tensor, owner: Tensor) -> dict[str, Share]:
+def difficulty_by_similarity(
+    image: Tensor, text: Tensor, owner: Tensor, keys: Tensor | None = None
+) -> dict[str, Share]:
     """How often a picture scores its caption above another picture's, by how similar the two captions are."""
     chosen = even_indices(len(text), SAMPLE)
     words, mine = text[chosen].float(), owner[chosen]
     scores = image[mine].float() @ words.T  # (m, m): row i is the picture of caption i
-    other = mine[:, None] != mine[None, :]
+    key = chosen if keys is None else keys[chosen]
+    other = ~is_match(mine[:, None], key[None, :], owner, keys)
     similarity = (words @ words.T)[other]
     if not len(similarity):
         return {}
@@ -91,11 +94,14 @@ class Confusion:
     margin: float
 
 
-def confusions(image: Tensor, text: Tensor, owner: Tensor, most: int) -> list[Confusion]:
+def confusions(
+    image: Tensor, text: Tensor, owner: Tensor, keys: Tensor | None = None, *, most: int
+) -> list[Confusion]:
     """The captions whose wrong picture leads by most: one for each pair of pictures."""
     best, found = nearest(text, image, 1)
     own = (image[owner].float() * text.float()).sum(dim=1)
-    margin = torch.where(found[:, 0] == owner, -torch.inf, best[:, 0] - own)
+    key = torch.arange(len(text)) if keys is None else keys
+    margin = torch.where(is_match(found[:, 0], key, owner, keys), -torch.inf, best[:, 0] - own)
     seen: set[tuple[int, int]] = set()
     worst: list[Confusion] = []
     for caption in margin.argsort(descending=True).tolist():

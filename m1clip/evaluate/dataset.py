@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,12 +18,22 @@ from m1clip.features.tables import FeatureCaptions, FeaturePictures
 from m1clip.model.clip import Clip
 
 
+class Features(NamedTuple):
+    """Features of a split on the CPU, in the order in which `held_out` takes them."""
+
+    image: Tensor  # (images, d)
+    text: Tensor  # (captions, d)
+    owner: Tensor  # (captions,) the image that each caption describes
+    keys: Tensor  # (captions,) equal captions have equal keys
+    labels: Tensor | None  # (images,) the class, for class folders
+
+
 @torch.inference_mode()
 def encode_split(
     model: Clip, pictures: Pictures, captions: CaptionTable, preprocess: Preprocess, batch: int,
     autocast: Callable[[], AbstractContextManager[object]],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(image features, text features, owner) of a split, on the CPU."""
+) -> Features:  # fmt: skip
+    """Every image and every caption of a split."""
     training, device = model.training, model.logit_scale.device
     model.eval()
     image, text = [], []
@@ -43,7 +54,9 @@ def encode_split(
     sorted_text = torch.cat(text)
     features = torch.empty_like(sorted_text)
     features[torch.from_numpy(order)] = sorted_text
-    return torch.cat(image), features, torch.from_numpy(captions.owner)
+    keys, labels = torch.from_numpy(captions.keys), captions.labels
+    found = None if labels is None else torch.from_numpy(labels)
+    return Features(torch.cat(image), features, torch.from_numpy(captions.owner), keys, found)
 
 
 def _told(captions: CaptionTable, chosen: np.ndarray) -> np.ndarray:

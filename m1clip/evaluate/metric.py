@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from m1clip.runlog import MEAN_RECALL, SELECTION, TOP1
+
+__all__ = ["MEAN_RECALL", "TOP1", "Interval", "Metric", "Scores", "selection_metric"]
+
 
 @dataclass(frozen=True, slots=True)
 class Interval:
@@ -25,6 +29,11 @@ class Metric:
     interval: Interval
     n: int
     kind: Literal["share", "rank"] = "share"
+
+    @property
+    def label(self) -> str:
+        """The name as users see it."""
+        return SELECTION.get(self.name, self.name)
 
     def as_row(self) -> dict[str, str | float | int]:
         """One flat record, as a table or a line of the run log takes it."""
@@ -73,7 +82,6 @@ class Scores:
         return flat
 
 
-def mean_recall(scores: Scores) -> float:
-    """The mean of recall@1, @5 and @10 both ways: one number that decides which model is best."""
-    values = [value for name, value in scores if "/recall@" in name]
-    return sum(values) / len(values)
+def selection_metric(scores: Scores) -> Metric:
+    """The figure that chooses the best model: top-1 accuracy for class folders, else mean recall."""
+    return next(metric for name in SELECTION for metric in scores.metrics if metric.name == name)

@@ -15,60 +15,85 @@ SCORES_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """1-based ranks on the CPU. One more than the number of candidates means: never found (NaN)."""
+    """1-based ranks on the CPU. One more than the number of candidates means: never found (NaN).
 
-    text_to_image: Tensor  # (n_texts,)
+    Captions with the same key are one candidate, and every image that has that caption is right for it.
+    """
+
+    text_to_image: Tensor  # (n_texts,) best rank of the images that have this caption
     image_to_text: Tensor  # (n_images,) best rank of its captions; read it only where `captioned`
-    captioned: Tensor  # (n_images,) bool: pictures without a caption are candidates but ask nothing
+    right_images: Tensor  # (n_texts,) how many images have this caption
+    right_texts: Tensor  # (n_images,) how many distinct captions this image has
+    distinct_texts: int
+
+    @property
+    def captioned(self) -> Tensor:
+        """(n_images,) bool: images without a caption are candidates but not queries."""
+        return self.right_texts > 0
 
 
-def ranks(image: Tensor, text: Tensor, owner: Tensor, chunk: int | None = None) -> Ranks:
+def ranks(
+    image: Tensor, text: Tensor, owner: Tensor, keys: Tensor | None = None, chunk: int | None = None
+) -> Ranks:
     """Ranks of image (n_images, d) against text (n_texts, d); owner[t] is the image of text t.
 
-    A tie with a wrong candidate counts against the model; `chunk` queries are scored at a time.
+    Equal captions have equal `keys` (n_texts,); by default all captions differ. A tie with a wrong candidate counts
+    against the model; `chunk` queries are scored at a time.
     """
     check_features(image, text, owner)
-    owner = owner.to(image.device)
+    place = torch.arange(len(text))
+    distinct, caption = (place, place) if keys is None else keys.cpu().unique(return_inverse=True)
+    first = place.new_full((len(distinct),), len(text)).scatter_reduce_(0, caption, place, "amin")
+    pair = (owner.cpu() * len(distinct) + caption).unique()  # sorted by image
+    image_of, caption_of = pair // len(distinct), pair % len(distinct)
+    by_caption = caption_of.argsort(stable=True)
+    texts = text[first.to(text.device)]
+    to_image = match_ranks(texts, image, caption_of[by_caption], image_of[by_caption], chunk)
+    to_text = match_ranks(image, texts, image_of, caption_of, chunk)
+    right_images = torch.bincount(caption_of)[caption]
+    return Ranks(
+        to_image[caption],
+        to_text,
+        right_images,
+        torch.bincount(image_of, minlength=len(image)),
+        len(distinct),
+    )
+
+
+@torch.no_grad()
+def match_ranks(
+    query: Tensor, candidates: Tensor, query_of: Tensor, candidate_of: Tensor, chunk: int | None = None
+) -> Tensor:
+    """(n_queries,) best rank of the right candidates; right pairs are (query_of, candidate_of), sorted by query."""
+    query_of, candidate_of = query_of.to(query.device), candidate_of.to(query.device)
+    chunk = chunk or rows_at_once(len(candidates))
+    # Sorted pairs: those of a chunk are one slice, and no (chunk, n_candidates) mask is needed.
+    edges = torch.searchsorted(query_of, torch.arange(len(query) + 1, device=query_of.device)).tolist()
+    found = []
     # Under a caller's autocast the matmul would run in bf16, where unlike pairs tie by rounding.
-    with torch.no_grad(), torch.autocast(image.device.type, enabled=False):
-        image, text = image.float(), text.float()
-        to_image = _ranks_of_texts(text, image, owner, chunk or rows_at_once(len(image)))
-        to_text = _ranks_of_images(image, text, owner, chunk or rows_at_once(len(text)))
-    captioned = torch.bincount(owner.cpu(), minlength=len(image)) > 0
-    return Ranks(to_image.cpu(), to_text.cpu(), captioned)
+    with torch.autocast(query.device.type, enabled=False):
+        query, candidates = query.float(), candidates.float()
+        for start in range(0, len(query), chunk):
+            scores = query[start : start + chunk] @ candidates.T  # (chunk, n_candidates)
+            part = slice(edges[start], edges[start + len(scores)])
+            row, column = query_of[part] - start, candidate_of[part]
+            # Right scores are read from the same product: computed apart, they could round to a false win.
+            right = scores[row, column].nan_to_num(nan=-torch.inf)
+            best = scores.new_full((len(scores),), -torch.inf).scatter_reduce_(0, row, right, "amax")
+            scores[row, column] = -torch.inf
+            rank = 1 + _count(scores >= best[:, None] - TIE)
+            found.append(rank.masked_fill(best == -torch.inf, len(candidates) + 1))
+    return torch.cat(found).cpu()
 
 
-def _ranks_of_texts(text: Tensor, image: Tensor, owner: Tensor, chunk: int) -> Tensor:
-    found = []
-    for start in range(0, len(text), chunk):
-        scores = text[start : start + chunk] @ image.T  # (chunk, n_images)
-        right = owner[start : start + chunk, None]
-        # The right score is read from the same product: computed apart, it could round to a false win.
-        own = scores.gather(1, right)
-        scores.scatter_(1, right, -torch.inf)
-        rank = 1 + _count(scores >= own - TIE)
-        found.append(rank.masked_fill(own[:, 0].isnan(), len(image) + 1))
-    return torch.cat(found)
+def is_match(image: Tensor, key: Tensor, owner: Tensor, keys: Tensor | None) -> Tensor:
+    """Whether each image has a caption with this key; `image` and `key` broadcast.
 
-
-def _ranks_of_images(image: Tensor, text: Tensor, owner: Tensor, chunk: int) -> Tensor:
-    # Captions in the order of their pictures: those of a chunk are one slice, and no (chunk, n_texts) mask
-    # is needed to tell them from the others.
-    by_picture = owner.argsort(stable=True)
-    text, owner = text[by_picture], owner[by_picture]
-    edges = torch.searchsorted(owner, torch.arange(len(image) + 1, device=owner.device)).tolist()
-    found = []
-    for start in range(0, len(image), chunk):
-        scores = image[start : start + chunk] @ text.T  # (chunk, n_texts)
-        first, last = edges[start], edges[start + len(scores)]
-        column = torch.arange(first, last, device=owner.device)
-        row = owner[first:last] - start
-        own = scores[row, column].nan_to_num(nan=-torch.inf)
-        best = scores.new_full((len(scores),), -torch.inf).scatter_reduce_(0, row, own, "amax")
-        scores[row, column] = -torch.inf
-        rank = 1 + _count(scores >= best[:, None] - TIE)
-        found.append(rank.masked_fill(best == -torch.inf, len(text) + 1))
-    return torch.cat(found)
+    Without `keys`, the key of a caption is its index.
+    """
+    keys = torch.arange(len(owner)) if keys is None else keys
+    n = int(keys.max()) + 1
+    return torch.isin(image * n + key, owner * n + keys)
 
 
 def _count(true: Tensor) -> Tensor:

@@ -7,14 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from m1clip.evaluate.chance import (
-    image_to_text_chance,
-    image_to_text_median_chance,
-    text_to_image_chance,
-    text_to_image_median_chance,
-)
-from m1clip.evaluate.interval import median, median_interval, share_intervals
-from m1clip.evaluate.metric import Metric, Scores
+from m1clip.evaluate.chance import median_rank_chance, recall_chance
+from m1clip.evaluate.interval import median, median_interval, share_intervals, wilson
+from m1clip.evaluate.metric import MEAN_RECALL, Metric, Scores
 from m1clip.evaluate.ranks import ranks
 
 RECALL_AT = (1, 5, 10)
@@ -24,42 +19,32 @@ def retrieval(
     image: Tensor,
     text: Tensor,
     owner: Tensor,
+    keys: Tensor | None = None,
     at: Sequence[int] = RECALL_AT,
     seed: int = 0,
     chunk: int | None = None,
 ) -> Scores:
     """Recall and median rank of normalised image (n_images, d) and text (n_texts, d), both ways.
 
-    owner[t] is the image that text t describes; a picture is found when any of its captions is.
+    owner[t] is the image that text t describes; captions with equal `keys` are equally right. An image is found when
+    any of its captions is, and a caption when any image that has it is.
     """
-    found = ranks(image, text, owner, chunk)
-    owner = owner.cpu()
-    captions = torch.bincount(owner, minlength=len(image))
+    found = ranks(image, text, owner, keys, chunk)
     asking = found.captioned.nonzero()[:, 0]
-    return Scores(
-        (
-            *_direction(
-                "text_to_image",
-                found.text_to_image,
-                owner,
-                len(image),
-                at,
-                [text_to_image_chance(k, len(image)) for k in at],
-                text_to_image_median_chance(len(image)),
-                seed,
-            ),
-            *_direction(
-                "image_to_text",
-                found.image_to_text[asking],
-                asking,
-                len(text),
-                at,
-                [image_to_text_chance(k, captions) for k in at],
-                image_to_text_median_chance(captions),
-                seed,
-            ),
-        )
-    )
+    there = (found.text_to_image, owner.cpu(), found.right_images, len(image))
+    back = (found.image_to_text[asking], asking, found.right_texts[asking], found.distinct_texts)
+    both = (*_direction("text_to_image", *there, at, seed), *_direction("image_to_text", *back, at, seed))
+    return Scores((_mean_recall(both), *both))
+
+
+def _mean_recall(metrics: Sequence[Metric]) -> Metric:
+    """The mean of recall@1, @5 and @10 both ways."""
+    recalls = [metric for metric in metrics if metric.kind == "share"]
+    value = sum(metric.value for metric in recalls) / len(recalls)
+    n_images = recalls[-1].n
+    # Wilson over images: never too narrow, because a mean of hits varies less than a single hit.
+    level = sum(metric.chance for metric in recalls) / len(recalls)
+    return Metric(MEAN_RECALL, value, level, wilson(value, n_images), n_images)
 
 
 def recall_hits(rank: Tensor, at: Sequence[int], n_candidates: int) -> Tensor:
@@ -70,23 +55,17 @@ def recall_hits(rank: Tensor, at: Sequence[int], n_candidates: int) -> Tensor:
 
 
 def _direction(
-    name: str,
-    rank: Tensor,
-    picture: Tensor,
-    n_candidates: int,
-    at: Sequence[int],
-    recall_chance: Sequence[float],
-    median_chance: float,
-    seed: int,
+    name: str, rank: Tensor, picture: Tensor, right: Tensor, n_candidates: int, at: Sequence[int], seed: int
 ) -> list[Metric]:
     hits = recall_hits(rank, at, n_candidates)
     shares = hits.double().mean(dim=0).tolist()
     intervals = share_intervals(hits, picture, seed)
     recalls = [
-        Metric(f"{name}/recall@{k}", share, chance, interval, len(rank))
-        for k, share, chance, interval in zip(at, shares, recall_chance, intervals, strict=True)
+        Metric(f"{name}/recall@{k}", share, recall_chance(k, right, n_candidates), interval, len(rank))
+        for k, share, interval in zip(at, shares, intervals, strict=True)
     ]
+    level = median_rank_chance(right, n_candidates)
     middle = Metric(
-        f"{name}/median_rank", median(rank), median_chance, median_interval(rank, picture), len(rank), "rank"
+        f"{name}/median_rank", median(rank), level, median_interval(rank, picture), len(rank), "rank"
     )
     return [*recalls, middle]

@@ -30,7 +30,7 @@ def scores_table(scores: Scores, title: str | None = None) -> Table:
             table.add_section()
         group = head
         # Text and not markup: a label such as "[red]" from a person's data is shown as it is.
-        table.add_row(*(Text(cell) for cell in (metric.name, *cells(metric))))
+        table.add_row(*(Text(cell) for cell in (metric.label, *cells(metric))))
     return table
 
 

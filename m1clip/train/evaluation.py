@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from m1clip.evaluate.bundle import Bundle
-from m1clip.evaluate.dataset import encode_split
+from m1clip.evaluate.dataset import Features, encode_split
 from m1clip.evaluate.heldout import held_out
 from m1clip.evaluate.metric import Scores
 from m1clip.model.clip import Clip
@@ -25,8 +23,8 @@ FEWEST = 4
 SMALL_CHANGE = 0.25  # seconds
 
 
-def encode(job: Job, model: Clip, split: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(image features, text features, owner) of a split, in the precision of the run."""
+def encode(job: Job, model: Clip, split: str) -> Features:
+    """Features of a split, in the precision of the run."""
     data = job.splits[split]
     rows = rows_at_once(model)
     return encode_split(model, data.pictures, data.captions, job.preprocess, rows, job.autocast)
@@ -54,7 +52,7 @@ class Budget:
 
 
 def look_closer(
-    job: Job, model: Clip, features: tuple[Tensor, Tensor, Tensor], run: Path, step: int, pictures: int
+    job: Job, model: Clip, features: Features, run: Path, step: int, pictures: int
 ) -> dict[str, Any]:
     """The analysis of the validation split for the log, and a snapshot of what it finds for those who watch.
 

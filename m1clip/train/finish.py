@@ -17,12 +17,12 @@ from m1clip.data.prepare import Split
 from m1clip.data.synthetic.negatives import negatives
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.evaluate.bundle import Bundle
-from m1clip.evaluate.dataset import encode_split
+from m1clip.evaluate.dataset import Features, encode_split
 from m1clip.evaluate.grid import GridRow, retrieval_grid
 from m1clip.evaluate.heldout import held_out
 from m1clip.evaluate.metric import Scores
 from m1clip.evaluate.negatives import negatives_accuracy
-from m1clip.evaluate.ranks import nearest, ranks
+from m1clip.evaluate.ranks import is_match, nearest, ranks
 from m1clip.model.clip import Clip
 
 # Pictures encoded at a time: few on the CPU, where their activations stand beside the optimizer's state in memory.
@@ -69,7 +69,7 @@ def examine(exam: Exam, grid: Path) -> Scores:
     scores = held_out(*features)
     if isinstance(exam.source, SyntheticSource):
         scores += negative_scores(exam, exam.source, features[0])
-    save_grid(exam, *features, grid)
+    save_grid(exam, features, grid)
     return scores
 
 
@@ -103,10 +103,11 @@ def negative_scores(
     )
 
 
-def save_grid(exam: Exam, image: Tensor, text: Tensor, owner: Tensor, path: Path) -> None:
+def save_grid(exam: Exam, features: Features, path: Path) -> None:
     """A picture of queries and what they retrieve, right and wrong marked, from the best query to the worst."""
+    image, text, owner, keys, _ = features
     data, columns = exam.data, min(GRID_COLUMNS, len(image))
-    place = ranks(image, text, owner).text_to_image
+    place = ranks(image, text, owner, keys).text_to_image
     rows = []
     for caption in _even_sample(place, GRID_ROWS):
         scores, found = nearest(text[caption : caption + 1], image, columns)
@@ -115,7 +116,7 @@ def save_grid(exam: Exam, image: Tensor, text: Tensor, owner: Tensor, path: Path
             GridRow(
                 query=data.pairs[right].captions[int(caption - data.captions.first[right])],
                 pictures=list(data.pictures.read(found[0].numpy())),
-                correct=[int(index) == right for index in found[0]],
+                correct=is_match(found[0], keys[caption], owner, keys).tolist(),
                 scores=scores[0].tolist(),
                 right_rank=int(place[caption]),
             )

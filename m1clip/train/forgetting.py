@@ -20,9 +20,10 @@ from m1clip.evaluate.analysis import even_indices
 from m1clip.evaluate.bundle import Bundle
 from m1clip.evaluate.dataset import encode_split
 from m1clip.evaluate.heldout import held_out
-from m1clip.evaluate.metric import mean_recall
+from m1clip.evaluate.metric import MEAN_RECALL, TOP1, selection_metric
 from m1clip.evaluate.zeroshot import class_folders, class_vectors, encode_readable, top_scores
 from m1clip.model.clip import Clip
+from m1clip.runlog import SELECTION
 from m1clip.text.base import Tokenizer
 from m1clip.train.setup import Job
 
@@ -45,11 +46,20 @@ class Meter(Protocol):
 
 @dataclass(frozen=True)
 class RecallMeter:
-    """The mean of recall@1, @5 and @10 both ways."""
+    """The figure that chooses the best model, on a split."""
 
     split: Split
     autocast: Context
-    name: str = "mean recall"
+
+    @property
+    def metric(self) -> str:
+        """Its name in the log."""
+        return TOP1 if self.split.captions.classes else MEAN_RECALL
+
+    @property
+    def name(self) -> str:
+        """Its label."""
+        return SELECTION[self.metric]
 
     def __call__(self, bundle: Bundle) -> float:
         """Features of the split first; sides that stand still bring theirs."""
@@ -57,7 +67,7 @@ class RecallMeter:
         found = encode_split(
             bundle.model, data.pictures, data.captions, bundle.preprocess, BATCH, self.autocast
         )
-        return mean_recall(held_out(*found))
+        return selection_metric(held_out(*found)).value
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from m1clip.data.captions import CaptionTable
 from m1clip.data.prepare import Split
@@ -26,26 +25,25 @@ from m1clip.evaluate.analysis import (
     recall_by_length,
     uniformity,
 )
-from m1clip.evaluate.dataset import encode_split
+from m1clip.evaluate.dataset import Features, encode_split
 from m1clip.evaluate.grid import GridRow, retrieval_grid
 from m1clip.evaluate.ranks import ranks
 from m1clip.train.finish import Exam, negative_scores, rows_at_once
 
-Features = tuple[Tensor, Tensor, Tensor]
 CONFUSIONS = 8
 SAMPLE = 32  # pictures whose made-up negatives are encoded at an evaluation: the one dear part
 
 
 def analyse(exam: Exam, features: Features, sample: int = SAMPLE) -> dict[str, Any]:
     """Everything that can be said from the features of a split, ready for the log; `sample` pictures for negatives."""
-    image, text, owner = features
-    place = ranks(image, text, owner).text_to_image
+    image, text, owner, keys, _ = features
+    place = ranks(image, text, owner, keys).text_to_image
     found: dict[str, Any] = {
         "alignment": round(alignment(image, text, owner), 5),
         "uniformity_image": round(uniformity(image), 5),
         "uniformity_text": round(uniformity(text), 5),
         "modality_gap": round(modality_gap(image, text), 5),
-        "difficulty": as_plain(difficulty_by_similarity(image, text, owner)),
+        "difficulty": as_plain(difficulty_by_similarity(image, text, owner, keys)),
         "length": as_plain(recall_by_length(place, torch.from_numpy(exam.data.captions.lengths))),
     }
     if isinstance(exam.source, SyntheticSource):
@@ -74,7 +72,7 @@ def analyse_split(exam: Exam, picture: Path) -> dict[str, Any]:
         exam.autocast,
     )
     found = analyse(exam, features, sample=len(data.pairs))
-    worst = confusions(*features, CONFUSIONS)
+    worst = confusions(*features[:4], most=CONFUSIONS)
     rows = [
         GridRow(
             query=caption_of(data, each.caption),

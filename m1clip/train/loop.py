@@ -9,7 +9,7 @@ from pathlib import Path
 from m1clip.data.loader import Batch, batches
 from m1clip.evaluate.bundle import Bundle
 from m1clip.evaluate.heldout import held_out
-from m1clip.evaluate.metric import mean_recall
+from m1clip.evaluate.metric import Metric, selection_metric
 from m1clip.runlog import RunLog
 from m1clip.train.checkpoint import LoopState
 from m1clip.train.evaluation import Budget, encode, look_closer
@@ -60,6 +60,7 @@ class _Loop:
         self.budget = Budget(trained_before=state.seconds)
         self.warmup = warmup_steps(job.config.optim.warmup, total)
         self.began = time.perf_counter() - state.seconds
+        self.label = ""  # of the figure that chooses the best model
 
     def go(self) -> None:
         """From the step of the state to the last, or until asked to stop."""
@@ -117,8 +118,9 @@ class _Loop:
             self.log.write("event", step=state.step, event=f"stopped by signal {signal}")
             raise Stopped(str(self.run), state.step, signal)
         if stale and not last:
-            self.screen.say(f"stopped     after {state.stale} evaluations without a better recall")
-            self.log.write("event", step=state.step, event="early stop")
+            reason = f"{state.stale} evaluations without a better {self.label}"
+            self.screen.say(f"stopped     after {reason}")
+            self.log.write("event", step=state.step, event="early stop", reason=reason)
         return stale
 
     def _evaluate(self) -> None:
@@ -138,8 +140,8 @@ class _Loop:
             if ema is not None:
                 ema.swap(model)
 
-    def _scores(self) -> tuple[float, bool] | None:
-        """(mean recall, whether it is the best) of the validation split; all figures go to log and screen."""
+    def _scores(self) -> tuple[Metric, bool] | None:
+        """(the figure that chooses the best model, whether it is the best); all figures go to log and screen."""
         job, state, model = self.job, self.state, self.update.model
         if "val" not in job.splits:
             return None
@@ -147,7 +149,8 @@ class _Loop:
         features = encode(job, model, "val")
         per_text = (time.perf_counter() - begin) / len(features[1])
         scores = held_out(*features)
-        value = mean_recall(scores)
+        chosen = selection_metric(scores)
+        self.label = chosen.label
         seconds = time.perf_counter() - begin
         found = {}
         if job.config.train.analysis_every != 0:
@@ -156,13 +159,13 @@ class _Loop:
                 found = look_closer(job, model, features, self.run, state.step, pictures)
         self.budget.spent += found.get("analysis_seconds", 0.0)
         found |= job.also_measured(model, self.screen.say)
-        best = value > state.best
-        self.log.write("eval", step=state.step, split="val", mean_recall=value, seconds=round(seconds, 4), **found,
+        best = chosen.value > state.best
+        self.log.write("eval", step=state.step, split="val", seconds=round(seconds, 4), **found,
                        **scores.as_dict())  # fmt: skip
-        self.screen.evaluation(state.step, scores, best=best)
-        return value, best
+        self.screen.evaluation(state.step, scores, chosen, None if best else (state.best, state.best_step))
+        return chosen, best
 
-    def _keep_best(self, value: float, best: bool) -> None:
+    def _keep_best(self, chosen: Metric, best: bool) -> None:
         """Keep the best model so far; one that cannot be written is not the best, so that the next one is tried."""
         state, job = self.state, self.job
         if not best:
@@ -170,7 +173,7 @@ class _Loop:
             return
         with self.rescue.disk(state.step, self.run / "best"):
             Bundle(self.update.model, job.tokenizer, job.preprocess).save(self.run / "best")
-            state.best, state.best_step, state.stale = value, state.step, 0
+            state.best, state.best_step, state.stale = chosen.value, state.step, 0
 
 
 def _timed(job: Job, start: int, stop: int) -> Iterator[tuple[float, Batch]]:

@@ -38,12 +38,13 @@ def mix(
         own = meter(best) if meter is not None and wish != "off" else 0.0
         found.append((own, share))
         if wish != "off":
-            write("wise", share=share, val_mean_recall=own)
+            write("wise", share=share, **({f"val_{meter.metric}": own} if meter is not None else {}))
     own, share = max(found)
     best.model.load_state_dict(mixed(start, new, share))
     if wish != "off":
         parts = f"{share:.2f} of the new weights, {1 - share:.2f} of the old"
-        say(f"wise       {parts}: validation mean recall {100 * own:.1f}%")
+        score = f": validation {meter.name} {100 * own:.1f}%" if meter is not None else ""
+        say(f"wise       {parts}{score}")
         best.save(folder / "best")
     if base is not None:
         after = base.meter(best)

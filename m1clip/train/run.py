@@ -20,7 +20,7 @@ from m1clip.data.prepare import DecodePlan
 from m1clip.data.store import Progress
 from m1clip.errors import UserError
 from m1clip.evaluate.bundle import Bundle, load
-from m1clip.evaluate.metric import Scores, mean_recall
+from m1clip.evaluate.metric import MEAN_RECALL, Scores, selection_metric
 from m1clip.files import read_small, remove_leftovers, write_json, write_text
 from m1clip.hardware.device import rules
 from m1clip.hardware.facts import Facts, usable_cpus
@@ -170,12 +170,15 @@ def _finish(job: Job, update: Update, folder: Path, log: RunLog, screen: Screen,
     split = next((name for name in ("test", "val") if name in job.splits), "train")
     grid = folder / "retrieval.png"
     scores = examine(Exam(best, job.source, split, job.splits[split], job.autocast), grid)
+    if state.best_step >= 0:
+        label = selection_metric(scores).label
+        screen.say(f"best       step {state.best_step:,}: validation {label} {100 * state.best:.1f}%")
     steps = [record for record in read_log(folder) if record["kind"] == "step"]
     shares = [record["data_share"] for record in steps]
     epochs = state.step / job.training.plan.steps_per_epoch
     log.write("end", step=state.step, split=split, best_step=state.best_step, seconds=state.seconds,
               data_share=sum(shares) / max(len(shares), 1), peak_bytes=job.device.peak_bytes(),
-              **energy_figures(steps, epochs, mean_recall(scores)), **scores.as_dict())  # fmt: skip
+              **energy_figures(steps, epochs, scores[MEAN_RECALL].value), **scores.as_dict())  # fmt: skip
     return Result(folder, scores, split, grid)
 
 

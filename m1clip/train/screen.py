@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from m1clip.evaluate.metric import Scores
+from m1clip.evaluate.metric import MEAN_RECALL, Metric, Scores
 
 RECENT = 25  # lines whose steps tell how long the rest will take
 PLAIN_SECONDS = 15.0  # between two progress lines where there is no terminal
@@ -26,7 +26,7 @@ class Screen:
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._total = 0
-        self._recall = ""
+        self._score = ""
         self._spoke = time.monotonic()
         self._step_seconds: deque[float] = deque(maxlen=RECENT)
         self.warned: list[str] = []
@@ -71,7 +71,7 @@ class Screen:
         self._step_seconds.append(values["step_seconds"])
         left = statistics.median(self._step_seconds) * (self._total - values["step"])
         text = (
-            f"step {values['step']:,}/{self._total:,}  loss {values['loss']:.3f}{self._recall}  "
+            f"step {values['step']:,}/{self._total:,}  loss {values['loss']:.3f}{self._score}  "
             f"{values['pairs_per_second']:,.0f} pairs/s  {values['memory_bytes'] / 1e9:.1f} GB  {_clock(left)} left"
         )
         if self._progress is not None:
@@ -80,15 +80,20 @@ class Screen:
             self._spoke = time.monotonic()
             self.say(text)
 
-    def evaluation(self, step: int, scores: Scores, best: bool) -> None:
-        """Recall on the validation split."""
-        there, back = scores["text_to_image/recall@1"], scores["image_to_text/recall@1"]
-        self._recall = f"  recall@1 {100 * there.value:.1f}%"
-        self.say(
-            f"validation  step {step:,}: recall@1 text to image {100 * there.value:.1f}% "
-            f"[{100 * there.interval.low:.1f}, {100 * there.interval.high:.1f}], image to text "
-            f"{100 * back.value:.1f}% (chance {100 * there.chance:.2g}%){'  best so far' if best else ''}"
+    def evaluation(self, step: int, scores: Scores, chosen: Metric, best: tuple[float, int] | None) -> None:
+        """The figure that chooses the best model, and `best` (value, step) where an earlier one was better."""
+        self._score = f"  {chosen.label} {100 * chosen.value:.1f}%"
+        earlier = f"best so far {100 * best[0]:.1f}% at step {best[1]:,}" if best else "best so far"
+        line = (
+            f"validation  step {step:,}: {chosen.label} {100 * chosen.value:.1f}% [{100 * chosen.interval.low:.1f}, "
+            f"{100 * chosen.interval.high:.1f}], chance {100 * chosen.chance:.2g}%, {earlier}"
         )
+        if chosen.name == MEAN_RECALL:
+            there, back = scores["text_to_image/recall@1"], scores["image_to_text/recall@1"]
+            line += (
+                f"; recall@1 text to image {100 * there.value:.1f}%, image to text {100 * back.value:.1f}%"
+            )
+        self.say(line)
 
     def end(self) -> None:
         """The loop is over, or broken off."""

@@ -12,7 +12,15 @@ from m1clip.data.cache_place import cache_folder
 from m1clip.data.keep import DecodePlan, data_folders
 from m1clip.data.loader import BatchPlan
 from m1clip.data.pair import Source, identities
-from m1clip.data.prepare import CROP_MARGIN, Split, augmentation_of, is_synthetic, load_split, look_first
+from m1clip.data.prepare import (
+    CROP_MARGIN,
+    Split,
+    augmentation_of,
+    is_synthetic,
+    load_split,
+    look_first,
+    with_classes,
+)
 from m1clip.data.preprocess import Preprocess
 from m1clip.features.split import Maker, Side, feature_captions, feature_pictures, token_captions
 from m1clip.features.tables import FeatureSet
@@ -92,11 +100,13 @@ def side_split(
         )
         if moving.text:
             return found
-        return dataclasses.replace(found, captions=feature_captions(maker, found.pairs, split))
+        return dataclasses.replace(
+            found, captions=with_classes(feature_captions(maker, found.pairs, split), source)
+        )
     wanted = maker if split == "train" else dataclasses.replace(maker, views=TEST_VIEWS)
     pictures, kept, failures = feature_pictures(wanted, source.pairs(split), split, config.data.max_bad)
     captions = token_captions(maker, kept) if moving.text else feature_captions(maker, kept, split)
-    return Split(pictures, captions, kept, failures, "features")
+    return Split(pictures, with_classes(captions, source), kept, failures, "features")
 
 
 def side_splits(

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 
 from m1clip.data.prepare import Split
 from m1clip.evaluate.analysis import confusions, even_indices
-from m1clip.evaluate.ranks import nearest, ranks
+from m1clip.evaluate.dataset import Features
+from m1clip.evaluate.ranks import is_match, nearest, ranks
 from m1clip.files import read_small, write_bytes, write_text
 from m1clip.train.insight import caption_of
 
@@ -29,18 +31,15 @@ THUMB = 72  # pixels
 LONGEST = 300  # letters of a caption
 
 
-def write_snapshot(
-    run: Path, step: int, split: str, data: Split, features: tuple[Tensor, Tensor, Tensor]
-) -> None:
+def write_snapshot(run: Path, step: int, split: str, data: Split, features: Features) -> None:
     """One more snapshot; old ones are thinned out, and thumbnails that none shows any more deleted."""
-    image, text, owner = features
     content = {
         "step": step,
         "split": split,
-        "pictures": len(image),
-        "queries": _queries(data, image, text, owner),
-        "matrix": _matrix(data, image, text),
-        "confusions": _confusions(data, image, text, owner),
+        "pictures": len(features.image),
+        "queries": _queries(data, features),
+        "matrix": _matrix(data, features.image, features.text),
+        "confusions": _confusions(data, features),
     }
     folder = run / FOLDER
     (folder / THUMBS).mkdir(parents=True, exist_ok=True)
@@ -52,16 +51,23 @@ def write_snapshot(
     _thin_out(folder, step)
 
 
-def _queries(data: Split, image: Tensor, text: Tensor, owner: Tensor) -> list[dict[str, Any]]:
+def _queries(data: Split, features: Features) -> list[dict[str, Any]]:
+    image, text, owner, keys, _ = features
     chosen = even_indices(len(text), QUERIES)
     scores, found = nearest(text[chosen], image, FOUND)
-    place = ranks(image, text[chosen], owner[chosen]).text_to_image
+    correct = is_match(found, keys[chosen][:, None], owner, keys)
+    # Every caption equal to a chosen one is needed: it tells which other images are right.
+    asked = torch.isin(keys, keys[chosen]).nonzero()[:, 0]
+    place = ranks(image, text[asked], owner[asked], keys[asked]).text_to_image[
+        torch.searchsorted(asked, chosen)
+    ]
     return [
         {
             "caption": caption_of(data, int(caption))[:LONGEST],
             "right": int(owner[caption]),
             "rank": int(place[row]),
             "found": found[row].tolist(),
+            "correct": correct[row].tolist(),
             "scores": [round(score, 3) for score in scores[row].tolist()],
         }
         for row, caption in enumerate(chosen)
@@ -80,7 +86,7 @@ def _matrix(data: Split, image: Tensor, text: Tensor) -> dict[str, Any]:
     }
 
 
-def _confusions(data: Split, image: Tensor, text: Tensor, owner: Tensor) -> list[dict[str, Any]]:
+def _confusions(data: Split, features: Features) -> list[dict[str, Any]]:
     return [
         {
             "caption": caption_of(data, each.caption)[:LONGEST],
@@ -89,7 +95,7 @@ def _confusions(data: Split, image: Tensor, text: Tensor, owner: Tensor) -> list
             "margin": round(each.margin, 3),
             "truth": data.pairs[each.found].captions[0][:LONGEST],
         }
-        for each in confusions(image, text, owner, CONFUSIONS)
+        for each in confusions(*features[:4], most=CONFUSIONS)
     ]
 
 

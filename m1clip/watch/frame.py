@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from m1clip.runlog import SELECTION
 from m1clip.watch import eta
 from m1clip.watch.chart import chart, meter
 from m1clip.watch.history import History
@@ -20,7 +21,7 @@ LEFT = (
 )  # fmt: skip
 RIGHT = (
     ("text_to_image/recall@1", "recall@1, %"), ("image_to_text/recall@1", "recall@1 image > text, %"),
-    ("mean_recall", "mean recall, %"), ("text_to_image/recall@10", "recall@10, %"),
+    ("text_to_image/recall@10", "recall@10, %"),
     ("analysis/modality_gap", "gap between pictures and captions"), ("analysis/alignment", "alignment"),
     ("analysis/difficulty/hard", "accuracy against similar captions, %"),
 )  # fmt: skip
@@ -111,7 +112,8 @@ def _progress(history: History, status: Status, view: View, now: float) -> Line:
 def _charts(history: History, view: View, width: int, height: int, wide: bool) -> list[Line]:
     name, title = LEFT[view.left % len(LEFT)]
     wanted = [(name, title, False)]
-    wanted.append((*RIGHT[view.right % len(RIGHT)], True))
+    right = ((history.metric, f"{SELECTION[history.metric]}, %"), *RIGHT)
+    wanted.append((*right[view.right % len(right)], True))
     if wide:
         rest = [(*each, False) for each in LEFT if each[0] != name]
         wanted += rest[:2]

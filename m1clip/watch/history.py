@@ -9,7 +9,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from m1clip.runlog import Record
+from m1clip.runlog import Record, selection_name
 from m1clip.watch.follow import Follower
 from m1clip.watch.thinned import Row, Thinned
 
@@ -162,10 +162,16 @@ class History:
         table = self.config.get(section)
         return table.get(key) if isinstance(table, dict) else None
 
-    def best(self, metric: str = "text_to_image/recall@1") -> Row | None:
-        """The evaluation with the best mean recall, as training chooses it."""
-        rows = [row for row in self.evaluations if _number(row.get("mean_recall")) is not None]
-        return max(rows, key=lambda row: row["mean_recall"]) if rows else None
+    @property
+    def metric(self) -> str:
+        """The figure that chooses the best model."""
+        return selection_name(self.evaluations.last or {})
+
+    def best(self) -> Row | None:
+        """The evaluation that training takes for the best."""
+        name = self.metric
+        rows = [row for row in self.evaluations if _number(row.get(name)) is not None]
+        return max(rows, key=lambda row: row[name]) if rows else None
 
 
 def compact(record: Record) -> Row:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from m1clip.errors import UserError
 from m1clip.watch.history import PHASES, History
-from m1clip.watch.report_plots import BACK, RECALL, eval_curve, step_curve
+from m1clip.watch.report_plots import BACK, RECALL, best_title, eval_curve, step_curve
 from m1clip.watch.report_tables import split_shares
 from m1clip.watch.svg import COLOURS, Curve
 
@@ -30,6 +30,8 @@ def write_images(runs: Sequence[Path], folder: Path) -> list[Path]:
             ("watts", "Power, watts", False),
         )
     ]  # fmt: skip
+    best = [eval_curve(h, h.metric, h.name, i, band=True) for i, h in many]
+    wanted.append(("best", f"{best_title(histories)} on the validation split, % (95% interval)", best, False))
     recall = [eval_curve(h, RECALL, f"{h.name}, text to image", 2 * i, band=True) for i, h in many]
     recall += [eval_curve(h, BACK, f"{h.name}, image to text", 2 * i + 1, band=True) for i, h in many]
     wanted.append(("recall", "Recall@1 on the validation split, % (95% interval)", recall, False))

@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from m1clip.errors import UserError
+from m1clip.runlog import SELECTION
 from m1clip.watch.eta import elapsed, seconds_left
 from m1clip.watch.history import History
 from m1clip.watch.state import find_runs, status_of
 from m1clip.watch.words import ago, clock, percent
-
-RECALL = "text_to_image/recall@1"
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,8 @@ class RunRow:
     state: str
     step: int
     steps: int
-    best_recall: float | None  # text to image, recall@1, of the evaluation with the best mean recall
+    metric: str  # the figure that chooses the best model
+    best: float | None
     chance: float | None
     seconds: float | None  # trained
     seconds_left: float | None
@@ -51,8 +51,9 @@ def row_of(run: Path) -> RunRow:
         status.state,
         history.step,
         history.total,
-        best.get(RECALL),
-        best.get(f"{RECALL}/chance"),
+        history.metric,
+        best.get(history.metric),
+        best.get(f"{history.metric}/chance"),
         elapsed(history),
         seconds_left(history) if status.state == "running" else None,
         history.last_time,
@@ -69,17 +70,17 @@ def as_table(rows: list[RunRow], folder: Path) -> str:
     """For a person; widths follow the content."""
     if not rows:
         return f"{folder}: no runs yet; m1clip train begins one"
-    head = ("run", "state", "progress", "trained", "best recall@1", "news")
+    head = ("run", "state", "progress", "trained", "best so far", "news")
     cells = [head]
     for row in rows:
         progress = f"{row.step:,}/{row.steps:,}" if row.steps else "-"
         if row.seconds_left is not None:
             progress += f" ({clock(row.seconds_left)} left)"
-        recall = "-" if row.best_recall is None else percent(row.best_recall)
-        if row.chance:
-            recall += f" (chance {100 * row.chance:.2g}%)"
+        best = "-" if row.best is None else f"{SELECTION[row.metric]} {percent(row.best)}"
+        if row.best is not None and row.chance:
+            best += f" (chance {100 * row.chance:.2g}%)"
         cells.append((
-            row.run, row.state, progress, "-" if row.seconds is None else clock(row.seconds), recall,
+            row.run, row.state, progress, "-" if row.seconds is None else clock(row.seconds), best,
             ago(time.time() - row.last_time) if row.last_time else "-",
         ))  # fmt: skip
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from m1clip.runlog import Record
+from m1clip.runlog import SELECTION, Record, selection_name
 from m1clip.watch.chart import meter, sparks
 from m1clip.watch.history import PHASES, History
 from m1clip.watch.line import Line
 from m1clip.watch.words import duration, number, percent, size, when
 
-RECALL = "text_to_image/recall@1"
 SHOWN_CORES = 8  # with a bar each; more are one letter each
 
 
@@ -27,9 +26,9 @@ def figures(history: History, width: int) -> list[Line]:
     evaluation = history.evaluations.last or {}
     best = history.best()
     speed = _figure("speed", last.get("pairs_per_second"), lambda value: f"{value:,.0f} pairs/s")
-    first: Line = [*_figure("loss", last.get("loss"), number), *_recall("recall@1", evaluation)]
+    first: Line = [*_figure("loss", last.get("loss"), number), *_score(history.metric, evaluation)]
     if best is not None and best.get("step") != evaluation.get("step"):
-        first += _figure(f"best at {best['step']:,}", best.get(RECALL), percent)
+        first += _figure(f"best so far (step {best['step']:,})", best.get(history.metric), percent)
     first += speed
     second = [
         *_figure("learning rate", last.get("lr"), number),
@@ -47,12 +46,12 @@ def _figure(name: str, value: Any, words: Any) -> Line:
     return [(f" {name} ", "dim"), (shown, "bold"), (" ", "")]
 
 
-def _recall(name: str, row: dict[str, Any]) -> Line:
-    if not isinstance(row.get(RECALL), int | float):
+def _score(name: str, row: dict[str, Any]) -> Line:
+    if not isinstance(row.get(name), int | float):
         return []
-    low, high = row.get(f"{RECALL}/low"), row.get(f"{RECALL}/high")
+    low, high = row.get(f"{name}/low"), row.get(f"{name}/high")
     span = f" [{100 * low:.1f}, {100 * high:.1f}]" if low is not None and high is not None else ""
-    return [(f" {name} ", "dim"), (percent(row[RECALL]), "bold"), (f"{span} ", "dim")]
+    return [(f" {SELECTION[name]} ", "dim"), (percent(row[name]), "bold"), (f"{span} ", "dim")]
 
 
 def split(history: History, width: int, solid: bool) -> list[Line]:
@@ -138,21 +137,18 @@ def told(record: Record) -> str:
     kind, step = record["kind"], record.get("step")
     at = f" at step {step:,}" if isinstance(step, int) else ""
     if kind == "eval":
-        recall = record.get(RECALL)
-        return f"evaluated{at}" + (f": recall@1 {percent(recall)}" if isinstance(recall, int | float) else "")
+        return f"evaluated{at}" + _told_score(record, ": ")
     if kind == "start":
         return f"started{at if step else ''}, {record.get('steps', '?'):,} steps in all" if isinstance(
             record.get("steps"), int) else f"started{at}"  # fmt: skip
     if kind == "checkpoint":
         return f"checkpoint saved{at}"
     if kind == "end":
-        recall = record.get(RECALL)
-        score = (
-            f": {record.get('split')} recall@1 {percent(recall)}" if isinstance(recall, int | float) else ""
-        )
-        return f"finished{at}{score}"
+        where = f": {record.get('split')} "
+        return f"finished{at}{_told_score(record, where)}"
     if kind == "event":
-        return f"{record.get('event', 'event')}{at}"
+        reason = f": {record['reason']}" if "reason" in record else ""
+        return f"{record.get('event', 'event')}{at}{reason}"
     if kind == "warning":
         return f"warning: {record.get('text', '')}"
     if kind == "skipped":
@@ -163,3 +159,9 @@ def told(record: Record) -> str:
             f"gradients differ from the CPU's by {difference}" if difference is not None else "parity checked"
         )
     return kind
+
+
+def _told_score(record: Record, before: str) -> str:
+    name = selection_name(record)
+    value = record.get(name)
+    return f"{before}{SELECTION[name]} {percent(value)}" if isinstance(value, int | float) else ""

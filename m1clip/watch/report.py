@@ -115,7 +115,7 @@ def _snapshot(history: History) -> str:
     files = sorted((history.run / "watch").glob("step-*.json"))
     try:
         last: dict[str, Any] = json.loads(files[-1].read_text(encoding="utf-8"))
-        matrix = _matrix(last["matrix"]["values"])
+        matrix = _matrix(last["matrix"]["values"], last["matrix"]["captions"])
         rows = [_confusion(history.run, each) for each in last["confusions"]]
     except (IndexError, OSError, ValueError, KeyError, TypeError):
         return ""
@@ -128,7 +128,7 @@ def _snapshot(history: History) -> str:
     )
 
 
-def _matrix(values: list[list[float]]) -> str:
+def _matrix(values: list[list[float]], captions: list[str]) -> str:
     low, high = min(map(min, values)), max(map(max, values))
     span = high - low or 1.0
     cells = "".join(
@@ -137,7 +137,7 @@ def _matrix(values: list[list[float]]) -> str:
         for j, v in enumerate(row)
     )
     n = len(values)
-    right = sum(row.index(max(row)) == i for i, row in enumerate(values))
+    right = sum(captions[row.index(max(row))] == captions[i] for i, row in enumerate(values))
     words = f"{right} of {n} pictures are closest to their own caption; {low:.2f} dark, {high:.2f} bright"
     drawn = f"<svg class='matrix' viewBox='0 0 {n} {n}' role='img' aria-label='{words}'>{cells}</svg>"
     return f"{drawn}<p class='note'>{words}</p>"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from m1clip.runlog import SELECTION
 from m1clip.watch.decline import decline
 from m1clip.watch.history import PHASES, History
 from m1clip.watch.report_tables import split_shares
@@ -51,6 +52,8 @@ def curves(histories: Sequence[History]) -> str:
     kept = [curve for curve in base if curve.points]
     return "".join((
         plot("Loss", [step_curve(h, "loss", i) for i, h in many], log=True),
+        plot(f"{best_title(histories)} on the validation split, with 95% interval: chooses the best model",
+             [eval_curve(h, h.metric, h.name, i, band=True) for i, h in many], unit="%"),
         plot("Recall@1 on the validation split, with 95% interval", recall, unit="%"),
         plot("On the set that must not be forgotten (--base)", kept, unit="%") if kept else "",
         plot("Temperature", [step_curve(h, "temperature", i) for i, h in many]),
@@ -58,6 +61,11 @@ def curves(histories: Sequence[History]) -> str:
         plot("Gradient norm", [step_curve(h, "grad_norm", i) for i, h in many], log=True),
         plot("Pairs a second", [step_curve(h, "pairs_per_second", i) for i, h in many]),
     ))  # fmt: skip
+
+
+def best_title(histories: Sequence[History]) -> str:
+    """The names of the figures that choose the best models."""
+    return " or ".join(dict.fromkeys(SELECTION[h.metric] for h in histories)).capitalize()
 
 
 def learned(history: History) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
+from m1clip.runlog import SELECTION
 from m1clip.watch.history import PHASES, History
 from m1clip.watch.prior_art import FIGURES, SOURCE, is_prior_art
 from m1clip.watch.state import status_of
@@ -46,7 +47,7 @@ def summary(histories: Sequence[History]) -> str:
         title, record = scores(histories[0])
         rows = [
             (
-                name,
+                SELECTION.get(name, name),
                 _value(name, record),
                 _interval(name, record),
                 _chance(name, record),
@@ -62,7 +63,10 @@ def summary(histories: Sequence[History]) -> str:
     lines = []
     for name in names:
         first = found[0][1]
-        cells = [name, next((_chance(name, record) for _, record in found if name in record), "-")]
+        cells = [
+            SELECTION.get(name, name),
+            next((_chance(name, record) for _, record in found if name in record), "-"),
+        ]
         for _, record in found:
             cells.append(_difference(name, first, record))
         lines.append(cells)

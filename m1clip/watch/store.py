@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from m1clip.runlog import SELECTION
 from m1clip.watch import eta
 from m1clip.watch.history import History
 from m1clip.watch.panels import told
@@ -76,7 +77,8 @@ class Store:
                 "seconds_left": left if status.state == "running" else None,
                 "elapsed": eta.elapsed(history),
                 "last": last,
-                "best": {name: best.get(name) for name in ("step", "mean_recall", "text_to_image/recall@1")},
+                "metric": [history.metric, SELECTION[history.metric]],
+                "best": {"step": best.get("step"), "value": best.get(history.metric)},
                 "verdicts": [[v.level, v.words] for v in verdicts(history, now, status.state)],
                 "events": [[r.get("time"), r["kind"], told(r)] for r in list(history.events)[-12:]][::-1],
                 "memory": {k: v for k, v in history.memory.items() if k not in ("v", "kind", "time")},

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from m1clip.runlog import SELECTION
 from m1clip.watch.history import History
 from m1clip.watch.words import chance, duration, percent, plural, size
 
@@ -76,16 +77,15 @@ def throttling(history: History) -> Verdict | None:
 
 
 def near_chance(history: History) -> Verdict | None:
-    """The newest recall cannot be told from pure chance."""
-    row = history.evaluations.last
-    name = "text_to_image/recall@1"
+    """The figure that chooses the best model cannot be told from pure chance."""
+    row, name = history.evaluations.last, history.metric
     if row is None or not all(_is_number(row.get(f"{name}{part}")) for part in ("", "/low", "/chance")):
         return None
     if row[f"{name}/low"] > row[f"{name}/chance"]:
         return None
     return Verdict(
         "note",
-        f"recall is within noise of chance: {percent(row[name])}, chance {chance(row[f'{name}/chance'])}",
+        f"{SELECTION[name]} is within noise of chance: {percent(row[name])}, chance {chance(row[f'{name}/chance'])}",
     )
 
 
@@ -107,12 +107,13 @@ def loss_rises(history: History) -> Verdict | None:
     return None
 
 
-def recall_stands(history: History) -> Verdict | None:
-    """Recall has not risen for three evaluations, or falls while the loss still falls."""
-    rows = [row for row in history.evaluations if _is_number(row.get("mean_recall"))]
+def no_longer_better(history: History) -> Verdict | None:
+    """The figure that chooses the best model has not risen for three evaluations."""
+    name = history.metric
+    rows = [row for row in history.evaluations if _is_number(row.get(name))]
     if len(rows) < 4:
         return None
-    best = max(range(len(rows)), key=lambda index: rows[index]["mean_recall"])
+    best = max(range(len(rows)), key=lambda index: rows[index][name])
     stale = len(rows) - 1 - best
     if stale < 3:
         return None
@@ -123,7 +124,7 @@ def recall_stands(history: History) -> Verdict | None:
         if row["step"] >= rows[best]["step"] and _is_number(row.get("loss"))
     ]
     by_heart = len(since) > 5 and statistics.mean(losses[-3:]) < 0.9 * statistics.mean(since[:3])
-    words = f"recall has not risen for {stale} evaluations (best at step {rows[best]['step']:,})"
+    words = f"{SELECTION[name]} has not risen for {stale} evaluations (best at step {rows[best]['step']:,})"
     return Verdict(
         "note",
         words + (": it now learns the training pictures by heart" if by_heart else ""),
@@ -174,12 +175,14 @@ def unreadable(history: History) -> Verdict | None:
 
 
 def learning(history: History) -> Verdict | None:
-    """The good news: how far recall stands above chance, and how the loss moves."""
-    row, name = history.evaluations.last, "text_to_image/recall@1"
+    """The good news: how far above chance it is, and how the loss moves."""
+    row, name = history.evaluations.last, history.metric
     if row is not None and all(_is_number(row.get(f"{name}{part}")) for part in ("", "/low", "/chance")):
         times = row[name] / row[f"{name}/chance"] if row[f"{name}/chance"] else 0.0
         if row[f"{name}/low"] > row[f"{name}/chance"]:
-            return Verdict("good", f"it learns: recall@1 {percent(row[name])}, {times:,.0f} times chance")
+            return Verdict(
+                "good", f"it learns: {SELECTION[name]} {percent(row[name])}, {times:,.0f} times chance"
+            )
     losses = _values(history.steps, "loss")
     if len(losses) >= 6 and (now := statistics.mean(losses[-3:])) < 0.98 * (
         then := statistics.mean(losses[:3])
@@ -212,7 +215,7 @@ def broken_off(history: History, state: str) -> Verdict | None:
 
 
 JUDGES: tuple[Callable[[History], Verdict | None], ...] = (
-    not_a_number, data_bound, throttling, near_chance, loss_rises, recall_stands, gradients, temperature, memory,
+    not_a_number, data_bound, throttling, near_chance, loss_rises, no_longer_better, gradients, temperature, memory,
     unreadable, learning,
 )  # fmt: skip
 

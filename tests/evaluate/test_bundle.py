@@ -94,7 +94,7 @@ def test_encode_images_sees_what_trainings_evaluation_sees(bundle: Bundle, pictu
     """Also for JPEG, which is decoded at a smaller size when it is large."""
     refs = [FileImage(str(path)) for path in pictures]
     table = tokenise(CAPTIONS, bundle.tokenizer, 24)
-    image, text, owner = encode_split(
+    image, text, owner, *_ = encode_split(
         bundle.model, LivePictures(refs, 32), table, bundle.preprocess, 2, contextlib.nullcontext
     )
     torch.testing.assert_close(bundle.encode_images(pictures), image, atol=1e-6, rtol=0)

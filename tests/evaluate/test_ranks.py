@@ -44,7 +44,7 @@ def sets(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
 @given(sets(), st.sampled_from([None, 1, 2, 3, 1000]))
 def test_equals_the_second_implementation(features: tuple[Tensor, Tensor, Tensor], chunk: int | None) -> None:
     image, text, owner = features
-    found = ranks(image, text, owner, chunk)
+    found = ranks(image, text, owner, chunk=chunk)
     to_image, to_text = reference_ranks(image.numpy(), text.numpy(), owner.numpy())
     assert found.text_to_image.tolist() == to_image
     assert found.captioned.tolist() == [rank is not None for rank in to_text]
@@ -100,7 +100,7 @@ def test_chunks_change_nothing() -> None:
     whole = ranks(image, text, owner)
     assert 0.1 < (whole.text_to_image == 1).double().mean() < 0.9
     for chunk in (1, 7, 64, 156, 5000):
-        part = ranks(image, text, owner, chunk)
+        part = ranks(image, text, owner, chunk=chunk)
         assert torch.equal(part.text_to_image, whole.text_to_image)
         assert torch.equal(part.image_to_text, whole.image_to_text)
 

@@ -54,7 +54,7 @@ def test_a_run_on_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(fresh["image_projection.mean"], saved["image_projection.mean"])
     bundle = m1clip.load(run)
     data = job.splits["test"]
-    image, text, _ = encode_split(
+    image, text, *_ = encode_split(
         bundle.model, data.pictures, data.captions, bundle.preprocess, 8, job.autocast
     )
     pictures = list(data.pictures.read(np.arange(4)))

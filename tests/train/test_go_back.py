@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from m1clip.data.loader import Batch
 from m1clip.errors import UserError
+from m1clip.evaluate.metric import selection_metric
 from m1clip.runlog import RunLog, read_log
 from m1clip.train import update as update_module
 from m1clip.train.checkpoint import Groups, LoopState, save
@@ -100,7 +102,10 @@ def test_no_checkpoint_among_skipped_updates(
     run = tmp_path / "run"
     changes = {"train.save_every": 2, "train.keep": 9, "train.eval_every": 3, "train.log_every": 50}
     values = iter([0.9, 0.1, 0.2, 0.3, 0.4])
-    monkeypatch.setattr("m1clip.train.loop.mean_recall", lambda scores: next(values))
+    monkeypatch.setattr(
+        "m1clip.train.loop.selection_metric",
+        lambda scores: replace(selection_metric(scores), value=next(values)),
+    )
     run_small(run, {**changes, "guard.skip_limit": 3, "train.steps": 8})
     saved = [line["step"] for line in read_log(run) if line["kind"] == "checkpoint"]
     assert saved == [2, 4, 6, 8], "6 and 8 only after the return"

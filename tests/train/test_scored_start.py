@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 from small_run import assert_same_bits, run_small
 
+from m1clip.evaluate.metric import selection_metric
 from m1clip.runlog import read_log
 
 
@@ -20,7 +22,10 @@ def test_a_start_that_nothing_beats_is_the_best(tmp_path: Path, monkeypatch: pyt
     run_small(tmp_path / "first", {"train.steps": 2})
     assert evaluated(tmp_path / "first") == [2], "random weights are not worth a look"
     recalls = iter([0.5, 0.4, 0.3])
-    monkeypatch.setattr("m1clip.train.loop.mean_recall", lambda scores: next(recalls))
+    monkeypatch.setattr(
+        "m1clip.train.loop.selection_metric",
+        lambda scores: replace(selection_metric(scores), value=next(recalls)),
+    )
     run = tmp_path / "tuned"
     run_small(run, {"transfer.init": str(tmp_path / "first"), "train.steps": 4, "train.eval_every": 2})
     assert evaluated(run) == [0, 2, 4]

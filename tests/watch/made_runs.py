@@ -47,7 +47,7 @@ def step(number: int, **values: Any) -> dict[str, Any]:
 def evaluation(number: int, recall: float, low: float | None = None, **values: Any) -> dict[str, Any]:
     """An evaluation with an interval of five points to either side."""
     figures = {}
-    for name in (RECALL, "image_to_text/recall@1"):
+    for name in ("mean_recall", RECALL, "image_to_text/recall@1"):
         figures |= {name: recall, f"{name}/low": max(0.0, recall - 0.05) if low is None else low,
                     f"{name}/high": min(1.0, recall + 0.05), f"{name}/chance": 0.01, f"{name}/n": 500}  # fmt: skip
     analysis = {
@@ -60,7 +60,6 @@ def evaluation(number: int, recall: float, low: float | None = None, **values: A
     given = {
         "time": BEGIN + 0.5 * number,
         "split": "val",
-        "mean_recall": recall,
         "seconds": 2.0,
         "analysis": analysis,
     }
@@ -70,7 +69,7 @@ def evaluation(number: int, recall: float, low: float | None = None, **values: A
 def ended(number: int, recall: float) -> dict[str, Any]:
     """The last line of a finished run."""
     record = evaluation(number, recall)
-    kept = {key: value for key, value in record.items() if key not in ("analysis", "mean_recall", "kind")}
+    kept = {key: value for key, value in record.items() if key not in ("analysis", "kind")}
     return {**kept, "kind": "end", "split": "test", "peak_bytes": 2_000_000_000, "best_step": number}
 
 
@@ -131,7 +130,8 @@ def write_example(run: Path, number: int) -> None:
     caption = "<script>alert(1)</script> a red cat"
     content = {
         "step": number, "split": "val", "pictures": 4,
-        "queries": [{"caption": caption, "right": 1, "rank": 2, "found": [0, 1, 2], "scores": [0.9, 0.8, 0.1]}],
+        "queries": [{"caption": caption, "right": 1, "rank": 2, "found": [0, 1, 2],
+                     "correct": [False, True, False], "scores": [0.9, 0.8, 0.1]}],
         "matrix": {"pictures": [0, 1], "captions": ["a", "b"], "values": [[0.9, 0.1], [0.2, 0.8]]},
         "confusions": [{"caption": "a red cat", "found": 0, "right": 1, "margin": 0.1, "truth": "a blue dog"}],
     }  # fmt: skip

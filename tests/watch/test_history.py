@@ -120,7 +120,7 @@ def test_runs_are_found_and_listed(tmp_path: Path) -> None:
     assert [run.name for run in find_runs(tmp_path)] == ["a-dead", "b-done"]
     assert newest_run(tmp_path).name == "b-done"
     rows = {Path(row.run).name: row for row in list_runs(tmp_path)}
-    assert (rows["a-dead"].state, rows["a-dead"].step, rows["a-dead"].best_recall) == ("died", 10, 0.2)
+    assert (rows["a-dead"].state, rows["a-dead"].step, rows["a-dead"].best) == ("died", 10, 0.2)
     assert (rows["b-done"].state, rows["b-done"].step, rows["b-done"].steps) == ("finished", 100, 100)
     table = as_table(list(rows.values()), tmp_path)
     assert "finished" in table

@@ -111,7 +111,7 @@ def test_without_a_terminal_it_says_what_to_do(tmp_path: Path) -> None:
     )  # fmt: skip
     once = command("monitor", "demo", "--once", cwd=tmp_path)
     assert once.returncode == 0, once.stderr
-    assert "finished at step 100: test recall@1 40.0%" in once.stdout
+    assert "finished at step 100: test mean recall 40.0%" in once.stdout
     assert "\x1b" not in once.stdout
     listed = command("runs", ".", "--json", cwd=tmp_path)
     assert json.loads(listed.stdout)[0]["state"] == "finished"

@@ -34,11 +34,11 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         [step(n, step_seconds=0.5 if n < 20 else 0.7, celsius=97.0) for n in range(1, 80)],
         "the machine is throttling at 97 °C: steps 1.4x slower",
     ),
-    "chance": ([*STEADY, evaluation(39, 0.012, low=0.004)], "recall is within noise of chance: 1.2%, chance 1%"),
+    "chance": ([*STEADY, evaluation(39, 0.012, low=0.004)], "mean recall is within noise of chance: 1.2%, chance 1%"),
     "rising": ([step(n, loss=1.0 if n < 60 else 2.0) for n in range(1, 80)], "the loss is rising: 2 now, 1 before"),
     "stale": (
         [step(n, loss=4.0 if n < 30 else 3.9) for n in range(1, 60)] + PEAKED,
-        "recall has not risen for 3 evaluations (best at step 10)",
+        "mean recall has not risen for 3 evaluations (best at step 10)",
     ),
     "by heart": (
         [step(n, loss=4.0 / n) for n in range(1, 60)] + PEAKED,
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "cold": ([step(n, temperature=0.01) for n in range(1, 20)], "the temperature is at its limit"),
     "full": ([step(n, memory_bytes=7_500_000_000) for n in range(1, 20)], "memory is nearly full: 7.5 GB of 8.0 GB"),
     "unreadable": ([*STEADY, *[line("skipped", where=name) for name in "ab"]], "2 pictures could not be read"),
-    "learns": ([*STEADY, evaluation(39, 0.5)], "it learns: recall@1 50.0%, 50 times chance"),
+    "learns": ([*STEADY, evaluation(39, 0.5)], "it learns: mean recall 50.0%, 50 times chance"),
     "falls": (STEADY, "the loss falls: "),
 }  # fmt: skip
 

@@ -31,13 +31,12 @@ def parse_weight(spec: str, kinds: Collection[str] = ()) -> tuple[str, float]:
 class MixedSource:
     """The weight is the share (or the repetition) of a source's train pictures; val and test stay whole."""
 
-    by_templates = False
-
     def __init__(self, parts: Sequence[tuple[Source, float]], seed: int = 0) -> None:
         if not parts:
             raise UserError("no data: name at least one source")
         self.parts = tuple(parts)
         self.seed = seed
+        self.by_templates = all(getattr(source, "by_templates", False) for source, _ in parts)
         self.problems: list[Problem] = [p for source, _ in parts for p in getattr(source, "problems", ())]
         self.notes: list[str] = [note for source, _ in parts for note in getattr(source, "notes", ())]
 

@@ -25,8 +25,8 @@ function addPlot(box, id, title, options = {}) { plots[id] = new Plot(title, { i
 function addCard(box, id, title) { cards[id] = card(title, id); $(box).append(cards[id].figure); }
 
 addPlot("plots", "loss", "Loss");
+addPlot("plots", "best", "Mean recall (class folders: top-1 accuracy), %", { none: "the first evaluation will bring it" });
 addPlot("plots", "recall", "Recall@1, %", { none: "the first evaluation will bring it" });
-addPlot("plots", "recalls", "Mean of six recalls, %", { none: "the first evaluation will bring it" });
 for (const [id, title] of CURVES.slice(1)) addPlot("plots", id, title);
 addPlot("plots", "waiting", "Share of a step spent on data, %");
 addCard("analysis", "layers", "Gradients by layer");
@@ -60,6 +60,7 @@ function evalX(data, row) {
 function chosen() { return [...state.shown].filter((id) => state.data[id]).sort((a, b) => (a === state.focus ? -1 : b === state.focus ? 1 : order(a) - order(b))); }
 function order(id) { return state.runs.findIndex((run) => run.id === id); }
 function nameOf(id) { const run = state.runs.find((each) => each.id === id); return run ? run.name : id; }
+function metric(id) { const run = state.runs.find((each) => each.id === id); return run ? run.metric : ["mean_recall", "mean recall"]; }
 function curve(id, column, factor = 1, smoothing = state.smooth) {
   const data = state.data[id], x = xs(data), y = (data.steps[column] || []).map((v) => (v === null || v === undefined ? null : v * factor));
   const keep = x.map((v, i) => i).filter((i) => x[i] !== null && y[i] !== null && y[i] !== undefined);
@@ -82,7 +83,7 @@ function drawPlots() {
       evals(id, (row) => row[RECALL + "/chance"] * 100, { name: "chance", colour: css("--soft"), dash: [3, 4], thin: true, dots: false })];
   }
   plots.recall.set(recall, { unit: "%" });
-  plots.recalls.set(ids.map((each) => evals(each, (row) => row.mean_recall * 100)), { unit: "%" });
+  plots.best.set(ids.map((each) => evals(each, (row) => row[metric(each)[0]] * 100)), { unit: "%" });
   plots.waiting.set(ids.map((each) => curve(each, "data_share", 100)), { unit: "%" });
   plots.memory.set(ids.map((each) => curve(each, "memory_bytes", 1e-9, 0)), { unit: " GB" });
   plots.power.set(ids.map((each) => curve(each, "watts")), { unit: " W" });
@@ -155,8 +156,9 @@ function drawHead() {
   $("progress-words").textContent = words;
   const last = run.last || {}, data = state.data[run.id], test = data && data.evals[data.evals.length - 1];
   const cells = [figure("loss", num(last.loss, short))];
-  if (test && typeof test[RECALL] === "number") cells.push(figure("recall@1", percent(test[RECALL]), `${percent(test[RECALL + "/low"])} to ${percent(test[RECALL + "/high"])}, chance ${percent(test[RECALL + "/chance"], 2)}`));
-  if (run.best && typeof run.best[RECALL] === "number") cells.push(figure("best so far", percent(run.best[RECALL]), `at step ${run.best.step.toLocaleString("en")}`));
+  const [name, label] = run.metric;
+  if (test && typeof test[name] === "number") cells.push(figure(label, percent(test[name]), typeof test[name + "/low"] === "number" ? `${percent(test[name + "/low"])} to ${percent(test[name + "/high"])}, chance ${percent(test[name + "/chance"], 2)}` : ""));
+  if (typeof run.best.value === "number") cells.push(figure("best so far", percent(run.best.value), `${label} at step ${run.best.step.toLocaleString("en")}`));
   cells.push(figure("speed", num(last.pairs_per_second, (v) => Math.round(v).toLocaleString("en")), "pairs a second"), figure("temperature", num(last.temperature, short)), figure("learning rate", num(last.lr, short)),
     figure("gradient norm", num(last.grad_norm, short)), figure("memory", num(last.memory_bytes, (v) => (v / 1e9).toFixed(2) + " GB")), figure("epoch", num(last.epoch, (v) => v.toFixed(2))));
   $("figures").replaceChildren(...cells);
@@ -183,7 +185,7 @@ function drawRuns() {
       $("runs").append(li);
     }
     old.delete(run.id);
-    const [box, swatch, button] = li.children, best = run.best && typeof run.best[RECALL] === "number" ? `, ${percent(run.best[RECALL])}` : "";
+    const [box, swatch, button] = li.children, best = typeof run.best.value === "number" ? `, ${run.metric[1]} ${percent(run.best.value)}` : "";
     box.checked = state.shown.has(run.id); box.setAttribute("aria-label", `Show ${run.name} in the plots`);
     swatch.style.background = colour(i);
     button.children[0].textContent = run.name; button.title = run.path;

@@ -15,7 +15,7 @@ function showQueries(box, run, snapshot) {
   box.replaceChildren(...snapshot.queries.map((query) => el("div", { class: "query" },
     el("div", {}, el("p", {}, query.caption),
       el("p", { class: "hint" }, query.rank === 1 ? "found at once" : `its picture stands at place ${query.rank} of ${snapshot.pictures}`)),
-    el("div", { class: "thumbs" }, ...query.found.map((picture, i) => thumb(run, picture, picture === query.right, query.scores[i].toFixed(2)))))));
+    el("div", { class: "thumbs" }, ...query.found.map((picture, i) => thumb(run, picture, query.correct[i], query.scores[i].toFixed(2)))))));
 }
 
 function showConfusions(box, run, snapshot) {
@@ -40,7 +40,7 @@ function showMatrix(canvas, words, snapshot) {
   if (!size) return;
   let low = Infinity, high = -Infinity, right = 0;
   for (const row of values) for (const value of row) { low = Math.min(low, value); high = Math.max(high, value); }
-  values.forEach((row, i) => { if (row.indexOf(Math.max(...row)) === i) right += 1; });
+  values.forEach((row, i) => { if (snapshot.matrix.captions[row.indexOf(Math.max(...row))] === snapshot.matrix.captions[i]) right += 1; });
   const cell = Math.floor(480 / size);
   canvas.width = canvas.height = cell * size;
   const pen = canvas.getContext("2d");
