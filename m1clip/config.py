@@ -11,9 +11,12 @@ from cyclopts import Group, Parameter
 from m1clip.config_guard import GuardConfig
 from m1clip.config_transfer import TransferConfig
 from m1clip.errors import UserError
+from m1clip.plain import check_limits
 from m1clip.units import amount, number_or_auto, steps_or_seconds, steps_or_time
 
 Choice = Literal["auto", "bmm", "sdpa"]
+MAX_WORKERS, MAX_THREADS = 256, 1024
+MAX_CAPTIONS, MAX_SYNTHETIC = 1000, 10**7
 DURATIONS = ("minutes", "epochs", "steps")  # of which a run has one
 COMMON = Group("Common", sort_key=0)  # what most people need stands first in --help
 
@@ -88,6 +91,9 @@ class ModelConfig:
     graph: bool = True
     "CUDA: record a small model's step once and replay it; the host then no longer limits the speed."
 
+    def __post_init__(self) -> None:
+        check_limits(self, "model.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig:
@@ -149,11 +155,14 @@ class DataConfig:
             readable = not any(0xD800 <= ord(letter) <= 0xDFFF for letter in name)
             _check(readable, f"{name!a}: the name is not valid UTF-8; rename the folder")
         several = self.captions_per_step
-        _check(several is None or several >= 1, f"data.captions_per_step must be at least 1, not {several}")
+        fine = several is None or 1 <= several <= MAX_CAPTIONS
+        _check(fine, f"data.captions_per_step must lie between 1 and {MAX_CAPTIONS:,}, not {several}")
         _check(self.read_timeout >= 0, f"data.read_timeout must be 0 or more, not {self.read_timeout}")
-        _check(self.workers >= 0, f"data.workers must be 0 or more, not {self.workers}")
+        in_range = 0 <= self.workers <= MAX_WORKERS
+        _check(in_range, f"data.workers must lie between 0 and {MAX_WORKERS}, not {self.workers}")
         for name in ("train_count", "val_count", "test_count", "captions_per_image"):
-            _check(getattr(self, name) >= 1, f"data.{name} must be at least 1, not {getattr(self, name)}")
+            value, most = getattr(self, name), MAX_CAPTIONS if name == "captions_per_image" else MAX_SYNTHETIC
+            _check(1 <= value <= most, f"data.{name} must lie between 1 and {most:,}, not {value}")
         for name in ("max_bad", "crop_min", "flip", "colour", "patch_dropout", "word_dropout"):
             value = getattr(self, name)
             _check(value is None or 0 <= value <= 1, f"data.{name} must lie between 0 and 1, not {value}")
@@ -277,6 +286,9 @@ class TrainConfig:
         )
         for name in ("threads", "patience", "chunk"):
             _check(getattr(self, name) >= 0, f"train.{name} must be 0 or more, not {getattr(self, name)}")
+        _check(
+            self.threads <= MAX_THREADS, f"train.threads must be at most {MAX_THREADS}, not {self.threads}"
+        )
         if self.memory is not None:
             amount(self.memory, "B", "--memory")
         if self.save_every is not None:

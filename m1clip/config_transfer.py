@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import Group, Parameter
 
 from m1clip.errors import UserError
+from m1clip.plain import check_limits
 
 COMMON = Group("Common", sort_key=0)  # the same as in config.py, which imports this file
 MOST_VIEWS = 6
@@ -69,6 +70,7 @@ class TransferConfig:
     "init: a set that must not be forgotten: its recall (zero-shot top-1 of class folders) at each evaluation."
 
     def __post_init__(self) -> None:
+        check_limits(self, "transfer.")
         if self.wise not in ("off", "search"):
             try:
                 fine = 0 <= float(self.wise) <= 1

@@ -7,6 +7,21 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from m1clip.errors import UserError
 
+# Larger than any published model: what lies beyond is a mistake, or a file made to fill the memory.
+LIMITS: dict[str, float] = {
+    "image_size": 4096, "patch_size": 1024, "vision_width": 2**14, "vision_layers": 256, "vision_heads": 1024,
+    "text_width": 2**14, "text_layers": 256, "text_heads": 1024, "context_length": 4096, "vocab_size": 2**21,
+    "embed_dim": 2**14, "hidden": 2**14, "mlp_ratio": 64, "lora_rank": 2**12,
+}  # fmt: skip
+
+
+def check_limits(values: object, prefix: str) -> None:
+    """Refuse a size above LIMITS, before anything is built from it."""
+    for name, most in LIMITS.items():
+        value = getattr(values, name, None)
+        if value is not None and value > most:
+            raise UserError(f"{prefix}{name} must be at most {most:,}, not {value:,}")
+
 
 def checked(cls: type, values: dict[str, Any], what: str) -> dict[str, Any]:
     """The arguments of a dataclass; a missing or unknown key or a wrong type is a UserError that names it."""
@@ -28,6 +43,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, list | tuple) or len(value) != len(parts):
             raise UserError(f"{where} must be {len(parts)} numbers, not {_shown(value)}")
         return tuple(_value(part, item, where) for part, item in zip(parts, value, strict=True))
+    if hint is str and not isinstance(value, str):
+        raise UserError(f"{where} must be text, not {_shown(value)}")
     if hint is bool and not isinstance(value, bool):
         raise UserError(f"{where} must be true or false, not {_shown(value)}")
     if hint is int and (not isinstance(value, int) or isinstance(value, bool)):

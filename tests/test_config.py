@@ -40,7 +40,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     if typing.get_origin(hint) is tuple:
         return st.lists(TEXT, min_size=1, max_size=3).map(tuple)
     numbers = st.floats(1e-9, 0.999)
-    return {bool: st.booleans(), str: TEXT, int: st.integers(2, 10**6), float: numbers}[hint]
+    return {bool: st.booleans(), str: TEXT, int: st.integers(2, 256), float: numbers}[hint]
 
 
 @st.composite

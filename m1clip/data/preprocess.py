@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from m1clip.errors import UserError
-from m1clip.plain import checked
+from m1clip.plain import check_limits, checked
 
 OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -29,6 +29,7 @@ class Preprocess:
     resize: Literal["shortest", "shortest-floor", "squash"] = "shortest"
 
     def __post_init__(self) -> None:
+        check_limits(self, "preprocessing: ")
         if self.image_size < 1:
             raise UserError(f"preprocessing: image_size must be at least 1, not {self.image_size}")
         if min(self.std) <= 0:

@@ -20,10 +20,18 @@ from m1clip.evaluate.foreign import Parts, kind_of, read_foreign
 from m1clip.files import format_version, read_small, whole_folder, write_json
 from m1clip.model.clip import Clip
 from m1clip.model.lora import merged_state
+from m1clip.model.pretrained.build import OWN, check_sizes, read_config
 from m1clip.model.pretrained.clip import TowerClip, empty_towers
 from m1clip.model.pretrained.shape import TowerShape
 from m1clip.model.shape import Activation, ClipShape
-from m1clip.model.weights import assign_weights, empty_clip, fit_positions, read_tensors, write_tensors
+from m1clip.model.weights import (
+    assign_weights,
+    check_weights,
+    empty_clip,
+    fit_positions,
+    read_tensors,
+    write_tensors,
+)
 from m1clip.text import load_tokenizer
 from m1clip.text.base import Tokenizer
 
@@ -103,8 +111,25 @@ def load(
 
 def read_parts(path: Path, activation: Activation | None = None) -> Parts:
     """Shape, weights, tokenizer and preprocessing of a model, whoever wrote it."""
-    if kind_of(path) is not None:
-        return read_foreign(path, activation)
+    parts = _read_own(path) if kind_of(path) is None else read_foreign(path, activation)
+    # Against the weights on the meta device: no memory is taken yet for the sizes that a config claims.
+    model: Clip
+    with torch.device("meta"):
+        if isinstance(parts.shape, ClipShape):
+            model = Clip(parts.shape, parts.tokenizer.eot_id)
+        else:
+            towers = [read_config(text) for text in (parts.shape.image_config, parts.shape.text_config)]
+            theirs = [config for config in towers if config and OWN not in config]
+            for config in theirs:
+                check_sizes(config, parts.weights, parts.where)
+            if theirs:
+                return parts  # libraries may compute with real numbers when they build a model
+            model = TowerClip(parts.shape, parts.tokenizer.pad_id)
+    check_weights(model, parts.weights, parts.where)
+    return parts
+
+
+def _read_own(path: Path) -> Parts:
     folder = model_folder(path)
     shape, preprocess = _read_config(folder / CONFIG)
     tokenizer = load_tokenizer(folder)
@@ -122,7 +147,13 @@ def assemble(parts: Parts, device: str = "cpu", image_size: int | None = None) -
     weights = dict(parts.weights)
     model: Clip
     if isinstance(shape, TowerShape):
-        model = empty_towers(shape, parts.tokenizer.pad_id, torch.device(device))
+        try:
+            model = empty_towers(shape, parts.tokenizer.pad_id, torch.device(device))
+        except UserError:
+            raise
+        except Exception as error:  # libraries raise nearly anything for a config that makes no sense
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+            raise UserError(f"{parts.where}: its towers cannot be built ({reason})") from error
     else:
         assert isinstance(parts.shape, ClipShape)
         fit_positions(weights, parts.shape, shape)

@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from m1clip.errors import UserError
-from m1clip.plain import checked
+from m1clip.plain import check_limits, checked
 
 Pooling = Literal["cls", "mean"]
 Positions = Literal["learned", "sincos"]
 Activation = Literal["gelu", "quick_gelu"]
 Init = Literal["clip", "zero"]
 Stem = Literal["patch", "conv"]
+MAX_GRID = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class ClipShape:
     init: Init = "clip"
 
     def __post_init__(self) -> None:
+        check_limits(self, "model.")
         for name in ("image_size", "patch_size", "vision_width", "vision_layers", "vision_heads", "text_width",
                      "text_layers", "text_heads", "context_length", "vocab_size", "embed_dim"):  # fmt: skip
             if getattr(self, name) < 1:
@@ -52,6 +54,11 @@ class ClipShape:
             raise UserError(
                 f"model.image_size {self.image_size} is not a multiple of model.patch_size {self.patch_size}: "
                 f"try {self.image_size // self.patch_size * self.patch_size or self.patch_size}"
+            )
+        if self.grid > MAX_GRID:
+            raise UserError(
+                f"model.image_size {self.image_size} in patches of {self.patch_size} makes {self.grid} patches per "
+                f"side, more than {MAX_GRID}: take a larger model.patch_size"
             )
         for tower in ("vision", "text"):
             width, heads = getattr(self, f"{tower}_width"), getattr(self, f"{tower}_heads")

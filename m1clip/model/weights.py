@@ -60,8 +60,8 @@ def empty_clip(shape: ClipShape, eot_id: int, device: torch.device) -> Clip:
     return model
 
 
-def assign_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
-    """Copy tensors into the model; a missing, unknown or misshapen one is an error that names it."""
+def check_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
+    """A tensor that is missing, unknown, misshapen or not finite is an error; the model may be on the meta device."""
     own = model.state_dict()
     for odd in sorted(set(own) ^ set(weights)):
         raise UserError(f"{where}: {'missing' if odd in own else 'unknown'} tensor '{odd}'")
@@ -70,6 +70,24 @@ def assign_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> 
             raise UserError(
                 f"{where}: '{name}' is {tuple(tensor.shape)}, the model wants {tuple(own[name].shape)}"
             )
+        if not _is_finite(tensor):
+            raise UserError(
+                f"{where}: '{name}' holds NaN or infinity; the training diverged or the file is damaged: use another "
+                f"model or an earlier checkpoint"
+            )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    # NaN passes through aminmax, which needs no second tensor of this size; it is missing for float8.
+    lowest, highest = (tensor if tensor.element_size() > 1 else tensor.float()).aminmax()
+    return bool(lowest.isfinite() & highest.isfinite())
+
+
+def assign_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
+    """Check tensors and copy them into the model."""
+    check_weights(model, weights, where)
     model.load_state_dict(weights)
 
 

@@ -63,6 +63,11 @@ def train(
     """Train from the beginning in a new run folder: `run`, or runs/NAME (default: the model's preset)."""
     screen = screen or Screen()
     check_sink(config.train.log)
+    most = max(16, 4 * usable_cpus())
+    if config.data.workers > most:
+        raise UserError(
+            f"--data.workers {config.data.workers}: {usable_cpus()} CPUs here; give at most {most}"
+        )
     config = decided(config, screen.say)
     folder = claim_folder(Path(run) if run is not None else None, name or run_name(config))
     with hold(folder), stop_on_signals() as asked:

@@ -27,6 +27,7 @@ from m1clip.data.prepare import (
 )
 from m1clip.data.preprocess import Preprocess
 from m1clip.data.resident import resident
+from m1clip.errors import UserError
 from m1clip.hardware.compiler import check_compile
 from m1clip.hardware.device import Device, Precision, choose_device, choose_precision, threads
 from m1clip.hardware.facts import Facts, read_facts
@@ -43,6 +44,7 @@ from m1clip.train.fit import USUAL_BATCH, open_training_data, with_batch
 from m1clip.train.precision import autocast
 from m1clip.train.teacher import Teacher
 
+BYTES_PER_PARAMETER = 12  # weight, gradient and one moment of the optimizer in float32
 TEXT_CONTRAST = 0.2  # docs/recipe.md
 
 
@@ -94,6 +96,17 @@ def _attention_kinds(config: Config) -> tuple[str, str]:
     return config.model.attention_image, config.model.attention_text
 
 
+def _check_fits(shape: ClipShape, facts: Facts) -> None:
+    """Before the data is read: a model that no batch size or recomputation can make fit this machine."""
+    count = count_parameters(shape)
+    memory = max(facts.memory_bytes, torch.cuda.mem_get_info()[1] if facts.cuda else 0)
+    if count * BYTES_PER_PARAMETER > memory:
+        raise UserError(
+            f"a model of {count / 1e9:,.1f} billion parameters needs {count * BYTES_PER_PARAMETER / 1e9:,.0f} GB to "
+            f"train, this machine has {memory / 1e9:,.0f} GB: choose a smaller --model"
+        )
+
+
 def prepare(
     config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan], saved: Any = None
 ) -> Job:
@@ -101,6 +114,7 @@ def prepare(
     bias = config.train.objective == "sigmoid"
     draft = shape_of(config.model, logit_bias=bias)
     facts = read_facts()
+    _check_fits(draft, facts)
     plan = decode(facts)
     source = open_training_data(config, draft.image_size, plan.warn)
     choose_device(config.train.device, facts)  # a device that is missing is said before the data is read

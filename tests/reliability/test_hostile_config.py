@@ -10,6 +10,7 @@ import pytest
 from bounded import bounded, files_under
 from small_run import run_small
 
+from m1clip.cli import main
 from m1clip.configfile import load_config
 
 sys.path.append(str(Path(__file__).parents[1] / "data"))
@@ -41,3 +42,30 @@ def test_a_config_that_names_a_place_outside_changes_nothing_there(tmp_path: Pat
     assert made, "the cache was written there"
     assert all(re.search(r"[0-9a-f]{8}", name) for name in made), made
     assert all((victim / name).read_text() == "mine" for name in before)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [f"--model.{name} {value}" for name in ("image-size", "patch-size", "vision-width", "vision-layers", "vision-heads",
+     "text-width", "text-layers", "text-heads", "context-length", "embed-dim", "mlp-ratio")
+     for value in ("1000000000", "-1")]
+    + ["--model.vision-width 16384 --model.vision-layers 256", "--model.image-size 4096 --model.patch-size 1",
+       "--data.workers 100000", "--data.workers 200", "--train.threads 100000", "--data.train-count 100000000000",
+       "--recipe frozen --transfer.hidden 1000000000", "--recipe frozen --transfer.embed-dim 1000000000"],
+)  # fmt: skip
+def test_absurd_sizes_on_the_command_line_are_one_line_before_anything_is_built(
+    tmp_path: Path, words: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("m1clip.train.run.usable_cpus", lambda: 4)
+
+    def refused() -> None:
+        with pytest.raises(SystemExit) as end:
+            main(["train", "--run", "run", "--steps", "1", "--device", "cpu", *words.split()])
+        assert end.value.code == 2
+
+    assert bounded(refused) == "ok"
+    error = capfd.readouterr().err
+    assert error.startswith("m1clip: "), error
+    assert error.count("\n") == 1, error
+    assert not (tmp_path / "run").exists()

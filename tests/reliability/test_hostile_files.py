@@ -13,7 +13,7 @@ import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -27,12 +27,18 @@ from m1clip.arguments import preset_for
 from m1clip.cli import main
 from m1clip.configfile import load_config
 from m1clip.data.images import MAX_PIXELS, decode
+from m1clip.data.preprocess import Preprocess
 from m1clip.data.sources import open_source
 from m1clip.errors import UserError
-from m1clip.evaluate.bundle import load
+from m1clip.evaluate.bundle import Bundle, load, read_parts
+from m1clip.evaluate.export import export
+from m1clip.model.clip import Clip
 from m1clip.model.foreign.files import read_tensors
+from m1clip.model.pretrained.build import check_sizes
+from m1clip.model.shape import ClipShape
+from m1clip.model.weights import write_tensors
 from m1clip.runlog import read_log
-from m1clip.text import load_tokenizer
+from m1clip.text import BpeTokenizer, load_tokenizer
 from m1clip.train.checkpoint import LoopState, load_newest, save
 
 CPU = torch.device("cpu")
@@ -197,6 +203,96 @@ def test_small_files_of_a_model_and_of_the_command_line_are_bounded(
         assert told.startswith("UserError"), (name, told)
         assert bounded(lambda: preset_for(tmp_path / "model")) == "ok"
         (tmp_path / "model" / name).unlink()
+
+
+HUGE = 10**9
+
+
+def change_json(path: Path, *changes: tuple[tuple[str, ...], object]) -> None:
+    """Set values by their path of keys."""
+    values = json.loads(path.read_text())
+    for keys, value in changes:
+        place = values
+        for key in keys[:-1]:
+            place = place[key]
+        place[keys[-1]] = value
+    path.write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    "size", ["image_size", "patch_size", "vision_width", "vision_layers", "vision_heads", "text_width", "text_layers",
+             "text_heads", "context_length", "embed_dim", "mlp_ratio"],
+)  # fmt: skip
+@pytest.mark.parametrize("value", [HUGE, 10**400, 8192, 255])
+def test_sizes_in_a_config_json_are_checked_before_anything_is_built(
+    trained: Path, tmp_path: Path, proof: Path, size: str, value: int
+) -> None:
+    """Beyond all bounds, or within them and not those of the weights."""
+    shutil.copytree(trained / "model", tmp_path / "model")
+    changes: list[tuple[tuple[str, ...], object]] = [(("shape", size), value)]
+    if size == "image_size":
+        changes.append((("preprocess", size), value))
+    if value < HUGE and size in ("patch_size", "vision_heads", "text_heads", "mlp_ratio"):
+        changes = [(("shape", size), 1 if size == "patch_size" else 64)]
+    change_json(tmp_path / "model" / "config.json", *changes)
+    must_refuse(bounded(lambda: load(tmp_path / "model")), proof)
+    must_refuse(bounded(lambda: read_parts(tmp_path / "model")), proof)
+
+
+@pytest.mark.parametrize("to", ["openclip", "hf"])
+def test_sizes_in_a_third_party_config_are_checked(
+    tmp_path: Path, proof: Path, to: Literal["openclip", "hf"]
+) -> None:
+    shape = ClipShape(image_size=32, patch_size=16, vision_width=64, vision_layers=1, vision_heads=1, text_width=64,
+                      text_layers=1, text_heads=1, context_length=8, embed_dim=16)  # fmt: skip
+    tokenizer = BpeTokenizer()
+    bundle = Bundle(Clip(shape, tokenizer.eot_id), tokenizer, Preprocess(image_size=32))
+    bundle.save(tmp_path / "own")
+    export(tmp_path / "own", to, tmp_path / "theirs")
+    path = tmp_path / "theirs" / ("config.json" if to == "hf" else "open_clip_config.json")
+    honest = path.read_text()
+    root = json.loads(honest)["model_cfg"] if to == "openclip" else json.loads(honest)
+    prefix: tuple[str, ...] = ("model_cfg",) if to == "openclip" else ()
+    load(tmp_path / "theirs")
+    for part in ("vision_cfg", "text_cfg") if to == "openclip" else ("vision_config", "text_config"):
+        for key in [
+            key for key, value in root[part].items() if type(value) is int and not key.endswith("token_id")
+        ]:
+            for value in (HUGE, 0, -1, 77 * 64, None, "x", [HUGE]):
+                if key == "projection_dim":
+                    continue  # of the towers alone; the model has its own
+                path.write_text(honest)
+                change_json(path, ((*prefix, part, key), value))
+                must_refuse(bounded(lambda: load(tmp_path / "theirs")), proof)
+
+
+def test_sizes_in_a_pretrained_towers_config_are_checked(proof: Path) -> None:
+    weights = {f"image.model.{number}": torch.zeros(128, 64) for number in range(4)}
+    check_sizes(
+        {"hidden_size": 128, "num_hidden_layers": 4, "image_size": 224, "eos_token_id": 50_000}, weights, "x"
+    )
+    for config in ({"hidden_size": HUGE}, {"num_hidden_layers": HUGE}, {"depths": [2, HUGE]}, {"image_size": HUGE},
+                   {"inner": {"intermediate_size": 5000}}, {"num_labels": HUGE}):  # fmt: skip
+        must_refuse(bounded(lambda config=config: check_sizes(config, weights, "x")), proof)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_weights_that_are_not_finite_are_refused(
+    trained: Path, tmp_path: Path, proof: Path, value: float, dtype: torch.dtype
+) -> None:
+    shutil.copytree(trained / "model", tmp_path / "model")
+    weights = {
+        name: t.to(dtype) for name, t in read_tensors(tmp_path / "model" / "model.safetensors").items()
+    }
+    write_tensors(tmp_path / "model" / "model.safetensors", weights)
+    load(tmp_path / "model")
+    weights["text.tokens.weight"][3, 5] = value
+    write_tensors(tmp_path / "model" / "model.safetensors", weights)
+    for read in (load, read_parts):
+        told = bounded(lambda read=read: read(tmp_path / "model"))
+        must_refuse(told, proof)
+        assert "'text.tokens.weight' holds NaN or infinity" in told
 
 
 def test_names_that_point_outside(tmp_path: Path, proof: Path) -> None:

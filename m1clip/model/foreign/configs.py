@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -55,7 +55,7 @@ def shape_from_openclip(config: dict[str, Any], where: str) -> ClipShape:
             activation="quick_gelu" if config.get("quick_gelu") else "gelu",
             logit_bias=config.get("init_logit_bias") is not None,
         )  # fmt: skip
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f"{where}: not a whole open_clip config ({type(error).__name__}: {error})") from None
 
 
@@ -74,9 +74,9 @@ def shape_from_tensors(weights: dict[str, Tensor], activation: Activation, where
             vocab_size=table.shape[0], embed_dim=weights["text_projection"].shape[1], mlp_ratio=hidden / width,
             activation=activation, logit_bias="logit_bias" in weights,
         )  # fmt: skip
-    except KeyError as error:
+    except (KeyError, IndexError, ZeroDivisionError) as error:
         raise UserError(
-            f"{where}: missing tensor {error}; is it an open_clip model of the ViT kind?"
+            f"{where}: missing or misshapen tensor ({error}); is it an open_clip model of the ViT kind?"
         ) from None
 
 
@@ -90,17 +90,23 @@ def shape_from_hf(config: dict[str, Any], where: str) -> ClipShape:
     for part in (vision, text):
         if part["layer_norm_eps"] != NORM_EPS:
             raise UserError(f"{where}: layer_norm_eps is {part['layer_norm_eps']}, m1clip has {NORM_EPS}")
-    ratios = [part["intermediate_size"] / part["hidden_size"] for part in (vision, text)]
+    try:
+        ratios = [part["intermediate_size"] / part["hidden_size"] for part in (vision, text)]
+    except (TypeError, ArithmeticError) as error:
+        raise UserError(
+            f"{where}: hidden_size and intermediate_size must be numbers above 0 ({error})"
+        ) from None
     if ratios[0] != ratios[1]:
         raise UserError(f"{where}: the MLPs of the towers are {ratios[0]:g} and {ratios[1]:g} times as wide")
-    return ClipShape(
-        image_size=vision["image_size"], patch_size=vision["patch_size"], vision_width=vision["hidden_size"],
-        vision_layers=vision["num_hidden_layers"], vision_heads=vision["num_attention_heads"],
-        text_width=text["hidden_size"], text_layers=text["num_hidden_layers"],
-        text_heads=text["num_attention_heads"], context_length=text["max_position_embeddings"],
-        vocab_size=text["vocab_size"], embed_dim=config.get("projection_dim", 512), mlp_ratio=ratios[0],
-        activation=cast(Activation, vision["hidden_act"]),
-    )  # fmt: skip
+    given = {
+        "image_size": vision["image_size"], "patch_size": vision["patch_size"], "vision_width": vision["hidden_size"],
+        "vision_layers": vision["num_hidden_layers"], "vision_heads": vision["num_attention_heads"],
+        "text_width": text["hidden_size"], "text_layers": text["num_hidden_layers"],
+        "text_heads": text["num_attention_heads"], "context_length": text["max_position_embeddings"],
+        "vocab_size": text["vocab_size"], "embed_dim": config.get("projection_dim", 512), "mlp_ratio": ratios[0],
+        "activation": vision["hidden_act"],
+    }  # fmt: skip
+    return ClipShape.from_dict(ClipShape().to_dict() | given)
 
 
 def check_expressible(shape: ClipShape, to: str) -> None:

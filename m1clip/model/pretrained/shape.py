@@ -7,7 +7,7 @@ from typing import Any
 
 from m1clip.errors import UserError
 from m1clip.model.heads import HeadKind
-from m1clip.plain import checked
+from m1clip.plain import check_limits, checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class TowerShape:
     logit_bias: bool = False
 
     def __post_init__(self) -> None:
+        check_limits(self, "model on towers: ")
         for name in ("image_size", "context_length", "vocab_size", "embed_dim", "hidden"):
             if getattr(self, name) < 1:
                 raise UserError(f"model on towers: {name} must be at least 1, not {getattr(self, name)}")
