@@ -254,8 +254,8 @@ class TrainConfig:
     "Arithmetic of the towers; auto takes bf16 where it is measured faster."
     threads: int = 0
     "CPU threads; 0 = one for each physical core."
-    log_every: int = 10
-    "Steps between two lines of the run log."
+    log_every: int | None = None
+    "Steps between two lines of the run log. Default: at least 50 lines a run, at most every 10 steps."
     log: Annotated[Literal["file", "tensorboard"], Parameter(alias="--log", group=COMMON)] = "file"
     "Where the figures go: the run's own run.jsonl, or TensorBoard too (pip install 'm1clip[log]')."
     analysis_every: int | None = None
@@ -296,7 +296,8 @@ class TrainConfig:
         part = not self.batch or self.chunk <= self.batch
         _check(part, f"--chunk {self.chunk} is more than --batch {self.batch}: it is a part of it")
         for name in ("log_every", "keep"):
-            _check(getattr(self, name) >= 1, f"train.{name} must be at least 1, not {getattr(self, name)}")
+            value = getattr(self, name)
+            _check(value is None or value >= 1, f"train.{name} must be at least 1, not {value}")
         for name in ("eval_every", "analysis_every"):
             value = getattr(self, name)
             _check(value is None or value >= 0, f"train.{name} must be 0 or more, not {value}")

@@ -33,6 +33,7 @@ class LoopState:
     rollbacks: int = 0  # how often the run went back to a checkpoint
     rate_factor: float = 1.0  # of the learning rate, lowered by each return
     chunk: int = 0  # smaller than the config's where memory was short; 0: as the config says
+    frozen_sha256: str = ""  # of the weights that the run never changes: they are not in the checkpoint
     evaluation_due: bool = False  # a signal broke off the evaluation of this step
 
 

@@ -64,7 +64,7 @@ class _Loop:
 
     def go(self) -> None:
         """From the step of the state to the last, or until asked to stop."""
-        state, train, update = self.state, self.job.config.train, self.update
+        state, update = self.state, self.update
         if state.step == 0 and state.best_step < 0 and self._start_may_be_best():
             state.evaluation_due = True
         if state.evaluation_due and self._pause(state.step == self.total):
@@ -78,7 +78,7 @@ class _Loop:
 
             state.step, state.seconds = step + 1, time.perf_counter() - self.began
             last = state.step == self.total
-            logs, evaluates = state.step % train.log_every == 0 or last, self._evaluates()
+            logs, evaluates = state.step % self.recorder.every == 0 or last, self._evaluates()
             self.rescue.after(state, batch.pictures, loss, grad_norm, look=logs or evaluates)
             if logs:
                 share = rate(step, self.warmup, self.total, self.job.config.optim.lr_end)

@@ -23,8 +23,8 @@ class Recorder:
     def __init__(self, job: Job, update: Update, log: RunLog, screen: Screen, total_steps: int) -> None:
         self.job, self.update, self.log, self.screen = job, update, log, screen
         train = job.config.train
-        self.every = train.log_every
-        self.look_every = look_every(train.analysis_every, total_steps, train.log_every)
+        self.every = train.log_every or 1
+        self.look_every = look_every(train.analysis_every, total_steps, self.every)
         self.telemetry = Telemetry(job.device.kind)
         self.probe = LayerProbe(update.model, update.optimizer)
         self._described = self._told = False

@@ -18,7 +18,7 @@ from m1clip.train.room import Room
 from m1clip.train.saving import Saver, schedule_of
 from m1clip.train.screen import Screen
 from m1clip.train.setup import Job
-from m1clip.train.tensors import restore
+from m1clip.train.tensors import restore, trained
 from m1clip.train.update import Update
 from m1clip.units import amount
 
@@ -77,7 +77,8 @@ class Rescue:
             self.log.write("event", step=failed, event="diverged", rollbacks=state.rollbacks)
             raise self.guard.diagnosis(state, failed, self.job.precision)
         kept = load_newest(self.run, self.job.device.torch, self.screen.warn, sound=True)
-        earlier, tensors = kept if kept is not None else (LoopState(), self._start())
+        begin = LoopState(frozen_sha256=self.update.frozen_sha256)
+        earlier, tensors = kept if kept is not None else (begin, self._start())
         earlier.rollbacks = state.rollbacks + 1
         earlier.rate_factor = state.rate_factor * config.rollback_rate
         earlier.chunk, earlier.skipped = state.chunk, 0
@@ -112,9 +113,9 @@ class Rescue:
     def _start(self) -> Groups:
         """The tensors of a run that has not begun."""
         model = self.job.build_model()
-        start: Groups = {"weights": model.state_dict(), "optimizer": {}}
+        start: Groups = {"weights": trained(model), "optimizer": {}}
         if self.update.ema is not None:
-            start["ema"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+            start["ema"] = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
         return start
 
 

@@ -46,6 +46,8 @@ from m1clip.train.stopping import Interrupted, StopRequest, stop_on_signals
 from m1clip.train.tensors import restore
 from m1clip.train.update import Update
 
+LOG_EVERY, LOG_LINES = 10, 50  # steps between two log lines at most, lines of a run at least
+
 
 @dataclass(frozen=True)
 class Result:
@@ -193,9 +195,10 @@ def _with_steps(job: Job) -> Job:
     warmup_steps(job.config.optim.warmup, steps)  # refuses a run that would never leave warm-up
     train = job.config.train
     every = train.eval_every if train.eval_every is not None else max(1, -(-steps // EVALUATIONS))
+    logs = train.log_every or max(1, min(LOG_EVERY, steps // LOG_LINES))
     saves = train.save_every if train.save_every is not None else every
     train = dataclasses.replace(
-        train, steps=steps, minutes=None, epochs=None, eval_every=every, save_every=saves
+        train, steps=steps, minutes=None, epochs=None, eval_every=every, save_every=saves, log_every=logs
     )
     return dataclasses.replace(job, config=dataclasses.replace(job.config, train=train))
 

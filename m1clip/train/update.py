@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from m1clip.hardware.device import Device, Precision
 from m1clip.hardware.heap import keep_freed_memory, map_large_blocks
 from m1clip.hardware.phases import Phases
 from m1clip.model.clip import Clip, Features
+from m1clip.model.pretrained.load import weights_hash
 from m1clip.train.among import text_contrast
 from m1clip.train.captured import Captured
 from m1clip.train.gradcache import Plan, Side, chunked_backward
@@ -101,6 +103,12 @@ class Update:
             keep_freed_memory()  # from now on all sizes are known
         self.phases.stop()
         return loss, grad_norm
+
+    @cached_property
+    def frozen_sha256(self) -> str:
+        """What the weights are that this run never changes; empty where it trains all."""
+        frozen = {name: p.detach() for name, p in self.model.named_parameters() if not p.requires_grad}
+        return weights_hash(frozen) if frozen else ""
 
     def forget_graph(self) -> None:
         """What was recorded of the step holds on to tensors that are replaced now."""

@@ -64,6 +64,11 @@ def test_a_run_on_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     captions = [caption for pair in data.pairs for caption in pair.captions][:4]
     torch.testing.assert_close(bundle.encode_texts(captions), text[:4], atol=2e-3, rtol=0)
 
+    # A checkpoint holds what changes, and refers to the frozen towers by hash.
+    kept = tensors_of(run, 6)
+    assert not [name for name in kept if name.startswith(("weights:image.", "weights:text."))]
+    assert {"weights:image_projection.project.weight", "weights:logit_scale"} <= kept.keys()
+
     # A second run finds every feature, and is the same run.
     monkeypatch.setattr(feature_split, "picture_features", forbidden)
     monkeypatch.setattr(feature_split, "caption_features", forbidden)
@@ -77,6 +82,15 @@ def test_a_run_on_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "step 3 of 6" in said
     assert_same_bits(tensors_of(run, 6), tensors_of(tmp_path / "again", 6))
     assert load_config(run / "config.toml").transfer.recipe == "frozen"
+
+    # Other towers than it began with are noticed.
+    other = {name: tensor + 1 for name, tensor in frozen.tower_weights("efficientnet-lite0").items()}
+    real = frozen.tower_weights
+    monkeypatch.undo()
+    patch_towers(monkeypatch)
+    monkeypatch.setattr(frozen, "tower_weights", lambda name: real(name) if name == "minilm" else dict(other))
+    with pytest.raises(UserError, match="the frozen weights are not those that it began with"):
+        resume_quietly(run)
 
 
 def test_only_new_views_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

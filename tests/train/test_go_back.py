@@ -46,7 +46,7 @@ def events(run: Path, name: str) -> list[dict[str, Any]]:
 
 def test_one_bad_step_is_skipped_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poisoned_steps(monkeypatch, lambda step, factor: step == 4)
-    run_small(tmp_path / "run")
+    run_small(tmp_path / "run", {"train.log_every": 10})
     (skipped,) = events(tmp_path / "run", "update skipped")
     assert skipped["step"] == 5
     assert len(skipped["samples"]) == 16

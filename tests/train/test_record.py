@@ -27,6 +27,11 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [{**record, "folder": folder} for record in read_log(folder)]
 
 
+def test_a_short_run_has_enough_lines_for_a_curve(tmp_path: Path) -> None:
+    run_small(tmp_path / "run", {"train.steps": 60, "train.batch": 4})
+    assert len(of(list(read_log(tmp_path / "run")), "step")) == 60
+
+
 def of(log: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [record for record in log if record["kind"] == kind]
 
