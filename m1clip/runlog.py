@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from m1clip.files import open_plain
+from m1clip.errors import UserError
+from m1clip.files import PARTIAL, open_plain, read_small
 
 VERSION = 1  # raised when a field changes its meaning; a new field is no new version
 NAME = "run.jsonl"
+PREPARING = "preparing.json"  # there only while the data of a run is prepared
+PREPARING_PARTIAL = PREPARING + PARTIAL
 LONGEST_LINE = 2**24
 
 # The figure that chooses the best model and its label: the first of these that an evaluation has.
@@ -118,3 +123,42 @@ def _end_torn_line(handle: int) -> None:
     size = os.fstat(handle).st_size
     if size and os.pread(handle, 1, size - 1) != b"\n":
         os.write(handle, b"\n")
+
+
+@dataclass(frozen=True)
+class Preparing:
+    """How far the work before the first step is."""
+
+    title: str
+    done: int = 0
+    total: int = 0  # 0: not known yet
+    seconds_left: float | None = None
+
+    def words(self) -> str:
+        """preparing train images: 640 of 8,000, 1:15 left."""
+        count = f": {self.done:,} of {self.total:,}" if self.total else ""
+        if self.seconds_left is None:
+            return self.title + count
+        minutes, seconds = divmod(round(self.seconds_left), 60)
+        clock = f"{minutes // 60}:{minutes % 60:02}" if minutes >= 60 else f"{minutes}"
+        return f"{self.title}{count}, {clock}:{seconds:02} left"
+
+    def write(self, run: Path) -> None:
+        """Show it to `m1clip runs` and `monitor`; where the folder is gone or full, nothing is written."""
+        with contextlib.suppress(OSError, UserError):
+            handle = open_plain(run / PREPARING_PARTIAL, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            with os.fdopen(handle, "wb") as file:
+                file.write(json.dumps(asdict(self)).encode())
+            (run / PREPARING_PARTIAL).replace(run / PREPARING)
+
+
+def read_preparing(run: Path) -> Preparing | None:
+    """What a run in preparation says of itself, or None."""
+    try:
+        found = Preparing(**json.loads(read_small(run / PREPARING, 4096, run)))
+        title, left = found.title, found.seconds_left
+        counted = all(type(number) is int and 0 <= number < 2**53 for number in (found.done, found.total))
+        timed = left is None or 0 <= left < 2**31
+        return found if counted and timed and title.isprintable() else None
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return None

@@ -172,7 +172,11 @@ class Workload:
 
     def _decode(self, facts: Facts) -> DecodePlan:
         return DecodePlan(
-            1, "spawn", facts.memory_bytes, lambda split: lambda done, total: None, lambda line: None
+            1,
+            "spawn",
+            facts.memory_bytes,
+            lambda title: nullcontext(lambda done, total: None),
+            lambda line: None,
         )
 
     def _clip(self) -> Clip:

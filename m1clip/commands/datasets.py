@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -37,8 +38,8 @@ def data_make(
     from m1clip.train.screen import Screen
 
     screen = Screen()
-    show = screen.counter("drawing")
-    summary = write_folder(folder, count, image_size, seed, captions_per_image=captions, progress=show)
+    with screen.counter("drawing") as show:
+        summary = write_folder(folder, count, image_size, seed, captions_per_image=captions, progress=show)
     screen.say(str(summary))
 
 
@@ -85,10 +86,10 @@ def data_lint(
             source, image_size=image_size, tokenizer_lengths=bpe_lengths, context_length=context_length
         )
     else:
-        show = None if json else screen.counter("checking")
-        report = lint(
-            source, True, image_size, bpe_lengths, context_length, workers=usable_cpus(), progress=show
-        )
+        with nullcontext() if json else screen.counter("checking") as show:
+            report = lint(
+                source, True, image_size, bpe_lengths, context_length, workers=usable_cpus(), progress=show
+            )
     print(report.to_json() if json else report.to_text())
     if report.verdict == "problems":
         sys.exit(1)
@@ -128,7 +129,8 @@ def data_pack(
 
     screen = Screen()
     source = open_sources([path], options=Options(image_column, caption_column))
-    packed = pack(source, folder, shard_size, image_size, screen.counter("packing"))
+    with screen.counter("packing") as show:
+        packed = pack(source, folder, shard_size, image_size, show)
     for line in packed.skipped[:10]:
         screen.warn(f"left out {line}")
     if len(packed.skipped) > 10:

@@ -132,6 +132,7 @@ def _build(
     _check_room(spec, len(left) * CHUNK * spec.side * spec.side * 3)
     refs = [pair.image for pair in pairs]
     finished = spec.count - sum(min(CHUNK, spec.count - start) for start in left)
+    progress(finished, spec.count)
     try:
         with _opened(place / PIXELS) as pixels, _opened(place / PROGRESS) as lines:
             offset = _write_header(pixels, spec)

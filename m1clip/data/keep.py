@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +30,7 @@ class DecodePlan:
     workers: int
     start_method: str
     memory_bytes: int
-    progress: Callable[[str], Progress]
+    progress: Callable[[str], AbstractContextManager[Progress]]  # by what is being done
     warn: Callable[[str], None]
 
 
@@ -112,13 +113,11 @@ def store_split(
     refs = [pair.image for pair in pairs]
     looked: Sequence[int] = range(len(pairs))
     if spec is not None and kind == "disk":
-        pictures, bad = cached(
-            spec, pairs, plan.workers, start_method, plan.progress(split), plan.warn, place.patience
-        )
+        with plan.progress(f"preparing {split} images") as show:
+            pictures, bad = cached(spec, pairs, plan.workers, start_method, show, plan.warn, place.patience)
     elif kind == "ram":
-        array, bad = decode_all(
-            refs, side, resize, plan.workers, start_method, plan.progress(split), place.patience
-        )
+        with plan.progress(f"preparing {split} images") as show:
+            array, bad = decode_all(refs, side, resize, plan.workers, start_method, show, place.patience)
         pictures = ArrayPictures(array)
     else:
         # Pictures to evaluate with are a fixed set, so each is tried; of those to train on a sample shows the share.

@@ -221,6 +221,7 @@ def decode_all(
     bad: dict[int, str] = {}
     few = len(refs) < 4 * CHUNK  # then starting processes takes longer than the work
     starts = range(0, len(refs), CHUNK)
+    progress(0, len(refs))
     for start, block, errors in decode_chunks(
         refs, starts, side, resize, 1 if few else workers, start_method, patience
     ):

@@ -38,6 +38,7 @@ def picture_features(
     """Rows of one view of each picture, chunk by chunk; what cannot be read goes into `bad` with the reason."""
     side, resize = preprocess.image_size, preprocess.resize
     threads = max(2, (os.cpu_count() or 2) // 2)
+    progress(0, len(refs))
     for start, block, errors in decode_chunks(refs, range(0, len(refs), CHUNK), side, resize, threads, None):
         bad.update(errors)
         places = [start + offset for offset in range(len(block)) if start + offset not in errors]
@@ -62,6 +63,7 @@ def caption_features(
     order = np.argsort(lengths, kind="stable")
     places: list[int] = []
     made: list[Tensor] = []
+    progress(0, len(order))
     for start in range(0, len(order), CAPTIONS):
         chosen = order[start : start + CAPTIONS]
         ids = torch.from_numpy(rows[chosen, : int(lengths[chosen].max())].astype(np.int64)).to(device)

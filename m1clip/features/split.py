@@ -87,10 +87,10 @@ def _view_rows(
     def compute(wanted: list[int]) -> Computed:
         broken: dict[int, str] = {}
         refs = [pairs[place].image for place in wanted]
-        show = maker.plan.progress(f"{split} pictures through the tower")
-        arguments = (maker.preprocess, view, maker.device, maker.autocast, broken, show)
-        for places, rows in picture_features(maker.image.tower, refs, *arguments):
-            yield [wanted[place] for place in places], rows
+        with maker.plan.progress(f"computing features of {split} images") as show:
+            arguments = (maker.preprocess, view, maker.device, maker.autocast, broken, show)
+            for places, rows in picture_features(maker.image.tower, refs, *arguments):
+                yield [wanted[place] for place in places], rows
         bad.update({wanted[place]: reason for place, reason in broken.items()})
 
     store.fill(names, compute, _waiting(maker, store))
@@ -104,14 +104,13 @@ def feature_captions(maker: Maker, pairs: Sequence[Pair], split: str) -> Feature
     store, pad_id = maker.text_store(), maker.tokenizer.pad_id
 
     def captions(wanted: list[int]) -> Computed:
-        show = maker.plan.progress(f"{split} captions through the tower")
         rows = table.tokens[wanted]
         # Up to the end mark, or the last word where a tokenizer writes none.
         lengths = np.maximum(table.lengths[wanted], (rows != pad_id).sum(axis=1))
-        for places, made in caption_features(
-            maker.text.tower, rows, lengths, maker.device, maker.autocast, show
-        ):
-            yield [wanted[place] for place in places], made
+        with maker.plan.progress(f"computing features of {split} captions") as show:
+            arguments = (maker.device, maker.autocast, show)
+            for places, made in caption_features(maker.text.tower, rows, lengths, *arguments):
+                yield [wanted[place] for place in places], made
 
     store.fill(names, captions, _waiting(maker, store))
     return FeatureCaptions(

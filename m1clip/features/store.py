@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from m1clip.files import open_regular
 NAME_BYTES = 16
 DTYPE = np.dtype(np.float16)
 ROWS, NAMES, LOCK = "rows.bin", "names.bin", "lock"
-Computed = Iterator[tuple[list[int], np.ndarray]]  # places in what was asked for, and their rows
+Computed = Generator[tuple[list[int], np.ndarray]]  # places in what was asked for, and their rows
 
 
 def name_of(*words: str) -> bytes:
@@ -60,8 +61,12 @@ class FeatureStore:
                 )
             wanted = self.missing(names)  # again: another process may have been at it
             self._cut_to_whole_rows()
-            with (self.path / ROWS).open("ab") as rows, (self.path / NAMES).open("ab") as keys:
-                for places, block in compute(wanted):
+            with (
+                (self.path / ROWS).open("ab") as rows,
+                (self.path / NAMES).open("ab") as keys,
+                closing(compute(wanted)) as computed,  # ends its progress lines when a write fails
+            ):
+                for places, block in computed:
                     assert block.shape == (len(places), self.width)
                     rows.write(np.ascontiguousarray(block, DTYPE).tobytes())
                     _safe(rows.fileno(), rows.flush)

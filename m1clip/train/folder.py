@@ -11,6 +11,7 @@ from pathlib import Path
 from m1clip.errors import UserError
 from m1clip.files import open_plain
 from m1clip.owner import LOCK, own_mark
+from m1clip.runlog import PREPARING, PREPARING_PARTIAL
 
 OUTPUT = "train.log"  # what a run in the background says
 
@@ -45,7 +46,8 @@ def check_free(asked: Path) -> None:
 def give_back(folder: Path) -> None:
     """Remove a claimed folder in which nothing was written, so that the same command works again."""
     if not _contents(folder):
-        (folder / LOCK).unlink(missing_ok=True)
+        for name in (LOCK, PREPARING, PREPARING_PARTIAL):
+            (folder / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             folder.rmdir()
             if folder.parent == Path("runs"):
@@ -69,10 +71,15 @@ def hold(folder: Path) -> Iterator[None]:
             pass  # a disk without locks (some network mounts): then no one can be kept out
         os.truncate(handle, 0)
         os.write(handle, own_mark().encode())
+        (folder / PREPARING).unlink(missing_ok=True)  # of a killed process
         yield
     finally:
         os.close(handle)
 
 
 def _contents(folder: Path) -> list[str]:
-    return [item.name for item in folder.iterdir() if item.name not in (LOCK, OUTPUT)]
+    return [
+        item.name
+        for item in folder.iterdir()
+        if item.name not in (LOCK, OUTPUT, PREPARING, PREPARING_PARTIAL)
+    ]

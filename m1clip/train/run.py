@@ -7,6 +7,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def train(
     folder = claim_folder(Path(run) if run is not None else None, name or run_name(config))
     with hold(folder), stop_on_signals() as asked:
         try:
-            job = _with_steps(prepare(config, screen.say, decode_plan(screen)))
+            job = _with_steps(prepare(config, screen.say, decode_plan(screen, folder)))
             _describe(job, screen)
             _write_head(job, folder)
         except BaseException:
@@ -91,7 +92,9 @@ def resume(run: str | Path, screen: Screen | None = None) -> Result:
     with hold(folder), stop_on_signals() as asked:
         for part in (folder, folder / WATCH, folder / WATCH / THUMBS):
             remove_leftovers(part)
-        job = prepare(load_config(folder / "config.toml"), screen.say, decode_plan(screen), saved=folder)
+        job = prepare(
+            load_config(folder / "config.toml"), screen.say, decode_plan(screen, folder), saved=folder
+        )
         _check_same_data(job, folder)
         _describe(job, screen)
         kept = load_newest(folder, job.device.torch, screen.warn)
@@ -249,12 +252,12 @@ def _fingerprint(job: Job) -> str:
     return digest.hexdigest()
 
 
-def decode_plan(screen: Screen) -> Callable[[Facts], DecodePlan]:
-    """How this machine decodes pictures, with progress on the screen."""
+def decode_plan(screen: Screen, run: Path | None = None) -> Callable[[Facts], DecodePlan]:
+    """How this machine decodes pictures, with progress on the screen and in the folder of a run."""
 
     def plan(facts: Facts) -> DecodePlan:
-        def progress(split: str) -> Progress:
-            return screen.counter(f"preparing {split} pictures")
+        def progress(title: str) -> AbstractContextManager[Progress]:
+            return screen.counter(title, run)
 
         start = rules("cpu", facts).worker_start
         return DecodePlan(usable_cpus(), start, facts.memory_bytes, progress, screen.warn)

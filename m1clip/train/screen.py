@@ -3,18 +3,46 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from m1clip.evaluate.metric import MEAN_RECALL, Metric, Scores
+from m1clip.runlog import PREPARING, Preparing
 
 RECENT = 25  # lines whose steps tell how long the rest will take
 PLAIN_SECONDS = 15.0  # between two progress lines where there is no terminal
+TICK_SECONDS = 8.0  # between two words about long work before the first step
+
+
+class _Work:
+    """How far some work is, and by its speed so far, how long the rest will take."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self._first: tuple[float, int] | None = None
+        self._newest = (0, 0)
+
+    def show(self, done: int, total: int) -> None:
+        """So many are done; what the first call says was done before."""
+        self._first = self._first or (time.monotonic(), done)
+        self._newest = (done, total)
+
+    def now(self) -> Preparing:
+        """As it stands at this moment."""
+        done, total = self._newest
+        began, before = self._first or (0.0, 0)
+        if done == before:
+            return Preparing(self.title, done, total)
+        left = (total - done) * (time.monotonic() - began) / (done - before)
+        return Preparing(self.title, done, total, round(left, 1))
 
 
 class Screen:
@@ -40,21 +68,44 @@ class Screen:
         self.warned.append(line)
         self.say(f"warning: {line}")
 
-    def counter(self, title: str) -> Callable[[int, int], None]:
-        """A callback (done, total) that shows how far some long work is."""
-        if not self.live:
-            return lambda done, total: None
-        bar = self._bar(f"{title}: {{task.completed:,}} of {{task.total:,}}")
-        task = bar.add_task(title, total=1)
+    @contextmanager
+    def counter(self, title: str, run: Path | None = None) -> Iterator[Callable[[int, int], None]]:
+        """Gives a callback (done, total), first called when the work begins; shows how far the work is.
+
+        A bar on a terminal, elsewhere a line every few seconds; also in the folder of a run, for `m1clip runs`.
+        """
+        work, ended = _Work(title), threading.Event()
+        bar = self._bar(f"{title}: {{task.completed:,}} of {{task.total:,}}") if self.live else None
+        task = bar.add_task(title, total=1) if bar is not None else TaskID(0)
 
         def show(done: int, total: int) -> None:
-            if not bar.live.is_started:
+            work.show(done, total)
+            if bar is not None:
                 bar.start()
-            bar.update(task, completed=done, total=total)
-            if done >= total:
-                bar.stop()
+                bar.update(task, completed=done, total=total)
 
-        return show
+        def tick() -> None:
+            # A thread: one large image, or a slow disk, can keep the callback silent for longer than this.
+            while not ended.wait(TICK_SECONDS):
+                now = work.now()
+                if run is not None:
+                    now.write(run)
+                if bar is None:
+                    self.say(now.words())
+
+        ticker = threading.Thread(target=tick, daemon=True)
+        if run is not None:
+            work.now().write(run)
+        ticker.start()
+        try:
+            yield show
+        finally:
+            ended.set()
+            ticker.join()
+            if bar is not None:
+                bar.stop()
+            if run is not None:
+                (run / PREPARING).unlink(missing_ok=True)
 
     def begin(self, step: int, total: int) -> None:
         """The loop starts."""

@@ -97,7 +97,9 @@ def _title(history: History, status: Status, view: View) -> Line:
 def _progress(history: History, status: Status, view: View, now: float) -> Line:
     total, step = history.total, history.step
     share = step / total if total else 0.0
-    words = f" {percent(share, 0)}  step {step:,} of {total:,}" if total else f" {status.words}"
+    words = f" {percent(share, 0)}  step {step:,} of {total:,}"
+    if not total or status.state == "preparing":
+        words = f" {status.words}"
     left = eta.seconds_left(history)
     spent = eta.elapsed(history)
     if status.state == "running" and left is not None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from m1clip.errors import UserError
-from m1clip.runlog import SELECTION
+from m1clip.runlog import SELECTION, Preparing
 from m1clip.watch.eta import elapsed, seconds_left
 from m1clip.watch.history import History
 from m1clip.watch.state import find_runs, status_of
@@ -30,6 +30,7 @@ class RunRow:
     seconds_left: float | None
     last_time: float
     pid: int | None
+    preparing: Preparing | None = None
 
 
 def list_runs(folder: Path) -> list[RunRow]:
@@ -58,6 +59,7 @@ def row_of(run: Path) -> RunRow:
         seconds_left(history) if status.state == "running" else None,
         history.last_time,
         status.pid,
+        status.preparing,
     )
 
 
@@ -74,6 +76,8 @@ def as_table(rows: list[RunRow], folder: Path) -> str:
     cells = [head]
     for row in rows:
         progress = f"{row.step:,}/{row.steps:,}" if row.steps else "-"
+        if row.preparing is not None:
+            progress = row.preparing.words()
         if row.seconds_left is not None:
             progress += f" ({clock(row.seconds_left)} left)"
         best = "-" if row.best is None else f"{SELECTION[row.metric]} {percent(row.best)}"

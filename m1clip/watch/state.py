@@ -9,7 +9,7 @@ from typing import Literal
 
 from m1clip.errors import UserError
 from m1clip.owner import LOCK, read_owner
-from m1clip.runlog import NAME
+from m1clip.runlog import NAME, Preparing, read_preparing
 from m1clip.watch.history import History
 
 State = Literal["preparing", "running", "finished", "stopped", "died"]
@@ -24,6 +24,7 @@ class Status:
     state: State
     words: str
     pid: int | None = None
+    preparing: Preparing | None = None
 
 
 def status_of(history: History, now: float | None = None) -> Status:
@@ -32,6 +33,9 @@ def status_of(history: History, now: float | None = None) -> Status:
     owner = read_owner(run)
     process = owner.process() if owner else None
     if process is not None:
+        preparing = read_preparing(run)
+        if preparing is not None:
+            return Status("preparing", preparing.words(), process.pid, preparing)
         if history.steps or history.start:
             finishing = history.total and history.step >= history.total
             return Status("running", "last evaluation" if finishing else "running", process.pid)

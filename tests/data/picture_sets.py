@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -42,4 +43,4 @@ def break_files(
 
 def plan(warn: Callable[[str], None] = lambda line: None, workers: int = 2) -> DecodePlan:
     """A decode plan that shows nothing."""
-    return DecodePlan(workers, "fork", 8 * 2**30, lambda split: lambda done, total: None, warn)
+    return DecodePlan(workers, "fork", 8 * 2**30, lambda title: nullcontext(lambda done, total: None), warn)

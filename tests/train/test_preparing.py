@@ -1,0 +1,127 @@
+"""While images are cached or features are computed: lines for a pipe, and the same in `m1clip runs`."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+
+from m1clip.data.keep import CachePlace, store_split
+from m1clip.data.pair import Pair
+from m1clip.data.preprocess import Preprocess
+from m1clip.features.split import Maker, Side, feature_captions, feature_pictures
+from m1clip.hardware.facts import read_facts
+from m1clip.runlog import PREPARING, Preparing, read_preparing
+from m1clip.text import CharTokenizer
+from m1clip.train import screen as screen_module
+from m1clip.train.folder import check_free, give_back, hold
+from m1clip.train.run import decode_plan
+from m1clip.train.screen import Screen
+from m1clip.watch.listing import as_json, as_table, list_runs
+
+COUNT, FIRST = 600, r"(64|256) of 600, \d+:\d\d left"  # a chunk of images, a batch of captions
+
+
+class Waiting:
+    """Stops the work after its first chunk until a line about that chunk is printed."""
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.printed, self.listed = run, io.StringIO(), ""
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + 60
+        while not re.search(FIRST, self.printed.getvalue()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.listed = as_table(list_runs(self.run.parent), self.run.parent)
+
+
+class Ref:
+    """An image; number 64, the first of the second chunk, waits."""
+
+    def __init__(self, number: int, wait: Callable[[], None]) -> None:
+        self.number, self.wait = number, wait
+
+    def open(self, want: int | None = None) -> Image.Image:
+        if self.number == 64:
+            self.wait()
+        return Image.new("RGB", (8, 8))
+
+    def stamp(self) -> str:
+        return str(self.number)
+
+
+@pytest.mark.parametrize("work", ["disk", "ram", "image features", "caption features"])
+def test_progress_is_printed_and_listed_while_a_run_prepares(
+    tmp_path: Path, work: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(screen_module, "TICK_SECONDS", 0.01)
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    waiting = Waiting(run)
+    plan = decode_plan(Screen(Console(file=waiting.printed, width=200)), run)(read_facts())
+    image_wait = waiting.wait if work != "caption features" else lambda: None
+    pairs = [Pair(Ref(n, image_wait), (f"caption {n}",), str(n)) for n in range(COUNT)]
+    batches: list[int] = []
+
+    def tower(rows: torch.Tensor) -> torch.Tensor:
+        batches.append(len(rows))
+        if len(batches) == 2 and work == "caption features":
+            waiting.wait()
+        return torch.zeros(len(rows), 4)
+
+    side = Side(tower, 4, ("tower",))
+    maker: Any = Maker(side, side, CharTokenizer("caption 0123456789"), 16, Preprocess(image_size=8), 1,
+                       tmp_path / "cache", (), torch.device("cpu"), "fp32", nullcontext, plan)  # fmt: skip
+    with hold(run):
+        if work in ("disk", "ram"):
+            place: Any = CachePlace(work, str(tmp_path / "cache"), (), None, COUNT)  # type: ignore[arg-type]
+            store_split(pairs, "train", 8, "squash", place, 0.1, plan)
+            title = "preparing train images"
+        elif work == "image features":
+            feature_pictures(maker, pairs, "train", 0.1)
+            title = "computing features of train images"
+        else:
+            feature_captions(maker, pairs, "train")
+            title = "computing features of train captions"
+        assert re.search(f"{title}: {FIRST}", waiting.printed.getvalue())
+        assert re.search(f"preparing  {title}: {FIRST}", waiting.listed)
+        assert not (run / PREPARING).exists()
+
+
+def test_what_a_killed_process_left_is_neither_shown_nor_in_the_way(tmp_path: Path) -> None:
+    run = tmp_path / "a"
+    run.mkdir()
+    Preparing("preparing train images", 3, 9, 3700.0).write(run)
+    check_free(run)
+    with hold(run):
+        assert read_preparing(run) is None
+        Preparing("preparing train images", 3, 9, 3700.0).write(run)
+        assert "preparing train images: 3 of 9, 1:01:40 left" in as_table(list_runs(tmp_path), tmp_path)
+        assert '"total": 9' in as_json(list_runs(tmp_path))
+        (run / PREPARING).write_text('{"title": "x", "done": 1e400, "total": "9"}')
+        assert read_preparing(run) is None
+    give_back(run)
+    assert not run.exists()
+    Preparing("preparing train images").write(run)
+    assert not run.exists()  # a folder that is gone is not made again
+
+
+def test_the_time_left_does_not_count_what_was_done_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    work = screen_module._Work("x")
+    assert work.now() == Preparing("x")
+    work.show(500, 1000)
+    assert work.now() == Preparing("x", 500, 1000)
+    now[0] += 10
+    work.show(600, 1000)
+    assert work.now() == Preparing("x", 600, 1000, 40.0)
