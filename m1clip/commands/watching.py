@@ -57,7 +57,7 @@ def monitor(
 
 @app.command
 def runs(folder: Path = RUNS, /, *, json: Annotated[bool, Parameter(negative="")] = False) -> None:
-    """List runs with their state (preparing, running, finished, stopped, died), progress and best recall.
+    """List runs with their state (preparing, running, finished, stopped, died), progress and best score.
 
     The state comes from the run's folder and from its own process, known by number and start time.
 

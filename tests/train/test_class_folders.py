@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from small_run import screen, small_config
+from tower_run import frozen_config, patch_towers
 
 from m1clip.evaluate.bundle import load
 from m1clip.evaluate.table import scores_table
@@ -25,6 +26,9 @@ from m1clip.watch.report import write_report
 from m1clip.watch.state import status_of
 from m1clip.watch.store import Store, key_of
 
+NO_COUNTS = dict.fromkeys(
+    ("data.train_count", "data.val_count", "data.test_count", "data.captions_per_image")
+)
 COLOURS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}
 
 
@@ -60,9 +64,7 @@ def plain(lines: list[Line]) -> str:
 
 def test_class_folders_report_and_are_chosen_by_top1_accuracy(tmp_path: Path) -> None:
     data = class_folders(tmp_path / "data")
-    changes = {"data.source": [str(data)], "data.train_count": None, "data.val_count": None,
-               "data.test_count": None, "data.captions_per_image": None}  # fmt: skip
-    run, words = trained(tmp_path / "run", changes)
+    run, words = trained(tmp_path / "run", {"data.source": [str(data)], **NO_COUNTS})
     log = list(read_log(run))
     evaluations = {line["step"]: line["top1_accuracy"] for line in log if line["kind"] == "eval"}
     end = log[-1]
@@ -76,6 +78,14 @@ def test_class_folders_report_and_are_chosen_by_top1_accuracy(tmp_path: Path) ->
     right = torch.tensor([list(COLOURS).index(path.parent.name) for path in paths])
     assert end["top1_accuracy"] == pytest.approx(float((said == right).float().mean()))
     assert_one_figure(run, words, "top-1 accuracy", max(evaluations.values()))
+
+
+def test_features_of_frozen_towers_keep_the_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_towers(monkeypatch)
+    data = {"data.source": [str(class_folders(tmp_path / "data"))], **NO_COUNTS}
+    run = train(frozen_config(tmp_path, **data), tmp_path / "run", screen()).run
+    end = list(read_log(run))[-1]
+    assert end["image_to_text/recall@1"] == end["top1_accuracy"]
 
 
 def test_captions_are_chosen_by_mean_recall(tmp_path: Path) -> None:
