@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +41,11 @@ WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 SHAPE, TOWERS = "shape", "towers"  # what the config calls a model on towers of ours, and on towers of others
 
-Picture = str | Path | Image.Image | np.ndarray
+Picture = str | Path | Image.Image | np.ndarray | Tensor
+IMAGES = (
+    "encode_images takes a path, a PIL image, a (height, width, 3) uint8 array or tensor, or a list of these"
+)
+TEXTS = "encode_texts takes a text, or a list of texts"
 
 
 class Bundle:
@@ -55,10 +60,14 @@ class Bundle:
         return self.model.logit_scale.device
 
     @torch.inference_mode()
-    def encode_images(self, pictures: Sequence[Picture], batch: int = 64) -> Tensor:
-        """(n, embed_dim) unit vectors of paths, PIL pictures or (h, w, 3) uint8 arrays."""
+    def encode_images(self, images: Picture | Iterable[Picture], batch: int = 64) -> Tensor:
+        """(n, embed_dim) unit vectors of one image (n = 1) or many.
+
+        An image is a path, a PIL image, a (height, width, 3) uint8 array, or a uint8 tensor of that shape or of
+        (3, height, width). Many are a list or other iterable of these, or an array or tensor with one more dimension.
+        """
         self.model.eval()
-        parts = []
+        parts, pictures = [], _many(images, Picture, IMAGES)
         for start in range(0, len(pictures), batch):
             squares = [self.square(picture) for picture in pictures[start : start + batch]]
             pixels = torch.from_numpy(np.stack(squares)).to(self.device)
@@ -66,12 +75,12 @@ class Bundle:
         return torch.cat(parts) if parts else torch.empty(0, self.model.shape.embed_dim)
 
     @torch.inference_mode()
-    def encode_texts(self, texts: Sequence[str], batch: int = 256) -> Tensor:
-        """(n, embed_dim) unit vectors of sentences."""
+    def encode_texts(self, texts: str | Iterable[str], batch: int = 256) -> Tensor:
+        """(n, embed_dim) unit vectors of one text (n = 1) or many."""
         self.model.eval()
-        parts = []
-        for start in range(0, len(texts), batch):
-            rows = self.tokenizer(texts[start : start + batch], self.model.shape.context_length)
+        parts, sentences = [], _many(texts, str, TEXTS)
+        for start in range(0, len(sentences), batch):
+            rows = self.tokenizer(sentences[start : start + batch], self.model.shape.context_length)
             parts.append(self.model.encode_text(torch.from_numpy(rows).long().to(self.device)))
         return torch.cat(parts) if parts else torch.empty(0, self.model.shape.embed_dim)
 
@@ -90,13 +99,47 @@ class Bundle:
         size, resize = self.preprocess.image_size, self.preprocess.resize
         if isinstance(picture, str | Path):
             picture = decode(Path(picture), size, str(picture))  # as training decodes it
-        elif isinstance(picture, np.ndarray):
-            if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
-                raise UserError(
-                    f"an array must be (height, width, 3) uint8, not {picture.shape} {picture.dtype}"
-                )
-            picture = Image.fromarray(picture)
+        elif isinstance(picture, np.ndarray | Tensor):
+            picture = Image.fromarray(_array(picture))
+        elif min(picture.size) == 0:
+            raise UserError(f"a PIL image of {picture.width} x {picture.height} has no pixels")
         return to_square(picture, size, resize)
+
+
+def _many(values: Any, kind: Any, takes: str) -> list[Any]:
+    """One value or an iterable of them as a list; anything that is not of this kind is a UserError."""
+    batched = isinstance(values, np.ndarray | Tensor) and (
+        values.ndim == 4
+        or (isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "OU")
+    )
+    if isinstance(values, kind) and not batched:
+        return [values]
+    several = isinstance(values, Iterable) and not isinstance(values, bytes | bytearray | Mapping)
+    if not several or (isinstance(values, np.ndarray | Tensor) and not batched):
+        raise UserError(f"{takes}, not {type(values).__name__}")
+    items = list(values)
+    for number, item in enumerate(items, start=1):
+        if not isinstance(item, kind):
+            raise UserError(f"{takes}; number {number} of {len(items)} is of type {type(item).__name__}")
+    return items
+
+
+def _array(image: np.ndarray | Tensor) -> np.ndarray:
+    """(height, width, 3) uint8; a tensor may have its channels first, as torchvision's have."""
+    shape, dtype = tuple(image.shape), image.dtype
+    if isinstance(image, Tensor) and dtype == torch.uint8:
+        image = (image.permute(1, 2, 0) if len(shape) == 3 and shape[0] == 3 else image).cpu().numpy()
+    if (
+        isinstance(image, Tensor)
+        or dtype not in (np.uint8, torch.uint8)
+        or image.ndim != 3
+        or image.shape[2] != 3
+    ):
+        kind = "a tensor" if isinstance(dtype, torch.dtype) else "an array"
+        raise UserError(f"{kind} must be (height, width, 3) uint8, not {shape} {dtype}")
+    if image.size == 0:
+        raise UserError(f"an image of shape {shape} has no pixels")
+    return np.ascontiguousarray(image)
 
 
 def load(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import m1clip
 from m1clip.data.captions import tokenise
-from m1clip.data.images import FileImage
+from m1clip.data.images import BadImage, FileImage
 from m1clip.data.preprocess import Preprocess
 from m1clip.data.store import LivePictures
 from m1clip.errors import UserError
@@ -135,6 +137,48 @@ def test_a_run_stands_for_its_best_model(bundle: Bundle, folder: Path) -> None:
 def test_another_kind_of_array_is_refused(bundle: Bundle, array: np.ndarray) -> None:
     with pytest.raises(UserError, match=r"an array must be \(height, width, 3\) uint8, not \("):
         bundle.encode_images([array])
+
+
+def test_one_or_many_images_of_every_kind(bundle: Bundle, pictures: list[Path]) -> None:
+    path = pictures[0]
+    wanted = bundle.encode_images([path])
+    image = Image.open(path).convert("RGB")
+    array = np.asarray(image)
+    tensor = torch.from_numpy(array.copy())
+    one = [str(path), path, image, array, tensor, tensor.permute(2, 0, 1)]
+    for value in one:
+        assert torch.equal(bundle.encode_images(value), wanted), type(value)
+        assert torch.equal(bundle.encode_images([value]), wanted), type(value)
+    twice = torch.cat([wanted, wanted])
+    both = torch.stack([tensor, tensor])
+    stacks = [np.stack([array, array]), both, both.permute(0, 3, 1, 2),
+              (str(path), image), iter([path, array]), np.array([str(path), str(path)])]  # fmt: skip
+    for value in stacks:
+        torch.testing.assert_close(bundle.encode_images(value), twice, atol=1e-6, rtol=0)
+    assert torch.equal(bundle.encode_images(one), bundle.encode_images([path] * len(one)))
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, b"a.jpg", {"a": 1}, [None], [["a.jpg"]], [b"x"], [3], np.array(3), torch.tensor(3), object(),
+              np.zeros((2, 4, 4, 3)), torch.zeros(3, 4, 4), torch.zeros(3, 4, 4, dtype=torch.bfloat16),
+              np.zeros((0, 4, 3), np.uint8), [Image.new("RGB", (0, 4))], torch.zeros(5, dtype=torch.uint8),
+              "nowhere.jpg", Path("/"), ["a", None]],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_no_image_is_one_clear_line(bundle: Bundle, value: Any) -> None:
+    with pytest.raises((UserError, BadImage)) as caught:
+        bundle.encode_images(value)
+    assert "\n" not in str(caught.value)
+    assert re.search(r"encode_images takes|must be \(height|no pixels|missing|not a file", str(caught.value))
+
+
+def test_one_or_many_texts(bundle: Bundle) -> None:
+    wanted = bundle.encode_texts(["night"])
+    for value in ("night", ("night",), iter(["night"]), np.array(["night"])):
+        assert torch.equal(bundle.encode_texts(value), wanted)
+    for wrong in (None, 3, b"night", [3], [None], Path("night"), {"night": 1}, np.zeros(3), torch.zeros(3)):
+        with pytest.raises(UserError, match="encode_texts takes a text, or a list of texts"):
+            bundle.encode_texts(wrong)
 
 
 def edit_config(folder: Path, **changes: object) -> None:
