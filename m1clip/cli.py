@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import platform
 import sys
@@ -29,6 +30,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Run a command; a person's mistake is one line and exit code 2, never a traceback (unless --debug)."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # in an ASCII locale, "?" for what it cannot show
     try:
         words = spelled_out([word for word in words if word != "--debug"])
         if not {"--help", "-h", "--version"} & set(words):

@@ -35,8 +35,11 @@ def write_bytes(path: Path, data: bytes, sync: bool = True) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:  # a full disk: the half must not take the room that is left
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:  # a full disk: the half must not take the room that is left
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename:
+            error.filename = str(path)  # the name that the user knows
         raise
     if sync:
         sync_folder(path.parent)

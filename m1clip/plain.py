@@ -67,3 +67,48 @@ def _shown(value: Any) -> str:
     """On one line and short, whatever the file holds."""
     text = ascii(value)
     return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+LARGEST, SMALLEST, DEEPEST = 1e100, 1e-100, 16
+
+
+def sane(value: Any, depth: int = DEEPEST) -> bool:
+    """Whether arithmetic and UTF-8 can take every part: no number beyond 1e100, lone surrogate or deep nesting."""
+    if isinstance(value, bool) or value is None:
+        return True
+    if isinstance(value, int | float):  # False for NaN, too
+        return value == 0 or SMALLEST <= abs(value) <= LARGEST
+    if isinstance(value, str):
+        return value.isascii() or value == value.encode("utf-8", "replace").decode("utf-8")
+    if depth == 0 or not isinstance(value, dict | list):
+        return False
+    parts = [*value, *value.values()] if isinstance(value, dict) else value
+    return all(sane(part, depth - 1) for part in parts)
+
+
+def fits(value: Any, shape: Any) -> bool:
+    """Whether a JSON value has a shape: a type, a predicate, [shape of each item], (shape, shape), or {key: shape}.
+
+    float takes any number, int a whole one from 0 on. {str: shape} takes any keys, other dicts more than the shape has.
+    """
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(fits(item, shape[0]) for item in value)
+    if isinstance(shape, tuple):
+        return (
+            isinstance(value, list)
+            and len(value) == len(shape)
+            and all(fits(item, part) for item, part in zip(value, shape, strict=True))
+        )
+    if isinstance(shape, dict):
+        if not isinstance(value, dict):
+            return False
+        if str in shape:
+            return all(fits(item, shape[str]) for item in value.values())
+        return all(key in value and fits(value[key], part) for key, part in shape.items())
+    if not isinstance(shape, type):
+        return bool(shape(value))
+    if isinstance(value, bool):
+        return shape is bool
+    if shape is int:
+        return isinstance(value, int) and 0 <= value < 2**53
+    return isinstance(value, int | float) if shape is float else isinstance(value, shape)

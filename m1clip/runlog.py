@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from m1clip.errors import UserError
-from m1clip.files import PARTIAL, open_plain, read_small
+from m1clip.files import PARTIAL, open_plain, open_regular, read_small
+from m1clip.plain import fits, sane
 
 VERSION = 1  # raised when a field changes its meaning; a new field is no new version
 NAME = "run.jsonl"
@@ -22,6 +23,7 @@ PREPARING = "preparing.json"  # there only while the data of a run is prepared
 PREPARING_PARTIAL = PREPARING + PARTIAL
 LONGEST_LINE = 2**24
 
+LATEST = 1e11  # seconds since 1970; the C library has no date for much later times
 # The figure that chooses the best model and its label: the first of these that an evaluation has.
 TOP1, MEAN_RECALL = "top1_accuracy", "mean_recall"
 SELECTION = {TOP1: "top-1 accuracy", MEAN_RECALL: "mean recall"}
@@ -86,8 +88,8 @@ def _line(record: Record) -> bytes:
 
 
 def read_log(run: Path) -> Iterator[Record]:
-    """All whole lines of a run's log; a torn or foreign line is passed over."""
-    with (run / NAME).open("rb") as file:
+    """All valid lines of a run's log; others are skipped."""
+    with open_regular(run / NAME) as file:
         # A line without end, which no run writes, comes in pieces, each of them a foreign line.
         while line := file.readline(LONGEST_LINE):
             record = parse(line)
@@ -96,15 +98,63 @@ def read_log(run: Path) -> Iterator[Record]:
 
 
 def parse(line: bytes) -> Record | None:
-    """The object of one line; None for a torn or foreign one, and for one of a newer version than we know."""
+    """The object of one line; None if it is torn, of a newer version, or has a field that no reader could use."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str) or not sane(record):
         return None
     version = record.get("v", VERSION)
-    return record if isinstance(version, int) and version <= VERSION else None
+    return record if fits(version, int) and version <= VERSION and _valid(record) else None
+
+
+def _time(value: Any) -> bool:
+    return fits(value, float) and 0 <= value < LATEST
+
+
+def _figure(value: Any) -> bool:
+    return fits(value, float) or value in ("nan", "inf", "-inf")
+
+
+def _analysis(value: Any) -> bool:
+    parts = ("difficulty", "negatives", "length", "groups")
+    return fits(value, dict) and all(
+        fits(value[name], {str: (float, int)}) for name in parts if name in value
+    )
+
+
+FIGURES = ("epoch", "loss", "grad_norm", "lr", "temperature", "pairs_per_second", "step_seconds", "data_share",
+           "memory_bytes", "watts", "celsius", "elapsed", "joules", "joules_per_epoch", "recall_per_watt_hour",
+           "base", "base_before", "gradient_difference")  # fmt: skip
+# The shape of each field that some reader uses, and of those that mean different things in different kinds of record.
+SHAPES: dict[str, Any] = {
+    **dict.fromkeys(FIGURES, _figure), **dict.fromkeys(("step", "steps", "best_step", "back_to"), int),
+    **dict.fromkeys((TOP1, MEAN_RECALL, "peak", "peak_bytes"), float), "time": _time,
+    **dict.fromkeys(("split", "event", "text", "where", "version"), str), "cores": [float], "analysis": _analysis,
+}  # fmt: skip
+OWN_SHAPES: dict[str, dict[str, Any]] = {
+    "step": {"step": int, "seconds": {str: float}},
+    "eval": {"step": int, "seconds": float},
+    "layers": {"step": int, "layers": {str: (_figure, _figure)}},
+}
+
+
+def _valid(record: Record) -> bool:
+    """Whether the fields that readers use have the types that they expect."""
+    own = OWN_SHAPES.get(record["kind"], {})
+    shapes = {**SHAPES, **own}
+    if any(
+        value is not None and not fits(value, shapes[name])
+        for name, value in record.items()
+        if name in shapes
+    ):
+        return False
+    if "step" in own and record.get("step") is None:
+        return False
+    parts = {"": float, "/low": float, "/high": float, "/chance": float, "/n": int}
+    metrics = {name.rpartition("/")[0] for name in record if name.endswith(tuple(parts)[1:])}
+    return all(fits(record.get(name + part), shape) for name in metrics for part, shape in parts.items())
 
 
 def finite(value: Any) -> Any:

@@ -13,7 +13,7 @@ def test_what_is_written_can_be_read_at_once(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.write("start", steps=3, path="müsli\nline")
     assert [(line["kind"], line["path"]) for line in read_log(tmp_path)] == [("start", "müsli\nline")]
-    log.write("step", loss=0.5)
+    log.write("step", step=1, loss=0.5)
     assert [line["kind"] for line in read_log(tmp_path)] == ["start", "step"]
     assert all({"v", "kind", "time"} <= line.keys() for line in read_log(tmp_path))
     log.close()

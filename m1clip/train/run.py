@@ -26,6 +26,7 @@ from m1clip.files import read_small, remove_leftovers, write_json, write_text
 from m1clip.hardware.device import rules
 from m1clip.hardware.facts import Facts, usable_cpus
 from m1clip.hardware.heap import return_freed_memory
+from m1clip.plain import fits
 from m1clip.runlog import RunLog, read_log
 from m1clip.train.checkpoint import LoopState, load_newest
 from m1clip.train.duration import EVALUATIONS, total_steps
@@ -184,7 +185,7 @@ def _finish(job: Job, update: Update, folder: Path, log: RunLog, screen: Screen,
         label = selection_metric(scores).label
         screen.say(f"best       step {state.best_step:,}: validation {label} {100 * state.best:.1f}%")
     steps = [record for record in read_log(folder) if record["kind"] == "step"]
-    shares = [record["data_share"] for record in steps]
+    shares = [record["data_share"] for record in steps if fits(record.get("data_share"), float)]
     epochs = state.step / job.training.plan.steps_per_epoch
     log.write("end", step=state.step, split=split, best_step=state.best_step, seconds=state.seconds,
               data_share=sum(shares) / max(len(shares), 1), peak_bytes=job.device.peak_bytes(),

@@ -21,8 +21,7 @@ def seconds_left(history: History) -> float | None:
     left = max(0, history.total - history.step)
     evaluations = [r["seconds"] for r in history.evaluations if isinstance(r.get("seconds"), int | float)]
     each = statistics.median(evaluations) if evaluations else 0.0
-    every = history.setting("train", "eval_every")
-    every = every if isinstance(every, int) and every > 0 else history.total
+    every = history.setting("train", "eval_every", int) or history.total
     still = history.total // every - history.step // every + (history.total % every > 0)
     return left * per_step + (still + 1) * each  # and the test split at the end
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
+from m1clip.files import open_regular
 from m1clip.runlog import NAME, Record, parse
 
 HEAD, TAIL = 1 << 20, 4 << 20  # bytes of a long log that are read whole
@@ -26,6 +27,8 @@ class Follower:
         self._offset = 0
         self._rest = b""
         self._file_id = (0, 0)
+        self.problem = ""  # why the log cannot be opened
+        self.invalid = 0  # lines that were read and skipped
         self._gap: tuple[int, int] | None = None  # bytes of a long log not yet looked through
 
     @property
@@ -45,12 +48,16 @@ class Follower:
         replaced = self._offset > 0 and (file_id != self._file_id or status.st_size < self._offset)
         if replaced:
             self._forget()
-        if self._offset == 0 and status.st_size > HEAD + TAIL + SAMPLES * SAMPLE:
-            records = self._sample(status.st_size)
-        else:
-            records = self._read_on(status.st_size)
+        read = self._sample if self._is_long(status.st_size) else self._read_on
+        try:
+            records, self.problem = read(status.st_size), ""
+        except OSError as error:  # no regular file inside the run folder, or not ours to read
+            self.problem, records = error.strerror or str(error), []
         self._file_id = file_id
         return replaced, records
+
+    def _is_long(self, size: int) -> bool:
+        return self._offset == 0 and size > HEAD + TAIL + SAMPLES * SAMPLE
 
     def look_back(self) -> list[Record]:
         """The next part of a long log's middle: every record but those of steps, which were sampled."""
@@ -59,16 +66,14 @@ class Follower:
         start, stop = self._gap
         end = min(start + AT_ONCE, stop)
         records = []
-        with self.path.open("rb") as file:
+        with open_regular(self.path, self.path.parent) as file:
             file.seek(start)
             block = file.read(end - start) + file.readline(LONGEST_LINE)
             for match in NOT_STEP.finditer(block):
                 first = block.rfind(b"\n", 0, match.start()) + 1
                 last = block.find(b"\n", match.start())
                 if first or start == 0:
-                    record = parse(block[first : last if last >= 0 else None])
-                    if record is not None:
-                        records.append(record)
+                    records += self._records([block[first : last if last >= 0 else None]])
             # From the last line's start, so that the line across the edge is found whole next time.
             end = start + block.rfind(b"\n") + 1 if b"\n" in block else end
         self._gap = (max(end - 1, start + 1), stop) if end < stop else None
@@ -78,7 +83,7 @@ class Follower:
         want = min(size - self._offset, HEAD + TAIL + SAMPLES * SAMPLE)
         if want <= 0:
             return []
-        with self.path.open("rb") as file:
+        with open_regular(self.path, self.path.parent) as file:
             file.seek(self._offset)
             block = file.read(want)
         self._offset += len(block)
@@ -86,28 +91,27 @@ class Follower:
         self._rest = lines.pop()
         if len(self._rest) > LONGEST_LINE:
             self._rest = b""
-        return list(_records(lines))
+        return self._records(lines)
 
     def _sample(self, size: int) -> list[Record]:
         records: list[Record] = []
-        with self.path.open("rb") as file:
+        with open_regular(self.path, self.path.parent) as file:
             head = file.read(HEAD)
-            records += _records(head.split(b"\n")[:-1])
+            records += self._records(head.split(b"\n")[:-1])
             gap = (head.rfind(b"\n"), size - TAIL)
             for index in range(SAMPLES):
                 file.seek(gap[0] + (gap[1] - gap[0]) * index // SAMPLES)
-                records += _records(file.read(SAMPLE).split(b"\n")[1:-1][:1])
+                records += self._records(file.read(SAMPLE).split(b"\n")[1:-1][:1])
             file.seek(gap[1])
             lines = file.read(size - gap[1]).split(b"\n")
         self._rest = lines.pop()
         self._offset = size
         self._gap = gap
-        records += _records(lines[1:])
+        records += self._records(lines[1:])
         return records
 
-
-def _records(lines: Iterable[bytes]) -> Iterator[Record]:
-    for line in lines:
-        record = parse(line) if line else None
-        if record is not None:
-            yield record
+    def _records(self, lines: Iterable[bytes]) -> list[Record]:
+        parsed = [parse(line) for line in lines if line]
+        records = [record for record in parsed if record is not None]
+        self.invalid += len(parsed) - len(records)
+        return records

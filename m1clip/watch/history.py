@@ -7,8 +7,10 @@ import math
 import tomllib
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from m1clip.files import read_small
+from m1clip.plain import fits, sane
 from m1clip.runlog import Record, selection_name
 from m1clip.watch.follow import Follower
 from m1clip.watch.thinned import Row, Thinned
@@ -18,6 +20,7 @@ POINTS, EVALUATIONS, LAYERS, EVENTS, RECENT, FIRST = 2000, 500, 200, 200, 60, 12
 PHASES = ("data", "copy", "forward", "backward", "optimizer", "step", "rest")
 CURVES = ("loss", "grad_norm", "lr", "temperature", "pairs_per_second", "step_seconds", "data_share",
           "memory_bytes", "watts", "celsius", "elapsed")  # fmt: skip
+Setting = TypeVar("Setting")
 TOLD = ("checkpoint", "event", "warning", "skipped", "parity", "memory")
 
 
@@ -157,10 +160,11 @@ class History:
         """The run's folder, as short as it can be said."""
         return self.run.name or str(self.run)
 
-    def setting(self, section: str, key: str) -> Any:
-        """A value of config.toml, or None."""
+    def setting(self, section: str, key: str, kind: type[Setting]) -> Setting | None:
+        """A value of config.toml; None if it is missing or of another type."""
         table = self.config.get(section)
-        return table.get(key) if isinstance(table, dict) else None
+        value = table.get(key) if isinstance(table, dict) else None
+        return value if fits(value, kind) else None
 
     @property
     def metric(self) -> str:
@@ -199,8 +203,8 @@ def _number(value: Any) -> float | None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_small(path, inside=path.parent).decode("utf-8")
         value = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    return value if isinstance(value, dict) else {}
+    return value if isinstance(value, dict) and sane(value) else {}

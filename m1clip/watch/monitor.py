@@ -11,7 +11,7 @@ from m1clip.watch.frame import View, frame
 from m1clip.watch.history import History
 from m1clip.watch.line import plain
 from m1clip.watch.state import Status, status_of
-from m1clip.watch.terminal import Terminal, full_screen
+from m1clip.watch.terminal import Terminal, full_screen, is_utf8
 
 REFRESH = 0.25  # seconds between two looks at the log
 STATE = 1.0  # and at the process
@@ -86,6 +86,5 @@ def once(run: Path) -> str:
     watched = Watched(run)
     watched.history.poll_all()
     width, height = shutil.get_terminal_size((100, 30))
-    return plain(
-        frame(watched.history, watched.status, View(width=width, height=height, colour=False), time.time())
-    )
+    view = View(width=width, height=height, colour=False, unicode=is_utf8())
+    return plain(frame(watched.history, watched.status, view, time.time()))

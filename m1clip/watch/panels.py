@@ -93,7 +93,7 @@ def machine(history: History, width: int, unicode: bool) -> list[Line]:
     total = facts.get("memory_bytes") if isinstance(facts, dict) else None
     if isinstance(used, int | float):
         line += [(" memory ", "dim"), (size(used), "bold")]
-        if isinstance(total, int | float) and history.setting("train", "device") == "cpu":
+        if isinstance(total, int | float) and history.setting("train", "device", str) == "cpu":
             line.append((f" of {size(total)}", "dim"))
     cores = [value for value in last.get("cores") or [] if isinstance(value, int | float)]
     if cores:
@@ -105,11 +105,13 @@ def machine(history: History, width: int, unicode: bool) -> list[Line]:
             line += [(sparks([value / 100 for value in cores], unicode=unicode), ""),
                      (f" {sum(cores) / len(cores):.0f}% ", "dim")]  # fmt: skip
     watts, celsius = last.get("watts"), last.get("celsius")
-    if watts is not None:
+    if isinstance(watts, int | float):
         line += [("  power ", "dim"), (f"{watts:.1f} W", "bold")]
-    if celsius is not None:
+    if isinstance(celsius, int | float):
         line += [("  heat ", "dim"), (f"{celsius:.0f} °C", "bold")]
-    missing = [name for name, value in (("power", watts), ("heat", celsius)) if value is None]
+    missing = [
+        name for name, value in (("power", watts), ("heat", celsius)) if not isinstance(value, int | float)
+    ]
     if last and missing:
         line.append((f"  {' and '.join(missing)} not measured", "dim"))
     return [line] if line else []

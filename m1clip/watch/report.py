@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import shlex
 import time
+import warnings
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
@@ -16,10 +18,11 @@ from typing import Any
 from PIL import Image
 
 from m1clip.errors import UserError
-from m1clip.files import write_text
+from m1clip.files import read_small, write_bytes
 from m1clip.watch.history import History
 from m1clip.watch.report_plots import curves, layers, learned, machine
 from m1clip.watch.report_tables import against_prior_art, costs, summary
+from m1clip.watch.snapshots import read_snapshot, read_thumbnail, snapshot_steps
 from m1clip.watch.svg import ramp
 from m1clip.watch.verdicts import verdicts
 
@@ -35,13 +38,13 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
         if not history.start:
             raise UserError(f"{history.run}: has not begun yet: its log is empty")
     page = _page(histories)
-    if len(page.encode()) > LARGEST:
+    if len(page) > LARGEST:
         page = _page(histories, pictures=False)
-    write_text(out, page)
+    write_bytes(out, page)
     return out
 
 
-def _page(histories: Sequence[History], pictures: bool = True) -> str:
+def _page(histories: Sequence[History], pictures: bool = True) -> bytes:
     style = (resources.files("m1clip.watch") / "page" / "report.css").read_text(encoding="utf-8")
     names = ", ".join(history.name for history in histories)
     one = len(histories) == 1
@@ -67,7 +70,7 @@ def _page(histories: Sequence[History], pictures: bool = True) -> str:
         "content='width=device-width, initial-scale=1'><meta http-equiv='Content-Security-Policy' "
         "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
         f"<title>m1clip: {escape(names)}</title><style>{style}</style></head><body>{''.join(parts)}</body></html>\n"
-    )
+    ).encode("utf-8", "replace")  # the name of a folder may be no valid text
 
 
 def _section(title: str, body: str) -> str:
@@ -85,21 +88,22 @@ def _said(histories: Sequence[History]) -> str:
 
 
 def _grid(history: History) -> str:
-    path = history.run / "retrieval.png"
-    if not path.is_file():
+    try:
+        picture = _embedded(read_small(history.run / "retrieval.png", inside=history.run))
+    except FileNotFoundError:
         return ""
+    except (OSError, ValueError) as error:
+        return f"<p class='note'>retrieval.png left out: {escape(getattr(error, 'strerror', None) or str(error))}</p>"
     words = "Captions and the pictures they retrieve, right and wrong marked"
-    return f"<img class='wide' alt='{words}' src='{_embedded(path)}'>"
+    return f"<img class='wide' alt='{words}' src='{picture}'>"
 
 
-def _embedded(path: Path) -> str:
+def _embedded(data: bytes) -> str:
     """A picture as a data address; a large one as JPEG, smaller until it fits."""
-    data = path.read_bytes()
+    picture = _decoded(data)
     if len(data) <= PICTURE_BYTES and data.startswith((b"\x89PNG", b"\xff\xd8")):
         kind = "png" if data.startswith(b"\x89PNG") else "jpeg"
         return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-    with Image.open(io.BytesIO(data)) as opened:
-        picture = opened.convert("RGB")
     for width in (1200, 900, 700, 500):
         small = picture.copy()
         small.thumbnail((width, 4 * width))
@@ -110,15 +114,24 @@ def _embedded(path: Path) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
+def _decoded(data: bytes) -> Image.Image:
+    """RGB; a ValueError for what is damaged, or so large that it would take a browser's memory."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(data), formats=("PNG", "JPEG")) as opened:
+                return opened.convert("RGB")
+    except Exception as error:  # the decoders raise many kinds
+        raise ValueError(f"cannot be decoded: {error}") from error
+
+
 def _snapshot(history: History) -> str:
     """Confusions and similarity matrix of the last evaluation."""
-    files = sorted((history.run / "watch").glob("step-*.json"))
-    try:
-        last: dict[str, Any] = json.loads(files[-1].read_text(encoding="utf-8"))
-        matrix = _matrix(last["matrix"]["values"], last["matrix"]["captions"])
-        rows = [_confusion(history.run, each) for each in last["confusions"]]
-    except (IndexError, OSError, ValueError, KeyError, TypeError):
+    last = read_snapshot(history.run, max(snapshot_steps(history.run), default=0))
+    if last is None:
         return ""
+    matrix = _matrix(last["matrix"]["values"], last["matrix"]["captions"])
+    rows = [_confusion(history.run, each) for each in last["confusions"]]
     step = f"validation, step {last['step']:,}"
     confused = "".join(rows) or "<p class='note'>none: every caption finds its own picture first</p>"
     return (
@@ -145,10 +158,10 @@ def _matrix(values: list[list[float]], captions: list[str]) -> str:
 
 def _confusion(run: Path, each: dict[str, Any]) -> str:
     pictures = ""
-    for kind, picture in (("right", int(each["right"])), ("found", int(each["found"]))):
-        path = run / "watch" / "thumbs" / f"{picture}.jpg"
-        if path.is_file():
-            image = f"<img alt='{kind}' src='{_embedded(path)}'>"
+    for kind, picture in (("right", each["right"]), ("found", each["found"])):
+        data = read_thumbnail(run, picture)
+        with contextlib.suppress(ValueError):
+            image = f"<img alt='{kind}' src='{_embedded(data or b'')}'>"
             pictures += f"<figure class='thumb {kind}'>{image}<figcaption>{kind}</figcaption></figure>"
     words = f"“{escape(str(each['caption']))}” <span class='note'>found instead: “{escape(str(each['truth']))}”</span>"
     return f"<div class='confusion'>{pictures}<p>{words}</p></div>"
@@ -156,9 +169,9 @@ def _confusion(run: Path, each: dict[str, Any]) -> str:
 
 def _settings(history: History) -> str:
     try:
-        config = (history.run / "config.toml").read_text(encoding="utf-8")
-    except OSError:
-        config = "no config.toml"
+        config = read_small(history.run / "config.toml", inside=history.run).decode("utf-8", "replace")
+    except OSError as error:
+        config = f"no config.toml: {error.strerror}"
     environment = json.dumps(history.environment, indent=2, ensure_ascii=False)
     again = f"m1clip train --config {shlex.quote(str(history.run / 'config.toml'))} --run runs/again"
     words = history.environment.get("command")

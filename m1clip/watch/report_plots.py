@@ -103,9 +103,10 @@ def layers(history: History) -> str:
         return "<p class='note'>no look at the layers in this run (--train.analysis-every 0)</p>"
     names = sorted(rows[-1], key=_by_number)
     return heat("Gradient norm by layer over the run (dark: small, bright: large), and the last", [
-        (name, [row[name][0] for row in rows if name in row], number(rows[-1][name][0])) for name in names
+        (name, [float(row[name][0]) for row in rows if name in row], number(float(rows[-1][name][0]))) for name in names
     ]) + heat("Update against weight by layer, and the middle one of the run", [
-        (name, [row[name][1] for row in rows if name in row], number(rows[len(rows) // 2].get(name, [0, 0])[1]))
+        (name, [float(row[name][1]) for row in rows if name in row],
+         number(float(rows[len(rows) // 2].get(name, [0, 0])[1])))
         for name in names
     ])  # fmt: skip
 
@@ -137,9 +138,7 @@ def machine(histories: Sequence[History]) -> str:
 
 def warmup_of(history: History) -> int:
     """Steps of the warm-up, as the config says it: a share or a number."""
-    warmup = history.setting("optim", "warmup")
-    if not isinstance(warmup, int | float):
-        return 0
+    warmup = history.setting("optim", "warmup", float) or 0
     return round(warmup * history.total) if warmup < 1 else round(warmup)
 
 
@@ -151,7 +150,11 @@ def _shares(values: Any) -> list[tuple[str, float, str]]:
 
 def _by_number(name: str) -> tuple[str, int]:
     head, _, tail = name.rpartition(" ")
-    return (head, int(tail)) if tail.isdigit() else (name.replace("stem", "a").replace("head", "z"), 0)
+    return (
+        (head, int(tail))
+        if tail.isdecimal() and len(tail) < 10
+        else (name.replace("stem", "a").replace("head", "z"), 0)
+    )
 
 
 def _deep(row: dict[str, Any], name: str) -> Any:

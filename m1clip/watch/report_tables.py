@@ -131,7 +131,7 @@ def _ours(history: History) -> dict[str, str]:
     if peak := history.end.get("peak_bytes") or history.memory.get("peak"):
         values["peak"] = size(peak)
     name = "in_batch_12/accuracy"
-    rows = [row for row in history.evaluations if isinstance(row.get(name), int | float)]
+    rows = [row for row in history.evaluations if f"{name}/chance" in row]
     if rows:
         values["in_batch"] = f"{_value(name, rows[-1])} [{_interval(name, rows[-1])}]"
         best = max(rows, key=lambda row: row[name])

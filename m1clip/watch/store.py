@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import re
 import threading
 import time
 from collections.abc import Sequence
@@ -16,10 +14,10 @@ from m1clip.runlog import SELECTION
 from m1clip.watch import eta
 from m1clip.watch.history import History
 from m1clip.watch.panels import told
+from m1clip.watch.snapshots import read_snapshot, read_thumbnail, snapshot_steps
 from m1clip.watch.state import find_runs, is_run, need_run, status_of
 from m1clip.watch.verdicts import verdicts
 
-SNAPSHOT = re.compile(r"step-(\d{1,12})\.json")
 LOOK_FOR_NEW = 2.0  # seconds
 DEFAULT = Path("runs")  # may not be there yet: the first run makes it
 
@@ -83,7 +81,7 @@ class Store:
                 "events": [[r.get("time"), r["kind"], told(r)] for r in list(history.events)[-12:]][::-1],
                 "memory": {k: v for k, v in history.memory.items() if k not in ("v", "kind", "time")},
                 "facts": history.environment.get("facts"),
-                "batch": history.setting("train", "batch"),
+                "batch": history.setting("train", "batch", int),
                 "snapshots": len(self.snapshots(key)),
             }
 
@@ -113,30 +111,15 @@ class Store:
 
     def snapshots(self, key: str) -> list[int]:
         """Steps at which the evaluation left examples."""
-        folder = self._runs[key].run / "watch"
-        matches = (SNAPSHOT.fullmatch(path.name) for path in folder.glob("step-*.json"))
-        return sorted(int(match[1]) for match in matches if match)
+        return list(snapshot_steps(self._runs[key].run))
 
     def snapshot(self, key: str, step: int) -> dict[str, Any] | None:
         """The examples of one evaluation."""
-        for path in (self._runs[key].run / "watch").glob("step-*.json"):
-            match = SNAPSHOT.fullmatch(path.name)
-            if match and int(match[1]) == step:
-                try:
-                    value = json.loads(path.read_text(encoding="utf-8"))
-                except (OSError, ValueError):
-                    return None
-                return value if isinstance(value, dict) else None
-        return None
+        return read_snapshot(self._runs[key].run, step)
 
     def thumb(self, key: str, picture: int) -> bytes | None:
         """A small picture by its number; its name is made here, of a number."""
-        folder = (self._runs[key].run / "watch" / "thumbs").resolve()
-        path = folder / f"{picture}.jpg"
-        try:
-            return path.read_bytes() if path.resolve().parent == folder else None
-        except OSError:
-            return None
+        return read_thumbnail(self._runs[key].run, picture)
 
 
 def key_of(run: Path) -> str:

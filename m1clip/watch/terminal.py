@@ -29,13 +29,17 @@ ARROWS = {
 }
 
 
+def is_utf8() -> bool:
+    """Whether standard output takes every letter."""
+    return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+
+
 class Terminal:
     """Draws only the lines that changed: little to send over a slow ssh line."""
 
     def __init__(self) -> None:
         self.colour = not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in ("dumb", "unknown")
-        encoding = (sys.stdout.encoding or "").lower().replace("-", "")
-        self.unicode = encoding == "utf8" and os.environ.get("TERM") != "linux"
+        self.unicode = is_utf8() and os.environ.get("TERM") != "linux"
         self._shown: list[str] = []
         self._size = (0, 0)
 

@@ -52,7 +52,7 @@ def data_bound(history: History) -> Verdict | None:
     share = statistics.mean(shares)
     if share < DATA_SHARE:
         return None
-    workers = history.setting("data", "workers") or 0
+    workers = history.setting("data", "workers", int) or 0
     return Verdict(
         "bad" if share > 0.3 else "note",
         f"data is holding the device back: {percent(share, 0)} of each step; try --data.workers {2 * workers or 2}",
@@ -157,10 +157,10 @@ def temperature(history: History) -> Verdict | None:
 def memory(history: History) -> Verdict | None:
     """Little memory is left; on the CPU alone, where the machine's memory is what counts."""
     facts = history.environment.get("facts")
-    total = facts.get("memory_bytes") if isinstance(facts, dict) else None
+    total: Any = facts.get("memory_bytes") if isinstance(facts, dict) else None
     used = _values(list(history.recent)[-1:], "memory_bytes")
-    on_cpu = history.setting("train", "device") == "cpu"
-    if not on_cpu or total is None or not used or used[0] < 0.85 * total:
+    on_cpu = history.setting("train", "device", str) == "cpu"
+    if not on_cpu or not _is_number(total) or not used or used[0] < 0.85 * total:
         return None
     return Verdict("bad", f"memory is nearly full: {size(used[0])} of {size(total)}; lower --batch")
 
@@ -172,6 +172,16 @@ def unreadable(history: History) -> Verdict | None:
     return Verdict(
         "note", f"{plural(history.skipped, 'picture')} could not be read; m1clip data lint says why"
     )
+
+
+def damaged_log(history: History) -> Verdict | None:
+    """A log that cannot be opened, or lines of it that were skipped."""
+    log = history.follower
+    if log.problem:
+        return Verdict("bad", f"{log.path.name} cannot be read: {log.problem}")
+    if not log.invalid:
+        return None
+    return Verdict("note", f"{plural(log.invalid, 'invalid line')} of {log.path.name} skipped")
 
 
 def learning(history: History) -> Verdict | None:
@@ -195,7 +205,7 @@ def stalled(history: History, now: float, state: str) -> Verdict | None:
     """A process that lives but says nothing."""
     if state != "running" or not history.recent:
         return None
-    every = history.setting("train", "log_every") or 10
+    every = history.setting("train", "log_every", int) or 10
     usual = statistics.median(_values(history.recent, "step_seconds") or [0.0]) * every
     quiet = now - history.last_time
     slow = [row["seconds"] for row in history.evaluations if _is_number(row.get("seconds"))]
@@ -216,7 +226,7 @@ def broken_off(history: History, state: str) -> Verdict | None:
 
 JUDGES: tuple[Callable[[History], Verdict | None], ...] = (
     not_a_number, data_bound, throttling, near_chance, loss_rises, no_longer_better, gradients, temperature, memory,
-    unreadable, learning,
+    unreadable, damaged_log, learning,
 )  # fmt: skip
 
 

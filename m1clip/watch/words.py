@@ -59,7 +59,10 @@ def number(value: float) -> str:
 
 def when(seconds: float) -> str:
     """The local time of day, with the date unless it is today's."""
-    then, now = time.localtime(seconds), time.localtime()
+    try:
+        then, now = time.localtime(seconds), time.localtime()
+    except (OverflowError, ValueError, OSError):  # beyond the calendar of the C library
+        return "?"
     same = then[:3] == now[:3]
     return time.strftime("%H:%M" if same else "%d %b %H:%M", then)
 

@@ -86,6 +86,8 @@ def test_the_published_figures_stand_beside_the_job_that_repeats_them(tmp_path: 
         "in_batch_12/accuracy": 0.3,
         "in_batch_12/accuracy/low": 0.2,
         "in_batch_12/accuracy/high": 0.4,
+        "in_batch_12/accuracy/chance": 1 / 12,
+        "in_batch_12/accuracy/n": 24,
     }
     run = make_run(tmp_path, [step(1), step(2), evaluation(2, 0.1, **accuracy)], PRIOR)
     page = write_report([run], tmp_path / "report.html").read_text()
