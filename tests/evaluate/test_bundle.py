@@ -163,7 +163,6 @@ def test_one_or_many_images_of_every_kind(bundle: Bundle, pictures: list[Path]) 
               np.zeros((2, 4, 4, 3)), torch.zeros(3, 4, 4), torch.zeros(3, 4, 4, dtype=torch.bfloat16),
               np.zeros((0, 4, 3), np.uint8), [Image.new("RGB", (0, 4))], torch.zeros(5, dtype=torch.uint8),
               "nowhere.jpg", Path("/"), ["a", None]],
-    ids=repr,
 )  # fmt: skip
 def test_what_is_no_image_is_one_clear_line(bundle: Bundle, value: Any) -> None:
     with pytest.raises((UserError, BadImage)) as caught:

@@ -223,7 +223,7 @@ def change_json(path: Path, *changes: tuple[tuple[str, ...], object]) -> None:
     "size", ["image_size", "patch_size", "vision_width", "vision_layers", "vision_heads", "text_width", "text_layers",
              "text_heads", "context_length", "embed_dim", "mlp_ratio"],
 )  # fmt: skip
-@pytest.mark.parametrize("value", [HUGE, 10**400, 8192, 255])
+@pytest.mark.parametrize("value", [HUGE, 10**400, 8192, 255], ids=["huge", "400 digits", "large", "other"])
 def test_sizes_in_a_config_json_are_checked_before_anything_is_built(
     trained: Path, tmp_path: Path, proof: Path, size: str, value: int
 ) -> None:
