@@ -231,7 +231,8 @@ def _read_config(path: Path) -> tuple[ClipShape | TowerShape, Preprocess]:
         version, preprocess, on_towers = format_version(config), config["preprocess"], TOWERS in config
         shape = config[TOWERS if on_towers else SHAPE]
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise UserError(f"{path}: not a model config ({type(error).__name__}: {error})") from None
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise UserError(f"{path}: not a model config ({reason})") from None
     if version > FORMAT:
         raise UserError(
             f"{path}: written by a newer m1clip (format {version}, this one reads {FORMAT}): upgrade"

@@ -34,7 +34,9 @@ from m1clip.evaluate.bundle import Bundle, load, read_parts
 from m1clip.evaluate.export import export
 from m1clip.model.clip import Clip
 from m1clip.model.foreign.files import read_tensors
-from m1clip.model.pretrained.build import check_sizes
+from m1clip.model.pretrained.build import check_sizes, own_config
+from m1clip.model.pretrained.clip import TowerClip
+from m1clip.model.pretrained.shape import TowerShape
 from m1clip.model.shape import ClipShape
 from m1clip.model.weights import write_tensors
 from m1clip.runlog import read_log
@@ -264,6 +266,25 @@ def test_sizes_in_a_third_party_config_are_checked(
                 path.write_text(honest)
                 change_json(path, ((*prefix, part, key), value))
                 must_refuse(bounded(lambda: load(tmp_path / "theirs")), proof)
+
+
+@pytest.mark.parametrize(
+    "change", [{"vision_width": 8192}, {"vision_layers": 200}, {"vision_layers": HUGE}, {"stem": 1}]
+)
+def test_sizes_of_own_towers_under_heads_are_checked(
+    tmp_path: Path, proof: Path, change: dict[str, Any]
+) -> None:
+    own = ClipShape(image_size=32, patch_size=16, vision_width=64, vision_layers=1, vision_heads=1, text_width=64,
+                    text_layers=1, text_heads=1, context_length=8, embed_dim=16)  # fmt: skip
+    tokenizer = BpeTokenizer()
+    shape = TowerShape(image_tower="vit", text_tower="text", image_config=own_config(own), image_size=32, embed_dim=16,
+                       text_config=own_config(own, tokenizer.eot_id), context_length=8, hidden=32,
+                       vocab_size=tokenizer.vocab_size)  # fmt: skip
+    Bundle(TowerClip(shape, tokenizer.pad_id), tokenizer, Preprocess(image_size=32)).save(tmp_path)
+    load(tmp_path)
+    for text in (json.dumps({"m1clip": own.to_dict() | change}), "[]", "{", '{"m1clip": 3}'):
+        change_json(tmp_path / "config.json", (("towers", "image_config"), text))
+        must_refuse(bounded(lambda: load(tmp_path)), proof)
 
 
 def test_sizes_in_a_pretrained_towers_config_are_checked(proof: Path) -> None:
