@@ -10,7 +10,7 @@ from typing import Any
 from m1clip.config import Config
 from m1clip.data.loader import BatchPlan
 from m1clip.data.pair import Source
-from m1clip.data.prepare import open_data
+from m1clip.data.prepare import DecodePlan, open_data
 from m1clip.errors import UserError
 from m1clip.hardware.device import Device, Precision
 from m1clip.hardware.facts import Facts
@@ -27,17 +27,18 @@ SMALL_BATCH = 8  # with fewer negatives a step teaches little
 TINY_SET = 100  # images; a run on fewer warns
 
 
-def open_training_data(config: Config, image_size: int, warn: Callable[[str], None]) -> Source:
+def open_training_data(config: Config, image_size: int, plan: DecodePlan) -> Source:
     """The data of a run; a batch that the images cannot fill is refused here, before any work."""
-    source = open_data(config.data, image_size, config.seed)
-    images, names = len(source.pairs("train")), ", ".join(config.data.source)
+    with plan.progress("reading the data"):
+        source = open_data(config.data, image_size, config.seed)
+        images, names = len(source.pairs("train")), ", ".join(config.data.source)
     if not images:
         raise UserError(f"{names}: no training pairs found")
     if images == 1:
         raise UserError(f"{names}: one training image; training compares images, so it needs at least 2")
     BatchPlan.full(images, config.train.batch or 2, config.seed)
     if images < TINY_SET:
-        warn(
+        plan.warn(
             f"{images} training images are very few: the run shows that everything works, but the model will "
             f"overfit them; expect scores near chance on other images, and bring a few hundred images or more"
         )

@@ -60,7 +60,7 @@ def prepare_frozen(
         raise UserError(
             "--image-tower vit --text-tower text: nothing is pretrained; that is --recipe scratch"
         )
-    source = open_training_data(config, transfer.image_size, decode(read_facts()).warn)
+    source = open_training_data(config, transfer.image_size, decode(read_facts()))
     captions = (caption for pair in source.pairs("train") for caption in pair.captions)
     started = pretrained_towers(config, captions)
     return prepare_towers(config, say, decode, source, started, moving, fresh=True)

@@ -116,7 +116,7 @@ def prepare(
     facts = read_facts()
     _check_fits(draft, facts)
     plan = decode(facts)
-    source = open_training_data(config, draft.image_size, plan.warn)
+    source = open_training_data(config, draft.image_size, plan)
     choose_device(config.train.device, facts)  # a device that is missing is said before the data is read
 
     preprocess = Preprocess(image_size=draft.image_size)

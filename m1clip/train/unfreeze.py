@@ -40,7 +40,7 @@ def prepare_unfrozen(
             f"{transfer.init}: has no bias for --train.objective sigmoid; choose multi, or train it with sigmoid first"
         )
     moving = Moving(transfer.train_image != 0, transfer.train_text != 0)
-    source = open_training_data(config, parts.preprocess.image_size, decode(read_facts()).warn)
+    source = open_training_data(config, parts.preprocess.image_size, decode(read_facts()))
     started = Started(model, bundle.tokenizer, bundle.preprocess)
     job = prepare_towers(config, say, decode, source, started, moving, fresh=False)
 

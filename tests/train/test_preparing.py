@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 import time
@@ -15,6 +16,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
+from m1clip.config import Config
 from m1clip.data.keep import CachePlace, store_split
 from m1clip.data.pair import Pair
 from m1clip.data.preprocess import Preprocess
@@ -22,6 +24,7 @@ from m1clip.features.split import Maker, Side, feature_captions, feature_picture
 from m1clip.hardware.facts import read_facts
 from m1clip.runlog import PREPARING, Preparing, read_preparing
 from m1clip.text import CharTokenizer
+from m1clip.train import fit
 from m1clip.train import screen as screen_module
 from m1clip.train.folder import check_free, give_back, hold
 from m1clip.train.run import decode_plan
@@ -125,3 +128,20 @@ def test_the_time_left_does_not_count_what_was_done_before(monkeypatch: pytest.M
     now[0] += 10
     work.show(600, 1000)
     assert work.now() == Preparing("x", 600, 1000, 40.0)
+
+
+def test_reading_the_data_is_reported_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen_module, "TICK_SECONDS", 0.01)
+    printed, opened = io.StringIO(), fit.open_data
+
+    def slow(*words: Any) -> Any:
+        deadline = time.monotonic() + 60
+        while "reading the data" not in printed.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return opened(*words)
+
+    monkeypatch.setattr(fit, "open_data", slow)
+    plan = decode_plan(Screen(Console(file=printed)), tmp_path)(read_facts())
+    data = dataclasses.replace(Config().data, train_count=200)
+    fit.open_training_data(dataclasses.replace(Config(), data=data), 32, plan)
+    assert "reading the data" in printed.getvalue()
