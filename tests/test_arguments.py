@@ -37,7 +37,7 @@ def test_another_size_takes_the_place_of_the_whole_shape_of_a_file(tmp_path: Pat
 def test_long_names_bring_the_settings_of_a_recipe_too(tmp_path: Path) -> None:
     (short,), (long,) = layers(["train", "--recipe", "frozen"]), layers(["train", "--transfer.recipe=frozen"])
     assert long.data == short.data
-    assert long.data["train.batch"] == 512
+    assert long.data["train.epochs"] == 20
     (tmp_path / "config.json").write_text('{"towers": {}}')
     (short,) = layers(["train", "--init", str(tmp_path)])
     (long,) = layers(["train", "--transfer.init", str(tmp_path)])
