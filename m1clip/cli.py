@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import os
 import platform
+import signal
 import sys
+import threading
 import traceback
+from types import FrameType
 from typing import NoReturn
 
 from cyclopts import CycloptsError, UnusedCliTokensError
@@ -24,11 +27,15 @@ FAMILIES = (
     machine,
 )  # importing a family puts its commands into the table
 INTERRUPTED = 130  # the shell's code for Ctrl-C
+_leaving = threading.Event()  # set once the process is about to end
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run a command; a person's mistake is one line and exit code 2, never a traceback (unless --debug)."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        _open_standard_streams()
+        signal.signal(signal.SIGINT, _on_interrupt)
     debug = "--debug" in words
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # in an ASCII locale, "?" for what it cannot show
@@ -58,7 +65,28 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         print("m1clip: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    finally:
+        _leaving.set()
     sys.exit(0)
+
+
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt once; a later Ctrl-C, while that is handled, ends the process without a traceback."""
+    if _leaving.is_set():
+        if sys.stdout.isatty():
+            os.write(sys.stdout.fileno(), b"\x1b[?25h")  # show the cursor, which a progress bar hides
+        os._exit(INTERRUPTED)
+    _leaving.set()
+    raise KeyboardInterrupt
+
+
+def _open_standard_streams() -> None:
+    """Where the shell closed one (>&-), /dev/null takes its place; else the next file opened would get its number."""
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(handle)
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
 def _set_environment() -> None:

@@ -26,7 +26,10 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, data: bytes, sync: bool = True) -> None:
     """The same for bytes; with `sync` they are on the disk when this returns, whatever happens to the power."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.parent.name.endswith(
+        PARTIAL
+    ):  # a folder being filled that is gone was removed: do not recreate it
+        path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
         with temporary.open("wb") as file:

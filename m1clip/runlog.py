@@ -51,6 +51,7 @@ class RunLog:
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one object; `kind` says what it tells: start, step, eval, layers, checkpoint, warning, end."""
+        self.check_folder()
         record = finite({"v": VERSION, "kind": kind, "time": round(time.time(), 3), **values})
         try:
             if self.lost:
@@ -65,6 +66,18 @@ class RunLog:
             self.on_full(error)
         for sink in self.sinks:
             sink(record)
+
+    def check_folder(self) -> None:
+        """UserError if the run folder is no longer where it was; call it before anything is written there."""
+        try:
+            there = os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            there = False
+        if not there:
+            raise UserError(
+                f"{self.path.parent}: the run folder (or its {NAME}) was removed or renamed during training, so "
+                f"the run stopped and wrote no more; if it was renamed, continue it with m1clip train --resume NEW_NAME"
+            )
 
     def _append(self, line: bytes) -> None:
         """All of the line or, on a full disk, nothing of it and an OSError: half a line would spoil the next."""

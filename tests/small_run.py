@@ -19,6 +19,8 @@ from m1clip.configfile import from_dict
 from m1clip.train.run import Result, resume, train
 from m1clip.train.screen import Screen
 
+ROOT = str(Path(__file__).parent.parent)  # started processes run this tree too
+
 SMALL: dict[str, Any] = {
     "model.image_size": 32,
     "model.patch_size": 8,
@@ -109,5 +111,12 @@ def command(*words: str, cwd: Path, timeout: float = 120) -> subprocess.Complete
 
 
 def environment() -> dict[str, str]:
-    """A wide terminal that is none, and no colours."""
-    return {**os.environ, "COLUMNS": "200", "LINES": "60", "NO_COLOR": "1", "TERM": "dumb", "PYTHONPATH": ""}
+    """A wide terminal that is none, and no colors."""
+    return {
+        **os.environ,
+        "COLUMNS": "200",
+        "LINES": "60",
+        "NO_COLOR": "1",
+        "TERM": "dumb",
+        "PYTHONPATH": ROOT,
+    }

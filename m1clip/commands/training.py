@@ -38,8 +38,9 @@ def train(
     m1clip train --minutes 3 trains on synthetic pictures for three minutes. m1clip train --resume runs/tiny
     continues a run that was stopped or killed.
 
-    Ctrl-C or SIGTERM finishes the step, saves a checkpoint and leaves with code 130 or 143; a second one leaves at
-    once. Other exit codes: 0 trained to the end, 2 something that you must change, in one line.
+    Ctrl-C, SIGTERM or a closed terminal (SIGHUP) finishes the step, saves a checkpoint and leaves with code 130, 143 or
+    129; a second one leaves at once. Other exit codes: 0 trained to the end, 2 something that you must change, in one
+    line.
 
     Parameters
     ----------

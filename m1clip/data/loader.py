@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -17,12 +22,14 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from m1clip.data import randomness as rnd
 from m1clip.data.augment import Augmentation, DeviceViews, Views, draw_patches, draw_views
 from m1clip.data.captions import CaptionTable, drop_tokens, rounded
+from m1clip.data.helpers import stay_with_parent
 from m1clip.data.resident import ResidentPictures
 from m1clip.data.store import ArrayPictures, Failure, Pictures, read_or_replace
 from m1clip.errors import UserError
 
 TEXT_GROUPS = 4  # of like length in a step; more would save little padding and make products small
 SMALLEST_GROUP = 32  # captions
+RESTARTS = 3  # of the workers for one batch
 
 
 @dataclass(frozen=True)
@@ -206,9 +213,15 @@ class _Steps(Sampler[int]):
 
 
 def batches(
-    data: TrainingSet, start: int, stop: int, workers: int, start_method: str, pin: bool
+    data: TrainingSet,
+    start: int,
+    stop: int,
+    workers: int,
+    start_method: str,
+    pin: bool,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Batch]:
-    """The batches of steps start .. stop - 1, in order."""
+    """The batches of steps start .. stop - 1, in order; `warn` is told when killed workers are restarted."""
     if isinstance(data.pictures, ArrayPictures) and start_method != "fork":
         workers = 0  # each would be sent a copy of all pictures, to save little: they are decoded already
     if isinstance(data.pictures, ResidentPictures):
@@ -217,16 +230,102 @@ def batches(
         made = (data[step] for step in range(start, stop))
         # From pinned memory a copy goes its own way; from any other the host waits until the device is free for it.
         return _reported((batch.pin_memory() for batch in made) if pin else made, data)
-    loader = DataLoader(
-        data,
-        batch_size=None,
-        sampler=_Steps(start, stop),
-        num_workers=workers,
-        multiprocessing_context=start_method,
-        pin_memory=pin,
-        worker_init_fn=_leave_signals_to_the_parent,
-    )
-    return _reported(iter(loader), data)
+
+    def start_workers(step: int) -> _Workers:
+        loader = DataLoader(
+            data,
+            batch_size=None,
+            sampler=_Steps(step, stop),
+            num_workers=workers,
+            multiprocessing_context=start_method,
+            pin_memory=pin,
+            worker_init_fn=_start_worker,
+        )
+        return _Workers(loader)
+
+    return _reported(_from_workers(start_workers, start, stop, warn), data)
+
+
+def _from_workers(
+    start_workers: Callable[[int], _Workers], start: int, stop: int, warn: Callable[[str], None]
+) -> Iterator[Batch]:
+    """Batches from worker processes, which are restarted if one is killed: a batch depends only on its step."""
+    step, deaths = start, 0
+    while step < stop:
+        workers = start_workers(step)
+        try:
+            while step < stop:
+                batch = workers.next_batch()
+                step, deaths = step + 1, 0
+                yield batch
+        except WorkerDied as death:
+            deaths += 1
+            reason = f"{death} while preparing step {step + 1:,}; the system may be out of memory"
+            if deaths > RESTARTS:
+                raise UserError(
+                    f"{reason}. {RESTARTS} restarts did not help: close other programs, or lower --data.workers"
+                ) from None
+            warn(f"{reason}. Restarted the workers")
+        finally:
+            workers.end()
+
+
+class WorkerDied(Exception):
+    """A data worker ended without being asked to."""
+
+
+class _Workers:
+    """The worker processes of one DataLoader. A dead one is noticed in `next_batch`, and nowhere else."""
+
+    def __init__(self, loader: DataLoader[Batch]) -> None:
+        self._in_main_thread = threading.current_thread() is threading.main_thread()
+        self._waiting = False
+        self._handler_before = signal.getsignal(signal.SIGCHLD)
+        feed: Any = iter(loader)
+        self._feed, self._processes = feed, list[BaseProcess](feed._workers)
+        atexit.register(self.end)
+        if self._in_main_thread:
+            # torch's handler raises wherever the main thread is, for example halfway through an update.
+            signal.signal(signal.SIGCHLD, self._on_child_exit)
+
+    def next_batch(self) -> Batch:
+        """The next batch, or WorkerDied."""
+        self._waiting = True
+        try:
+            self._check()
+            batch: Batch = next(self._feed)
+            return batch
+        except WorkerDied:
+            raise
+        except Exception:
+            self._check(timeout=1.0)  # torch reports a dead worker by errors of several types
+            raise
+        finally:
+            self._waiting = False
+
+    def _on_child_exit(self, number: int, frame: FrameType | None) -> None:
+        if self._waiting:  # a worker that died while writing a batch would be waited for without end
+            self._check()
+
+    def _check(self, timeout: float = 0.0) -> None:
+        dead = wait([process.sentinel for process in self._processes], timeout)
+        for process in self._processes:
+            if process.sentinel in dead:
+                process.join()
+                raise WorkerDied(
+                    f"data worker {process.pid} was killed (exit code {process.exitcode})"
+                ) from None
+
+    def end(self) -> None:
+        """Kill the workers: they hold nothing that must be saved, and may wait for a lock of a dead one."""
+        atexit.unregister(self.end)
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._feed = None
+        if self._in_main_thread and signal.getsignal(signal.SIGCHLD) == self._on_child_exit:
+            signal.signal(signal.SIGCHLD, self._handler_before)
 
 
 def _reported(feed: Iterator[Batch], data: TrainingSet) -> Iterator[Batch]:
@@ -243,13 +342,9 @@ def _reported(feed: Iterator[Batch], data: TrainingSet) -> Iterator[Batch]:
         ) from None
 
 
-def _leave_signals_to_the_parent(worker: int) -> None:
-    """Ctrl-C, or SIGTERM to the group, reaches every process; the parent needs a batch to finish its step."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # No orphan comes of it: torch's workers end by an event, and watch for the death of their parent.
-    signal.signal(signal.SIGTERM, _ignore_once)
-
-
-def _ignore_once(number: int, frame: FrameType | None) -> None:
-    """A second one ends the worker: torch and multiprocessing send it at shutdown and wait, as a last resort."""
-    signal.signal(number, signal.SIG_DFL)
+def _start_worker(worker: int) -> None:
+    """A signal to the process group reaches every worker, and the parent needs batches to finish its step."""
+    stay_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A parent that leaves while it takes a batch: no traceback. Errors of the data travel to the parent.
+    sys.excepthook = lambda *error: None

@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -203,6 +204,11 @@ def decode_chunks(
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise UserError(
+            "a process that decodes pictures was killed; the system may be out of memory: "
+            "close other programs and run again, a cache on disk continues where it stopped"
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 

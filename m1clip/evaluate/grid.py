@@ -80,7 +80,6 @@ def retrieval_grid(
             left = MARGIN + QUERY_WIDTH + GAP + column * pitch
             _draw_cell(canvas, row, column, (left, top), cell, fonts)
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     canvas.save(path, format="PNG", optimize=True)
     return path
 

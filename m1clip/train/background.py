@@ -10,10 +10,12 @@ from pathlib import Path
 
 from m1clip.errors import UserError
 from m1clip.files import open_plain, open_regular
+from m1clip.owner import read_owner
 from m1clip.runlog import NAME
 from m1clip.train.folder import OUTPUT, claim_folder, give_back
 
-FIRST_LOOK = 5.0  # seconds in which a run that cannot work is noticed
+SLOW_START = 30.0  # seconds until it has imported everything and taken its folder, at most
+FIRST_LOOK = 5.0  # seconds after that, in which a run that cannot work is noticed
 LAST_WORDS = 2**16  # bytes of its output that can hold the reason
 
 
@@ -33,8 +35,12 @@ def start_in_background(
             start_new_session=True,  # no terminal: closing the window sends it nothing
         )  # fmt: skip
     before = _log_size(folder)
-    deadline = time.monotonic() + FIRST_LOOK
+    deadline, begun = time.monotonic() + SLOW_START, False
     while time.monotonic() < deadline and _log_size(folder) == before:
+        # Fine-tuning begins with the run of its frozen stage (train/stages.py).
+        owners = [read_owner(place) for place in (folder, Path(f"{folder}-frozen"))]
+        if not begun and process.pid in [owner.pid for owner in owners if owner is not None]:
+            deadline, begun = time.monotonic() + FIRST_LOOK, True
         if process.poll() is not None and process.returncode != 0:
             with open_regular(output) as log:
                 log.seek(max(0, output.stat().st_size - LAST_WORDS))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 from m1clip.data.loader import Batch, batches
+from m1clip.errors import UserError
 from m1clip.evaluate.bundle import Bundle
 from m1clip.evaluate.heldout import held_out
 from m1clip.evaluate.metric import Metric, selection_metric
@@ -64,15 +66,19 @@ class _Loop:
 
     def go(self) -> None:
         """From the step of the state to the last, or until asked to stop."""
-        state, update = self.state, self.update
+        state = self.state
         if state.step == 0 and state.best_step < 0 and self._start_may_be_best():
             state.evaluation_due = True
         if state.evaluation_due and self._pause(state.step == self.total):
             return
-        feed = _timed(self.job, state.step, self.total)
+        with contextlib.closing(_timed(self.job, state.step, self.total, self._warn)) as feed:
+            self._steps(feed)
+
+    def _steps(self, feed: Iterator[tuple[float, Batch]]) -> None:
+        state, update = self.state, self.update
         for step in range(state.step, self.total):
             self.recorder.before(step + 1)
-            waited, batch = next(feed)
+            waited, batch = self._next(feed)
             loss, grad_norm = update(batch, step, self.warmup, self.total)
             self.recorder.after(waited, loss, grad_norm)
 
@@ -86,6 +92,23 @@ class _Loop:
             state.evaluation_due = evaluates
             if self._pause(last):
                 break
+
+    def _next(self, feed: Iterator[tuple[float, Batch]]) -> tuple[float, Batch]:
+        """The next batch; if there is none because of the data, the run is saved before it ends."""
+        try:
+            return next(feed)
+        except UserError as error:
+            if self.state.step == 0:
+                raise
+            self.rescue.look(self.state)
+            self.saver.save(self.state, groups(self.update, self.state), wait=True)
+            raise UserError(
+                f"{error} (step {self.state.step:,} is saved; continue with: m1clip train --resume {self.run})"
+            ) from None
+
+    def _warn(self, text: str) -> None:
+        self.log.write("warning", step=self.state.step, text=text)
+        self.screen.warn(text)
 
     def _start_may_be_best(self) -> bool:
         """From a model, training may only make it worse; where --wise mixes, it wants a model that was trained."""
@@ -176,10 +199,12 @@ class _Loop:
             state.best, state.best_step, state.stale = chosen.value, state.step, 0
 
 
-def _timed(job: Job, start: int, stop: int) -> Iterator[tuple[float, Batch]]:
+def _timed(
+    job: Job, start: int, stop: int, warn: Callable[[str], None]
+) -> Generator[tuple[float, Batch], None, None]:
     """Batches with the seconds that the loop had to wait for each."""
     workers, rules = job.config.data.workers, job.device.rules
-    feed = batches(job.training, start, stop, workers, rules.worker_start, rules.pin_memory)
+    feed = batches(job.training, start, stop, workers, rules.worker_start, rules.pin_memory, warn)
     while True:
         begin = time.perf_counter()
         batch = next(feed, None)

@@ -41,7 +41,7 @@ class Rescue:
         )
         schedule = schedule_of(config.train.save_every, total_steps)
         self.saver = Saver(run, config.train.keep, schedule, config.guard, log.write, screen.say, screen.warn,
-                           lambda: free_for_a_copy(job.device.kind, update.room))  # fmt: skip
+                           lambda: free_for_a_copy(job.device.kind, update.room), log.check_folder)  # fmt: skip
 
     def after(self, state: LoopState, pictures: Tensor, loss: Tensor, grad_norm: Tensor, look: bool) -> None:
         """A step is done: tell of less memory, and of an update that was skipped where that is known by now."""
@@ -96,6 +96,7 @@ class Rescue:
     @contextlib.contextmanager
     def disk(self, step: int, path: Path) -> Iterator[None]:
         """A write in the block that fails stops the run, or is told of and left, as configured."""
+        self.log.check_folder()
         try:
             yield
         except OSError as error:

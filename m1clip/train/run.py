@@ -172,6 +172,7 @@ def _finish(job: Job, update: Update, folder: Path, log: RunLog, screen: Screen,
     """Keep the last model too, and report the test split once, with the model that validation chose."""
     if update.ema is not None:
         update.ema.swap(update.model)
+    log.check_folder()
     Bundle(update.model, job.tokenizer, job.preprocess).save(folder / "model")
     update.optimizer.drop_state()  # makes room for the second model
     return_freed_memory()

@@ -85,11 +85,12 @@ class Saver:
 
     def __init__(
         self, run: Path, keep: int, schedule: Schedule, config: GuardConfig, log: Callable[..., None], say: Tell,
-        warn: Tell, free: Callable[[], float],
+        warn: Tell, free: Callable[[], float], check_folder: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """`free()` gives the bytes of memory that a copy could take."""
+        """`free()` gives the bytes of memory a copy could take; `check_folder()` raises if the run folder is gone."""
         self.run, self.keep, self.schedule, self.config = run, keep, schedule, config
         self.log, self.say, self.warn, self.free = log, say, warn, free
+        self.check_folder = check_folder
         self._work: _Work | None = None
         self._owed = self._said = False
 
@@ -149,6 +150,7 @@ class Saver:
 
     def failed(self, error: BaseException, path: Path, step: int, must: bool = False) -> None:
         """Stop, or warn and go on, as configured; an error that is not the disk's is raised as it is."""
+        self.check_folder()
         words = save_failure(error, path)
         if words is None:
             raise error
@@ -162,6 +164,7 @@ class Saver:
 
     def _write(self, work: _Work, state: LoopState, groups: Groups) -> None:
         try:
+            self.check_folder()
             with torch.no_grad():
                 work.path = save(self.run, state, groups, self.keep)
         except BaseException as error:

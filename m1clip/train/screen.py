@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import statistics
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -49,7 +52,7 @@ class Screen:
     """Writes for a person. It never decides anything."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+        self.console = console or Console(highlight=False, file=cast(IO[str], _Output()))
         self.live = self.console.is_terminal
         self._progress: Progress | None = None
         self._task = TaskID(0)
@@ -155,6 +158,31 @@ class Screen:
     def _bar(self, text: str) -> Progress:
         columns = (SpinnerColumn(), BarColumn(bar_width=20), TextColumn(text), TimeElapsedColumn())
         return Progress(*columns, console=self.console, transient=True)
+
+
+class _Output:
+    """Standard output that may go away: a pipe's reader has left, its disk is full, the terminal was closed.
+
+    The run goes on and run.jsonl has its figures, so the rest of the output goes to /dev/null.
+    """
+
+    def write(self, text: str) -> int:
+        return self._safely("write", text)
+
+    def flush(self) -> None:
+        self._safely("flush")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+    def _safely(self, method: str, *args: str) -> Any:
+        try:
+            return getattr(sys.stdout, method)(*args)
+        except OSError:
+            with contextlib.suppress(OSError):  # no file behind it
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, sys.stdout.fileno())
+                os.close(null)
 
 
 def _clock(seconds: float) -> str:

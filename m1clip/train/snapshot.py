@@ -42,7 +42,8 @@ def write_snapshot(run: Path, step: int, split: str, data: Split, features: Feat
         "confusions": _confusions(data, features),
     }
     folder = run / FOLDER
-    (folder / THUMBS).mkdir(parents=True, exist_ok=True)
+    for part in (folder, folder / THUMBS):
+        part.mkdir(exist_ok=True)
     for picture in _pictures(content):
         _write_thumb(folder / THUMBS / f"{picture}.jpg", data, picture)
     write_text(

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: finish the step, save, leave. A second signal leaves at once."""
+"""Ctrl-C, SIGTERM and SIGHUP: finish the step, save, leave. A second signal leaves at once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Catch the first SIGINT or SIGTERM while the block runs; the second has its usual effect."""
+    """Catch the first SIGINT, SIGTERM or SIGHUP while the block runs; the second has its usual effect."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request  # Python allows handlers in the main thread alone
@@ -76,7 +76,9 @@ def stop_on_signals() -> Iterator[StopRequest]:
         if not request.patient:
             raise Interrupted(number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    if before[signal.SIGHUP] == signal.SIG_IGN:  # started with nohup: a closed terminal changes nothing
+        del before[signal.SIGHUP]
     for number in before:
         signal.signal(number, ask)
     try:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import psutil
-
 from m1clip.errors import UserError
 from m1clip.owner import read_owner
 from m1clip.runlog import NAME, RunLog
@@ -20,17 +18,17 @@ def stop_run(run: Path, wait: float) -> str:
     process = owner.process() if owner else None
     if owner is not None and process is None and not owner.here:
         raise UserError(f"{run}: it was started on {owner.host}; stop it there")
-    if process is None:
+    if owner is None or process is None:
         raise UserError(f"{run}: nothing to stop: it {status_of(History(run).poll_all()).words}")
     process.terminate()
     begin = time.monotonic()
-    try:
-        process.wait(timeout=wait)
-    except psutil.TimeoutExpired:
-        raise UserError(
-            f"{run}: process {process.pid} was asked to stop {wait:g} s ago and is still at its step; "
-            f"it will stop by itself, or wait longer with --wait {10 * wait:g}"
-        ) from None
+    while owner.process() is not None:  # unlike process.wait, a zombie that nobody has reaped counts as gone
+        if time.monotonic() - begin > wait:
+            raise UserError(
+                f"{run}: process {process.pid} was asked to stop {wait:g} s ago and is still at its step; "
+                f"it will stop by itself, or wait longer with --wait {10 * wait:g}"
+            )
+        time.sleep(0.05)
     if not run.exists():
         return f"{run}: stopped while it prepared its data; nothing had been trained, so the folder is gone"
     history = History(run).poll_all()

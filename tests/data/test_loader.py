@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from m1clip.data.augment import Augmentation
 from m1clip.data.captions import BUCKET, tokenise
 from m1clip.data.images import FileImage
-from m1clip.data.loader import Batch, BatchPlan, TrainingSet, _leave_signals_to_the_parent, batches
+from m1clip.data.loader import Batch, BatchPlan, TrainingSet, _start_worker, batches
 from m1clip.data.pair import ImageRef, Pair, identities
 from m1clip.data.store import ArrayPictures, MappedPictures
 from m1clip.text import make_tokenizer
@@ -187,15 +188,32 @@ def test_the_identity_is_what_a_batch_calls_its_pictures() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_worker_outlives_the_first_sigterm_and_not_the_second() -> None:
+def test_worker_leaves_signals_to_its_parent() -> None:
     child = os.fork()
     if child == 0:
-        _leave_signals_to_the_parent(0)
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
+        _start_worker(0)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
+            os.kill(os.getpid(), number)
         os._exit(3)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_killed_worker_is_restarted_and_the_batches_are_the_same(method: str, tmp_path: Path) -> None:
+    data, warnings, seen = training_set(), list[str](), list[Batch]()
+    np.save(tmp_path / "pixels.npy", data.pictures.read(np.arange(37)))
+    data.pictures = MappedPictures(tmp_path / "pixels.npy", None)
+    for batch in batches(data, 0, 9, 2, method, False, warnings.append):
+        seen.append(batch)
+        if len(seen) == 3:
+            victim = multiprocessing.active_children()[0]
+            victim.kill()
+            victim.join()  # an exception here, outside of the loader, would be torch's handler
+    for step in range(9):
+        assert_same(seen[step], data[step])
+    assert len(warnings) == 1
+    assert "was killed (exit code -9)" in warnings[0]
+    assert multiprocessing.active_children() == []
 
 
 def test_words_are_left_out_anew_each_epoch_and_the_same_each_time() -> None:

@@ -31,7 +31,7 @@ def corner(column: int, line: int, cell: int = 112) -> tuple[int, int]:
 @pytest.mark.parametrize("cell", [64, 112])
 def test_frames_and_marks(tmp_path: Path, cell: int) -> None:
     marks = [(False, True), (True, False)]
-    path = retrieval_grid([row(correct=m) for m in marks], tmp_path / "new" / "grid.png", cell=cell)
+    path = retrieval_grid([row(correct=m) for m in marks], tmp_path / "grid.png", cell=cell)
     with Image.open(path) as opened:
         assert opened.format == "PNG"
         picture = opened.convert("RGB")
