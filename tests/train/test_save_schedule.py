@@ -205,7 +205,8 @@ def test_a_run_goes_on_while_its_disk_is_full(tmp_path: Path, monkeypatch: pytes
     assert_same_bits(tensors_of(run, 8), tensors_of(tmp_path / "good", 8))
     lines = list(read_log(run))
     assert any("lines are missing here" in line.get("text", "") for line in lines)
-    assert [line["step"] for line in lines if line.get("event") == "could not save"] == [2, 3]
+    failed = [line["step"] for line in lines if line.get("event") == "could not save"]
+    assert sorted(failed) == [2, 3]  # a save in the background is reported when the loop next asks
     said = shown.console.file.getvalue()  # type: ignore[attr-defined]
     assert said.count("the disk is full") == 3  # checkpoint, best model, log: each once
 
