@@ -31,14 +31,16 @@ class Features(NamedTuple):
 @torch.inference_mode()
 def encode_split(
     model: Clip, pictures: Pictures, captions: CaptionTable, preprocess: Preprocess, batch: int,
-    autocast: Callable[[], AbstractContextManager[object]],
+    autocast: Callable[[], AbstractContextManager[object]], images: int | None = None,
 ) -> Features:  # fmt: skip
-    """Every image and every caption of a split."""
+    """Every image and every caption of a split, or of its first `images`."""
+    images = len(pictures) if images is None else images
+    texts = int(captions.first[images])
     training, device = model.training, model.logit_scale.device
     model.eval()
     image, text = [], []
     with autocast():
-        for indices in _chunks(len(pictures), batch):
+        for indices in _chunks(images, batch):
             seen = (
                 pictures.features(indices)
                 if isinstance(pictures, FeaturePictures)
@@ -47,16 +49,16 @@ def encode_split(
             pixels = torch.from_numpy(seen).to(device)
             image.append(model.encode_image(render(pixels, None, preprocess)).cpu())
         # Sorted by length, so that short captions are not padded to the longest of the set.
-        order = np.argsort(captions.lengths, kind="stable")
+        order = np.argsort(captions.lengths[:texts], kind="stable")
         for indices in _chunks(len(order), 4 * batch):
             text.append(model.encode_text(torch.from_numpy(_told(captions, order[indices])).to(device)).cpu())
     model.train(training)
     sorted_text = torch.cat(text)
     features = torch.empty_like(sorted_text)
     features[torch.from_numpy(order)] = sorted_text
-    keys, labels = torch.from_numpy(captions.keys), captions.labels
-    found = None if labels is None else torch.from_numpy(labels)
-    return Features(torch.cat(image), features, torch.from_numpy(captions.owner), keys, found)
+    owner, keys = (torch.from_numpy(each[:texts]) for each in (captions.owner, captions.keys))
+    labels = None if captions.labels is None else torch.from_numpy(captions.labels[:images])
+    return Features(torch.cat(image), features, owner, keys, labels)
 
 
 def _told(captions: CaptionTable, chosen: np.ndarray) -> np.ndarray:

@@ -34,6 +34,7 @@ from m1clip.train.precision import autocast
 from m1clip.train.update import Update
 
 MOST_SECONDS = 30.0
+SHARE = 0.05  # of --minutes, at most
 LEAST_STEPS, MOST_STEPS = 2, 5
 CLEAR = 1.5  # times faster: other programs do not make up that much
 PROBE_BATCH = 64  # a larger one tells nothing new, and takes longer
@@ -129,7 +130,12 @@ def choose(
     if measure is not None:
         tried = [measure(config, shape, eot_id, facts, kind, precision) for kind, precision in options]
     else:
-        tried, batch = _measured(config, shape, eot_id, facts, options, text_tokens, batch)
+        minutes = config.train.minutes
+        most = MOST_SECONDS if minutes is None else min(MOST_SECONDS, SHARE * 60 * minutes)
+        found = _measured(config, shape, eot_id, facts, options, text_tokens, batch, most)
+        if found is None:
+            return Choice(*options[0])
+        tried, batch = found
     pace, busy = paces(tried)
     if not pace:
         raise UserError(
@@ -144,24 +150,30 @@ def choose(
     return choice
 
 
-def affordable(batch: int, pair_seconds: float, options: int) -> int:
+def affordable(batch: int, pair_seconds: float, options: int, seconds: float = MOST_SECONDS) -> int:
     """A batch small enough for three steps of each option within the time, if all were as slow as the CPU in fp32."""
-    most = int(MOST_SECONDS / (3 * options) / max(pair_seconds, 1e-9))
+    most = int(seconds / (3 * options) / max(pair_seconds, 1e-9))
     return max(min(batch, PAIRS), min(batch, most))
 
 
 def _measured(
     config: Config, shape: ClipShape, eot_id: int, facts: Facts, options: list[tuple[Kind, Precision]],
-    text_tokens: int, batch: int,
-) -> tuple[list[Tried], int]:  # fmt: skip
-    """Gradients of all candidates first, then their steps: so the peak of memory is that of a step."""
+    text_tokens: int, batch: int, most: float,
+) -> tuple[list[Tried], int] | None:  # fmt: skip
+    """Gradients of all candidates first, then their steps: so the peak of memory is that of a step.
+
+    None where the gradients alone would take more than `most` seconds.
+    """
     begin = time.monotonic()
     map_large_blocks()
     several = config.data.captions_per_step or 1
     torch.manual_seed(config.seed)
     pairs = stand_in(shape, PAIRS, text_tokens, eot_id, several)
     truth = _reference(config, shape, eot_id, facts, pairs)
-    batch = affordable(batch, (time.monotonic() - begin) / PAIRS, len(options))
+    spent = time.monotonic() - begin
+    if spent * (1 + len(options)) > most:
+        return None
+    batch = affordable(batch, spent / PAIRS, len(options), most)
     checked = [
         check_gradient(config, shape, eot_id, facts, kind, precision, pairs, truth)
         for kind, precision in options
@@ -171,7 +183,7 @@ def _measured(
     work = stand_in(shape, batch, text_tokens, eot_id, several)
     tried = []
     for index, candidate in enumerate(checked):
-        share = (MOST_SECONDS - (time.monotonic() - begin)) / (len(checked) - index)
+        share = (most - (time.monotonic() - begin)) / (len(checked) - index)
         tried.append(
             candidate if candidate.out else time_step(config, shape, eot_id, facts, candidate, work, share)
         )

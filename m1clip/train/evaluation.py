@@ -23,11 +23,11 @@ FEWEST = 4
 SMALL_CHANGE = 0.25  # seconds
 
 
-def encode(job: Job, model: Clip, split: str) -> Features:
-    """Features of a split, in the precision of the run."""
+def encode(job: Job, model: Clip, split: str, images: int | None = None) -> Features:
+    """Features of a split, or of its first `images`, in the precision of the run."""
     data = job.splits[split]
     rows = rows_at_once(model)
-    return encode_split(model, data.pictures, data.captions, job.preprocess, rows, job.autocast)
+    return encode_split(model, data.pictures, data.captions, job.preprocess, rows, job.autocast, images)
 
 
 def evaluate(job: Job, model: Clip, split: str) -> Scores:

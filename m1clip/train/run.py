@@ -29,7 +29,7 @@ from m1clip.hardware.heap import return_freed_memory
 from m1clip.plain import fits
 from m1clip.runlog import RunLog, read_log
 from m1clip.train.checkpoint import LoopState, load_newest
-from m1clip.train.duration import EVALUATIONS, total_steps
+from m1clip.train.duration import run_length
 from m1clip.train.finish import Exam, energy_figures, examine
 from m1clip.train.folder import claim_folder, give_back, hold
 from m1clip.train.loop import run_loop
@@ -76,7 +76,7 @@ def train(
     folder = claim_folder(Path(run) if run is not None else None, name or run_name(config))
     with hold(folder), stop_on_signals() as asked:
         try:
-            job = _with_steps(prepare(config, screen.say, decode_plan(screen, folder)))
+            job = _with_steps(prepare(config, screen.say, decode_plan(screen, folder)), screen.warn)
             _describe(job, screen)
             _write_head(job, folder)
         except BaseException:
@@ -194,12 +194,12 @@ def _finish(job: Job, update: Update, folder: Path, log: RunLog, screen: Screen,
     return Result(folder, scores, split, grid)
 
 
-def _with_steps(job: Job) -> Job:
+def _with_steps(job: Job, warn: Callable[[str], None]) -> Job:
     """Turn the duration into steps, and write down what follows from their number."""
-    steps = total_steps(job)
+    steps, evaluations = run_length(job, warn)
     warmup_steps(job.config.optim.warmup, steps)  # refuses a run that would never leave warm-up
     train = job.config.train
-    every = train.eval_every if train.eval_every is not None else max(1, -(-steps // EVALUATIONS))
+    every = train.eval_every if train.eval_every is not None else max(1, -(-steps // evaluations))
     logs = train.log_every or max(1, min(LOG_EVERY, steps // LOG_LINES))
     saves = train.save_every if train.save_every is not None else every
     train = dataclasses.replace(
