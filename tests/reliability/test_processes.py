@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,26 @@ pytestmark = pytest.mark.slow
 LONG = {"train.steps": 100_000, "train.save_every": 7, "data.workers": 2}
 
 
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def kill_what_a_failed_test_leaves() -> Iterator[None]:
+    yield
+    while STARTED:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(STARTED.pop().pid, signal.SIGKILL)
+
+
 def start(folder: Path, changes: dict[str, Any], **options: Any) -> subprocess.Popen[str]:
     words = [*small_arguments({**LONG, **changes}), "--run", "run"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "m1clip", "train", *words],
         cwd=folder, env=environment(), text=True, start_new_session=True, **pipes,
     )  # fmt: skip
+    STARTED.append(process)
+    return process
 
 
 def wait_for_checkpoint(process: subprocess.Popen[str], run: Path) -> None:
