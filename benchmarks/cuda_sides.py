@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from m1clip.config import OptimConfig
 from m1clip.hardware.device import Device
-from m1clip.model.clip import Clip
-from m1clip.model.shape import ClipShape
-from m1clip.train.objective import OBJECTIVES, own_pairs
-from m1clip.train.optim import Optimizer
+from m1clip.losses import OBJECTIVES, own_pairs
+from m1clip.model.clip import CLIP
+from m1clip.model.presets import ClipShape
+from m1clip.training.optim import Optimizer
 
 AUTOTUNE = "max-autotune-no-cudagraphs"
 BATCHES = 3  # different inputs, taken in turn
@@ -40,7 +40,7 @@ class Setting:
         return torch.compile(function, dynamic=False, backend=self.backend, **options)
 
     def inputs(self, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor]]:
-        """Pictures and captions on the device; the end mark is the largest id, as open_clip wants it."""
+        """Images and captions on the device; the end mark is the largest id, as open_clip wants it."""
         draw = torch.Generator().manual_seed(0)
         size, end = self.shape.image_size, self.shape.vocab_size - 1
         made = []
@@ -68,7 +68,7 @@ def our_step(setting: Setting, variant: str) -> Step:
     """m1clip's model, loss and optimizer; words: eager, compiled, autotune, blocks, plain, graph, muon."""
     words, device = variant.split(), setting.device
     torch.manual_seed(0)
-    model = Clip(setting.shape, eot_id=setting.shape.vocab_size - 1).to(device.torch)
+    model = CLIP(setting.shape, eot_id=setting.shape.vocab_size - 1).to(device.torch)
     model.set_attention("sdpa", "sdpa")
     if {"compiled", "blocks"} & set(words) and "plain" not in words and device.kind == "cuda":
         model.fuse()  # as `m1clip train --model.compile` does

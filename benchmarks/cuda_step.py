@@ -29,13 +29,12 @@ from typing import Any
 import torch
 from cuda_sides import Setting, open_clip_step, our_step
 
-from m1clip.files import write_json
-from m1clip.hardware.clock import timing
 from m1clip.hardware.device import Device
 from m1clip.hardware.facts import read_facts
 from m1clip.hardware.measure import gemm_rate
-from m1clip.model.presets import PRESETS
-from m1clip.model.shape import ClipShape, flops_per_pair
+from m1clip.hardware.timing import timing
+from m1clip.io import write_json
+from m1clip.model.presets import PRESETS, ClipShape, flops_per_pair
 
 BATCHES = {"tiny": (256,), "ViT-B-16": (512,), "ViT-B-32": (1024,)}
 SHORT = 32  # tokens after trimming: most captions are shorter
@@ -66,13 +65,7 @@ def plan_of(model: str, quick: bool) -> Plan:
     if model == "tiny":
         # The tiny model of issue 4: patches, class token and norm as in open_clip, so that the two do equal work.
         shape = dataclasses.replace(
-            shape,
-            vision_layers=6,
-            text_layers=4,
-            context_length=77,
-            pooling="cls",
-            positions="learned",
-            stem="patch",
+            shape, vision_layers=6, text_layers=4, context_length=77, pooling="cls", positions="learned", stem="patch"
         )
     if quick:
         small = {"image_size": 2 * shape.patch_size, "vocab_size": 64, "embed_dim": 32}
@@ -120,7 +113,7 @@ def measure(setting: Setting, side: str, variant: str, rate: float, device: Devi
     flops = flops_per_pair(setting.shape, setting.tokens) * setting.batch
     return {
         "side": side, "variant": variant, "batch": setting.batch, "tokens": setting.tokens, "ready_seconds": ready,
-        "seconds": dataclasses.asdict(taken), "pairs_per_second": setting.batch / taken.median,
+        "seconds": dataclasses.asdict(taken), "images_per_second": setting.batch / taken.median,
         "share": flops / taken.median / rate, "peak_bytes": device.peak_bytes(), "loss": loss,
     }  # fmt: skip
 
@@ -156,9 +149,7 @@ def lines_of(model: str, kind: str, quick: bool, seconds: float, only: list[str]
             torch.cuda.empty_cache()
 
 
-def run_model(
-    model: str, options: argparse.Namespace, lines: list[dict[str, Any]], keep: Callable[[], None]
-) -> None:
+def run_model(model: str, options: argparse.Namespace, lines: list[dict[str, Any]], keep: Callable[[], None]) -> None:
     """Add the lines of a model from a process of its own, which is ended when it does not keep its time."""
     command = [sys.executable, __file__, "--worker", model, "--device", options.device]
     command += ["--seconds", str(options.seconds), *(["--quick"] if options.quick else [])]
@@ -191,7 +182,7 @@ def show(model: str, line: dict[str, Any]) -> None:
         return
     t = line["seconds"]
     print(f"{name:34} {place} {t['median'] * 1e3:8.2f} ms [{t['low'] * 1e3:.2f}, {t['high'] * 1e3:.2f}] n={t['n']:<3}"
-          f"{line['pairs_per_second']:9.0f} pairs/s {line['share']:5.1%} {line['peak_bytes'] / 1e9:6.1f} GB "
+          f"{line['images_per_second']:9.0f} samples/s {line['share']:5.1%} {line['peak_bytes'] / 1e9:6.1f} GB "
           f"ready {line['ready_seconds']:.0f} s loss {line['loss']:.3f}", flush=True)  # fmt: skip
 
 
@@ -215,9 +206,7 @@ def ratios(lines: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["ViT-B-16", "tiny", "ViT-B-32"])
     parser.add_argument("--variants", nargs="+", default=[], help="side and words, as printed; default: all")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -230,9 +219,7 @@ def main() -> None:
     if options.packages:
         sys.path.append(options.packages)
     if options.worker:
-        for line in lines_of(
-            options.worker, options.device, options.quick, options.seconds, options.variants
-        ):
+        for line in lines_of(options.worker, options.device, options.quick, options.seconds, options.variants):
             print(json.dumps(line), flush=True)
         return
     facts = read_facts()

@@ -3,7 +3,7 @@
     python benchmarks/cuda_train.py DATA --json docs/results/cuda_train.json
     python benchmarks/cuda_train.py synthetic --models tiny --batches 64
 
-Each line is the product's Update with its defaults (Muon, bf16, several captions, augmentation on the device, pictures
+Each line is the product's Update with its defaults (Muon, bf16, several captions, augmentation on the device, images
 resident there). The loop runs as in training: the host never waits for the device inside a block of 20 steps; a block's
 mean is one sample. `host` is what the host itself needs to hand a step over.
 """
@@ -22,13 +22,13 @@ from typing import Any
 
 from sides import machine, write
 
-from m1clip.configfile import from_dict
+from m1clip.config import from_dict
 from m1clip.data.loader import batches
-from m1clip.hardware.clock import timing
-from m1clip.train.recipe import prepare
-from m1clip.train.run import decode_plan
-from m1clip.train.screen import Screen
-from m1clip.train.update import Update
+from m1clip.hardware.timing import timing
+from m1clip.training.progress import Screen
+from m1clip.training.run import decode_plan
+from m1clip.training.setup import prepare
+from m1clip.training.step import Update
 
 WAYS = {
     "kernel by kernel": {"graph": False},
@@ -73,7 +73,7 @@ def line(options: argparse.Namespace, model: str, batch: int, way: str) -> dict[
     return {
         "model": model, "batch": batch, "way": way, "captions": job.training.several,
         "seconds": dataclasses.asdict(taken), "host_seconds": timing(host).median,
-        "pictures_per_second": batch / taken.median, "first_60_steps_seconds": ready, "loss": float(loss),
+        "images_per_second": batch / taken.median, "first_60_steps_seconds": ready, "loss": float(loss),
         "recordings": captured.recordings if captured else 0, "not_replayed": captured.off if captured else "",
         "peak_bytes": peak,
     }  # fmt: skip
@@ -82,21 +82,13 @@ def line(options: argparse.Namespace, model: str, batch: int, way: str) -> dict[
 def rows(lines: list[dict[str, Any]]) -> list[dict[str, str]]:
     """What benchmarks/table.py shows: each way against the first, kernel by kernel."""
     found = []
-    plain = {
-        (one["model"], one["batch"]): one["seconds"]["median"]
-        for one in lines
-        if one["way"] == next(iter(WAYS))
-    }
+    plain = {(one["model"], one["batch"]): one["seconds"]["median"] for one in lines if one["way"] == next(iter(WAYS))}
     for one in lines:
         before, t = plain.get((one["model"], one["batch"])), one["seconds"]
         if before is None or one["way"] == next(iter(WAYS)):
             continue
-        figure = (
-            f"**{before / t['median']:.1f}** times; {before * 1e3:.1f} ms against {t['median'] * 1e3:.2f} ms "
-        )
-        figure += (
-            f"[{t['low'] * 1e3:.2f}, {t['high'] * 1e3:.2f}], {one['pictures_per_second']:,.0f} pictures/s"
-        )
+        figure = f"**{before / t['median']:.1f}** times; {before * 1e3:.1f} ms against {t['median'] * 1e3:.2f} ms "
+        figure += f"[{t['low'] * 1e3:.2f}, {t['high'] * 1e3:.2f}], {one['images_per_second']:,.0f} images/s"
         found.append({"what": f"`m1clip train` on a GPU, {one['model']}, batch {one['batch']}: step kernel by kernel / "
                       f"{one['way']}", "figure": figure, "n": f"{t['n']} x {BLOCK} steps",
                       "command": "python benchmarks/cuda_train.py DATA"})  # fmt: skip
@@ -105,15 +97,13 @@ def rows(lines: list[dict[str, Any]]) -> list[dict[str, str]]:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", help="what m1clip train --data takes")
     parser.add_argument("--models", nargs="+", default=["tiny", "small"])
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 256])
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--blocks", type=int, default=7, help="of 20 steps")
-    parser.add_argument("--cache", help="folder for decoded pictures")
+    parser.add_argument("--cache", help="folder for decoded images")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
     result: dict[str, Any] = {"machine": machine(), "command": " ".join(sys.argv[1:]), "lines": []}
@@ -125,7 +115,7 @@ def main() -> None:
         print(f"{model} batch {batch} {way:20} {t['median'] * 1e3:7.2f} ms "
               f"[{t['low'] * 1e3:.2f}, {t['high'] * 1e3:.2f}] n={t['n']} x {BLOCK} steps, "
               f"host {found['host_seconds'] * 1e3:.2f} ms, "
-              f"{found['pictures_per_second']:,.0f} pictures/s x {found['captions']} captions, loss {found['loss']:.3f}"
+              f"{found['images_per_second']:,.0f} images/s x {found['captions']} captions, loss {found['loss']:.3f}"
               f"{', not replayed: ' + found['not_replayed'] if found['not_replayed'] else ''}", flush=True)  # fmt: skip
         if options.json:
             write(options.json, result)

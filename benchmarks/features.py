@@ -1,10 +1,10 @@
-"""Training on kept features: picture-caption pairs a second through forward, backward and optimizer.
+"""Training on kept features: image-caption samples a second through forward, backward and optimizer.
 
     python benchmarks/features.py [--batch 1024] [--rounds 5] [--json FILE]
 
-A pair is a picture with one of its captions: a step of 1,024 pictures with five captions each is 5,120 pairs, each of
+A sample is an image with one of its captions: a step of 1,024 images with five captions each is 5,120 samples, each of
 which is a positive of the loss. The features are random numbers in the shapes of Flickr8k under the two towers of the
-extra `towers` (6,000 pictures of 2,024 numbers, 30,000 captions of 384), mapped from a file, so nothing but m1clip is
+extra `towers` (6,000 images of 2,024 numbers, 30,000 captions of 384), mapped from a file, so nothing but m1clip is
 needed. Timed is the product's own step with its own batches, gathered from the file; one round is one epoch.
 """
 
@@ -30,18 +30,17 @@ from sides import machine
 
 from m1clip.config import Config, OptimConfig, TrainConfig
 from m1clip.data.augment import Augmentation
+from m1clip.data.cache import ArrayImages
+from m1clip.data.features import FeatureCaptions, FeatureImages, FeatureSet
+from m1clip.data.images import Preprocess
 from m1clip.data.loader import BatchPlan
-from m1clip.data.preprocess import Preprocess
-from m1clip.data.store import ArrayPictures
-from m1clip.features.tables import FeatureCaptions, FeaturePictures, FeatureSet
 from m1clip.hardware.device import Device, Precision
 from m1clip.hardware.facts import read_facts
-from m1clip.model.pretrained.clip import TowerClip
-from m1clip.model.pretrained.shape import TowerShape
-from m1clip.train.precision import autocast
-from m1clip.train.update import Update
+from m1clip.hardware.precision import autocast
+from m1clip.model.pretrained import TowerClip, TowerShape
+from m1clip.training.step import Update
 
-PICTURES, CAPTIONS = 6000, 5
+IMAGES, CAPTIONS = 6000, 5
 SHAPE = TowerShape(embed_dim=256, head="adapter", hidden=512, dropout=0.3)  # those of --recipe frozen
 
 
@@ -55,11 +54,11 @@ def mapped(folder: Path, name: str, rows: int, width: int, draw: np.random.Gener
 def feature_set(folder: Path, batch: int, image_width: int, text_width: int) -> FeatureSet:
     """The batches of a run on features."""
     draw = np.random.default_rng(0)
-    texts = PICTURES * CAPTIONS
-    pictures = FeaturePictures(
-        ArrayPictures(np.zeros((PICTURES, 1, 1, 3), np.uint8)),
-        mapped(folder, "image", PICTURES, image_width, draw),
-        draw.permutation(PICTURES)[:, None],
+    texts = IMAGES * CAPTIONS
+    images = FeatureImages(
+        ArrayImages(np.zeros((IMAGES, 1, 1, 3), np.uint8)),
+        mapped(folder, "image", IMAGES, image_width, draw),
+        draw.permutation(IMAGES)[:, None],
     )
     captions = FeatureCaptions(
         tokens=np.zeros((texts, 1), np.int32),
@@ -70,8 +69,8 @@ def feature_set(folder: Path, batch: int, image_width: int, text_width: int) -> 
         table=mapped(folder, "text", texts, text_width, draw),
         at=draw.permutation(texts),
     )
-    plan = BatchPlan(PICTURES, batch, 0)
-    return FeatureSet(pictures, captions, plan, Augmentation(), False, None, CAPTIONS)
+    plan = BatchPlan(IMAGES, batch, 0)
+    return FeatureSet(images, captions, plan, Augmentation(), False, None, CAPTIONS)
 
 
 def measure(batch: int, rounds: int, precision: Precision) -> dict[str, object]:
@@ -94,16 +93,14 @@ def measure(batch: int, rounds: int, precision: Precision) -> dict[str, object]:
     timed = speeds[1:]
     return {
         "batch": batch, "captions_each": CAPTIONS, "precision": precision, "threads": torch.get_num_threads(),
-        "cpu": facts.cpu, "torch": torch.__version__, "n": len(timed), "pairs_per_second": [round(s) for s in timed],
+        "cpu": facts.cpu, "torch": torch.__version__, "n": len(timed), "images_per_second": [round(s) for s in timed],
         "median": round(statistics.median(timed)), "slowest": round(min(timed)), "fastest": round(max(timed)),
     }  # fmt: skip
 
 
 def main() -> None:
     """Print a line for each batch and precision; write them all as JSON if asked to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="*", default=[512, 1024])
     parser.add_argument("--precision", nargs="*", default=["bf16"])
     parser.add_argument("--rounds", type=int, default=5)
@@ -112,7 +109,7 @@ def main() -> None:
     rows = [measure(batch, asked.rounds, precision) for precision in asked.precision for batch in asked.batch]
     for row in rows:
         print(
-            f"{row['precision']}  {row['batch']:>5} pictures x {CAPTIONS} captions: {row['median']:>7,} pairs/s "
+            f"{row['precision']}  {row['batch']:>5} images x {CAPTIONS} captions: {row['median']:>7,} samples/s "
             f"({row['slowest']:,} to {row['fastest']:,}, n={row['n']} epochs, {row['threads']} threads)"
         )
     if asked.json:
@@ -123,8 +120,8 @@ def main() -> None:
 def table_row(row: dict[str, Any]) -> dict[str, str]:
     """The line that benchmarks/table.py prints."""
     return {
-        "what": f"a step on cached features, {row['batch']} pictures, {CAPTIONS} captions each, {row['precision']}",
-        "figure": f"{row['median']:,} pairs/s ({row['slowest']:,} to {row['fastest']:,})", "n": f"{row['n']} epochs",
+        "what": f"a step on cached features, {row['batch']} images, {CAPTIONS} captions each, {row['precision']}",
+        "figure": f"{row['median']:,} samples/s ({row['slowest']:,} to {row['fastest']:,})", "n": f"{row['n']} epochs",
         "goal": "50,000", "command": "python benchmarks/features.py",
     }  # fmt: skip
 

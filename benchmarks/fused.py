@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from m1clip.model.clip import Clip
+from m1clip.model.clip import CLIP
 
 Work = Callable[..., tuple[Tensor, ...]]
 WARM = 3  # real steps before the capture: they make the optimizer's state and compile what is compiled
 
 
-def compile_blocks(model: Clip, **options: Any) -> None:
+def compile_blocks(model: CLIP, **options: Any) -> None:
     """torch.compile each block in place: blocks of a tower share one compilation, a tenth of the whole model's time."""
     for tower in (model.image.transformer, model.text.transformer):
         *first, last = tower.blocks
@@ -67,9 +67,7 @@ class Captured:
         torch.cuda.current_stream().wait_stream(self.stream)
         return outputs
 
-    def _capture(
-        self, inputs: tuple[Tensor, ...]
-    ) -> tuple[torch.cuda.CUDAGraph, list[Tensor], tuple[Tensor, ...]]:
+    def _capture(self, inputs: tuple[Tensor, ...]) -> tuple[torch.cuda.CUDAGraph, list[Tensor], tuple[Tensor, ...]]:
         places = [t.clone() for t in inputs]
         for p in self.model.parameters():
             p.grad = None  # the graph has gradients of its own

@@ -3,7 +3,7 @@
     python benchmarks/large_batch.py --peers PEERS/bin/python --json docs/results/large_batch.json
 
 Plain and chunked steps of the same batch are made in turn, each in a process of its own, so that each has a peak of
-its own. The gradients are those of one pass and of chunks over the same pairs in fp32, parameter by parameter.
+its own. The gradients are those of one pass and of chunks over the same samples in fp32, parameter by parameter.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from typing import Any
 import numpy as np
 from sides import NO_PEERS, Side, machine, spread, write
 
-from m1clip.config import Config, DataConfig, ModelConfig, TrainConfig
-from m1clip.configfile import load_config, to_toml
-from m1clip.hardware.clock import timing
+from m1clip.config import Config, DataConfig, ModelConfig, TrainConfig, load_config, to_toml
+from m1clip.hardware.timing import timing
 
 PEER = Path(__file__).parent / "peers" / "open_clip_accum.py"
 GOAL_RATIO, GOAL_DIFFERENCE = 1.4, 1e-5
@@ -37,10 +36,8 @@ SIDES = {
 }
 
 
-def job_config(
-    model: str, batch: int, chunk: int, objective: str = "multi", precision: str = "auto"
-) -> Config:
-    """Synthetic pictures, a batch in chunks or (0) at once."""
+def job_config(model: str, batch: int, chunk: int, objective: str = "multi", precision: str = "auto") -> Config:
+    """Synthetic images, a batch in chunks or (0) at once."""
     return Config(
         model=ModelConfig(preset=model),
         data=DataConfig(train_count=2 * batch, val_count=4, test_count=4, captions_per_step=1),
@@ -51,12 +48,12 @@ def job_config(
 
 def make(config: Config) -> tuple[Any, Any]:
     """(job, update) of a config."""
-    from m1clip.train.run import decode_plan
-    from m1clip.train.screen import Screen
-    from m1clip.train.setup import prepare
-    from m1clip.train.update import Update
+    from m1clip.training.progress import Screen
+    from m1clip.training.run import decode_plan
+    from m1clip.training.setup import prepare_scratch
+    from m1clip.training.step import Update
 
-    job = prepare(config, lambda line: None, decode_plan(Screen()))
+    job = prepare_scratch(config, lambda line: None, decode_plan(Screen()))
     return job, Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
 
 
@@ -90,18 +87,18 @@ def answers_of(config: Config) -> dict[str, Callable[[], Any]]:
 
 
 def in_reverse(batch: Any) -> Any:
-    """The same pictures in the opposite order: the same gradient, but for the order in which it is added up."""
+    """The same images in the opposite order: the same gradient, but for the order in which it is added up."""
     last = len(batch.pixels) - 1
-    turned = {name: getattr(batch, name).flip(0) for name in ("pixels", "pictures", "patches")
+    turned = {name: getattr(batch, name).flip(0) for name in ("pixels", "images", "patches")
               if getattr(batch, name) is not None}  # fmt: skip
-    return dataclasses.replace(batch, views=batch.views.rows(np.arange(last, -1, -1)), owners=last - batch.owners,
+    return dataclasses.replace(batch, views=batch.views.rows(np.arange(last, -1, -1)), image_index=last - batch.image_index,  # noqa: E501
                                **turned)  # fmt: skip
 
 
 def gradient_table(model: str, batch: int, chunk: int) -> list[dict[str, Any]]:
     """For each objective: the relative difference of each parameter's gradient, chunks against one pass.
 
-    Beside the worst stands the difference that the same pass has with its pictures in reverse: what fp32 itself leaves.
+    Beside the worst stands the difference that the same pass has with its images in reverse: what fp32 itself leaves.
     """
     rows = []
     for objective in ("infonce", "multi", "sigmoid"):
@@ -109,8 +106,8 @@ def gradient_table(model: str, batch: int, chunk: int) -> list[dict[str, Any]]:
         for size, turned in ((0, False), (chunk, False), (0, True)):
             config = job_config(model, batch, size, objective, "fp32")
             job, update = make(config)
-            pairs = job.training[0]
-            update.backward(in_reverse(pairs) if turned else pairs, 0)
+            samples = job.training[0]
+            update.backward(in_reverse(samples) if turned else samples, 0)
             found.append({name: p.grad for name, p in update.model.named_parameters()})
         whole, parts, other = found
 
@@ -154,8 +151,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             seconds = alternate(sides, options.rounds)
             result["peak_bytes"] = {"plain": plain.ask("peak"), "chunked": chunked.ask("peak")}
         result["seconds"] = {side: dataclasses.asdict(timing(values)) for side, values in seconds.items()}
-        pairs = zip(seconds["chunked"], seconds["plain"], strict=True)
-        result["ratio"] = dataclasses.asdict(timing([ours / whole for ours, whole in pairs]))
+        samples = zip(seconds["chunked"], seconds["plain"], strict=True)
+        result["ratio"] = dataclasses.asdict(timing([ours / whole for ours, whole in samples]))
         result["gradients"] = gradient_table("tiny", options.gradient_batch, options.gradient_batch // 4)
         result["peer"] = ask_peer(options, result, folder) if options.peers else None
     return result
@@ -175,13 +172,13 @@ def ask_peer(options: argparse.Namespace, result: dict[str, Any], folder: Path) 
         }
         seconds = alternate(sides, options.rounds)
         peaks = {"peer_plain": whole.ask({"do": "peak"}), "peer_accum": parts.ask({"do": "peak"})}
-        pairs = zip(seconds["peer_accum"], seconds["peer_plain"], strict=True)
+        samples = zip(seconds["peer_accum"], seconds["peer_plain"], strict=True)
         return {
             "versions": whole.ask({"do": "versions"}),
             "accum": accum,
             "seconds": {side: dataclasses.asdict(timing(values)) for side, values in seconds.items()},
             "peak_bytes": peaks,
-            "ratio": dataclasses.asdict(timing([ours / plain for ours, plain in pairs])),
+            "ratio": dataclasses.asdict(timing([ours / plain for ours, plain in samples])),
             "gradients": parts.ask({"do": "gradients"}),
         }
 
@@ -198,27 +195,23 @@ def show(result: dict[str, Any]) -> None:
         if part is not None:
             peak = part["peak_bytes"][side] / 1e9
             print(f"  {words:36} {spread(part['seconds'][side], unit=' s')} a step, peak {peak:.2f} GB")
-    print(
-        f"  m1clip chunked / plain               {spread(result['ratio'])} of paired steps (goal {GOAL_RATIO})"
-    )
+    print(f"  m1clip chunked / plain               {spread(result['ratio'])} of paired steps (goal {GOAL_RATIO})")
     if peer is not None:
         print(f"  open_clip accumulated / plain        {spread(peer['ratio'])} of paired steps")
     print("gradient of chunks against one pass, fp32, relative (goal 1e-05)")
     for row in result["gradients"]:
         bias = "" if row["bias"] is None else f", bias {row['bias']:.1e}"
         print(f"  {row['objective']:8} worst of {row['parameters']} parameters {row['worst_difference']:.1e} "
-              f"({row['worst']}; one pass, pictures in reverse: {row['worst_in_reverse']:.1e}), "
+              f"({row['worst']}; one pass, images in reverse: {row['worst_in_reverse']:.1e}), "
               f"temperature {row['temperature']:.1e}{bias}")  # fmt: skip
     if peer is None:
         print(f"open_clip: {NO_PEERS}")
         return
     found = peer["gradients"]
-    print(
-        f"open_clip {peer['versions']['open_clip']}, --accum-freq {peer['accum']}, against its own single pass, fp32"
-    )
+    print(f"open_clip {peer['versions']['open_clip']}, --accum-freq {peer['accum']}, against its own single pass, fp32")
     print(f"  gradient of the temperature {found['temperature_ratio']:.2f} times the right one; "
           f"worst other parameter {found['worst_tower_parameter']:.1e}")  # fmt: skip
-    print(f"  each picture encoded {found['encodings_of_a_picture']:.0f} times (m1clip: 2), the loss over all "
+    print(f"  each image encoded {found['encodings_of_a_image']:.0f} times (m1clip: 2), the loss over all "
           f"features and its gradient taken {found['losses_over_all_features']} times (m1clip: 1)")  # fmt: skip
 
 
@@ -228,9 +221,7 @@ def main() -> None:
     parser.add_argument("--model", default="small", help="preset")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--chunk", type=int, default=16)
-    parser.add_argument(
-        "--gradient-batch", type=int, default=64, help="pairs of the gradient table (model tiny)"
-    )
+    parser.add_argument("--gradient-batch", type=int, default=64, help="samples of the gradient table (model tiny)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds to measure, after one that warms up")
     parser.add_argument("--peers", default=os.environ.get("PEERS"), help="a Python with open_clip")
     parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds: does it run")
@@ -243,13 +234,7 @@ def main() -> None:
             print(json.dumps({"answer": answers[line.strip()]()}), flush=True)
         return
     if options.quick:
-        options.model, options.batch, options.chunk, options.rounds, options.gradient_batch = (
-            "tiny",
-            8,
-            4,
-            2,
-            8,
-        )
+        options.model, options.batch, options.chunk, options.rounds, options.gradient_batch = ("tiny", 8, 4, 2, 8)
     result = measure(options)
     show(result)
     if options.json:

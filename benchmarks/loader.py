@@ -1,4 +1,4 @@
-"""Pairs a second that loaders deliver on the same pictures, in turn in one run: ours, plain torch, open_clip.
+"""Pairs a second that loaders deliver on the same images, in turn in one run: ours, plain torch, open_clip.
 
     python benchmarks/loader.py DATA --peer-python PEERS/bin/python
 
@@ -26,22 +26,20 @@ from per_sample import per_sample_loader
 
 from m1clip.config import Config, DataConfig, TrainConfig
 from m1clip.data.augment import render
+from m1clip.data.cache import LiveImages
 from m1clip.data.loader import TrainingSet, batches
-from m1clip.data.store import LivePictures
-from m1clip.hardware.clock import Timing, timing
-from m1clip.train.run import decode_plan
-from m1clip.train.screen import Screen
-from m1clip.train.setup import Job, prepare
-from m1clip.train.update import Update
+from m1clip.hardware.timing import Timing, timing
+from m1clip.training.progress import Screen
+from m1clip.training.run import decode_plan
+from m1clip.training.setup import Job, prepare_scratch
+from m1clip.training.step import Update
 
 SIZE, BATCH, PREFETCH = 112, 128, 2
 PEER = Path(__file__).parent / "peers" / "open_clip_csv.py"
-Round = Callable[[], float]  # pairs a second
+Round = Callable[[], float]  # samples a second
 
 
-def timed(
-    feed: Iterator[Any], count: int, ready: int, finish: Callable[[Any], object] | None = None
-) -> float:
+def timed(feed: Iterator[Any], count: int, ready: int, finish: Callable[[Any], object] | None = None) -> float:
     """Pairs a second of `count` batches, after the `ready` ones that lay there from before."""
     for _ in range(ready):
         next(feed)
@@ -115,12 +113,12 @@ class Peer:
 
 
 def write_table(job: Job, path: Path) -> None:
-    """The train pairs as open_clip reads them: a row a caption."""
+    """The train samples as open_clip reads them: a row a caption."""
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file, delimiter="\t")
         rows.writerow(("filepath", "title"))
-        for pair in job.splits["train"].pairs:
-            rows.writerows((str(Path(str(pair.image)).resolve()), caption) for caption in pair.captions)
+        for sample in job.splits["train"].samples:
+            rows.writerows((str(Path(str(sample.image)).resolve()), caption) for caption in sample.captions)
 
 
 def measure(rounds: dict[str, Round], number: int) -> dict[str, Timing]:
@@ -135,22 +133,16 @@ def measure(rounds: dict[str, Round], number: int) -> dict[str, Timing]:
 
 def best(results: dict[str, Timing], start: str) -> Timing | None:
     """The fastest number of workers of one loader."""
-    return max(
-        (t for name, t in results.items() if name.startswith(start)), key=lambda t: t.median, default=None
-    )
+    return max((t for name, t in results.items() if name.startswith(start)), key=lambda t: t.median, default=None)
 
 
 def report(results: dict[str, Timing]) -> list[tuple[str, float]]:
     """Print the table; gives the ratios."""
-    print(f"{'pairs a second':<34}{'median':>9}   quartiles")
+    print(f"{'samples a second':<34}{'median':>9}   quartiles")
     for name, value in results.items():
         print(f"{name:<34}{value.median:>9,.0f}   {value.low:,.0f} to {value.high:,.0f}, n={value.n}")
     ratios = []
-    step, peer, plain = (
-        results["tiny training step"],
-        best(results, "open_clip"),
-        best(results, "torch + PIL"),
-    )
+    step, peer, plain = (results["tiny training step"], best(results, "open_clip"), best(results, "torch + PIL"))
     for name in ("cached, float batch", "cached, uint8 batch"):
         for other, value in (("open_clip's CSV path", peer), ("torch + PIL", plain), ("the tiny step", step)):
             if value is None:
@@ -163,23 +155,19 @@ def report(results: dict[str, Timing]) -> list[tuple[str, float]]:
 
 def main() -> None:
     """Measure, print a table, write JSON where asked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("data", help="a set that --data takes, pictures in files")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", help="a set that --data takes, images in files")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--peer-python", help="a Python with open_clip; without it that path is not measured")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         data = DataConfig(source=(options.data,), cache="disk", cache_dir=scratch)
-        job = prepare(Config(data=data, train=TrainConfig(steps=1)), print, decode_plan(Screen()))
+        job = prepare_scratch(Config(data=data, train=TrainConfig(steps=1)), print, decode_plan(Screen()))
         trained = job.training
-        refs = [pair.image for pair in job.splits["train"].pairs]
-        pictures = LivePictures(refs, trained.pictures.read(np.array([0])).shape[1])
-        live = TrainingSet(
-            pictures, trained.captions, trained.plan, trained.augmentation, trained.full_length
-        )
+        refs = [sample.image for sample in job.splits["train"].samples]
+        images = LiveImages(refs, trained.images.read(np.array([0])).shape[1])
+        live = TrainingSet(images, trained.captions, trained.plan, trained.augmentation, trained.full_length)
         rounds: dict[str, Round] = {
             "cached, float batch": ours(job, trained, 0, 20, True),
             "cached, uint8 batch": ours(job, trained, 0, 200, False),
@@ -189,26 +177,20 @@ def main() -> None:
         }
         peers = []
         if options.peer_python:
-            write_table(job, Path(scratch) / "pairs.tsv")
-            peers = [Peer(options.peer_python, Path(scratch) / "pairs.tsv", w, 8) for w in (0, 1, 2)]
+            write_table(job, Path(scratch) / "samples.tsv")
+            peers = [Peer(options.peer_python, Path(scratch) / "samples.tsv", w, 8) for w in (0, 1, 2)]
             rounds.update({f"open_clip CSV, {w} workers": peer for w, peer in enumerate(peers)})
         results = measure(rounds, options.rounds)
         for peer in peers:
             peer.close()
-    machine = (
-        f"{job.facts.cpu}, {torch.get_num_threads()} threads, {job.precision}, torch {torch.__version__}, "
-    )
+    machine = f"{job.facts.cpu}, {torch.get_num_threads()} threads, {job.precision}, torch {torch.__version__}, "
     machine += f"Pillow {PIL.__version__}, Python {platform.python_version()}"
     machine += f", {peers[0].version}" if peers else ""
     print(f"\n{machine}; {SIZE} px, batch {BATCH}")
     ratios = report(results)
     if options.json:
-        figures = {
-            n: {"median": t.median, "low": t.low, "high": t.high, "n": t.n} for n, t in results.items()
-        }
-        options.json.write_text(
-            json.dumps({"machine": machine, "pairs_per_second": figures, "ratios": dict(ratios)})
-        )
+        figures = {n: {"median": t.median, "low": t.low, "high": t.high, "n": t.n} for n, t in results.items()}
+        options.json.write_text(json.dumps({"machine": machine, "images_per_second": figures, "ratios": dict(ratios)}))
 
 
 if __name__ == "__main__":

@@ -41,17 +41,7 @@ def peak_rss(flags: list[str], first: bool) -> tuple[int, float]:
     variables = {**os.environ, **environment(platform.system(), os.environ)}
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output.txt").open("w+") as output:
         variables |= {"XDG_CACHE_HOME": f"{folder}/cache"} if first else {}
-        command = [
-            sys.executable,
-            "-m",
-            "m1clip",
-            "train",
-            *flags,
-            "--device",
-            "cpu",
-            "--run",
-            f"{folder}/run",
-        ]
+        command = [sys.executable, "-m", "m1clip", "train", *flags, "--device", "cpu", "--run", f"{folder}/run"]
         process = subprocess.Popen(command, stdout=output, stderr=output, env=variables)
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -64,9 +54,7 @@ def peak_rss(flags: list[str], first: bool) -> tuple[int, float]:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--rows", default="default,recompute,chunk", help=f"of {', '.join(ROWS)}; 'large' takes long"
-    )
+    parser.add_argument("--rows", default="default,recompute,chunk", help=f"of {', '.join(ROWS)}; 'large' takes long")
     parser.add_argument("--repeats", type=int, default=2, help="fresh processes for each row")
     parser.add_argument("--quick", action="store_true", help="one tiny run: does it work")
     parser.add_argument("--json", type=Path, help="write the figures there")

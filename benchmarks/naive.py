@@ -1,7 +1,7 @@
 """The prior art's kind of training, written plainly: the baseline that m1clip's step and accuracy stand beside.
 
 Own code after the description: fp32, attention as two matrix products with a softmax between, dropout 0.1, every
-caption padded to 77, the causal mask not used, float pictures made one by one, AdamW a parameter at a time.
+caption padded to 77, the causal mask not used, float images made one by one, AdamW a parameter at a time.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from m1clip.config import Config
-from m1clip.configfile import from_dict, read_preset
+from m1clip.config import Config, from_dict, read_preset
 from m1clip.data.prepare import Split
-from m1clip.evaluate.inbatch import in_batch_accuracy
-from m1clip.evaluate.metric import Metric
-from m1clip.model.shape import ClipShape
-from m1clip.train.run import decode_plan
-from m1clip.train.screen import Screen
-from m1clip.train.setup import Job, prepare
+from m1clip.evaluation.retrieval import in_batch_accuracy
+from m1clip.evaluation.statistics import Metric
+from m1clip.model.presets import ClipShape
+from m1clip.training.progress import Screen
+from m1clip.training.run import decode_plan
+from m1clip.training.setup import Job, prepare_scratch
 
 PARAMETERS = 76_736_001  # of the prior art's run
 DROPOUT = 0.1
@@ -59,11 +58,7 @@ class NaiveBlock(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = NaiveAttention(width, heads)
         self.mlp = nn.Sequential(
-            nn.Linear(width, hidden),
-            nn.GELU(),
-            nn.Dropout(DROPOUT),
-            nn.Linear(hidden, width),
-            nn.Dropout(DROPOUT),
+            nn.Linear(width, hidden), nn.GELU(), nn.Dropout(DROPOUT), nn.Linear(hidden, width), nn.Dropout(DROPOUT)
         )
         self.drop = nn.Dropout(DROPOUT)
 
@@ -112,28 +107,28 @@ class NaiveClip(nn.Module):
         return F.normalize(self.text_projection(x[torch.arange(len(x), device=x.device), end]), dim=-1)
 
     def forward(self, pixels: Tensor, ids: Tensor) -> Tensor:
-        """(n, n) logits, a picture a row."""
+        """(n, n) logits, an image a row."""
         return self.logit_scale.exp() * self.encode_image(pixels) @ self.encode_text(ids).T
 
 
 class NaivePairs(Dataset[tuple[Tensor, Tensor]]):
-    """One float picture and one caption padded to the full length, made when asked for."""
+    """One float image and one caption padded to the full length, made when asked for."""
 
     def __init__(self, split: Split) -> None:
         self.split = split
 
     def __len__(self) -> int:
-        return len(self.split.pictures)
+        return len(self.split.images)
 
-    def picture(self, index: int) -> Tensor:
+    def image(self, index: int) -> Tensor:
         """(3, size, size) float32 between -1 and 1."""
-        pixels = self.split.pictures.read(torch.tensor([index]).numpy())[0]
+        pixels = self.split.images.read(torch.tensor([index]).numpy())[0]
         return (torch.from_numpy(pixels).permute(2, 0, 1).float() / 255 - 0.5) / 0.5
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         first, last = self.split.captions.first[index : index + 2]
         chosen = int(torch.randint(int(first), int(last), ()))
-        return self.picture(index), torch.from_numpy(self.split.captions.tokens[chosen]).long()
+        return self.image(index), torch.from_numpy(self.split.captions.tokens[chosen]).long()
 
 
 class NaiveTrainer:
@@ -174,17 +169,14 @@ class NaiveTrainer:
     def accuracy(self, split: Split) -> Metric:
         """In-batch accuracy at 12 with the evaluator that m1clip's own runs use."""
         self.model.eval()
-        pairs = NaivePairs(split)
-        pixels = torch.stack([pairs.picture(index) for index in range(len(pairs))])
+        samples = NaivePairs(split)
+        pixels = torch.stack([samples.image(index) for index in range(len(samples))])
         image = torch.cat([self.model.encode_image(part.to(self.device)) for part in pixels.split(24)])
         ids = torch.from_numpy(split.captions.tokens).long()
         text = torch.cat([self.model.encode_text(part.to(self.device)) for part in ids.split(48)])
         self.model.train()
         return in_batch_accuracy(
-            image.cpu(),
-            text.cpu(),
-            torch.from_numpy(split.captions.owner),
-            torch.from_numpy(split.captions.keys),
+            image.cpu(), text.cpu(), torch.from_numpy(split.captions.owner), torch.from_numpy(split.captions.keys)
         )
 
 
@@ -195,7 +187,7 @@ def prior_art_job(config: Config, device: str = "cpu") -> Job:
         train=dataclasses.replace(config.train, device=device, precision="fp32"),  # type: ignore[arg-type]
         model=dataclasses.replace(config.model, attention_image="bmm", attention_text="bmm"),
     )
-    return prepare(config, lambda line: None, decode_plan(Screen()))
+    return prepare_scratch(config, lambda line: None, decode_plan(Screen()))
 
 
 def train(job: Job, epochs: int) -> list[dict[str, float]]:
@@ -207,27 +199,21 @@ def train(job: Job, epochs: int) -> list[dict[str, float]]:
         val = trainer.accuracy(job.splits["val"])
         records.append({"epoch": epoch, "loss": loss, "train_accuracy": hit, "val_accuracy": val.value})
         print(f"epoch {epoch:3d}  loss {loss:.3f}  in-batch accuracy: train {hit:.3f}, val {val.value:.3f} "
-              f"[{val.interval.low:.3f}, {val.interval.high:.3f}], {val.n} pictures", flush=True)  # fmt: skip
+              f"[{val.interval.low:.3f}, {val.interval.high:.3f}], {val.n} images", flush=True)  # fmt: skip
     return records
 
 
 def main() -> None:
     """Count the parameters, or train."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--train", action="store_true", help="train on the prior-art data and print the accuracy"
-    )
+    parser.add_argument("--train", action="store_true", help="train on the prior-art data and print the accuracy")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--device", default="cpu", choices=("cpu", "mps", "cuda"))
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of data and start values, as in m1clip train --seed"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="of data and start values, as in m1clip train --seed")
     parser.add_argument("--json", type=Path, help="write the records there")
     options = parser.parse_args()
     config = dataclasses.replace(from_dict(read_preset("prior-art"), "prior-art"), seed=options.seed)
-    config = dataclasses.replace(
-        config, train=dataclasses.replace(config.train, epochs=float(options.epochs))
-    )
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, epochs=float(options.epochs)))
     job = prior_art_job(config, options.device)
     count = sum(p.numel() for p in NaiveClip(job.shape, job.tokenizer.eot_id).parameters())
     assert count == PARAMETERS, f"{count:,} parameters, the prior art had {PARAMETERS:,}"

@@ -1,4 +1,4 @@
-"""The usual way: a torch Dataset that opens one picture with Pillow and transforms it alone."""
+"""The usual way: a torch Dataset that opens one image with Pillow and transforms it alone."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from m1clip.train.setup import Job
+from m1clip.training.setup import Job
 
 
 class PerSample(Dataset[tuple[Tensor, Tensor]]):
     """Random crop, resize, flip, to float, normalise, one caption: as in most training scripts."""
 
     def __init__(self, job: Job) -> None:
-        self.paths = [str(pair.image) for pair in job.splits["train"].pairs]
+        self.paths = [str(sample.image) for sample in job.splits["train"].samples]
         self.captions, self.size = job.splits["train"].captions, job.preprocess.image_size
         self.mean = torch.tensor(job.preprocess.mean).view(3, 1, 1)
         self.std = torch.tensor(job.preprocess.std).view(3, 1, 1)
@@ -27,14 +27,14 @@ class PerSample(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         area, x, y, flip, caption = torch.rand(5).tolist()
-        picture = Image.open(self.paths[index]).convert("RGB")
-        side = round(min(picture.size) * (0.6 + 0.4 * area) ** 0.5)
-        left, top = round(x * (picture.width - side)), round(y * (picture.height - side))
+        image = Image.open(self.paths[index]).convert("RGB")
+        side = round(min(image.size) * (0.6 + 0.4 * area) ** 0.5)
+        left, top = round(x * (image.width - side)), round(y * (image.height - side))
         box = (left, top, left + side, top + side)
-        picture = picture.resize((self.size, self.size), Image.Resampling.BICUBIC, box=box)
+        image = image.resize((self.size, self.size), Image.Resampling.BICUBIC, box=box)
         if flip < 0.5:
-            picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1).float().div(255)
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float().div(255)
         first, end = self.captions.first[index], self.captions.first[index + 1]
         tokens = self.captions.tokens[first + int(caption * (end - first))]
         return (pixels - self.mean) / self.std, torch.from_numpy(tokens.astype(np.int64))

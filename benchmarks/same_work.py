@@ -22,9 +22,8 @@ from typing import Any
 
 from sides import NO_PEERS, RESULTS, Side, machine, spread, step_flops, write
 
-from m1clip.config import Config, DataConfig, ModelConfig, TrainConfig
-from m1clip.configfile import from_dict, load_config, read_preset, to_toml
-from m1clip.hardware.clock import timing
+from m1clip.config import Config, DataConfig, ModelConfig, TrainConfig, from_dict, load_config, read_preset, to_toml
+from m1clip.hardware.timing import timing
 
 PEER = Path(__file__).parent / "peers" / "steps.py"
 # Ways a library can run; a probe takes the fastest of each line, which then stands in the alternation.
@@ -65,9 +64,7 @@ def job_config(name: str, data: str | None, quick: bool) -> Config:
         config = Config(model=model, data=source, train=TrainConfig(batch=128, steps=1000))
     if quick:
         parts = {"width": 64, "layers": 1, "heads": 2}
-        small: Any = {
-            f"{tower}_{part}": value for tower in ("vision", "text") for part, value in parts.items()
-        }
+        small: Any = {f"{tower}_{part}": value for tower in ("vision", "text") for part, value in parts.items()}
         model = dataclasses.replace(config.model, image_size=64, embed_dim=64, **small)
         train = dataclasses.replace(config.train, batch=12)
         config = dataclasses.replace(config, model=model, train=train)
@@ -75,7 +72,7 @@ def job_config(name: str, data: str | None, quick: bool) -> Config:
 
 
 def same_work(config: Config) -> Config:
-    """The config that does what the peers do: AdamW, a class token, one caption a picture."""
+    """The config that does what the peers do: AdamW, a class token, one caption an image."""
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, pooling="cls"),
@@ -102,7 +99,7 @@ def naive_answers(config: Config) -> dict[str, Callable[[], Any]]:
     """The baseline of naive.py on this job."""
     from naive import NaiveTrainer, prior_art_job
 
-    # It takes pictures as they are kept, so they must be kept without the margin for crops.
+    # It takes images as they are kept, so they must be kept without the margin for crops.
     whole = dataclasses.replace(config.data, crop_min=1.0, flip=0.0, colour=0.0)
     trainer = NaiveTrainer(prior_art_job(dataclasses.replace(config, data=whole)))
     feed = trainer.epochs()
@@ -115,16 +112,14 @@ def own_answers(config: Config) -> dict[str, Callable[[], Any]]:
 
     from m1clip.hardware.measure import gemm_rate
     from m1clip.model.clip import count_parameters
-    from m1clip.train.run import decode_plan
-    from m1clip.train.screen import Screen
-    from m1clip.train.setup import prepare
-    from m1clip.train.update import Update
+    from m1clip.training.progress import Screen
+    from m1clip.training.run import decode_plan
+    from m1clip.training.setup import prepare_scratch
+    from m1clip.training.step import Update
 
     def side(config: Config) -> tuple[Any, Callable[[bool], dict[str, float]]]:
-        job = prepare(config, lambda line: None, decode_plan(Screen()))
-        update = Update(
-            job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast
-        )
+        job = prepare_scratch(config, lambda line: None, decode_plan(Screen()))
+        update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
         done = iter(range(10**9))
 
         def step(full_length: bool) -> dict[str, float]:
@@ -139,7 +134,7 @@ def own_answers(config: Config) -> dict[str, Callable[[], Any]]:
             groups = made[0].text_groups()
             tokens = sum(group.numel() for group in groups) / sum(len(group) for group in groups)
             return {**found, "flops": step_flops(job.shape, made[0]), "text_tokens": tokens,
-                    "pairs": len(made[0].tokens)}  # fmt: skip
+                    "samples": len(made[0].tokens)}  # fmt: skip
 
         return job, step
 
@@ -236,7 +231,7 @@ def summary(taken: list[dict[str, dict[str, float]]], rates: list[float]) -> dic
         "share": figures([s["flops"] / s["seconds"] / rate for s, rate in zip(own, rates, strict=True)]),
         "limit_seconds": figures([s["flops"] / rate for s, rate in zip(own, rates, strict=True)]),
         "tokens": {n: sum(f[n]["text_tokens"] for f in taken) / len(taken) for n in names if n in OWN},
-        "pairs": {n: sum(f[n]["pairs"] for f in taken) / len(taken) for n in names if n in OWN},
+        "samples": {n: sum(f[n]["samples"] for f in taken) / len(taken) for n in names if n in OWN},
         "rounds": taken,
     }  # fmt: skip
 
@@ -251,11 +246,7 @@ def show(name: str, found: dict[str, Any]) -> None:
             print(f"  {words:32} {NO_PEERS}")
             continue
         how = f" ({found['chosen'][side].partition(' ')[2]})" if side in found.get("chosen", {}) else ""
-        how = (
-            f" ({found['pairs'][side]:.0f} pairs of {found['tokens'][side]:.0f} tokens)"
-            if side in OWN
-            else how
-        )
+        how = f" ({found['samples'][side]:.0f} samples of {found['tokens'][side]:.0f} tokens)" if side in OWN else how
         goal = f" (goal {GOALS[name, side]})" if (name, side) in GOALS else ""
         print(f"  {words:32} {spread(found['seconds'][side], '.3f', ' s')}{how}; "
               f"{spread(found['ratio'][side])} times m1clip{goal}")  # fmt: skip
@@ -266,20 +257,14 @@ def show(name: str, found: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", default="76.7M,tiny-32,tiny-50", help="which, with commas between")
     parser.add_argument("--rounds", type=int, default=7, help="rounds to measure, after two that warm up")
-    parser.add_argument(
-        "--peers", default=os.environ.get("PEERS"), help="a Python with open_clip and transformers"
-    )
-    parser.add_argument("--data", help="captions and pictures for tiny; else synthetic ones")
+    parser.add_argument("--peers", default=os.environ.get("PEERS"), help="a Python with open_clip and transformers")
+    parser.add_argument("--data", help="captions and images for tiny; else synthetic ones")
     parser.add_argument("--try-compile", action="store_true", help="probe the peers with torch.compile too")
     parser.add_argument("--quick", action="store_true", help="small towers, two rounds: does it run")
-    parser.add_argument(
-        "--json", type=Path, help=f"write the figures there, as {RESULTS.name}/same_work.json"
-    )
+    parser.add_argument("--json", type=Path, help=f"write the figures there, as {RESULTS.name}/same_work.json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

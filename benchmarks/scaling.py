@@ -1,10 +1,10 @@
-"""How the cost grows: pairs a second of the real training step against batch, resolution, tokens, model and threads.
+"""How the cost grows: samples a second of the real training step against batch, resolution, tokens, model and threads.
 
     python benchmarks/scaling.py                 # about 10 minutes; docs/results/scaling.json and scaling.png
     python benchmarks/scaling.py --quick         # few points, small ones: does it run
     python benchmarks/scaling.py --plot-only     # draw the kept figures again
 
-Each point is the median of several updates (the product's own `Update`) on random pictures and token ids, beside the
+Each point is the median of several updates (the product's own `Update`) on random images and token ids, beside the
 limit that the measured rate of a large matrix product sets. Points that fit neither memory nor time are named.
 """
 
@@ -29,19 +29,18 @@ from sides import RESULTS, machine, write
 
 from m1clip.config import Config, ModelConfig, TrainConfig
 from m1clip.data.augment import Augmentation, draw_views
+from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
-from m1clip.data.preprocess import Preprocess
-from m1clip.hardware.clock import timing
 from m1clip.hardware.device import Device, Precision, choose_precision
 from m1clip.hardware.facts import read_facts
-from m1clip.hardware.heap import return_freed_memory
 from m1clip.hardware.measure import DTYPES, bf16_speedup, gemm_rate
-from m1clip.model.choose import choose_attention
-from m1clip.model.clip import Clip
-from m1clip.model.presets import preset
-from m1clip.model.shape import ClipShape, flops_per_pair
-from m1clip.train.precision import autocast
-from m1clip.train.update import Update
+from m1clip.hardware.memory import return_freed_memory
+from m1clip.hardware.precision import autocast
+from m1clip.hardware.timing import timing
+from m1clip.model.clip import CLIP
+from m1clip.model.presets import ClipShape, flops_per_pair, preset
+from m1clip.training.autotune import choose_attention
+from m1clip.training.step import Update
 
 BATCH, MODEL_BATCH = 64, 16  # where another thing varies; where the model does
 VOCABULARY = 5_000  # about what `bpe-cut` keeps of a set of photographs
@@ -54,12 +53,7 @@ GRID: dict[str, tuple[Any, ...]] = {
     "model": ("tiny", "small", "ViT-S-16", "ViT-B-32", "ViT-B-16"),
     "batch": (8, 16, 32, 64, 128, 256, 512, 1024),
 }
-QUICK: dict[str, tuple[Any, ...]] = {
-    "tokens": (8, 16),
-    "resolution": (64, 96),
-    "model": ("tiny",),
-    "batch": (8, 16),
-}
+QUICK: dict[str, tuple[Any, ...]] = {"tokens": (8, 16), "resolution": (64, 96), "model": ("tiny",), "batch": (8, 16)}
 
 
 @dataclass(frozen=True)
@@ -74,12 +68,12 @@ class Point:
 
     @property
     def flops(self) -> float:
-        """Of one pair, forward and backward."""
+        """Of one sample, forward and backward."""
         return flops_per_pair(self.shape, self.shape.context_length)
 
     @property
     def pair_bytes(self) -> float:
-        """What the backward pass keeps for one pair, about: 16 bf16 rows of the width a token and layer, and scores."""
+        """What the backward pass keeps for one sample: 16 bf16 rows of the width a token and layer, and scores."""
 
         def tower(tokens: int, width: int, heads: int, layers: int) -> float:
             return tokens * layers * (2 * 18 * width + 6 * heads * tokens)
@@ -90,9 +84,7 @@ class Point:
         )
 
 
-def points(
-    grid: dict[str, tuple[Any, ...]], threads: tuple[int, ...], quick: bool = False
-) -> Iterator[Point]:
+def points(grid: dict[str, tuple[Any, ...]], threads: tuple[int, ...], quick: bool = False) -> Iterator[Point]:
     """All points, those of all threads first: they are what people ask for when time runs out."""
     base = dataclasses.replace(preset("tiny"), vocab_size=VOCABULARY)
     batch = 8 if quick else BATCH
@@ -104,17 +96,14 @@ def points(
                 elif panel == "resolution":
                     shape, size = dataclasses.replace(base, image_size=x), batch
                 elif panel == "model":
-                    shape, size = (
-                        dataclasses.replace(preset(x), vocab_size=VOCABULARY),
-                        min(batch, MODEL_BATCH),
-                    )
+                    shape, size = (dataclasses.replace(preset(x), vocab_size=VOCABULARY), min(batch, MODEL_BATCH))
                 else:
                     shape, size = base, x
                 yield Point(panel, x, count, shape, size)
 
 
 def chunk_for(point: Point, free_bytes: float) -> int | None:
-    """0 where the batch fits at once, else the largest power of two that does; None where not even 8 pairs fit."""
+    """0 where the batch fits at once, else the largest power of two that does; None where not even 8 samples fit."""
     fits = int(MEMORY_SHARE * free_bytes / point.pair_bytes)
     if fits >= point.batch:
         return 0
@@ -130,9 +119,9 @@ def random_batch(point: Point, draw: np.random.Generator) -> Batch:
     return Batch(
         pixels=torch.from_numpy(draw.integers(0, 256, (n, size, size, 3), dtype=np.uint8)),
         tokens=torch.from_numpy(tokens),
-        pictures=members,
+        images=members,
         captions=members,
-        owners=members,
+        image_index=members,
         views=draw_views(Augmentation(crop_min=0.6, flip=0.5, colour=0.2), 0, 0, np.arange(n)),
     )
 
@@ -155,33 +144,22 @@ class Bench:
     def update(self, point: Point, chunk: int) -> Update:
         """The product's training step for this point."""
         shape = point.shape
-        model = Clip(shape, eot_id=2)
+        model = CLIP(shape, eot_id=2)
         towers = (
             (shape.vision_heads, shape.image_tokens, shape.vision_width, False),
             (shape.text_heads, shape.context_length, shape.text_width, True),
         )
         kinds = [
             choose_attention(
-                "auto",
-                self.device,
-                DTYPES[self.precision],
-                min(point.batch, 64),
-                heads,
-                length,
-                width // heads,
-                causal,
+                "auto", self.device, DTYPES[self.precision], min(point.batch, 64), heads, length, width // heads, causal
             )[0]
             for heads, length, width, causal in towers
         ]
         model.set_attention(*kinds)
-        train = TrainConfig(
-            batch=point.batch, chunk=chunk, device="cpu", precision=self.precision, steps=1000
-        )
+        train = TrainConfig(batch=point.batch, chunk=chunk, device="cpu", precision=self.precision, steps=1000)
         config = Config(model=ModelConfig(), train=train)
         preprocess = Preprocess(image_size=shape.image_size)
-        return Update(
-            model, config, self.device, self.precision, preprocess, autocast(self.device, self.precision)
-        )
+        return Update(model, config, self.device, self.precision, preprocess, autocast(self.device, self.precision))
 
     def measure(self, point: Point, chunk: int) -> dict[str, Any]:
         """Pairs a second: median and quartiles of several updates after one or two that warm up."""
@@ -197,12 +175,10 @@ class Bench:
             update(batch, len(seconds) + 1, 1, 1000)[0].item()
             seconds.append(time.perf_counter() - start)
         found = timing([point.batch / value for value in seconds[1:]])
-        return {"pairs_per_second": dataclasses.asdict(found), "step_seconds": statistics.median(seconds[1:])}
+        return {"images_per_second": dataclasses.asdict(found), "step_seconds": statistics.median(seconds[1:])}
 
 
-def run(
-    grid: dict[str, tuple[Any, ...]], threads: tuple[int, ...], budget: float, quick: bool
-) -> dict[str, Any]:
+def run(grid: dict[str, tuple[Any, ...]], threads: tuple[int, ...], budget: float, quick: bool) -> dict[str, Any]:
     """Every point that fits memory and time; the others with the reason."""
     bench, begin = Bench(), time.perf_counter()
     measured: list[dict[str, Any]] = []
@@ -211,21 +187,17 @@ def run(
         place = {"panel": point.panel, "x": point.x, "threads": point.threads, "batch": point.batch}
         free = psutil.virtual_memory().available
         chunk = chunk_for(point, free)
-        expected = (
-            (LEAST_STEPS + 1) * point.batch * point.flops / (EXPECTED_SHARE * bench.rate(point.threads))
-        )
+        expected = (LEAST_STEPS + 1) * point.batch * point.flops / (EXPECTED_SHARE * bench.rate(point.threads))
         left = budget - (time.perf_counter() - begin)
         if chunk is None:
-            reason = (
-                f"memory: a pair keeps about {point.pair_bytes / 1e9:.2f} GB, {free / 1e9:.1f} GB are free"
-            )
+            reason = f"memory: a sample keeps about {point.pair_bytes / 1e9:.2f} GB, {free / 1e9:.1f} GB are free"
         elif expected > left:
             reason = f"time: about {expected:.0f} s wanted, {max(left, 0):.0f} s left of --minutes"
         else:
             found = bench.measure(point, chunk)
             measured.append({**place, "chunk": chunk, "flops_per_pair": point.flops, **found})
-            speed = found["pairs_per_second"]["median"]
-            print(f"{point.panel:>10} {point.x:>9}  {point.threads} threads  {speed:9.1f} pairs/s"
+            speed = found["images_per_second"]["median"]
+            print(f"{point.panel:>10} {point.x:>9}  {point.threads} threads  {speed:9.1f} samples/s"
                   f"{'  in chunks' if chunk else ''}", flush=True)  # fmt: skip
             gc.collect()
             return_freed_memory()
@@ -240,9 +212,7 @@ def run(
 
 def main() -> None:
     """Measure, write, draw."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0, help="points that would not fit are left out")
     parser.add_argument("--threads", help="numbers with commas between; default: one, and one for each core")
     parser.add_argument("--quick", action="store_true", help="few small points: does it run")
@@ -252,18 +222,16 @@ def main() -> None:
     if not options.plot_only:
         cores = read_facts().cores
         threads = tuple(int(part) for part in options.threads.split(",")) if options.threads else (1, cores)
-        result = run(
-            QUICK if options.quick else GRID, tuple(set(threads)), 60 * options.minutes, options.quick
-        )
+        result = run(QUICK if options.quick else GRID, tuple(set(threads)), 60 * options.minutes, options.quick)
         write(options.out, result)
     try:
         from scaling_plot import draw
     except ModuleNotFoundError as error:
         print(f"no plot: {error}; pip install -e '.[plot]', then --plot-only")
         return
-    picture = options.out.with_suffix(".png")
-    draw(json.loads(options.out.read_text(encoding="utf-8")), picture)
-    print(f"figures {options.out}, plot {picture}")
+    image = options.out.with_suffix(".png")
+    draw(json.loads(options.out.read_text(encoding="utf-8")), image)
+    print(f"figures {options.out}, plot {image}")
 
 
 if __name__ == "__main__":

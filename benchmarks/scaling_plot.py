@@ -16,8 +16,8 @@ INK, GREY, RULE = "#1f2430", "#6b7280", "#e5e7eb"
 COLOURS = ("#1d6fb8", "#e07b39", "#2a9d6f", "#8e5bb5")  # most threads first
 LIMIT: dict[str, Any] = {"lw": 1.4, "ls": (0, (4, 3)), "alpha": 0.65, "zorder": 2}
 PANELS = {
-    "batch": ("Batch", "pairs in a step"),
-    "resolution": ("Resolution", "side of the picture in pixels"),
+    "batch": ("Batch", "samples in a step"),
+    "resolution": ("Resolution", "side of the image in pixels"),
     "tokens": ("Text length", "tokens of a caption"),
     "model": ("Model", ""),
 }
@@ -37,9 +37,7 @@ def order_of(result: dict[str, Any], panel: str) -> list[Any]:
 def share_words(result: dict[str, Any], panel: str) -> str:
     """Between which shares of the limit the points of a panel lie."""
     shares = [
-        p["pairs_per_second"]["median"]
-        * p["flops_per_pair"]
-        / result["gemm_rate"][str(p["threads"])]["median"]
+        p["images_per_second"]["median"] * p["flops_per_pair"] / result["gemm_rate"][str(p["threads"])]["median"]
         for p in result["points"]
         if p["panel"] == panel
     ]
@@ -88,20 +86,16 @@ def _panel(axes: Axes, result: dict[str, Any], panel: str, counts: list[int]) ->
     _scale(axes)
     missing = [s for s in result["skipped"] if s["panel"] == panel]
     if missing:
-        words = ", ".join(
-            f"{s['x']} ({s['threads']} thr.: {s['reason'].partition(':')[0]})" for s in missing[:4]
-        )
+        words = ", ".join(f"{s['x']} ({s['threads']} thr.: {s['reason'].partition(':')[0]})" for s in missing[:4])
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         axes.text(0.01, 0.025, f"not measured: {words}{more}", transform=axes.transAxes, fontsize=7.5,
                   color=GREY)  # fmt: skip
-    axes.text(
-        1.0, 1.035, share_words(result, panel), transform=axes.transAxes, ha="right", fontsize=9, color=GREY
-    )
+    axes.text(1.0, 1.035, share_words(result, panel), transform=axes.transAxes, ha="right", fontsize=9, color=GREY)
 
 
 def _curve(axes: Axes, xs: list[Any], own: list[dict[str, Any]], colour: str, join: bool) -> None:
     """Medians with their quartiles; hollow where the batch was encoded in chunks."""
-    speed = [point["pairs_per_second"] for point in own]
+    speed = [point["images_per_second"] for point in own]
     middle = [s["median"] for s in speed]
     below = [s["median"] - s["low"] for s in speed]
     above = [s["high"] - s["median"] for s in speed]
@@ -130,9 +124,7 @@ def _scale(axes: Axes) -> None:
 
 def _words(figure: Any, result: dict[str, Any], counts: list[int]) -> None:
     """Title, legend and where it was measured."""
-    figure.text(
-        0.035, 0.955, "Pairs a second of one training step", fontsize=16, fontweight="bold", color=INK
-    )
+    figure.text(0.035, 0.955, "Pairs a second of one training step", fontsize=16, fontweight="bold", color=INK)
     x = 0.037
     for colour, threads in zip(COLOURS, counts, strict=False):
         name = f"{threads} thread{'s' if threads > 1 else ''}"
@@ -142,7 +134,7 @@ def _words(figure: Any, result: dict[str, Any], counts: list[int]) -> None:
                     fontsize=9.5)  # fmt: skip
         x += 0.415
     place = result["machine"]
-    counts_of = sorted({p["pairs_per_second"]["n"] for p in result["points"]})
+    counts_of = sorted({p["images_per_second"]["n"] for p in result["points"]})
     updates = f"{counts_of[0]} to {counts_of[-1]}" if len(counts_of) > 1 else f"{counts_of[0]}"
     figure.text(
         0.035, 0.028,

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from m1clip.hardware.clock import Timing
 from m1clip.hardware.device import environment
 from m1clip.hardware.facts import read_facts
-from m1clip.model.shape import ClipShape, flops_per_pair
+from m1clip.hardware.timing import Timing
+from m1clip.model.presets import ClipShape, flops_per_pair
 
 if TYPE_CHECKING:
     from m1clip.data.loader import Batch
@@ -62,14 +62,10 @@ def machine() -> dict[str, Any]:
 
 
 def step_flops(shape: ClipShape, batch: Batch) -> float:
-    """Forward and backward of a batch as it is computed: pictures once, captions in groups of like length."""
-    pictures = flops_per_pair(
-        shape, 0
-    )  # the caption's two vectors, which are little, are counted with the picture
-    texts = sum(
-        len(group) * (flops_per_pair(shape, group.shape[1]) - pictures) for group in batch.text_groups()
-    )
-    return len(batch.pixels) * pictures + texts
+    """Forward and backward of a batch as it is computed: images once, captions in groups of like length."""
+    images = flops_per_pair(shape, 0)  # the caption's two vectors, which are little, are counted with the image
+    texts = sum(len(group) * (flops_per_pair(shape, group.shape[1]) - images) for group in batch.text_groups())
+    return len(batch.pixels) * images + texts
 
 
 def spread(values: dict[str, Any] | Timing, form: str = ".2f", unit: str = "") -> str:

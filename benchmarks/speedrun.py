@@ -33,7 +33,7 @@ def mean_spread(values: list[float], form: str = ".1f") -> str:
 
 def rows(runs: list[dict[str, Any]], target: float | None, limit: float) -> list[list[str]]:
     """The table: a recipe a row, means over seeds."""
-    head = ["recipe", "seeds", "pairs/s", "pairs seen", "text to image R@1 / 5 / 10", "image to text R@1 / 5 / 10",
+    head = ["recipe", "seeds", "samples/s", "samples seen", "text to image R@1 / 5 / 10", "image to text R@1 / 5 / 10",
             "mean R@10", "minutes"]  # fmt: skip
     head += [f"seconds to val R@10 {100 * target:.1f}"] if target is not None else []
     table = [head]
@@ -44,7 +44,7 @@ def rows(runs: list[dict[str, Any]], target: float | None, limit: float) -> list
         row = [
             name,
             str(len(own)),
-            mean_spread([run["pairs_per_second"] for run in own], ".0f"),
+            mean_spread([run["images_per_second"] for run in own], ".0f"),
             seen(own),
             " / ".join(cells[:3]),
             " / ".join(cells[3:]),
@@ -58,11 +58,9 @@ def rows(runs: list[dict[str, Any]], target: float | None, limit: float) -> list
 
 
 def seen(runs: list[dict[str, Any]]) -> str:
-    """Pictures shown in training, and how many captions stood with each where that is more than one."""
+    """Images shown in training, and how many captions stood with each where that is more than one."""
     several = runs[0].get("captions_per_step", 1)
-    return mean_spread([run["pairs_seen"] for run in runs], ",.0f") + (
-        f" x {several} captions" if several > 1 else ""
-    )
+    return mean_spread([run["pairs_seen"] for run in runs], ",.0f") + (f" x {several} captions" if several > 1 else "")
 
 
 def until(runs: list[dict[str, Any]], target: float) -> str:
@@ -80,49 +78,37 @@ def until(runs: list[dict[str, Any]], target: float) -> str:
 def markdown(table: list[list[str]]) -> str:
     """The table as markdown, which a terminal can be read in too."""
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    lines = [
-        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in table
-    ]
+    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in table]
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
 
 
 def named_recipes(names: str, more: list[str]) -> dict[str, tuple[str, ...]]:
     """The recipes asked for: known names, and `NAME=FLAGS` given beside them."""
-    known = RECIPES | {
-        name: tuple(shlex.split(flags)) for name, _, flags in (item.partition("=") for item in more)
-    }
+    known = RECIPES | {name: tuple(shlex.split(flags)) for name, _, flags in (item.partition("=") for item in more)}
     wanted = [name for name in names.split(",") if name] + [item.partition("=")[0] for item in more]
     unknown = [name for name in wanted if name not in known]
     if unknown:
-        raise SystemExit(
-            f"no recipe {unknown[0]!r}: known are {', '.join(known)}; or --recipe {unknown[0]}='FLAGS'"
-        )
+        raise SystemExit(f"no recipe {unknown[0]!r}: known are {', '.join(known)}; or --recipe {unknown[0]}='FLAGS'")
     return {name: known[name] for name in wanted}
 
 
 def check_splits(data: str) -> None:
-    """The three splits must be the data's own, or test pictures might have been trained on elsewhere."""
+    """The three splits must be the data's own, or test images might have been trained on elsewhere."""
     from m1clip.data.sources import open_sources
 
     missing = {"train", "val", "test"} - set(open_sources((data,)).splits())
     if missing:
-        raise SystemExit(
-            f"{data}: has no {', '.join(sorted(missing))} split; a speedrun needs train, val and test"
-        )
+        raise SystemExit(f"{data}: has no {', '.join(sorted(missing))} split; a speedrun needs train, val and test")
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", help="a set that m1clip train --data takes, with train, val and test")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0, help="to repeat one that was disturbed")
-    parser.add_argument(
-        "--recipes", default="default,adamw", help="of m1clip, with commas between; may be empty"
-    )
+    parser.add_argument("--recipes", default="default,adamw", help="of m1clip, with commas between; may be empty")
     parser.add_argument("--recipe", action="append", default=[], metavar="NAME=FLAGS", help="one more recipe")
     parser.add_argument("--flags", default="", help="flags of m1clip train for every recipe")
     parser.add_argument("--peers", default=os.environ.get("PEERS"), help="a Python with open_clip")
@@ -132,9 +118,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--until-recall", type=float, metavar="PERCENT", help="also: seconds until validation has this "
                         "mean recall@10; default: what open_clip reached on validation")  # fmt: skip
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "mps"))
-    parser.add_argument(
-        "--keep", type=Path, help="keep run folders there (must be new); else they are removed"
-    )
+    parser.add_argument("--keep", type=Path, help="keep run folders there (must be new); else they are removed")
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")
     return parser.parse_args()
 
@@ -148,9 +132,7 @@ def main() -> None:
         options.keep.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.keep or Path(scratch)
-        plan = Plan(
-            options.data, 60 * options.minutes, folder, options.device, tuple(shlex.split(options.flags))
-        )
+        plan = Plan(options.data, 60 * options.minutes, folder, options.device, tuple(shlex.split(options.flags)))
         run_all(options, recipes, plan)
 
 
@@ -165,9 +147,7 @@ def run_all(options: argparse.Namespace, recipes: dict[str, tuple[str, ...]], pl
 
         peer = OpenClip(options.peers, plan, options.peer_batch, options.peer_precision)
         probed = peer.probe()
-        print(
-            f"open_clip: {probed[1]:.0f} pairs/s and {probed[0]:.0f} s around training in a probe", flush=True
-        )
+        print(f"open_clip: {probed[1]:.0f} samples/s and {probed[0]:.0f} s around training in a probe", flush=True)
     setups = {name: setup_seconds(plan, name, flags) for name, flags in recipes.items()}
     print("set-up: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in setups.items()), flush=True)
     for seed in range(options.first_seed, options.first_seed + options.seeds):
@@ -194,7 +174,7 @@ def run_all(options: argparse.Namespace, recipes: dict[str, tuple[str, ...]], pl
 def note(result: dict[str, Any], run: dict[str, Any], out: Path | None) -> None:
     """Keep a run, and say what it gave on validation; the test is shown at the end."""
     result["runs"].append(run)
-    print(f"{run['recipe']} seed {run['seed']}: {run['pairs_seen']:,} pairs at {run['pairs_per_second']:.0f} a second, "
+    print(f"{run['recipe']} seed {run['seed']}: {run['pairs_seen']:,} samples at {run['images_per_second']:.0f}/s, "
           f"val R@10 {100 * recall_at_10(run['val']):.1f}, {run['seconds']:.0f} s", flush=True)  # fmt: skip
     if out:
         write(out, result)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from m1clip.configfile import load_config
+from m1clip.config import load_config
 from m1clip.runlog import read_log
 
 RESERVE = 0.03  # of the time asked: `--minutes` is turned into steps by a few timed ones, which may err
@@ -31,22 +31,9 @@ class Plan:
     flags: tuple[str, ...] = ()  # for every run, such as --batch 64
 
 
-def command(
-    plan: Plan, run: Path, seed: int, recipe: tuple[str, ...], duration: tuple[str, ...]
-) -> list[str]:
+def command(plan: Plan, run: Path, seed: int, recipe: tuple[str, ...], duration: tuple[str, ...]) -> list[str]:
     """`m1clip train` with a cache of its own, so that decoding is inside the clock each time."""
-    words = [
-        sys.executable,
-        "-m",
-        "m1clip",
-        "train",
-        "--data",
-        plan.data,
-        "--run",
-        str(run),
-        "--seed",
-        str(seed),
-    ]
+    words = [sys.executable, "-m", "m1clip", "train", "--data", plan.data, "--run", str(run), "--seed", str(seed)]
     cache = ("--data.cache-dir", str(run.with_name(run.name + "-cache")))
     return [*words, "--device", plan.device, *cache, *plan.flags, *recipe, *duration]
 
@@ -84,7 +71,7 @@ def train(plan: Plan, name: str, recipe: tuple[str, ...], seed: int, setup: floa
 
 
 def summary(records: list[dict[str, Any]], begin: float) -> dict[str, Any]:
-    """Seconds, pairs and the validation curve, from a run's log and the time its process was started."""
+    """Seconds, samples and the validation curve, from a run's log and the time its process was started."""
     steps = [record for record in records if record["kind"] == "step"]
     evals = [record for record in records if record["kind"] == "eval" and record.get("split") == "val"]
     starts = [record for record in records if record["kind"] == "start"]
@@ -92,13 +79,13 @@ def summary(records: list[dict[str, Any]], begin: float) -> dict[str, Any]:
         raise SystemExit("the run made no step or no evaluation on a validation split: give more --minutes")
     trained = [record for record in records if record["kind"] in ("step", "eval", "checkpoint")]
     best = max(evals, key=lambda record: record["mean_recall"])
-    batch = steps[-1]["pairs_per_second"] * steps[-1]["step_seconds"]
+    batch = steps[-1]["images_per_second"] * steps[-1]["step_seconds"]
     return {
         "seconds": trained[-1]["time"] - begin,
         "setup_seconds": starts[0]["time"] - begin,  # the calibration is in it
         "steps": steps[-1]["step"],
         "pairs_seen": round(steps[-1]["step"] * batch),
-        "pairs_per_second": statistics.median(record["pairs_per_second"] for record in steps),
+        "images_per_second": statistics.median(record["images_per_second"] for record in steps),
         "val": recalls(best),
         "curve": [{"seconds": r["time"] - begin, "recall_at_10": recall_at_10(r)} for r in evals],
     }
@@ -151,8 +138,8 @@ def _run(words: list[str], run: Path, deadline: float = float("inf")) -> bool:
 
 def _score(run: Path, device: str) -> dict[str, float]:
     """The test figures of a run that was stopped at the deadline, by the best model it had saved."""
-    from m1clip.train.run import decode_plan
-    from m1clip.train.score import score_run
-    from m1clip.train.screen import Screen
+    from m1clip.evaluation.evaluate import score_run
+    from m1clip.training.progress import Screen
+    from m1clip.training.run import decode_plan
 
     return recalls(dict(score_run(run, "test", device, (), decode_plan(Screen()))[0]))

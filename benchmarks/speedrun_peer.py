@@ -17,9 +17,9 @@ import torch
 from speedrun_own import Plan, recalls
 
 from m1clip.data.captions import caption_keys
-from m1clip.data.pair import Source
 from m1clip.data.sources import open_sources
-from m1clip.evaluate.retrieval import retrieval
+from m1clip.data.types import Source
+from m1clip.evaluation.retrieval import retrieval
 
 PEERS = Path(__file__).parent / "peers"
 MODEL = "ViT-256x6-16-112"
@@ -37,7 +37,7 @@ LINE = re.compile(r"Train Epoch: \d+ \[\s*(\d+)/.*?([\d.]+)/s, ")
 
 
 class OpenClip:
-    """The peer in its own Python, on the same pictures."""
+    """The peer in its own Python, on the same images."""
 
     def __init__(self, python: str, plan: Plan, batch: int = 256, precision: str = "amp_bf16") -> None:
         self.python, self.plan, self.batch, self.precision = python, plan, batch, precision
@@ -48,7 +48,7 @@ class OpenClip:
         self.version = "unknown"
 
     def probe(self) -> tuple[float, float]:
-        """(seconds before the first step and after the last, pairs a second): measured outside any clock."""
+        """(seconds before the first step and after the last, samples a second): measured outside any clock."""
         seconds, rates = self._train("probe", 0, PROBE_BATCHES)
         rate = statistics.median(rates)
         return max(seconds - PROBE_BATCHES * self.batch / rate, 0.0), rate
@@ -57,18 +57,16 @@ class OpenClip:
         """One seed. The command knows epochs only: the table gets as many rows as fit, so its cosine ends in time."""
         batches = int((self.plan.seconds * (1 - MARGIN) - around) * rate / self.batch)
         if batches < 2:
-            raise SystemExit(
-                f"open_clip: set-up takes {around:.0f} s; no two batches fit, give more --minutes"
-            )
+            raise SystemExit(f"open_clip: set-up takes {around:.0f} s; no two batches fit, give more --minutes")
         seconds, rates = self._train(f"seed{seed}", seed, batches)
         found: dict[str, Any] = {split: self._score(f"seed{seed}", split) for split in ("val", "test")}
         return {"recipe": "open_clip", "seed": seed, "seconds": seconds, "setup_seconds": around, "steps": batches,
-                "pairs_seen": batches * self.batch, "pairs_per_second": statistics.median(rates), "curve": [],
+                "pairs_seen": batches * self.batch, "images_per_second": statistics.median(rates), "curve": [],
                 "captions_per_step": 1, "stopped": False, "flags": [*SETTINGS, "--precision", self.precision],
                 **found}  # fmt: skip
 
     def _train(self, name: str, seed: int, batches: int) -> tuple[float, list[float]]:
-        """Seconds of the whole process, and the pairs a second that it logged."""
+        """Seconds of the whole process, and the samples a second that it logged."""
         table = self.folder / f"{name}.tsv"
         write_rows(self.source, table, batches * self.batch, seed)
         words = [self.python, str(PEERS / "open_clip_cli.py"), str(self.folder / "configs"), "--model", MODEL,
@@ -81,16 +79,14 @@ class OpenClip:
         seconds = time.time() - begin
         rates = [float(rate) for _, rate in LINE.findall(result.stdout + result.stderr)]
         if result.returncode or not rates:
-            raise SystemExit(
-                f"open_clip ended with {result.returncode}:\n{(result.stdout + result.stderr)[-3000:]}"
-            )
+            raise SystemExit(f"open_clip ended with {result.returncode}:\n{(result.stdout + result.stderr)[-3000:]}")
         return seconds, rates[1:] or rates  # the first batch waits for the loader to start
 
     def _score(self, name: str, split: str) -> dict[str, float]:
         """Recalls of the last checkpoint, by the same code that scores m1clip."""
-        pairs, out = self.source.pairs(split), self.folder / f"{name}-{split}"
+        samples, out = self.source.samples(split), self.folder / f"{name}-{split}"
         out.mkdir()
-        rows = [{"image": str(Path(str(p.image)).resolve()), "captions": list(p.captions)} for p in pairs]
+        rows = [{"image": str(Path(str(p.image)).resolve()), "captions": list(p.captions)} for p in samples]
         (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         checkpoint = self.folder / name / "checkpoints" / "epoch_1.pt"
         words = [self.python, str(PEERS / "open_clip_features.py"), str(self.folder / "configs"), MODEL,
@@ -98,20 +94,18 @@ class OpenClip:
         result = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
         self.version = result.stdout.split()[-1]
         image, text = (torch.from_numpy(np.load(out / f"{kind}.npy")) for kind in ("image", "text"))
-        owner = torch.tensor([index for index, pair in enumerate(pairs) for _ in pair.captions])
-        keys = caption_keys([caption for pair in pairs for caption in pair.captions])
+        owner = torch.tensor([index for index, sample in enumerate(samples) for _ in sample.captions])
+        keys = caption_keys([caption for sample in samples for caption in sample.captions])
         return recalls(dict(retrieval(image, text, owner, torch.from_numpy(keys))))
 
 
 def write_rows(source: Source, path: Path, count: int, seed: int) -> None:
-    """`count` training pairs as open_clip reads them: whole shuffled passes over all captions, the last one cut."""
-    pairs = [
-        (str(Path(str(p.image)).resolve()), caption) for p in source.pairs("train") for caption in p.captions
-    ]
+    """`count` training samples as open_clip reads them: whole shuffled passes over all captions, the last one cut."""
+    samples = [(str(Path(str(p.image)).resolve()), caption) for p in source.samples("train") for caption in p.captions]
     draw, rows = random.Random(seed), []
     while len(rows) < count:
-        draw.shuffle(pairs)
-        rows += pairs[: count - len(rows)]
+        draw.shuffle(samples)
+        rows += samples[: count - len(rows)]
     with path.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, delimiter="\t")
         table.writerow(("filepath", "title"))

@@ -21,17 +21,12 @@ from typing import Any
 
 from sides import Side, machine, spread, step_flops, write
 
-from m1clip.config import Config
-from m1clip.configfile import from_dict, load_config, read_preset, to_toml
-from m1clip.hardware.clock import timing
+from m1clip.config import Config, from_dict, load_config, read_preset, to_toml
 from m1clip.hardware.device import environment
+from m1clip.hardware.timing import timing
 
 GOAL_RATIO, GOAL_BYTES = 2.9, 2.0e9
-LINES = {
-    "naive": "naive baseline, fp32",
-    "m1clip": "m1clip",
-    "full": "m1clip without text trimming",
-}
+LINES = {"naive": "naive baseline, fp32", "m1clip": "m1clip", "full": "m1clip without text trimming"}
 
 
 def answers_of(side: str, config: Config) -> dict[str, Callable[[], Any]]:
@@ -55,13 +50,13 @@ def answers_of(side: str, config: Config) -> dict[str, Callable[[], Any]]:
 
     from m1clip.hardware.measure import gemm_rate
     from m1clip.model.clip import count_parameters
-    from m1clip.train.run import decode_plan
-    from m1clip.train.schedule import warmup_steps
-    from m1clip.train.screen import Screen
-    from m1clip.train.setup import prepare
-    from m1clip.train.update import Update
+    from m1clip.training.progress import Screen
+    from m1clip.training.run import decode_plan
+    from m1clip.training.schedule import warmup_steps
+    from m1clip.training.setup import prepare_scratch
+    from m1clip.training.step import Update
 
-    job = prepare(config, lambda line: None, decode_plan(Screen()))
+    job = prepare_scratch(config, lambda line: None, decode_plan(Screen()))
     update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
     total_steps = round((config.train.epochs or 1) * job.training.plan.steps_per_epoch)
     warmup = warmup_steps(config.optim.warmup, total_steps)
@@ -168,7 +163,7 @@ def show(result: dict[str, Any]) -> None:
 def prior_art(quick: bool) -> Config:
     """`--preset prior-art`; for a smoke run the same with a model of two small blocks."""
     config = from_dict(read_preset("prior-art"), "prior-art")
-    # One caption a picture, as the baseline has it: the step is the same work.
+    # One caption an image, as the baseline has it: the step is the same work.
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, captions_per_step=1))
     if not quick:
         return config

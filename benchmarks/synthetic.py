@@ -1,4 +1,4 @@
-"""Pictures a second of the synthetic generator on one core: cold (caches empty) and warm."""
+"""Images a second of the synthetic generator on one core: cold (caches empty) and warm."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ import time
 import numpy as np
 import PIL
 
-from m1clip.data.synthetic import SyntheticSource
-from m1clip.data.synthetic.background import background
-from m1clip.data.synthetic.sprite import sprite
+from m1clip.data.synthetic.drawing import background, sprite
+from m1clip.data.synthetic.source import SyntheticSource
 
 
-def pictures_per_second(source: SyntheticSource) -> float:
-    """Open every train picture once."""
-    pairs = source.pairs("train")
+def images_per_second(source: SyntheticSource) -> float:
+    """Open every train image once."""
+    samples = source.samples("train")
     start = time.perf_counter()
-    for pair in pairs:
-        pair.image.open()
-    return len(pairs) / (time.perf_counter() - start)
+    for sample in samples:
+        sample.image.open()
+    return len(samples) / (time.perf_counter() - start)
 
 
 def main() -> None:
     """Print one line a size: the cold round, then median and range of the warm ones."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pictures", type=int, default=1000, help="pictures in a round")
+    parser.add_argument("--images", type=int, default=1000, help="images in a round")
     parser.add_argument("--rounds", type=int, default=7, help="warm rounds")
     options = parser.parse_args()
     versions = f"numpy {np.__version__}, Pillow {PIL.__version__}"
@@ -35,12 +34,12 @@ def main() -> None:
     for size in (64, 112, 224):
         background.cache_clear()
         sprite.cache_clear()
-        source = SyntheticSource(size, train=options.pictures, val=0, test=0)
-        cold = pictures_per_second(source)
-        warm = [pictures_per_second(source) for _ in range(options.rounds)]
+        source = SyntheticSource(size, train=options.images, val=0, test=0)
+        cold = images_per_second(source)
+        warm = [images_per_second(source) for _ in range(options.rounds)]
         print(
-            f"{size:>4} px: {statistics.median(warm):,.0f} pictures/s (median of n={len(warm)} rounds of "
-            f"{options.pictures}, range {min(warm):,.0f} to {max(warm):,.0f}); first round {cold:,.0f}"
+            f"{size:>4} px: {statistics.median(warm):,.0f} images/s (median of n={len(warm)} rounds of "
+            f"{options.images}, range {min(warm):,.0f} to {max(warm):,.0f}); first round {cold:,.0f}"
         )
 
 

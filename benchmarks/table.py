@@ -62,9 +62,9 @@ def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
                 continue
             n, theirs = str(own["n"]), job["seconds"][side]["median"]
             if side in OWN:
-                yield Row(f"{what}: {words}, {job['pairs'][side]:.0f} pairs of {job['tokens'][side]:.0f} tokens a step",
-                          f"{theirs:.2f} s, {job['pairs'][side] / theirs:.0f} pairs a second; the same work "
-                          f"{job['pairs']['m1clip'] / own['median']:.0f}", n, "", command)  # fmt: skip
+                yield Row(f"{what}: {words}, {job['samples'][side]:.0f} samples of {job['tokens'][side]:.0f} tokens",
+                          f"{theirs:.2f} s, {job['samples'][side] / theirs:.0f} samples a second; the same work "
+                          f"{job['samples']['m1clip'] / own['median']:.0f}", n, "", command)  # fmt: skip
                 continue
             yield Row(f"{what}: {words} / m1clip", f"**{spread(job['ratio'][side])}** times; {theirs:.2f} s against "
                       f"{own['median']:.2f} s", n, _goal(name, side), command)  # fmt: skip
@@ -86,7 +86,7 @@ def speedrun_rows(result: dict[str, Any]) -> Iterator[Row]:
         recall = mean_spread([100 * recall_at_10(run["test"]) for run in runs])
         who = result["peer"] if name == "open_clip" else f"m1clip, {name} recipe"
         goal = f"{GOAL_RECALL:g}" if name == "default" and ten else ""
-        yield Row(f"{where}: {who}, mean of both test recall@10", f"**{recall}%**, {seen(runs)} pairs seen",
+        yield Row(f"{where}: {who}, mean of both test recall@10", f"**{recall}%**, {seen(runs)} samples seen",
                   f"{len(runs)} seeds", goal, command)  # fmt: skip
         if name == "default" and result.get("until_recall") is not None:
             target = 100 * result["until_recall"]
@@ -99,7 +99,7 @@ def speedrun_rows(result: dict[str, Any]) -> Iterator[Row]:
 
 def loader_rows(result: dict[str, Any]) -> Iterator[Row]:
     """Loaders against each other."""
-    n = str(next(iter(result["pairs_per_second"].values()))["n"])
+    n = str(next(iter(result["images_per_second"].values()))["n"])
     for name, ratio in result["ratios"].items():
         yield Row(f"loading, {name}", f"{ratio:,.1f} times", n, "", "python benchmarks/loader.py DATA")
 
@@ -107,9 +107,7 @@ def loader_rows(result: dict[str, Any]) -> Iterator[Row]:
 def scaling_rows(result: dict[str, Any]) -> Iterator[Row]:
     """The range that the plot spans."""
     shares = [
-        p["pairs_per_second"]["median"]
-        * p["flops_per_pair"]
-        / result["gemm_rate"][str(p["threads"])]["median"]
+        p["images_per_second"]["median"] * p["flops_per_pair"] / result["gemm_rate"][str(p["threads"])]["median"]
         for p in result["points"]
     ]
     if not shares:
@@ -129,7 +127,7 @@ def large_batch_rows(result: dict[str, Any]) -> Iterator[Row]:
               f"against {peak['plain']:.2f} GB", n, "1.4", command)  # fmt: skip
     worst = max(result["gradients"], key=lambda row: row["worst_difference"])
     yield Row("tiny, chunks against one pass, fp32: largest relative difference of a parameter's gradient",
-              f"{worst['worst_difference']:.1e} ({worst['objective']}, {worst['worst']}); one pass, its pictures in "
+              f"{worst['worst_difference']:.1e} ({worst['objective']}, {worst['worst']}); one pass, its images in "
               f"reverse: {worst['worst_in_reverse']:.1e}",
               f"{len(result['gradients'])} objectives", "1e-05", command)  # fmt: skip
     if result["peer"] is None:
@@ -162,13 +160,11 @@ def cuda_rows(result: dict[str, Any]) -> Iterator[Row]:
         goal = goals.get(model, "")
         for text in found["ratios"]:
             yield Row(f"{model} on a GPU", text, n, goal, "python benchmarks/cuda_step.py")
-        best = max(
-            (line for line in done if line["side"] == "m1clip"), key=lambda line: line["share"], default=None
-        )
+        best = max((line for line in done if line["side"] == "m1clip"), key=lambda line: line["share"], default=None)
         if best is not None:
             yield Row(f"{model} on a GPU: share of the measured bf16 matrix product rate",
                       f"{best['share']:.0%} ({best['variant']}, batch {best['batch']}, {best['tokens']} tokens, "
-                      f"{best['pairs_per_second']:,.0f} pairs a second)", str(best["seconds"]["n"]), goal,
+                      f"{best['images_per_second']:,.0f} samples a second)", str(best["seconds"]["n"]), goal,
                       "python benchmarks/cuda_step.py")  # fmt: skip
 
 
@@ -203,9 +199,7 @@ def machine_line(result: dict[str, Any]) -> str:
 
 def render(folder: Path) -> str:
     """The markdown for all results in a folder."""
-    lines: list[list[str]] = [
-        ["what", "figure (median [quartiles], or mean ± deviation)", "n", "goal", "command"]
-    ]
+    lines: list[list[str]] = [["what", "figure (median [quartiles], or mean ± deviation)", "n", "goal", "command"]]
     notes = []
     for path in sorted(folder.glob("*.json"), key=lambda p: ([*KNOWN, p.stem].index(p.stem), p.stem)):
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -223,9 +217,7 @@ def render(folder: Path) -> str:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=RESULTS)
     print(render(parser.parse_args().folder))
 

@@ -9,10 +9,10 @@ __all__ = ["Config", "__version__", "load", "train"]
 
 if TYPE_CHECKING:
     from m1clip.config import Config
-    from m1clip.evaluate.bundle import load
-    from m1clip.train.stages import train
+    from m1clip.inference.encoder import load
+    from m1clip.training.run import train
 
-_HOMES = {"Config": "m1clip.config", "load": "m1clip.evaluate.bundle", "train": "m1clip.train.stages"}
+_HOMES = {"Config": "m1clip.config", "load": "m1clip.inference.encoder", "train": "m1clip.training.run"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,8 @@
 """python -m m1clip"""
 
-from m1clip.cli import main
+from __future__ import annotations
+
+from m1clip.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from m1clip.errors import UserError
-from m1clip.files import PARTIAL, open_plain, open_regular, read_small
-from m1clip.plain import fits, sane
+from m1clip.io import PARTIAL, fits, open_plain, open_regular, read_small, sane
 
 VERSION = 1  # raised when a field changes its meaning; a new field is no new version
 NAME = "run.jsonl"
@@ -132,12 +131,10 @@ def _figure(value: Any) -> bool:
 
 def _analysis(value: Any) -> bool:
     parts = ("difficulty", "negatives", "length", "groups")
-    return fits(value, dict) and all(
-        fits(value[name], {str: (float, int)}) for name in parts if name in value
-    )
+    return fits(value, dict) and all(fits(value[name], {str: (float, int)}) for name in parts if name in value)
 
 
-FIGURES = ("epoch", "loss", "grad_norm", "lr", "temperature", "pairs_per_second", "step_seconds", "data_share",
+FIGURES = ("epoch", "loss", "grad_norm", "lr", "temperature", "images_per_second", "step_seconds", "data_share",
            "memory_bytes", "watts", "celsius", "elapsed", "joules", "joules_per_epoch", "recall_per_watt_hour",
            "base", "base_before", "gradient_difference")  # fmt: skip
 # The shape of each field that some reader uses, and of those that mean different things in different kinds of record.
@@ -157,11 +154,7 @@ def _valid(record: Record) -> bool:
     """Whether the fields that readers use have the types that they expect."""
     own = OWN_SHAPES.get(record["kind"], {})
     shapes = {**SHAPES, **own}
-    if any(
-        value is not None and not fits(value, shapes[name])
-        for name, value in record.items()
-        if name in shapes
-    ):
+    if any(value is not None and not fits(value, shapes[name]) for name, value in record.items() if name in shapes):
         return False
     if "step" in own and record.get("step") is None:
         return False

@@ -25,10 +25,7 @@ if "M1CLIP_TEST_CACHE" not in os.environ:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--long`: also the tests of hours and of large counts (make test-long)."""
     parser.addoption(
-        "--long",
-        action="store_true",
-        default=bool(os.environ.get("M1CLIP_LONG")),
-        help=pytest_addoption.__doc__,
+        "--long", action="store_true", default=bool(os.environ.get("M1CLIP_LONG")), help=pytest_addoption.__doc__
     )
 
 

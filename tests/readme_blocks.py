@@ -5,7 +5,7 @@ is a program. HTML comments right above a block say how a test runs it:
 
     <!-- test: --steps 3 --data.train-count 64 -->   added to each `m1clip train` of the block; an option that the
                                                      command has already is replaced, a duration replaces any other
-    <!-- test: pictures photos -->                   first makes a small set of pictures with captions in photos/
+    <!-- test: images photos -->                   first makes a small set of images with captions in photos/
     <!-- test: skip (reason) -->                     for set-up alone: git, pip, cd, make, python -m venv, source
 
 `make TARGET` is never run here, but the target must exist.
@@ -32,7 +32,7 @@ class Block:
     language: str  # "shell" or "python"
     text: str
     arguments: tuple[str, ...] = ()  # for each `m1clip train`
-    pictures: tuple[str, ...] = ()  # folders to make first
+    images: tuple[str, ...] = ()  # folders to make first
     skip: str = ""  # the reason
 
     def commands(self) -> list[list[str]]:
@@ -51,21 +51,21 @@ def blocks(page: str) -> list[Block]:
         indent, language, text = match.groups()
         text = "".join(line.removeprefix(indent) for line in text.splitlines(keepends=True))
         arguments: list[str] = []
-        pictures: list[str] = []
+        images: list[str] = []
         skip = ""
         for mark in _marks_above(page[: match.start()]):
             if mark.startswith("skip"):
                 skip = mark.removeprefix("skip").strip(" ()")
                 if not skip:
                     raise ValueError(f"line {_line(page, match)}: a skip needs its reason in brackets")
-            elif mark.startswith("pictures "):
-                pictures += shlex.split(mark)[1:]
+            elif mark.startswith("images "):
+                images += shlex.split(mark)[1:]
             elif mark.startswith("--"):
                 arguments += shlex.split(mark)
             else:
                 raise ValueError(f"line {_line(page, match)}: a mark that no one understands: {mark}")
         kind = "python" if language in ("python", "py") else "shell"
-        found.append(Block(_line(page, match), kind, text, tuple(arguments), tuple(pictures), skip))
+        found.append(Block(_line(page, match), kind, text, tuple(arguments), tuple(images), skip))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The smallest run that is still a real one: 32 px synthetic pictures, two towers of width 32."""
+"""The smallest run that is still a real one: 32 px synthetic images, two towers of width 32."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from m1clip.config import Config
-from m1clip.configfile import from_dict
-from m1clip.train.run import Result, resume, train
-from m1clip.train.screen import Screen
+from m1clip.config import Config, from_dict
+from m1clip.training.progress import Screen
+from m1clip.training.run import Result, resume, train_once
 
 ROOT = str(Path(__file__).parent.parent)  # started processes run this tree too
 
@@ -72,7 +71,7 @@ def screen() -> Screen:
 
 def run_small(folder: Path, changes: dict[str, Any] | None = None) -> Result:
     """Train the small run in this process."""
-    return train(small_config(changes), folder, screen())
+    return train_once(small_config(changes), folder, screen())
 
 
 def resume_quietly(folder: Path) -> tuple[Result, str]:
@@ -112,11 +111,4 @@ def command(*words: str, cwd: Path, timeout: float = 120) -> subprocess.Complete
 
 def environment() -> dict[str, str]:
     """A wide terminal that is none, and no colors."""
-    return {
-        **os.environ,
-        "COLUMNS": "200",
-        "LINES": "60",
-        "NO_COLOR": "1",
-        "TERM": "dumb",
-        "PYTHONPATH": ROOT,
-    }
+    return {**os.environ, "COLUMNS": "200", "LINES": "60", "NO_COLOR": "1", "TERM": "dumb", "PYTHONPATH": ROOT}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from m1clip.arguments import layers, spelled_out
+from m1clip.cli.main import layers, spelled_out
 from m1clip.errors import UserError
 
 

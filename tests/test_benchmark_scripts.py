@@ -52,17 +52,11 @@ def test_scripts_for_the_peers_python_need_nothing_of_ours() -> None:
 
 
 def taken(naive: float, own: float, default: float) -> dict[str, dict[str, float]]:
-    step = {"flops": 100.0, "text_tokens": 32, "pairs": 8}
+    step = {"flops": 100.0, "text_tokens": 32, "samples": 8}
     return {
         "naive": {"seconds": naive, "cpu_seconds": 2 * naive},
         "m1clip": {"seconds": own, "cpu_seconds": 2 * own, **step},
-        "default": {
-            "seconds": default,
-            "cpu_seconds": default,
-            "flops": 50.0,
-            "text_tokens": 16,
-            "pairs": 40,
-        },
+        "default": {"seconds": default, "cpu_seconds": default, "flops": 50.0, "text_tokens": 16, "samples": 40},
     }
 
 
@@ -73,14 +67,12 @@ def test_ratios_are_of_the_steps_of_one_round() -> None:
     assert found["share"]["median"] == pytest.approx(0.5)  # 100 / 1 / 200 and 100 / 2 / 100
     assert found["limit_seconds"]["median"] == pytest.approx(0.75)
     assert found["tokens"] == {"m1clip": 32, "default": 16}
-    assert found["pairs"] == {"m1clip": 8, "default": 40}
+    assert found["samples"] == {"m1clip": 8, "default": 40}
 
 
-@pytest.mark.parametrize(
-    ("name", "batch", "tokens"), [("76.7M", 12, 77), ("tiny-32", 128, 32), ("tiny-50", 128, 50)]
-)
+@pytest.mark.parametrize(("name", "batch", "tokens"), [("76.7M", 12, 77), ("tiny-32", 128, 32), ("tiny-50", 128, 50)])
 def test_jobs_are_those_of_the_issue(name: str, batch: int, tokens: int) -> None:
-    from m1clip.model.build import shape_of
+    from m1clip.model.presets import shape_of
 
     module = script("same_work")
     config = module.same_work(module.job_config(name, None, quick=False))
@@ -90,12 +82,7 @@ def test_jobs_are_those_of_the_issue(name: str, batch: int, tokens: int) -> None
     assert shape.pooling == "cls"
     assert config.optim.name == "adamw"
     if name.startswith("tiny"):
-        assert (shape.vision_width, shape.vision_layers, shape.patch_size, shape.image_size) == (
-            256,
-            6,
-            16,
-            112,
-        )
+        assert (shape.vision_width, shape.vision_layers, shape.patch_size, shape.image_size) == (256, 6, 16, 112)
         assert (shape.text_width, shape.text_layers) == (256, 4)
 
 
@@ -103,9 +90,7 @@ def test_jobs_are_those_of_the_issue(name: str, batch: int, tokens: int) -> None
 def test_same_work_runs_without_peers_and_says_so(tmp_path: Path) -> None:
     out = tmp_path / "same_work.json"
     command = [sys.executable, str(BENCHMARKS / "same_work.py"), "--quick", "--jobs", "76.7M", "--peers", ""]
-    result = subprocess.run(
-        [*command, "--json", str(out)], capture_output=True, text=True, check=False, timeout=600
-    )
+    result = subprocess.run([*command, "--json", str(out)], capture_output=True, text=True, check=False, timeout=600)
     assert result.returncode == 0, result.stderr
     assert "not measured: set PEERS=" in result.stdout
     job = json.loads(out.read_text(encoding="utf-8"))["jobs"]["76.7M"]
@@ -120,7 +105,7 @@ def test_same_work_runs_without_peers_and_says_so(tmp_path: Path) -> None:
 
 def run_of(recipe: str, seed: int, recall: float, seconds: float = 590.0) -> dict[str, Any]:
     names = script("speedrun_own").RECALLS
-    return {"recipe": recipe, "seed": seed, "seconds": seconds, "pairs_seen": 74_000, "pairs_per_second": 123.0,
+    return {"recipe": recipe, "seed": seed, "seconds": seconds, "pairs_seen": 74_000, "images_per_second": 123.0,
             "val": dict.fromkeys(names, recall), "test": dict.fromkeys(names, recall),
             "curve": [{"seconds": 100.0, "recall_at_10": recall / 2},
                       {"seconds": 200.0, "recall_at_10": recall}]}  # fmt: skip
@@ -146,9 +131,9 @@ def test_a_run_is_summed_up_from_its_log() -> None:
     recalls, better = (dict.fromkeys(own.RECALLS, value) for value in (0.1, 0.3))
     records = [
         {"kind": "start", "time": 1010.0, "steps": 20},
-        {"kind": "step", "time": 1020.0, "step": 10, "pairs_per_second": 100.0, "step_seconds": 0.64},
+        {"kind": "step", "time": 1020.0, "step": 10, "images_per_second": 100.0, "step_seconds": 0.64},
         {"kind": "eval", "time": 1021.0, "step": 10, "split": "val", "mean_recall": 0.1, **recalls},
-        {"kind": "step", "time": 1030.0, "step": 20, "pairs_per_second": 120.0, "step_seconds": 64 / 120},
+        {"kind": "step", "time": 1030.0, "step": 20, "images_per_second": 120.0, "step_seconds": 64 / 120},
         {"kind": "eval", "time": 1031.0, "step": 20, "split": "val", "mean_recall": 0.3, **better},
         {"kind": "checkpoint", "time": 1032.0, "step": 20},
         {"kind": "end", "time": 1040.0, "split": "test", **recalls},
@@ -157,7 +142,7 @@ def test_a_run_is_summed_up_from_its_log() -> None:
     assert found["seconds"] == 32.0  # the test, which follows, is outside the clock
     assert found["setup_seconds"] == 10.0
     assert found["pairs_seen"] == 20 * 64
-    assert found["pairs_per_second"] == 110.0
+    assert found["images_per_second"] == 110.0
     assert found["val"] == better
     assert own.seconds_until(found["curve"], 0.2) == 31.0
     assert own.seconds_until(found["curve"], 0.4) is None
@@ -183,8 +168,8 @@ def test_the_peers_log_is_read() -> None:
 
 
 def test_the_peers_table_is_whole_passes_and_a_part(tmp_path: Path) -> None:
-    pairs = [SimpleNamespace(image=f"{i}.jpg", captions=(f"a {i}", f"b\t{i}")) for i in range(4)]
-    source = SimpleNamespace(pairs=lambda split: pairs if split == "train" else [])
+    samples = [SimpleNamespace(image=f"{i}.jpg", captions=(f"a {i}", f"b\t{i}")) for i in range(4)]
+    source = SimpleNamespace(samples=lambda split: samples if split == "train" else [])
     module, path = script("speedrun_peer"), tmp_path / "rows.tsv"
     module.write_rows(source, path, count=19, seed=1)
     import csv
@@ -233,8 +218,8 @@ def test_a_point_is_the_real_update() -> None:
         found = module.Bench().measure(point, 0)
     finally:
         torch.set_num_threads(threads)
-    assert module.LEAST_STEPS <= found["pairs_per_second"]["n"] <= module.MOST_STEPS
-    assert found["pairs_per_second"]["low"] > 0
+    assert module.LEAST_STEPS <= found["images_per_second"]["n"] <= module.MOST_STEPS
+    assert found["images_per_second"]["low"] > 0
 
 
 def scaling_result() -> dict[str, Any]:
@@ -243,7 +228,7 @@ def scaling_result() -> dict[str, Any]:
     rate = {"median": 4e11, "low": 4e11, "high": 4e11, "n": 3}
     points = [
         {"panel": p.panel, "x": p.x, "threads": p.threads, "batch": p.batch, "chunk": 0, "flops_per_pair": p.flops,
-         "pairs_per_second": speed}
+         "images_per_second": speed}
         for p in module.points(module.QUICK, (1,), quick=True)
     ]  # fmt: skip
     skipped = [{"panel": "batch", "x": 1024, "threads": 1, "batch": 1024, "reason": "time: none left"}]
@@ -268,7 +253,7 @@ def neighbours(machine: Any) -> dict[str, Any]:
         {"objective": name, "worst": "logit_scale", "worst_difference": value, "worst_in_reverse": 3e-6}
         for name, value in (("infonce", 1e-6), ("multi", 2e-6))
     ]
-    line = {"side": "m1clip", "variant": "graph", "batch": 512, "tokens": 77, "share": 0.6, "pairs_per_second": 4e3,
+    line = {"side": "m1clip", "variant": "graph", "batch": 512, "tokens": 77, "share": 0.6, "images_per_second": 4e3,
             "seconds": ratio}  # fmt: skip
     return {
         "large_batch": {"machine": machine, "model": "small", "batch": 64, "chunk": 16, "ratio": ratio,
@@ -297,8 +282,7 @@ def test_all_results_stand_in_one_table(tmp_path: Path) -> None:
     assert "**3.00 [3.00, 3.00]** times" in naive
     assert "| 2.9 " in naive
     assert (
-        "not measured: set PEERS="
-        in lines["same work, 76.7M, batch 12, 77 tokens: open_clip, bf16 autocast / m1clip"]
+        "not measured: set PEERS=" in lines["same work, 76.7M, batch 12, 77 tokens: open_clip, bf16 autocast / m1clip"]
     )
     assert "**25.0 ± 1.4%**" in text
     assert "photos, 10 minutes from random weights: open_clip's own trainer" in lines

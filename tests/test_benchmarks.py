@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from m1clip.model.clip import count_parameters
-from m1clip.model.presets import preset
-from m1clip.model.shape import ClipShape
-from m1clip.train.setup import Job
+from m1clip.model.presets import ClipShape, preset
+from m1clip.training.setup import Job
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -32,8 +31,8 @@ def naive() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def job(naive: ModuleType) -> Job:
-    """The prior art's data in small: 24 + 12 pictures of 32 px, towers of one narrow block."""
-    from m1clip.configfile import from_dict, read_preset
+    """The prior art's data in small: 24 + 12 images of 32 px, towers of one narrow block."""
+    from m1clip.config import from_dict, read_preset
 
     config = from_dict(read_preset("prior-art"), "prior-art")
     model = {"vision_width": 32, "vision_layers": 1, "vision_heads": 2, "text_width": 32, "text_layers": 1,
@@ -60,7 +59,7 @@ def test_the_baseline_has_the_prior_arts_size_and_ours(naive: ModuleType) -> Non
     assert count(model) == naive.PARAMETERS == count_parameters(shape) == 76_736_001
 
 
-def test_the_baseline_scores_each_picture_against_each_caption(naive: ModuleType) -> None:
+def test_the_baseline_scores_each_image_against_each_caption(naive: ModuleType) -> None:
     shape = ClipShape(image_size=32, patch_size=16, vision_width=16, vision_layers=1, vision_heads=2, text_width=16,
                       text_layers=2, text_heads=2, context_length=9, vocab_size=7, embed_dim=8)  # fmt: skip
     model = naive.NaiveClip(shape, eot_id=2).eval()
@@ -80,13 +79,13 @@ def test_its_attention_is_attention(naive: ModuleType) -> None:
     torch.testing.assert_close(layer(x), layer.out(mixed))
 
 
-def test_its_samples_are_float_pictures_and_captions_of_full_length(naive: ModuleType, job: Job) -> None:
-    pairs = naive.NaivePairs(job.splits["train"])
-    picture, ids = pairs[3]
-    assert len(pairs) == 24
-    assert picture.shape == (3, 32, 32)
-    assert picture.dtype == torch.float32
-    assert -1 <= picture.min() < picture.max() <= 1
+def test_its_samples_are_float_images_and_captions_of_full_length(naive: ModuleType, job: Job) -> None:
+    samples = naive.NaivePairs(job.splits["train"])
+    image, ids = samples[3]
+    assert len(samples) == 24
+    assert image.shape == (3, 32, 32)
+    assert image.dtype == torch.float32
+    assert -1 <= image.min() < image.max() <= 1
     assert ids.shape == (77,)
     own = job.splits["train"].captions
     rows = own.tokens[own.first[3] : own.first[4]]
@@ -106,7 +105,7 @@ def test_an_epoch_gives_a_record_with_the_validation_accuracy(
     records = naive.train(job, epochs=2)
     assert [record["epoch"] for record in records] == [1, 2]
     assert all(0 <= record["val_accuracy"] <= 1 for record in records)
-    assert "12 pictures" in capsys.readouterr().out
+    assert "12 images" in capsys.readouterr().out
 
 
 @pytest.mark.slow

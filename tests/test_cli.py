@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from small_run import command, environment
 
-import m1clip.train.stages
-from m1clip import __version__, cli
-from m1clip.config import Config
-from m1clip.configfile import to_toml
+import m1clip.training.run
+from m1clip import __version__
+from m1clip.cli import main as cli
+from m1clip.config import Config, to_toml
 
 HEAVY = ("torch", "numpy", "PIL", "tokenizers", "safetensors")
 
@@ -33,15 +33,11 @@ def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> typing.Callable[..
     """What `m1clip train WORDS` would train, without training it."""
 
     def stop(
-        config: Config,
-        run: Path | None = None,
-        screen: Any = None,
-        name: str | None = None,
-        settled: bool = False,
+        config: Config, run: Path | None = None, screen: Any = None, name: str | None = None, settled: bool = False
     ) -> None:
         raise Caught(config, run or (Path("runs") / name if name else None))
 
-    monkeypatch.setattr(m1clip.train.stages, "train", stop)
+    monkeypatch.setattr(m1clip.training.run, "train", stop)
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str) -> Caught:
@@ -82,18 +78,12 @@ def test_short_names(parse: typing.Callable[..., Caught]) -> None:
 
 
 def test_long_names_mean_the_same(parse: typing.Callable[..., Caught]) -> None:
-    long = parse(
-        "--model.preset", "small", "--data.source", "photos", "--train.minutes", "2", "--train.batch", "8"
-    )
-    assert (
-        long.config == parse("--model", "small", "--data", "photos", "--minutes", "2", "--batch", "8").config
-    )
+    long = parse("--model.preset", "small", "--data.source", "photos", "--train.minutes", "2", "--train.batch", "8")
+    assert long.config == parse("--model", "small", "--data", "photos", "--minutes", "2", "--batch", "8").config
     assert parse("--model.vision-width", "64", "--optim.muon-lr", "0.5").config.optim.muon_lr == 0.5
 
 
-def test_names_that_other_programs_use(
-    parse: typing.Callable[..., Caught], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_that_other_programs_use(parse: typing.Callable[..., Caught], monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse("photos", "--steps", "3").config == parse("--data", "photos", "--steps", "3").config
     assert parse("photos", "more:0.3", "--batch", "8").config.data.source == ("photos", "more:0.3")
     assert parse("--batch-size", "8").config == parse("--batch_size=8").config == parse("--batch", "8").config
@@ -109,9 +99,7 @@ def test_data_can_be_given_again_to_mix(parse: typing.Callable[..., Caught]) -> 
 
 def test_the_command_line_beats_the_file(parse: typing.Callable[..., Caught], tmp_path: Path) -> None:
     path = tmp_path / "x.toml"
-    path.write_text(
-        "seed = 3\n[train]\nbatch = 32\nepochs = 4\n[data]\nsource = ['old']\n[model]\npreset = 'small'\n"
-    )
+    path.write_text("seed = 3\n[train]\nbatch = 32\nepochs = 4\n[data]\nsource = ['old']\n[model]\npreset = 'small'\n")
     config = parse("--config", str(path), "--batch", "64", "--data", "new").config
     assert (config.seed, config.train.batch, config.train.epochs) == (3, 64, 4.0)
     assert (config.data.source, config.model.preset) == (("new",), "small")
@@ -129,23 +117,14 @@ def test_a_duration_replaces_the_files_of_another_kind(
 
 
 def test_the_command_line_beats_the_preset(parse: typing.Callable[..., Caught]) -> None:
-    plain, changed = (
-        parse("--preset", "prior-art"),
-        parse("--preset", "prior-art", "--batch", "6", "--steps", "3"),
-    )
+    plain, changed = (parse("--preset", "prior-art"), parse("--preset", "prior-art", "--batch", "6", "--steps", "3"))
     assert (plain.config.train.batch, plain.config.train.epochs) == (12, 15.0)
-    assert (changed.config.train.batch, changed.config.train.epochs, changed.config.train.steps) == (
-        6,
-        None,
-        3,
-    )
+    assert (changed.config.train.batch, changed.config.train.epochs, changed.config.train.steps) == (6, None, 3)
     assert changed.config.model == plain.config.model
     assert plain.run == Path("runs/prior-art")
 
 
-def test_a_whole_config_file_comes_through_unchanged(
-    parse: typing.Callable[..., Caught], tmp_path: Path
-) -> None:
+def test_a_whole_config_file_comes_through_unchanged(parse: typing.Callable[..., Caught], tmp_path: Path) -> None:
     train = dataclasses.replace(Config().train, steps=7, eval_every=0, objective="sigmoid")
     data = dataclasses.replace(Config().data, source=("a b", "c:0.5"), flip=0.25, caption_column=("x", "y"))
     model = dataclasses.replace(Config().model, preset="small", recompute=True, pooling="mean")
@@ -218,9 +197,7 @@ def test_help_and_version_import_nothing_heavy(tmp_path: Path, words: tuple[str,
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "cyclopts" in imported
     assert not imported & set(HEAVY)
-    assert (
-        (done.stdout.strip() == __version__) if words == ("--version",) else ("Usage: m1clip" in done.stdout)
-    )
+    assert (done.stdout.strip() == __version__) if words == ("--version",) else ("Usage: m1clip" in done.stdout)
 
 
 @pytest.mark.slow

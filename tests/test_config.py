@@ -14,19 +14,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import m1clip.config
-from m1clip.arguments import layers
-from m1clip.config import Config, DataConfig, ModelConfig, OptimConfig, TextConfig, TrainConfig
-from m1clip.configfile import from_dict, load_config, preset_names, read_preset, to_dict, to_toml
+from m1clip.cli.main import layers
+from m1clip.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    TextConfig,
+    TrainConfig,
+    from_dict,
+    load_config,
+    preset_names,
+    read_preset,
+    to_dict,
+    to_toml,
+)
 from m1clip.errors import UserError
-from m1clip.model.build import shape_of
+from m1clip.model.presets import shape_of
 
-SECTIONS = {
-    "model": ModelConfig,
-    "text": TextConfig,
-    "data": DataConfig,
-    "optim": OptimConfig,
-    "train": TrainConfig,
-}
+SECTIONS = {"model": ModelConfig, "text": TextConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
 
 

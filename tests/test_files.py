@@ -8,15 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from m1clip.files import (
-    read_small,
-    remove_folder,
-    remove_leftovers,
-    restore,
-    whole_folder,
-    write_json,
-    write_text,
-)
+from m1clip.io import read_small, remove_folder, remove_leftovers, restore, whole_folder, write_json, write_text
 
 
 def names(folder: Path) -> list[str]:

@@ -10,12 +10,12 @@ import torch
 from PIL import Image
 
 import m1clip
-from m1clip.cli import main
-from m1clip.data.preprocess import Preprocess
-from m1clip.evaluate.bundle import Bundle
-from m1clip.model.clip import Clip
-from m1clip.model.shape import ClipShape
-from m1clip.text import BpeTokenizer
+from m1clip.cli.main import main
+from m1clip.data.images import Preprocess
+from m1clip.inference.encoder import Bundle
+from m1clip.model.clip import CLIP
+from m1clip.model.presets import ClipShape
+from m1clip.text.bpe import BpeTokenizer
 
 SHAPE = ClipShape(
     image_size=32, patch_size=16, vision_width=32, vision_layers=1, vision_heads=2, text_width=32, text_layers=1,
@@ -28,12 +28,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     tokenizer = BpeTokenizer()
     folder = tmp_path_factory.mktemp("models") / "model"
-    Bundle(Clip(SHAPE, tokenizer.eot_id), tokenizer, Preprocess(image_size=32)).save(folder)
+    Bundle(CLIP(SHAPE, tokenizer.eot_id), tokenizer, Preprocess(image_size=32)).save(folder)
     return folder
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
+def images(tmp_path: Path) -> Path:
     for number, name in enumerate(("red", "green")):
         (tmp_path / "set" / name).mkdir(parents=True)
         for each in range(3):
@@ -62,41 +62,33 @@ def test_export(model: Path, to: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "exists already" in error
 
 
-def test_classify_and_similar(model: Path, pictures: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(
-        capsys, "classify", pictures / "red" / "0.png", "--labels", "red, green,blue", "--model", model
-    )
+def test_classify_and_similar(model: Path, images: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, "classify", images / "red" / "0.png", "--labels", "red, green,blue", "--model", model)
     lines = out.strip().splitlines()
     assert code == 0
     assert {line.split("  ")[-1] for line in lines} == {"red", "green", "blue"}
     assert sum(float(line.split("%")[0]) for line in lines) == pytest.approx(100, abs=0.2)
-    code, out, _ = said(
-        capsys, "similar", pictures / "red" / "0.png", "--in", pictures, "--model", model, "--count", "2"
-    )
+    code, out, _ = said(capsys, "similar", images / "red" / "0.png", "--in", images, "--model", model, "--count", "2")
     assert code == 0
     assert len(out.strip().splitlines()) == 2
     assert "red/0.png" not in out
 
 
 def test_zero_shot(
-    model: Path,
-    pictures: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    model: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, _ = said(capsys, "eval", model, "--classes", pictures, "--device", "cpu")
+    code, out, _ = said(capsys, "eval", model, "--classes", images, "--device", "cpu")
     assert code == 0
     assert "zero_shot/top1" in out
     assert (tmp_path / "confusion-set.png").is_file()
 
 
 def test_mistakes_are_one_line(
-    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, _, error = said(capsys, "classify", pictures / "red" / "0.png", "--labels", "a,b")
+    code, _, error = said(capsys, "classify", images / "red" / "0.png", "--labels", "a,b")
     assert (code, error.count("\n")) == (2, 1)
     assert "no trained model in runs/" in error
     code, _, error = said(capsys, "train", "--init", tmp_path / "nothing", "--recipe", "frozen")

@@ -12,7 +12,7 @@ from readme_blocks import Block, blocks, check_make, check_set_up, with_argument
 from small_run import environment
 
 import m1clip
-from m1clip.data.synthetic.write import write_folder
+from m1clip.data.synthetic.source import write_folder
 
 ROOT = Path(m1clip.__file__).parent.parent
 README = ROOT / "README.md"
@@ -27,7 +27,7 @@ make demo
 
 <!-- a comment of another kind -->
 <!-- test: --steps 3 --data.train-count 64 -->
-<!-- test: pictures photos -->
+<!-- test: images photos -->
 
 ```sh
 m1clip train --data photos/ \\
@@ -68,7 +68,7 @@ def test_blocks_and_their_marks_are_found() -> None:
     set_up, train, console, program = found
     assert set_up.skip == "needs the network"
     assert train.arguments == ("--steps", "3", "--data.train-count", "64")
-    assert train.pictures == ("photos",)
+    assert train.images == ("photos",)
     assert console.arguments == program.arguments == ()
     assert program.text == "import m1clip\nif True:\n    print(m1clip)\n"
 
@@ -113,7 +113,7 @@ def test_only_set_up_may_be_skipped_and_targets_must_exist(tmp_path: Path) -> No
 
 def run_block(block: Block, folder: Path) -> None:
     """Run one block; each command must end well."""
-    for name in block.pictures:
+    for name in block.images:
         write_folder(folder / name, 60, 32, seed=0, captions_per_image=2)
     if block.language == "python":
         run_words([sys.executable, "-c", block.text], block, folder)
@@ -122,9 +122,7 @@ def run_block(block: Block, folder: Path) -> None:
         if words[0] == "make":
             check_make(words, block, ROOT / "Makefile")
             continue
-        assert words[0] == "m1clip", (
-            f"README line {block.line}: '{words[0]}' is no command that a test may run"
-        )
+        assert words[0] == "m1clip", f"README line {block.line}: '{words[0]}' is no command that a test may run"
         run_words([sys.executable, "-m", *with_arguments(words, block.arguments)], block, folder)
 
 
@@ -132,9 +130,7 @@ def run_words(words: list[str], block: Block, folder: Path) -> None:
     done = subprocess.run(
         words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False
     )
-    assert done.returncode == 0, (
-        f"README line {block.line}: {words}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-    )
+    assert done.returncode == 0, f"README line {block.line}: {words}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
 @pytest.mark.slow
@@ -151,7 +147,7 @@ def test_every_block_of_the_readme_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_runner_runs(tmp_path: Path) -> None:
-    page = "<!-- test: pictures photos -->\n```bash\nm1clip data make more --count 30 --image-size 32\n```\n"
+    page = "<!-- test: images photos -->\n```bash\nm1clip data make more --count 30 --image-size 32\n```\n"
     for block in blocks(page + "```python\nimport m1clip\nassert open('photos/captions.csv').read()\n```\n"):
         run_block(block, tmp_path)
     assert (tmp_path / "more" / "captions.csv").exists()
@@ -162,7 +158,7 @@ def test_the_runner_runs(tmp_path: Path) -> None:
 
 
 def test_the_readme_is_finished() -> None:
-    """No place-holder is left, and every picture and page it links to is there."""
+    """No place-holder is left, and every image and page it links to is there."""
     if not README.exists():
         pytest.skip("the README is not beside an installed package")
     text = README.read_text(encoding="utf-8")

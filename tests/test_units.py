@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from m1clip.errors import UserError
-from m1clip.units import amount
+from m1clip.formatting import amount
 
 
 @pytest.mark.parametrize(

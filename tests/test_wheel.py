@@ -26,13 +26,7 @@ def run(*words: str | Path, cwd: Path) -> str:
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     env |= {"COLUMNS": "200", "NO_COLOR": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     done = subprocess.run(
-        [str(word) for word in words],
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+        [str(word) for word in words], cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -67,9 +61,7 @@ def test_it_trains_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
     # The libraries come from here, after its own site-packages; the editable m1clip of this place does not,
     # because a .pth file inside a folder that a .pth file names is not read.
     site = Path(
-        run(
-            scripts / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=home
-        ).strip()
+        run(scripts / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=home).strip()
     )
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     where = run(scripts / "python", "-c", "import m1clip; print(m1clip.__file__)", cwd=home)
@@ -80,8 +72,5 @@ def test_it_trains_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
     assert (home / "my run" / "model" / "model.safetensors").is_file()
     assert m1clip.__version__ in run(scripts / "m1clip", "--version", cwd=home)
     assert "did you mean" not in run(
-        scripts / "python",
-        "-c",
-        "from m1clip.configfile import read_preset; print(read_preset('demo'))",
-        cwd=home,
+        scripts / "python", "-c", "from m1clip.config import read_preset; print(read_preset('demo'))", cwd=home
     )

@@ -11,10 +11,9 @@ import torch
 from small_run import small_config
 
 from m1clip.config import Config
-from m1clip.model.pretrained import build
-from m1clip.model.pretrained.bert import BertShape, BertTower
-from m1clip.model.pretrained.efficientnet import EfficientNetLite0
-from m1clip.train import frozen
+from m1clip.model import pretrained as build
+from m1clip.model.pretrained import BertShape, BertTower, EfficientNetLite0
+from m1clip.training import setup as frozen
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *LETTERS, ",", ".", *(f"##{c}" for c in LETTERS)]
@@ -36,17 +35,6 @@ def patch_towers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def frozen_config(tmp_path: Path, **changes: Any) -> Config:
     """The small run with the frozen recipe; features go into `tmp_path`."""
-    transfer = {
-        "transfer.recipe": "frozen",
-        "transfer.image_size": 32,
-        "transfer.hidden": 32,
-        "transfer.embed_dim": 16,
-    }
-    sizes = {
-        "data.train_count": 40,
-        "train.batch": 16,
-        "train.save_every": 3,
-        "train.steps": 6,
-        "optim.name": "adamw",
-    }
+    transfer = {"transfer.recipe": "frozen", "transfer.image_size": 32, "transfer.hidden": 32, "transfer.embed_dim": 16}
+    sizes = {"data.train_count": 40, "train.batch": 16, "train.save_every": 3, "train.steps": 6, "optim.name": "adamw"}
     return small_config({**transfer, **sizes, "data.cache_dir": str(tmp_path / "cache"), **changes})

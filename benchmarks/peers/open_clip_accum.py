@@ -56,9 +56,7 @@ class CountedLoss(ClipLoss):
         return super().forward(*inputs, **named)
 
 
-def step(
-    model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor], accum: int, precision: str
-) -> CountedLoss:
+def step(model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor], accum: int, precision: str) -> CountedLoss:
     """One update with the batch in `accum` parts."""
     loader, loss = Loader(*batch, accum), CountedLoss()
     data = {"train": SimpleNamespace(dataloader=loader, set_epoch=lambda epoch: None)}
@@ -93,7 +91,7 @@ def gradients(model: nn.Module, batch: tuple[Tensor, Tensor], accum: int) -> dic
     return {
         "temperature_ratio": float(found["logit_scale"] / whole["logit_scale"]),
         "worst_tower_parameter": worst,
-        "encodings_of_a_picture": rows / len(batch[0]),
+        "encodings_of_a_image": rows / len(batch[0]),
         "losses_over_all_features": loss.asked,
     }
 

@@ -1,7 +1,7 @@
 """Pairs a second of open_clip's CSV loader. Runs in a Python that has open_clip; driven line by line by loader.py.
 
 Arguments: CSV (tab separated: filepath, title), image size, batch, workers. For each line `N` on standard input it
-takes N batches and answers with the pairs a second; the batches that lay ready from before are taken first.
+takes N batches and answers with the samples a second; the batches that lay ready from before are taken first.
 It ends at the line `stop`.
 """
 

@@ -2,7 +2,7 @@
 
 python open_clip_features.py CONFIG_FOLDER MODEL CHECKPOINT SPLIT.jsonl OUT
 
-SPLIT.jsonl: a line a picture, {"image": path, "captions": [...]}. Writes OUT/image.npy and OUT/text.npy, unit vectors
+SPLIT.jsonl: a line an image, {"image": path, "captions": [...]}. Writes OUT/image.npy and OUT/text.npy, unit vectors
 in the order of the file, and prints the version of open_clip.
 """
 
@@ -25,7 +25,7 @@ BATCH = 250
 
 @torch.inference_mode()
 def main() -> None:
-    """Encode every picture and every caption once."""
+    """Encode every image and every caption once."""
     folder, name, checkpoint, split, out = sys.argv[1:6]
     open_clip.add_model_config(folder)
     model, _, transform = open_clip.create_model_and_transforms(name)

@@ -32,9 +32,7 @@ def main() -> None:
     found = list(loader)
     images, texts = found[0]
     count = sum(len(batch[0]) for batch in found)
-    print(
-        f"expected {loader.num_samples}, read {count}, images {tuple(images.shape)}, texts {tuple(texts.shape)}"
-    )
+    print(f"expected {loader.num_samples}, read {count}, images {tuple(images.shape)}, texts {tuple(texts.shape)}")
     print(f"first caption: {tokenizer.decode(texts[0][texts[0] != 0].tolist())}")
 
 

@@ -22,7 +22,7 @@ SIZE, WORDS = 32, 16
 
 
 class Pairs(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Pictures and captions of a table; letters are tokens."""
+    """Images and captions of a table; letters are tokens."""
 
     def __init__(self, table: Path, nan_at: int, batch: int) -> None:
         with table.open() as file:
@@ -35,10 +35,8 @@ class Pairs(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         path, caption = self.rows[index]
-        with Image.open(path) as picture:
-            pixels = (
-                torch.from_numpy(np.array(picture.convert("RGB").resize((SIZE, SIZE)))).permute(2, 0, 1) / 255
-            )
+        with Image.open(path) as image:
+            pixels = torch.from_numpy(np.array(image.convert("RGB").resize((SIZE, SIZE)))).permute(2, 0, 1) / 255
         if torch.rand(()) < 0.5:
             pixels = pixels.flip(-1)
         self.given += 1

@@ -1,6 +1,6 @@
 """open_clip's own training command for the tests of tests/reliability/peers.py: CONFIG_FOLDER NAN_AT [arguments].
 
-NAN_AT > 0: the pictures of that training step (counted from 1) are NaN, as a broken decoder might give them.
+NAN_AT > 0: the images of that training step (counted from 1) are NaN, as a broken decoder might give them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from open_clip_train.main import main
 
 
 def poison(step: int) -> None:
-    """Make the pictures of one training step NaN."""
+    """Make the images of one training step NaN."""
     usual, calls = open_clip.CLIP.encode_image, 0
 
     def encode_image(self: Any, image: Any, *rest: Any, **named: Any) -> Any:

@@ -2,7 +2,7 @@
 
 Argument: a JSON file with the job (shape, batch, text tokens, threads). Each line on standard input is a JSON object:
 {"do": "versions"}, {"do": "step", "variant": "open_clip amp_bf16"} or {"do": "drop", "variant": ...}; each gets one
-line of JSON back. Inputs lie ready as float pictures and token ids: the peers' data path costs nothing here.
+line of JSON back. Inputs lie ready as float images and token ids: the peers' data path costs nothing here.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ def hugging_face_model(job: dict[str, Any], attention: str) -> tuple[nn.Module, 
     text = {"vocab_size": last + 1, "max_position_embeddings": job["text_tokens"], "eos_token_id": last,
             "bos_token_id": 1, "pad_token_id": 0, **tower("text")}  # fmt: skip
     vision = {"image_size": shape["image_size"], "patch_size": shape["patch_size"], **tower("vision")}
-    config = transformers.CLIPConfig(
-        text_config=text, vision_config=vision, projection_dim=shape["embed_dim"]
-    )
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=shape["embed_dim"])
     config._attn_implementation = attention
     model = transformers.CLIPModel._from_config(config, attn_implementation=attention)
     return model, lambda out, _: out.loss

@@ -8,28 +8,26 @@ from typing import Any
 
 import torch
 
-from m1clip.bench.candidate import Candidate, config_of, text_config
-from m1clip.bench.costmodel import Point, fit
-from m1clip.bench.known import recall
+from m1clip.bench.candidate import Candidate, config_of, recall, text_config
+from m1clip.bench.verdict import Point, fit
 from m1clip.config import Config
+from m1clip.data.cache import RAM_LIMIT_SHARE
 from m1clip.data.captions import tokenise
-from m1clip.data.keep import RAM_LIMIT_SHARE
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.errors import UserError
+from m1clip.formatting import amount
 from m1clip.hardware.device import Device, choose_device, choose_precision, threads
 from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.measure import bf16_speedup, gemm_rate
-from m1clip.model.build import shape_of
 from m1clip.model.clip import count_parameters
-from m1clip.model.shape import ClipShape, flops_per_pair
-from m1clip.text import make_tokenizer
-from m1clip.train.memory import forecast, foretold_peak, tensor_limit, tracer, warm_process
-from m1clip.units import amount
+from m1clip.model.presets import ClipShape, flops_per_pair, shape_of
+from m1clip.text.tokenizers import make_tokenizer
+from m1clip.training.memory import forecast, foretold_peak, tensor_limit, tracer, warm_process
 
 ASSUMED_SHARE = 0.5  # of the matrix product rate, where nothing was measured: said in the plan
 OPTIMIZER_BYTES = 28  # AdamW reads weight, gradient and two moments, writes three of them
 MOST_BATCH = 65_536
-CAPTIONS = 64  # synthetic pictures, for the usual length of a caption
+CAPTIONS = 64  # synthetic images, for the usual length of a caption
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +36,7 @@ class PlanAsk:
 
     model: str = "tiny"
     batch: int = 64
-    pictures: int = 8000
+    images: int = 8000
     epochs: float = 10.0
     device: str = "auto"
     precision: str = "auto"
@@ -51,7 +49,7 @@ class PlanAsk:
     memory: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("batch", 2), ("pictures", 2), ("epochs", 1e-9)):
+        for name, least in (("batch", 2), ("images", 2), ("epochs", 1e-9)):
             if not getattr(self, name) >= least:
                 raise UserError(f"--{name} must be at least {least:g}, not {getattr(self, name):g}")
 
@@ -75,22 +73,12 @@ def make_plan(ask: PlanAsk) -> dict[str, Any]:
     tokens = min(ask.text_tokens or usual, shape.context_length)
     limit = asked_memory if ask.memory else float(device.total_bytes())
     memory = plan_memory(
-        config,
-        shape,
-        device,
-        precision,
-        facts,
-        ask.batch,
-        tokens,
-        data_bytes(ask, shape, facts.memory_bytes),
-        limit,
+        config, shape, device, precision, facts, ask.batch, tokens, data_bytes(ask, shape, facts.memory_bytes), limit
     )
 
     parameters, per_pair = count_parameters(shape), flops_per_pair(shape, tokens)
-    step, basis, joules = step_time(
-        candidate, facts, device, parameters, per_pair * ask.batch, rate, bandwidth
-    )
-    steps = max(1, round(ask.epochs * ask.pictures / ask.batch))
+    step, basis, joules = step_time(candidate, facts, device, parameters, per_pair * ask.batch, rate, bandwidth)
+    steps = max(1, round(ask.epochs * ask.images / ask.batch))
     return {
         "job": {"model": ask.model, "parameters": parameters, "flops_per_pair": per_pair, "text_tokens": tokens,
                 "batch": ask.batch, "device": device.kind, "precision": precision, "optimizer": ask.optimizer},
@@ -151,9 +139,7 @@ def step_time(
     if model is not None:
         return model.seconds(parameters, flops), f"cost model of {len(points)} steps measured here", None
     rate = gemm_rate(device, candidate.precision, 1536 if device.kind == "cpu" else 8192)  # type: ignore[arg-type]
-    words = (
-        f"{ASSUMED_SHARE:.0%} of the measured {rate / 1e12:.3g} TFLOP/s, assumed; m1clip compare measures it"
-    )
+    words = f"{ASSUMED_SHARE:.0%} of the measured {rate / 1e12:.3g} TFLOP/s, assumed; m1clip compare measures it"
     return flops / (rate * ASSUMED_SHARE), words, None
 
 
@@ -161,12 +147,7 @@ def on_machines(count: int, step: float, steps: int, gradient: int, network: flo
     """The same epochs on several machines, each with the whole batch; a ring moves each gradient nearly twice."""
     traffic = 2 * (count - 1) / count * gradient
     seconds = steps / count * (step + traffic / network)
-    return {
-        "machines": count,
-        "seconds": seconds,
-        "speedup": steps * step / seconds,
-        "traffic_bytes": traffic,
-    }
+    return {"machines": count, "seconds": seconds, "speedup": steps * step / seconds, "traffic_bytes": traffic}
 
 
 def energy_words(joules: float | None, watts: float | None, step: float, steps: int) -> str:
@@ -179,8 +160,8 @@ def energy_words(joules: float | None, watts: float | None, step: float, steps: 
 
 
 def data_bytes(ask: PlanAsk, shape: ClipShape, memory: int) -> int:
-    """Pictures that train keeps in memory as bytes; a larger set stays on disk."""
-    needed = ask.pictures * shape.image_size**2 * 3
+    """Images that train keeps in memory as bytes; a larger set stays on disk."""
+    needed = ask.images * shape.image_size**2 * 3
     return needed if needed <= RAM_LIMIT_SHARE * memory else 0
 
 
@@ -188,9 +169,7 @@ def caption_shape(model: str) -> tuple[int | None, int]:
     """(vocabulary, tokens of the longest caption in a batch, rounded up to 8) of the synthetic captions."""
     text = text_config(model)
     draft = shape_of(config_of(Candidate(model=model, batch=2, device="cpu", precision="fp32"), 64).model)
-    captions = [
-        c for pair in SyntheticSource(32, CAPTIONS, 1, 1, seed=0).pairs("train") for c in pair.captions
-    ]
+    captions = [c for sample in SyntheticSource(32, CAPTIONS, 1, 1, seed=0).samples("train") for c in sample.captions]
     tokenizer = make_tokenizer(text.tokenizer, captions, text.alphabet)
     lengths = tokenise([tuple(captions)], tokenizer, draft.context_length).lengths
     return tokenizer.vocab_size, min(-(-int(lengths.max()) // 8) * 8, draft.context_length)

@@ -19,20 +19,17 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     from m1clip.bench.candidate import Candidate
-    from m1clip.bench.probe import probe_device
-    from m1clip.bench.workload import Workload
+    from m1clip.bench.workload import Workload, probe_device
     from m1clip.hardware.facts import read_facts
 
     facts = read_facts()
     workload = Workload(facts)
     commands = {
-        "open": lambda ask: workload.open(Candidate(**ask["candidate"]), ask["pictures"]),
+        "open": lambda ask: workload.open(Candidate(**ask["candidate"]), ask["images"]),
         "steps": lambda ask: workload.steps(ask["count"], ask["seconds"]),
         "memory": lambda ask: workload.memory(),
         "parity": lambda ask: workload.parity(),
-        "probe": lambda ask: probe_device(
-            ask["device"], facts, ask["precisions"], ask["compile"], ask["budget"]
-        ),
+        "probe": lambda ask: probe_device(ask["device"], facts, ask["precisions"], ask["compile"], ask["budget"]),
         "facts": lambda ask: facts.to_dict(),
     }
     for line in sys.stdin:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from m1clip.data import randomness as rnd
-from m1clip.data.preprocess import Preprocess
+from m1clip.data.images import Preprocess
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Views:
 
 @dataclass(frozen=True)
 class DeviceViews:
-    """Views as tensors; two flags say whether any picture of the batch is moved or coloured at all."""
+    """Views as tensors; two flags say whether any image of the batch is moved or coloured at all."""
 
     boxes: Tensor
     flips: Tensor
@@ -137,7 +137,7 @@ def _resample(x: Tensor, views: DeviceViews, size: int) -> Tensor:
 
 
 def whole_views(count: int) -> Views:
-    """The view of each picture that changes nothing but its size."""
+    """The view of each image that changes nothing but its size."""
     boxes = np.tile(np.array([0, 0, 1, 1], np.float32), (count, 1))
     return Views(boxes, np.zeros(count, bool), np.ones((count, 2), np.float32))
 

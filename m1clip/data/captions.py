@@ -14,20 +14,18 @@ BUCKET = 4  # text lengths are rounded up to a multiple of this, so that shapes 
 
 @dataclass(frozen=True)
 class CaptionTable:
-    """`tokens[first[i] : first[i + 1]]` are the captions of picture i; equal captions share a `key`."""
+    """`tokens[first[i] : first[i + 1]]` are the captions of image i; equal captions share a `key`."""
 
     tokens: np.ndarray  # (captions, context) int32
     lengths: np.ndarray  # (captions,) up to and with the end mark
     keys: np.ndarray  # (captions,) int64
-    first: np.ndarray  # (pictures + 1,)
+    first: np.ndarray  # (images + 1,)
     pad_id: int  # what stands after the end mark
-    classes: bool = field(
-        default=False, kw_only=True
-    )  # made from class names: equal first captions are one class
+    classes: bool = field(default=False, kw_only=True)  # made from class names: equal first captions are one class
 
     @property
     def owner(self) -> np.ndarray:
-        """(captions,) the picture that each caption describes."""
+        """(captions,) the image that each caption describes."""
         return np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
 
     @property
@@ -35,17 +33,15 @@ class CaptionTable:
         """(images,) the class of each image, numbered from 0; None where captions are not made from classes."""
         return np.unique(self.keys[self.first[:-1]], return_inverse=True)[1] if self.classes else None
 
-    def pick(
-        self, pictures: np.ndarray, draws: np.ndarray, several: int = 1
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Up to `several` different captions of each picture from 64-bit draws: (rows of `pictures`, captions)."""
-        counts = (self.first[1:] - self.first[:-1])[pictures]
+    def pick(self, images: np.ndarray, draws: np.ndarray, several: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Up to `several` different captions of each image from 64-bit draws: (rows of `images`, captions)."""
+        counts = (self.first[1:] - self.first[:-1])[images]
         taken = np.minimum(counts, several)
-        rows = np.repeat(np.arange(len(pictures)), taken)
+        rows = np.repeat(np.arange(len(images)), taken)
         place = np.arange(len(rows)) - np.repeat(np.cumsum(taken) - taken, taken)
         # A run of neighbours from a random start: no caption twice, and each as often as any other.
         start = (draws % counts.astype(np.uint64)).astype(np.int64)
-        return rows, self.first[pictures][rows] + (start[rows] + place) % counts[rows]
+        return rows, self.first[images][rows] + (start[rows] + place) % counts[rows]
 
     def rows(self, captions: np.ndarray) -> np.ndarray:
         """(n, length) tokens, cut after the longest caption."""
@@ -76,13 +72,11 @@ def rounded(length: int, context: int) -> int:
 def caption_keys(captions: Sequence[str]) -> np.ndarray:
     """(n,) int64: equal captions have equal keys, whatever their case and outer spaces."""
     number: dict[str, int] = {}
-    return np.array(
-        [number.setdefault(caption.strip().lower(), len(number)) for caption in captions], np.int64
-    )
+    return np.array([number.setdefault(caption.strip().lower(), len(number)) for caption in captions], np.int64)
 
 
 def tokenise(captions: Sequence[tuple[str, ...]], tokenizer: Tokenizer, context_length: int) -> CaptionTable:
-    """Tokenise every caption of every picture."""
+    """Tokenise every caption of every image."""
     flat = [caption for group in captions for caption in group]
     first = np.concatenate([[0], np.cumsum([len(group) for group in captions])]).astype(np.int64)
     tokens = tokenizer(flat, context_length)

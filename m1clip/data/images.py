@@ -1,4 +1,4 @@
-"""Decode a picture from anyone: six formats and HEIC, size known before decoding, always 8-bit RGB."""
+"""Decode an image from anyone: six formats and HEIC, size known before decoding, always 8-bit RGB."""
 
 from __future__ import annotations
 
@@ -6,33 +6,24 @@ import importlib
 import io
 import os
 import stat
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Generic, Literal, TypeVar
 
 import numpy as np
 from PIL import Image
 
+from m1clip.errors import UserError
+from m1clip.io import check_limits, checked
+
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 SUFFIXES = frozenset(
-    {
-        ".jpg",
-        ".jpeg",
-        ".jpe",
-        ".jfif",
-        ".png",
-        ".webp",
-        ".gif",
-        ".bmp",
-        ".dib",
-        ".tif",
-        ".tiff",
-        ".heic",
-        ".heif",
-    }
+    {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff", ".heic", ".heif"}
 )
 HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 HEIC_REMEDY = "HEIC is read with the library pi-heif: pip install pi-heif (or save the image as JPEG)"
@@ -58,9 +49,9 @@ def one_line(text: str) -> str:
 
 
 class BadImage(ValueError):
-    """A picture that cannot be used: where, why, and what kind of fault. It pickles, for worker processes.
+    """An image that cannot be used: where, why, and what kind of fault. It pickles, for worker processes.
 
-    Kinds: missing, empty, truncated, not-a-picture, no-decoder, too-large, broken.
+    Kinds: missing, empty, truncated, not-a-image, no-decoder, too-large, broken.
     """
 
     def __init__(self, where: str, reason: str, kind: str = "broken") -> None:
@@ -71,11 +62,9 @@ class BadImage(ValueError):
         return one_line(f"{self.where}: {self.reason}")
 
 
-def decode(
-    data: bytes | str | os.PathLike[str], want: int | None = None, where: str | None = None
-) -> Image.Image:
+def decode(data: bytes | str | os.PathLike[str], want: int | None = None, where: str | None = None) -> Image.Image:
     """8-bit RGB, upright, first frame; `want` is the short side needed, so that JPEG may decode smaller."""
-    place = where or ("picture in memory" if isinstance(data, bytes) else os.fspath(data))
+    place = where or ("image in memory" if isinstance(data, bytes) else os.fspath(data))
     with opened(data, place) as image:
         try:
             if want and image.format == "JPEG":
@@ -90,7 +79,7 @@ def decode(
 
 @contextmanager
 def opened(data: bytes | str | os.PathLike[str], where: str) -> Iterator[Image.Image]:
-    """The picture with only its header read, its size already checked; BadImage where it cannot be."""
+    """The image with only its header read, its size already checked; BadImage where it cannot be."""
     stream = io.BytesIO(data) if isinstance(data, bytes) else _open_file(data, where)
     with stream:
         if isinstance(data, bytes) and not data:
@@ -138,22 +127,19 @@ def _open_file(path: str | os.PathLike[str], where: str) -> io.BufferedReader:
         return os.fdopen(handle, "rb")
     os.close(handle)
     if not stat.S_ISREG(facts.st_mode):
-        raise BadImage(where, "not a file", "not-a-picture")
+        raise BadImage(where, "not a file", "not-a-image")
     if facts.st_size == 0:
         raise BadImage(where, "the file is empty (0 bytes)", "empty")
-    raise BadImage(where, f"{facts.st_size >> 20} MiB is more than a picture needs", "too-large")
+    raise BadImage(where, f"{facts.st_size >> 20} MiB is more than an image needs", "too-large")
 
 
 def _reason(error: Exception) -> tuple[str, str]:
     if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
         return f"more than {MAX_PIXELS >> 20} megapixels; make it smaller", "too-large"
     if isinstance(error, Image.UnidentifiedImageError):
-        return (
-            "not a picture that can be read (JPEG, PNG, WebP, GIF, BMP, TIFF and HEIC are)",
-            "not-a-picture",
-        )
+        return ("not an image that can be read (JPEG, PNG, WebP, GIF, BMP, TIFF and HEIC are)", "not-a-image")
     if "truncated" in str(error).lower():
-        return "truncated: the file ends before the picture does", "truncated"
+        return "truncated: the file ends before the image does", "truncated"
     return f"broken ({str(error) or type(error).__name__})", "broken"
 
 
@@ -190,7 +176,7 @@ def _to_8bit(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class FileImage:
-    """A picture in a file of its own."""
+    """An image in a file of its own."""
 
     path: str
 
@@ -218,3 +204,173 @@ def file_stamp(path: str | Path) -> str:
     except (OSError, ValueError):
         return "missing"
     return f"{facts.st_size}|{facts.st_mtime_ns}"
+
+
+OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
+OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
+# Beyond this the ends are cut off before resizing: a line of 60,000 x 1 would become 13 million pixels wide.
+MAX_ASPECT = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preprocess:
+    """Kept in the model folder, so that an image is seen at use as it was in training."""
+
+    image_size: int
+    mean: tuple[float, float, float] = OPENAI_MEAN
+    std: tuple[float, float, float] = OPENAI_STD
+    # Shortest side then centre crop, or the whole image. An odd margin is halved as torchvision and open_clip do, or
+    # ("-floor") as transformers does: an image then moves by one pixel.
+    resize: Literal["shortest", "shortest-floor", "squash"] = "shortest"
+
+    def __post_init__(self) -> None:
+        check_limits(self, "preprocessing: ")
+        if self.image_size < 1:
+            raise UserError(f"preprocessing: image_size must be at least 1, not {self.image_size}")
+        if min(self.std) <= 0:
+            raise UserError(f"preprocessing: std must be above 0, not {self.std}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Preprocess:
+        """The inverse of `to_dict`; a key or a value that cannot be meant is an error, never a guess."""
+        return cls(**checked(cls, values, "preprocessing"))
+
+
+def to_square(image: Image.Image, size: int, resize: str = "shortest") -> np.ndarray:
+    """(size, size, 3) uint8, as open_clip does it: bicubic, shortest side to `size`, centre crop."""
+    # Cut before anything else: each copy of an image of 1 x 60,000,000 takes 700 MB.
+    image = (image if resize == "squash" else _without_ends(image)).convert("RGB")
+    width, height = image.size
+    if resize == "squash":
+        image = image.resize((size, size), Image.Resampling.BICUBIC)
+    elif (width, height) != (size, size):
+        # In this order, as torchvision does: a scale computed first is now and then one pixel short.
+        wide, high = (size, int(size * height / width)) if width <= height else (int(size * width / height), size)
+        image = image.resize((max(wide, size), max(high, size)), Image.Resampling.BICUBIC)
+        left, top = ((whole - size) / 2 for whole in image.size)
+        left, top = (int(left), int(top)) if resize == "shortest-floor" else (round(left), round(top))
+        image = image.crop((left, top, left + size, top + size))
+    return np.asarray(image)
+
+
+def _without_ends(image: Image.Image) -> Image.Image:
+    """The middle of a very long image; any other image as it is."""
+    width, height = image.size
+    limit = MAX_ASPECT * min(width, height)
+    if max(width, height) <= limit:
+        return image
+    # An even number of pixels goes, half from each end, so that the centre stays where it was.
+    cut_x, cut_y = max(0, width - limit) // 2, max(0, height - limit) // 2
+    return image.crop((cut_x, cut_y, width - cut_x, height - cut_y))
+
+
+PATIENCE = 60.0  # seconds for one image; 0 waits for ever
+MOST_LEFT_BEHIND = 8  # threads of this process that hang: then it is the disk, not the image
+
+Item = TypeVar("Item")
+Found = TypeVar("Found")
+_left_behind: list[threading.Thread] = []
+
+
+class _Shared(Generic[Item, Found]):
+    """The items, who works on which since when, and what was found."""
+
+    def __init__(self, items: Sequence[Item], work: Callable[[Item], Found]) -> None:
+        self.items, self.work = items, work
+        self.found: dict[int, Found] = {}
+        self.error: BaseException | None = None
+        self.next = 0
+        self.busy: dict[threading.Thread, tuple[int, float]] = {}
+        self.changed = threading.Condition()
+
+    @property
+    def over(self) -> bool:
+        return self.error is not None or len(self.found) == len(self.items)
+
+    def run(self) -> None:
+        me = threading.current_thread()
+        while True:
+            with self.changed:
+                if self.next >= len(self.items) or self.error is not None:
+                    return
+                place, self.next = self.next, self.next + 1
+                self.busy[me] = (place, time.monotonic())
+            try:
+                result = self.work(self.items[place])
+            except BaseException as error:  # noqa: BLE001  given to the one who waits
+                with self.changed:
+                    if self.busy.pop(me, None) is not None:  # else given up on, and answered for
+                        self.error = error
+                        self.changed.notify()
+                return
+            with self.changed:
+                if self.busy.pop(me, None) is None:
+                    return  # given up on: another has taken over the rest
+                self.found[place] = result
+                if self.over:
+                    self.changed.notify()
+
+
+def patiently(
+    items: Sequence[Item],
+    work: Callable[[Item], Found],
+    hung: Callable[[Item], Found],
+    patience: float = PATIENCE,
+    threads: int = 1,
+    name: Callable[[Item], str] = str,
+) -> list[Found]:
+    """What `work` gives for each item, in order; `hung` answers for one that takes longer than `patience` seconds.
+
+    `name` says to a person which item it is.
+    """
+    if not items:
+        return []
+    if patience <= 0 and threads == 1:
+        return [work(item) for item in items]
+    shared: _Shared[Item, Found] = _Shared(items, work)
+    for _ in range(min(threads, len(items))):
+        _start(shared)
+    with shared.changed:
+        while not shared.over:
+            shared.changed.wait(_time_left(shared, patience))
+            _give_up(shared, hung, patience, name)
+    if shared.error is not None:
+        raise shared.error
+    return [shared.found[place] for place in range(len(items))]
+
+
+def _start(shared: _Shared[Item, Found]) -> None:
+    threading.Thread(target=shared.run, name="decode", daemon=True).start()
+
+
+def _time_left(shared: _Shared[Item, Found], patience: float) -> float | None:
+    if patience <= 0:
+        return None
+    oldest = min((since for _, since in shared.busy.values()), default=time.monotonic())
+    return max(0.01, oldest + patience - time.monotonic())
+
+
+def _give_up(
+    shared: _Shared[Item, Found], hung: Callable[[Item], Found], patience: float, name: Callable[[Item], str]
+) -> None:
+    """Answer for those who hang, and start another in the place of each."""
+    if patience <= 0 or shared.over:
+        return
+    now = time.monotonic()
+    for thread, (place, since) in list(shared.busy.items()):
+        if now - since < patience:
+            continue
+        del shared.busy[thread]
+        shared.found[place] = hung(shared.items[place])
+        _left_behind.append(thread)
+        _left_behind[:] = [one for one in _left_behind if one.is_alive()]
+        if len(_left_behind) > MOST_LEFT_BEHIND:
+            raise UserError(
+                f"{name(shared.items[place])}: the {len(_left_behind)}th read that hangs for more than {patience:g} s; "
+                f"is the disk with the images still there? Continue with --resume when it is back"
+            )
+        _start(shared)

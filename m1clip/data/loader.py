@@ -21,10 +21,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from m1clip.data import randomness as rnd
 from m1clip.data.augment import Augmentation, DeviceViews, Views, draw_patches, draw_views
+from m1clip.data.cache import ArrayImages, Failure, Images, ResidentImages, read_or_replace, stay_with_parent
 from m1clip.data.captions import CaptionTable, drop_tokens, rounded
-from m1clip.data.helpers import stay_with_parent
-from m1clip.data.resident import ResidentPictures
-from m1clip.data.store import ArrayPictures, Failure, Pictures, read_or_replace
 from m1clip.errors import UserError
 
 TEXT_GROUPS = 4  # of like length in a step; more would save little padding and make products small
@@ -34,21 +32,21 @@ RESTARTS = 3  # of the workers for one batch
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's worth: raw pixels, tokens, and what says which pairs belong together."""
+    """One step's worth: raw pixels, tokens, and what says which samples belong together."""
 
     pixels: Tensor  # (n, side, side, 3) uint8
     tokens: Tensor  # (m, length) int64; short captions first
-    pictures: Tensor  # (n,) number of each picture; copies of one have equal numbers
+    images: Tensor  # (n,) number of each image; copies of one have equal numbers
     captions: Tensor  # (m,) key of each caption; equal captions have equal keys
-    owners: Tensor  # (m,) the row of the picture that each caption describes
+    image_index: Tensor  # (m,) the row of the image that each caption describes
     views: Views | DeviceViews
-    patches: Tensor | None = None  # (n, kept) which patches of each picture are seen; None: all
+    patches: Tensor | None = None  # (n, kept) which patches of each image are seen; None: all
     lengths: tuple[int, ...] = ()  # of each caption, on the host; empty: all are to be read at full length
-    failed: tuple[Failure, ...] = ()  # pictures that could not be read; others stand in their place
-    store: Tensor | None = None  # where all pictures lie on the device: `pixels` are then rows of it, (n,)
+    failed: tuple[Failure, ...] = ()  # images that could not be read; others stand in their place
+    store: Tensor | None = None  # where all images lie on the device: `pixels` are then rows of it, (n,)
 
     def shown(self, rows: slice | Tensor = slice(None)) -> Tensor:
-        """Raw pixels of some pictures, taken from the store where there is one."""
+        """Raw pixels of some images, taken from the store where there is one."""
         pixels = self.pixels[rows]
         return pixels if self.store is None else self.store[pixels]
 
@@ -78,48 +76,48 @@ class Batch:
         return self._map(Tensor.pin_memory)
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> Batch:
-        names = ("pixels", "tokens", "pictures", "captions", "owners", "patches")
+        names = ("pixels", "tokens", "images", "captions", "image_index", "patches")
         tensors = {name: getattr(self, name) for name in names}
         moved: dict[str, Any] = {name: move(t) for name, t in tensors.items() if t is not None}
         return replace(self, **moved)
 
 
 class Texts(NamedTuple):
-    """The captions of a step: tokens, the row of the picture of each, its number in the table, and its length."""
+    """The captions of a step: tokens, the row of the image of each, its number in the table, and its length."""
 
     tokens: np.ndarray
-    owners: np.ndarray
+    image_index: np.ndarray
     chosen: np.ndarray
     lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Which pictures are in which step: a function of the seed and the step number."""
+    """Which images are in which step: a function of the seed and the step number."""
 
-    pictures: int
+    images: int
     batch: int
     seed: int
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full batches only; which pictures are left over differs from epoch to epoch."""
-        return self.pictures // self.batch
+        """Full batches only; which images are left over differs from epoch to epoch."""
+        return self.images // self.batch
 
     @classmethod
-    def full(cls, pictures: int, batch: int, seed: int) -> BatchPlan:
+    def full(cls, images: int, batch: int, seed: int) -> BatchPlan:
         """The plan of a run; data that does not fill one batch is refused."""
-        if pictures < batch:
+        if images < batch:
             raise UserError(
-                f"{pictures} training pictures do not fill one batch of {batch}: "
-                f"lower --batch to {max(2, pictures // 2)}, or bring more pictures"
+                f"{images} training images do not fill one batch of {batch}: "
+                f"lower --batch to {max(2, images // 2)}, or bring more images"
             )
-        return cls(pictures, batch, seed)
+        return cls(images, batch, seed)
 
     def members(self, step: int) -> tuple[int, np.ndarray]:
-        """(epoch, picture indices) of a step."""
+        """(epoch, image indices) of a step."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        order = rnd.permutation(self.seed, epoch, self.pictures)
+        order = rnd.permutation(self.seed, epoch, self.images)
         return epoch, order[place * self.batch : (place + 1) * self.batch]
 
 
@@ -128,7 +126,7 @@ class TrainingSet(Dataset[Batch]):
 
     def __init__(
         self,
-        pictures: Pictures,
+        images: Images,
         captions: CaptionTable,
         plan: BatchPlan,
         augmentation: Augmentation,
@@ -137,44 +135,42 @@ class TrainingSet(Dataset[Batch]):
         several: int = 1,
         patches: int = 0,
     ) -> None:
-        """`identity[i]` says which picture index i is, where copies exist; `several` captions of each go in a step.
+        """`identity[i]` says which image index i is, where copies exist; `several` captions of each go in a step.
 
-        `patches` is how many the image tower cuts a picture into, of which the augmentation may leave some out.
+        `patches` is how many the image tower cuts an image into, of which the augmentation may leave some out.
         """
         self.patches = patches
-        self.pictures, self.captions, self.plan, self.several = pictures, captions, plan, several
+        self.images, self.captions, self.plan, self.several = images, captions, plan, several
         self.augmentation, self.full_length, self.identity = augmentation, full_length, identity
-        self.report: Callable[[tuple[Failure, ...], int], None] | None = (
-            None  # told of failures and pictures asked for
-        )
+        self.report: Callable[[tuple[Failure, ...], int], None] | None = None  # told of failures and images asked for
 
     def __getitem__(self, step: int) -> Batch:
         epoch, planned = self.plan.members(step)
         failed: tuple[Failure, ...] = ()
         store: Tensor | None = None
-        if isinstance(self.pictures, ResidentPictures):
-            store, members, pixels = self.pictures.store, planned, planned.astype(np.int64)
+        if isinstance(self.images, ResidentImages):
+            store, members, pixels = self.images.store, planned, planned.astype(np.int64)
         else:
-            members, pixels, failed = read_or_replace(self.pictures, planned, self.plan.seed, epoch)
+            members, pixels, failed = read_or_replace(self.images, planned, self.plan.seed, epoch)
         texts = self.texts_of(members, epoch)
         return Batch(
             store=store,
             patches=self.shown_of(members, epoch),
             pixels=torch.from_numpy(pixels),
             tokens=torch.from_numpy(texts.tokens),
-            pictures=torch.from_numpy(self._identities(members).astype(np.int64)),
+            images=torch.from_numpy(self._identities(members).astype(np.int64)),
             captions=torch.from_numpy(self.captions.keys[texts.chosen]),
-            owners=torch.from_numpy(texts.owners),
+            image_index=torch.from_numpy(texts.image_index),
             lengths=texts.lengths,
             views=draw_views(self.augmentation, self.plan.seed, epoch, members),
             failed=failed,
         )
 
     def texts_of(self, members: np.ndarray, epoch: int) -> Texts:
-        """The captions of some pictures in this epoch, without the tokens that it leaves out, short ones first."""
+        """The captions of some images in this epoch, without the tokens that it leaves out, short ones first."""
         seed, table, share = self.plan.seed, self.captions, self.augmentation.word_dropout
         draws = rnd.bits(seed, epoch, members, rnd.CAPTION)
-        owners, chosen = table.pick(members, draws, self.several)
+        image_index, chosen = table.pick(members, draws, self.several)
         tokens, lengths = table.tokens[chosen], table.lengths[chosen]
         if share:
             context = tokens.shape[1]
@@ -182,13 +178,13 @@ class TrainingSet(Dataset[Batch]):
             gone = rnd.uniform(seed, epoch, places, rnd.WORD) < share
             tokens, lengths = drop_tokens(tokens, lengths, gone, table.pad_id)
         if self.full_length:
-            return Texts(tokens.astype(np.int64), owners, chosen, ())
+            return Texts(tokens.astype(np.int64), image_index, chosen, ())
         order = np.argsort(lengths, kind="stable")
         tokens = tokens[order, : rounded(int(lengths.max()), tokens.shape[1])]
-        return Texts(tokens.astype(np.int64), owners[order], chosen[order], tuple(lengths[order].tolist()))
+        return Texts(tokens.astype(np.int64), image_index[order], chosen[order], tuple(lengths[order].tolist()))
 
     def shown_of(self, members: np.ndarray, epoch: int) -> Tensor | None:
-        """Which patches of some pictures are seen in this epoch; None: all."""
+        """Which patches of some images are seen in this epoch; None: all."""
         share = self.augmentation.patch_dropout
         if not self.patches or not share:
             return None
@@ -222,9 +218,9 @@ def batches(
     warn: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Batch]:
     """The batches of steps start .. stop - 1, in order; `warn` is told when killed workers are restarted."""
-    if isinstance(data.pictures, ArrayPictures) and start_method != "fork":
-        workers = 0  # each would be sent a copy of all pictures, to save little: they are decoded already
-    if isinstance(data.pictures, ResidentPictures):
+    if isinstance(data.images, ArrayImages) and start_method != "fork":
+        workers = 0  # each would be sent a copy of all images, to save little: they are decoded already
+    if isinstance(data.images, ResidentImages):
         workers = 0  # what is left to prepare are rows and tokens, and other processes cannot see the store
     if workers == 0:
         made = (data[step] for step in range(start, stop))
@@ -312,9 +308,7 @@ class _Workers:
         for process in self._processes:
             if process.sentinel in dead:
                 process.join()
-                raise WorkerDied(
-                    f"data worker {process.pid} was killed (exit code {process.exitcode})"
-                ) from None
+                raise WorkerDied(f"data worker {process.pid} was killed (exit code {process.exitcode})") from None
 
     def end(self) -> None:
         """Kill the workers: they hold nothing that must be saved, and may wait for a lock of a dead one."""
@@ -329,17 +323,15 @@ class _Workers:
 
 
 def _reported(feed: Iterator[Batch], data: TrainingSet) -> Iterator[Batch]:
-    """Tell of failed pictures in the training process, whichever process read them."""
+    """Tell of failed images in the training process, whichever process read them."""
     try:
         for batch in feed:
             if data.report is not None:
-                data.report(batch.failed, len(batch.pictures))
+                data.report(batch.failed, len(batch.images))
             yield batch
     except UserError as error:
         # A worker's error arrives with its traceback in front; its last line is the message.
-        raise UserError(
-            str(error).strip().splitlines()[-1].removeprefix("m1clip.errors.UserError: ")
-        ) from None
+        raise UserError(str(error).strip().splitlines()[-1].removeprefix("m1clip.errors.UserError: ")) from None
 
 
 def _start_worker(worker: int) -> None:

@@ -1,4 +1,4 @@
-"""From the config's words to splits that can be trained on and evaluated: pictures, captions, what was skipped."""
+"""From the config's words to splits that can be trained on and evaluated: images, captions, what was skipped."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 
 from m1clip.config import DataConfig
 from m1clip.data.augment import Augmentation
+from m1clip.data.cache import CachePlace, DecodePlan, Failure, Images, data_folders, store_split
 from m1clip.data.captions import CaptionTable, tokenise
-from m1clip.data.keep import CachePlace, DecodePlan, data_folders, store_split
-from m1clip.data.lint import bpe_lengths, quick_lint
-from m1clip.data.pair import Pair, Source
-from m1clip.data.preprocess import Preprocess
-from m1clip.data.sources import Options, open_sources
-from m1clip.data.store import Failure, Pictures
+from m1clip.data.images import Preprocess
+from m1clip.data.lint import quick_lint
+from m1clip.data.lint.captions import bpe_lengths
+from m1clip.data.sources import open_sources
+from m1clip.data.sources.base import Options
 from m1clip.data.synthetic.source import SyntheticSource
+from m1clip.data.types import Sample, Source
 from m1clip.errors import UserError
 from m1clip.text.base import Tokenizer
 
@@ -29,32 +30,29 @@ EXAMPLES_LOGGED = 3
 
 @dataclass(frozen=True)
 class Split:
-    """Pictures with their captions, in the same order."""
+    """Images with their captions, in the same order."""
 
-    pictures: Pictures
+    images: Images
     captions: CaptionTable
-    pairs: Sequence[Pair]
-    failures: tuple[Failure, ...] = ()  # pictures found unreadable before training
+    samples: Sequence[Sample]
+    failures: tuple[Failure, ...] = ()  # images found unreadable before training
     cache: str = "ram"  # ram, disk or off
 
 
 def is_synthetic(config: DataConfig) -> bool:
-    """All pictures are drawn: then left and right, colours and sizes are words and must not be varied."""
+    """All images are drawn: then left and right, colours and sizes are words and must not be varied."""
     return all(name == "synthetic" for name in config.source)
 
 
 def augmentation_of(
-    config: DataConfig,
-    captions: Iterable[str] = (),
-    whole_pictures: bool = False,
-    whole_captions: bool = False,
+    config: DataConfig, captions: Iterable[str] = (), whole_images: bool = False, whole_captions: bool = False
 ) -> Augmentation:
     """What the config says, or what suits the kind of data; of what is `whole`, no part is left out by default."""
     drawn = is_synthetic(config)
     crop, flip, colour = (1.0, 0.0, 0.0) if drawn else (0.6, 0.5, 0.2)
-    patches, words = 0.0 if drawn or whole_pictures else 0.5, 0.0 if drawn or whole_captions else 0.3
+    patches, words = 0.0 if drawn or whole_images else 0.5, 0.0 if drawn or whole_captions else 0.3
     if speaks_of_sides(captions):
-        crop, flip = 1.0, 0.0  # a mirrored or shifted picture would make its caption false
+        crop, flip = 1.0, 0.0  # a mirrored or shifted image would make its caption false
     return Augmentation(
         crop_min=crop if config.crop_min is None else config.crop_min,
         flip=flip if config.flip is None else config.flip,
@@ -75,7 +73,7 @@ def open_data(config: DataConfig, image_size: int, seed: int) -> Source:
     if is_synthetic(config):
         counts = (config.train_count, config.val_count, config.test_count)
         return SyntheticSource(image_size, *counts, seed=seed, captions_per_image=config.captions_per_image)
-    # The split seed stays fixed, so that the validation pictures are the same for every training seed.
+    # The split seed stays fixed, so that the validation images are the same for every training seed.
     return open_sources(config.source, options=Options(config.image_column, config.caption_column))
 
 
@@ -83,17 +81,15 @@ def load_split(
     source: Source, split: str, config: DataConfig, tokenizer: Tokenizer, context_length: int, preprocess: Preprocess,
     margin: float, plan: DecodePlan,
 ) -> Split:  # fmt: skip
-    """Decode (or prepare to decode) the pictures of a split and tokenise its captions."""
-    pairs = list(source.pairs(split))
+    """Decode (or prepare to decode) the images of a split and tokenise its captions."""
+    samples = list(source.samples(split))
     side = round(preprocess.image_size * margin)
-    place = CachePlace(
-        config.cache, config.cache_dir, *data_folders(source), _count(source), config.read_timeout
-    )
-    stored = store_split(pairs, split, side, preprocess.resize, place, config.max_bad, plan)
-    if not len(stored.pictures):
-        raise UserError(f"none of the {len(pairs):,} {split} pictures can be read; m1clip data lint says why")
-    captions = tokenise([pair.captions for pair in stored.pairs], tokenizer, context_length)
-    return Split(stored.pictures, with_classes(captions, source), stored.pairs, stored.failures, stored.kind)
+    place = CachePlace(config.cache, config.cache_dir, *data_folders(source), _count(source), config.read_timeout)
+    stored = store_split(samples, split, side, preprocess.resize, place, config.max_bad, plan)
+    if not len(stored.images):
+        raise UserError(f"none of the {len(samples):,} {split} images can be read; m1clip data lint says why")
+    captions = tokenise([sample.captions for sample in stored.samples], tokenizer, context_length)
+    return Split(stored.images, with_classes(captions, source), stored.samples, stored.failures, stored.kind)
 
 
 def with_classes(captions: CaptionTable, source: Source) -> CaptionTable:
@@ -102,22 +98,16 @@ def with_classes(captions: CaptionTable, source: Source) -> CaptionTable:
 
 
 def _count(source: Source) -> int:
-    return sum(len(source.pairs(split)) for split in source.splits())
+    return sum(len(source.samples(split)) for split in source.splits())
 
 
 def look_first(
-    source: Source,
-    image_size: int,
-    context_length: int,
-    say: Callable[[str], None],
-    warn: Callable[[str], None],
+    source: Source, image_size: int, context_length: int, say: Callable[[str], None], warn: Callable[[str], None]
 ) -> dict[str, Any]:
     """The quick check before each run: two kinds of finding on the screen, all but mere information for the log."""
     for note in getattr(source, "notes", ()):
         say(f"note       {note}")
-    report = quick_lint(
-        source, image_size=image_size, tokenizer_lengths=bpe_lengths, context_length=context_length
-    )
+    report = quick_lint(source, image_size=image_size, tokenizer_lengths=bpe_lengths, context_length=context_length)
     found = [finding for finding in report.findings if finding.severity != "info"]
     for finding in found[:WARNINGS_SHOWN]:
         first = f"; first: {finding.examples[0]}" if finding.examples else ""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +14,7 @@ import psutil
 
 from m1clip.errors import UserError
 from m1clip.hardware.facts import Facts
-from m1clip.hardware.heap import return_freed_memory
+from m1clip.hardware.memory import return_freed_memory
 
 Kind = Literal["cpu", "mps", "cuda"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -31,7 +34,7 @@ class Rules:
     worker_start: Literal["fork", "spawn", "forkserver"]
     float64: bool
     graphs: bool = False  # may a whole step be recorded and replayed?
-    resident: bool = False  # has it a memory of its own, worth filling with the pictures?
+    resident: bool = False  # has it a memory of its own, worth filling with the images?
 
 
 def available(facts: Facts) -> tuple[Kind, ...]:
@@ -108,9 +111,7 @@ def choose_precision(asked: str, kind: Kind, facts: Facts, bf16_speedup: float |
     for precision in rule.precisions:
         if precision == asked:
             return precision
-    raise UserError(
-        f"--train.precision {asked}: not on {kind} (possible: {', '.join(rule.precisions)}, auto)"
-    )
+    raise UserError(f"--train.precision {asked}: not on {kind} (possible: {', '.join(rule.precisions)}, auto)")
 
 
 def threads(asked: int, facts: Facts) -> int:
@@ -215,3 +216,27 @@ class Device:
         if self.kind == "cuda":
             return int(self._backend.mem_get_info()[0])
         return int(psutil.virtual_memory().available)
+
+
+def compile_obstacle(kind: str, torch_folder: str, compiler: str | None, triton: bool) -> str:
+    """Why torch.compile cannot work for a device, in words; empty when nothing is known against it."""
+    if kind == "cuda" and not triton:
+        return "it needs triton, which torch brings on Linux (Windows: pip install triton-windows)"
+    if kind != "cpu":
+        return ""  # Metal brings its own compiler
+    if compiler is None:
+        return "it needs a C++ compiler, and none is installed (Linux: g++; macOS: xcode-select --install)"
+    if any(letter.isspace() for letter in torch_folder):
+        return f"torch hands its own path to the linker, and {torch_folder} has a space in it"
+    return ""
+
+
+def check_compile(kind: str) -> None:
+    """Refuse --model.compile where it would fail."""
+    import torch
+
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    triton = importlib.util.find_spec("triton") is not None
+    obstacle = compile_obstacle(kind, os.path.dirname(torch.__file__), compiler, triton)
+    if obstacle:
+        raise UserError(f"--model.compile cannot work here: {obstacle}; leave it out, or mend that")

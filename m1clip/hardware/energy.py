@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 POWERCAP = Path("/sys/class/powercap")  # Linux: RAPL counters of the processor packages
 APPLE_PARTS = ("cpu_total_mj", "gpu_mj", "gpu_sram_mj", "dram_mj", "ane_mj")
 
@@ -75,9 +77,7 @@ def _open_nvml() -> EnergyMeter | None:
     if nvml is None:
         return None
     try:
-        return EnergyMeter(
-            "NVML", "the card alone", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
-        )
+        return EnergyMeter("NVML", "the card alone", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
     except nvml.NVMLError:  # an older card, or a virtual one
         return None
 
@@ -119,3 +119,29 @@ def apple_meter(monitor: Any) -> EnergyMeter:
         return sum(getattr(metrics, part, None) or 0 for part in APPLE_PARTS) / 1e3
 
     return EnergyMeter("zeus-apple-silicon", "CPU, GPU, memory and neural engine of the chip", read)
+
+
+CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")  # Linux names, the best first
+
+
+def temperature(kind: str) -> float | None:
+    """Degrees Celsius of a device now; None where nothing can be read (most virtual machines, macOS)."""
+    if kind == "cuda":
+        nvml, handle = nvml_handle()
+        if nvml is None:
+            return None
+        try:
+            return float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+        except nvml.NVMLError:
+            return None
+    sensors: dict[str, list[Any]] = getattr(psutil, "sensors_temperatures", dict)()
+    return hottest(sensors)
+
+
+def hottest(sensors: dict[str, list[Any]]) -> float | None:
+    """The highest reading of the first known processor sensor."""
+    for name in CPU_SENSORS:
+        values = [float(item.current) for item in sensors.get(name, ()) if item.current]
+        if values:
+            return max(values)
+    return None

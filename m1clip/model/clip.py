@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from m1clip.model.attention import AttentionKind
-from m1clip.model.shape import ClipShape
+from m1clip.model.layers import AttentionKind
+from m1clip.model.presets import ClipShape
 from m1clip.model.towers import TextTower, VisionTower
 
 MAX_LOGIT_SCALE = math.log(100.0)  # as in the CLIP paper: the temperature never falls below 0.01
@@ -26,8 +26,8 @@ class Features(NamedTuple):
     bias: Tensor | None
 
 
-class Clip(nn.Module):
-    """A picture and a sentence that belong together get vectors that point the same way."""
+class CLIP(nn.Module):
+    """An image and a sentence that belong together get vectors that point the same way."""
 
     text_first = True  # the order in which a training step encodes
 
@@ -54,7 +54,7 @@ class Clip(nn.Module):
                 nn.init.zeros_(projection.bias)
         if self.logit_bias is None:
             self.logit_scale.fill_(math.log(1 / INITIAL_TEMPERATURE))
-        else:  # the sigmoid loss starts with most pairs predicted as not matching (SigLIP)
+        else:  # the sigmoid loss starts with most samples predicted as not matching (SigLIP)
             self.logit_scale.fill_(math.log(10.0))
             self.logit_bias.fill_(-10.0)
 
@@ -87,7 +87,7 @@ class Clip(nn.Module):
     def fuse(self, on: bool = True) -> None:
         """Let both towers take our own CUDA kernels for bf16, or not; wants triton, as torch.compile does there."""
         if on:
-            from m1clip.model import fused  # noqa: F401  loaded now: the compiler should not meet the import
+            from m1clip.model import triton_ops as fused  # noqa: F401  loaded now: the compiler should not meet the import
         self.image.transformer.fuse(on)
         self.text.transformer.fuse(on)
 
@@ -100,5 +100,5 @@ class Clip(nn.Module):
 def count_parameters(shape: ClipShape) -> int:
     """Number of parameters, without taking the memory for them."""
     with torch.device("meta"):
-        model = Clip(shape, eot_id=0)
+        model = CLIP(shape, eot_id=0)
     return sum(p.numel() for p in model.parameters())

@@ -2,14 +2,68 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from m1clip.model.positions import sincos_2d
-from m1clip.model.shape import ClipShape
-from m1clip.model.stem import ConvStem
-from m1clip.model.transformer import Transformer
+from m1clip.model.layers import Transformer
+from m1clip.model.presets import ClipShape, stem_channels
+
+
+class ConvStem(nn.Module):
+    """(n, 3, side, side) pixels -> (n, patches, width); as many halvings as the patch size has powers of two."""
+
+    def __init__(self, shape: ClipShape) -> None:
+        super().__init__()
+        channels = (3, *stem_channels(shape))
+        samples = list(itertools.pairwise(channels))
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, kernel_size=3, stride=2, padding=1) for a, b in samples)
+        self.norms = nn.ModuleList(nn.LayerNorm(b) for _, b in samples[:-1])
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """All patches of each image, row by row."""
+        x = pixels.contiguous(memory_format=torch.channels_last)
+        for conv, norm in zip(self.convs, self.norms, strict=False):
+            # Over the channels, which lie next to each other in this format: no copy.
+            x = F.gelu(norm(conv(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
+        return self.convs[-1](x).flatten(2).transpose(1, 2)
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Fan-in, no bias."""
+        for conv in self.convs:
+            assert isinstance(conv, nn.Conv2d)
+            nn.init.kaiming_uniform_(conv.weight, a=5**0.5)  # torch's own, but from our seed at our time
+            assert conv.bias is not None
+            nn.init.zeros_(conv.bias)
+
+
+def sincos_2d(grid: int, width: int) -> Tensor:
+    """(grid * grid, width): half of the channels code the row, half the column."""
+    quarter = width // 4
+    omega = 10000.0 ** -(torch.arange(quarter, dtype=torch.float32) / quarter)
+    angle = torch.arange(grid, dtype=torch.float32)[:, None] * omega  # (grid, quarter)
+    axis = torch.cat([angle.sin(), angle.cos()], dim=1)  # (grid, width / 2)
+    rows = axis[:, None, :].expand(grid, grid, -1)
+    columns = axis[None, :, :].expand(grid, grid, -1)
+    return torch.cat([rows, columns], dim=2).reshape(grid * grid, width)
+
+
+def resize_positions(positions: Tensor, grid: int) -> Tensor:
+    """Interpolate learned positions (with or without a class token first) to another grid."""
+    count, width = positions.shape
+    old = int(count**0.5)
+    prefix = count - old * old  # 0 or 1 class token; a square plus 1 is never itself a square here
+    if prefix not in (0, 1):
+        raise ValueError(f"{count} positions are neither a square grid nor a square grid and a class token")
+    if old == grid:
+        return positions
+    table = positions[prefix:].reshape(1, old, old, width).permute(0, 3, 1, 2)
+    table = F.interpolate(table, size=(grid, grid), mode="bicubic", antialias=True, align_corners=False)
+    table = table.permute(0, 2, 3, 1).reshape(grid * grid, width)
+    return torch.cat([positions[:prefix], table])
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -39,18 +93,12 @@ class VisionTower(nn.Module):
             self.reset_positions(shape)
         self.norm_pre = nn.LayerNorm(width) if shape.vision_pre_norm else nn.Identity()
         self.transformer = Transformer(
-            width,
-            shape.vision_layers,
-            shape.vision_heads,
-            shape.mlp_ratio,
-            False,
-            shape.activation,
-            shape.dropout,
+            width, shape.vision_layers, shape.vision_heads, shape.mlp_ratio, False, shape.activation, shape.dropout
         )
         self.norm = nn.LayerNorm(width)
 
     def forward(self, pixels: Tensor, patches: Tensor | None = None) -> Tensor:
-        """(n, 3, size, size) normalised pixels -> (n, width); of each picture only `patches` (n, kept), or all."""
+        """(n, 3, size, size) normalised pixels -> (n, width); of each image only `patches` (n, kept), or all."""
         x = self._patches(pixels, patches)  # (n, patches, width)
         positions = self.positions.to(x.dtype)
         prefix = 0 if self.cls is None else 1
@@ -62,9 +110,7 @@ class VisionTower(nn.Module):
 
     def _patches(self, pixels: Tensor, chosen: Tensor | None = None) -> Tensor:
         if isinstance(self.patch, ConvStem):
-            x = self.patch(
-                pixels
-            )  # a convolution sees the neighbours, so all are made before some are left out
+            x = self.patch(pixels)  # a convolution sees the neighbours, so all are made before some are left out
             return x if chosen is None else x[torch.arange(len(x), device=x.device)[:, None], chosen]
         # A matrix product instead of the convolution: same numbers, faster on every device we measured.
         n, _, height, width = pixels.shape

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import html
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib.resources import files
@@ -22,7 +23,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as InTurn
 
-from m1clip.text.rows import check_texts, to_rows, write_record
+from m1clip.text.base import check_texts, to_rows, write_record
 
 BASE_COUNT = 512  # 256 bytes, and the same 256 as the last byte of a word
 FULL_SOT_ID = 49_406  # also the number of pieces
@@ -74,9 +75,7 @@ def _piece_ids() -> dict[str, int]:
 @cache
 def _rust_tokenizer() -> RustTokenizer:
     """The whole tokenizer in Rust, built once a process."""
-    model = BPE(
-        vocab=_piece_ids(), merges=_merges(), continuing_subword_prefix="", end_of_word_suffix=END_OF_WORD
-    )
+    model = BPE(vocab=_piece_ids(), merges=_merges(), continuing_subword_prefix="", end_of_word_suffix=END_OF_WORD)
     rust = RustTokenizer(model)
     split = Split(Regex(WORD_PATTERN), "removed", invert=True)
     rust.pre_tokenizer = InTurn([split, ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -153,11 +152,7 @@ class BpeTokenizer:
         """(n, context_length) int32: start, text cut to fit, end, padding. The end mark is always there."""
         check_texts(texts, context_length)
         return to_rows(
-            list(self._encode_all(texts)),
-            context_length,
-            pad_id=self.pad_id,
-            sot_id=self.sot_id,
-            eot_id=self.eot_id,
+            list(self._encode_all(texts)), context_length, pad_id=self.pad_id, sot_id=self.sot_id, eot_id=self.eot_id
         )
 
     def save(self, folder: Path) -> None:
@@ -214,3 +209,30 @@ class BpeTokenizer:
 
     def __repr__(self) -> str:
         return f"BpeTokenizer(vocab_size={self.vocab_size})"
+
+
+START, END = "<|startoftext|>", "<|endoftext|>"
+
+
+def row_sources(old: BpeTokenizer, new: BpeTokenizer) -> list[list[int]]:
+    """For each id of `new` the ids of `old` whose mean it becomes: one where `old` has the piece, else its parts.
+
+    Text whose pieces are in both is then read as before; a piece that `old` lacks starts as the mean of its parts.
+    """
+    pieces = [old.parts_of(piece) for piece in new.pieces()]
+    padding = [] if new.kept is None else [[old.pad_id]]
+    return [*padding, *pieces, [old.sot_id], [old.eot_id]]
+
+
+def hugging_face_files(context_length: int) -> dict[str, str]:
+    """The files of a CLIPTokenizer with CLIP's full vocabulary, by name."""
+    vocabulary = {**_piece_ids(), START: FULL_SOT_ID, END: FULL_EOT_ID}
+    merges = ["#version: 0.2", *(f"{left} {right}" for left, right in _merges())]
+    special = {"bos_token": START, "eos_token": END, "pad_token": END, "unk_token": END}
+    config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": context_length, **special}
+    return {
+        "vocab.json": json.dumps(vocabulary, ensure_ascii=False),
+        "merges.txt": "\n".join(merges) + "\n",
+        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+        "special_tokens_map.json": json.dumps(special, indent=2) + "\n",
+    }

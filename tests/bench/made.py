@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from m1clip.bench.candidate import Candidate
-from m1clip.bench.document import new_document
-from m1clip.bench.summary import summarise
+from m1clip.bench.compare import new_document
+from m1clip.bench.verdict import summarise
 from m1clip.hardware.facts import Facts
 
 MACHINE = Facts(system="Linux", machine="x86_64", cpu="A CPU", cores=8, performance_cores=8, memory_bytes=64 * 2**30,
@@ -35,9 +35,7 @@ def result(
     opened = {"parameters": PARAMETERS[candidate.model], "text_tokens": 24, "flops": work,
               "threads": 8, "first_step_seconds": 2 * seconds, "meter": None}  # fmt: skip
     visits = [{"samples": samples, "joules": None, "others": 0.0, "temperature": None}]
-    parity = (
-        None if gradient is None else {"pairs": 8, "loss_difference": 1e-6, "gradient_difference": gradient}
-    )
+    parity = None if gradient is None else {"samples": 8, "loss_difference": 1e-6, "gradient_difference": gradient}
     memory = {"total": 1000, "parts": parts, "known": True}
     return summarise(candidate.to_dict(), opened, visits, memory, parity, gemm_rate=1e12)
 
@@ -62,17 +60,13 @@ def document(results: list[dict[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def sweep_results(
-    cpu_rate: float = 1e12, card_rate: float = 1e14, card_fixed: float = 0.02
-) -> list[dict[str, Any]]:
+def sweep_results(cpu_rate: float = 1e12, card_rate: float = 1e14, card_fixed: float = 0.02) -> list[dict[str, Any]]:
     """Steps that follow a cost model: the CPU has no fixed cost, the card has one, and is faster."""
     found = []
     for model in ("tiny", "small", "ViT-B-32"):
         for batch in (1, 4, 16, 64, 256):
             work = PER_PAIR[model] * batch
             for device, seconds in (("cpu", work / cpu_rate + 1e-4), ("cuda", card_fixed + work / card_rate)):
-                made = Candidate(
-                    model=model, batch=batch, device=device, precision="bf16", graph=device == "cuda"
-                )
+                made = Candidate(model=model, batch=batch, device=device, precision="bf16", graph=device == "cuda")
                 found.append(result(made, seconds))
     return found

@@ -9,15 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from m1clip.bench.against import matched, side_by_side
 from m1clip.bench.candidate import Candidate
-from m1clip.bench.costmodel import CostModel, Point, crossing, fit, left_out_errors
-from m1clip.bench.crossover import cost_models, crossovers
-from m1clip.bench.document import read_document, write_document
-from m1clip.bench.page import page
-from m1clip.bench.summary import split, summarise
-from m1clip.bench.usage import NOT_MEASURED, usage_table
-from m1clip.bench.verdict import sentences, times_faster
+from m1clip.bench.compare import read_document, write_document
+from m1clip.bench.report import matched, page, side_by_side
+from m1clip.bench.verdict import (
+    NOT_MEASURED,
+    CostModel,
+    Point,
+    cost_models,
+    crossing,
+    crossovers,
+    fit,
+    left_out_errors,
+    sentences,
+    split,
+    summarise,
+    times_faster,
+    usage_table,
+)
 from m1clip.errors import UserError
 
 from .made import document, result, sweep_results
@@ -73,10 +82,7 @@ def test_the_crossover_is_bracketed_by_measured_batches() -> None:
 
 
 def test_overlapping_times_are_not_called_different() -> None:
-    ways = [
-        Candidate(model="tiny", batch=8, device=d, precision="bf16", graph=d == "cuda")
-        for d in ("cpu", "cuda")
-    ]
+    ways = [Candidate(model="tiny", batch=8, device=d, precision="bf16", graph=d == "cuda") for d in ("cpu", "cuda")]
     results = [result(ways[0], 1.00, spread=0.2), result(ways[1], 1.02, spread=0.2)]
     item = crossovers(results, [])[0]
     assert item["cpu_wins_up_to"] is None
@@ -87,10 +93,7 @@ def test_overlapping_times_are_not_called_different() -> None:
 
 
 def test_the_verdict_names_the_fastest_with_its_interval() -> None:
-    ways = [
-        Candidate(model="tiny", batch=8, device=d, precision="bf16", graph=d == "cuda")
-        for d in ("cpu", "cuda")
-    ]
+    ways = [Candidate(model="tiny", batch=8, device=d, precision="bf16", graph=d == "cuda") for d in ("cpu", "cuda")]
     made = document([result(ways[0], 4.1), result(ways[1], 0.1)])
     made["crossovers"] = []
     text = "\n".join(sentences(made))
@@ -101,10 +104,7 @@ def test_the_verdict_names_the_fastest_with_its_interval() -> None:
 
 
 def test_wrong_gradients_lose_whatever_their_speed() -> None:
-    ways = [
-        Candidate(model="tiny", batch=8, device=d, precision="bf16", graph=d == "cuda")
-        for d in ("cpu", "cuda")
-    ]
+    ways = [Candidate(model="tiny", batch=8, device=d, precision="bf16", graph=d == "cuda") for d in ("cpu", "cuda")]
     made = document([result(ways[0], 4.0), result(ways[1], 0.1, gradient=0.9)])
     made["crossovers"] = []
     text = "\n".join(sentences(made))
@@ -147,20 +147,8 @@ def test_the_time_split_adds_up() -> None:
 def test_joules_are_none_without_a_meter_and_per_step_with_one() -> None:
     candidate = Candidate(model="tiny", batch=8, device="cpu", precision="fp32")
     assert result(candidate, 1.0)["joules_per_step"] is None
-    opened = {
-        "parameters": 1,
-        "text_tokens": 8,
-        "flops": 1.0,
-        "threads": 1,
-        "first_step_seconds": 1,
-        "meter": "RAPL",
-    }
-    visit = {
-        "samples": [{"seconds": 1.0, "data": 0.0}] * 4,
-        "joules": 10.0,
-        "others": None,
-        "temperature": 50.0,
-    }
+    opened = {"parameters": 1, "text_tokens": 8, "flops": 1.0, "threads": 1, "first_step_seconds": 1, "meter": "RAPL"}
+    visit = {"samples": [{"seconds": 1.0, "data": 0.0}] * 4, "joules": 10.0, "others": None, "temperature": 50.0}
     made = summarise(candidate.to_dict(), opened, [visit, visit], None, None, None)
     assert made["joules_per_step"] == 2.5
     assert made["gemm_share"] is None
@@ -227,10 +215,7 @@ def test_the_page_asks_nothing_of_the_network_and_escapes(tmp_path: Path) -> Non
 
 
 def test_two_machines_side_by_side() -> None:
-    ways = [
-        Candidate(model="tiny", batch=8, device=d, precision="bf16", graph=d == "cuda")
-        for d in ("cpu", "cuda")
-    ]
+    ways = [Candidate(model="tiny", batch=8, device=d, precision="bf16", graph=d == "cuda") for d in ("cpu", "cuda")]
     here, there = document([result(ways[0], 1.0)]), document([result(ways[0], 2.0), result(ways[1], 0.5)])
     assert len(matched(here, there)) == 1
     html = side_by_side(here, there)

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from m1clip.bench import checkup as checkup_module
-from m1clip.bench.checks import Finding, check, version
-from m1clip.bench.checkup import Checkup, cpu_quota, read_checkup, try_kernel
-from m1clip.bench.show import doctor_json, doctor_lines
+from m1clip.bench import doctor as checkup_module
+from m1clip.bench.doctor import Checkup, Finding, check, cpu_quota, read_checkup, try_kernel, version
+from m1clip.bench.report import doctor_json, doctor_lines
 from m1clip.hardware.device import Device
 from m1clip.hardware.facts import Facts, read_facts
 
@@ -103,9 +102,7 @@ def test_what_is_wrong_is_named_with_its_remedy(
     assert remedy in finding.remedy
 
 
-@pytest.mark.parametrize(
-    ("python", "torch", "name"), [("3.10.2", "2.13.0", "python"), ("3.12.0", "2.9.1", "torch")]
-)
+@pytest.mark.parametrize(("python", "torch", "name"), [("3.10.2", "2.13.0", "python"), ("3.12.0", "2.9.1", "torch")])
 def test_versions_that_are_too_old(python: str, torch: str, name: str) -> None:
     facts = dataclasses.replace(XEON, python=python, torch=torch)
     assert by_name(healthy(facts))[name].level == "problem"
@@ -155,7 +152,7 @@ def test_the_quota_of_a_container(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("failing", "code"), [(False, None), (True, 1)])
 def test_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: Any, failing: bool, code: int | None) -> None:
-    from m1clip.commands.machine import doctor
+    from m1clip.cli.machine import doctor
 
     changes = {"disk_free": 0} if failing else {}
     monkeypatch.setattr(checkup_module, "read_checkup", lambda: dataclasses.replace(AMX, **changes))

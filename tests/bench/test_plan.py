@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 
-from m1clip.bench.candidate import Candidate, config_of
-from m1clip.bench.known import remember
+from m1clip.bench.candidate import Candidate, config_of, remember
 from m1clip.bench.plan import PlanAsk, caption_shape, energy_words, make_plan, on_machines, step_time
-from m1clip.bench.show import plan_json, plan_lines
+from m1clip.bench.report import plan_json, plan_lines
 from m1clip.errors import UserError
 from m1clip.hardware.device import Device
 from m1clip.hardware.facts import read_facts
-from m1clip.model.build import shape_of
-from m1clip.model.presets import PRESETS
-from m1clip.train.memory import foretell, foretold_peak
+from m1clip.model.presets import PRESETS, shape_of
+from m1clip.training.memory import foretell, foretold_peak
 
 from .made import result
 
@@ -25,14 +23,12 @@ from .made import result
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shallow = dataclasses.replace(
-        PRESETS["tiny"], vision_layers=2, text_layers=1
-    )  # traced seven times for a plan
+    shallow = dataclasses.replace(PRESETS["tiny"], vision_layers=2, text_layers=1)  # traced seven times for a plan
     monkeypatch.setitem(PRESETS, "tiny", shallow)
 
 
 def test_a_whole_plan() -> None:
-    found = make_plan(PlanAsk(model="tiny", batch=16, pictures=1600, epochs=2, device="cpu", precision="bf16",
+    found = make_plan(PlanAsk(model="tiny", batch=16, images=1600, epochs=2, device="cpu", precision="bf16",
                               rate="1TFLOP", bandwidth="100GB", watts=50.0, memory="4GB"))  # fmt: skip
     job, memory = found["job"], found["memory"]
     assert job["parameters"] > 1e5
@@ -53,9 +49,7 @@ def test_a_whole_plan() -> None:
 
 
 def test_the_largest_batch_is_the_largest() -> None:
-    ask = PlanAsk(
-        model="tiny", batch=256, pictures=100, device="cpu", precision="fp32", rate="1TFLOP", memory="2GB"
-    )
+    ask = PlanAsk(model="tiny", batch=256, images=100, device="cpu", precision="fp32", rate="1TFLOP", memory="2GB")
     memory = make_plan(ask)["memory"]
     facts, (vocabulary, tokens) = read_facts(), caption_shape("tiny")
     config = config_of(Candidate(model="tiny", batch=2, device="cpu", precision="fp32", attention="bmm"), 64)
@@ -102,9 +96,7 @@ def test_energy_is_never_guessed() -> None:
 
 
 def test_machines_share_the_steps_and_pay_for_the_gradients() -> None:
-    one, two, eight = (
-        on_machines(n, step=1.0, steps=800, gradient=400_000_000, network=1e9) for n in (1, 2, 8)
-    )
+    one, two, eight = (on_machines(n, step=1.0, steps=800, gradient=400_000_000, network=1e9) for n in (1, 2, 8))
     assert one["seconds"] == 800
     assert (two["traffic_bytes"], eight["traffic_bytes"]) == (400_000_000, 700_000_000)
     assert two["seconds"] == pytest.approx(400 * 1.4)
@@ -112,15 +104,13 @@ def test_machines_share_the_steps_and_pay_for_the_gradients() -> None:
 
 
 @pytest.mark.parametrize(("model", "vocabulary", "tokens"), [("small", 33, 77), ("ViT-B-32", 49408, 24)])
-def test_captions_have_the_length_that_the_models_tokenizer_gives(
-    model: str, vocabulary: int, tokens: int
-) -> None:
+def test_captions_have_the_length_that_the_models_tokenizer_gives(model: str, vocabulary: int, tokens: int) -> None:
     found = caption_shape(model)
     assert found[0] == vocabulary
     assert abs(found[1] - tokens) <= 8
 
 
-@pytest.mark.parametrize("values", [{"batch": 1}, {"pictures": 0}, {"epochs": 0.0}])
+@pytest.mark.parametrize("values", [{"batch": 1}, {"images": 0}, {"epochs": 0.0}])
 def test_a_wrong_question_is_one_line(values: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="must be at least"):
         PlanAsk(**values)

@@ -10,37 +10,35 @@ from typing import Any, cast
 import pytest
 import torch
 
-from m1clip.bench import sweep as sweep_module
-from m1clip.bench.candidate import Candidate, config_of, text_config
-from m1clip.bench.compare import Ask, absent, compare
-from m1clip.bench.document import read_document
-from m1clip.bench.grid import devices_of, focus, precisions_of, sweep
-from m1clip.bench.hybrid import HybridBatch, HybridClip
-from m1clip.bench.known import recall, remember
-from m1clip.bench.pool import Failed, Worker
-from m1clip.bench.session import Session
-from m1clip.bench.sweep import SizeClock, obstacle
+from m1clip.bench import compare as sweep_module
+from m1clip.bench.candidate import (
+    Candidate,
+    config_of,
+    devices_of,
+    focus,
+    precisions_of,
+    recall,
+    remember,
+    sweep,
+    text_config,
+)
+from m1clip.bench.compare import Ask, Failed, Session, SizeClock, Worker, absent, compare, obstacle, read_document
+from m1clip.bench.workload import HybridBatch, HybridClip
 from m1clip.config import Config, ModelConfig, OptimConfig
-from m1clip.data.preprocess import Preprocess
+from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
 from m1clip.hardware.device import Device
 from m1clip.hardware.facts import Facts, read_facts
-from m1clip.model.clip import Clip
-from m1clip.model.shape import ClipShape
-from m1clip.train.memory import stand_in
-from m1clip.train.precision import autocast
-from m1clip.train.update import Update
+from m1clip.hardware.precision import autocast
+from m1clip.model.clip import CLIP
+from m1clip.model.presets import ClipShape
+from m1clip.training.memory import stand_in
+from m1clip.training.step import Update
 
 from .made import MACHINE, document, probe, result
 
 LAPTOP = Facts(
-    system="Darwin",
-    machine="arm64",
-    cpu="Apple M1",
-    cores=8,
-    performance_cores=4,
-    memory_bytes=2**33,
-    mps=True,
+    system="Darwin", machine="arm64", cpu="Apple M1", cores=8, performance_cores=4, memory_bytes=2**33, mps=True
 )
 OLD_CARD = dataclasses.replace(MACHINE, cuda_capability=(7, 5))
 
@@ -127,11 +125,7 @@ def test_what_would_take_too_long_or_not_fit_is_not_tried(tmp_path: Path) -> Non
     small = Candidate(model="tiny", batch=8, device="cuda", precision="bf16")
     assert obstacle(session, small, {}, allowed=20.0) is None
     # 60 GB at batch 8 is about 110 GB at batch 16: more than the 69 GB of this card
-    seen = {
-        ("1B", "cuda bf16 sdpa"): [
-            (Candidate(model="1B", batch=8, device="cuda", precision="bf16"), 0.1, 60e9)
-        ]
-    }
+    seen = {("1B", "cuda bf16 sdpa"): [(Candidate(model="1B", batch=8, device="cuda", precision="bf16"), 0.1, 60e9)]}
     next_one = Candidate(model="1B", batch=16, device="cuda", precision="bf16")
     assert (obstacle(session, next_one, seen, 20.0) or ("",))[0] == "memory"
     failed = {("tiny", small.way): [(small, float("inf"), float("inf"))]}
@@ -176,9 +170,7 @@ def test_a_wrong_question_is_one_line(values: dict[str, Any], message: str) -> N
 def test_what_was_measured_is_kept_for_plan(tmp_path: Path) -> None:
     one = result(Candidate(model="tiny", batch=8, device="cpu", precision="bf16"), 2.0)
     remember(MACHINE, [one], tmp_path)
-    remember(
-        MACHINE, [result(Candidate(model="tiny", batch=8, device="cpu", precision="bf16"), 1.0)], tmp_path
-    )
+    remember(MACHINE, [result(Candidate(model="tiny", batch=8, device="cpu", precision="bf16"), 1.0)], tmp_path)
     assert [item["seconds"] for item in recall(MACHINE, tmp_path)] == [1.0]  # the newer one
     assert recall(LAPTOP, tmp_path) == []
 
@@ -190,7 +182,7 @@ SMALL = ClipShape(image_size=32, patch_size=8, vision_width=32, vision_layers=1,
 def small_update(place: str, name: Any = "muon") -> Update:
     """The step of a small model: whole on one device, or with its text tower on the CPU."""
     torch.manual_seed(1)
-    model = Clip(SMALL, eot_id=0)
+    model = CLIP(SMALL, eot_id=0)
     kind: Any = "cuda" if place == "hybrid on cuda" else "cpu"
     device = Device(kind, read_facts())
     if place.startswith("hybrid"):
@@ -247,7 +239,7 @@ def test_towers_on_a_card_and_the_cpu_learn_as_on_the_cpu(optimizer: str) -> Non
 def test_a_worker_measures_the_real_step(tmp_path: Path) -> None:
     candidate = Candidate(model="tiny", batch=2, device="cpu", precision="bf16", attention="bmm", threads=1)
     with Worker(tmp_path / "log") as worker:
-        opened = worker.ask("open", 120, candidate=candidate.to_dict(), pictures=8)
+        opened = worker.ask("open", 120, candidate=candidate.to_dict(), images=8)
         assert opened["parameters"] > 1e6
         found = worker.ask("steps", 120, count=2, seconds=60.0)
         assert len(found["samples"]) == 2
@@ -260,13 +252,11 @@ def test_a_worker_measures_the_real_step(tmp_path: Path) -> None:
         assert 0 < parity["gradient_difference"] < 0.15
         # Another batch of the same model in the same process, then one that cannot be
         one = dataclasses.replace(candidate, batch=1, precision="fp32")
-        assert (
-            worker.ask("open", 120, candidate=one.to_dict(), pictures=8)["parameters"] == opened["parameters"]
-        )
+        assert worker.ask("open", 120, candidate=one.to_dict(), images=8)["parameters"] == opened["parameters"]
         assert worker.ask("parity", 120)["gradient_difference"] < 1e-4
         wrong = dataclasses.replace(candidate, precision="fp16")
         with pytest.raises(Failed, match="not on cpu"):
-            worker.ask("open", 120, candidate=wrong.to_dict(), pictures=8)
+            worker.ask("open", 120, candidate=wrong.to_dict(), images=8)
         assert worker.alive
     with pytest.raises(Failed, match="measuring process"):
         worker.ask("memory", 5)
@@ -275,9 +265,9 @@ def test_a_worker_measures_the_real_step(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_whole_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("m1clip.bench.focus.MOST_ROUNDS", 1)
+    monkeypatch.setattr("m1clip.bench.compare.MOST_ROUNDS", 1)
     monkeypatch.setattr("m1clip.bench.compare.focus", lambda *a: focus(*a)[:1])
-    monkeypatch.setattr("m1clip.bench.session.Session.probe", lambda self, kind, precisions, compile: (
+    monkeypatch.setattr("m1clip.bench.compare.Session.probe", lambda self, kind, precisions, compile: (
         self.document["devices"].append(probe(kind)), self.write()))  # fmt: skip
     seen = []
     made = compare(
@@ -296,8 +286,7 @@ def test_a_whole_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_one_more_is_judged_by_those_like_it(tmp_path: Path) -> None:
-    from m1clip.bench.focus import needed
-    from m1clip.bench.session import Open
+    from m1clip.bench.compare import Open, needed
 
     def opened(precision: str, step: float) -> Open:
         candidate = Candidate(model="small", batch=12, device="cpu", precision=precision)
@@ -306,8 +295,7 @@ def test_one_more_is_judged_by_those_like_it(tmp_path: Path) -> None:
     session = Session({}, tmp_path, 240.0, lambda text: None)
     group, took = [opened("bf16", 2.0), opened("fp32", 7.0)], {"bf16": 10.0, "fp32": 30.0}
     half, whole = (
-        Candidate(model="small", batch=12, device="cpu", precision=p, recompute=True)
-        for p in ("bf16", "fp32")
+        Candidate(model="small", batch=12, device="cpu", precision=p, recompute=True) for p in ("bf16", "fp32")
     )
     compiled = Candidate(model="small", batch=12, device="cpu", precision="bf16", compile=True)
     assert needed(session, group, took, half) == 10 + (5 * 2 + 2) * 2 + (5 * 7 + 2)

@@ -1,4 +1,4 @@
-"""Small sets of pictures on disk, made for the tests of the cache, the packer and bad input."""
+"""Small sets of images on disk, made for the tests of the cache, the packer and bad input."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from m1clip.data.keep import DecodePlan
+from m1clip.data.cache import DecodePlan
 
 
 def make_set(folder: Path, train: int = 40, val: int = 8, test: int = 8, suffix: str = "jpg") -> Path:
@@ -20,23 +20,21 @@ def make_set(folder: Path, train: int = 40, val: int = 8, test: int = 8, suffix:
     for split, count in (("train", train), ("val", val), ("test", test)):
         for number in range(count):
             name = f"images/{split}-{number:04d}.{suffix}"
-            picture(number + 1000 * len(split)).save(folder / name)
-            captions = [f"picture number {number} of {split}", f"the {number}th of the {split} pictures"]
+            image(number + 1000 * len(split)).save(folder / name)
+            captions = [f"image number {number} of {split}", f"the {number}th of the {split} images"]
             lines.append(json.dumps({"image": name, "captions": captions, "split": split}))
     (folder / "captions.jsonl").write_text("\n".join(lines))
     return folder
 
 
-def picture(seed: int, size: tuple[int, int] = (52, 40)) -> Image.Image:
+def image(seed: int, size: tuple[int, int] = (52, 40)) -> Image.Image:
     """Shapes of chance: no two look alike."""
     small = np.random.default_rng(seed).integers(0, 255, (6, 9, 3), np.uint8)
     return Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
 
 
-def break_files(
-    folder: Path, numbers: Iterable[int], split: str = "train", data: bytes = b"not a picture"
-) -> None:
-    """Overwrite pictures with something that is none."""
+def break_files(folder: Path, numbers: Iterable[int], split: str = "train", data: bytes = b"not an image") -> None:
+    """Overwrite images with something that is none."""
     for number in numbers:
         (folder / "images" / f"{split}-{number:04d}.jpg").write_bytes(data)
 

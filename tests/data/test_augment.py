@@ -1,4 +1,4 @@
-"""Views of a picture: exact where nothing is varied, right where something is."""
+"""Views of an image: exact where nothing is varied, right where something is."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from m1clip.data.augment import Augmentation, Views, _resampler, draw_patches, draw_views, render
-from m1clip.data.preprocess import Preprocess
+from m1clip.data.images import Preprocess
 
 PLAIN = Preprocess(image_size=16, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 
 
-def pictures(n: int = 3, side: int = 16) -> Tensor:
+def images(n: int = 3, side: int = 16) -> Tensor:
     return torch.from_numpy(np.random.default_rng(0).integers(0, 256, (n, side, side, 3), np.uint8))
 
 
@@ -23,35 +23,33 @@ def views(
     n: int, box: tuple[float, ...] = (0, 0, 1, 1), flip: bool = False, gains: tuple[float, float] = (1, 1)
 ) -> Views:
     return Views(
-        np.tile(np.array(box, np.float32), (n, 1)),
-        np.full(n, flip),
-        np.tile(np.array(gains, np.float32), (n, 1)),
+        np.tile(np.array(box, np.float32), (n, 1)), np.full(n, flip), np.tile(np.array(gains, np.float32), (n, 1))
     )
 
 
-def as_picture(x: Tensor) -> Tensor:
+def as_image(x: Tensor) -> Tensor:
     """(n, 3, h, w) in [0, 1] -> (n, h, w, 3) in 0 .. 255."""
     return x.permute(0, 2, 3, 1) * 255
 
 
 @pytest.mark.parametrize("given", [None, views(3)])
-def test_the_whole_picture_at_its_size_is_shown_exactly(given: Views | None) -> None:
-    shown = render(pictures(), given, PLAIN)
-    assert torch.equal(shown, pictures().permute(0, 3, 1, 2).float() / 255)
+def test_the_whole_image_at_its_size_is_shown_exactly(given: Views | None) -> None:
+    shown = render(images(), given, PLAIN)
+    assert torch.equal(shown, images().permute(0, 3, 1, 2).float() / 255)
 
 
 def test_an_identity_matrix_where_the_size_stays() -> None:
-    """The same through the resampler itself, which one moved picture brings in for the whole batch."""
+    """The same through the resampler itself, which one moved image brings in for the whole batch."""
     mixed = views(3)
     mixed.flips[1] = True
-    shown = as_picture(render(pictures(), mixed, PLAIN))
-    torch.testing.assert_close(shown[[0, 2]], pictures()[[0, 2]].float(), atol=1e-3, rtol=0)
-    torch.testing.assert_close(shown[1], pictures()[1].flip(1).float(), atol=1e-3, rtol=0)
+    shown = as_image(render(images(), mixed, PLAIN))
+    torch.testing.assert_close(shown[[0, 2]], images()[[0, 2]].float(), atol=1e-3, rtol=0)
+    torch.testing.assert_close(shown[1], images()[1].flip(1).float(), atol=1e-3, rtol=0)
 
 
 def test_a_flip_mirrors() -> None:
-    shown = as_picture(render(pictures(), views(3, flip=True), PLAIN))
-    torch.testing.assert_close(shown, pictures().flip(2).float(), atol=1e-3, rtol=0)
+    shown = as_image(render(images(), views(3, flip=True), PLAIN))
+    torch.testing.assert_close(shown, images().flip(2).float(), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize(("box", "axis"), [((0, 0, 0.5, 1), "left"), ((0, 0, 1, 0.5), "top")])
@@ -63,18 +61,18 @@ def test_a_crop_shows_its_box_alone(box: tuple[float, ...], axis: str) -> None:
     else:
         halves[:, 8:] = 255
         halves[:, :8] = 100
-    shown = as_picture(render(halves, views(1, box), PLAIN))[0]
+    shown = as_image(render(halves, views(1, box), PLAIN))[0]
     inner = shown[:, :-1] if axis == "left" else shown[:-1]
     # The last row or column lies half a pixel from the edge, where the filter reaches over it.
     torch.testing.assert_close(inner, torch.full_like(inner, 100.0), atol=1e-3, rtol=0)
     other = (0.5, 0, 0.5, 1) if axis == "left" else (0, 0.5, 1, 0.5)
-    far = as_picture(render(halves, views(1, other), PLAIN))[0]
+    far = as_image(render(halves, views(1, other), PLAIN))[0]
     assert far.mean() > 240
 
 
 def test_a_crop_and_a_flip_together_mirror_the_box() -> None:
-    plain = render(pictures(), views(3, (0.1, 0.2, 0.5, 0.6)), PLAIN)
-    mirrored = render(pictures(), views(3, (0.1, 0.2, 0.5, 0.6), flip=True), PLAIN)
+    plain = render(images(), views(3, (0.1, 0.2, 0.5, 0.6)), PLAIN)
+    mirrored = render(images(), views(3, (0.1, 0.2, 0.5, 0.6), flip=True), PLAIN)
     torch.testing.assert_close(mirrored, plain.flip(3), atol=1e-5, rtol=0)
 
 
@@ -89,39 +87,39 @@ def test_the_weights_of_an_output_pixel_sum_to_one(side: int, size: int) -> None
 
 def test_downsizing_averages() -> None:
     checkers = ((torch.arange(32)[:, None] + torch.arange(32)) % 2 * 255).to(torch.uint8)
-    shown = as_picture(render(checkers[None, :, :, None].expand(1, 32, 32, 3), views(1), PLAIN))[0]
+    shown = as_image(render(checkers[None, :, :, None].expand(1, 32, 32, 3), views(1), PLAIN))[0]
     torch.testing.assert_close(shown[1:-1, 1:-1], torch.full((14, 14, 3), 127.5), atol=0.1, rtol=0)
 
 
-def test_a_picture_decoded_larger_is_shown_whole_without_views() -> None:
+def test_a_image_decoded_larger_is_shown_whole_without_views() -> None:
     """Splits decoded with a margin for crops are also evaluated."""
-    shown = render(pictures(side=20), None, PLAIN)
+    shown = render(images(side=20), None, PLAIN)
     assert shown.shape == (3, 3, 16, 16)
-    torch.testing.assert_close(shown, render(pictures(side=20), views(3), PLAIN))
+    torch.testing.assert_close(shown, render(images(side=20), views(3), PLAIN))
 
 
 def test_normalisation() -> None:
     preprocess = Preprocess(image_size=16)
-    shown = render(pictures(), None, preprocess)
+    shown = render(images(), None, preprocess)
     mean, std = (torch.tensor(t).view(1, 3, 1, 1) for t in (preprocess.mean, preprocess.std))
-    torch.testing.assert_close(shown * std + mean, render(pictures(), None, PLAIN))
+    torch.testing.assert_close(shown * std + mean, render(images(), None, PLAIN))
 
 
 def test_brightness_and_contrast() -> None:
-    bright = render(pictures(), views(3, gains=(1.2, 1.0)), PLAIN)
-    torch.testing.assert_close(bright, (pictures().permute(0, 3, 1, 2) / 255 * 1.2).clamp(0, 1))
-    grey = render(pictures(), views(3, gains=(1.0, 0.0)), PLAIN)
+    bright = render(images(), views(3, gains=(1.2, 1.0)), PLAIN)
+    torch.testing.assert_close(bright, (images().permute(0, 3, 1, 2) / 255 * 1.2).clamp(0, 1))
+    grey = render(images(), views(3, gains=(1.0, 0.0)), PLAIN)
     torch.testing.assert_close(grey.std(dim=(1, 2, 3)), torch.zeros(3), atol=1e-6, rtol=0)
 
 
 def test_a_sample_looks_the_same_in_any_company() -> None:
     varied = Augmentation(crop_min=0.4, flip=0.5, colour=0.3)
-    images = pictures(6)
+    batch = images(6)
     many, few = np.array([0, 1, 2, 3, 4, 5]), np.array([4, 1])
-    together = render(images, draw_views(varied, 7, 2, many), PLAIN)
-    apart = render(images[few], draw_views(varied, 7, 2, few), PLAIN)
+    together = render(batch, draw_views(varied, 7, 2, many), PLAIN)
+    apart = render(batch[few], draw_views(varied, 7, 2, few), PLAIN)
     torch.testing.assert_close(together[few], apart, atol=1e-6, rtol=0)
-    later = render(images, draw_views(varied, 7, 3, many), PLAIN)
+    later = render(batch, draw_views(varied, 7, 3, many), PLAIN)
     assert not torch.allclose(together, later, atol=0.05)
 
 
@@ -142,9 +140,7 @@ def test_drawn_views_stay_in_their_ranges() -> None:
 
 
 @given(st.integers(1, 60), st.floats(0, 0.99), st.integers(0, 5))
-def test_kept_patches_are_different_ordered_and_the_same_each_time(
-    count: int, dropout: float, epoch: int
-) -> None:
+def test_kept_patches_are_different_ordered_and_the_same_each_time(count: int, dropout: float, epoch: int) -> None:
     samples = np.array([3, 9, 4])
     kept = draw_patches(dropout, count, 1, epoch, samples)
     assert kept.shape == (3, max(1, round(count * (1 - dropout))))

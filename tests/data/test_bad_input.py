@@ -9,34 +9,33 @@ from typing import Any
 
 import numpy as np
 import pytest
-from picture_sets import break_files, make_set
+from image_sets import break_files, make_set
 from small_run import run_small, screen, small_config
 
 from m1clip.data.augment import Augmentation
-from m1clip.data.bad import Ledger, too_many
+from m1clip.data.cache import Failure, Ledger, LiveImages, read_or_replace, too_many
 from m1clip.data.captions import tokenise
 from m1clip.data.images import FileImage
 from m1clip.data.loader import Batch, BatchPlan, TrainingSet, batches
 from m1clip.data.sources import open_source
-from m1clip.data.store import Failure, LivePictures, read_or_replace
 from m1clip.errors import UserError
 from m1clip.runlog import read_log
-from m1clip.text import CharTokenizer
-from m1clip.train.run import resume, train
+from m1clip.text.tokenizers import CharTokenizer
+from m1clip.training.run import resume, train_once
 
 STEPS = 12
 
 
 def live_set(folder: Path, batch: int = 8) -> TrainingSet:
-    pairs = open_source(str(folder)).pairs("train")
-    captions = [pair.captions for pair in pairs]
+    samples = open_source(str(folder)).samples("train")
+    captions = [sample.captions for sample in samples]
     table = tokenise(captions, CharTokenizer.from_captions(c for group in captions for c in group), 64)
-    pictures = LivePictures([pair.image for pair in pairs], 24)
-    return TrainingSet(pictures, table, BatchPlan(len(pairs), batch, 3), Augmentation(0.5, 0.5, 0.2), False)
+    images = LiveImages([sample.image for sample in samples], 24)
+    return TrainingSet(images, table, BatchPlan(len(samples), batch, 3), Augmentation(0.5, 0.5, 0.2), False)
 
 
 def fields(batch: Batch) -> list[np.ndarray]:
-    tensors = (batch.pixels, batch.tokens, batch.pictures, batch.captions)
+    tensors = (batch.pixels, batch.tokens, batch.images, batch.captions)
     return [t.numpy() for t in tensors] + [batch.views.boxes, batch.views.flips, batch.views.gains]
 
 
@@ -50,7 +49,7 @@ def assert_same(one: list[Batch], other: list[Batch]) -> None:
 
 @pytest.fixture(scope="module")
 def broken_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 train pictures: 6 are no pictures, one is empty, one is gone."""
+    """60 train images: 6 are no images, one is empty, one is gone."""
     folder = make_set(tmp_path_factory.mktemp("broken") / "set", train=60)
     break_files(folder, range(0, 60, 10))
     break_files(folder, [7], data=b"")
@@ -64,9 +63,7 @@ BROKEN = {0, 7, 8, 10, 20, 30, 40, 50}
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 @pytest.mark.parametrize("workers", [2, 8])
-def test_the_same_batches_for_any_number_of_workers(
-    broken_set: Path, workers: int, start_method: str
-) -> None:
+def test_the_same_batches_for_any_number_of_workers(broken_set: Path, workers: int, start_method: str) -> None:
     data = live_set(broken_set)
     data.report = lambda failed, asked: None  # must not travel to the workers
     alone = list(batches(data, 0, STEPS, 0, "fork", False))
@@ -75,48 +72,42 @@ def test_the_same_batches_for_any_number_of_workers(
 
 def test_batches_from_the_middle_are_those_of_the_whole(broken_set: Path) -> None:
     data = live_set(broken_set)
-    assert_same(
-        list(batches(data, 0, STEPS, 0, "fork", False))[5:], list(batches(data, 5, STEPS, 0, "fork", False))
-    )
+    assert_same(list(batches(data, 0, STEPS, 0, "fork", False))[5:], list(batches(data, 5, STEPS, 0, "fork", False)))
 
 
-def test_a_replacement_is_whole_picture_caption_and_number(broken_set: Path) -> None:
+def test_a_replacement_is_whole_image_caption_and_number(broken_set: Path) -> None:
     data = live_set(broken_set)
     seen = list(batches(data, 0, 7, 0, "fork", False))  # one epoch
     assert {failure.index for batch in seen for failure in batch.failed} >= BROKEN - set(_left_over(data))
     for batch in seen:
-        for place, picture in enumerate(batch.pictures.tolist()):
-            assert picture not in BROKEN
-            np.testing.assert_array_equal(
-                batch.pixels[place].numpy(), data.pictures.read(np.array([picture]))[0]
-            )
-            own = range(data.captions.first[picture], data.captions.first[picture + 1])
-            given = batch.captions[batch.owners == place].tolist()
+        for place, image in enumerate(batch.images.tolist()):
+            assert image not in BROKEN
+            np.testing.assert_array_equal(batch.pixels[place].numpy(), data.images.read(np.array([image]))[0])
+            own = range(data.captions.first[image], data.captions.first[image + 1])
+            given = batch.captions[batch.image_index == place].tolist()
             assert len(given) == 1
             assert given[0] in {int(data.captions.keys[caption]) for caption in own}
 
 
 def _left_over(data: TrainingSet) -> list[int]:
     used = np.concatenate([data.plan.members(step)[1] for step in range(data.plan.steps_per_epoch)])
-    return sorted(set(range(data.plan.pictures)) - set(used.tolist()))
+    return sorted(set(range(data.plan.images)) - set(used.tolist()))
 
 
 def test_a_replacement_differs_between_epochs_and_samples(broken_set: Path) -> None:
-    pictures = live_set(broken_set).pictures
-    found = [read_or_replace(pictures, np.array(sorted(BROKEN)), 3, epoch)[0].tolist() for epoch in range(3)]
+    images = live_set(broken_set).images
+    found = [read_or_replace(images, np.array(sorted(BROKEN)), 3, epoch)[0].tolist() for epoch in range(3)]
     assert len({tuple(row) for row in found}) == 3
     assert len(set(found[0])) > 3
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_when_all_pictures_are_gone_it_stops_with_one_line(tmp_path: Path, workers: int) -> None:
+def test_when_all_images_are_gone_it_stops_with_one_line(tmp_path: Path, workers: int) -> None:
     folder = make_set(tmp_path / "set")
     data = live_set(folder)
     for file in (folder / "images").iterdir():
         file.unlink()
-    with pytest.raises(
-        UserError, match=r"the file is missing; 32 others.*is the disk.*still there"
-    ) as caught:
+    with pytest.raises(UserError, match=r"the file is missing; 32 others.*is the disk.*still there") as caught:
         list(batches(data, 0, STEPS, workers, "fork", False))
     assert "Traceback" not in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -125,17 +116,13 @@ def test_when_all_pictures_are_gone_it_stops_with_one_line(tmp_path: Path, worke
 def test_each_failure_is_told_once_and_too_many_stop() -> None:
     written: list[tuple[str, dict[str, Any]]] = []
     said: list[str] = []
-    ledger = Ledger(
-        1000, 0.1, lambda kind, **values: written.append((kind, values)), said.append, named=["old"]
-    )
+    ledger = Ledger(1000, 0.1, lambda kind, **values: written.append((kind, values)), said.append, named=["old"])
     ledger((Failure(3, "a.jpg", "gone"), Failure(3, "a.jpg", "gone")), 128)
     ledger((Failure(3, "a.jpg", "gone"), Failure(4, "old", "gone")), 128)
     assert written == [("skipped", {"split": "train", "where": "a.jpg", "reason": "gone"})]
     assert len(said) == 2
     many = [Failure(100 + number, f"{number}.jpg", "gone") for number in range(60)]
-    with pytest.raises(
-        UserError, match=r"62 of 3\d\d train pictures read so far .*and 52 more.*--data\.max-bad"
-    ):
+    with pytest.raises(UserError, match=r"62 of 3\d\d train images read so far .*and 52 more.*--data\.max-bad"):
         ledger(many, 64)
 
 
@@ -151,7 +138,7 @@ def test_each_failure_is_told_once_and_too_many_stop() -> None:
         (101, 1000, 1000, True),
     ],
 )
-def test_when_bad_pictures_are_too_many(bad: int, looked: int, total: int, expected: bool) -> None:
+def test_when_bad_images_are_too_many(bad: int, looked: int, total: int, expected: bool) -> None:
     assert too_many(bad, looked, total, 0.1) is expected
 
 
@@ -161,13 +148,7 @@ def broken_run(tmp_path: Path, share: float, cache: str, name: str = "run", **mo
         make_set(folder, train=200, val=20, test=20)
         break_files(folder, range(0, 200, round(1 / share)))
         break_files(folder, [3], split="val")
-    changes = {
-        "data.source": [str(folder)],
-        "data.cache": cache,
-        "train.steps": 8,
-        "train.save_every": 4,
-        **more,
-    }
+    changes = {"data.source": [str(folder)], "data.cache": cache, "train.steps": 8, "train.save_every": 4, **more}
     run_small(tmp_path / name, changes)
     return tmp_path / name
 
@@ -184,7 +165,7 @@ def test_five_percent_broken_files_are_named_once_and_training_goes_on(
     names = [record["where"] for record in skipped]
     assert len(names) == len(set(names)) == 11
     assert all(re.search(r"(train|val)-\d+\.jpg$", name) for name in names)
-    assert all("not a picture" in record["reason"] for record in skipped)
+    assert all("not an image" in record["reason"] for record in skipped)
     start = next(record for record in records if record["kind"] == "start")
     assert start["choices"]["cache"]["train"] == cache
     assert start["choices"]["lint"]["verdict"] == "problems"
@@ -197,7 +178,7 @@ def test_a_resume_names_nothing_again_and_ends_the_same(tmp_path: Path) -> None:
     config = small_config(
         {"data.source": [str(tmp_path / "set")], "data.cache": "off", "train.steps": 8, "train.save_every": 4}
     )
-    train(config, tmp_path / "again", screen())
+    train_once(config, tmp_path / "again", screen())
     for part in (tmp_path / "again" / "checkpoints").glob("step-000008"):
         for file in part.iterdir():
             file.unlink()
@@ -215,8 +196,8 @@ def test_twenty_percent_broken_files_are_refused_with_the_list(tmp_path: Path, c
     with pytest.raises(UserError) as caught:
         broken_run(tmp_path, 0.2, cache)
     message = str(caught.value)
-    assert "40 of 200 train pictures cannot be read (20%, allowed 10%)" in message
-    assert message.count("not a picture") == 1  # the reason that all share
+    assert "40 of 200 train images cannot be read (20%, allowed 10%)" in message
+    assert message.count("not an image") == 1  # the reason that all share
     assert message.count(".jpg") == 10
     assert "and 30 more" in message
     assert "--data.max-bad" in message
@@ -229,13 +210,13 @@ def test_what_lint_and_the_source_found_is_on_the_screen(tmp_path: Path) -> None
     with (folder / "captions.jsonl").open("a") as file:
         file.write("\n" + json.dumps({"image": "images/train-0001.jpg", "captions": []}) + "\nnonsense")
     shown = screen()
-    train(small_config({"data.source": [str(folder)], "train.steps": 2}), tmp_path / "run", shown)
+    train_once(small_config({"data.source": [str(folder)], "train.steps": 2}), tmp_path / "run", shown)
     text = shown.console.file.getvalue()  # type: ignore[attr-defined]
     assert "warning: data: 1 rows have no caption and are left out; first: captions.jsonl row 97" in text
     assert "warning: data: 1 rows could not be read and are left out; first: captions.jsonl row 98" in text
 
 
-def test_a_picture_that_vanishes_between_evaluations_is_one_line(tmp_path: Path) -> None:
-    live = LivePictures([FileImage(str(tmp_path / "gone.jpg"))], 24)
+def test_a_image_that_vanishes_between_evaluations_is_one_line(tmp_path: Path) -> None:
+    live = LiveImages([FileImage(str(tmp_path / "gone.jpg"))], 24)
     with pytest.raises(UserError, match=r"gone\.jpg: the file is missing; .*continue with --resume"):
         live.read(np.array([0]))

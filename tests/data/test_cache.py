@@ -15,12 +15,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from picture_sets import break_files, make_set, plan
+from image_sets import break_files, make_set, plan
 
-from m1clip.data import cache, cache_place, keep
-from m1clip.data.cache import CacheSpec, cache_key
-from m1clip.data.keep import CachePlace, Stored, choose_kind, data_folders, store_split
-from m1clip.data.preprocess import to_square
+from m1clip.data import cache
+from m1clip.data import cache as cache_place
+from m1clip.data import cache as keep
+from m1clip.data.cache import CachePlace, CacheSpec, Stored, cache_key, choose_kind, data_folders, store_split
+from m1clip.data.images import to_square
 from m1clip.data.sources import open_source, open_sources
 from m1clip.errors import UserError
 
@@ -32,7 +33,7 @@ def stored(
 ) -> Stored:
     source = open_source(str(folder))
     place = CachePlace(wish, cache_dir, *data_folders(source), in_all=56)  # type: ignore[arg-type]
-    return store_split(source.pairs(split), split, SIDE, "shortest", place, 0.1, plan(**more))  # type: ignore[arg-type]
+    return store_split(source.samples(split), split, SIDE, "shortest", place, 0.1, plan(**more))  # type: ignore[arg-type]
 
 
 def caches(folder: Path) -> list[str]:
@@ -42,12 +43,12 @@ def caches(folder: Path) -> list[str]:
 def test_cached_pixels_are_those_of_the_files(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set", train=150)
     kept = stored(folder)
-    expected = np.stack([to_square(pair.image.open(SIDE), SIDE) for pair in kept.pairs])
+    expected = np.stack([to_square(sample.image.open(SIDE), SIDE) for sample in kept.samples])
     assert kept.kind == "disk"
-    np.testing.assert_array_equal(kept.pictures.read(np.arange(150)), expected)
+    np.testing.assert_array_equal(kept.images.read(np.arange(150)), expected)
     live, ram = stored(folder, wish="off"), stored(folder, wish="ram")
-    np.testing.assert_array_equal(live.pictures.read(np.arange(150)), expected)
-    np.testing.assert_array_equal(ram.pictures.read(np.arange(150)), expected)
+    np.testing.assert_array_equal(live.images.read(np.arange(150)), expected)
+    np.testing.assert_array_equal(ram.images.read(np.arange(150)), expected)
 
 
 def test_the_file_is_plain_numpy_and_the_rest_plain_json(tmp_path: Path) -> None:
@@ -60,20 +61,16 @@ def test_the_file_is_plain_numpy_and_the_rest_plain_json(tmp_path: Path) -> None
     assert about == {"format": 1, "count": 40, "side": SIDE, "resize": "shortest", "bad": {}}
 
 
-def test_a_second_run_decodes_nothing_even_from_another_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_run_decodes_nothing_even_from_another_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_set(tmp_path / "set")
     first = stored(folder)
     monkeypatch.setattr(keep, "cached", _only_open)
-    np.testing.assert_array_equal(
-        stored(folder).pictures.read(np.arange(40)), first.pictures.read(np.arange(40))
-    )
+    np.testing.assert_array_equal(stored(folder).images.read(np.arange(40)), first.images.read(np.arange(40)))
     monkeypatch.chdir(folder)
-    assert len(stored(Path("captions.jsonl")).pictures) == 40
+    assert len(stored(Path("captions.jsonl")).images) == 40
     monkeypatch.chdir(tmp_path)
     shutil.move(folder, tmp_path / "moved")
-    assert len(stored(Path("moved")).pictures) == 40
+    assert len(stored(Path("moved")).images) == 40
 
 
 def _only_open(spec: CacheSpec, *rest: object) -> object:
@@ -83,38 +80,35 @@ def _only_open(spec: CacheSpec, *rest: object) -> object:
 
 def test_the_key_changes_with_what_the_pixels_depend_on(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set")
-    pairs = open_source(str(folder)).pairs("train")
-    keys = {
-        cache_key(pairs, *rest, [str(folder)])
-        for rest in ((24, "shortest"), (25, "shortest"), (24, "squash"))
-    }
-    keys.add(cache_key(pairs[1:], 24, "shortest", [str(folder)]))
+    samples = open_source(str(folder)).samples("train")
+    keys = {cache_key(samples, *rest, [str(folder)]) for rest in ((24, "shortest"), (25, "shortest"), (24, "squash"))}
+    keys.add(cache_key(samples[1:], 24, "shortest", [str(folder)]))
     os.utime(folder / "images" / "train-0007.jpg", (1, 1))
-    keys.add(cache_key(pairs, 24, "shortest", [str(folder)]))
+    keys.add(cache_key(samples, 24, "shortest", [str(folder)]))
     assert len(keys) == 5
 
 
-def test_bad_pictures_are_known_to_the_second_run(tmp_path: Path) -> None:
+def test_bad_images_are_known_to_the_second_run(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set")
     break_files(folder, [5, 11])
     said: list[str] = []
     first, second = stored(folder), stored(folder, warn=said.append)
     assert [failure.index for failure in second.failures] == [5, 11]
     assert first.failures == second.failures
-    assert len(second.pictures) == len(second.pairs) == 38
-    assert second.pairs[5].id == "images/train-0006.jpg"
-    expected = to_square(second.pairs[5].image.open(SIDE), SIDE)
-    np.testing.assert_array_equal(second.pictures.read(np.array([5]))[0], expected)
+    assert len(second.images) == len(second.samples) == 38
+    assert second.samples[5].id == "images/train-0006.jpg"
+    expected = to_square(second.samples[5].image.open(SIDE), SIDE)
+    np.testing.assert_array_equal(second.images.read(np.array([5]))[0], expected)
     assert len(said) == 2
-    assert "train-0005.jpg: not a picture" in said[0]
+    assert "train-0005.jpg: not an image" in said[0]
 
 
 def test_a_map_pickles_by_its_path(tmp_path: Path) -> None:
     kept = stored(make_set(tmp_path / "set", train=200))
-    data = pickle.dumps(kept.pictures)
+    data = pickle.dumps(kept.images)
     assert len(data) < 1000
     indices = np.array([199, 0, 7])
-    np.testing.assert_array_equal(pickle.loads(data).read(indices), kept.pictures.read(indices))
+    np.testing.assert_array_equal(pickle.loads(data).read(indices), kept.images.read(indices))
 
 
 BUILD = """
@@ -132,23 +126,15 @@ def slow(*arguments):
 store.to_square = slow
 from test_cache import stored
 kept = stored(Path({folder!r}), workers={workers})
-print(len(kept.pictures), flush=True)
+print(len(kept.images), flush=True)
 """
 
 
-def build_process(
-    tmp_path: Path, folder: Path, log: str, pause: float, workers: int = 2
-) -> subprocess.Popen[str]:
+def build_process(tmp_path: Path, folder: Path, log: str, pause: float, workers: int = 2) -> subprocess.Popen[str]:
     script = BUILD.format(
-        tests=str(Path(__file__).parent),
-        folder=str(folder),
-        log=str(tmp_path / log),
-        pause=pause,
-        workers=workers,
+        tests=str(Path(__file__).parent), folder=str(folder), log=str(tmp_path / log), pause=pause, workers=workers
     )
-    return subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def wait_for_chunks(folder: Path, count: int) -> None:
@@ -176,8 +162,8 @@ def test_a_killed_build_continues(tmp_path: Path) -> None:
     assert out == "640\n", error
     assert (tmp_path / "second").stat().st_size == 640 - 64 * done
     kept = stored(folder)
-    expected = np.stack([to_square(pair.image.open(SIDE), SIDE) for pair in kept.pairs])
-    np.testing.assert_array_equal(kept.pictures.read(np.arange(640)), expected)
+    expected = np.stack([to_square(sample.image.open(SIDE), SIDE) for sample in kept.samples])
+    np.testing.assert_array_equal(kept.images.read(np.arange(640)), expected)
     assert len(caches(folder)) == 1
 
 
@@ -191,18 +177,16 @@ def test_two_processes_build_one_cache(tmp_path: Path) -> None:
     assert len(caches(folder)) == 1
 
 
-def test_without_locks_each_builds_and_the_first_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_each_builds_and_the_first_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(*arguments: object) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr("m1clip.data.lock.fcntl.flock", no_locks)
+    monkeypatch.setattr("m1clip.io.fcntl.flock", no_locks)
     folder = make_set(tmp_path / "set")
     first = stored(folder)
     (name,) = caches(folder)
     monkeypatch.setattr(CacheSpec, "is_whole", _late(CacheSpec.is_whole))
-    assert len(stored(folder).pictures) == len(first.pictures) == 40
+    assert len(stored(folder).images) == len(first.images) == 40
     assert caches(folder) == [name]
 
 
@@ -217,15 +201,11 @@ def _late(honest: object) -> object:
     return is_whole
 
 
-def test_too_little_room_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_room_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_set(tmp_path / "set")
     needed = 64 * SIDE * SIDE * 3
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(needed * 1.04)))
-    with pytest.raises(
-        UserError, match=r"needs 0\.00 GB.*make room.*--data\.cache-dir.*--data\.cache ram or off"
-    ):
+    with pytest.raises(UserError, match=r"needs 0\.00 GB.*make room.*--data\.cache-dir.*--data\.cache ram or off"):
         stored(folder)
     assert not list((folder / ".m1clip-cache").glob("*/pixels.npy"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(needed * 1.06)))
@@ -292,16 +272,16 @@ GB = 10**9
         ({"wish": "ram", "total": 99 * GB}, "ram"),
         ({"drawn": True}, "ram"),
         ({"drawn": True, "total": 3 * GB}, "off"),
-        ({"pictures": 500}, "ram"),
-        ({"pictures": 500, "total": 3 * GB}, "disk"),
+        ({"images": 500}, "ram"),
+        ({"images": 500, "total": 3 * GB}, "disk"),
         ({"free": 2 * GB}, "ram"),
         ({"free": 2 * GB, "total": 3 * GB}, "off"),
         ({"total": 99 * GB, "free": 300 * GB}, "disk"),
     ],
 )
-def test_where_auto_keeps_pictures(facts: dict[str, object], expected: str) -> None:
+def test_where_auto_keeps_images(facts: dict[str, object], expected: str) -> None:
     usual = {
-        "wish": "auto", "drawn": False, "pictures": 100_000, "needed": 1 * GB, "total": 2 * GB,
+        "wish": "auto", "drawn": False, "images": 100_000, "needed": 1 * GB, "total": 2 * GB,
         "memory": 8 * GB, "free": 100 * GB,
     }  # fmt: skip
     assert choose_kind(**{**usual, **facts}) == expected  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from m1clip.data import randomness as rnd
 from m1clip.data.captions import CaptionTable, drop_tokens, tokenise
-from m1clip.text import make_tokenizer
+from m1clip.text.tokenizers import make_tokenizer
 
 GROUPS = [("a cat",), ("a dog", "the dog", "A Dog "), ("a dog", "a much longer caption")]
 
@@ -18,7 +18,7 @@ def table(context: int = 32) -> CaptionTable:
     return tokenise(GROUPS, tokenizer, context)
 
 
-def test_each_caption_knows_its_picture() -> None:
+def test_each_caption_knows_its_image() -> None:
     assert table().owner.tolist() == [0, 1, 1, 1, 2, 2]
     assert table().first.tolist() == [0, 1, 4, 6]
 
@@ -43,14 +43,14 @@ def test_rows_are_cut_after_the_longest_to_few_lengths() -> None:
     assert (captions.rows(np.array([0, 1, 2])) == end).any(axis=1).all()
 
 
-def test_the_choice_is_of_the_pictures_own_and_roughly_even() -> None:
+def test_the_choice_is_of_the_images_own_and_roughly_even() -> None:
     captions = table()
-    pictures = np.tile(np.arange(3), 3000)
+    images = np.tile(np.arange(3), 3000)
     draws = rnd.bits(0, 0, np.arange(9000), rnd.CAPTION)
-    rows, chosen = captions.pick(pictures, draws)
+    rows, chosen = captions.pick(images, draws)
     assert (rows == np.arange(9000)).all()
-    assert (captions.owner[chosen] == pictures).all()
-    assert (chosen == captions.pick(pictures, draws)[1]).all()
+    assert (captions.owner[chosen] == images).all()
+    assert (chosen == captions.pick(images, draws)[1]).all()
     counts = np.bincount(chosen, minlength=6)
     expected = np.array([3000, 1000, 1000, 1000, 1500, 1500])
     assert (np.abs(counts - expected) < 4 * np.sqrt(expected)).all()
@@ -58,10 +58,10 @@ def test_the_choice_is_of_the_pictures_own_and_roughly_even() -> None:
 
 def test_several_are_different_and_at_most_what_there_is() -> None:
     captions = table()
-    pictures = np.tile(np.arange(3), 2000)
-    rows, chosen = captions.pick(pictures, rnd.bits(0, 0, np.arange(6000), rnd.CAPTION), several=2)
+    images = np.tile(np.arange(3), 2000)
+    rows, chosen = captions.pick(images, rnd.bits(0, 0, np.arange(6000), rnd.CAPTION), several=2)
     assert np.bincount(rows).tolist() == [1, 2, 2] * 2000
-    assert (captions.owner[chosen] == pictures[rows]).all()
+    assert (captions.owner[chosen] == images[rows]).all()
     assert len({*zip(rows.tolist(), chosen.tolist(), strict=True)}) == len(rows)
     counts = np.bincount(chosen, minlength=6)  # of three captions two are taken: each in 2/3 of the cases
     assert counts[[0, 4, 5]].tolist() == [2000] * 3

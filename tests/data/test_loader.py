@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m1clip.data.augment import Augmentation
+from m1clip.data.cache import ArrayImages, MappedImages
 from m1clip.data.captions import BUCKET, tokenise
 from m1clip.data.images import FileImage
 from m1clip.data.loader import Batch, BatchPlan, TrainingSet, _start_worker, batches
-from m1clip.data.pair import ImageRef, Pair, identities
-from m1clip.data.store import ArrayPictures, MappedPictures
-from m1clip.text import make_tokenizer
+from m1clip.data.types import ImageRef, Sample, identities
+from m1clip.text.tokenizers import make_tokenizer
 
 PLANS = st.integers(2, 200).flatmap(
     lambda n: st.builds(BatchPlan, st.just(n), st.integers(2, n), st.integers(0, 2**31 - 1))
@@ -34,15 +34,15 @@ def test_an_epoch_is_full_batches_without_repeats(plan: BatchPlan, epoch: int) -
     assert {number for number, _ in members} == {epoch}
     assert all(len(chosen) == plan.batch for _, chosen in members)
     seen = np.concatenate([chosen for _, chosen in members])
-    assert len(np.unique(seen)) == len(seen) == plan.pictures // plan.batch * plan.batch
+    assert len(np.unique(seen)) == len(seen) == plan.images // plan.batch * plan.batch
     assert seen.min() >= 0
-    assert seen.max() < plan.pictures
+    assert seen.max() < plan.images
 
 
 @given(plan=PLANS, start=st.integers(0, 100), further=st.integers(0, 20))
 def test_a_step_has_its_batch_wherever_one_begins(plan: BatchPlan, start: int, further: int) -> None:
     asked = [plan.members(step)[1] for step in range(start, start + further + 1)]
-    assert (BatchPlan(plan.pictures, plan.batch, plan.seed).members(start + further)[1] == asked[-1]).all()
+    assert (BatchPlan(plan.images, plan.batch, plan.seed).members(start + further)[1] == asked[-1]).all()
 
 
 def test_epochs_differ_in_order_and_leave_out_others() -> None:
@@ -58,12 +58,12 @@ def training_set(full_length: bool = False) -> TrainingSet:
     pixels = np.random.default_rng(0).integers(0, 256, (37, 12, 12, 3), np.uint8)
     varied = Augmentation(crop_min=0.5, flip=0.5, colour=0.3)
     captions = tokenise(groups, tokenizer, 64)
-    return TrainingSet(ArrayPictures(pixels), captions, BatchPlan(37, 8, 3), varied, full_length)
+    return TrainingSet(ArrayImages(pixels), captions, BatchPlan(37, 8, 3), varied, full_length)
 
 
 def assert_same(one: Batch, other: Batch) -> None:
     assert one.lengths == other.lengths
-    for name in ("pixels", "tokens", "pictures", "captions", "owners"):
+    for name in ("pixels", "tokens", "images", "captions", "image_index"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
     for name in ("boxes", "flips", "gains"):
         assert np.array_equal(getattr(one.views, name), getattr(other.views, name)), name
@@ -73,8 +73,8 @@ def assert_same(one: Batch, other: Batch) -> None:
 @pytest.mark.parametrize(("workers", "method"), [(2, "fork"), (2, "spawn"), (1, "forkserver")])
 def test_workers_change_nothing(workers: int, method: str, tmp_path: Path) -> None:
     data = training_set()
-    np.save(tmp_path / "pixels.npy", data.pictures.read(np.arange(37)))
-    data.pictures = MappedPictures(tmp_path / "pixels.npy")
+    np.save(tmp_path / "pixels.npy", data.images.read(np.arange(37)))
+    data.images = MappedImages(tmp_path / "pixels.npy")
     alone = list(batches(data, 3, 11, 0, "fork", pin=False))
     helped = list(batches(data, 3, 11, workers, method, pin=False))
     assert len(alone) == len(helped) == 8
@@ -85,23 +85,23 @@ def test_workers_change_nothing(workers: int, method: str, tmp_path: Path) -> No
 def test_a_batch_holds_what_belongs_together() -> None:
     data = training_set()
     batch = data[6]
-    pictures = batch.pictures.numpy()
-    assert np.array_equal(batch.pixels.numpy(), data.pictures.read(pictures))
+    images = batch.images.numpy()
+    assert np.array_equal(batch.pixels.numpy(), data.images.read(images))
     owner_of_key = dict(zip(data.captions.keys.tolist(), data.captions.owner.tolist(), strict=True))
-    owners = batch.owners.numpy()
-    assert sorted(owners) == list(range(8))
-    assert [owner_of_key[key] for key in batch.captions.tolist()] == pictures[owners].tolist()
+    image_index = batch.image_index.numpy()
+    assert sorted(image_index) == list(range(8))
+    assert [owner_of_key[key] for key in batch.captions.tolist()] == images[image_index].tolist()
     assert batch.tokens.dtype == torch.int64
 
 
-def test_the_caption_of_a_picture_changes_between_epochs() -> None:
+def test_the_caption_of_a_image_changes_between_epochs() -> None:
     data = training_set()
     chosen: dict[int, set[int]] = {}
     for step in range(40):
         batch = data[step]
-        owners = batch.pictures[batch.owners].tolist()
-        for picture, key in zip(owners, batch.captions.tolist(), strict=True):
-            chosen.setdefault(picture, set()).add(key)
+        image_index = batch.images[batch.image_index].tolist()
+        for image, key in zip(image_index, batch.captions.tolist(), strict=True):
+            chosen.setdefault(image, set()).add(key)
     assert np.mean([len(keys) for keys in chosen.values()]) > 2.5  # of three
 
 
@@ -135,7 +135,7 @@ def test_a_batch_moves_whole() -> None:
     batch = training_set()[0]
     assert_same(batch.to(torch.device("cpu")), batch)
     moved = batch.to(torch.device("meta"))
-    assert all(t.is_meta for t in (moved.pixels, moved.tokens, moved.pictures, moved.captions, moved.owners))
+    assert all(t.is_meta for t in (moved.pixels, moved.tokens, moved.images, moved.captions, moved.image_index))
     assert moved.views is batch.views
 
 
@@ -145,43 +145,35 @@ def test_the_set_pickles_for_spawned_workers() -> None:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_pictures_in_memory_are_not_copied_to_workers(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_in_memory_are_not_copied_to_workers(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("m1clip.data.loader.DataLoader", None)  # starting workers would call it
     data = training_set()
     for step, batch in enumerate(batches(data, 0, 3, 2, method, pin=False)):
         assert_same(batch, data[step])
 
 
-def test_copies_of_one_picture_are_the_same_picture() -> None:
-    refs = [
-        FileImage("a.png"),
-        FileImage("b.png"),
-        FileImage("a.png"),
-        FileImage("c.png"),
-        FileImage("b.png"),
-    ]
-    pairs = [Pair(ref, ("x",), str(number)) for number, ref in enumerate(refs)]
-    assert identities(pairs).tolist() == [0, 1, 0, 3, 1]
-    assert identities(pairs[:2]).tolist() == [0, 1]
+def test_copies_of_one_image_are_the_same_image() -> None:
+    refs = [FileImage("a.png"), FileImage("b.png"), FileImage("a.png"), FileImage("c.png"), FileImage("b.png")]
+    samples = [Sample(ref, ("x",), str(number)) for number, ref in enumerate(refs)]
+    assert identities(samples).tolist() == [0, 1, 0, 3, 1]
+    assert identities(samples[:2]).tolist() == [0, 1]
     assert identities([]).tolist() == []
 
 
-def test_a_picture_that_cannot_be_hashed_is_its_own() -> None:
+def test_a_image_that_cannot_be_hashed_is_its_own() -> None:
     class Odd(FileImage):
         __hash__ = None  # type: ignore[assignment]
 
     refs: list[ImageRef] = [Odd("a.png"), Odd("a.png"), FileImage("b.png"), FileImage("b.png")]
-    assert identities([Pair(ref, ("x",), str(n)) for n, ref in enumerate(refs)]).tolist() == [0, 1, 2, 2]
+    assert identities([Sample(ref, ("x",), str(n)) for n, ref in enumerate(refs)]).tolist() == [0, 1, 2, 2]
 
 
-def test_the_identity_is_what_a_batch_calls_its_pictures() -> None:
+def test_the_identity_is_what_a_batch_calls_its_images() -> None:
     plain = training_set()
     identity = np.arange(37) // 2
-    mixed = TrainingSet(
-        plain.pictures, plain.captions, plain.plan, plain.augmentation, plain.full_length, identity
-    )
+    mixed = TrainingSet(plain.images, plain.captions, plain.plan, plain.augmentation, plain.full_length, identity)
     one, other = plain[4], mixed[4]
-    assert other.pictures.tolist() == identity[one.pictures.numpy()].tolist()
+    assert other.images.tolist() == identity[one.images.numpy()].tolist()
     assert torch.equal(one.pixels, other.pixels)
     assert torch.equal(one.captions, other.captions)
 
@@ -201,8 +193,8 @@ def test_worker_leaves_signals_to_its_parent() -> None:
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_killed_worker_is_restarted_and_the_batches_are_the_same(method: str, tmp_path: Path) -> None:
     data, warnings, seen = training_set(), list[str](), list[Batch]()
-    np.save(tmp_path / "pixels.npy", data.pictures.read(np.arange(37)))
-    data.pictures = MappedPictures(tmp_path / "pixels.npy", None)
+    np.save(tmp_path / "pixels.npy", data.images.read(np.arange(37)))
+    data.images = MappedImages(tmp_path / "pixels.npy", None)
     for batch in batches(data, 0, 9, 2, method, False, warnings.append):
         seen.append(batch)
         if len(seen) == 3:
@@ -217,12 +209,12 @@ def test_killed_worker_is_restarted_and_the_batches_are_the_same(method: str, tm
 
 
 def test_words_are_left_out_anew_each_epoch_and_the_same_each_time() -> None:
-    texts = [(f"a caption of many words for picture number {i} of all",) for i in range(12)]
+    texts = [(f"a caption of many words for image number {i} of all",) for i in range(12)]
     captions = tokenise(texts, make_tokenizer("char", [t[0] for t in texts]), 64)
-    pictures = ArrayPictures(np.zeros((12, 4, 4, 3), np.uint8))
+    images = ArrayImages(np.zeros((12, 4, 4, 3), np.uint8))
 
     def data(share: float) -> TrainingSet:
-        return TrainingSet(pictures, captions, BatchPlan(12, 6, 3), Augmentation(word_dropout=share), False)
+        return TrainingSet(images, captions, BatchPlan(12, 6, 3), Augmentation(word_dropout=share), False)
 
     whole, some, again = data(0.0), data(0.3), data(0.3)
     assert torch.equal(some[0].tokens, again[0].tokens)

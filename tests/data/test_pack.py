@@ -9,19 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from picture_sets import break_files, make_set, picture, plan
+from image_sets import break_files, image, make_set, plan
 from PIL import Image
 
 from m1clip.config import DataConfig
 from m1clip.data.augment import Augmentation
+from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch, BatchPlan, TrainingSet, batches
 from m1clip.data.pack import pack
 from m1clip.data.prepare import load_split
-from m1clip.data.preprocess import Preprocess
 from m1clip.data.sources import open_source
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.errors import UserError
-from m1clip.text import BpeTokenizer
+from m1clip.text.bpe import BpeTokenizer
 
 
 def members(path: Path) -> dict[str, bytes]:
@@ -34,9 +34,9 @@ def training(path: Path, cache: str) -> tuple[list[Batch], list[str]]:
     config = DataConfig(source=(str(path),), cache=cache)  # type: ignore[arg-type]
     split = load_split(source, "train", config, BpeTokenizer(), 32, Preprocess(image_size=24), 1.15, plan())
     data = TrainingSet(
-        split.pictures, split.captions, BatchPlan(len(split.pairs), 8, 5), Augmentation(0.6, 0.5, 0.2), False
+        split.images, split.captions, BatchPlan(len(split.samples), 8, 5), Augmentation(0.6, 0.5, 0.2), False
     )
-    return list(batches(data, 0, 9, 0, "fork", False)), [pair.id for pair in split.pairs]
+    return list(batches(data, 0, 9, 0, "fork", False)), [sample.id for sample in split.samples]
 
 
 @pytest.mark.parametrize("cache", ["disk", "ram", "off"])
@@ -46,7 +46,7 @@ def test_shards_train_to_the_same_batches_as_the_folder(tmp_path: Path, cache: s
     (ours, ids), (packed, packed_ids) = training(folder, cache), training(tmp_path / "shards", cache)
     assert ids == packed_ids
     for one, other in zip(ours, packed, strict=True):
-        for name in ("pixels", "tokens", "pictures", "captions"):
+        for name in ("pixels", "tokens", "images", "captions"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name), name)
         np.testing.assert_array_equal(one.views.boxes, other.views.boxes)
 
@@ -54,7 +54,7 @@ def test_shards_train_to_the_same_batches_as_the_folder(tmp_path: Path, cache: s
 def test_all_splits_captions_and_ids_come_back(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set", train=25)
     written = pack(open_source(str(folder)), tmp_path / "shards", shard_size=10)
-    assert str(written).endswith("41 pictures (train 25, val 8, test 8) in 5 shards")
+    assert str(written).endswith("41 images (train 25, val 8, test 8) in 5 shards")
     names = sorted(path.name for path in (tmp_path / "shards").iterdir())
     trains = [f"train-{n:06d}.tar" for n in range(3)]
     assert names == ["sizes.json", "test-000000.tar", *trains, "val-000000.tar"]
@@ -62,7 +62,7 @@ def test_all_splits_captions_and_ids_come_back(tmp_path: Path) -> None:
     assert [sizes[name] for name in trains] == [10, 10, 5]
     before, after = open_source(str(folder)), open_source(str(tmp_path / "shards"))
     for split in ("train", "val", "test"):
-        told = [[(pair.id, pair.captions) for pair in source.pairs(split)] for source in (before, after)]
+        told = [[(sample.id, sample.captions) for sample in source.samples(split)] for source in (before, after)]
         assert told[0] == told[1]
     assert after.problems == []
 
@@ -75,7 +75,7 @@ def test_bytes_stay_where_readers_know_them_and_equal_sources_give_equal_shards(
     assert shards[0] == shards[1]
     inside = members(tmp_path / "one" / "train-000000.tar")
     assert inside["000000003.jpg"] == (folder / "images" / "train-0003.jpg").read_bytes()
-    assert inside["000000003.txt"] == b"picture number 3 of train"
+    assert inside["000000003.txt"] == b"image number 3 of train"
     about = json.loads(inside["000000003.json"])
     assert about["id"] == "images/train-0003.jpg"
     assert about["split"] == "train"
@@ -84,30 +84,30 @@ def test_bytes_stay_where_readers_know_them_and_equal_sources_give_equal_shards(
 
 def test_other_formats_become_png_and_endings_tell_the_truth(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set", train=3)
-    picture(1).save(folder / "images" / "train-0000.jpg", "BMP")
-    picture(2).save(folder / "images" / "train-0001.jpg", "WEBP", lossless=True)
+    image(1).save(folder / "images" / "train-0000.jpg", "BMP")
+    image(2).save(folder / "images" / "train-0001.jpg", "WEBP", lossless=True)
     pack(open_source(str(folder)), tmp_path / "shards")
     inside = members(tmp_path / "shards" / "train-000000.tar")
     assert {"000000000.png", "000000001.webp", "000000002.jpg"} < set(inside)
-    np.testing.assert_array_equal(Image.open(io.BytesIO(inside["000000000.png"])), picture(1))
+    np.testing.assert_array_equal(Image.open(io.BytesIO(inside["000000000.png"])), image(1))
 
 
-def test_larger_pictures_are_made_smaller_when_asked(tmp_path: Path) -> None:
+def test_larger_images_are_made_smaller_when_asked(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set", train=2)
-    picture(5, (31, 20)).save(folder / "images" / "train-0001.jpg")
+    image(5, (31, 20)).save(folder / "images" / "train-0001.jpg")
     pack(open_source(str(folder)), tmp_path / "shards", image_size=24)
     inside = members(tmp_path / "shards" / "train-000000.tar")
     assert Image.open(io.BytesIO(inside["000000000.jpg"])).size == (31, 24)
     assert inside["000000001.jpg"] == (folder / "images" / "train-0001.jpg").read_bytes()
 
 
-def test_broken_pictures_are_left_out_and_named(tmp_path: Path) -> None:
+def test_broken_images_are_left_out_and_named(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set")
     break_files(folder, [0, 5])
     written = pack(open_source(str(folder)), tmp_path / "shards")
-    assert written.pictures["train"] == 38
+    assert written.images["train"] == 38
     assert len(written.skipped) == 2
-    assert "train-0005.jpg: not a picture" in written.skipped[1]
+    assert "train-0005.jpg: not an image" in written.skipped[1]
 
 
 def test_what_cannot_be_packed_is_one_line(tmp_path: Path) -> None:
@@ -118,15 +118,15 @@ def test_what_cannot_be_packed_is_one_line(tmp_path: Path) -> None:
         pack(source, tmp_path / "shards", shard_size=0)
     for file in (tmp_path / "set" / "images").iterdir():
         file.write_bytes(b"")
-    with pytest.raises(UserError, match=r"none of the 8 pictures .*empty"):
+    with pytest.raises(UserError, match=r"none of the 8 images .*empty"):
         pack(source, tmp_path / "shards")
 
 
-def test_drawn_pictures_can_be_packed(tmp_path: Path) -> None:
+def test_drawn_images_can_be_packed(tmp_path: Path) -> None:
     source = SyntheticSource(32, train=3, val=1, test=1)
     pack(source, tmp_path / "shards")
     again = open_source(str(tmp_path / "shards"))
-    for one, other in zip(source.pairs("train"), again.pairs("train"), strict=True):
+    for one, other in zip(source.samples("train"), again.samples("train"), strict=True):
         assert one.captions == other.captions
         np.testing.assert_array_equal(one.image.open(), other.image.open())
 
@@ -140,6 +140,6 @@ def test_webdataset_reads_them(tmp_path: Path) -> None:
     samples = list(pipeline.rename(image="jpg;png;jpeg;webp", text="txt").to_tuple("image", "text", "json"))
     assert len(samples) == 12
     image, text, about = samples[7]
-    assert text == "picture number 7 of train"
+    assert text == "image number 7 of train"
     assert about["id"] == "images/train-0007.jpg"
     np.testing.assert_array_equal(image, Image.open(folder / about["id"]))

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from picture_sets import break_files, make_set, plan
+from image_sets import break_files, make_set, plan
 from small_run import command, screen, small_config
 
 from m1clip.config import DataConfig
+from m1clip.data.cache import ArrayImages, LiveImages, MappedImages
+from m1clip.data.images import Preprocess
 from m1clip.data.prepare import Split, load_split, look_first, open_data
-from m1clip.data.preprocess import Preprocess
-from m1clip.data.store import ArrayPictures, LivePictures, MappedPictures
 from m1clip.errors import UserError
-from m1clip.text import BpeTokenizer
-from m1clip.train.run import decode_plan
-from m1clip.train.setup import prepare
+from m1clip.text.bpe import BpeTokenizer
+from m1clip.training.run import decode_plan
+from m1clip.training.setup import prepare_scratch
 
 
 def loaded(folder: Path | None, split: str, **more: object) -> Split:
@@ -27,33 +27,29 @@ def loaded(folder: Path | None, split: str, **more: object) -> Split:
     return load_split(source, split, config, BpeTokenizer(), 32, preprocess, 1.15, plan())
 
 
-@pytest.mark.parametrize(
-    ("cache", "kind"), [("disk", MappedPictures), ("ram", ArrayPictures), ("off", LivePictures)]
-)
+@pytest.mark.parametrize(("cache", "kind"), [("disk", MappedImages), ("ram", ArrayImages), ("off", LiveImages)])
 def test_each_cache_gives_the_same_split(tmp_path: Path, cache: str, kind: type) -> None:
     folder = make_set(tmp_path / "set")
     break_files(folder, [1], split="val")
     split = loaded(folder, "val", cache=cache, max_bad=0.2)
-    assert isinstance(split.pictures, kind)
+    assert isinstance(split.images, kind)
     assert split.cache == cache
     assert [failure.index for failure in split.failures] == [1]
-    assert len(split.pictures) == len(split.pairs) == len(split.captions.first) - 1 == 7
-    assert split.pairs[1].id == "images/val-0002.jpg"
-    live = LivePictures([pair.image for pair in split.pairs], 28)
-    np.testing.assert_array_equal(split.pictures.read(np.arange(7)), live.read(np.arange(7)))
+    assert len(split.images) == len(split.samples) == len(split.captions.first) - 1 == 7
+    assert split.samples[1].id == "images/val-0002.jpg"
+    live = LiveImages([sample.image for sample in split.samples], 28)
+    np.testing.assert_array_equal(split.images.read(np.arange(7)), live.read(np.arange(7)))
 
 
-def test_live_training_keeps_its_pictures_and_names_the_bad_ones(tmp_path: Path) -> None:
+def test_live_training_keeps_its_images_and_names_the_bad_ones(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set")
     break_files(folder, [4])
     split = loaded(folder, "train", cache="off")
-    assert len(split.pairs) == len(split.pictures) == 40
+    assert len(split.samples) == len(split.images) == 40
     assert [failure.where[-14:] for failure in split.failures] == ["train-0004.jpg"]
 
 
-def test_drawn_and_few_pictures_leave_no_trace_on_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drawn_and_few_images_leave_no_trace_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     monkeypatch.chdir(tmp_path)
     assert loaded(None, "val", train_count=9, val_count=9, test_count=9).cache == "ram"
@@ -62,18 +58,18 @@ def test_drawn_and_few_pictures_leave_no_trace_on_disk(
     assert sorted(path.name for path in (tmp_path / "set").iterdir()) == ["captions.jsonl", "images"]
 
 
-def test_drawn_pictures_go_to_disk_when_asked(tmp_path: Path) -> None:
+def test_drawn_images_go_to_disk_when_asked(tmp_path: Path) -> None:
     facts = {"train_count": 9, "val_count": 9, "test_count": 9}
     kept = loaded(None, "train", cache="disk", cache_dir=str(tmp_path), **facts)
     drawn = loaded(None, "train", cache="ram", **facts)
     assert kept.cache == "disk"
-    np.testing.assert_array_equal(kept.pictures.read(np.arange(9)), drawn.pictures.read(np.arange(9)))
+    np.testing.assert_array_equal(kept.images.read(np.arange(9)), drawn.images.read(np.arange(9)))
 
 
-def test_a_split_without_one_good_picture_is_one_line(tmp_path: Path) -> None:
+def test_a_split_without_one_good_image_is_one_line(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set")
     break_files(folder, range(8), split="val")
-    with pytest.raises(UserError, match="none of the 8 val pictures can be read"):
+    with pytest.raises(UserError, match="none of the 8 val images can be read"):
         loaded(folder, "val", max_bad=1.0)
 
 
@@ -90,7 +86,7 @@ def test_lint_before_a_run_is_short_on_screen_and_whole_in_the_log(tmp_path: Pat
     assert look_first(source, 24, 4, notes.append, lambda line: None)["findings"] != report["findings"]
     assert said[2] == "data: 1 more kinds of finding; m1clip data lint shows all"
     assert report["verdict"] == "problems"
-    assert {found["code"] for found in report["findings"]} == {"missing", "empty", "not-a-picture"}
+    assert {found["code"] for found in report["findings"]} == {"missing", "empty", "not-a-image"}
     json.dumps(report)
 
 
@@ -99,9 +95,9 @@ def test_the_commands_lint_and_pack(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set")
     good = command("data", "lint", "set", cwd=tmp_path)
     assert (good.returncode, good.stderr) == (0, "")
-    assert "56 pictures (train 40, val 8, test 8)" in good.stdout
+    assert "56 images (train 40, val 8, test 8)" in good.stdout
     packed = command("data", "pack", "set", "shards", "--shard-size", "20", cwd=tmp_path)
-    assert packed.stdout == "shards: 56 pictures (train 40, val 8, test 8) in 4 shards\n"
+    assert packed.stdout == "shards: 56 images (train 40, val 8, test 8) in 4 shards\n"
     break_files(folder, [1])
     bad = command("data", "lint", "set", "--json", "--image-size", "24", cwd=tmp_path)
     assert bad.returncode == 1
@@ -117,5 +113,5 @@ def test_the_commands_lint_and_pack(tmp_path: Path) -> None:
 def test_letters_are_not_left_out_as_words_are(tmp_path: Path, tokenizer: str, share: float) -> None:
     folder = make_set(tmp_path / "set", train=16, val=2, test=2)
     config = small_config({"data.source": str(folder), "data.cache": "ram", "text.tokenizer": tokenizer})
-    job = prepare(config, lambda line: None, decode_plan(screen()))
+    job = prepare_scratch(config, lambda line: None, decode_plan(screen()))
     assert job.config.data.word_dropout == job.training.augmentation.word_dropout == share

@@ -1,4 +1,4 @@
-"""From a picture to a square, against PIL done by hand."""
+"""From an image to a square, against PIL done by hand."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from m1clip.data.preprocess import Preprocess, to_square
+from m1clip.data.images import Preprocess, to_square
 from m1clip.errors import UserError
 
 
-def picture(width: int, height: int) -> Image.Image:
+def image(width: int, height: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8))
 
 
@@ -31,14 +31,14 @@ def reference(image: Image.Image, size: int) -> np.ndarray:
     "size", [(33, 33), (64, 64), (65, 64), (101, 57), (57, 101), (20, 31), (32, 33), (33, 32), (500, 40)]
 )
 def test_shortest_side_then_centre(size: tuple[int, int]) -> None:
-    square = to_square(picture(*size), 32)
+    square = to_square(image(*size), 32)
     assert square.shape == (32, 32, 3)
     assert square.dtype == np.uint8
-    assert np.array_equal(square, reference(picture(*size), 32))
+    assert np.array_equal(square, reference(image(*size), 32))
 
 
-def test_a_picture_of_the_right_size_is_left_alone() -> None:
-    assert np.array_equal(to_square(picture(32, 32), 32), np.asarray(picture(32, 32)))
+def test_a_image_of_the_right_size_is_left_alone() -> None:
+    assert np.array_equal(to_square(image(32, 32), 32), np.asarray(image(32, 32)))
 
 
 def test_squash_keeps_the_edges() -> None:
@@ -50,7 +50,7 @@ def test_squash_keeps_the_edges() -> None:
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK"])
 def test_any_mode_becomes_rgb(mode: str) -> None:
-    assert to_square(picture(40, 50).convert(mode), 32).shape == (32, 32, 3)
+    assert to_square(image(40, 50).convert(mode), 32).shape == (32, 32, 3)
 
 
 def test_preprocessing_goes_through_json() -> None:
@@ -63,14 +63,14 @@ def test_preprocessing_goes_through_json() -> None:
 
 
 @pytest.mark.parametrize("size", [(60_000, 1), (1, 60_001), (2_000_000, 1), (3, 50_000)])
-def test_a_line_needs_no_more_memory_than_a_picture(size: tuple[int, int]) -> None:
+def test_a_line_needs_no_more_memory_than_a_image(size: tuple[int, int]) -> None:
     square = to_square(Image.new("RGB", size, (10, 200, 30)), 64)
     assert square.shape == (64, 64, 3)
     assert np.abs(square.astype(int) - (10, 200, 30)).max() <= 1
 
 
 @pytest.mark.parametrize("size", [(17, 1000), (1000, 17), (1001, 20), (40, 641)])
-def test_the_middle_of_a_very_long_picture_is_that_of_the_whole(size: tuple[int, int]) -> None:
+def test_the_middle_of_a_very_long_image_is_that_of_the_whole(size: tuple[int, int]) -> None:
     slope = np.indices(size[::-1]).sum(axis=0) * 255 / sum(size)
     long = Image.fromarray(slope.astype(np.uint8)).convert("RGB")
     assert np.abs(to_square(long, 32).astype(int) - reference(long, 32)).max() <= 2

@@ -10,16 +10,7 @@ from hypothesis import strategies as st
 from m1clip.data import randomness as rnd
 
 SAMPLES = np.arange(20_000)
-STREAMS = (
-    rnd.CAPTION,
-    rnd.CROP_AREA,
-    rnd.CROP_ASPECT,
-    rnd.CROP_X,
-    rnd.CROP_Y,
-    rnd.FLIP,
-    rnd.BRIGHTNESS,
-    rnd.CONTRAST,
-)
+STREAMS = (rnd.CAPTION, rnd.CROP_AREA, rnd.CROP_ASPECT, rnd.CROP_X, rnd.CROP_Y, rnd.FLIP, rnd.BRIGHTNESS, rnd.CONTRAST)
 
 
 def test_every_use_has_its_own_stream() -> None:
@@ -41,13 +32,7 @@ def test_numbers_are_uniform() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [
-        (0, 0, rnd.FLIP),
-        (0, 1, rnd.CAPTION),
-        (1, 0, rnd.CAPTION),
-        (1, 1, rnd.CAPTION),
-        (0, rnd.FLIP, rnd.CAPTION),
-    ],
+    [(0, 0, rnd.FLIP), (0, 1, rnd.CAPTION), (1, 0, rnd.CAPTION), (1, 1, rnd.CAPTION), (0, rnd.FLIP, rnd.CAPTION)],
 )
 def test_streams_epochs_and_seeds_are_independent(other: tuple[int, int, int]) -> None:
     one = rnd.uniform(0, 0, SAMPLES, rnd.CAPTION)
@@ -72,7 +57,7 @@ def test_a_sample_has_its_number_in_any_company() -> None:
 
 
 @given(seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 1000), count=st.integers(1, 300))
-def test_an_order_holds_each_picture_once(seed: int, epoch: int, count: int) -> None:
+def test_an_order_holds_each_image_once(seed: int, epoch: int, count: int) -> None:
     order = rnd.permutation(seed, epoch, count)
     assert sorted(order) == list(range(count))
     assert (order == rnd.permutation.__wrapped__(seed, epoch, count)).all()

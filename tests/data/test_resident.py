@@ -1,4 +1,4 @@
-"""Pictures that lie on the device: the same batches, with rows in the place of pixels."""
+"""Images that lie on the device: the same batches, with rows in the place of pixels."""
 
 from __future__ import annotations
 
@@ -9,37 +9,33 @@ import numpy as np
 import torch
 from small_run import screen, small_config
 
+from m1clip.data.cache import ArrayImages, LiveImages, MappedImages, ResidentImages, resident
 from m1clip.data.loader import batches
-from m1clip.data.resident import ResidentPictures, resident
-from m1clip.data.store import ArrayPictures, LivePictures, MappedPictures
-from m1clip.train.run import decode_plan
-from m1clip.train.setup import prepare
-from m1clip.train.update import Update
+from m1clip.training.run import decode_plan
+from m1clip.training.setup import prepare_scratch
+from m1clip.training.step import Update
 
 HOST = torch.device("cpu")
 PIXELS = np.random.default_rng(0).integers(0, 256, (7, 4, 4, 3), np.uint8)
 
 
-def test_decoded_pictures_go_there_when_they_leave_room(tmp_path: Path) -> None:
+def test_decoded_images_go_there_when_they_leave_room(tmp_path: Path) -> None:
     np.save(tmp_path / "kept.npy", PIXELS)
     rows = np.array([5, 0, 3])
-    for pictures, wanted in (
-        (ArrayPictures(PIXELS), PIXELS),
-        (MappedPictures(tmp_path / "kept.npy", rows), PIXELS[rows]),
-    ):
-        there = resident(pictures, HOST, 4 * wanted.nbytes)
-        assert isinstance(there, ResidentPictures)
+    for images, wanted in ((ArrayImages(PIXELS), PIXELS), (MappedImages(tmp_path / "kept.npy", rows), PIXELS[rows])):
+        there = resident(images, HOST, 4 * wanted.nbytes)
+        assert isinstance(there, ResidentImages)
         assert np.array_equal(there.read(np.arange(len(there))), wanted)
-        assert resident(pictures, HOST, 4 * wanted.nbytes - 4) is pictures
-    live = LivePictures([], 4)
+        assert resident(images, HOST, 4 * wanted.nbytes - 4) is images
+    live = LiveImages([], 4)
     assert resident(live, HOST, 10**9) is live
 
 
 def test_a_step_is_the_same_from_the_device() -> None:
-    job = prepare(small_config({"data.crop_min": 0.5}), lambda line: None, decode_plan(screen()))
+    job = prepare_scratch(small_config({"data.crop_min": 0.5}), lambda line: None, decode_plan(screen()))
     plain = job.training
     there = copy.copy(plain)
-    there.pictures = resident(plain.pictures, HOST, 10**9)
+    there.images = resident(plain.images, HOST, 10**9)
     update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
     # Workers cannot see the device's memory, so that none are started for it.
     for step, (one, other) in enumerate(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from m1clip.hardware import clock
+from m1clip.hardware import timing as clock
 
 
 class FakeTime:

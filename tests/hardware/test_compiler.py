@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from m1clip.errors import UserError
-from m1clip.hardware import compiler
-from m1clip.hardware.compiler import check_compile, compile_obstacle
+from m1clip.hardware import device as compiler
+from m1clip.hardware.device import check_compile, compile_obstacle
 
 
 def test_the_obstacles() -> None:

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from m1clip.hardware import energy
-from m1clip.hardware.energy import EnergyMeter, apple_meter, open_meter, open_rapl
-from m1clip.hardware.heat import hottest, temperature
+from m1clip.hardware.energy import EnergyMeter, apple_meter, hottest, open_meter, open_rapl, temperature
 
 
 def zone(folder: Path, name: str, microjoules: int, most: int = 1_000_000_000) -> Path:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from m1clip.hardware import heap
+from m1clip.hardware import memory as heap
 
 # Writes to a fresh block of 16 MB ten times, and counts the page faults of the last nine rounds.
 FAULTS = """
@@ -31,9 +31,7 @@ print(kept, again, returned, rounds(1))
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 def test_a_freed_block_is_used_again_until_it_is_returned() -> None:
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    result = subprocess.run(
-        [sys.executable, "-c", FAULTS], env=plain, capture_output=True, text=True, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", FAULTS], env=plain, capture_output=True, text=True, check=True)
     kept, again, returned, after = result.stdout.split()
     if kept == "False":
         pytest.skip("this C library has no mallopt")

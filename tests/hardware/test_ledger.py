@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from m1clip.hardware.ledger import COMPONENTS, Ledger
+from m1clip.training.memory import COMPONENTS, Ledger
 
 
 def watched(rows: int) -> Ledger:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from m1clip.hardware import overhead
-from m1clip.hardware.bandwidth import copy_bandwidth
+from m1clip.hardware import measure as overhead
 from m1clip.hardware.device import Device, peak_of_status
 from m1clip.hardware.facts import read_facts
-from m1clip.hardware.load import Load
-from m1clip.hardware.overhead import copies, overheads, small_matmul
+from m1clip.hardware.measure import copies, copy_bandwidth, overheads, small_matmul
+from m1clip.hardware.timing import Load
 
 
 @pytest.fixture
@@ -65,7 +64,7 @@ def test_the_peak_in_proc_is_in_kilobytes() -> None:
 
 
 def test_own_work_is_not_somebody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
-    from m1clip.hardware import load
+    from m1clip.hardware import timing as load
 
     machine, own = iter([(100.0, 40.0), (110.0, 42.0)]), iter([5.0, 11.0])
     monkeypatch.setattr(load, "_machine", lambda: next(machine))
@@ -74,7 +73,7 @@ def test_own_work_is_not_somebody_elses(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_too_short_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    from m1clip.hardware import load
+    from m1clip.hardware import timing as load
 
     monkeypatch.setattr(load, "_machine", lambda: (100.0, 50.0))
     assert Load().others() is None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from m1clip.hardware import phases as module
-from m1clip.hardware.phases import HostStamp, Phases, stamps_of
+from m1clip.hardware import timing as module
+from m1clip.hardware.timing import HostStamp, Phases, stamps_of
 
 
 class Clock:

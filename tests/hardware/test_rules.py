@@ -6,15 +6,7 @@ import pytest
 import torch
 
 from m1clip.errors import UserError
-from m1clip.hardware.device import (
-    Device,
-    available,
-    choose_device,
-    choose_precision,
-    environment,
-    rules,
-    threads,
-)
+from m1clip.hardware.device import Device, available, choose_device, choose_precision, environment, rules, threads
 from m1clip.hardware.facts import Facts, read_facts, usable_cpus
 from m1clip.hardware.measure import bf16_speedup, gemm_rate, gemm_timings
 
@@ -38,13 +30,7 @@ H200 = linux("Intel(R) Xeon(R) Platinum 8558", 48, "NVIDIA H200", (9, 0))
 
 @pytest.mark.parametrize(
     ("facts", "kinds"),
-    [
-        (M1, ("mps", "cpu")),
-        (M4, ("mps", "cpu")),
-        (XEON, ("cpu",)),
-        (PASCAL, ("cuda", "cpu")),
-        (H200, ("cuda", "cpu")),
-    ],
+    [(M1, ("mps", "cpu")), (M4, ("mps", "cpu")), (XEON, ("cpu",)), (PASCAL, ("cuda", "cpu")), (H200, ("cuda", "cpu"))],
 )
 def test_what_is_there_and_what_auto_takes(facts: Facts, kinds: tuple[str, ...]) -> None:
     assert available(facts) == kinds
@@ -115,12 +101,7 @@ def test_cpu() -> None:
     assert rules("cpu", M1).worker_start == "spawn"
     for facts in (XEON, M1):
         rule = rules("cpu", facts)
-        assert (rule.bf16, rule.attention, rule.non_blocking, rule.pin_memory) == (
-            "measure",
-            "measure",
-            False,
-            False,
-        )
+        assert (rule.bf16, rule.attention, rule.non_blocking, rule.pin_memory) == ("measure", "measure", False, False)
 
 
 def test_threads_are_the_fast_physical_cores_unless_named() -> None:

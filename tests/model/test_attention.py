@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from m1clip.hardware.clock import Timing
 from m1clip.hardware.device import Device
 from m1clip.hardware.facts import read_facts
-from m1clip.model import choose
-from m1clip.model.attention import AttentionKind, attention
+from m1clip.hardware.timing import Timing
+from m1clip.model.layers import AttentionKind, attention
+from m1clip.training import autotune as choose
 
 KINDS: tuple[AttentionKind, ...] = ("bmm", "sdpa")
 

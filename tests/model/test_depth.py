@@ -6,12 +6,11 @@ import torch
 from torch import nn
 
 from m1clip.config import OptimConfig
-from m1clip.model.clip import Clip
-from m1clip.model.depth import blocks_of, ladder, rate_shares
-from m1clip.model.pretrained.bert import BertShape, BertTower
-from m1clip.model.pretrained.efficientnet import EfficientNetLite0
-from m1clip.model.shape import ClipShape
-from m1clip.train.optim import Optimizer
+from m1clip.model.clip import CLIP
+from m1clip.model.lora import blocks_of, ladder, rate_shares
+from m1clip.model.presets import ClipShape
+from m1clip.model.pretrained import BertShape, BertTower, EfficientNetLite0
+from m1clip.training.optim import Optimizer
 
 SHAPE = ClipShape(image_size=16, patch_size=8, vision_width=16, vision_layers=3, vision_heads=2, text_width=16,
                   text_layers=2, text_heads=2, context_length=8, vocab_size=20, embed_dim=8)  # fmt: skip
@@ -22,7 +21,7 @@ def names(rung: list[tuple[str, nn.Parameter]]) -> set[str]:
 
 
 def test_towers_of_ours() -> None:
-    rungs = ladder(Clip(SHAPE, 19).image)
+    rungs = ladder(CLIP(SHAPE, 19).image)
     assert len(rungs) == 5
     assert {"patch.weight", "norm_pre.weight"} <= names(rungs[0])
     assert all(name.startswith("transformer.blocks.1.") for name in names(rungs[2]))
@@ -45,14 +44,14 @@ def test_towers_of_others() -> None:
 
 
 def test_every_parameter_has_one_place() -> None:
-    for tower in (Clip(SHAPE, 19).text, EfficientNetLite0(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))):
+    for tower in (CLIP(SHAPE, 19).text, EfficientNetLite0(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))):
         placed = [name for rung in ladder(tower) for name, _ in rung]
         assert sorted(placed) == sorted(name for name, _ in tower.named_parameters())
 
 
 def test_rates_fall_with_depth() -> None:
     torch.manual_seed(0)
-    model = Clip(SHAPE, 19)
+    model = CLIP(SHAPE, 19)
     shares = rate_shares(model, ("image", "text"), 0.5)
     assert shares["image.norm.weight"] == shares["image_projection.weight"] == shares["logit_scale"] == 1
     assert shares["image.transformer.blocks.2.attn.qkv.weight"] == 0.5
@@ -60,9 +59,7 @@ def test_rates_fall_with_depth() -> None:
     assert shares["image.patch.weight"] == 0.0625
     assert shares["text.transformer.blocks.1.mlp.up.weight"] == 0.5
     for kind in ("adamw", "muon"):
-        optimizer = Optimizer(
-            model, OptimConfig(name=kind, lr=1e-3, muon_lr=0.02, layer_decay=0.5), fused=False
-        )  # type: ignore[arg-type]
+        optimizer = Optimizer(model, OptimConfig(name=kind, lr=1e-3, muon_lr=0.02, layer_decay=0.5), fused=False)  # type: ignore[arg-type]
         optimizer.set_rate(0.5)
         peak = {"adamw": 1e-3, "muon": 0.02}
         seen = {}

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from m1clip.model.clip import Clip
+from m1clip.model.clip import CLIP
 from m1clip.model.presets import PRESETS
 
 if not torch.cuda.is_available():
     pytest.skip("the kernels are for CUDA, and there is no such card here", allow_module_level=True)
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
-from m1clip.model import kernels
+from m1clip.model import triton_ops as kernels
 
 SLACK = 1.5  # of torch's own distance from fp32: both round to bf16, at other places
 
@@ -73,7 +73,7 @@ def test_attention_and_its_gradient(length: int, dim: int, causal: bool) -> None
 
 
 def gradients(
-    model: Clip, inputs: tuple[Tensor, Tensor], bf16: bool, way: Callable[[Any], Any] = lambda encode: encode
+    model: CLIP, inputs: tuple[Tensor, Tensor], bf16: bool, way: Callable[[Any], Any] = lambda encode: encode
 ) -> dict[str, Tensor]:
     with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
         image, text = way(model.encode_image)(inputs[0]), way(model.encode_text)(inputs[1])
@@ -85,7 +85,7 @@ def gradients(
 def test_a_model_with_the_kernels_learns_the_same(way: Callable[[Any], Any]) -> None:
     shape = dataclasses.replace(PRESETS["ViT-B-32"], vision_layers=3, text_layers=3, vocab_size=500)
     torch.manual_seed(0)
-    model = Clip(shape, eot_id=499).cuda()
+    model = CLIP(shape, eot_id=499).cuda()
     ids = torch.randint(1, 499, (8, 77), device="cuda")
     ids[:, -1] = 499
     inputs = (torch.randn(8, 3, 224, 224, device="cuda"), ids)
@@ -103,7 +103,7 @@ def test_another_batch_is_not_compiled_anew_each_time() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     shape = dataclasses.replace(PRESETS["ViT-B-32"], vision_layers=1, text_layers=2, vocab_size=500)
-    model = Clip(shape, eot_id=499).cuda()
+    model = CLIP(shape, eot_id=499).cuda()
     model.fuse()
     counter = CompileCounterWithBackend("aot_eager")
     encode = torch.compile(model.encode_text, backend=counter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from m1clip.model.positions import resize_positions, sincos_2d
+from m1clip.model.towers import resize_positions, sincos_2d
 
 
 @pytest.mark.parametrize(("grid", "width"), [(7, 32), (14, 64), (28, 256)])

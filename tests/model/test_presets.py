@@ -8,10 +8,8 @@ import torch
 
 from m1clip.config import ModelConfig
 from m1clip.errors import UserError
-from m1clip.model.build import resolved, shape_of
-from m1clip.model.clip import Clip, count_parameters
-from m1clip.model.presets import PRESETS, preset
-from m1clip.model.shape import ClipShape, flops_per_pair
+from m1clip.model.clip import CLIP, count_parameters
+from m1clip.model.presets import PRESETS, ClipShape, flops_per_pair, preset, resolved, shape_of
 
 PARAMETERS = {
     "tiny": 17_916_673,
@@ -39,7 +37,7 @@ def test_parameters(name: str) -> None:
 def test_a_billion_parameters_take_no_memory_on_meta() -> None:
     before = psutil.Process().memory_info().rss
     with torch.device("meta"):
-        model = Clip(preset("1B"), eot_id=0)
+        model = CLIP(preset("1B"), eot_id=0)
     assert all(p.is_meta for p in model.parameters())
     assert psutil.Process().memory_info().rss - before < 200 * 2**20  # the weights would be 4 GB
 
@@ -57,9 +55,7 @@ def test_an_unknown_preset_offers_the_nearest() -> None:
 
 
 def test_the_config_changes_what_it_names_and_nothing_else() -> None:
-    shape = shape_of(
-        ModelConfig(preset="ViT-B-32", text_layers=3, pooling="mean"), vocab_size=100, logit_bias=True
-    )
+    shape = shape_of(ModelConfig(preset="ViT-B-32", text_layers=3, pooling="mean"), vocab_size=100, logit_bias=True)
     expected = {**preset("ViT-B-32").to_dict(), "text_layers": 3, "pooling": "mean"}
     assert shape.to_dict() == {**expected, "vocab_size": 100, "logit_bias": True}
 

@@ -10,12 +10,21 @@ from torch import Tensor
 
 from m1clip.data.captions import drop_tokens
 from m1clip.errors import UserError
+from m1clip.model import pretrained as load
 from m1clip.model.heads import Head, HeadKind
-from m1clip.model.pretrained import load
-from m1clip.model.pretrained.bert import BertShape, BertTower, from_bert
-from m1clip.model.pretrained.clip import TowerClip
-from m1clip.model.pretrained.efficientnet import HEAD, NORM_EPS, STAGES, EfficientNetLite0, SameConv, folded
-from m1clip.model.pretrained.shape import TowerShape
+from m1clip.model.pretrained import (
+    HEAD,
+    NORM_EPS,
+    STAGES,
+    BertShape,
+    BertTower,
+    EfficientNetLite0,
+    SameConv,
+    TowerClip,
+    TowerShape,
+    folded,
+    from_bert,
+)
 
 
 def their_efficientnet() -> dict[str, Tensor]:
@@ -78,9 +87,7 @@ def test_efficientnet_is_its_definition() -> None:
     tower.load_state_dict(folded(weights))
     pixels = torch.randn(2, 3, 64, 64)
     with torch.inference_mode():
-        torch.testing.assert_close(
-            tower.eval()(pixels), plain_efficientnet(weights, pixels), atol=1e-4, rtol=1e-4
-        )
+        torch.testing.assert_close(tower.eval()(pixels), plain_efficientnet(weights, pixels), atol=1e-4, rtol=1e-4)
         wider = EfficientNetLite0(also=(2, 6))
         wider.load_state_dict(folded(weights))
         both = wider.eval()(pixels)

@@ -9,12 +9,10 @@ import torch
 from torch import nn
 
 from m1clip.errors import UserError
-from m1clip.model.clip import Clip
-from m1clip.model.foreign.configs import check_expressible
-from m1clip.model.presets import preset
-from m1clip.model.shape import ClipShape, flops_per_pair, stem_channels
-from m1clip.model.stem import ConvStem
-from m1clip.model.towers import VisionTower
+from m1clip.model.clip import CLIP
+from m1clip.model.convert import check_expressible
+from m1clip.model.presets import ClipShape, flops_per_pair, preset, stem_channels
+from m1clip.model.towers import ConvStem, VisionTower
 
 SMALL = ClipShape(
     image_size=32, patch_size=8, vision_width=16, vision_layers=2, vision_heads=2, text_width=16, text_layers=1,
@@ -50,15 +48,13 @@ def test_some_patches_are_some_rows_of_all() -> None:
     x, chosen = torch.randn(2, 3, 32, 32), torch.tensor([[0, 3, 7], [1, 2, 15]])
     whole = tower._patches(x)
     assert whole.shape == (2, 16, 16)
-    torch.testing.assert_close(
-        tower._patches(x, chosen), torch.stack([whole[0, chosen[0]], whole[1, chosen[1]]])
-    )
+    torch.testing.assert_close(tower._patches(x, chosen), torch.stack([whole[0, chosen[0]], whole[1, chosen[1]]]))
 
 
 def test_start_values_come_from_the_seed() -> None:
-    def made() -> Clip:
+    def made() -> CLIP:
         torch.manual_seed(5)
-        return Clip(SMALL, eot_id=1)
+        return CLIP(SMALL, eot_id=1)
 
     one, other = made().state_dict(), made().state_dict()
     assert all(torch.equal(one[name], other[name]) for name in one)

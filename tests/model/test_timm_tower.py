@@ -12,10 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from m1clip.errors import UserError
-from m1clip.model.pretrained import timm_tower
-from m1clip.model.pretrained.build import image_tower
-from m1clip.model.pretrained.shape import TowerShape
-from m1clip.model.pretrained.timm_tower import TIMM, load_timm
+from m1clip.model import pretrained as timm_tower
+from m1clip.model.pretrained import TIMM, TowerShape, image_tower, load_timm
 
 NAME = "resnet10t"
 

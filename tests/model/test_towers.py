@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from m1clip.errors import UserError
-from m1clip.hardware.compiler import check_compile
-from m1clip.model.clip import MAX_LOGIT_SCALE, Clip, Features
-from m1clip.model.shape import ClipShape
-from m1clip.model.transformer import Mlp
+from m1clip.hardware.device import check_compile
+from m1clip.model.clip import CLIP, MAX_LOGIT_SCALE, Features
+from m1clip.model.layers import Mlp
+from m1clip.model.presets import ClipShape
 
 EOT = 9
 SHAPE = ClipShape(
@@ -24,9 +24,9 @@ SHAPE = ClipShape(
 )  # fmt: skip
 
 
-def clip(**changes: object) -> Clip:
+def clip(**changes: object) -> CLIP:
     torch.manual_seed(0)
-    return Clip(dataclasses.replace(SHAPE, **changes), EOT)
+    return CLIP(dataclasses.replace(SHAPE, **changes), EOT)
 
 
 def pixels(n: int = 3, size: int = 32) -> Tensor:
@@ -40,7 +40,7 @@ def ids() -> Tensor:
     return rows
 
 
-def gradients(model: Clip, forward: Callable[..., Features] | None = None) -> dict[str, Tensor]:
+def gradients(model: CLIP, forward: Callable[..., Features] | None = None) -> dict[str, Tensor]:
     features = (model if forward is None else forward)(pixels(), ids())
     (features.scale * (features.image * features.text.roll(1, 0)).sum()).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -101,9 +101,7 @@ def test_the_text_tower_sees_order() -> None:
 def test_text_cut_to_the_longest_of_the_batch_gives_the_same_features(kind: str) -> None:
     model = clip()
     model.set_attention(kind, kind)  # type: ignore[arg-type]
-    torch.testing.assert_close(
-        model.encode_text(ids()[:, :8]), model.encode_text(ids()), atol=1e-6, rtol=1e-5
-    )
+    torch.testing.assert_close(model.encode_text(ids()[:, :8]), model.encode_text(ids()), atol=1e-6, rtol=1e-5)
 
 
 def test_both_attentions_give_the_same_features_and_gradients() -> None:
@@ -118,7 +116,7 @@ def test_both_attentions_give_the_same_features_and_gradients() -> None:
 
 
 def test_gradient_checkpointing_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    import m1clip.model.transformer as module
+    import m1clip.model.layers as module
 
     used, original = [], module.computed_again
     monkeypatch.setattr(module, "computed_again", lambda *a, **k: used.append(1) or original(*a, **k))
@@ -168,15 +166,12 @@ def test_fixed_positions_are_no_weights_and_know_the_class_token() -> None:
     assert "image.positions" not in model.state_dict()
     assert torch.equal(model.image.positions[0], torch.zeros(32))
     assert "image.positions" in clip().state_dict()
-    small, large = (
-        clip(positions="sincos", pooling="mean"),
-        clip(positions="sincos", pooling="mean", image_size=64),
-    )
+    small, large = (clip(positions="sincos", pooling="mean"), clip(positions="sincos", pooling="mean", image_size=64))
     large.load_state_dict(small.state_dict())
     assert large.encode_image(pixels(size=64)).shape == (3, 24)
 
 
-def test_positions_matter_to_the_picture() -> None:
+def test_positions_matter_to_the_image() -> None:
     model = clip(pooling="mean", positions="sincos")
     turned = pixels().roll(16, dims=3)  # the same patches in other places
     assert not torch.allclose(model.encode_image(pixels()), model.encode_image(turned), atol=1e-3)
@@ -208,7 +203,7 @@ def test_the_seed_decides_the_start() -> None:
     one, same = clip().state_dict(), clip().state_dict()
     assert all(torch.equal(one[name], same[name]) for name in one)
     torch.manual_seed(1)
-    assert not torch.equal(Clip(SHAPE, EOT).text.tokens.weight, one["text.tokens.weight"])
+    assert not torch.equal(CLIP(SHAPE, EOT).text.tokens.weight, one["text.tokens.weight"])
 
 
 def test_the_temperature_is_clamped() -> None:
@@ -226,9 +221,7 @@ def test_the_sigmoid_loss_gets_a_bias_and_siglips_start() -> None:
     features = model(pixels(), ids())
     assert features.bias is model.logit_bias
     assert (features.bias.item(), features.scale.item()) == (-10.0, pytest.approx(10.0))
-    assert math.isclose(
-        sum(p.numel() for p in model.parameters()), sum(p.numel() for p in clip().parameters()) + 1
-    )
+    assert math.isclose(sum(p.numel() for p in model.parameters()), sum(p.numel() for p in clip().parameters()) + 1)
 
 
 def test_dropout_acts_in_training_alone() -> None:

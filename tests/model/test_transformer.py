@@ -6,15 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from m1clip.model import linear as fused
-from m1clip.model import mlp
-from m1clip.model.linear import linear, linear_add
-from m1clip.model.shape import Activation
-from m1clip.model.transformer import Transformer, pick
+from m1clip.model import layers as fused
+from m1clip.model import layers as mlp
+from m1clip.model.layers import Transformer, linear, linear_add, pick
+from m1clip.model.presets import Activation
 
-needs_fused = pytest.mark.skipif(
-    fused._fused_product() is None, reason="torch without oneDNN's fused product"
-)
+needs_fused = pytest.mark.skipif(fused._fused_product() is None, reason="torch without oneDNN's fused product")
 
 
 def transformer(causal: bool = False, activation: Activation = "gelu", layers: int = 2) -> Transformer:

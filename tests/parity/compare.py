@@ -25,14 +25,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import inputs
 
 from m1clip.data.augment import render
-from m1clip.data.preprocess import Preprocess, to_square
-from m1clip.evaluate.bundle import Bundle, load
-from m1clip.evaluate.export import export
-from m1clip.model.clip import Clip
-from m1clip.model.foreign.configs import hf_config, openclip_config
-from m1clip.model.presets import PRESETS
-from m1clip.model.shape import ClipShape
-from m1clip.text import BpeTokenizer
+from m1clip.data.images import Preprocess, to_square
+from m1clip.export.layouts import export
+from m1clip.inference.encoder import Bundle, load
+from m1clip.model.clip import CLIP
+from m1clip.model.convert import hf_config, openclip_config
+from m1clip.model.presets import PRESETS, ClipShape
+from m1clip.text.bpe import BpeTokenizer
 
 PEER = Path(__file__).with_name("peer.py")
 QUICK = {"activation": "quick_gelu"}
@@ -53,15 +52,13 @@ Outputs = dict[str, np.ndarray]
 
 def ours_encoded(bundle: Bundle) -> Outputs:
     """The same outputs from a bundle of ours."""
-    squares = np.stack(
-        [to_square(p, bundle.preprocess.image_size, bundle.preprocess.resize) for p in inputs.pictures()]
-    )
+    squares = np.stack([to_square(p, bundle.preprocess.image_size, bundle.preprocess.resize) for p in inputs.images()])
     with torch.inference_mode():
         pixels = render(torch.from_numpy(squares), None, bundle.preprocess)
     return {
         "pixels": pixels.numpy(),
         "ids": bundle.tokenizer(inputs.TEXTS, bundle.model.shape.context_length),
-        "image": bundle.encode_images(inputs.pictures()).numpy(),
+        "image": bundle.encode_images(inputs.images()).numpy(),
         "text": bundle.encode_texts(inputs.TEXTS).numpy(),
         "scale": bundle.model.logit_scale.detach().exp().numpy(),
     }
@@ -80,7 +77,7 @@ def differences(ours: Outputs, theirs: Outputs) -> dict[str, float]:
 def filled(shape: ClipShape, kind: str) -> Bundle:
     """A model of ours with the weights of inputs.py, and the crop of the library it goes to."""
     tokenizer = BpeTokenizer()
-    model = Clip(shape, tokenizer.eot_id)
+    model = CLIP(shape, tokenizer.eot_id)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(np.asarray(inputs.tensor(name, tuple(parameter.shape)))))
@@ -98,9 +95,7 @@ def peer(python: str, *words: str | Path) -> None:
 def config_of(kind: str, shape: ClipShape) -> dict[str, Any]:
     """Their config of a shape."""
     tokenizer = BpeTokenizer()
-    return (
-        openclip_config(shape) if kind == "openclip" else hf_config(shape, tokenizer.sot_id, tokenizer.eot_id)
-    )
+    return openclip_config(shape) if kind == "openclip" else hf_config(shape, tokenizer.sot_id, tokenizer.eot_id)
 
 
 def check(python: str, name: str, kind: str, work: Path) -> list[dict[str, Any]]:
@@ -111,9 +106,7 @@ def check(python: str, name: str, kind: str, work: Path) -> list[dict[str, Any]]
     np.save(work / "theirs" / "ids.npy", BpeTokenizer()(inputs.TEXTS, shape.context_length).astype(np.int64))
     peer(python, "encode", kind, work / "theirs", work / "theirs.npz")
     theirs = dict(np.load(work / "theirs.npz"))
-    rows.append(
-        {"direction": f"{kind} -> m1clip", **differences(ours_encoded(load(work / "theirs")), theirs)}
-    )
+    rows.append({"direction": f"{kind} -> m1clip", **differences(ours_encoded(load(work / "theirs")), theirs)})
     if kind == "openclip":
         checkpoint = ours_encoded(load(work / "theirs" / "epoch_1.pt"))
         rows.append({"direction": "openclip .pt -> m1clip", **differences(checkpoint, theirs)})
@@ -135,18 +128,14 @@ def record(python: str, path: Path) -> None:
             config = config_of(kind, TINY)
             (work / "config.json").write_text(json.dumps(config))
             peer(python, "make", kind, work / "config.json", work / "m")
-            np.save(
-                work / "m" / "ids.npy", BpeTokenizer()(inputs.TEXTS, TINY.context_length).astype(np.int64)
-            )
+            np.save(work / "m" / "ids.npy", BpeTokenizer()(inputs.TEXTS, TINY.context_length).astype(np.int64))
             peer(python, "encode", kind, work / "m", work / "m.npz")
             from safetensors.torch import load_file
 
             file = next((work / "m").glob("*model.safetensors"))
             shapes = {name: list(tensor.shape) for name, tensor in load_file(file).items()}
             made = dict(np.load(work / "m.npz"))
-            numbers = {
-                key: made[key].astype(np.float64).round(8).tolist() for key in ("image", "text", "scale")
-            }
+            numbers = {key: made[key].astype(np.float64).round(8).tolist() for key in ("image", "text", "scale")}
             corner = made["pixels"][:, :, ::7, ::5].astype(np.float64).round(6).tolist()
             fixture[kind] = {"version": str(made["version"]), "config": config, "tensors": shapes,
                              "pixels_7_5": corner, "ids": made["ids"].tolist(), **numbers}  # fmt: skip
@@ -178,8 +167,7 @@ def main() -> None:
         asked.json.parent.mkdir(parents=True, exist_ok=True)
         asked.json.write_text(json.dumps({"tolerance": TOLERANCE, "rows": rows}, indent=2) + "\n")
     worst = max(
-        max(row["ids"], *(row[key] / TOLERANCE for key in ("image", "text", "scale", "pixels")))
-        for row in rows
+        max(row["ids"], *(row[key] / TOLERANCE for key in ("image", "text", "scale", "pixels"))) for row in rows
     )
     print(f"largest difference: {worst * TOLERANCE:.1e} (allowed {TOLERANCE:.0e})")
     sys.exit(worst > 1)

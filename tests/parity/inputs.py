@@ -1,4 +1,4 @@
-"""What both sides are given: weights, pictures and sentences that follow from their names alone. NumPy only."""
+"""What both sides are given: weights, images and sentences that follow from their names alone. NumPy only."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-TEXTS = [
-    "a photo of a cat",
-    "Two dogs -- running, on the BEACH at 7:30!",
-    "naïve café & façade ☕",
-    "x" * 400,
-    "",
-]
+TEXTS = ["a photo of a cat", "Two dogs -- running, on the BEACH at 7:30!", "naïve café & façade ☕", "x" * 400, ""]
 SIZES = [(224, 224), (300, 200), (199, 331), (97, 64), (640, 481), (225, 1000)]  # (width, height)
 LOGIT_SCALE = 3.25
 
@@ -45,8 +39,8 @@ def tensor(name: str, shape: Sequence[int]) -> np.ndarray:
     return values * np.float32(scale)
 
 
-def pictures() -> list[Image.Image]:
-    """Smooth pictures of odd sizes."""
+def images() -> list[Image.Image]:
+    """Smooth images of odd sizes."""
     made = []
     for width, height in SIZES:
         coarse = (uniform(f"{width}x{height}", 9 * 7 * 3).reshape(9, 7, 3) * 127 + 128).astype(np.uint8)
@@ -54,11 +48,11 @@ def pictures() -> list[Image.Image]:
     return made
 
 
-def write_pictures(folder: Path) -> list[Path]:
-    """The pictures as PNG files."""
+def write_images(folder: Path) -> list[Path]:
+    """The images as PNG files."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for number, picture in enumerate(pictures()):
+    for number, image in enumerate(images()):
         paths.append(folder / f"{number}.png")
-        picture.save(paths[-1])
+        image.save(paths[-1])
     return paths

@@ -1,7 +1,7 @@
 """The other side of the parity check: runs in a Python with open_clip or transformers, on folders and files.
 
 python peer.py make openclip|hf CONFIG.json FOLDER    a model with the weights of inputs.py, in their own format
-python peer.py encode openclip|hf FOLDER OUT.npz      what their code makes of the pictures and sentences
+python peer.py encode openclip|hf FOLDER OUT.npz      what their code makes of the images and sentences
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ def make(kind: str, config: dict[str, Any], folder: Path) -> None:
         )
         save_file(state, folder / "open_clip_model.safetensors")
         seen = {"mean": open_clip.OPENAI_DATASET_MEAN, "std": open_clip.OPENAI_DATASET_STD}
-        (folder / "open_clip_config.json").write_text(
-            json.dumps({"model_cfg": config, "preprocess_cfg": seen})
-        )
+        (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": config, "preprocess_cfg": seen}))
     else:
         from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 
@@ -55,9 +53,9 @@ def make(kind: str, config: dict[str, Any], folder: Path) -> None:
         fill(hf)
         hf.save_pretrained(folder, max_shard_size=SHARD)
         size = config["vision_config"]["image_size"]
-        CLIPImageProcessor(
-            size={"shortest_edge": size}, crop_size={"height": size, "width": size}
-        ).save_pretrained(folder)
+        CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size}).save_pretrained(
+            folder
+        )
 
 
 def encode(kind: str, folder: Path) -> dict[str, np.ndarray]:
@@ -74,7 +72,7 @@ def encode_openclip(folder: Path) -> dict[str, Any]:
     model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}")
     model.eval()
     tokens = open_clip.get_tokenizer(f"local-dir:{folder}")(inputs.TEXTS)
-    pixels = torch.stack([preprocess(picture) for picture in inputs.pictures()])
+    pixels = torch.stack([preprocess(image) for image in inputs.images()])
     return {
         "pixels": pixels, "ids": tokens, "image": model.encode_image(pixels, normalize=True),
         "text": model.encode_text(tokens, normalize=True), "scale": model.logit_scale.exp(),
@@ -98,9 +96,7 @@ def encode_hf(folder: Path) -> dict[str, Any]:
         ids = made["input_ids"]
     else:
         ids = torch.from_numpy(np.load(folder / "ids.npy"))
-    pixels = CLIPImageProcessorPil.from_pretrained(folder)(images=inputs.pictures(), return_tensors="pt")[
-        "pixel_values"
-    ]
+    pixels = CLIPImageProcessorPil.from_pretrained(folder)(images=inputs.images(), return_tensors="pt")["pixel_values"]
     image = model.visual_projection(model.vision_model(pixels).pooler_output)
     text = model.text_projection(model.text_model(ids).pooler_output)
     unit = torch.nn.functional.normalize

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import m1clip
 from m1clip.data.augment import render
-from m1clip.data.preprocess import to_square
-from m1clip.evaluate.bundle import Bundle
-from m1clip.evaluate.export import export
+from m1clip.data.images import to_square
+from m1clip.export.layouts import export
+from m1clip.inference.encoder import Bundle
 
 from . import inputs
 
@@ -47,20 +47,14 @@ def check_same(bundle: Bundle, kind: str) -> None:
     """Features, ids, pixels and scale as recorded."""
     recorded = FIXTURE[kind]
     squares = np.stack(
-        [
-            to_square(picture, bundle.preprocess.image_size, bundle.preprocess.resize)
-            for picture in inputs.pictures()
-        ]
+        [to_square(image, bundle.preprocess.image_size, bundle.preprocess.resize) for image in inputs.images()]
     )
     pixels = render(torch.from_numpy(squares), None, bundle.preprocess)[:, :, ::7, ::5]
     assert np.abs(pixels.numpy() - np.array(recorded["pixels_7_5"])).max() < TOLERANCE
     for ids, theirs in zip(bundle.tokenizer(inputs.TEXTS, 24).tolist(), recorded["ids"], strict=True):
         end = ids.index(49407) + 1
         assert ids[:end] == theirs[:end]
-    assert (
-        np.abs(bundle.encode_images(inputs.pictures()).numpy() - np.array(recorded["image"])).max()
-        < TOLERANCE
-    )
+    assert np.abs(bundle.encode_images(inputs.images()).numpy() - np.array(recorded["image"])).max() < TOLERANCE
     assert np.abs(bundle.encode_texts(inputs.TEXTS).numpy() - np.array(recorded["text"])).max() < TOLERANCE
     assert abs(float(bundle.model.logit_scale.detach().exp()) - recorded["scale"]) < TOLERANCE
 

@@ -19,12 +19,10 @@ class Limit:
 
 
 def slope(samples: Samples, most: int = 400) -> float:
-    """Theil-Sen: the median of the slopes between all pairs of samples; one odd sample moves it little."""
+    """Theil-Sen: the median of the slopes between all samples of samples; one odd sample moves it little."""
     step = max(1, len(samples) // most)
     points = list(samples)[::step]
-    slopes = [
-        (b[1] - a[1]) / (b[0] - a[0]) for i, a in enumerate(points) for b in points[i + 1 :] if b[0] > a[0]
-    ]
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for i, a in enumerate(points) for b in points[i + 1 :] if b[0] > a[0]]
     return statistics.median(slopes) if slopes else 0.0
 
 

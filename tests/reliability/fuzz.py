@@ -66,9 +66,7 @@ def fuzz(name: str, target: Target, folder: Path, count: int, seed: int) -> list
     return failures
 
 
-def fuzz_all(
-    count: int, seed: int, only: str | None = None
-) -> tuple[dict[str, int], list[tuple[str, bytes]]]:
+def fuzz_all(count: int, seed: int, only: str | None = None) -> tuple[dict[str, int], list[tuple[str, bytes]]]:
     """The inputs shared out over all readers; gives how many each had, and the failures."""
     warnings.simplefilter("ignore")
     done: dict[str, int] = {}

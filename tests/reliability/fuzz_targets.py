@@ -18,21 +18,20 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 
-from m1clip.config import Config
-from m1clip.configfile import load_config, to_toml
-from m1clip.data.images import BadImage, decode
-from m1clip.data.preprocess import Preprocess
+from m1clip.config import Config, load_config, to_toml
+from m1clip.data.images import BadImage, Preprocess, decode
 from m1clip.data.sources import open_source
 from m1clip.errors import UserError
-from m1clip.evaluate.bundle import _read_config
+from m1clip.inference.encoder import _read_config
+from m1clip.io import read_owner
+from m1clip.model.convert import read_tensors
 from m1clip.model.presets import preset
-from m1clip.model.weights import read_tensors
-from m1clip.owner import read_owner
 from m1clip.runlog import NAME, read_log
-from m1clip.text import load_tokenizer
-from m1clip.train.checkpoint import LoopState, load_newest, save, verify
+from m1clip.text.tokenizers import load_tokenizer
+from m1clip.training.checkpoint import LoopState, load_newest, save
+from m1clip.training.checkpoint_files import verify
 
-ALLOWED = (UserError, BadImage)  # a person's one line; a picture that is skipped and named
+ALLOWED = (UserError, BadImage)  # a person's one line; an image that is skipped and named
 
 
 @dataclass(frozen=True)
@@ -49,27 +48,27 @@ def _read_source(name: str) -> Callable[[Path], object]:
     def read(folder: Path) -> object:
         source = open_source(str(folder / name))
         for split in source.splits():
-            for pair in source.pairs(split):
-                str(pair.image), pair.image.stamp(), source.origin(pair.id)
+            for sample in source.samples(split):
+                str(sample.image), sample.image.stamp(), source.origin(sample.id)
         return [str(problem) for problem in source.problems]
 
     return read
 
 
-def _read_pictures(name: str) -> Callable[[Path], object]:
+def _read_images(name: str) -> Callable[[Path], object]:
     def read(folder: Path) -> object:
         source = open_source(str(folder / name))
         for split in source.splits():
-            for pair in source.pairs(split):
+            for sample in source.samples(split):
                 with contextlib.suppress(BadImage):  # skipped and named, as in training
-                    pair.image.open(16)
+                    sample.image.open(16)
         return source
 
     return read
 
 
-def pictures() -> tuple[bytes, ...]:
-    """A small picture in each format."""
+def images() -> tuple[bytes, ...]:
+    """A small image in each format."""
     found = []
     for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"):
         file = io.BytesIO()
@@ -83,11 +82,7 @@ def shard() -> bytes:
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for number in range(2):
-            for suffix, data in (
-                ("jpg", pictures()[0]),
-                ("txt", b"a dog"),
-                ("json", b'{"captions": ["a", "b"]}'),
-            ):
+            for suffix, data in (("jpg", images()[0]), ("txt", b"a dog"), ("json", b'{"captions": ["a", "b"]}')):
                 member = tarfile.TarInfo(f"{'long' * 30}{number}.{suffix}" if number else f"0.{suffix}")
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
@@ -102,9 +97,7 @@ def parquet() -> tuple[bytes, ...]:
     except ImportError:
         return ()
     file = io.BytesIO()
-    table = pyarrow.table(
-        {"image": ["a.jpg", "b.jpg"], "caption": ["a dog", "a cat"], "split": ["train", "val"]}
-    )
+    table = pyarrow.table({"image": ["a.jpg", "b.jpg"], "caption": ["a dog", "a cat"], "split": ["train", "val"]})
     pyarrow.parquet.write_table(table, file)
     return (file.getvalue(),)
 
@@ -118,36 +111,22 @@ def fast_tokenizer() -> dict[str, object]:
 
 def targets(folder: Path) -> dict[str, Target]:
     """All targets; what some of them need beside the changed file is put into the folder."""
-    save(
-        folder,
-        LoopState(step=7),
-        {"weights": {"a": torch.ones(3)}, "optimizer": {"m": torch.ones(3)}},
-        keep=1,
-    )
+    save(folder, LoopState(step=7), {"weights": {"a": torch.ones(3)}, "optimizer": {"m": torch.ones(3)}}, keep=1)
     checkpoint = folder / "checkpoints" / "step-000007"
     manifest, state = ((checkpoint / name).read_bytes() for name in ("manifest.json", "state.json"))
     weights = safetensors_bytes({"a": torch.ones(3), "b.c": torch.zeros(2, 2).bfloat16()})
     table = b'image,caption,split\na.jpg,a dog,train\nb.jpg,"a cat, sat",val\nc.jpg,fish,test\n'
     rows = b'{"image": "a.jpg", "captions": ["a dog", "the dog"], "split": "train"}\n{"image":"b.jpg","caption":"x"}\n'
     coco = json.dumps(
-        {
-            "images": [{"id": 1, "file_name": "a.jpg"}],
-            "annotations": [{"image_id": 1, "id": 2, "caption": "x"}],
-        }
+        {"images": [{"id": 1, "file_name": "a.jpg"}], "annotations": [{"image_id": 1, "id": 2, "caption": "x"}]}
     )
     karpathy = json.dumps(
         {"images": [{"filename": "a.jpg", "split": "train", "sentences": [{"raw": "x"}]}], "dataset": "d"}
     )
     listed = json.dumps([{"image": "a.jpg", "caption": "x"}, {"image": "b.jpg", "caption": ["y"]}])
-    log = (
-        b'{"v":1,"kind":"step","time":1.5,"step":10,"loss":2.0}\n{"v":1,"kind":"eval","step":10,"x":[1,2]}\n'
-    )
+    log = b'{"v":1,"kind":"step","time":1.5,"step":10,"loss":2.0}\n{"v":1,"kind":"eval","step":10,"x":[1,2]}\n'
     shape = preset("tiny")
-    model = {
-        "format": 1,
-        "shape": shape.to_dict(),
-        "preprocess": Preprocess(image_size=shape.image_size).to_dict(),
-    }
+    model = {"format": 1, "shape": shape.to_dict(), "preprocess": Preprocess(image_size=shape.image_size).to_dict()}
     marks = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "##b"]
     tokenizers = [
         {"version": 1, "kind": "char", "alphabet": "abc .,"},
@@ -161,15 +140,11 @@ def targets(folder: Path) -> dict[str, Target]:
     found = {
         "config": Target("config.toml", (short, short, toml), lambda f: load_config(f / "config.toml"), 1.5),
         "run log": Target(NAME, (log,), lambda f: list(read_log(f)), 2.0),
-        "manifest": Target(
-            "checkpoints/step-000007/manifest.json", (manifest,), lambda f: verify(checkpoint), 1.5
-        ),
+        "manifest": Target("checkpoints/step-000007/manifest.json", (manifest,), lambda f: verify(checkpoint), 1.5),
         "state": Target("checkpoints/step-000007/state.json", (state,), _resumed, 0.2),
         "tokenizers": Target("tokenizer.json", dumped, load_tokenizer, 1.5),
         "bpe-cut": Target("tokenizer.json", (json.dumps(kept).encode(),), load_tokenizer, 0.02),
-        "model config": Target(
-            "config.json", (json.dumps(model).encode(),), lambda f: _read_config(f / "config.json")
-        ),
+        "model config": Target("config.json", (json.dumps(model).encode(),), lambda f: _read_config(f / "config.json")),
         "weights": Target("w.safetensors", (weights,), lambda f: read_tensors(f / "w.safetensors"), 0.5),
         "lock": Target("run.lock", (b"77\n1700000000.5\nhost\n",), _owner, 0.3),
         "csv": Target("t.csv", (table,), _read_source("t.csv")),
@@ -179,8 +154,8 @@ def targets(folder: Path) -> dict[str, Target]:
         "token": Target(
             "t.txt", (b"a.jpg#0\ta dog\na.jpg#1\tdogs\n",), lambda f: open_source(f"token:{f / 't.txt'}"), 0.3
         ),
-        "tar": Target("t.tar", (shard(),), _read_pictures("t.tar"), 0.3),
-        "pictures": Target("t.bin", pictures(), lambda f: decode(f / "t.bin", 16), 1.0),
+        "tar": Target("t.tar", (shard(),), _read_images("t.tar"), 0.3),
+        "images": Target("t.bin", images(), lambda f: decode(f / "t.bin", 16), 1.0),
         "parquet": Target("t.parquet", parquet(), _read_source("t.parquet"), 0.1),
     }
     return {name: target for name, target in found.items() if target.seeds}
@@ -188,7 +163,7 @@ def targets(folder: Path) -> dict[str, Target]:
 
 def _resumed(folder: Path) -> object:
     """The state behind right hashes, as whoever writes both could make it."""
-    from m1clip.train.manifest import sha256
+    from m1clip.training.checkpoint_files import sha256
 
     place = folder / "checkpoints" / "step-000007"
     manifest = json.loads((place / "manifest.json").read_text())

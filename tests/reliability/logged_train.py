@@ -1,4 +1,4 @@
-"""`m1clip train` that also writes down which pictures and captions each step was given: LOG, then the usual words."""
+"""`m1clip train` that also writes down which images and captions each step was given: LOG, then the usual words."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 import sys
 from typing import Any
 
-from m1clip.cli import main
+from m1clip.cli.main import main
 from m1clip.data.loader import Batch
-from m1clip.train.update import Update
+from m1clip.training.step import Update
 
 
 def log_samples(path: str) -> None:
@@ -19,7 +19,7 @@ def log_samples(path: str) -> None:
 
     def logged(self: Update, batch: Batch, step: int, *rest: Any, **named: Any) -> Any:
         digest = hashlib.sha256()
-        for tensor in (batch.pictures, batch.captions, batch.owners, batch.tokens, batch.pixels):
+        for tensor in (batch.images, batch.captions, batch.image_index, batch.tokens, batch.pixels):
             digest.update(tensor.cpu().numpy().tobytes())
         for array in (batch.views.boxes, batch.views.flips, batch.views.gains):
             digest.update(array.tobytes())

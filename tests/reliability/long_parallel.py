@@ -34,12 +34,7 @@ from reliability_merge import FILE, add_up, merge  # noqa: E402
 from reliability_results import COMMIT, ROOT, ROWS, commit, put, rows_of, write_rows  # noqa: E402
 
 HERE = Path(__file__).parent
-LONGEST = (
-    "kill_and_resume",
-    "signal_phases",
-    "hostile",
-    "fuzz",
-)  # begun first, so that none of them ends alone
+LONGEST = ("kill_and_resume", "signal_phases", "hostile", "fuzz")  # begun first, so that none of them ends alone
 NOT_OVER, PASSED, FAILED, SKIPPED = "not over", "passed", "failed", "skipped"
 
 
@@ -66,10 +61,7 @@ class Job:
     def stop(self) -> None:
         """Kill it with all that it has started, also what has a session of its own."""
         with contextlib.suppress(psutil.Error):
-            family = [
-                *psutil.Process(self.process.pid).children(recursive=True),
-                psutil.Process(self.process.pid),
-            ]
+            family = [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
             for each in reversed(family):  # the oldest first: it would call the loss of a child a failure
                 with contextlib.suppress(psutil.Error):
                     each.kill()
@@ -94,9 +86,7 @@ def collected(where: list[str], chosen: str) -> list[str]:
     tests = [line for line in told.stdout.splitlines() if "::" in line and " " not in line.partition("::")[0]]
     if told.returncode != 0 or not tests:
         raise SystemExit(f"no long tests were found\n{told.stdout}{told.stderr}")
-    return sorted(
-        tests, key=lambda test: next((n for n, word in enumerate(LONGEST) if word in test), len(LONGEST))
-    )
+    return sorted(tests, key=lambda test: next((n for n, word in enumerate(LONGEST) if word in test), len(LONGEST)))
 
 
 def start(test: str, number: int, place: Path) -> Job:
@@ -112,9 +102,7 @@ def start(test: str, number: int, place: Path) -> Job:
     return Job(test, process, rows, output, time.monotonic())
 
 
-def run_all(
-    tests: list[str], folder: Path, processes: int, over: Callable[[], bool], place: Path
-) -> dict[str, str]:
+def run_all(tests: list[str], folder: Path, processes: int, over: Callable[[], bool], place: Path) -> dict[str, str]:
     """All parts, so many at a time, until `over()` says that the time is; gives how each ended."""
     ends, waiting, running = dict.fromkeys(tests, NOT_OVER), list(enumerate(tests)), list[Job]()
     try:
@@ -157,28 +145,14 @@ def summary(folder: Path, ends: dict[str, str]) -> list[str]:
 
 def main() -> None:
     """Parse the words, run, tell; the exit code is 0 if every part has passed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="where rows.json, jobs.json, output.txt go"
-    )
-    parser.add_argument(
-        "--processes", type=int, default=os.cpu_count() or 1, help="at a time; default: one a core"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=7200, help="what is not over by then is stopped; default 7200"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where rows.json, jobs.json, output.txt go")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at a time; default: one a core")
+    parser.add_argument("--seconds", type=float, default=7200, help="what is not over by then is stopped; default 7200")
     parser.add_argument("-k", dest="chosen", default="", metavar="WORDS", help="as with pytest: only these")
-    parser.add_argument(
-        "--tests", nargs="+", default=[str(HERE)], metavar="PATH", help="default: tests/reliability"
-    )
-    parser.add_argument(
-        "--rest", action="store_true", help="only what jobs.json of FOLDER does not call passed"
-    )
-    parser.add_argument(
-        "--merge", action="store_true", help="then put the sums into docs/results/reliability.json"
-    )
+    parser.add_argument("--tests", nargs="+", default=[str(HERE)], metavar="PATH", help="default: tests/reliability")
+    parser.add_argument("--rest", action="store_true", help="only what jobs.json of FOLDER does not call passed")
+    parser.add_argument("--merge", action="store_true", help="then put the sums into docs/results/reliability.json")
     words = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is stopped with this
     folder: Path = words.folder.absolute()

@@ -2,7 +2,7 @@
 
     .venv/bin/python tests/reliability/peers.py PYTHON     (benchmarks/README.md says how to make one)
 
-Kill and resume, a rotten newest checkpoint, SIGTERM, NaN in one step's pictures, a broken picture. Tiny models on the
+Kill and resume, a rotten newest checkpoint, SIGTERM, NaN in one step's images, a broken image. Tiny models on the
 CPU. What happened is written into docs/results/reliability_peers.json: figures and exit codes, no opinions.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "benchmarks" / "peers"
 RESULTS = ROOT / "docs" / "results" / "reliability_peers.json"
-PICTURES, EPOCHS = 64, 6  # open_clip: 8 steps an epoch
+IMAGES, EPOCHS = 64, 6  # open_clip: 8 steps an epoch
 COMPARE = """
 import json, sys, torch
 def tensors(path):
@@ -56,12 +56,7 @@ class Peer:
         raise NotImplementedError
 
     def start(self, name: str, **how: Any) -> subprocess.Popen[str]:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(PEERS),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
+        environment = {**os.environ, "PYTHONPATH": str(PEERS), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         with (self.place / f"{name}.out").open("a") as file:
             return subprocess.Popen(
                 [self.python, *self.words(name, **how)],
@@ -83,11 +78,7 @@ class Peer:
 
     def compare(self, *paths: Path) -> dict[str, Any]:
         told = subprocess.run(
-            [self.python, "-c", COMPARE, *map(str, paths)],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
+            [self.python, "-c", COMPARE, *map(str, paths)], capture_output=True, text=True, check=True, timeout=120
         )
         return dict(json.loads(told.stdout.strip().splitlines()[-1]))
 
@@ -112,9 +103,7 @@ class OpenClip(Peer):
         ]  # fmt: skip
 
     def checkpoints(self, name: str) -> list[Path]:
-        return sorted(
-            (self.place / "logs" / name / "checkpoints").glob("epoch_*.pt"), key=lambda p: int(p.stem[6:])
-        )
+        return sorted((self.place / "logs" / name / "checkpoints").glob("epoch_*.pt"), key=lambda p: int(p.stem[6:]))
 
 
 class HuggingFace(Peer):
@@ -125,23 +114,21 @@ class HuggingFace(Peer):
         return [str(PEERS / "reliability_hf.py"), str(self.table), str(self.place / name), str(nan_at), *more]
 
     def checkpoints(self, name: str) -> list[Path]:
-        return sorted(
-            (self.place / name).glob("checkpoint-*/model.safetensors"), key=lambda p: int(p.parent.name[11:])
-        )
+        return sorted((self.place / name).glob("checkpoint-*/model.safetensors"), key=lambda p: int(p.parent.name[11:]))
 
 
 def make_table(folder: Path, broken: int) -> Path:
-    """A table of small pictures, some of which are none."""
+    """A table of small images, some of which are none."""
     from PIL import Image
 
     folder.mkdir(parents=True, exist_ok=True)
     lines = ["image,caption"]
-    for number in range(PICTURES):
+    for number in range(IMAGES):
         path = folder / f"{number}.jpg"
         Image.new("RGB", (40, 40), (number * 3 % 256, number * 7 % 256, number * 11 % 256)).save(path)
         if number < broken:
-            path.write_bytes(b"not a picture")
-        lines.append(f"{path},picture {number}")
+            path.write_bytes(b"not an image")
+        lines.append(f"{path},image {number}")
     (folder / "table.csv").write_text("\n".join(lines) + "\n")
     return folder / "table.csv"
 
@@ -152,9 +139,7 @@ def when(peer: Peer, name: str, process: subprocess.Popen[str], saves: int) -> N
     before: list[int] = []
     while process.poll() is None and time.monotonic() < deadline:
         found = peer.checkpoints(name)
-        sizes = [
-            file.stat().st_size for path in found for file in sorted(path.parent.glob("*")) if file.is_file()
-        ]
+        sizes = [file.stat().st_size for path in found for file in sorted(path.parent.glob("*")) if file.is_file()]
         if len(found) >= saves and sizes == before:
             return
         before = sizes
@@ -171,11 +156,7 @@ def test_kill_and_resume(peer: Peer) -> dict[str, Any]:
         process.wait()
     code = peer.run("killed", resume=True)
     again = peer.run("again")  # is it the same at all from run to run?
-    found = (
-        peer.compare(peer.checkpoints("whole")[-1], peer.checkpoints("killed")[-1])
-        if code == whole == 0
-        else {}
-    )
+    found = peer.compare(peer.checkpoints("whole")[-1], peer.checkpoints("killed")[-1]) if code == whole == 0 else {}
     repeat = peer.compare(peer.checkpoints("whole")[-1], peer.checkpoints("again")[-1]) if again == 0 else {}
     return {"kills": 3, "exit code": code, "a repeat without kills has the same bits": repeat.get("same bits"), **found,
             "words": peer.said("killed") if code else ""}  # fmt: skip
@@ -215,18 +196,15 @@ def test_sigterm(peer: Peer) -> dict[str, Any]:
 
 
 def test_nan(peer: Peer) -> dict[str, Any]:
-    """The pictures of one step are NaN: are the weights at the end?"""
+    """The images of one step are NaN: are the weights at the end?"""
     code = peer.run("nan", nan_at=12)
     found = peer.checkpoints("nan")
     last = peer.compare(found[-1]) if found else {}
-    return {
-        "exit code": code,
-        **{name: last[name] for name in ("tensors that are not finite", "tensors") if last},
-    }
+    return {"exit code": code, **{name: last[name] for name in ("tensors that are not finite", "tensors") if last}}
 
 
-def test_broken_picture(peer: Peer) -> dict[str, Any]:
-    """Three of 64 pictures are not pictures."""
+def test_broken_image(peer: Peer) -> dict[str, Any]:
+    """Three of 64 images are not images."""
     code = peer.run("broken")
     return {"broken": 3, "exit code": code, "words": peer.said("broken") if code else "went on"}
 
@@ -236,7 +214,7 @@ TESTS: dict[str, Callable[[Peer], dict[str, Any]]] = {
     "rotten checkpoint": test_rotten_newest,
     "signals": test_sigterm,
     "nan in the data": test_nan,
-    "bad data": test_broken_picture,
+    "bad data": test_broken_image,
 }
 
 
@@ -257,9 +235,7 @@ def main() -> None:
                 continue
             place = Path(tempfile.mkdtemp(prefix="m1clip-peers-"))
             try:
-                found.setdefault(name, {})[label] = test(
-                    kind(python, place, broken=3 if name == "bad data" else 0)
-                )
+                found.setdefault(name, {})[label] = test(kind(python, place, broken=3 if name == "bad data" else 0))
             finally:
                 shutil.rmtree(place, ignore_errors=True)
             print(f"{name:18} {label:22} {json.dumps(found[name][label])}", flush=True)

@@ -15,10 +15,10 @@ from typing import Any
 
 # Patched before anything of ours is imported that takes these by name.
 PHASES = {
-    "caching": ("m1clip.data.preprocess", "to_square"),
-    "evaluating": ("m1clip.evaluate.heldout", "held_out"),
+    "caching": ("m1clip.data.images", "to_square"),
+    "evaluating": ("m1clip.evaluation.retrieval", "held_out"),
     "saving": ("safetensors.torch", "save_file"),
-    "stepping": ("m1clip.train.schedule", "rate"),
+    "stepping": ("m1clip.training.schedule", "rate"),
 }
 
 
@@ -44,6 +44,6 @@ def dwell(phase: str, mark: Path, seconds: float) -> None:
 
 if __name__ == "__main__":
     dwell(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]))
-    from m1clip.cli import main
+    from m1clip.cli.main import main
 
     main(sys.argv[4:])

@@ -97,9 +97,7 @@ def merge(files: list[Path], into: Path = FILE) -> list[str]:
 
 def main() -> None:
     """Parse the words, merge, write the table, tell what is missing."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+", help="rows.json of long_parallel.py")
     parser.add_argument("--into", type=Path, default=FILE, help="default: docs/results/reliability.json")
     words = parser.parse_args()

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from m1clip.files import write_text
 from m1clip.hardware.facts import read_facts
+from m1clip.io import write_text
 
 ROOT = Path(__file__).parents[2]
 ROWS = "M1CLIP_RELIABILITY"  # the file of rows
@@ -29,9 +29,7 @@ PASSED = "passed"
 Rows = dict[str, Any]
 
 
-def record(
-    promise: str, counts: dict[str, Any], result: str, whole: bool = True, file: Path | None = None
-) -> None:
+def record(promise: str, counts: dict[str, Any], result: str, whole: bool = True, file: Path | None = None) -> None:
     """Put the row of a promise, or of a part, in its place; `whole` says that the counts are those of the long form."""
     if file is None and ROWS not in os.environ:
         return
@@ -55,9 +53,7 @@ def recorded(promise: str, part: int = 1, of: int = 1, file: Path | None = None)
 def put(rows: Rows, file: Path) -> None:
     """Put rows into a file beside those that are there; one process after the other."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.with_suffix(".lock").open(
-        "w"
-    ) as lock:  # stays: who removes it takes it from one who waits for it
+    with file.with_suffix(".lock").open("w") as lock:  # stays: who removes it takes it from one who waits for it
         fcntl.flock(lock, fcntl.LOCK_EX)
         write_rows({**rows_of(file), **rows}, file)
 

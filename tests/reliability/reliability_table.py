@@ -132,14 +132,8 @@ def told(test: str, found: dict[str, Any] | None) -> str:
         if found["exit code"]:
             return f"did not end (code {found['exit code']})"
         same = found["same bits"]
-        repeat = (
-            "" if found["a repeat without kills has the same bits"] else "; nor has a repeat without kills"
-        )
-        return (
-            "same bits"
-            if same
-            else f"other weights (largest difference {found['largest difference']:.2g}){repeat}"
-        )
+        repeat = "" if found["a repeat without kills has the same bits"] else "; nor has a repeat without kills"
+        return "same bits" if same else f"other weights (largest difference {found['largest difference']:.2g}){repeat}"
     if test == "rotten checkpoint":
         return "; ".join(f"{damage}: {_rotten(each)}" for damage, each in found.items())
     if test == "signals":
@@ -152,11 +146,7 @@ def told(test: str, found: dict[str, Any] | None) -> str:
 
 
 def _rotten(found: dict[str, Any]) -> str:
-    return (
-        f"stops (code {found['exit code']}, {_short(found['words'])})"
-        if found["exit code"]
-        else "trains on with it"
-    )
+    return f"stops (code {found['exit code']}, {_short(found['words'])})" if found["exit code"] else "trains on with it"
 
 
 def _short(words: str) -> str:
@@ -179,10 +169,7 @@ def measured(rows: Rows) -> list[str]:
         torch = f", torch {row['torch']}" if "torch" in row else ""
         places.setdefault(f"commit `{row['commit']}` on {row['machine']}{torch}", []).append(name)
     several = len(places) > 1
-    return [
-        f"- Counted with {place}{': ' + '; '.join(names) if several else ''}."
-        for place, names in places.items()
-    ]
+    return [f"- Counted with {place}{': ' + '; '.join(names) if several else ''}." for place, names in places.items()]
 
 
 def main() -> None:

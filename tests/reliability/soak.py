@@ -52,9 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--every", type=float, default=5, help="seconds between two samples")
-    parser.add_argument(
-        "--folder", type=Path, help="where the run is made; default: a temporary folder, removed"
-    )
+    parser.add_argument("--folder", type=Path, help="where the run is made; default: a temporary folder, removed")
     parser.add_argument("--json", type=Path, help="write the samples there")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--record", type=Path, metavar="FILE", help="put the result into this file of rows")
@@ -184,9 +182,7 @@ def terminal(run: Path, ended: threading.Event, polls: dict[str, int]) -> Iterat
 
 
 @contextlib.contextmanager
-def dashboard(
-    run: Path, folder: Path, ended: threading.Event, polls: dict[str, int]
-) -> Iterator[psutil.Process]:
+def dashboard(run: Path, folder: Path, ended: threading.Event, polls: dict[str, int]) -> Iterator[psutil.Process]:
     """`m1clip monitor --web`, whose page someone opens, follows for a while, and closes, again and again."""
     said = folder / "dashboard.txt"
     process = start("monitor", str(run), "--web", "--port", "0", "--no-browser", output=said)
@@ -225,11 +221,7 @@ def dashboard(
 def look(process: psutil.Process) -> dict[str, float]:
     """Memory, open files and threads of one process; nothing where it has just ended."""
     with contextlib.suppress(psutil.Error), process.oneshot():
-        return {
-            "rss": process.memory_info().rss,
-            "fds": process.num_fds(),
-            "threads": process.num_threads(),
-        }
+        return {"rss": process.memory_info().rss, "fds": process.num_fds(), "threads": process.num_threads()}
     return {}
 
 
@@ -298,9 +290,7 @@ def summary(told: dict[str, Any]) -> list[str]:
                 f"in {found['seconds']:.0f} s (allowed {found['allowed'] / unit:.2f})  {verdict}"
             )
     log = told["log"]
-    lines.append(
-        f"log        {log['last_step']:,} steps, {log['lines']:,} lines, missing {log['missing'] or 'none'}"
-    )
+    lines.append(f"log        {log['last_step']:,} steps, {log['lines']:,} lines, missing {log['missing'] or 'none'}")
     lines.append(f"verdict    {'flat and complete' if told['ok'] else 'NOT flat or NOT complete'}")
     return lines
 

@@ -1,4 +1,4 @@
-"""Promise 9: pictures that are broken, cut off, gone, or that hang. By share: tests/data/test_bad_input.py."""
+"""Promise 9: images that are broken, cut off, gone, or that hang. By share: tests/data/test_bad_input.py."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from PIL import Image
 from reliability_results import recorded
 from small_run import run_small
 
-from m1clip.data import patience
-from m1clip.data.images import BadImage, decode
+from m1clip.data import images as patience
+from m1clip.data.cache import Failure, LiveImages, decode_all, read_or_replace
+from m1clip.data.images import BadImage, decode, patiently
 from m1clip.data.pack import pack
-from m1clip.data.patience import patiently
 from m1clip.data.sources import open_source
-from m1clip.data.store import Failure, LivePictures, decode_all, read_or_replace
 from m1clip.errors import UserError
 from m1clip.runlog import read_log
 
 sys.path.append(str(Path(__file__).parents[1] / "data"))
-from picture_sets import break_files, make_set
+from image_sets import break_files, make_set
 
 
 class Hanging:
-    """A picture whose read never comes back."""
+    """An image whose read never comes back."""
 
     def __init__(self, name: str = "lost.jpg") -> None:
         self.name, self.released = name, threading.Event()
@@ -43,7 +42,7 @@ class Hanging:
 
 
 class Grey:
-    """A picture that is there at once."""
+    """An image that is there at once."""
 
     def open(self, want: int | None = None) -> Image.Image:
         return Image.new("RGB", (16, 16), (7, 7, 7))
@@ -100,9 +99,9 @@ def test_an_error_comes_out_where_it_was_asked_for() -> None:
         patiently([1, 0, 2], lambda i: 1 // i, lambda i: 0, 5.0, 2)
 
 
-def test_a_hanging_picture_is_replaced_and_named() -> None:
+def test_a_hanging_image_is_replaced_and_named() -> None:
     lost = Hanging()
-    live = LivePictures([Grey(), lost, Grey(), Grey()], 16, patience=0.2)
+    live = LiveImages([Grey(), lost, Grey(), Grey()], 16, patience=0.2)
     members, pixels, failed = read_or_replace(live, np.array([0, 1, 2]), 0, 0)
     lost.released.set()
     assert 1 not in members.tolist()
@@ -113,17 +112,16 @@ def test_a_hanging_picture_is_replaced_and_named() -> None:
 
 def test_a_lost_disk_stops_the_run_in_time_with_one_line() -> None:
     lost = [Hanging(f"lost-{number}.jpg") for number in range(30)]
-    live = LivePictures(lost, 16, patience=0.05)
+    live = LiveImages(lost, 16, patience=0.05)
     with pytest.raises(
-        UserError,
-        match=r"^lost-\d+\.jpg: .* read that hangs.*is the disk .* still there\? Continue with --resume",
+        UserError, match=r"^lost-\d+\.jpg: .* read that hangs.*is the disk .* still there\? Continue with --resume"
     ):
         live.squares(np.arange(30))
     for each in lost:
         each.released.set()
 
 
-def test_a_cache_never_remembers_a_hang_as_a_broken_picture() -> None:
+def test_a_cache_never_remembers_a_hang_as_a_broken_image() -> None:
     lost = Hanging()
     with pytest.raises(UserError, match=r"lost\.jpg: the read did not end .*Run again when it is"):
         decode_all([Grey(), lost], 16, "shortest", 1, None, lambda done, total: None, patience=0.1)
@@ -131,7 +129,7 @@ def test_a_cache_never_remembers_a_hang_as_a_broken_picture() -> None:
 
 
 def test_special_files_never_hang(tmp_path: Path) -> None:
-    """A named pipe, a device, a folder in the place of a picture or of its caption."""
+    """A named pipe, a device, a folder in the place of an image or of its caption."""
     make_set(tmp_path / "set", train=4)
     os.mkfifo(tmp_path / "pipe.jpg")
     for odd in (tmp_path / "pipe.jpg", Path("/dev/zero"), tmp_path):
@@ -158,11 +156,11 @@ def cut_shard(folder: Path, keep: float) -> Path:
 def test_a_shard_cut_in_half_gives_what_lies_before_the_cut(tmp_path: Path) -> None:
     shard = cut_shard(tmp_path, 0.5)
     source = open_source(str(shard))
-    pairs = [pair for split in source.splits() for pair in source.pairs(split)]
-    assert 10 < len(pairs) < 40
+    samples = [sample for split in source.splits() for sample in source.samples(split)]
+    assert 10 < len(samples) < 40
     assert any("cut short" in str(problem) for problem in source.problems)
-    for pair in pairs:
-        pair.image.open()
+    for sample in samples:
+        sample.image.open()
 
 
 @pytest.mark.slow
@@ -172,7 +170,7 @@ def test_a_file_that_vanishes_while_training_is_replaced(
 ) -> None:
     folder = make_set(tmp_path / "set", train=64, val=8, test=8)
     break_files(folder, [5, 25, 45])  # and 5% were broken from the start
-    from m1clip.train.update import Update
+    from m1clip.training.step import Update
 
     usual = Update.__call__
 
@@ -207,10 +205,10 @@ def test_shards_cut_anywhere(tmp_path: Path, part: int) -> None:
             except UserError:
                 continue
             for split in source.splits():
-                for pair in source.pairs(split):
-                    pair.image.open()
+                for sample in source.samples(split):
+                    sample.image.open()
                     read += 1
-        counts |= {"shards cut": len(cuts), "pictures read before the cuts": read}
+        counts |= {"shards cut": len(cuts), "images read before the cuts": read}
 
 
 @pytest.mark.long
@@ -218,11 +216,8 @@ def test_reads_that_hang_one_after_the_other() -> None:
     with recorded("bad data", PARTS, PARTS) as counts:
         begin = time.monotonic()
         lost = [Hanging(f"lost-{number}") for number in range(5)]
-        failures = LivePictures(lost, 16, patience=0.3).squares(np.arange(5))
+        failures = LiveImages(lost, 16, patience=0.3).squares(np.arange(5))
         assert all(isinstance(failure, Failure) for failure in failures)
         for each in lost:
             each.released.set()
-        counts |= {
-            "hanging reads": len(lost),
-            "seconds for them at a limit of 0.3": round(time.monotonic() - begin, 2),
-        }
+        counts |= {"hanging reads": len(lost), "seconds for them at a limit of 0.3": round(time.monotonic() - begin, 2)}

@@ -13,15 +13,15 @@ import pytest
 from reliability_results import recorded
 from small_run import run_small
 
-from m1clip.owner import LOCK, birth_of, own_mark, read_owner
+from m1clip.io import LOCK, birth_of, own_mark, read_owner
+from m1clip.monitor import status as eta
+from m1clip.monitor.diagnostics import verdicts
+from m1clip.monitor.history import History
+from m1clip.monitor.status import status_of
 from m1clip.runlog import read_log
-from m1clip.watch import eta
-from m1clip.watch.history import History
-from m1clip.watch.state import status_of
-from m1clip.watch.verdicts import verdicts
 
 sys.path.append(str(Path(__file__).parents[1]))
-from watch.made_runs import BEGIN, evaluation, make_run, step
+from monitor.made_runs import BEGIN, evaluation, make_run, step
 
 HOUR = 3600.0
 
@@ -32,9 +32,7 @@ def history_of(run: Path) -> History:
     return history
 
 
-def test_a_run_under_a_clock_that_jumps_measures_true_seconds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_under_a_clock_that_jumps_measures_true_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jumps = itertools.cycle([0.0, HOUR, -2 * HOUR, 5.0, -24 * HOUR])
     usual = time.time
     monkeypatch.setattr(time, "time", lambda: usual() + next(jumps))
@@ -76,9 +74,7 @@ def test_one_step_that_slept_for_an_hour_changes_no_forecast(tmp_path: Path) -> 
     assert "slower" not in words
 
 
-def test_a_living_process_is_known_after_the_clock_was_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_living_process_is_known_after_the_clock_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not birth_of(os.getpid()):
         pytest.skip("this system tells the start of a process by the clock alone")
     (tmp_path / LOCK).write_text(own_mark())
@@ -104,9 +100,7 @@ def test_many_jumps(tmp_path: Path) -> None:
 
     with recorded("clock") as counts:
         draw = random.Random(0)
-        expected = eta.seconds_left(
-            history_of(make_run(tmp_path / "usual", [step(n) for n in range(2, 90, 2)]))
-        )
+        expected = eta.seconds_left(history_of(make_run(tmp_path / "usual", [step(n) for n in range(2, 90, 2)])))
         for number in range(500):
             clock, rows = BEGIN, []
             for n in range(2, 90, 2):

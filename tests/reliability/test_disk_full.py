@@ -18,9 +18,10 @@ from real_process import command
 from reliability_results import recorded
 from small_run import small_arguments
 
-from m1clip.files import PARTIAL, write_text
+from m1clip.io import PARTIAL, write_text
 from m1clip.runlog import RunLog, read_log
-from m1clip.train.checkpoint import LoopState, folder_of, found, save, verify
+from m1clip.training.checkpoint import LoopState, save
+from m1clip.training.checkpoint_files import folder_of, found, verify
 
 FORK = multiprocessing.get_context("fork")
 
@@ -139,12 +140,8 @@ def test_a_log_on_a_full_disk_has_no_half_line(small_disk: Path) -> None:
 
 def train_on(place: Path, behaviour: str) -> subprocess.CompletedProcess[str]:
     """A run whose checkpoints fill the disk."""
-    words = small_arguments(
-        {"train.steps": 24, "train.save_every": 4, "train.keep": 100, "train.eval_every": 0}
-    )
-    return command(
-        "train", *words, "--run", str(place / "run"), "--guard.on-save-error", behaviour, cwd=place.parent
-    )
+    words = small_arguments({"train.steps": 24, "train.save_every": 4, "train.keep": 100, "train.eval_every": 0})
+    return command("train", *words, "--run", str(place / "run"), "--guard.on-save-error", behaviour, cwd=place.parent)
 
 
 @pytest.mark.slow
@@ -181,8 +178,6 @@ def go_on(small_disk: Path) -> int:
     assert failed
     assert min(failed) < 24, "there was training to go on with"
     assert "could not be saved: the disk is full (step 24)" in ended.stderr
-    assert ended.returncode == 2, (
-        "it went on to its end, where there was still no room for the last checkpoint"
-    )
+    assert ended.returncode == 2, "it went on to its end, where there was still no room for the last checkpoint"
     check_whole(run, sorted(found(run)))
     return len(failed)

@@ -26,7 +26,7 @@ def found(folder: Path) -> dict[str, Target]:
 
 
 NAMES = ["config", "run log", "manifest", "state", "tokenizers", "bpe-cut", "model config", "weights", "lock", "csv",
-         "tsv", "jsonl", "json", "token", "tar", "pictures", "parquet"]  # fmt: skip
+         "tsv", "jsonl", "json", "token", "tar", "images", "parquet"]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -55,9 +55,7 @@ def test_a_failure_is_caught(folder: Path) -> None:
 
 
 def test_the_same_seed_gives_the_same_inputs() -> None:
-    made = [
-        [mutate((b"a,b\n1,2\n",), draw) for _ in range(50)] for draw in (random.Random(5), random.Random(5))
-    ]
+    made = [[mutate((b"a,b\n1,2\n",), draw) for _ in range(50)] for draw in (random.Random(5), random.Random(5))]
     assert made[0] == made[1]
     assert len(set(made[0])) > 40
 

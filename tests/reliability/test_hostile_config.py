@@ -10,11 +10,11 @@ import pytest
 from bounded import bounded, files_under
 from small_run import run_small
 
-from m1clip.cli import main
-from m1clip.configfile import load_config
+from m1clip.cli.main import main
+from m1clip.config import load_config
 
 sys.path.append(str(Path(__file__).parents[1] / "data"))
-from picture_sets import make_set
+from image_sets import make_set
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_absurd_sizes_on_the_command_line_are_one_line_before_anything_is_built(
     tmp_path: Path, words: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("m1clip.train.run.usable_cpus", lambda: 4)
+    monkeypatch.setattr("m1clip.training.run.usable_cpus", lambda: 4)
 
     def refused() -> None:
         with pytest.raises(SystemExit) as end:
@@ -69,7 +69,6 @@ def test_absurd_sizes_on_the_command_line_are_one_line_before_anything_is_built(
     assert error.startswith("m1clip: "), error
     assert error.count("\n") == 1, error
     assert re.search(
-        "must be at|must lie|patches per side|billion parameters|CPUs here|cannot be split|multiple|above 0",
-        error,
+        "must be at|must lie|patches per side|billion parameters|CPUs here|cannot be split|multiple|above 0", error
     )
     assert not (tmp_path / "run").exists()

@@ -23,25 +23,21 @@ from PIL import Image
 from reliability_results import recorded
 from small_run import run_small
 
-from m1clip.arguments import preset_for
-from m1clip.cli import main
-from m1clip.configfile import load_config
-from m1clip.data.images import MAX_PIXELS, decode
-from m1clip.data.preprocess import Preprocess
+from m1clip.cli.main import main, preset_for
+from m1clip.config import load_config
+from m1clip.data.images import MAX_PIXELS, Preprocess, decode
 from m1clip.data.sources import open_source
 from m1clip.errors import UserError
-from m1clip.evaluate.bundle import Bundle, load, read_parts
-from m1clip.evaluate.export import export
-from m1clip.model.clip import Clip
-from m1clip.model.foreign.files import read_tensors
-from m1clip.model.pretrained.build import check_sizes, own_config
-from m1clip.model.pretrained.clip import TowerClip
-from m1clip.model.pretrained.shape import TowerShape
-from m1clip.model.shape import ClipShape
-from m1clip.model.weights import write_tensors
+from m1clip.export.layouts import export
+from m1clip.inference.encoder import Bundle, load, read_parts
+from m1clip.model.clip import CLIP
+from m1clip.model.convert import read_checkpoint, write_tensors
+from m1clip.model.presets import ClipShape
+from m1clip.model.pretrained import TowerClip, TowerShape, check_sizes, own_config
 from m1clip.runlog import read_log
-from m1clip.text import BpeTokenizer, load_tokenizer
-from m1clip.train.checkpoint import LoopState, load_newest, save
+from m1clip.text.bpe import BpeTokenizer
+from m1clip.text.tokenizers import load_tokenizer
+from m1clip.training.checkpoint import LoopState, load_newest, save
 
 CPU = torch.device("cpu")
 
@@ -105,28 +101,24 @@ def must_refuse(told: str, proof: Path) -> None:
 
 
 @pytest.mark.parametrize("fake", FAKES)
-def test_in_the_place_of_weights(
-    trained: Path, tmp_path: Path, proof: Path, fake: Callable[[Path], bytes]
-) -> None:
+def test_in_the_place_of_weights(trained: Path, tmp_path: Path, proof: Path, fake: Callable[[Path], bytes]) -> None:
     shutil.copytree(trained / "model", tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(fake(proof))
     must_refuse(bounded(lambda: load(tmp_path / "model")), proof)
     for name in ("w.safetensors", "w.pt", "w.bin"):
         (tmp_path / name).write_bytes(fake(proof))
-        must_refuse(bounded(lambda name=name: read_tensors(tmp_path / name)), proof)
+        must_refuse(bounded(lambda name=name: read_checkpoint(tmp_path / name)), proof)
 
 
 @pytest.mark.parametrize("fake", FAKES)
 @pytest.mark.parametrize("honest", [False, True], ids=["hash differs", "hash made right"])
-def test_in_the_place_of_a_checkpoint(
-    tmp_path: Path, proof: Path, fake: Callable[[Path], bytes], honest: bool
-) -> None:
+def test_in_the_place_of_a_checkpoint(tmp_path: Path, proof: Path, fake: Callable[[Path], bytes], honest: bool) -> None:
     groups = {"weights": {"a": torch.ones(3)}, "optimizer": {"m": torch.ones(3)}}
     save(tmp_path, LoopState(step=1), groups, keep=1)
     folder = tmp_path / "checkpoints" / "step-000001"
     (folder / "weights.safetensors").write_bytes(fake(proof))
     if honest:  # whoever writes the file can write its hash too
-        from m1clip.train.manifest import sha256
+        from m1clip.training.checkpoint_files import sha256
 
         manifest = json.loads((folder / "manifest.json").read_text())
         known = json.dumps(manifest)
@@ -142,9 +134,7 @@ def _hash_in(manifest: dict[str, Any], name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-@pytest.mark.parametrize(
-    "fake", [pickled, deep_json, lambda proof: b'{"a":' * 100_000, lambda proof: b"9" * 100_000]
-)
+@pytest.mark.parametrize("fake", [pickled, deep_json, lambda proof: b'{"a":' * 100_000, lambda proof: b"9" * 100_000])
 def test_in_the_place_of_a_models_json(
     trained: Path, tmp_path: Path, proof: Path, name: str, fake: Callable[[Path], bytes]
 ) -> None:
@@ -168,9 +158,7 @@ def test_json_of_hundreds_of_megabytes_is_not_read(tmp_path: Path, proof: Path) 
 
 
 @pytest.mark.parametrize("kind", ["huge", "fifo", "device"])
-def test_small_files_of_a_model_and_of_the_command_line_are_bounded(
-    trained: Path, tmp_path: Path, kind: str
-) -> None:
+def test_small_files_of_a_model_and_of_the_command_line_are_bounded(trained: Path, tmp_path: Path, kind: str) -> None:
     """A gigabyte, a FIFO that nobody writes, a device without end: refused, not read and not waited for."""
 
     def replace(path: Path) -> Path:
@@ -242,13 +230,11 @@ def test_sizes_in_a_config_json_are_checked_before_anything_is_built(
 
 
 @pytest.mark.parametrize("to", ["openclip", "hf"])
-def test_sizes_in_a_third_party_config_are_checked(
-    tmp_path: Path, proof: Path, to: Literal["openclip", "hf"]
-) -> None:
+def test_sizes_in_a_third_party_config_are_checked(tmp_path: Path, proof: Path, to: Literal["openclip", "hf"]) -> None:
     shape = ClipShape(image_size=32, patch_size=16, vision_width=64, vision_layers=1, vision_heads=1, text_width=64,
                       text_layers=1, text_heads=1, context_length=8, embed_dim=16)  # fmt: skip
     tokenizer = BpeTokenizer()
-    bundle = Bundle(Clip(shape, tokenizer.eot_id), tokenizer, Preprocess(image_size=32))
+    bundle = Bundle(CLIP(shape, tokenizer.eot_id), tokenizer, Preprocess(image_size=32))
     bundle.save(tmp_path / "own")
     export(tmp_path / "own", to, tmp_path / "theirs")
     path = tmp_path / "theirs" / ("config.json" if to == "hf" else "open_clip_config.json")
@@ -257,9 +243,7 @@ def test_sizes_in_a_third_party_config_are_checked(
     prefix: tuple[str, ...] = ("model_cfg",) if to == "openclip" else ()
     load(tmp_path / "theirs")
     for part in ("vision_cfg", "text_cfg") if to == "openclip" else ("vision_config", "text_config"):
-        for key in [
-            key for key, value in root[part].items() if type(value) is int and not key.endswith("token_id")
-        ]:
+        for key in [key for key, value in root[part].items() if type(value) is int and not key.endswith("token_id")]:
             for value in (HUGE, 0, -1, 77 * 64, None, "x", [HUGE]):
                 if key == "projection_dim":
                     continue  # of the towers alone; the model has its own
@@ -271,9 +255,7 @@ def test_sizes_in_a_third_party_config_are_checked(
 @pytest.mark.parametrize(
     "change", [{"vision_width": 8192}, {"vision_layers": 200}, {"vision_layers": HUGE}, {"stem": 1}]
 )
-def test_sizes_of_own_towers_under_heads_are_checked(
-    tmp_path: Path, proof: Path, change: dict[str, Any]
-) -> None:
+def test_sizes_of_own_towers_under_heads_are_checked(tmp_path: Path, proof: Path, change: dict[str, Any]) -> None:
     own = ClipShape(image_size=32, patch_size=16, vision_width=64, vision_layers=1, vision_heads=1, text_width=64,
                     text_layers=1, text_heads=1, context_length=8, embed_dim=16)  # fmt: skip
     tokenizer = BpeTokenizer()
@@ -289,9 +271,7 @@ def test_sizes_of_own_towers_under_heads_are_checked(
 
 def test_sizes_in_a_pretrained_towers_config_are_checked(proof: Path) -> None:
     weights = {f"image.model.{number}": torch.zeros(128, 64) for number in range(4)}
-    check_sizes(
-        {"hidden_size": 128, "num_hidden_layers": 4, "image_size": 224, "eos_token_id": 50_000}, weights, "x"
-    )
+    check_sizes({"hidden_size": 128, "num_hidden_layers": 4, "image_size": 224, "eos_token_id": 50_000}, weights, "x")
     for config in ({"hidden_size": HUGE}, {"num_hidden_layers": HUGE}, {"depths": [2, HUGE]}, {"image_size": HUGE},
                    {"inner": {"intermediate_size": 5000}}, {"num_labels": HUGE}):  # fmt: skip
         must_refuse(bounded(lambda config=config: check_sizes(config, weights, "x")), proof)
@@ -303,9 +283,7 @@ def test_weights_that_are_not_finite_are_refused(
     trained: Path, tmp_path: Path, proof: Path, value: float, dtype: torch.dtype
 ) -> None:
     shutil.copytree(trained / "model", tmp_path / "model")
-    weights = {
-        name: t.to(dtype) for name, t in read_tensors(tmp_path / "model" / "model.safetensors").items()
-    }
+    weights = {name: t.to(dtype) for name, t in read_checkpoint(tmp_path / "model" / "model.safetensors").items()}
     write_tensors(tmp_path / "model" / "model.safetensors", weights)
     load(tmp_path / "model")
     weights["text.tokens.weight"][3, 5] = value
@@ -326,7 +304,7 @@ def test_names_that_point_outside(tmp_path: Path, proof: Path) -> None:
     index = tmp_path / "model" / "model.safetensors.index.json"
     for name in ("../secret.safetensors", str(secret), "..", "", "/", "a\0b"):
         index.write_text(json.dumps({"weight_map": {"a": name}}))
-        must_refuse(bounded(lambda: read_tensors(index)), proof)
+        must_refuse(bounded(lambda: read_checkpoint(index)), proof)
 
 
 def test_members_of_a_tar(tmp_path: Path, proof: Path) -> None:
@@ -342,21 +320,21 @@ def test_members_of_a_tar(tmp_path: Path, proof: Path) -> None:
             member.type, member.linkname = kind, "/etc/passwd"
             tar.addfile(member)
         add(tar, "p.jpg", pickled(proof))
-        add(tar, "p.txt", b"not a picture")
+        add(tar, "p.txt", b"not an image")
         add(tar, "q.pkl", pickled(proof))
     before = files_under(tmp_path)
 
     def read() -> None:
         source = open_source(str(tmp_path / "x.tar"))
-        ids = {pair.id for split in source.splits() for pair in source.pairs(split)}
+        ids = {sample.id for split in source.splits() for sample in source.samples(split)}
         assert ids == {"x.tar/ok.jpg", "x.tar/p.jpg"}
         unsafe = [problem for problem in source.problems if problem.kind == "unsafe-member"]
         assert len(unsafe) == 12
         for split in source.splits():
-            for pair in source.pairs(split):
-                if pair.id == "x.tar/p.jpg":
-                    with pytest.raises(ValueError, match="not a picture"):
-                        pair.image.open()
+            for sample in source.samples(split):
+                if sample.id == "x.tar/p.jpg":
+                    with pytest.raises(ValueError, match="not an image"):
+                        sample.image.open()
 
     assert bounded(read) == "ok"
     assert files_under(tmp_path) == before
@@ -408,7 +386,7 @@ def bombs() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", list(bombs()))
-def test_a_picture_that_explodes(name: str) -> None:
+def test_a_image_that_explodes(name: str) -> None:
     told = bounded(lambda: decode(bombs()[name], 32, "bomb"), room=600 * 2**20)
     assert told.startswith("UserError: bomb: ") or told == "ok", told
     assert MAX_PIXELS <= 64 * 2**20
@@ -416,12 +394,12 @@ def test_a_picture_that_explodes(name: str) -> None:
 
 def test_a_cache_from_a_stranger_is_no_way_in(tmp_path: Path, proof: Path) -> None:
     """A data set may bring a folder of caches along: arrays of objects are pickles and are not opened."""
-    from m1clip.data.store import MappedPictures
+    from m1clip.data.cache import MappedImages
 
     array = np.empty(1, object)
     array[0] = Bomb(proof)
     np.save(tmp_path / "pixels.npy", array, allow_pickle=True)
-    told = bounded(lambda: MappedPictures(tmp_path / "pixels.npy"))
+    told = bounded(lambda: MappedImages(tmp_path / "pixels.npy"))
     assert told.startswith("ValueError"), told
     assert not proof.exists()
 
@@ -438,7 +416,7 @@ def changed_a_little(fake: Callable[[Path], bytes], model: Path, proof: Path) ->
         data = bytearray(original)
         for _ in range(draw.randrange(1, 4)):
             data[draw.randrange(len(data))] = draw.randrange(256)
-        for path, read in ((model / "model.safetensors", load), (model / "w.pt", read_tensors)):
+        for path, read in ((model / "model.safetensors", load), (model / "w.pt", read_checkpoint)):
             path.write_bytes(bytes(data))
             try:
                 read(model if read is load else path)

@@ -36,18 +36,13 @@ def finish(process: subprocess.Popen[str]) -> None:
 def lines(path: Path) -> list[bytes]:
     """Whole lines: the last may be torn by the kill."""
     return (
-        [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-        if path.exists()
-        else []
+        [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")] if path.exists() else []
     )
 
 
 def state_of(run: Path, steps: int) -> dict[str, str]:
     """sha256 of every file of tensors at the end."""
-    files = [
-        *(run / "checkpoints" / f"step-{steps:06d}").glob("*.safetensors"),
-        *run.glob("*/model.safetensors"),
-    ]
+    files = [*(run / "checkpoints" / f"step-{steps:06d}").glob("*.safetensors"), *run.glob("*/model.safetensors")]
     found = {str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     assert {"weights", "optimizer", "ema"} <= {Path(name).stem for name in found}
     assert {"model/model.safetensors", "best/model.safetensors"} <= set(found)

@@ -16,8 +16,9 @@ import pytest
 import torch
 from reliability_results import recorded
 
-from m1clip.files import PARTIAL, whole_folder, write_text
-from m1clip.train.checkpoint import LoopState, folder_of, found, load_newest, save, verify
+from m1clip.io import PARTIAL, whole_folder, write_text
+from m1clip.training.checkpoint import LoopState, load_newest, save
+from m1clip.training.checkpoint_files import folder_of, found, verify
 
 KEEP = 2
 CPU = torch.device("cpu")
@@ -155,9 +156,7 @@ def crash_everywhere(run: Path, replace: bool) -> int:
     while True:
         operation += 1
         target = step if replace else step + 1
-        process = FORK.Process(
-            target=crash_at, args=(operation, run, lambda at=target: save_once(run, at, 100))
-        )
+        process = FORK.Process(target=crash_at, args=(operation, run, lambda at=target: save_once(run, at, 100)))
         process.start()
         process.join()
         assert process.exitcode in (0, CRASH)

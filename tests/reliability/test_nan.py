@@ -1,4 +1,4 @@
-"""Promise 7, with counts: pictures that become NaN at steps of chance. The guard itself: tests/train/test_guard.py."""
+"""Promise 7, with counts: images that become NaN at steps of chance. The guard itself: tests/train/test_guard.py."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from small_run import run_small, tensors_of
 
 from m1clip.data.loader import Batch
 from m1clip.runlog import read_log
-from m1clip.train.update import Update
+from m1clip.training.step import Update
 
 STEPS = 30
 
 
 def poisoned_run(folder: Path, at: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train with one NaN picture in each of these steps; the weights stay finite, and each step is named."""
+    """Train with one NaN image in each of these steps; the weights stay finite, and each step is named."""
     usual = Update.__call__
 
     def call(self: Update, batch: Batch, step: int, *rest: Any, **named: Any) -> Any:
         if step in at:
-            batch.views.gains[step % len(batch.pictures), 0] = float("nan")
+            batch.views.gains[step % len(batch.images), 0] = float("nan")
         return usual(self, batch, step, *rest, **named)
 
     with monkeypatch.context() as patch:

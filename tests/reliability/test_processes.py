@@ -22,7 +22,7 @@ from small_run import command, environment, run_small, small_arguments, weights_
 from m1clip.data.loader import TrainingSet
 from m1clip.errors import UserError
 from m1clip.runlog import read_log
-from m1clip.train.manifest import verify
+from m1clip.training.checkpoint_files import verify
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +105,7 @@ def test_killed_decoder_ends_the_run_with_one_line(tmp_path: Path) -> None:
     helpers[0].kill()
     _, error = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert error.startswith("m1clip: a process that decodes pictures was killed")
+    assert error.startswith("m1clip: a process that decodes images was killed")
     assert error.count("\n") == 1
     assert psutil.wait_procs(helpers, timeout=30)[1] == []
 
@@ -138,11 +138,7 @@ def test_closed_terminal_saves_the_run(tmp_path: Path) -> None:
 
 
 def test_nohup_run_ignores_the_closed_terminal(tmp_path: Path) -> None:
-    process = start(
-        tmp_path,
-        {"train.steps": 200},
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
-    )
+    process = start(tmp_path, {"train.steps": 200}, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     wait_for_checkpoint(process, tmp_path / "run")
     os.killpg(process.pid, signal.SIGHUP)
     assert (process.communicate(timeout=100)[1], process.returncode) == ("", 0)

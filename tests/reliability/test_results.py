@@ -18,14 +18,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def row(counts: dict[str, Any], result: str = "passed", commit: str = "abc") -> dict[str, Any]:
-    return {
-        "counts": counts,
-        "result": result,
-        "long_form": True,
-        "machine": "m",
-        "torch": "2",
-        "commit": commit,
-    }
+    return {"counts": counts, "result": result, "long_form": True, "machine": "m", "torch": "2", "commit": commit}
 
 
 def test_a_test_that_does_not_end_has_failed(tmp_path: Path) -> None:
@@ -43,9 +36,7 @@ def test_a_test_that_does_not_end_has_failed(tmp_path: Path) -> None:
     assert all(found[name] in told for name in ("commit", "machine", "torch"))
 
 
-def test_rows_go_where_the_environment_says_or_nowhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_go_where_the_environment_says_or_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ROWS, raising=False)
     with recorded("clock"):
         pass
@@ -174,9 +165,7 @@ def test_the_rest_is_run_alone(
 ) -> None:
     monkeypatch.setattr("long_parallel.collected", lambda where, chosen: parts[1:])
     for words, first in (([], "2 parts"), (["--rest"], "1 parts")):
-        monkeypatch.setattr(
-            sys, "argv", ["long_parallel.py", str(tmp_path / "out"), "--processes", "2", *words]
-        )
+        monkeypatch.setattr(sys, "argv", ["long_parallel.py", str(tmp_path / "out"), "--processes", "2", *words])
         with pytest.raises(SystemExit) as ended:
             main()
         told = capsys.readouterr().out

@@ -11,7 +11,8 @@ import pytest
 import torch
 from reliability_results import recorded
 
-from m1clip.train.checkpoint import LoopState, folder_of, load_newest, save
+from m1clip.training.checkpoint import LoopState, load_newest, save
+from m1clip.training.checkpoint_files import folder_of
 
 CPU = torch.device("cpu")
 Damage = Callable[[Path, random.Random], None]
@@ -73,9 +74,7 @@ def rot(folder: Path, times: int, seed: int) -> dict[str, int]:
         warnings: list[str] = []
         kept = load_newest(run, CPU, warnings.append)
         assert kept is not None
-        same = (original / file.relative_to(run)).read_bytes() == (
-            file.read_bytes() if file.exists() else None
-        )
+        same = (original / file.relative_to(run)).read_bytes() == (file.read_bytes() if file.exists() else None)
         # A manifest may be changed in its white space alone: then nothing is lost, and nothing needs to be said.
         expected = 30 if same or (kept[0].step == 30 and file.name == "manifest.json") else 20
         assert kept[0].step == expected, (damage.__name__, file.name)

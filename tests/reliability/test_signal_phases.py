@@ -19,11 +19,11 @@ from reliability_results import recorded
 from small_run import small_arguments
 
 from m1clip.runlog import read_log
-from m1clip.train.checkpoint import folder_of, found, verify
-from m1clip.train.folder import hold
+from m1clip.training.checkpoint_files import folder_of, found, verify
+from m1clip.training.process import hold
 
 sys.path.append(str(Path(__file__).parents[1] / "data"))
-from picture_sets import make_set
+from image_sets import make_set
 
 SCRIPT = Path(__file__).with_name("phase_train.py")
 DEADLINE = 40.0  # seconds, on a busy machine: a step, an evaluation's batch or a save takes far less
@@ -58,11 +58,7 @@ def signalled(
     changes: dict[str, Any] = {"data.workers": workers}
     if phase == "caching":
         make_set(folder / "set", train=80)
-        changes |= {
-            "data.source": str(folder / "set"),
-            "data.cache": "disk",
-            "data.cache_dir": str(folder / "cache"),
-        }
+        changes |= {"data.source": str(folder / "set"), "data.cache": "disk", "data.cache_dir": str(folder / "cache")}
     process = start(folder, phase, nap, changes)
     wait_for_mark(process, folder / "mark")
     time.sleep(delay)
@@ -96,7 +92,7 @@ def signalled(
 @pytest.mark.slow
 @pytest.mark.parametrize(("phase", "number"), [("caching", signal.SIGTERM), ("evaluating", signal.SIGINT)])
 def test_a_signal_inside_a_phase(tmp_path: Path, phase: str, number: signal.Signals) -> None:
-    nap = 0.02 if phase == "caching" else 0.2  # a chunk of 64 pictures is finished first
+    nap = 0.02 if phase == "caching" else 0.2  # a chunk of 64 images is finished first
     signalled(tmp_path, phase, number, workers=0, nap=nap, delay=0.02, group=False)
 
 
@@ -134,9 +130,7 @@ def test_many_signals(tmp_path: Path, phase: str, part: int) -> None:
             folder, group = tmp_path / str(number), (number + part) % 2 == 0
             ends.append(signalled(folder, phase, kind, workers, nap, draw.uniform(0, most), group))
         inside = sum(inside for _, inside in ends)
-        assert inside or phase == "stepping", (
-            "else this is no test of the phase; a run steps between two steps too"
-        )
+        assert inside or phase == "stepping", "else this is no test of the phase; a run steps between two steps too"
         counts |= {
             "signals": EACH,
             "sent inside the phase": inside,

@@ -10,7 +10,7 @@ from drift import Limit, judge, slope
 from soak import EVAL_EVERY, LOG_EVERY, SAVE_EVERY, complete, soak
 
 from m1clip.runlog import RunLog
-from m1clip.train.checkpoint import LoopState, save
+from m1clip.training.checkpoint import LoopState, save
 
 
 def test_a_slope_is_found_under_noise_and_a_single_jump_is_none() -> None:

@@ -46,9 +46,7 @@ def largest_difference(one: Path, other: Path) -> float:
     found, wanted = tensors_of(one, STEPS), tensors_of(other, STEPS)
     names = [name for name in wanted if name.startswith("weights:") and wanted[name].is_floating_point()]
     assert len(names) > 20
-    return max(
-        float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-6)) for name in names
-    )
+    return max(float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-6)) for name in names)
 
 
 def losses(run: Path) -> list[float]:

@@ -18,8 +18,8 @@ from reliability_results import recorded
 from small_run import small_arguments
 
 from m1clip.errors import UserError
-from m1clip.owner import LOCK, own_mark, read_owner
-from m1clip.train.folder import hold
+from m1clip.io import LOCK, own_mark, read_owner
+from m1clip.training.process import hold
 
 FORK = multiprocessing.get_context("fork")
 
@@ -115,9 +115,7 @@ def test_a_second_training_process_is_refused(tmp_path: Path) -> None:
             assert first.poll() is None
         second = command("train", "--resume", "run", cwd=tmp_path)
         assert second.returncode == 2
-        assert second.stderr == (
-            f"m1clip: run: process {first.pid} is training there; wait for it, or stop it first\n"
-        )
+        assert second.stderr == (f"m1clip: run: process {first.pid} is training there; wait for it, or stop it first\n")
     finally:
         first.kill()
         first.wait()

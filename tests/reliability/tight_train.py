@@ -15,11 +15,10 @@ import numpy as np
 import psutil
 import torch
 
-from m1clip.cli import main
-from m1clip.hardware.heap import return_freed_memory
-from m1clip.hardware.limits import NEAR
-from m1clip.train.room import Room
-from m1clip.train.update import Update
+from m1clip.cli.main import main
+from m1clip.hardware.memory import NEAR, return_freed_memory
+from m1clip.training.oom import Room
+from m1clip.training.step import Update
 
 THIRD, FIFTH = 2, 4
 MIB = 2**20

@@ -13,21 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m1clip.text import BpeTokenizer
-from m1clip.text.bpe import clean_text
+from m1clip.text.bpe import BpeTokenizer, clean_text
 
 FULL = BpeTokenizer()
 FIXTURE = Path(__file__).parent / "fixtures" / "bpe_reference.json.gz"
 DROPPED = "\u0345"  # open_clip's pattern has no class for it
-MARKS = [
-    "<start_of_text>",
-    "<end_of_text>",
-    "<|startoftext|>",
-    "<|endoftext|>",
-    "&lt;end_of_text&gt;",
-    "!",
-    "</w>",
-]
+MARKS = ["<start_of_text>", "<end_of_text>", "<|startoftext|>", "<|endoftext|>", "&lt;end_of_text&gt;", "!", "</w>"]
 AWKWARD_TEXT = st.lists(st.text(max_size=12) | st.sampled_from(MARKS), max_size=6).map("".join)
 
 
@@ -61,9 +52,7 @@ def test_a_special_mark_in_the_text_is_only_text(reference: dict[str, list[dict[
     for case in reference["marked"]:
         assert {49_406, 49_407} & set(case["ids"])
         assert FULL.encode(case["text"]) == case["ids_without_marks"]
-        assert without_spaces(FULL.decode(FULL.encode(case["text"]))) == without_spaces(
-            clean_text(case["text"])
-        )
+        assert without_spaces(FULL.decode(FULL.encode(case["text"]))) == without_spaces(clean_text(case["text"]))
 
 
 def test_vendored_merges_are_the_48_894_of_clip() -> None:
@@ -91,9 +80,7 @@ def test_decode_gives_the_cleaned_text_up_to_whitespace(text: str) -> None:
 @pytest.mark.parametrize("tokenizer", [FULL, BpeTokenizer([]), BpeTokenizer([512, 1000, 49_405])])
 @settings(deadline=None)
 @given(texts=st.lists(AWKWARD_TEXT, max_size=4), context_length=st.integers(2, 30))
-def test_rows_have_one_end_mark_then_padding(
-    tokenizer: BpeTokenizer, texts: list[str], context_length: int
-) -> None:
+def test_rows_have_one_end_mark_then_padding(tokenizer: BpeTokenizer, texts: list[str], context_length: int) -> None:
     rows = tokenizer(texts, context_length)
     assert rows.shape == (len(texts), context_length)
     assert rows.dtype == np.int32

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m1clip.text import BpeTokenizer
-from m1clip.text.bpe import BASE_COUNT, _merged_from, clean_text
+from m1clip.text.bpe import BASE_COUNT, BpeTokenizer, _merged_from, clean_text
 
 FULL = BpeTokenizer()
-CAPTIONS = ["A brown dog runs.", "Two dogs' owners aren't here!", "café & croissants \U0001f950", "!!!"]
+CAPTIONS = ["A brown dog runs.", "Two dogs' image_index aren't here!", "café & croissants \U0001f950", "!!!"]
 CUT = FULL.cut_to(CAPTIONS)
 FLICKR = Path(__file__).parents[2] / ".." / "shared" / "data" / "flickr8k-112"
 

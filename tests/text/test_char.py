@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m1clip.text import PRIOR_ART_ALPHABET, CharTokenizer
+from m1clip.text.tokenizers import PRIOR_ART_ALPHABET, CharTokenizer
 
 PRIOR_ART = CharTokenizer(alphabet=PRIOR_ART_ALPHABET)
 ANY_TEXT = st.text(max_size=60)

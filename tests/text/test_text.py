@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from m1clip.errors import UserError
-from m1clip.text import BpeTokenizer, CharTokenizer, Tokenizer, fingerprint, load_tokenizer, make_tokenizer
+from m1clip.text.base import Tokenizer
+from m1clip.text.bpe import BpeTokenizer
+from m1clip.text.tokenizers import CharTokenizer, fingerprint, load_tokenizer, make_tokenizer
 
 CAPTIONS = ["A brown dog.", "Über 2 cats é\u2028"]
 TOKENIZERS: list[Tokenizer] = [
@@ -84,9 +86,7 @@ BROKEN: list[tuple[bytes | dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("content", "message"), BROKEN, ids=[str(i) for i in range(len(BROKEN))])
-def test_a_bad_file_is_one_line_that_names_it(
-    content: bytes | dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_a_bad_file_is_one_line_that_names_it(content: bytes | dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     with pytest.raises(UserError, match=message) as caught:

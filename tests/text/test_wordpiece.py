@@ -9,24 +9,9 @@ from pathlib import Path
 import pytest
 
 from m1clip.errors import UserError
-from m1clip.text import WordPieceTokenizer, load_tokenizer
+from m1clip.text.tokenizers import WordPieceTokenizer, load_tokenizer
 
-PIECES = [
-    "[PAD]",
-    "[UNK]",
-    "[CLS]",
-    "[SEP]",
-    "a",
-    "dog",
-    "##s",
-    "run",
-    "##ning",
-    "cafe",
-    ",",
-    "[",
-    "]",
-    "sep",
-]
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "dog", "##s", "run", "##ning", "cafe", ",", "[", "]", "sep"]
 
 
 @pytest.fixture
@@ -41,11 +26,7 @@ def test_words_are_cut_greedily(tokenizer: WordPieceTokenizer) -> None:
 
 
 def test_rows(tokenizer: WordPieceTokenizer) -> None:
-    assert tokenizer(["a dogs", "", "a a a a a a"], 5).tolist() == [
-        [2, 4, 5, 6, 3],
-        [2, 3, 0, 0, 0],
-        [2, 4, 4, 4, 3],
-    ]
+    assert tokenizer(["a dogs", "", "a a a a a a"], 5).tolist() == [[2, 4, 5, 6, 3], [2, 3, 0, 0, 0], [2, 4, 4, 4, 3]]
 
 
 def test_text_cannot_hold_a_mark(tokenizer: WordPieceTokenizer) -> None:
@@ -59,18 +40,14 @@ def test_saved_and_sent(tokenizer: WordPieceTokenizer, tmp_path: Path) -> None:
         assert again(["a dogs running"], 8).tolist() == tokenizer(["a dogs running"], 8).tolist()
         assert again.vocab_size == len(PIECES)
     record = json.loads((tmp_path / "tokenizer.json").read_text())
-    for pieces, words in (
-        (["a", "a", *PIECES], "twice"),
-        (PIECES[1:], r"lacks \[PAD\]"),
-        ("x", "not a list"),
-    ):
+    for pieces, words in ((["a", "a", *PIECES], "twice"), (PIECES[1:], r"lacks \[PAD\]"), ("x", "not a list")):
         (tmp_path / "tokenizer.json").write_text(json.dumps({**record, "pieces": pieces}))
         with pytest.raises(UserError, match=words):
             load_tokenizer(tmp_path)
 
 
 def test_ids_are_those_of_transformers(tokenizer: WordPieceTokenizer) -> None:
-    from m1clip.model.pretrained.load import installed, wordpieces
+    from m1clip.model.pretrained import installed, wordpieces
 
     transformers = pytest.importorskip("transformers")
     if not installed("minilm"):
@@ -82,11 +59,6 @@ def test_ids_are_those_of_transformers(tokenizer: WordPieceTokenizer) -> None:
     assert spec.submodule_search_locations
     theirs = transformers.AutoTokenizer.from_pretrained(Path(spec.submodule_search_locations[0]) / "model")
     ours = WordPieceTokenizer(wordpieces())
-    texts = [
-        "Two dogs -- running, on the BEACH at 7:30!",
-        "naïve café & façade ☕ 日本",
-        "",
-        "unbelievableness's",
-    ]
+    texts = ["Two dogs -- running, on the BEACH at 7:30!", "naïve café & façade ☕ 日本", "", "unbelievableness's"]
     for text in texts:
         assert ours([text], 32)[0].tolist()[: len(theirs(text)["input_ids"])] == theirs(text)["input_ids"]

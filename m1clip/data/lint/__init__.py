@@ -7,12 +7,21 @@ from collections import Counter
 from collections.abc import Sequence
 
 from m1clip.data.lint.captions import Lengths, bpe_lengths, caption_facts, check_captions
-from m1clip.data.lint.checks import check_pictures, check_skipped, picture_facts
-from m1clip.data.lint.duplicates import find_duplicates
-from m1clip.data.lint.entries import Entry, Places, entries_of, evenly
+from m1clip.data.lint.images import (
+    Entry,
+    Places,
+    Progress,
+    check_images,
+    check_skipped,
+    entries_of,
+    evenly,
+    exists,
+    find_duplicates,
+    image_facts,
+    scan,
+)
 from m1clip.data.lint.report import Finding, LintReport, Severity
-from m1clip.data.lint.scan import Progress, exists, scan
-from m1clip.data.pair import Source
+from m1clip.data.types import Source
 
 __all__ = ["Finding", "LintReport", "bpe_lengths", "lint", "quick_lint"]
 
@@ -31,13 +40,13 @@ def lint(
     whole, entries = entries_of(source)
     places = Places(whole)
     if deep:
-        facts = scan([entry.pair.image for entry in entries], workers, progress)
-        found = check_pictures(entries, facts, places, image_size) + find_duplicates(entries, facts, places)
+        facts = scan([entry.sample.image for entry in entries], workers, progress)
+        found = check_images(entries, facts, places, image_size) + find_duplicates(entries, facts, places)
     else:
-        facts = [exists(entry.pair.image) for entry in entries]
-        found = [f for f in check_pictures(entries, facts, places, None) if f.severity == "problem"]
+        facts = [exists(entry.sample.image) for entry in entries]
+        found = [f for f in check_images(entries, facts, places, None) if f.severity == "problem"]
     found += _of_captions(whole, entries, places, tokenizer_lengths, context_length) + _of_splits(entries)
-    summary = {**caption_facts(entries), **(picture_facts(facts) if deep else {})}
+    summary = {**caption_facts(entries), **(image_facts(facts) if deep else {})}
     return _report(whole, entries, found, summary, start, len(entries) if deep else 0)
 
 
@@ -48,13 +57,13 @@ def quick_lint(
     tokenizer_lengths: Lengths | None = None,
     context_length: int = 77,
 ) -> LintReport:
-    """What a glance shows before each run: a sample of the pictures decoded, with their captions."""
+    """What a glance shows before each run: a sample of the images decoded, with their captions."""
     start = time.perf_counter()
     whole, entries = entries_of(source)
     places = Places(whole)
     chosen = evenly(entries, sample)
-    facts = scan([entry.pair.image for entry in chosen])
-    found = check_pictures(chosen, facts, places, image_size)
+    facts = scan([entry.sample.image for entry in chosen])
+    found = check_images(chosen, facts, places, image_size)
     found += _of_captions(whole, chosen, places, tokenizer_lengths, context_length) + _of_splits(entries)
     return _report(whole, entries, found, {}, start, len(chosen))
 
@@ -88,8 +97,8 @@ def _report(
 ) -> LintReport:
     return LintReport(
         source=str(getattr(source, "path", type(source).__name__)),
-        pictures=dict(Counter(entry.split for entry in entries)),
-        captions=sum(len(entry.pair.captions) for entry in entries),
+        images=dict(Counter(entry.split for entry in entries)),
+        captions=sum(len(entry.sample.captions) for entry in entries),
         findings=tuple(found),
         facts=summary,
         notes=tuple(getattr(source, "notes", ())),

@@ -1,4 +1,4 @@
-"""Findings about captions: duplicates, what will be cut, labels, and how many a picture has."""
+"""Findings about captions: duplicates, what will be cut, labels, and how many an image has."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-from m1clip.data.lint.entries import Entry, Places
+from m1clip.data.lint.images import Entry, Places
 from m1clip.data.lint.report import Finding, Severity, finding
-from m1clip.text import BpeTokenizer
+from m1clip.text.bpe import BpeTokenizer
 
 Lengths = Callable[[Sequence[str]], Sequence[int]]
 # A caption of one or two words names a thing and says nothing of it.
@@ -21,25 +21,15 @@ _FILE_NAME = re.compile(r"\S+\.(jpe?g|png|webp|gif|bmp|tiff?|hei[cf])$|^https?:/
 
 
 def check_captions(
-    entries: Sequence[Entry],
-    places: Places,
-    lengths: Lengths | None,
-    context_length: int,
-    by_templates: bool,
+    entries: Sequence[Entry], places: Places, lengths: Lengths | None, context_length: int, by_templates: bool
 ) -> list[Finding]:
-    """Everything that can be said of the captions without looking at the pictures."""
-    cells = [(entry, n, text) for entry in entries for n, text in enumerate(entry.pair.captions)]
-    empty = [entry.pair.id for entry in entries if not any(text.strip() for text in entry.pair.captions)]
+    """Everything that can be said of the captions without looking at the images."""
+    cells = [(entry, n, text) for entry in entries for n, text in enumerate(entry.sample.captions)]
+    empty = [entry.sample.id for entry in entries if not any(text.strip() for text in entry.sample.captions)]
     names = [places.caption(entry, n) for entry, n, text in cells if _FILE_NAME.search(text)]
     return [
-        *finding("no-caption", "problem", "pictures have no caption", "write captions for them", empty),
-        *finding(
-            "file-name",
-            "warning",
-            "captions are file names or addresses",
-            "replace them by what is seen",
-            names,
-        ),
+        *finding("no-caption", "problem", "images have no caption", "write captions for them", empty),
+        *finding("file-name", "warning", "captions are file names or addresses", "replace them by what is seen", names),
         *_twice(entries, places),
         *_overlong(cells, places, lengths, context_length),
         *_labels(entries, cells, places, by_templates),
@@ -55,14 +45,12 @@ def _twice(entries: Sequence[Entry], places: Places) -> list[Finding]:
     found = []
     for entry in entries:
         seen: set[str] = set()
-        for number, text in enumerate(entry.pair.captions):
+        for number, text in enumerate(entry.sample.captions):
             if _key(text) in seen:
                 found.append(places.caption(entry, number))
             seen.add(_key(text))
-    message = "captions repeat another of the same picture"
-    return finding(
-        "duplicate-caption", "warning", message, "remove captions that repeat another of their picture", found
-    )
+    message = "captions repeat another of the same image"
+    return finding("duplicate-caption", "warning", message, "remove captions that repeat another of their image", found)
 
 
 def _overlong(
@@ -89,40 +77,34 @@ def _labels(
     short = [places.caption(entry, n) for entry, n, text in cells if len(text.split()) <= LABEL_WORDS]
     distinct = len({_key(text) for _, _, text in cells})
     if by_templates:
-        message = f"pictures share {distinct} captions made from class names: this is classification"
+        message = f"images share {distinct} captions made from class names: this is classification"
         return [Finding("labels", "info", len(entries), message)]
     few = len(entries) >= 50 and distinct < _FEW_DISTINCT * len(entries)
     if few or len(short) > _LABELS_SHARE * len(cells):
-        message = f"captions are really labels ({distinct:,} different ones for {len(entries):,} pictures)"
+        message = f"captions are really labels ({distinct:,} different ones for {len(entries):,} images)"
         remedy = "write what is seen, not only its name; or use class folders, which say it in a sentence"
         shown = short or [places.caption(entry, n) for entry, n, _ in cells[:3]]
         return [Finding("labels", "warning", len(short) or len(cells), message, remedy, tuple(shown[:100]))]
     return finding("short", "info", f"captions have {LABEL_WORDS} words or fewer", "", short)
 
 
-def _shared(
-    entries: Sequence[Entry], cells: Sequence[tuple[Entry, int, str]], by_templates: bool
-) -> list[Finding]:
+def _shared(entries: Sequence[Entry], cells: Sequence[tuple[Entry, int, str]], by_templates: bool) -> list[Finding]:
     if by_templates:
         return []
-    pictures: dict[str, set[str]] = defaultdict(set)
+    images: dict[str, set[str]] = defaultdict(set)
     splits: dict[str, set[str]] = defaultdict(set)
     for entry, _, text in cells:
-        pictures[_key(text)].add(entry.pair.id)
+        images[_key(text)].add(entry.sample.id)
         splits[_key(text)].add(entry.split)
-    ordered = sorted(pictures, key=lambda text: -len(pictures[text]))
-    shared = [f"{len(pictures[text])} pictures: {text[:80]}" for text in ordered if len(pictures[text]) > 1]
+    ordered = sorted(images, key=lambda text: -len(images[text]))
+    shared = [f"{len(images[text])} images: {text[:80]}" for text in ordered if len(images[text]) > 1]
     leaked = [text[:80] for text in ordered if "train" in splits[text] and len(splits[text]) > 1]
-    share = len({id_ for text in pictures if len(pictures[text]) > 1 for id_ in pictures[text]}) / max(
-        len(entries), 1
-    )
+    share = len({id_ for text in images if len(images[text]) > 1 for id_ in images[text]}) / max(len(entries), 1)
     severe: Severity = "warning" if share > _LABELS_SHARE else "info"
-    remedy = "write captions that tell one picture from another"
+    remedy = "write captions that tell one image from another"
     return [
-        *finding("shared-caption", severe, "captions describe several pictures", remedy, shared),
-        *finding(
-            "shared-between-splits", "info", "captions of train also stand in another split", "", leaked
-        ),
+        *finding("shared-caption", severe, "captions describe several images", remedy, shared),
+        *finding("shared-between-splits", "info", "captions of train also stand in another split", "", leaked),
     ]
 
 
@@ -133,15 +115,11 @@ def bpe_lengths(texts: Sequence[str]) -> list[int]:
 
 
 def caption_facts(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Captions a picture, pictures a caption, words a caption."""
-    per_picture = [len(entry.pair.captions) for entry in entries]
-    per_caption = Counter(key for e in entries for key in {_key(text) for text in e.pair.captions})
-    words = [len(text.split()) for entry in entries for text in entry.pair.captions]
-    counts = (
-        ("captions_per_picture", per_picture),
-        ("pictures_per_caption", list(per_caption.values())),
-        ("words", words),
-    )
+    """Captions an image, images a caption, words a caption."""
+    per_image = [len(entry.sample.captions) for entry in entries]
+    per_caption = Counter(key for e in entries for key in {_key(text) for text in e.sample.captions})
+    words = [len(text.split()) for entry in entries for text in entry.sample.captions]
+    counts = (("captions_per_image", per_image), ("images_per_caption", list(per_caption.values())), ("words", words))
     return {
         name: {"min": min(values), "median": int(median(values)), "max": max(values)}
         for name, values in counts

@@ -37,7 +37,7 @@ class LintReport:
     """Findings, the worst first, and the counts a person wants to see of a set."""
 
     source: str
-    pictures: dict[str, int]
+    images: dict[str, int]
     captions: int
     findings: tuple[Finding, ...]
     facts: dict[str, Any] = field(default_factory=dict)
@@ -68,10 +68,10 @@ class LintReport:
 
     def to_text(self, examples: int = 3) -> str:
         """Lines for a terminal, with a few examples of each finding."""
-        total = sum(self.pictures.values())
-        splits = ", ".join(f"{name} {count:,}" for name, count in self.pictures.items())
+        total = sum(self.images.values())
+        splits = ", ".join(f"{name} {count:,}" for name, count in self.images.items())
         looked = "all looked at" if self.looked_at == total else f"{self.looked_at:,} looked at"
-        head = f"{self.source}: {total:,} pictures ({splits}), {self.captions:,} captions"
+        head = f"{self.source}: {total:,} images ({splits}), {self.captions:,} captions"
         lines = [f"{head}; {looked}, {self.seconds:.1f} s"]
         lines += [f"  {name.replace('_', ' ')}: {_plain(value)}" for name, value in self.facts.items()]
         lines += [f"  note: {note}" for note in self.notes]

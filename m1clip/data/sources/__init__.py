@@ -1,4 +1,4 @@
-"""Sources of pairs. A new kind is one file and one line in `KINDS`."""
+"""Sources of samples. A new kind is one file and one line in `KINDS`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ from pathlib import Path
 
 from m1clip.data.images import one_line
 from m1clip.data.sources import splits
-from m1clip.data.sources.base import DEFAULT, BaseSource, Options, Problem
-from m1clip.data.sources.captions_txt import TextBesideSource
-from m1clip.data.sources.class_folders import ClassFolderSource
+from m1clip.data.sources.base import DEFAULT, BaseSource, Options, Problem, read_json, walk_images
 from m1clip.data.sources.coco import CocoSource
-from m1clip.data.sources.csv_table import CsvSource
 from m1clip.data.sources.flickr import KarpathySource, TokenSource
+from m1clip.data.sources.folders import ClassFolderSource, SplitFoldersSource, TextBesideSource, table_in, tables_in
 from m1clip.data.sources.hugging_face import HUB, HuggingFaceSource
-from m1clip.data.sources.json_table import JsonlSource, JsonSource
-from m1clip.data.sources.mixed import MixedSource, parse_weight
-from m1clip.data.sources.parquet_table import ParquetSource
-from m1clip.data.sources.reading import read_json, walk_pictures
+from m1clip.data.sources.mixture import MixedSource, parse_weight
 from m1clip.data.sources.shards import ShardSource
-from m1clip.data.sources.split_folders import SplitFoldersSource, table_in, tables_in
+from m1clip.data.sources.tables import CsvSource, JsonlSource, JsonSource, ParquetSource
 from m1clip.errors import UserError
 
 __all__ = ["KINDS", "MixedSource", "Options", "Problem", "open_source", "open_sources", "parse_weight"]
@@ -71,9 +66,7 @@ def open_source(spec: str, *, kind: str | None = None, options: Options = DEFAUL
     except (OSError, ValueError) as error:
         # ValueError: a path no system takes, such as one with a zero byte.
         reason = getattr(error, "strerror", None) or error
-        raise UserError(
-            one_line(f"{getattr(error, 'filename', None) or path}: cannot be read ({reason})")
-        ) from error
+        raise UserError(one_line(f"{getattr(error, 'filename', None) or path}: cannot be read ({reason})")) from error
     finally:
         read_json.cache_clear()
     raise UserError(one_line(_unknown(path)))
@@ -109,9 +102,7 @@ def _sets_below(path: Path, options: Options) -> list[Path]:
     """Folders in a folder that are sets by themselves: with captions, or with splits of their own."""
     if not path.is_dir():
         return []
-    below = [
-        folder for folder in sorted(path.iterdir()) if folder.is_dir() and not folder.name.startswith(".")
-    ]
+    below = [folder for folder in sorted(path.iterdir()) if folder.is_dir() and not folder.name.startswith(".")]
     with_captions = [kind for kind in KINDS.values() if kind is not ClassFolderSource]
     return [
         folder
@@ -139,8 +130,8 @@ def _unknown(path: Path) -> str:
     if tables:
         names = ", ".join(table.name for table in tables[:5]) + (", ..." if len(tables) > 5 else "")
         return f"{path}: holds {len(tables)} tables ({names}); name the one with captions: --data {tables[0]}"
-    if path.is_dir() and next(walk_pictures(path), None):
-        return f"{path}: pictures but no captions; add captions.csv (image,caption), or a .txt beside each"
+    if path.is_dir() and next(walk_images(path), None):
+        return f"{path}: images but no captions; add captions.csv (image,caption), or a .txt beside each"
     return f"{path}: no known kind of data; name it, as in csv:PATH (kinds: {', '.join(KINDS)})"
 
 

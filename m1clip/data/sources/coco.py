@@ -9,9 +9,8 @@ from typing import Any
 
 from m1clip.data.images import FileImage, one_line
 from m1clip.data.sources import splits
-from m1clip.data.sources.base import BaseSource, Row
-from m1clip.data.sources.reading import PictureFinder, clean_text, read_json
-from m1clip.data.sources.table import wrong_path
+from m1clip.data.sources.base import BaseSource, ImageFinder, Row, clean_text, read_json
+from m1clip.data.sources.tables import wrong_path
 from m1clip.errors import UserError
 
 
@@ -43,11 +42,9 @@ class CocoSource(BaseSource):
         images = document.get("images") if isinstance(document, dict) else None
         annotations = document.get("annotations") if isinstance(document, dict) else None
         if not isinstance(images, list) or not isinstance(annotations, list):
-            raise UserError(
-                one_line(f"{file}: not COCO captions: it needs the lists `images` and `annotations`")
-            )
+            raise UserError(one_line(f"{file}: not COCO captions: it needs the lists `images` and `annotations`"))
         split = splits.from_file_name(file.name)
-        finder = PictureFinder(file.parent, _picture_folders(file))
+        finder = ImageFinder(file.parent, _image_folders(file))
         known: dict[Any, tuple[FileImage, str]] = {}
         for number, image in enumerate(images, start=1):
             name = image.get("file_name") if isinstance(image, dict) else None
@@ -79,7 +76,7 @@ def _caption_files(path: Path) -> list[Path]:
     return []
 
 
-def _picture_folders(file: Path) -> tuple[str, ...]:
+def _image_folders(file: Path) -> tuple[str, ...]:
     """train2017 for captions_train2017.json: beside the file, above it, and in images/."""
     name = file.stem.removeprefix("captions_")
     return (name, f"images/{name}", f"../{name}", f"../images/{name}", "../images", "..")

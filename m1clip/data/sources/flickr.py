@@ -10,9 +10,8 @@ from typing import Any
 
 from m1clip.data.images import one_line
 from m1clip.data.sources import splits
-from m1clip.data.sources.base import BaseSource, Row
-from m1clip.data.sources.reading import PictureFinder, clean_text, read_json, text_lines
-from m1clip.data.sources.table import captions_of, wrong_path
+from m1clip.data.sources.base import BaseSource, ImageFinder, Row, clean_text, read_json, text_lines
+from m1clip.data.sources.tables import captions_of, wrong_path
 from m1clip.errors import UserError
 
 _TOKEN_LINE = re.compile(r"([^\t#]+)#\d+[ \t]+(.*)")
@@ -32,20 +31,16 @@ class KarpathySource(BaseSource):
             return False
         document = read_json(file)
         images = document.get("images") if isinstance(document, dict) else None
-        return isinstance(images, list) and any(
-            isinstance(i, dict) and "sentences" in i for i in images[:100]
-        )
+        return isinstance(images, list) and any(isinstance(i, dict) and "sentences" in i for i in images[:100])
 
     def rows(self) -> Iterator[Row]:
-        """A row a picture."""
+        """A row an image."""
         file = _karpathy_file(self.path)
         document = read_json(file) if file else None
         images = document.get("images") if isinstance(document, dict) else None
         if file is None or not isinstance(images, list):
-            raise UserError(
-                one_line(f"{self.path}: no list of images as in Karpathy's dataset_flickr8k.json")
-            )
-        finder = PictureFinder(file.parent)
+            raise UserError(one_line(f"{self.path}: no list of images as in Karpathy's dataset_flickr8k.json"))
+        finder = ImageFinder(file.parent)
         for number, image in enumerate(images, start=1):
             row = _row(image, finder, (file.name, number))
             if isinstance(row, str):
@@ -54,7 +49,7 @@ class KarpathySource(BaseSource):
                 yield row
 
 
-def _row(image: Any, finder: PictureFinder, place: tuple[str, int]) -> Row | str:
+def _row(image: Any, finder: ImageFinder, place: tuple[str, int]) -> Row | str:
     if not isinstance(image, dict):
         return "not a JSON object"
     name, folder, split = image.get("filename"), image.get("filepath"), image.get("split")
@@ -77,7 +72,7 @@ def _karpathy_file(path: Path) -> Path | None:
 
 
 class TokenSource(BaseSource):
-    """Flickr8k.token.txt or results_20130124.token: `picture.jpg#0<tab>caption`, official lists beside it."""
+    """Flickr8k.token.txt or results_20130124.token: `image.jpg#0<tab>caption`, official lists beside it."""
 
     kind = "token"
 
@@ -95,17 +90,15 @@ class TokenSource(BaseSource):
         if file is None:
             raise UserError(one_line(f"{self.path}: no .token.txt file there"))
         split_of = _official_splits(file)
-        # The pictures are often in a folder beside that of the texts.
-        beside = tuple(
-            f"../{folder.name}" for folder in sorted(file.parent.parent.iterdir()) if folder.is_dir()
-        )
-        finder = PictureFinder(file.parent, beside if self.path != file else ())
+        # The images are often in a folder beside that of the texts.
+        beside = tuple(f"../{folder.name}" for folder in sorted(file.parent.parent.iterdir()) if folder.is_dir())
+        finder = ImageFinder(file.parent, beside if self.path != file else ())
         for number, line in enumerate(text_lines(file), start=1):
             match = _TOKEN_LINE.match(line)
             place = (file.name, number)
             if match is None:
                 if line.strip():
-                    self.problem(place, "not picture.jpg#0, a tab, and a caption")
+                    self.problem(place, "not image.jpg#0, a tab, and a caption")
                 continue
             name, caption = match.group(1).strip(), clean_text(match.group(2))
             if wrong := wrong_path(name):
@@ -125,7 +118,7 @@ def _token_file(path: Path) -> Path | None:
 
 
 def _official_splits(file: Path) -> dict[str, str]:
-    """Picture -> split from Flickr_8k.trainImages.txt and its siblings."""
+    """ImageInput -> split from Flickr_8k.trainImages.txt and its siblings."""
     split_of: dict[str, str] = {}
     for path in sorted(file.parent.glob("*.txt")):
         match = _SPLIT_LIST.search(path.name)

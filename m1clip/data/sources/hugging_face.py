@@ -11,10 +11,10 @@ from typing import Any
 from PIL import Image
 
 from m1clip.data.images import BadImage, FileImage, decode, one_line
-from m1clip.data.pair import ImageRef
 from m1clip.data.sources import splits
-from m1clip.data.sources.reading import need
-from m1clip.data.sources.table import Columns, TableSource
+from m1clip.data.sources.base import need
+from m1clip.data.sources.tables import Columns, TableSource
+from m1clip.data.types import ImageRef
 from m1clip.errors import UserError
 
 HUB = "hf:"
@@ -31,7 +31,7 @@ _READ_ERRORS = (
 
 
 class HuggingFaceSource(TableSource):
-    """Columns as in any table; pictures are bytes in Arrow files, which are memory-mapped."""
+    """Columns as in any table; images are bytes in Arrow files, which are memory-mapped."""
 
     kind = "hf"
 
@@ -51,7 +51,7 @@ class HuggingFaceSource(TableSource):
         return self.path
 
     def records(self, columns: Columns) -> Iterator[tuple[tuple[str, int], Mapping[str, Any]]]:
-        """Rows counted from 1 in each split; pictures stay where they are."""
+        """Rows counted from 1 in each split; images stay where they are."""
         for split, table in self._tables().items():
             inside = is_inside(table.features[columns.image])
             wanted = {*columns.captions, columns.split, columns.id, None if inside else columns.image}
@@ -60,13 +60,11 @@ class HuggingFaceSource(TableSource):
                 at = (self._name, split, number - 1, columns.image)
                 yield (split, number), cells | ({columns.image: HubImage(*at)} if inside else {})
 
-    def picture(
-        self, cells: Mapping[str, Any], columns: Columns, place: tuple[str, int]
-    ) -> tuple[ImageRef, str] | str:
-        """A picture in the dataset, or a path."""
+    def image(self, cells: Mapping[str, Any], columns: Columns, place: tuple[str, int]) -> tuple[ImageRef, str] | str:
+        """An image in the dataset, or a path."""
         image = cells.get(columns.image)
         if not isinstance(image, HubImage):
-            return super().picture(cells, columns, place)
+            return super().image(cells, columns, place)
         name = cells.get(columns.id) if columns.id else None
         return image, str(name) if isinstance(name, (str, int)) else f"{place[0]}#{place[1]}"
 
@@ -82,19 +80,17 @@ class HuggingFaceSource(TableSource):
         try:
             return open_tables(self._name)
         except _READ_ERRORS as error:
-            raise UserError(
-                one_line(f"{self.path}: not a dataset that can be read ({error})"[:500])
-            ) from error
+            raise UserError(one_line(f"{self.path}: not a dataset that can be read ({error})"[:500])) from error
 
 
 def is_inside(feature: Any) -> bool:
-    """Whether a column holds pictures themselves, and not the names of files."""
+    """Whether a column holds images themselves, and not the names of files."""
     return type(feature).__name__ == "Image" or getattr(feature, "dtype", "") in {"binary", "large_binary"}
 
 
 @lru_cache(maxsize=4)
 def open_tables(name: str) -> dict[str, Any]:
-    """Split -> table, pictures not decoded. What is on the hub `datasets` downloads once, into its cache."""
+    """Split -> table, images not decoded. What is on the hub `datasets` downloads once, into its cache."""
     datasets = need("datasets", "A Hugging Face dataset")
     hub = name.removeprefix(HUB) if name.startswith(HUB) else None
     found = datasets.load_dataset(hub) if hub else datasets.load_from_disk(name)
@@ -105,15 +101,15 @@ def open_tables(name: str) -> dict[str, Any]:
 
 
 def _undecoded(table: Any, image_feature: Any) -> Any:
-    pictures = [name for name, feature in table.features.items() if isinstance(feature, image_feature)]
-    for name in pictures:
+    images = [name for name, feature in table.features.items() if isinstance(feature, image_feature)]
+    for name in images:
         table = table.cast_column(name, image_feature(decode=False))
     return table
 
 
 @dataclass(frozen=True, slots=True)
 class HubImage:
-    """A picture in a row of a Hugging Face dataset; a worker opens the dataset for itself."""
+    """An image in a row of a Hugging Face dataset; a worker opens the dataset for itself."""
 
     name: str
     split: str
@@ -125,7 +121,7 @@ class HubImage:
         return decode(self.read(), want, str(self))
 
     def read(self) -> bytes:
-        """The bytes of the picture, or of the file the row names."""
+        """The bytes of the image, or of the file the row names."""
         try:
             value = open_tables(self.name)[self.split][self.row][self.column]
             path = value.get("path") if isinstance(value, dict) else None
@@ -137,7 +133,7 @@ class HubImage:
         except _READ_ERRORS as error:
             raise BadImage(str(self), f"cannot be read ({error})") from error
         if not isinstance(data, bytes):
-            raise BadImage(str(self), "no picture in this row")
+            raise BadImage(str(self), "no image in this row")
         return data
 
     def stamp(self) -> str:

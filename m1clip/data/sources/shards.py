@@ -16,14 +16,127 @@ from PIL import Image
 
 from m1clip.data.images import MAX_FILE_BYTES, SUFFIXES, BadImage, decode, file_stamp, one_line
 from m1clip.data.sources import splits
-from m1clip.data.sources.base import BaseSource, Row
-from m1clip.data.sources.reading import clean_text, need
-from m1clip.data.sources.table import CAPTION_NAMES, captions_of
-from m1clip.data.sources.tar_index import CutShort, Member, members
+from m1clip.data.sources.base import BaseSource, Row, clean_text, need
+from m1clip.data.sources.tables import CAPTION_NAMES, captions_of
 from m1clip.errors import UserError
-from m1clip.files import open_regular
+from m1clip.io import open_regular
 
-# In the json of a sample that `m1clip data pack` wrote: then the id in it is that of the picture it came from.
+BLOCK = 512
+# A name or an extended header longer than this was not written by any tar.
+MAX_EXTENDED = 2**20
+
+
+class CutShort(Exception):
+    """The file ends, or stops being a tar, before its end mark; what came before is good."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member's name, the offset and size of its bytes, and whether it is a plain file with a safe name."""
+
+    name: str
+    offset: int
+    size: int
+    refused: str | None = None
+
+
+def members(file: BinaryIO, file_size: int) -> Iterator[Member]:
+    """Every file in the tar, in order; CutShort where it breaks off."""
+    offset = 0
+    long_name: str | None = None
+    long_size: int | None = None
+    while offset < file_size:
+        file.seek(offset)
+        header = file.read(BLOCK)
+        if len(header) < BLOCK:
+            raise CutShort("cut short in a header")
+        if not header.strip(b"\0"):
+            return
+        if not _checksum_holds(header):
+            raise CutShort("what follows is not a tar header" if offset else "not a tar file")
+        kind = header[156:157]
+        size = _number(header[124:136])
+        if size is None:
+            raise CutShort("a header with no size")
+        start = offset + BLOCK
+        # Rounded up: each member fills whole blocks, so the offset always grows.
+        offset = start + -(-size // BLOCK) * BLOCK
+        if kind in b"LKxgX" and kind:
+            if size > MAX_EXTENDED or start + size > file_size:
+                raise CutShort("cut short in an extended header")
+            body = file.read(size)
+            if kind == b"L":
+                long_name = _text(body)
+            elif kind in b"xX":
+                name, pax_size = _pax(body)
+                long_name, long_size = name or long_name, pax_size
+            continue
+        if long_size is not None:
+            size = long_size
+            offset = start + -(-size // BLOCK) * BLOCK
+        name = long_name if long_name is not None else _short_name(header)
+        long_name = long_size = None
+        if kind == b"5":
+            continue
+        refused = _refusal(name, kind)
+        if refused is None and start + size > file_size:
+            raise CutShort(f"cut short in {name}")
+        yield Member(name, start, size, refused)
+
+
+def _refusal(name: str, kind: bytes) -> str | None:
+    if kind in b"12" and kind:
+        return "a link"
+    if kind not in (b"0", b"\0", b"7"):
+        return "not a plain file"
+    parts = name.replace("\\", "/").split("/")
+    if name.startswith(("/", "\\")) or parts[0].endswith(":"):
+        return "an absolute name"
+    return "a name with .." if ".." in parts else None
+
+
+def _text(raw: bytes) -> str:
+    return raw.split(b"\0", 1)[0].decode("utf-8", "replace")
+
+
+def _short_name(header: bytes) -> str:
+    name, prefix = _text(header[:100]), _text(header[345:500])
+    return f"{prefix}/{name}" if prefix and header[257:263] == b"ustar\0" else name
+
+
+def _number(field: bytes) -> int | None:
+    if field[:1] == b"\x80":
+        return int.from_bytes(field[1:], "big")
+    digits = field.split(b"\0", 1)[0].strip()
+    if not digits:
+        return 0
+    return int(digits, 8) if digits.isdigit() and not set(digits) & set(b"89") else None
+
+
+def _checksum_holds(header: bytes) -> bool:
+    return _number(header[148:156]) == sum(header[:148]) + sum(b" " * 8) + sum(header[156:])
+
+
+def _pax(body: bytes) -> tuple[str | None, int | None]:
+    """path and size from records of the form `length key=value newline`."""
+    name: str | None = None
+    size: int | None = None
+    at = 0
+    while at < len(body):
+        digits = body[at : at + 20].split(b" ", 1)[0]
+        length = int(digits) if digits.isdigit() else 0
+        if length <= len(digits) or at + length > len(body):
+            break
+        key, _, value = body[at + len(digits) + 1 : at + length - 1].partition(b"=")
+        if key == b"path":
+            name = _text(value)
+        elif key == b"size" and value.isdigit() and len(value) < 20:
+            size = int(value)
+        at += length
+    return name, size
+
+
+# In the json of a sample that `m1clip data pack` wrote: then the id in it is that of the image it came from.
 PACKED = "m1clip-pack-1"
 MAX_SHARDS = 100_000
 MAX_TEXT_BYTES = 2**20
@@ -31,7 +144,7 @@ MAX_TEXT_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class TarImage:
-    """The bytes of a picture in a shard, read where they lie."""
+    """The bytes of an image in a shard, read where they lie."""
 
     path: str
     member: str
@@ -45,7 +158,7 @@ class TarImage:
     def read(self) -> bytes:
         """The bytes of the member; BadImage when the shard has lost them."""
         if self.size > MAX_FILE_BYTES:
-            raise BadImage(str(self), f"{self.size >> 20} MiB is more than a picture needs", "too-large")
+            raise BadImage(str(self), f"{self.size >> 20} MiB is more than an image needs", "too-large")
         try:
             with open_regular(self.path) as file:
                 file.seek(self.offset)
@@ -53,7 +166,7 @@ class TarImage:
         except OSError as error:
             raise BadImage(str(self), f"cannot be opened ({error.strerror})") from error
         if len(data) < self.size:
-            raise BadImage(str(self), "truncated: the shard ends before the picture does", "truncated")
+            raise BadImage(str(self), "truncated: the shard ends before the image does", "truncated")
         return data
 
     def stamp(self) -> str:
@@ -97,16 +210,12 @@ class ShardSource(BaseSource):
         try:
             for member in members(file, size):
                 if member.refused:
-                    self.problem(
-                        (path, 0), f"{member.name[:200]} is {member.refused}: left out", "unsafe-member"
-                    )
+                    self.problem((path, 0), f"{member.name[:200]} is {member.refused}: left out", "unsafe-member")
                 else:
                     yield {"fname": member.name, "data": member, "__url__": path}
         except CutShort as cut:
             if size >= 2 and _is_gzip(file):
-                raise UserError(
-                    one_line(f"{path}: a compressed tar; unpack it to plain .tar (gunzip)")
-                ) from cut
+                raise UserError(one_line(f"{path}: a compressed tar; unpack it to plain .tar (gunzip)")) from cut
             self.problem((path, 0), str(cut), "shard")
 
     def _row(self, path: str, file: BinaryIO, sample: dict[str, Any]) -> Row | None:
@@ -114,7 +223,7 @@ class ShardSource(BaseSource):
         parts = {suffix: part for suffix, part in sample.items() if isinstance(part, Member)}
         image = next((p for suffix, p in parts.items() if "." + suffix.rsplit(".", 1)[-1] in SUFFIXES), None)
         if image is None:
-            self.problem((f"{path}: {key}", 0), "no picture", "no-image")
+            self.problem((f"{path}: {key}", 0), "no image", "no-image")
             return None
         about = _json(file, parts["json"]) if "json" in parts else {}
         captions: list[str] = []
@@ -159,12 +268,7 @@ def _is_gzip(file: BinaryIO) -> bool:
 
 def _in_folder(folder: Path) -> list[str]:
     inside = sorted(folder.glob("*.tar"))
-    below = [
-        path
-        for sub in sorted(folder.iterdir())
-        if splits.known(sub.name)
-        for path in sorted(sub.glob("*.tar"))
-    ]
+    below = [path for sub in sorted(folder.iterdir()) if splits.known(sub.name) for path in sorted(sub.glob("*.tar"))]
     return [os.fspath(path) for path in (*inside, *below)]
 
 
@@ -189,9 +293,7 @@ def _expand(pattern: str) -> list[str]:
     # Counted first: a pattern such as {0..999999999999} must not be written out.
     if re.search(r"\{[^{}]*\{", pattern) or "${" in pattern:
         raise UserError(
-            one_line(
-                f"{pattern}: braces inside braces and ${{...}} are not read; write shard-{{000..099}}.tar"
-            )
+            one_line(f"{pattern}: braces inside braces and ${{...}} are not read; write shard-{{000..099}}.tar")
         )
     count = 1
     for inside in re.findall(r"\{([^{}]*)\}", pattern):
@@ -203,8 +305,6 @@ def _expand(pattern: str) -> list[str]:
         raise UserError(one_line(f"{pattern}: {count:,} shards are more than {MAX_SHARDS:,}"))
     expand = need("webdataset.shardlists", "A pattern of shards").expand_urls
     try:
-        return [
-            name for part in expand(pattern) for name in (sorted(glob.glob(part)) if "*" in part else [part])
-        ]
+        return [name for part in expand(pattern) for name in (sorted(glob.glob(part)) if "*" in part else [part])]
     except (AssertionError, ValueError, IndexError) as error:
         raise UserError(one_line(f"{pattern}: not a pattern of shards ({error})")) from error

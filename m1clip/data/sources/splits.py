@@ -1,4 +1,4 @@
-"""Which split a picture belongs to: what the data says, else a hash of the seed and the picture's id."""
+"""Which split an image belongs to: what the data says, else a hash of the seed and the image's id."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ def hash_unit(seed: int, text: str) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
-def assign(
-    given: Mapping[str, str | None], seed: int, fractions: Sequence[float]
-) -> tuple[dict[str, str], list[str]]:
+def assign(given: Mapping[str, str | None], seed: int, fractions: Sequence[float]) -> tuple[dict[str, str], list[str]]:
     """Split of each id, and what a person should know about how it was found."""
     _, val_fraction, test_fraction = fractions
     names = {name for name in given.values() if name}
@@ -51,7 +49,7 @@ def assign(
     split_of = {id_: name or "train" for id_, name in given.items()}
     unsaid = sum(name is None for name in given.values())
     if unsaid:
-        notes.append(f"{unsaid} pictures name no split, others do: they were put in train")
+        notes.append(f"{unsaid} images name no split, others do: they were put in train")
     if unknown := sorted(names - set(ORDER)):
         notes.append(f"splits not used in training: {', '.join(unknown[:5])}")
     train = [id_ for id_, name in split_of.items() if name == "train"]
@@ -60,9 +58,7 @@ def assign(
         split_of.update(carved)
         count = sum(name == "val" for name in carved.values())
         if count:
-            notes.append(
-                f"the data has no val split: {count} of {len(train)} train pictures were taken for it"
-            )
+            notes.append(f"the data has no val split: {count} of {len(train)} train images were taken for it")
     return split_of, notes
 
 
@@ -70,9 +66,7 @@ def _seeded(ids: list[str], seed: int, val_fraction: float, test_fraction: float
     place = {id_: hash_unit(seed, id_) for id_ in ids}
     split_of = {}
     for id_, unit in place.items():
-        held_out = (
-            "val" if unit < val_fraction else "test" if unit < val_fraction + test_fraction else "train"
-        )
+        held_out = "val" if unit < val_fraction else "test" if unit < val_fraction + test_fraction else "train"
         split_of[id_] = held_out
     if val_fraction > 0 and len(ids) >= 10 and "val" not in split_of.values():
         split_of[min(ids, key=lambda id_: place[id_])] = "val"

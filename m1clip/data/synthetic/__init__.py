@@ -1,12 +1,20 @@
-"""Synthetic pictures in which every word of a caption can be seen."""
+"""Synthetic images in which every word of a caption can be seen."""
+
+from __future__ import annotations
 
 from m1clip.data.synthetic.captions import captions
-from m1clip.data.synthetic.draw import draw, draw_labels
+from m1clip.data.synthetic.drawing import draw, draw_labels
 from m1clip.data.synthetic.negatives import Negative, negatives
-from m1clip.data.synthetic.sample import SPLITS, sample_scenes, scenes_available
 from m1clip.data.synthetic.scene import Scene, Thing
-from m1clip.data.synthetic.source import SyntheticImage, SyntheticSource
-from m1clip.data.synthetic.write import Written, write_folder
+from m1clip.data.synthetic.source import (
+    SPLITS,
+    SyntheticImage,
+    SyntheticSource,
+    Written,
+    sample_scenes,
+    scenes_available,
+    write_folder,
+)
 
 __all__ = [
     "SPLITS",

@@ -7,9 +7,7 @@ come first.
 
 from __future__ import annotations
 
-from m1clip.data.synthetic.kinds import KINDS
-from m1clip.data.synthetic.randomness import CAPTIONS, generator
-from m1clip.data.synthetic.scene import Scene, Thing
+from m1clip.data.synthetic.scene import CAPTIONS, KINDS, Scene, Thing, generator
 
 FITS = 75  # characters: 77 tokens less start and end
 
@@ -25,7 +23,7 @@ ONE_THING = (
     "{at} {a} {when}",
     "{when} {at}, {a}",
     "{a} {at}, {time}",
-    "a picture of {a} {at} {when}",
+    "an image of {a} {at} {when}",
     "{a_time} scene with {a} {at}",
     "{time}. {a} {at}.",
 )

@@ -9,9 +9,20 @@ from typing import TypeVar
 import numpy as np
 
 from m1clip.data.synthetic.captions import FITS, paraphrases
-from m1clip.data.synthetic.kinds import KIND_NAMES, KINDS
-from m1clip.data.synthetic.randomness import NEGATIVES, generator
-from m1clip.data.synthetic.scene import AXES, COLOUR_NAMES, COUNTS, POSITIONS, SIZES, TIMES, Scene, Thing
+from m1clip.data.synthetic.scene import (
+    AXES,
+    COLOUR_NAMES,
+    COUNTS,
+    KIND_NAMES,
+    KINDS,
+    NEGATIVES,
+    POSITIONS,
+    SIZES,
+    TIMES,
+    Scene,
+    Thing,
+    generator,
+)
 
 ATTRIBUTES = ("colour", "count", "size", "position", "kind", "time")
 DIFFICULTIES = ("easy", "medium", "hard")
@@ -78,7 +89,7 @@ def _all_changed(scene: Scene, rng: np.random.Generator) -> Scene:
     for thing, place in zip(scene.things, places, strict=True):
         kinds.append(_other(rng, far, kinds))
         colours.append(_other(rng, COLOUR_NAMES, colours))
-        # against both things, so that no reading of the picture makes a count or size right by chance
+        # against both things, so that no reading of the image makes a count or size right by chance
         count = _other(rng, COUNTS, [t.count for t in scene.things])
         things.append(Thing(kinds[-1], colours[-1], count, _other(rng, SIZES, [thing.size]), place))
     return Scene(tuple(things), _other(rng, TIMES, [scene.time]))

@@ -1,4 +1,4 @@
-"""Lint: each fault of a picture is found, named by file and row, and nothing else is."""
+"""Lint: each fault of an image is found, named by file and row, and nothing else is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from lint_helpers import counts, good, make, of, photo, saved
 from PIL import Image, ImageEnhance
 
-from m1clip.data.lint import duplicates as duplicates_module
+from m1clip.data.lint import images as duplicates_module
 from m1clip.data.lint import lint
 from m1clip.data.sources import open_source
 
@@ -39,7 +39,7 @@ def test_faults_are_named_with_file_and_row(tmp_path: Path) -> None:
         "missing.jpg": b"x",
         "empty.jpg": b"",
         "truncated.jpg": saved(noise)[:1500],
-        "text.jpg": b"hello, I am not a picture",
+        "text.jpg": b"hello, I am not an image",
         "bomb.png": bomb(),
     }
     source = open_source(str(make(tmp_path, {**good(60), **bad, "last.jpg": saved(photo(99))})))
@@ -49,7 +49,7 @@ def test_faults_are_named_with_file_and_row(tmp_path: Path) -> None:
         "missing": "missing",
         "empty": "empty",
         "truncated": "truncated",
-        "not-a-picture": "text",
+        "not-a-image": "text",
         "too-large": "bomb",
     }
     assert counts(report) == dict.fromkeys(expected, 1)
@@ -60,7 +60,7 @@ def test_faults_are_named_with_file_and_row(tmp_path: Path) -> None:
     assert counts(lint(source, deep=False)) == {"missing": 1, "empty": 1}
 
 
-def test_too_many_bad_pictures_are_said_first(tmp_path: Path) -> None:
+def test_too_many_bad_images_are_said_first(tmp_path: Path) -> None:
     report = lint(
         open_source(str(make(tmp_path, {**good(8), "a.jpg": b"x", "b.jpg": b"y", "z.jpg": saved(photo(50))})))
     )

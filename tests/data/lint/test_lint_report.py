@@ -9,21 +9,17 @@ import pytest
 from lint_helpers import counts, good, make, of, photo, saved
 
 from m1clip.data.lint import lint, quick_lint
-from m1clip.data.sources import MixedSource, Options, open_source, open_sources
+from m1clip.data.sources import open_source, open_sources
+from m1clip.data.sources.base import Options
+from m1clip.data.sources.mixture import MixedSource
 
 FLICKR8K = Path(__file__).parents[3] / "../shared/data/flickr8k-112"
 
 
 def test_captions(tmp_path: Path) -> None:
-    rows = [
-        (f"p{n}.jpg", f"a long enough sentence number {n}", "val" if n > 10 else "train") for n in range(12)
-    ]
+    rows = [(f"p{n}.jpg", f"a long enough sentence number {n}", "val" if n > 10 else "train") for n in range(12)]
     rows += [("p0.jpg", "A long enough sentence number 0.", "train"), ("p1.jpg", "a dog", "train")]
-    rows += [
-        ("p2.jpg", "IMG_2041.jpg", "train"),
-        ("p3.jpg", "", "train"),
-        ("p4.jpg", " ".join(["word"] * 20), "train"),
-    ]
+    rows += [("p2.jpg", "IMG_2041.jpg", "train"), ("p3.jpg", "", "train"), ("p4.jpg", " ".join(["word"] * 20), "train")]
     rows += [("p11.jpg", "a long enough sentence number 5", "val")]
     source = open_source(str(make(tmp_path, good(12), rows)))
     report = lint(source, context_length=12)
@@ -35,14 +31,12 @@ def test_captions(tmp_path: Path) -> None:
     assert of(report, "duplicate-caption")[0].startswith("captions.jsonl row 13")
     message = next(found.message for found in report.findings if found.code == "overlong")
     assert "at least 10 tokens are cut" in message
-    by_letters = lint(
-        source, context_length=42, tokenizer_lengths=lambda texts: [len(text) for text in texts]
-    )
+    by_letters = lint(source, context_length=42, tokenizer_lengths=lambda texts: [len(text) for text in texts])
     assert "longer than 40 tokens: 59 tokens are cut" in next(
         f.message for f in by_letters.findings if f.code == "overlong"
     )
-    assert report.facts["captions_per_picture"] == {"min": 1, "median": 1, "max": 2}
-    assert report.facts["pictures_per_caption"]["max"] == 2
+    assert report.facts["captions_per_image"] == {"min": 1, "median": 1, "max": 2}
+    assert report.facts["images_per_caption"]["max"] == 2
 
 
 def test_labels_are_told_from_captions(tmp_path: Path) -> None:
@@ -67,7 +61,7 @@ def test_a_repeated_part_of_a_mixture_is_not_a_duplicate(tmp_path: Path) -> None
     source = open_sources([f"{one}:3", str(two)])
     assert isinstance(source, MixedSource)
     report = lint(source)
-    assert report.pictures == {"train": 10, "val": 2}
+    assert report.images == {"train": 10, "val": 2}
     assert report.findings == ()
 
 
@@ -87,9 +81,7 @@ def test_json_and_progress(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     files = {**good(40), "bad\nname\x1b.jpg": b"x", "last.jpg": saved(photo(60))}
     report = lint(
-        open_source(str(make(tmp_path, files))),
-        workers=3,
-        progress=lambda done, total: told.append((done, total)),
+        open_source(str(make(tmp_path, files))), workers=3, progress=lambda done, total: told.append((done, total))
     )
     assert told[-1] == (42, 42)
     loaded = json.loads(report.to_json())
@@ -101,7 +93,7 @@ def test_json_and_progress(tmp_path: Path) -> None:
 def test_examples_are_few_and_the_rest_is_counted(tmp_path: Path) -> None:
     files = {**good(100), **{f"bad{n}.jpg": b"" for n in range(9)}, "z.jpg": saved(photo(500))}
     text = lint(open_source(str(make(tmp_path, files)))).to_text(examples=2)
-    assert "problem  9 picture files are empty" in text
+    assert "problem  9 image files are empty" in text
     assert "... and 7 more" in text
     assert text.count("bad") == 2
 
@@ -116,4 +108,4 @@ def test_flickr8k_as_checked_by_hand() -> None:
         **{"short": 12, "shared-caption": 221, "shared-between-splits": 94},
     }
     assert "2851198725_37b6027625.jpg" in of(report, "duplicate-bytes")[0]
-    assert report.facts["captions_per_picture"] == {"min": 5, "median": 5, "max": 5}
+    assert report.facts["captions_per_image"] == {"min": 5, "median": 5, "max": 5}

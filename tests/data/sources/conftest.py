@@ -1,4 +1,4 @@
-"""Small pictures and sets that the tests of the sources share."""
+"""Small images and sets that the tests of the sources share."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from source_helpers import picture_bytes
+from source_helpers import image_bytes
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Callable[[Iterable[str]], Path]:
-    """Writes a picture for each relative name under tmp_path, and gives tmp_path."""
+def images(tmp_path: Path) -> Callable[[Iterable[str]], Path]:
+    """Writes an image for each relative name under tmp_path, and gives tmp_path."""
 
     def write(names: Iterable[str]) -> Path:
         for number, name in enumerate(names):
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(picture_bytes(number))
+            path.write_bytes(image_bytes(number))
         return tmp_path
 
     return write
@@ -48,10 +48,7 @@ def samples() -> Callable[..., list[tuple[str, bytes]]]:
     def make(count: int, start: int = 0) -> list[tuple[str, bytes]]:
         made: list[tuple[str, bytes]] = []
         for number in range(start, start + count):
-            made += [
-                (f"{number:05d}.jpg", picture_bytes(number)),
-                (f"{number:05d}.txt", f"caption {number}".encode()),
-            ]
+            made += [(f"{number:05d}.jpg", image_bytes(number)), (f"{number:05d}.txt", f"caption {number}".encode())]
         return made
 
     return make

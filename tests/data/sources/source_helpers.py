@@ -6,16 +6,16 @@ import io
 
 from PIL import Image
 
-from m1clip.data.pair import Pair, Source
+from m1clip.data.types import Sample, Source
 
 
-def picture_bytes(number: int = 0, kind: str = "JPEG", size: tuple[int, int] = (24, 16)) -> bytes:
-    """A picture whose colour tells its number."""
+def image_bytes(number: int = 0, kind: str = "JPEG", size: tuple[int, int] = (24, 16)) -> bytes:
+    """An image whose colour tells its number."""
     stream = io.BytesIO()
     Image.new("RGB", size, (number * 20 % 256, 100, 50)).save(stream, kind)
     return stream.getvalue()
 
 
-def everything(source: Source) -> dict[str, Pair]:
-    """All pairs of all splits by id."""
-    return {pair.id: pair for split in source.splits() for pair in source.pairs(split)}
+def everything(source: Source) -> dict[str, Sample]:
+    """All samples of all splits by id."""
+    return {sample.id: sample for split in source.splits() for sample in source.samples(split)}

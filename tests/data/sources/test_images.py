@@ -48,7 +48,7 @@ def test_six_formats_become_rgb(kind: str) -> None:
 
 def test_other_formats_are_refused() -> None:
     for kind in ("PPM", "ICO", "TGA"):
-        with pytest.raises(BadImage, match="not a picture that can be read"):
+        with pytest.raises(BadImage, match="not an image that can be read"):
             decode(saved(Image.new("RGB", (16, 16)), kind), where="x")
 
 
@@ -152,7 +152,7 @@ def test_stamp_changes_with_the_file(tmp_path: Path) -> None:
     st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=6),
     st.integers(0, 400),
 )
-def test_any_damage_gives_a_picture_or_bad_image(kind: str, damage: list[tuple[int, int]], cut: int) -> None:
+def test_any_damage_gives_a_image_or_bad_image(kind: str, damage: list[tuple[int, int]], cut: int) -> None:
     data = bytearray(saved(Image.linear_gradient("L").resize((12, 9)).convert("RGB"), kind))
     for place, value in damage:
         data[place % len(data)] = value
@@ -164,16 +164,14 @@ def test_any_damage_gives_a_picture_or_bad_image(kind: str, damage: list[tuple[i
 
 
 @pytest.mark.parametrize("name", ["a.heic", "a.jpg"])  # phones also write HEIC under the name of a JPEG
-def test_heic_without_its_library_names_the_remedy(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heic_without_its_library_names_the_remedy(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pi_heif", None)
     images._formats.cache_clear()
     (tmp_path / name).write_bytes(HEIC.read_bytes())
     (tmp_path / "a.txt").write_text("a red square")
-    ((pair,),) = [open_source(str(tmp_path)).pairs("train")]
+    ((sample,),) = [open_source(str(tmp_path)).samples("train")]
     with pytest.raises(BadImage, match="pip install pi-heif") as caught:
-        pair.image.open()
+        sample.image.open()
     assert caught.value.kind == "no-decoder"
     assert "pip install pi-heif" in lint(open_source(str(tmp_path))).to_text()
     images._formats.cache_clear()

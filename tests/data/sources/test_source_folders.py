@@ -9,76 +9,72 @@ from pathlib import Path
 import pytest
 from source_helpers import everything
 
-from m1clip.data.sources import Options, open_source
+from m1clip.data.sources import open_source
+from m1clip.data.sources.base import Options
 from m1clip.errors import UserError
 
 Write = Callable[[Iterable[str]], Path]
 FLICKR8K = Path(__file__).parents[3] / "../shared/data/flickr8k-112"
 
 
-def test_text_beside_each_picture(pictures: Write) -> None:
-    root = pictures(["train/a.jpg", "train/b.jpg", "val/c.jpg", "._a.jpg", "test/d.jpg"])
+def test_text_beside_each_image(images: Write) -> None:
+    root = images(["train/a.jpg", "train/b.jpg", "val/c.jpg", "._a.jpg", "test/d.jpg"])
     (root / "train/a.txt").write_text("one\n\n two  words \n")
     (root / "val/c.jpg.txt").write_text("three")
     (root / "test/d.txt").write_text(" \n")
     source = open_source(str(root))
     assert source.kind == "txt"
     assert source.splits() == ("train", "val")
-    assert source.pairs("train")[0].captions == ("one", "two words")
+    assert source.samples("train")[0].captions == ("one", "two words")
     assert sorted(problem.where for problem in source.problems) == ["test/d.txt", "train/b.jpg"]
 
 
-def test_class_folders(pictures: Write) -> None:
-    root = pictures(
-        [
-            f"{split}/{name}/{n}.jpg"
-            for split in ("train", "dev")
-            for name in ("tabby_cat", "dog")
-            for n in (1, 2)
-        ]
+def test_class_folders(images: Write) -> None:
+    root = images(
+        [f"{split}/{name}/{n}.jpg" for split in ("train", "dev") for name in ("tabby_cat", "dog") for n in (1, 2)]
     )
     source = open_source(str(root), options=Options(templates=("a photo of a {}.", "{}")))
     assert source.kind == "classes"
-    assert [len(source.pairs(split)) for split in ("train", "val")] == [4, 4]
+    assert [len(source.samples(split)) for split in ("train", "val")] == [4, 4]
     assert everything(source)["train/tabby_cat/1.jpg"].captions == ("a photo of a tabby cat.", "tabby cat")
 
 
-def test_pictures_without_captions_say_what_to_add(pictures: Write) -> None:
+def test_images_without_captions_say_what_to_add(images: Write) -> None:
     with pytest.raises(UserError, match=r"add captions\.csv"):
-        open_source(str(pictures(["images/a.jpg", "images/b.jpg"])))
+        open_source(str(images(["images/a.jpg", "images/b.jpg"])))
     with pytest.raises(UserError, match="class name goes"):
         Options(templates=("a photo",))
 
 
-def test_imagefolder_with_metadata_in_each_split(pictures: Write) -> None:
-    root = pictures(["train/a.jpg", "test/a.jpg"])
+def test_imagefolder_with_metadata_in_each_split(images: Write) -> None:
+    root = images(["train/a.jpg", "test/a.jpg"])
     for split in ("train", "test"):
         (root / split / "metadata.jsonl").write_text(json.dumps({"file_name": "a.jpg", "text": split}))
     source = open_source(str(root))
     assert source.splits() == ("train", "test")
-    assert source.pairs("test")[0].captions == ("test",)
+    assert source.samples("test")[0].captions == ("test",)
     assert source.origin("test/a.jpg") == "test/metadata.jsonl row 1"
 
 
-def test_karpathy_json(pictures: Write) -> None:
-    root = pictures(["images/a.jpg", "images/b.jpg", "images/c.jpg"])
-    images = [
+def test_karpathy_json(images: Write) -> None:
+    root = images(["images/a.jpg", "images/b.jpg", "images/c.jpg"])
+    entries = [
         {"filename": f"{name}.jpg", "split": split, "sentences": [{"raw": f"{name} {n}"} for n in range(2)]}
         for name, split in (("a", "train"), ("b", "restval"), ("c", "val"))
     ]
-    document = {"images": [*images, {"filename": "d.jpg", "sentences": []}, 5], "dataset": "flickr8k"}
+    document = {"images": [*entries, {"filename": "d.jpg", "sentences": []}, 5], "dataset": "flickr8k"}
     (root / "dataset_flickr8k.json").write_text(json.dumps(document))
     for spec in (root, root / "dataset_flickr8k.json"):
         source = open_source(str(spec))
         assert source.kind == "karpathy"
-        assert [pair.id for pair in source.pairs("train")] == ["a.jpg", "b.jpg"]
-        assert source.pairs("val")[0].captions == ("c 0", "c 1")
-        assert source.pairs("val")[0].image.open()
+        assert [sample.id for sample in source.samples("train")] == ["a.jpg", "b.jpg"]
+        assert source.samples("val")[0].captions == ("c 0", "c 1")
+        assert source.samples("val")[0].image.open()
         assert len(source.problems) == 2
 
 
-def test_token_file_with_official_lists(pictures: Write) -> None:
-    root = pictures(["Flicker8k_Dataset/a.jpg", "Flicker8k_Dataset/b.jpg", "Flicker8k_Dataset/c.jpg"])
+def test_token_file_with_official_lists(images: Write) -> None:
+    root = images(["Flicker8k_Dataset/a.jpg", "Flicker8k_Dataset/b.jpg", "Flicker8k_Dataset/c.jpg"])
     text = root / "Flickr8k_text"
     text.mkdir()
     (text / "Flickr8k.token.txt").write_text(
@@ -88,9 +84,9 @@ def test_token_file_with_official_lists(pictures: Write) -> None:
         (text / f"Flickr_8k.{split}Images.txt").write_text(f"{name}.jpg\n")
     source = open_source(str(root))
     assert source.kind == "token"
-    assert [source.pairs(split)[0].id for split in ("train", "val", "test")] == ["a.jpg", "b.jpg", "c.jpg"]
-    assert source.pairs("val")[0].captions == ("caption b 0", "caption b 1")
-    assert source.pairs("val")[0].image.open()
+    assert [source.samples(split)[0].id for split in ("train", "val", "test")] == ["a.jpg", "b.jpg", "c.jpg"]
+    assert source.samples("val")[0].captions == ("caption b 0", "caption b 1")
+    assert source.samples("val")[0].image.open()
     assert source.problems[0].where == "Flickr8k.token.txt row 7"
 
 
@@ -100,19 +96,19 @@ def coco(names: Iterable[str]) -> str:
     return json.dumps({"images": images, "annotations": [*captions, {"image_id": 99, "caption": "x"}]})
 
 
-def test_coco_folder_and_file(pictures: Write) -> None:
-    root = pictures([*(f"train2017/{n}.jpg" for n in range(20)), "val2017/v.jpg"])
+def test_coco_folder_and_file(images: Write) -> None:
+    root = images([*(f"train2017/{n}.jpg" for n in range(20)), "val2017/v.jpg"])
     (root / "annotations").mkdir()
     (root / "annotations/captions_train2017.json").write_text(coco([f"{n}.jpg" for n in range(20)]))
     (root / "annotations/captions_val2017.json").write_text(coco(["v.jpg"]))
     source = open_source(str(root))
     assert source.kind == "coco"
-    assert [len(source.pairs(split)) for split in source.splits()] == [20, 1]
-    assert source.pairs("val")[0].captions == ("v.jpg 0", "v.jpg 1")
-    assert all(pair.image.open() for pair in everything(source).values())
+    assert [len(source.samples(split)) for split in source.splits()] == [20, 1]
+    assert source.samples("val")[0].captions == ("v.jpg 0", "v.jpg 1")
+    assert all(sample.image.open() for sample in everything(source).values())
     assert len(source.problems) == 2
     alone = open_source(str(root / "annotations/captions_train2017.json"))
-    assert len(alone.pairs("train")) + len(alone.pairs("val")) == 20
+    assert len(alone.samples("train")) + len(alone.samples("val")) == 20
     assert "no val split" in alone.notes[0]
 
 
@@ -127,6 +123,6 @@ def test_flickr8k_is_read_alike_from_both_its_tables() -> None:
     if not FLICKR8K.is_dir():
         pytest.skip("shared/data/flickr8k-112 is not here")
     csv, jsonl = (open_source(str(FLICKR8K / f"captions.{kind}")) for kind in ("csv", "jsonl"))
-    assert [len(csv.pairs(split)) for split in csv.splits()] == [6000, 1000, 1000]
-    assert all(csv.pairs(split) == jsonl.pairs(split) for split in csv.splits())
+    assert [len(csv.samples(split)) for split in csv.splits()] == [6000, 1000, 1000]
+    assert all(csv.samples(split) == jsonl.samples(split) for split in csv.splits())
     assert csv.problems == jsonl.problems == []

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from source_helpers import everything, picture_bytes
+from source_helpers import everything, image_bytes
 
-from m1clip.data.sources import KINDS, MixedSource, Options, open_source, open_sources, parse_weight
-from m1clip.data.sources.base import BaseSource
+from m1clip.data.sources import KINDS, open_source, open_sources
+from m1clip.data.sources.base import BaseSource, Options
+from m1clip.data.sources.mixture import MixedSource, parse_weight
 from m1clip.data.sources.splits import from_file_name, normalise
 from m1clip.errors import UserError
 
@@ -32,7 +33,7 @@ def table(folder: Path, count: int, name: str = "t.csv", splits: str = "", rever
 
 
 def ids(source: BaseSource | MixedSource, split: str) -> set[str]:
-    return {pair.id for pair in source.pairs(split)}
+    return {sample.id for sample in source.samples(split)}
 
 
 def test_seeded_split_depends_on_ids_alone(tmp_path: Path) -> None:
@@ -40,37 +41,37 @@ def test_seeded_split_depends_on_ids_alone(tmp_path: Path) -> None:
     backward = open_source(str(table(tmp_path / "b", 1000, reverse=True)))
     for split, near in (("train", 900), ("val", 50), ("test", 50)):
         assert ids(forward, split) == ids(backward, split)
-        assert abs(len(forward.pairs(split)) - near) < 35
+        assert abs(len(forward.samples(split)) - near) < 35
     other = open_source(str(tmp_path / "t.csv"), options=Options(split_seed=1))
     assert ids(other, "val") != ids(forward, "val")
     halves = open_source(str(tmp_path / "t.csv"), options=Options(split_fractions=(0.5, 0.5, 0.0)))
     assert halves.splits() == ("train", "val")
-    assert abs(len(halves.pairs("val")) - 500) < 60
+    assert abs(len(halves.samples("val")) - 500) < 60
 
 
 @pytest.mark.parametrize("count", [10, 11, 15])
-def test_val_is_never_empty_from_ten_pictures_on(tmp_path: Path, count: int) -> None:
+def test_val_is_never_empty_from_ten_images_on(tmp_path: Path, count: int) -> None:
     for seed in range(10):
         source = open_source(str(table(tmp_path, count)), options=Options(split_seed=seed))
-        assert source.pairs("val")
+        assert source.samples("val")
 
 
 def test_val_is_carved_from_train_and_said(tmp_path: Path) -> None:
     source = open_source(str(table(tmp_path, 50, splits="t" * 40 + "e" * 10)))
-    assert len(source.pairs("test")) == 10
-    assert len(source.pairs("train")) + len(source.pairs("val")) == 40
+    assert len(source.samples("test")) == 10
+    assert len(source.samples("train")) + len(source.samples("val")) == 40
     assert source.notes == [
-        f"the data has no val split: {len(source.pairs('val'))} of 40 train pictures were taken for it"
+        f"the data has no val split: {len(source.samples('val'))} of 40 train images were taken for it"
     ]
 
 
-def test_a_picture_in_two_splits_stays_in_the_first(tmp_path: Path) -> None:
+def test_a_image_in_two_splits_stays_in_the_first(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("image,caption,split\na.jpg,x,train\nb.jpg,z,val\na.jpg,y,test\n")
     source = open_source(str(tmp_path / "t.csv"))
-    assert source.pairs("train")[0].captions == ("x", "y")
+    assert source.samples("train")[0].captions == ("x", "y")
     assert source.problems[0].kind == "split-conflict"
     with pytest.raises(UserError, match="no split 'test'; it has train, val"):
-        source.pairs("test")
+        source.samples("test")
 
 
 def test_split_names() -> None:
@@ -112,13 +113,13 @@ def test_mixture(tmp_path: Path) -> None:
     one = table(tmp_path / "one", 40, splits="t" * 30 + "v" * 10)
     two = table(tmp_path / "two", 40, splits="t" * 30 + "v" * 5 + "e" * 5)
     mixed = open_sources([f"{one}:0.5", f"{two}:2.1"])
-    train = mixed.pairs("train")
-    assert len(train) == len({pair.id for pair in train}) == 15 + 63
-    assert [pair.id for pair in train] == [
-        pair.id for pair in open_sources([f"{one}:0.5", f"{two}:2.1"]).pairs("train")
+    train = mixed.samples("train")
+    assert len(train) == len({sample.id for sample in train}) == 15 + 63
+    assert [sample.id for sample in train] == [
+        sample.id for sample in open_sources([f"{one}:0.5", f"{two}:2.1"]).samples("train")
     ]
-    assert len(mixed.pairs("val")) == 15
-    assert len(mixed.pairs("test")) == 5
+    assert len(mixed.samples("val")) == 15
+    assert len(mixed.samples("test")) == 5
     assert mixed.origin("1/0.jpg#2") == "t.csv row 2"
     assert isinstance(open_sources([str(one)]), BaseSource)
     with pytest.raises(UserError, match="at least one source"):
@@ -149,9 +150,7 @@ def test_a_pipe_is_not_waited_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "t.tar", "hf:x/y"])
-def test_a_missing_library_names_the_remedy(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_library_names_the_remedy(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(module: str, *rest: Any) -> Any:
         if module.partition(".")[0] in {"pyarrow", "webdataset", "datasets"}:
             raise ModuleNotFoundError(module)
@@ -176,7 +175,7 @@ def test_hugging_face_folder(tmp_path: Path) -> None:
 
     def part(count: int) -> Any:
         cells = {
-            "image": [{"bytes": picture_bytes(n), "path": None} for n in range(count)],
+            "image": [{"bytes": image_bytes(n), "path": None} for n in range(count)],
             "caption": [[f"c{n}", "x"] for n in range(count)],
         }
         return datasets.Dataset.from_dict(cells).cast_column("image", datasets.Image())
@@ -184,12 +183,12 @@ def test_hugging_face_folder(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": part(12), "validation": part(3)}).save_to_disk(tmp_path / "both")
     source = open_source(str(tmp_path / "both"))
     assert source.kind == "hf"
-    assert [len(source.pairs(split)) for split in source.splits()] == [12, 3]
-    pair = source.pairs("val")[2]
-    assert pair.captions == ("c2", "x")
-    copy = pickle.loads(pickle.dumps(pair.image))
+    assert [len(source.samples(split)) for split in source.splits()] == [12, 3]
+    sample = source.samples("val")[2]
+    assert sample.captions == ("c2", "x")
+    copy = pickle.loads(pickle.dumps(sample.image))
     assert abs(copy.open().getpixel((3, 3))[0] - 40) < 6
-    assert copy.stamp() == pair.image.stamp()
+    assert copy.stamp() == sample.image.stamp()
     part(12).save_to_disk(tmp_path / "one")
     assert "val" in open_source(str(tmp_path / "one")).splits()
     (tmp_path / "both/dataset_dict.json").write_text("{")
@@ -200,25 +199,21 @@ def test_hugging_face_folder(tmp_path: Path) -> None:
         open_source(str(tmp_path / "both"))
 
 
-def test_a_table_with_unknown_columns_in_a_folder_names_them_and_the_options(pictures: Write) -> None:
-    folder = pictures(["a.jpg", "b.jpg"])
+def test_a_table_with_unknown_columns_in_a_folder_names_them_and_the_options(images: Write) -> None:
+    folder = images(["a.jpg", "b.jpg"])
     (folder / "list.csv").write_text("which,words\na.jpg,a dog\nb.jpg,a cat\n")
-    with pytest.raises(
-        UserError, match=r"list\.csv: no image and no caption column among which, words"
-    ) as caught:
+    with pytest.raises(UserError, match=r"list\.csv: no image and no caption column among which, words") as caught:
         open_source(str(folder))
     assert "--data.image-column --data.caption-column" in str(caught.value)
     named = open_source(str(folder), options=Options("which", ("words",)))
     assert (named.kind, len(everything(named))) == ("csv", 2)
     (folder / "other.csv").write_text("image,caption\na.jpg,x\n")
-    with pytest.raises(
-        UserError, match=r"holds 2 tables \(list\.csv, other\.csv\); name the one .*--data .*list\.csv"
-    ):
+    with pytest.raises(UserError, match=r"holds 2 tables \(list\.csv, other\.csv\); name the one .*--data .*list\.csv"):
         open_source(str(folder))
 
 
-def test_class_folders_say_what_was_read_and_what_was_not(pictures: Write) -> None:
-    folder = pictures(["cat/1.jpg", "dog/2.jpg"])
+def test_class_folders_say_what_was_read_and_what_was_not(images: Write) -> None:
+    folder = images(["cat/1.jpg", "dog/2.jpg"])
     (folder / "list.csv").write_text("which,words\ncat/1.jpg,a small cat\n")
     source = open_source(str(folder))
     assert source.kind == "classes"
@@ -227,8 +222,8 @@ def test_class_folders_say_what_was_read_and_what_was_not(pictures: Write) -> No
 
 
 @pytest.mark.parametrize("below", ["captions.csv", "train/cat/1.jpg"])
-def test_a_parent_of_data_sets_is_not_read_as_classes(pictures: Write, below: str) -> None:
-    folder = pictures(["sets/b/x/1.jpg", "sets/c/x/1.jpg"]) / "sets"
+def test_a_parent_of_data_sets_is_not_read_as_classes(images: Write, below: str) -> None:
+    folder = images(["sets/b/x/1.jpg", "sets/c/x/1.jpg"]) / "sets"
     for name in ("b", "c"):
         (folder / name / below).parent.mkdir(parents=True, exist_ok=True)
         (folder / name / below).write_text("image,caption\nx/1.jpg,a dog\n")

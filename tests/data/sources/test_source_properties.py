@@ -1,4 +1,4 @@
-"""Any bytes give pairs or one clear error: never a traceback, never a hang."""
+"""Any bytes give samples or one clear error: never a traceback, never a hang."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from source_helpers import everything, picture_bytes
+from source_helpers import everything, image_bytes
 
 from m1clip.data.sources import open_source
 from m1clip.errors import UserError
@@ -21,7 +21,7 @@ many = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCh
 
 
 def check(name: str, data: bytes) -> None:
-    """Open the bytes as a file of that name: every pair is whole, or the error is one line with the file."""
+    """Open the bytes as a file of that name: every sample is whole, or the error is one line with the file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
         path.write_bytes(data)
@@ -32,11 +32,11 @@ def check(name: str, data: bytes) -> None:
             if "\n" in message or name not in message or not message.isprintable():
                 raise AssertionError(message) from error
             return
-        for pair in everything(source).values():
-            assert pair.captions
-            assert all(text.strip() and text.encode("utf-8") for text in pair.captions)
-            assert str(pair.image).isprintable()
-            assert pair.image.stamp()
+        for sample in everything(source).values():
+            assert sample.captions
+            assert all(text.strip() and text.encode("utf-8") for text in sample.captions)
+            assert str(sample.image).isprintable()
+            assert sample.image.stamp()
         for problem in source.problems:
             assert str(problem).isprintable()
 
@@ -45,9 +45,7 @@ headers = st.sampled_from(
     [b"image,caption\n", b"image\tcaption\n", b"\xef\xbb\xbfimage;title;split\n", b"\xff\xfei\0m\0", b""]
 )
 rows = st.lists(
-    st.sampled_from(
-        [b"a.jpg", b",", b";", b"\t", b'"', b"\n", b"\r", b"\0", b"\xff", b"../x", b"cat", b"train"]
-    ),
+    st.sampled_from([b"a.jpg", b",", b";", b"\t", b'"', b"\n", b"\r", b"\0", b"\xff", b"../x", b"cat", b"train"]),
     max_size=30,
 )
 
@@ -68,17 +66,7 @@ odd_row = st.fixed_dictionaries(
     {},
     optional={
         key: json_values | st.text()
-        for key in (
-            "image",
-            "caption",
-            "captions",
-            "split",
-            "filename",
-            "sentences",
-            "id",
-            "file_name",
-            "image_id",
-        )
+        for key in ("image", "caption", "captions", "split", "filename", "sentences", "id", "file_name", "image_id")
     },
 )
 
@@ -105,9 +93,7 @@ documents = st.one_of(
     st.fixed_dictionaries(
         {
             "images": st.lists(
-                st.fixed_dictionaries(
-                    {"filename": json_values, "sentences": json_values, "split": json_values}
-                )
+                st.fixed_dictionaries({"filename": json_values, "sentences": json_values, "split": json_values})
                 | json_values,
                 max_size=4,
             )
@@ -134,9 +120,9 @@ def test_json(data: bytes) -> None:
 @given(
     st.one_of(
         st.binary(max_size=300),
-        st.lists(
-            st.sampled_from([b"a.jpg", b"#0", b"\t", b"\n", b"\0", b"\xff", b" dog", b"#"]), max_size=20
-        ).map(b"".join),
+        st.lists(st.sampled_from([b"a.jpg", b"#0", b"\t", b"\n", b"\0", b"\xff", b" dog", b"#"]), max_size=20).map(
+            b"".join
+        ),
     )
 )
 def test_token(data: bytes) -> None:
@@ -146,12 +132,7 @@ def test_token(data: bytes) -> None:
 def good_tar() -> bytes:
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for name, data in (
-            ("a.jpg", picture_bytes()),
-            ("a.txt", b"dog"),
-            ("é" * 80 + ".jpg", b"x"),
-            ("b.json", b"{}"),
-        ):
+        for name, data in (("a.jpg", image_bytes()), ("a.txt", b"dog"), ("é" * 80 + ".jpg", b"x"), ("b.json", b"{}")):
             info = tarfile.TarInfo(name)
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
@@ -205,8 +186,7 @@ def test_parquet(damage: list[tuple[int, int]], cut: int, other: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "make",
-    [lambda: b"\0" * 200_000, lambda: b'"' * 200_000, lambda: b"," * 200_000, lambda: b"\x80" * 200_000],
+    "make", [lambda: b"\0" * 200_000, lambda: b'"' * 200_000, lambda: b"," * 200_000, lambda: b"\x80" * 200_000]
 )
 @pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.jsonl", "t.json", "t.txt", "t.tar", "t.parquet"])
 def test_large_nonsense(make: Callable[[], bytes], name: str) -> None:

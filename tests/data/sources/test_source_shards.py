@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from source_helpers import everything, picture_bytes
+from source_helpers import everything, image_bytes
 
 from m1clip.data.images import BadImage
 from m1clip.data.sources import open_source
-from m1clip.data.sources.tar_index import members
+from m1clip.data.sources.shards import members
 from m1clip.errors import UserError
 
 pytest.importorskip("webdataset", reason="webdataset is an extra: pip install 'm1clip[data]'")
@@ -30,41 +30,35 @@ def test_pattern_folder_and_file(tmp_path: Path, tar_of: TarOf, samples: Samples
     assert len(everything(open_source(str(tmp_path / "shard-*-{0..1}.tar".replace("-*-", "-00"))))) == 8
     assert len(everything(open_source(str(tmp_path / "shard-000.tar")))) == 4
     source = open_source(str(tmp_path))
-    pairs = everything(source)
-    assert len(pairs) == 12
-    pair = pairs["shard-002.tar/00003.jpg"]
-    assert pair.captions == ("caption 3",)
-    assert abs(pair.image.open().getpixel((3, 3))[0] - 60) < 6  # type: ignore[index]
-    assert pickle.loads(pickle.dumps(pair)) == pair
+    found = everything(source)
+    assert len(found) == 12
+    sample = found["shard-002.tar/00003.jpg"]
+    assert sample.captions == ("caption 3",)
+    assert abs(sample.image.open().getpixel((3, 3))[0] - 60) < 6  # type: ignore[index]
+    assert pickle.loads(pickle.dumps(sample)) == sample
 
 
 def test_split_from_folder_name_and_json(tmp_path: Path, tar_of: TarOf, samples: Samples) -> None:
     tar_of(tmp_path / "train/0.tar", samples(2))
     tar_of(tmp_path / "val-000.tar", samples(1))
     about = json.dumps({"captions": ["x", "y"], "split": "test"}).encode()
-    tar_of(tmp_path / "more.tar", [("k.png", picture_bytes(kind="PNG")), ("k.txt", b"x"), ("k.json", about)])
+    tar_of(tmp_path / "more.tar", [("k.png", image_bytes(kind="PNG")), ("k.txt", b"x"), ("k.json", about)])
     source = open_source(str(tmp_path))
-    assert [len(source.pairs(split)) for split in source.splits()] == [2, 1, 1]
-    assert source.pairs("test")[0].captions == ("x", "y")
+    assert [len(source.samples(split)) for split in source.splits()] == [2, 1, 1]
+    assert source.samples("test")[0].captions == ("x", "y")
 
 
 def test_json_caption_and_incomplete_samples(tmp_path: Path, tar_of: TarOf) -> None:
-    entries = [("a.webp", picture_bytes(kind="WEBP")), ("a.json", b'{"caption": "from json"}')]
-    entries += [
-        ("b.jpg", picture_bytes()),
-        ("c.txt", b"alone"),
-        ("d.jpg", picture_bytes()),
-        ("d.json", b"{bad"),
-    ]
+    entries = [("a.webp", image_bytes(kind="WEBP")), ("a.json", b'{"caption": "from json"}')]
+    entries += [("b.jpg", image_bytes()), ("c.txt", b"alone"), ("d.jpg", image_bytes()), ("d.json", b"{bad")]
     source = open_source(str(tar_of(tmp_path / "s.tar", entries)))
-    assert [pair.captions for pair in everything(source).values()] == [("from json",)]
-    assert [problem.what for problem in source.problems] == ["no caption", "no picture", "no caption"]
+    assert [sample.captions for sample in everything(source).values()] == [("from json",)]
+    assert [problem.what for problem in source.problems] == ["no caption", "no image", "no caption"]
 
 
 def test_unsafe_members_are_left_out_and_counted(tmp_path: Path, tar_of: TarOf, samples: Samples) -> None:
     path = tar_of(
-        tmp_path / "in/s.tar",
-        [*samples(1), ("../evil.jpg", b"x"), ("/abs.jpg", b"x"), ("a/../../b.txt", b"x")],
+        tmp_path / "in/s.tar", [*samples(1), ("../evil.jpg", b"x"), ("/abs.jpg", b"x"), ("a/../../b.txt", b"x")]
     )
     with tarfile.open(path, "a") as tar:
         for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE):
@@ -82,12 +76,7 @@ def test_a_shard_is_never_unpickled(tmp_path: Path, tar_of: TarOf, samples: Samp
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return (exec, ("raise SystemExit('unpickled')",))
 
-    entries = [
-        *samples(1),
-        ("00001.jpg", picture_bytes()),
-        ("00001.pyd", pickle.dumps(Boom())),
-        ("00001.txt", b"x"),
-    ]
+    entries = [*samples(1), ("00001.jpg", image_bytes()), ("00001.pyd", pickle.dumps(Boom())), ("00001.txt", b"x")]
     assert len(everything(open_source(str(tar_of(tmp_path / "s.tar", entries))))) == 2
 
 
@@ -150,7 +139,5 @@ def test_our_index_agrees_with_tarfile(form: int) -> None:
 def test_what_webdataset_writes_we_read(tmp_path: Path) -> None:
     webdataset = pytest.importorskip("webdataset")
     with webdataset.TarWriter(str(tmp_path / "w.tar")) as writer:
-        writer.write(
-            {"__key__": "k", "jpg": picture_bytes(3), "txt": "hello", "json": {"captions": ["a", "b"]}}
-        )
+        writer.write({"__key__": "k", "jpg": image_bytes(3), "txt": "hello", "json": {"captions": ["a", "b"]}})
     assert everything(open_source(str(tmp_path / "w.tar")))["w.tar/k.jpg"].captions == ("a", "b")

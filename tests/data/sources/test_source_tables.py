@@ -7,40 +7,41 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from source_helpers import everything, picture_bytes
+from source_helpers import everything, image_bytes
 
 from m1clip.data.images import FileImage
-from m1clip.data.sources import Options, open_source
+from m1clip.data.sources import open_source
+from m1clip.data.sources.base import Options
 from m1clip.errors import UserError
 
 Write = Callable[[Iterable[str]], Path]
 
 
-def test_csv_joins_rows_and_respects_splits(pictures: Write) -> None:
-    root = pictures(["a.jpg", "images/b.jpg"])
+def test_csv_joins_rows_and_respects_splits(images: Write) -> None:
+    root = images(["a.jpg", "images/b.jpg"])
     (root / "captions.csv").write_text(
         'image,caption,split\na.jpg,"one, two",train\nb.jpg,three,validation\n./a.jpg,four,train\n'
     )
     source = open_source(str(root))
     assert source.splits() == ("train", "val")
-    assert source.pairs("train")[0].captions == ("one, two", "four")
-    assert source.pairs("val")[0].image.open().size == (24, 16)
+    assert source.samples("train")[0].captions == ("one, two", "four")
+    assert source.samples("val")[0].image.open().size == (24, 16)
     assert source.origin("a.jpg", 1) == "captions.csv row 4"
     assert source.problems == []
 
 
 @pytest.mark.parametrize("delimiter", [",", "\t", ";", "|"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
-def test_delimiters_and_encodings(pictures: Write, delimiter: str, encoding: str) -> None:
-    root = pictures(["ä.jpg"])
+def test_delimiters_and_encodings(images: Write, delimiter: str, encoding: str) -> None:
+    root = images(["ä.jpg"])
     (root / "t.csv").write_bytes(f"File_Name{delimiter}Title\r\nä.jpg{delimiter}café\r\n".encode(encoding))
-    pair = everything(open_source(str(root)))["ä.jpg"]
-    assert pair.captions == ("café",)
-    assert pair.image.open().mode == "RGB"
+    sample = everything(open_source(str(root)))["ä.jpg"]
+    assert sample.captions == ("café",)
+    assert sample.image.open().mode == "RGB"
 
 
-def test_columns_can_be_named_or_numbered(pictures: Write) -> None:
-    root = pictures(["a.jpg"])
+def test_columns_can_be_named_or_numbered(images: Write) -> None:
+    root = images(["a.jpg"])
     table = root / "t.tsv"
     table.write_text("foo\tbar\tcaption_0\tcaption_1\nx\ta.jpg\tone\t\n")
     with pytest.raises(UserError, match=r"no image column among foo, bar, caption_0"):
@@ -54,8 +55,8 @@ def test_columns_can_be_named_or_numbered(pictures: Write) -> None:
         open_source(str(table), options=Options(image_column="nope"))
 
 
-def test_bad_rows_are_problems_with_their_row(pictures: Write) -> None:
-    root = pictures(["a.jpg"])
+def test_bad_rows_are_problems_with_their_row(images: Write) -> None:
+    root = images(["a.jpg"])
     (root / "t.csv").write_text(
         "image,caption\na.jpg,fine\na.jpg,\n,text\na.jpg,one,two\nx\0y.jpg,zero\nhttp://x/y.jpg,net\nshort\n"
     )
@@ -67,10 +68,10 @@ def test_bad_rows_are_problems_with_their_row(pictures: Write) -> None:
 
 def test_clear_errors(tmp_path: Path) -> None:
     cases = {
-        "a.jpg,a dog\nb.jpg,a cat\n": "first row is a picture",
+        "a.jpg,a dog\nb.jpg,a cat\n": "first row is an image",
         "": "no image and no caption column",
         "image,foo\na.jpg,b\n": "no caption column",
-        "image,caption\n": "no pictures with captions",
+        "image,caption\n": "no images with captions",
         'image,caption\na.jpg,"' + "open\n" * 40_000: "never closed",
     }
     for text, message in cases.items():
@@ -79,21 +80,17 @@ def test_clear_errors(tmp_path: Path) -> None:
             open_source(str(tmp_path / "t.csv"))
 
 
-def test_absolute_and_parent_paths_are_allowed(pictures: Write) -> None:
-    root = pictures(["up.jpg", "below/x.jpg"])
+def test_absolute_and_parent_paths_are_allowed(images: Write) -> None:
+    root = images(["up.jpg", "below/x.jpg"])
     (root / "below/t.csv").write_text(f"image,caption\n../up.jpg,one\n{root}/below/x.jpg,two\n")
-    pairs = everything(open_source(str(root / "below/t.csv")))
-    assert all(pair.image.open() for pair in pairs.values())
+    samples = everything(open_source(str(root / "below/t.csv")))
+    assert all(sample.image.open() for sample in samples.values())
 
 
-def test_jsonl_lists_and_bad_lines(pictures: Write) -> None:
-    root = pictures(["a.jpg", "b.jpg"])
+def test_jsonl_lists_and_bad_lines(images: Write) -> None:
+    root = images(["a.jpg", "b.jpg"])
     lines = ['{"image": "a.jpg", "captions": ["x", "y"]}', "{bad", "[1]", '{"image": 3, "captions": "z"}']
-    lines += [
-        '{"image": "b.jpg", "captions": [{"raw": "r"}, 5]}',
-        "",
-        '{"image": "b.jpg", "captions": "\\ud800 s"}',
-    ]
+    lines += ['{"image": "b.jpg", "captions": [{"raw": "r"}, 5]}', "", '{"image": "b.jpg", "captions": "\\ud800 s"}']
     (root / "captions.jsonl").write_text("\ufeff" + "\n".join(lines), encoding="utf-8")
     source = open_source(str(root))
     assert everything(source)["a.jpg"].captions == ("x", "y")
@@ -101,24 +98,24 @@ def test_jsonl_lists_and_bad_lines(pictures: Write) -> None:
     assert [problem.where for problem in source.problems] == [f"captions.jsonl row {n}" for n in (2, 3, 4, 5)]
 
 
-def test_json_list_and_list_in_a_cell(pictures: Write) -> None:
-    root = pictures(["a.jpg"])
+def test_json_list_and_list_in_a_cell(images: Write) -> None:
+    root = images(["a.jpg"])
     (root / "t.json").write_text(json.dumps([{"image": "a.jpg", "caption": "one"}, 7]))
     assert everything(open_source(str(root / "t.json")))["a.jpg"].captions == ("one",)
     (root / "t.csv").write_text('image,raw\na.jpg,"[""x"", ""y""]"\n')
     assert everything(open_source(str(root / "t.csv")))["a.jpg"].captions == ("x", "y")
 
 
-def test_kaggle_flickr_captions_txt(pictures: Write) -> None:
-    root = pictures(["Images/a.jpg"])
+def test_kaggle_flickr_captions_txt(images: Write) -> None:
+    root = images(["Images/a.jpg"])
     (root / "captions.txt").write_text("image,caption\na.jpg,one\na.jpg,two\n")
     image = everything(open_source(str(root)))["a.jpg"].image
     assert isinstance(image, FileImage)
     assert image.path.endswith("Images/a.jpg")
 
 
-def test_the_order_of_tables_in_a_folder(pictures: Write) -> None:
-    root = pictures(["a.jpg"])
+def test_the_order_of_tables_in_a_folder(images: Write) -> None:
+    root = images(["a.jpg"])
     (root / "captions.jsonl").write_text('{"image": "a.jpg", "caption": "jsonl"}')
     (root / "captions.csv").write_text("image,caption\na.jpg,csv\n")
     assert everything(open_source(str(root)))["a.jpg"].captions == ("csv",)
@@ -126,34 +123,32 @@ def test_the_order_of_tables_in_a_folder(pictures: Write) -> None:
     assert open_source(str(root), kind="jsonl").kind == "jsonl"
 
 
-def test_parquet_paths_and_bytes(pictures: Write) -> None:
+def test_parquet_paths_and_bytes(images: Write) -> None:
     pa = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    root = pictures(["a.jpg"])
-    parquet.write_table(
-        pa.table({"filepath": ["a.jpg", None], "texts": [["x", "y"], ["z"]]}), root / "paths.parquet"
-    )
+    root = images(["a.jpg"])
+    parquet.write_table(pa.table({"filepath": ["a.jpg", None], "texts": [["x", "y"], ["z"]]}), root / "paths.parquet")
     source = open_source(str(root / "paths.parquet"))
     assert everything(source)["a.jpg"].captions == ("x", "y")
     assert source.problems[0].where == "paths.parquet row 2"
     data = root / "set/data"
     data.mkdir(parents=True)
     for split, count in (("train", 5), ("test", 2)):
-        cells = [{"bytes": picture_bytes(n), "path": "image.jpg"} for n in range(count)]
+        cells = [{"bytes": image_bytes(n), "path": "image.jpg"} for n in range(count)]
         table = pa.table({"image": cells, "caption": [f"{split} {n}" for n in range(count)]})
         parquet.write_table(table, data / f"{split}-00000-of-00001.parquet", row_group_size=2)
     inside = open_source(str(root / "set"))
-    pairs = everything(inside)
-    assert len(pairs) == 7
-    assert len(inside.pairs("test")) == 2
-    for pair in pairs.values():
-        number = int(pair.captions[0].split()[1])
-        assert abs(pair.image.open().getpixel((3, 3))[0] - number * 20) < 6  # type: ignore[index]
+    samples = everything(inside)
+    assert len(samples) == 7
+    assert len(inside.samples("test")) == 2
+    for sample in samples.values():
+        number = int(sample.captions[0].split()[1])
+        assert abs(sample.image.open().getpixel((3, 3))[0] - number * 20) < 6  # type: ignore[index]
 
 
-def test_parquet_rows_of_one_picture_are_joined_by_an_id_column(tmp_path: Path) -> None:
+def test_parquet_rows_of_one_image_are_joined_by_an_id_column(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    cells = {"image": [picture_bytes(1)] * 2, "image_id": [7, 7], "caption": ["x", "y"]}
+    cells = {"image": [image_bytes(1)] * 2, "image_id": [7, 7], "caption": ["x", "y"]}
     parquet.write_table(pa.table(cells), tmp_path / "t.parquet")
     assert everything(open_source(str(tmp_path / "t.parquet")))["7"].captions == ("x", "y")

@@ -7,13 +7,22 @@ from functools import cache
 import numpy as np
 from hypothesis import strategies as st
 
-from m1clip.data.synthetic import Scene, Thing
-from m1clip.data.synthetic.background import VARIANTS, background
-from m1clip.data.synthetic.kinds import CATEGORIES, KIND_NAMES
-from m1clip.data.synthetic.layout import DIAMETER, SIZE_JITTER
-from m1clip.data.synthetic.palette import COLOURS, OUTLINE, Rgb
-from m1clip.data.synthetic.scene import AXES, COLOUR_NAMES, COUNTS, POSITIONS, SIZES, TIMES
-from m1clip.data.synthetic.sprite import sprite
+from m1clip.data.synthetic.drawing import DIAMETER, SIZE_JITTER, VARIANTS, background, sprite
+from m1clip.data.synthetic.scene import (
+    AXES,
+    CATEGORIES,
+    COLOUR_NAMES,
+    COLOURS,
+    COUNTS,
+    KIND_NAMES,
+    OUTLINE,
+    POSITIONS,
+    SIZES,
+    TIMES,
+    Rgb,
+    Scene,
+    Thing,
+)
 
 
 def trim(mask: np.ndarray, *others: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -34,7 +43,7 @@ def iou(a: np.ndarray, b: np.ndarray) -> float:
 
 @cache
 def _templates(size: int, outline: Rgb) -> list[tuple[str, str, tuple[np.ndarray, ...]]]:
-    """(kind, size word, trimmed covered/keep/body/fixed) at every diameter this picture size can have."""
+    """(kind, size word, trimmed covered/keep/body/fixed) at every diameter this image size can have."""
     found = []
     for word in SIZES:
         middle = DIAMETER[word] * size
@@ -45,16 +54,16 @@ def _templates(size: int, outline: Rgb) -> list[tuple[str, str, tuple[np.ndarray
     return found
 
 
-def _empty_scene(picture: np.ndarray, labels: np.ndarray) -> tuple[str, str, np.ndarray]:
+def _empty_scene(image: np.ndarray, labels: np.ndarray) -> tuple[str, str, np.ndarray]:
     """Time, ground and pixels of the background that agrees best where no object is."""
     choices = [
-        (time, category, background(time, category, len(picture), variant).astype(np.float32))
+        (time, category, background(time, category, len(image), variant).astype(np.float32))
         for time in TIMES
         for category in CATEGORIES
         for variant in range(VARIANTS)
     ]
     empty = labels == 0
-    return min(choices, key=lambda choice: float(np.abs(choice[2] - picture)[empty].mean()))
+    return min(choices, key=lambda choice: float(np.abs(choice[2] - image)[empty].mean()))
 
 
 def _object(
@@ -77,15 +86,15 @@ def _object(
     return kind, name, word
 
 
-def decode(picture: np.ndarray, labels: np.ndarray) -> tuple[Scene, str]:
+def decode(image: np.ndarray, labels: np.ndarray) -> tuple[Scene, str]:
     """The scene that is seen, and the category that the ground shows."""
-    size = len(picture)
-    time, ground, behind = _empty_scene(picture, labels)
+    size = len(image)
+    time, ground, behind = _empty_scene(image, labels)
     seen: dict[tuple[str, str, str], list[np.ndarray]] = {}
     for number in range(1, labels.max() + 1):
         mask = labels == number
         own = mask | (labels == 0)
-        trimmed, pixels, below, near = trim(mask, picture.astype(np.float32), behind, own)
+        trimmed, pixels, below, near = trim(mask, image.astype(np.float32), behind, own)
         found = _object(pixels, below, trimmed, near, OUTLINE[time], size)
         seen.setdefault(found, []).append(np.argwhere(mask).mean(0) / size - 0.5)
     things = []

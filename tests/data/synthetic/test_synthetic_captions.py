@@ -8,21 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_decoder import scenes
 
-from m1clip.data.synthetic import Scene, Thing, captions, sample_scenes
-from m1clip.data.synthetic.captions import FITS, paraphrases
-from m1clip.data.synthetic.kinds import KINDS
-from m1clip.data.synthetic.scene import COLOUR_NAMES, POSITIONS, TIMES
+from m1clip.data.synthetic.captions import FITS, captions, paraphrases
+from m1clip.data.synthetic.scene import COLOUR_NAMES, KINDS, POSITIONS, TIMES, Scene, Thing
+from m1clip.data.synthetic.source import sample_scenes
 
 _NUMBERS = {"a": 1, "one": 1, "two": 2, "three": 3, "four": 4}
 _SIZES = {"small": "small", "little": "small", "large": "large", "big": "large"}
-_PLACES = {
-    "left": "left",
-    "right": "right",
-    "top": "top",
-    "above": "top",
-    "bottom": "bottom",
-    "below": "bottom",
-}
+_PLACES = {"left": "left", "right": "right", "top": "top", "above": "top", "bottom": "bottom", "below": "bottom"}
 _NOUNS = {(k.singular, True): name for name, k in KINDS.items()} | {
     (k.plural, False): name for name, k in KINDS.items()
 }
@@ -64,7 +56,7 @@ def test_wording_is_clean(scene: Scene, seed: int) -> None:
         assert len(text.split()) <= 24
 
 
-def test_no_two_pictures_of_a_split_share_a_caption() -> None:
+def test_no_two_images_of_a_split_share_a_caption() -> None:
     for split in ("train", "val"):
         owner: dict[str, int] = {}
         for number, scene in enumerate(sample_scenes(split, 1500, seed=2)):

@@ -1,4 +1,4 @@
-"""A picture shows its scene: every attribute is read back from the pixels."""
+"""An image shows its scene: every attribute is read back from the pixels."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_decoder import decode, iou, scenes, trim
 
-from m1clip.data.synthetic import Scene, Thing, draw, draw_labels, sample_scenes
-from m1clip.data.synthetic.kinds import KIND_NAMES
-from m1clip.data.synthetic.palette import COLOURS, DARK
-from m1clip.data.synthetic.sprite import sprite
+from m1clip.data.synthetic.drawing import draw, draw_labels, sprite
+from m1clip.data.synthetic.scene import COLOURS, KIND_NAMES, PALETTE_DARK, Scene, Thing
+from m1clip.data.synthetic.source import sample_scenes
 from m1clip.errors import UserError
 
 
@@ -60,14 +59,14 @@ def test_labels_mark_exactly_what_the_background_does_not_show(scene: Scene, see
 
 
 def test_silhouettes_differ_at_twelve_pixels() -> None:
-    masks = [trim(sprite(kind, 12, DARK).covered)[0] for kind in KIND_NAMES]
+    masks = [trim(sprite(kind, 12, PALETTE_DARK).covered)[0] for kind in KIND_NAMES]
     closest = max(iou(a, b) for i, a in enumerate(masks) for b in masks[:i])
     assert closest < 0.9
 
 
 def test_every_kind_shows_its_colour() -> None:
     for kind in KIND_NAMES:
-        shape = sprite(kind, 24, DARK)
+        shape = sprite(kind, 24, PALETTE_DARK)
         assert shape.body.sum() > 0.3 * shape.covered.sum(), kind
         blend = shape.keep + shape.body
         assert blend.max() <= 1 + 1e-5
@@ -81,11 +80,11 @@ def test_colours_are_far_apart() -> None:
 
 
 @pytest.mark.parametrize("size", [32, 33, 57, 96, 224])
-def test_shape_and_type_of_a_picture(size: int) -> None:
+def test_shape_and_type_of_a_image(size: int) -> None:
     (scene,) = sample_scenes("train", 1, seed=0)
-    picture = draw(scene, size, 0)
-    assert picture.shape == (size, size, 3)
-    assert picture.dtype == np.uint8
+    image = draw(scene, size, 0)
+    assert image.shape == (size, size, 3)
+    assert image.dtype == np.uint8
     assert draw_labels(scene, size, 0).shape == (size, size)
 
 
@@ -103,7 +102,7 @@ def test_the_seed_moves_things_and_nothing_else_does() -> None:
     assert not np.array_equal(first, draw(scene, 64, 2))
 
 
-def test_a_picture_given_away_does_not_change_the_next() -> None:
+def test_a_image_given_away_does_not_change_the_next() -> None:
     scene = Scene((Thing("cat", "red", 2, "large", "left"),), "day")
     clean = draw(scene, 64, 1).copy()
     draw(scene, 64, 1)[:] = 0
@@ -116,9 +115,9 @@ from m1clip.data.synthetic import SyntheticSource
 digest = hashlib.sha256()
 source = SyntheticSource(64, train=20, val=10, test=10, seed=3)
 for split in source.splits():
-    for pair in source.pairs(split):
-        digest.update(pair.image.open().tobytes())
-        digest.update("|".join((pair.id, pair.image.stamp(), *pair.captions)).encode())
+    for sample in source.samples(split):
+        digest.update(sample.image.open().tobytes())
+        digest.update("|".join((sample.id, sample.image.stamp(), *sample.captions)).encode())
 print(digest.hexdigest())
 """
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_decoder import scenes
 
-from m1clip.data.synthetic import Negative, Scene, negatives, sample_scenes
 from m1clip.data.synthetic.captions import FITS, paraphrases
-from m1clip.data.synthetic.kinds import KINDS
-from m1clip.data.synthetic.negatives import ATTRIBUTES
+from m1clip.data.synthetic.negatives import ATTRIBUTES, Negative, negatives
+from m1clip.data.synthetic.scene import KINDS, Scene
+from m1clip.data.synthetic.source import sample_scenes
 
 
 def _differences(one: Scene, other: Scene) -> list[set[str]]:
@@ -20,8 +20,7 @@ def _differences(one: Scene, other: Scene) -> list[set[str]]:
     time = {"time"} if one.time != other.time else set()
     names = [name for name in ATTRIBUTES if name != "time"]
     return [
-        time
-        | {n for a, b in zip(one.things, order, strict=True) for n in names if getattr(a, n) != getattr(b, n)}
+        time | {n for a, b in zip(one.things, order, strict=True) for n in names if getattr(a, n) != getattr(b, n)}
         for order in permutations(other.things)
     ]
 

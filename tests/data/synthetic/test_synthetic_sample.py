@@ -6,10 +6,8 @@ from collections import Counter
 
 import pytest
 
-from m1clip.data.synthetic import SPLITS, Scene, Thing, sample_scenes, scenes_available
-from m1clip.data.synthetic.kinds import CATEGORIES, KIND_NAMES, KINDS
-from m1clip.data.synthetic.sample import looks, split_of
-from m1clip.data.synthetic.scene import COLOUR_NAMES
+from m1clip.data.synthetic.scene import CATEGORIES, COLOUR_NAMES, KIND_NAMES, KINDS, Scene, Thing
+from m1clip.data.synthetic.source import SPLITS, looks, sample_scenes, scenes_available, split_of
 from m1clip.errors import UserError
 
 

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from m1clip.data.synthetic import Scene, SyntheticSource, Thing, draw, write_folder
-from m1clip.data.synthetic import write as write_module
-from m1clip.data.synthetic.write import shares
+from m1clip.data.synthetic import source as write_module
+from m1clip.data.synthetic.drawing import draw
+from m1clip.data.synthetic.scene import Scene, Thing
+from m1clip.data.synthetic.source import SyntheticSource, shares, write_folder
 from m1clip.errors import UserError
 
 
@@ -22,45 +23,45 @@ def source() -> SyntheticSource:
     return SyntheticSource(64, train=40, val=12, test=0, seed=1, captions_per_image=3)
 
 
-def test_pairs_have_names_pictures_and_captions(source: SyntheticSource) -> None:
+def test_pairs_have_names_images_and_captions(source: SyntheticSource) -> None:
     assert source.splits() == ("train", "val")
-    pairs = source.pairs("train")
-    assert [pair.id for pair in pairs[:2]] == ["train-000000", "train-000001"]
-    assert len(pairs) == 40
-    assert len(source.pairs("test")) == 0
-    for pair in pairs:
-        assert len(set(pair.captions)) == 3
-        picture = pair.image.open()
-        assert (picture.mode, picture.size) == ("RGB", (64, 64))
+    samples = source.samples("train")
+    assert [sample.id for sample in samples[:2]] == ["train-000000", "train-000001"]
+    assert len(samples) == 40
+    assert len(source.samples("test")) == 0
+    for sample in samples:
+        assert len(set(sample.captions)) == 3
+        image = sample.image.open()
+        assert (image.mode, image.size) == ("RGB", (64, 64))
 
 
 def test_scene_of_gives_what_is_drawn(source: SyntheticSource) -> None:
-    pair = source.pairs("val")[3]
-    assert source.scene_of(pair.id) == pair.image.scene  # type: ignore[attr-defined]
+    sample = source.samples("val")[3]
+    assert source.scene_of(sample.id) == sample.image.scene  # type: ignore[attr-defined]
     for wrong in ("val-999999", "dev-000000", "nonsense", "val--1"):
-        with pytest.raises(UserError, match="no pair"):
+        with pytest.raises(UserError, match="no sample"):
             source.scene_of(wrong)
 
 
-def test_a_picture_pickles_small_and_opens_the_same(source: SyntheticSource) -> None:
-    pair = source.pairs("train")[0]
-    packed = pickle.dumps(pair.image)
+def test_a_image_pickles_small_and_opens_the_same(source: SyntheticSource) -> None:
+    sample = source.samples("train")[0]
+    packed = pickle.dumps(sample.image)
     assert len(packed) < 1000
     again = pickle.loads(packed)
-    assert again.stamp() == pair.image.stamp()
-    assert again.open(want=32).tobytes() == pair.image.open().tobytes()
+    assert again.stamp() == sample.image.stamp()
+    assert again.open(want=32).tobytes() == sample.image.open().tobytes()
 
 
-def test_stamps_tell_pictures_sizes_and_seeds_apart(source: SyntheticSource) -> None:
-    stamps = {p.image.stamp() for split in source.splits() for p in source.pairs(split)}
+def test_stamps_tell_images_sizes_and_seeds_apart(source: SyntheticSource) -> None:
+    stamps = {p.image.stamp() for split in source.splits() for p in source.samples(split)}
     assert len(stamps) == 52
     for other in (SyntheticSource(48, 40, 12, 0, seed=1), SyntheticSource(64, 40, 12, 0, seed=2)):
-        assert stamps.isdisjoint(p.image.stamp() for p in other.pairs("train"))
+        assert stamps.isdisjoint(p.image.stamp() for p in other.samples("train"))
 
 
 def test_wrong_requests_are_refused(source: SyntheticSource) -> None:
     with pytest.raises(UserError, match="'dev'"):
-        source.pairs("dev")
+        source.samples("dev")
     with pytest.raises(UserError, match="32 to 224"):
         SyntheticSource(16)
     with pytest.raises(UserError, match="at least one caption"):
@@ -77,30 +78,23 @@ def _rows(path: Path) -> list[dict[str, str]]:
 def test_a_folder_is_readable_by_anyone(tmp_path: Path) -> None:
     steps: list[tuple[int, int]] = []
     folder = tmp_path / "a set"
-    done = write_folder(
-        folder, 20, image_size=48, seed=2, captions_per_image=4, progress=lambda *s: steps.append(s)
-    )
-    assert done.pictures == {"train": 16, "val": 2, "test": 2}
+    done = write_folder(folder, 20, image_size=48, seed=2, captions_per_image=4, progress=lambda *s: steps.append(s))
+    assert done.images == {"train": 16, "val": 2, "test": 2}
     assert (done.captions, done.negatives) == (80, 20 * 12)
-    assert str(done).endswith("20 pictures (train 16, val 2, test 2), 80 captions, 240 negatives")
+    assert str(done).endswith("20 images (train 16, val 2, test 2), 80 captions, 240 negatives")
     assert steps == [(n, 20) for n in range(1, 21)]
-    assert sorted(p.name for p in folder.iterdir()) == [
-        "captions.csv",
-        "images",
-        "negatives.csv",
-        "scenes.jsonl",
-    ]
+    assert sorted(p.name for p in folder.iterdir()) == ["captions.csv", "images", "negatives.csv", "scenes.jsonl"]
 
     source = SyntheticSource(48, 16, 2, 2, seed=2, captions_per_image=4)
-    expected = {p.id: p for split in source.splits() for p in source.pairs(split)}
+    expected = {p.id: p for split in source.splits() for p in source.samples(split)}
     rows = _rows(folder / "captions.csv")
     assert len(rows) == 80
     for row in rows:
-        pair = expected[Path(row["image"]).stem]
-        assert row["split"] == pair.id.split("-")[0]
-        assert row["caption"] == pair.captions[int(row["caption_index"])]
-        with Image.open(folder / row["image"]) as picture:
-            assert np.array_equal(np.asarray(picture.convert("RGB")), np.asarray(pair.image.open()))
+        sample = expected[Path(row["image"]).stem]
+        assert row["split"] == sample.id.split("-")[0]
+        assert row["caption"] == sample.captions[int(row["caption_index"])]
+        with Image.open(folder / row["image"]) as image:
+            assert np.array_equal(np.asarray(image.convert("RGB")), np.asarray(sample.image.open()))
 
     facts = [json.loads(line) for line in (folder / "scenes.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(facts) == 20
@@ -114,14 +108,12 @@ def test_a_folder_is_readable_by_anyone(tmp_path: Path) -> None:
     assert not true & {(row["image"], row["caption"]) for row in wrong}
 
 
-@pytest.mark.parametrize(
-    ("count", "parts"), [(3, (1, 1, 1)), (10, (8, 1, 1)), (240, (192, 24, 24)), (14, (12, 1, 1))]
-)
-def test_pictures_are_shared_out(count: int, parts: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(("count", "parts"), [(3, (1, 1, 1)), (10, (8, 1, 1)), (240, (192, 24, 24)), (14, (12, 1, 1))])
+def test_images_are_shared_out(count: int, parts: tuple[int, int, int]) -> None:
     assert tuple(shares(count).values()) == parts
 
 
-def test_too_few_pictures_are_refused(tmp_path: Path) -> None:
+def test_too_few_images_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="at least 3"):
         write_folder(tmp_path / "x", 2)
     assert not (tmp_path / "x").exists()
@@ -151,6 +143,6 @@ def test_an_empty_folder_that_exists_is_used(tmp_path: Path) -> None:
     assert (tmp_path / "captions.csv").exists()
 
 
-def test_the_picture_is_the_drawing(source: SyntheticSource) -> None:
-    image = source.pairs("train")[0].image
+def test_the_image_is_the_drawing(source: SyntheticSource) -> None:
+    image = source.samples("train")[0].image
     assert np.array_equal(np.asarray(image.open()), draw(image.scene, 64, image.seed))  # type: ignore[attr-defined]

@@ -1,0 +1,290 @@
+"""From a scene to pixels, and to the map of which pixel belongs to which object."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from m1clip.data.synthetic.scene import (
+    BODY,
+    COLOURS,
+    DARK,
+    GROUNDS,
+    HOLE,
+    KINDS,
+    LIGHT,
+    OUTLINE,
+    PLACEMENT,
+    SKIES,
+    Rgb,
+    Scene,
+    Thing,
+    generator,
+)
+from m1clip.data.synthetic.scene import PALETTE_DARK as DARK_RGB
+from m1clip.data.synthetic.scene import PALETTE_LIGHT as LIGHT_RGB
+from m1clip.errors import UserError
+
+_OUTLINE_SHARE = 0.035  # of the diameter, on each side
+_LAYER = {HOLE: 0, BODY: 1, DARK: 2, LIGHT: 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Sprite:
+    """image = image * keep + colour * body + fixed; each (d, d, 1 or 3) float32."""
+
+    keep: np.ndarray
+    body: np.ndarray
+    fixed: np.ndarray
+    covered: np.ndarray  # (d, d) bool: where more than half belongs to the object
+
+
+@cache
+def _fitted(kind: str) -> tuple[tuple[int, tuple[tuple[float, float], ...]], ...]:
+    """Shapes moved and scaled into the unit circle around (0, 0), so that circles apart are objects apart."""
+    shapes = KINDS[kind].shapes
+    xs, ys = zip(*(point for shape in shapes for point in shape.points), strict=True)
+    x0, y0 = (min(xs) + max(xs)) / 2, (min(ys) + max(ys)) / 2
+    radius = max(math.hypot(x - x0, y - y0) for x, y in zip(xs, ys, strict=True))
+    return tuple(
+        (_LAYER[shape.layer], tuple(((x - x0) / radius, (y - y0) / radius) for x, y in shape.points))
+        for shape in shapes
+    )
+
+
+@lru_cache(maxsize=4096)
+def sprite(kind: str, diameter: int, outline: Rgb) -> Sprite:
+    """The kind at a whole number of pixels, with its outline in the given colour."""
+    # small objects need finer steps: about 128 samples across
+    factor = max(4, math.ceil(128 / diameter))
+    side = diameter * factor
+    edge = max(0.45 * factor, _OUTLINE_SHARE * side)
+    radius = side / 2 - edge
+    layers, grown = Image.new("L", (side, side), 0), Image.new("L", (side, side), 0)
+    paint, grow = ImageDraw.Draw(layers), ImageDraw.Draw(grown)
+    for layer, points in _fitted(kind):
+        corners = [(side / 2 + x * radius, side / 2 + y * radius) for x, y in points]
+        paint.polygon(corners, fill=layer)
+        grow.polygon(corners, fill=255 if layer else 0)
+        # a line around the shape is the outline: many times cheaper than a maximum filter
+        grow.line([*corners, *corners[:2]], fill=255, width=round(2 * edge), joint="curve")
+
+    def weight(mask: Image.Image) -> np.ndarray:
+        return np.asarray(mask.reduce(factor), np.float32)[:, :, None] / 255
+
+    body, dark, light = (weight(layers.point(lambda v, k=k: 255 if v == k else 0)) for k in (1, 2, 3))
+    cover = weight(grown)
+    rim = np.clip(cover - body - dark - light, 0, 1)
+    tones = np.array((DARK_RGB, LIGHT_RGB, outline), np.float32)
+    fixed = dark * tones[0] + light * tones[1] + rim * tones[2]
+    return Sprite(1 - cover, body, fixed, cover[:, :, 0] > 0.5)
+
+
+VARIANTS = 4
+_FACTOR = 4
+_STARS = ((8, 10), (22, 30), (35, 8), (47, 22), (58, 44), (66, 12), (90, 34), (12, 50), (78, 52), (40, 46))
+
+
+def horizon(variant: int) -> float:
+    """Where the ground begins, as a share of the height."""
+    return 0.66 + 0.03 * variant
+
+
+def _mix(a: Rgb, b: Rgb, share: float) -> Rgb:
+    red, green, blue = (round(x + (y - x) * share) for x, y in zip(a, b, strict=True))
+    return red, green, blue
+
+
+def _sky_lights(canvas: ImageDraw.ImageDraw, time: str, side: int, level: float) -> None:
+    """Faint discs and stars in the sky's own hues, so that no object can be mistaken for them."""
+    top, low, _ = SKIES[time]
+    unit = side / 100
+
+    def disc(x: float, y: float, radius: float, colour: Rgb) -> None:
+        canvas.ellipse([(x - radius) * unit, (y - radius) * unit, (x + radius) * unit, (y + radius) * unit], colour)
+
+    if time == "night":
+        for x, y in _STARS:
+            disc(x, y, 0.7, (170, 178, 214))
+        disc(84, 14, 8, (196, 200, 214))
+        disc(80.5, 12, 7, _mix(top, low, 0.15))
+    elif time == "day":
+        disc(85, 13, 8, (255, 248, 206))
+    else:
+        x = 22 if time == "morning" else 76
+        for radius, share in ((20, 0.25), (13, 0.6)):
+            disc(x, level * 100, radius, _mix(low, (255, 250, 224), share))
+
+
+def _ground(canvas: ImageDraw.ImageDraw, category: str, side: int, level: float, light: float) -> None:
+    base, mark = (_mix((0, 0, 20), colour, light) for colour in GROUNDS[category])
+    y, unit = level * side, side / 100
+    depth = side - y
+    canvas.rectangle([0, y, side, side], base)
+    if category == "nature":  # tufts of grass
+        for row in range(3):
+            for column in range(-1, 11):
+                x, foot = (column * 10 + row * 4) * unit, y + depth * (0.28 + 0.3 * row)
+                canvas.polygon([(x, foot), (x + 1.5 * unit, foot - 5 * unit), (x + 3 * unit, foot)], mark)
+                canvas.polygon([(x + 2 * unit, foot), (x + 5 * unit, foot - 4 * unit), (x + 5 * unit, foot)], mark)
+    elif category == "animals":  # furrows that meet far away
+        for step in range(-8, 9):
+            x = side / 2 + step * 6 * unit
+            spread = side / 2 + step * 16 * unit
+            canvas.polygon([(x, y), (x + unit, y), (spread + 4 * unit, side), (spread, side)], mark)
+    elif category == "urban":  # a dashed line and a kerb
+        canvas.rectangle([0, y, side, y + 2.5 * unit], mark)
+        for column in range(4):
+            x = (4 + column * 26) * unit
+            canvas.rectangle([x, y + depth * 0.5, x + 15 * unit, y + depth * 0.5 + 3 * unit], mark)
+    else:  # a checked cloth, wider towards the viewer
+        for row in range(4):
+            near, far = y + depth * ((row + 1) / 4) ** 1.3, y + depth * (row / 4) ** 1.3
+            for column in range(-8 + row % 2, 8, 2):
+                feet = [
+                    side / 2 + c * (9 + 7 * ((row + e) / 4) ** 1.3) * unit for e in (0, 1) for c in (column, column + 1)
+                ]
+                canvas.polygon([(feet[0], far), (feet[1], far), (feet[3], near), (feet[2], near)], mark)
+
+
+@lru_cache(maxsize=256)
+def background(time: str, category: str, size: int, variant: int) -> np.ndarray:
+    """(size, size, 3) uint8, read-only because the cache hands it to everyone."""
+    side, level = size * _FACTOR, horizon(variant)
+    top, low, light = SKIES[time]
+    share = np.minimum(1, np.arange(side) / (level * side))[:, None]
+    column = np.array(top) + share * (np.array(low) - np.array(top))  # (side, 3)
+    image = Image.fromarray(np.repeat(column.round().astype(np.uint8)[:, None], side, axis=1))
+    canvas = ImageDraw.Draw(image)
+    _sky_lights(canvas, time, side, level)
+    _ground(canvas, category, side, level, light)
+    pixels = np.array(image.reduce(_FACTOR))
+    pixels.flags.writeable = False
+    return pixels
+
+
+DIAMETER = {"small": 0.18, "large": 0.285}  # shares of the image's side
+SIZE_JITTER = 0.04
+COLOUR_NOISE = 9
+_MARGIN = 0.01
+_GAP = 0.012  # between two circles; four large ones in a zigzag still have it
+_REACH = 0.22
+_MOST_ACROSS, _MOST_ALONG = 0.3, 0.12  # how near a group's middle may come to the image's diagonals
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One object: which thing it belongs to, its centre and diameter (shares of the side), its colour."""
+
+    thing: int
+    x: float
+    y: float
+    diameter: float
+    rgb: tuple[float, float, float]
+
+
+def _rest(count: int, diameter: float) -> list[tuple[float, float]]:
+    """Resting centres (across, along) in a half that is 0.5 wide and 1 long: spread, in a zigzag."""
+    low, high = diameter / 2 + _MARGIN, 0.5 - diameter / 2 - _MARGIN
+    middle = (low + high) / 2
+    swing = (high - low) / 2 if count > 3 else 0.0
+    free = 1 - diameter - 2 * _MARGIN
+    spacing = free / 3 if count > 3 else min(free / max(1, count - 1), diameter * 1.25)
+    start = 0.5 - spacing * (count - 1) / 2
+    return [(middle + (swing if i % 2 else -swing), start + spacing * i) for i in range(count)]
+
+
+def _readable(centres: list[tuple[float, float]], distance: float) -> bool:
+    """Nothing touches, and the middle of the group leaves no doubt between, say, left and top."""
+    number = len(centres)
+    across, along = (sum(axis) / number for axis in zip(*centres, strict=True))
+    if across > _MOST_ACROSS or abs(along - 0.5) > _MOST_ALONG:
+        return False
+    return all(math.dist(centres[i], centres[j]) >= distance for i in range(number) for j in range(i))
+
+
+def _centres(thing: Thing, diameter: float, moves: list[list[float]]) -> list[tuple[float, float]]:
+    """Jittered centres; the jitter is halved until all is readable, so no draw is ever thrown away."""
+    rest = _rest(thing.count, diameter)
+    low = diameter / 2 + _MARGIN
+    reach = _REACH
+    placed = rest
+    for _ in range(6):
+        placed = [
+            (min(max(a + reach * da, low), 0.5 - low), min(max(b + reach * db, low), 1 - low))
+            for (a, b), (da, db) in zip(rest, moves, strict=False)
+        ]
+        if _readable(placed, diameter + _GAP):
+            break
+        reach /= 2
+    else:
+        placed = rest
+    far = thing.position in ("right", "bottom")
+    across = [((1 - a) if far else a, b) for a, b in placed]
+    return across if thing.position in ("left", "right") else [(b, a) for a, b in across]
+
+
+def place(scene: Scene, seed: int) -> tuple[int, list[Instance]]:
+    """The background's variant and all objects, the same for every image size."""
+    rng = generator(PLACEMENT, seed)
+    variant = int(rng.integers(VARIANTS))
+    # one block of numbers, because a call to the generator costs more than the numbers
+    noise = rng.uniform(-1, 1, size=(2, 4, 6)).tolist()
+    instances: list[Instance] = []
+    for index, thing in enumerate(scene.things):
+        rows = noise[index]
+        diameter = DIAMETER[thing.size] * (1 + SIZE_JITTER * rows[0][5])
+        base = COLOURS[thing.colour]
+        for (x, y), row in zip(_centres(thing, diameter, [r[:2] for r in rows]), rows, strict=False):
+            red, green, blue = (min(255.0, max(0.0, c + COLOUR_NOISE * n)) for c, n in zip(base, row[2:5], strict=True))
+            instances.append(Instance(index, x, y, diameter, (red, green, blue)))
+    return variant, instances
+
+
+# raise it whenever the same scene and seed would give other pixels: caches are keyed by it
+VERSION = 1
+SMALLEST, LARGEST = 32, 224
+
+
+def check_size(size: int) -> None:
+    """Refuse a size at which the objects could not be read."""
+    if not SMALLEST <= size <= LARGEST:
+        raise UserError(f"synthetic images are {SMALLEST} to {LARGEST} px wide, not {size}; choose such a size")
+
+
+def _stamp(scene: Scene, instance: Instance, size: int) -> tuple[Sprite, slice, slice]:
+    """The object's sprite and the rows and columns it covers."""
+    diameter = round(instance.diameter * size)
+    top, left = round(instance.y * size - diameter / 2), round(instance.x * size - diameter / 2)
+    # rounding may push an object at the rim one pixel out
+    top, left = (min(max(edge, 0), size - diameter) for edge in (top, left))
+    shape = sprite(scene.things[instance.thing].kind, diameter, OUTLINE[scene.time])
+    return shape, slice(top, top + diameter), slice(left, left + diameter)
+
+
+def draw(scene: Scene, size: int, seed: int) -> np.ndarray:
+    """The image, (size, size, 3) uint8: a function of its arguments alone."""
+    check_size(size)
+    variant, instances = place(scene, seed)
+    image = background(scene.time, scene.category, size, variant).copy()
+    for instance in instances:
+        shape, rows, columns = _stamp(scene, instance, size)
+        under = image[rows, columns]
+        image[rows, columns] = (
+            under * shape.keep + shape.body * np.array(instance.rgb, np.float32) + (shape.fixed + 0.5)
+        )
+    return image
+
+
+def draw_labels(scene: Scene, size: int, seed: int) -> np.ndarray:
+    """(size, size) int64: 0 for the background, else 1 + the object's place in `place(scene, seed)`."""
+    check_size(size)
+    labels = np.zeros((size, size), np.int64)
+    for number, instance in enumerate(place(scene, seed)[1], start=1):
+        shape, rows, columns = _stamp(scene, instance, size)
+        labels[rows, columns][shape.covered] = number
+    return labels

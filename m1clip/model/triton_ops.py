@@ -1,0 +1,334 @@
+"""Triton kernels for the bf16 step on CUDA: what torch.compile leaves in several passes over memory is one here.
+
+- GELU by one exponential, and its gradient together with the sum over rows that is the bias's gradient.
+- Attention over short sequences, as CLIP has them: a whole head fits into one tile, so nothing but queries, keys and
+  values is read, and their gradients are written where the next product wants them.
+
+Imported only where they are used (`CLIP.fuse`): triton comes with torch for CUDA, and is not elsewhere.
+"""
+
+# No `from __future__ import annotations`: torch reads the types below to describe the operations to its compiler.
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import custom_op
+
+ROWS = 512  # of a program that sums over rows
+TILE_ROWS, TILE_COLUMNS = 8, 256
+FLAT = 2048  # elements of a program that sums nothing
+LONGEST = 96  # positions: more would not fit into the fast memory of smaller cards
+DIMS = (16, 32, 64)  # of a head: powers of two, from what a tensor core wants
+
+
+def tiles_of(length: int) -> tuple[int, int]:
+    """The tiles for a sequence: powers of two, from what a tensor core wants; 77 are 64 and 16, for 128 are slow."""
+    first = min(64, max(16, triton.next_power_of_2(length)))
+    return first, max(16, triton.next_power_of_2(length - first)) if length > first else 0
+
+
+@triton.jit
+def _normal(x):
+    """Cumulative distribution and density of the normal distribution (Abramowitz and Stegun 7.1.26, within 1e-7)."""
+    t = 1.0 / (1.0 + 0.2316418882 * tl.abs(x))
+    e = tl.exp2(-0.7213475204 * x * x)
+    series = 0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
+    upper = 0.5 * t * series * e
+    return tl.where(x > 0, 1.0 - upper, upper), 0.3989422804 * e
+
+
+@triton.jit
+def _gelu_kernel(x_at, out_at, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_at + at, mask=at < count).to(tl.float32)
+    tl.store(out_at + at, (x * _normal(x)[0]).to(out_at.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
+def _gelu_backward_kernel(
+    grad_at, x_at, dx_at, sums_at, rows, columns,
+    ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    first = tl.program_id(1) * ROWS
+    total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    for start in range(0, ROWS, TILE_ROWS):
+        row = first + start + tl.arange(0, TILE_ROWS)
+        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        x = tl.load(x_at + at, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_at + at, mask=inside, other=0.0).to(tl.float32)
+        below, density = _normal(x)
+        dx = grad * (below + x * density)
+        total += dx
+        tl.store(dx_at + at, dx.to(dx_at.dtype.element_ty), mask=inside)
+    tl.store(sums_at + tl.program_id(1) * columns + column, tl.sum(total, 0), mask=column < columns)
+
+
+@triton.jit
+def _rows(base, row, length, stride, D: tl.constexpr):
+    """Rows of one head, as they lie between those of the others; zero past the end of the sequence."""
+    dim = tl.arange(0, D)
+    return tl.load(base + row[:, None] * stride + dim[None, :], mask=(row < length)[:, None], other=0.0)
+
+
+@triton.jit
+def _put(base, row, length, stride, values, D: tl.constexpr):
+    dim = tl.arange(0, D)
+    place = base + row[:, None] * stride + dim[None, :]
+    tl.store(place, values.to(base.dtype.element_ty), mask=(row < length)[:, None])
+
+
+@triton.jit
+def _scores(k, q, key, query, length, scale, CAUSAL: tl.constexpr):
+    """(keys, queries), in powers of two."""
+    seen = key[:, None] < length
+    if CAUSAL:
+        seen = seen & (key[:, None] <= query[None, :])
+    return tl.where(seen, tl.dot(k, tl.trans(q)) * (scale * 1.4426950408889634), float("-inf"))
+
+
+@triton.jit
+def _softmax(scores):
+    weights = tl.exp2(scores - tl.max(scores, 0)[None, :])
+    return weights / tl.sum(weights, 0)[None, :]
+
+
+@triton.jit
+def _softmax_of_two(scores, others):
+    """The softmax over the keys of two tiles."""
+    most = tl.maximum(tl.max(scores, 0), tl.max(others, 0))[None, :]
+    weights, rest = tl.exp2(scores - most), tl.exp2(others - most)
+    total = (tl.sum(weights, 0) + tl.sum(rest, 0))[None, :]
+    return weights / total, rest / total
+
+
+@triton.jit
+def _attention_kernel(
+    qkv_at, out_at, length, scale, HEADS: tl.constexpr, D: tl.constexpr, T: tl.constexpr, REST: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    sequence, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    width = HEADS * D
+    here = qkv_at + sequence * length * 3 * width + head * D
+    out = out_at + sequence * length * width + head * D
+    row = tl.arange(0, T)
+    q = _rows(here, row, length, 3 * width, D)
+    k = _rows(here + width, row, length, 3 * width, D)
+    v = _rows(here + 2 * width, row, length, 3 * width, D)
+    scores = _scores(k, q, row, row, length, scale, CAUSAL)
+    if REST == 0:
+        weights = _softmax(scores).to(v.dtype)
+        _put(out, row, length, width, tl.dot(tl.trans(weights), v), D)
+    else:
+        late = T + tl.arange(0, REST)
+        q2 = _rows(here, late, length, 3 * width, D)
+        k2 = _rows(here + width, late, length, 3 * width, D)
+        v2 = _rows(here + 2 * width, late, length, 3 * width, D)
+        weights, others = _softmax_of_two(scores, _scores(k2, q, late, row, length, scale, CAUSAL))
+        mixed = tl.dot(tl.trans(weights.to(v.dtype)), v) + tl.dot(tl.trans(others.to(v.dtype)), v2)
+        _put(out, row, length, width, mixed, D)
+        weights, others = _softmax_of_two(
+            _scores(k, q2, row, late, length, scale, CAUSAL), _scores(k2, q2, late, late, length, scale, CAUSAL)
+        )
+        mixed = tl.dot(tl.trans(weights.to(v.dtype)), v) + tl.dot(tl.trans(others.to(v.dtype)), v2)
+        _put(out, late, length, width, mixed, D)
+
+
+@triton.jit
+def _attention_backward_kernel(
+    qkv_at, grad_at, dqkv_at, sums_at, length, scale, HEADS: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
+    REST: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    sequence, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    width = HEADS * D
+    here = qkv_at + sequence * length * 3 * width + head * D
+    there = dqkv_at + sequence * length * 3 * width + head * D
+    grads = grad_at + sequence * length * width + head * D
+    sums = sums_at + sequence * 3 * width + head * D + tl.arange(0, D)
+    row = tl.arange(0, T)
+    q = _rows(here, row, length, 3 * width, D)
+    k = _rows(here + width, row, length, 3 * width, D)
+    v = _rows(here + 2 * width, row, length, 3 * width, D)
+    g = _rows(grads, row, length, width, D)
+    scores, dweights = _scores(k, q, row, row, length, scale, CAUSAL), tl.dot(v, tl.trans(g))
+    if REST == 0:
+        weights = _softmax(scores)
+        dv = tl.dot(weights.to(g.dtype), g)
+        dscores = weights * (dweights - tl.sum(weights * dweights, 0)[None, :]) * scale
+        narrow = dscores.to(q.dtype)
+        dk = tl.dot(narrow, q)
+        dq = tl.dot(tl.trans(narrow), k)
+        tl.store(sums, tl.sum(dq, 0))
+        tl.store(sums + width, tl.sum(dk, 0))
+        tl.store(sums + 2 * width, tl.sum(dv, 0))
+    else:
+        late = T + tl.arange(0, REST)
+        q2 = _rows(here, late, length, 3 * width, D)
+        k2 = _rows(here + width, late, length, 3 * width, D)
+        v2 = _rows(here + 2 * width, late, length, 3 * width, D)
+        g2 = _rows(grads, late, length, width, D)
+        # The queries of the first tile, over the keys of both.
+        weights, others = _softmax_of_two(scores, _scores(k2, q, late, row, length, scale, CAUSAL))
+        dv, dv2 = tl.dot(weights.to(g.dtype), g), tl.dot(others.to(g.dtype), g)
+        dothers = tl.dot(v2, tl.trans(g))
+        mean = (tl.sum(weights * dweights, 0) + tl.sum(others * dothers, 0))[None, :]
+        narrow = (weights * (dweights - mean) * scale).to(q.dtype)
+        narrow2 = (others * (dothers - mean) * scale).to(q.dtype)
+        dk, dk2 = tl.dot(narrow, q), tl.dot(narrow2, q)
+        dq = tl.dot(tl.trans(narrow), k) + tl.dot(tl.trans(narrow2), k2)
+        # Those of the second.
+        weights, others = _softmax_of_two(
+            _scores(k, q2, row, late, length, scale, CAUSAL), _scores(k2, q2, late, late, length, scale, CAUSAL)
+        )
+        dv += tl.dot(weights.to(g.dtype), g2)
+        dv2 += tl.dot(others.to(g.dtype), g2)
+        dweights, dothers = tl.dot(v, tl.trans(g2)), tl.dot(v2, tl.trans(g2))
+        mean = (tl.sum(weights * dweights, 0) + tl.sum(others * dothers, 0))[None, :]
+        narrow = (weights * (dweights - mean) * scale).to(q.dtype)
+        narrow2 = (others * (dothers - mean) * scale).to(q.dtype)
+        dk += tl.dot(narrow, q2)
+        dk2 += tl.dot(narrow2, q2)
+        dq2 = tl.dot(tl.trans(narrow), k) + tl.dot(tl.trans(narrow2), k2)
+        _put(there, late, length, 3 * width, dq2, D)
+        _put(there + width, late, length, 3 * width, dk2, D)
+        _put(there + 2 * width, late, length, 3 * width, dv2, D)
+        tl.store(sums, tl.sum(dq, 0) + tl.sum(dq2, 0))
+        tl.store(sums + width, tl.sum(dk, 0) + tl.sum(dk2, 0))
+        tl.store(sums + 2 * width, tl.sum(dv, 0) + tl.sum(dv2, 0))
+    _put(there, row, length, 3 * width, dq, D)
+    _put(there + width, row, length, 3 * width, dk, D)
+    _put(there + 2 * width, row, length, 3 * width, dv, D)
+
+
+@custom_op("m1clip::gelu", mutates_args=())
+def gelu(x: Tensor) -> Tensor:
+    """GELU, exact, of a contiguous tensor."""
+    out = torch.empty_like(x)
+    _gelu_kernel[(triton.cdiv(x.numel(), FLAT),)](x, out, x.numel(), BLOCK=FLAT, num_warps=4)
+    return out
+
+
+@gelu.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@custom_op("m1clip::gelu_backward", mutates_args=())
+def gelu_backward(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows, columns) of the output's gradient and the input -> the input's gradient, and its sum over rows."""
+    rows, columns = x.shape
+    dx = torch.empty_like(x)
+    parts = triton.cdiv(rows, ROWS)
+    sums = torch.empty(parts, columns, device=x.device, dtype=torch.float32)
+    _gelu_backward_kernel[(triton.cdiv(columns, TILE_COLUMNS), parts)](
+        grad, x, dx, sums, rows, columns,
+        ROWS=ROWS, TILE_ROWS=TILE_ROWS, TILE_COLUMNS=TILE_COLUMNS, num_warps=8,
+    )  # fmt: skip
+    return dx, sums.sum(0)
+
+
+@gelu_backward.register_fake
+def _(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(x.shape[1], dtype=torch.float32)
+
+
+@custom_op("m1clip::attention", mutates_args=())
+def attention(qkv: Tensor, sequences: int, heads: int, causal: bool) -> Tensor:
+    """(sequences * length, 3 * width) -> (sequences * length, width), for lengths up to `LONGEST`."""
+    length, width = qkv.shape[0] // sequences, qkv.shape[1] // 3
+    out = torch.empty(qkv.shape[0], width, device=qkv.device, dtype=qkv.dtype)
+    dim, (tile, rest) = width // heads, tiles_of(length)
+    _attention_kernel[(heads * sequences,)](
+        qkv, out, length, dim**-0.5, HEADS=heads, D=dim, T=tile, REST=rest, CAUSAL=causal, num_warps=4
+    )
+    return out
+
+
+@attention.register_fake
+def _(qkv: Tensor, sequences: int, heads: int, causal: bool) -> Tensor:
+    return qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)  # len() would make the compiler fix the batch
+
+
+@custom_op("m1clip::attention_backward", mutates_args=())
+def attention_backward(grad: Tensor, qkv: Tensor, sequences: int, heads: int, causal: bool) -> tuple[Tensor, Tensor]:
+    """The gradient of `qkv`, and its sum over rows."""
+    length, width = qkv.shape[0] // sequences, qkv.shape[1] // 3
+    dqkv, dim, (tile, rest) = torch.empty_like(qkv), width // heads, tiles_of(length)
+    sums = torch.empty(sequences, 3 * width, device=qkv.device, dtype=torch.float32)
+    _attention_backward_kernel[(heads * sequences,)](
+        qkv, grad, dqkv, sums, length, dim**-0.5,
+        HEADS=heads, D=dim, T=tile, REST=rest, CAUSAL=causal, num_warps=4,
+    )  # fmt: skip
+    return dqkv, sums.sum(0)
+
+
+@attention_backward.register_fake
+def _(grad: Tensor, qkv: Tensor, sequences: int, heads: int, causal: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(qkv), qkv.new_empty(qkv.shape[1], dtype=torch.float32)
+
+
+HALF = torch.bfloat16
+
+
+def takes(x: Tensor) -> bool:
+    """Whether an input goes this way: bf16 on a CUDA card."""
+    return x.is_cuda and x.dtype == HALF
+
+
+def takes_attention(x: Tensor, heads: int) -> bool:
+    """Whether a head of this (n, length, width) input is short and narrow enough for our kernel."""
+    return takes(x) and x.shape[1] <= LONGEST and x.shape[2] // heads in DIMS
+
+
+def gelu_mlp(x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor) -> Tensor:
+    """Two linear layers of an input in bf16, with a GELU between them; the weights may be fp32."""
+    out: Tensor = _GeluMlp.apply(x, up, up_bias, down, down_bias)
+    return out
+
+
+def short_attention(x: Tensor, weight: Tensor, bias: Tensor, heads: int, causal: bool) -> Tensor:
+    """(n, length, width) in bf16 -> what the heads see, side by side, before the output projection."""
+    out: Tensor = _ShortAttention.apply(x, weight, bias, heads, causal)
+    return out
+
+
+class _GeluMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor) -> Tensor:
+        flat, wide, narrow = x.flatten(0, -2), up.to(HALF), down.to(HALF)
+        hidden = torch.addmm(up_bias.to(HALF), flat, wide.t())
+        active = gelu(hidden)
+        ctx.save_for_backward(flat, hidden, active, wide, narrow)
+        ctx.kept = up.dtype
+        return torch.addmm(down_bias.to(HALF), active, narrow.t()).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        flat, hidden, active, wide, narrow = ctx.saved_tensors
+        g = grad.reshape(-1, grad.shape[-1])
+        dhidden, dup_bias = gelu_backward(g @ narrow, hidden)
+        ddown, dup = (g.t() @ active).to(ctx.kept), (dhidden.t() @ flat).to(ctx.kept)
+        dx = (dhidden @ wide).view(grad.shape)
+        return dx, dup, dup_bias.to(ctx.kept), ddown, g.sum(0, dtype=torch.float32).to(ctx.kept)
+
+
+class _ShortAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, heads: int, causal: bool) -> Tensor:
+        flat, narrow = x.flatten(0, -2), weight.to(HALF)
+        qkv = torch.addmm(bias.to(HALF), flat, narrow.t())
+        ctx.save_for_backward(flat, narrow, qkv)
+        ctx.how = (x.shape[0], heads, causal)
+        ctx.kept = weight.dtype
+        return attention(qkv, x.shape[0], heads, causal).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        flat, narrow, qkv = ctx.saved_tensors
+        g = grad.reshape(-1, grad.shape[-1]).contiguous()
+        dqkv, dbias = attention_backward(g, qkv, *ctx.how)
+        dx = (dqkv @ narrow).view(grad.shape)
+        return dx, (dqkv.t() @ flat).to(ctx.kept), dbias.to(ctx.kept), None, None

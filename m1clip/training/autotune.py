@@ -1,0 +1,524 @@
+"""The answers to `auto`: device, precision, batch, and what a memory limit asks for, in this order."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from m1clip import __version__
+from m1clip.config import Config
+from m1clip.data.cache import DecodePlan, user_cache
+from m1clip.data.images import Preprocess
+from m1clip.data.loader import BatchPlan
+from m1clip.data.prepare import Split, open_data
+from m1clip.data.types import Source
+from m1clip.errors import UserError
+from m1clip.formatting import amount
+from m1clip.hardware.device import (
+    Device,
+    Kind,
+    Precision,
+    available,
+    check_compile,
+    choose_device,
+    choose_precision,
+    rules,
+    threads,
+)
+from m1clip.hardware.facts import Facts
+from m1clip.hardware.memory import map_large_blocks, return_freed_memory
+from m1clip.hardware.precision import autocast
+from m1clip.hardware.timing import BUSY, Load, Timing, alternate, timing
+from m1clip.io import read_small, write_json
+from m1clip.model.clip import CLIP
+from m1clip.model.layers import AttentionKind, attention
+from m1clip.model.presets import ClipShape
+from m1clip.training.memory import (
+    Forecast,
+    Parts,
+    forecast,
+    foretold_peak,
+    stand_in,
+    tensor_limit,
+    tracer,
+    warm_process,
+)
+from m1clip.training.parity import PAIRS, TOLERANCE, few, gradient, relative_difference
+from m1clip.training.step import Update
+
+MOST_SECONDS = 30.0
+SHARE = 0.05  # of --minutes, at most
+LEAST_STEPS, MOST_STEPS = 2, 5
+CLEAR = 1.5  # times faster: other programs do not make up that much
+PROBE_BATCH = 64  # a larger one tells nothing new, and takes longer
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One device and precision: its step, or why it is out."""
+
+    device: Kind
+    precision: Precision
+    step_seconds: float | None
+    gradient_difference: float | None
+    out: str = ""
+    processor_seconds: float | None = None  # of a step, over all threads
+    others: float | None = None  # share of the processors that other programs took meanwhile
+
+
+def paces(tried: Sequence[Tried]) -> tuple[dict[Tried, float], bool]:
+    """What those who passed are judged by, and whether the machine was busy.
+
+    Seconds; beside other programs, where only the CPU is tried, its processor time: they were measured one after
+    another, and the others may have come in between.
+    """
+    good = [t for t in tried if t.step_seconds is not None]
+    busy = any(t.others is not None and t.others > BUSY for t in good)
+    if busy and all(t.device == "cpu" and t.processor_seconds for t in good):
+        return {t: t.processor_seconds or 0.0 for t in good}, True
+    return {t: t.step_seconds or 0.0 for t in good}, busy
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to use, and the measurements behind it (none where there was nothing to choose)."""
+
+    device: Kind
+    precision: Precision
+    tried: tuple[Tried, ...] = ()
+    batch: int = 0
+    cached: bool = False
+
+    @property
+    def why(self) -> str:
+        """In brackets behind the device's name; empty where nothing was measured."""
+        pace, busy = paces(self.tried)
+        mine = next((t for t in pace if (t.device, t.precision) == (self.device, self.precision)), None)
+        others = [t for t in self.tried if t is not mine]
+        if mine is None or not others:
+            return ""
+        words = []
+        for t in others:
+            one = f"{t.device} {t.precision}"
+            words.append(f"{pace[t] / pace[mine]:.1f}x {one}" if t in pace else f"{one} out: {t.out}")
+        when = " before" if self.cached else " beside other programs" if busy else ""
+        return f"step of {self.batch} measured{when}: {', '.join(words)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for the run's log and the cache."""
+        return {**dataclasses.asdict(self), "tried": [dataclasses.asdict(t) for t in self.tried]}
+
+
+def candidates(device: str, precision: str, facts: Facts) -> list[tuple[Kind, Precision]]:
+    """What may be chosen among: a named device or precision leaves one, and what the rules know is not measured."""
+    found: list[tuple[Kind, Precision]] = []
+    for kind in available(facts):
+        if device not in ("auto", kind):
+            continue
+        rule = rules(kind, facts)
+        usual: list[Precision] = {"yes": ["bf16"], "no": ["fp32"], "measure": ["fp32", "bf16"]}[rule.bf16]  # type: ignore[assignment]
+        named = [p for p in rule.precisions if p == precision]
+        found += [(kind, p) for p in (usual if precision == "auto" else named)]
+    return found
+
+
+def choose(
+    config: Config, shape: ClipShape, eot_id: int, facts: Facts, text_tokens: int, folder: Path | None = None,
+    measure: Callable[..., Tried] | None = None,
+) -> Choice:  # fmt: skip
+    """The fastest device and precision for this model; measured for at most half a minute, or read from the cache."""
+    options = candidates(config.train.device, config.train.precision, facts)
+    if len(options) == 1:
+        return Choice(*options[0])
+    # Half of the run's: fp32 keeps twice as much as bf16, and measuring should not take more memory than the run.
+    batch = min(-(-(config.train.batch or 0) // 2) or PROBE_BATCH, PROBE_BATCH)
+    path = (folder or user_cache()) / "choices" / f"{_key(config, shape, facts, batch, text_tokens, options)}.json"
+    kept = _read(path, options)
+    if kept is not None:
+        return kept
+    if measure is not None:
+        tried = [measure(config, shape, eot_id, facts, kind, precision) for kind, precision in options]
+    else:
+        minutes = config.train.minutes
+        most = MOST_SECONDS if minutes is None else min(MOST_SECONDS, SHARE * 60 * minutes)
+        found = _measured(config, shape, eot_id, facts, options, text_tokens, batch, most)
+        if found is None:
+            return Choice(*options[0])
+        tried, batch = found
+    pace, busy = paces(tried)
+    if not pace:
+        raise UserError(f"no device passed its test: {'; '.join(f'{t.device} {t.precision}: {t.out}' for t in tried)}")
+    best = min(pace, key=lambda t: pace[t])
+    choice = Choice(best.device, best.precision, tuple(tried), batch)
+    clear = all(seconds >= CLEAR * pace[best] for t, seconds in pace.items() if t is not best)
+    if clear or not busy:  # else it holds for this run, and the next one measures again
+        with contextlib.suppress(OSError):  # a home that cannot be written: it will be measured again
+            write_json(path, choice.to_dict())
+    return choice
+
+
+def affordable(batch: int, pair_seconds: float, options: int, seconds: float = MOST_SECONDS) -> int:
+    """A batch small enough for three steps of each option within the time, if all were as slow as the CPU in fp32."""
+    most = int(seconds / (3 * options) / max(pair_seconds, 1e-9))
+    return max(min(batch, PAIRS), min(batch, most))
+
+
+def _measured(
+    config: Config, shape: ClipShape, eot_id: int, facts: Facts, options: list[tuple[Kind, Precision]],
+    text_tokens: int, batch: int, most: float,
+) -> tuple[list[Tried], int] | None:  # fmt: skip
+    """Gradients of all candidates first, then their steps: so the peak of memory is that of a step.
+
+    None where the gradients alone would take more than `most` seconds.
+    """
+    begin = time.monotonic()
+    map_large_blocks()
+    several = config.data.captions_per_step or 1
+    torch.manual_seed(config.seed)
+    samples = stand_in(shape, PAIRS, text_tokens, eot_id, several)
+    truth = _reference(config, shape, eot_id, facts, samples)
+    spent = time.monotonic() - begin
+    if spent * (1 + len(options)) > most:
+        return None
+    batch = affordable(batch, spent / PAIRS, len(options), most)
+    checked = [
+        check_gradient(config, shape, eot_id, facts, kind, precision, samples, truth) for kind, precision in options
+    ]
+    del truth
+    return_freed_memory()
+    work = stand_in(shape, batch, text_tokens, eot_id, several)
+    tried = []
+    for index, candidate in enumerate(checked):
+        share = (most - (time.monotonic() - begin)) / (len(checked) - index)
+        tried.append(candidate if candidate.out else time_step(config, shape, eot_id, facts, candidate, work, share))
+    return tried, batch
+
+
+def check_gradient(
+    config: Config, shape: ClipShape, eot_id: int, facts: Facts, kind: Kind, precision: Precision, samples: Any,
+    truth: torch.Tensor,
+) -> Tried:  # fmt: skip
+    """A candidate, with how far its gradient is from the true one; out where that is too far."""
+    device = Device(kind, facts)
+
+    def apart() -> float:
+        model = _model(config, shape, eot_id, device, precision)
+        here = gradient(model, few(samples), Preprocess(image_size=shape.image_size), autocast(device, precision))
+        del model
+        return relative_difference(here, truth)
+
+    found = _within_reason(device, precision, lambda: Tried(kind, precision, None, apart()))
+    if found.gradient_difference is not None and found.gradient_difference > TOLERANCE[precision]:
+        return dataclasses.replace(found, out=f"gradients {found.gradient_difference:.0%} off the CPU's")
+    return found
+
+
+def time_step(
+    config: Config, shape: ClipShape, eot_id: int, facts: Facts, candidate: Tried, work: Any, seconds: float
+) -> Tried:
+    """The real step of a candidate, as many times as fit."""
+    kind, precision = candidate.device, candidate.precision
+    device = Device(kind, facts)
+    plain = dataclasses.replace(config, model=dataclasses.replace(config.model, compile=False))
+    if not plain.train.batch:
+        plain = dataclasses.replace(plain, train=dataclasses.replace(plain.train, batch=len(work.pixels)))
+
+    def timed() -> Tried:
+        model = _model(config, shape, eot_id, device, precision)
+        preprocess = Preprocess(image_size=shape.image_size)
+        update = Update(model, plain, device, precision, preprocess, autocast(device, precision))
+        update.settles = False  # blocks stay mapped one by one: kept ones would lie scattered when the run begins
+        load = Load()
+        taken, used = _timed(update, work, device, seconds)
+        return dataclasses.replace(candidate, step_seconds=taken, processor_seconds=used, others=load.others())
+
+    return _within_reason(device, precision, timed)
+
+
+def _within_reason(device: Device, precision: Precision, work: Callable[[], Tried]) -> Tried:
+    """What comes of it, or why a device cannot do it; its memory is given back, and its peak forgotten."""
+    try:
+        return work()
+    except torch.OutOfMemoryError:
+        return Tried(device.kind, precision, None, None, "does not fit its memory")
+    except RuntimeError as error:
+        return Tried(device.kind, precision, None, None, str(error).strip().splitlines()[0][:120])
+    finally:
+        return_freed_memory()
+        device.reset_peak()  # the run reports its own
+
+
+def _timed(update: Update, samples: Any, device: Device, seconds: float) -> tuple[float, float]:
+    """Seconds and processor seconds of a step."""
+    begin, taken, used = time.monotonic(), [], []
+    for number in range(1 + MOST_STEPS):
+        start, before = time.perf_counter(), time.process_time()
+        update(samples, number + 1, 100, 10_000)
+        device.synchronize()
+        taken.append(time.perf_counter() - start)
+        used.append(time.process_time() - before)
+        # The first is cold; it counts only where there is no time for another.
+        if len(taken) > LEAST_STEPS and time.monotonic() - begin + taken[-1] > seconds:
+            break
+        if time.monotonic() - begin > seconds:
+            break
+    # On a busy machine the low quartile says more about the device than the median.
+    return timing(taken[1:] or taken).low, timing(used[1:] or used).low
+
+
+def _model(config: Config, shape: ClipShape, eot_id: int, device: Device, precision: Precision) -> CLIP:
+    torch.manual_seed(config.seed)
+    attention: AttentionKind = "sdpa" if device.kind != "cpu" or precision == "fp32" else "bmm"
+    # CLIP's start values, not zeros: behind silent branches the gradient is nothing but rounding (parity.stirred).
+    model = CLIP(dataclasses.replace(shape, dropout=0.0, init="clip"), eot_id).to(device.torch)
+    model.set_attention(attention, attention)
+    model.set_recompute(config.model.recompute)
+    return model
+
+
+def _reference(config: Config, shape: ClipShape, eot_id: int, facts: Facts, samples: Any) -> torch.Tensor:
+    """The gradient that the others must have: the CPU's in fp32."""
+    host = _model(config, shape, eot_id, Device("cpu", facts), "fp32")
+    return gradient(host, few(samples), Preprocess(image_size=shape.image_size), contextlib.nullcontext)
+
+
+def _key(
+    config: Config, shape: ClipShape, facts: Facts, batch: int, text_tokens: int, options: list[tuple[Kind, Precision]]
+) -> str:
+    """This machine, this model, these versions: anything else measures anew."""
+    values = {
+        "format": 2,  # choices of the first may have been made beside other programs
+        "facts": facts.to_dict(), "shape": shape.to_dict(), "batch": batch, "tokens": text_tokens,
+        "options": options, "optim": config.optim.name, "recompute": config.model.recompute,
+        "chunk": config.train.chunk, "several": config.data.captions_per_step,
+        "threads": torch.get_num_threads(), "m1clip": __version__,
+    }  # fmt: skip
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _read(path: Path, options: list[tuple[Kind, Precision]]) -> Choice | None:
+    try:
+        values = json.loads(read_small(path))
+        tried = tuple(Tried(**item) for item in values["tried"])
+        chosen, batch = (values["device"], values["precision"]), int(values["batch"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return Choice(*chosen, tried, batch, cached=True) if chosen in options else None
+
+
+SAFE = 0.8  # of the memory that is free, where no limit is given: other programs want some too
+MOST_AUTO = 1024  # samples; more is a matter of taste, and of the learning rate
+MIN_STEPS = 8  # an epoch must have so many, so that a small set is not one batch
+LEAST_CHUNK = 2
+USUAL_BATCH = {"scratch": 64, "frozen": 512, "unfreeze": 128}
+SMALL_BATCH = 8  # with fewer negatives a step teaches little
+TINY_SET = 100  # images; a run on fewer warns
+
+
+def open_training_data(config: Config, image_size: int, plan: DecodePlan) -> Source:
+    """The data of a run; a batch that the images cannot fill is refused here, before any work."""
+    with plan.progress("reading the data"):
+        source = open_data(config.data, image_size, config.seed)
+        images, names = len(source.samples("train")), ", ".join(config.data.source)
+    if not images:
+        raise UserError(f"{names}: no training samples found")
+    if images == 1:
+        raise UserError(f"{names}: one training image; training compares images, so it needs at least 2")
+    BatchPlan.full(images, config.train.batch or 2, config.seed)
+    if images < TINY_SET:
+        plan.warn(
+            f"{images} training images are very few: the run shows that everything works, but the model will "
+            f"overfit them; expect scores near chance on other images, and bring a few hundred images or more"
+        )
+    return source
+
+
+def largest_batch(images: int) -> int:
+    """The largest batch for so many images: an epoch has several steps, unless the batch would be too small."""
+    return min(images, max(SMALL_BATCH, power_of_two(images // MIN_STEPS)))
+
+
+def with_batch(config: Config, usual: int, images: int) -> Config:
+    """The config with the usual batch of its recipe where the user named none, and no more than fits the images."""
+    train = config.train
+    batch = train.batch or min(usual, largest_batch(images))
+    chunk = train.chunk if train.chunk < batch or train.batch else 0
+    return dataclasses.replace(config, train=dataclasses.replace(train, batch=batch, chunk=chunk))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What was decided, and why in a sentence."""
+
+    batch: int
+    chunk: int
+    recompute: bool
+    why: str
+
+
+def fit_memory(
+    config: Config, shape: ClipShape, device: Device, precision: Precision, facts: Facts, text_tokens: int,
+    images: int,
+) -> Fit | None:  # fmt: skip
+    """The batch and means that fit; None where nothing was left open and no limit was given."""
+    train = config.train
+    if train.batch and not train.memory:
+        return None
+    process = warm_process(facts) if device.kind == "cpu" else 0
+    limit = amount(train.memory, "B", "--memory") if train.memory else SAFE * device.free_bytes() + process
+    data = images * shape.image_size**2 * 3 if device.kind == "cpu" else 0
+
+    first: list[Forecast] = []
+
+    def line(recompute: bool) -> Forecast:
+        wanted = dataclasses.replace(
+            config,
+            model=dataclasses.replace(config.model, recompute=recompute),
+            train=dataclasses.replace(train, batch=2, chunk=0),
+        )
+        trace = tracer(wanted, shape, device.kind, precision, facts, text_tokens)
+        first.append(forecast(trace, first[0] if first else None))  # the second one shares logits and optimizer
+        return first[-1]
+
+    room = tensor_limit(limit, device.kind, process, data)
+    most = max(2, min(MOST_AUTO, largest_batch(images)))
+    fit = decide(train.batch or 0, train.chunk, config.model.recompute, most, room, line)
+    if fit is None:
+        smallest = foretold_peak(_at(line(True), LEAST_CHUNK), device.kind, process, data)
+        raise UserError(
+            f"--memory {train.memory or 'of this machine'}: {config.model.preset} needs at least "
+            f"{sum(smallest.values()) / 1e9:.1f} GB of {limit / 1e9:.1f} GB; take a smaller --model"
+        )
+    return dataclasses.replace(fit, why=f"{fit.why}, within {limit / 1e9:.1f} GB")
+
+
+def decide(
+    batch: int, chunk: int, recompute: bool, most: int, room: float, line: Callable[[bool], Forecast]
+) -> Fit | None:
+    """Pure: `line(recompute)` foretells bytes by batch. A batch of 0 is to be chosen, others are kept."""
+    kept = line(recompute)
+    if not batch:
+        largest = power_of_two(kept.largest(room, most))
+        if largest >= 2:
+            return Fit(largest, chunk if chunk <= largest else 0, recompute, f"batch {largest} fits")
+        batch = 2
+    part = chunk or batch
+    if kept.total(part) <= room:
+        return Fit(batch, chunk, recompute, f"batch {batch} fits" + (f" in chunks of {chunk}" if chunk else ""))
+    frugal = line(True)
+    if not chunk and frugal.total(batch) <= room:
+        return Fit(batch, 0, True, f"batch {batch} fits with recomputation")
+    # Both cost about one more forward pass; chunks shrink further than recomputation does.
+    for again, forecast_of in ((recompute, kept), (True, frugal)):
+        largest = power_of_two(forecast_of.largest(room, batch))
+        if largest >= LEAST_CHUNK:
+            words = " and recomputation" if again and not recompute else ""
+            return Fit(batch, min(largest, batch), again, f"batch {batch} fits in chunks of {largest}{words}")
+    return None
+
+
+def power_of_two(number: int) -> int:
+    """The largest power of two up to a number; 0 for 0."""
+    return 1 << (number.bit_length() - 1) if number > 0 else 0
+
+
+def _at(line: Forecast, batch: int) -> Parts:
+    return {"tensors": int(line.total(batch))}
+
+
+def choice(fit: Fit | None) -> dict[str, Any] | None:
+    """For the run's log."""
+    return None if fit is None else dataclasses.asdict(fit)
+
+
+MOST_CAPTIONS = 5  # of an image in one step, unless asked for; docs/recipe.md
+
+
+def usual_captions(config: Config, train: Split) -> int:
+    """Captions of an image in one step, before the device has its say."""
+    usual = min(int(np.median(np.diff(train.captions.first))), MOST_CAPTIONS)
+    return config.data.captions_per_step or max(1, usual)
+
+
+def fitted(
+    config: Config, shape: ClipShape, eot_id: int, facts: Facts, train: Split, say: Callable[[str], None],
+    choices: dict[str, Any],
+) -> tuple[Config, Device, Precision]:  # fmt: skip
+    """The config with a batch that fits, the device and the precision; says and records why."""
+    torch.set_num_threads(threads(config.train.threads, facts))
+    longest = min(-(-int(train.captions.lengths.max()) // 8) * 8, shape.context_length)
+    several = usual_captions(config, train)
+    whole = dataclasses.replace(config, data=dataclasses.replace(config.data, captions_per_step=several))
+    auto = "auto" in (config.train.device, config.train.precision)
+    found = choose(whole, shape, eot_id, facts, longest) if auto else None
+    if found is not None:
+        kind, precision = found.device, found.precision
+        choices["hardware"] = found.to_dict()
+    else:
+        kind = choose_device(config.train.device, facts)
+        precision = choose_precision(config.train.precision, kind, facts, None)
+    device = Device(kind, facts)
+    if config.model.compile:
+        check_compile(kind)
+    say(hardware_line(device, facts, precision, found.why if found else ""))
+    fit = fit_memory(whole, shape, device, precision, facts, longest, len(train.samples))
+    if fit is not None:
+        choices["memory"] = choice(fit)
+        say(f"memory     {fit.why}")
+        config = dataclasses.replace(
+            config,
+            model=dataclasses.replace(config.model, recompute=fit.recompute),
+            train=dataclasses.replace(config.train, batch=fit.batch, chunk=fit.chunk),
+        )
+    return config, device, precision
+
+
+def hardware_line(device: Device, facts: Facts, precision: Precision, why: str) -> str:
+    """What the run computes on, for a person."""
+    name = facts.cuda if device.kind == "cuda" else facts.cpu
+    cores = f", {torch.get_num_threads()} threads" if device.kind == "cpu" else ""
+    return f"device     {device.kind}: {name}{cores}, {precision}{f' ({why})' if why else ''}"
+
+
+KINDS: tuple[AttentionKind, ...] = ("bmm", "sdpa")
+
+
+@functools.cache
+def attention_timings(
+    device: Device, dtype: torch.dtype, batch: int, heads: int, length: int, dim: int, causal: bool
+) -> dict[str, Timing]:
+    """Forward and backward of each implementation, in turn; a batch beyond 64 tells nothing new."""
+    shape = (min(batch, 64), heads, length, dim)
+    q, k, v = (torch.randn(shape, device=device.torch, dtype=dtype, requires_grad=True) for _ in range(3))
+    cotangent = torch.randn(shape, device=device.torch, dtype=dtype)
+
+    def step(kind: AttentionKind) -> None:
+        torch.autograd.grad((attention(q, k, v, causal, kind) * cotangent).sum(), (q, k, v))
+
+    calls = {kind: functools.partial(step, kind) for kind in KINDS}
+    return alternate(calls, device.synchronize, rounds=25, warmup=2, seconds=1.0)
+
+
+def choose_attention(
+    asked: str, device: Device, dtype: torch.dtype, batch: int, heads: int, length: int, dim: int, causal: bool
+) -> tuple[AttentionKind, dict[str, Timing]]:
+    """The implementation to use, and the timings behind it (empty where nothing had to be measured)."""
+    for kind in KINDS:
+        if asked == kind:
+            return kind, {}
+    if device.rules.attention == "sdpa":
+        return "sdpa", {}
+    times = attention_timings(device, dtype, batch, heads, length, dim, causal)
+    # The lower quartile: on a busy machine it says more about the code than the median does.
+    return min(KINDS, key=lambda kind: times[kind].low), times

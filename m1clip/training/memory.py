@@ -1,0 +1,257 @@
+"""How much memory a step takes, by component: watched while it runs, or foretold without taking it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from m1clip.config import Config
+from m1clip.data.augment import whole_views
+from m1clip.data.images import Preprocess
+from m1clip.data.loader import Batch
+from m1clip.hardware.device import Device, Kind, Precision
+from m1clip.hardware.facts import Facts
+from m1clip.hardware.precision import autocast
+from m1clip.model.clip import CLIP
+from m1clip.model.presets import ClipShape
+from m1clip.training.step import Update
+
+COMPONENTS = ("weights", "gradients", "optimizer", "activations", "batch", "temporaries")
+
+
+class Ledger(TorchDispatchMode):
+    """Counts storages from the operation that makes them until the last tensor on them is gone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._live: dict[int, tuple[str, int, int]] = {}  # storage -> component, bytes, number of its birth
+        self._now = dict.fromkeys(COMPONENTS, 0)
+        self._total = self._most = self._born = self._peak_at = 0
+        self.peak: dict[str, int] = dict(self._now)
+        self._kind = next(model.parameters()).device.type  # what lies elsewhere is not in this device's memory
+        self.phase = "activations"  # what a new tensor is, unless it is claimed for something else
+        self.claim("weights", (*model.parameters(), *model.buffers()))
+        self._handles = [p.register_post_accumulate_grad_hook(self._take_gradient) for p in model.parameters()]
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Sequence[Any], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operation, and enter what it has made."""
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.device.type == self._kind:
+                self._enter(leaf, self.phase)
+        return result
+
+    def claim(self, component: str, tensors: Iterable[Tensor]) -> None:
+        """These belong to a component, whatever made them."""
+        for tensor in (tensor for tensor in tensors if tensor.device.type == self._kind):
+            key = self._enter(tensor, component)
+            known, size, born = self._live[key]
+            if known == component:
+                continue
+            self._live[key] = (component, size, born)
+            # Whoever was there at the peak, and lives still, gets its right name there too.
+            for counts in (self._now, self.peak) if born <= self._peak_at else (self._now,):
+                counts[known] -= size
+                counts[component] += size
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _take_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.phase = "temporaries"  # the backward pass has begun: nothing new is kept for it
+            self.claim("gradients", [parameter.grad])
+
+    def _enter(self, tensor: Tensor, component: str) -> int:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._live:
+            size = storage.nbytes()
+            self._born += 1
+            self._live[key] = (component, size, self._born)
+            self._now[component] += size
+            self._total += size
+            weakref.finalize(storage, self._leave, key)
+            if self._total > self._most:
+                self._most, self._peak_at, self.peak = self._total, self._born, dict(self._now)
+        return key
+
+    def _leave(self, key: int) -> None:
+        component, size, _ = self._live.pop(key)
+        self._now[component] -= size
+        self._total -= size
+
+
+Parts = dict[str, int]
+# RSS over live tensors on the CPU: what glibc holds between two uses, and oneDNN's workspace (docs/compare.md).
+HEAP_BASE, HEAP_SLACK = 170_000_000, 1.10
+
+
+def watched(update: Update, batch: Batch, step: Callable[[Batch], object]) -> Parts:
+    """Bytes of one step by component, at the moment of the most. The optimizer's state must be there already."""
+    ledger = Ledger(update.model)
+    try:
+        ledger.claim("optimizer", update.optimizer.tensors().values())
+        if update.ema is not None:
+            ledger.claim("optimizer", update.ema.weights.values())
+        ledger.claim("batch", (batch.pixels, batch.tokens, batch.images, batch.captions, batch.image_index))
+        with ledger:
+            step(batch)
+        return dict(ledger.peak)
+    finally:
+        ledger.close()
+
+
+def stand_in(shape: ClipShape, batch: int, text_tokens: int, eot_id: int, several: int = 1) -> Batch:
+    """A batch of nothing in particular, in the shapes of a real one."""
+    views = whole_views(batch)
+    tokens = torch.randint(0, shape.vocab_size, (batch * several, text_tokens))
+    tokens[:, -1] = eot_id
+    side = shape.image_size
+    pixels = torch.randint(0, 256, (batch, side, side, 3), dtype=torch.uint8)
+    rows = torch.arange(batch)
+    image_index = rows.repeat_interleave(several)
+    texts = torch.arange(batch * several)
+    return Batch(pixels, tokens, images=rows, captions=texts, image_index=image_index, views=views)
+
+
+def foretell(
+    config: Config, shape: ClipShape, kind: Kind, precision: Precision, facts: Facts, batch: int, text_tokens: int
+) -> Parts:  # fmt: skip
+    """The components of the real step, made with fake tensors: all shapes, no memory, no arithmetic."""
+    several = config.data.captions_per_step or 1
+    model = dataclasses.replace(config.model, compile=False)  # the compiler would not take fake tensors
+    contrast = config.train.text_contrast
+    train = dataclasses.replace(
+        config.train, batch=max(batch, 2), chunk=min(config.train.chunk, batch),
+        text_contrast=float(several > 1) if contrast is None else contrast,  # any weight takes the same memory
+    )  # fmt: skip
+    plain = dataclasses.replace(config, model=model, train=train)
+    host = Device("cpu", facts)  # fake tensors of an absent device cannot be made, and shapes are the same there
+    warm_process(facts)  # private operations are tried out at their first use, which must not be a fake one
+    with FakeTensorMode(), _WithoutShapes():
+        clip = CLIP(shape, eot_id=0)
+        kinds = (config.model.attention_image, config.model.attention_text)
+        clip.set_attention(*("sdpa" if wish == "auto" else wish for wish in kinds))
+        clip.set_recompute(config.model.recompute)
+        half: Precision = "bf16" if precision == "fp16" else precision  # the same size; no fp16 on the CPU
+        update = Update(clip, plain, host, half, Preprocess(image_size=shape.image_size), autocast(host, half))
+
+        update.skip = "never"  # a fake tensor has no value to look at
+        update.in_blocks = kind == "cpu"
+
+        def step(samples: Batch) -> None:
+            update(samples, 1, 10, 100)
+
+        samples = stand_in(shape, batch, text_tokens, eot_id=0, several=several)
+        step(samples)  # makes the optimizer's state
+        parts = watched(update, samples, step)
+    if kind != "cpu" and not config.model.recompute:
+        chunk = config.train.chunk if 0 < config.train.chunk < batch else batch
+        parts["activations"] += kept_by_mlp(shape, chunk, several * text_tokens, 4 if precision == "fp32" else 2)
+    return parts
+
+
+def foretold_peak(parts: Parts, kind: Kind, process: int, data: int) -> Parts:
+    """All of the peak that a person will see: on the CPU with the process, its data and the allocator's share."""
+    if kind != "cpu":
+        return parts
+    tensors = sum(parts.values())
+    return {"process": process, "data": data, **parts, "rest": int(HEAP_BASE + (HEAP_SLACK - 1) * tensors)}
+
+
+def tensor_limit(limit: float, kind: Kind, process: int, data: int) -> float:
+    """What a limit leaves for the tensors of a step: the inverse of `foretold_peak`."""
+    return limit if kind != "cpu" else (limit - process - data - HEAP_BASE) / HEAP_SLACK
+
+
+class _WithoutShapes(TorchDispatchMode):
+    """Says what oneDNN's fused product returns: torch knows no shape rule for that private operation."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().startswith("mkldnn::_linear_pointwise"):
+            weight = args[2] if func.name().endswith(".binary") else args[1]
+            return args[0].new_empty(*args[0].shape[:-1], weight.shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def warm_process(facts: Facts) -> int:
+    """Bytes of this process once it has trained anything at all: a toy step loads the libraries' code pages."""
+    host, state = Device("cpu", facts), torch.get_rng_state()
+    toy = ClipShape(image_size=32, vision_width=32, vision_layers=1, vision_heads=2, text_width=32, text_layers=1,
+                    text_heads=2, vocab_size=64, embed_dim=32)  # fmt: skip
+    kinds: tuple[Precision, ...] = ("fp32", "bf16")
+    for kind in kinds:
+        update = Update(CLIP(toy, 0), Config(), host, kind, Preprocess(image_size=32), autocast(host, kind))
+        update(stand_in(toy, 4, 16, 0), 1, 10, 100)
+    torch.set_rng_state(state)
+    return int(psutil.Process().memory_info().rss)
+
+
+def kept_by_mlp(shape: ClipShape, batch: int, text_tokens: int, size: int) -> int:
+    """What the MLPs keep on an accelerator, and compute again on the CPU (model/mlp.py): their activation."""
+    image = shape.vision_layers * shape.image_tokens * shape.vision_width
+    text = shape.text_layers * text_tokens * shape.text_width
+    return int(batch * (image + text) * shape.mlp_ratio * size)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Bytes as a function of the batch: linear for activations, square for logits, never less than a step of two.
+
+    Below some batch the peak is the optimizer's, and does not move.
+    """
+
+    least: float
+    fixed: float
+    per_pair: float
+    square: float = 0.0
+
+    def total(self, batch: int) -> float:
+        """Bytes of the step's tensors at a batch."""
+        return max(self.least, self.fixed + self.per_pair * batch + self.square * batch * batch)
+
+    def largest(self, limit: float, most: int) -> int:
+        """The largest batch, up to `most`, whose step stays within a limit; 0 if none does."""
+        if self.total(most) <= limit:
+            return most
+        low, high = 0, most
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.total(middle) <= limit else (low, middle)
+        return low
+
+
+def forecast(trace: Callable[[int], Parts], like: Forecast | None = None) -> Forecast:
+    """From steps foretold at large batches, and at two; `like` is a forecast with the same logits and optimizer."""
+    low, middle, high = 128, 256, 512
+    second, third = (float(sum(trace(batch).values())) for batch in (middle, high))
+    if like is None:
+        first, least = (float(sum(trace(batch).values())) for batch in (low, 2))
+        bend = (third - second) / (high - middle) - (second - first) / (middle - low)
+        square = max(0.0, bend / (high - low))
+    else:
+        least, square = like.least, like.square
+    slope = max(0.0, (third - second) / (high - middle) - square * (high + middle))
+    return Forecast(least, third - slope * high - square * high**2, slope, square)
+
+
+def tracer(config: Config, shape: ClipShape, kind: Kind, precision: Precision, facts: Facts, text_tokens: int) -> Any:
+    """`foretell` as a function of the batch alone, remembering its answers."""
+    return functools.cache(lambda batch: foretell(config, shape, kind, precision, facts, batch, text_tokens))

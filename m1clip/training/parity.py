@@ -1,0 +1,100 @@
+"""Before a run on an accelerator: gradients of a few samples compared with the CPU's."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from m1clip.data.augment import render
+from m1clip.data.images import Preprocess
+from m1clip.data.loader import Batch
+from m1clip.errors import UserError
+from m1clip.hardware.device import Precision
+from m1clip.losses import infonce, same_pairs
+from m1clip.model.clip import CLIP
+
+if TYPE_CHECKING:  # setup asks this module too, when it chooses a device
+    from m1clip.training.setup import Job
+
+PAIRS = 8
+MOST = 1 << 22  # numbers of a gradient that are compared: a whole one, several times over, would be the peak of a run
+# Relative error of the whole gradient. A wrong kernel gives errors near or above 1, rounding stays far below these.
+TOLERANCE: dict[Precision, float] = {"fp32": 0.02, "bf16": 0.15, "fp16": 0.05}
+
+
+def check_parity(job: Job, model: CLIP) -> float | None:
+    """Relative difference of the gradients; a device that computes something else is refused. None on the CPU."""
+    if job.device.kind == "cpu":
+        return None
+    batch = few(job.training[0])
+    twin = stirred(model).eval()  # dropout would draw other masks there
+    there = gradient(twin, batch, job.preprocess, job.autocast)
+    twin.zero_grad(set_to_none=True)
+    here = gradient(twin.to("cpu"), batch, job.preprocess, contextlib.nullcontext)
+    return judge(relative_difference(there, here), job.precision, job.device.kind)
+
+
+@torch.no_grad()
+def stirred(model: CLIP) -> CLIP:
+    """A copy with small numbers in the place of matrices that are all zero, as branches are at the start of a run.
+
+    Behind such branches a class token is the same for every image: the true gradient is then next to nothing, and
+    what two devices make of it differs by rounding alone.
+    """
+    twin = copy.deepcopy(model)
+    draw = torch.Generator().manual_seed(0)
+    for p in twin.parameters():
+        if p.ndim >= 2 and not bool(p.any()):
+            p.copy_(torch.randn(p.shape, generator=draw) * p.shape[-1] ** -0.5)
+    return twin
+
+
+def relative_difference(a: Tensor, b: Tensor) -> float:
+    """|a - b| / |b| of two vectors; anything not finite counts as infinitely far."""
+    difference = float((a - b).norm() / b.norm().clamp(min=1e-12))
+    return difference if difference == difference else float("inf")
+
+
+def judge(difference: float, precision: Precision, kind: str) -> float:
+    """Give the difference back, or refuse it."""
+    if difference > TOLERANCE[precision]:
+        raise UserError(
+            f"{kind} computes gradients that differ from the CPU's by {difference:.1%} ({precision} allows "
+            f"{TOLERANCE[precision]:.0%}): a kernel there is wrong for this model; use --device cpu, another "
+            f"--train.precision, or another version of torch"
+        )
+    return difference
+
+
+def gradient(
+    model: CLIP, batch: Batch, preprocess: Preprocess, context: Callable[[], AbstractContextManager[object]]
+) -> Tensor:
+    """The gradient of every parameter as one float32 vector on the CPU; of a large model some numbers of each."""
+    batch = batch.to(model.logit_scale.device)
+    with context():
+        features = model(render(batch.pixels, batch.views, preprocess), batch.tokens)
+    # Not the run's own objective: this one needs nothing of the model and asks the same of every kernel.
+    infonce(features, same_pairs(batch.images, batch.captions, batch.image_index)).backward()
+    grads = [p.grad.detach().flatten() for p in model.parameters() if p.grad is not None]
+    every = -(-sum(g.numel() for g in grads) // MOST)
+    return torch.cat([g[::every].float().cpu() for g in grads])
+
+
+def few(batch: Batch, samples: int = PAIRS) -> Batch:
+    """A few captions of a batch, the shortest, with their images."""
+    image_index = batch.image_index[:samples]
+    return Batch(
+        pixels=batch.shown(image_index),
+        tokens=batch.texts(slice(0, samples)),
+        images=batch.images[image_index],
+        captions=batch.captions[:samples],
+        image_index=torch.arange(len(image_index)),
+        views=batch.views.rows(image_index.cpu().numpy()),
+        lengths=batch.lengths[:samples],
+    )

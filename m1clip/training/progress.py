@@ -1,0 +1,189 @@
+"""What a person sees while it trains: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from m1clip.evaluation.statistics import Metric, Scores
+from m1clip.runlog import MEAN_RECALL, PREPARING, Preparing
+
+RECENT = 25  # lines whose steps tell how long the rest will take
+PLAIN_SECONDS = 15.0  # between two progress lines where there is no terminal
+TICK_SECONDS = 8.0  # between two words about long work before the first step
+
+
+class _Work:
+    """How far some work is, and by its speed so far, how long the rest will take."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self._first: tuple[float, int] | None = None
+        self._newest = (0, 0)
+
+    def show(self, done: int, total: int) -> None:
+        """So many are done; what the first call says was done before."""
+        self._first = self._first or (time.monotonic(), done)
+        self._newest = (done, total)
+
+    def now(self) -> Preparing:
+        """As it stands at this moment."""
+        done, total = self._newest
+        began, before = self._first or (0.0, 0)
+        if done == before:
+            return Preparing(self.title, done, total)
+        left = (total - done) * (time.monotonic() - began) / (done - before)
+        return Preparing(self.title, done, total, round(left, 1))
+
+
+class Screen:
+    """Writes for a person. It never decides anything."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False, file=cast(IO[str], _Output()))
+        self.live = self.console.is_terminal
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._total = 0
+        self._score = ""
+        self._spoke = time.monotonic()
+        self._step_seconds: deque[float] = deque(maxlen=RECENT)
+        self.warned: list[str] = []
+
+    def say(self, line: str) -> None:
+        """One line that stays."""
+        self.console.print(line, markup=False, soft_wrap=True)
+
+    def warn(self, line: str) -> None:
+        """One line that stays, marked as a warning; kept, so that the run log can tell of it too."""
+        self.warned.append(line)
+        self.say(f"warning: {line}")
+
+    @contextmanager
+    def counter(self, title: str, run: Path | None = None) -> Iterator[Callable[[int, int], None]]:
+        """Gives a callback (done, total), first called when the work begins; shows how far the work is.
+
+        A bar on a terminal, elsewhere a line every few seconds; also in the folder of a run, for `m1clip runs`.
+        """
+        work, ended = _Work(title), threading.Event()
+        bar = self._bar(f"{title}: {{task.completed:,}} of {{task.total:,}}") if self.live else None
+        task = bar.add_task(title, total=1) if bar is not None else TaskID(0)
+
+        def show(done: int, total: int) -> None:
+            work.show(done, total)
+            if bar is not None:
+                bar.start()
+                bar.update(task, completed=done, total=total)
+
+        def tick() -> None:
+            # A thread: one large image, or a slow disk, can keep the callback silent for longer than this.
+            while not ended.wait(TICK_SECONDS):
+                now = work.now()
+                if run is not None:
+                    now.write(run)
+                if bar is None:
+                    self.say(now.words())
+
+        ticker = threading.Thread(target=tick, daemon=True)
+        if run is not None:
+            work.now().write(run)
+        ticker.start()
+        try:
+            yield show
+        finally:
+            ended.set()
+            ticker.join()
+            if bar is not None:
+                bar.stop()
+            if run is not None:
+                (run / PREPARING).unlink(missing_ok=True)
+
+    def begin(self, step: int, total: int) -> None:
+        """The loop starts."""
+        self._total = total
+        self._step_seconds.clear()
+        if self.live:
+            self._progress = self._bar("{task.fields[text]}")
+            self._task = self._progress.add_task("train", total=total, completed=step, text="first steps ...")
+            self._progress.start()
+
+    def step(self, values: dict[str, Any]) -> None:
+        """Numbers of the newest steps."""
+        # A median: one hour of sleep between two steps says nothing of the steps to come.
+        self._step_seconds.append(values["step_seconds"])
+        left = statistics.median(self._step_seconds) * (self._total - values["step"])
+        text = (
+            f"step {values['step']:,}/{self._total:,}  loss {values['loss']:.3f}{self._score}  "
+            f"{values['images_per_second']:,.0f} samples/s  {values['memory_bytes'] / 1e9:.1f} GB  {_clock(left)} left"
+        )
+        if self._progress is not None:
+            self._progress.update(self._task, completed=values["step"], text=text)
+        elif time.monotonic() - self._spoke > PLAIN_SECONDS or values["step"] == self._total:
+            self._spoke = time.monotonic()
+            self.say(text)
+
+    def evaluation(self, step: int, scores: Scores, chosen: Metric, best: tuple[float, int] | None) -> None:
+        """The figure that chooses the best model, and `best` (value, step) where an earlier one was better."""
+        self._score = f"  {chosen.label} {100 * chosen.value:.1f}%"
+        earlier = f"best so far {100 * best[0]:.1f}% at step {best[1]:,}" if best else "best so far"
+        line = (
+            f"validation  step {step:,}: {chosen.label} {100 * chosen.value:.1f}% [{100 * chosen.interval.low:.1f}, "
+            f"{100 * chosen.interval.high:.1f}], chance {100 * chosen.chance:.2g}%, {earlier}"
+        )
+        if chosen.name == MEAN_RECALL:
+            there, back = scores["text_to_image/recall@1"], scores["image_to_text/recall@1"]
+            line += f"; recall@1 text to image {100 * there.value:.1f}%, image to text {100 * back.value:.1f}%"
+        self.say(line)
+
+    def end(self) -> None:
+        """The loop is over, or broken off."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _bar(self, text: str) -> Progress:
+        columns = (SpinnerColumn(), BarColumn(bar_width=20), TextColumn(text), TimeElapsedColumn())
+        return Progress(*columns, console=self.console, transient=True)
+
+
+class _Output:
+    """Standard output that may go away: a pipe's reader has left, its disk is full, the terminal was closed.
+
+    The run goes on and run.jsonl has its figures, so the rest of the output goes to /dev/null.
+    """
+
+    def write(self, text: str) -> int:
+        return self._safely("write", text)
+
+    def flush(self) -> None:
+        self._safely("flush")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+    def _safely(self, method: str, *args: str) -> Any:
+        try:
+            return getattr(sys.stdout, method)(*args)
+        except OSError:
+            with contextlib.suppress(OSError):  # no file behind it
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, sys.stdout.fileno())
+                os.close(null)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

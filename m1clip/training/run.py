@@ -1,0 +1,439 @@
+"""A run is a folder. Begin one, or continue one from its newest checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from m1clip import __version__
+from m1clip.config import Config, OptimConfig, TrainConfig, TransferConfig, load_config, read_preset, to_toml
+from m1clip.data.cache import DecodePlan, Ledger, Progress
+from m1clip.data.loader import batches
+from m1clip.errors import UserError
+from m1clip.evaluation.evaluate import FOLDER as WATCH
+from m1clip.evaluation.evaluate import THUMBS, Exam, energy_figures, examine
+from m1clip.evaluation.statistics import Scores, selection_metric
+from m1clip.hardware.device import rules
+from m1clip.hardware.facts import Facts, usable_cpus
+from m1clip.hardware.memory import return_freed_memory
+from m1clip.hardware.timing import timing
+from m1clip.inference.encoder import Bundle, load
+from m1clip.io import fits, read_small, remove_leftovers, write_json, write_text
+from m1clip.runlog import MEAN_RECALL, RunLog, read_log
+from m1clip.training.checkpoint import LoopState, load_newest, restore, save_failure
+from m1clip.training.logger import check_sink, open_sink
+from m1clip.training.loop import encode, evaluate, run_loop
+from m1clip.training.oom import memory_in_words
+from m1clip.training.parity import check_parity
+from m1clip.training.process import Interrupted, StopRequest, check_free, claim_folder, give_back, hold, stop_on_signals
+from m1clip.training.progress import Screen
+from m1clip.training.recovery import make_room
+from m1clip.training.schedule import warmup_steps
+from m1clip.training.setup import Job, decided, prepare, run_name, say_settings, with_settings_of
+from m1clip.training.step import Update
+
+DEFAULT_EPOCHS = 10.0
+EVALUATIONS = 5  # a run, unless the config says otherwise
+WARM_STEPS, TIMED_STEPS = 2, 5
+# Steps that differ by more than this between their quartiles were disturbed: more of them are timed, for at most this
+# share of the time.
+STEADY, PATIENCE = 1.25, 0.05
+CALIBRATION = 0.05  # of the time, at most; --device auto takes as much again (train/choose.py)
+EVALUATING = 0.3  # of the time, at most: a short run evaluates less often
+FEW_STEPS = 10
+SMALL = (2, 8)  # images in the steps that predict what one with the complete batch takes
+SAMPLE_IMAGES = 16
+PAUSE = 50  # a step that takes so many times the usual was no step: the machine slept, or was stopped
+
+
+class Length(NamedTuple):
+    """How long a run is, and how often it evaluates unless the config says."""
+
+    steps: int
+    evaluations: int = EVALUATIONS
+
+
+def run_length(job: Job, warn: Callable[[str], None]) -> Length:
+    """The length of the run, from --steps, --epochs or --minutes."""
+    train, plan = job.config.train, job.training.plan
+    if train.steps is not None:
+        return Length(train.steps)
+    if train.minutes is not None:
+        return calibrate(job, train.minutes * 60, warn)
+    epochs = DEFAULT_EPOCHS if train.epochs is None else train.epochs
+    steps = round(epochs * plan.steps_per_epoch)
+    if steps < 1:
+        raise UserError(f"--epochs {epochs:g} is less than one step of this data: give a larger number, or --steps")
+    return Length(steps)
+
+
+def calibrate(job: Job, seconds: float, warn: Callable[[str], None]) -> Length:
+    """How many steps fit into the time: a throw-away model makes a few real ones and evaluates.
+
+    What would take more than CALIBRATION of the time is estimated from smaller batches and fewer images.
+    """
+    begin = time.perf_counter()
+    deadline = begin + CALIBRATION * seconds
+    update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast, job.teacher)
+    per_step, paused = _step_seconds(job, update, deadline, PATIENCE * seconds)
+    evaluation_seconds = _evaluation_seconds(job, update, deadline) if "val" in job.splits else 0.0
+    left = seconds - (time.perf_counter() - begin - paused)
+    train, evaluations = job.config.train, EVALUATIONS
+    if train.eval_every is None:
+        affordable = int(EVALUATING * seconds / max(evaluation_seconds, 1e-9)) - 1
+        evaluations = max(1, min(EVALUATIONS, affordable))
+        left -= (evaluations + 1) * evaluation_seconds  # and one of the test split at the end
+    elif train.eval_every:
+        left -= evaluation_seconds
+        per_step += evaluation_seconds / train.eval_every
+    update.forget_graph()
+    del update  # it hangs in a circle with what holds on to it
+    gc.collect()
+    job.device.release()
+    steps = max(1, int(left / per_step))
+    if steps < FEW_STEPS:
+        warn(
+            f"{seconds / 60:g} minutes are only {steps} steps of {per_step:.1f} s here, too few to learn much; "
+            f"give more minutes, a smaller --batch or a smaller --model"
+        )
+    return Length(steps, evaluations)
+
+
+def _step_seconds(job: Job, update: Update, deadline: float, patience: float) -> tuple[float, float]:
+    """(seconds of a step, seconds in which the machine paused); no step that would pass the deadline is made."""
+    plan = job.training.plan
+    most = max(WARM_STEPS + TIMED_STEPS, plan.steps_per_epoch)
+    # A compiled model compiles anew for each shape, and its first steps tell nothing.
+    least = WARM_STEPS + 1 if job.config.model.compile else 0
+    expected = 0.0 if least else _small_batches(job, update)
+    taken: list[float] = []
+    for step, batch in enumerate(batches(job.training, 0, most, 0, "fork", pin=False)):
+        start = time.perf_counter()
+        if step >= least and start + (taken[-1] if taken else expected) > deadline:
+            break
+        update(batch, step, 0, most)
+        job.device.synchronize()
+        taken.append(time.perf_counter() - start)
+        if enough(taken[WARM_STEPS:], patience):
+            break
+    timed = taken[WARM_STEPS:] or taken[-1:] or [expected]
+    per_step = usual(timed)
+    return per_step, sum(timed) - without_pauses(timed, per_step)
+
+
+def _small_batches(job: Job, update: Update) -> float:
+    """The seconds of a step with the complete batch, as two small batches predict them."""
+    data, plan = copy.copy(job.training), job.training.plan
+    settles, update.settles = update.settles, False  # memory is kept for the sizes of the complete batch
+    taken = {}
+    for size in [min(size, plan.batch) for size in (SMALL[0], *SMALL)]:  # the first step is cold
+        data.plan = dataclasses.replace(plan, batch=size)
+        start = time.perf_counter()
+        update.plainly(data[0], 0)
+        job.device.synchronize()
+        taken[size] = time.perf_counter() - start
+    update.settles = settles
+    (small, first), (large, second) = min(taken.items()), max(taken.items())
+    slope = max(0.0, second - first) / max(large - small, 1)
+    return second + slope * (plan.batch - large)
+
+
+def _evaluation_seconds(job: Job, update: Update, deadline: float) -> float:
+    """Seconds of an evaluation: measured, or estimated from a few images where that would pass the deadline."""
+    images = len(job.splits["val"].samples)
+    few = min(images, SAMPLE_IMAGES)
+    start = time.perf_counter()
+    encode(job, update.model, "val", few)
+    expected = (time.perf_counter() - start) * images / few
+    start = time.perf_counter()
+    if start + expected > deadline:
+        return expected
+    evaluate(job, update.model, "val")
+    return time.perf_counter() - start
+
+
+def enough(timed: list[float], patience: float) -> bool:
+    """Whether the timed steps tell how long a step takes: there are several, and they agree or time is up."""
+    if len(timed) < TIMED_STEPS:
+        return False
+    found = timing(timed)
+    return found.high <= STEADY * found.low or sum(timed) > patience
+
+
+def usual(timed: list[float]) -> float:
+    """Seconds of a step: the median of steps that agree, else their lower quartile, which others disturbed least."""
+    found = timing(timed)
+    return found.median if found.high <= STEADY * found.low else found.low
+
+
+def without_pauses(step_seconds: list[float], usual: float) -> float:
+    """Seconds that the steps took together; a pause of the machine in one of them does not eat up the budget."""
+    return sum(seconds if seconds < PAUSE * usual else usual for seconds in step_seconds)
+
+
+LOG_EVERY, LOG_LINES = 10, 50  # steps between two log lines at most, lines of a run at least
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run gives."""
+
+    run: Path
+    scores: Scores
+    split: str
+    grid: Path
+
+
+def train_once(
+    config: Config, run: str | Path | None = None, screen: Screen | None = None, name: str | None = None
+) -> Result:
+    """Train from the beginning in a new run folder: `run`, or runs/NAME (default: the model's preset)."""
+    screen = screen or Screen()
+    check_sink(config.train.log)
+    most = max(16, 4 * usable_cpus())
+    if config.data.workers > most:
+        raise UserError(f"--data.workers {config.data.workers}: {usable_cpus()} CPUs here; give at most {most}")
+    config = decided(config, screen.say)
+    folder = claim_folder(Path(run) if run is not None else None, name or run_name(config))
+    with hold(folder), stop_on_signals() as asked:
+        try:
+            job = _with_steps(prepare(config, screen.say, decode_plan(screen, folder)), screen.warn)
+            _describe(job, screen)
+            _write_head(job, folder)
+        except BaseException:
+            give_back(folder)
+            raise
+        return _go(job, folder, screen, LoopState(), None, asked)
+
+
+def resume(run: str | Path, screen: Screen | None = None) -> Result:
+    """Continue a run from its newest whole checkpoint, exactly as if it had never stopped."""
+    screen, folder = screen or Screen(), Path(run)
+    if not (folder / "config.toml").is_file():
+        raise UserError(f"{folder}: no run there (no config.toml)")
+    with hold(folder), stop_on_signals() as asked:
+        for part in (folder, folder / WATCH, folder / WATCH / THUMBS):
+            remove_leftovers(part)
+        job = prepare(load_config(folder / "config.toml"), screen.say, decode_plan(screen, folder), saved=folder)
+        _check_same_data(job, folder)
+        _describe(job, screen)
+        kept = load_newest(folder, job.device.torch, screen.warn)
+        state, tensors = kept if kept is not None else (LoopState(), None)
+        screen.say(f"resume     step {state.step:,} of {job.config.train.steps:,}")
+        return _go(job, folder, screen, state, tensors, asked)
+
+
+@memory_in_words()
+def _go(
+    job: Job,
+    folder: Path,
+    screen: Screen,
+    state: LoopState,
+    tensors: dict[str, dict[str, torch.Tensor]] | None,
+    asked: StopRequest,
+) -> Result:
+    log = RunLog(folder)
+    if job.config.guard.on_save_error == "go-on":
+        log.on_full = _warn_once(screen, log.path)
+    steps = job.config.train.steps or 0
+    sink = open_sink(job.config.train.log, folder)
+    if sink is not None:
+        log.sinks.append(sink[0])
+    log.write("start", step=state.step, steps=steps, choices=job.choices, version=__version__)
+    for line in screen.warned:
+        log.write("warning", step=state.step, text=line)
+    job.training.report = _ledger(job, folder, log, screen)
+    update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast, job.teacher)
+    if tensors is not None:
+        restore(update, state, tensors)
+    update.room, update.rate_factor = make_room(job, state), state.rate_factor
+    difference = check_parity(job, update.model)
+    if difference is not None:
+        log.write("parity", gradient_difference=difference)
+        screen.say(f"parity     gradients on {job.device.kind} differ from the CPU's by {difference:.2%}")
+    try:
+        run_loop(job, update, state, steps, folder, log, screen, asked)
+        return _finish(job, update, folder, log, screen, state)
+    except Interrupted as stopped:
+        log.write("event", step=state.step, event=str(stopped))
+        raise
+    finally:
+        screen.end()
+        log.close()
+        if sink is not None:
+            sink[1]()
+
+
+def _warn_once(screen: Screen, path: Path) -> Callable[[OSError], None]:
+    """What to do with a line of the log that the disk did not take, where the run is to go on."""
+    said: list[str] = []
+
+    def warn(error: OSError) -> None:
+        if not said:
+            said.append(save_failure(error, path) or str(error))
+            screen.warn(f"{said[0]}; training goes on, and the log says later how many lines it lacks")
+
+    return warn
+
+
+def _ledger(job: Job, folder: Path, log: RunLog, screen: Screen) -> Ledger:
+    """Names each image that cannot be read once in the run log, those found before training first."""
+    named = [str(record.get("where")) for record in read_log(folder) if record["kind"] == "skipped"]
+    ledger = Ledger(len(job.training.images), job.config.data.max_bad, log.write, screen.warn, named)
+    for name, split in job.splits.items():
+        ledger.record(name, split.failures)
+    return ledger
+
+
+def _finish(job: Job, update: Update, folder: Path, log: RunLog, screen: Screen, state: LoopState) -> Result:
+    """Keep the last model too, and report the test split once, with the model that validation chose."""
+    if update.ema is not None:
+        update.ema.swap(update.model)
+    log.check_folder()
+    Bundle(update.model, job.tokenizer, job.preprocess).save(folder / "model")
+    update.optimizer.drop_state()  # makes room for the second model
+    return_freed_memory()
+    job.polish(folder, screen.say, log.write)
+    best = load(folder, device=job.device.kind)
+    best.model.set_attention(job.config.model.attention_image, job.config.model.attention_text)  # type: ignore[arg-type]
+    split = next((name for name in ("test", "val") if name in job.splits), "train")
+    grid = folder / "retrieval.png"
+    scores = examine(Exam(best, job.source, split, job.splits[split], job.autocast), grid)
+    if state.best_step >= 0:
+        label = selection_metric(scores).label
+        screen.say(f"best       step {state.best_step:,}: validation {label} {100 * state.best:.1f}%")
+    steps = [record for record in read_log(folder) if record["kind"] == "step"]
+    shares = [record["data_share"] for record in steps if fits(record.get("data_share"), float)]
+    epochs = state.step / job.training.plan.steps_per_epoch
+    log.write("end", step=state.step, split=split, best_step=state.best_step, seconds=state.seconds,
+              data_share=sum(shares) / max(len(shares), 1), peak_bytes=job.device.peak_bytes(),
+              **energy_figures(steps, epochs, scores[MEAN_RECALL].value), **scores.as_dict())  # fmt: skip
+    return Result(folder, scores, split, grid)
+
+
+def _with_steps(job: Job, warn: Callable[[str], None]) -> Job:
+    """Turn the duration into steps, and write down what follows from their number."""
+    steps, evaluations = run_length(job, warn)
+    warmup_steps(job.config.optim.warmup, steps)  # refuses a run that would never leave warm-up
+    train = job.config.train
+    every = train.eval_every if train.eval_every is not None else max(1, -(-steps // evaluations))
+    logs = train.log_every or max(1, min(LOG_EVERY, steps // LOG_LINES))
+    saves = train.save_every if train.save_every is not None else every
+    train = dataclasses.replace(
+        train, steps=steps, minutes=None, epochs=None, eval_every=every, save_every=saves, log_every=logs
+    )
+    return dataclasses.replace(job, config=dataclasses.replace(job.config, train=train))
+
+
+def _describe(job: Job, screen: Screen) -> None:
+    shape, train = job.shape, job.config.train
+    counts = ", ".join(f"{len(split.samples):,} {name}" for name, split in job.splits.items())
+    screen.say(f"data       {', '.join(job.config.data.source)}: {counts} images of {shape.image_size} px")
+    screen.say(f"model      {job.describe_model()}")
+    epochs = (train.steps or 0) / job.training.plan.steps_per_epoch
+    several = job.training.several
+    captions = f" with {several} captions each" if several > 1 else " and captions"
+    screen.say(
+        f"training   {train.steps:,} steps of {train.batch} images{captions} ({epochs:.1f} epochs), "
+        f"{job.config.optim.name}"
+    )
+
+
+def _write_head(job: Job, folder: Path) -> None:
+    job.tokenizer.save(folder)
+    environment = {"m1clip": __version__, "command": sys.argv, "data": _fingerprint(job), "facts": job.facts.to_dict()}
+    write_json(folder / "environment.json", environment)
+    write_text(folder / "config.toml", to_toml(job.config))  # last: a folder with a config is a whole run
+
+
+def _check_same_data(job: Job, folder: Path) -> None:
+    try:
+        known = json.loads(read_small(folder / "environment.json")).get("data")
+    except (OSError, ValueError, AttributeError):
+        known = None
+    if known != _fingerprint(job):
+        raise UserError(
+            f"{folder}: the training data is not what it was when the run began, so it cannot be continued exactly; "
+            f"bring the data back, or begin a new run with --config {folder / 'config.toml'}"
+        )
+
+
+def _fingerprint(job: Job) -> str:
+    """What the training samples are: names and captions in order."""
+    digest = hashlib.sha256()
+    for sample in job.splits["train"].samples:
+        digest.update("\x1f".join((sample.id, *sample.captions, "\x1e")).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def decode_plan(screen: Screen, run: Path | None = None) -> Callable[[Facts], DecodePlan]:
+    """How this machine decodes images, with progress on the screen and in the folder of a run."""
+
+    def plan(facts: Facts) -> DecodePlan:
+        def progress(title: str) -> AbstractContextManager[Progress]:
+            return screen.counter(title, run)
+
+        start = rules("cpu", facts).worker_start
+        return DecodePlan(usable_cpus(), start, facts.memory_bytes, progress, screen.warn)
+
+    return plan
+
+
+# Settings that hold for both stages: the machine, the batch, and the loss, whose parameters the first stage makes.
+BOTH = ("batch", "device", "precision", "threads", "log", "objective", "label_smoothing")
+SECOND = ("base", "wise", "lora_rank", "train_image", "train_text")  # for the stage that moves the towers
+
+
+def train(
+    config: Config, run: str | Path | None = None, screen: Screen | None = None, name: str | None = None,
+    settled: bool = False,
+) -> Result:  # fmt: skip
+    """Train from the beginning in a new run folder: `run`, or runs/NAME (default: by model and recipe).
+
+    The frozen stage of a fine-tuning is a run of its own: `run`-frozen, or runs/frozen where `run` is not given.
+    `settled`: the config has the recipe's settings already, under what the person gave.
+    """
+    screen = screen or Screen()
+    config = decided(config, screen.say)
+    transfer = config.transfer
+    if transfer.recipe != "finetune":
+        return train_once(config, run, screen, name)
+    if run is not None:
+        check_free(Path(run))  # before the first stage spends minutes
+    if transfer.init is None:
+        screen.say("stage 1    heads on frozen towers")
+        folder = None if run is None else Path(f"{run}-frozen")
+        found = train_once(frozen_stage(config), folder, screen)
+        screen.say(f"stage 2    the towers move too, from {found.run}")
+        transfer = dataclasses.replace(transfer, init=str(found.run))
+    second = unfrozen_stage(config, transfer.init or "", settled)
+    say_settings(config, second, screen.say)
+    return train_once(second, run, screen, name)
+
+
+def frozen_stage(config: Config) -> Config:
+    """The first stage: the recipe's own settings and duration; data, heads, towers and machine as asked."""
+    kept = {name: getattr(config.train, name) for name in BOTH}
+    plain = {name: getattr(TransferConfig(), name) for name in SECOND}
+    transfer = dataclasses.replace(config.transfer, recipe="frozen", **plain)
+    asked = dataclasses.replace(config, transfer=transfer, train=TrainConfig(**kept), optim=OptimConfig())
+    return with_settings_of(asked, read_preset("frozen"))
+
+
+def unfrozen_stage(config: Config, init: str, settled: bool = False) -> Config:
+    """The second stage: the duration asked for, and careful settings where none were; `settled` as in `train`."""
+    transfer = dataclasses.replace(config.transfer, recipe="scratch", init=init)
+    asked = dataclasses.replace(config, transfer=transfer)
+    return asked if settled else with_settings_of(asked, read_preset("unfreeze"))

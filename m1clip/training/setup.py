@@ -1,0 +1,991 @@
+"""Everything that is decided before the first step: device, precision, data, tokenizer, model, attention."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from m1clip.config import DURATIONS, Config, DataConfig, ModelConfig, TransferConfig, read_preset
+from m1clip.data.augment import Augmentation
+from m1clip.data.cache import DecodePlan, cache_folder, data_folders, resident
+from m1clip.data.features import FeatureCaptions, FeatureImages, FeatureSet
+from m1clip.data.images import Preprocess
+from m1clip.data.loader import BatchPlan, TrainingSet
+from m1clip.data.prepare import (
+    CROP_MARGIN,
+    Split,
+    augmentation_of,
+    is_synthetic,
+    load_split,
+    look_first,
+    open_data,
+    with_classes,
+)
+from m1clip.data.sources.folders import ClassFolderSource
+from m1clip.data.types import Source, identities
+from m1clip.errors import UserError
+from m1clip.evaluation.analysis import even_indices
+from m1clip.evaluation.retrieval import held_out
+from m1clip.evaluation.statistics import selection_metric
+from m1clip.evaluation.zeroshot import class_folders, class_vectors, encode_readable, top_scores
+from m1clip.hardware.device import Device, Precision, check_compile, choose_device, choose_precision, threads
+from m1clip.hardware.facts import Facts, read_facts
+from m1clip.hardware.measure import DTYPES, bf16_speedup
+from m1clip.hardware.precision import autocast
+from m1clip.inference.encoder import Bundle, assemble, encode_split, load, read_parts
+from m1clip.inference.feature_cache import Maker, Side, feature_captions, feature_images, token_captions
+from m1clip.io import read_small
+from m1clip.model.clip import CLIP, count_parameters
+from m1clip.model.convert import assign_weights, fit_positions, other_tokens, read_json
+from m1clip.model.folder import Parts
+from m1clip.model.heads import Head
+from m1clip.model.layers import AttentionKind
+from m1clip.model.lora import ALL, open_tower
+from m1clip.model.presets import ClipShape, resolved, shape_of
+from m1clip.model.pretrained import (
+    FILES,
+    OWN_IMAGE,
+    OWN_TEXT,
+    PREFIX,
+    TIMM,
+    TowerClip,
+    TowerShape,
+    installed,
+    load_timm,
+    load_tower,
+    own_config,
+    own_shape,
+    remedy,
+    tower_file,
+    tower_weights,
+    weights_hash,
+    width_of,
+    wordpieces,
+)
+from m1clip.runlog import MEAN_RECALL, SELECTION, TOP1
+from m1clip.text.base import Tokenizer
+from m1clip.text.bpe import BpeTokenizer, row_sources
+from m1clip.text.tokenizers import MAX_BYTES as MAX_TOKENIZER_BYTES
+from m1clip.text.tokenizers import CharTokenizer, FastTokenizer, WordPieceTokenizer, load_tokenizer, make_tokenizer
+from m1clip.training.autotune import USUAL_BATCH, choose_attention, open_training_data, usual_captions, with_batch
+from m1clip.training.autotune import fitted as auto_fitted
+from m1clip.training.teacher import Teacher
+
+BYTES_PER_PARAMETER = 12  # weight, gradient and one moment of the optimizer in float32
+TEXT_CONTRAST = 0.2  # docs/recipe.md
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run with every question answered; the loop takes it from here."""
+
+    config: Config  # resolved, but for minutes and epochs
+    facts: Facts
+    device: Device
+    precision: Precision
+    shape: ClipShape
+    tokenizer: Tokenizer
+    preprocess: Preprocess
+    source: Source
+    training: TrainingSet
+    splits: dict[str, Split]
+    choices: dict[str, Any]  # what was measured in order to decide
+    autocast: Callable[[], AbstractContextManager[object]]
+    teacher: Teacher | None = dataclasses.field(kw_only=True, default=None)  # a second target, where asked for
+
+    def build_model(self) -> CLIP:
+        """A new model from the seed, on the device."""
+        torch.manual_seed(self.config.seed)
+        model = CLIP(self.shape, self.tokenizer.eot_id).to(self.device.torch)
+        model.set_attention(*_attention_kinds(self.config))  # type: ignore[arg-type]
+        model.set_recompute(self.config.model.recompute)
+        return model
+
+    def polish(self, folder: Path, say: Callable[[str], None], write: Callable[..., Any]) -> None:
+        """What remains to be done with the best model when training is over; fine-tuning has something here."""
+
+    def also_measured(self, model: CLIP, say: Callable[[str], None]) -> dict[str, Any]:
+        """What is measured at each evaluation beside the validation split, for the log; nothing from random weights."""
+        return {}
+
+    def describe_model(self) -> str:
+        """The model in one line, for a person."""
+        config = self.config.model
+        return (
+            f"{config.preset}: {count_parameters(self.shape):,} parameters, {self.tokenizer.vocab_size:,} tokens, "
+            f"attention {config.attention_image} (image) {config.attention_text} (text)"
+        )
+
+
+def _attention_kinds(config: Config) -> tuple[str, str]:
+    return config.model.attention_image, config.model.attention_text
+
+
+def _check_fits(shape: ClipShape, facts: Facts) -> None:
+    """Before the data is read: a model that no batch size or recomputation can make fit this machine."""
+    count = count_parameters(shape)
+    memory = max(facts.memory_bytes, torch.cuda.mem_get_info()[1] if facts.cuda else 0)
+    if count * BYTES_PER_PARAMETER > memory:
+        raise UserError(
+            f"a model of {count / 1e9:,.1f} billion parameters needs {count * BYTES_PER_PARAMETER / 1e9:,.0f} GB to "
+            f"train, this machine has {memory / 1e9:,.0f} GB: choose a smaller --model"
+        )
+
+
+def prepare_scratch(
+    config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan], saved: Any = None
+) -> Job:
+    """Answer every question of a run. `saved` is the folder of a tokenizer to use again on a resume."""
+    bias = config.train.objective == "sigmoid"
+    draft = shape_of(config.model, logit_bias=bias)
+    facts = read_facts()
+    _check_fits(draft, facts)
+    plan = decode(facts)
+    source = open_training_data(config, draft.image_size, plan)
+    choose_device(config.train.device, facts)  # a device that is missing is said before the data is read
+
+    preprocess = Preprocess(image_size=draft.image_size)
+    lint = None
+    if not is_synthetic(config.data):
+        lint = look_first(source, draft.image_size, draft.context_length, say, plan.warn)
+    captions = [caption for sample in source.samples("train") for caption in sample.captions]
+    tokenizer = (
+        load_tokenizer(saved) if saved else make_tokenizer(config.text.tokenizer, captions, config.text.alphabet)
+    )
+    shape = shape_of(config.model, tokenizer.vocab_size, bias)
+
+    letters = isinstance(tokenizer, CharTokenizer)  # they are no words, and none can be spared
+    augmentation = augmentation_of(config.data, captions, shape.stem == "conv", whole_captions=letters)
+    splits: dict[str, Split] = {}
+    for split in ("train", "val", "test"):
+        if split in source.splits():
+            margin = CROP_MARGIN if split == "train" and augmentation.crop_min < 1 else 1.0
+            splits[split] = load_split(
+                source, split, config.data, tokenizer, shape.context_length, preprocess, margin, plan
+            )
+    caches = {name: split.cache for name, split in splits.items()}
+    choices: dict[str, Any] = {"cache": caches, "lint": lint}
+    if config.train.batch is None:
+        config = with_batch(config, USUAL_BATCH["scratch"], len(splits["train"].samples))
+    config, device, precision = auto_fitted(config, shape, tokenizer.eot_id, facts, splits["train"], say, choices)
+    kinds = _measure_attention(config, device, precision, shape, splits["train"], choices)
+    data = _resolved_data(config, augmentation, splits["train"], device)
+    contrast = config.train.text_contrast
+    if contrast is None:
+        contrast = TEXT_CONTRAST if (data.captions_per_step or 1) > 1 else 0.0
+    config = dataclasses.replace(
+        config,
+        model=resolved(config.model, shape, *kinds),
+        data=data,
+        train=dataclasses.replace(config.train, device=device.kind, precision=precision, text_contrast=contrast),
+    )
+    training = _training_set(config, shape, splits["train"], augmentation, device)
+    context = autocast(device, precision)
+    return Job(
+        config, facts, device, precision, shape, tokenizer, preprocess, source, training, splits, choices, context
+    )
+
+
+def choose_hardware(config: Config, facts: Facts) -> tuple[Device, Precision, float | None]:
+    """Device and precision, with the measured gain of bf16 where that decided."""
+    device = Device(choose_device(config.train.device, facts), facts)
+    torch.set_num_threads(threads(config.train.threads, facts))
+    if config.model.compile:
+        check_compile(device.kind)
+    measure = config.train.precision == "auto" and device.rules.bf16 == "measure"
+    speedup = bf16_speedup(device) if measure else None
+    return device, choose_precision(config.train.precision, device.kind, facts, speedup), speedup
+
+
+def _training_set(
+    config: Config, shape: ClipShape, train: Split, augmentation: Augmentation, device: Device
+) -> TrainingSet:
+    """The batches of the run, from images that lie on the device where it has a memory of its own."""
+    assert config.train.batch
+    plan = BatchPlan.full(len(train.samples), config.train.batch, config.seed)
+    full_length = device.rules.fixed_shapes or config.model.compile
+    several = config.data.captions_per_step or 1
+    identity = identities(train.samples)
+    images = train.images
+    if device.rules.resident:
+        images = resident(images, device.torch, device.free_bytes())
+    return TrainingSet(images, train.captions, plan, augmentation, full_length, identity, several, shape.grid**2)
+
+
+def _measure_attention(
+    config: Config, device: Device, precision: Precision, shape: ClipShape, train: Split, choices: dict[str, Any]
+) -> tuple[AttentionKind, AttentionKind]:
+    """Measure both implementations at the shapes of this run, unless the config already says which."""
+    longest = min(-(-int(train.captions.lengths.max()) // 8) * 8, shape.context_length)
+    asked = {
+        "image": (config.model.attention_image, shape.vision_heads, shape.image_tokens, shape.vision_width, False),
+        "text": (config.model.attention_text, shape.text_heads, longest, shape.text_width, True),
+    }
+    kinds: list[AttentionKind] = []
+    for tower, (wish, heads, length, width, causal) in asked.items():
+        kind, times = choose_attention(
+            wish, device, DTYPES[precision], config.train.batch or 0, heads, length, width // heads, causal
+        )
+        choices[f"attention_{tower}"] = {"chosen": kind, **{name: str(value) for name, value in times.items()}}
+        kinds.append(kind)
+    return kinds[0], kinds[1]
+
+
+def _resolved_data(config: Config, augmentation: Augmentation, train: Split, device: Device) -> DataConfig:
+    """The settings of the data that depend on what is in it."""
+    counts = np.diff(train.captions.first)
+    several = usual_captions(config, train)
+    if device.rules.fixed_shapes:
+        several = min(several, int(counts.min()))  # an image with fewer would change the shape of its batch
+    return dataclasses.replace(config.data, captions_per_step=several, **dataclasses.asdict(augmentation))
+
+
+def device_line(device: Device, facts: Facts, precision: Precision, speedup: float | None) -> str:
+    """What the run computes on, for a person."""
+    name = facts.cuda if device.kind == "cuda" else facts.cpu
+    reason = f" (bf16 measured {speedup:.1f}x fp32)" if speedup else ""
+    cores = f", {torch.get_num_threads()} threads" if device.kind == "cpu" else ""
+    return f"device     {device.kind}: {name}{cores}, {precision}{reason}"
+
+
+TEST_VIEWS = 1
+
+
+class Moving(NamedTuple):
+    """Which towers are trained; the others stand still."""
+
+    image: bool
+    text: bool
+
+
+def maker_of(
+    model: TowerClip, tokenizer: Tokenizer, preprocess: Preprocess, config: Config, source: Source, device: Device,
+    precision: Precision, plan: DecodePlan,
+) -> Maker:  # fmt: skip
+    """What makes the features of a model's towers."""
+    roots, beside = data_folders(source)
+    read_at = getattr(model.image, "also", model.shape.image_config)
+    return Maker(
+        image=Side(model.image, width_of(model.image), (weights_hash(model.image.state_dict()), str(read_at))),
+        text=Side(model.text, width_of(model.text), (weights_hash(model.text.state_dict()), model.shape.text_config)),
+        tokenizer=tokenizer, context_length=model.shape.context_length, preprocess=preprocess,
+        views=config.transfer.views, folder=cache_folder(config.data.cache_dir, beside), roots=roots,
+        device=device.torch, precision=precision, autocast=autocast(device, precision), plan=plan,
+    )  # fmt: skip
+
+
+def look_at(config: Config, source: Source, maker: Maker, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """The quick check of the data that stands before each run; drawn images need none."""
+    if is_synthetic(config.data):
+        return None
+    size, context = maker.preprocess.image_size, maker.context_length
+    return look_first(source, size, context, say, maker.plan.warn)
+
+
+def augmentation_for(
+    config: Config, source: Source, model: TowerClip, tokenizer: Tokenizer, moving: Moving
+) -> Augmentation:
+    """What the sides that move see varied: in towers of ours as in any run, in others words only where asked for."""
+    captions = [caption for sample in source.samples("train") for caption in sample.captions]
+    image, text = own_shape(model.shape.image_config), own_shape(model.shape.text_config)
+    whole_images = image is None or image.stem == "conv"
+    whole_captions = text is None or isinstance(tokenizer, CharTokenizer)
+    found = augmentation_of(config.data, captions, whole_images, whole_captions)
+    patches = found.patch_dropout if image is not None else 0.0  # a tower of others knows of no patches
+    words = found.word_dropout if moving.text else 0.0
+    if not moving.image:
+        return Augmentation(word_dropout=words)
+    return dataclasses.replace(found, patch_dropout=patches, word_dropout=words)
+
+
+def side_split(maker: Maker, config: Config, source: Source, split: str, moving: Moving, margin: float = 1.0) -> Split:
+    """A split with features on the sides that stand still."""
+    if moving.image:
+        found = load_split(
+            source, split, config.data, maker.tokenizer, maker.context_length, maker.preprocess, margin, maker.plan
+        )
+        if moving.text:
+            return found
+        return dataclasses.replace(found, captions=with_classes(feature_captions(maker, found.samples, split), source))
+    wanted = maker if split == "train" else dataclasses.replace(maker, views=TEST_VIEWS)
+    images, kept, failures = feature_images(wanted, source.samples(split), split, config.data.max_bad)
+    captions = token_captions(maker, kept) if moving.text else feature_captions(maker, kept, split)
+    return Split(images, with_classes(captions, source), kept, failures, "features")
+
+
+def side_splits(
+    maker: Maker, config: Config, source: Source, moving: Moving, augmentation: Augmentation
+) -> dict[str, Split]:
+    """All splits of the data."""
+    margin = CROP_MARGIN if augmentation.crop_min < 1 else 1.0
+    return {
+        split: side_split(maker, config, source, split, moving, margin if split == "train" else 1.0)
+        for split in ("train", "val", "test")
+        if split in source.splits()
+    }
+
+
+def training_set(
+    config: Config, train: Split, augmentation: Augmentation, patches: int, full_length: bool
+) -> FeatureSet:
+    """The batches of the run."""
+    assert config.train.batch
+    plan = BatchPlan.full(len(train.samples), config.train.batch, config.seed)
+    several = config.data.captions_per_step or 1
+    identity = identities(train.samples)
+    return FeatureSet(train.images, train.captions, plan, augmentation, full_length, identity, several, patches)
+
+
+def with_teacher(job: Job, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan]) -> Job:
+    """The job with what the teacher makes of its training images and captions."""
+    transfer, train = job.config.transfer, job.splits["train"]
+    bundle = load(Path(transfer.teacher or ""), job.device.kind, activation=transfer.activation)
+    model, width = bundle.model, bundle.model.shape.embed_dim
+    roots, beside = data_folders(job.source)
+    # The same weights make other vectors with another activation, or fewer heads.
+    key = (weights_hash(model.state_dict()), json.dumps(model.shape.to_dict(), sort_keys=True), "unit vectors")
+    maker = Maker(
+        image=Side(model.encode_image, width, key), text=Side(model.encode_text, width, key),
+        tokenizer=bundle.tokenizer, context_length=model.shape.context_length, preprocess=bundle.preprocess, views=1,
+        folder=cache_folder(job.config.data.cache_dir, beside), roots=roots, device=job.device.torch,
+        precision=job.precision, autocast=job.autocast, plan=decode(job.facts),
+    )  # fmt: skip
+    images, kept, _ = feature_images(maker, train.samples, "train", 0.0)
+    if len(kept) != len(train.samples):
+        raise UserError(f"{transfer.teacher}: cannot read {len(train.samples) - len(kept)} of the training images")
+    captions = feature_captions(maker, train.samples, "train")
+    _, first = np.unique(train.captions.keys, return_index=True)  # keys are 0, 1, 2, ...
+    scale = float(model.scale().detach())
+    say(f"teacher    {transfer.teacher}: {transfer.teacher_weight:g} of the loss, temperature {1 / scale:.3f}")
+    teacher = Teacher(images.table, images.at[:, 0], captions.table, captions.at[first], scale, transfer.teacher_weight)
+    return dataclasses.replace(job, teacher=teacher)
+
+
+BATCH = 128  # images encoded at once
+MOST_IMAGES = 1000  # of class folders: they are decoded at each evaluation
+Context = Callable[[], AbstractContextManager[object]]
+J = TypeVar("J", bound=Job)
+
+
+class Meter(Protocol):
+    """One number of a model on the base set, between 0 and 1."""
+
+    @property
+    def name(self) -> str:
+        """What the number is, in a person's words."""
+
+    def __call__(self, bundle: Bundle) -> float:
+        """Measure a model."""
+
+
+@dataclass(frozen=True)
+class RecallMeter:
+    """The figure that chooses the best model, on a split."""
+
+    split: Split
+    autocast: Context
+
+    @property
+    def metric(self) -> str:
+        """Its name in the log."""
+        return TOP1 if self.split.captions.classes else MEAN_RECALL
+
+    @property
+    def name(self) -> str:
+        """Its label."""
+        return SELECTION[self.metric]
+
+    def __call__(self, bundle: Bundle) -> float:
+        """Features of the split first; sides that stand still bring theirs."""
+        data = self.split
+        found = encode_split(bundle.model, data.images, data.captions, bundle.preprocess, BATCH, self.autocast)
+        return selection_metric(held_out(*found)).value
+
+
+@dataclass(frozen=True)
+class ClassMeter:
+    """Zero-shot top-1 over a folder of class folders, or an even sample of it."""
+
+    folder: Path
+    autocast: Context
+    name: str = "zero-shot top-1"
+
+    def __call__(self, bundle: Bundle) -> float:
+        """The names of the folders are the classes."""
+        training, data = bundle.model.training, class_folders(self.folder)
+        chosen = even_indices(len(data.paths), MOST_IMAGES)
+        with self.autocast():
+            features, kept, _ = encode_readable(bundle, [data.paths[place] for place in chosen])
+            vectors = class_vectors(bundle, data.names).cpu()
+        bundle.model.train(training)
+        labels = torch.tensor([data.labels[chosen[place]] for place in kept])
+        return top_scores(features.float() @ vectors.float().T, labels)["zero_shot/top1"].value
+
+
+@dataclass(frozen=True)
+class Base:
+    """The base set of a run, and what the model made of it before the first step."""
+
+    where: str
+    meter: Meter
+    tokenizer: Tokenizer
+    preprocess: Preprocess
+    before: float
+
+    def now(self, model: CLIP) -> float:
+        """What it makes of it now."""
+        return self.meter(Bundle(model, self.tokenizer, self.preprocess))
+
+    def figures(self, model: CLIP, say: Callable[[str], None]) -> dict[str, Any]:
+        """For the line of an evaluation in the run log, and said."""
+        now = self.now(model)
+        say(f"base        {self.meter.name} on {self.where}: {now:.1%} ({self.before:.1%} before)")
+        return {"base": now, "base_before": self.before, "base_metric": self.meter.name}
+
+
+def with_base(job: J, load: Callable[[Source, str, DataConfig], Split]) -> J:
+    """The job with its base set, if it has one, measured before the first step.
+
+    Zero-shot where it is a folder of class folders, else recall on its test split, or what it has instead;
+    `load(source, split, settings)` reads a split as the run's model sees it.
+    """
+    config = job.config
+    if not config.transfer.base:
+        return job
+    data = dataclasses.replace(config.data, source=config.transfer.base)
+    source = open_data(data, job.preprocess.image_size, config.seed)
+    meter: Meter
+    if isinstance(source, ClassFolderSource):
+        meter = ClassMeter(Path(config.transfer.base[0]), job.autocast)
+    else:
+        split = next(name for name in ("test", "val", "train") if name in source.splits())
+        meter = RecallMeter(load(source, split, data), job.autocast)
+    before = meter(Bundle(job.build_model(), job.tokenizer, job.preprocess))
+    where = ", ".join(config.transfer.base)
+    base = Base(where, meter, job.tokenizer, job.preprocess, before)
+    return dataclasses.replace(cast(Any, job), base=base)  # every job that starts from a model has this field
+
+
+GRID = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of the new weights that `--wise search` tries
+
+
+def mixed(old: dict[str, Tensor], new: dict[str, Tensor], share: float) -> dict[str, Tensor]:
+    """WiSE-FT: each weight on the line from the old (0) to the new (1)."""
+    return {
+        name: old[name].to(tensor).lerp(tensor, share) if tensor.is_floating_point() else tensor
+        for name, tensor in new.items()
+    }
+
+
+def mix(
+    job: Job, start: dict[str, Tensor], base: Base | None, folder: Path, say: Callable[[str], None],
+    write: Callable[..., Any],
+) -> None:  # fmt: skip
+    """Mix old and new weights as asked, keep what is best on validation, and tell what was forgotten."""
+    best, wish = load(folder, device=job.device.kind), job.config.transfer.wise
+    new = {name: tensor.clone() for name, tensor in best.model.state_dict().items()}
+    tried = GRID if wish == "search" else (1.0,) if wish == "off" else (float(wish),)
+    meter = RecallMeter(job.splits["val"], job.autocast) if "val" in job.splits else None
+    found: list[tuple[float, float]] = []
+    for share in tried:
+        best.model.load_state_dict(mixed(start, new, share))
+        own = meter(best) if meter is not None and wish != "off" else 0.0
+        found.append((own, share))
+        if wish != "off":
+            write("wise", share=share, **({f"val_{meter.metric}": own} if meter is not None else {}))
+    own, share = max(found)
+    best.model.load_state_dict(mixed(start, new, share))
+    if wish != "off":
+        parts = f"{share:.2f} of the new weights, {1 - share:.2f} of the old"
+        score = f": validation {meter.name} {100 * own:.1f}%" if meter is not None else ""
+        say(f"wise       {parts}{score}")
+        best.save(folder / "best")
+    if base is not None:
+        after = base.meter(best)
+        write("forgetting", before=base.before, after=after, metric=base.meter.name)
+        say(f"forgetting {base.meter.name} on {base.where}: {base.before:.1%} before, {after:.1%} after")
+
+
+SAMPLE = 50_000  # rows from which mean and deviation are taken
+
+
+@dataclass(frozen=True)
+class TowerJob(Job):
+    """A run on features, on data, or on one of each."""
+
+    towers: TowerClip = dataclasses.field(kw_only=True)  # the weights it starts from; never trained in place
+    moving: Moving = dataclasses.field(kw_only=True)
+    fresh: bool = dataclasses.field(kw_only=True)  # new heads, and all of a tower that moves is trained
+    base: Base | None = dataclasses.field(kw_only=True, default=None)
+
+    def build_model(self) -> CLIP:
+        """The towers with new heads from the seed, or with the heads it starts from; what is to stand still does."""
+        torch.manual_seed(self.config.seed)
+        model = TowerClip(self.towers.shape, self.tokenizer.pad_id).to(self.device.torch)
+        still = (self.towers.image, self.towers.text)
+        model.image, model.text = (
+            copy.deepcopy(tower) if moves else tower for tower, moves in zip(still, self.moving, strict=True)
+        )
+        if self.fresh:
+            self._standardise(model)
+        else:
+            model.load_state_dict(self.towers.state_dict())
+            for head in (model.image_projection, model.text_projection):
+                cast(Head, head).spare_dead_channels()
+        self._let_go(model)
+        model.set_attention(self.config.model.attention_image, self.config.model.attention_text)  # type: ignore[arg-type]
+        model.set_recompute(self.config.model.recompute)
+        return model
+
+    def _standardise(self, model: TowerClip) -> None:
+        """Tell new heads the mean and deviation of the training features; a tower of ours ends in a norm already."""
+        train = self.splits["train"]
+        if isinstance(train.images, FeatureImages):
+            images = train.images
+            cast(Head, model.image_projection).standardise(*moments(images.table, images.at[:, 0]))
+        if isinstance(train.captions, FeatureCaptions):
+            captions = train.captions
+            cast(Head, model.text_projection).standardise(*moments(captions.table, captions.at))
+
+    def _let_go(self, model: TowerClip) -> None:
+        transfer = self.config.transfer
+        rank = 0 if self.fresh else transfer.lora_rank
+        counts = (ALL, ALL) if self.fresh else (transfer.train_image, transfer.train_text)
+        names = ("--transfer.train-image", "--transfer.train-text")
+        towers = (model.image, model.text)
+        for tower, moves, count, name in zip(towers, self.moving, counts, names, strict=True):
+            if moves:
+                open_tower(tower, count, name, rank, transfer.lora_alpha, transfer.lora_targets)
+
+    def polish(self, folder: Path, say: Callable[[str], None], write: Callable[..., Any]) -> None:
+        """Mix old and new weights where it was asked for."""
+        if not self.fresh:
+            mix(self, self.towers.state_dict(), self.base, folder, say, write)
+
+    def also_measured(self, model: CLIP, say: Callable[[str], None]) -> dict[str, Any]:
+        """The base set, where there is one."""
+        return {} if self.base is None else self.base.figures(model, say)
+
+    def describe_model(self) -> str:
+        """The towers, what of them stands still, and the heads."""
+        shape, model = self.towers.shape, self.build_model()
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        still = sum(p.numel() for p in model.parameters()) - trained
+        names = " and ".join(
+            f"{name}{'' if moves else ', frozen'}"
+            for name, moves in zip((shape.image_tower, shape.text_tower), self.moving, strict=True)
+        )
+        if not any(self.moving):
+            names = f"{shape.image_tower} and {shape.text_tower}, frozen"
+        return (
+            f"{names} ({still:,} parameters stand still), {shape.head} heads to {shape.embed_dim} "
+            f"({trained:,} to train)"
+        )
+
+
+def moments(table: np.ndarray, at: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each feature over the rows `at`, or an even sample of many."""
+    chosen = at[:: max(1, len(at) // SAMPLE)]
+    rows = torch.from_numpy(table[np.sort(chosen)].astype(np.float32))
+    return rows.mean(dim=0), rows.std(dim=0, correction=0)
+
+
+HALF = (0.5, 0.5, 0.5)  # EfficientNet-Lite was trained on pixels between -1 and 1
+
+
+def prepare_frozen(config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan]) -> TowerJob:
+    """Answer every question of a frozen run; this is where the towers work, once for each image and caption."""
+    transfer = config.transfer
+    moving = Moving(transfer.image_tower == OWN_IMAGE, transfer.text_tower == OWN_TEXT)
+    if all(moving):
+        raise UserError("--image-tower vit --text-tower text: nothing is pretrained; that is --recipe scratch")
+    source = open_training_data(config, transfer.image_size, decode(read_facts()))
+    captions = (caption for sample in source.samples("train") for caption in sample.captions)
+    started = pretrained_towers(config, captions)
+    return prepare_towers(config, say, decode, source, started, moving, fresh=True)
+
+
+class Started(NamedTuple):
+    """A model on towers, its tokenizer, and what its images must be."""
+
+    model: TowerClip
+    tokenizer: Tokenizer
+    preprocess: Preprocess
+
+
+def prepare_towers(
+    config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan], source: Any, started: Started,
+    moving: Moving, fresh: bool,
+) -> TowerJob:  # fmt: skip
+    """The run on these towers, from features on the sides that stand still."""
+    facts = read_facts()
+    device, precision, speedup = choose_hardware(config, facts)
+    say(device_line(device, facts, precision, speedup))
+    towers = started.model.to(device.torch).eval()
+    maker = maker_of(towers, started.tokenizer, started.preprocess, config, source, device, precision, decode(facts))
+    lint = look_at(config, source, maker, say)
+    augmentation = augmentation_for(config, source, towers, started.tokenizer, moving)
+    splits = side_splits(maker, config, source, moving, augmentation)
+    seen: dict[str, Any] = {"captions_per_step": usual_captions(config, splits["train"])}
+    if any(moving):
+        seen |= dataclasses.asdict(augmentation)
+    usual = USUAL_BATCH["frozen" if fresh else "unfreeze"]
+    config = with_batch(config, usual, len(splits["train"].samples))
+    own = (own_shape(towers.shape.image_config), own_shape(towers.shape.text_config))
+    kinds: dict[str, Any] = {}
+    if own[0] is not None and moving.image:
+        asked = (own[0].vision_heads, own[0].image_tokens, own[0].vision_width // own[0].vision_heads, False)
+        kinds["attention_image"] = choose_attention(
+            config.model.attention_image, device, DTYPES[precision], config.train.batch or 0, *asked
+        )[0]
+    if own[1] is not None and moving.text:
+        asked = (own[1].text_heads, own[1].context_length, own[1].text_width // own[1].text_heads, True)
+        kinds["attention_text"] = choose_attention(
+            config.model.attention_text, device, DTYPES[precision], config.train.batch or 0, *asked
+        )[0]
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(_shape_told(config.model, *own), **kinds),
+        data=dataclasses.replace(config.data, **seen),
+        train=dataclasses.replace(config.train, device=device.kind, precision=precision),
+    )
+    patches = own[0].grid ** 2 if own[0] is not None else 0
+    full_length = device.rules.fixed_shapes or config.model.compile
+    choices: dict[str, Any] = {"bf16_speedup": speedup, "features": str(maker.folder), "lint": lint}
+    return TowerJob(
+        config=config, facts=facts, device=device, precision=precision, shape=cast(Any, towers.shape),
+        tokenizer=started.tokenizer, preprocess=started.preprocess, source=source, splits=splits, choices=choices,
+        training=training_set(config, splits["train"], augmentation, patches, full_length), autocast=maker.autocast,
+        towers=towers, moving=moving, fresh=fresh,
+    )  # fmt: skip
+
+
+def _shape_told(config: ModelConfig, image: ClipShape | None, text: ClipShape | None) -> ModelConfig:
+    """The config with the shape of the tower that is ours, so that it says the same when the table changes."""
+    shape = image or text
+    if shape is None:
+        return config
+    told = resolved(config, shape, config.attention_image, config.attention_text)  # type: ignore[arg-type]
+    # Beside a text tower of ours the images are those of somebody else's tower.
+    return told if image is not None else dataclasses.replace(told, image_size=config.image_size)
+
+
+def pretrained_towers(config: Config, captions: Iterable[str]) -> Started:
+    """A model with its makers' weights in the towers and new heads; a tower of ours starts from the seed."""
+    transfer = config.transfer
+    image_config, image_weights, seen = _image_side(config)
+    text_config, text_weights, tokenizer = _text_side(config, captions)
+    shape = TowerShape(
+        image_tower=transfer.image_tower, text_tower=transfer.text_tower, image_size=seen.image_size,
+        image_config=image_config, text_config=text_config,
+        context_length=transfer.context_length, vocab_size=tokenizer.vocab_size, embed_dim=transfer.embed_dim,
+        head=transfer.head, hidden=transfer.hidden, dropout=transfer.dropout,
+        logit_bias=config.train.objective == "sigmoid",
+    )  # fmt: skip
+    torch.manual_seed(config.seed)
+    model = TowerClip(shape, tokenizer.pad_id)
+    if image_weights is not None:
+        assign_weights(model.image, image_weights, shape.image_tower)
+    if text_weights is not None:
+        assign_weights(model.text, text_weights, shape.text_tower)
+    return Started(model, tokenizer, seen)
+
+
+def _image_side(config: Config) -> tuple[str, dict[str, Tensor] | None, Preprocess]:
+    """(config, weights, preprocessing) of the image tower; weights are None where they start from the seed."""
+    transfer, name = config.transfer, config.transfer.image_tower
+    if name == OWN_IMAGE:
+        shape = shape_of(config.model)
+        return own_config(shape), None, Preprocess(image_size=shape.image_size)
+    if name in FILES:
+        return "", tower_weights(name), _preprocess(None, transfer.image_size)
+    if name.startswith(PREFIX):
+        told, weights = load_timm(name, transfer.download)
+        seen = json.loads(told)[TIMM]["preprocess"]
+        mean, std = tuple(seen["mean"]), tuple(seen["std"])
+        return told, weights, Preprocess(image_size=seen["image_size"], mean=mean, std=std, resize="squash")
+    loaded = load_tower(name, "vision", transfer.download)
+    path = tower_file(name, "preprocessor_config.json", transfer.download)
+    return loaded.config, loaded.weights, _preprocess(read_json(path) if path else {}, transfer.image_size)
+
+
+def _text_side(config: Config, captions: Iterable[str]) -> tuple[str, dict[str, Tensor] | None, Tokenizer]:
+    """(config, weights, tokenizer) of the text tower; weights are None where they start from the seed."""
+    transfer, name = config.transfer, config.transfer.text_tower
+    if name == OWN_TEXT:
+        tokenizer = make_tokenizer(config.text.tokenizer, list(captions), config.text.alphabet)
+        shape = dataclasses.replace(
+            shape_of(config.model, tokenizer.vocab_size), context_length=transfer.context_length
+        )
+        return own_config(shape, tokenizer.eot_id), None, tokenizer
+    if name in FILES:
+        return "", tower_weights(name), WordPieceTokenizer(wordpieces())
+    loaded = load_tower(name, "text", transfer.download)
+    return loaded.config, loaded.weights, _their_tokenizer(name, loaded.pad_id, transfer.download)
+
+
+def _their_tokenizer(name: str, pad_id: int, download: bool) -> Tokenizer:
+    path = tower_file(name, "tokenizer.json", download)
+    if path is None:
+        raise UserError(f"{name}: has no tokenizer.json; save it with transformers' fast tokenizer first")
+    try:
+        return FastTokenizer(read_small(path, MAX_TOKENIZER_BYTES).decode("utf-8"), pad_id)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _preprocess(seen: dict[str, Any] | None, size: int) -> Preprocess:
+    """The pixels that a tower was trained on. The whole image is squashed: a caption tells of its edges too."""
+    seen = seen or {}
+    told = seen.get("crop_size", seen.get("size"))
+    told = next(iter(told.values()), None) if isinstance(told, dict) else told
+    mean, std = (tuple(seen.get(key, HALF)) for key in ("image_mean", "image_std"))
+    return Preprocess(image_size=told if isinstance(told, int) else size, mean=mean, std=std, resize="squash")
+
+
+def prepare_unfrozen(
+    config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan], parts: Parts
+) -> TowerJob:
+    """Answer every question of such a run; a tower that still stands still is read from its features."""
+    transfer = config.transfer
+    if transfer.vocabulary == "cut":
+        raise UserError("--transfer.vocabulary cut goes with CLIP's pieces, not with a pretrained text tower")
+    if config.model.image_size not in (None, parts.preprocess.image_size):
+        raise UserError(f"{transfer.init}: a model on towers keeps its image size, {parts.preprocess.image_size}")
+    bundle = assemble(parts)
+    model = cast(TowerClip, bundle.model)
+    if config.train.objective == "sigmoid" and model.logit_bias is None:
+        raise UserError(
+            f"{transfer.init}: has no bias for --train.objective sigmoid; choose multi, or train it with sigmoid first"
+        )
+    moving = Moving(transfer.train_image != 0, transfer.train_text != 0)
+    source = open_training_data(config, parts.preprocess.image_size, decode(read_facts()))
+    started = Started(model, bundle.tokenizer, bundle.preprocess)
+    job = prepare_towers(config, say, decode, source, started, moving, fresh=False)
+
+    def load_base(other: Source, split: str, data: DataConfig) -> Split:
+        asked = dataclasses.replace(job.config, data=data)
+        plan = decode(job.facts)
+        maker = maker_of(*started, asked, other, job.device, job.precision, plan)
+        return side_split(maker, asked, other, split, moving)
+
+    return with_base(job, load_base)
+
+
+@dataclass(frozen=True)
+class InitJob(Job):
+    """A run that starts from weights."""
+
+    start: dict[str, Tensor] = dataclasses.field(kw_only=True)
+    base: Base | None = dataclasses.field(kw_only=True, default=None)  # what must not be forgotten
+
+    def build_model(self) -> CLIP:
+        """The model with the weights it starts from; what is to stand still does."""
+        model = super().build_model()
+        weights = {name: t.to(self.device.torch) for name, t in self.start.items()}
+        assign_weights(model, weights, self.config.transfer.init or "")
+        transfer = self.config.transfer
+        lora = (transfer.lora_rank, transfer.lora_alpha, transfer.lora_targets)
+        open_tower(model.image, transfer.train_image, "--transfer.train-image", *lora)
+        open_tower(model.text, transfer.train_text, "--transfer.train-text", *lora)
+        return model
+
+    def describe_model(self) -> str:
+        """Where it starts, and how much of it moves."""
+        model = self.build_model()
+        moving = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        whole = sum(p.numel() for p in model.parameters())
+        return f"from {self.config.transfer.init}: {moving:,} of {whole:,} parameters to train"
+
+    def polish(self, folder: Path, say: Callable[[str], None], write: Callable[..., Any]) -> None:
+        """Mix old and new weights as asked, and say what was kept of what the model could do before."""
+        mix(self, self.start, self.base, folder, say, write)
+
+    def also_measured(self, model: CLIP, say: Callable[[str], None]) -> dict[str, Any]:
+        """The base set, where there is one."""
+        return {} if self.base is None else self.base.figures(model, say)
+
+
+def prepare_init(
+    config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan], saved: Any = None
+) -> Job:
+    """Answer every question of a run that starts from a model; `saved` as in setup.prepare."""
+    init, config = Path(config.transfer.init or ""), _gently(config)
+    parts = read_parts(init, config.transfer.activation)
+    if isinstance(parts.shape, TowerShape):
+        return prepare_unfrozen(config, say, decode, parts)
+    if parts.preprocess.resize == "squash":
+        raise UserError(f"{init}: squashes images, which training from --init does not do")
+    shape = parts.shape
+    with tempfile.TemporaryDirectory() as folder:
+        _tokenizer(parts.tokenizer, config).save(Path(folder))
+        shaped = dataclasses.replace(config, model=_model_config(config.model, shape))
+        job = prepare_scratch(shaped, say, decode, saved=saved or Path(folder))
+    weights = fitted(parts.weights, shape, job.shape, parts.tokenizer, job.tokenizer)
+    preprocess = dataclasses.replace(parts.preprocess, image_size=job.shape.image_size, resize=job.preprocess.resize)
+    values = {item.name: getattr(job, item.name) for item in dataclasses.fields(Job)}
+    made = InitJob(**{**values, "preprocess": preprocess}, start=weights)
+
+    def load_base(source: Source, split: str, data: DataConfig) -> Split:
+        context = job.shape.context_length
+        return load_split(source, split, data, job.tokenizer, context, preprocess, 1.0, decode(job.facts))
+
+    return with_base(made, load_base)
+
+
+def _gently(config: Config) -> Config:
+    """What helps random weights against learning by heart would only disturb trained ones: off unless asked for."""
+    data, train = config.data, config.train
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(data, word_dropout=data.word_dropout or 0.0, patch_dropout=data.patch_dropout or 0.0),
+        train=dataclasses.replace(train, text_contrast=train.text_contrast or 0.0),
+    )
+
+
+def fitted(
+    weights: dict[str, Tensor], trained: ClipShape, shape: ClipShape, old: Tokenizer, new: Tokenizer
+) -> dict[str, Tensor]:
+    """The weights for the shape of the run: another image size, another vocabulary."""
+    weights = dict(weights)
+    fit_positions(weights, trained, shape)
+    if isinstance(old, BpeTokenizer) and isinstance(new, BpeTokenizer) and old != new:
+        weights = other_tokens(weights, row_sources(old, new))
+    return weights
+
+
+def _tokenizer(old: Tokenizer, config: Config) -> Tokenizer:
+    if config.transfer.vocabulary == "keep":
+        return old
+    if not isinstance(old, BpeTokenizer):
+        raise UserError("--transfer.vocabulary cut goes with CLIP's pieces, not with another tokenizer")
+    source = open_data(config.data, 32, config.seed)
+    return BpeTokenizer().cut_to(caption for sample in source.samples("train") for caption in sample.captions)
+
+
+def _model_config(config: ModelConfig, shape: ClipShape) -> ModelConfig:
+    """The shape of the model it starts from; only the image size may be another."""
+    names = {item.name for item in dataclasses.fields(ModelConfig)} & set(shape.to_dict()) - {"dropout"}
+    values = {name: getattr(shape, name) for name in names}
+    if config.image_size is not None:
+        values["image_size"] = config.image_size
+    return dataclasses.replace(config, **values)
+
+
+# These three are judgement: the recipes were measured on one set, of 6,000 images (docs/finetune.md).
+LONG_MINUTES = 10  # enough for letting the towers go
+ENOUGH_TO_MOVE = 2_000  # images; with fewer, towers that move may learn them by heart
+FEW_IMAGES = 100_000  # below this pretrained towers are taken, where they are installed
+# Options of TransferConfig that have a meaning only where trained towers move.
+MOVING = {
+    "wise": "--wise",
+    "base": "--base",
+    "lora_rank": "--transfer.lora-rank",
+    "train_image": "--transfer.train-image",
+    "train_text": "--transfer.train-text",
+}
+
+
+def prepare(
+    config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan], saved: Any = None
+) -> Job:
+    """Answer every question of a run, whichever recipe it follows; `saved` as in setup.prepare."""
+    job: Job
+    if config.transfer.recipe == "finetune":
+        raise UserError("--recipe finetune is two runs: m1clip.training.run makes them")
+    if config.transfer.recipe == "frozen":
+        job = prepare_frozen(config, say, decode)
+    elif config.transfer.init is not None:
+        job = prepare_init(config, say, decode, saved)
+    else:
+        job = prepare_scratch(config, say, decode, saved)
+    return with_teacher(job, say, decode) if config.transfer.teacher else job
+
+
+def run_name(config: Config) -> str:
+    """What the folder of a run is called, if the person does not say."""
+    if config.transfer.init is not None:
+        return "finetune"
+    return config.model.preset if config.transfer.recipe == "scratch" else config.transfer.recipe
+
+
+def decided(config: Config, say: Callable[[str], None]) -> Config:
+    """The config with `--recipe auto` answered, and the reason said; an option without a meaning is refused."""
+    if config.transfer.recipe != "auto":
+        _check_meant(config.transfer)
+        return config
+    recipe, why = choose(config)
+    say(f"recipe     {recipe}: {why}")
+    config = dataclasses.replace(config, transfer=dataclasses.replace(config.transfer, recipe=recipe))
+    _check_meant(config.transfer)
+    if recipe != "frozen":
+        return config
+    settled = with_settings_of(config, read_preset(recipe))
+    say_settings(config, settled, say)
+    return settled
+
+
+def _check_meant(transfer: TransferConfig) -> None:
+    if transfer.init is not None or transfer.recipe == "finetune":
+        return
+    plain = TransferConfig()
+    for name, option in MOVING.items():
+        if getattr(transfer, name) != getattr(plain, name):
+            raise UserError(f"{option} goes with --init or --recipe finetune, not with --recipe {transfer.recipe}")
+
+
+def say_settings(before: Config, after: Config, say: Callable[[str], None]) -> None:
+    """Name what a recipe has put in the place of defaults: one of them may have been meant."""
+    changed = [
+        f"{section}.{item.name} {getattr(getattr(after, section), item.name)}"
+        for section in ("train", "optim")
+        for item in dataclasses.fields(getattr(after, section))
+        if getattr(getattr(before, section), item.name) != getattr(getattr(after, section), item.name)
+    ]
+    if changed:
+        say(f"settings   of the recipe, in the place of defaults: {', '.join(changed)}")
+
+
+def with_settings_of(config: Config, settings: dict[str, Any]) -> Config:
+    """The settings of a recipe, wherever the config still stands at its default."""
+    plain, changes = Config(), {}
+    given = any(getattr(config.train, name) is not None for name in DURATIONS)
+    for section, values in ((name, v) for name, v in settings.items() if isinstance(v, dict)):
+        now, default = getattr(config, section), getattr(plain, section)
+        open_ = {
+            key: value
+            for key, value in values.items()
+            if getattr(now, key) == getattr(default, key) and not (given and key in DURATIONS)
+        }
+        changes[section] = dataclasses.replace(now, **open_)
+    return dataclasses.replace(config, **changes)
+
+
+def choose(config: Config) -> tuple[Any, str]:
+    """(recipe, reason): by the kind and size of the data, by what is installed, and by the time that was given."""
+    if config.transfer.init is not None:
+        return "scratch", f"starts from {config.transfer.init}, so it is a fine-tuning"
+    if is_synthetic(config.data):
+        return "scratch", "drawn images are unlike what the pretrained towers have seen"
+    images = len(open_data(config.data, config.transfer.image_size, config.seed).samples("train"))
+    if images >= FEW_IMAGES:
+        return "scratch", f"{images:,} images are enough to learn from random weights"
+    missing = [t for t in (config.transfer.image_tower, config.transfer.text_tower) if not installed(t)]
+    if missing:
+        return ("scratch", f"{images:,} images are few, but {missing[0]} is not installed: {remedy(missing[0])}")
+    why = f"{images:,} images are too few for random weights, and the pretrained towers are installed"
+    minutes = config.train.minutes or 0
+    if minutes >= LONG_MINUTES and images >= ENOUGH_TO_MOVE:
+        return "finetune", f"{why}; {minutes:g} minutes are enough to let them move after the heads"
+    return "frozen", why

@@ -1,1 +1,0 @@
-"""Looking at runs: from their folders alone, in another process, without torch."""

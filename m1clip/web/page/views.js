@@ -1,0 +1,127 @@
+"use strict";
+/* What is no curve: examples, similarity matrix, confusions, bars, layers, time split. Text is set, never parsed. */
+const PHASES = ["data", "copy", "forward", "backward", "optimizer", "step", "rest"];
+const PHASE_COLOURS = { data: "#e8a200", copy: "#c2255c", forward: "#1098ad", backward: "#3b5bdb", optimizer: "#2b8a3e", step: "#1098ad", rest: "#868e96" };
+const percent = (share, digits = 1) => (100 * share).toFixed(digits) + "%";
+
+function thumb(run, image, right, words) {
+  const mark = right === null ? [] : [el("span", { class: "tick", "aria-hidden": "true" }, right ? "✓" : "✕")];
+  const alt = right === null ? `image ${image}` : right ? "the right image" : "another image";
+  return el("figure", { class: right ? "thumb right" : "thumb" },
+    el("img", { src: `/thumb?run=${run}&image=${image}`, alt, loading: "lazy", width: "70", height: "70" }), ...mark, words);
+}
+
+function showQueries(box, run, snapshot) {
+  box.replaceChildren(...snapshot.queries.map((query) => el("div", { class: "query" },
+    el("div", {}, el("p", {}, query.caption),
+      el("p", { class: "hint" }, query.rank === 1 ? "found at once" : `its image stands at place ${query.rank} of ${snapshot.images}`)),
+    el("div", { class: "thumbs" }, ...query.found.map((image, i) => thumb(run, image, query.correct[i], query.scores[i].toFixed(2)))))));
+}
+
+function showConfusions(box, run, snapshot) {
+  if (!snapshot.confusions.length) {
+    box.replaceChildren(el("p", { class: "hint" }, "None: every caption finds its own image first."));
+    return;
+  }
+  box.replaceChildren(...snapshot.confusions.map((each) => el("div", { class: "confusion" },
+    el("div", { class: "thumbs" }, thumb(run, each.right, true, "right"), thumb(run, each.found, false, "found")),
+    el("div", {}, el("p", {}, `“${each.caption}”`), el("p", { class: "hint" }, `found: “${each.truth}” by ${each.margin.toFixed(3)}`)))));
+}
+
+/* perceptually even, from dark blue over green to yellow */
+const RAMP = [[48, 18, 59], [65, 68, 135], [42, 120, 142], [34, 168, 132], [122, 209, 81], [253, 231, 37]];
+function ramp(share) {
+  const at = Math.min(0.9999, Math.max(0, share)) * (RAMP.length - 1), low = Math.floor(at), part = at - low;
+  return RAMP[low].map((value, i) => Math.round(value + (RAMP[low + 1][i] - value) * part));
+}
+
+function showMatrix(canvas, words, snapshot) {
+  const values = snapshot.matrix.values, size = values.length;
+  if (!size) return;
+  let low = Infinity, high = -Infinity, right = 0;
+  for (const row of values) for (const value of row) { low = Math.min(low, value); high = Math.max(high, value); }
+  values.forEach((row, i) => { if (snapshot.matrix.captions[row.indexOf(Math.max(...row))] === snapshot.matrix.captions[i]) right += 1; });
+  const cell = Math.floor(480 / size);
+  canvas.width = canvas.height = cell * size;
+  const pen = canvas.getContext("2d");
+  values.forEach((row, i) => row.forEach((value, j) => {
+    const [r, g, b] = ramp(high > low ? (value - low) / (high - low) : 0);
+    pen.fillStyle = `rgb(${r} ${g} ${b})`;
+    pen.fillRect(j * cell, i * cell, cell, cell);
+  }));
+  const text = `${right} of ${size} images are closest to their own caption; from ${low.toFixed(2)} (dark) to ${high.toFixed(2)} (bright).`;
+  words.textContent = text;
+  canvas.setAttribute("aria-label", `Similarity matrix at step ${snapshot.step}: ${text}`);
+  canvas.onmousemove = (event) => {
+    const box = canvas.getBoundingClientRect();
+    const i = Math.floor((event.clientY - box.top) / box.height * size), j = Math.floor((event.clientX - box.left) / box.width * size);
+    if (values[i] && values[i][j] !== undefined) words.textContent = `${values[i][j].toFixed(2)}: image of “${snapshot.matrix.captions[i]}” and “${snapshot.matrix.captions[j]}”`;
+  };
+  canvas.onmouseleave = () => { words.textContent = text; };
+}
+
+function card(title, id) {
+  const body = el("div", {}), now = el("span", { class: "now" });
+  const figure = el("figure", { class: "card" }, el("figcaption", {}, el("span", {}, title), now), body);
+  figure.dataset.panel = id;
+  return { figure, body, now };
+}
+
+/* rows: [[name, value, words]]; heads: name -> a line above it */
+function bars(body, rows, top = 1) {
+  const parts = [];
+  for (const [name, value, words] of rows) {
+    if (value === null) { parts.push(el("h4", {}, name)); continue; }
+    const fill = el("div", {});
+    fill.style.width = `${Math.min(100, Math.max(0, 100 * value / (top || 1)))}%`;
+    parts.push(el("span", {}, name), el("div", { class: "track", "aria-hidden": "true" }, fill), el("span", {}, words));
+  }
+  body.className = rows.length > 12 ? "bars scroll" : "bars";
+  if (rows.length > 12) { body.tabIndex = 0; body.setAttribute("role", "group"); body.setAttribute("aria-label", "figures"); }
+  body.replaceChildren(...parts);
+}
+
+function showSplit(body, now, seconds) {
+  const parts = PHASES.filter((name) => typeof seconds[name] === "number");
+  const total = parts.reduce((sum, name) => sum + seconds[name], 0);
+  if (!total) return;
+  const bar = el("div", { class: "split", role: "img", "aria-label": parts.map((name) => `${name} ${percent(seconds[name] / total, 0)}`).join(", ") });
+  for (const name of parts) {
+    const part = el("div", { title: name });
+    part.style.width = `${100 * seconds[name] / total}%`;
+    part.style.background = PHASE_COLOURS[name];
+    bar.append(part);
+  }
+  const legend = el("div", { class: "legend" });
+  for (const name of parts) {
+    const box = el("i", {});
+    box.style.background = PHASE_COLOURS[name];
+    legend.append(el("span", {}, box, `${name} ${percent(seconds[name] / total, 1)}`));
+  }
+  body.replaceChildren(bar, legend);
+  now.textContent = total < 0.1 ? `${(1000 * total).toFixed(1)} ms a step` : `${total.toFixed(2)} s a step`;
+}
+
+/* One row a layer: its course over the run as colours, then the newest gradient and update. */
+function showLayers(body, rows) {
+  const last = rows[rows.length - 1].layers, names = Object.keys(last).sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+  const logs = rows.flatMap((row) => names.map((name) => row.layers[name] && row.layers[name][0] > 0 ? Math.log10(row.layers[name][0]) : null)).filter((v) => v !== null);
+  const low = Math.min(...logs), high = Math.max(...logs);
+  const table = el("table", { class: "heat" }, el("thead", {}, el("tr", {}, el("th", {}, "layer"), el("th", {}, "gradient over the run"), el("th", {}, "gradient"), el("th", {}, "update/weight"))));
+  const tbody = el("tbody", {});
+  for (const name of names) {
+    const strip = el("canvas", { height: 14, width: Math.max(1, rows.length), role: "img", "aria-label": `${name}: gradient norm now ${short(last[name][0])}` });
+    const pen = strip.getContext("2d");
+    rows.forEach((row, i) => {
+      const value = row.layers[name] && row.layers[name][0] > 0 ? Math.log10(row.layers[name][0]) : null;
+      const [r, g, b] = ramp(value === null || high === low ? 0 : (value - low) / (high - low));
+      pen.fillStyle = `rgb(${r} ${g} ${b})`;
+      pen.fillRect(i, 0, 1, 14);
+    });
+    strip.style.width = "100%"; strip.style.height = "14px";
+    tbody.append(el("tr", {}, el("th", { scope: "row" }, name), el("td", { class: "cell" }, strip), el("td", {}, short(last[name][0])), el("td", {}, short(last[name][1]))));
+  }
+  table.append(tbody);
+  const box = el("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Gradients by layer" }, table);
+  body.replaceChildren(box);
+}

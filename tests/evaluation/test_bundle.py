@@ -1,0 +1,241 @@
+"""A model as a folder: the same features from paths, images and arrays as in training's own evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import m1clip
+from m1clip.data.cache import LiveImages
+from m1clip.data.captions import tokenise
+from m1clip.data.images import BadImage, FileImage, Preprocess
+from m1clip.errors import UserError
+from m1clip.inference.encoder import Bundle, encode_split, load
+from m1clip.model.clip import CLIP
+from m1clip.model.presets import ClipShape
+from m1clip.text.tokenizers import make_tokenizer
+
+CAPTIONS = [("a red ball", "the ball is red"), ("two green trees and a small house",), ("night",)]
+
+
+@pytest.fixture(scope="module")
+def bundle() -> Bundle:
+    """A small model with random weights: what it has learned does not matter here."""
+    tokenizer = make_tokenizer("bpe-cut", [caption for group in CAPTIONS for caption in group])
+    shape = ClipShape(
+        image_size=32, patch_size=8, vision_width=32, vision_layers=2, vision_heads=2, text_width=32, text_layers=2,
+        text_heads=2, context_length=24, vocab_size=tokenizer.vocab_size, embed_dim=16, positions="sincos",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Bundle(CLIP(shape, tokenizer.eot_id), tokenizer, Preprocess(image_size=32))
+
+
+@pytest.fixture
+def folder(bundle: Bundle, tmp_path: Path) -> Path:
+    bundle.save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> list[Path]:
+    """One square PNG, one tall PNG, one JPEG so large that it is decoded smaller."""
+    rng = np.random.default_rng(0)
+    made = []
+    for name, shape in (("a.png", (32, 32)), ("b.png", (61, 40)), ("c.jpg", (300, 420))):
+        coarse = Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8))
+        coarse.resize(shape[::-1], Image.Resampling.BICUBIC).save(tmp_path / name)
+        made.append(tmp_path / name)
+    return made
+
+
+def test_a_folder_gives_back_the_model(bundle: Bundle, folder: Path, images: list[Path]) -> None:
+    again = m1clip.load(folder)
+    texts = [caption for group in CAPTIONS for caption in group]
+    assert torch.equal(again.encode_texts(texts), bundle.encode_texts(texts))
+    assert torch.equal(again.encode_images(images), bundle.encode_images(images))
+    assert again.preprocess == bundle.preprocess
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+def test_paths_images_and_arrays_are_the_same_thing(bundle: Bundle, images: list[Path]) -> None:
+    png = images[:2]
+    by_path = bundle.encode_images(png)
+    assert by_path.shape == (2, 16)
+    torch.testing.assert_close(by_path.norm(dim=1), torch.ones(2))
+    assert torch.equal(bundle.encode_images([str(path) for path in png]), by_path)
+    assert torch.equal(bundle.encode_images([Image.open(path) for path in png]), by_path)
+    assert torch.equal(bundle.encode_images([np.asarray(Image.open(path)) for path in png]), by_path)
+    assert not torch.allclose(by_path[0], by_path[1], atol=1e-3)
+
+
+def test_texts_are_unit_vectors_and_batches_do_not_matter(bundle: Bundle, images: list[Path]) -> None:
+    texts = ["a red ball", "night", "two green trees", ""]
+    features = bundle.encode_texts(texts)
+    torch.testing.assert_close(features.norm(dim=1), torch.ones(4))
+    torch.testing.assert_close(bundle.encode_texts(texts, batch=1), features, atol=1e-6, rtol=0)
+    torch.testing.assert_close(bundle.encode_images(images, batch=2), bundle.encode_images(images), atol=1e-6, rtol=0)
+    assert bundle.encode_images([]).shape == bundle.encode_texts([]).shape == (0, 16)
+
+
+def test_encode_images_sees_what_trainings_evaluation_sees(bundle: Bundle, images: list[Path]) -> None:
+    """Also for JPEG, which is decoded at a smaller size when it is large."""
+    refs = [FileImage(str(path)) for path in images]
+    table = tokenise(CAPTIONS, bundle.tokenizer, 24)
+    image, text, owner, *_ = encode_split(
+        bundle.model, LiveImages(refs, 32), table, bundle.preprocess, 2, contextlib.nullcontext
+    )
+    torch.testing.assert_close(bundle.encode_images(images), image, atol=1e-6, rtol=0)
+    flat = [caption for group in CAPTIONS for caption in group]
+    torch.testing.assert_close(bundle.encode_texts(flat), text, atol=1e-6, rtol=1e-5)
+    assert owner.tolist() == [0, 0, 1, 2]
+
+
+def test_encoding_leaves_the_model_as_it_was(bundle: Bundle, images: list[Path]) -> None:
+    table = tokenise(CAPTIONS, bundle.tokenizer, 24)
+    refs = LiveImages([FileImage(str(path)) for path in images], 32)
+    bundle.model.train()
+    encode_split(bundle.model, refs, table, bundle.preprocess, 2, contextlib.nullcontext)
+    assert bundle.model.training
+
+
+def test_a_run_stands_for_its_best_model(bundle: Bundle, folder: Path) -> None:
+    run = folder.parent / "run"
+    shutil.copytree(folder, run / "model")
+    assert load(run).encode_texts(["night"]).equal(bundle.encode_texts(["night"]))
+    shutil.copytree(folder, run / "best")
+    weights = load_file(run / "best" / "model.safetensors")
+    save_file({**weights, "text.tokens.weight": -weights["text.tokens.weight"]}, run / "best" / "model.safetensors")
+    assert not load(run).encode_texts(["night"]).equal(bundle.encode_texts(["night"]))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.zeros((4, 4, 3)), np.zeros((4, 4), np.uint8), np.zeros((4, 4, 4), np.uint8), np.zeros((3, 4, 4), np.uint8)],
+)
+def test_another_kind_of_array_is_refused(bundle: Bundle, array: np.ndarray) -> None:
+    with pytest.raises(UserError, match=r"an array must be \(height, width, 3\) uint8, not \("):
+        bundle.encode_images([array])
+
+
+def test_one_or_many_images_of_every_kind(bundle: Bundle, images: list[Path]) -> None:
+    path = images[0]
+    wanted = bundle.encode_images([path])
+    image = Image.open(path).convert("RGB")
+    array = np.asarray(image)
+    tensor = torch.from_numpy(array.copy())
+    one = [str(path), path, image, array, tensor, tensor.permute(2, 0, 1)]
+    for value in one:
+        assert torch.equal(bundle.encode_images(value), wanted), type(value)
+        assert torch.equal(bundle.encode_images([value]), wanted), type(value)
+    twice = torch.cat([wanted, wanted])
+    both = torch.stack([tensor, tensor])
+    stacks = [np.stack([array, array]), both, both.permute(0, 3, 1, 2),
+              (str(path), image), iter([path, array]), np.array([str(path), str(path)])]  # fmt: skip
+    for value in stacks:
+        torch.testing.assert_close(bundle.encode_images(value), twice, atol=1e-6, rtol=0)
+    assert torch.equal(bundle.encode_images(one), bundle.encode_images([path] * len(one)))
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, b"a.jpg", {"a": 1}, [None], [["a.jpg"]], [b"x"], [3], np.array(3), torch.tensor(3), object(),
+              np.zeros((2, 4, 4, 3)), torch.zeros(3, 4, 4), torch.zeros(3, 4, 4, dtype=torch.bfloat16),
+              np.zeros((0, 4, 3), np.uint8), [Image.new("RGB", (0, 4))], torch.zeros(5, dtype=torch.uint8),
+              "nowhere.jpg", Path("/"), ["a", None]],
+)  # fmt: skip
+def test_what_is_no_image_is_one_clear_line(bundle: Bundle, value: Any) -> None:
+    with pytest.raises((UserError, BadImage)) as caught:
+        bundle.encode_images(value)
+    assert "\n" not in str(caught.value)
+    assert re.search(r"encode_images takes|must be \(height|no pixels|missing|not a file", str(caught.value))
+
+
+def test_one_or_many_texts(bundle: Bundle) -> None:
+    wanted = bundle.encode_texts(["night"])
+    for value in ("night", ("night",), iter(["night"]), np.array(["night"])):
+        assert torch.equal(bundle.encode_texts(value), wanted)
+    for wrong in (None, 3, b"night", [3], [None], Path("night"), {"night": 1}, np.zeros(3), torch.zeros(3)):
+        with pytest.raises(UserError, match="encode_texts takes a text, or a list of texts"):
+            bundle.encode_texts(wrong)
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_broken_folders_are_one_clear_line(folder: Path, tmp_path: Path) -> None:
+    def refused(words: str) -> None:
+        with pytest.raises(UserError, match=words) as caught:
+            load(folder)
+        assert "\n" not in str(caught.value)
+
+    with pytest.raises(UserError, match="no trained model there"):
+        load(tmp_path / "nowhere")
+    whole = (folder / "config.json").read_text()
+    edit_config(folder, format=99)
+    refused(r"newer m1clip \(format 99")
+    for version in (-1, 0, 1.5, "1", True):
+        edit_config(folder, format=version)
+        refused("format must be a whole number from 1 on")
+    for text in ("", "[]", "{", '{"format": 1}', '{"format": 1, "shape": 3, "preprocess": {}}'):
+        (folder / "config.json").write_text(text)
+        refused("not a model config")
+    shape = json.loads(whole)["shape"]
+    (folder / "config.json").write_text(whole)
+    edit_config(folder, shape={**shape, "extra": 1})
+    refused("extra")
+    (folder / "config.json").write_text(whole)
+    for change in ({"vision_width": "x"}, {"pooling": "max"}, {"mlp_ratio": None}, {"patch_bias": 1}):
+        edit_config(folder, shape={**shape, **change})
+        refused(f"config.json: model shape: {next(iter(change))} must be")
+    (folder / "config.json").write_text(whole)
+    edit_config(folder, preprocess={**json.loads(whole)["preprocess"], "mean": [0.5]})
+    refused("config.json: preprocessing: mean must be 3 numbers")
+    edit_config(folder, preprocess={**json.loads(whole)["preprocess"], "image_size": 64})
+    refused("takes images of 32 pixels, the preprocessing makes 64")
+    (folder / "config.json").write_text(whole)
+    edit_config(folder, shape={**shape, "vocab_size": shape["vocab_size"] + 1})
+    refused("the tokenizer has")
+    (folder / "config.json").write_text(whole)
+    weights = load_file(folder / "model.safetensors")
+    save_file({k: v for k, v in weights.items() if k != "logit_scale"}, folder / "model.safetensors")
+    refused("missing tensor 'logit_scale'")
+    save_file({**weights, "odd": torch.zeros(1)}, folder / "model.safetensors")
+    refused("unknown tensor 'odd'")
+    save_file({**weights, "text.norm.weight": torch.zeros(3)}, folder / "model.safetensors")
+    refused(r"'text.norm.weight' is \(3,\), the model wants \(32,\)")
+    (folder / "model.safetensors").write_bytes(b"\x00" * 200)
+    refused("not a readable safetensors file")
+
+
+@pytest.mark.parametrize("positions", ["learned", "sincos"])
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_another_image_size(bundle: Bundle, tmp_path: Path, positions: str, pooling: str) -> None:
+    shape = ClipShape.from_dict({**bundle.model.shape.to_dict(), "positions": positions, "pooling": pooling})
+    torch.manual_seed(0)
+    Bundle(CLIP(shape, bundle.tokenizer.eot_id), bundle.tokenizer, bundle.preprocess).save(tmp_path / "model")
+    slope = np.indices((64, 64)).sum(axis=0)[..., None] * np.array([2.0, 1.0, 0.5])
+    smooth = Image.fromarray(slope.astype(np.uint8))
+    trained = load(tmp_path / "model")
+    assert torch.equal(load(tmp_path / "model", image_size=32).encode_images([smooth]), trained.encode_images([smooth]))
+    larger = load(tmp_path / "model", image_size=64)
+    assert larger.preprocess == replace(trained.preprocess, image_size=64)
+    features = larger.encode_images([smooth])
+    assert features.shape == (1, 16)
+    cosine = float((features * trained.encode_images([smooth])).sum())
+    assert cosine > 0.95
+    larger.save(tmp_path / "larger")
+    assert torch.equal(load(tmp_path / "larger").encode_images([smooth]), features)
+    with pytest.raises(UserError, match="not a multiple of"):
+        load(tmp_path / "model", image_size=50)

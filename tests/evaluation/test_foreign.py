@@ -1,0 +1,189 @@
+"""Models of others: every form they come in, strictly read; and what cannot be written in their words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import m1clip
+from m1clip.data.images import Preprocess
+from m1clip.errors import UserError
+from m1clip.export.layouts import export
+from m1clip.inference.encoder import Bundle
+from m1clip.model.clip import CLIP
+from m1clip.model.presets import ClipShape
+from m1clip.text.bpe import BpeTokenizer
+from m1clip.text.tokenizers import CharTokenizer, make_tokenizer
+
+SHAPE = ClipShape(
+    image_size=32, patch_size=8, vision_width=64, vision_layers=1, vision_heads=1, text_width=64, text_layers=1,
+    text_heads=1, context_length=16, embed_dim=16,
+)  # fmt: skip
+TEXTS = ["a red ball", "two cats!"]
+IMAGE = torch.arange(40 * 50 * 3).view(40, 50, 3).remainder(251).to(torch.uint8).numpy()
+
+
+@pytest.fixture(scope="module")
+def bundle() -> Bundle:
+    torch.manual_seed(0)
+    tokenizer = BpeTokenizer()
+    model = CLIP(SHAPE, tokenizer.eot_id)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.1)
+    return Bundle(model.eval(), tokenizer, Preprocess(image_size=32))
+
+
+@pytest.fixture
+def openclip(bundle: Bundle, tmp_path: Path) -> Path:
+    bundle.save(tmp_path / "ours")
+    export(tmp_path / "ours", "openclip", tmp_path / "openclip")
+    return tmp_path / "openclip"
+
+
+@pytest.fixture
+def hf(bundle: Bundle, tmp_path: Path) -> Path:
+    bundle.save(tmp_path / "ours")
+    export(tmp_path / "ours", "hf", tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def assert_same(one: Bundle, other: Bundle) -> None:
+    torch.testing.assert_close(one.encode_texts(TEXTS), other.encode_texts(TEXTS), atol=1e-6, rtol=0)
+    torch.testing.assert_close(one.encode_images([IMAGE]), other.encode_images([IMAGE]), atol=1e-6, rtol=0)
+    assert torch.equal(one.model.logit_scale, other.model.logit_scale)
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(next(folder.glob("*model.safetensors")))
+
+
+def test_a_training_checkpoint_with_wrapped_names(bundle: Bundle, openclip: Path) -> None:
+    state = {f"module.{name}": tensor for name, tensor in weights_of(openclip).items()}
+    torch.save({"epoch": 3, "optimizer": {"step": 1}, "state_dict": state}, openclip / "epoch_3.pt")
+    assert_same(m1clip.load(openclip / "epoch_3.pt"), bundle)
+
+
+def test_the_newer_class_of_open_clip(bundle: Bundle, openclip: Path) -> None:
+    """It keeps the text tower under `text.`; OpenAI's own files carry numbers beside the weights."""
+    parts = ("token_embedding", "positional_embedding", "transformer", "ln_final", "text_projection")
+    state = {f"text.{name}" if name.startswith(parts) else name: t for name, t in weights_of(openclip).items()}
+    state |= {"input_resolution": torch.tensor(32), "context_length": torch.tensor(16)}
+    save_file(state, openclip / "open_clip_model.safetensors")
+    assert_same(m1clip.load(openclip), bundle)
+
+
+def test_weights_alone_must_be_told_their_activation(bundle: Bundle, openclip: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "alone.safetensors"
+    save_file(weights_of(openclip), alone)
+    with pytest.raises(UserError, match=r"do not show their activation.*--activation quick_gelu"):
+        m1clip.load(alone)
+    assert_same(m1clip.load(alone, activation="gelu"), bundle)
+    quick = m1clip.load(alone, activation="quick_gelu")
+    assert not torch.allclose(quick.encode_texts(TEXTS), bundle.encode_texts(TEXTS), atol=1e-4)
+
+
+def test_shards(bundle: Bundle, hf: Path) -> None:
+    weights = weights_of(hf)
+    names = sorted(weights)
+    table = {name: f"model-0000{1 + (i % 2)}-of-00002.safetensors" for i, name in enumerate(names)}
+    for file in sorted(set(table.values())):
+        save_file({name: weights[name] for name in names if table[name] == file}, hf / file)
+    (hf / "model.safetensors").unlink()
+    (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+    assert_same(m1clip.load(hf), bundle)
+    (hf / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model-00002-of-00002.safetensors: missing"):
+        m1clip.load(hf)
+
+
+@pytest.mark.parametrize("form", ["openclip", "hf"])
+def test_a_missing_or_unknown_tensor_is_named(form: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue(form)
+    file = next(folder.glob("*model.safetensors"))
+    weights = load_file(file)
+    name = sorted(weights)[3]
+    save_file({key: tensor for key, tensor in weights.items() if key != name}, file)
+    with pytest.raises(UserError, match=f"missing tensor '{name}'"):
+        m1clip.load(folder)
+    save_file({**weights, "visual.odd": torch.zeros(1)}, file)
+    with pytest.raises(UserError, match=r"unknown tensor 'visual\.odd'"):
+        m1clip.load(folder)
+    save_file({**weights, "logit_scale": torch.zeros(2)}, file)
+    with pytest.raises(UserError, match=r"'logit_scale' is \(2,\), the model wants \(\)"):
+        m1clip.load(folder)
+
+
+def test_a_file_that_would_run_code_is_refused(openclip: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return print, ("it ran",)
+
+    torch.save({"state_dict": Evil()}, openclip / "evil.pt")
+    with pytest.raises(UserError, match="cannot be read as plain tensors"):
+        m1clip.load(openclip / "evil.pt")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"vision_cfg": {"timm_model_name": "convnext"}}, "timm_model_name: convnext"),
+        ({"text_cfg": {"hf_model_name": "roberta"}}, "hf_model_name: roberta"),
+        ({"vision_cfg": {"pool_type": "avg"}}, "pool_type: avg"),
+        ({"multimodal_cfg": {}}, "multimodal_cfg"),
+    ],
+)
+def test_a_model_that_we_do_not_have_is_named(openclip: Path, change: dict[str, object], words: str) -> None:
+    path = openclip / "open_clip_config.json"
+    config = json.loads(path.read_text())
+    for key, value in change.items():
+        part = config["model_cfg"]
+        part[key] = {**part[key], **value} if isinstance(part.get(key), dict) else value  # type: ignore[dict-item]
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=words):
+        m1clip.load(openclip)
+
+
+def test_another_image_size_on_the_way_out(bundle: Bundle, tmp_path: Path) -> None:
+    bundle.save(tmp_path / "ours")
+    export(tmp_path / "ours", "openclip", tmp_path / "larger", image_size=48)
+    larger = m1clip.load(tmp_path / "larger")
+    assert larger.model.shape == replace(SHAPE, image_size=48)
+    torch.testing.assert_close(
+        larger.encode_images([IMAGE]), m1clip.load(tmp_path / "ours", image_size=48).encode_images([IMAGE])
+    )
+
+
+def test_a_cut_vocabulary_grows_and_known_text_stays(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer("bpe-cut", TEXTS)
+    torch.manual_seed(0)
+    model = CLIP(replace(SHAPE, vocab_size=tokenizer.vocab_size, positions="sincos"), tokenizer.eot_id)
+    small = Bundle(model.eval(), tokenizer, Preprocess(image_size=32))
+    small.save(tmp_path / "small")
+    notes = export(tmp_path / "small", "hf", tmp_path / "full")
+    assert "grew from" in notes[0]
+    full = m1clip.load(tmp_path / "full")
+    assert full.tokenizer.vocab_size == 49408
+    assert_same(full, small)
+
+
+def test_what_they_have_no_words_for_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    odd = CLIP(replace(SHAPE, pooling="mean", projection_bias=True), bundle.tokenizer.eot_id)
+    Bundle(odd, bundle.tokenizer, bundle.preprocess).save(tmp_path / "odd")
+    with pytest.raises(UserError, match=r"cannot be written as hf: it has pooling mean, projection_bias True"):
+        export(tmp_path / "odd", "hf", tmp_path / "out")
+    letters = CharTokenizer("abc ")
+    Bundle(CLIP(replace(SHAPE, vocab_size=letters.vocab_size), letters.eot_id), letters, bundle.preprocess).save(
+        tmp_path / "char"
+    )
+    with pytest.raises(UserError, match="character tokenizer"):
+        export(tmp_path / "char", "openclip", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match="exists already"):
+        export(tmp_path / "char", "safetensors", tmp_path / "odd")

@@ -1,0 +1,118 @@
+"""A command in a pseudo-terminal, and just enough of a terminal to read its screen."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+PATIENCE = 60.0
+CODES = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])|\x1b.")
+
+
+class Screen:
+    """What a person would see. `until` waits for it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], master: int) -> None:
+        self.process, self._master = process, master
+        self.lines: dict[int, str] = {}
+        self.raw = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.alternate = False
+
+    @property
+    def text(self) -> str:
+        """The screen's lines."""
+        return "\n".join(self.lines.get(row, "") for row in range(1, max(self.lines, default=0) + 1))
+
+    def press(self, keys: str) -> None:
+        """Type."""
+        os.write(self._master, keys.encode())
+
+    def resize(self, width: int, height: int) -> None:
+        """As a window manager does it; the system tells the program."""
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+
+    def until(self, true: Callable[[str], object]) -> str:
+        """Read until the screen is as wanted."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            if true(self.text):
+                return self.text
+            if not self._read(0.1) and self.process.poll() is not None:
+                break
+        raise AssertionError(f"never seen (ended: {self.process.poll()}); the screen is\n{self.text}")
+
+    def ends(self) -> int:
+        """Wait for the program's end; gives its code."""
+        deadline = time.monotonic() + PATIENCE
+        while self.process.poll() is None and time.monotonic() < deadline:
+            self._read(0.1)
+        while self._read(0.1):
+            pass
+        return self.process.wait(timeout=1)
+
+    def _read(self, seconds: float) -> bool:
+        if not select.select([self._master], [], [], seconds)[0]:
+            return False
+        try:
+            data = self._decoder.decode(os.read(self._master, 65536))  # a letter may come in two parts
+        except OSError:  # Linux says so when the other end is closed
+            return False
+        self.raw += data
+        self._show()
+        return bool(data)
+
+    def _show(self) -> None:
+        """Replay all output: cursor addresses, clearing, text; colours are passed over."""
+        self.lines, row, last = {}, 1, 0
+        for match in [*CODES.finditer(self.raw), None]:
+            text = self.raw[last : match.start() if match else None]
+            if text:
+                self.lines[row] = self.lines.get(row, "") + text
+            if match is None:
+                return
+            last = match.end()
+            argument, letter = match.group(1), match.group(2)
+            if letter == "H":
+                row = int((argument or "1").split(";")[0])
+                self.lines[row] = ""
+            elif letter == "J":
+                self.lines = {}
+            elif argument == "?1049":
+                self.alternate = letter == "h"
+
+
+@contextlib.contextmanager
+def in_terminal(*words: str, cwd: Path, width: int = 80, height: int = 24, **env: str) -> Iterator[Screen]:
+    """Run m1clip in a terminal of this size; it is ended when the block ends."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+    clean = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "m1clip", *words] if env.pop("imports", "") else
+        [sys.executable, "-m", "m1clip", *words],
+        cwd=cwd, stdin=slave, stdout=slave, stderr=subprocess.PIPE, start_new_session=True,
+        env={**clean, "TERM": "xterm-256color", "PYTHONUTF8": "1", **env},
+    )  # fmt: skip
+    os.close(slave)
+    try:
+        yield Screen(process, master)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(timeout=30)
+        if process.stderr is not None:
+            process.stderr.close()
+        os.close(master)

@@ -1,0 +1,85 @@
+"""Training in the background: started, listed, stopped, continued; each by a command, as a person does it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from small_run import command, small_arguments
+
+from m1clip.io import read_owner
+from m1clip.runlog import read_log
+from m1clip.training.process import without
+
+LONG: dict[str, Any] = {"train.steps": 3000, "train.log_every": 5, "train.eval_every": 0, "train.save_every": 1000}
+
+
+def test_a_command_line_less_its_own_options() -> None:
+    words = ["train", "--run", "x", "--background", "--steps", "5", "--run=y", "--model.compile"]
+    assert without(words, "--background", "--run") == ["train", "--steps", "5", "--model.compile"]
+
+
+def state(folder: Path) -> dict[str, Any]:
+    listed = command("runs", ".", "--json", cwd=folder)
+    assert listed.returncode == 0, listed.stderr
+    (row,) = json.loads(listed.stdout)
+    return dict(row)
+
+
+def wait_until(true: Any, seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_start_list_stop_continue(tmp_path: Path) -> None:
+    begun = command("train", *small_arguments(LONG), "--run", "run", "--background", cwd=tmp_path)
+    assert begun.returncode == 0, begun.stderr
+    assert begun.stdout.splitlines()[1:] == ["watch      m1clip monitor run", "stop       m1clip stop run"]
+    run = tmp_path / "run"
+    process = psutil.Process(int(begun.stdout.split("process ")[1].split(",")[0]))
+    try:
+        wait_until(lambda: (run / "run.jsonl").is_file() and any(r["kind"] == "step" for r in read_log(run)))
+        owner = read_owner(run)
+        assert owner is not None
+        assert owner.process() == process
+        assert process.terminal() is None  # of no terminal, and so not ended with one
+        row = state(tmp_path)
+        assert (row["state"], row["pid"], row["steps"]) == ("running", owner.pid, 3000)
+        again = command("train", "--resume", "run", cwd=tmp_path)
+        assert again.returncode == 2
+        assert f"process {owner.pid} is training there" in again.stderr
+
+        stopped = command("stop", "run", cwd=tmp_path)
+        assert stopped.returncode == 0, stopped.stderr
+        assert "continue with: m1clip train --resume run" in stopped.stdout
+        assert not psutil.pid_exists(owner.pid) or owner.process() is None
+        row = state(tmp_path)
+        assert row["state"] == "stopped"
+        assert (run / "checkpoints" / f"step-{row['step']:06d}" / "manifest.json").is_file()
+        assert f"stopped at step {row['step']:,}" in (run / "train.log").read_text()
+        refused = command("stop", "run", cwd=tmp_path)
+        assert "nothing to stop: it stopped at step" in refused.stderr
+    finally:
+        if process.is_running():
+            process.kill()
+
+
+@pytest.mark.slow
+def test_a_mistake_is_told_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+    words = small_arguments({"data.source": "nowhere"})
+    refused = command("train", *words, "--run", "run", "--background", cwd=tmp_path)
+    if refused.returncode:
+        assert "nowhere" in refused.stderr
+        assert refused.stderr.count("\n") == 1
+        assert not (tmp_path / "run").exists()
+    else:  # a slow machine needs longer than the first look: then the run's own output has it
+        wait_until(lambda: "nowhere" in (tmp_path / "run" / "train.log").read_text())
+    missing = command("train", "--resume", "none", "--background", cwd=tmp_path)
+    assert missing.stderr == "m1clip: none: no run there (no config.toml)\n"

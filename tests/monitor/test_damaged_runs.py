@@ -1,0 +1,255 @@
+"""Run folders with damaged or hostile files: every reader works on, skips what is invalid, and never hangs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import shutil
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m1clip.errors import UserError
+from m1clip.monitor.diagnostics import verdicts
+from m1clip.monitor.history import History, read_snapshot
+from m1clip.monitor.report import write_report
+from m1clip.monitor.status import as_json, as_table, list_runs
+from m1clip.monitor.terminal import once
+from m1clip.web.server import Store, key_of
+
+from .made_runs import append, ended, evaluation, full_run, line, step
+
+# As JSON text, because Python would not write some of them.
+BAD_VALUES = ("9" * 400, "-7", "1e999", "1e308", "5e-324", "NaN", "true", "null", '"x"', '"\\ud800"', "[]", "{}",
+              "[[]]", '{"a": {}}', "[" * 30 + "]" * 30, "1.5", '{"1": ["x", 1]}', '["nan", "nan"]')  # fmt: skip
+RECORDS = (
+    step(102, watts=3.0, celsius=50.0),
+    evaluation(102, 0.3),
+    ended(102, 0.3),
+    line("start", step=100, steps=200, version="1", choices={"a": 1}),
+    line("layers", step=102, layers={"image block 1": [1.0, 1e-3]}),
+    line("memory", weights=1, peak=2, meter=None),
+    line("event", step=102, event="rolled back", back_to=50),
+    line("warning", step=102, text="w"),
+    line("skipped", split="train", where="a.jpg", reason="r"),
+    line("parity", gradient_difference=1e-5),
+)
+
+
+def damaged(value: Any) -> Iterator[str]:
+    """The value with each of its parts replaced by each bad value, as JSON text."""
+    mark = "REPLACE-ME"
+    for path in paths(value):
+        changed = copy.deepcopy(value)
+        parent = changed
+        for key in path[:-1]:
+            parent = parent[key]
+        parent[path[-1]] = mark
+        text = json.dumps(changed, separators=(",", ":"))
+        yield from (text.replace(f'"{mark}"', bad) for bad in BAD_VALUES)
+
+
+def paths(value: Any) -> Iterator[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield (key,)
+        yield from ((key, *rest) for rest in paths(item))
+
+
+def read_everything(run: Path) -> None:
+    """What `runs`, `monitor --once`, `monitor --web` and `report` do."""
+    rows = list_runs(run.parent)
+    as_json(rows), as_table(rows, run.parent), once(run)
+    store, key = Store([run.parent]), key_of(run)
+    shown = [store.summary(key), store.curves(key), [store.snapshot(key, each) for each in store.snapshots(key)]]
+    json.dumps(shown, allow_nan=False).encode()
+    write_report([run], run / "report.html")
+
+
+def test_no_damaged_log_line_breaks_a_reader(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "runs" / "one", finished=False)
+    log = (run / "run.jsonl").read_bytes()
+    lines = [each for record in RECORDS for each in damaged(record)]
+    for each in random.Random(0).sample(lines, 60):
+        (run / "run.jsonl").write_bytes(log + each.encode() + b"\n")
+        read_everything(run)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [line("step", step=10**400), step(102, seconds={"data": "x"}), evaluation(102, 0.3, seconds=[]),
+     step(102, time=1e300), line("layers", step=102, layers={"a": 1}), line("event", step=[], event={}),
+     line("step", step=102, loss={})],
+)  # fmt: skip
+def test_an_invalid_line_is_skipped_and_counted(tmp_path: Path, bad: dict[str, Any]) -> None:
+    run = full_run(tmp_path / "runs" / "one")
+    before = History(run).poll_all()
+    append(run, [bad, bad])
+    history = History(run).poll_all()
+    assert (history.follower.invalid, history.step, history.last_time) == (2, before.step, before.last_time)
+    said = [verdict.words for verdict in verdicts(history, 0.0, "finished")]
+    assert "2 invalid lines of run.jsonl skipped" in said
+    read_everything(run)
+
+
+def test_a_log_line_may_hold_what_training_writes(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "runs" / "one", finished=False)
+    layers = {"image block 1": ["nan", "inf"], "²": [1.0, 2.0], "block " + "9" * 5000: [1.0, 2.0]}
+    append(run, [step(102, loss="nan", grad_norm="inf", watts="nan"), line("layers", step=102, layers=layers)])
+    assert History(run).poll_all().follower.invalid == 0
+    read_everything(run)
+
+
+def test_no_damaged_snapshot_is_used(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "runs" / "one")
+    path = run / "watch" / "step-00000100.json"
+    snapshot = json.loads(path.read_text())
+    assert read_snapshot(run, 100) == snapshot
+    needed = [*snapshot["queries"][0], *snapshot["confusions"][0], "values", "captions", "queries", "matrix", "step"]
+    for each in needed:
+        path.write_text(json.dumps(snapshot).replace(f'"{each}":', '"other":'))
+        assert read_snapshot(run, 100) is None, each
+    for text in random.Random(0).sample(list(damaged(snapshot)), 40):
+        path.write_text(text)
+        read_everything(run)
+    path.write_text(json.dumps(snapshot | {"matrix": {"captions": [], "values": []}}))
+    assert read_snapshot(run, 100) is None
+
+
+def test_settings_of_the_wrong_type_or_encoding_break_no_reader(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "runs" / "one", finished=False)
+    append(run, [step(n, data_share=0.9) for n in range(102, 130)])
+    for bad in ("{}", "[]", "'x'", "-1", "true", "9" * 400, "1e999", "1979-05-27"):
+        names = {"train": ("log_every", "eval_every", "batch", "device"), "data": ("workers",), "optim": ("warmup",)}
+        text = "".join(f"[{table}]\n" + "".join(f"{name} = {bad}\n" for name in keys) for table, keys in names.items())
+        (run / "config.toml").write_text(text)
+        (run / "environment.json").write_text(json.dumps({"facts": {"memory_bytes": bad}, "command": bad}))
+        read_everything(run)
+        (run / "environment.json").write_text(f'{{"facts": {{"memory_bytes": {"9" * 400}}}}}')
+        read_everything(run)
+    for data in (b"\xff\xfe\x00a", b"name = '\xe4'\n", b"a = " + b"[" * 100_000):
+        (run / "config.toml").write_bytes(data)
+        (run / "environment.json").write_bytes(data[4:])
+        read_everything(run)
+
+
+def huge_png() -> bytes:
+    """60,000 x 60,000 pixels in a few bytes."""
+
+    def part(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    head = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", head) + part(b"IDAT", zlib.compress(bytes(1000))) + part(b"IEND", b"")
+
+
+@pytest.mark.parametrize("padding", [0, 1_000_000], ids=["small file", "large file"])
+def test_a_report_leaves_out_images_that_cannot_be_decoded(tmp_path: Path, padding: int) -> None:
+    run = full_run(tmp_path / "runs" / "one")
+    for data in (huge_png() + bytes(padding), b"\x89PNG" + bytes(padding), b"\xff\xd8" + bytes(padding), b""):
+        (run / "retrieval.png").write_bytes(data)
+        (run / "watch" / "thumbs" / "1.jpg").write_bytes(data)
+        page = write_report([run], tmp_path / "report.html").read_text()
+        assert "retrieval.png left out" in page
+        assert page.count("src='data:image") == 1  # the other thumbnail of the confusion
+
+
+def replaced_by_fifo(path: Path, outside: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def replaced_by_link(path: Path, outside: Path) -> None:
+    """By a link to a file outside the run folder with the same content."""
+    path.rename(outside)
+    path.symlink_to(outside)
+
+
+@pytest.mark.parametrize("replace", [replaced_by_fifo, replaced_by_link])
+@pytest.mark.parametrize(
+    "name",
+    ["config.toml", "environment.json", "run.jsonl", "retrieval.png", "watch/step-00000100.json", "watch/thumbs/1.jpg"],
+)
+def test_only_regular_files_inside_the_run_folder_are_opened(
+    tmp_path: Path, name: str, replace: Callable[[Path, Path], None]
+) -> None:
+    run = full_run(tmp_path / "runs" / "one")
+    (run / "config.toml").write_text("seed = 20211\n")
+    replace(run / name, tmp_path / "outside")
+    script = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]);"
+        "from watch.test_damaged_runs import read_outside; read_outside(Path(sys.argv[1]))"
+    )
+    tests = Path(__file__).parents[1]
+    # A process of its own: a reader that waits for a FIFO cannot be interrupted from inside.
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(run), str(tests)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [each for each in ("run.jsonl", "config.toml", "retrieval.png",
+                                   "watch/step-00000100.json", "watch/thumbs/1.jpg") if each != name]  # fmt: skip
+
+
+def read_outside(run: Path) -> None:
+    """Print the names of the files whose content the readers give away."""
+    history = History(run).poll_all()
+    print("run.jsonl" if history.start else "")
+    try:
+        read_everything(run)
+        page = (run / "report.html").read_text()
+    except UserError:  # no log, no report
+        page = "20211 class='wide'"
+    print("config.toml" if "20211" in page and (history.config or not history.start) else "")
+    print("retrieval.png" if "class='wide'" in page else "")
+    store, key = Store([run.parent]), key_of(run)
+    print("watch/step-00000100.json" if store.snapshot(key, 100) else "")
+    print("watch/thumbs/1.jpg" if store.thumb(key, 1) else "")
+
+
+def test_a_thumbs_folder_that_links_outside_is_not_served(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "runs" / "one")
+    shutil.move(run / "watch" / "thumbs", tmp_path / "elsewhere")
+    (run / "watch" / "thumbs").symlink_to(tmp_path / "elsewhere")
+    store, key = Store([tmp_path / "runs"]), key_of(run)
+    assert store.thumb(key, 1) is None
+    shutil.move(run / "watch", tmp_path / "watch")
+    (run / "watch").symlink_to(tmp_path / "watch")
+    assert store.snapshot(key, 100) is None
+
+
+def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "m1clip", *words], capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def test_an_ascii_locale_can_show_a_run(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "größe")
+    for words in (("monitor", "--once", str(run)), ("runs", str(tmp_path)), ("report", str(run))):
+        done = command(*words, PYTHONIOENCODING="ascii", COLUMNS="120")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.isascii()
+        assert "gr??e" in done.stdout
+
+
+def test_a_report_that_cannot_be_written_names_the_file_asked_for(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "one")
+    (tmp_path / "folder.html").mkdir()
+    done = command("report", str(run), "-o", str(tmp_path / "folder.html"))
+    assert (done.returncode, done.stderr) == (2, f"m1clip: {tmp_path / 'folder.html'}: Is a directory\n")
+    (tmp_path / "file").write_text("")
+    done = command("report", str(run), "-o", str(tmp_path / "file" / "report.html"))
+    assert done.returncode == 2
+    assert ".partial" not in done.stderr
+    done = command("report", str(run), "-o", "/proc/report.html")
+    assert done.returncode == 2
+    assert ".partial" not in done.stderr

@@ -1,0 +1,237 @@
+"""The page in a real browser, where Playwright and a Chromium are there."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import environment, small_arguments
+
+from m1clip.io import own_mark
+from m1clip.web.server import Server, Store
+
+from .made_runs import append, ended, evaluation, full_run, make_run, step, write_example
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("playwright") is None, reason="needs Playwright (pip install playwright)"
+    ),
+    pytest.mark.skipif(CHROMIUM is None, reason=f"needs a Chromium in the PATH ({', '.join(BROWSERS)})"),
+]
+PATIENCE = 60.0  # seconds for anything the page should do
+
+
+class Site:
+    """A server that can be stopped and started again on its port."""
+
+    def __init__(self, places: list[Path], port: int = 0) -> None:
+        self.places = places
+        self.start(port)
+
+    def start(self, port: int) -> None:
+        self.server = Server(Store(self.places), port)
+        self.port = self.server.server_address[1]
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join(timeout=10)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=60_000)
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Open a page that fails the test on any error, warning or request that leaves loopback."""
+    problems: list[str] = []
+    contexts, sites = [], []
+
+    def go(places: list[Path], expected: tuple[str, ...] = (), **options: Any) -> tuple[Any, Site]:
+        site = Site(places)
+        sites.append(site)
+        context = browser.new_context(locale="en-US", viewport={"width": 1200, "height": 800}, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(1000 * PATIENCE)
+        page.on("pageerror", lambda error: problems.append(f"error: {error}"))
+        page.on("console", lambda message: note(message.type, message.text, expected))
+        page.on("request", lambda request: outside(request.url, site.server.url))
+        page.goto(site.server.url)
+        return page, site
+
+    def note(kind: str, text: str, expected: tuple[str, ...]) -> None:
+        if kind in ("error", "warning") and not any(words in text for words in expected):
+            problems.append(f"{kind}: {text}")
+
+    def outside(url: str, own: str) -> None:
+        if not url.startswith((own, "data:")):
+            problems.append(f"request to {url}")
+
+    yield go
+    for context in contexts:
+        context.close()
+    for site in sites:
+        site.stop()
+    assert problems == []
+
+
+def points(page: Any, plot: str = "loss") -> int:
+    return int(page.get_attribute(f"[data-plot={plot}] .plot", "data-points") or 0)
+
+
+def until(page: Any, true: str) -> None:
+    """Ask the page until it is so. From outside: the page's own policy forbids it to evaluate text."""
+    deadline = time.monotonic() + PATIENCE
+    while not page.evaluate(true):
+        assert time.monotonic() < deadline, f"never came true: {true}"
+        page.wait_for_timeout(50)
+
+
+def wait_for_points(page: Any, least: int, plot: str = "loss") -> None:
+    until(page, f"Number(document.querySelector('[data-plot={plot}] .plot').dataset.points) >= {least}")
+
+
+def test_a_live_run_grows_without_a_reload_and_comes_to_its_end(visit: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "live", [step(1), step(2), step(3)])
+    (run / "run.lock").write_text(own_mark())
+    page, site = visit([tmp_path / "runs"], expected=("ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED", "ERR_"))
+    wait_for_points(page, 3)
+    assert page.inner_text("#state") == "running"
+    assert "left, until" in page.inner_text("#progress-words")
+    page.evaluate("window.sameDocument = true")
+    for number in range(4, 9):
+        append(run, [step(number)])
+        wait_for_points(page, number)
+    append(run, [evaluation(8, 0.3)])
+    write_example(run, 8)
+    wait_for_points(page, 1, "recall")
+    page.wait_for_selector("#queries .query")
+    assert "<script>alert(1)</script> a red cat" in page.inner_text("#queries")
+    assert page.locator("#queries .thumb.right").count() == 1
+
+    site.stop()
+    until(page, "document.querySelector('#link').className.includes('lost')")
+    append(run, [step(number) for number in range(9, 13)])
+    site.start(site.port)
+    until(page, "document.querySelector('#link').className.includes('live')")
+    wait_for_points(page, 12)
+
+    append(run, [ended(12, 0.5)])
+    (run / "run.lock").unlink()
+    until(page, "document.querySelector('#state').textContent === 'finished'")
+    assert page.evaluate("window.sameDocument") is True
+
+
+def test_zoom_by_mouse_and_by_key_for_all_plots_at_once(visit: Any, tmp_path: Path) -> None:
+    page, _ = visit([full_run(tmp_path / "demo")])
+    wait_for_points(page, 50)
+    before = page.evaluate("[plots.loss.u.scales.x.min, plots.loss.u.scales.x.max]")
+    box = page.locator("[data-plot=loss] .u-over").bounding_box()
+    page.mouse.move(box["x"] + 0.25 * box["width"], box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.75 * box["width"], box["y"] + 60, steps=5)
+    page.mouse.up()
+    until(page, "Zoom.range !== null")
+    low, high = page.evaluate("[plots.lr.u.scales.x.min, plots.lr.u.scales.x.max]")  # another plot follows
+    assert before[0] < low < high < before[1]
+    page.dblclick("[data-plot=loss] .u-over")
+    until(page, "Zoom.range === null")
+    assert page.evaluate("[plots.loss.u.scales.x.min, plots.loss.u.scales.x.max]") == before
+    page.focus("[data-plot=temperature] .plot")
+    page.keyboard.press("+")
+    until(page, "Zoom.range !== null && Zoom.range[1] - Zoom.range[0] < 60")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("0")
+    until(page, "Zoom.range === null")
+
+
+def test_runs_are_switched_and_overlaid_and_the_theme_changes(visit: Any, tmp_path: Path) -> None:
+    full_run(tmp_path / "runs" / "first", 0.3)
+    full_run(tmp_path / "runs" / "second", 0.6)
+    page, _ = visit([tmp_path / "runs"], color_scheme="dark")
+    wait_for_points(page, 50)
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    page.keyboard.press("t")
+    until(page, "document.documentElement.dataset.theme === 'light'")
+    page.click("nav li:has-text('first') button")
+    until(page, "document.querySelector('#run-name').textContent === 'first'")
+    page.check("nav li:has-text('second') input")
+    until(page, "plots.loss.series.length === 2 && plots.recall.series.length === 2")
+    assert page.locator("[data-plot=loss] .u-label").all_inner_texts()[-2:] == ["first", "second"]
+    page.select_option("#axis", "elapsed")
+    until(page, "Math.abs(plots.loss.u.scales.x.max - 50 / 60) < 0.01")
+    page.click("#pause")
+    assert page.get_attribute("#pause", "aria-pressed") == "true"
+
+
+def test_it_can_be_used_without_a_mouse_and_without_eyes(visit: Any, tmp_path: Path) -> None:
+    page, _ = visit([full_run(tmp_path / "demo")])
+    wait_for_points(page, 50)
+    page.wait_for_selector("#queries .query")
+    nameless = page.evaluate(
+        """() => [...document.querySelectorAll('button, input, select, canvas, img, [role=img]')].filter((each) =>
+        !(each.getAttribute('aria-label') || each.textContent.trim() || each.labels && each.labels.length || each.alt
+        || each.parentElement.closest('[role=img][aria-label]')))
+        .map((each) => each.outerHTML.slice(0, 80))"""
+    )
+    assert nameless == []
+    label = page.get_attribute("[data-plot=loss] .plot", "aria-label")
+    assert label.startswith("Loss. demo: now 1.33, first 3.85, lowest 1.33, highest 3.85, 50 points")
+    assert page.get_attribute("#progress", "aria-valuenow") == "100"
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the run"
+    page.focus("#snapshot")
+    page.keyboard.press("ArrowLeft")
+    until(page, "document.querySelector('#snapshot-words').textContent.startsWith('step 50')")
+
+
+def test_on_a_phone_nothing_is_wider_than_the_screen(visit: Any, tmp_path: Path) -> None:
+    page, _ = visit([full_run(tmp_path / ("a-very-long-name-of-a-run-" * 4))])
+    wait_for_points(page, 50)
+    page.set_viewport_size({"width": 360, "height": 700})
+    until(page, "document.documentElement.scrollWidth <= 360")
+
+
+def test_a_real_training_process_is_watched(visit: Any, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    page, _ = visit([tmp_path / "runs"])
+    page.wait_for_selector("#empty:not([hidden])")
+    words = small_arguments({"train.steps": 60, "train.log_every": 2, "train.eval_every": 20})
+    training = subprocess.Popen(
+        [sys.executable, "-m", "m1clip", "train", *words, "--run", "runs/real"], cwd=tmp_path, env=environment(),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        page.wait_for_selector("#run:not([hidden])")  # it appeared by itself
+        wait_for_points(page, 5)
+        page.wait_for_selector("#queries .query img")
+        until(page, "document.querySelector('#state').textContent === 'finished'")
+        assert training.wait(timeout=60) == 0
+        wait_for_points(page, 30)
+        assert points(page, "recall") == 3
+        assert page.locator("[data-panel=layers] tbody tr").count() > 5
+        assert page.locator("[data-panel=groups] .track").count() > 20
+    finally:
+        training.kill()
+        training.wait(timeout=30)

@@ -1,0 +1,133 @@
+"""Steps replayed as a CUDA graph are the steps themselves; what the host prepares for them is tested anywhere."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_run import run_small, screen, small_config
+from torch import Tensor
+
+from m1clip.data.loader import batches
+from m1clip.runlog import read_log
+from m1clip.training.cuda_graph import MOST, Captured
+from m1clip.training.run import decode_plan, resume
+from m1clip.training.setup import Job, prepare_scratch
+from m1clip.training.step import Update
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
+VARIED = {"data.crop_min": 0.5, "data.flip": 0.5, "data.colour": 0.3, "data.captions_per_step": 2}
+ON_CUDA = {**VARIED, "train.device": "cuda", "train.steps": 40, "train.log_every": 1, "train.analysis_every": 0}
+# The smallest run is sdpa-only there, and rates are such that rounding does not grow over forty steps.
+ON_CUDA |= {"model.attention_image": "sdpa", "optim.name": "adamw", "data.train_count": 136, "train.batch": 64}
+
+
+def made(changes: dict[str, Any]) -> tuple[Job, Update]:
+    job = prepare_scratch(small_config({**VARIED, **changes}), lambda line: None, decode_plan(screen()))
+    update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+    return job, update
+
+
+def test_padding_to_the_longest_so_far_changes_no_loss() -> None:
+    job, update = made({"data.train_count": 136, "train.batch": 64})
+    captured = Captured(update)
+    shapes = []
+    for step in range(6):
+        batch = job.training[step]
+        fixed = captured._fixed(batch)
+        shapes.append([tuple(group.shape) for group in fixed.text_groups()])
+        loss, same = update.backward(batch, step), update.backward(fixed, step)
+        torch.testing.assert_close(same, loss, rtol=1e-6, atol=1e-6)
+        for own, padded in zip(batch.text_groups(), fixed.text_groups(), strict=True):
+            assert torch.equal(padded[:, : own.shape[1]], own)
+    for earlier, later in itertools.pairwise(shapes):
+        assert all(a[0] == b[0] and a[1] <= b[1] for a, b in zip(earlier, later, strict=True))
+
+
+def test_a_step_in_chunks_or_under_a_probe_is_not_replayed() -> None:
+    job, update = made({})
+    captured, batch = Captured(update), job.training[0]
+    assert captured.takes(batch)
+    update.optimizer.observed = True
+    assert not captured.takes(batch)
+    _, chunked = made({"train.chunk": 4})
+    assert not Captured(chunked).takes(batch)
+    captured.off = "some reason"
+    update.optimizer.observed = False
+    assert not captured.takes(batch)
+
+
+def test_no_graph_where_the_device_has_none_or_the_person_wants_none() -> None:
+    assert made({})[1].captured is None
+    assert small_config({"model.graph": False}).model.graph is False
+
+
+def assert_replayed(run: Path) -> None:
+    records = list(read_log(run))
+    assert not [record for record in records if record.get("event") == "steps are not replayed"]
+    assert "step" in [record for record in records if record["kind"] == "step"][-1]["seconds"]
+
+
+def losses(run: Path) -> Tensor:
+    return torch.tensor([line["loss"] for line in read_log(run) if line["kind"] == "step"])
+
+
+@needs_cuda
+@pytest.mark.parametrize("changes", [{}, {"optim.ema": 0.9}, {"optim.name": "muon"}, {"train.precision": "bf16"}])
+def test_replayed_steps_are_the_steps_themselves(tmp_path: Path, changes: dict[str, Any]) -> None:
+    for name, graph in (("plain", False), ("replayed", True)):
+        run_small(tmp_path / name, {**ON_CUDA, **changes, "model.graph": graph})
+    assert_replayed(tmp_path / "replayed")
+    plain, replayed = losses(tmp_path / "plain"), losses(tmp_path / "replayed")
+    assert plain[-1] < 0.9 * plain[0]
+    loose = bool({"optim.name", "train.precision"} & changes.keys())
+    torch.testing.assert_close(replayed, plain, rtol=0.05 if loose else 2e-3, atol=0)
+
+
+@needs_cuda
+def test_all_but_the_first_steps_are_replayed() -> None:
+    job, update = made(ON_CUDA)
+    replays = 0
+    assert update.captured is not None
+    for step, batch in enumerate(batches(job.training, 0, 30, 0, "fork", pin=True)):
+        update(batch, step, 0, 30)
+        replays += update.captured._graph is not None
+    assert not update.captured.off
+    # Texts may grow before the first recording, and then the warming up begins again.
+    assert replays >= 20
+    assert update.captured.recordings < MOST
+
+
+@needs_cuda
+def test_a_replayed_step_that_is_not_finite_moves_nothing() -> None:
+    job, update = made(ON_CUDA)
+    feed = list(batches(job.training, 0, 12, 0, "fork", pin=True))
+    for step, batch in enumerate(feed[:8]):
+        update(batch, step, 0, 12)
+    assert update.captured is not None
+    assert update.captured._graph is not None
+    before = {name: p.detach().clone() for name, p in update.model.named_parameters()}
+    feed[7].views.gains[3, 0] = float("nan")
+    loss, _ = update(feed[7], 8, 0, 12)
+    assert not loss.isfinite()
+    assert all(torch.equal(before[name], p) for name, p in update.model.named_parameters())
+    loss, _ = update(feed[9], 9, 0, 12)
+    assert loss.isfinite()
+    assert any(not torch.equal(before[name], p) for name, p in update.model.named_parameters())
+
+
+@needs_cuda
+def test_a_replayed_run_resumes(tmp_path: Path) -> None:
+    run_small(tmp_path / "whole", {**ON_CUDA, "train.save_every": 20})
+    run_small(tmp_path / "again", {**ON_CUDA, "train.save_every": 20})
+    newest = sorted((tmp_path / "again" / "checkpoints").iterdir())[-1]
+    for part in sorted(newest.rglob("*"), reverse=True):
+        part.unlink()
+    newest.rmdir()
+    resume(tmp_path / "again", screen())
+    assert_replayed(tmp_path / "again")
+    whole, again = losses(tmp_path / "whole"), losses(tmp_path / "again")
+    torch.testing.assert_close(again[-20:], whole[-20:], rtol=2e-3, atol=0)

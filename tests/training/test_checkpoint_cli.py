@@ -1,0 +1,91 @@
+"""m1clip checkpoint ls, verify, prune."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from m1clip.cli.main import main
+from m1clip.training.checkpoint import LoopState, save
+from m1clip.training.checkpoint_files import MANIFEST, folder_of, found, sha256
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step in (10, 20, 30):
+        groups = {"weights": {"a": torch.full((250,), float(step))}, "optimizer": {"m": torch.ones(1)}}
+        save(tmp_path, LoopState(step=step), groups, keep=9)
+    return tmp_path
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["checkpoint", *words])
+    said = capsys.readouterr()
+    return int(ended.value.code or 0), said.out, said.err
+
+
+def rot(run: Path, step: int) -> None:
+    file = folder_of(run, step) / "weights.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = command(capsys, "ls", str(run))
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["step", "10", "20", "30", "3"]
+    assert "3 checkpoints, 0.0 MB in all" in out
+    code, out, _ = command(capsys, "ls", str(run), "--json")
+    rows: list[dict[str, Any]] = json.loads(out)
+    assert [row["step"] for row in rows] == [10, 20, 30]
+    assert all(row["bytes"] > 1000 and row["problem"] is None for row in rows)
+
+
+def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = command(capsys, "verify", str(run))
+    assert (code, out.count("whole")) == (0, 3)
+    rot(run, 20)
+    code, out, _ = command(capsys, "verify", str(run))
+    assert (code, out.count("whole")) == (1, 2)
+    assert "weights.safetensors is damaged" in out
+    code, out, _ = command(capsys, "verify", str(run), "--json")
+    assert code == 1
+    assert [bool(row["problem"]) for row in json.loads(out)] == [False, True, False]
+
+
+def test_a_newer_format_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, state = folder_of(run, 30) / MANIFEST, folder_of(run, 30) / "state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "format": 99}))
+    hashes = {**json.loads(path.read_text())["sha256"], "state.json": sha256(state)}
+    path.write_text(json.dumps({"format": 99, "sha256": hashes}))
+    code, _, error = command(capsys, "verify", str(run))
+    assert code == 2
+    assert "written by a newer m1clip (format 99" in error
+
+
+def test_prune(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = command(capsys, "prune", str(run), "--keep", "2")
+    assert code == 0
+    assert "1 checkpoint deleted" in out
+    assert sorted(found(run)) == [20, 30]
+    assert [p.name for p in (run / "checkpoints").glob("*.partial")] == []
+
+
+def test_prune_never_deletes_the_newest_whole_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rot(run, 30)
+    code, _, _ = command(capsys, "prune", str(run))
+    assert code == 0
+    assert sorted(found(run)) == [20, 30], "the newest is damaged: the one before it is what a resume needs"
+
+
+def test_what_cannot_be_asked(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(capsys, "prune", str(run), "--keep", "0")[0] == 2
+    code, _, error = command(capsys, "ls", str(tmp_path / "nowhere"))
+    assert code == 2
+    assert "no run there" in error

@@ -1,0 +1,117 @@
+"""Class folders are trained and chosen by top-1 accuracy; the figure that chooses has one name everywhere."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from small_run import screen, small_config
+from tower_run import frozen_config, patch_towers
+
+from m1clip.evaluation.statistics import scores_table
+from m1clip.evaluation.zeroshot import class_vectors
+from m1clip.inference.encoder import load
+from m1clip.monitor.history import History
+from m1clip.monitor.report import write_report
+from m1clip.monitor.status import as_table, list_runs, status_of
+from m1clip.monitor.terminal import Line, View, frame
+from m1clip.runlog import read_log
+from m1clip.training.progress import Screen
+from m1clip.training.run import train_once
+from m1clip.web.server import Store, key_of
+
+NO_COUNTS = dict.fromkeys(("data.train_count", "data.val_count", "data.test_count", "data.captions_per_image"))
+COLOURS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}
+
+
+def class_folders(folder: Path) -> Path:
+    """train, val and test with a folder of images for each colour."""
+    draw = random.Random(0)
+    for split, count in (("train", 12), ("val", 5), ("test", 4)):
+        for name, colour in COLOURS.items():
+            (folder / split / name).mkdir(parents=True)
+            for number in range(count):
+                seen = tuple(value + draw.randrange(-30, 30) for value in colour)
+                Image.new("RGB", (32, 32), seen).save(folder / split / name / f"{number}.png")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _every_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("m1clip.training.progress.PLAIN_SECONDS", -1.0)
+
+
+def trained(folder: Path, changes: dict[str, object]) -> tuple[Path, str]:
+    """The run, and what was printed with the final table."""
+    shown: Screen = screen()
+    small = {"train.steps": 12, "train.eval_every": 3, "train.log_every": 3, **changes}
+    result = train_once(small_config(small), folder, shown)
+    shown.console.print(scores_table(result.scores))
+    return result.run, shown.console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def plain(lines: list[Line]) -> str:
+    return "\n".join("".join(text for text, _ in line) for line in lines)
+
+
+def test_class_folders_report_and_are_chosen_by_top1_accuracy(tmp_path: Path) -> None:
+    data = class_folders(tmp_path / "data")
+    run, words = trained(tmp_path / "run", {"data.source": [str(data)], **NO_COUNTS})
+    log = list(read_log(run))
+    evaluations = {line["step"]: line["top1_accuracy"] for line in log if line["kind"] == "eval"}
+    end = log[-1]
+    assert evaluations[end["best_step"]] == max(evaluations.values()) > 1 / 3
+    assert end["top1_accuracy/chance"] == pytest.approx(1 / 3)
+    assert end["image_to_text/recall@1"] == end["top1_accuracy"], "one template: the same question"
+    bundle = load(run)
+    paths = sorted((data / "test").rglob("*.png"))
+    vectors = class_vectors(bundle, list(COLOURS), ["a photo of a {}."])
+    said = (bundle.encode_images([bundle.square(path) for path in paths]) @ vectors.T).argmax(dim=1)
+    right = torch.tensor([list(COLOURS).index(path.parent.name) for path in paths])
+    assert end["top1_accuracy"] == pytest.approx(float((said == right).float().mean()))
+    assert_one_figure(run, words, "top-1 accuracy", max(evaluations.values()))
+
+
+def test_features_of_frozen_towers_keep_the_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_towers(monkeypatch)
+    data = {"data.source": [str(class_folders(tmp_path / "data"))], **NO_COUNTS}
+    run = train_once(frozen_config(tmp_path, **data), tmp_path / "run", screen()).run
+    end = list(read_log(run))[-1]
+    assert end["image_to_text/recall@1"] == end["top1_accuracy"]
+
+
+def test_captions_are_chosen_by_mean_recall(tmp_path: Path) -> None:
+    run, words = trained(tmp_path / "run", {"train.patience": 1, "train.steps": 60, "optim.lr": 1.0})
+    evaluations = [line["mean_recall"] for line in read_log(run) if line["kind"] == "eval"]
+    assert re.search(r"stopped +after 1 evaluations without a better mean recall", words)
+    assert "early stop at step" in plain(frame(*seen(run), View(120, 50), now=0.0))
+    assert_one_figure(run, words, "mean recall", max(evaluations))
+
+
+def seen(run: Path) -> tuple[History, object]:
+    history = History(run).poll_all()
+    return history, status_of(history)
+
+
+def assert_one_figure(run: Path, words: str, label: str, best: float) -> None:
+    """The same label with the same value on the screen, in the monitor, the list of runs, the report, the page."""
+    value = f"{100 * best:.1f}%"
+    last = next(read for read in reversed(list(read_log(run))) if read["kind"] == "eval")
+    history, status = seen(run)
+    now = f"{label} {100 * last[history.metric]:.1f}%"
+    assert re.search(rf"^validation  step [\d,]+: {label} {value} .*best so far", words, re.MULTILINE)
+    assert f"best       step {history.end['best_step']:,}: validation {label} {value}" in words
+    assert re.search(rf"^step .*  {label} [\d.]+%  ", words, re.MULTILINE), "the live line"
+    assert re.search(rf"^ *{label} +{100 * history.end[history.metric]:.1f}%", words, re.MULTILINE), "final table"
+    monitor = plain(frame(history, status, View(160, 50), now=0.0))  # type: ignore[arg-type]
+    assert f"{now} [" in monitor
+    assert f"evaluated at step {last['step']:,}: {now}" in monitor
+    assert f"{label} {value}" in as_table(list_runs(run.parent), run.parent)
+    assert label in write_report([run], run.parent / "report.html").read_text()
+    summary = Store([run.parent]).summary(key_of(run))
+    assert summary["metric"][1] == label
+    assert summary["best"]["value"] == best

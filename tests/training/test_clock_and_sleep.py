@@ -1,0 +1,79 @@
+"""An hour of sleep, a clock that is set: estimates and verdicts stay sane."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import screen
+
+from m1clip.formatting import ago
+from m1clip.hardware.timing import drift
+from m1clip.monitor.diagnostics import stalled, throttling
+from m1clip.monitor.history import History
+from m1clip.training.run import enough, usual, without_pauses
+
+
+def step(number: int, seconds: float, time: float = 0.0) -> dict[str, Any]:
+    return {"kind": "step", "step": number, "loss": 1.0, "images_per_second": 1.0, "memory_bytes": 1,
+            "step_seconds": seconds, "time": time}  # fmt: skip
+
+
+def test_the_time_left_is_not_spoiled_by_a_pause() -> None:
+    shown = screen()
+    shown.begin(0, 1000)
+    for number in range(1, 11):
+        shown.step(step(number, 360.0 if number == 5 else 0.1))  # ten steps of it slept for an hour
+    shown._spoke = -1e9
+    shown.step(step(11, 0.1))
+    said = shown.console.file.getvalue().splitlines()[-1]  # type: ignore[attr-defined]
+    assert said.endswith("1:39 left")
+
+
+def test_a_pause_does_not_eat_up_the_minutes() -> None:
+    assert without_pauses([0.3, 0.1, 0.1, 3600.0, 0.1], usual=0.1) == pytest.approx(0.7)
+
+
+def test_a_busy_moment_does_not_mislead_the_count_of_steps() -> None:
+    quiet, busy = [0.1, 0.101, 0.1, 0.102, 0.1], [0.1, 0.3, 0.31, 0.1, 0.28]
+    assert enough(quiet, patience=30.0)
+    assert usual(quiet) == pytest.approx(0.1)
+    assert not enough(quiet[:4], patience=0.1)  # too few to tell, whatever they took
+    assert not enough(busy, patience=30.0)
+    assert enough(busy, patience=1.0)  # it does not get better: the run has to begin
+    assert usual(busy) == pytest.approx(0.1)
+
+
+def test_one_long_step_is_no_throttling(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.add({"kind": "start", "step": 0, "steps": 1000})
+    for number in range(1, 60):
+        history.add(step(number, 3600.0 if number in (20, 50) else 0.1))
+    assert throttling(history) is None
+    assert drift([0.1] * 20 + [3600.0] + [0.1] * 9) == pytest.approx(0.0)
+
+
+def test_a_clock_set_back_hides_no_silence(tmp_path: Path) -> None:
+    """The clock goes back by an hour; then the run falls silent, and that is seen by the new clock."""
+    history = History(tmp_path)
+    history.add({"kind": "start", "step": 0, "steps": 1000, "time": 10_000.0})
+    for number in range(1, 9):
+        history.add(step(number, 0.1, time=10_000.0 + number))
+    for number in range(9, 12):
+        history.add(step(number, 0.1, time=6_400.0 + number))
+    assert history.last_time == 6_411.0
+    assert stalled(history, 6_412.0, "running") is None
+    assert stalled(history, 6_600.0, "running") is not None
+    assert ago(-3600.0) == "0 s ago"
+
+
+def test_a_run_that_went_back_is_shown_from_there(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.add({"kind": "start", "step": 0, "steps": 1000})
+    for number in range(1, 9):
+        history.add(step(number, 0.1))
+    history.add({"kind": "event", "event": "went back", "step": 3, "back_to": 3})
+    assert history.step == 3
+    history.add(step(4, 0.1))
+    assert [row["step"] for row in history.steps] == [1, 2, 3, 4]

@@ -1,0 +1,137 @@
+"""A GPU that is really full, and a host that really never waits. They need CUDA; what the CPU can show is elsewhere."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_run import run_small, tensors_of
+from test_update import make
+
+from m1clip.data.loader import batches
+from m1clip.runlog import read_log
+from m1clip.training.checkpoint import LoopState
+from m1clip.training.recovery import make_room
+
+sys.path.append(str(Path(__file__).parents[1] / "reliability"))
+from reliability_results import recorded
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="fills the memory of a CUDA device; none here")
+BATCH, STEPS = 512, 6
+ON_CUDA: dict[str, Any] = {"train.device": "cuda", "model.attention_image": "sdpa", "optim.name": "adamw"}
+# The activations of a batch, some hundred MB, are nearly all of this run's memory: half a batch takes half of it.
+LARGE = {**ON_CUDA, "model.patch_size": 4, "model.vision_width": 128, "data.train_count": 1100, "train.batch": BATCH,
+         "train.steps": STEPS, "train.log_every": 1, "train.analysis_every": 0, "optim.lr": 1e-4}  # fmt: skip
+TOLERANCE = 1e-3  # relative, after six steps: chunks add in another order, and some kernels of CUDA in any order
+
+
+def forget() -> None:
+    """Give back what earlier runs left, and begin a new peak."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+@contextmanager
+def at_most(size: int) -> Iterator[None]:
+    """The process may have so many bytes of the device: beyond them torch raises its own OutOfMemoryError."""
+    torch.cuda.set_per_process_memory_fraction(size / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def wanted_by(run: Path, changes: dict[str, Any]) -> tuple[int, int]:
+    """Train with all the memory there is; gives the bytes in use before it and at its peak."""
+    forget()
+    before = torch.cuda.memory_allocated()
+    run_small(run, {**LARGE, **changes})
+    return before, torch.cuda.max_memory_allocated()
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in read_log(run) if line["kind"] == "step"]
+
+
+def short_of_memory(run: Path) -> list[dict[str, Any]]:
+    return [line for line in read_log(run) if line.get("event") == "memory short"]
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    """Of all weights of two runs, relative to the weight."""
+    found, wanted = tensors_of(one, STEPS), tensors_of(other, STEPS)
+    names = [name for name in wanted if name.startswith("weights:") and wanted[name].is_floating_point()]
+    return max(float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-6)) for name in names)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["plain", "with graphs"])
+def test_a_full_gpu_halves_the_chunk_and_keeps_the_batch(tmp_path: Path, graph: bool) -> None:
+    with recorded("out of memory, CUDA", 1 + graph, 2) as counts:
+        changes = {"model.graph": graph}
+        before, peak = wanted_by(tmp_path / "whole", {"model.graph": False})
+        assert peak - before > 200 * 2**20, "else the limit is lost in what the allocator rounds up to"
+        forget()
+        with at_most(before + int(0.7 * (peak - before))):
+            run_small(tmp_path / "short", {**LARGE, **changes})
+        told = short_of_memory(tmp_path / "short")
+        assert told, "memory did not run out"
+        assert [line["chunk"] for line in told] == [BATCH // 2 ** (n + 1) for n in range(len(told))]
+        assert all(line["batch"] == BATCH and line["helps"] for line in told)
+        assert told[0]["step"] == 1
+        assert "CUDA out of memory" in told[0]["why"]
+        assert short_of_memory(tmp_path / "whole") == []
+        assert len(losses(tmp_path / "short")) == STEPS
+        assert losses(tmp_path / "short") == pytest.approx(losses(tmp_path / "whole"), rel=TOLERANCE)
+        difference = largest_difference(tmp_path / "short", tmp_path / "whole")
+        assert difference < TOLERANCE
+        counts |= {"runs": 1, "halvings": len(told), "largest relative difference": difference}
+
+
+def test_too_little_memory_for_a_recording_changes_nothing(tmp_path: Path) -> None:
+    """A plain step fits; whether a recording, which keeps as much a second time, fits too makes no difference."""
+    before, peak = wanted_by(tmp_path / "whole", {"model.graph": False})
+    forget()
+    with at_most(before + int(1.3 * (peak - before))):
+        run_small(tmp_path / "short", {**LARGE, "model.graph": True})
+    assert losses(tmp_path / "short") == pytest.approx(losses(tmp_path / "whole"), rel=TOLERANCE)
+
+
+@contextmanager
+def waits_are_errors() -> Iterator[None]:
+    """Inside, an operation that makes the host wait for the device raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("graph", [False, True], ids=["plain", "replayed"])
+def test_the_host_never_waits_on_the_fast_path(graph: bool, precision: str) -> None:
+    changes = {**ON_CUDA, "model.graph": graph, "train.precision": precision, "optim.ema": 0.9,
+               "data.captions_per_step": 2, "data.train_count": 136, "train.batch": 64}  # fmt: skip
+    job, update = make(changes)
+    update.room = make_room(job, LoopState())
+    rules = job.device.rules
+    feed = list(batches(job.training, 0, 8, 0, rules.worker_start, rules.pin_memory))
+    # Before a recording every shape of these batches must have been seen.
+    warm = 2 * len(feed) if graph else 3
+    for step in range(warm):
+        update(feed[step % len(feed)], step, 1, 100)
+    assert (update.captured is not None and update.captured._graph is not None) == graph
+    figures = []
+    with waits_are_errors():
+        for step in range(5):
+            figures.append(update(feed[3 + step], warm + step, 1, 100))
+        with pytest.raises(RuntimeError, match="synchroniz"):  # and this is how it would be seen
+            figures[0][0].item()
+    assert all(bool(loss.isfinite()) and bool(norm.isfinite()) for loss, norm in figures)

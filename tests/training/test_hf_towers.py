@@ -1,0 +1,132 @@
+"""Towers from transformers, in a frozen run: loaded from a folder, trained on, and whole in the model folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_run import screen, small_config
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from tokenizers.processors import TemplateProcessing
+
+import m1clip
+from m1clip.errors import UserError
+from m1clip.model import pretrained as hugging_face
+from m1clip.model.pretrained import HfImageTower, HfTextTower, load_tower
+from m1clip.text.tokenizers import FastTokenizer, load_tokenizer
+from m1clip.training.run import train_once
+
+transformers = pytest.importorskip("transformers")
+PIECES = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    *"abcdefghijklmnopqrstuvwxyz",
+    *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"),
+]
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+
+
+def tokenizer_json() -> str:
+    made = Tokenizer(WordPiece({piece: i for i, piece in enumerate(PIECES)}, unk_token="[UNK]"))
+    made.normalizer, made.pre_tokenizer = BertNormalizer(), BertPreTokenizer()
+    made.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    return str(made.to_str())
+
+
+@pytest.fixture
+def towers(tmp_path: Path) -> tuple[Path, Path]:
+    """A ViT and a BERT as transformers saves them."""
+    torch.manual_seed(0)
+    vit = transformers.ViTModel(transformers.ViTConfig(image_size=32, patch_size=16, **SMALL), add_pooling_layer=False)
+    vit.save_pretrained(tmp_path / "vit")
+    seen = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.2, 0.2], "size": {"height": 32, "width": 32}}
+    (tmp_path / "vit" / "preprocessor_config.json").write_text(json.dumps(seen))
+    bert = transformers.BertModel(transformers.BertConfig(vocab_size=len(PIECES), **SMALL))
+    bert.save_pretrained(tmp_path / "bert")
+    (tmp_path / "bert" / "tokenizer.json").write_text(tokenizer_json())
+    return tmp_path / "vit", tmp_path / "bert"
+
+
+def config_of(towers: tuple[Path, Path], tmp_path: Path) -> Any:
+    image, text = map(str, towers)
+    return small_config({
+        "transfer.recipe": "frozen", "transfer.image_tower": image, "transfer.text_tower": text, "transfer.hidden": 16,
+        "data.train_count": 24, "train.steps": 2, "optim.name": "adamw", "data.cache_dir": str(tmp_path / "cache"),
+    })  # fmt: skip
+
+
+def test_a_run_on_towers_of_transformers(towers: tuple[Path, Path], tmp_path: Path) -> None:
+    train_once(config_of(towers, tmp_path), tmp_path / "run", screen())
+    text = transformers.BertModel.from_pretrained(towers[1]).eval()
+    for folder in towers:
+        shutil.rmtree(folder)  # the saved model is whole
+    bundle = m1clip.load(tmp_path / "run")
+    assert (bundle.preprocess.image_size, bundle.preprocess.mean) == (32, (0.4, 0.5, 0.6))
+    assert bundle.encode_images([torch.zeros(9, 9, 3, dtype=torch.uint8).numpy()]).shape == (1, 256)
+    ids = torch.from_numpy(bundle.tokenizer(["a red ball", "cat"], 12)).long()
+    mask = (ids != 0).float()
+    with torch.inference_mode():
+        last = text(input_ids=ids, attention_mask=mask).last_hidden_state
+        mean = (last * mask[..., None]).sum(dim=1) / mask.sum(dim=1, keepdim=True)
+        torch.testing.assert_close(bundle.model.text(ids), mean, atol=1e-5, rtol=1e-5)
+
+
+def test_a_part_of_a_clip(tmp_path: Path) -> None:
+    small = {**SMALL, "projection_dim": 8}
+    config = transformers.CLIPConfig(
+        text_config={**small, "vocab_size": 60, "max_position_embeddings": 12, "eos_token_id": 59, "bos_token_id": 58},
+        vision_config={**small, "image_size": 32, "patch_size": 16}, projection_dim=8,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.CLIPModel(config).eval()
+    model.save_pretrained(tmp_path / "clip")
+    vision, text = (load_tower(str(tmp_path / "clip"), part) for part in ("vision", "text"))  # type: ignore[arg-type]
+    pixels, ids = torch.randn(2, 3, 32, 32), torch.tensor([[58, 5, 59, 0], [58, 9, 8, 59]])
+    image_tower, text_tower = HfImageTower(vision.config).eval(), HfTextTower(text.config, 0).eval()
+    image_tower.load_state_dict(vision.weights)
+    text_tower.load_state_dict(text.weights)
+    with torch.inference_mode():
+        last = model.vision_model(pixel_values=pixels).last_hidden_state
+        torch.testing.assert_close(image_tower(pixels)[:, :16], last[:, 0])
+        torch.testing.assert_close(text_tower(ids), model.text_model(input_ids=ids).pooler_output)
+    assert image_tower.width == 32
+
+
+def test_a_convolutional_tower(tmp_path: Path) -> None:
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    transformers.ResNetModel(config).save_pretrained(tmp_path / "resnet")
+    assert HfImageTower(load_tower(str(tmp_path / "resnet"), "vision").config).eval().width == 16
+
+
+def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="no vision tower that transformers can load") as caught:
+        load_tower(str(tmp_path), "vision")
+    assert "\n" not in str(caught.value)
+
+    def absent() -> Any:
+        raise UserError("this tower needs transformers")
+
+    monkeypatch.setattr(hugging_face, "transformers", absent)
+    with pytest.raises(UserError, match="needs transformers"):
+        HfImageTower("{}")
+
+
+def test_the_tokenizer_of_a_tower(tmp_path: Path) -> None:
+    tokenizer = FastTokenizer(tokenizer_json(), 0)
+    assert tokenizer(["ab", "abcdef"], 5).tolist() == [[2, 4, 31, 3, 0], [2, 4, 31, 32, 3]]
+    assert (tokenizer.sot_id, tokenizer.eot_id, tokenizer.vocab_size) == (2, 3, len(PIECES))
+    assert tokenizer.encode("ab") == [4, 31]
+    tokenizer.save(tmp_path)
+    assert load_tokenizer(tmp_path)(["ab"], 5).tolist() == [[2, 4, 31, 3, 0]]
+    assert FastTokenizer(tokenizer_json(), 3).pad_id == 0
+    with pytest.raises(ValueError, match="not a tokenizer"):
+        FastTokenizer("{}", 0)

@@ -1,0 +1,158 @@
+"""Our Muon against torch's: the same weights and state; and the quick way against the exact orthogonal factor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from m1clip.training import muon
+from m1clip.training.muon import Muon, orthogonalise
+
+SHAPES = {"a.qkv.weight": (24, 8), "a.up": (32, 8), "a.down": (8, 32), "b.up": (32, 8), "b.out": (8, 8), "odd": (5, 7)}
+Made = tuple[dict[str, nn.Parameter], torch.optim.Optimizer]
+
+
+def made(make: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]) -> Made:
+    generator = torch.Generator().manual_seed(0)
+    named = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+    return named, make(list(named.items()))
+
+
+def run(one: Made, steps: int, seed: int = 1, without: str = "") -> None:
+    generator = torch.Generator().manual_seed(seed)
+    named, optimizer = one
+    for _ in range(steps):
+        for name, p in named.items():
+            grad = torch.randn(p.shape, generator=generator)
+            p.grad = None if name == without else grad
+        optimizer.step()
+
+
+def theirs_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch casts to bf16 by `Tensor.bfloat16`; for an exact comparison it must not, but it divides in place."""
+    monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)
+
+
+def assert_same(one: Made, other: Made, tolerance: float) -> None:
+    for name, p in one[0].items():
+        torch.testing.assert_close(p, other[0][name], atol=tolerance, rtol=tolerance)
+        state = one[1].state[p], other[1].state[other[0][name]]
+        assert state[0].keys() == state[1].keys()
+        for key in state[0]:
+            torch.testing.assert_close(state[0][key], state[1][key])
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_the_update_is_that_of_torch_in_fp32(monkeypatch: pytest.MonkeyPatch, decay: float) -> None:
+    theirs_in_fp32(monkeypatch)
+    ours = made(lambda named: Muon(named, lr=0.05, weight_decay=decay, dtype=torch.float32))
+    theirs = made(lambda named: torch.optim.Muon(named, lr=0.05, weight_decay=decay))
+    run(ours, 4)
+    run(theirs, 4)
+    assert_same(ours, theirs, 2e-5)
+
+
+def test_the_update_is_that_of_torch_in_bf16() -> None:
+    ours = made(lambda named: Muon(named, lr=0.05))
+    theirs = made(lambda named: torch.optim.Muon(named, lr=0.05))
+    run(ours, 3)
+    run(theirs, 3)
+    assert_same(ours, theirs, 0.05 * 3 * 0.03)  # three steps of that rate, each with bf16's rounding
+
+
+def test_a_rate_on_the_device_moves_the_same_way() -> None:
+    plain = made(lambda named: Muon(named, lr=0.05, dtype=torch.float32))
+    tensor = made(lambda named: Muon(named, lr=torch.tensor(0.05), dtype=torch.float32))
+    run(plain, 3)
+    run(tensor, 3)
+    assert_same(plain, tensor, 1e-6)
+
+
+def test_a_matrix_without_gradient_stays() -> None:
+    one = made(lambda named: Muon(named, lr=0.05))
+    before = one[0]["b.up"].detach().clone()
+    run(one, 2, without="b.up")
+    assert torch.equal(one[0]["b.up"], before)
+    assert one[0]["b.up"] not in one[1].state
+
+
+def test_split_matrices_move_as_if_they_stood_alone() -> None:
+    whole = nn.Parameter(torch.zeros(24, 8))
+    thirds = [nn.Parameter(torch.zeros(8, 8)) for _ in range(3)]
+    grad = torch.randn(24, 8, generator=torch.Generator().manual_seed(3))
+    whole.grad = grad
+    for part, piece in zip(thirds, grad.chunk(3), strict=True):
+        part.grad = piece.clone()
+    Muon([("x.qkv", whole)], lr=0.1, dtype=torch.float32, parts=lambda name: 3).step()
+    Muon([(str(i), p) for i, p in enumerate(thirds)], lr=0.1, dtype=torch.float32).step()
+    torch.testing.assert_close(whole.detach(), torch.cat([p.detach() for p in thirds]), atol=1e-6, rtol=1e-5)
+    values = torch.linalg.svdvals(whole.detach()[:8] / 0.1)
+    assert values.max() < 1.3
+    assert values.median() > 0.6
+
+
+def test_equal_shapes_go_through_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide, and tall ones turned, are one stack; with the square ones and the odd one that makes four."""
+    seen: list[tuple[int, ...]] = []
+    real = muon.orthogonalise
+
+    def watched(x: Tensor, quick: bool) -> Tensor:
+        seen.append(tuple(x.shape))
+        return real(x, quick)
+
+    monkeypatch.setattr(muon, "orthogonalise", watched)
+    run(made(Muon), 1)
+    assert sorted(seen) == [(1, 5, 7), (1, 8, 8), (1, 8, 24), (3, 8, 32)]
+
+
+def decaying(k: int, m: int, n: int) -> tuple[Tensor, Tensor]:
+    """Matrices with singular values from 1 to 0.01, as momentum has them, and their orthogonal factors."""
+    generator = torch.Generator().manual_seed(m + n)
+    u, _, v = torch.linalg.svd(torch.randn(k, m, n, generator=generator), full_matrices=False)
+    values = torch.logspace(0, -2, m)
+    return 1e-4 * (u * values) @ v, u @ v
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "dtype"),
+    [
+        (48, 48, torch.float32),
+        (48, 60, torch.float32),
+        (48, 96, torch.float32),
+        (48, 192, torch.float32),
+        (192, 192, torch.bfloat16),  # bf16 has too few digits for the quick way where matrices are small
+        (192, 768, torch.bfloat16),
+    ],
+)
+def test_the_quick_way_comes_nearer(m: int, n: int, dtype: torch.dtype) -> None:
+    x, factor = decaying(2, m, n)
+    far = {}
+    for quick in (False, True):
+        result = orthogonalise(x.to(dtype), quick).float()
+        far[quick] = float((result - factor).norm() / factor.norm())
+        assert torch.linalg.svdvals(result).max() < 1.3
+    assert far[True] < far[False] < 0.25
+
+
+def test_nothing_becomes_nothing() -> None:
+    for quick in (False, True):
+        assert torch.equal(orthogonalise(torch.zeros(2, 4, 8), quick), torch.zeros(2, 4, 8))
+
+
+def test_only_matrices_are_taken() -> None:
+    with pytest.raises(ValueError, match="matrices"):
+        Muon([("x", nn.Parameter(torch.zeros(3)))])
+
+
+def test_a_convolution_moves_as_the_matrix_that_it_is() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start, grad = (torch.randn(16, 4, 3, 3, generator=generator) for _ in range(2))
+    kernel, matrix = nn.Parameter(start.clone()), nn.Parameter(start.flatten(1).clone())
+    kernel.grad, matrix.grad = grad.clone(), grad.flatten(1).clone()
+    for p in (kernel, matrix):
+        Muon([p], lr=0.1, dtype=torch.float32).step()
+    assert not torch.equal(kernel, start)
+    assert torch.equal(kernel.flatten(1), matrix)

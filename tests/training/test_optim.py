@@ -1,0 +1,158 @@
+"""Which parameter moves by which rule; state that can be written down and put back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from m1clip.config import OptimConfig
+from m1clip.model.clip import CLIP
+from m1clip.model.presets import ClipShape
+from m1clip.training.optim import Ema, Optimizer
+
+SHAPE = ClipShape(
+    image_size=16, patch_size=8, vision_width=16, vision_layers=2, vision_heads=2, text_width=16, text_layers=1,
+    text_heads=2, context_length=8, vocab_size=20, embed_dim=8, patch_bias=True, projection_bias=True, logit_bias=True,
+)  # fmt: skip
+
+
+def clip() -> CLIP:
+    torch.manual_seed(0)
+    return CLIP(SHAPE, eot_id=2)
+
+
+def groups_of(optimizer: Optimizer) -> dict[str, tuple[str, float]]:
+    """Parameter name -> (part, decay); fails where one is moved twice."""
+    found: dict[str, tuple[str, float]] = {}
+    for part_name, part in optimizer.parts.items():
+        for group in part.param_groups:
+            for name in group["param_names"]:
+                assert name not in found
+                found[name] = (part_name, group["weight_decay"])
+    return found
+
+
+def give_gradients(model: CLIP, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_every_parameter_moves_by_one_rule(name: str) -> None:
+    model = clip()
+    found = groups_of(Optimizer(model, OptimConfig(name=name), fused=True))  # type: ignore[arg-type]
+    assert found.keys() == dict(model.named_parameters()).keys()
+
+
+def test_decay_is_for_matrices_alone() -> None:
+    model = clip()
+    found = groups_of(Optimizer(model, OptimConfig(name="adamw", weight_decay=0.3), fused=True))
+    for name, parameter in model.named_parameters():
+        spared = "norm" in name or name.endswith("bias") or name == "logit_scale" or name.endswith("cls")
+        assert found[name][1] == (0.0 if spared else 0.3), name
+        assert spared == (parameter.ndim < 2), name
+    assert found["logit_bias"][1] == found["logit_scale"][1] == 0.0
+
+
+def test_muon_takes_the_matrices_inside_the_blocks() -> None:
+    model = clip()
+    found = groups_of(Optimizer(model, OptimConfig(name="muon", muon_weight_decay=0.2), fused=True))
+    kinds = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
+    blocks = [f"image.transformer.blocks.{i}" for i in (0, 1)] + ["text.transformer.blocks.0"]
+    expected = {f"{block}.{kind}.weight" for block in blocks for kind in kinds}
+    assert {name for name, (part, _) in found.items() if part == "muon"} == expected
+    assert all(found[name][1] == 0.2 for name in expected)
+    assert found["text.tokens.weight"][0] == found["image_projection.weight"][0] == "adamw"
+
+
+def test_the_rate_is_a_share_of_each_parts_own_peak() -> None:
+    optimizer = Optimizer(clip(), OptimConfig(lr=1e-3, muon_lr=0.02), fused=True)
+    for share in (0.5, 0.25):
+        optimizer.set_rate(share)
+        assert {g["lr"] for g in optimizer.parts["adamw"].param_groups} == {1e-3 * share}
+        assert {g["lr"] for g in optimizer.parts["muon"].param_groups} == {0.02 * share}
+
+
+def test_the_first_step_of_adamw_is_the_formula() -> None:
+    model = clip()
+    optimizer = Optimizer(model, OptimConfig(name="adamw", lr=0.1, weight_decay=0.5, eps=1e-8), fused=True)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    give_gradients(model, 1)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        decay = 0.1 * 0.5 if p.ndim >= 2 else 0.0
+        torch.testing.assert_close(p.detach(), before[name] * (1 - decay) - 0.1 * p.grad.sign(), atol=1e-4, rtol=1e-4)
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_state_can_be_put_back_into_another_optimizer(name: str) -> None:
+    config = OptimConfig(name=name)  # type: ignore[arg-type]
+    model, twin = clip(), clip()
+    optimizer = Optimizer(model, config, fused=True)
+    for seed in range(3):
+        give_gradients(model, seed)
+        optimizer.step()
+    kept = {key: t.clone() for key, t in optimizer.tensors().items()}
+    assert all(isinstance(t, Tensor) for t in kept.values())
+    twin.load_state_dict(model.state_dict())
+    other = Optimizer(twin, config, fused=True)
+    assert other.tensors() == {}
+    other.load_tensors(kept)
+    assert other.tensors().keys() == kept.keys()
+    for m, o in ((model, optimizer), (twin, other)):
+        o.set_rate(0.7)
+        give_gradients(m, 9)
+        o.step()
+    for one, same in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, same)
+    for key, tensor in optimizer.tensors().items():
+        assert torch.equal(tensor, other.tensors()[key]), key
+
+
+def test_the_average_follows_by_its_decay() -> None:
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 0.0)
+    ema = Ema(model, 0.9)
+    torch.nn.init.constant_(model.weight, 1.0)
+    ema.set_step(0)
+    ema.update(model)  # at the start the decay is 1 / 10
+    assert ema.weights["weight"].item() == pytest.approx(0.9)
+    ema.set_step(10**6)
+    ema.update(model)
+    assert ema.weights["weight"].item() == pytest.approx(0.9 * 0.9 + 0.1)
+
+
+def test_the_average_is_exchanged_and_exchanged_back() -> None:
+    model = torch.nn.Linear(2, 2)
+    ema = Ema(model, 0.5)
+    averaged = {name: t.clone() for name, t in ema.weights.items()}
+    live = {}
+    for name, p in model.named_parameters():
+        torch.nn.init.constant_(p, 3.0)
+        live[name] = p.detach().clone()
+    ema.swap(model)
+    assert all(torch.equal(p, averaged[name]) for name, p in model.named_parameters())
+    ema.swap(model)
+    assert all(torch.equal(p, live[name]) for name, p in model.named_parameters())
+    assert all(torch.equal(t, averaged[name]) for name, t in ema.weights.items())
+
+
+def test_the_average_may_come_back_in_another_order() -> None:
+    """A file gives its tensors sorted by name, a model in the order of its layers."""
+    model, twin = clip(), clip()
+    ema, restored = Ema(model, 0.9), Ema(twin, 0.9)
+    restored.weights = {name: ema.weights[name].clone() for name in sorted(ema.weights, reverse=True)}
+    for m in (model, twin):
+        give_gradients(m, 1)
+        for p in m.parameters():
+            p.data += p.grad
+    ema.set_step(3)
+    ema.update(model)
+    restored.set_step(3)
+    restored.update(twin)
+    assert all(torch.equal(t, restored.weights[name]) for name, t in ema.weights.items())

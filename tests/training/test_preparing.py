@@ -1,0 +1,147 @@
+"""While images are cached or features are computed: lines for a pipe, and the same in `m1clip runs`."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+
+from m1clip.config import Config
+from m1clip.data.cache import CachePlace, store_split
+from m1clip.data.images import Preprocess
+from m1clip.data.types import Sample
+from m1clip.hardware.facts import read_facts
+from m1clip.inference.feature_cache import Maker, Side, feature_captions, feature_images
+from m1clip.monitor.status import as_json, as_table, list_runs
+from m1clip.runlog import PREPARING, Preparing, read_preparing
+from m1clip.text.tokenizers import CharTokenizer
+from m1clip.training import autotune as fit
+from m1clip.training import progress as screen_module
+from m1clip.training.process import check_free, give_back, hold
+from m1clip.training.progress import Screen
+from m1clip.training.run import decode_plan
+
+COUNT, FIRST = 600, r"(64|256) of 600, \d+:\d\d left"  # a chunk of images, a batch of captions
+
+
+class Waiting:
+    """Stops the work after its first chunk until a line about that chunk is printed."""
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.printed, self.listed = run, io.StringIO(), ""
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + 60
+        while not re.search(FIRST, self.printed.getvalue()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.listed = as_table(list_runs(self.run.parent), self.run.parent)
+
+
+class Ref:
+    """An image; number 64, the first of the second chunk, waits."""
+
+    def __init__(self, number: int, wait: Callable[[], None]) -> None:
+        self.number, self.wait = number, wait
+
+    def open(self, want: int | None = None) -> Image.Image:
+        if self.number == 64:
+            self.wait()
+        return Image.new("RGB", (8, 8))
+
+    def stamp(self) -> str:
+        return str(self.number)
+
+
+@pytest.mark.parametrize("work", ["disk", "ram", "image features", "caption features"])
+def test_progress_is_printed_and_listed_while_a_run_prepares(
+    tmp_path: Path, work: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(screen_module, "TICK_SECONDS", 0.01)
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    waiting = Waiting(run)
+    plan = decode_plan(Screen(Console(file=waiting.printed, width=200)), run)(read_facts())
+    image_wait = waiting.wait if work != "caption features" else lambda: None
+    samples = [Sample(Ref(n, image_wait), (f"caption {n}",), str(n)) for n in range(COUNT)]
+    batches: list[int] = []
+
+    def tower(rows: torch.Tensor) -> torch.Tensor:
+        batches.append(len(rows))
+        if len(batches) == 2 and work == "caption features":
+            waiting.wait()
+        return torch.zeros(len(rows), 4)
+
+    side = Side(tower, 4, ("tower",))
+    maker: Any = Maker(side, side, CharTokenizer("caption 0123456789"), 16, Preprocess(image_size=8), 1,
+                       tmp_path / "cache", (), torch.device("cpu"), "fp32", nullcontext, plan)  # fmt: skip
+    with hold(run):
+        if work in ("disk", "ram"):
+            place: Any = CachePlace(work, str(tmp_path / "cache"), (), None, COUNT)  # type: ignore[arg-type]
+            store_split(samples, "train", 8, "squash", place, 0.1, plan)
+            title = "preparing train images"
+        elif work == "image features":
+            feature_images(maker, samples, "train", 0.1)
+            title = "computing features of train images"
+        else:
+            feature_captions(maker, samples, "train")
+            title = "computing features of train captions"
+        assert re.search(f"{title}: {FIRST}", waiting.printed.getvalue())
+        assert re.search(f"preparing  {title}: {FIRST}", waiting.listed)
+        assert not (run / PREPARING).exists()
+
+
+def test_what_a_killed_process_left_is_neither_shown_nor_in_the_way(tmp_path: Path) -> None:
+    run = tmp_path / "a"
+    run.mkdir()
+    Preparing("preparing train images", 3, 9, 3700.0).write(run)
+    check_free(run)
+    with hold(run):
+        assert read_preparing(run) is None
+        Preparing("preparing train images", 3, 9, 3700.0).write(run)
+        assert "preparing train images: 3 of 9, 1:01:40 left" in as_table(list_runs(tmp_path), tmp_path)
+        assert '"total": 9' in as_json(list_runs(tmp_path))
+        (run / PREPARING).write_text('{"title": "x", "done": 1e400, "total": "9"}')
+        assert read_preparing(run) is None
+    give_back(run)
+    assert not run.exists()
+    Preparing("preparing train images").write(run)
+    assert not run.exists()  # a folder that is gone is not made again
+
+
+def test_the_time_left_does_not_count_what_was_done_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    work = screen_module._Work("x")
+    assert work.now() == Preparing("x")
+    work.show(500, 1000)
+    assert work.now() == Preparing("x", 500, 1000)
+    now[0] += 10
+    work.show(600, 1000)
+    assert work.now() == Preparing("x", 600, 1000, 40.0)
+
+
+def test_reading_the_data_is_reported_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen_module, "TICK_SECONDS", 0.01)
+    printed, opened = io.StringIO(), fit.open_data
+
+    def slow(*words: Any) -> Any:
+        deadline = time.monotonic() + 60
+        while "reading the data" not in printed.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return opened(*words)
+
+    monkeypatch.setattr(fit, "open_data", slow)
+    plan = decode_plan(Screen(Console(file=printed)), tmp_path)(read_facts())
+    data = dataclasses.replace(Config().data, train_count=200)
+    fit.open_training_data(dataclasses.replace(Config(), data=data), 32, plan)
+    assert "reading the data" in printed.getvalue()

@@ -1,0 +1,203 @@
+"""The lines of steps: what they hold, that they add up, and that nothing waits for the device in between."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_run import run_small
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from m1clip.evaluation.evaluate import KEEP, _thin_out
+from m1clip.runlog import read_log
+from m1clip.training import run as run_module
+from m1clip.training.logger import check_sink, open_sink, scalars, time_split
+from m1clip.training.loop import Budget
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    run_small(folder, {"train.eval_every": 5, "train.log_every": 2, "train.analysis_every": 4})
+    return [{**record, "folder": folder} for record in read_log(folder)]
+
+
+def test_a_short_run_has_enough_lines_for_a_curve(tmp_path: Path) -> None:
+    run_small(tmp_path / "run", {"train.steps": 60, "train.batch": 4})
+    assert len(of(list(read_log(tmp_path / "run")), "step")) == 60
+
+
+def of(log: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [record for record in log if record["kind"] == kind]
+
+
+def test_the_time_of_a_step_is_divided_without_a_rest_that_hides(log: list[dict[str, Any]]) -> None:
+    for record in of(log, "step"):
+        assert set(record["seconds"]) >= {"data", "forward", "backward", "optimizer", "rest"}
+        assert sum(record["seconds"].values()) == pytest.approx(record["step_seconds"], rel=0.02)
+        assert all(0 <= use <= 100 for use in record["cores"])
+        assert record["elapsed"] > 0
+        assert ("joules" in record) == ("watts" in record)
+
+
+def test_layers_memory_and_analysis_are_told(log: list[dict[str, Any]]) -> None:
+    assert [record["step"] for record in of(log, "layers")] == [4, 8]
+    layers = of(log, "layers")[0]["layers"]
+    assert {"image block 1", "image block 2", "text stem", "text head", "temperature"} <= layers.keys()
+    (memory,) = of(log, "memory")
+    assert memory["weights"] >= memory["gradients"] > 100_000  # buffers have no gradient
+    assert memory["peak"] > memory["optimizer"] > 0
+    for record in of(log, "eval"):
+        analysis = record["analysis"]
+        assert {"alignment", "modality_gap", "difficulty", "negatives", "groups", "length"} <= analysis.keys()
+        assert {"category", "object", "colour", "count", "position"} <= {
+            name.split("/")[0] for name in analysis["groups"]
+        }
+        assert {"easy", "medium", "hard"} <= analysis["negatives"].keys()
+        assert record["seconds"] > 0
+        assert record["analysis_seconds"] > 0
+
+
+def test_examples_are_left_for_those_who_watch(log: list[dict[str, Any]]) -> None:
+    folder = log[0]["folder"] / "watch"
+    names = sorted(path.name for path in folder.glob("*.json"))
+    assert names == ["step-00000005.json", "step-00000010.json"]
+    content = json.loads((folder / names[-1]).read_text())
+    assert len(content["matrix"]["values"]) == 12
+    shown = set(content["matrix"]["images"]).union(*(query["found"] for query in content["queries"]))
+    assert all((folder / "thumbs" / f"{image}.jpg").is_file() for image in shown)
+    for query in content["queries"]:
+        assert (query["rank"] == 1) == (query["found"][0] == query["right"])
+
+
+def test_examples_stay_few(tmp_path: Path) -> None:
+    (tmp_path / "thumbs").mkdir()
+    for step in range(1, 200):
+        content = {"matrix": {"images": [step]}, "queries": [], "confusions": []}
+        (tmp_path / f"step-{step:08d}.json").write_text(json.dumps(content))
+        (tmp_path / "thumbs" / f"{step}.jpg").touch()
+        _thin_out(tmp_path, step)
+    kept = sorted(int(path.stem[5:]) for path in tmp_path.glob("*.json"))
+    assert len(kept) <= KEEP
+    assert {1, 199} <= set(kept)  # the first and the last
+    assert {int(path.stem) for path in (tmp_path / "thumbs").iterdir()} <= set(range(1, 200))
+    assert len(list((tmp_path / "thumbs").iterdir())) <= 2 * KEEP
+    _thin_out(tmp_path, 100)  # continued from a checkpoint at 100
+    assert max(int(path.stem[5:]) for path in tmp_path.glob("*.json")) <= 100
+
+
+def test_analysis_can_be_switched_off(tmp_path: Path) -> None:
+    run_small(tmp_path / "run", {"train.analysis_every": 0, "train.eval_every": 5, "train.log_every": 5})
+    kinds = Counter(record["kind"] for record in read_log(tmp_path / "run"))
+    assert kinds["layers"] == 0
+    assert kinds["eval"] == 2
+    assert not (tmp_path / "run" / "watch").exists()
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often a number is read from a tensor: on an accelerator each makes the host wait."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_nothing_is_read_from_the_device_between_two_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    """The reads of a run do not grow with its steps, only with its lines."""
+    real = run_module.run_loop
+    counts = []
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        args[1].skip = "device"  # as on an accelerator: the CPU looks at each step, where it costs nothing
+        with Reads() as reads:
+            real(*args, **kwargs)
+        counts.append(reads.count)
+
+    monkeypatch.setattr(run_module, "run_loop", counted)
+    common = {"train.eval_every": 0, "train.analysis_every": 0, "optim.name": optimizer, "optim.ema": 0.9,
+              "train.label_smoothing": 0.1}  # fmt: skip  # the loss of accelerators; the CPU's looks at the scale
+    run_small(tmp_path / "a", {**common, "train.steps": 20, "train.log_every": 20})
+    run_small(tmp_path / "b", {**common, "train.steps": 40, "train.log_every": 40})
+    run_small(tmp_path / "c", {**common, "train.steps": 40, "train.log_every": 4})
+    assert counts[1] - counts[0] <= 2  # twenty more steps, no more lines
+    assert counts[2] > counts[1]
+
+
+def test_a_busy_device_is_not_waiting_for_data() -> None:
+    split = time_split(10.0, waited=4.0, phases={"forward": 4.0, "backward": 5.0})
+    assert split == {"data": 1.0, "forward": 4.0, "backward": 5.0, "rest": 0.0}
+    idle = time_split(10.0, waited=4.0, phases={"forward": 2.0})
+    assert idle == {"data": 4.0, "forward": 2.0, "rest": 4.0}
+    assert time_split(10.0, 1.0, {}) == {"data": 1.0, "rest": 9.0}
+    over = time_split(10.0, 0.0, {"forward": 12.0})
+    assert sum(over.values()) == pytest.approx(10.0)
+
+
+def test_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = {
+        "v": 1,
+        "kind": "step",
+        "step": 3,
+        "time": 1.0,
+        "loss": 0.5,
+        "cores": [10, 20],
+        "seconds": {"data": 0.1},
+        "x": "nan",
+    }
+    assert scalars(record) == [
+        ("step/loss", 0.5),
+        ("step/cores/0", 10.0),
+        ("step/cores/1", 20.0),
+        ("step/seconds/data", 0.1),
+    ]
+    assert scalars({"kind": "layers", "layers": {"image block 1": [2.0, 0.1]}}) == [
+        ("layers/layers/image block 1", 2.0)
+    ]
+    assert open_sink("file", tmp_path) is None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(Exception, match=r"pip install 'm1clip\[log\]'"):
+        check_sink("tensorboard")
+
+
+def test_tensorboard_gets_the_same_figures(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs tensorboard (pip install m1clip[log])")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_small(tmp_path / "run", {"train.log": "tensorboard", "train.log_every": 5})
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    logged = {r["step"]: r["loss"] for r in read_log(tmp_path / "run") if r["kind"] == "step"}
+    assert {e.step: pytest.approx(e.value) for e in events.Scalars("step/loss")} == logged
+
+
+def test_the_dear_part_of_the_analysis_keeps_to_its_share_of_the_time() -> None:
+    rich = Budget(trained_before=0.0)
+    assert rich.images(trained=1000.0, per_text=0.001) == 32  # no more than a sample needs
+    poor = Budget(trained_before=0.0)
+    each = 13 * 0.034  # seconds an image: a large model on a small machine
+    assert poor.images(trained=47.0, per_text=0.034) == 0  # 1.5% of 47 s pay for one: it waits
+    later = poor.images(trained=200.0, per_text=0.034)
+    assert 4 <= later <= 0.015 * 200 / each
+    poor.spent += later * each
+    assert poor.images(trained=210.0, per_text=0.034) == 0
+    assert Budget(trained_before=0.0).images(trained=0.01, per_text=0.0001) == 4  # costs next to nothing
+    assert Budget(trained_before=200.0).images(trained=201.0, per_text=0.034) == 0  # earlier time is spent
+
+
+def test_energy_of_a_run_from_what_its_log_says() -> None:
+    from m1clip.evaluation.evaluate import energy_figures
+
+    steps = [{"joules": 1800.0}, {"joules": 1800.0}, {}]
+    found = energy_figures(steps, epochs=4.0, recall=0.25)
+    assert found == {"joules": 3600.0, "joules_per_epoch": 900.0, "recall_per_watt_hour": 25.0}
+    assert energy_figures([{}, {}], 4.0, 0.25) == {}, "no meter, no figure"

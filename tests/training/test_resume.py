@@ -1,0 +1,179 @@
+"""Ten steps equal five, resume, five: bit for bit, whatever is switched on."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_run import assert_same_bits, resume_quietly, run_small, screen, small_config, tensors_of, weights_sha256
+
+from m1clip.config import load_config, to_toml
+from m1clip.errors import UserError
+from m1clip.io import write_bytes
+from m1clip.runlog import read_log
+from m1clip.training.run import train_once
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "no workers": {},
+    "two workers": {"data.workers": 2},
+    "dropout, average, evaluations": {
+        "model.dropout": 0.2,
+        "optim.ema": 0.9,
+        "train.eval_every": 3,
+        "data.crop_min": 0.5,
+        "data.flip": 0.5,
+        "data.colour": 0.2,
+    },
+    "adamw, sigmoid, bf16, recompute": {
+        "optim.name": "adamw",
+        "train.objective": "sigmoid",
+        "train.precision": "bf16",
+        "model.recompute": True,
+        "model.dropout": 0.1,
+    },
+}
+
+
+def rewind(run: Path, to: int) -> None:
+    """Leave the run as a kill after the checkpoint of step `to` would."""
+    for folder in (run / "checkpoints").iterdir():
+        if int(folder.name[5:]) > to:
+            shutil.rmtree(folder)
+    shutil.rmtree(run / "model")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_ten_steps_equal_five_and_five(tmp_path: Path, name: str) -> None:
+    run = tmp_path / "run"
+    run_small(run, {"train.save_every": 5, "train.keep": 9, **VARIANTS[name]})  # four steps an epoch
+    whole, model = tensors_of(run, 10), weights_sha256(run)
+    if "optim.ema" in VARIANTS[name]:
+        assert any(key.startswith("ema:") for key in whole)
+    rewind(run, 5)
+    torch.manual_seed(12345)  # whatever the process did before must not matter
+    _, said = resume_quietly(run)
+    assert "step 5 of 10" in said
+    assert_same_bits(tensors_of(run, 10), whole)
+    assert weights_sha256(run) == model
+
+
+def test_workers_do_not_change_the_weights(tmp_path: Path) -> None:
+    for workers in (0, 2):
+        run_small(tmp_path / str(workers), {"train.steps": 6, "data.workers": workers})
+    assert_same_bits(tensors_of(tmp_path / "0", 6), tensors_of(tmp_path / "2", 6))
+
+
+def test_the_seed_changes_the_weights(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        run_small(tmp_path / str(seed), {"train.steps": 2, "seed": seed})
+    assert weights_sha256(tmp_path / "0") != weights_sha256(tmp_path / "1")
+
+
+def test_the_runs_own_config_repeats_it(tmp_path: Path) -> None:
+    """Everything that was measured or left open is written down: the repeat measures nothing."""
+    first, again = tmp_path / "first", tmp_path / "again"
+    open_questions = {
+        "train.epochs": 1.5,
+        "train.steps": None,
+        "train.precision": "auto",
+        "model.attention_image": "auto",
+        "model.attention_text": "auto",
+        "train.eval_every": None,
+    }
+    run_small(first, open_questions)
+    config = load_config(first / "config.toml")
+    assert config.train.steps == 6
+    assert "auto" not in (config.train.precision, config.model.attention_image, config.model.attention_text)
+    train_once(config, again, screen())
+    assert_same_bits(tensors_of(first, 6), tensors_of(again, 6))
+    assert weights_sha256(first) == weights_sha256(again)
+    assert (first / "config.toml").read_text() == (again / "config.toml").read_text()
+    start = next(line for line in read_log(again) if line["kind"] == "start")
+    assert start["choices"]["attention_image"] == {"chosen": config.model.attention_image}
+
+
+def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_small(run, {"train.save_every": 3, "train.keep": 9})
+    whole = tensors_of(run, 10)
+    rewind(run, 6)
+    weights = run / "checkpoints" / "step-000006" / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    _, said = resume_quietly(run)
+    assert "weights.safetensors is damaged" in said
+    assert "step 3 of 10" in said
+    assert_same_bits(tensors_of(run, 10), whole)
+
+
+def test_a_run_without_any_checkpoint_begins_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_small(run)
+    whole = tensors_of(run, 10)
+    rewind(run, 0)
+    _, said = resume_quietly(run)
+    assert "step 0 of 10" in said
+    assert_same_bits(tensors_of(run, 10), whole)
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = run_small(run)
+    before = weights_sha256(run), tensors_of(run, 10)
+    again, _ = resume_quietly(run)
+    assert weights_sha256(run) == before[0]
+    assert_same_bits(tensors_of(run, 10), before[1])
+    assert dict(again.scores) == dict(first.scores)
+
+
+def test_an_early_stop_stays_where_it_stopped(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    # A learning rate too small to move a rank: each evaluation after the first is no better.
+    still = {"optim.lr": 1e-12, "optim.muon_lr": 1e-12, "train.eval_every": 2, "train.patience": 2, "train.steps": 20}
+    run_small(run, still)
+    log = list(read_log(run))
+    assert [line["step"] for line in log if line["kind"] == "eval"] == [2, 4, 6]
+    assert [line["event"] for line in log if line["kind"] == "event"] == ["early stop"]
+    before = weights_sha256(run), tensors_of(run, 6)
+    resume_quietly(run)
+    assert weights_sha256(run) == before[0]
+    assert_same_bits(tensors_of(run, 6), before[1])
+    assert next(line for line in reversed(list(read_log(run))) if line["kind"] == "end")["step"] == 6
+
+
+def test_changed_data_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_small(run, {"train.steps": 2})
+    config = small_config({"train.steps": 2, "data.train_count": 80, "train.save_every": 2})
+    (run / "config.toml").write_text(to_toml(config))
+    with pytest.raises(UserError, match="the training data is not what it was"):
+        resume_quietly(run)
+
+
+def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run there"):
+        resume_quietly(tmp_path)
+
+
+def test_what_a_kill_left_among_the_snapshots_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    run_small(run, {"train.steps": 2})
+    thumbs = run / "watch" / "thumbs"
+    kept = {path.name for path in thumbs.iterdir()}
+    assert kept
+    left = [thumbs / "3.jpg.77.partial", run / "watch" / "step-00000002.json.77.partial"]
+    for path in left:
+        path.write_bytes(b"half")
+    resume_quietly(run)
+    assert not [path for path in left if path.exists()]
+    assert {path.name for path in thumbs.iterdir()} == kept
+
+    def killed(self: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_bytes(thumbs / "99.jpg", b"an image", sync=False)
+    assert {path.name for path in thumbs.iterdir()} == kept, "whole or not there"

@@ -1,0 +1,174 @@
+"""A whole training run: what it leaves behind, what it refuses, and that it learns."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_run import run_small, tensors_of
+
+import m1clip
+from m1clip.config import load_config
+from m1clip.errors import UserError
+from m1clip.inference.encoder import load
+from m1clip.runlog import read_log
+from m1clip.training import run as duration
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished small run that was evaluated on the way."""
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    run_small(folder, {"train.eval_every": 5, "train.log_every": 2})
+    return folder
+
+
+def test_the_folder_holds_what_it_must(run: Path) -> None:
+    names = {path.name for path in run.iterdir()}
+    assert names >= {"config.toml", "environment.json", "run.jsonl", "checkpoints", "model", "best", "retrieval.png"}
+    assert not list(run.rglob("*.partial"))
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["m1clip"] == m1clip.__version__
+    assert environment["facts"]["torch"] == torch.__version__
+    assert (run / "retrieval.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_log_tells_the_run(run: Path) -> None:
+    log = list(read_log(run))
+    assert [line["kind"] for line in log][:1] == ["start"]
+    assert log[-1]["kind"] == "end"
+    assert [line["step"] for line in log if line["kind"] == "step"] == [2, 4, 6, 8, 10]
+    assert [line["step"] for line in log if line["kind"] == "eval"] == [5, 10]
+    assert [line["step"] for line in log if line["kind"] == "checkpoint"] == [5, 10]
+    for line in log:
+        if line["kind"] == "step":
+            assert all(math.isfinite(line[name]) for name in ("loss", "grad_norm", "lr", "temperature"))
+            assert line["epoch"] == pytest.approx(line["step"] / 4)
+            assert line["images_per_second"] > 0
+    assert {line["split"] for line in log if line["kind"] == "eval"} == {"val"}
+    assert log[-1]["split"] == "test"
+
+
+def test_best_is_what_validation_chose(run: Path) -> None:
+    evaluations = {line["step"]: line["mean_recall"] for line in read_log(run) if line["kind"] == "eval"}
+    best_step = max(evaluations, key=lambda step: evaluations[step])  # the first, where two are equal
+    end = list(read_log(run))[-1]
+    assert end["best_step"] == best_step
+    weights = load_file(run / "best" / "model.safetensors")
+    kept = {
+        key.removeprefix("weights:"): t for key, t in tensors_of(run, best_step).items() if key.startswith("weights:")
+    }
+    assert weights.keys() == kept.keys()
+    assert all(torch.equal(weights[name], kept[name]) for name in weights)
+
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"train.batch": 73}, "72 training images do not fill one batch of 73: lower --batch to 36"),
+    ({"optim.warmup": 2000.0}, "warm-up of 2000 steps would never end: the run has 10 steps"),
+    ({"train.steps": None, "train.epochs": 0.01}, "--epochs 0.01 is less than one step"),
+    ({"train.device": "mps"}, "--device mps: this machine has none"),
+    ({"data.source": ["/nowhere/at/all"]}, "/nowhere/at/all"),
+    ({"model.image_size": 33}, "not a multiple of model.patch_size 8: try 32"),
+    ({"text.tokenizer": "bpe", "text.alphabet": "abc"}, "has no alphabet"),
+]
+
+
+@pytest.mark.parametrize(("changes", "told"), REFUSALS, ids=[repr(changes) for changes, _ in REFUSALS])
+def test_a_run_that_cannot_work_is_refused_before_it_leaves_a_trace(
+    tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
+    if "train.device" in changes and torch.backends.mps.is_available():
+        pytest.skip("this machine has the device that the test wants to be missing")
+    with pytest.raises(UserError) as caught:
+        run_small(tmp_path / "run", changes)
+    assert told in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(run: Path) -> None:
+    with pytest.raises(UserError, match="holds a run already; continue it with --resume"):
+        run_small(run)
+
+
+def test_a_folder_that_holds_other_things_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "letters.txt").write_text("dear")
+    with pytest.raises(UserError, match="exists and is not a run"):
+        run_small(tmp_path)
+    with pytest.raises(UserError, match="exists and is not a run"):
+        run_small(tmp_path / "letters.txt")
+
+
+def test_minutes_become_steps_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()  # a clock that moves by 1/128 s each time it is read
+    monkeypatch.setattr(duration, "time", SimpleNamespace(perf_counter=lambda: next(ticks) / 128))
+    run_small(tmp_path / "run", {"train.steps": None, "train.minutes": 0.5 / 60})
+    train = load_config(tmp_path / "run").train
+    # 64 ticks; the calibration takes about a dozen, each step takes one.
+    assert train.steps in range(45, 56)
+    assert train.minutes is None
+    assert next(line["steps"] for line in read_log(tmp_path / "run") if line["kind"] == "start") == train.steps
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in read_log(run) if line["kind"] == "step"]
+
+
+@pytest.mark.parametrize("objective", ["infonce", "sigmoid", "multi"])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_every_objective_learns_a_few_images(tmp_path: Path, objective: str, optimizer: str) -> None:
+    changes = {"train.objective": objective, "optim.name": optimizer, "train.steps": 24, "train.log_every": 4}
+    run_small(tmp_path / "run", {**changes, "optim.lr": 3e-3})
+    told = losses(tmp_path / "run")
+    assert told[-1] < 0.85 * told[0]
+
+
+def test_bf16_trains_like_fp32(tmp_path: Path) -> None:
+    for precision in ("fp32", "bf16"):
+        # AdamW: Muon makes even the smallest direction of a gradient count as much as the largest, rounding too.
+        changes = {"train.precision": precision, "train.log_every": 2, "optim.name": "adamw"}
+        run_small(tmp_path / precision, changes)
+    exact, rough = losses(tmp_path / "fp32"), losses(tmp_path / "bf16")
+    assert exact != rough
+    assert rough == pytest.approx(exact, rel=0.03)
+
+
+def test_the_average_is_what_is_saved(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_small(run, {"optim.ema": 0.9})
+    saved = load_file(run / "model" / "model.safetensors")
+    kept = tensors_of(run, 10)
+    assert all(torch.equal(saved[name], kept[f"ema:{name}"]) for name in saved)
+    assert not torch.equal(saved["text.tokens.weight"], kept["weights:text.tokens.weight"])
+
+
+def test_patience_stops_early(tmp_path: Path) -> None:
+    changes = {"train.steps": 40, "train.eval_every": 1, "train.patience": 1, "optim.lr": 1e-12, "optim.muon_lr": 1e-12}
+    run_small(tmp_path / "run", changes)
+    assert list(read_log(tmp_path / "run"))[-1]["step"] == 2
+
+
+@pytest.mark.slow
+def test_it_learns_what_it_never_saw(tmp_path: Path) -> None:
+    """Held-out combinations, 100 images: far above chance after some seconds."""
+    changes = {
+        "model.vision_width": 64, "model.text_width": 64, "model.embed_dim": 64, "model.patch_size": 4,
+        "data.train_count": 1000, "data.val_count": 100, "data.test_count": 100, "data.captions_per_image": 5,
+        "train.batch": 64, "train.steps": 75, "train.log_every": 10,
+    }  # fmt: skip
+    result = run_small(tmp_path / "run", changes)
+    told = losses(tmp_path / "run")
+    assert told[-1] < 0.6 * told[0]
+    assert result.split == "test"
+    for way in ("text_to_image", "image_to_text"):
+        recall = result.scores[f"{way}/recall@5"]
+        assert recall.interval.low > 2 * recall.chance
+    assert next(value for name, value in result.scores if name.startswith("negatives/easy")) > 0.8
+    bundle = load(tmp_path / "run")
+    assert bundle.encode_texts(["a red ball"]).norm().item() == pytest.approx(1.0, abs=1e-5)

@@ -1,0 +1,251 @@
+"""When and how checkpoints are written: by steps or time, beside the training, on a disk that is full."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_run import assert_same_bits, resume_quietly, run_small, screen, small_config, tensors_of
+
+from m1clip.config import GuardConfig
+from m1clip.errors import UserError
+from m1clip.formatting import steps_or_seconds
+from m1clip.inference.encoder import Bundle
+from m1clip.runlog import RunLog, read_log
+from m1clip.training import checkpoint as saving
+from m1clip.training.checkpoint import LoopState, Saver, Schedule, schedule_of, writes_aside
+from m1clip.training.checkpoint_files import found, verify
+from m1clip.training.run import train_once
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [(500, (500, 0.0)), ("500", (500, 0.0)), ("30s", (0, 30.0)), ("10m", (0, 600.0)), (" 1.5H ", (0, 5400.0)),
+     (0, (0, 0.0))],
+)  # fmt: skip
+def test_steps_or_a_time(value: int | str, wanted: tuple[int, float]) -> None:
+    assert steps_or_seconds(value, "--save-every") == wanted
+
+
+@pytest.mark.parametrize("value", ["", "m", "10 minutes", "-5", "0s", "2.5", "1d", "٣m", "nan", "1e3"])
+def test_anything_else_is_refused(value: str) -> None:
+    with pytest.raises(UserError, match="a time such as 30s, 10m or 1h"):
+        small_config({"train.save_every": value})
+
+
+def test_by_the_clock() -> None:
+    now = [100.0]
+    schedule = Schedule(0, 60.0, clock=lambda: now[0])
+    assert not schedule.due(7)
+    now[0] = 159.0
+    assert not schedule.due(8)
+    now[0] = 161.0
+    assert schedule.due(9)
+    schedule.done()
+    assert not schedule.due(10)
+    now[0] += 3600  # an hour asleep, where the clock counts it: one checkpoint, not sixty
+    assert schedule.due(11)
+    schedule.done()
+    assert not schedule.due(12)
+
+
+def test_by_steps() -> None:
+    assert [step for step in range(1, 12) if schedule_of(4, 10).due(step)] == [4, 8]
+    assert [step for step in range(1, 12) if schedule_of(0, 10).due(step)] == [10]
+    assert schedule_of("10m", 10).seconds == 600
+
+
+def test_a_copy_is_made_only_where_its_memory_is() -> None:
+    assert writes_aside(1_000_000_000, free=100e9)
+    assert not writes_aside(1_000_000_000, free=22e9), "a fiftieth at most"
+    assert writes_aside(50_000_000, free=8e9)
+    assert not writes_aside(1_000, free=1e8)
+
+
+def saver(run: Path, **options: Any) -> tuple[Saver, list[dict[str, Any]], list[str]]:
+    log: list[dict[str, Any]] = []
+    said: list[str] = []
+
+    def write(kind: str, **values: Any) -> None:
+        log.append({"kind": kind, **values})
+
+    free = options.pop("free", 1e12)
+    made = Saver(run, 2, Schedule(5, 0.0), GuardConfig(**options), write, said.append, said.append, lambda: free)
+    return made, log, said
+
+
+def test_what_is_written_aside_is_what_was_true_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer is held up; meanwhile the training goes on and changes every tensor."""
+    go, real = threading.Event(), saving.save
+
+    def slow(*args: Any) -> Path:
+        assert go.wait(30)
+        return real(*args)
+
+    monkeypatch.setattr(saving, "save", slow)
+    writer, log, said = saver(tmp_path)
+    weights = torch.arange(6.0)
+    state = LoopState(step=5)
+    writer.save(state, {"weights": {"a": weights}})
+    writer.poll()
+    assert log == [], "nothing is told of before it is whole"
+    weights.zero_()
+    state.step = 9
+    go.set()
+    writer.finish()
+    assert_same_bits(tensors_of(tmp_path, 5), {"weights:a": torch.arange(6.0)})
+    (line,) = log
+    assert (line["kind"], line["step"], line["aside"]) == ("checkpoint", 5, True)
+    assert line["bytes"] == sum(f.stat().st_size for f in (tmp_path / "checkpoints/step-000005").iterdir())
+    assert "beside the training" in said[0]
+
+
+def test_without_memory_or_when_asked_it_is_written_at_once(tmp_path: Path) -> None:
+    for place, options in enumerate(({"free": 0.0}, {"save_aside": "never"})):
+        writer, log, _ = saver(tmp_path / str(place), **options)
+        writer.save(LoopState(step=5), {"weights": {"a": torch.ones(2)}})
+        assert [line["aside"] for line in log] == [False]
+
+
+def test_an_unsound_run_saves_when_it_is_sound_again(tmp_path: Path) -> None:
+    writer, _, _ = saver(tmp_path)
+    assert [writer.due(step) for step in (5, 6, 7)] == [True, True, True], "owed until it is saved"
+    writer.save(LoopState(step=7), {"weights": {"a": torch.ones(2)}}, wait=True)
+    assert not writer.due(8)
+
+
+@pytest.mark.parametrize("free", [1e12, 0.0])
+def test_a_full_disk_stops_or_goes_on_as_configured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float
+) -> None:
+    def full(*args: Any) -> Path:
+        raise FULL
+
+    groups = {"weights": {"a": torch.ones(2)}, "optimizer": {"m": torch.ones(2)}}
+    good, _, _ = saver(tmp_path)
+    good.save(LoopState(step=5), groups, wait=True)
+    monkeypatch.setattr(saving, "save", full)
+    stops, _, _ = saver(tmp_path, free=free)
+
+    def stop() -> None:
+        stops.save(LoopState(step=10), groups)
+        stops.finish()
+
+    with pytest.raises(UserError, match=r"the disk is full \(step 10\); what was saved before is untouched"):
+        stop()
+    goes_on, log, said = saver(tmp_path, free=free, on_save_error="go-on")
+    goes_on.save(LoopState(step=10), groups)
+    goes_on.finish()
+    assert log[0]["event"] == "could not save"
+    assert "training goes on" in said[0]
+    with pytest.raises(UserError, match="the disk is full"):
+        goes_on.save(LoopState(step=15), groups, wait=True)  # the last one must be written
+    assert found(tmp_path) == [5]
+    assert verify(tmp_path / "checkpoints" / "step-000005") == ""
+
+
+def test_another_error_of_the_writer_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Path:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(saving, "save", broken)
+    writer, _, _ = saver(tmp_path, on_save_error="go-on")
+    writer.save(LoopState(step=5), {"weights": {"a": torch.ones(2)}})
+    with pytest.raises(ValueError, match="a bug"):
+        writer.finish()
+
+
+def test_a_run_by_the_clock_ends_with_the_same_weights(tmp_path: Path) -> None:
+    run_small(tmp_path / "steps")
+    run_small(tmp_path / "time", {"train.save_every": "0.001s", "train.keep": 3})
+    log = [line for line in read_log(tmp_path / "time") if line["kind"] == "checkpoint"]
+    assert [line["step"] for line in log] == list(range(1, 11))
+    assert all(line["bytes"] > 0 for line in log)
+    assert sorted(found(tmp_path / "time")) == [8, 9, 10]
+    assert_same_bits(tensors_of(tmp_path / "steps", 10), tensors_of(tmp_path / "time", 10))
+
+
+def test_a_run_goes_on_while_its_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Best model, checkpoints and log fail for a while; the run ends with the weights of one that had no trouble."""
+    changes = {"train.eval_every": 3, "train.save_every": 2, "train.log_every": 1, "train.steps": 8}
+    run_small(tmp_path / "good", changes)
+    run, trouble = tmp_path / "run", [True]
+    real_save, real_bundle, real_append = saving.save, Bundle.save, RunLog._append
+
+    def save(*args: Any) -> Path:
+        if args[1].step < 7 and trouble:
+            raise FULL
+        return real_save(*args)
+
+    def bundle(self: Bundle, folder: Path) -> None:
+        if trouble:
+            trouble.clear()
+            raise FULL
+        real_bundle(self, folder)
+
+    def append(self: RunLog, line: bytes) -> None:
+        if trouble and b'"kind":"step"' in line:
+            raise FULL
+        real_append(self, line)
+
+    monkeypatch.setattr(saving, "save", save)
+    monkeypatch.setattr(Bundle, "save", bundle)
+    monkeypatch.setattr(RunLog, "_append", append)
+    shown = screen()
+    train_once(small_config({**changes, "guard.on_save_error": "go-on"}), run, shown)
+    assert_same_bits(tensors_of(run, 8), tensors_of(tmp_path / "good", 8))
+    lines = list(read_log(run))
+    assert any("lines are missing here" in line.get("text", "") for line in lines)
+    failed = [line["step"] for line in lines if line.get("event") == "could not save"]
+    assert sorted(failed) == [2, 3]  # a save in the background is reported when the loop next asks
+    said = shown.console.file.getvalue()  # type: ignore[attr-defined]
+    assert said.count("the disk is full") == 3  # checkpoint, best model, log: each once
+
+
+def test_a_full_disk_stops_the_run_in_one_line_and_a_resume_is_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"train.save_every": 4, "train.keep": 9}
+    run_small(tmp_path / "good", changes)
+    run, real = tmp_path / "run", saving.save
+
+    def save(*args: Any) -> Path:
+        if args[1].step >= 8:
+            raise FULL
+        return real(*args)
+
+    monkeypatch.setattr(saving, "save", save)
+    with pytest.raises(UserError, match="could not be saved: the disk is full"):
+        run_small(run, changes)
+    assert found(run) == [4]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000004"]
+    monkeypatch.undo()
+    resume_quietly(run)
+    assert_same_bits(tensors_of(run, 10), tensors_of(tmp_path / "good", 10))
+
+
+def test_a_run_that_ends_by_an_error_still_gets_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, real = threading.Event(), saving.save
+
+    def slow(*args: Any) -> Path:
+        go.wait(0.2)
+        return real(*args)
+
+    monkeypatch.setattr(saving, "save", slow)
+    writer, log, _ = saver(tmp_path)
+
+    def ends_badly() -> None:
+        with writer:
+            writer.save(LoopState(step=5), {"weights": {"a": torch.ones(2)}})
+            raise UserError("the data is gone")
+
+    with pytest.raises(UserError, match="the data is gone"):
+        ends_badly()
+    assert [line["kind"] for line in log] == ["checkpoint"]
+    assert found(tmp_path) == [5]

@@ -1,0 +1,46 @@
+"""The learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m1clip.errors import UserError
+from m1clip.training.schedule import rate, warmup_steps
+
+
+def test_values() -> None:
+    assert [rate(step, 4, 104, 0.0) for step in range(4)] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert rate(4, 4, 104, 0.0) == 1.0
+    assert rate(54, 4, 104, 0.0) == pytest.approx(0.5)
+    assert rate(29, 4, 104, 0.0) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+    assert rate(104, 4, 104, 0.0) == pytest.approx(0.0)
+    assert rate(104, 4, 104, 0.1) == pytest.approx(0.1)
+    assert rate(54, 4, 104, 0.1) == pytest.approx(0.55)
+    assert rate(0, 0, 10, 0.0) == 1.0
+
+
+@given(total=st.integers(1, 500), warmup=st.integers(0, 499), end=st.floats(0, 1))
+def test_it_rises_to_the_peak_then_falls_to_the_end(total: int, warmup: int, end: float) -> None:
+    warmup = min(warmup, total - 1)
+    rates = [rate(step, warmup, total, end) for step in range(total)]
+    assert all(0 < value <= 1 for value in rates)
+    assert rates[: warmup + 1] == sorted(rates[: warmup + 1])
+    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
+    assert rates[warmup] == 1.0
+
+
+def test_warm_up_is_a_share_or_a_number_of_steps() -> None:
+    assert warmup_steps(0.05, 200) == 10
+    assert warmup_steps(0.05, 3) == 0
+    assert warmup_steps(7.0, 200) == 7
+    assert warmup_steps(0.0, 1) == 0
+
+
+@pytest.mark.parametrize(("warmup", "total"), [(2000.0, 270), (10.0, 10), (0.99, 5), (1.0, 1)])
+def test_a_warm_up_that_never_ends_is_refused_with_the_remedy(warmup: float, total: int) -> None:
+    with pytest.raises(UserError, match=f"would never end: the run has {total} steps.*--optim.warmup"):
+        warmup_steps(warmup, total)

@@ -1,0 +1,217 @@
+"""The training step: in chunks it is the step of the whole batch, whatever else is switched on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from small_run import screen, small_config
+from torch import Tensor, nn
+
+from m1clip.data.augment import render
+from m1clip.data.loader import Batch
+from m1clip.errors import UserError
+from m1clip.losses import positives
+from m1clip.model.clip import Features
+from m1clip.training.run import decode_plan
+from m1clip.training.setup import Job, prepare_scratch
+from m1clip.training.step import Update
+
+AUGMENTED = {"data.crop_min": 0.5, "data.flip": 0.5, "data.colour": 0.3}
+PHASES = {"copy", "forward", "backward", "optimizer"}
+
+
+def make(changes: dict[str, Any] | None = None) -> tuple[Job, Update]:
+    job = prepare_scratch(small_config({**AUGMENTED, **(changes or {})}), lambda line: None, decode_plan(screen()))
+    model = job.build_model()
+    with torch.no_grad():  # no parameter at a start value that would hide its gradient
+        for p in model.parameters():
+            noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
+            p.add_(noise.to(p.device) * 0.05)
+    return job, Update(model, job.config, job.device, job.precision, job.preprocess, job.autocast)
+
+
+def gradients(update: Update, batch: Batch, step: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = update.backward(batch, step)
+    found = {
+        name: p.grad.clone() if p.grad is not None else torch.zeros_like(p)
+        for name, p in update.model.named_parameters()
+    }
+    update.optimizer.zero_grad()
+    return loss, found
+
+
+def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        difference = (found[name] - value).norm() / value.norm()
+        assert difference < tolerance, f"{name}: relative difference {difference:.1e}"
+
+
+@pytest.mark.parametrize("objective", ["infonce", "multi", "sigmoid"])
+@pytest.mark.parametrize(("chunk", "recompute"), [(5, False), (8, True)])
+def test_chunks_give_the_gradient_of_the_whole_batch(objective: str, chunk: int, recompute: bool) -> None:
+    changes = {"train.objective": objective}
+    job, whole = make(changes)
+    batch = job.training[0]
+    loss, wanted = gradients(whole, batch)
+    _, chunked = make({**changes, "train.chunk": chunk, "model.recompute": recompute})
+    chunked_loss, found = gradients(chunked, batch)
+    torch.testing.assert_close(chunked_loss, loss, rtol=1e-6, atol=0)
+    assert ("logit_bias" in wanted) == (objective == "sigmoid")
+    assert_close(found, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("chunk", [0, 6])
+@pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])
+def test_recomputing_in_bf16_loses_no_gradient(activation: str, chunk: int) -> None:
+    """Autocast keeps weights that it has cast; one cast without a graph must not be found again with one."""
+    changes = {"train.precision": "bf16", "model.activation": activation, "train.chunk": chunk}
+    job, plain = make(changes)
+    batch = job.training[0]
+    _, wanted = gradients(plain, batch)
+    _, saving = make({**changes, "model.recompute": True})
+    _, found = gradients(saving, batch)
+    assert_close(found, wanted, 1e-3)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_dropout_is_drawn_once_a_chunk_and_repeated(recompute: bool) -> None:
+    changes = {"model.dropout": 0.2, "model.recompute": recompute, "train.text_contrast": 0.0}
+    job, update = make({**changes, "train.chunk": 6})
+    batch = job.training[0]
+    loss, found = gradients(update, batch)
+    again_loss, again = gradients(update, batch)
+    assert torch.equal(loss, again_loss)
+    assert all(torch.equal(again[name], value) for name, value in found.items())
+    other_loss, _ = gradients(update, batch, step=4)
+    assert not torch.equal(loss, other_loss), "each step draws its own"
+    # The definition: all chunks in one graph, each with its own draw.
+    wanted_loss = one_graph(update, batch, 6)
+    torch.testing.assert_close(loss, wanted_loss.detach(), rtol=1e-6, atol=0)
+    wanted_loss.backward()
+    wanted = {name: p.grad for name, p in update.model.named_parameters() if p.grad is not None}
+    assert_close(found, wanted, 1e-5)
+
+
+def one_graph(update: Update, batch: Batch, chunk: int) -> Tensor:
+    pixels = render(batch.pixels, batch.views, update.preprocess)
+    image, text = [], []
+    for at in range(0, len(pixels), chunk):
+        update._seed(3, 2 * at)
+        image.append(update.model.encode_image(pixels[at : at + chunk]))
+    several = len(batch.tokens) // len(pixels)  # captions of each image
+    for at in range(0, len(batch.tokens), several * chunk):
+        update._seed(3, 2 * at + 1)
+        text.append(update.model.encode_text(batch.texts(slice(at, at + several * chunk))))
+    features = Features(torch.cat(image), torch.cat(text), update.model.scale(), update.model.logit_bias)
+    positive = positives(update.config.train.objective, batch.images, batch.captions, batch.image_index)
+    return update.objective(features, positive, 0.0)
+
+
+@pytest.mark.parametrize("chunk", [0, 8])
+def test_dropout_of_a_tower_of_others_is_a_function_of_the_step_too(chunk: int) -> None:
+    job, plain = make({"train.chunk": chunk})
+    assert not plain.draws
+    image: Any = plain.model.image
+    image.thin = nn.Dropout(0.5)
+    image.register_forward_hook(lambda tower, inputs, output: tower.thin(output))
+    thinned = Update(plain.model, job.config, job.device, job.precision, job.preprocess, job.autocast)
+    batch = job.training[0]
+    (one, wanted), (other, found) = gradients(thinned, batch), gradients(thinned, batch)
+    assert one == other != gradients(thinned, batch, step=4)[0]
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def test_checkpointing_changes_no_gradient() -> None:
+    changes = {"model.dropout": 0.2}
+    job, plain = make(changes)
+    batch = job.training[0]
+    _, recomputing = make({**changes, "model.recompute": True})
+    assert_close(gradients(recomputing, batch)[1], gradients(plain, batch)[1], 1e-5)
+
+
+def test_half_precision_in_chunks_rounds_as_it_does_in_one_pass() -> None:
+    job, exact = make()
+    batch = job.training[0]
+    wanted = gradients(exact, batch)[1]
+    errors = {}
+    for chunk in (0, 5):
+        _, update = make({"train.precision": "bf16", "train.chunk": chunk})
+        found = gradients(update, batch)[1]
+        errors[chunk] = float(
+            sum((found[name] - value).norm() for name, value in wanted.items())
+            / sum(value.norm() for value in wanted.values())
+        )
+        assert all(value.abs().sum() > 0 for value in found.values()), "a cast without a graph was met again"
+    assert errors[0] > 0
+    assert errors[5] < 1.5 * errors[0]
+
+
+def test_a_scaler_is_undone_before_the_clip() -> None:
+    """fp16 needs a GPU to train; what its scaler does to a chunked step can be asked here."""
+    _, plain = make({"train.chunk": 5})
+    job, scaled = make({"train.chunk": 5})
+    scaled.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaled.plan = type(scaled.plan)(scale=scaled.scaler.scale)
+    loss, norm = plain(job.training[0], 0, 1, 10)
+    scaled_loss, scaled_norm = scaled(job.training[0], 0, 1, 10)
+    torch.testing.assert_close(scaled_loss, loss)
+    torch.testing.assert_close(scaled_norm, norm, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_whole_steps_agree_with_an_average_of_the_weights(optimizer: str) -> None:
+    changes = {"optim.name": optimizer, "optim.ema": 0.9}
+    job, whole = make(changes)
+    _, chunked = make({**changes, "train.chunk": 4})
+    start = {name: p.detach().clone() for name, p in whole.model.named_parameters()}
+    for step in range(3):
+        batch = job.training[step]
+        loss, norm = whole(batch, step, 1, 10)
+        chunked_loss, chunked_norm = chunked(batch, step, 1, 10)
+        torch.testing.assert_close(chunked_loss, loss, rtol=1e-4, atol=0)
+        torch.testing.assert_close(chunked_norm, norm, rtol=1e-3, atol=0)
+    assert whole.ema is not None
+    assert chunked.ema is not None
+    for name, value in whole.ema.weights.items():
+        # Muon's bf16 makes a last bit grow; a wrong gradient would move a weight somewhere else altogether.
+        assert (chunked.ema.weights[name] - value).norm() < 0.05 * (value - start[name]).norm(), name
+
+
+@pytest.mark.parametrize("chunk", [0, 5])
+def test_a_step_says_where_its_time_went(chunk: int) -> None:
+    job, update = make({"train.chunk": chunk})
+    update(job.training[0], 0, 1, 10)
+    taken = update.phases.take()
+    assert set(taken) == PHASES
+    assert all(seconds >= 0 for seconds in taken.values())
+    assert update.phases.take() == {}
+
+
+@pytest.mark.parametrize(("chunk", "words"), [(17, "--chunk 17 is more than --batch 16"), (-1, "chunk must be 0")])
+def test_a_chunk_that_is_no_part_of_the_batch_is_refused(chunk: int, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        small_config({"train.chunk": chunk})
+
+
+@pytest.mark.slow
+def test_compiled_chunks_give_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing and the split into forward and backward are real; the C++ compiler, a minute's work, is left out."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    changes = {"model.vision_layers": 1, "model.text_layers": 1, "train.chunk": 6, "model.dropout": 0.2}
+    job, plain = make(changes)
+    _, compiled = make(changes)
+    compiled = Update(
+        compiled.model,
+        replace(job.config, model=replace(job.config.model, compile=True)),
+        job.device,
+        job.precision,
+        job.preprocess,
+        job.autocast,
+    )
+    batch = job.training[0]
+    assert_close(gradients(compiled, batch)[1], gradients(plain, batch)[1], 1e-5)
