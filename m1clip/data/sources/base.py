@@ -156,7 +156,7 @@ MAX_LINE = 2**24
 MAX_JSON = 2**30  # ten times the captions of COCO; once parsed it takes some ten times as much memory
 _BOMS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 _IMAGE_FOLDERS = (
-    *("images", "Images", "image", "imgs", "img", "images", "photos", "data"),
+    *("images", "Images", "image", "imgs", "img", "pictures", "photos", "data"),
     *("Flicker8k_Dataset", "Flickr8k_Dataset", "flickr8k-images", "flickr30k-images", "flickr30k_images"),
 )
 

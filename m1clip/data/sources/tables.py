@@ -39,7 +39,7 @@ from m1clip.io import open_regular
 # In order of preference; compared in lower case.
 IMAGE_NAMES = (
     *("image", "image_path", "filepath", "file_path", "file_name", "filename", "image_name", "path", "img"),
-    *("img_path", "image_file", "file", "image", "photo", "jpg", "png", "jpeg", "webp"),
+    *("img_path", "image_file", "file", "picture", "photo", "jpg", "png", "jpeg", "webp"),
 )
 CAPTION_NAMES = (
     *("captions", "caption", "text", "texts", "title", "description", "sentences", "sentence", "comment"),

@@ -23,7 +23,7 @@ ONE_THING = (
     "{at} {a} {when}",
     "{when} {at}, {a}",
     "{a} {at}, {time}",
-    "an image of {a} {at} {when}",
+    "a picture of {a} {at} {when}",
     "{a_time} scene with {a} {at}",
     "{time}. {a} {at}.",
 )
