@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fused import Captured, compile_blocks
+from fused import CapturedStep, compile_blocks
 from torch import Tensor, nn
 
 from m1clip.config import OptimConfig
@@ -96,7 +96,7 @@ def our_step(setting: Setting, variant: str) -> Step:
         model.clamp_scale()
         return (loss.detach(),)
 
-    whole = Captured(work, model) if "graph" in words else work
+    whole = CapturedStep(work, model) if "graph" in words else work
 
     def step(pixels: Tensor, ids: Tensor) -> Tensor:
         optimizer.set_rate(0.5)

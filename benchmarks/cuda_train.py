@@ -3,7 +3,7 @@
     python benchmarks/cuda_train.py DATA --json docs/results/cuda_train.json
     python benchmarks/cuda_train.py synthetic --models tiny --batches 64
 
-Each line is the product's Update with its defaults (Muon, bf16, several captions, augmentation on the device, images
+Each line is the product's TrainStep with its defaults (Muon, bf16, several captions, augmentation on the device, images
 resident there). The loop runs as in training: the host never waits for the device inside a block of 20 steps; a block's
 mean is one sample. `host` is what the host itself needs to hand a step over.
 """
@@ -28,7 +28,7 @@ from m1clip.hardware.timing import timing
 from m1clip.training.progress import Screen
 from m1clip.training.run import decode_plan
 from m1clip.training.setup import prepare
-from m1clip.training.step import Update
+from m1clip.training.step import TrainStep
 
 WAYS = {
     "kernel by kernel": {"graph": False},
@@ -50,26 +50,26 @@ def line(options: argparse.Namespace, model: str, batch: int, way: str) -> dict[
         "cuda_train.py",
     )
     job = prepare(config, lambda text: None, decode_plan(Screen()))
-    update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+    update = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
     gc.collect()  # the line before, which hangs in a circle
     job.device.reset_peak()
     total = WARM + BLOCK * options.blocks
     feed = enumerate(batches(job.training, 0, total, 0, "fork", pin=True))
     begin = time.perf_counter()
     for step, batch_ in itertools.islice(feed, WARM):
-        update(batch_, step, 100, 10_000)
+        update(batch_, step)
     job.device.synchronize()
     ready = time.perf_counter() - begin
     samples, host = [], []
     for _ in range(options.blocks):
         begin = time.perf_counter()
         for step, batch_ in itertools.islice(feed, BLOCK):
-            loss, _ = update(batch_, step, 100, 10_000)
+            loss, _ = update(batch_, step)
         host.append((time.perf_counter() - begin) / BLOCK)
         job.device.synchronize()
         samples.append((time.perf_counter() - begin) / BLOCK)
-    taken, captured, peak = timing(samples), update.captured, job.device.peak_bytes()
-    update.forget_graph()
+    taken, captured, peak = timing(samples), update.cuda_graph, job.device.peak_bytes()
+    update.reset_graph()
     return {
         "model": model, "batch": batch, "way": way, "captions": job.training.several,
         "seconds": dataclasses.asdict(taken), "host_seconds": timing(host).median,

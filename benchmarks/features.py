@@ -38,7 +38,7 @@ from m1clip.hardware.device import Device, Precision
 from m1clip.hardware.facts import read_facts
 from m1clip.hardware.precision import autocast
 from m1clip.model.pretrained import TowerClip, TowerShape
-from m1clip.training.step import Update
+from m1clip.training.step import TrainStep
 
 IMAGES, CAPTIONS = 6000, 5
 SHAPE = TowerShape(embed_dim=256, head="adapter", hidden=512, dropout=0.3)  # those of --recipe frozen
@@ -80,7 +80,7 @@ def measure(batch: int, rounds: int, precision: Precision) -> dict[str, object]:
     torch.manual_seed(0)
     model = TowerClip(SHAPE)
     config = Config(train=TrainConfig(batch=batch), optim=OptimConfig(name="adamw", lr=1e-3))
-    update = Update(model, config, device, precision, Preprocess(image_size=224), autocast(device, precision))
+    update = TrainStep(model, config, device, precision, Preprocess(image_size=224), autocast(device, precision))
     with tempfile.TemporaryDirectory() as folder:
         widths = (int(model.image.width), int(model.text.width))  # type: ignore[arg-type]
         data = feature_set(Path(folder), batch, *widths)
@@ -88,7 +88,7 @@ def measure(batch: int, rounds: int, precision: Precision) -> dict[str, object]:
         for number in range(rounds + 1):
             begin = time.perf_counter()
             for step in range(number * steps, (number + 1) * steps):
-                update(data[step], step, 5, 1000)
+                update(data[step], step)
             speeds.append(steps * batch * CAPTIONS / (time.perf_counter() - begin))
     timed = speeds[1:]
     return {

@@ -29,7 +29,7 @@ def compile_blocks(model: CLIP, **options: Any) -> None:
             setattr(last, way, torch.compile(getattr(last, way), **options))
 
 
-class Captured:
+class CapturedStep:
     """Calls `work`, and from the fourth call with the same shapes on replays it as a CUDA graph.
 
     Every call is a real step: nothing is run for the sake of the capture alone. What is returned is overwritten by the

@@ -51,10 +51,10 @@ def make(config: Config) -> tuple[Any, Any]:
     from m1clip.training.progress import Screen
     from m1clip.training.run import decode_plan
     from m1clip.training.setup import prepare_scratch
-    from m1clip.training.step import Update
+    from m1clip.training.step import TrainStep
 
     job = prepare_scratch(config, lambda line: None, decode_plan(Screen()))
-    return job, Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+    return job, TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
 
 
 def peak_bytes() -> int:
@@ -74,7 +74,7 @@ def answers_of(config: Config) -> dict[str, Callable[[], Any]]:
         nonlocal done
         batch = job.training[done]
         begin = time.perf_counter()
-        update(batch, done, 2, 100)[0].item()
+        update(batch, done)[0].item()
         done += 1
         return time.perf_counter() - begin
 

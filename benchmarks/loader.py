@@ -32,7 +32,7 @@ from m1clip.hardware.timing import Timing, timing
 from m1clip.training.progress import Screen
 from m1clip.training.run import decode_plan
 from m1clip.training.setup import Job, prepare_scratch
-from m1clip.training.step import Update
+from m1clip.training.step import TrainStep
 
 SIZE, BATCH, PREFETCH = 112, 128, 2
 PEER = Path(__file__).parent / "peers" / "open_clip_csv.py"
@@ -68,14 +68,14 @@ def plain_torch(job: Job, workers: int, count: int) -> Round:
 
 def training_step(job: Job, count: int) -> Round:
     """What the step consumes: forward, backward and update on batches that lie ready."""
-    update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+    update = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
     ready = list(batches(job.training, 0, count, 0, "fork", False))
-    update(ready[0], 0, 1, 100)
+    update(ready[0], 0)
 
     def steps() -> float:
         start = time.perf_counter()
         for step, batch in enumerate(ready):
-            update(batch, step, 1, 100)
+            update(batch, step)
         job.device.synchronize()
         return count * BATCH / (time.perf_counter() - start)
 

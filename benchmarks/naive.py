@@ -1,4 +1,4 @@
-"""The prior art's kind of training, written plainly: the baseline that m1clip's step and accuracy stand beside.
+"""The prior art's kind of training, written eager: the baseline that m1clip's step and accuracy stand beside.
 
 Own code after the description: fp32, attention as two matrix products with a softmax between, dropout 0.1, every
 caption padded to 77, the causal mask not used, float images made one by one, AdamW a parameter at a time.

@@ -115,11 +115,11 @@ def own_answers(config: Config) -> dict[str, Callable[[], Any]]:
     from m1clip.training.progress import Screen
     from m1clip.training.run import decode_plan
     from m1clip.training.setup import prepare_scratch
-    from m1clip.training.step import Update
+    from m1clip.training.step import TrainStep
 
     def side(config: Config) -> tuple[Any, Callable[[bool], dict[str, float]]]:
         job = prepare_scratch(config, lambda line: None, decode_plan(Screen()))
-        update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+        update = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
         done = iter(range(10**9))
 
         def step(full_length: bool) -> dict[str, float]:
@@ -128,7 +128,7 @@ def own_answers(config: Config) -> dict[str, Callable[[], Any]]:
 
             def work() -> None:
                 made.append(job.training[number])
-                update(made[0], number, 10, 10**6)[0].item()
+                update(made[0], number)[0].item()
 
             found = timed(work)
             groups = made[0].text_groups()

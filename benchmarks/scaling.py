@@ -4,7 +4,7 @@
     python benchmarks/scaling.py --quick         # few points, small ones: does it run
     python benchmarks/scaling.py --plot-only     # draw the kept figures again
 
-Each point is the median of several updates (the product's own `Update`) on random images and token ids, beside the
+Each point is the median of several updates (the product's own `TrainStep`) on random images and token ids, beside the
 limit that the measured rate of a large matrix product sets. Points that fit neither memory nor time are named.
 """
 
@@ -40,7 +40,7 @@ from m1clip.hardware.timing import timing
 from m1clip.model.clip import CLIP
 from m1clip.model.presets import ClipShape, flops_per_pair, preset
 from m1clip.training.autotune import choose_attention
-from m1clip.training.step import Update
+from m1clip.training.step import TrainStep
 
 BATCH, MODEL_BATCH = 64, 16  # where another thing varies; where the model does
 VOCABULARY = 5_000  # about what `bpe-cut` keeps of a set of photographs
@@ -141,7 +141,7 @@ class Bench:
         self.rates.setdefault(threads, []).append(gemm_rate(self.device, self.precision))
         return statistics.median(self.rates[threads])
 
-    def update(self, point: Point, chunk: int) -> Update:
+    def update(self, point: Point, chunk: int) -> TrainStep:
         """The product's training step for this point."""
         shape = point.shape
         model = CLIP(shape, eot_id=2)
@@ -159,7 +159,7 @@ class Bench:
         train = TrainConfig(batch=point.batch, chunk=chunk, device="cpu", precision=self.precision, steps=1000)
         config = Config(model=ModelConfig(), train=train)
         preprocess = Preprocess(image_size=shape.image_size)
-        return Update(model, config, self.device, self.precision, preprocess, autocast(self.device, self.precision))
+        return TrainStep(model, config, self.device, self.precision, preprocess, autocast(self.device, self.precision))
 
     def measure(self, point: Point, chunk: int) -> dict[str, Any]:
         """Pairs a second: median and quartiles of several updates after one or two that warm up."""

@@ -52,14 +52,14 @@ def answers_of(side: str, config: Config) -> dict[str, Callable[[], Any]]:
     from m1clip.model.clip import count_parameters
     from m1clip.training.progress import Screen
     from m1clip.training.run import decode_plan
-    from m1clip.training.schedule import warmup_steps
+    from m1clip.training.schedule import lr_schedule
     from m1clip.training.setup import prepare_scratch
-    from m1clip.training.step import Update
+    from m1clip.training.step import TrainStep
 
     job = prepare_scratch(config, lambda line: None, decode_plan(Screen()))
-    update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+    update = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
     total_steps = round((config.train.epochs or 1) * job.training.plan.steps_per_epoch)
-    warmup = warmup_steps(config.optim.warmup, total_steps)
+    update.schedule = lr_schedule(config.optim, total_steps)
     done = {False: 0, True: 0}
 
     def step(full_length: bool) -> dict[str, float]:
@@ -70,7 +70,7 @@ def answers_of(side: str, config: Config) -> dict[str, Callable[[], Any]]:
         def work() -> None:
             batch = job.training[number]
             made.append(batch)
-            update(batch, number, warmup, total_steps)[0].item()
+            update(batch, number)[0].item()
 
         found = timed(work)
         return {**found, "flops": step_flops(job.shape, made[0]), "text_tokens": made[0].tokens.shape[1]}

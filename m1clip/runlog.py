@@ -134,7 +134,7 @@ def _analysis(value: Any) -> bool:
     return fits(value, dict) and all(fits(value[name], {str: (float, int)}) for name in parts if name in value)
 
 
-FIGURES = ("epoch", "loss", "grad_norm", "lr", "temperature", "images_per_second", "step_seconds", "data_share",
+FIGURES = ("epoch", "loss", "grad_norm", "lr", "temperature", "images_per_second", "step_seconds", "data_fraction",
            "memory_bytes", "watts", "celsius", "elapsed", "joules", "joules_per_epoch", "recall_per_watt_hour",
            "base", "base_before", "gradient_difference")  # fmt: skip
 # The shape of each field that some reader uses, and of those that mean different things in different kinds of record.

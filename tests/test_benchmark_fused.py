@@ -19,7 +19,7 @@ try:
     fused = importlib.import_module("fused")
 finally:
     del sys.path[0]
-Captured, compile_blocks = fused.Captured, fused.compile_blocks
+CapturedStep, compile_blocks = fused.CapturedStep, fused.compile_blocks
 
 
 def clip(pooling: Pooling) -> CLIP:
@@ -55,7 +55,7 @@ def test_without_cuda_a_captured_step_is_the_step() -> None:
         calls.append(x)
         return (x + 1,)
 
-    step = Captured(work, torch.nn.Linear(1, 1))
+    step = CapturedStep(work, torch.nn.Linear(1, 1))
     for value in range(6):
         assert step(torch.tensor([value]))[0].item() == value + 1
     assert len(calls) == 6

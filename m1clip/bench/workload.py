@@ -31,7 +31,7 @@ from m1clip.model.presets import flops_per_pair
 from m1clip.training.memory import warm_process, watched
 from m1clip.training.parity import few, relative_difference
 from m1clip.training.setup import Job, prepare_scratch
-from m1clip.training.step import Update
+from m1clip.training.step import TrainStep
 
 
 class HybridClip(CLIP):
@@ -117,7 +117,7 @@ class Workload:
         self._model.set_recompute(candidate.recompute)
         context = job.autocast if candidate.device != "hybrid" else hybrid_autocast(kind, precision)
         self.job, self.candidate, self._next = job, candidate, 0
-        self.update = Update(self._model, job.config, self.device, precision, job.preprocess, context)
+        self.update = TrainStep(self._model, job.config, self.device, precision, job.preprocess, context)
         self.meter: EnergyMeter | None = open_meter(kind)
         begin = time.perf_counter()
         loss = self._step(self._batch())
@@ -179,7 +179,7 @@ class Workload:
         plain.set_recompute(False)
         host = Device("cpu", self.facts)
         config = dataclasses.replace(self.job.config, model=dataclasses.replace(self.job.config.model, compile=False))
-        reference = Update(plain, config, host, "fp32", self.job.preprocess, nullcontext)
+        reference = TrainStep(plain, config, host, "fp32", self.job.preprocess, nullcontext)
         true_loss, true_grads = _gradient(reference, batch)
         return {
             "samples": samples,
@@ -238,24 +238,24 @@ class Workload:
 
     def _step(self, batch: Batch) -> Tensor:
         self._next += 1
-        return self.update(batch, self._next, WARMUP, TOTAL_STEPS)[0]
+        return self.update(batch, self._next)[0]
 
     def _settle(self) -> None:
         """Steps until one is recorded for replay: texts grow at first, and each time a recording is made anew."""
-        captured = self.update.captured
+        captured = self.update.cuda_graph
         for _ in range(SETTLING if captured is not None else 0):
             if captured is not None and captured.settled:
                 break
             self._step(self._batch())
 
     def _is_replayed(self) -> bool:
-        captured = self.update.captured
+        captured = self.update.cuda_graph
         return captured is not None and captured.settled and not captured.off
 
     def _plainly(self, batch: Batch) -> Tensor:
         """A step kernel by kernel: a replayed one shows nothing of its tensors."""
         self._next += 1
-        return self.update.plainly(batch, self._next)[0]
+        return self.update.eager(batch, self._next)[0]
 
     def _close(self) -> None:
         if hasattr(self, "update"):
@@ -265,7 +265,7 @@ class Workload:
         torch.compiler.reset()
 
 
-def _gradient(update: Update, batch: Batch) -> tuple[float, Tensor]:
+def _gradient(update: TrainStep, batch: Batch) -> tuple[float, Tensor]:
     """Loss and the whole gradient as one float32 vector, by the step's own backward pass."""
     update.optimizer.zero_grad()
     loss = float(update.backward(batch.to(update.device.torch), 0))

@@ -183,6 +183,6 @@ def prune(run: Path, /, *, keep: int = 1) -> None:
     keep
         How many to keep, at least 1.
     """
-    from m1clip.training.checkpoint_files import thin_out
+    from m1clip.training.checkpoint_files import prune_checkpoints
 
-    print(thin_out(run, keep))
+    print(prune_checkpoints(run, keep))

@@ -44,7 +44,7 @@ def not_a_number(history: History) -> Verdict | None:
 
 def data_bound(history: History) -> Verdict | None:
     """The device waits for batches."""
-    shares = _values(history.recent, "data_share")
+    shares = _values(history.recent, "data_fraction")
     if len(shares) < 2:
         return None
     share = statistics.mean(shares)

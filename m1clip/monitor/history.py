@@ -192,7 +192,7 @@ class Thinned:
 POINTS, EVALUATIONS, LAYERS, EVENTS, RECENT, FIRST = 2000, 500, 200, 200, 60, 12
 # "step": forward, backward and optimizer in one, where a step is replayed as a CUDA graph
 PHASES = ("data", "copy", "forward", "backward", "optimizer", "step", "rest")
-CURVES = ("loss", "grad_norm", "lr", "temperature", "images_per_second", "step_seconds", "data_share",
+CURVES = ("loss", "grad_norm", "lr", "temperature", "images_per_second", "step_seconds", "data_fraction",
           "memory_bytes", "watts", "celsius", "elapsed")  # fmt: skip
 Setting = TypeVar("Setting")
 TOLD = ("checkpoint", "event", "warning", "skipped", "parity", "memory")

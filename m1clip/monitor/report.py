@@ -129,7 +129,7 @@ def costs(histories: Sequence[History]) -> str:
         ("time of training", lambda h: clock(v) if (v := (h.steps.last or {}).get("elapsed")) is not None else "-"),
         ("samples a second, median", lambda h: _median(h, "images_per_second", lambda v: f"{v:,.0f}")),
         ("a step, median", lambda h: _median(h, "step_seconds", duration)),
-        ("share spent on data, median", lambda h: _median(h, "data_share", percent)),
+        ("share spent on data, median", lambda h: _median(h, "data_fraction", percent)),
         ("loss, first to last", lambda h: _ends(h, "loss")),
         ("temperature, first to last", lambda h: _ends(h, "temperature")),
         ("peak memory", lambda h: size(v) if (v := h.end.get("peak_bytes") or h.memory.get("peak")) else "-"),

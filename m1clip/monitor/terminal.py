@@ -403,7 +403,7 @@ def _told_score(record: Record, before: str) -> str:
 
 LEFT = (
     ("loss", "loss"), ("grad_norm", "gradient norm"), ("temperature", "temperature"), ("lr", "learning rate"),
-    ("images_per_second", "samples a second"), ("step_seconds", "seconds a step"), ("data_share", "data"),
+    ("images_per_second", "samples a second"), ("step_seconds", "seconds a step"), ("data_fraction", "data"),
     ("memory_bytes", "memory in bytes"), ("watts", "watts"), ("celsius", "degrees Celsius"),
 )  # fmt: skip
 RIGHT = (

@@ -55,7 +55,7 @@ from m1clip.training.memory import (
     warm_process,
 )
 from m1clip.training.parity import PAIRS, TOLERANCE, few, gradient, relative_difference
-from m1clip.training.step import Update
+from m1clip.training.step import TrainStep
 
 MOST_SECONDS = 30.0
 SHARE = 0.05  # of --minutes, at most
@@ -237,7 +237,7 @@ def time_step(
     def timed() -> Tried:
         model = _model(config, shape, eot_id, device, precision)
         preprocess = Preprocess(image_size=shape.image_size)
-        update = Update(model, plain, device, precision, preprocess, autocast(device, precision))
+        update = TrainStep(model, plain, device, precision, preprocess, autocast(device, precision))
         update.settles = False  # blocks stay mapped one by one: kept ones would lie scattered when the run begins
         load = Load()
         taken, used = _timed(update, work, device, seconds)
@@ -259,12 +259,12 @@ def _within_reason(device: Device, precision: Precision, work: Callable[[], Trie
         device.reset_peak()  # the run reports its own
 
 
-def _timed(update: Update, samples: Any, device: Device, seconds: float) -> tuple[float, float]:
+def _timed(update: TrainStep, samples: Any, device: Device, seconds: float) -> tuple[float, float]:
     """Seconds and processor seconds of a step."""
     begin, taken, used = time.monotonic(), [], []
     for number in range(1 + MOST_STEPS):
         start, before = time.perf_counter(), time.process_time()
-        update(samples, number + 1, 100, 10_000)
+        update(samples, number + 1)
         device.synchronize()
         taken.append(time.perf_counter() - start)
         used.append(time.process_time() - before)

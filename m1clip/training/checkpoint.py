@@ -26,18 +26,18 @@ from m1clip.training.checkpoint_files import (
     FORMAT,
     MANIFEST,
     SMALL,
-    folder_of,
+    checkpoint_folder,
     found,
     prune,
     sha256,
     size_of,
     verify,
 )
-from m1clip.training.step import Update
+from m1clip.training.step import TrainStep
 
 
 @dataclass
-class LoopState:
+class TrainState:
     """Everything a resume needs beside the tensors. Randomness is not here: it follows from the step."""
 
     step: int = 0
@@ -49,7 +49,7 @@ class LoopState:
     scaler_growth: int = 0
     skipped: int = 0  # updates in a row that were not finite, up to now
     rollbacks: int = 0  # how often the run went back to a checkpoint
-    rate_factor: float = 1.0  # of the learning rate, lowered by each return
+    lr_factor: float = 1.0  # of the learning rate, lowered by each return
     chunk: int = 0  # smaller than the config's where memory was short; 0: as the config says
     frozen_sha256: str = ""  # of the weights that the run never changes: they are not in the checkpoint
     evaluation_due: bool = False  # a signal broke off the evaluation of this step
@@ -58,9 +58,9 @@ class LoopState:
 Groups = dict[str, dict[str, Tensor]]  # file name without ending -> tensors
 
 
-def save(run: Path, state: LoopState, groups: Groups, keep: int) -> Path:
+def save(run: Path, state: TrainState, groups: Groups, keep: int) -> Path:
     """Write a checkpoint, then delete those of later steps, and all but the newest `keep`."""
-    target = folder_of(run, state.step)
+    target = checkpoint_folder(run, state.step)
     with whole_folder(target) as folder:
         for name, tensors in groups.items():
             write_tensors(folder / f"{name}.safetensors", tensors)
@@ -68,14 +68,14 @@ def save(run: Path, state: LoopState, groups: Groups, keep: int) -> Path:
         hashes = {file.name: sha256(file) for file in sorted(folder.iterdir())}
         write_json(folder / MANIFEST, {"format": FORMAT, "sha256": hashes})
     for later in [step for step in found(run) if step > state.step]:
-        remove_folder(folder_of(run, later))  # rotten, or of a future that was given up: not one of the `keep`
+        remove_folder(checkpoint_folder(run, later))  # rotten, or of a future that was given up: not one of the `keep`
     prune(run, keep)
     return target
 
 
-def load_newest(
+def load_latest(
     run: Path, device: torch.device, warn: Callable[[str], None], sound: bool = False
-) -> tuple[LoopState, Groups] | None:
+) -> tuple[TrainState, Groups] | None:
     """The newest whole checkpoint, with `sound` one not saved among skipped updates where there is such a one.
 
     A broken one is named and passed over. None when there is none at all; when there are but none is whole, a
@@ -88,7 +88,7 @@ def load_newest(
     steps = sorted(found(run))
     chosen: Path | None = None
     for step in reversed(steps):
-        folder = folder_of(run, step)
+        folder = checkpoint_folder(run, step)
         reason = verify(folder)
         if reason and step == steps[0] and chosen is None:
             raise UserError(
@@ -108,7 +108,7 @@ def load_newest(
     return _state(chosen / "state.json"), groups
 
 
-def _state(path: Path) -> LoopState:
+def _state(path: Path) -> TrainState:
     """What a whole checkpoint says of the loop; fields that an older format lacks stand at their default."""
     try:
         values = json.loads(read_small(path, SMALL))
@@ -116,9 +116,9 @@ def _state(path: Path) -> LoopState:
         raise UserError(f"{path}: cannot be read ({type(error).__name__})") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds no table of values")
-    known = {item.name for item in fields(LoopState)}
-    told: dict[str, Any] = {**asdict(LoopState()), **{k: v for k, v in values.items() if k in known}}
-    return LoopState(**checked(LoopState, told, str(path)))
+    known = {item.name for item in fields(TrainState)}
+    told: dict[str, Any] = {**asdict(TrainState()), **{k: v for k, v in values.items() if k in known}}
+    return TrainState(**checked(TrainState, told, str(path)))
 
 
 # So many copies, and bytes beside them, must be free for one. Many: a save takes a second or two, and the peak of
@@ -164,7 +164,7 @@ class Schedule:
         self._last = self.clock()
 
 
-def schedule_of(every: int | str | None, total_steps: int) -> Schedule:
+def save_schedule(every: int | str | None, total_steps: int) -> Schedule:
     """From train.save_every; 0 means once, at the end."""
     steps, seconds = steps_or_seconds(every or total_steps, "train.save_every")
     return Schedule(steps, seconds)
@@ -183,7 +183,7 @@ class _Work:
     thread: threading.Thread | None = None
 
 
-class Saver:
+class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time."""
 
     def __init__(
@@ -206,7 +206,7 @@ class Saver:
         """The run went back: what was owed belongs to a step that has not been."""
         self._owed = False
 
-    def save(self, state: LoopState, groups: Groups, wait: bool = False) -> None:
+    def save(self, state: TrainState, groups: Groups, wait: bool = False) -> None:
         """Begin a checkpoint; with `wait` it is on the disk, or an error, when this returns."""
         self.finish()
         self.schedule.done()
@@ -240,7 +240,7 @@ class Saver:
             work.thread.join()
             self._close(work, must)
 
-    def __enter__(self) -> Saver:
+    def __enter__(self) -> CheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -265,7 +265,7 @@ class Saver:
         self.log("event", step=step, event="could not save", why=words)
         self.warn(f"{words} (step {step:,}); training goes on, and tries again with the next one")
 
-    def _write(self, work: _Work, state: LoopState, groups: Groups) -> None:
+    def _write(self, work: _Work, state: TrainState, groups: Groups) -> None:
         try:
             self.check_folder()
             with torch.no_grad():
@@ -295,7 +295,7 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
-def groups(update: Update, state: LoopState) -> Groups:
+def groups(update: TrainStep, state: TrainState) -> Groups:
     """All tensors of a checkpoint, by file; the scaler's two numbers go into the state."""
     if update.scaler is not None:
         scaler = update.scaler.state_dict()
@@ -313,7 +313,7 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 
-def restore(update: Update, state: LoopState, kept: Groups) -> None:
+def restore(update: TrainStep, state: TrainState, kept: Groups) -> None:
     """Put a checkpoint's tensors back; a UserError, before anything is changed, where they are not this model's."""
     wrong = _misfit(update, state, kept)
     if wrong:
@@ -321,7 +321,7 @@ def restore(update: Update, state: LoopState, kept: Groups) -> None:
             f"the checkpoint of step {state.step:,} does not fit the run: {wrong}. Bring an earlier one back from a "
             f"copy, or begin a new run"
         )
-    update.forget_graph()
+    update.reset_graph()
     update.model.load_state_dict(kept["weights"], strict=False)  # without what is frozen
     update.optimizer.load_tensors(kept["optimizer"])
     if update.ema is not None:
@@ -331,7 +331,7 @@ def restore(update: Update, state: LoopState, kept: Groups) -> None:
         update.scaler.load_state_dict({**update.scaler.state_dict(), **scale})
 
 
-def _misfit(update: Update, state: LoopState, kept: Groups) -> str:
+def _misfit(update: TrainStep, state: TrainState, kept: Groups) -> str:
     """Which tensor is missing, unknown or of another shape, in words; empty when all fit."""
     if state.frozen_sha256 != update.frozen_sha256:
         return "the frozen weights are not those that it began with"

@@ -12,7 +12,7 @@ from typing import Any
 
 from m1clip.errors import UserError
 from m1clip.io import format_version, read_small, remove_folder
-from m1clip.training.process import hold
+from m1clip.training.process import lock_run
 
 FORMAT = 2  # 1 knew of no returns, smaller chunks and evaluations still to be done; it is read
 MANIFEST = "manifest.json"
@@ -31,7 +31,7 @@ class Kept:
     saved: float  # seconds since 1970
 
 
-def folder_of(run: Path, step: int) -> Path:
+def checkpoint_folder(run: Path, step: int) -> Path:
     """Where the checkpoint of a step lives."""
     return run / FOLDER / f"step-{step:06d}"
 
@@ -40,7 +40,7 @@ def found(run: Path) -> list[int]:
     """Steps that have a checkpoint folder."""
     names = (item.name for item in (run / FOLDER).glob("step-*") if item.is_dir())
     steps = [int(name[5:]) for name in names if re.fullmatch(r"step-[0-9]{6,18}", name)]
-    return [step for step in steps if folder_of(run, step).is_dir()]
+    return [step for step in steps if checkpoint_folder(run, step).is_dir()]
 
 
 def size_of(folder: Path) -> int:
@@ -50,7 +50,7 @@ def size_of(folder: Path) -> int:
 
 def listed(run: Path) -> list[Kept]:
     """All checkpoints of a run, the oldest first."""
-    folders = [(step, folder_of(run, step)) for step in sorted(found(run))]
+    folders = [(step, checkpoint_folder(run, step)) for step in sorted(found(run))]
     return [Kept(step, str(path), size_of(path), path.stat().st_mtime) for step, path in folders]
 
 
@@ -59,10 +59,10 @@ def prune(run: Path, keep: int, sound: bool = False) -> list[int]:
     steps = sorted(found(run))
     old = steps[:-keep] if keep > 0 else steps
     if sound:
-        whole = next((step for step in reversed(steps) if not verify(folder_of(run, step))), None)
+        whole = next((step for step in reversed(steps) if not verify(checkpoint_folder(run, step))), None)
         old = [step for step in old if step != whole]
     for step in old:
-        remove_folder(folder_of(run, step))
+        remove_folder(checkpoint_folder(run, step))
     return old
 
 
@@ -132,17 +132,17 @@ def checked_rows(run: Path) -> list[Row]:
     return [Row(**{**asdict(row), "problem": verify(Path(row.path))}) for row in rows(run)]
 
 
-def thin_out(run: Path, keep: int) -> str:
+def prune_checkpoints(run: Path, keep: int) -> str:
     """Delete all but the newest `keep`; says what was done. A run that is training is refused."""
     if keep < 1:
         raise UserError(f"--keep must be at least 1, not {keep}: without a checkpoint the run begins again")
     before = {row.step: row.bytes for row in rows(run)}
-    with hold(run):
+    with lock_run(run):
         gone = prune(run, keep, sound=True)
     left = sorted(found(run))
     freed = sum(before.get(step, 0) for step in gone)
     return f"{run}: {_count(len(gone))} deleted ({_size(freed)}), {_count(len(left))} left" + (
-        f": {', '.join(folder_of(run, step).name for step in left)}" if left else ""
+        f": {', '.join(checkpoint_folder(run, step).name for step in left)}" if left else ""
     )
 
 

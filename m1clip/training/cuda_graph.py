@@ -18,10 +18,10 @@ from torch import Tensor
 from m1clip.data.augment import DeviceViews
 from m1clip.data.captions import BUCKET, rounded
 from m1clip.data.loader import Batch
-from m1clip.training.oom import Tight
+from m1clip.training.oom import MemoryPressure
 
 if TYPE_CHECKING:  # the update holds one of these
-    from m1clip.training.step import Update
+    from m1clip.training.step import TrainStep
 
 WARM = 3  # plain steps before the recording: they make the optimizer's state, and compile what is compiled
 MOST = 8  # recordings, before shapes are taken to change for ever: data where images have more or fewer captions
@@ -31,10 +31,10 @@ VIEWS = ("boxes", "flips", "gains")
 Figures = tuple[Tensor, Tensor]  # loss and gradient norm
 
 
-class Captured:
+class CapturedStep:
     """Makes the steps of an update, from the fourth with the same shapes on by replay."""
 
-    def __init__(self, update: Update) -> None:
+    def __init__(self, update: TrainStep) -> None:
         self.update = update
         self.off = ""  # why steps are not recorded any more
         self.recordings = 0
@@ -56,7 +56,7 @@ class Captured:
 
     def takes(self, batch: Batch) -> bool:
         """Whether this step can be one: not in chunks, and not one that hooks look at."""
-        room = self.update.room
+        room = self.update.oom
         chunk = self.update.config.train.chunk if room is None else room.chunk
         whole = not 0 < chunk < len(batch.pixels)
         return not self.off and whole and not self.update.optimizer.observed
@@ -74,12 +74,12 @@ class Captured:
         if self._graph is None:
             self._seen += 1
             if self._seen <= WARM or not self._may_record():
-                return update.plainly(batch, step)
+                return update.eager(batch, step)
         update.phases.mark("copy")
         moved = dataclasses.replace(batch.to(update.device.torch, non_blocking=True), views=views)
         given = [t for _, t in _inputs(moved)]
         if self._graph is None and not self._record(moved, step):
-            return update.plainly(batch, step)
+            return update.eager(batch, step)
         assert self._graph is not None
         assert self._figures is not None
         torch._foreach_copy_(self._places, given)
@@ -134,7 +134,7 @@ class Captured:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 loss = update.backward(batch, step)
                 figures = loss, update.move(loss)
-        except (RuntimeError, Tight) as error:
+        except (RuntimeError, MemoryPressure) as error:
             # Out of memory, or a kernel that cannot be recorded: the plain step knows what to do.
             self.off = (str(error).strip().splitlines() or [type(error).__name__])[0]
             update.clear()

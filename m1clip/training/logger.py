@@ -20,11 +20,11 @@ from m1clip.data.cache import ArrayImages
 from m1clip.errors import UserError
 from m1clip.hardware.energy import open_meter, temperature
 from m1clip.runlog import Record, RunLog, Sink
-from m1clip.training.checkpoint import LoopState
+from m1clip.training.checkpoint import TrainState
 from m1clip.training.optim import Optimizer
 from m1clip.training.progress import Screen
 from m1clip.training.setup import Job
-from m1clip.training.step import Update
+from m1clip.training.step import TrainStep
 
 HEAT_SECONDS = 5.0  # between two readings of a thermometer: some take milliseconds
 
@@ -67,7 +67,7 @@ class Telemetry:
             self._joules = self._meter.joules()
 
 
-def memory_parts(job: Job, update: Update) -> dict[str, int]:
+def memory_parts(job: Job, update: TrainStep) -> dict[str, int]:
     """Bytes by component. `rest` is what the peak holds beside them: activations, libraries, buffers."""
     known = {
         "weights": _bytes(update.model.parameters()) + _bytes(update.model.buffers()),
@@ -193,10 +193,10 @@ def _short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-class Recorder:
+class StepLogger:
     """Gathers what happens since the last line, and writes it: figures, time split, machine, layers."""
 
-    def __init__(self, job: Job, update: Update, log: RunLog, screen: Screen, total_steps: int) -> None:
+    def __init__(self, job: Job, update: TrainStep, log: RunLog, screen: Screen, total_steps: int) -> None:
         self.job, self.update, self.log, self.screen = job, update, log, screen
         train = job.config.train
         self.every = train.log_every or 1
@@ -230,7 +230,7 @@ class Recorder:
         self._grad_norms.append(grad_norm)
         self._data_seconds += waited
 
-    def write(self, state: LoopState, share: float) -> None:
+    def write(self, state: TrainState, share: float) -> None:
         """One line for the steps since the last; here, and only here, the host waits for the device."""
         n = len(self._losses)
         if n == 0:
@@ -249,7 +249,7 @@ class Recorder:
             "temperature": float(1 / self.update.model.logit_scale.detach().exp()),
             "images_per_second": n * self.job.training.plan.batch / seconds,
             "step_seconds": seconds / n,
-            "data_share": split["data"] / seconds,
+            "data_fraction": split["data"] / seconds,
             "seconds": {name: round(value / n, 6) for name, value in split.items()},
             "memory_bytes": self.job.device.memory_bytes(),
             "elapsed": round(state.seconds, 3),
@@ -265,7 +265,7 @@ class Recorder:
         if not self._described:
             self.log.write("memory", **memory_parts(self.job, self.update), meter=self.telemetry.meter)
             self._described = True
-        captured = self.update.captured
+        captured = self.update.cuda_graph
         if captured is not None and captured.off and not self._told:
             self.log.write("event", step=state.step, event="steps are not replayed", why=captured.off)
             self._told = True

@@ -17,14 +17,13 @@ from m1clip.evaluation.statistics import Metric, Scores, selection_metric
 from m1clip.inference.encoder import Bundle, Features, encode_split
 from m1clip.model.clip import CLIP
 from m1clip.runlog import RunLog
-from m1clip.training.checkpoint import LoopState, Saver, groups
-from m1clip.training.logger import Recorder
+from m1clip.training.checkpoint import CheckpointWriter, TrainState, groups
+from m1clip.training.logger import StepLogger
 from m1clip.training.process import Interrupted, Stopped, StopRequest
 from m1clip.training.progress import Screen
-from m1clip.training.recovery import GoBack, Rescue
-from m1clip.training.schedule import rate, warmup_steps
+from m1clip.training.recovery import Recovery, Rollback
 from m1clip.training.setup import Job
-from m1clip.training.step import Update
+from m1clip.training.step import TrainStep
 
 SHARE = 0.015  # of the training time; the cheap parts and the layers take about as much at most
 TEXTS_EACH = 13  # six hard negatives, three medium, three easy, and the truth
@@ -74,13 +73,13 @@ def look_closer(job: Job, model: CLIP, features: Features, run: Path, step: int,
 
 
 def run_loop(
-    job: Job, update: Update, state: LoopState, total_steps: int, run: Path, log: RunLog, screen: Screen,
+    job: Job, update: TrainStep, state: TrainState, total_steps: int, run: Path, log: RunLog, screen: Screen,
     asked: StopRequest,
 ) -> None:  # fmt: skip
     """Train from `state.step` to the end, evaluating, logging and saving on the way; stop when asked to."""
     if job.config.train.patience and state.stale >= job.config.train.patience:
         return  # resumed after its early stop: it stays where it stopped
-    rescue = Rescue(job, update, run, log, screen, total_steps)
+    rescue = Recovery(job, update, run, log, screen, total_steps)
     loop = _Loop(job, update, state, total_steps, run, log, screen, asked, rescue)
     screen.begin(state.step, total_steps)
     with asked.looked_at(), rescue.saver:
@@ -88,7 +87,7 @@ def run_loop(
             try:
                 loop.go()
                 break
-            except GoBack:
+            except Rollback:
                 rescue.go_back(state)
                 loop.recorder.restart()
     screen.end()
@@ -98,15 +97,14 @@ class _Loop:
     """What the steps of a session share; `go` is the loop itself."""
 
     def __init__(
-        self, job: Job, update: Update, state: LoopState, total: int, run: Path, log: RunLog, screen: Screen,
-        asked: StopRequest, rescue: Rescue,
+        self, job: Job, update: TrainStep, state: TrainState, total: int, run: Path, log: RunLog, screen: Screen,
+        asked: StopRequest, rescue: Recovery,
     ) -> None:  # fmt: skip
         self.job, self.update, self.state, self.total, self.run = job, update, state, total, run
         self.log, self.screen, self.asked, self.rescue = log, screen, asked, rescue
-        self.saver: Saver = rescue.saver
-        self.recorder = Recorder(job, update, log, screen, total)
+        self.saver: CheckpointWriter = rescue.saver
+        self.recorder = StepLogger(job, update, log, screen, total)
         self.budget = Budget(trained_before=state.seconds)
-        self.warmup = warmup_steps(job.config.optim.warmup, total)
         self.began = time.perf_counter() - state.seconds
         self.label = ""  # of the figure that chooses the best model
 
@@ -125,7 +123,7 @@ class _Loop:
         for step in range(state.step, self.total):
             self.recorder.before(step + 1)
             waited, batch = self._next(feed)
-            loss, grad_norm = update(batch, step, self.warmup, self.total)
+            loss, grad_norm = update(batch, step)
             self.recorder.after(waited, loss, grad_norm)
 
             state.step, state.seconds = step + 1, time.perf_counter() - self.began
@@ -133,8 +131,7 @@ class _Loop:
             logs, evaluates = state.step % self.recorder.every == 0 or last, self._evaluates()
             self.rescue.after(state, batch.images, loss, grad_norm, look=logs or evaluates)
             if logs:
-                share = rate(step, self.warmup, self.total, self.job.config.optim.lr_end)
-                self.recorder.write(state, share * update.rate_factor)
+                self.recorder.write(state, update.schedule(step) * update.lr_factor)
             state.evaluation_due = evaluates
             if self._pause(last):
                 break

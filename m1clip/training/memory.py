@@ -25,7 +25,7 @@ from m1clip.hardware.facts import Facts
 from m1clip.hardware.precision import autocast
 from m1clip.model.clip import CLIP
 from m1clip.model.presets import ClipShape
-from m1clip.training.step import Update
+from m1clip.training.step import TrainStep
 
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "batch", "temporaries")
 
@@ -102,7 +102,7 @@ Parts = dict[str, int]
 HEAP_BASE, HEAP_SLACK = 170_000_000, 1.10
 
 
-def watched(update: Update, batch: Batch, step: Callable[[Batch], object]) -> Parts:
+def watched(update: TrainStep, batch: Batch, step: Callable[[Batch], object]) -> Parts:
     """Bytes of one step by component, at the moment of the most. The optimizer's state must be there already."""
     ledger = Ledger(update.model)
     try:
@@ -150,13 +150,13 @@ def foretell(
         clip.set_attention(*("sdpa" if wish == "auto" else wish for wish in kinds))
         clip.set_recompute(config.model.recompute)
         half: Precision = "bf16" if precision == "fp16" else precision  # the same size; no fp16 on the CPU
-        update = Update(clip, plain, host, half, Preprocess(image_size=shape.image_size), autocast(host, half))
+        update = TrainStep(clip, plain, host, half, Preprocess(image_size=shape.image_size), autocast(host, half))
 
         update.skip = "never"  # a fake tensor has no value to look at
         update.in_blocks = kind == "cpu"
 
         def step(samples: Batch) -> None:
-            update(samples, 1, 10, 100)
+            update(samples, 1)
 
         samples = stand_in(shape, batch, text_tokens, eot_id=0, several=several)
         step(samples)  # makes the optimizer's state
@@ -198,8 +198,8 @@ def warm_process(facts: Facts) -> int:
                     text_heads=2, vocab_size=64, embed_dim=32)  # fmt: skip
     kinds: tuple[Precision, ...] = ("fp32", "bf16")
     for kind in kinds:
-        update = Update(CLIP(toy, 0), Config(), host, kind, Preprocess(image_size=32), autocast(host, kind))
-        update(stand_in(toy, 4, 16, 0), 1, 10, 100)
+        update = TrainStep(CLIP(toy, 0), Config(), host, kind, Preprocess(image_size=32), autocast(host, kind))
+        update(stand_in(toy, 4, 16, 0), 1)
     torch.set_rng_state(state)
     return int(psutil.Process().memory_info().rss)
 

@@ -23,12 +23,12 @@ AGAIN = 50  # steps between two that are done again as they were: else each step
 HELPS = 0.98  # a smaller chunk that leaves more than this of the memory in use is of no help
 
 
-class Tight(Exception):
+class MemoryPressure(Exception):
     """Memory in use came near the limit: no allocation has failed yet."""
 
 
 @dataclass(frozen=True)
-class Shrunk:
+class MicroBatchChange:
     """One change of the chunk, or the word that another would not help (`chunk` is then what it was)."""
 
     step: int
@@ -37,26 +37,26 @@ class Shrunk:
     helps: bool = True
 
 
-class Room:
+class OOMHandler:
     """Keeps a step within memory by the size of the chunk, and remembers each change until somebody takes it."""
 
     def __init__(self, chunk: int, read: Callable[[], int], limit: float | None = None) -> None:
         """`chunk` as in the config (0 = all at once); `read()` gives the bytes in use, `limit` what they may be."""
         self.chunk, self.read, self.limit = chunk, read, limit
-        self._told: list[Shrunk] = []
+        self._told: list[MicroBatchChange] = []
         self._watches = True
         self._earlier = chunk  # what it was before a change that did not help
         self._cleared = -AGAIN  # the step that was last done again as it was
         self._used, self._before = 0, float("inf")  # bytes in use when the limit was near, now and before it
 
     def look(self) -> None:
-        """At the moment of the most memory, between forward and backward: Tight if the limit is near."""
+        """At the moment of the most memory, between forward and backward: MemoryPressure if the limit is near."""
         if self.limit is None or not self._watches:
             return
         used = self.read()
         if is_near(used, self.limit):
             self._used = used
-            raise Tight(f"{used / 1e9:.2f} GB in use, near the limit of {self.limit / 1e9:.2f} GB")
+            raise MemoryPressure(f"{used / 1e9:.2f} GB in use, near the limit of {self.limit / 1e9:.2f} GB")
 
     def fit(self, work: Callable[[], Result], clear: Callable[[], None], rows: int, step: int) -> Result:
         """Do the work; where memory runs out, clear and do it again in chunks of half the size.
@@ -68,7 +68,7 @@ class Room:
                 result = work()
                 self._before = float("inf")
                 return result
-            except Tight as error:
+            except MemoryPressure as error:
                 why, failed = str(error), False
             except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
                 if not is_out_of_memory(error):
@@ -80,7 +80,7 @@ class Room:
                 continue
             self._shrink(rows, step, why, failed)
 
-    def take(self) -> list[Shrunk]:
+    def take(self) -> list[MicroBatchChange]:
         """What happened since the last call."""
         told, self._told = self._told, []
         return told
@@ -96,17 +96,17 @@ class Room:
         if not failed and (now <= 1 or useless):
             self._watches = False  # what fills the memory is not the chunk: the run goes on as it was
             self.chunk = self._earlier if useless else self.chunk
-            self._told.append(Shrunk(step + 1, self.chunk, why, helps=False))
+            self._told.append(MicroBatchChange(step + 1, self.chunk, why, helps=False))
             return
         self._before = self._before if failed else self._used
         smaller = (now + 1) // 2
         self._earlier = smaller if failed else self.chunk  # a chunk that failed never comes back
         self.chunk = smaller
-        self._told.append(Shrunk(step + 1, self.chunk, why))
+        self._told.append(MicroBatchChange(step + 1, self.chunk, why))
 
 
 @contextlib.contextmanager
-def memory_in_words() -> Iterator[None]:
+def oom_as_user_error() -> Iterator[None]:
     """Where smaller chunks cannot help (optimizer, evaluation), running out of memory is one line for a person."""
     try:
         yield

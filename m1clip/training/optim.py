@@ -144,7 +144,7 @@ def _named(part: torch.optim.Optimizer) -> Iterable[tuple[str, Tensor]]:
         yield from zip(group["param_names"], group["params"], strict=True)
 
 
-class Ema:
+class EMA:
     """A slowly following copy of the weights."""
 
     def __init__(self, model: nn.Module, decay: float, capturable: bool = False) -> None:

@@ -21,10 +21,10 @@ from m1clip.runlog import NAME, PREPARING, PREPARING_PARTIAL
 OUTPUT = "train.log"  # what a run in the background says
 
 
-def claim_folder(asked: Path | None, name: str) -> Path:
+def create_run_folder(asked: Path | None, name: str) -> Path:
     """Make a folder that holds no run yet: the one asked for, or runs/NAME, runs/NAME-2, ..."""
     if asked is not None:
-        check_free(asked)
+        check_unused(asked)
         asked.mkdir(parents=True, exist_ok=True)
         return asked
     number = 1
@@ -38,7 +38,7 @@ def claim_folder(asked: Path | None, name: str) -> Path:
             return folder
 
 
-def check_free(asked: Path) -> None:
+def check_unused(asked: Path) -> None:
     """Refuse a folder that holds a run, or anything else."""
     if (asked / "config.toml").exists():
         raise UserError(f"{asked}: holds a run already; continue it with --resume {asked}, or choose another --run")
@@ -46,7 +46,7 @@ def check_free(asked: Path) -> None:
         raise UserError(f"{asked}: exists and is not a run; choose another --run")
 
 
-def give_back(folder: Path) -> None:
+def remove_unused_folder(folder: Path) -> None:
     """Remove a claimed folder in which nothing was written, so that the same command works again."""
     if not _contents(folder):
         for name in (LOCK, PREPARING, PREPARING_PARTIAL):
@@ -58,7 +58,7 @@ def give_back(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def hold(folder: Path) -> Iterator[None]:
+def lock_run(folder: Path) -> Iterator[None]:
     """Be the only writer of a run; the system lets go of it when this process ends, however it ends."""
     handle = open_plain(folder / LOCK, os.O_RDWR | os.O_CREAT)
     try:
@@ -89,7 +89,7 @@ LAST_WORDS = 2**16  # bytes of its output that can hold the reason
 
 def start_in_background(words: list[str], run: Path | None, name: str, resume: Path | None) -> tuple[Path, int]:
     """Start `m1clip train` with these words (less --background and --run); gives its folder and process number."""
-    folder = resume if resume is not None else claim_folder(run, name)
+    folder = resume if resume is not None else create_run_folder(run, name)
     if resume is not None and not (folder / "config.toml").is_file():
         raise UserError(f"{folder}: no run there (no config.toml)")
     own = without(words, "--background", "--run")
@@ -113,7 +113,7 @@ def start_in_background(words: list[str], run: Path | None, name: str, resume: P
                 said = log.read(LAST_WORDS).decode("utf-8", "replace").strip().splitlines()
             if resume is None:
                 output.unlink(missing_ok=True)
-                give_back(folder)
+                remove_unused_folder(folder)
             raise UserError((said[-1] if said else f"ended with code {process.returncode}").removeprefix("m1clip: "))
         time.sleep(0.05)
     return folder, process.pid

@@ -25,11 +25,19 @@ from m1clip.errors import UserError
 from m1clip.formatting import amount
 from m1clip.hardware.memory import NEAR, memory_limit, own_bytes
 from m1clip.runlog import RunLog
-from m1clip.training.checkpoint import Groups, LoopState, Saver, load_newest, restore, schedule_of, trained
-from m1clip.training.oom import Room
+from m1clip.training.checkpoint import (
+    CheckpointWriter,
+    Groups,
+    TrainState,
+    load_latest,
+    restore,
+    save_schedule,
+    trained,
+)
+from m1clip.training.oom import OOMHandler
 from m1clip.training.progress import Screen
 from m1clip.training.setup import Job
-from m1clip.training.step import Update
+from m1clip.training.step import TrainStep
 
 WINDOW, ENOUGH = 64, 16  # losses that make the usual one, and how many it takes at least
 SPIKE_STEPS = 3  # in a row, before a person is told: single batches differ
@@ -38,7 +46,7 @@ HISTORY = 6  # losses of a diagnosis
 TO_NORMAL = 1.4826  # the median absolute deviation of a normal distribution, as its standard deviation
 
 
-class GoBack(Exception):
+class Rollback(Exception):
     """Too many updates in a row were not finite: back to the last good checkpoint."""
 
 
@@ -53,7 +61,7 @@ class Seen:
 
 
 @dataclass
-class Spikes:
+class SpikeDetector:
     """Finds losses that stay far above the usual one; by medians, which an outlier cannot move."""
 
     factor: float
@@ -77,7 +85,7 @@ class Spikes:
         return middle + self.factor * max(deviation, 0.01 * abs(middle))
 
 
-class Guard:
+class LossGuard:
     """Looks after each step; speaks only of what went wrong."""
 
     def __init__(
@@ -95,7 +103,7 @@ class Guard:
         """
         self.scale = scale
         self.config, self.write, self.warn, self.name, self.suspects = config, write, warn, name, suspects
-        self.spikes = Spikes(config.spike)
+        self.spikes = SpikeDetector(config.spike)
         self.losses: deque[float] = deque(maxlen=HISTORY)  # the newest finite ones
         self.named: Counter[str] = Counter()  # samples of skipped updates
         self._pending: list[Seen] = []
@@ -104,8 +112,8 @@ class Guard:
         """A step was given to the device; nothing is read."""
         self._pending.append(Seen(step, images, loss, grad_norm))
 
-    def look(self, state: LoopState) -> None:
-        """Read what came since the last look, in one go. GoBack after too many in a row that were not finite."""
+    def look(self, state: TrainState) -> None:
+        """Read what came since the last look, in one go. Rollback after too many in a row that were not finite."""
         seen, self._pending = self._pending, []
         for each, (loss, norm) in zip(seen, _figures(seen), strict=True):
             if math.isfinite(loss) and math.isfinite(norm):
@@ -123,25 +131,25 @@ class Guard:
                 state.skipped += 1
                 self._tell(each, loss, norm, first=state.skipped == 1)
                 if state.skipped >= self.config.skip_limit:
-                    raise GoBack
+                    raise Rollback
 
     def forget(self) -> None:
         """The run went back: what was seen since belongs to no step of it."""
         self._pending.clear()
-        self.spikes = Spikes(self.config.spike)
+        self.spikes = SpikeDetector(self.config.spike)
 
-    def went_back(self, state: LoopState, failed: int) -> None:
+    def went_back(self, state: TrainState, failed: int) -> None:
         """Say that the run is at an earlier step again, with a lower rate."""
         text = (
             f"went back from step {failed:,} to step {state.step:,}: {self.config.skip_limit} updates in a row were "
-            f"not finite; the learning rate is now {state.rate_factor:g} of what was asked "
+            f"not finite; the learning rate is now {state.lr_factor:g} of what was asked "
             f"(return {state.rollbacks} of {self.config.rollbacks})"
         )
         self.write("event", step=state.step, event="went back", back_to=state.step, failed=failed,
-                   rate_factor=state.rate_factor, rollbacks=state.rollbacks)  # fmt: skip
+                   lr_factor=state.lr_factor, rollbacks=state.rollbacks)  # fmt: skip
         self.warn(text)
 
-    def diagnosis(self, state: LoopState, failed: int, precision: str) -> UserError:
+    def diagnosis(self, state: TrainState, failed: int, precision: str) -> UserError:
         """Why the run cannot go on, in one line."""
         common = [name for name, _ in self.named.most_common(SHOWN)]
         before = ", ".join(f"{loss:.4g}" for loss in self.losses) or "none was finite"
@@ -181,23 +189,32 @@ def _figures(seen: list[Seen]) -> Iterable[tuple[float, float]]:
     return [(row[0], row[1]) for row in read]
 
 
-class Rescue:
+class Recovery:
     """Stands beside the loop: guard, memory and disk, with the log and the screen to tell of them."""
 
-    def __init__(self, job: Job, update: Update, run: Path, log: RunLog, screen: Screen, total_steps: int) -> None:
+    def __init__(self, job: Job, update: TrainStep, run: Path, log: RunLog, screen: Screen, total_steps: int) -> None:
         self.job, self.update, self.run, self.log, self.screen = job, update, run, log, screen
         config, samples = job.config, job.splits["train"].samples
-        self.guard = Guard(
+        self.guard = LossGuard(
             config.guard, log.write, screen.warn, lambda image: samples[image].id, self._suspects, self._scale
         )
-        schedule = schedule_of(config.train.save_every, total_steps)
-        self.saver = Saver(run, config.train.keep, schedule, config.guard, log.write, screen.say, screen.warn,
-                           lambda: free_for_a_copy(job.device.kind, update.room), log.check_folder)  # fmt: skip
+        schedule = save_schedule(config.train.save_every, total_steps)
+        self.saver = CheckpointWriter(
+            run,
+            config.train.keep,
+            schedule,
+            config.guard,
+            log.write,
+            screen.say,
+            screen.warn,
+            lambda: free_for_a_copy(job.device.kind, update.oom),
+            log.check_folder,
+        )
 
-    def after(self, state: LoopState, images: Tensor, loss: Tensor, grad_norm: Tensor, look: bool) -> None:
+    def after(self, state: TrainState, images: Tensor, loss: Tensor, grad_norm: Tensor, look: bool) -> None:
         """A step is done: tell of less memory, and of an update that was skipped where that is known by now."""
         self.guard.after(state.step, images, loss, grad_norm)
-        for shrunk in self.update.room.take() if self.update.room is not None else ():
+        for shrunk in self.update.oom.take() if self.update.oom is not None else ():
             state.chunk = shrunk.chunk
             begin = f"memory {'ran' if shrunk.helps else 'stays'} short at step {shrunk.step:,} ({shrunk.why})"
             text = (
@@ -212,11 +229,11 @@ class Rescue:
         if look or self.update.skip == "host":
             self.look(state)
 
-    def look(self, state: LoopState) -> None:
-        """Read which updates were skipped; GoBack after too many."""
+    def look(self, state: TrainState) -> None:
+        """Read which updates were skipped; Rollback after too many."""
         self.guard.look(state)
 
-    def go_back(self, state: LoopState) -> None:
+    def go_back(self, state: TrainState) -> None:
         """Make the run what it was at its newest checkpoint, or at the start, with a lower learning rate."""
         self.saver.finish()
         self.saver.forget()
@@ -225,21 +242,21 @@ class Rescue:
         if state.rollbacks >= config.rollbacks:
             self.log.write("event", step=failed, event="diverged", rollbacks=state.rollbacks)
             raise self.guard.diagnosis(state, failed, self.job.precision)
-        kept = load_newest(self.run, self.job.device.torch, self.screen.warn, sound=True)
-        begin = LoopState(frozen_sha256=self.update.frozen_sha256)
+        kept = load_latest(self.run, self.job.device.torch, self.screen.warn, sound=True)
+        begin = TrainState(frozen_sha256=self.update.frozen_sha256)
         earlier, tensors = kept if kept is not None else (begin, self._start())
         earlier.rollbacks = state.rollbacks + 1
-        earlier.rate_factor = state.rate_factor * config.rollback_rate
+        earlier.lr_factor = state.lr_factor * config.rollback_rate
         earlier.chunk, earlier.skipped = state.chunk, 0
         # best/ on the disk stays: a worse model must not take its place.
         earlier.best, earlier.best_step, earlier.stale = state.best, state.best_step, state.stale
         if self.update.scaler is not None:  # a scale that was too large then would be too large again
             earlier.scaler_scale = min(earlier.scaler_scale, self.update.scaler.get_scale())
-        for item in dataclasses.fields(LoopState):
+        for item in dataclasses.fields(TrainState):
             setattr(state, item.name, getattr(earlier, item.name))
         self.update.optimizer.drop_state()
         restore(self.update, state, tensors)
-        self.update.rate_factor = state.rate_factor
+        self.update.lr_factor = state.lr_factor
         self.guard.went_back(state, failed)
 
     @contextlib.contextmanager
@@ -269,17 +286,17 @@ class Rescue:
         return start
 
 
-def make_room(job: Job, state: LoopState) -> Room:
+def make_oom_handler(job: Job, state: TrainState) -> OOMHandler:
     """The watch over a run's memory: within --memory or the machine's; a full GPU says so itself."""
     train = job.config.train
     limit = amount(train.memory, "B", "--memory") if train.memory else None
     if job.device.kind == "cpu":
-        return Room(state.chunk or train.chunk, own_bytes, limit or memory_limit())
+        return OOMHandler(state.chunk or train.chunk, own_bytes, limit or memory_limit())
     whole = float(job.device.total_bytes()) if job.device.kind == "mps" else None
-    return Room(state.chunk or train.chunk, job.device.memory_bytes, limit or whole)
+    return OOMHandler(state.chunk or train.chunk, job.device.memory_bytes, limit or whole)
 
 
-def free_for_a_copy(kind: str, room: Room | None) -> float:
+def free_for_a_copy(kind: str, room: OOMHandler | None) -> float:
     """Bytes of main memory that this process could still take without coming near a limit."""
     limit, used = memory_limit(), own_bytes()
     if kind != "cuda" and room is not None and room.limit is not None:  # a GPU's limit is not of main memory

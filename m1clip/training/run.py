@@ -32,17 +32,25 @@ from m1clip.hardware.timing import timing
 from m1clip.inference.encoder import Bundle, load
 from m1clip.io import fits, read_small, remove_leftovers, write_json, write_text
 from m1clip.runlog import MEAN_RECALL, RunLog, read_log
-from m1clip.training.checkpoint import LoopState, load_newest, restore, save_failure
+from m1clip.training.checkpoint import TrainState, load_latest, restore, save_failure
 from m1clip.training.logger import check_sink, open_sink
 from m1clip.training.loop import encode, evaluate, run_loop
-from m1clip.training.oom import memory_in_words
+from m1clip.training.oom import oom_as_user_error
 from m1clip.training.parity import check_parity
-from m1clip.training.process import Interrupted, StopRequest, check_free, claim_folder, give_back, hold, stop_on_signals
+from m1clip.training.process import (
+    Interrupted,
+    StopRequest,
+    check_unused,
+    create_run_folder,
+    lock_run,
+    remove_unused_folder,
+    stop_on_signals,
+)
 from m1clip.training.progress import Screen
-from m1clip.training.recovery import make_room
+from m1clip.training.recovery import make_oom_handler
 from m1clip.training.schedule import warmup_steps
 from m1clip.training.setup import Job, decided, prepare, run_name, say_settings, with_settings_of
-from m1clip.training.step import Update
+from m1clip.training.step import TrainStep
 
 DEFAULT_EPOCHS = 10.0
 EVALUATIONS = 5  # a run, unless the config says otherwise
@@ -86,7 +94,9 @@ def calibrate(job: Job, seconds: float, warn: Callable[[str], None]) -> Length:
     """
     begin = time.perf_counter()
     deadline = begin + CALIBRATION * seconds
-    update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast, job.teacher)
+    update = TrainStep(
+        job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast, job.teacher
+    )
     per_step, paused = _step_seconds(job, update, deadline, PATIENCE * seconds)
     evaluation_seconds = _evaluation_seconds(job, update, deadline) if "val" in job.splits else 0.0
     left = seconds - (time.perf_counter() - begin - paused)
@@ -98,7 +108,7 @@ def calibrate(job: Job, seconds: float, warn: Callable[[str], None]) -> Length:
     elif train.eval_every:
         left -= evaluation_seconds
         per_step += evaluation_seconds / train.eval_every
-    update.forget_graph()
+    update.reset_graph()
     del update  # it hangs in a circle with what holds on to it
     gc.collect()
     job.device.release()
@@ -111,7 +121,7 @@ def calibrate(job: Job, seconds: float, warn: Callable[[str], None]) -> Length:
     return Length(steps, evaluations)
 
 
-def _step_seconds(job: Job, update: Update, deadline: float, patience: float) -> tuple[float, float]:
+def _step_seconds(job: Job, update: TrainStep, deadline: float, patience: float) -> tuple[float, float]:
     """(seconds of a step, seconds in which the machine paused); no step that would pass the deadline is made."""
     plan = job.training.plan
     most = max(WARM_STEPS + TIMED_STEPS, plan.steps_per_epoch)
@@ -123,7 +133,7 @@ def _step_seconds(job: Job, update: Update, deadline: float, patience: float) ->
         start = time.perf_counter()
         if step >= least and start + (taken[-1] if taken else expected) > deadline:
             break
-        update(batch, step, 0, most)
+        update(batch, step)
         job.device.synchronize()
         taken.append(time.perf_counter() - start)
         if enough(taken[WARM_STEPS:], patience):
@@ -133,7 +143,7 @@ def _step_seconds(job: Job, update: Update, deadline: float, patience: float) ->
     return per_step, sum(timed) - without_pauses(timed, per_step)
 
 
-def _small_batches(job: Job, update: Update) -> float:
+def _small_batches(job: Job, update: TrainStep) -> float:
     """The seconds of a step with the complete batch, as two small batches predict them."""
     data, plan = copy.copy(job.training), job.training.plan
     settles, update.settles = update.settles, False  # memory is kept for the sizes of the complete batch
@@ -141,7 +151,7 @@ def _small_batches(job: Job, update: Update) -> float:
     for size in [min(size, plan.batch) for size in (SMALL[0], *SMALL)]:  # the first step is cold
         data.plan = dataclasses.replace(plan, batch=size)
         start = time.perf_counter()
-        update.plainly(data[0], 0)
+        update.eager(data[0], 0)
         job.device.synchronize()
         taken[size] = time.perf_counter() - start
     update.settles = settles
@@ -150,7 +160,7 @@ def _small_batches(job: Job, update: Update) -> float:
     return second + slope * (plan.batch - large)
 
 
-def _evaluation_seconds(job: Job, update: Update, deadline: float) -> float:
+def _evaluation_seconds(job: Job, update: TrainStep, deadline: float) -> float:
     """Seconds of an evaluation: measured, or estimated from a few images where that would pass the deadline."""
     images = len(job.splits["val"].samples)
     few = min(images, SAMPLE_IMAGES)
@@ -206,16 +216,16 @@ def train_once(
     if config.data.workers > most:
         raise UserError(f"--data.workers {config.data.workers}: {usable_cpus()} CPUs here; give at most {most}")
     config = decided(config, screen.say)
-    folder = claim_folder(Path(run) if run is not None else None, name or run_name(config))
-    with hold(folder), stop_on_signals() as asked:
+    folder = create_run_folder(Path(run) if run is not None else None, name or run_name(config))
+    with lock_run(folder), stop_on_signals() as asked:
         try:
             job = _with_steps(prepare(config, screen.say, decode_plan(screen, folder)), screen.warn)
             _describe(job, screen)
             _write_head(job, folder)
         except BaseException:
-            give_back(folder)
+            remove_unused_folder(folder)
             raise
-        return _go(job, folder, screen, LoopState(), None, asked)
+        return _go(job, folder, screen, TrainState(), None, asked)
 
 
 def resume(run: str | Path, screen: Screen | None = None) -> Result:
@@ -223,24 +233,24 @@ def resume(run: str | Path, screen: Screen | None = None) -> Result:
     screen, folder = screen or Screen(), Path(run)
     if not (folder / "config.toml").is_file():
         raise UserError(f"{folder}: no run there (no config.toml)")
-    with hold(folder), stop_on_signals() as asked:
+    with lock_run(folder), stop_on_signals() as asked:
         for part in (folder, folder / WATCH, folder / WATCH / THUMBS):
             remove_leftovers(part)
         job = prepare(load_config(folder / "config.toml"), screen.say, decode_plan(screen, folder), saved=folder)
         _check_same_data(job, folder)
         _describe(job, screen)
-        kept = load_newest(folder, job.device.torch, screen.warn)
-        state, tensors = kept if kept is not None else (LoopState(), None)
+        kept = load_latest(folder, job.device.torch, screen.warn)
+        state, tensors = kept if kept is not None else (TrainState(), None)
         screen.say(f"resume     step {state.step:,} of {job.config.train.steps:,}")
         return _go(job, folder, screen, state, tensors, asked)
 
 
-@memory_in_words()
+@oom_as_user_error()
 def _go(
     job: Job,
     folder: Path,
     screen: Screen,
-    state: LoopState,
+    state: TrainState,
     tensors: dict[str, dict[str, torch.Tensor]] | None,
     asked: StopRequest,
 ) -> Result:
@@ -255,10 +265,12 @@ def _go(
     for line in screen.warned:
         log.write("warning", step=state.step, text=line)
     job.training.report = _ledger(job, folder, log, screen)
-    update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast, job.teacher)
+    update = TrainStep(
+        job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast, job.teacher
+    )
     if tensors is not None:
         restore(update, state, tensors)
-    update.room, update.rate_factor = make_room(job, state), state.rate_factor
+    update.oom, update.lr_factor = make_oom_handler(job, state), state.lr_factor
     difference = check_parity(job, update.model)
     if difference is not None:
         log.write("parity", gradient_difference=difference)
@@ -297,7 +309,7 @@ def _ledger(job: Job, folder: Path, log: RunLog, screen: Screen) -> Ledger:
     return ledger
 
 
-def _finish(job: Job, update: Update, folder: Path, log: RunLog, screen: Screen, state: LoopState) -> Result:
+def _finish(job: Job, update: TrainStep, folder: Path, log: RunLog, screen: Screen, state: TrainState) -> Result:
     """Keep the last model too, and report the test split once, with the model that validation chose."""
     if update.ema is not None:
         update.ema.swap(update.model)
@@ -315,10 +327,10 @@ def _finish(job: Job, update: Update, folder: Path, log: RunLog, screen: Screen,
         label = selection_metric(scores).label
         screen.say(f"best       step {state.best_step:,}: validation {label} {100 * state.best:.1f}%")
     steps = [record for record in read_log(folder) if record["kind"] == "step"]
-    shares = [record["data_share"] for record in steps if fits(record.get("data_share"), float)]
+    shares = [record["data_fraction"] for record in steps if fits(record.get("data_fraction"), float)]
     epochs = state.step / job.training.plan.steps_per_epoch
     log.write("end", step=state.step, split=split, best_step=state.best_step, seconds=state.seconds,
-              data_share=sum(shares) / max(len(shares), 1), peak_bytes=job.device.peak_bytes(),
+              data_fraction=sum(shares) / max(len(shares), 1), peak_bytes=job.device.peak_bytes(),
               **energy_figures(steps, epochs, scores[MEAN_RECALL].value), **scores.as_dict())  # fmt: skip
     return Result(folder, scores, split, grid)
 
@@ -411,7 +423,7 @@ def train(
     if transfer.recipe != "finetune":
         return train_once(config, run, screen, name)
     if run is not None:
-        check_free(Path(run))  # before the first stage spends minutes
+        check_unused(Path(run))  # before the first stage spends minutes
     if transfer.init is None:
         screen.say("stage 1    heads on frozen towers")
         folder = None if run is None else Path(f"{run}-frozen")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+from m1clip.config import OptimConfig
 from m1clip.errors import UserError
 
 
 def warmup_steps(warmup: float, total_steps: int) -> int:
-    """A share below 1 of all steps, or a number of steps; a run that never leaves warm-up is refused."""
+    """A fraction below 1 of all steps, or a number of steps; a run that never leaves warm-up is refused."""
     steps = round(warmup * total_steps) if warmup < 1 else int(warmup)
     if steps >= total_steps:
         raise UserError(
@@ -18,9 +20,17 @@ def warmup_steps(warmup: float, total_steps: int) -> int:
     return steps
 
 
-def rate(step: int, warmup: int, total_steps: int, end: float) -> float:
-    """Share of the peak rate: linear warm-up, then a half cosine down to `end`."""
+def lr_fraction(step: int, warmup: int, total_steps: int, end: float) -> float:
+    """Fraction of the peak learning rate: linear warm-up, then a half cosine down to `end`."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     progress = (step - warmup) / max(total_steps - warmup, 1)
     return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+
+
+def lr_schedule(config: OptimConfig, total_steps: int | None) -> Callable[[int], float]:
+    """The schedule of a run as a function of the step; constant where the run has no length yet."""
+    if total_steps is None:
+        return lambda step: 1.0
+    warmup = warmup_steps(config.warmup, total_steps)
+    return lambda step: lr_fraction(step, warmup, total_steps, config.lr_end)

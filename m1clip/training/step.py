@@ -23,11 +23,11 @@ from m1clip.hardware.timing import Phases
 from m1clip.losses import OBJECTIVES, positives, text_contrast
 from m1clip.model.clip import CLIP, Features
 from m1clip.model.pretrained import weights_hash
-from m1clip.training.cuda_graph import Captured
+from m1clip.training.cuda_graph import CapturedStep
 from m1clip.training.grad_cache import Plan, Side, chunked_backward
-from m1clip.training.oom import Room
-from m1clip.training.optim import Ema, Optimizer
-from m1clip.training.schedule import rate
+from m1clip.training.oom import OOMHandler
+from m1clip.training.optim import EMA, Optimizer
+from m1clip.training.schedule import lr_schedule
 from m1clip.training.teacher import Teacher
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -37,7 +37,7 @@ _SHARES = ("p", "drop_prob", "dropout", "dropout_prob", "attention_dropout", "la
 _DROPOUT = 1 << 16  # a stream of random numbers of its own, far from those of the data
 
 
-class Update:
+class TrainStep:
     """The model with all that moves it."""
 
     def __init__(
@@ -57,15 +57,16 @@ class Update:
         graph = config.model.graph and device.rules.graphs and self.scaler is None and not self.draws
         graph = graph and type(model) is CLIP and teacher is None
         self.optimizer = Optimizer(model, config.optim, device.rules.fused_optimizer, muon_dtype, graph)
-        self.captured = Captured(self) if graph else None
+        self.cuda_graph = CapturedStep(self) if graph else None
         if device.kind == "cpu":
             map_large_blocks()
         # Blocks mapped one by one take least memory and some time: what who computes again has chosen already.
         self.settles = device.kind == "cpu" and not config.model.recompute
-        self.ema = Ema(model, config.optim.ema, graph) if config.optim.ema else None
+        self.ema = EMA(model, config.optim.ema, graph) if config.optim.ema else None
         self.phases = Phases(device.kind)
-        self.room: Room | None = None  # where there is one, it makes chunks smaller when memory runs out
-        self.rate_factor = 1.0
+        self.oom: OOMHandler | None = None  # where there is one, it makes chunks smaller when memory runs out
+        self.schedule = lr_schedule(config.optim, config.train.steps)
+        self.lr_factor = 1.0  # lowered by each rollback
         if type(model) is CLIP:  # what the compiler needs there is what our kernels need
             model.fuse(config.model.compile and device.kind == "cuda" and precision == "bf16")
         compiled: Callable[[Any], Any] = torch.compile if config.model.compile else lambda function: function
@@ -78,16 +79,16 @@ class Update:
         self.in_blocks = device.kind == "cpu"  # the loss among captions; else its logits are made all at once
         model.train()
 
-    def __call__(self, batch: Batch, step: int, warmup: int, total_steps: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         """Loss and gradient norm, still on the device: reading them is what would make the host wait."""
-        self.optimizer.set_rate(rate(step, warmup, total_steps, self.config.optim.lr_end) * self.rate_factor)
+        self.optimizer.set_rate(self.schedule(step) * self.lr_factor)
         if self.ema is not None:
             self.ema.set_step(step)
-        if self.captured is not None and self.captured.takes(batch):
-            return self.captured(batch, step)
-        return self.plainly(batch, step)
+        if self.cuda_graph is not None and self.cuda_graph.takes(batch):
+            return self.cuda_graph(batch, step)
+        return self.eager(batch, step)
 
-    def plainly(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+    def eager(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         """The step as it stands here, kernel by kernel, within the memory that there is."""
         self.phases.mark("copy")
         batch = batch.to(self.device.torch, self.device.rules.non_blocking)
@@ -106,31 +107,31 @@ class Update:
         frozen = {name: p.detach() for name, p in self.model.named_parameters() if not p.requires_grad}
         return weights_hash(frozen) if frozen else ""
 
-    def forget_graph(self) -> None:
+    def reset_graph(self) -> None:
         """What was recorded of the step holds on to tensors that are replaced now."""
-        if self.captured is not None:
-            self.captured.forget()
+        if self.cuda_graph is not None:
+            self.cuda_graph.forget()
 
     def _backward_within_room(self, batch: Batch, step: int) -> Tensor:
-        if self.room is None:
+        if self.oom is None:
             return self.backward(batch, step)
-        return self.room.fit(lambda: self.backward(batch, step), self.clear, len(batch.pixels), step)
+        return self.oom.fit(lambda: self.backward(batch, step), self.clear, len(batch.pixels), step)
 
     def clear(self) -> None:
         """Forget a step that was broken off, and give its memory back, with that of a recording."""
-        self.forget_graph()
+        self.reset_graph()
         self.optimizer.zero_grad()
         self.device.release()
 
     def _mark(self, phase: str) -> None:
-        if phase == "backward" and self.room is not None:
-            self.room.look()  # now the activations are all there
+        if phase == "backward" and self.oom is not None:
+            self.oom.look()  # now the activations are all there
         self.phases.mark(phase)
 
     def backward(self, batch: Batch, step: int) -> Tensor:
         """Leave the gradient of a batch, which is on the device, with the parameters; gives the loss."""
         positive = positives(self.config.train.objective, batch.images, batch.captions, batch.image_index)
-        chunk = self.config.train.chunk if self.room is None else self.room.chunk
+        chunk = self.config.train.chunk if self.oom is None else self.oom.chunk
         if 0 < chunk < len(batch.pixels):
             return self._backward_in_chunks(batch, positive, step, chunk)
         self.phases.mark("forward")

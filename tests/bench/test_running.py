@@ -33,7 +33,7 @@ from m1clip.hardware.precision import autocast
 from m1clip.model.clip import CLIP
 from m1clip.model.presets import ClipShape
 from m1clip.training.memory import stand_in
-from m1clip.training.step import Update
+from m1clip.training.step import TrainStep
 
 from .made import MACHINE, document, probe, result
 
@@ -179,7 +179,7 @@ SMALL = ClipShape(image_size=32, patch_size=8, vision_width=32, vision_layers=1,
                   text_layers=1, text_heads=2, vocab_size=64, embed_dim=32, context_length=16)  # fmt: skip
 
 
-def small_update(place: str, name: Any = "muon") -> Update:
+def small_update(place: str, name: Any = "muon") -> TrainStep:
     """The step of a small model: whole on one device, or with its text tower on the CPU."""
     torch.manual_seed(1)
     model = CLIP(SMALL, eot_id=0)
@@ -188,7 +188,7 @@ def small_update(place: str, name: Any = "muon") -> Update:
     if place.startswith("hybrid"):
         model = HybridClip.placed(model, device.torch)
     config = Config(optim=OptimConfig(name=name), model=ModelConfig(graph=False))
-    return Update(model, config, device, "fp32", Preprocess(image_size=32), autocast(device, "fp32"))
+    return TrainStep(model, config, device, "fp32", Preprocess(image_size=32), autocast(device, "fp32"))
 
 
 def test_towers_on_two_devices_make_the_same_step() -> None:
@@ -227,7 +227,7 @@ def test_towers_on_a_card_and_the_cpu_learn_as_on_the_cpu(optimizer: str) -> Non
     for place in ("cpu", "hybrid on cuda"):
         update = small_update(place, optimizer)
         given = HybridBatch.of(batch) if place != "cpu" else batch
-        losses = [float(update(given, step, 1, 10)[0]) for step in range(1, 5)]
+        losses = [float(update(given, step)[0]) for step in range(1, 5)]
         found.append((losses, [p.detach().cpu() for p in update.parameters]))
     assert found[0][0][-1] < found[0][0][0]
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-3)

@@ -169,7 +169,7 @@ def test_five_percent_broken_files_are_named_once_and_training_goes_on(
     start = next(record for record in records if record["kind"] == "start")
     assert start["choices"]["cache"]["train"] == cache
     assert start["choices"]["lint"]["verdict"] == "problems"
-    assert 0 <= records[-1]["data_share"] < 1
+    assert 0 <= records[-1]["data_fraction"] < 1
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from m1clip.data.cache import ArrayImages, LiveImages, MappedImages, ResidentIma
 from m1clip.data.loader import batches
 from m1clip.training.run import decode_plan
 from m1clip.training.setup import prepare_scratch
-from m1clip.training.step import Update
+from m1clip.training.step import TrainStep
 
 HOST = torch.device("cpu")
 PIXELS = np.random.default_rng(0).integers(0, 256, (7, 4, 4, 3), np.uint8)
@@ -36,7 +36,7 @@ def test_a_step_is_the_same_from_the_device() -> None:
     plain = job.training
     there = copy.copy(plain)
     there.images = resident(plain.images, HOST, 10**9)
-    update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+    update = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
     # Workers cannot see the device's memory, so that none are started for it.
     for step, (one, other) in enumerate(
         zip(batches(plain, 0, 3, 0, "fork", False), batches(there, 0, 3, 2, "fork", False), strict=True)

@@ -27,7 +27,7 @@ def step(number: int, **values: Any) -> dict[str, Any]:
         "temperature": 0.07,
         "images_per_second": 256.0,
         "step_seconds": 0.5,
-        "data_share": 0.01,
+        "data_fraction": 0.01,
         "seconds": {"data": 0.005, "copy": 0.005, "forward": 0.2, "backward": 0.25, "optimizer": 0.03, "rest": 0.01},
         "memory_bytes": 1_000_000_000,
         "cores": [90, 40],

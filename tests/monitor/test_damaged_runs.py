@@ -126,7 +126,7 @@ def test_no_damaged_snapshot_is_used(tmp_path: Path) -> None:
 
 def test_settings_of_the_wrong_type_or_encoding_break_no_reader(tmp_path: Path) -> None:
     run = full_run(tmp_path / "runs" / "one", finished=False)
-    append(run, [step(n, data_share=0.9) for n in range(102, 130)])
+    append(run, [step(n, data_fraction=0.9) for n in range(102, 130)])
     for bad in ("{}", "[]", "'x'", "-1", "true", "9" * 400, "1e999", "1979-05-27"):
         names = {"train": ("log_every", "eval_every", "batch", "device"), "data": ("workers",), "optim": ("warmup",)}
         text = "".join(f"[{table}]\n" + "".join(f"{name} = {bad}\n" for name in keys) for table, keys in names.items())

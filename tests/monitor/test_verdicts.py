@@ -25,7 +25,7 @@ def said(
 
 CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "nan": ([*STEADY, step(40, loss="nan")], "the loss is not a number at step 40"),
-    "data": ([step(n, data_share=0.31) for n in range(1, 20)], "data is holding the device back: 31% of each step"),
+    "data": ([step(n, data_fraction=0.31) for n in range(1, 20)], "data is holding the device back: 31% of each step"),
     "slow": (
         [step(n, step_seconds=0.5 if n < 20 else 0.7) for n in range(1, 80)],
         "throttling, or busy with something else: steps 1.4x slower than at the start",
@@ -83,4 +83,4 @@ def test_the_worst_stands_first(tmp_path: Path) -> None:
 
 def test_workers_are_advised_from_what_the_run_has(tmp_path: Path) -> None:
     config = "[data]\nworkers = 4\n"
-    assert "--data.workers 8" in said(tmp_path, [step(n, data_share=0.5) for n in range(1, 9)], config=config)
+    assert "--data.workers 8" in said(tmp_path, [step(n, data_fraction=0.5) for n in range(1, 9)], config=config)

@@ -28,7 +28,7 @@ from m1clip.model.convert import read_tensors
 from m1clip.model.presets import preset
 from m1clip.runlog import NAME, read_log
 from m1clip.text.tokenizers import load_tokenizer
-from m1clip.training.checkpoint import LoopState, load_newest, save
+from m1clip.training.checkpoint import TrainState, load_latest, save
 from m1clip.training.checkpoint_files import verify
 
 ALLOWED = (UserError, BadImage)  # a person's one line; an image that is skipped and named
@@ -111,7 +111,7 @@ def fast_tokenizer() -> dict[str, object]:
 
 def targets(folder: Path) -> dict[str, Target]:
     """All targets; what some of them need beside the changed file is put into the folder."""
-    save(folder, LoopState(step=7), {"weights": {"a": torch.ones(3)}, "optimizer": {"m": torch.ones(3)}}, keep=1)
+    save(folder, TrainState(step=7), {"weights": {"a": torch.ones(3)}, "optimizer": {"m": torch.ones(3)}}, keep=1)
     checkpoint = folder / "checkpoints" / "step-000007"
     manifest, state = ((checkpoint / name).read_bytes() for name in ("manifest.json", "state.json"))
     weights = safetensors_bytes({"a": torch.ones(3), "b.c": torch.zeros(2, 2).bfloat16()})
@@ -171,7 +171,7 @@ def _resumed(folder: Path) -> object:
     value = sha256(place / "state.json")
     manifest["sha256"]["state.json"] = {**known, "sha256": value} if isinstance(known, dict) else value
     (place / "manifest.json").write_text(json.dumps(manifest))
-    return load_newest(folder, torch.device("cpu"), lambda line: None)
+    return load_latest(folder, torch.device("cpu"), lambda line: None)
 
 
 def _owner(folder: Path) -> object:

@@ -9,15 +9,15 @@ from typing import Any
 
 from m1clip.cli.main import main
 from m1clip.data.loader import Batch
-from m1clip.training.step import Update
+from m1clip.training.step import TrainStep
 
 
 def log_samples(path: str) -> None:
     """From now on each step appends one line: its number and a hash of the samples in their order."""
-    usual = Update.__call__
+    usual = TrainStep.__call__
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
-    def logged(self: Update, batch: Batch, step: int, *rest: Any, **named: Any) -> Any:
+    def logged(self: TrainStep, batch: Batch, step: int, *rest: Any, **named: Any) -> Any:
         digest = hashlib.sha256()
         for tensor in (batch.images, batch.captions, batch.image_index, batch.tokens, batch.pixels):
             digest.update(tensor.cpu().numpy().tobytes())
@@ -26,7 +26,7 @@ def log_samples(path: str) -> None:
         os.write(handle, f"{step} {digest.hexdigest()}\n".encode())
         return usual(self, batch, step, *rest, **named)
 
-    Update.__call__ = logged  # type: ignore[method-assign]
+    TrainStep.__call__ = logged  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

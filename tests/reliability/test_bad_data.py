@@ -170,16 +170,16 @@ def test_a_file_that_vanishes_while_training_is_replaced(
 ) -> None:
     folder = make_set(tmp_path / "set", train=64, val=8, test=8)
     break_files(folder, [5, 25, 45])  # and 5% were broken from the start
-    from m1clip.training.step import Update
+    from m1clip.training.step import TrainStep
 
-    usual = Update.__call__
+    usual = TrainStep.__call__
 
-    def step(self: Update, batch: Any, number: int, *rest: Any, **named: Any) -> Any:
+    def step(self: TrainStep, batch: Any, number: int, *rest: Any, **named: Any) -> Any:
         if number == 1:
             (folder / "images" / "train-0011.jpg").unlink(missing_ok=True)
         return usual(self, batch, number, *rest, **named)
 
-    monkeypatch.setattr(Update, "__call__", step)
+    monkeypatch.setattr(TrainStep, "__call__", step)
     changes = {"data.source": [str(folder)], "data.cache": "off", "train.steps": 16, "data.workers": workers}
     run_small(tmp_path / "run", changes)
     names = [Path(line["where"]).name for line in read_log(tmp_path / "run") if line["kind"] == "skipped"]

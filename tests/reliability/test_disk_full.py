@@ -20,8 +20,8 @@ from small_run import small_arguments
 
 from m1clip.io import PARTIAL, write_text
 from m1clip.runlog import RunLog, read_log
-from m1clip.training.checkpoint import LoopState, save
-from m1clip.training.checkpoint_files import folder_of, found, verify
+from m1clip.training.checkpoint import TrainState, save
+from m1clip.training.checkpoint_files import checkpoint_folder, found, verify
 
 FORK = multiprocessing.get_context("fork")
 
@@ -48,7 +48,7 @@ def groups(step: int, size: int) -> dict[str, dict[str, torch.Tensor]]:
 
 def check_whole(run: Path, steps: list[int]) -> None:
     assert sorted(found(run)) == steps
-    assert all(verify(folder_of(run, step)) == "" for step in steps)
+    assert all(verify(checkpoint_folder(run, step)) == "" for step in steps)
     assert not list(run.rglob(f"*{PARTIAL}*"))
 
 
@@ -57,7 +57,7 @@ def limited(run: Path, answers: Any) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
     for job in (
-        lambda: save(run, LoopState(step=2), groups(2, 2**16), keep=1),
+        lambda: save(run, TrainState(step=2), groups(2, 2**16), keep=1),
         lambda: write_text(run / "note.txt", "x" * 2**17),
     ):
         try:
@@ -68,7 +68,7 @@ def limited(run: Path, answers: Any) -> None:
 
 
 def test_a_write_that_fails_leaves_nothing_half(tmp_path: Path) -> None:
-    save(tmp_path, LoopState(step=1), groups(1, 100), keep=1)
+    save(tmp_path, TrainState(step=1), groups(1, 100), keep=1)
     write_text(tmp_path / "note.txt", "old")
     here, there = FORK.Pipe()
     process = FORK.Process(target=limited, args=(tmp_path, there))
@@ -92,10 +92,10 @@ def full_saves(place: Path, rounds: int) -> int:
     failed = 0
     for number in range(rounds):
         run = place / "run"
-        save(run, LoopState(step=1), groups(1, 20_000), keep=2)
+        save(run, TrainState(step=1), groups(1, 20_000), keep=2)
         fill(place, leave=number * 400_000 // rounds)
         try:
-            save(run, LoopState(step=2), groups(2, 40_000), keep=2)
+            save(run, TrainState(step=2), groups(2, 40_000), keep=2)
             steps = [1, 2]
         except OSError as error:
             if error.errno != errno.ENOSPC:

@@ -37,7 +37,7 @@ from m1clip.model.pretrained import TowerClip, TowerShape, check_sizes, own_conf
 from m1clip.runlog import read_log
 from m1clip.text.bpe import BpeTokenizer
 from m1clip.text.tokenizers import load_tokenizer
-from m1clip.training.checkpoint import LoopState, load_newest, save
+from m1clip.training.checkpoint import TrainState, load_latest, save
 
 CPU = torch.device("cpu")
 
@@ -114,7 +114,7 @@ def test_in_the_place_of_weights(trained: Path, tmp_path: Path, proof: Path, fak
 @pytest.mark.parametrize("honest", [False, True], ids=["hash differs", "hash made right"])
 def test_in_the_place_of_a_checkpoint(tmp_path: Path, proof: Path, fake: Callable[[Path], bytes], honest: bool) -> None:
     groups = {"weights": {"a": torch.ones(3)}, "optimizer": {"m": torch.ones(3)}}
-    save(tmp_path, LoopState(step=1), groups, keep=1)
+    save(tmp_path, TrainState(step=1), groups, keep=1)
     folder = tmp_path / "checkpoints" / "step-000001"
     (folder / "weights.safetensors").write_bytes(fake(proof))
     if honest:  # whoever writes the file can write its hash too
@@ -125,7 +125,7 @@ def test_in_the_place_of_a_checkpoint(tmp_path: Path, proof: Path, fake: Callabl
         for name in ("weights.safetensors",):
             known = known.replace(_hash_in(manifest, name), sha256(folder / name))
         (folder / "manifest.json").write_text(known)
-    must_refuse(bounded(lambda: load_newest(tmp_path, CPU, lambda line: None)), proof)
+    must_refuse(bounded(lambda: load_latest(tmp_path, CPU, lambda line: None)), proof)
 
 
 def _hash_in(manifest: dict[str, Any], name: str) -> str:

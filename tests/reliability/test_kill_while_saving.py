@@ -17,8 +17,8 @@ import torch
 from reliability_results import recorded
 
 from m1clip.io import PARTIAL, whole_folder, write_text
-from m1clip.training.checkpoint import LoopState, load_newest, save
-from m1clip.training.checkpoint_files import folder_of, found, verify
+from m1clip.training.checkpoint import TrainState, load_latest, save
+from m1clip.training.checkpoint_files import checkpoint_folder, found, verify
 
 KEEP = 2
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def groups_of(step: int, size: int) -> dict[str, dict[str, torch.Tensor]]:
 
 def save_once(run: Path, step: int, size: int) -> None:
     """What a run does at a save: the checkpoint, the best model replaced, a small file replaced."""
-    save(run, LoopState(step=step), groups_of(step, size), keep=KEEP)
+    save(run, TrainState(step=step), groups_of(step, size), keep=KEEP)
     with whole_folder(run / "best") as folder:
         (folder / "model").write_text(f"{step}" * 2000)
     write_text(run / "note.json", f"{step}" * 2000)
@@ -54,9 +54,9 @@ def save_for_ever(run: Path, step: int, size: int, done: Path) -> None:
 def check_after_kill(run: Path, acknowledged: int, size: int) -> tuple[int, list[str]]:
     """There is always one that loads, it is never a partial one, and nothing half is left; gives step and warnings."""
     for step in found(run):
-        assert verify(folder_of(run, step)) == "", f"step {step} has its name but is not whole"
+        assert verify(checkpoint_folder(run, step)) == "", f"step {step} has its name but is not whole"
     warnings: list[str] = []
-    kept = load_newest(run, CPU, warnings.append)
+    kept = load_latest(run, CPU, warnings.append)
     if kept is None:
         assert acknowledged == 0
         return 0, warnings

@@ -13,22 +13,22 @@ from small_run import run_small, tensors_of
 
 from m1clip.data.loader import Batch
 from m1clip.runlog import read_log
-from m1clip.training.step import Update
+from m1clip.training.step import TrainStep
 
 STEPS = 30
 
 
 def poisoned_run(folder: Path, at: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Train with one NaN image in each of these steps; the weights stay finite, and each step is named."""
-    usual = Update.__call__
+    usual = TrainStep.__call__
 
-    def call(self: Update, batch: Batch, step: int, *rest: Any, **named: Any) -> Any:
+    def call(self: TrainStep, batch: Batch, step: int, *rest: Any, **named: Any) -> Any:
         if step in at:
             batch.views.gains[step % len(batch.images), 0] = float("nan")
         return usual(self, batch, step, *rest, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Update, "__call__", call)
+        patch.setattr(TrainStep, "__call__", call)
         run_small(folder, {"train.steps": STEPS, "data.colour": 0.2, "optim.ema": 0.9})
     assert all(bool(tensor.isfinite().all()) for tensor in tensors_of(folder, STEPS).values())
     told = [line for line in read_log(folder) if line.get("event") == "update skipped"]

@@ -11,8 +11,8 @@ import pytest
 import torch
 from reliability_results import recorded
 
-from m1clip.training.checkpoint import LoopState, load_newest, save
-from m1clip.training.checkpoint_files import folder_of
+from m1clip.training.checkpoint import TrainState, load_latest, save
+from m1clip.training.checkpoint_files import checkpoint_folder
 
 CPU = torch.device("cpu")
 Damage = Callable[[Path, random.Random], None]
@@ -41,7 +41,7 @@ def longer(file: Path, draw: random.Random) -> None:
 
 
 def of_another_step(file: Path, draw: random.Random) -> None:
-    shutil.copyfile(folder_of(file.parents[2], 10) / file.name, file)
+    shutil.copyfile(checkpoint_folder(file.parents[2], 10) / file.name, file)
 
 
 def gone(file: Path, draw: random.Random) -> None:
@@ -59,11 +59,11 @@ def rot(folder: Path, times: int, seed: int) -> dict[str, int]:
     for step in (10, 20, 30):
         groups = {"weights": {"a": torch.rand(50, generator=torch.Generator().manual_seed(step))},
                   "optimizer": {"m": torch.full((40,), float(step))}}  # fmt: skip
-        save(original, LoopState(step=step, seconds=step / 7), groups, keep=3)
+        save(original, TrainState(step=step, seconds=step / 7), groups, keep=3)
     for number in range(times):
         run = folder / "run"
         shutil.copytree(original, run)
-        files = sorted(folder_of(run, 30).iterdir())
+        files = sorted(checkpoint_folder(run, 30).iterdir())
         damage = DAMAGES[number % len(DAMAGES)]
         file = draw.choice(files)
         damage(file, draw)
@@ -72,7 +72,7 @@ def rot(folder: Path, times: int, seed: int) -> dict[str, int]:
         if draw.random() < 0.2:
             (run / "checkpoints" / "step-000030" / "stray.tmp").write_bytes(b"x")
         warnings: list[str] = []
-        kept = load_newest(run, CPU, warnings.append)
+        kept = load_latest(run, CPU, warnings.append)
         assert kept is not None
         same = (original / file.relative_to(run)).read_bytes() == (file.read_bytes() if file.exists() else None)
         # A manifest may be changed in its white space alone: then nothing is lost, and nothing needs to be said.

@@ -19,8 +19,8 @@ from reliability_results import recorded
 from small_run import small_arguments
 
 from m1clip.runlog import read_log
-from m1clip.training.checkpoint_files import folder_of, found, verify
-from m1clip.training.process import hold
+from m1clip.training.checkpoint_files import checkpoint_folder, found, verify
+from m1clip.training.process import lock_run
 
 sys.path.append(str(Path(__file__).parents[1] / "data"))
 from image_sets import make_set
@@ -80,11 +80,11 @@ def signalled(
     assert process.returncode == 128 + number, (output, error)
     assert "continue with: m1clip train --resume run" in output
     newest = max(found(run))
-    assert verify(folder_of(run, newest)) == ""
+    assert verify(checkpoint_folder(run, newest)) == ""
     stopped = [line for line in read_log(run) if line["kind"] == "event"][-1]
     assert stopped["step"] == newest, "the last step is in the checkpoint"
     assert not list(run.rglob("*.partial"))
-    with hold(run):  # nobody holds it any more
+    with lock_run(run):  # nobody holds it any more
         pass
     return seconds, inside
 
@@ -105,8 +105,8 @@ def test_a_second_signal_stops_at_once_and_loses_no_checkpoint(tmp_path: Path) -
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=20)  # far less than the save would take
     assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
-    assert all(verify(folder_of(tmp_path / "run", step)) == "" for step in found(tmp_path / "run"))
-    with hold(tmp_path / "run"):
+    assert all(verify(checkpoint_folder(tmp_path / "run", step)) == "" for step in found(tmp_path / "run"))
+    with lock_run(tmp_path / "run"):
         pass
 
 

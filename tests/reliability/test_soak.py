@@ -10,7 +10,7 @@ from drift import Limit, judge, slope
 from soak import EVAL_EVERY, LOG_EVERY, SAVE_EVERY, complete, soak
 
 from m1clip.runlog import RunLog
-from m1clip.training.checkpoint import LoopState, save
+from m1clip.training.checkpoint import TrainState, save
 
 
 def test_a_slope_is_found_under_noise_and_a_single_jump_is_none() -> None:
@@ -41,7 +41,7 @@ def test_an_evaluation_that_a_signal_broke_off_is_not_missing(tmp_path: Path) ->
             log.write("checkpoint", step=step)
     assert complete(tmp_path)["missing"] == {"eval": [EVAL_EVERY]}
     groups = {"weights": {"a": torch.ones(1)}, "optimizer": {"a": torch.ones(1)}}
-    save(tmp_path, LoopState(step=EVAL_EVERY, evaluation_due=True), groups, keep=1)
+    save(tmp_path, TrainState(step=EVAL_EVERY, evaluation_due=True), groups, keep=1)
     assert complete(tmp_path)["missing"] == {}
 
 

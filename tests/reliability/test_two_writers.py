@@ -19,7 +19,7 @@ from small_run import small_arguments
 
 from m1clip.errors import UserError
 from m1clip.io import LOCK, own_mark, read_owner
-from m1clip.training.process import hold
+from m1clip.training.process import lock_run
 
 FORK = multiprocessing.get_context("fork")
 
@@ -28,7 +28,7 @@ def contend(run: Path, start: Any, answers: Connection) -> None:
     """Try to hold the run at the same moment as the others; keep it until told."""
     start.wait()
     try:
-        with hold(run):
+        with lock_run(run):
             answers.send(("held", os.getpid()))
             answers.recv()
     except UserError as error:
@@ -50,12 +50,12 @@ def one_round(run: Path, contenders: int) -> None:
     assert len(winners) == 1
     assert all("is training there" in text for word, text in told if word == "refused")
     # The winner has said that it holds the run, so its name stands there by now.
-    with pytest.raises(UserError, match=f"process {winners[0]} is training there"), hold(run):
+    with pytest.raises(UserError, match=f"process {winners[0]} is training there"), lock_run(run):
         pass
     os.kill(winners[0], signal.SIGKILL)
     for process in processes:
         process.join()
-    with hold(run):
+    with lock_run(run):
         owner = read_owner(run)
         assert owner is not None
         assert owner.pid == os.getpid()
@@ -94,7 +94,7 @@ def test_a_lock_left_behind_is_recovered(tmp_path: Path, mark: str) -> None:
     owner = read_owner(tmp_path)
     if owner is not None and mark != own_mark():
         assert owner.process() is None
-    with hold(tmp_path):
+    with lock_run(tmp_path):
         assert (tmp_path / LOCK).read_text() == own_mark()
 
 

@@ -17,8 +17,8 @@ import torch
 
 from m1clip.cli.main import main
 from m1clip.hardware.memory import NEAR, return_freed_memory
-from m1clip.training.oom import Room
-from m1clip.training.step import Update
+from m1clip.training.oom import OOMHandler
+from m1clip.training.step import TrainStep
 
 THIRD, FIFTH = 2, 4
 MIB = 2**20
@@ -39,30 +39,30 @@ class Squeeze:
 
     def install(self) -> None:
         """From now on each step, and each look at the memory, goes through here."""
-        usual_step, usual_look = Update.__call__, Room.look
+        usual_step, usual_look = TrainStep.__call__, OOMHandler.look
 
-        def step(update: Update, batch: Any, number: int, *rest: Any, **named: Any) -> Any:
+        def step(update: TrainStep, batch: Any, number: int, *rest: Any, **named: Any) -> Any:
             self.before(number, update)
             return usual_step(update, batch, number, *rest, **named)
 
-        def look(room: Room) -> None:
+        def look(room: OOMHandler) -> None:
             self.most = max(self.most, room.read())
             self.wanted = max(self.wanted, address_space() - self.begin)
             usual_look(room)
 
-        Update.__call__ = step  # type: ignore[method-assign]
-        Room.look = look  # type: ignore[method-assign]
+        TrainStep.__call__ = step  # type: ignore[method-assign]
+        OOMHandler.look = look  # type: ignore[method-assign]
         if self.how == "fail":  # oneDNN says of memory that it cannot have: "could not create a primitive"
             torch.backends.mkldnn.set_flags(_enabled=False)
 
-    def before(self, number: int, update: Update) -> None:
+    def before(self, number: int, update: TrainStep) -> None:
         """Take memory, have the system refuse more, or give it all back."""
         return_freed_memory()  # or else a run near its limit finds enough of it to go on
         wanted, self.wanted, self.begin = self.wanted, 0, address_space()
         if number == THIRD and self.how == "near":
-            assert update.room is not None
-            assert update.room.limit is not None
-            missing = int(NEAR * update.room.limit) - self.most + BEYOND
+            assert update.oom is not None
+            assert update.oom.limit is not None
+            missing = int(NEAR * update.oom.limit) - self.most + BEYOND
             assert 0 < missing < MOST, "near before anything was taken, or no small --memory was given"
             self.held = taken(missing)
         if number == THIRD and self.how == "fail":

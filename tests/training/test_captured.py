@@ -13,10 +13,10 @@ from torch import Tensor
 
 from m1clip.data.loader import batches
 from m1clip.runlog import read_log
-from m1clip.training.cuda_graph import MOST, Captured
+from m1clip.training.cuda_graph import MOST, CapturedStep
 from m1clip.training.run import decode_plan, resume
 from m1clip.training.setup import Job, prepare_scratch
-from m1clip.training.step import Update
+from m1clip.training.step import TrainStep
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
 VARIED = {"data.crop_min": 0.5, "data.flip": 0.5, "data.colour": 0.3, "data.captions_per_step": 2}
@@ -25,15 +25,15 @@ ON_CUDA = {**VARIED, "train.device": "cuda", "train.steps": 40, "train.log_every
 ON_CUDA |= {"model.attention_image": "sdpa", "optim.name": "adamw", "data.train_count": 136, "train.batch": 64}
 
 
-def made(changes: dict[str, Any]) -> tuple[Job, Update]:
+def made(changes: dict[str, Any]) -> tuple[Job, TrainStep]:
     job = prepare_scratch(small_config({**VARIED, **changes}), lambda line: None, decode_plan(screen()))
-    update = Update(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+    update = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
     return job, update
 
 
 def test_padding_to_the_longest_so_far_changes_no_loss() -> None:
     job, update = made({"data.train_count": 136, "train.batch": 64})
-    captured = Captured(update)
+    captured = CapturedStep(update)
     shapes = []
     for step in range(6):
         batch = job.training[step]
@@ -49,19 +49,19 @@ def test_padding_to_the_longest_so_far_changes_no_loss() -> None:
 
 def test_a_step_in_chunks_or_under_a_probe_is_not_replayed() -> None:
     job, update = made({})
-    captured, batch = Captured(update), job.training[0]
+    captured, batch = CapturedStep(update), job.training[0]
     assert captured.takes(batch)
     update.optimizer.observed = True
     assert not captured.takes(batch)
     _, chunked = made({"train.chunk": 4})
-    assert not Captured(chunked).takes(batch)
+    assert not CapturedStep(chunked).takes(batch)
     captured.off = "some reason"
     update.optimizer.observed = False
     assert not captured.takes(batch)
 
 
 def test_no_graph_where_the_device_has_none_or_the_person_wants_none() -> None:
-    assert made({})[1].captured is None
+    assert made({})[1].cuda_graph is None
     assert small_config({"model.graph": False}).model.graph is False
 
 
@@ -91,14 +91,14 @@ def test_replayed_steps_are_the_steps_themselves(tmp_path: Path, changes: dict[s
 def test_all_but_the_first_steps_are_replayed() -> None:
     job, update = made(ON_CUDA)
     replays = 0
-    assert update.captured is not None
+    assert update.cuda_graph is not None
     for step, batch in enumerate(batches(job.training, 0, 30, 0, "fork", pin=True)):
-        update(batch, step, 0, 30)
-        replays += update.captured._graph is not None
-    assert not update.captured.off
+        update(batch, step)
+        replays += update.cuda_graph._graph is not None
+    assert not update.cuda_graph.off
     # Texts may grow before the first recording, and then the warming up begins again.
     assert replays >= 20
-    assert update.captured.recordings < MOST
+    assert update.cuda_graph.recordings < MOST
 
 
 @needs_cuda
@@ -106,15 +106,15 @@ def test_a_replayed_step_that_is_not_finite_moves_nothing() -> None:
     job, update = made(ON_CUDA)
     feed = list(batches(job.training, 0, 12, 0, "fork", pin=True))
     for step, batch in enumerate(feed[:8]):
-        update(batch, step, 0, 12)
-    assert update.captured is not None
-    assert update.captured._graph is not None
+        update(batch, step)
+    assert update.cuda_graph is not None
+    assert update.cuda_graph._graph is not None
     before = {name: p.detach().clone() for name, p in update.model.named_parameters()}
     feed[7].views.gains[3, 0] = float("nan")
-    loss, _ = update(feed[7], 8, 0, 12)
+    loss, _ = update(feed[7], 8)
     assert not loss.isfinite()
     assert all(torch.equal(before[name], p) for name, p in update.model.named_parameters())
-    loss, _ = update(feed[9], 9, 0, 12)
+    loss, _ = update(feed[9], 9)
     assert loss.isfinite()
     assert any(not torch.equal(before[name], p) for name, p in update.model.named_parameters())
 

@@ -12,8 +12,8 @@ import torch
 from m1clip.errors import UserError
 from m1clip.io import remove_folder
 from m1clip.training import checkpoint
-from m1clip.training.checkpoint import LoopState, load_newest, save
-from m1clip.training.checkpoint_files import folder_of, found, sha256, verify
+from m1clip.training.checkpoint import TrainState, load_latest, save
+from m1clip.training.checkpoint_files import checkpoint_folder, found, sha256, verify
 
 CPU = torch.device("cpu")
 
@@ -30,20 +30,23 @@ def run(tmp_path: Path) -> Path:
     """A run with checkpoints of the steps 10, 20 and 30."""
     for step in (10, 20, 30):
         save(
-            tmp_path, LoopState(step=step, best=step / 100, best_step=step, stale=1, seconds=2.5), tensors(step), keep=3
+            tmp_path,
+            TrainState(step=step, best=step / 100, best_step=step, stale=1, seconds=2.5),
+            tensors(step),
+            keep=3,
         )
     return tmp_path
 
 
-def load(run: Path) -> tuple[LoopState | None, dict[str, dict[str, torch.Tensor]], list[str]]:
+def load(run: Path) -> tuple[TrainState | None, dict[str, dict[str, torch.Tensor]], list[str]]:
     warnings: list[str] = []
-    kept = load_newest(run, CPU, warnings.append)
+    kept = load_latest(run, CPU, warnings.append)
     return (*kept, warnings) if kept else (None, {}, warnings)
 
 
 def test_what_was_saved_comes_back(run: Path) -> None:
     state, groups, warnings = load(run)
-    assert state == LoopState(step=30, best=0.3, best_step=30, stale=1, seconds=2.5)
+    assert state == TrainState(step=30, best=0.3, best_step=30, stale=1, seconds=2.5)
     assert warnings == []
     assert groups.keys() == tensors(30).keys()
     for name, group in tensors(30).items():
@@ -54,13 +57,13 @@ def test_what_was_saved_comes_back(run: Path) -> None:
 
 
 def test_only_the_newest_are_kept(run: Path) -> None:
-    save(run, LoopState(step=40), tensors(40), keep=2)
+    save(run, TrainState(step=40), tensors(40), keep=2)
     assert sorted(found(run)) == [30, 40]
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000030", "step-000040"]
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(run: Path) -> None:
-    save(run, LoopState(step=30, stale=9), tensors(5), keep=3)
+    save(run, TrainState(step=30, stale=9), tensors(5), keep=3)
     state, groups, _ = load(run)
     assert state is not None
     assert (state.step, state.stale) == (30, 9)
@@ -90,7 +93,7 @@ def empty(file: Path) -> None:
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
     run: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
-    damage(folder_of(run, 30) / name)
+    damage(checkpoint_folder(run, 30) / name)
     state, groups, warnings = load(run)
     assert state is not None
     assert state.step == 20
@@ -101,8 +104,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
 
 
 def test_two_damaged_ones_lead_to_the_third(run: Path) -> None:
-    flip_a_bit(folder_of(run, 30) / "weights.safetensors")
-    empty(folder_of(run, 20) / "manifest.json")
+    flip_a_bit(checkpoint_folder(run, 30) / "weights.safetensors")
+    empty(checkpoint_folder(run, 20) / "manifest.json")
     state, _, warnings = load(run)
     assert state is not None
     assert state.step == 10
@@ -121,7 +124,7 @@ def test_two_damaged_ones_lead_to_the_third(run: Path) -> None:
     ],
 )
 def test_a_manifest_that_says_nothing_is_no_reason_to_fall_over(run: Path, text: str) -> None:
-    (folder_of(run, 30) / "manifest.json").write_text(text)
+    (checkpoint_folder(run, 30) / "manifest.json").write_text(text)
     state, _, _ = load(run)
     assert state is not None
     assert state.step == 20
@@ -145,19 +148,19 @@ def test_a_save_that_fails_leaves_the_old_ones_alone(run: Path, monkeypatch: pyt
 
     monkeypatch.setattr(checkpoint, "write_tensors", full)
     with pytest.raises(OSError, match="No space"):
-        save(run, LoopState(step=40), tensors(40), keep=1)
+        save(run, TrainState(step=40), tensors(40), keep=1)
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000010", "step-000020", "step-000030"]
 
 
 @pytest.mark.parametrize("version", [-1, 0, "2", 2.0])
 def test_a_checkpoint_with_an_impossible_format_is_passed_over(run: Path, version: object) -> None:
-    manifest = folder_of(run, 30) / "manifest.json"
+    manifest = checkpoint_folder(run, 30) / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": version}))
-    assert "cannot be read" in verify(folder_of(run, 30))
+    assert "cannot be read" in verify(checkpoint_folder(run, 30))
 
 
 def test_a_newer_format_is_a_clear_error(run: Path) -> None:
-    folder = folder_of(run, 30)
+    folder = checkpoint_folder(run, 30)
     state = {**json.loads((folder / "state.json").read_text()), "format": 99}
     (folder / "state.json").write_text(json.dumps(state))
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -168,7 +171,7 @@ def test_a_newer_format_is_a_clear_error(run: Path) -> None:
 
 
 def test_one_bit_makes_no_newer_format(run: Path) -> None:
-    path = folder_of(run, 30) / "manifest.json"
+    path = checkpoint_folder(run, 30) / "manifest.json"
     text = path.read_bytes()
     path.write_bytes(text.replace(b'"format": 2', b'"format": 3', 1))
     assert path.read_bytes() != text
@@ -180,30 +183,30 @@ def test_one_bit_makes_no_newer_format(run: Path) -> None:
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors"])
 def test_a_manifest_lists_all_that_is_loaded(run: Path, name: str) -> None:
-    path = folder_of(run, 30) / "manifest.json"
+    path = checkpoint_folder(run, 30) / "manifest.json"
     manifest = json.loads(path.read_text())
     del manifest["sha256"][name]
     path.write_text(json.dumps(manifest))
-    assert verify(folder_of(run, 30)) == f"manifest.json does not list {name}"
-    (folder_of(run, 20) / "ema.safetensors").write_bytes(b"not hashed")
-    assert verify(folder_of(run, 20)) == "manifest.json does not list ema.safetensors"
+    assert verify(checkpoint_folder(run, 30)) == f"manifest.json does not list {name}"
+    (checkpoint_folder(run, 20) / "ema.safetensors").write_bytes(b"not hashed")
+    assert verify(checkpoint_folder(run, 20)) == "manifest.json does not list ema.safetensors"
 
 
 def test_checkpoints_of_an_abandoned_future_do_not_count(run: Path) -> None:
-    flip_a_bit(folder_of(run, 30) / "weights.safetensors")
-    save(run, LoopState(step=25), tensors(25), keep=2)
+    flip_a_bit(checkpoint_folder(run, 30) / "weights.safetensors")
+    save(run, TrainState(step=25), tensors(25), keep=2)
     assert sorted(found(run)) == [20, 25]
 
 
 def test_a_way_back_leads_to_a_sound_checkpoint(run: Path) -> None:
     for step in (40, 50):
-        save(run, LoopState(step=step, skipped=step // 20), tensors(step), keep=9)
-    kept = load_newest(run, CPU, lambda text: None, sound=True)
+        save(run, TrainState(step=step, skipped=step // 20), tensors(step), keep=9)
+    kept = load_latest(run, CPU, lambda text: None, sound=True)
     assert kept is not None
     assert kept[0].step == 30
     for step in (10, 20, 30):
-        remove_folder(folder_of(run, step))
-    kept = load_newest(run, CPU, lambda text: None, sound=True)
+        remove_folder(checkpoint_folder(run, step))
+    kept = load_latest(run, CPU, lambda text: None, sound=True)
     assert kept is not None
     assert kept[0].step == 50, "an unsound one is better than none"
 
@@ -215,23 +218,23 @@ def test_no_checkpoint_at_all(tmp_path: Path) -> None:
 
 
 def test_a_whole_one_is_verified(run: Path) -> None:
-    assert verify(folder_of(run, 30)) == ""
+    assert verify(checkpoint_folder(run, 30)) == ""
 
 
 def test_a_run_with_no_whole_checkpoint_is_not_started_again_in_silence(run: Path) -> None:
     for step in (10, 20, 30):
-        empty(folder_of(run, step) / "state.json")
+        empty(checkpoint_folder(run, step) / "state.json")
     warnings: list[str] = []
     with pytest.raises(
         UserError, match=r"none of its checkpoints is whole \(step 10: .*delete .*checkpoints"
     ) as caught:
-        load_newest(run, CPU, warnings.append)
+        load_latest(run, CPU, warnings.append)
     assert str(run) in str(caught.value)
     assert ["before it" in warning for warning in warnings] == [True, True]  # of 30 and 20
 
 
 def test_a_checkpoint_that_was_being_replaced_comes_back(run: Path) -> None:
-    folder_of(run, 30).rename(run / "checkpoints" / "step-000030.old.partial")
+    checkpoint_folder(run, 30).rename(run / "checkpoints" / "step-000030.old.partial")
     state, _, warnings = load(run)
     assert state is not None
     assert state.step == 30

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from m1clip.cli.main import main
-from m1clip.training.checkpoint import LoopState, save
-from m1clip.training.checkpoint_files import MANIFEST, folder_of, found, sha256
+from m1clip.training.checkpoint import TrainState, save
+from m1clip.training.checkpoint_files import MANIFEST, checkpoint_folder, found, sha256
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     for step in (10, 20, 30):
         groups = {"weights": {"a": torch.full((250,), float(step))}, "optimizer": {"m": torch.ones(1)}}
-        save(tmp_path, LoopState(step=step), groups, keep=9)
+        save(tmp_path, TrainState(step=step), groups, keep=9)
     return tmp_path
 
 
@@ -30,7 +30,7 @@ def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, 
 
 
 def rot(run: Path, step: int) -> None:
-    file = folder_of(run, step) / "weights.safetensors"
+    file = checkpoint_folder(run, step) / "weights.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
@@ -60,7 +60,7 @@ def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_newer_format_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, state = folder_of(run, 30) / MANIFEST, folder_of(run, 30) / "state.json"
+    path, state = checkpoint_folder(run, 30) / MANIFEST, checkpoint_folder(run, 30) / "state.json"
     state.write_text(json.dumps({**json.loads(state.read_text()), "format": 99}))
     hashes = {**json.loads(path.read_text())["sha256"], "state.json": sha256(state)}
     path.write_text(json.dumps({"format": 99, "sha256": hashes}))

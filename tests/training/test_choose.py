@@ -41,7 +41,7 @@ from m1clip.training.memory import (
     tensor_limit,
     watched,
 )
-from m1clip.training.step import Update
+from m1clip.training.step import TrainStep
 
 H200 = Facts(system="Linux", machine="x86_64", cpu="Intel Xeon", cores=48, performance_cores=48, memory_bytes=2**38,
              cuda="NVIDIA H200", cuda_capability=(9, 0))  # fmt: skip
@@ -245,10 +245,10 @@ def test_what_is_foretold_is_what_is_watched() -> None:
         foretold = foretell(config, SHAPE, "cpu", precision, facts, 16, 16)  # type: ignore[arg-type]
         model = CLIP(SHAPE, 0)
         model.set_attention("bmm", "sdpa")
-        update = Update(model, config, host, precision, Preprocess(image_size=32), autocast(host, precision))  # type: ignore[arg-type]
+        update = TrainStep(model, config, host, precision, Preprocess(image_size=32), autocast(host, precision))  # type: ignore[arg-type]
         samples = stand_in(SHAPE, 16, 16, 0)
-        update(samples, 1, 10, 100)
-        real = watched(update, samples, lambda batch: update(batch, 2, 10, 100))  # noqa: B023
+        update(samples, 1)
+        real = watched(update, samples, lambda batch: update(batch, 2))  # noqa: B023
         assert sum(foretold.values()) == pytest.approx(sum(real.values()), rel=0.05)
         assert foretold["weights"] == real["weights"]
 

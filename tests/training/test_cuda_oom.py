@@ -16,8 +16,8 @@ from test_update import make
 
 from m1clip.data.loader import batches
 from m1clip.runlog import read_log
-from m1clip.training.checkpoint import LoopState
-from m1clip.training.recovery import make_room
+from m1clip.training.checkpoint import TrainState
+from m1clip.training.recovery import make_oom_handler
 
 sys.path.append(str(Path(__file__).parents[1] / "reliability"))
 from reliability_results import recorded
@@ -120,18 +120,18 @@ def test_the_host_never_waits_on_the_fast_path(graph: bool, precision: str) -> N
     changes = {**ON_CUDA, "model.graph": graph, "train.precision": precision, "optim.ema": 0.9,
                "data.captions_per_step": 2, "data.train_count": 136, "train.batch": 64}  # fmt: skip
     job, update = make(changes)
-    update.room = make_room(job, LoopState())
+    update.oom = make_oom_handler(job, TrainState())
     rules = job.device.rules
     feed = list(batches(job.training, 0, 8, 0, rules.worker_start, rules.pin_memory))
     # Before a recording every shape of these batches must have been seen.
     warm = 2 * len(feed) if graph else 3
     for step in range(warm):
-        update(feed[step % len(feed)], step, 1, 100)
-    assert (update.captured is not None and update.captured._graph is not None) == graph
+        update(feed[step % len(feed)], step)
+    assert (update.cuda_graph is not None and update.cuda_graph._graph is not None) == graph
     figures = []
     with waits_are_errors():
         for step in range(5):
-            figures.append(update(feed[3 + step], warm + step, 1, 100))
+            figures.append(update(feed[3 + step], warm + step))
         with pytest.raises(RuntimeError, match="synchroniz"):  # and this is how it would be seen
             figures[0][0].item()
     assert all(bool(loss.isfinite()) and bool(norm.isfinite()) for loss, norm in figures)

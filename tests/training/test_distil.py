@@ -19,7 +19,7 @@ from m1clip.model.clip import Features
 from m1clip.runlog import read_log
 from m1clip.training.run import decode_plan, train_once
 from m1clip.training.setup import prepare
-from m1clip.training.step import Update
+from m1clip.training.step import TrainStep
 from m1clip.training.teacher import Teacher
 
 
@@ -87,7 +87,7 @@ def test_chunks_give_the_same_gradient(teacher: Path, tmp_path: Path) -> None:
     for chunk in (0, 5):
         config = config_of(teacher, tmp_path, **{"train.chunk": chunk})
         job = prepare(config, lambda line: None, decode_plan(screen()))
-        update = Update(
+        update = TrainStep(
             job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast, job.teacher
         )
         update.backward(job.training[0], 0)

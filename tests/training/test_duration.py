@@ -21,7 +21,7 @@ class Clock:
         return self.now
 
 
-class Update:
+class TrainStep:
     """Steps whose time is known."""
 
     model, settles, clock = None, False, Clock()
@@ -29,13 +29,13 @@ class Update:
     def __init__(self, *rest: Any) -> None:
         pass
 
-    def plainly(self, batch: Any, step: int) -> None:
+    def eager(self, batch: Any, step: int) -> None:
         self.clock.now += PAIR * len(batch.pixels)
 
     def __call__(self, batch: Any, *rest: Any) -> None:
-        self.plainly(batch, 0)
+        self.eager(batch, 0)
 
-    def forget_graph(self) -> None:
+    def reset_graph(self) -> None:
         pass
 
 
@@ -46,8 +46,8 @@ def test_the_calibration_takes_at_most_a_tenth_of_the_minutes(seconds: float, mo
     def encode(job: Any, model: Any, split: str, images: int = 12) -> None:
         clock.now += IMAGE * images
 
-    monkeypatch.setattr(Update, "clock", clock)
-    for name, value in {"Update": Update, "encode": encode, "evaluate": encode, "time": clock}.items():
+    monkeypatch.setattr(TrainStep, "clock", clock)
+    for name, value in {"TrainStep": TrainStep, "encode": encode, "evaluate": encode, "time": clock}.items():
         monkeypatch.setattr(duration, name, value)
     changes = {"train.steps": None, "train.minutes": seconds / 60, "train.eval_every": None}
     job = prepare(small_config(changes), lambda line: None, decode_plan(screen()))

@@ -14,13 +14,13 @@ import pytest
 from m1clip.errors import UserError
 from m1clip.io import LOCK
 from m1clip.runlog import NAME, RunLog
-from m1clip.training.process import claim_folder, give_back, hold
+from m1clip.training.process import create_run_folder, lock_run, remove_unused_folder
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from m1clip.train.folder import hold
-with hold(Path(sys.argv[1])):
+from m1clip.training.process import lock_run
+with lock_run(Path(sys.argv[1])):
     if os.fork() == 0:  # a data worker, which outlives its parent for a while
         time.sleep(60)
         os._exit(0)
@@ -31,28 +31,28 @@ with hold(Path(sys.argv[1])):
 
 def test_names_are_claimed_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert [claim_folder(None, "tiny").name for _ in range(3)] == ["tiny", "tiny-2", "tiny-3"]
+    assert [create_run_folder(None, "tiny").name for _ in range(3)] == ["tiny", "tiny-2", "tiny-3"]
 
 
 def test_a_folder_with_other_things_is_refused_and_an_empty_one_taken(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    assert claim_folder(tmp_path / "mine", "x") == tmp_path / "mine"
+    assert create_run_folder(tmp_path / "mine", "x") == tmp_path / "mine"
     (tmp_path / "mine" / "photo.jpg").touch()
     with pytest.raises(UserError, match="exists and is not a run"):
-        claim_folder(tmp_path / "mine", "x")
+        create_run_folder(tmp_path / "mine", "x")
     (tmp_path / "mine" / "config.toml").touch()
     with pytest.raises(UserError, match="holds a run already"):
-        claim_folder(tmp_path / "mine", "x")
+        create_run_folder(tmp_path / "mine", "x")
 
 
 def test_a_run_that_never_began_gives_its_folder_back(tmp_path: Path) -> None:
-    folder = claim_folder(tmp_path / "run", "x")
-    with hold(folder):
-        give_back(folder)
+    folder = create_run_folder(tmp_path / "run", "x")
+    with lock_run(folder):
+        remove_unused_folder(folder)
     assert not folder.exists()
-    kept = claim_folder(tmp_path / "kept", "x")
+    kept = create_run_folder(tmp_path / "kept", "x")
     (kept / "run.jsonl").touch()
-    give_back(kept)
+    remove_unused_folder(kept)
     assert (kept / "run.jsonl").exists()
 
 
@@ -62,11 +62,11 @@ def test_a_second_writer_is_told_who_holds_the_run_and_a_dead_one_holds_nothing(
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(UserError, match=f"process {holder.pid} is training there"), hold(tmp_path):
+    with pytest.raises(UserError, match=f"process {holder.pid} is training there"), lock_run(tmp_path):
         pass
     holder.kill()
     holder.wait(timeout=30)
-    with hold(tmp_path):
+    with lock_run(tmp_path):
         assert (tmp_path / LOCK).read_text().splitlines()[0] == str(os.getpid())
     with contextlib.suppress(ProcessLookupError):
         os.killpg(holder.pid, signal.SIGKILL)
@@ -78,7 +78,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     precious.write_text("mine")
     run = tmp_path / "run"
     run.mkdir()
-    for name, opened in ((LOCK, lambda: hold(run).__enter__()), (NAME, lambda: RunLog(run))):
+    for name, opened in ((LOCK, lambda: lock_run(run).__enter__()), (NAME, lambda: RunLog(run))):
         (run / name).symlink_to(precious)
         with pytest.raises(UserError, match=rf"{name}: is a link"):
             opened()

@@ -21,23 +21,23 @@ from m1clip.errors import UserError
 from m1clip.evaluation.statistics import selection_metric
 from m1clip.runlog import RunLog, read_log
 from m1clip.training import step as update_module
-from m1clip.training.checkpoint import Groups, LoopState, save
-from m1clip.training.recovery import Rescue
+from m1clip.training.checkpoint import Groups, TrainState, save
+from m1clip.training.recovery import Recovery
 from m1clip.training.run import train_once
-from m1clip.training.step import Update
+from m1clip.training.step import TrainStep
 
 NAN = float("nan")
 
 
 def poisoned_steps(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int, float], bool]) -> None:
     """The loss of a step is NaN where `bad(step, rate factor)` says so."""
-    real = Update.backward
+    real = TrainStep.backward
 
-    def backward(self: Update, batch: Batch, step: int) -> Tensor:
+    def backward(self: TrainStep, batch: Batch, step: int) -> Tensor:
         loss = real(self, batch, step)
-        return loss * NAN if bad(step, self.rate_factor) else loss
+        return loss * NAN if bad(step, self.lr_factor) else loss
 
-    monkeypatch.setattr(update_module.Update, "backward", backward)
+    monkeypatch.setattr(update_module.TrainStep, "backward", backward)
 
 
 def events(run: Path, name: str) -> list[dict[str, Any]]:
@@ -62,7 +62,7 @@ def test_a_run_goes_back_with_a_lower_rate_and_resumes_exactly(tmp_path: Path, m
     run = tmp_path / "run"
     run_small(run, changes)
     (back,) = events(run, "went back")
-    assert (back["failed"], back["back_to"], back["rate_factor"]) == (8, 3, 0.25)
+    assert (back["failed"], back["back_to"], back["lr_factor"]) == (8, 3, 0.25)
     assert (run / "checkpoints" / "step-000006").exists()
     whole = tensors_of(run, 10)
     for step in (9, 10):
@@ -115,15 +115,15 @@ def test_a_way_back_keeps_the_smaller_scale(tmp_path: Path) -> None:
     update.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     for saved, wanted in ((65536.0, 64.0), (32.0, 32.0)):
         run, log = tmp_path / str(saved), RunLog(tmp_path)
-        save(run, LoopState(step=3, scaler_scale=saved, best=0.1), groups_of(update), keep=1)
-        state = LoopState(step=9, best=0.7, best_step=6, stale=1)
-        Rescue(job, update, run, log, screen(), 10).go_back(state)
+        save(run, TrainState(step=3, scaler_scale=saved, best=0.1), groups_of(update), keep=1)
+        state = TrainState(step=9, best=0.7, best_step=6, stale=1)
+        Recovery(job, update, run, log, screen(), 10).go_back(state)
         log.close()
         assert (state.step, state.best, state.best_step, state.stale) == (3, 0.7, 6, 1)
         assert (state.scaler_scale, update.scaler.get_scale()) == (wanted, wanted)
 
 
-def groups_of(update: Update) -> Groups:
+def groups_of(update: TrainStep) -> Groups:
     return {"weights": update.model.state_dict(), "optimizer": update.optimizer.tensors()}
 
 

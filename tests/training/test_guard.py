@@ -15,16 +15,16 @@ from torch import Tensor
 from m1clip.config import GuardConfig
 from m1clip.data.loader import Batch
 from m1clip.errors import UserError
-from m1clip.training.checkpoint import LoopState
-from m1clip.training.recovery import GoBack, Guard, Spikes
-from m1clip.training.step import Update, skipped_by
+from m1clip.training.checkpoint import TrainState
+from m1clip.training.recovery import LossGuard, Rollback, SpikeDetector
+from m1clip.training.step import TrainStep, skipped_by
 
 NAN = float("nan")
 PARAMETER = "image.transformer.blocks.0.attn.qkv.weight"
-Poison = Callable[[Update, Batch], Any]
+Poison = Callable[[TrainStep, Batch], Any]
 
 
-def everything(update: Update) -> dict[str, Tensor]:
+def everything(update: TrainStep) -> dict[str, Tensor]:
     """All that a step may move, as it is now."""
     kept = {f"weights:{name}": t for name, t in update.model.state_dict().items()}
     kept |= {f"optimizer:{name}": t for name, t in update.optimizer.tensors().items()}
@@ -33,17 +33,17 @@ def everything(update: Update) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in kept.items()}
 
 
-def in_the_loss(update: Update, batch: Batch) -> None:
+def in_the_loss(update: TrainStep, batch: Batch) -> None:
     real = update.objective
     update.objective = lambda *args: real(*args) * NAN
 
 
-def in_one_gradient(update: Update, batch: Batch) -> None:
+def in_one_gradient(update: TrainStep, batch: Batch) -> None:
     parameter = dict(update.model.named_parameters())[PARAMETER]
     parameter.register_hook(lambda grad: grad.clone().index_put_((torch.tensor([0]),), torch.tensor(float("inf"))))
 
 
-def in_the_data(update: Update, batch: Batch) -> None:
+def in_the_data(update: TrainStep, batch: Batch) -> None:
     batch.views.gains[3, 0] = NAN  # brightness of one image
 
 
@@ -58,11 +58,11 @@ POISONS: dict[str, Poison] = {
 def test_a_step_that_is_not_finite_moves_nothing(optimizer: str, poison: str, skip: Any) -> None:
     job, update = make({"optim.name": optimizer, "optim.ema": 0.9})
     update.skip = skip
-    update(job.training[0], 0, 1, 10)
+    update(job.training[0], 0)
     before = everything(update)
     batch = job.training[1]
     POISONS[poison](update, batch)
-    loss, norm = update(batch, 1, 1, 10)
+    loss, norm = update(batch, 1)
     assert not (loss.isfinite() & norm.isfinite())
     assert_same_bits(everything(update), before)
     assert all(p.grad is None for p in update.model.parameters())
@@ -76,7 +76,7 @@ def test_a_finite_step_is_the_same_on_both_ways(optimizer: str) -> None:
     device.skip = "device"
     for step in range(3):
         for update in (host, device):
-            update(job.training[step], step, 1, 10)
+            update(job.training[step], step)
     one, other = everything(host), everything(device)
     assert one.keys() == other.keys()
     for name, value in one.items():
@@ -104,7 +104,7 @@ def test_no_number_is_read_on_the_fast_path() -> None:
     job, update = make({"optim.ema": 0.9, "train.label_smoothing": 0.1})
     update.skip = "device"
     batches = [job.training[step] for step in range(4)]
-    update(batches[0], 0, 1, 10)
+    update(batches[0], 0)
 
     def reads(work: Callable[[], object]) -> int:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -113,10 +113,10 @@ def test_no_number_is_read_on_the_fast_path() -> None:
         # The CPU's kernel of AdamW reads its own step counter; the one for CUDA does so on the device.
         return sum("aten::_fused_adamw_" not in callers(event) for event in found)
 
-    steps = [lambda step=step: update(batches[step], step, 1, 10) for step in (1, 2)]
+    steps = [lambda step=step: update(batches[step], step) for step in (1, 2)]
     assert [reads(step) for step in steps] == [0, 0]
     update.skip = "host"
-    assert reads(lambda: update(batches[3], 3, 1, 10)) > 0, "the profile sees a read where there is one"
+    assert reads(lambda: update(batches[3], 3)) > 0, "the profile sees a read where there is one"
 
 
 def callers(event: Any) -> list[str]:
@@ -130,24 +130,24 @@ def callers(event: Any) -> list[str]:
 # The guard alone, on losses written by hand.
 
 
-def guard(**options: Any) -> tuple[Guard, list[dict[str, Any]], list[str]]:
+def guard(**options: Any) -> tuple[LossGuard, list[dict[str, Any]], list[str]]:
     log: list[dict[str, Any]] = []
     said: list[str] = []
 
     def write(kind: str, **values: Any) -> None:
         log.append({"kind": kind, **values})
 
-    return (Guard(GuardConfig(**options), write, said.append, lambda n: f"image {n}", lambda step: [7]), log, said)
+    return (LossGuard(GuardConfig(**options), write, said.append, lambda n: f"image {n}", lambda step: [7]), log, said)
 
 
-def feed(watch: Guard, state: LoopState, losses: list[float], first: int = 1) -> None:
+def feed(watch: LossGuard, state: TrainState, losses: list[float], first: int = 1) -> None:
     for step, loss in enumerate(losses, start=first):
         watch.after(step, torch.tensor([step, 7]), torch.tensor(loss), torch.tensor(1.0))
 
 
 def test_skipped_updates_are_counted_in_a_row() -> None:
     watch, log, said = guard(skip_limit=3)
-    state = LoopState()
+    state = TrainState()
     feed(watch, state, [1.0, NAN, math.inf, 1.0, NAN])
     watch.look(state)
     assert state.skipped == 1
@@ -159,7 +159,7 @@ def test_skipped_updates_are_counted_in_a_row() -> None:
     feed(watch, state, [NAN], first=6)
     watch.look(state)
     feed(watch, state, [NAN], first=7)
-    with pytest.raises(GoBack):
+    with pytest.raises(Rollback):
         watch.look(state)
 
 
@@ -167,7 +167,7 @@ def test_an_overflow_of_fp16_is_no_divergence() -> None:
     scales = [512.0]
     watch, log, said = guard(skip_limit=2)
     watch.scale = lambda: scales[0]
-    state = LoopState()
+    state = TrainState()
     for step in range(1, 4):
         watch.after(step, torch.tensor([7]), torch.tensor(1.0), torch.tensor(math.inf))
     watch.look(state)
@@ -178,7 +178,7 @@ def test_an_overflow_of_fp16_is_no_divergence() -> None:
     assert state.skipped == 1, "a loss that is not finite counts at any scale"
     scales[0] = 1.0
     watch.after(5, torch.tensor([7]), torch.tensor(1.0), torch.tensor(math.inf))
-    with pytest.raises(GoBack):
+    with pytest.raises(Rollback):
         watch.look(state)
 
 
@@ -191,9 +191,9 @@ def test_only_cuda_skips_on_the_device() -> None:
 
 def test_the_diagnosis_names_samples_losses_and_remedies() -> None:
     watch, _, _ = guard(skip_limit=2)
-    state = LoopState(rollbacks=3)
+    state = TrainState(rollbacks=3)
     feed(watch, state, [3.5, 3.25, NAN, NAN])
-    with pytest.raises(GoBack):
+    with pytest.raises(Rollback):
         watch.look(state)
     text = str(watch.diagnosis(state, 4, "bf16"))
     assert "\n" not in text
@@ -203,20 +203,20 @@ def test_the_diagnosis_names_samples_losses_and_remedies() -> None:
 
 def test_a_loss_that_stays_high_is_told_once() -> None:
     usual = [3.0 + 0.1 * (step % 5) for step in range(40)]
-    spikes = Spikes(8.0)
+    spikes = SpikeDetector(8.0)
     assert [spikes.add(loss) for loss in usual] == [None] * 40
     assert spikes.add(50.0) is None, "one batch is no spike"
     assert spikes.add(3.1) is None
     found = [spikes.add(9.0) for _ in range(10)]
     assert [value is not None for value in found] == [False, False, True, *[False] * 7]
     assert found[2] == pytest.approx(3.2)
-    assert [Spikes(0.0).add(loss) for loss in [*usual, 50.0, 50.0, 50.0, 50.0]] == [None] * 44
-    slowly = Spikes(8.0)
+    assert [SpikeDetector(0.0).add(loss) for loss in [*usual, 50.0, 50.0, 50.0, 50.0]] == [None] * 44
+    slowly = SpikeDetector(8.0)
     assert not any(slowly.add(5.0 - 0.05 * step) for step in range(80)), "a loss that falls is none"
 
 
 def test_a_lasting_change_becomes_the_usual() -> None:
-    spikes = Spikes(8.0)
+    spikes = SpikeDetector(8.0)
     told = [spikes.add(loss) for loss in [1.0] * 20 + [5.0] * 300]
     assert [place for place, value in enumerate(told) if value is not None] == [22]
 

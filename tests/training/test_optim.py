@@ -9,7 +9,7 @@ from torch import Tensor
 from m1clip.config import OptimConfig
 from m1clip.model.clip import CLIP
 from m1clip.model.presets import ClipShape
-from m1clip.training.optim import Ema, Optimizer
+from m1clip.training.optim import EMA, Optimizer
 
 SHAPE = ClipShape(
     image_size=16, patch_size=8, vision_width=16, vision_layers=2, vision_heads=2, text_width=16, text_layers=1,
@@ -117,7 +117,7 @@ def test_state_can_be_put_back_into_another_optimizer(name: str) -> None:
 def test_the_average_follows_by_its_decay() -> None:
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, 0.0)
-    ema = Ema(model, 0.9)
+    ema = EMA(model, 0.9)
     torch.nn.init.constant_(model.weight, 1.0)
     ema.set_step(0)
     ema.update(model)  # at the start the decay is 1 / 10
@@ -129,7 +129,7 @@ def test_the_average_follows_by_its_decay() -> None:
 
 def test_the_average_is_exchanged_and_exchanged_back() -> None:
     model = torch.nn.Linear(2, 2)
-    ema = Ema(model, 0.5)
+    ema = EMA(model, 0.5)
     averaged = {name: t.clone() for name, t in ema.weights.items()}
     live = {}
     for name, p in model.named_parameters():
@@ -145,7 +145,7 @@ def test_the_average_is_exchanged_and_exchanged_back() -> None:
 def test_the_average_may_come_back_in_another_order() -> None:
     """A file gives its tensors sorted by name, a model in the order of its layers."""
     model, twin = clip(), clip()
-    ema, restored = Ema(model, 0.9), Ema(twin, 0.9)
+    ema, restored = EMA(model, 0.9), EMA(twin, 0.9)
     restored.weights = {name: ema.weights[name].clone() for name in sorted(ema.weights, reverse=True)}
     for m in (model, twin):
         give_gradients(m, 1)

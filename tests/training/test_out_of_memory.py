@@ -19,8 +19,8 @@ from m1clip.hardware.memory import is_near, memory_limit, own_bytes, smallest_li
 from m1clip.model.clip import CLIP
 from m1clip.runlog import read_log
 from m1clip.training import recovery as rescue
-from m1clip.training.oom import Room, Tight, is_out_of_memory
-from m1clip.training.step import Update
+from m1clip.training.oom import MemoryPressure, OOMHandler, is_out_of_memory
+from m1clip.training.step import TrainStep
 
 GIB = 2**30
 
@@ -37,7 +37,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch, most: int, error: type[Except
     monkeypatch.setattr(CLIP, "encode_image", encode)
 
 
-def gradients_of(update: Update, step: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def gradients_of(update: TrainStep, step: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     update.optimizer.zero_grad()
     loss = step()
     return loss, {n: p.grad.clone() for n, p in update.model.named_parameters() if p.grad is not None}
@@ -50,10 +50,10 @@ def test_the_gradient_of_the_whole_batch_stays_the_same(monkeypatch: pytest.Monk
     _, update = make()
     little_memory(monkeypatch, most=5)
     update.encoders = (update.model.encode_image, update.model.encode_text)
-    update.room = Room(0, lambda: 0)
+    update.oom = OOMHandler(0, lambda: 0)
     again, found = gradients_of(update, lambda: update._backward_within_room(batch, 0))
-    assert update.room.chunk == 4, "16, 8, 4"
-    assert [shrunk.chunk for shrunk in update.room.take()] == [8, 4]
+    assert update.oom.chunk == 4, "16, 8, 4"
+    assert [shrunk.chunk for shrunk in update.oom.take()] == [8, 4]
     torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
     assert_close(found, wanted, 1e-5)
 
@@ -64,7 +64,7 @@ def test_without_a_watch_the_error_is_the_callers(monkeypatch: pytest.MonkeyPatc
     little_memory(monkeypatch, most=5)
     update.encoders = (update.model.encode_image, update.model.encode_text)
     with pytest.raises(torch.OutOfMemoryError):
-        update(job.training[0], 0, 1, 10)
+        update(job.training[0], 0)
 
 
 def test_a_run_goes_on_in_chunks_says_so_and_resumes_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,15 +98,15 @@ def test_one_pair_at_a_time_is_the_least(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_limit_that_comes_near_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a reader of memory that counts what a chunk would take: near the limit with more than 4 samples at once."""
-    real = rescue.make_room
+    real = rescue.make_oom_handler
 
-    def watched(job: Any, state: Any) -> Room:
+    def watched(job: Any, state: Any) -> OOMHandler:
         room = real(job, state)
         room.limit = 1000.0
         room.read = lambda: 100 + 200 * (room.chunk or 16)
         return room
 
-    monkeypatch.setattr("m1clip.training.run.make_room", watched)
+    monkeypatch.setattr("m1clip.training.run.make_oom_handler", watched)
     run = tmp_path / "run"
     run_small(run, {"train.steps": 3})
     told = [line for line in read_log(run) if line.get("event") == "memory short"]
@@ -116,7 +116,7 @@ def test_a_limit_that_comes_near_is_kept(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_memory_that_chunks_do_not_free_is_left_alone() -> None:
     """Something else fills it: the run is not made slow for nothing, nor stopped."""
-    room, done = Room(0, lambda: 990, limit=1000.0), []
+    room, done = OOMHandler(0, lambda: 990, limit=1000.0), []
 
     def work() -> str:
         room.look()
@@ -133,7 +133,7 @@ def test_memory_that_chunks_do_not_free_is_left_alone() -> None:
 def test_near_the_limit_memory_is_cleared_before_chunks_get_smaller() -> None:
     """Memory that was only kept for later is given back, and the step done again as it was; but not each step."""
     used, tried = [990], []
-    room = Room(0, lambda: used[0], limit=1000.0)
+    room = OOMHandler(0, lambda: used[0], limit=1000.0)
 
     def work() -> None:
         tried.append(room.chunk)
@@ -147,7 +147,7 @@ def test_near_the_limit_memory_is_cleared_before_chunks_get_smaller() -> None:
 
 
 def test_a_chunk_that_failed_does_not_come_back() -> None:
-    room, failures = Room(16, lambda: 990, limit=1000.0), iter([MemoryError()])
+    room, failures = OOMHandler(16, lambda: 990, limit=1000.0), iter([MemoryError()])
 
     def work() -> int:
         for error in failures:
@@ -162,7 +162,7 @@ def test_a_chunk_that_failed_does_not_come_back() -> None:
 def test_a_copy_for_a_checkpoint_stays_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rescue, "own_bytes", lambda: 300)
     monkeypatch.setattr(rescue, "memory_limit", lambda: 10_000)
-    room = Room(0, lambda: 400, limit=1000.0)
+    room = OOMHandler(0, lambda: 400, limit=1000.0)
     assert rescue.free_for_a_copy("cpu", room) == 950 - 400
     assert rescue.free_for_a_copy("cuda", room) == 9500 - 300, "a GPU's limit is not of main memory"
     assert rescue.free_for_a_copy("cpu", None) == 9500 - 300
@@ -189,7 +189,7 @@ def test_out_of_memory_in_an_evaluation_is_one_line(tmp_path: Path, monkeypatch:
 
 
 def test_another_error_is_not_taken_for_this_one() -> None:
-    room = Room(0, lambda: 0)
+    room = OOMHandler(0, lambda: 0)
 
     def broken() -> None:
         raise RuntimeError("shapes do not match")
@@ -200,8 +200,8 @@ def test_another_error_is_not_taken_for_this_one() -> None:
     assert is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 8 GB)"))
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(ValueError("no"))
-    with pytest.raises(Tight, match="near the limit"):
-        Room(0, lambda: 96, limit=100.0).look()
+    with pytest.raises(MemoryPressure, match="near the limit"):
+        OOMHandler(0, lambda: 96, limit=100.0).look()
 
 
 def test_the_limit_is_the_smallest_that_anything_says(tmp_path: Path) -> None:

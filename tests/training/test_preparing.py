@@ -27,7 +27,7 @@ from m1clip.runlog import PREPARING, Preparing, read_preparing
 from m1clip.text.tokenizers import CharTokenizer
 from m1clip.training import autotune as fit
 from m1clip.training import progress as screen_module
-from m1clip.training.process import check_free, give_back, hold
+from m1clip.training.process import check_unused, lock_run, remove_unused_folder
 from m1clip.training.progress import Screen
 from m1clip.training.run import decode_plan
 
@@ -84,7 +84,7 @@ def test_progress_is_printed_and_listed_while_a_run_prepares(
     side = Side(tower, 4, ("tower",))
     maker: Any = Maker(side, side, CharTokenizer("caption 0123456789"), 16, Preprocess(image_size=8), 1,
                        tmp_path / "cache", (), torch.device("cpu"), "fp32", nullcontext, plan)  # fmt: skip
-    with hold(run):
+    with lock_run(run):
         if work in ("disk", "ram"):
             place: Any = CachePlace(work, str(tmp_path / "cache"), (), None, COUNT)  # type: ignore[arg-type]
             store_split(samples, "train", 8, "squash", place, 0.1, plan)
@@ -104,15 +104,15 @@ def test_what_a_killed_process_left_is_neither_shown_nor_in_the_way(tmp_path: Pa
     run = tmp_path / "a"
     run.mkdir()
     Preparing("preparing train images", 3, 9, 3700.0).write(run)
-    check_free(run)
-    with hold(run):
+    check_unused(run)
+    with lock_run(run):
         assert read_preparing(run) is None
         Preparing("preparing train images", 3, 9, 3700.0).write(run)
         assert "preparing train images: 3 of 9, 1:01:40 left" in as_table(list_runs(tmp_path), tmp_path)
         assert '"total": 9' in as_json(list_runs(tmp_path))
         (run / PREPARING).write_text('{"title": "x", "done": 1e400, "total": "9"}')
         assert read_preparing(run) is None
-    give_back(run)
+    remove_unused_folder(run)
     assert not run.exists()
     Preparing("preparing train images").write(run)
     assert not run.exists()  # a folder that is gone is not made again

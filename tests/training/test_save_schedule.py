@@ -17,7 +17,7 @@ from m1clip.formatting import steps_or_seconds
 from m1clip.inference.encoder import Bundle
 from m1clip.runlog import RunLog, read_log
 from m1clip.training import checkpoint as saving
-from m1clip.training.checkpoint import LoopState, Saver, Schedule, schedule_of, writes_aside
+from m1clip.training.checkpoint import CheckpointWriter, Schedule, TrainState, save_schedule, writes_aside
 from m1clip.training.checkpoint_files import found, verify
 from m1clip.training.run import train_once
 
@@ -56,9 +56,9 @@ def test_by_the_clock() -> None:
 
 
 def test_by_steps() -> None:
-    assert [step for step in range(1, 12) if schedule_of(4, 10).due(step)] == [4, 8]
-    assert [step for step in range(1, 12) if schedule_of(0, 10).due(step)] == [10]
-    assert schedule_of("10m", 10).seconds == 600
+    assert [step for step in range(1, 12) if save_schedule(4, 10).due(step)] == [4, 8]
+    assert [step for step in range(1, 12) if save_schedule(0, 10).due(step)] == [10]
+    assert save_schedule("10m", 10).seconds == 600
 
 
 def test_a_copy_is_made_only_where_its_memory_is() -> None:
@@ -68,7 +68,7 @@ def test_a_copy_is_made_only_where_its_memory_is() -> None:
     assert not writes_aside(1_000, free=1e8)
 
 
-def saver(run: Path, **options: Any) -> tuple[Saver, list[dict[str, Any]], list[str]]:
+def saver(run: Path, **options: Any) -> tuple[CheckpointWriter, list[dict[str, Any]], list[str]]:
     log: list[dict[str, Any]] = []
     said: list[str] = []
 
@@ -76,7 +76,9 @@ def saver(run: Path, **options: Any) -> tuple[Saver, list[dict[str, Any]], list[
         log.append({"kind": kind, **values})
 
     free = options.pop("free", 1e12)
-    made = Saver(run, 2, Schedule(5, 0.0), GuardConfig(**options), write, said.append, said.append, lambda: free)
+    made = CheckpointWriter(
+        run, 2, Schedule(5, 0.0), GuardConfig(**options), write, said.append, said.append, lambda: free
+    )
     return made, log, said
 
 
@@ -91,7 +93,7 @@ def test_what_is_written_aside_is_what_was_true_then(tmp_path: Path, monkeypatch
     monkeypatch.setattr(saving, "save", slow)
     writer, log, said = saver(tmp_path)
     weights = torch.arange(6.0)
-    state = LoopState(step=5)
+    state = TrainState(step=5)
     writer.save(state, {"weights": {"a": weights}})
     writer.poll()
     assert log == [], "nothing is told of before it is whole"
@@ -109,14 +111,14 @@ def test_what_is_written_aside_is_what_was_true_then(tmp_path: Path, monkeypatch
 def test_without_memory_or_when_asked_it_is_written_at_once(tmp_path: Path) -> None:
     for place, options in enumerate(({"free": 0.0}, {"save_aside": "never"})):
         writer, log, _ = saver(tmp_path / str(place), **options)
-        writer.save(LoopState(step=5), {"weights": {"a": torch.ones(2)}})
+        writer.save(TrainState(step=5), {"weights": {"a": torch.ones(2)}})
         assert [line["aside"] for line in log] == [False]
 
 
 def test_an_unsound_run_saves_when_it_is_sound_again(tmp_path: Path) -> None:
     writer, _, _ = saver(tmp_path)
     assert [writer.due(step) for step in (5, 6, 7)] == [True, True, True], "owed until it is saved"
-    writer.save(LoopState(step=7), {"weights": {"a": torch.ones(2)}}, wait=True)
+    writer.save(TrainState(step=7), {"weights": {"a": torch.ones(2)}}, wait=True)
     assert not writer.due(8)
 
 
@@ -129,23 +131,23 @@ def test_a_full_disk_stops_or_goes_on_as_configured(
 
     groups = {"weights": {"a": torch.ones(2)}, "optimizer": {"m": torch.ones(2)}}
     good, _, _ = saver(tmp_path)
-    good.save(LoopState(step=5), groups, wait=True)
+    good.save(TrainState(step=5), groups, wait=True)
     monkeypatch.setattr(saving, "save", full)
     stops, _, _ = saver(tmp_path, free=free)
 
     def stop() -> None:
-        stops.save(LoopState(step=10), groups)
+        stops.save(TrainState(step=10), groups)
         stops.finish()
 
     with pytest.raises(UserError, match=r"the disk is full \(step 10\); what was saved before is untouched"):
         stop()
     goes_on, log, said = saver(tmp_path, free=free, on_save_error="go-on")
-    goes_on.save(LoopState(step=10), groups)
+    goes_on.save(TrainState(step=10), groups)
     goes_on.finish()
     assert log[0]["event"] == "could not save"
     assert "training goes on" in said[0]
     with pytest.raises(UserError, match="the disk is full"):
-        goes_on.save(LoopState(step=15), groups, wait=True)  # the last one must be written
+        goes_on.save(TrainState(step=15), groups, wait=True)  # the last one must be written
     assert found(tmp_path) == [5]
     assert verify(tmp_path / "checkpoints" / "step-000005") == ""
 
@@ -156,7 +158,7 @@ def test_another_error_of_the_writer_is_not_hidden(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(saving, "save", broken)
     writer, _, _ = saver(tmp_path, on_save_error="go-on")
-    writer.save(LoopState(step=5), {"weights": {"a": torch.ones(2)}})
+    writer.save(TrainState(step=5), {"weights": {"a": torch.ones(2)}})
     with pytest.raises(ValueError, match="a bug"):
         writer.finish()
 
@@ -242,7 +244,7 @@ def test_a_run_that_ends_by_an_error_still_gets_its_checkpoint(tmp_path: Path, m
 
     def ends_badly() -> None:
         with writer:
-            writer.save(LoopState(step=5), {"weights": {"a": torch.ones(2)}})
+            writer.save(TrainState(step=5), {"weights": {"a": torch.ones(2)}})
             raise UserError("the data is gone")
 
     with pytest.raises(UserError, match="the data is gone"):

@@ -9,24 +9,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m1clip.errors import UserError
-from m1clip.training.schedule import rate, warmup_steps
+from m1clip.training.schedule import lr_fraction, warmup_steps
 
 
 def test_values() -> None:
-    assert [rate(step, 4, 104, 0.0) for step in range(4)] == pytest.approx([0.2, 0.4, 0.6, 0.8])
-    assert rate(4, 4, 104, 0.0) == 1.0
-    assert rate(54, 4, 104, 0.0) == pytest.approx(0.5)
-    assert rate(29, 4, 104, 0.0) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
-    assert rate(104, 4, 104, 0.0) == pytest.approx(0.0)
-    assert rate(104, 4, 104, 0.1) == pytest.approx(0.1)
-    assert rate(54, 4, 104, 0.1) == pytest.approx(0.55)
-    assert rate(0, 0, 10, 0.0) == 1.0
+    assert [lr_fraction(step, 4, 104, 0.0) for step in range(4)] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert lr_fraction(4, 4, 104, 0.0) == 1.0
+    assert lr_fraction(54, 4, 104, 0.0) == pytest.approx(0.5)
+    assert lr_fraction(29, 4, 104, 0.0) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+    assert lr_fraction(104, 4, 104, 0.0) == pytest.approx(0.0)
+    assert lr_fraction(104, 4, 104, 0.1) == pytest.approx(0.1)
+    assert lr_fraction(54, 4, 104, 0.1) == pytest.approx(0.55)
+    assert lr_fraction(0, 0, 10, 0.0) == 1.0
 
 
 @given(total=st.integers(1, 500), warmup=st.integers(0, 499), end=st.floats(0, 1))
 def test_it_rises_to_the_peak_then_falls_to_the_end(total: int, warmup: int, end: float) -> None:
     warmup = min(warmup, total - 1)
-    rates = [rate(step, warmup, total, end) for step in range(total)]
+    rates = [lr_fraction(step, warmup, total, end) for step in range(total)]
     assert all(0 < value <= 1 for value in rates)
     assert rates[: warmup + 1] == sorted(rates[: warmup + 1])
     assert rates[warmup:] == sorted(rates[warmup:], reverse=True)

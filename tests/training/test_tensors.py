@@ -11,8 +11,8 @@ from small_run import assert_same_bits
 from test_update import make
 
 from m1clip.errors import UserError
-from m1clip.training.checkpoint import Groups, LoopState, groups, restore
-from m1clip.training.step import Update
+from m1clip.training.checkpoint import Groups, TrainState, groups, restore
+from m1clip.training.step import TrainStep
 
 QKV = "image.transformer.blocks.0.attn.qkv.weight"
 
@@ -36,18 +36,18 @@ DAMAGES = (
 
 
 @pytest.fixture(scope="module")
-def update() -> Update:
+def update() -> TrainStep:
     job, made = make({"optim.name": "adamw", "optim.ema": 0.9})
-    made(job.training[0], 0, 1, 10)
+    made(job.training[0], 0)
     return made
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.words)
-def test_a_checkpoint_that_does_not_fit_is_one_line(update: Update, damage: Damage) -> None:
-    kept = {name: dict(tensors) for name, tensors in groups(update, LoopState()).items()}
+def test_a_checkpoint_that_does_not_fit_is_one_line(update: TrainStep, damage: Damage) -> None:
+    kept = {name: dict(tensors) for name, tensors in groups(update, TrainState()).items()}
     before = {name: t.clone() for name, t in update.model.state_dict().items()}
-    restore(update, LoopState(step=7), kept)
+    restore(update, TrainState(step=7), kept)
     damage.do(kept)
     with pytest.raises(UserError, match=rf"checkpoint of step 7 does not fit the run: .*{damage.words}"):
-        restore(update, LoopState(step=7), kept)
+        restore(update, TrainState(step=7), kept)
     assert_same_bits(dict(update.model.state_dict()), before)

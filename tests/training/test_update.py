@@ -18,23 +18,23 @@ from m1clip.losses import positives
 from m1clip.model.clip import Features
 from m1clip.training.run import decode_plan
 from m1clip.training.setup import Job, prepare_scratch
-from m1clip.training.step import Update
+from m1clip.training.step import TrainStep
 
 AUGMENTED = {"data.crop_min": 0.5, "data.flip": 0.5, "data.colour": 0.3}
 PHASES = {"copy", "forward", "backward", "optimizer"}
 
 
-def make(changes: dict[str, Any] | None = None) -> tuple[Job, Update]:
+def make(changes: dict[str, Any] | None = None) -> tuple[Job, TrainStep]:
     job = prepare_scratch(small_config({**AUGMENTED, **(changes or {})}), lambda line: None, decode_plan(screen()))
     model = job.build_model()
     with torch.no_grad():  # no parameter at a start value that would hide its gradient
         for p in model.parameters():
             noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
             p.add_(noise.to(p.device) * 0.05)
-    return job, Update(model, job.config, job.device, job.precision, job.preprocess, job.autocast)
+    return job, TrainStep(model, job.config, job.device, job.precision, job.preprocess, job.autocast)
 
 
-def gradients(update: Update, batch: Batch, step: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
+def gradients(update: TrainStep, batch: Batch, step: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
     loss = update.backward(batch, step)
     found = {
         name: p.grad.clone() if p.grad is not None else torch.zeros_like(p)
@@ -97,7 +97,7 @@ def test_dropout_is_drawn_once_a_chunk_and_repeated(recompute: bool) -> None:
     assert_close(found, wanted, 1e-5)
 
 
-def one_graph(update: Update, batch: Batch, chunk: int) -> Tensor:
+def one_graph(update: TrainStep, batch: Batch, chunk: int) -> Tensor:
     pixels = render(batch.pixels, batch.views, update.preprocess)
     image, text = [], []
     for at in range(0, len(pixels), chunk):
@@ -119,7 +119,7 @@ def test_dropout_of_a_tower_of_others_is_a_function_of_the_step_too(chunk: int) 
     image: Any = plain.model.image
     image.thin = nn.Dropout(0.5)
     image.register_forward_hook(lambda tower, inputs, output: tower.thin(output))
-    thinned = Update(plain.model, job.config, job.device, job.precision, job.preprocess, job.autocast)
+    thinned = TrainStep(plain.model, job.config, job.device, job.precision, job.preprocess, job.autocast)
     batch = job.training[0]
     (one, wanted), (other, found) = gradients(thinned, batch), gradients(thinned, batch)
     assert one == other != gradients(thinned, batch, step=4)[0]
@@ -157,8 +157,8 @@ def test_a_scaler_is_undone_before_the_clip() -> None:
     job, scaled = make({"train.chunk": 5})
     scaled.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     scaled.plan = type(scaled.plan)(scale=scaled.scaler.scale)
-    loss, norm = plain(job.training[0], 0, 1, 10)
-    scaled_loss, scaled_norm = scaled(job.training[0], 0, 1, 10)
+    loss, norm = plain(job.training[0], 0)
+    scaled_loss, scaled_norm = scaled(job.training[0], 0)
     torch.testing.assert_close(scaled_loss, loss)
     torch.testing.assert_close(scaled_norm, norm, rtol=1e-4, atol=0)
 
@@ -171,8 +171,8 @@ def test_whole_steps_agree_with_an_average_of_the_weights(optimizer: str) -> Non
     start = {name: p.detach().clone() for name, p in whole.model.named_parameters()}
     for step in range(3):
         batch = job.training[step]
-        loss, norm = whole(batch, step, 1, 10)
-        chunked_loss, chunked_norm = chunked(batch, step, 1, 10)
+        loss, norm = whole(batch, step)
+        chunked_loss, chunked_norm = chunked(batch, step)
         torch.testing.assert_close(chunked_loss, loss, rtol=1e-4, atol=0)
         torch.testing.assert_close(chunked_norm, norm, rtol=1e-3, atol=0)
     assert whole.ema is not None
@@ -185,7 +185,7 @@ def test_whole_steps_agree_with_an_average_of_the_weights(optimizer: str) -> Non
 @pytest.mark.parametrize("chunk", [0, 5])
 def test_a_step_says_where_its_time_went(chunk: int) -> None:
     job, update = make({"train.chunk": chunk})
-    update(job.training[0], 0, 1, 10)
+    update(job.training[0], 0)
     taken = update.phases.take()
     assert set(taken) == PHASES
     assert all(seconds >= 0 for seconds in taken.values())
@@ -205,7 +205,7 @@ def test_compiled_chunks_give_the_same_gradient(monkeypatch: pytest.MonkeyPatch)
     changes = {"model.vision_layers": 1, "model.text_layers": 1, "train.chunk": 6, "model.dropout": 0.2}
     job, plain = make(changes)
     _, compiled = make(changes)
-    compiled = Update(
+    compiled = TrainStep(
         compiled.model,
         replace(job.config, model=replace(job.config.model, compile=True)),
         job.device,

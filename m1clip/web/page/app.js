@@ -84,7 +84,7 @@ function drawPlots() {
   }
   plots.recall.set(recall, { unit: "%" });
   plots.best.set(ids.map((each) => evals(each, (row) => row[metric(each)[0]] * 100)), { unit: "%" });
-  plots.waiting.set(ids.map((each) => curve(each, "data_share", 100)), { unit: "%" });
+  plots.waiting.set(ids.map((each) => curve(each, "data_fraction", 100)), { unit: "%" });
   plots.memory.set(ids.map((each) => curve(each, "memory_bytes", 1e-9, 0)), { unit: " GB" });
   plots.power.set(ids.map((each) => curve(each, "watts")), { unit: " W" });
   plots.heat.set(ids.map((each) => curve(each, "celsius", 1, 0)), { unit: " °C" });
