@@ -1,20 +1,22 @@
-"""Numbers as a person says them."""
+"""Numbers, durations, sizes and tables as text, and the quantities that users type."""
 
 from __future__ import annotations
 
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from m1clip.errors import UserError
 
+MISSING = "-"  # what every formatter gives for None
 
-def clock(seconds: float) -> str:
+
+def clock(seconds: float | None) -> str:
     """1:05, 2:03:09 or 3d 4h."""
-    if not math.isfinite(seconds):
-        return "?"
+    if seconds is None or not math.isfinite(seconds):
+        return MISSING
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     if hours >= 48:
@@ -22,44 +24,43 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def duration(seconds: float) -> str:
-    """A short time with a unit: 85 ms, 2.6 s, 3:20."""
-    if seconds < 0.1:
-        return f"{1000 * seconds:.3g} ms"
-    return f"{seconds:.2f} s" if seconds < 100 else clock(seconds)
+def duration(seconds: float | None) -> str:
+    """A time with its unit: 6.2 µs, 85 ms, 2.57 s, 3:20."""
+    if seconds is None or seconds >= 99.95:
+        return clock(seconds)
+    return _with_unit(seconds, (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)), 0.1)
 
 
-def size(count: float) -> str:
-    """Bytes with a unit."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count / 1e3:.0f} kB"
+def size(count: float | None) -> str:
+    """Bytes with their unit: 1.42 GB."""
+    return _with_unit(count, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)), 0.9995)
 
 
-def percent(share: float, digits: int = 1) -> str:
-    """A share between 0 and 1."""
-    return f"{100 * share:.{digits}f}%"
+def _with_unit(value: float | None, units: Sequence[tuple[str, float]], least: float) -> str:
+    """Three significant digits in the first unit of which there is at least `least`, or in the last unit."""
+    if value is None:
+        return MISSING
+    unit, scale = next((each for each in units if value >= least * each[1]), units[-1])
+    return f"{value / scale:.3g} {unit}"
 
 
-def chance(share: float) -> str:
-    """A small share with enough digits not to read as nothing."""
-    return f"{100 * share:.2g}%"
+def percent(fraction: float | None, digits: int = 1) -> str:
+    """71.3%; below 1% with two significant digits, so that 1 of 5,000 does not become 0.0%."""
+    if fraction is None:
+        return MISSING
+    return f"{100 * fraction:.2g}%" if 0 < abs(fraction) < 0.01 else f"{100 * fraction:.{digits}f}%"
 
 
-def number(value: float) -> str:
-    """A figure of any size in few letters."""
-    if not math.isfinite(value):
-        return str(value)
-    if value == 0:
-        return "0"
-    magnitude = abs(value)
-    if magnitude >= 100_000 or magnitude < 0.001:
-        text = f"{value:.1e}"
-        return text.replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
-    if magnitude >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
+def number(value: float | None) -> str:
+    """Three significant digits: 0.0712, 3.14, 12,345, 5e-5."""
+    if value is None:
+        return MISSING
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    if 0.001 <= abs(value) < 100_000:
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
 def when(seconds: float) -> str:
@@ -68,14 +69,13 @@ def when(seconds: float) -> str:
         then, now = time.localtime(seconds), time.localtime()
     except (OverflowError, ValueError, OSError):  # beyond the calendar of the C library
         return "?"
-    same = then[:3] == now[:3]
-    return time.strftime("%H:%M" if same else "%d %b %H:%M", then)
+    return time.strftime("%H:%M" if then[:3] == now[:3] else "%d %b %H:%M", then)
 
 
 def ago(seconds: float) -> str:
     """How long ago, roughly."""
     if seconds < 90:
-        return f"{max(0.0, seconds):.0f} s ago"  # below 0: the clock was set back meanwhile
+        return f"{max(0.0, seconds):.0f} s ago"  # below 0: the clock was set back
     if seconds < 5400:
         return f"{seconds / 60:.0f} min ago"
     return f"{seconds / 3600:.0f} h ago" if seconds < 172_800 else f"{seconds / 86400:.0f} days ago"
@@ -86,8 +86,28 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-SCALE = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
-         "KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40}  # fmt: skip
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns as wide as their content; the first and those of words left-aligned, those of numbers right-aligned.
+
+    An empty row becomes an empty line.
+    """
+    lines = [head, *rows]
+    columns = [[row[index] for row in lines if row] for index in range(len(head))]
+    widths = [max(map(len, column)) for column in columns]
+    right = [index > 0 and all(cell[:1] in NUMERIC for cell in column[1:]) for index, column in enumerate(columns)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = zip(row, widths, right, strict=bool(row))
+        return "  ".join(cell.rjust(width) if to_right else cell.ljust(width) for cell, width, to_right in cells)
+
+    return "\n".join(line(row).rstrip() for row in lines)
+
+
+NUMERIC = tuple("0123456789+-.")
+
+
+SCALE = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+SCALE |= {"KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40}
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 

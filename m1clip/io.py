@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import math
 import os
 import platform
 import shutil
 import stat
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +51,7 @@ def write_bytes(path: Path, data: bytes, sync: bool = True) -> None:
         sync_folder(path.parent)
 
 
-def open_plain(path: Path, flags: int) -> int:
+def open_for_write(path: Path, flags: int) -> int:
     """A handle of a file that we write; a link in its place, which could lead anywhere, is refused."""
     try:
         return os.open(path, flags | os.O_NOFOLLOW, 0o644)
@@ -69,7 +67,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path) -> Iterator[Path]:
     """Fill the folder given; when the block ends well it takes the place of `path` in one move."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
@@ -87,7 +85,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     old = path.with_name(f"{path.name}{OLD}")
     if path.exists():
         shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)  # a kill after this line: `restore` brings it back
+        path.rename(old)  # a kill after this line: `restore_folders` brings it back
     temporary.rename(path)
     sync_folder(path.parent)
     shutil.rmtree(old, ignore_errors=True)
@@ -143,8 +141,8 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def restore(folder: Path) -> list[str]:
-    """Where a kill fell between the two moves of `whole_folder`, put the old folder back; gives its name."""
+def restore_folders(folder: Path) -> list[str]:
+    """Where a kill fell between the two moves of `atomic_folder`, put the old folder back; gives its name."""
     names = []
     for old in sorted(folder.glob(f"*{OLD}")) if folder.is_dir() else ():
         target = old.with_name(old.name.removesuffix(OLD))
@@ -158,7 +156,7 @@ def restore(folder: Path) -> list[str]:
 
 def remove_leftovers(folder: Path) -> list[str]:
     """Bring back what a killed process had moved aside, delete what it was writing; names what is deleted."""
-    restore(folder)
+    restore_folders(folder)
     names = []
     for item in folder.glob(f"*{PARTIAL}") if folder.is_dir() else ():
         names.append(item.name)
@@ -185,7 +183,7 @@ def check_limits(values: object, prefix: str) -> None:
             raise UserError(f"{prefix}{name} must be at most {most:,}, not {value:,}")
 
 
-def checked(cls: type, values: dict[str, Any], what: str) -> dict[str, Any]:
+def validated(cls: type, values: dict[str, Any], what: str) -> dict[str, Any]:
     """The arguments of a dataclass; a missing or unknown key or a wrong type is a UserError that names it."""
     hints = get_type_hints(cls)
     odd = sorted(set(values) ^ set(hints))
@@ -234,7 +232,7 @@ def _shown(value: Any) -> str:
 LARGEST, SMALLEST, DEEPEST = 1e100, 1e-100, 16
 
 
-def sane(value: Any, depth: int = DEEPEST) -> bool:
+def is_well_formed(value: Any, depth: int = DEEPEST) -> bool:
     """Whether arithmetic and UTF-8 can take every part: no number beyond 1e100, lone surrogate or deep nesting."""
     if isinstance(value, bool) or value is None:
         return True
@@ -245,28 +243,28 @@ def sane(value: Any, depth: int = DEEPEST) -> bool:
     if depth == 0 or not isinstance(value, dict | list):
         return False
     parts = [*value, *value.values()] if isinstance(value, dict) else value
-    return all(sane(part, depth - 1) for part in parts)
+    return all(is_well_formed(part, depth - 1) for part in parts)
 
 
-def fits(value: Any, shape: Any) -> bool:
+def matches_schema(value: Any, shape: Any) -> bool:
     """Whether a JSON value has a shape: a type, a predicate, [shape of each item], (shape, shape), or {key: shape}.
 
     float takes any number, int a whole one from 0 on. {str: shape} takes any keys, other dicts more than the shape has.
     """
     if isinstance(shape, list):
-        return isinstance(value, list) and all(fits(item, shape[0]) for item in value)
+        return isinstance(value, list) and all(matches_schema(item, shape[0]) for item in value)
     if isinstance(shape, tuple):
         return (
             isinstance(value, list)
             and len(value) == len(shape)
-            and all(fits(item, part) for item, part in zip(value, shape, strict=True))
+            and all(matches_schema(item, part) for item, part in zip(value, shape, strict=True))
         )
     if isinstance(shape, dict):
         if not isinstance(value, dict):
             return False
         if str in shape:
-            return all(fits(item, shape[str]) for item in value.values())
-        return all(key in value and fits(value[key], part) for key, part in shape.items())
+            return all(matches_schema(item, shape[str]) for item in value.values())
+        return all(key in value and matches_schema(value[key], part) for key, part in shape.items())
     if not isinstance(shape, type):
         return bool(shape(value))
     if isinstance(value, bool):
@@ -300,7 +298,7 @@ class Owner:
             return None
         try:
             process = psutil.Process(self.pid)
-            birth = birth_of(self.pid) if self.birth else ""
+            birth = process_start_id(self.pid) if self.birth else ""
             # Seconds since 1970 move when the clock is set, and with them the start that the system tells.
             same = birth == self.birth if birth else abs(process.create_time() - self.started) < SAME_START
             return process if same and process.status() != psutil.STATUS_ZOMBIE else None
@@ -308,13 +306,13 @@ class Owner:
             return None
 
 
-def own_mark() -> str:
+def lock_content() -> str:
     """What this process writes into the lock of its run: four lines."""
-    started, birth = psutil.Process().create_time(), birth_of(os.getpid())
+    started, birth = psutil.Process().create_time(), process_start_id(os.getpid())
     return f"{os.getpid()}\n{started:.3f}\n{platform.node()}\n{birth}\n"
 
 
-def birth_of(pid: int) -> str:
+def process_start_id(pid: int) -> str:
     """Which boot of the machine, and how many ticks after it the process began; "" where the system does not say."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -334,31 +332,24 @@ def read_owner(run: Path) -> Owner | None:
         return None
 
 
-POLL_SECONDS = 0.2
-
-
 @contextlib.contextmanager
 def locked(path: Path, waiting: Callable[[], None]) -> Iterator[bool]:
-    """Hold the lock of this file; `waiting` is called once if another has it. False: the disk has no locks.
+    """Hold the lock of this file; `waiting` is called once if another process has it. False: the disk has no locks."""
+    from filelock import FileLock, Timeout
 
-    A lock of the system and not a file with a process number: those outlive a kill, and numbers come again.
-    """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    told = False
+    lock = FileLock(path, fallback_to_soft=False)  # a soft lock would outlive a killed process
     try:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EINTR):
-                    yield False
-                    return
-            else:
-                break
-            if not told:
-                waiting()
-                told = True
-            time.sleep(POLL_SECONDS)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            waiting()
+            lock.acquire(poll_interval=0.2)
+    except OSError as error:
+        if error.filename:  # the file cannot be opened
+            raise
+        yield False
+        return
+    try:
         yield True
     finally:
-        os.close(handle)
+        lock.release()

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from m1clip.errors import UserError
-from m1clip.io import PARTIAL, fits, open_plain, open_regular, read_small, sane
+from m1clip.formatting import clock
+from m1clip.io import PARTIAL, is_well_formed, matches_schema, open_for_write, open_regular, read_small
 
 VERSION = 1  # raised when a field changes its meaning; a new field is no new version
 NAME = "run.jsonl"
@@ -31,7 +32,7 @@ Record = dict[str, Any]
 Sink = Callable[[Record], None]
 
 
-def selection_name(record: Record) -> str:
+def selection_metric(record: Record) -> str:
     """The name of the figure that chooses the best model, in an evaluation or end record."""
     return next((name for name in SELECTION if name in record), MEAN_RECALL)
 
@@ -41,7 +42,7 @@ class RunLog:
 
     def __init__(self, run: Path) -> None:
         self.path = run / NAME
-        handle = open_plain(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        handle = open_for_write(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._file = os.fdopen(handle, "ab", buffering=0)
         _end_torn_line(handle)
         self.on_full: Callable[[OSError], None] | None = None  # told of a line that the disk did not take
@@ -51,7 +52,7 @@ class RunLog:
     def write(self, kind: str, **values: Any) -> None:
         """Append one object; `kind` says what it tells: start, step, eval, layers, checkpoint, warning, end."""
         self.check_folder()
-        record = finite({"v": VERSION, "kind": kind, "time": round(time.time(), 3), **values})
+        record = json_safe({"v": VERSION, "kind": kind, "time": round(time.time(), 3), **values})
         try:
             if self.lost:
                 told = f"{self.lost} lines are missing here: the disk was full"
@@ -115,23 +116,25 @@ def parse(line: bytes) -> Record | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or not isinstance(record.get("kind"), str) or not sane(record):
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str) or not is_well_formed(record):
         return None
     version = record.get("v", VERSION)
-    return record if fits(version, int) and version <= VERSION and _valid(record) else None
+    return record if matches_schema(version, int) and version <= VERSION and _valid(record) else None
 
 
 def _time(value: Any) -> bool:
-    return fits(value, float) and 0 <= value < LATEST
+    return matches_schema(value, float) and 0 <= value < LATEST
 
 
 def _figure(value: Any) -> bool:
-    return fits(value, float) or value in ("nan", "inf", "-inf")
+    return matches_schema(value, float) or value in ("nan", "inf", "-inf")
 
 
 def _analysis(value: Any) -> bool:
     parts = ("difficulty", "negatives", "length", "groups")
-    return fits(value, dict) and all(fits(value[name], {str: (float, int)}) for name in parts if name in value)
+    return matches_schema(value, dict) and all(
+        matches_schema(value[name], {str: (float, int)}) for name in parts if name in value
+    )
 
 
 FIGURES = ("epoch", "loss", "grad_norm", "lr", "temperature", "images_per_second", "step_seconds", "data_fraction",
@@ -154,21 +157,25 @@ def _valid(record: Record) -> bool:
     """Whether the fields that readers use have the types that they expect."""
     own = OWN_SHAPES.get(record["kind"], {})
     shapes = {**SHAPES, **own}
-    if any(value is not None and not fits(value, shapes[name]) for name, value in record.items() if name in shapes):
+    if any(
+        value is not None and not matches_schema(value, shapes[name])
+        for name, value in record.items()
+        if name in shapes
+    ):
         return False
     if "step" in own and record.get("step") is None:
         return False
     parts = {"": float, "/low": float, "/high": float, "/chance": float, "/n": int}
     metrics = {name.rpartition("/")[0] for name in record if name.endswith(tuple(parts)[1:])}
-    return all(fits(record.get(name + part), shape) for name in metrics for part, shape in parts.items())
+    return all(matches_schema(record.get(name + part), shape) for name in metrics for part, shape in parts.items())
 
 
-def finite(value: Any) -> Any:
+def json_safe(value: Any) -> Any:
     """JSON has no NaN: a number that is not finite becomes its name."""
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
+        return [json_safe(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
@@ -193,16 +200,13 @@ class Preparing:
     def words(self) -> str:
         """preparing train images: 640 of 8,000, 1:15 left."""
         count = f": {self.done:,} of {self.total:,}" if self.total else ""
-        if self.seconds_left is None:
-            return self.title + count
-        minutes, seconds = divmod(round(self.seconds_left), 60)
-        clock = f"{minutes // 60}:{minutes % 60:02}" if minutes >= 60 else f"{minutes}"
-        return f"{self.title}{count}, {clock}:{seconds:02} left"
+        left = "" if self.seconds_left is None else f", {clock(self.seconds_left)} left"
+        return self.title + count + left
 
     def write(self, run: Path) -> None:
         """Show it to `m1clip runs` and `monitor`; where the folder is gone or full, nothing is written."""
         with contextlib.suppress(OSError, UserError):
-            handle = open_plain(run / PREPARING_PARTIAL, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            handle = open_for_write(run / PREPARING_PARTIAL, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             with os.fdopen(handle, "wb") as file:
                 file.write(json.dumps(asdict(self)).encode())
             (run / PREPARING_PARTIAL).replace(run / PREPARING)

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from m1clip.io import read_small, remove_folder, remove_leftovers, restore, whole_folder, write_json, write_text
+from m1clip.io import (
+    atomic_folder,
+    read_small,
+    remove_folder,
+    remove_leftovers,
+    restore_folders,
+    write_json,
+    write_text,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -35,12 +43,12 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_folder_appears_whole(tmp_path: Path) -> None:
     target = tmp_path / "model"
-    with whole_folder(target) as folder:
+    with atomic_folder(target) as folder:
         (folder / "a").write_text("1")
         assert not target.exists()
         assert folder.name.endswith(".partial")
     assert names(target) == ["a"]
-    with whole_folder(target) as folder:
+    with atomic_folder(target) as folder:
         (folder / "b").write_text("2")
         assert names(target) == ["a"]
     assert names(target) == ["b"]
@@ -50,11 +58,11 @@ def test_a_folder_appears_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
 def test_a_failure_leaves_the_old_folder_and_nothing_else(tmp_path: Path, error: BaseException) -> None:
     target = tmp_path / "model"
-    with whole_folder(target) as folder:
+    with atomic_folder(target) as folder:
         (folder / "a").write_text("1")
 
     def fail() -> None:
-        with whole_folder(target) as folder:
+        with atomic_folder(target) as folder:
             (folder / "b").write_text("2")
             raise error
 
@@ -94,8 +102,8 @@ def test_a_folder_moved_aside_by_a_killed_save_comes_back(tmp_path: Path) -> Non
 
 def test_what_came_back_is_named_once(tmp_path: Path) -> None:
     made(tmp_path / "best.old.partial", "old")
-    assert restore(tmp_path) == ["best"]
-    assert restore(tmp_path) == restore(tmp_path / "nowhere") == []
+    assert restore_folders(tmp_path) == ["best"]
+    assert restore_folders(tmp_path) == restore_folders(tmp_path / "nowhere") == []
 
 
 def test_a_kill_between_the_two_moves_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +116,7 @@ def test_a_kill_between_the_two_moves_loses_nothing(tmp_path: Path, monkeypatch:
         return rename(self, target)
 
     def save() -> None:
-        with whole_folder(tmp_path / "best") as folder:
+        with atomic_folder(tmp_path / "best") as folder:
             (folder / "weights").write_text("new")
 
     with monkeypatch.context() as patch:

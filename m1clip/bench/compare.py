@@ -34,7 +34,7 @@ from m1clip.hardware.timing import is_settled
 from m1clip.io import read_small, write_json, write_text
 from m1clip.model.clip import count_parameters
 from m1clip.model.presets import flops_per_pair, preset, shape_of
-from m1clip.runlog import finite
+from m1clip.runlog import json_safe
 
 
 class Failed(Exception):
@@ -140,7 +140,7 @@ def write_document(document: dict[str, Any], path: Path) -> None:
     document["crossovers"] = crossovers(document["results"], document["cost_models"])
     document["usage"] = usage_table(document["results"])
     document["verdict"] = sentences(document)
-    write_json(path, finite(document))
+    write_json(path, json_safe(document))
 
 
 def read_document(path: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from rich.table import Table
 from m1clip.bench.candidate import Candidate
 from m1clip.bench.doctor import Finding
 from m1clip.bench.verdict import BATCHES, PHASES, CostModel, Result, plain, times_faster
-from m1clip.runlog import finite
+from m1clip.runlog import json_safe
 from m1clip.training.memory import COMPONENTS
 
 
@@ -618,7 +618,7 @@ def doctor_lines(findings: list[Finding]) -> str:
 def doctor_json(checkup: Any, findings: list[Finding]) -> str:
     """The same for a program, with the facts behind it."""
     values = {"facts": dataclasses.asdict(checkup), "findings": [dataclasses.asdict(f) for f in findings]}
-    return json.dumps(finite(values), indent=2, ensure_ascii=False)
+    return json.dumps(json_safe(values), indent=2, ensure_ascii=False)
 
 
 def plan_lines(found: dict[str, Any]) -> str:
@@ -646,7 +646,7 @@ def plan_lines(found: dict[str, Any]) -> str:
 
 def plan_json(found: dict[str, Any]) -> str:
     """A plan for a program."""
-    return json.dumps(finite(found), indent=2)
+    return json.dumps(json_safe(found), indent=2)
 
 
 def _clock(value: float) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from m1clip.errors import UserError
-from m1clip.io import check_limits, checked
+from m1clip.io import check_limits, validated
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 SUFFIXES = frozenset(
@@ -237,7 +237,7 @@ class Preprocess:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Preprocess:
         """The inverse of `to_dict`; a key or a value that cannot be meant is an error, never a guess."""
-        return cls(**checked(cls, values, "preprocessing"))
+        return cls(**validated(cls, values, "preprocessing"))
 
 
 def to_square(image: Image.Image, size: int, resize: str = "shortest") -> np.ndarray:

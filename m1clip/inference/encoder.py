@@ -22,7 +22,7 @@ from m1clip.data.features import FeatureCaptions, FeatureImages
 from m1clip.data.images import Preprocess, decode, to_square
 from m1clip.data.types import ImageRef
 from m1clip.errors import UserError
-from m1clip.io import format_version, read_small, whole_folder, write_json
+from m1clip.io import atomic_folder, format_version, read_small, write_json
 from m1clip.model.clip import CLIP
 from m1clip.model.convert import assign_weights, check_weights, empty_clip, fit_positions, read_tensors, write_tensors
 from m1clip.model.folder import Parts, kind_of, read_foreign
@@ -80,7 +80,7 @@ class Bundle:
 
     def save(self, folder: Path) -> None:
         """Write the model folder; an older one there is replaced only when the new one is whole."""
-        with whole_folder(folder) as partial:
+        with atomic_folder(folder) as partial:
             weights = {name: t.detach().cpu() for name, t in merged_state(self.model).items()}
             write_tensors(partial / WEIGHTS, weights, {"format": "pt"})
             kind = TOWERS if isinstance(self.model, TowerClip) else SHAPE

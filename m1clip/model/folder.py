@@ -11,7 +11,7 @@ from torch import Tensor
 
 from m1clip.data.images import OPENAI_MEAN, OPENAI_STD, Preprocess
 from m1clip.errors import UserError
-from m1clip.io import read_small, whole_folder, write_json, write_text
+from m1clip.io import atomic_folder, read_small, write_json, write_text
 from m1clip.model.convert import (
     HUGGING_FACE,
     INDEX,
@@ -138,7 +138,7 @@ def write_foreign(to: Format, folder: Path, parts: Parts) -> None:
     check_expressible(shape, to)
     if not isinstance(parts.tokenizer, BpeTokenizer) or parts.tokenizer.kept is not None:
         raise UserError(f"only CLIP's full vocabulary of 49,408 pieces can be written as {to}")
-    with whole_folder(folder) as partial:
+    with atomic_folder(folder) as partial:
         if to == "openclip":
             _write_openclip(partial, parts, shape)
         else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from m1clip.config import ModelConfig
 from m1clip.errors import UserError
-from m1clip.io import check_limits, checked
+from m1clip.io import check_limits, validated
 
 if TYPE_CHECKING:
     from m1clip.model.layers import AttentionKind
@@ -105,7 +105,7 @@ class ClipShape:
     def from_dict(cls, values: dict[str, Any]) -> ClipShape:
         """The inverse of `to_dict`; an unknown or missing key or a wrong type is an error, never a guess."""
         values = {"stem": "patch", **values}  # models of version 0.1 say nothing of it
-        return cls(**checked(cls, values, "model shape"))
+        return cls(**validated(cls, values, "model shape"))
 
 
 def stem_channels(shape: ClipShape) -> tuple[int, ...]:

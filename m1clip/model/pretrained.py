@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from m1clip.errors import UserError
-from m1clip.io import LIMITS, check_limits, checked, read_small
+from m1clip.io import LIMITS, check_limits, read_small, validated
 from m1clip.model.clip import CLIP, INITIAL_TEMPERATURE
 from m1clip.model.convert import read_checkpoint
 from m1clip.model.heads import Head, HeadKind, unit
@@ -522,7 +522,7 @@ class TowerShape:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TowerShape:
         """The inverse of `to_dict`."""
-        return cls(**checked(cls, values, "model on towers"))
+        return cls(**validated(cls, values, "model on towers"))
 
 
 COUNT = re.compile("layers|depth|blocks|stages|groups|experts")  # what a library makes one module each of

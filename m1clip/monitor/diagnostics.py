@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from m1clip.formatting import chance, duration, percent, plural, size
+from m1clip.formatting import duration, percent, plural, size
 from m1clip.monitor.history import History
 from m1clip.runlog import SELECTION
 
@@ -83,7 +83,7 @@ def near_chance(history: History) -> Verdict | None:
         return None
     return Verdict(
         "note",
-        f"{SELECTION[name]} is within noise of chance: {percent(row[name])}, chance {chance(row[f'{name}/chance'])}",
+        f"{SELECTION[name]} is within noise of chance: {percent(row[name])}, chance {percent(row[f'{name}/chance'])}",
     )
 
 

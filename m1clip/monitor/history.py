@@ -14,9 +14,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from m1clip.io import fits, open_regular, read_small, sane
+from m1clip.io import is_well_formed, matches_schema, open_regular, read_small
 from m1clip.runlog import NAME as RunlogNAME
-from m1clip.runlog import Record, parse, selection_name
+from m1clip.runlog import Record, parse, selection_metric
 
 HEAD, TAIL = 1 << 20, 4 << 20  # bytes of a long log that are read whole
 SAMPLES, SAMPLE = 512, 8 << 10  # places in between that are looked at first, and bytes at each
@@ -338,12 +338,12 @@ class History:
         """A value of config.toml; None if it is missing or of another type."""
         table = self.config.get(section)
         value = table.get(key) if isinstance(table, dict) else None
-        return value if fits(value, kind) else None
+        return value if matches_schema(value, kind) else None
 
     @property
     def metric(self) -> str:
         """The figure that chooses the best model."""
-        return selection_name(self.evaluations.last or {})
+        return selection_metric(self.evaluations.last or {})
 
     def best(self) -> Row | None:
         """The evaluation that training takes for the best."""
@@ -381,7 +381,7 @@ def _read(path: Path) -> dict[str, Any]:
         value = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except (OSError, ValueError, RecursionError):
         return {}
-    return value if isinstance(value, dict) and sane(value) else {}
+    return value if isinstance(value, dict) and is_well_formed(value) else {}
 
 
 NAMES = ("first third", "middle third", "last third")
@@ -447,7 +447,7 @@ def read_snapshot(run: Path, step: int) -> dict[str, Any] | None:
         value = json.loads(read_small(path, MAX_BYTES, inside=run))
     except (OSError, ValueError, RecursionError):
         return None
-    return value if sane(value) and fits(value, SHAPE) and _consistent(value) else None
+    return value if is_well_formed(value) and matches_schema(value, SHAPE) and _consistent(value) else None
 
 
 def _consistent(value: dict[str, Any]) -> bool:

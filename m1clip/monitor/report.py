@@ -22,7 +22,7 @@ from typing import Any
 from PIL import Image
 
 from m1clip.errors import UserError
-from m1clip.formatting import chance, clock, duration, number, percent, size
+from m1clip.formatting import clock, duration, number, percent, size
 from m1clip.io import read_small, write_bytes
 from m1clip.monitor.diagnostics import verdicts
 from m1clip.monitor.history import PHASES, History, decline, read_snapshot, read_thumbnail, snapshot_steps
@@ -202,7 +202,7 @@ def _interval(name: str, record: dict[str, Any]) -> str:
 
 
 def _chance(name: str, record: dict[str, Any]) -> str:
-    return number(record[f"{name}/chance"]) if _is_rank(name) else chance(record[f"{name}/chance"])
+    return number(record[f"{name}/chance"]) if _is_rank(name) else percent(record[f"{name}/chance"])
 
 
 def _is_rank(name: str) -> bool:
@@ -598,7 +598,7 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
 
 
 def _page(histories: Sequence[History], images: bool = True) -> bytes:
-    style = (resources.files("m1clip.watch") / "page" / "report.css").read_text(encoding="utf-8")
+    style = (resources.files("m1clip.web") / "page" / "report.css").read_text(encoding="utf-8")
     names = ", ".join(history.name for history in histories)
     one = len(histories) == 1
     parts = [

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from m1clip.errors import UserError
-from m1clip.formatting import ago, clock, percent
+from m1clip.formatting import ago, clock, percent, table
 from m1clip.io import LOCK, read_owner
 from m1clip.monitor.history import History
 from m1clip.runlog import NAME, SELECTION, Preparing, RunLog, read_preparing
@@ -184,11 +184,10 @@ def as_json(rows: list[RunRow]) -> str:
 
 
 def as_table(rows: list[RunRow], folder: Path) -> str:
-    """For a person; widths follow the content."""
+    """For the terminal."""
     if not rows:
-        return f"{folder}: no runs yet; m1clip train begins one"
-    head = ("run", "state", "progress", "trained", "best so far", "news")
-    cells = [head]
+        return f"{folder}: no runs yet; m1clip train starts one"
+    lines = []
     for row in rows:
         progress = f"{row.step:,}/{row.steps:,}" if row.steps else "-"
         if row.preparing is not None:
@@ -197,15 +196,10 @@ def as_table(rows: list[RunRow], folder: Path) -> str:
             progress += f" ({clock(row.seconds_left)} left)"
         best = "-" if row.best is None else f"{SELECTION[row.metric]} {percent(row.best)}"
         if row.best is not None and row.chance:
-            best += f" (chance {100 * row.chance:.2g}%)"
-        cells.append((
-            row.run, row.state, progress, "-" if row.seconds is None else clock(row.seconds), best,
-            ago(time.time() - row.last_time) if row.last_time else "-",
-        ))  # fmt: skip
-    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
-    )
+            best += f" (chance {percent(row.chance)})"
+        updated = ago(time.time() - row.last_time) if row.last_time else "-"
+        lines.append((row.run, row.state, progress, clock(row.seconds), best, updated))
+    return table(("run", "state", "progress", "trained", "best so far", "updated"), lines)
 
 
 def stop_run(run: Path, wait: float) -> str:

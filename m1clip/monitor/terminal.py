@@ -26,7 +26,7 @@ from m1clip.monitor import status as eta
 from m1clip.monitor.diagnostics import verdicts
 from m1clip.monitor.history import PHASES, History
 from m1clip.monitor.status import Status, status_of
-from m1clip.runlog import SELECTION, Record, selection_name
+from m1clip.runlog import SELECTION, Record, selection_metric
 
 Point = tuple[float, float]
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # [row][column] of a braille letter
@@ -396,7 +396,7 @@ def told(record: Record) -> str:
 
 
 def _told_score(record: Record, before: str) -> str:
-    name = selection_name(record)
+    name = selection_metric(record)
     value = record.get(name)
     return f"{before}{SELECTION[name]} {percent(value)}" if isinstance(value, int | float) else ""
 

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from m1clip import formatting
 from m1clip.config import GuardConfig
 from m1clip.errors import UserError
 from m1clip.formatting import steps_or_seconds
-from m1clip.io import checked, read_small, remove_folder, remove_leftovers, whole_folder, write_json
-from m1clip.io import restore as files_restore
+from m1clip.io import atomic_folder, read_small, remove_folder, remove_leftovers, validated, write_json
+from m1clip.io import restore_folders as files_restore
 from m1clip.model.convert import read_tensors, write_tensors
 from m1clip.training.checkpoint_files import (
     FOLDER,
@@ -61,7 +62,7 @@ Groups = dict[str, dict[str, Tensor]]  # file name without ending -> tensors
 def save(run: Path, state: TrainState, groups: Groups, keep: int) -> Path:
     """Write a checkpoint, then delete those of later steps, and all but the newest `keep`."""
     target = checkpoint_folder(run, state.step)
-    with whole_folder(target) as folder:
+    with atomic_folder(target) as folder:
         for name, tensors in groups.items():
             write_tensors(folder / f"{name}.safetensors", tensors)
         write_json(folder / "state.json", {"format": FORMAT, **asdict(state)})
@@ -118,7 +119,7 @@ def _state(path: Path) -> TrainState:
         raise UserError(f"{path}: holds no table of values")
     known = {item.name for item in fields(TrainState)}
     told: dict[str, Any] = {**asdict(TrainState()), **{k: v for k, v in values.items() if k in known}}
-    return TrainState(**checked(TrainState, told, str(path)))
+    return TrainState(**validated(TrainState, told, str(path)))
 
 
 # So many copies, and bytes beside them, must be free for one. Many: a save takes a second or two, and the peak of
@@ -288,11 +289,7 @@ class CheckpointWriter:
         if not self._said:
             self._said = True
             how = "beside the training" if work.aside else "while training waits"
-            self.say(f"checkpoint  step {work.step:,}: {_size(size)}, written {how}; {self.keep} are kept")
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+            self.say(f"checkpoint  step {work.step:,}: {formatting.size(size)}, written {how}; {self.keep} are kept")
 
 
 def groups(update: TrainStep, state: TrainState) -> Groups:

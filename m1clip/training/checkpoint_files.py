@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from m1clip import formatting
 from m1clip.errors import UserError
+from m1clip.formatting import size
 from m1clip.io import format_version, read_small, remove_folder
 from m1clip.training.process import lock_run
 
@@ -141,7 +143,7 @@ def prune_checkpoints(run: Path, keep: int) -> str:
         gone = prune(run, keep, sound=True)
     left = sorted(found(run))
     freed = sum(before.get(step, 0) for step in gone)
-    return f"{run}: {_count(len(gone))} deleted ({_size(freed)}), {_count(len(left))} left" + (
+    return f"{run}: {_count(len(gone))} deleted ({size(freed)}), {_count(len(left))} left" + (
         f": {', '.join(checkpoint_folder(run, step).name for step in left)}" if left else ""
     )
 
@@ -156,19 +158,14 @@ def table(run: Path, found: list[Row]) -> str:
     if not found:
         return f"{run}: no checkpoints yet"
     looked = any(row.problem is not None for row in found)
-    cells = [("step", "size", "saved", "state" if looked else "folder")]
+    lines = []
     for row in found:
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.saved))
         state = (row.problem or "whole") if looked else Path(row.path).name
-        cells.append((f"{row.step:,}", _size(row.bytes), saved, state))
-    widths = [max(len(line[column]) for line in cells) for column in range(4)]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in cells]
-    return "\n".join([*lines, f"{_count(len(found))}, {_size(sum(row.bytes for row in found))} in all"])
+        lines.append((f"{row.step:,}", size(row.bytes), saved, state))
+    text = formatting.table(("step", "size", "saved", "state" if looked else "folder"), lines)
+    return f"{text}\n{_count(len(found))}, {size(sum(row.bytes for row in found))} in all"
 
 
 def _count(number: int) -> str:
     return f"{number} checkpoint{'' if number == 1 else 's'}"
-
-
-def _size(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from m1clip.errors import UserError
-from m1clip.io import LOCK, open_plain, open_regular, own_mark, read_owner
+from m1clip.io import LOCK, lock_content, open_for_write, open_regular, read_owner
 from m1clip.runlog import NAME, PREPARING, PREPARING_PARTIAL
 
 OUTPUT = "train.log"  # what a run in the background says
@@ -60,7 +60,7 @@ def remove_unused_folder(folder: Path) -> None:
 @contextlib.contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
     """Be the only writer of a run; the system lets go of it when this process ends, however it ends."""
-    handle = open_plain(folder / LOCK, os.O_RDWR | os.O_CREAT)
+    handle = open_for_write(folder / LOCK, os.O_RDWR | os.O_CREAT)
     try:
         try:
             # Not flock: forked data workers would share it, and outlive a killed parent by some seconds.
@@ -71,7 +71,7 @@ def lock_run(folder: Path) -> Iterator[None]:
         except OSError:
             pass  # a disk without locks (some network mounts): then no one can be kept out
         os.truncate(handle, 0)
-        os.write(handle, own_mark().encode())
+        os.write(handle, lock_content().encode())
         (folder / PREPARING).unlink(missing_ok=True)  # of a killed process
         yield
     finally:
@@ -94,7 +94,7 @@ def start_in_background(words: list[str], run: Path | None, name: str, resume: P
         raise UserError(f"{folder}: no run there (no config.toml)")
     own = without(words, "--background", "--run")
     output = folder / OUTPUT
-    with os.fdopen(open_plain(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
+    with os.fdopen(open_for_write(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "m1clip", *own, *([] if resume is not None else ["--run", str(folder)])],
             stdin=subprocess.DEVNULL, stdout=file, stderr=file,

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from m1clip.evaluation.statistics import Metric, Scores
+from m1clip.formatting import clock, size
 from m1clip.runlog import MEAN_RECALL, PREPARING, Preparing
 
 RECENT = 25  # lines whose steps tell how long the rest will take
@@ -126,7 +127,7 @@ class Screen:
         left = statistics.median(self._step_seconds) * (self._total - values["step"])
         text = (
             f"step {values['step']:,}/{self._total:,}  loss {values['loss']:.3f}{self._score}  "
-            f"{values['images_per_second']:,.0f} samples/s  {values['memory_bytes'] / 1e9:.1f} GB  {_clock(left)} left"
+            f"{values['images_per_second']:,.0f} samples/s  {size(values['memory_bytes'])}  {clock(left)} left"
         )
         if self._progress is not None:
             self._progress.update(self._task, completed=values["step"], text=text)
@@ -181,9 +182,3 @@ class _Output:
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, sys.stdout.fileno())
                 os.close(null)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -30,7 +30,7 @@ from m1clip.hardware.facts import Facts, usable_cpus
 from m1clip.hardware.memory import return_freed_memory
 from m1clip.hardware.timing import timing
 from m1clip.inference.encoder import Bundle, load
-from m1clip.io import fits, read_small, remove_leftovers, write_json, write_text
+from m1clip.io import matches_schema, read_small, remove_leftovers, write_json, write_text
 from m1clip.runlog import MEAN_RECALL, RunLog, read_log
 from m1clip.training.checkpoint import TrainState, load_latest, restore, save_failure
 from m1clip.training.logger import check_sink, open_sink
@@ -327,7 +327,7 @@ def _finish(job: Job, update: TrainStep, folder: Path, log: RunLog, screen: Scre
         label = selection_metric(scores).label
         screen.say(f"best       step {state.best_step:,}: validation {label} {100 * state.best:.1f}%")
     steps = [record for record in read_log(folder) if record["kind"] == "step"]
-    shares = [record["data_fraction"] for record in steps if fits(record.get("data_fraction"), float)]
+    shares = [record["data_fraction"] for record in steps if matches_schema(record.get("data_fraction"), float)]
     epochs = state.step / job.training.plan.steps_per_epoch
     log.write("end", step=state.step, split=split, best_step=state.best_step, seconds=state.seconds,
               data_fraction=sum(shares) / max(len(shares), 1), peak_bytes=job.device.peak_bytes(),

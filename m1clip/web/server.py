@@ -28,7 +28,7 @@ from m1clip.monitor.diagnostics import verdicts
 from m1clip.monitor.history import History, read_snapshot, read_thumbnail, snapshot_steps
 from m1clip.monitor.status import find_runs, is_run, need_run, status_of
 from m1clip.monitor.terminal import told
-from m1clip.runlog import SELECTION, finite
+from m1clip.runlog import SELECTION, json_safe
 
 LOOK_FOR_NEW = 2.0  # seconds
 DEFAULT = Path("runs")  # may not be there yet: the first run makes it
@@ -281,7 +281,7 @@ class Handler(BaseHTTPRequestHandler):
         store = self.server.store
         if path in PAGE:
             name, kind = PAGE[path]
-            self._send(200, kind, (resources.files("m1clip.watch") / "page" / name).read_bytes())
+            self._send(200, kind, (resources.files("m1clip.web") / "page" / name).read_bytes())
             return
         if path == "/api/runs":
             store.refresh()
@@ -331,21 +331,21 @@ class Handler(BaseHTTPRequestHandler):
                 elif rows:
                     self._event("rows", {"id": key, "rows": rows})
                     sent[key] = (generation, newest)
-            now = json.dumps(finite([store.summary(key) for key in store.ids()]))
+            now = json.dumps(json_safe([store.summary(key) for key in store.ids()]))
             if now != summaries or time.monotonic() - spoke > HEARTBEAT:
                 summaries, spoke = now, time.monotonic()
                 self._write(f"event: runs\ndata: {now}\n\n")
             self.server.stopped.wait(REFRESH)
 
     def _event(self, kind: str, value: Any) -> None:
-        self._write(f"event: {kind}\ndata: {json.dumps(finite(value), separators=(',', ':'))}\n\n")
+        self._write(f"event: {kind}\ndata: {json.dumps(json_safe(value), separators=(',', ':'))}\n\n")
 
     def _write(self, text: str) -> None:
         self.wfile.write(text.encode())
         self.wfile.flush()
 
     def _json(self, value: Any) -> None:
-        self._send(200, "application/json", json.dumps(finite(value), separators=(",", ":")).encode())
+        self._send(200, "application/json", json.dumps(json_safe(value), separators=(",", ":")).encode())
 
     def _missing(self) -> None:
         self._send(404, "text/plain", b"nothing here\n")

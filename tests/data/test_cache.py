@@ -181,7 +181,7 @@ def test_without_locks_each_builds_and_the_first_counts(tmp_path: Path, monkeypa
     def no_locks(*arguments: object) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr("m1clip.io.fcntl.flock", no_locks)
+    monkeypatch.setattr("fcntl.flock", no_locks)
     folder = make_set(tmp_path / "set")
     first = stored(folder)
     (name,) = caches(folder)

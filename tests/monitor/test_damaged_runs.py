@@ -186,7 +186,7 @@ def test_only_regular_files_inside_the_run_folder_are_opened(
     replace(run / name, tmp_path / "outside")
     script = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]);"
-        "from watch.test_damaged_runs import read_outside; read_outside(Path(sys.argv[1]))"
+        "from monitor.test_damaged_runs import read_outside; read_outside(Path(sys.argv[1]))"
     )
     tests = Path(__file__).parents[1]
     # A process of its own: a reader that waits for a FIFO cannot be interrupted from inside.

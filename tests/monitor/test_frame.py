@@ -34,7 +34,7 @@ def test_the_small_window_shows_all_that_was_asked_for(tmp_path: Path) -> None:
     history = History(full_run(tmp_path / "demo", finished=False)).poll_all()
     text = plain(frame(history, RUNNING, View(80, 24), BEGIN + 60))
     for words in ("demo", "running", "100%  step 100 of 100", "loss", "mean recall", "chance", "temperature",
-                  "learning rate", "256 samples/s", "forward 40%", "backward 50%", "data 1%", "memory 1.0 GB of 8.0 GB",
+                  "learning rate", "256 samples/s", "forward 40%", "backward 50%", "data 1%", "memory 1 GB of 8 GB",
                   "cores",
                   "power and heat not measured", "it learns", "checkpoint saved at step 100", "q quit"):  # fmt: skip
         assert words in text, words

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from m1clip.errors import UserError
-from m1clip.io import Owner, own_mark, read_owner
+from m1clip.io import Owner, lock_content, read_owner
 from m1clip.monitor.history import History, Thinned, decline
 from m1clip.monitor.status import (
     as_table,
@@ -78,7 +78,7 @@ def test_state_of_finished_stopped_and_dead_runs(tmp_path: Path) -> None:
 
 def test_a_process_counts_only_if_it_began_when_the_lock_says(tmp_path: Path) -> None:
     run = make_run(tmp_path, [step(10)])
-    (run / "run.lock").write_text(own_mark())
+    (run / "run.lock").write_text(lock_content())
     status = status_of(History(run).poll_all())
     assert (status.state, status.pid) == ("running", os.getpid())
     started = psutil.Process().create_time()
@@ -128,8 +128,8 @@ def test_runs_are_found_and_listed(tmp_path: Path) -> None:
     assert (rows["b-done"].state, rows["b-done"].step, rows["b-done"].steps) == ("finished", 100, 100)
     table = as_table(list(rows.values()), tmp_path)
     assert "finished" in table
-    assert "40.0% (chance 1%)" in table
-    (tmp_path / "a-dead" / "run.lock").write_text(own_mark())
+    assert "40.0% (chance 1.0%)" in table
+    (tmp_path / "a-dead" / "run.lock").write_text(lock_content())
     assert newest_run(tmp_path).name == "a-dead"  # the one that runs
     with pytest.raises(UserError, match="not a run folder"):
         need_run(tmp_path / "not-a-run")

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from m1clip.io import own_mark
+from m1clip.io import lock_content
 
 from .made_runs import append, full_run, line, make_run, step
 from .terminal_screen import in_terminal
@@ -40,7 +40,7 @@ def test_small_large_resized_quit(tmp_path: Path) -> None:
 
 def test_a_run_that_grows_is_paused_goes_on_and_dies(tmp_path: Path) -> None:
     run = make_run(tmp_path / "live", [step(10)])
-    (run / "run.lock").write_text(own_mark())  # this very process plays the training
+    (run / "run.lock").write_text(lock_content())  # this very process plays the training
     with in_terminal("monitor", "live", cwd=tmp_path, NO_COLOR="1") as screen:
         screen.until(lambda text: "step 10 of 100" in text and "running" in text and "left, until" in text)
         append(run, [step(20)])
@@ -52,11 +52,11 @@ def test_a_run_that_grows_is_paused_goes_on_and_dies(tmp_path: Path) -> None:
         screen.until(lambda text: "step 30 of 100" in text and "PAUSED" not in text)
         with (run / "run.jsonl").open("ab") as file:
             file.write(json.dumps(step(40)).encode()[:30])  # killed in the middle of a line
-        (run / "run.lock").write_text("1\n1.0\n" + own_mark().splitlines()[2] + "\n")
+        (run / "run.lock").write_text("1\n1.0\n" + lock_content().splitlines()[2] + "\n")
         screen.until(lambda text: "died" in text and "go on with: m1clip train --resume live" in text)
         with (run / "run.jsonl").open("ab") as file:
             file.write(b"\n")
-        (run / "run.lock").write_text(own_mark())
+        (run / "run.lock").write_text(lock_content())
         append(run, [line("start", step=30, steps=100), step(50)])  # and continued
         screen.until(lambda text: "running" in text and "step 50 of 100" in text)
         (run / "run.jsonl").unlink()

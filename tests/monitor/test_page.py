@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from small_run import environment, small_arguments
 
-from m1clip.io import own_mark
+from m1clip.io import lock_content
 from m1clip.web.server import Server, Store
 
 from .made_runs import append, ended, evaluation, full_run, make_run, step, write_example
@@ -114,7 +114,7 @@ def wait_for_points(page: Any, least: int, plot: str = "loss") -> None:
 
 def test_a_live_run_grows_without_a_reload_and_comes_to_its_end(visit: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs" / "live", [step(1), step(2), step(3)])
-    (run / "run.lock").write_text(own_mark())
+    (run / "run.lock").write_text(lock_content())
     page, site = visit([tmp_path / "runs"], expected=("ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED", "ERR_"))
     wait_for_points(page, 3)
     assert page.inner_text("#state") == "running"

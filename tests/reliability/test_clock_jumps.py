@@ -13,7 +13,7 @@ import pytest
 from reliability_results import recorded
 from small_run import run_small
 
-from m1clip.io import LOCK, birth_of, own_mark, read_owner
+from m1clip.io import LOCK, lock_content, process_start_id, read_owner
 from m1clip.monitor import status as eta
 from m1clip.monitor.diagnostics import verdicts
 from m1clip.monitor.history import History
@@ -75,9 +75,9 @@ def test_one_step_that_slept_for_an_hour_changes_no_forecast(tmp_path: Path) -> 
 
 
 def test_a_living_process_is_known_after_the_clock_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not birth_of(os.getpid()):
+    if not process_start_id(os.getpid()):
         pytest.skip("this system tells the start of a process by the clock alone")
-    (tmp_path / LOCK).write_text(own_mark())
+    (tmp_path / LOCK).write_text(lock_content())
     make_run(tmp_path, [step(10)])
     usual = psutil.Process.create_time
     monkeypatch.setattr(psutil.Process, "create_time", lambda self: usual(self) - HOUR)
@@ -88,7 +88,7 @@ def test_a_living_process_is_known_after_the_clock_was_set(tmp_path: Path, monke
     # And a later process with the same number is another one.
     boot, ticks = owner.birth.split()
     for other in (f"{boot} {int(ticks) + 1}", f"0000-{boot[5:]} {ticks}"):
-        (tmp_path / LOCK).write_text(own_mark().replace(owner.birth, other))
+        (tmp_path / LOCK).write_text(lock_content().replace(owner.birth, other))
         reused = read_owner(tmp_path)
         assert reused is not None
         assert reused.process() is None

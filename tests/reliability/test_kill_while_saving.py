@@ -16,7 +16,7 @@ import pytest
 import torch
 from reliability_results import recorded
 
-from m1clip.io import PARTIAL, whole_folder, write_text
+from m1clip.io import PARTIAL, atomic_folder, write_text
 from m1clip.training.checkpoint import TrainState, load_latest, save
 from m1clip.training.checkpoint_files import checkpoint_folder, found, verify
 
@@ -37,7 +37,7 @@ def groups_of(step: int, size: int) -> dict[str, dict[str, torch.Tensor]]:
 def save_once(run: Path, step: int, size: int) -> None:
     """What a run does at a save: the checkpoint, the best model replaced, a small file replaced."""
     save(run, TrainState(step=step), groups_of(step, size), keep=KEEP)
-    with whole_folder(run / "best") as folder:
+    with atomic_folder(run / "best") as folder:
         (folder / "model").write_text(f"{step}" * 2000)
     write_text(run / "note.json", f"{step}" * 2000)
 

@@ -18,7 +18,7 @@ from reliability_results import recorded
 from small_run import small_arguments
 
 from m1clip.errors import UserError
-from m1clip.io import LOCK, own_mark, read_owner
+from m1clip.io import LOCK, lock_content, read_owner
 from m1clip.training.process import lock_run
 
 FORK = multiprocessing.get_context("fork")
@@ -85,17 +85,17 @@ def test_of_many_one_wins_two_hundred_times(tmp_path: Path, part: int) -> None:
         "nonsense\n",
         "\0" * 64,
         f"{2**70}\nnan\n{platform.node()}\n",
-        own_mark(),
+        lock_content(),
     ],
     ids=["reboot", "dead", "elsewhere", "empty", "nonsense", "zeros", "absurd", "own number, reused"],
 )
 def test_a_lock_left_behind_is_recovered(tmp_path: Path, mark: str) -> None:
     (tmp_path / LOCK).write_text(mark)
     owner = read_owner(tmp_path)
-    if owner is not None and mark != own_mark():
+    if owner is not None and mark != lock_content():
         assert owner.process() is None
     with lock_run(tmp_path):
-        assert (tmp_path / LOCK).read_text() == own_mark()
+        assert (tmp_path / LOCK).read_text() == lock_content()
 
 
 def test_a_pipe_in_the_place_of_the_lock_hangs_nobody(tmp_path: Path) -> None:
