@@ -59,7 +59,7 @@ def test_one_run(tmp_path: Path) -> None:
     assert "<script" not in page
     assert "&lt;b&gt;cat&lt;/b&gt;" in page
     assert "http" not in re.sub(r"http-equiv", "", page)
-    for words in ("40.0%", "35.0 - 45.0%", "1.0%", "Gradient flow", "image block 1", "Temperature", "Where the loss fell",
+    for words in ("40.0%", "35.0 - 45.0%", "1.0%", "image block 1", "Temperature", "Where the loss fell",
                   "Accuracy by similarity of the wrong caption", "Accuracy against made-up negatives",
                   "Where the time of a step goes", "Memory by component", "Power, watts", "not measured in this run",
                   "Nearest confusions", "a blue dog", "Recall@1 by colour", "config.toml", "environment.json",
