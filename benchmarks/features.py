@@ -30,10 +30,10 @@ from sides import machine
 
 from m1clip.config import Config, OptimConfig, TrainConfig
 from m1clip.data.augment import Augmentation
-from m1clip.data.cache import ArrayImages
-from m1clip.data.features import FeatureCaptions, FeatureImages, FeatureSet
+from m1clip.data.cache import FeatureTable
+from m1clip.data.captions import CaptionTable
 from m1clip.data.images import Preprocess
-from m1clip.data.loader import BatchPlan
+from m1clip.data.loader import BatchPlan, TrainingSet
 from m1clip.hardware.device import Device, Precision
 from m1clip.hardware.facts import read_facts
 from m1clip.hardware.precision import autocast
@@ -51,26 +51,21 @@ def mapped(folder: Path, name: str, rows: int, width: int, draw: np.random.Gener
     return np.asarray(np.memmap(path, np.float16, "r", shape=(rows, width)))
 
 
-def feature_set(folder: Path, batch: int, image_width: int, text_width: int) -> FeatureSet:
+def feature_set(folder: Path, batch: int, image_width: int, text_width: int) -> TrainingSet:
     """The batches of a run on features."""
     draw = np.random.default_rng(0)
     texts = IMAGES * CAPTIONS
-    images = FeatureImages(
-        ArrayImages(np.zeros((IMAGES, 1, 1, 3), np.uint8)),
-        mapped(folder, "image", IMAGES, image_width, draw),
-        draw.permutation(IMAGES)[:, None],
-    )
-    captions = FeatureCaptions(
+    images = FeatureTable(mapped(folder, "image", IMAGES, image_width, draw), draw.permutation(IMAGES)[:, None])
+    captions = CaptionTable(
         tokens=np.zeros((texts, 1), np.int32),
         lengths=np.ones(texts, np.int32),
         keys=np.arange(texts, dtype=np.int64),
         first=np.arange(0, texts + 1, CAPTIONS),
         pad_id=0,
-        table=mapped(folder, "text", texts, text_width, draw),
-        at=draw.permutation(texts),
+        features=FeatureTable(mapped(folder, "text", texts, text_width, draw), draw.permutation(texts)),
     )
     plan = BatchPlan(IMAGES, batch, 0)
-    return FeatureSet(images, captions, plan, Augmentation(), False, None, CAPTIONS)
+    return TrainingSet(None, captions, plan, Augmentation(), image_features=images, captions_per_image=CAPTIONS)
 
 
 def measure(batch: int, rounds: int, precision: Precision) -> dict[str, object]:

@@ -88,8 +88,8 @@ def answers_of(config: Config) -> dict[str, Callable[[], Any]]:
 
 def in_reverse(batch: Any) -> Any:
     """The same images in the opposite order: the same gradient, but for the order in which it is added up."""
-    last = len(batch.pixels) - 1
-    turned = {name: getattr(batch, name).flip(0) for name in ("pixels", "images", "patches")
+    last = len(batch) - 1
+    turned = {name: getattr(batch, name).flip(0) for name in ("images", "sample_ids", "kept_patches")
               if getattr(batch, name) is not None}  # fmt: skip
     return dataclasses.replace(batch, views=batch.views.rows(np.arange(last, -1, -1)), image_index=last - batch.image_index,  # noqa: E501
                                **turned)  # fmt: skip

@@ -54,7 +54,7 @@ def timed(feed: Iterator[Any], count: int, ready: int, finish: Callable[[Any], o
 def ours(job: Job, data: TrainingSet, workers: int, count: int, rendered: bool) -> Round:
     """Our loader, with or without the rendering that the training step does."""
     feed = batches(data, 0, 10**6, workers, job.device.rules.worker_start, False)
-    finish = (lambda b: render(b.pixels, b.views, job.preprocess)) if rendered else None
+    finish = (lambda b: render(b.pixels(), b.views, job.preprocess)) if rendered else None
     next(feed)
     return lambda: timed(feed, count, PREFETCH * workers, finish)
 
@@ -167,7 +167,9 @@ def main() -> None:
         trained = job.training
         refs = [sample.image for sample in job.splits["train"].samples]
         images = LiveImages(refs, trained.images.read(np.array([0])).shape[1])
-        live = TrainingSet(images, trained.captions, trained.plan, trained.augmentation, trained.full_length)
+        live = TrainingSet(
+            images, trained.captions, trained.plan, trained.augmentation, full_length=trained.full_length
+        )
         rounds: dict[str, Round] = {
             "cached, float batch": ours(job, trained, 0, 20, True),
             "cached, uint8 batch": ours(job, trained, 0, 200, False),

@@ -117,10 +117,10 @@ def random_batch(point: Point, draw: np.random.Generator) -> Batch:
     tokens[:, -1] = 2
     members = torch.arange(n)
     return Batch(
-        pixels=torch.from_numpy(draw.integers(0, 256, (n, size, size, 3), dtype=np.uint8)),
+        images=torch.from_numpy(draw.integers(0, 256, (n, size, size, 3), dtype=np.uint8)),
         tokens=torch.from_numpy(tokens),
-        images=members,
-        captions=members,
+        sample_ids=members,
+        caption_ids=members,
         image_index=members,
         views=draw_views(Augmentation(crop_min=0.6, flip=0.5, colour=0.2), 0, 0, np.arange(n)),
     )

@@ -65,7 +65,7 @@ def step_flops(shape: ClipShape, batch: Batch) -> float:
     """Forward and backward of a batch as it is computed: images once, captions in groups of like length."""
     images = flops_per_pair(shape, 0)  # the caption's two vectors, which are little, are counted with the image
     texts = sum(len(group) * (flops_per_pair(shape, group.shape[1]) - images) for group in batch.text_groups())
-    return len(batch.pixels) * images + texts
+    return len(batch) * images + texts
 
 
 def spread(values: dict[str, Any] | Timing, form: str = ".2f", unit: str = "") -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from m1clip.bench.candidate import PROBE_PAIRS, Candidate, config_of, with_batch
-from m1clip.data.cache import DecodePlan, resident
+from m1clip.data.cache import DecodePlan
 from m1clip.data.loader import Batch, BatchPlan, TrainingSet
 from m1clip.errors import UserError
 from m1clip.hardware.device import Device, Precision, available, check_compile, choose_precision, threads
@@ -206,10 +206,12 @@ class Workload:
         plan = BatchPlan(len(job.splits["train"].samples), wanted.train.batch or 2, config.seed)
         old = job.training
         fixed = self.device.rules.fixed_shapes or candidate.compile
-        kept = job.splits["train"].images
+        train, there = job.splits["train"].images, None
         if self.device.rules.resident and candidate.device != "hybrid":
-            kept = resident(kept, self.device.torch, self.device.free_bytes())
-        training = TrainingSet(kept, old.captions, plan, old.augmentation, fixed, identity=old.identity)
+            there = train.to_device(self.device.torch, self.device.free_bytes())
+        training = TrainingSet(
+            train, old.captions, plan, old.augmentation, device_images=there, full_length=fixed, identity=old.identity
+        )
         context = autocast(self.device, precision)
         return dataclasses.replace(
             job, config=config, device=self.device, precision=precision, training=training, autocast=context

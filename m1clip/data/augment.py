@@ -63,6 +63,10 @@ class DeviceViews:
     crops: bool
     colours: bool
 
+    def on(self, device: torch.device) -> DeviceViews:
+        """They are there already."""
+        return self
+
     def rows(self, rows: slice | np.ndarray) -> DeviceViews:
         """The choices of some samples."""
         return DeviceViews(self.boxes[rows], self.flips[rows], self.gains[rows], self.crops, self.colours)
@@ -96,12 +100,10 @@ def render(pixels: Tensor, views: Views | DeviceViews | None, preprocess: Prepro
 
     Under autocast the two products run in its precision, whose rounding is that of the 8 bits of a pixel.
     """
-    if pixels.is_floating_point():
-        return pixels  # features of a tower that stands still (m1clip/features): made from pixels long ago
     size, side = preprocess.image_size, pixels.shape[1]
     if views is None and side != size:
         views = whole_views(len(pixels))
-    drawn = views.on(pixels.device) if isinstance(views, Views) else views
+    drawn = None if views is None else views.on(pixels.device)
     x = pixels.permute(0, 3, 1, 2).contiguous()  # (n, 3, side, side); bytes are moved before they grow
     if drawn is not None and (side != size or drawn.crops):
         x = _resample(x, drawn, size)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
@@ -102,6 +102,7 @@ CHUNK = 64
 MAX_THREADS = 16  # each holds one decoded image at full size
 # With a tenth of the images broken, this many in a row fail once in 10^32.
 REPLACEMENT_TRIES = 32
+DEVICE_FRACTION = 0.25  # of the device's free memory that images may take; the rest is for training
 HUNG = "the read did not end"
 
 
@@ -110,8 +111,37 @@ class Images(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def ram_bytes(self) -> int:
+        """Memory that the decoded images take in this process."""
+
     def read(self, indices: np.ndarray) -> np.ndarray:
         """(n, side, side, 3) uint8."""
+
+    def to_device(self, device: torch.device, free_bytes: int) -> Tensor | None:
+        """All images on a device, (n, side, side, 3) uint8; None if they are not decoded or take too much memory."""
+
+
+@dataclass(frozen=True)
+class FeatureTable:
+    """Features of a frozen tower; `rows[i]` is the row of item i, or (items, views) the row of each view."""
+
+    array: np.ndarray  # (rows, width) float16
+    rows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def views(self) -> int:
+        """Views of each item."""
+        return 1 if self.rows.ndim == 1 else self.rows.shape[1]
+
+    def read(self, items: np.ndarray, views: np.ndarray | int = 0) -> np.ndarray:
+        """(n, width) float32 of some items, in the first view or in view `views[i]` of each."""
+        rows = self.rows[items] if self.rows.ndim == 1 else self.rows[items, views]
+        # torch converts float16 25 times as fast as numpy.
+        return torch.from_numpy(self.array.take(rows, axis=0)).float().numpy()
 
 
 @dataclass(frozen=True)
@@ -126,6 +156,15 @@ class ArrayImages:
     def read(self, indices: np.ndarray) -> np.ndarray:
         """(n, side, side, 3) uint8."""
         return self.array.take(indices, axis=0)
+
+    @property
+    def ram_bytes(self) -> int:
+        """All of it."""
+        return self.array.nbytes
+
+    def to_device(self, device: torch.device, free_bytes: int) -> Tensor | None:
+        """All images on a device where they leave room."""
+        return _to_device(self, device, free_bytes)
 
 
 class MappedImages:
@@ -144,8 +183,30 @@ class MappedImages:
         """(n, side, side, 3) uint8, copied out of the map."""
         return self.array.take(indices if self.rows is None else self.rows[indices], axis=0)
 
+    @property
+    def ram_bytes(self) -> int:
+        """None: the system drops mapped pages when it needs memory."""
+        return 0
+
+    def to_device(self, device: torch.device, free_bytes: int) -> Tensor | None:
+        """All images on a device where they leave room."""
+        return _to_device(self, device, free_bytes)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return MappedImages, (self.path, self.rows)
+
+
+def _to_device(images: Images, device: torch.device, free_bytes: int) -> Tensor | None:
+    if len(images) == 0:
+        return None
+    one = images.read(np.zeros(1, np.int64))
+    if one.nbytes * len(images) > DEVICE_FRACTION * free_bytes:
+        return None
+    stored = torch.empty((len(images), *one.shape[1:]), dtype=torch.uint8, device=device)
+    for start in range(0, len(images), 1024):
+        rows = np.arange(start, min(start + 1024, len(images)))
+        stored[start : start + len(rows)] = torch.from_numpy(images.read(rows)).to(device)
+    return stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +226,13 @@ class LiveImages:
     side: int
     resize: str = "shortest"
     patience: float = PATIENCE  # seconds for one image
+    ram_bytes: int = field(default=0, init=False)
 
     def __len__(self) -> int:
         return len(self.refs)
+
+    def to_device(self, device: torch.device, free_bytes: int) -> None:
+        """They are not decoded."""
 
     def read(self, indices: np.ndarray) -> np.ndarray:
         """(n, side, side, 3) uint8; an image that has gone since the run began stops it."""
@@ -716,34 +781,3 @@ def store_split(
     elif isinstance(images, LiveImages):
         images = LiveImages([refs[index] for index in good], side, resize, place.patience)
     return Stored(images, [samples[index] for index in good], failures, kind)
-
-
-SHARE = 0.25  # of the device's free memory that images may take; the rest is for training
-
-
-@dataclass(frozen=True)
-class ResidentImages:
-    """All images in one tensor on a device."""
-
-    store: Tensor  # (images, side, side, 3) uint8
-
-    def __len__(self) -> int:
-        return len(self.store)
-
-    def read(self, indices: np.ndarray) -> np.ndarray:
-        """(n, side, side, 3) uint8, brought back to the host."""
-        return self.store[torch.from_numpy(indices).to(self.store.device)].cpu().numpy()
-
-
-def resident(images: Images, device: torch.device, free_bytes: int) -> Images:
-    """The same images on the device where they are decoded already and leave room; else as they are."""
-    if not isinstance(images, ArrayImages | MappedImages) or len(images) == 0:
-        return images
-    one = images.read(np.zeros(1, np.int64))
-    if one.nbytes * len(images) > SHARE * free_bytes:
-        return images
-    store = torch.empty((len(images), *one.shape[1:]), dtype=torch.uint8, device=device)
-    for start in range(0, len(images), 1024):  # a copy on the host of some at a time
-        rows = np.arange(start, min(start + 1024, len(images)))
-        store[start : start + len(rows)] = torch.from_numpy(images.read(rows)).to(device)
-    return ResidentImages(store)

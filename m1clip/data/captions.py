@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
+from m1clip.data.cache import FeatureTable
 from m1clip.text.base import Tokenizer
 
 BUCKET = 4  # text lengths are rounded up to a multiple of this, so that shapes stay few
@@ -21,7 +22,8 @@ class CaptionTable:
     keys: np.ndarray  # (captions,) int64
     first: np.ndarray  # (images + 1,)
     pad_id: int  # what stands after the end mark
-    classes: bool = field(default=False, kw_only=True)  # made from class names: equal first captions are one class
+    classes: bool = False  # made from class names: equal first captions are one class
+    features: FeatureTable | None = None  # of a frozen text tower, one row per caption
 
     @property
     def owner(self) -> np.ndarray:

@@ -21,54 +21,69 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from m1clip.data import randomness as rnd
 from m1clip.data.augment import Augmentation, DeviceViews, Views, draw_patches, draw_views
-from m1clip.data.cache import ArrayImages, Failure, Images, ResidentImages, read_or_replace, stay_with_parent
+from m1clip.data.cache import Failure, FeatureTable, Images, read_or_replace, stay_with_parent
 from m1clip.data.captions import CaptionTable, drop_tokens, rounded
 from m1clip.errors import UserError
 
 TEXT_GROUPS = 4  # of like length in a step; more would save little padding and make products small
 SMALLEST_GROUP = 32  # captions
 RESTARTS = 3  # of the workers for one batch
+# The fields of a batch that differ from step to step.
+TENSORS = (
+    "sample_ids", "caption_ids", "image_index", "images", "image_features", "tokens", "text_features", "kept_patches",
+    "rows",
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One step's worth: raw pixels, tokens, and what says which samples belong together."""
+    """One step: n images (or their features), m captions (or their features), and which belong together."""
 
-    pixels: Tensor  # (n, side, side, 3) uint8
-    tokens: Tensor  # (m, length) int64; short captions first
-    images: Tensor  # (n,) number of each image; copies of one have equal numbers
-    captions: Tensor  # (m,) key of each caption; equal captions have equal keys
-    image_index: Tensor  # (m,) the row of the image that each caption describes
-    views: Views | DeviceViews
-    patches: Tensor | None = None  # (n, kept) which patches of each image are seen; None: all
-    lengths: tuple[int, ...] = ()  # of each caption, on the host; empty: all are to be read at full length
-    failed: tuple[Failure, ...] = ()  # images that could not be read; others stand in their place
-    store: Tensor | None = None  # where all images lie on the device: `pixels` are then rows of it, (n,)
+    sample_ids: Tensor  # (n,) int64; copies of one image have the same id
+    caption_ids: Tensor  # (m,) int64; equal captions have the same id
+    image_index: Tensor  # (m,) row of the image that each caption describes
+    images: Tensor | None = None  # (n, side, side, 3) uint8
+    image_features: Tensor | None = None  # (n, width) float32, from a frozen image tower
+    tokens: Tensor | None = None  # (m, length) int64, sorted by length
+    text_features: Tensor | None = None  # (m, width) float32, from a frozen text tower
+    views: Views | DeviceViews | None = None  # crop, flip and colour of each image; None with features
+    kept_patches: Tensor | None = None  # (n, kept) patches that the image tower sees; None: all
+    lengths: tuple[int, ...] = ()  # of each caption, on the host; empty: every caption has the full length
+    failed: tuple[Failure, ...] = ()  # images that could not be read; others replace them
+    cached_images: Tensor | None = None  # (all images, side, side, 3) uint8 on the device, instead of `images`
+    rows: Tensor | None = None  # (n,) this batch's rows of `cached_images`
 
-    def shown(self, rows: slice | Tensor = slice(None)) -> Tensor:
-        """Raw pixels of some images, taken from the store where there is one."""
-        pixels = self.pixels[rows]
-        return pixels if self.store is None else self.store[pixels]
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    def pixels(self, rows: slice | Tensor = slice(None)) -> Tensor:
+        """(n, side, side, 3) uint8 of some rows, wherever the images lie."""
+        if self.images is not None:
+            return self.images[rows]
+        assert self.cached_images is not None, "this batch has features, not images"
+        assert self.rows is not None
+        return self.cached_images[self.rows[rows]]
 
     def texts(self, rows: slice) -> Tensor:
-        """Tokens of some captions, cut after the longest of them: they stand by length, so it is the last."""
+        """Tokens of some captions, cut after the longest of them."""
+        assert self.tokens is not None, "this batch has text features, not tokens"
         tokens = self.tokens[rows]
         longest = max(self.lengths[rows], default=self.tokens.shape[1])
         return tokens[:, : rounded(longest, self.tokens.shape[1])]
 
     def text_groups(self) -> list[Tensor]:
-        """All tokens in a few groups of like length: the padding is work that no caption needs."""
+        """All tokens in a few groups of similar length, to save padding."""
         return [self.texts(rows) for rows in self.text_rows()]
 
     def text_rows(self) -> list[slice]:
-        """The rows of each of these groups; one of all where no caption's length is told."""
-        m = len(self.tokens)
+        """The rows of each of these groups."""
+        m = len(self.caption_ids)
         groups = min(TEXT_GROUPS, max(1, m // SMALLEST_GROUP)) if self.lengths else 1
         bounds = np.linspace(0, m, groups + 1).astype(int).tolist()
         return [slice(a, b) for a, b in itertools.pairwise(bounds)]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """The same batch on a device; the views stay, they are read when the pixels are rendered."""
+        """The same batch on a device; the views stay on the host until the pixels are rendered."""
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
@@ -76,8 +91,7 @@ class Batch:
         return self._map(Tensor.pin_memory)
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> Batch:
-        names = ("pixels", "tokens", "images", "captions", "image_index", "patches")
-        tensors = {name: getattr(self, name) for name in names}
+        tensors = {name: getattr(self, name) for name in TENSORS}
         moved: dict[str, Any] = {name: move(t) for name, t in tensors.items() if t is not None}
         return replace(self, **moved)
 
@@ -126,51 +140,66 @@ class TrainingSet(Dataset[Batch]):
 
     def __init__(
         self,
-        images: Images,
+        images: Images | None,
         captions: CaptionTable,
         plan: BatchPlan,
         augmentation: Augmentation,
-        full_length: bool,
+        *,
+        image_features: FeatureTable | None = None,
+        device_images: Tensor | None = None,
+        full_length: bool = False,
         identity: np.ndarray | None = None,
-        several: int = 1,
+        captions_per_image: int = 1,
         patches: int = 0,
     ) -> None:
-        """`identity[i]` says which image index i is, where copies exist; `several` captions of each go in a step.
+        """One of `images`, `image_features` and `device_images` is read: features first, then the device.
 
-        `patches` is how many the image tower cuts an image into, of which the augmentation may leave some out.
+        `identity[i]` is the id of sample i, where copies of one image share an id. `captions_per_image` captions of
+        each image go into a batch. `patches` is the number that the image tower cuts an image into.
         """
-        self.patches = patches
-        self.images, self.captions, self.plan, self.several = images, captions, plan, several
-        self.augmentation, self.full_length, self.identity = augmentation, full_length, identity
-        self.report: Callable[[tuple[Failure, ...], int], None] | None = None  # told of failures and images asked for
+        self.images, self.image_features, self.device_images = images, image_features, device_images
+        self.captions, self.plan, self.augmentation = captions, plan, augmentation
+        self.full_length, self.identity, self.patches = full_length, identity, patches
+        self.captions_per_image = captions_per_image
+        # Called with the failures and the number of images of each batch.
+        self.report: Callable[[tuple[Failure, ...], int], None] | None = None
 
     def __getitem__(self, step: int) -> Batch:
-        epoch, planned = self.plan.members(step)
-        failed: tuple[Failure, ...] = ()
-        store: Tensor | None = None
-        if isinstance(self.images, ResidentImages):
-            store, members, pixels = self.images.store, planned, planned.astype(np.int64)
+        epoch, members = self.plan.members(step)
+        seed, fields = self.plan.seed, dict[str, Any]()
+        if self.image_features is not None:
+            views = rnd.bits(seed, epoch, members, rnd.VIEW) % np.uint64(self.image_features.views)
+            features = self.image_features.read(members, views.astype(np.int64))
+            fields["image_features"] = torch.from_numpy(features)
         else:
-            members, pixels, failed = read_or_replace(self.images, planned, self.plan.seed, epoch)
-        texts = self.texts_of(members, epoch)
+            if self.device_images is not None:
+                fields |= {"cached_images": self.device_images, "rows": torch.from_numpy(members.astype(np.int64))}
+            else:
+                assert self.images is not None
+                members, pixels, fields["failed"] = read_or_replace(self.images, members, seed, epoch)
+                fields["images"] = torch.from_numpy(pixels)
+            fields["views"] = draw_views(self.augmentation, seed, epoch, members)
+            fields["kept_patches"] = self._kept_patches(members, epoch)
+        if self.captions.features is not None:
+            draws = rnd.bits(seed, epoch, members, rnd.CAPTION)
+            image_index, chosen = self.captions.pick(members, draws, self.captions_per_image)
+            fields["text_features"] = torch.from_numpy(self.captions.features.read(chosen))
+        else:
+            tokens, image_index, chosen, fields["lengths"] = self.texts_of(members, epoch)
+            fields["tokens"] = torch.from_numpy(tokens)
+        ids = members if self.identity is None else self.identity[members]
         return Batch(
-            store=store,
-            patches=self.shown_of(members, epoch),
-            pixels=torch.from_numpy(pixels),
-            tokens=torch.from_numpy(texts.tokens),
-            images=torch.from_numpy(self._identities(members).astype(np.int64)),
-            captions=torch.from_numpy(self.captions.keys[texts.chosen]),
-            image_index=torch.from_numpy(texts.image_index),
-            lengths=texts.lengths,
-            views=draw_views(self.augmentation, self.plan.seed, epoch, members),
-            failed=failed,
+            sample_ids=torch.from_numpy(ids.astype(np.int64)),
+            caption_ids=torch.from_numpy(self.captions.keys[chosen]),
+            image_index=torch.from_numpy(image_index),
+            **fields,
         )
 
     def texts_of(self, members: np.ndarray, epoch: int) -> Texts:
         """The captions of some images in this epoch, without the tokens that it leaves out, short ones first."""
         seed, table, share = self.plan.seed, self.captions, self.augmentation.word_dropout
         draws = rnd.bits(seed, epoch, members, rnd.CAPTION)
-        image_index, chosen = table.pick(members, draws, self.several)
+        image_index, chosen = table.pick(members, draws, self.captions_per_image)
         tokens, lengths = table.tokens[chosen], table.lengths[chosen]
         if share:
             context = tokens.shape[1]
@@ -183,15 +212,11 @@ class TrainingSet(Dataset[Batch]):
         tokens = tokens[order, : rounded(int(lengths.max()), tokens.shape[1])]
         return Texts(tokens.astype(np.int64), image_index[order], chosen[order], tuple(lengths[order].tolist()))
 
-    def shown_of(self, members: np.ndarray, epoch: int) -> Tensor | None:
-        """Which patches of some images are seen in this epoch; None: all."""
-        share = self.augmentation.patch_dropout
-        if not self.patches or not share:
+    def _kept_patches(self, members: np.ndarray, epoch: int) -> Tensor | None:
+        dropout = self.augmentation.patch_dropout
+        if not self.patches or not dropout:
             return None
-        return torch.from_numpy(draw_patches(share, self.patches, self.plan.seed, epoch, members))
-
-    def _identities(self, members: np.ndarray) -> np.ndarray:
-        return members if self.identity is None else self.identity[members]
+        return torch.from_numpy(draw_patches(dropout, self.patches, self.plan.seed, epoch, members))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "report": None}  # workers do not report: the batch carries what failed
@@ -218,10 +243,10 @@ def batches(
     warn: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Batch]:
     """The batches of steps start .. stop - 1, in order; `warn` is told when killed workers are restarted."""
-    if isinstance(data.images, ArrayImages) and start_method != "fork":
+    if data.images is not None and data.images.ram_bytes and start_method != "fork":
         workers = 0  # each would be sent a copy of all images, to save little: they are decoded already
-    if isinstance(data.images, ResidentImages):
-        workers = 0  # what is left to prepare are rows and tokens, and other processes cannot see the store
+    if data.device_images is not None:
+        workers = 0  # what is left to prepare are rows and tokens, and other processes cannot see the device's memory
     if workers == 0:
         made = (data[step] for step in range(start, stop))
         # From pinned memory a copy goes its own way; from any other the host waits until the device is free for it.
@@ -327,7 +352,7 @@ def _reported(feed: Iterator[Batch], data: TrainingSet) -> Iterator[Batch]:
     try:
         for batch in feed:
             if data.report is not None:
-                data.report(batch.failed, len(batch.images))
+                data.report(batch.failed, len(batch))
             yield batch
     except UserError as error:
         # A worker's error arrives with its traceback in front; its last line is the message.

@@ -9,7 +9,7 @@ from typing import Any
 
 from m1clip.config import DataConfig
 from m1clip.data.augment import Augmentation
-from m1clip.data.cache import CachePlace, DecodePlan, Failure, Images, data_folders, store_split
+from m1clip.data.cache import CachePlace, DecodePlan, Failure, FeatureTable, Images, data_folders, store_split
 from m1clip.data.captions import CaptionTable, tokenise
 from m1clip.data.images import Preprocess
 from m1clip.data.lint import quick_lint
@@ -37,6 +37,7 @@ class Split:
     samples: Sequence[Sample]
     failures: tuple[Failure, ...] = ()  # images found unreadable before training
     cache: str = "ram"  # ram, disk or off
+    image_features: FeatureTable | None = None  # of a frozen image tower
 
 
 def is_synthetic(config: DataConfig) -> bool:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from m1clip.config import load_config
 from m1clip.data.cache import DecodePlan
-from m1clip.data.captions import CaptionTable
 from m1clip.data.prepare import Split, load_split, open_data
 from m1clip.data.synthetic.negatives import negatives
 from m1clip.data.synthetic.scene import Scene
@@ -87,9 +86,7 @@ def rows_at_once(model: CLIP) -> int:
 def examine(exam: Exam, grid: Path) -> Scores:
     """All final figures of a split, and the image grid."""
     model, data = exam.bundle.model, exam.data
-    features = encode_split(
-        model, data.images, data.captions, exam.bundle.preprocess, rows_at_once(model), exam.autocast
-    )
+    features = encode_split(model, data, exam.bundle.preprocess, rows_at_once(model), exam.autocast)
     scores = held_out(*features)
     if isinstance(exam.source, SyntheticSource):
         scores += negative_scores(exam, exam.source, features[0])
@@ -209,7 +206,7 @@ def analyse(exam: Exam, features: Features, sample: int = SAMPLE) -> dict[str, A
         labels = [labels_of(exam.source.scene_of(sample.id)) for sample in exam.data.samples]
         found["groups"] = as_plain(recall_by_group(place, group_masks(labels, owner)))
         # Where a frozen tower has made the features of all captions, there is none to encode new ones here.
-        if sample and type(exam.data.captions) is CaptionTable:
+        if sample and exam.data.captions.features is None:
             chosen = even_indices(len(image), sample).tolist()
             scores = negative_scores(exam, exam.source, image, chosen)
             found["negatives"] = {
@@ -222,12 +219,7 @@ def analyse_split(exam: Exam, image: Path) -> dict[str, Any]:
     """The whole analysis of a split, every image asked, and an image of the nearest confusions."""
     data = exam.data
     features = encode_split(
-        exam.bundle.model,
-        data.images,
-        data.captions,
-        exam.bundle.preprocess,
-        rows_at_once(exam.bundle.model),
-        exam.autocast,
+        exam.bundle.model, data, exam.bundle.preprocess, rows_at_once(exam.bundle.model), exam.autocast
     )
     found = analyse(exam, features, sample=len(data.samples))
     worst = confusions(*features[:4], most=CONFUSIONS)

@@ -16,10 +16,10 @@ from PIL import Image
 from torch import Tensor
 
 from m1clip.data.augment import Views, render
-from m1clip.data.cache import CHUNK, Images, Progress, decode_chunks
+from m1clip.data.cache import CHUNK, Progress, decode_chunks
 from m1clip.data.captions import CaptionTable
-from m1clip.data.features import FeatureCaptions, FeatureImages
 from m1clip.data.images import Preprocess, decode, to_square
+from m1clip.data.prepare import Split
 from m1clip.data.types import ImageRef
 from m1clip.errors import UserError
 from m1clip.io import atomic_folder, format_version, read_small, write_json
@@ -243,10 +243,15 @@ class Features(NamedTuple):
 
 @torch.inference_mode()
 def encode_split(
-    model: CLIP, images: Images, captions: CaptionTable, preprocess: Preprocess, batch: int,
-    autocast: Callable[[], AbstractContextManager[object]], image_rows: int | None = None,
-) -> Features:  # fmt: skip
+    model: CLIP,
+    split: Split,
+    preprocess: Preprocess,
+    batch: int,
+    autocast: Callable[[], AbstractContextManager[object]],
+    image_rows: int | None = None,
+) -> Features:
     """Every image and every caption of a split, or of its first `image_rows`."""
+    images, captions = split.images, split.captions
     image_rows = len(images) if image_rows is None else image_rows
     texts = int(captions.first[image_rows])
     training, device = model.training, model.logit_scale.device
@@ -254,9 +259,11 @@ def encode_split(
     image, text = [], []
     with autocast():
         for indices in _chunks(image_rows, batch):
-            seen = images.features(indices) if isinstance(images, FeatureImages) else images.read(indices)
-            pixels = torch.from_numpy(seen).to(device)
-            image.append(model.encode_image(render(pixels, None, preprocess)).cpu())
+            if split.image_features is not None:
+                seen = torch.from_numpy(split.image_features.read(indices)).to(device)
+            else:
+                seen = render(torch.from_numpy(images.read(indices)).to(device), None, preprocess)
+            image.append(model.encode_image(seen).cpu())
         # Sorted by length, so that short captions are not padded to the longest of the set.
         order = np.argsort(captions.lengths[:texts], kind="stable")
         for indices in _chunks(len(order), 4 * batch):
@@ -272,8 +279,8 @@ def encode_split(
 
 def _told(captions: CaptionTable, chosen: np.ndarray) -> np.ndarray:
     """Features of the captions where a tower has made them, else their tokens."""
-    if isinstance(captions, FeatureCaptions):
-        return captions.features(chosen)
+    if captions.features is not None:
+        return captions.features.read(chosen)
     return captions.rows(chosen).astype(np.int64)
 
 

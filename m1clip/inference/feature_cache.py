@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from m1clip.data.cache import DecodePlan, Failure, LiveImages, judge
+from m1clip.data.cache import DecodePlan, Failure, FeatureTable, LiveImages, judge
 from m1clip.data.captions import CaptionTable, tokenise
-from m1clip.data.features import Computed, FeatureCaptions, FeatureImages, FeatureStore, name_of
+from m1clip.data.features import Computed, FeatureStore, name_of
 from m1clip.data.images import Preprocess
 from m1clip.data.types import Sample
 from m1clip.errors import UserError
@@ -61,8 +61,8 @@ class Maker:
 
 def feature_images(
     maker: Maker, samples: Sequence[Sample], split: str, max_bad: float
-) -> tuple[FeatureImages, list[Sample], tuple[Failure, ...]]:
-    """(images with features, the samples that could be read, what could not)."""
+) -> tuple[LiveImages, FeatureTable, list[Sample], tuple[Failure, ...]]:
+    """(images, their features, the samples that could be read, what could not)."""
     store = maker.image_store()
     bad: dict[int, str] = {}
     at = np.stack([_view_rows(maker, store, samples, split, view, bad) for view in range(maker.views)], axis=1)
@@ -73,7 +73,7 @@ def feature_images(
     kept = [samples[place] for place in good.tolist()]
     side, resize = maker.preprocess.image_size, maker.preprocess.resize
     live = LiveImages([sample.image for sample in kept], side, resize)
-    return FeatureImages(live, store.mapped(), at[good]), kept, failures
+    return live, FeatureTable(store.mapped(), at[good]), kept, failures
 
 
 def _view_rows(
@@ -95,7 +95,7 @@ def _view_rows(
     return store.rows(names)
 
 
-def feature_captions(maker: Maker, samples: Sequence[Sample], split: str) -> FeatureCaptions:
+def feature_captions(maker: Maker, samples: Sequence[Sample], split: str) -> CaptionTable:
     """The captions of the samples with their features."""
     table = token_captions(maker, samples)
     names = [name_of(caption) for sample in samples for caption in sample.captions]
@@ -111,9 +111,7 @@ def feature_captions(maker: Maker, samples: Sequence[Sample], split: str) -> Fea
                 yield [wanted[place] for place in places], made
 
     store.fill(names, captions, _waiting(maker, store))
-    return FeatureCaptions(
-        table.tokens, table.lengths, table.keys, table.first, pad_id, table=store.mapped(), at=store.rows(names)
-    )
+    return replace(table, features=FeatureTable(store.mapped(), store.rows(names)))
 
 
 def token_captions(maker: Maker, samples: Sequence[Sample]) -> CaptionTable:

@@ -232,7 +232,7 @@ def time_step(
     device = Device(kind, facts)
     plain = dataclasses.replace(config, model=dataclasses.replace(config.model, compile=False))
     if not plain.train.batch:
-        plain = dataclasses.replace(plain, train=dataclasses.replace(plain.train, batch=len(work.pixels)))
+        plain = dataclasses.replace(plain, train=dataclasses.replace(plain.train, batch=len(work)))
 
     def timed() -> Tried:
         model = _model(config, shape, eot_id, device, precision)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from m1clip.data.augment import DeviceViews
 from m1clip.data.captions import BUCKET, rounded
-from m1clip.data.loader import Batch
+from m1clip.data.loader import TENSORS, Batch
 from m1clip.training.oom import MemoryPressure
 
 if TYPE_CHECKING:  # the update holds one of these
@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # the update holds one of these
 WARM = 3  # plain steps before the recording: they make the optimizer's state, and compile what is compiled
 MOST = 8  # recordings, before shapes are taken to change for ever: data where images have more or fewer captions
 SHARE = 0.25  # of the device's memory that a step may take beside weights: a recording keeps as much a second time
-INPUTS = ("pixels", "tokens", "images", "captions", "image_index", "patches")
 VIEWS = ("boxes", "flips", "gains")
 Figures = tuple[Tensor, Tensor]  # loss and gradient norm
 
@@ -58,16 +57,16 @@ class CapturedStep:
         """Whether this step can be one: not in chunks, and not one that hooks look at."""
         room = self.update.oom
         chunk = self.update.config.train.chunk if room is None else room.chunk
-        whole = not 0 < chunk < len(batch.pixels)
+        whole = not 0 < chunk < len(batch)
         return not self.off and whole and not self.update.optimizer.observed
 
     def __call__(self, batch: Batch, step: int) -> Figures:
         """One step; loss and gradient norm on the device."""
         update = self.update
         batch = self._fixed(batch)
-        views = batch.views if isinstance(batch.views, DeviceViews) else batch.views.on(update.device.torch)
+        views = batch.views.on(update.device.torch) if batch.views is not None else None
         shapes = [(name, tuple(t.shape), t.dtype) for name, t in _inputs(batch)]
-        key = (*shapes, batch.lengths, views.crops, views.colours)
+        key = (*shapes, batch.lengths, views and (views.crops, views.colours))
         if key != self._key:
             self.forget()
             self._key = key
@@ -91,7 +90,7 @@ class CapturedStep:
 
     def _fixed(self, batch: Batch) -> Batch:
         """The same batch, each group of texts padded to the longest that it has had: no caption sees its padding."""
-        if not batch.lengths:
+        if batch.tokens is None or not batch.lengths:
             return batch
         groups, context = batch.text_rows(), self.update.model.shape.context_length
         now = [rounded(max(batch.lengths[rows]), context) for rows in groups]
@@ -147,7 +146,7 @@ class CapturedStep:
 
 def _inputs(batch: Batch) -> list[tuple[str, Tensor]]:
     """What differs from step to step, by name; the views only where they are on the device."""
-    found = [(name, getattr(batch, name)) for name in INPUTS]
+    found = [(name, getattr(batch, name)) for name in TENSORS]
     if isinstance(batch.views, DeviceViews):
         found += [(name, getattr(batch.views, name)) for name in VIEWS]
     return [(name, t) for name, t in found if t is not None]
@@ -156,5 +155,6 @@ def _inputs(batch: Batch) -> list[tuple[str, Tensor]]:
 def _copied(batch: Batch) -> Batch:
     """A batch of its own memory, which a recording reads at each replay."""
     tensors: dict[str, Any] = {name: t.clone() for name, t in _inputs(batch)}
-    views = dataclasses.replace(batch.views, **{name: tensors.pop(name) for name in VIEWS})
-    return dataclasses.replace(batch, views=views, **tensors)
+    if isinstance(batch.views, DeviceViews):
+        tensors["views"] = dataclasses.replace(batch.views, **{name: tensors.pop(name) for name in VIEWS})
+    return dataclasses.replace(batch, **tensors)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from m1clip.data.cache import ArrayImages
 from m1clip.errors import UserError
 from m1clip.hardware.energy import open_meter, temperature
 from m1clip.runlog import Record, RunLog, Sink
@@ -77,8 +76,7 @@ def memory_parts(job: Job, update: TrainStep) -> dict[str, int]:
     if update.ema is not None:
         known["average"] = _bytes(update.ema.weights.values())
     if job.device.kind == "cpu":
-        stores = (split.images for split in job.splits.values())
-        known["images"] = sum(store.array.nbytes for store in stores if isinstance(store, ArrayImages))
+        known["images"] = sum(split.images.ram_bytes for split in job.splits.values())
     peak = job.device.peak_bytes()
     return {**known, "rest": max(0, peak - sum(known.values())), "peak": peak}
 

@@ -35,7 +35,7 @@ def encode(job: Job, model: CLIP, split: str, images: int | None = None) -> Feat
     """Features of a split, or of its first `images`, in the precision of the run."""
     data = job.splits[split]
     rows = rows_at_once(model)
-    return encode_split(model, data.images, data.captions, job.preprocess, rows, job.autocast, images)
+    return encode_split(model, data, job.preprocess, rows, job.autocast, images)
 
 
 def evaluate(job: Job, model: CLIP, split: str) -> Scores:
@@ -129,7 +129,7 @@ class _Loop:
             state.step, state.seconds = step + 1, time.perf_counter() - self.began
             last = state.step == self.total
             logs, evaluates = state.step % self.recorder.every == 0 or last, self._evaluates()
-            self.rescue.after(state, batch.images, loss, grad_norm, look=logs or evaluates)
+            self.rescue.after(state, batch.sample_ids, loss, grad_norm, look=logs or evaluates)
             if logs:
                 self.recorder.write(state, update.schedule(step) * update.lr_factor)
             state.evaluation_due = evaluates

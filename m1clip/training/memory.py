@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from m1clip.config import Config
 from m1clip.data.augment import whole_views
 from m1clip.data.images import Preprocess
-from m1clip.data.loader import Batch
+from m1clip.data.loader import TENSORS, Batch
 from m1clip.hardware.device import Device, Kind, Precision
 from m1clip.hardware.facts import Facts
 from m1clip.hardware.precision import autocast
@@ -109,7 +109,7 @@ def watched(update: TrainStep, batch: Batch, step: Callable[[Batch], object]) ->
         ledger.claim("optimizer", update.optimizer.tensors().values())
         if update.ema is not None:
             ledger.claim("optimizer", update.ema.weights.values())
-        ledger.claim("batch", (batch.pixels, batch.tokens, batch.images, batch.captions, batch.image_index))
+        ledger.claim("batch", [t for name in TENSORS if (t := getattr(batch, name)) is not None])
         with ledger:
             step(batch)
         return dict(ledger.peak)
@@ -127,7 +127,7 @@ def stand_in(shape: ClipShape, batch: int, text_tokens: int, eot_id: int, severa
     rows = torch.arange(batch)
     image_index = rows.repeat_interleave(several)
     texts = torch.arange(batch * several)
-    return Batch(pixels, tokens, images=rows, captions=texts, image_index=image_index, views=views)
+    return Batch(sample_ids=rows, caption_ids=texts, image_index=image_index, images=pixels, tokens=tokens, views=views)
 
 
 def foretell(

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from m1clip.data.augment import render
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
 from m1clip.errors import UserError
 from m1clip.hardware.device import Precision
 from m1clip.losses import infonce, same_pairs
 from m1clip.model.clip import CLIP
+from m1clip.training.step import image_input, text_input
 
 if TYPE_CHECKING:  # setup asks this module too, when it chooses a device
     from m1clip.training.setup import Job
@@ -78,9 +78,9 @@ def gradient(
     """The gradient of every parameter as one float32 vector on the CPU; of a large model some numbers of each."""
     batch = batch.to(model.logit_scale.device)
     with context():
-        features = model(render(batch.pixels, batch.views, preprocess), batch.tokens)
+        features = model(image_input(batch, preprocess), text_input(batch))
     # Not the run's own objective: this one needs nothing of the model and asks the same of every kernel.
-    infonce(features, same_pairs(batch.images, batch.captions, batch.image_index)).backward()
+    infonce(features, same_pairs(batch.sample_ids, batch.caption_ids, batch.image_index)).backward()
     grads = [p.grad.detach().flatten() for p in model.parameters() if p.grad is not None]
     every = -(-sum(g.numel() for g in grads) // MOST)
     return torch.cat([g[::every].float().cpu() for g in grads])
@@ -89,12 +89,15 @@ def gradient(
 def few(batch: Batch, samples: int = PAIRS) -> Batch:
     """A few captions of a batch, the shortest, with their images."""
     image_index = batch.image_index[:samples]
+    has_images, has_tokens = batch.image_features is None, batch.text_features is None
     return Batch(
-        pixels=batch.shown(image_index),
-        tokens=batch.texts(slice(0, samples)),
-        images=batch.images[image_index],
-        captions=batch.captions[:samples],
+        sample_ids=batch.sample_ids[image_index],
+        caption_ids=batch.caption_ids[:samples],
         image_index=torch.arange(len(image_index)),
-        views=batch.views.rows(image_index.cpu().numpy()),
+        images=batch.pixels(image_index) if has_images else None,
+        image_features=None if batch.image_features is None else batch.image_features[image_index],
+        tokens=batch.texts(slice(0, samples)) if has_tokens else None,
+        text_features=None if batch.text_features is None else batch.text_features[:samples],
+        views=None if batch.views is None else batch.views.rows(image_index.cpu().numpy()),
         lengths=batch.lengths[:samples],
     )

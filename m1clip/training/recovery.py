@@ -271,7 +271,7 @@ class Recovery:
     def _suspects(self, step: int) -> list[int]:
         """Numbers of the images of a step that alone give no finite vector."""
         batch = self.job.training[step]
-        return [int(batch.images[row]) for row in self.update.suspects(batch)]
+        return [int(batch.sample_ids[row]) for row in self.update.suspects(batch)]
 
     def _scale(self) -> float:
         """How much the loss is scaled up; 1 where it is not."""

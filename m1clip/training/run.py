@@ -303,7 +303,7 @@ def _warn_once(screen: Screen, path: Path) -> Callable[[OSError], None]:
 def _ledger(job: Job, folder: Path, log: RunLog, screen: Screen) -> Ledger:
     """Names each image that cannot be read once in the run log, those found before training first."""
     named = [str(record.get("where")) for record in read_log(folder) if record["kind"] == "skipped"]
-    ledger = Ledger(len(job.training.images), job.config.data.max_bad, log.write, screen.warn, named)
+    ledger = Ledger(job.training.plan.images, job.config.data.max_bad, log.write, screen.warn, named)
     for name, split in job.splits.items():
         ledger.record(name, split.failures)
     return ledger
@@ -355,7 +355,7 @@ def _describe(job: Job, screen: Screen) -> None:
     screen.say(f"data       {', '.join(job.config.data.source)}: {counts} images of {shape.image_size} px")
     screen.say(f"model      {job.describe_model()}")
     epochs = (train.steps or 0) / job.training.plan.steps_per_epoch
-    several = job.training.several
+    several = job.training.captions_per_image
     captions = f" with {several} captions each" if several > 1 else " and captions"
     screen.say(
         f"training   {train.steps:,} steps of {train.batch} images{captions} ({epochs:.1f} epochs), "

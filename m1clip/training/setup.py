@@ -18,8 +18,7 @@ from torch import Tensor
 
 from m1clip.config import DURATIONS, Config, DataConfig, ModelConfig, TransferConfig, read_preset
 from m1clip.data.augment import Augmentation
-from m1clip.data.cache import DecodePlan, cache_folder, data_folders, resident
-from m1clip.data.features import FeatureCaptions, FeatureImages, FeatureSet
+from m1clip.data.cache import DecodePlan, cache_folder, data_folders
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import BatchPlan, TrainingSet
 from m1clip.data.prepare import (
@@ -215,12 +214,18 @@ def _training_set(
     assert config.train.batch
     plan = BatchPlan.full(len(train.samples), config.train.batch, config.seed)
     full_length = device.rules.fixed_shapes or config.model.compile
-    several = config.data.captions_per_step or 1
-    identity = identities(train.samples)
-    images = train.images
-    if device.rules.resident:
-        images = resident(images, device.torch, device.free_bytes())
-    return TrainingSet(images, train.captions, plan, augmentation, full_length, identity, several, shape.grid**2)
+    device_images = train.images.to_device(device.torch, device.free_bytes()) if device.rules.resident else None
+    return TrainingSet(
+        train.images,
+        train.captions,
+        plan,
+        augmentation,
+        device_images=device_images,
+        full_length=full_length,
+        identity=identities(train.samples),
+        captions_per_image=config.data.captions_per_step or 1,
+        patches=shape.grid**2,
+    )
 
 
 def _measure_attention(
@@ -319,9 +324,9 @@ def side_split(maker: Maker, config: Config, source: Source, split: str, moving:
             return found
         return dataclasses.replace(found, captions=with_classes(feature_captions(maker, found.samples, split), source))
     wanted = maker if split == "train" else dataclasses.replace(maker, views=TEST_VIEWS)
-    images, kept, failures = feature_images(wanted, source.samples(split), split, config.data.max_bad)
+    images, features, kept, failures = feature_images(wanted, source.samples(split), split, config.data.max_bad)
     captions = token_captions(maker, kept) if moving.text else feature_captions(maker, kept, split)
-    return Split(images, with_classes(captions, source), kept, failures, "features")
+    return Split(images, with_classes(captions, source), kept, failures, "features", features)
 
 
 def side_splits(
@@ -338,13 +343,21 @@ def side_splits(
 
 def training_set(
     config: Config, train: Split, augmentation: Augmentation, patches: int, full_length: bool
-) -> FeatureSet:
+) -> TrainingSet:
     """The batches of the run."""
     assert config.train.batch
     plan = BatchPlan.full(len(train.samples), config.train.batch, config.seed)
-    several = config.data.captions_per_step or 1
-    identity = identities(train.samples)
-    return FeatureSet(train.images, train.captions, plan, augmentation, full_length, identity, several, patches)
+    return TrainingSet(
+        None if train.image_features is not None else train.images,
+        train.captions,
+        plan,
+        augmentation,
+        image_features=train.image_features,
+        full_length=full_length,
+        identity=identities(train.samples),
+        captions_per_image=config.data.captions_per_step or 1,
+        patches=patches,
+    )
 
 
 def with_teacher(job: Job, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan]) -> Job:
@@ -361,14 +374,16 @@ def with_teacher(job: Job, say: Callable[[str], None], decode: Callable[[Facts],
         folder=cache_folder(job.config.data.cache_dir, beside), roots=roots, device=job.device.torch,
         precision=job.precision, autocast=job.autocast, plan=decode(job.facts),
     )  # fmt: skip
-    images, kept, _ = feature_images(maker, train.samples, "train", 0.0)
+    _, images, kept, _ = feature_images(maker, train.samples, "train", 0.0)
     if len(kept) != len(train.samples):
         raise UserError(f"{transfer.teacher}: cannot read {len(train.samples) - len(kept)} of the training images")
     captions = feature_captions(maker, train.samples, "train")
     _, first = np.unique(train.captions.keys, return_index=True)  # keys are 0, 1, 2, ...
     scale = float(model.scale().detach())
     say(f"teacher    {transfer.teacher}: {transfer.teacher_weight:g} of the loss, temperature {1 / scale:.3f}")
-    teacher = Teacher(images.table, images.at[:, 0], captions.table, captions.at[first], scale, transfer.teacher_weight)
+    texts = captions.features
+    assert texts is not None
+    teacher = Teacher(images.array, images.rows[:, 0], texts.array, texts.rows[first], scale, transfer.teacher_weight)
     return dataclasses.replace(job, teacher=teacher)
 
 
@@ -408,8 +423,7 @@ class RecallMeter:
 
     def __call__(self, bundle: Bundle) -> float:
         """Features of the split first; sides that stand still bring theirs."""
-        data = self.split
-        found = encode_split(bundle.model, data.images, data.captions, bundle.preprocess, BATCH, self.autocast)
+        found = encode_split(bundle.model, self.split, bundle.preprocess, BATCH, self.autocast)
         return selection_metric(held_out(*found)).value
 
 
@@ -551,12 +565,11 @@ class TowerJob(Job):
     def _standardise(self, model: TowerClip) -> None:
         """Tell new heads the mean and deviation of the training features; a tower of ours ends in a norm already."""
         train = self.splits["train"]
-        if isinstance(train.images, FeatureImages):
-            images = train.images
-            cast(Head, model.image_projection).standardise(*moments(images.table, images.at[:, 0]))
-        if isinstance(train.captions, FeatureCaptions):
-            captions = train.captions
-            cast(Head, model.text_projection).standardise(*moments(captions.table, captions.at))
+        images, captions = train.image_features, train.captions.features
+        if images is not None:
+            cast(Head, model.image_projection).standardise(*moments(images.array, images.rows[:, 0]))
+        if captions is not None:
+            cast(Head, model.text_projection).standardise(*moments(captions.array, captions.rows))
 
     def _let_go(self, model: TowerClip) -> None:
         transfer = self.config.transfer

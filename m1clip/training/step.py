@@ -115,7 +115,7 @@ class TrainStep:
     def _backward_within_room(self, batch: Batch, step: int) -> Tensor:
         if self.oom is None:
             return self.backward(batch, step)
-        return self.oom.fit(lambda: self.backward(batch, step), self.clear, len(batch.pixels), step)
+        return self.oom.fit(lambda: self.backward(batch, step), self.clear, len(batch), step)
 
     def clear(self) -> None:
         """Forget a step that was broken off, and give its memory back, with that of a recording."""
@@ -130,9 +130,9 @@ class TrainStep:
 
     def backward(self, batch: Batch, step: int) -> Tensor:
         """Leave the gradient of a batch, which is on the device, with the parameters; gives the loss."""
-        positive = positives(self.config.train.objective, batch.images, batch.captions, batch.image_index)
+        positive = positives(self.config.train.objective, batch.sample_ids, batch.caption_ids, batch.image_index)
         chunk = self.config.train.chunk if self.oom is None else self.oom.chunk
-        if 0 < chunk < len(batch.pixels):
+        if 0 < chunk < len(batch):
             return self._backward_in_chunks(batch, positive, step, chunk)
         self.phases.mark("forward")
         if self.draws:
@@ -140,7 +140,7 @@ class TrainStep:
         with self.autocast():
             # The text first: the backward pass goes the other way, and frees the large tower's activations first.
             image = None if self.model.text_first else self._encoded_images(batch)
-            texts = [self.encoders[1](group) for group in batch.text_groups()]
+            texts = [self.encoders[1](text_input(batch, rows)) for rows in batch.text_rows()]
             text = texts[0] if len(texts) == 1 else torch.cat(texts)
             image = self._encoded_images(batch) if image is None else image
         loss = self._loss(image, text, positive, batch)
@@ -149,8 +149,7 @@ class TrainStep:
         return loss.detach()
 
     def _encoded_images(self, batch: Batch) -> Tensor:
-        pixels = render(batch.shown(), batch.views, self.preprocess)
-        return self.encoders[0](pixels, *_shown(batch.patches))
+        return self.encoders[0](image_input(batch, self.preprocess), *_shown(batch.kept_patches))
 
     def _backward_in_chunks(self, batch: Batch, positive: Tensor, step: int, chunk: int) -> Tensor:
         """The same gradient with the graph of one chunk at a time; an image may have several captions."""
@@ -158,18 +157,18 @@ class TrainStep:
 
         def of_images(rows: slice) -> Tensor:
             self._seed(step, 2 * rows.start)
-            pixels = render(batch.shown(rows), batch.views.rows(rows), self.preprocess)
-            return encode_image(pixels, *_shown(batch.patches, rows))  # floats of one chunk only
+            pixels = image_input(batch, self.preprocess, rows)
+            return encode_image(pixels, *_shown(batch.kept_patches, rows))  # floats of one chunk only
 
         def of_captions(rows: slice) -> Tensor:
             self._seed(step, 2 * rows.start + 1)
-            return encode_text(batch.texts(rows))
+            return encode_text(text_input(batch, rows))
 
         def loss_of(features: list[Tensor]) -> Tensor:
             image, text = features
             return self._loss(image, text, positive, batch)
 
-        images, captions = len(batch.pixels), len(batch.tokens)
+        images, captions = len(batch), len(batch.caption_ids)
         sides = [Side(of_images, images, chunk), Side(of_captions, captions, -(-chunk * captions // images))]
         return chunked_backward(sides, loss_of, self.plan)
 
@@ -181,10 +180,10 @@ class TrainStep:
     def _loss(self, image: Tensor, text: Tensor, positive: Tensor, batch: Batch) -> Tensor:
         features = Features(image, text, self.model.scale(), self.model.logit_bias)
         # On kept features the loss is most of a step; where towers run, it is not worth the rounding.
-        with self.autocast() if batch.pixels.is_floating_point() else nullcontext():
+        with self.autocast() if batch.image_features is not None else nullcontext():
             loss = self.objective(features, positive, self.config.train.label_smoothing)
         if self.config.train.text_contrast:
-            near = text_contrast(features, batch.images, batch.captions, batch.image_index, self.in_blocks)
+            near = text_contrast(features, batch.sample_ids, batch.caption_ids, batch.image_index, self.in_blocks)
             loss = loss + self.config.train.text_contrast * near
         return loss if self.teacher is None else self.teacher.taught(loss, features, batch)
 
@@ -192,17 +191,17 @@ class TrainStep:
     def suspects(self, batch: Batch) -> list[int]:
         """Rows whose image, or a caption of it, has no finite vector; [] when all are so: then it is not them."""
         batch = batch.to(self.device.torch)
-        rows = len(batch.pixels)
+        rows = len(batch)
         bad = torch.zeros(rows, dtype=torch.bool, device=self.device.torch)
         with self.autocast():
             for at in range(0, rows, _AT_ONCE):
                 part = slice(at, at + _AT_ONCE)
-                pixels = render(batch.shown(part), batch.views.rows(part), self.preprocess)
-                image = self.model.encode_image(pixels, *_shown(batch.patches, part))
+                pixels = image_input(batch, self.preprocess, part)
+                image = self.model.encode_image(pixels, *_shown(batch.kept_patches, part))
                 bad[part] = ~image.isfinite().all(dim=1)
-            for at in range(0, len(batch.tokens), _AT_ONCE):
+            for at in range(0, len(batch.caption_ids), _AT_ONCE):
                 part = slice(at, at + _AT_ONCE)
-                text = self.model.encode_text(batch.texts(part))
+                text = self.model.encode_text(text_input(batch, part))
                 bad[batch.image_index[part][~text.isfinite().all(dim=1)]] = True
         found: list[int] = bad.nonzero().flatten().tolist()
         return found if len(found) < rows else []
@@ -252,6 +251,19 @@ class TrainStep:
         finally:
             for part in parts:
                 del part.found_inf
+
+
+def image_input(batch: Batch, preprocess: Preprocess, rows: slice = slice(None)) -> Tensor:
+    """What the image side of the model takes: normalised pixels, or features of a frozen tower."""
+    if batch.image_features is not None:
+        return batch.image_features[rows]
+    views = batch.views if batch.views is None or rows == slice(None) else batch.views.rows(rows)
+    return render(batch.pixels(rows), views, preprocess)
+
+
+def text_input(batch: Batch, rows: slice = slice(None)) -> Tensor:
+    """What the text side of the model takes: tokens, or features of a frozen tower."""
+    return batch.texts(rows) if batch.text_features is None else batch.text_features[rows]
 
 
 def skipped_by(kind: str, one_place: bool) -> Literal["host", "device"]:

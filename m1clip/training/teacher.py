@@ -33,5 +33,5 @@ class Teacher:
 
     def taught(self, loss: Tensor, features: Features, batch: Batch) -> Tensor:
         """The loss with its share of the second target."""
-        second = distillation(features, self.logits(batch.images, batch.captions))
+        second = distillation(features, self.logits(batch.sample_ids, batch.caption_ids))
         return (1 - self.weight) * loss + self.weight * second

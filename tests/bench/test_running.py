@@ -205,7 +205,7 @@ def test_towers_on_two_devices_make_the_same_step() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     moved = HybridBatch.of(batch).to(torch.device("meta"))
     assert moved.tokens.device.type == "cpu"
-    assert moved.pixels.device.type == "meta"
+    assert moved.images.device.type == "meta"
 
 
 @pytest.mark.parametrize(("place", "order"), [("cpu", ["text", "image"]), ("hybrid", ["image", "text"])])

@@ -31,11 +31,11 @@ def live_set(folder: Path, batch: int = 8) -> TrainingSet:
     captions = [sample.captions for sample in samples]
     table = tokenise(captions, CharTokenizer.from_captions(c for group in captions for c in group), 64)
     images = LiveImages([sample.image for sample in samples], 24)
-    return TrainingSet(images, table, BatchPlan(len(samples), batch, 3), Augmentation(0.5, 0.5, 0.2), False)
+    return TrainingSet(images, table, BatchPlan(len(samples), batch, 3), Augmentation(0.5, 0.5, 0.2))
 
 
 def fields(batch: Batch) -> list[np.ndarray]:
-    tensors = (batch.pixels, batch.tokens, batch.images, batch.captions)
+    tensors = (batch.images, batch.tokens, batch.sample_ids, batch.caption_ids)
     return [t.numpy() for t in tensors] + [batch.views.boxes, batch.views.flips, batch.views.gains]
 
 
@@ -80,11 +80,11 @@ def test_a_replacement_is_whole_image_caption_and_number(broken_set: Path) -> No
     seen = list(batches(data, 0, 7, 0, "fork", False))  # one epoch
     assert {failure.index for batch in seen for failure in batch.failed} >= BROKEN - set(_left_over(data))
     for batch in seen:
-        for place, image in enumerate(batch.images.tolist()):
+        for place, image in enumerate(batch.sample_ids.tolist()):
             assert image not in BROKEN
-            np.testing.assert_array_equal(batch.pixels[place].numpy(), data.images.read(np.array([image]))[0])
+            np.testing.assert_array_equal(batch.images[place].numpy(), data.images.read(np.array([image]))[0])
             own = range(data.captions.first[image], data.captions.first[image + 1])
-            given = batch.captions[batch.image_index == place].tolist()
+            given = batch.caption_ids[batch.image_index == place].tolist()
             assert len(given) == 1
             assert given[0] in {int(data.captions.keys[caption]) for caption in own}
 

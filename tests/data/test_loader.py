@@ -58,12 +58,12 @@ def training_set(full_length: bool = False) -> TrainingSet:
     pixels = np.random.default_rng(0).integers(0, 256, (37, 12, 12, 3), np.uint8)
     varied = Augmentation(crop_min=0.5, flip=0.5, colour=0.3)
     captions = tokenise(groups, tokenizer, 64)
-    return TrainingSet(ArrayImages(pixels), captions, BatchPlan(37, 8, 3), varied, full_length)
+    return TrainingSet(ArrayImages(pixels), captions, BatchPlan(37, 8, 3), varied, full_length=full_length)
 
 
 def assert_same(one: Batch, other: Batch) -> None:
     assert one.lengths == other.lengths
-    for name in ("pixels", "tokens", "images", "captions", "image_index"):
+    for name in ("images", "tokens", "sample_ids", "caption_ids", "image_index"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
     for name in ("boxes", "flips", "gains"):
         assert np.array_equal(getattr(one.views, name), getattr(other.views, name)), name
@@ -85,12 +85,12 @@ def test_workers_change_nothing(workers: int, method: str, tmp_path: Path) -> No
 def test_a_batch_holds_what_belongs_together() -> None:
     data = training_set()
     batch = data[6]
-    images = batch.images.numpy()
-    assert np.array_equal(batch.pixels.numpy(), data.images.read(images))
+    images = batch.sample_ids.numpy()
+    assert np.array_equal(batch.images.numpy(), data.images.read(images))
     owner_of_key = dict(zip(data.captions.keys.tolist(), data.captions.owner.tolist(), strict=True))
     image_index = batch.image_index.numpy()
     assert sorted(image_index) == list(range(8))
-    assert [owner_of_key[key] for key in batch.captions.tolist()] == images[image_index].tolist()
+    assert [owner_of_key[key] for key in batch.caption_ids.tolist()] == images[image_index].tolist()
     assert batch.tokens.dtype == torch.int64
 
 
@@ -99,8 +99,8 @@ def test_the_caption_of_a_image_changes_between_epochs() -> None:
     chosen: dict[int, set[int]] = {}
     for step in range(40):
         batch = data[step]
-        image_index = batch.images[batch.image_index].tolist()
-        for image, key in zip(image_index, batch.captions.tolist(), strict=True):
+        image_index = batch.sample_ids[batch.image_index].tolist()
+        for image, key in zip(image_index, batch.caption_ids.tolist(), strict=True):
             chosen.setdefault(image, set()).add(key)
     assert np.mean([len(keys) for keys in chosen.values()]) > 2.5  # of three
 
@@ -112,7 +112,7 @@ def test_full_length_keeps_one_shape() -> None:
 
 def test_groups_hold_every_token_of_every_caption_once() -> None:
     data = training_set()
-    data.several = 3
+    data.captions_per_image = 3
     data.plan = BatchPlan(37, 24, 3)
     batch = data[0]
     assert len(batch.tokens) == 72
@@ -135,7 +135,7 @@ def test_a_batch_moves_whole() -> None:
     batch = training_set()[0]
     assert_same(batch.to(torch.device("cpu")), batch)
     moved = batch.to(torch.device("meta"))
-    assert all(t.is_meta for t in (moved.pixels, moved.tokens, moved.images, moved.captions, moved.image_index))
+    assert all(t.is_meta for t in (moved.images, moved.tokens, moved.sample_ids, moved.caption_ids, moved.image_index))
     assert moved.views is batch.views
 
 
@@ -171,11 +171,11 @@ def test_a_image_that_cannot_be_hashed_is_its_own() -> None:
 def test_the_identity_is_what_a_batch_calls_its_images() -> None:
     plain = training_set()
     identity = np.arange(37) // 2
-    mixed = TrainingSet(plain.images, plain.captions, plain.plan, plain.augmentation, plain.full_length, identity)
+    mixed = TrainingSet(plain.images, plain.captions, plain.plan, plain.augmentation, identity=identity)
     one, other = plain[4], mixed[4]
-    assert other.images.tolist() == identity[one.images.numpy()].tolist()
-    assert torch.equal(one.pixels, other.pixels)
-    assert torch.equal(one.captions, other.captions)
+    assert other.sample_ids.tolist() == identity[one.sample_ids.numpy()].tolist()
+    assert torch.equal(one.images, other.images)
+    assert torch.equal(one.caption_ids, other.caption_ids)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -214,7 +214,7 @@ def test_words_are_left_out_anew_each_epoch_and_the_same_each_time() -> None:
     images = ArrayImages(np.zeros((12, 4, 4, 3), np.uint8))
 
     def data(share: float) -> TrainingSet:
-        return TrainingSet(images, captions, BatchPlan(12, 6, 3), Augmentation(word_dropout=share), False)
+        return TrainingSet(images, captions, BatchPlan(12, 6, 3), Augmentation(word_dropout=share))
 
     whole, some, again = data(0.0), data(0.3), data(0.3)
     assert torch.equal(some[0].tokens, again[0].tokens)

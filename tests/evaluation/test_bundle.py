@@ -20,6 +20,7 @@ import m1clip
 from m1clip.data.cache import LiveImages
 from m1clip.data.captions import tokenise
 from m1clip.data.images import BadImage, FileImage, Preprocess
+from m1clip.data.prepare import Split
 from m1clip.errors import UserError
 from m1clip.inference.encoder import Bundle, encode_split, load
 from m1clip.model.clip import CLIP
@@ -93,7 +94,7 @@ def test_encode_images_sees_what_trainings_evaluation_sees(bundle: Bundle, image
     refs = [FileImage(str(path)) for path in images]
     table = tokenise(CAPTIONS, bundle.tokenizer, 24)
     image, text, owner, *_ = encode_split(
-        bundle.model, LiveImages(refs, 32), table, bundle.preprocess, 2, contextlib.nullcontext
+        bundle.model, Split(LiveImages(refs, 32), table, []), bundle.preprocess, 2, contextlib.nullcontext
     )
     torch.testing.assert_close(bundle.encode_images(images), image, atol=1e-6, rtol=0)
     flat = [caption for group in CAPTIONS for caption in group]
@@ -105,7 +106,7 @@ def test_encoding_leaves_the_model_as_it_was(bundle: Bundle, images: list[Path])
     table = tokenise(CAPTIONS, bundle.tokenizer, 24)
     refs = LiveImages([FileImage(str(path)) for path in images], 32)
     bundle.model.train()
-    encode_split(bundle.model, refs, table, bundle.preprocess, 2, contextlib.nullcontext)
+    encode_split(bundle.model, Split(refs, table, []), bundle.preprocess, 2, contextlib.nullcontext)
     assert bundle.model.training
 
 

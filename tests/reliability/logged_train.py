@@ -19,7 +19,7 @@ def log_samples(path: str) -> None:
 
     def logged(self: TrainStep, batch: Batch, step: int, *rest: Any, **named: Any) -> Any:
         digest = hashlib.sha256()
-        for tensor in (batch.images, batch.captions, batch.image_index, batch.tokens, batch.pixels):
+        for tensor in (batch.sample_ids, batch.caption_ids, batch.image_index, batch.tokens, batch.images):
             digest.update(tensor.cpu().numpy().tobytes())
         for array in (batch.views.boxes, batch.views.flips, batch.views.gains):
             digest.update(array.tobytes())

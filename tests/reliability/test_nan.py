@@ -24,7 +24,7 @@ def poisoned_run(folder: Path, at: set[int], monkeypatch: pytest.MonkeyPatch) ->
 
     def call(self: TrainStep, batch: Batch, step: int, *rest: Any, **named: Any) -> Any:
         if step in at:
-            batch.views.gains[step % len(batch.images), 0] = float("nan")
+            batch.views.gains[step % len(batch), 0] = float("nan")
         return usual(self, batch, step, *rest, **named)
 
     with monkeypatch.context() as patch:

@@ -64,11 +64,11 @@ def test_a_teacher_is_asked_about_the_pairs_of_the_step(teacher: Path, tmp_path:
     job = prepare(config_of(teacher, tmp_path), lambda line: None, decode_plan(screen()))
     assert job.teacher is not None
     batch = job.training[1]
-    found = job.teacher.logits(batch.images, batch.captions)
+    found = job.teacher.logits(batch.sample_ids, batch.caption_ids)
     bundle, train_split = m1clip.load(teacher), job.splits["train"]
     captions = [caption for sample in train_split.samples for caption in sample.captions]
-    sentences = [captions[int(np.flatnonzero(train_split.captions.keys == key)[0])] for key in batch.captions]
-    images = [train_split.samples[int(number)].image.open() for number in batch.images]
+    sentences = [captions[int(np.flatnonzero(train_split.captions.keys == key)[0])] for key in batch.caption_ids]
+    images = [train_split.samples[int(number)].image.open() for number in batch.sample_ids]
     wanted = float(bundle.model.scale().detach()) * bundle.encode_images(images) @ bundle.encode_texts(sentences).T
     torch.testing.assert_close(found, wanted, atol=0.05, rtol=0.01)  # kept as float16
 
@@ -103,7 +103,7 @@ def test_a_share_of_the_loss() -> None:
         F.normalize(torch.randn(2, 5), dim=1), F.normalize(torch.randn(2, 5), dim=1), torch.tensor(3.0), None
     )
     rows = torch.tensor([0, 1])
-    batch = Batch(torch.zeros(2), torch.zeros(2), rows, rows, rows, None)  # type: ignore[arg-type]
+    batch = Batch(sample_ids=rows, caption_ids=rows, image_index=rows)
     at = np.array([2, 3])
     whole = Teacher(table, at, table, at, 4.0, 1.0).taught(torch.tensor(7.0), features, batch)
     part = Teacher(table, at, table, at, 4.0, 0.25).taught(torch.tensor(7.0), features, batch)

@@ -30,7 +30,7 @@ class TrainStep:
         pass
 
     def eager(self, batch: Any, step: int) -> None:
-        self.clock.now += PAIR * len(batch.pixels)
+        self.clock.now += PAIR * len(batch)
 
     def __call__(self, batch: Any, *rest: Any) -> None:
         self.eager(batch, 0)

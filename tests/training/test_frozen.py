@@ -16,7 +16,7 @@ from tower_run import frozen_config, patch_towers
 
 import m1clip
 from m1clip.config import Config, TransferConfig, load_config
-from m1clip.data.features import FeatureImages
+from m1clip.data.cache import FeatureTable
 from m1clip.data.prepare import open_data
 from m1clip.errors import UserError
 from m1clip.inference import feature_cache as feature_split
@@ -54,7 +54,7 @@ def test_a_run_on_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(fresh["image_projection.mean"], saved["image_projection.mean"])
     bundle = m1clip.load(run)
     data = job.splits["test"]
-    image, text, *_ = encode_split(bundle.model, data.images, data.captions, bundle.preprocess, 8, job.autocast)
+    image, text, *_ = encode_split(bundle.model, data, bundle.preprocess, 8, job.autocast)
     images = list(data.images.read(np.arange(4)))
     torch.testing.assert_close(bundle.encode_images(images), image[:4], atol=2e-3, rtol=0)  # kept as float16
     captions = [caption for sample in data.samples for caption in sample.captions][:4]
@@ -90,10 +90,10 @@ def test_a_run_on_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_only_new_views_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepared(views: int) -> FeatureImages:
+    def prepared(views: int) -> FeatureTable:
         config = frozen_config(tmp_path, **{"transfer.views": views})
-        images = frozen.prepare_frozen(config, lambda line: None, decode_plan(screen())).splits["train"].images
-        assert isinstance(images, FeatureImages)
+        images = frozen.prepare_frozen(config, lambda line: None, decode_plan(screen())).splits["train"].image_features
+        assert images is not None
         return images
 
     one = prepared(1)
@@ -108,15 +108,15 @@ def test_only_new_views_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     two = prepared(2)
     assert counted == [1]
     where = np.arange(5)
-    assert np.array_equal(one.features(where), two.features(where))
-    assert not np.allclose(two.features(where), two.features(where, np.ones(5, np.int64)), atol=1e-3)
+    assert np.array_equal(one.read(where), two.read(where))
+    assert not np.allclose(two.read(where), two.read(where, np.ones(5, np.int64)), atol=1e-3)
 
 
 def test_every_caption_of_a_image_is_in_its_step(tmp_path: Path) -> None:
     job = frozen.prepare_frozen(frozen_config(tmp_path), lambda line: None, decode_plan(screen()))
     batch = job.training[0]
-    assert batch.pixels.shape == (16, frozen.TowerClip(job.towers.shape).image.width)
-    assert len(batch.tokens) == 32
+    assert batch.image_features.shape == (16, frozen.TowerClip(job.towers.shape).image.width)
+    assert len(batch.text_features) == 32
     assert torch.bincount(batch.image_index).tolist() == [2] * 16
 
 

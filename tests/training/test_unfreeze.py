@@ -16,7 +16,6 @@ from tower_run import frozen_config, patch_towers
 
 import m1clip
 from m1clip.config import load_config
-from m1clip.data.features import FeatureCaptions, FeatureImages
 from m1clip.errors import UserError
 from m1clip.inference import feature_cache as feature_split
 from m1clip.monitor.report import write_report
@@ -81,10 +80,10 @@ def test_a_tower_that_stands_still_is_read_from_its_features(
     first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = prepare(config_of(first, **{"transfer.train_text": 0}), lambda line: None, decode_plan(screen()))
-    assert isinstance(job.splits["val"].captions, FeatureCaptions)
-    assert not isinstance(job.splits["val"].images, FeatureImages)
+    assert job.splits["val"].captions.features is not None
+    assert job.splits["val"].image_features is None
     batch = job.training[0]
-    assert (batch.pixels.dtype, batch.tokens.dtype) == (torch.uint8, torch.float32)
+    assert (batch.images.dtype, batch.text_features.dtype) == (torch.uint8, torch.float32)
 
     def forbidden(*arguments: Any) -> Any:
         raise AssertionError("the features of the frozen run were not found")

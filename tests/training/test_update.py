@@ -98,7 +98,7 @@ def test_dropout_is_drawn_once_a_chunk_and_repeated(recompute: bool) -> None:
 
 
 def one_graph(update: TrainStep, batch: Batch, chunk: int) -> Tensor:
-    pixels = render(batch.pixels, batch.views, update.preprocess)
+    pixels = render(batch.images, batch.views, update.preprocess)
     image, text = [], []
     for at in range(0, len(pixels), chunk):
         update._seed(3, 2 * at)
@@ -108,7 +108,7 @@ def one_graph(update: TrainStep, batch: Batch, chunk: int) -> Tensor:
         update._seed(3, 2 * at + 1)
         text.append(update.model.encode_text(batch.texts(slice(at, at + several * chunk))))
     features = Features(torch.cat(image), torch.cat(text), update.model.scale(), update.model.logit_bias)
-    positive = positives(update.config.train.objective, batch.images, batch.captions, batch.image_index)
+    positive = positives(update.config.train.objective, batch.sample_ids, batch.caption_ids, batch.image_index)
     return update.objective(features, positive, 0.0)
 
 
