@@ -95,7 +95,7 @@ def load_split(
 
 def with_classes(captions: CaptionTable, source: Source) -> CaptionTable:
     """The captions, marked where the source makes them from class names."""
-    return replace(captions, classes=getattr(source, "by_templates", False))
+    return replace(captions, classes=getattr(source, "class_captions", False))
 
 
 def _count(source: Source) -> int:

@@ -31,7 +31,6 @@ from m1clip.data.prepare import (
     open_data,
     with_classes,
 )
-from m1clip.data.sources.folders import ClassFolderSource
 from m1clip.data.types import Source, identities
 from m1clip.errors import UserError
 from m1clip.evaluation.analysis import even_indices
@@ -480,7 +479,7 @@ def with_base(job: J, load: Callable[[Source, str, DataConfig], Split]) -> J:
     data = dataclasses.replace(config.data, source=config.transfer.base)
     source = open_data(data, job.preprocess.image_size, config.seed)
     meter: Meter
-    if isinstance(source, ClassFolderSource):
+    if getattr(source, "class_captions", False):
         meter = ClassMeter(Path(config.transfer.base[0]), job.autocast)
     else:
         split = next(name for name in ("test", "val", "train") if name in source.splits())

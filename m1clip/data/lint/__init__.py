@@ -71,7 +71,7 @@ def quick_lint(
 def _of_captions(
     source: Source, entries: Sequence[Entry], places: Places, lengths: Lengths | None, context_length: int
 ) -> list[Finding]:
-    by_templates = bool(getattr(source, "by_templates", False))
+    by_templates = bool(getattr(source, "class_captions", False))
     skipped = check_skipped(getattr(source, "problems", ()))
     return skipped + check_captions(entries, places, lengths, context_length, by_templates)
 

@@ -1,28 +1,33 @@
-"""What all sources share: rows are joined by image, splits are assigned, problems are kept by name."""
+"""What all formats share: options, rows, and how checked rows become samples in splits."""
 
 from __future__ import annotations
 
-import codecs
 import importlib
-import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+import posixpath
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any
 
 from m1clip.data.images import SUFFIXES, FileImage, one_line
 from m1clip.data.sources import splits
+from m1clip.data.sources.splits import clean_text
 from m1clip.data.types import ImageRef, Sample
 from m1clip.errors import UserError
-from m1clip.io import open_regular, read_small
+
+NO_CAPTION = "no caption"
+_IMAGE_FOLDERS = (
+    *("images", "Images", "image", "imgs", "img", "pictures", "photos", "data"),
+    *("Flicker8k_Dataset", "Flickr8k_Dataset", "flickr8k-images", "flickr30k-images", "flickr30k_images"),
+)
+Place = tuple[str, int]  # file and row number; row 0 means the file itself
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that was skipped at reading: the file and row, what was wrong, and its kind."""
+    """Something that was skipped: the file and row, what is wrong, and the kind of problem."""
 
     where: str
     what: str
@@ -34,24 +39,10 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a person may say about a set; each field left out is found by looking."""
+    """Names of a table's columns; those left out are detected."""
 
     image_column: str | None = None
     caption_columns: tuple[str, ...] = ()
-    split_column: str | None = None
-    split_seed: int = 0
-    split_fractions: tuple[float, float, float] = (0.9, 0.05, 0.05)
-    templates: tuple[str, ...] = ("a photo of a {}.",)
-
-    def __post_init__(self) -> None:
-        if len(self.split_fractions) != 3 or not all(0 <= f <= 1 for f in self.split_fractions):
-            raise UserError(
-                f"split fractions {self.split_fractions}: give three numbers from 0 to 1 (train, val, test)"
-            )
-        if abs(sum(self.split_fractions) - 1) > 1e-6:
-            raise UserError(f"split fractions {self.split_fractions}: they must sum to 1")
-        if not self.templates or any("{}" not in template for template in self.templates):
-            raise UserError(f"templates {self.templates}: each needs {{}} where the class name goes")
 
 
 DEFAULT = Options()
@@ -59,48 +50,42 @@ DEFAULT = Options()
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the data. `place` is (file, row number), row 0 meaning the file itself."""
+    """One row as the data has it, not yet checked: with an `image`, or with a `path` to find in `folder`."""
 
-    image: ImageRef
-    captions: tuple[str, ...]
-    id: str
-    split: str | None
-    place: tuple[str, int]
+    place: Place
+    captions: Any  # text, a list of texts, or Karpathy's {"raw": text}
+    split: str | None = None
+    path: Any = None
+    folder: ImageFolder | None = None
+    image: ImageRef | None = None
+    id: str | None = None
+
+    def key(self) -> str:
+        """The id of the sample that this row belongs to."""
+        return self.id or posixpath.normpath(str(self.path).replace("\\", "/"))
 
 
-def place_text(place: tuple[str, int]) -> str:
-    """A place in a person's words."""
-    label, row = place
-    return one_line(f"{label} row {row}" if row else label)
+def user_error(message: str) -> UserError:
+    """An error on one printable line, whatever a file name or a message from a library contains."""
+    return UserError(one_line(message))
 
 
-class BaseSource:
-    """A source that knows all its samples. A kind of data is a subclass with `looks_like` and `rows`."""
+class DataSource:
+    """All samples of a file or folder. `read` yields the rows of its format."""
 
-    kind: ClassVar[str]
-    by_templates: ClassVar[bool] = False
-
-    def __init__(self, path: Path, options: Options = DEFAULT) -> None:
-        self.path = path
-        self.options = options
+    def __init__(
+        self, path: Path, format_name: str, read: Callable[[DataSource], Iterator[Row]], options: Options = DEFAULT
+    ) -> None:
+        self.path, self.format, self.options = path, format_name, options
+        self.class_captions = format_name == "classes"  # captions are made from class names
         self.problems: list[Problem] = []
         self.notes: list[str] = []
-        self._places: dict[str, list[tuple[str, int]]] = {}
-        self._by_split = self._gather()
-
-    @classmethod
-    def looks_like(cls, path: Path) -> bool:
-        """Whether the file or folder is of this kind, by a cheap look."""
-        raise NotImplementedError
-
-    def rows(self) -> Iterator[Row]:
-        """Every usable row in the order of the data; what is not usable goes to `self.problem`."""
-        raise NotImplementedError
+        self._places: dict[str, list[Place]] = {}
+        self._by_split = self._gather(read(self))
 
     def splits(self) -> tuple[str, ...]:
-        """The names of the splits that hold at least one sample: train, val, test, then others."""
-        first = [name for name in splits.ORDER if name in self._by_split]
-        return (*first, *sorted(set(self._by_split) - set(first)))
+        """The names of the splits that have samples: train, val, test, then others."""
+        return splits.in_order(self._by_split)
 
     def samples(self, split: str) -> Sequence[Sample]:
         """All samples of a split, in the order of the data."""
@@ -109,131 +94,119 @@ class BaseSource:
         return self._by_split[split]
 
     def origin(self, id_: str, caption: int = 0) -> str:
-        """The file and row a caption of a sample came from."""
+        """The file and row of a caption."""
         places = self._places[id_]
-        return place_text(places[min(caption, len(places) - 1)])
+        return _shown(places[min(caption, len(places) - 1)])
 
-    def problem(self, place: tuple[str, int], what: str, kind: str = "row") -> None:
-        """Keep what was skipped and why."""
-        self.problems.append(Problem(place_text(place), one_line(what), kind))
+    def problem(self, place: Place, what: str, kind: str = "row") -> None:
+        """Record what is skipped and why."""
+        self.problems.append(Problem(_shown(place), one_line(what), kind))
 
-    def _gather(self) -> dict[str, tuple[Sample, ...]]:
+    def note(self, text: str) -> None:
+        """Record something the user should know."""
+        self.notes.append(one_line(text))
+
+    def _gather(self, rows: Iterator[Row]) -> dict[str, tuple[Sample, ...]]:
         images: dict[str, ImageRef] = {}
         captions: dict[str, list[str]] = {}
         given: dict[str, str | None] = {}
-        for row in self.rows():
-            if row.id not in images:
-                images[row.id], captions[row.id], given[row.id] = row.image, [], row.split
-                self._places[row.id] = []
-            elif given[row.id] is None:
-                given[row.id] = row.split
-            elif row.split and row.split != given[row.id]:
-                # Captions of one image never cross: the first split named keeps it.
-                what = f"{row.id} is in {given[row.id]} and in {row.split}; it stays in {given[row.id]}"
+        for row in rows:
+            texts, wrong = captions_of(row.captions)
+            if wrong:
+                self.problem(row.place, wrong, "empty-caption" if wrong == NO_CAPTION else "row")
+            image = self._image(row)
+            if image is None or not texts:
+                continue
+            id_ = row.key()
+            if id_ not in images:
+                images[id_], captions[id_], given[id_], self._places[id_] = image, [], row.split, []
+            elif given[id_] is None:
+                given[id_] = row.split
+            elif row.split and row.split != given[id_]:
+                # Captions of one image never end up in two splits: the first one named wins.
+                what = f"{id_} is in {given[id_]} and in {row.split}; it stays in {given[id_]}"
                 self.problem(row.place, what, "split-conflict")
-            captions[row.id].extend(row.captions)
-            self._places[row.id].extend([row.place] * len(row.captions))
+            captions[id_] += texts
+            self._places[id_] += [row.place] * len(texts)
         if not images:
-            raise UserError(self._nothing())
-        split_of, notes = splits.assign(given, self.options.split_seed, self.options.split_fractions)
-        self.notes.extend(one_line(note) for note in notes)
+            why = "no images with captions"
+            if self.problems:
+                why = f"none of its {len(self.problems)} rows can be used; the first: {self.problems[0]}"
+            raise user_error(f"{self.path}: read as {self.format}, {why}")
+        split_of, notes = splits.assign(given)
+        for note in notes:
+            self.note(note)
         by_split: dict[str, list[Sample]] = {}
         for id_, image in images.items():
             by_split.setdefault(split_of[id_], []).append(Sample(image, tuple(captions[id_]), id_))
         return {name: tuple(samples) for name, samples in by_split.items()}
 
-    def _nothing(self) -> str:
-        if not self.problems:
-            return one_line(f"{self.path}: read as {self.kind}, it holds no images with captions")
-        first = self.problems[0]
-        return one_line(
-            f"{self.path}: read as {self.kind}, none of its {len(self.problems)} rows can be used; the first: {first}"
-        )
+    def _image(self, row: Row) -> ImageRef | None:
+        if row.image is not None:
+            return row.image
+        if wrong := _path_problem(row.path):
+            self.problem(row.place, wrong, "no-image")
+            return None
+        return row.folder.find(row.path) if row.folder else FileImage(row.path)
 
 
-# Longer than any row a person wrote: a binary file read as text must not fill the memory.
-MAX_LINE = 2**24
-MAX_JSON = 2**30  # ten times the captions of COCO; once parsed it takes some ten times as much memory
-_BOMS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
-_IMAGE_FOLDERS = (
-    *("images", "Images", "image", "imgs", "img", "pictures", "photos", "data"),
-    *("Flicker8k_Dataset", "Flickr8k_Dataset", "flickr8k-images", "flickr30k-images", "flickr30k_images"),
-)
+def _shown(place: Place) -> str:
+    name, row = place
+    return one_line(f"{name} row {row}" if row else name)
 
 
-def need(module: str, job: str) -> Any:
-    """An optional library, or one line that says how to get it."""
+def captions_of(value: Any, depth: int = 2) -> tuple[list[str], str | None]:
+    """The captions in a value, and what is wrong with it, if anything. Empty items of a list are skipped."""
+    if isinstance(value, str) and value.startswith('["'):
+        value = _parse_list(value)
+    if isinstance(value, Mapping) and isinstance(value.get("raw"), str):
+        value = value["raw"]
+    if isinstance(value, str):
+        value = clean_text(value)
+    if value is None or value == "":
+        return [], NO_CAPTION
+    if isinstance(value, str):
+        return [value], None
+    if not isinstance(value, list | tuple):
+        return [], f"the caption is not text but {type(value).__name__}"
+    if depth == 0:
+        return [], "the lists of captions are nested too deeply"
+    parts = [captions_of(item, depth - 1) for item in value]
+    found = [text for texts, _ in parts for text in texts]
+    return found, next((what for _, what in parts if what not in (None, NO_CAPTION)), None if found else NO_CAPTION)
+
+
+def _parse_list(text: str) -> Any:
+    """A list inside one cell, as in exports of Flickr30k; other text stays text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, list) else text
+
+
+def _path_problem(name: Any) -> str | None:
+    """Why a value cannot be the path of an image, or None."""
+    if name is None or (isinstance(name, str) and not name.strip()):
+        return "no file name of an image"
+    if not isinstance(name, str):
+        return f"the image's file name is not text but {type(name).__name__}"
+    if "\0" in name or len(name) > 4096:
+        return "the image's file name contains a zero byte or is too long"
+    if name.startswith(("http://", "https://", "s3://", "gs://")):
+        return f"{name[:80]} is a URL, not a file: download the images first (img2dataset does)"
+    if name != name.encode("utf-8", "replace").decode("utf-8"):
+        return "the image's file name is not valid Unicode"
+    return None
+
+
+def require(module: str, purpose: str) -> Any:
+    """Import an optional library; without it, one line says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         name = module.partition(".")[0]
-        raise UserError(f"{job} needs the library {name}: pip install 'm1clip[data]'") from error
-
-
-def clean_text(text: str) -> str:
-    """Whitespace made single, and what no encoding can hold (half a surrogate sample) replaced."""
-    return " ".join(text.replace("\0", " ").encode("utf-8", "replace").decode("utf-8").split())
-
-
-def find_encoding(path: Path) -> str:
-    """utf-8 (with or without mark), utf-16 by its mark, else cp1252: what Excel writes on Windows."""
-    with open_regular(path) as file:
-        start = file.read(4)
-        for bom, name in _BOMS:
-            if start.startswith(bom):
-                return name
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        try:
-            decoder.decode(start)
-            while chunk := file.read(2**20):
-                decoder.decode(chunk)
-            decoder.decode(b"", final=True)
-        except UnicodeDecodeError:
-            return "cp1252"
-    return "utf-8"
-
-
-def open_text(path: Path, encoding: str) -> TextIO:
-    """A regular file as text, bytes that do not fit replaced."""
-    return io.TextIOWrapper(open_regular(path), encoding, errors="replace", newline="")
-
-
-def bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
-    """Lines with their ends; a line no person wrote is an error, not a full memory."""
-    number = 0
-    while line := file.readline(MAX_LINE):
-        number += 1
-        if len(line) >= MAX_LINE:
-            raise UserError(one_line(f"{path} line {number}: longer than {MAX_LINE >> 20} MiB; is it a text file?"))
-        yield line
-
-
-def text_lines(path: Path) -> Iterator[str]:
-    """Lines of a text file in the encoding it seems to have, bytes that do not fit replaced."""
-    with open_text(path, find_encoding(path)) as file:
-        yield from bounded_lines(file, path)
-
-
-@lru_cache(maxsize=1)
-def read_json(path: Path) -> Any:
-    """The document in a JSON file. Kept until the next, because finding the kind and reading both need it."""
-    try:
-        if path.stat().st_size > MAX_JSON:
-            raise UserError(
-                one_line(
-                    f"{path}: {path.stat().st_size >> 20} MiB of JSON in one piece; write it as .jsonl, a row a line"
-                )
-            )
-        return json.loads(read_small(path, MAX_JSON).decode("utf-8-sig"))
-    except RecursionError as error:
-        raise UserError(one_line(f"{path}: nested too deeply to be a list of captions")) from error
-    except ValueError as error:
-        raise UserError(one_line(f"{path}: not valid JSON ({error}); write it again or check its end")) from error
-
-
-def is_image(name: str) -> bool:
-    """Whether a file name is that of an image; the shadows macOS leaves (._a.jpg) are not."""
-    return os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")
+        raise UserError(f"{purpose} needs the library {name}: pip install 'm1clip[data]'") from error
 
 
 def walk_images(root: Path) -> Iterator[str]:
@@ -242,25 +215,32 @@ def walk_images(root: Path) -> Iterator[str]:
         below[:] = sorted(name for name in below if not name.startswith(".") and name != "__MACOSX")
         inside = os.path.relpath(folder, root).replace(os.sep, "/")
         prefix = "" if inside == "." else f"{inside}/"
-        yield from (prefix + name for name in sorted(files) if is_image(name))
+        for name in sorted(files):
+            # macOS leaves ._a.jpg beside a.jpg.
+            if os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith("."):
+                yield prefix + name
 
 
-class ImageFinder:
-    """Finds the file a name in a table means: beside the table, or in an image folder there."""
+class ImageFolder:
+    """Finds the file of a name in a table: beside the table, or in a folder such as images/ there."""
 
     def __init__(self, folder: Path, more: tuple[str, ...] = ()) -> None:
-        names = ("", *more, *_IMAGE_FOLDERS)
-        self.bases = [os.fspath(folder / name) for name in names]
-        self.bases = [base for base in self.bases if os.path.isdir(base)] or [os.fspath(folder)]
+        bases = [os.fspath(folder / name) for name in ("", *more, *_IMAGE_FOLDERS)]
+        self._bases = [base for base in bases if os.path.isdir(base)] or [os.fspath(folder)]
+        self._found: dict[str, FileImage] = {}
 
     def find(self, name: str) -> FileImage:
-        """The image; where no file is found, the name beside the table, so that it can be reported."""
-        for number, base in enumerate(self.bases):
-            path = os.path.join(base, name)
-            if os.path.isfile(path):
-                # The folder that held the last image most likely holds the next.
-                self.bases.insert(0, self.bases.pop(number))
-                return FileImage(path)
-        if "\\" in name:
-            return self.find(name.replace("\\", "/"))
-        return FileImage(os.path.join(self.bases[0], name))
+        """The image; where there is no file, the path beside the table, so that it can be reported."""
+        if name not in self._found:
+            self._found[name] = FileImage(self._path(name) or os.path.join(self._bases[0], name))
+        return self._found[name]
+
+    def _path(self, name: str) -> str | None:
+        for spelling in dict.fromkeys((name, name.replace("\\", "/"))):
+            for number, base in enumerate(self._bases):
+                path = os.path.join(base, spelling)
+                if os.path.isfile(path):
+                    # The folder of the last image most likely has the next one.
+                    self._bases.insert(0, self._bases.pop(number))
+                    return path
+        return None

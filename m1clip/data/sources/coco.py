@@ -2,78 +2,57 @@
 
 from __future__ import annotations
 
-import posixpath
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from m1clip.data.images import FileImage, one_line
 from m1clip.data.sources import splits
-from m1clip.data.sources.base import BaseSource, ImageFinder, Row, clean_text, read_json
-from m1clip.data.sources.tables import wrong_path
-from m1clip.errors import UserError
+from m1clip.data.sources.base import DataSource, ImageFolder, Row, user_error
+from m1clip.data.sources.tables import read_json
 
 
-class CocoSource(BaseSource):
-    """Images and annotations with `caption`, joined by image id; the split is in the name of the file."""
+def is_coco(path: Path) -> bool:
+    """A JSON file with images and annotations, or a folder with captions_*.json."""
+    if path.is_dir():
+        return bool(_caption_files(path))
+    document = read_json(path) if path.suffix.lower() == ".json" else None
+    return isinstance(document, dict) and {"images", "annotations"} <= set(document)
 
-    kind = "coco"
 
-    @classmethod
-    def looks_like(cls, path: Path) -> bool:
-        """A JSON file with images and annotations, or a folder with captions_*.json."""
-        if path.is_dir():
-            return bool(_caption_files(path))
-        if path.suffix.lower() != ".json":
-            return False
-        document = read_json(path)
-        return isinstance(document, dict) and {"images", "annotations"} <= set(document)
-
-    def rows(self) -> Iterator[Row]:
-        """A row a caption, file by file."""
-        files = _caption_files(self.path)
-        if not files:
-            raise UserError(one_line(f"{self.path}: no captions_*.json there, nor in annotations/"))
-        for file in files:
-            yield from self._rows_of(file)
-
-    def _rows_of(self, file: Path) -> Iterator[Row]:
+def coco_rows(source: DataSource) -> Iterator[Row]:
+    """One row per annotation; the split is in the name of the file."""
+    files = _caption_files(source.path)
+    if not files:
+        raise user_error(f"{source.path}: no captions_*.json there or in annotations/")
+    for file in files:
         document = read_json(file)
-        images = document.get("images") if isinstance(document, dict) else None
-        annotations = document.get("annotations") if isinstance(document, dict) else None
-        if not isinstance(images, list) or not isinstance(annotations, list):
-            raise UserError(one_line(f"{file}: not COCO captions: it needs the lists `images` and `annotations`"))
+        images, annotations = (_list(document, name) for name in ("images", "annotations"))
+        if images is None or annotations is None:
+            raise user_error(f"{file}: not COCO captions: it needs the lists `images` and `annotations`")
         split = splits.from_file_name(file.name)
-        finder = ImageFinder(file.parent, _image_folders(file))
-        known: dict[Any, tuple[FileImage, str]] = {}
-        for number, image in enumerate(images, start=1):
-            name = image.get("file_name") if isinstance(image, dict) else None
-            key = image.get("id") if isinstance(image, dict) else None
-            wrong = wrong_path(name)
-            if wrong or not isinstance(name, str) or not isinstance(key, (int, str)):
-                self.problem((f"{file.name} images", number), wrong or "no id", "no-image")
-            else:
-                known[key] = finder.find(name), posixpath.normpath(name)
+        folder = ImageFolder(file.parent, _image_folders(file))
+        names: dict[Any, Any] = {}
+        for image in images:
+            if isinstance(image, dict) and isinstance(image.get("id"), int | str):
+                names[image["id"]] = image.get("file_name")
         for number, annotation in enumerate(annotations, start=1):
             place = (f"{file.name} annotations", number)
             key = annotation.get("image_id") if isinstance(annotation, dict) else None
-            caption = annotation.get("caption") if isinstance(annotation, dict) else None
-            if not isinstance(key, (int, str)) or key not in known:
-                self.problem(place, f"its image_id {str(key)[:40]} is not among the images", "no-image")
-            elif not isinstance(caption, str) or not clean_text(caption):
-                self.problem(place, "no caption", "empty-caption")
+            if isinstance(key, int | str) and key in names:
+                yield Row(place, annotation.get("caption"), split, names[key], folder)
             else:
-                image_ref, id_ = known[key]
-                yield Row(image_ref, (clean_text(caption),), id_, split, place)
+                source.problem(place, f"its image_id {str(key)[:40]} is not among the images", "no-image")
+
+
+def _list(document: Any, name: str) -> list[Any] | None:
+    value = document.get(name) if isinstance(document, dict) else None
+    return value if isinstance(value, list) else None
 
 
 def _caption_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    for folder in (path / "annotations", path):
-        if found := sorted(folder.glob("captions_*.json")):
-            return found
-    return []
+    return sorted(path.glob("annotations/captions_*.json")) or sorted(path.glob("captions_*.json"))
 
 
 def _image_folders(file: Path) -> tuple[str, ...]:

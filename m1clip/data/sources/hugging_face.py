@@ -12,104 +12,67 @@ from PIL import Image
 
 from m1clip.data.images import BadImage, FileImage, decode, one_line
 from m1clip.data.sources import splits
-from m1clip.data.sources.base import need
-from m1clip.data.sources.tables import Columns, TableSource
-from m1clip.data.types import ImageRef
-from m1clip.errors import UserError
+from m1clip.data.sources.base import DataSource, Row, require, user_error
+from m1clip.data.sources.tables import Columns, Record, Table, bytes_in, table_rows
 
 HUB = "hf:"
+# What `datasets` and pyarrow raise for a damaged dataset.
 _READ_ERRORS = (
-    ArithmeticError,
-    LookupError,
-    MemoryError,
-    NotImplementedError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
+    *(ArithmeticError, LookupError, MemoryError, NotImplementedError),
+    *(OSError, RuntimeError, TypeError, ValueError),
 )
 
 
-class HuggingFaceSource(TableSource):
-    """Columns as in any table; images are bytes in Arrow files, which are memory-mapped."""
-
-    kind = "hf"
-
-    @classmethod
-    def looks_like(cls, path: Path) -> bool:
-        """A folder that `save_to_disk` wrote."""
-        if (path / "dataset_dict.json").is_file():
-            return True
-        return (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
-
-    def header(self) -> list[str]:
-        """Columns of the first split."""
-        return list(next(iter(self._tables().values())).column_names)
-
-    def folder(self) -> Path:
-        """The folder itself."""
-        return self.path
-
-    def records(self, columns: Columns) -> Iterator[tuple[tuple[str, int], Mapping[str, Any]]]:
-        """Rows counted from 1 in each split; images stay where they are."""
-        for split, table in self._tables().items():
-            inside = is_inside(table.features[columns.image])
-            wanted = {*columns.captions, columns.split, columns.id, None if inside else columns.image}
-            narrow = table.select_columns([name for name in table.column_names if name in wanted])
-            for number, cells in enumerate(narrow, start=1):
-                at = (self._name, split, number - 1, columns.image)
-                yield (split, number), cells | ({columns.image: HubImage(*at)} if inside else {})
-
-    def image(self, cells: Mapping[str, Any], columns: Columns, place: tuple[str, int]) -> tuple[ImageRef, str] | str:
-        """An image in the dataset, or a path."""
-        image = cells.get(columns.image)
-        if not isinstance(image, HubImage):
-            return super().image(cells, columns, place)
-        name = cells.get(columns.id) if columns.id else None
-        return image, str(name) if isinstance(name, (str, int)) else f"{place[0]}#{place[1]}"
-
-    def default_split(self, place: tuple[str, int]) -> str | None:
-        """The name of the split, unless the dataset is only one, which says nothing."""
-        return splits.normalise(place[0]) if len(self._tables()) > 1 else None
-
-    @property
-    def _name(self) -> str:
-        return self.path.as_posix()
-
-    def _tables(self) -> dict[str, Any]:
-        try:
-            return open_tables(self._name)
-        except _READ_ERRORS as error:
-            raise UserError(one_line(f"{self.path}: not a dataset that can be read ({error})"[:500])) from error
+def is_saved_dataset(path: Path) -> bool:
+    """A folder that `save_to_disk` wrote."""
+    names = [name for name in ("dataset_dict.json", "state.json", "dataset_info.json") if (path / name).is_file()]
+    return "dataset_dict.json" in names or len(names) == 2
 
 
-def is_inside(feature: Any) -> bool:
-    """Whether a column holds images themselves, and not the names of files."""
+def hugging_face_rows(source: DataSource) -> Iterator[Row]:
+    """Images stay in the Arrow files, which are memory-mapped."""
+    name = source.path.as_posix()
+    try:
+        tables = open_dataset(name)
+    except _READ_ERRORS as error:
+        raise user_error(f"{source.path}: not a readable dataset ({error})"[:500]) from error
+    for split, data in tables.items():
+
+        def records(columns: Columns, split: str = split, data: Any = data) -> Iterator[Record]:
+            embedded = _has_images(data.features[columns.image])
+            wanted = {*columns.captions, columns.split, columns.id if embedded else columns.image}
+            narrow = data.select_columns([name for name in data.column_names if name in wanted])
+            for row, cells in enumerate(narrow):
+                yield row + 1, cells, HubImage(name, split, row, columns.image) if embedded else None
+
+        # The name of a single split says nothing.
+        given = splits.from_value(split) if len(tables) > 1 else None
+        yield from table_rows(Table(source.path, split, data.column_names, records, source.path, given), source)
+
+
+def _has_images(feature: Any) -> bool:
+    """Whether a column has the images themselves, not file names."""
     return type(feature).__name__ == "Image" or getattr(feature, "dtype", "") in {"binary", "large_binary"}
 
 
 @lru_cache(maxsize=4)
-def open_tables(name: str) -> dict[str, Any]:
-    """Split -> table, images not decoded. What is on the hub `datasets` downloads once, into its cache."""
-    datasets = need("datasets", "A Hugging Face dataset")
-    hub = name.removeprefix(HUB) if name.startswith(HUB) else None
-    found = datasets.load_dataset(hub) if hub else datasets.load_from_disk(name)
-    named = found if isinstance(found, Mapping) else {str(found.split or "train"): found}
-    if not named:
-        raise UserError(one_line(f"{name}: the dataset has no splits"))
-    return {split: _undecoded(table, datasets.Image) for split, table in named.items()}
-
-
-def _undecoded(table: Any, image_feature: Any) -> Any:
-    images = [name for name, feature in table.features.items() if isinstance(feature, image_feature)]
-    for name in images:
-        table = table.cast_column(name, image_feature(decode=False))
-    return table
+def open_dataset(name: str) -> dict[str, Any]:
+    """Split -> table with undecoded images. `datasets` downloads what is on the hub once, into its cache."""
+    datasets = require("datasets", "A Hugging Face dataset")
+    found = datasets.load_dataset(name.removeprefix(HUB)) if name.startswith(HUB) else datasets.load_from_disk(name)
+    tables = dict(found) if isinstance(found, Mapping) else {str(found.split or "train"): found}
+    if not tables:
+        raise user_error(f"{name}: the dataset has no splits")
+    for split, table in tables.items():
+        for column, feature in table.features.items():
+            if isinstance(feature, datasets.Image):
+                tables[split] = tables[split].cast_column(column, datasets.Image(decode=False))
+    return tables
 
 
 @dataclass(frozen=True, slots=True)
 class HubImage:
-    """An image in a row of a Hugging Face dataset; a worker opens the dataset for itself."""
+    """An image in a row of a Hugging Face dataset; a worker process opens the dataset itself."""
 
     name: str
     split: str
@@ -117,28 +80,22 @@ class HubImage:
     column: str
 
     def open(self, want: int | None = None) -> Image.Image:
-        """Decode to RGB; BadImage when it cannot be."""
+        """Decode to RGB; BadImage if that fails."""
         return decode(self.read(), want, str(self))
 
     def read(self) -> bytes:
-        """The bytes of the image, or of the file the row names."""
+        """The bytes of the image, or of the file that the row names."""
         try:
-            value = open_tables(self.name)[self.split][self.row][self.column]
-            path = value.get("path") if isinstance(value, dict) else None
-            data = value.get("bytes") if isinstance(value, dict) else value
-            if data is None and isinstance(path, str):
-                return FileImage(path).read()
-        except BadImage:
-            raise
+            value = open_dataset(self.name)[self.split][self.row][self.column]
         except _READ_ERRORS as error:
             raise BadImage(str(self), f"cannot be read ({error})") from error
-        if not isinstance(data, bytes):
-            raise BadImage(str(self), "no image in this row")
-        return data
+        if isinstance(value, dict) and value.get("bytes") is None and isinstance(value.get("path"), str):
+            return FileImage(value["path"]).read()
+        return bytes_in(value, str(self))
 
     def stamp(self) -> str:
-        """The fingerprint of the table, which `datasets` changes with its content, and the row."""
-        return f"{self.name}|{open_tables(self.name)[self.split]._fingerprint}|{self.split}|{self.row}"
+        """The fingerprint of the table, which changes with its content, and the row."""
+        return f"{self.name}|{open_dataset(self.name)[self.split]._fingerprint}|{self.split}|{self.row}"
 
     def __str__(self) -> str:
         return one_line(f"{self.name} {self.split} row {self.row + 1}")

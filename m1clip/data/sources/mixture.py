@@ -8,17 +8,17 @@ import re
 from collections.abc import Collection, Sequence
 
 from m1clip.data.sources import splits
-from m1clip.data.sources.base import Problem
-from m1clip.data.types import Sample, Source
+from m1clip.data.sources.base import DataSource
+from m1clip.data.types import Sample
 from m1clip.errors import UserError
 
 _WEIGHT = re.compile(r"(.+):(-?(?:\d+\.?\d*|\.\d+))")
 
 
-def parse_weight(spec: str, kinds: Collection[str] = ()) -> tuple[str, float]:
-    """`photos:0.3` -> (photos, 0.3). A file of that very name, `hf:name` and `C:\\photos` have weight 1."""
+def parse_weight(spec: str, formats: Collection[str] = ()) -> tuple[str, float]:
+    """`photos:0.3` -> (photos, 0.3). A file of exactly that name, `hf:name` and `C:\\photos` have weight 1."""
     match = _WEIGHT.fullmatch(spec)
-    if match is None or match.group(1) in kinds or os.path.exists(spec):
+    if match is None or match.group(1) in formats or os.path.exists(spec):
         return spec, 1.0
     weight = float(match.group(2))
     if not 0 < weight <= 1000:
@@ -27,57 +27,48 @@ def parse_weight(spec: str, kinds: Collection[str] = ()) -> tuple[str, float]:
 
 
 class MixedSource:
-    """The weight is the share (or the repetition) of a source's train images; val and test stay whole."""
+    """The weight is the fraction (or the repetition) of a source's train images; val and test stay complete."""
 
-    def __init__(self, parts: Sequence[tuple[Source, float]], seed: int = 0) -> None:
+    def __init__(self, parts: Sequence[tuple[DataSource, float]]) -> None:
         if not parts:
             raise UserError("no data: name at least one source")
         self.parts = tuple(parts)
-        self.seed = seed
-        self.by_templates = all(getattr(source, "by_templates", False) for source, _ in parts)
-        self.problems: list[Problem] = [p for source, _ in parts for p in getattr(source, "problems", ())]
-        self.notes: list[str] = [note for source, _ in parts for note in getattr(source, "notes", ())]
+        self.class_captions = all(source.class_captions for source, _ in parts)
+        self.problems = [problem for source, _ in parts for problem in source.problems]
+        self.notes = [note for source, _ in parts for note in source.notes]
 
     def splits(self) -> tuple[str, ...]:
-        """Every split that some source has."""
-        names = {name for source, _ in self.parts for name in source.splits()}
-        first = [name for name in splits.ORDER if name in names]
-        return (*first, *sorted(names - set(first)))
+        """Every split of any source."""
+        return splits.in_order({name for source, _ in self.parts for name in source.splits()})
 
     def samples(self, split: str) -> Sequence[Sample]:
         """The sources one after the other; ids start with the number of the source."""
-        mixed: list[Sample] = []
-        for number, (source, weight) in enumerate(self.parts):
-            if split in source.splits():
-                samples = source.samples(split)
-                chosen = weigh(samples, weight, self.seed) if split == "train" else [(sample, 0) for sample in samples]
-                mixed.extend(
-                    Sample(sample.image, sample.captions, f"{number}/{sample.id}" + (f"#{copy + 1}" if copy else ""))
-                    for sample, copy in chosen
-                )
+        mixed = [
+            Sample(sample.image, sample.captions, f"{number}/{sample.id}" + (f"#{copy + 1}" if copy else ""))
+            for number, (source, weight) in enumerate(self.parts)
+            if split in source.splits()
+            for sample, copy in _weighted(source.samples(split), weight if split == "train" else 1.0)
+        ]
         if not mixed:
             raise UserError(f"no split {split!r} in the data; it has {', '.join(self.splits())}")
         return mixed
 
     def origin(self, id_: str, caption: int = 0) -> str:
-        """The file and row a caption came from, where its source knows."""
+        """The file and row of a caption."""
         number, _, rest = id_.partition("/")
         source = self.parts[int(number)][0]
-        if hasattr(source, "origin"):
-            for name in (rest, rest.rpartition("#")[0]):
-                try:
-                    return str(source.origin(name, caption))
-                except KeyError:
-                    continue
-        return id_
+        try:
+            return source.origin(rest, caption)
+        except KeyError:  # a copy: a.jpg#2
+            return source.origin(rest.rpartition("#")[0], caption)
 
 
-def weigh(samples: Sequence[Sample], weight: float, seed: int) -> list[tuple[Sample, int]]:
-    """(sample, copy number): whole copies, then the share that is left, chosen by hash and kept in order."""
-    whole = math.floor(weight)
-    chosen = [(sample, copy) for copy in range(whole) for sample in samples]
-    count = round((weight - whole) * len(samples))
-    if whole == 0:
+def _weighted(samples: Sequence[Sample], weight: float) -> list[tuple[Sample, int]]:
+    """(sample, copy number): complete copies, then the remaining fraction, chosen by hash and kept in order."""
+    copies = math.floor(weight)
+    chosen = [(sample, copy) for copy in range(copies) for sample in samples]
+    count = round((weight - copies) * len(samples))
+    if copies == 0:
         count = max(count, 1)
-    by_hash = sorted(range(len(samples)), key=lambda i: (splits.hash_unit(seed, f"mix:{samples[i].id}"), i))
-    return chosen + [(samples[i], whole) for i in sorted(by_hash[:count])]
+    by_hash = sorted(range(len(samples)), key=lambda i: (splits.hash_unit(f"mix:{samples[i].id}"), i)) if count else []
+    return chosen + [(samples[i], copies) for i in sorted(by_hash[:count])]

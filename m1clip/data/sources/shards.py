@@ -1,4 +1,4 @@
-"""webdataset tar shards: `shard-{000..099}.tar`, a folder of .tar, or one; jpg/png/webp + txt/json."""
+"""webdataset tar shards: `shard-{000..099}.tar`, a folder of .tar files, or one; read in place, never unpacked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,23 +16,27 @@ from PIL import Image
 
 from m1clip.data.images import MAX_FILE_BYTES, SUFFIXES, BadImage, decode, file_stamp, one_line
 from m1clip.data.sources import splits
-from m1clip.data.sources.base import BaseSource, Row, clean_text, need
-from m1clip.data.sources.tables import CAPTION_NAMES, captions_of
-from m1clip.errors import UserError
+from m1clip.data.sources.base import DataSource, Row, captions_of, user_error
+from m1clip.data.sources.splits import clean_text
+from m1clip.data.sources.tables import CAPTION_NAMES
 from m1clip.io import open_regular
 
-BLOCK = 512
-# A name or an extended header longer than this was not written by any tar.
-MAX_EXTENDED = 2**20
+# In the json of a sample that `m1clip data pack` wrote: its id is that of the original image.
+PACKED = "m1clip-pack-1"
+MAX_SHARDS = 100_000
+MAX_TEXT_BYTES = 2**20
+_MAX_EXTENDED = 2**20  # no tar writer makes longer names or extended headers
+_BLOCK = 512
+_KEY = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")  # webdataset: everything up to the first dot of the file name
 
 
-class CutShort(Exception):
-    """The file ends, or stops being a tar, before its end mark; what came before is good."""
+class TruncatedTar(Exception):
+    """The file ends, or stops being a tar, before its end marker; what came before is valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member's name, the offset and size of its bytes, and whether it is a plain file with a safe name."""
+    """A file in a tar: where its bytes are, or why it is refused."""
 
     name: str
     offset: int
@@ -41,58 +45,57 @@ class Member:
 
 
 def members(file: BinaryIO, file_size: int) -> Iterator[Member]:
-    """Every file in the tar, in order; CutShort where it breaks off."""
+    """Every file in the tar, in order; TruncatedTar where it breaks off.
+
+    Unlike `tarfile` it reports damage in the middle, bounds extended headers and keeps nothing in memory.
+    """
     offset = 0
-    long_name: str | None = None
-    long_size: int | None = None
+    name: str | None = None  # from an extended header, for the next member
+    size: int | None = None
     while offset < file_size:
         file.seek(offset)
-        header = file.read(BLOCK)
-        if len(header) < BLOCK:
-            raise CutShort("cut short in a header")
+        header = file.read(_BLOCK)
+        if len(header) < _BLOCK:
+            raise TruncatedTar("cut short in a header")
         if not header.strip(b"\0"):
             return
-        if not _checksum_holds(header):
-            raise CutShort("what follows is not a tar header" if offset else "not a tar file")
-        kind = header[156:157]
-        size = _number(header[124:136])
-        if size is None:
-            raise CutShort("a header with no size")
-        start = offset + BLOCK
-        # Rounded up: each member fills whole blocks, so the offset always grows.
-        offset = start + -(-size // BLOCK) * BLOCK
-        if kind in b"LKxgX" and kind:
-            if size > MAX_EXTENDED or start + size > file_size:
-                raise CutShort("cut short in an extended header")
-            body = file.read(size)
+        header_size = _number(header[124:136])
+        checksum = sum(header[:148]) + sum(b" " * 8) + sum(header[156:])
+        if header_size is None or _number(header[148:156]) != checksum:
+            raise TruncatedTar("what follows is not a tar header" if offset else "not a tar file")
+        kind, start = header[156:157], offset + _BLOCK
+        extended = kind in (b"L", b"K", b"x", b"g", b"X")
+        member_size = header_size if extended or size is None else size
+        # Rounded up to blocks, so the offset always grows.
+        offset = start + -(-member_size // _BLOCK) * _BLOCK
+        if extended:
+            if member_size > _MAX_EXTENDED or start + member_size > file_size:
+                raise TruncatedTar("cut short in an extended header")
+            body = file.read(member_size)
             if kind == b"L":
-                long_name = _text(body)
-            elif kind in b"xX":
-                name, pax_size = _pax(body)
-                long_name, long_size = name or long_name, pax_size
+                name = _text(body)
+            elif kind in (b"x", b"X"):
+                fields = _pax_fields(body)
+                name = _text(fields["path"]) if "path" in fields else name
+                size = int(fields["size"]) if re.fullmatch(rb"\d{1,19}", fields.get("size", b"")) else None
             continue
-        if long_size is not None:
-            size = long_size
-            offset = start + -(-size // BLOCK) * BLOCK
-        name = long_name if long_name is not None else _short_name(header)
-        long_name = long_size = None
-        if kind == b"5":
+        member_name = name if name is not None else _short_name(header)
+        name = size = None
+        if kind == b"5":  # a folder
             continue
-        refused = _refusal(name, kind)
-        if refused is None and start + size > file_size:
-            raise CutShort(f"cut short in {name}")
-        yield Member(name, start, size, refused)
+        refused = _refusal(member_name, kind)
+        if refused is None and start + member_size > file_size:
+            raise TruncatedTar(f"cut short in {member_name}")
+        yield Member(member_name, start, member_size, refused)
 
 
 def _refusal(name: str, kind: bytes) -> str | None:
-    if kind in b"12" and kind:
-        return "a link"
     if kind not in (b"0", b"\0", b"7"):
-        return "not a plain file"
+        return "a link" if kind in (b"1", b"2") else "not a regular file"
     parts = name.replace("\\", "/").split("/")
-    if name.startswith(("/", "\\")) or parts[0].endswith(":"):
-        return "an absolute name"
-    return "a name with .." if ".." in parts else None
+    if not parts[0] or parts[0].endswith(":"):
+        return "an absolute path"
+    return "a path with .." if ".." in parts else None
 
 
 def _text(raw: bytes) -> str:
@@ -108,43 +111,26 @@ def _number(field: bytes) -> int | None:
     if field[:1] == b"\x80":
         return int.from_bytes(field[1:], "big")
     digits = field.split(b"\0", 1)[0].strip()
-    if not digits:
-        return 0
-    return int(digits, 8) if digits.isdigit() and not set(digits) & set(b"89") else None
+    return int(digits or b"0", 8) if re.fullmatch(rb"[0-7]*", digits) else None
 
 
-def _checksum_holds(header: bytes) -> bool:
-    return _number(header[148:156]) == sum(header[:148]) + sum(b" " * 8) + sum(header[156:])
-
-
-def _pax(body: bytes) -> tuple[str | None, int | None]:
-    """path and size from records of the form `length key=value newline`."""
-    name: str | None = None
-    size: int | None = None
+def _pax_fields(body: bytes) -> dict[str, bytes]:
+    """Records of the form `length key=value newline`."""
+    fields: dict[str, bytes] = {}
     at = 0
-    while at < len(body):
-        digits = body[at : at + 20].split(b" ", 1)[0]
-        length = int(digits) if digits.isdigit() else 0
-        if length <= len(digits) or at + length > len(body):
+    while found := re.match(rb"(\d{1,7}) ", body[at : at + 20]):
+        end = at + int(found.group(1))
+        if end <= at + found.end() or end > len(body):
             break
-        key, _, value = body[at + len(digits) + 1 : at + length - 1].partition(b"=")
-        if key == b"path":
-            name = _text(value)
-        elif key == b"size" and value.isdigit() and len(value) < 20:
-            size = int(value)
-        at += length
-    return name, size
-
-
-# In the json of a sample that `m1clip data pack` wrote: then the id in it is that of the image it came from.
-PACKED = "m1clip-pack-1"
-MAX_SHARDS = 100_000
-MAX_TEXT_BYTES = 2**20
+        key, _, fields_value = body[at + found.end() : end - 1].partition(b"=")
+        fields[key.decode("utf-8", "replace")] = fields_value
+        at = end
+    return fields
 
 
 @dataclass(frozen=True, slots=True)
 class TarImage:
-    """The bytes of an image in a shard, read where they lie."""
+    """An image in a shard."""
 
     path: str
     member: str
@@ -152,13 +138,13 @@ class TarImage:
     size: int
 
     def open(self, want: int | None = None) -> Image.Image:
-        """Decode to RGB; BadImage when it cannot be."""
+        """Decode to RGB; BadImage if that fails."""
         return decode(self.read(), want, str(self))
 
     def read(self) -> bytes:
-        """The bytes of the member; BadImage when the shard has lost them."""
+        """The bytes of the member; BadImage if the shard no longer has them."""
         if self.size > MAX_FILE_BYTES:
-            raise BadImage(str(self), f"{self.size >> 20} MiB is more than an image needs", "too-large")
+            raise BadImage(str(self), f"{self.size >> 20} MiB is too large for an image", "too-large")
         try:
             with open_regular(self.path) as file:
                 file.seek(self.offset)
@@ -177,73 +163,60 @@ class TarImage:
         return one_line(f"{self.path}: {self.member}")
 
 
-class ShardSource(BaseSource):
-    """Members of one key are a sample. The split is that of the json, the shard's name or its folder."""
+def is_shards(path: Path) -> bool:
+    """A .tar file, a pattern of them, or a folder with some, also in its train/ and val/."""
+    if path.is_dir():
+        return bool(_in_folder(path))
+    return path.suffix.lower() == ".tar" or (".tar" in path.name and "{" in path.name)
 
-    kind = "webdataset"
 
-    @classmethod
-    def looks_like(cls, path: Path) -> bool:
-        """A .tar file, a pattern of them, or a folder that holds some, perhaps in train/ and val/."""
-        if path.is_dir():
-            return bool(_in_folder(path))
-        return path.suffix.lower() == ".tar" or (".tar" in path.name and "{" in path.name)
+def shard_rows(source: DataSource) -> Iterator[Row]:
+    """One row per sample, shard by shard; a truncated shard gives what is before the cut."""
+    for path in shard_paths(source.path):
+        with open_regular(path) as file:
+            for key, group in groupby(_named(path, file, source), key=lambda item: item[0]):
+                parts = {suffix: member for _, suffix, member in group}
+                yield from _sample(path, file, key, parts, source)
 
-    def rows(self) -> Iterator[Row]:
-        """A row a sample, shard by shard; a shard cut in half gives what lies before the cut."""
-        tars = need("webdataset.tariterators", "Reading tar shards")
-        for path in shard_paths(self.path):
-            with open_regular(path) as file:
-                flat = self._files(path, file)
-                for sample in tars.group_by_keys(flat, handler=partial(self._odd, path)):
-                    row = self._row(path, file, sample)
-                    if row is not None:
-                        yield row
 
-    def _odd(self, path: str, error: Exception) -> bool:
-        self.problem((path, 0), str(error.args[0] if error.args else error)[:300], "shard")
-        return True
+def _named(path: str, file: BinaryIO, source: DataSource) -> Iterator[tuple[str, str, Member]]:
+    """(key, suffix, member) of each usable member; consecutive ones with the same key are a sample."""
+    size = os.fstat(file.fileno()).st_size
+    try:
+        for member in members(file, size):
+            name = _KEY.fullmatch(member.name)
+            if member.refused:
+                source.problem((path, 0), f"{member.name[:200]} is {member.refused}: left out", "unsafe-member")
+            elif name:
+                yield name.group(1), name.group(2).lower(), member
+    except TruncatedTar as error:
+        file.seek(0)
+        if file.read(2) == b"\x1f\x8b":
+            raise user_error(f"{path}: a compressed tar; unpack it to a plain .tar (gunzip)") from error
+        source.problem((path, 0), str(error), "shard")
 
-    def _files(self, path: str, file: BinaryIO) -> Iterator[dict[str, Any]]:
-        """Members in the form webdataset groups; the data is where it lies, not the bytes."""
-        size = os.fstat(file.fileno()).st_size
-        try:
-            for member in members(file, size):
-                if member.refused:
-                    self.problem((path, 0), f"{member.name[:200]} is {member.refused}: left out", "unsafe-member")
-                else:
-                    yield {"fname": member.name, "data": member, "__url__": path}
-        except CutShort as cut:
-            if size >= 2 and _is_gzip(file):
-                raise UserError(one_line(f"{path}: a compressed tar; unpack it to plain .tar (gunzip)")) from cut
-            self.problem((path, 0), str(cut), "shard")
 
-    def _row(self, path: str, file: BinaryIO, sample: dict[str, Any]) -> Row | None:
-        key = sample["__key__"]
-        parts = {suffix: part for suffix, part in sample.items() if isinstance(part, Member)}
-        image = next((p for suffix, p in parts.items() if "." + suffix.rsplit(".", 1)[-1] in SUFFIXES), None)
-        if image is None:
-            self.problem((f"{path}: {key}", 0), "no image", "no-image")
-            return None
-        about = _json(file, parts["json"]) if "json" in parts else {}
-        captions: list[str] = []
-        # A json may hold several captions where the txt, which open_clip reads, has room for one.
-        if isinstance(about.get("captions"), list) or "txt" not in parts:
-            value = next((about[name] for name in CAPTION_NAMES if name in about), None)
-            captions, _ = captions_of(value)
-        if not captions and "txt" in parts:
-            captions, _ = captions_of(_read(file, parts["txt"]))
-        if not captions:
-            self.problem((f"{path}: {key}", 0), "no caption", "empty-caption")
-            return None
-        named = about.get("split")
-        split = splits.normalise(clean_text(named)) if isinstance(named, str) and named.strip() else None
-        split = split or splits.from_file_name(os.path.basename(path)) or splits.known(Path(path).parent.name)
-        ref = TarImage(path, image.name, image.offset, image.size)
-        # Keys start again in each shard, so the shard is part of the id.
-        packed = about.get("format") == PACKED and isinstance(about.get("id"), str)
-        id_ = clean_text(about["id"]) if packed else f"{os.path.basename(path)}/{image.name}"
-        return Row(ref, tuple(captions), id_, split, (f"{path}: {key}", 0))
+def _sample(path: str, file: BinaryIO, key: str, parts: dict[str, Member], source: DataSource) -> Iterator[Row]:
+    place = (f"{path}: {key}", 0)
+    image = next((part for suffix, part in parts.items() if "." + suffix.rsplit(".", 1)[-1] in SUFFIXES), None)
+    if image is None:
+        source.problem(place, "no image", "no-image")
+        return
+    metadata = _json(file, parts["json"]) if "json" in parts else {}
+    captions = next((metadata[name] for name in CAPTION_NAMES if name in metadata), None)
+    # The json may have several captions; the txt, which open_clip reads, has one.
+    if "txt" in parts and not (isinstance(metadata.get("captions"), list) and captions_of(captions)[0]):
+        captions = _read(file, parts["txt"])
+    split = (
+        splits.from_value(metadata.get("split"))
+        or splits.from_file_name(os.path.basename(path))
+        or splits.from_folder(Path(path).parent.name)
+    )
+    # Keys start again in each shard, so the shard is part of the id.
+    id_ = f"{os.path.basename(path)}/{image.name}"
+    if metadata.get("format") == PACKED and isinstance(metadata.get("id"), str):
+        id_ = clean_text(metadata["id"])
+    yield Row(place, captions, split, image=TarImage(path, image.name, image.offset, image.size), id=id_)
 
 
 def _read(file: BinaryIO, member: Member) -> str | None:
@@ -261,50 +234,47 @@ def _json(file: BinaryIO, member: Member) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _is_gzip(file: BinaryIO) -> bool:
-    file.seek(0)
-    return file.read(2) == b"\x1f\x8b"
-
-
 def _in_folder(folder: Path) -> list[str]:
-    inside = sorted(folder.glob("*.tar"))
-    below = [path for sub in sorted(folder.iterdir()) if splits.known(sub.name) for path in sorted(sub.glob("*.tar"))]
-    return [os.fspath(path) for path in (*inside, *below)]
+    below = [
+        path for sub in sorted(folder.iterdir()) if splits.from_folder(sub.name) for path in sorted(sub.glob("*.tar"))
+    ]
+    return [os.fspath(path) for path in (*sorted(folder.glob("*.tar")), *below)]
 
 
 def shard_paths(path: Path) -> list[str]:
-    """The shards a path, a folder or a brace pattern means; each must exist."""
+    """The shards of a path, a folder or a brace pattern; each must exist."""
     if path.is_dir():
         found = _in_folder(path)
     elif path.exists():
         found = [os.fspath(path)]
     else:
-        found = _expand(os.fspath(path))
+        patterns = _expand(os.fspath(path))
+        found = [name for part in patterns for name in (sorted(glob.glob(part)) if "*" in part else [part])]
     if not found:
-        raise UserError(one_line(f"{path}: no .tar file there"))
-    if gone := [name for name in found if not os.path.isfile(name)]:
-        raise UserError(
-            one_line(f"{gone[0]}: no such shard ({len(gone)} of {len(found)} are missing); check the pattern")
-        )
+        raise user_error(f"{path}: no .tar file there")
+    if missing := [name for name in found if not os.path.isfile(name)]:
+        raise user_error(f"{missing[0]}: no such shard ({len(missing)} of {len(found)} are missing); check the pattern")
     return found
 
 
 def _expand(pattern: str) -> list[str]:
-    # Counted first: a pattern such as {0..999999999999} must not be written out.
+    """a-{0..2}.tar -> a-0.tar, a-1.tar, a-2.tar; {x,y} is a choice."""
     if re.search(r"\{[^{}]*\{", pattern) or "${" in pattern:
-        raise UserError(
-            one_line(f"{pattern}: braces inside braces and ${{...}} are not read; write shard-{{000..099}}.tar")
-        )
-    count = 1
-    for inside in re.findall(r"\{([^{}]*)\}", pattern):
-        ends = re.fullmatch(r"(-?\d{1,12})\.\.(-?\d{1,12})", inside)
-        if not ends and ".." in inside:
-            raise UserError(one_line(f"{pattern}: {{{inside}}} is not a range such as {{000..099}}"))
-        count *= abs(int(ends[2]) - int(ends[1])) + 1 if ends else inside.count(",") + 1
-    if count > MAX_SHARDS:
-        raise UserError(one_line(f"{pattern}: {count:,} shards are more than {MAX_SHARDS:,}"))
-    expand = need("webdataset.shardlists", "A pattern of shards").expand_urls
-    try:
-        return [name for part in expand(pattern) for name in (sorted(glob.glob(part)) if "*" in part else [part])]
-    except (AssertionError, ValueError, IndexError) as error:
-        raise UserError(one_line(f"{pattern}: not a pattern of shards ({error})")) from error
+        raise user_error(f"{pattern}: nested braces and ${{...}} are not supported; write shard-{{000..099}}.tar")
+    paths = [""]
+    for number, part in enumerate(re.split(r"\{([^{}]*)\}", pattern)):
+        ends = re.fullmatch(r"(\d{1,12})\.\.(\d{1,12})", part) if number % 2 else None
+        if number % 2 and not ends and ".." in part:
+            raise user_error(f"{pattern}: {{{part}}} is not a range such as {{000..099}}")
+        # Counted first: {0..999999999999} must not be written out.
+        count = abs(int(ends[2]) - int(ends[1])) + 1 if ends else part.count(",") + 1
+        if count * len(paths) > MAX_SHARDS:
+            raise user_error(f"{pattern}: {count * len(paths):,} shards are more than {MAX_SHARDS:,}")
+        if ends:
+            first, last = int(ends[1]), int(ends[2])
+            numbers = range(first, last + 1) if first <= last else range(first, last - 1, -1)
+            choices = [str(value).zfill(len(ends[1])) for value in numbers]
+        else:
+            choices = part.split(",") if number % 2 else [part]
+        paths = [path + choice for path in paths for choice in choices]
+    return paths

@@ -1,11 +1,13 @@
-"""Which split an image belongs to: what the data says, else a hash of the seed and the image's id."""
+"""The split of each image: what the data names, else a hash of the image's id."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
+from typing import Any
 
+VAL_FRACTION = TEST_FRACTION = 0.05
 ORDER = ("train", "val", "test")
 _NAMES = {
     "train": ("train", "training", "trn", "restval"),
@@ -16,15 +18,20 @@ _KNOWN = {name: split for split, names in _NAMES.items() for name in names}
 _IN_FILE_NAME = re.compile(r"(?:^|[^a-z])(" + "|".join(_KNOWN) + r")(?=[^a-z]|images|$)")
 
 
-def normalise(name: str) -> str:
-    """dev, valid, validation -> val; restval -> train; an unknown name stays as it is."""
-    key = name.strip().lower()
-    return _KNOWN.get(key, key)
+def clean_text(text: str) -> str:
+    """Single spaces, and a replacement for what UTF-8 cannot encode."""
+    return " ".join(text.replace("\0", " ").encode("utf-8", "replace").decode("utf-8").split())
 
 
-def known(name: str) -> str | None:
-    """The split a folder of this name holds, or None."""
-    return _KNOWN.get(name.strip().lower())
+def from_value(value: Any) -> str | None:
+    """dev, valid, validation -> val; restval -> train; other names stay; None where the value names none."""
+    name = clean_text(value).lower() if isinstance(value, str) else ""
+    return _KNOWN.get(name, name) or None
+
+
+def from_folder(name: str) -> str | None:
+    """The split in a folder of this name, or None."""
+    return _KNOWN.get(name.lower())
 
 
 def from_file_name(name: str) -> str | None:
@@ -33,41 +40,40 @@ def from_file_name(name: str) -> str | None:
     return _KNOWN[found.group(1)] if found else None
 
 
-def hash_unit(seed: int, text: str) -> float:
-    """A number in [0, 1) that depends on the seed and the text alone."""
-    digest = blake2b(f"{seed}:{text}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+def in_order(names: Iterable[str]) -> tuple[str, ...]:
+    """train, val, test, then others by name."""
+    return tuple(sorted(names, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name)))
+
+
+def hash_unit(text: str) -> float:
+    """A number in [0, 1) that depends only on the text: validation images are the same for every training seed."""
+    digest = blake2b(f"0:{text}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
-def assign(given: Mapping[str, str | None], seed: int, fractions: Sequence[float]) -> tuple[dict[str, str], list[str]]:
-    """Split of each id, and what a person should know about how it was found."""
-    _, val_fraction, test_fraction = fractions
+def assign(given: Mapping[str, str | None]) -> tuple[dict[str, str], list[str]]:
+    """The split of each id, and notes for the user on how it was chosen."""
     names = {name for name in given.values() if name}
     if not names:
-        return _seeded(list(given), seed, val_fraction, test_fraction), []
+        return _by_hash(list(given), TEST_FRACTION), []
     notes = []
     split_of = {id_: name or "train" for id_, name in given.items()}
-    unsaid = sum(name is None for name in given.values())
-    if unsaid:
-        notes.append(f"{unsaid} images name no split, others do: they were put in train")
-    if unknown := sorted(names - set(ORDER)):
-        notes.append(f"splits not used in training: {', '.join(unknown[:5])}")
+    if unnamed := sum(name is None for name in given.values()):
+        notes.append(f"{unnamed} images have no split although others do: they are in train")
+    if unused := sorted(names - set(ORDER)):
+        notes.append(f"splits not used in training: {', '.join(unused[:5])}")
     train = [id_ for id_, name in split_of.items() if name == "train"]
-    if train and "val" not in names and val_fraction > 0:
-        carved = _seeded(train, seed, val_fraction, 0.0)
-        split_of.update(carved)
-        count = sum(name == "val" for name in carved.values())
-        if count:
-            notes.append(f"the data has no val split: {count} of {len(train)} train images were taken for it")
+    if train and "val" not in names:
+        split_of |= _by_hash(train, test_fraction=0.0)
+        if count := sum(name == "val" for name in split_of.values()):
+            notes.append(f"the data has no val split: {count} of {len(train)} train images were moved there")
     return split_of, notes
 
 
-def _seeded(ids: list[str], seed: int, val_fraction: float, test_fraction: float) -> dict[str, str]:
-    place = {id_: hash_unit(seed, id_) for id_ in ids}
-    split_of = {}
-    for id_, unit in place.items():
-        held_out = "val" if unit < val_fraction else "test" if unit < val_fraction + test_fraction else "train"
-        split_of[id_] = held_out
-    if val_fraction > 0 and len(ids) >= 10 and "val" not in split_of.values():
-        split_of[min(ids, key=lambda id_: place[id_])] = "val"
+def _by_hash(ids: list[str], test_fraction: float) -> dict[str, str]:
+    unit = {id_: hash_unit(id_) for id_ in ids}
+    held_out = VAL_FRACTION + test_fraction
+    split_of = {id_: "val" if u < VAL_FRACTION else "test" if u < held_out else "train" for id_, u in unit.items()}
+    if len(ids) >= 10 and "val" not in split_of.values():
+        split_of[min(ids, key=lambda id_: unit[id_])] = "val"
     return split_of

@@ -1,40 +1,28 @@
-"""A table of images: which columns matter, and what a row of any table becomes."""
+"""CSV, TSV, JSON, JSONL and Parquet: every table is read into rows of named cells, and the columns are detected."""
 
 from __future__ import annotations
 
+import codecs
 import csv
+import io
 import json
-import posixpath
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from PIL import Image
 
 from m1clip.data.images import BadImage, decode, file_stamp, one_line
 from m1clip.data.sources import splits
-from m1clip.data.sources.base import (
-    DEFAULT,
-    MAX_LINE,
-    BaseSource,
-    ImageFinder,
-    Options,
-    Row,
-    bounded_lines,
-    clean_text,
-    find_encoding,
-    need,
-    open_text,
-    read_json,
-)
+from m1clip.data.sources.base import DEFAULT, DataSource, ImageFolder, Options, Row, require, user_error
 from m1clip.data.types import ImageRef
 from m1clip.errors import UserError
-from m1clip.io import open_regular
+from m1clip.io import open_regular, read_small
 
 # In order of preference; compared in lower case.
 IMAGE_NAMES = (
@@ -46,47 +34,87 @@ CAPTION_NAMES = (
     *("alt_text", "alt", "prompt", "txt", "raw"),
 )
 SPLIT_NAMES = ("split", "partition", "subset", "set")
-# Where an image lies inside the table, these name it, so that several rows of it are joined.
+# Where the image is inside the table, one of these joins the rows of the same image.
 ID_NAMES = ("image_id", "img_id", "imgid", "filename", "file_name", "image_name", "image_path")
-_ENDS_AS_IMAGE = r"\.(jpe?g|png|webp|gif|bmp|tiff?|hei[cf])$"
+_ENDS_AS_IMAGE = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|hei[cf])$")
 _NUMBERED = re.compile(r"(captions?|text|title|description|sentence)[_ ]?\d+$")
+_DELIMITERS = (",", "\t", ";", "|")
+_EXAMPLE = '{"image": "a.jpg", "captions": ["a dog"]}'
+_ROWS_FOR_COLUMNS = 100  # JSON rows whose keys become the columns
+# Longer than any real row: a binary file read as text must not fill the memory.
+MAX_LINE = 2**24
+MAX_JSON = 2**30  # ten times the captions of COCO; parsed, it takes about ten times as much memory
+_BOMS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of a table that are read."""
+    """The columns that are read."""
 
     image: str
     captions: tuple[str, ...]
-    split: str | None = None
-    id: str | None = None
+    split: str | None
+    id: str | None
+
+
+Record = tuple[int, Mapping[str, Any] | str, ImageRef | None]  # row number, cells (or what is wrong), image in the row
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """An open table of any format."""
+
+    path: Path
+    name: str  # in messages
+    columns: Sequence[str]
+    records: Callable[[Columns], Iterator[Record]]
+    folder: Path  # image paths are relative to it
+    split: str | None = None  # of rows that name none
+
+
+def table_rows(table: Table, source: DataSource) -> Iterator[Row]:
+    """The rows of a table, with the columns chosen by the options or by their names."""
+    columns = choose_columns(table.columns, source.options, str(table.path))
+    folder = ImageFolder(table.folder)
+    for number, cells, image in table.records(columns):
+        place = (table.name, number)
+        if isinstance(cells, str):
+            source.problem(place, cells)
+            continue
+        captions = [cells.get(name) for name in columns.captions]
+        id_ = None
+        if image is not None:
+            value = cells.get(columns.id) if columns.id else None
+            id_ = str(value) if isinstance(value, str | int) else f"{table.name}#{number}"
+        yield Row(
+            place,
+            captions if len(captions) > 1 else captions[0],
+            splits.from_value(cells.get(columns.split) if columns.split else None) or table.split,
+            cells.get(columns.image),
+            folder,
+            image,
+            id_,
+        )
 
 
 def choose_columns(header: Sequence[str], options: Options, where: str) -> Columns:
-    """The columns named by the person, else found by common names; a UserError says what is there."""
+    """The columns named by the user, else those with common names; an error lists what is there."""
     by_key = {name.strip().lower(): name for name in reversed(header)}
-    for asked in (options.image_column, *options.caption_columns, options.split_column):
+
+    def find(names: Iterable[str]) -> str | None:
+        return next((by_key[name] for name in names if name in by_key), None)
+
+    for asked in (options.image_column, *options.caption_columns):
         if asked is not None and asked.strip().lower() not in by_key:
-            raise UserError(one_line(f"{where}: no column {asked!r}; it has {_listing(header)}"))
-    image = options.image_column or _first(IMAGE_NAMES, by_key)
-    captions: Iterable[str] = options.caption_columns
-    if not captions:
-        numbered = [key for key in (name.strip().lower() for name in header) if _NUMBERED.fullmatch(key)]
-        single = _first(CAPTION_NAMES, by_key)
-        captions = numbered or ([single] if single else [])
+            raise user_error(f"{where}: no column {asked!r}; it has {_listing(header)}")
+    image = find([options.image_column.strip().lower()] if options.image_column else IMAGE_NAMES)
+    numbered = [key for key in (name.strip().lower() for name in header) if _NUMBERED.fullmatch(key)]
+    names = [name.strip().lower() for name in options.caption_columns] or numbered
+    captions = [by_key[name] for name in names] or [name for name in [find(CAPTION_NAMES)] if name]
     if image is None or not captions:
-        raise UserError(one_line(_missing(image is None, not captions, header, where)))
-    split = options.split_column or _first(SPLIT_NAMES, by_key)
-    chosen = [by_key[name.strip().lower()] for name in (image, *captions)]
-    name_of_split = by_key[split.strip().lower()] if split else None
-    name_of_id = _first([name for name in ID_NAMES if name != chosen[0].strip().lower()], by_key)
-    return Columns(
-        chosen[0], tuple(dict.fromkeys(chosen[1:])), name_of_split, by_key[name_of_id] if name_of_id else None
-    )
-
-
-def _first(names: Iterable[str], by_key: Mapping[str, str]) -> str | None:
-    return next((name for name in names if name in by_key), None)
+        raise user_error(f"{where}: {_missing(image is None, not captions, header)}")
+    id_ = find(name for name in ID_NAMES if name != image.strip().lower())
+    return Columns(image, tuple(dict.fromkeys(captions)), find(SPLIT_NAMES), id_)
 
 
 def _listing(header: Sequence[str]) -> str:
@@ -94,350 +122,258 @@ def _listing(header: Sequence[str]) -> str:
     return (names or "no columns") + (", ..." if len(header) > 12 else "")
 
 
-def _missing(image: bool, caption: bool, header: Sequence[str], where: str) -> str:
-    if image and any(re.search(_ENDS_AS_IMAGE, name.strip().lower()) for name in header):
-        return f"{where}: its first row is an image, not names of columns; add one such as image,caption"
+def _missing(image: bool, caption: bool, header: Sequence[str]) -> str:
+    if image and any(_ENDS_AS_IMAGE.search(name.strip().lower()) for name in header):
+        return "the first row is an image, not column names; add a row such as image,caption"
     missing = [name for name, lacks in (("image", image), ("caption", caption)) if lacks]
-    flags = [" ".join(f"{prefix}{name}-column" for name in missing) for prefix in ("--data.", "--")]
-    return (
-        f"{where}: no {' and no '.join(missing)} column among {_listing(header)}; "
-        f"name it (train: {flags[0]}, data lint and pack: {flags[1]})"
-    )
+    flags = " and ".join(f"--{name}-column" for name in missing)
+    return f"no {' and no '.join(missing)} column among {_listing(header)}; name it with {flags}"
 
 
-def captions_of(value: Any) -> tuple[list[str], str | None]:
-    """The captions a cell holds, and what is wrong with it, if something is."""
-    if isinstance(value, str) and value.startswith(("['", '["')):
-        value = _written_list(value)
-    if value is None or value == "":
-        return [], "no caption"
-    if isinstance(value, str):
-        text = clean_text(value)
-        return ([text], None) if text else ([], "no caption")
-    if isinstance(value, (list, tuple)):
-        parts = [captions_of(part) for part in value if not isinstance(part, (list, tuple))]
-        found = [text for texts, _ in parts for text in texts]
-        wrong = next((what for _, what in parts if what), None if found else "no caption")
-        return found, wrong if len(parts) == len(value) else "a list inside the list of captions"
-    if isinstance(value, Mapping) and isinstance(value.get("raw"), str):
-        return captions_of(value["raw"])
-    return [], f"the caption is not text but {type(value).__name__}"
+def open_table(path: Path, source: DataSource) -> Table:
+    """The table in a file, by its suffix."""
+    if path.suffix.lower() in {".parquet", ".pq"}:
+        return parquet_table(path, source)
+    if path.suffix.lower() == ".json":
+        return json_table(path, source)
+    return jsonl_table(path, source) if is_jsonl(path) else csv_table(path, source)
 
 
-def _written_list(text: str) -> Any:
-    """A list that was written into one cell, as exports of Flickr30k do."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, list) else text
+# CSV and TSV
 
 
-class TableSource(BaseSource):
-    """Rows of named cells. A kind of table gives `header`, `records`, and `image` if that is not a path."""
-
-    def header(self) -> list[str]:
-        """Names of the columns."""
-        raise NotImplementedError
-
-    def records(self, columns: Columns) -> Iterator[tuple[tuple[str, int], Mapping[str, Any]]]:
-        """(place, cells by column name) of each row."""
-        raise NotImplementedError
-
-    def folder(self) -> Path:
-        """The folder that image paths are relative to."""
-        return self.path.parent
-
-    def default_split(self, place: tuple[str, int]) -> str | None:
-        """The split of a row that names none."""
-        return None
-
-    def image(self, cells: Mapping[str, Any], columns: Columns, place: tuple[str, int]) -> tuple[ImageRef, str] | str:
-        """The image of a row and its id, or what is wrong."""
-        name = cells.get(columns.image)
-        wrong = wrong_path(name)
-        if wrong or not isinstance(name, str):
-            return wrong or "not a file name"
-        return self._finder.find(name), posixpath.normpath(name.replace("\\", "/"))
-
-    def rows(self) -> Iterator[Row]:
-        """Rows with an image and at least one caption."""
-        columns = choose_columns(self.header(), self.options, str(self.path))
-        self._finder = ImageFinder(self.folder())
-        found: dict[str, tuple[ImageRef, str]] = {}
-        for place, cells in self.records(columns):
-            texts: list[str] = []
-            for column in columns.captions:
-                more, wrong = captions_of(cells.get(column))
-                texts += more
-                # One of several caption columns may be empty: that is how tables say "fewer captions".
-                if wrong and (wrong != "no caption" or len(columns.captions) == 1):
-                    self.problem(place, wrong, "empty-caption" if wrong == "no caption" else "row")
-            name = cells.get(columns.image)
-            answer: tuple[ImageRef, str] | str | None = found.get(name) if isinstance(name, str) else None
-            answer = answer or self.image(cells, columns, place)
-            if isinstance(answer, str):
-                self.problem(place, answer, "no-image")
-                continue
-            image, id_ = answer
-            if isinstance(name, str):
-                found[name] = answer
-            if texts:
-                yield Row(image, tuple(texts), id_, self._split(cells, columns, place), place)
-            elif len(columns.captions) > 1:
-                self.problem(place, "no caption", "empty-caption")
-
-    def _split(self, cells: Mapping[str, Any], columns: Columns, place: tuple[str, int]) -> str | None:
-        value = cells.get(columns.split) if columns.split else None
-        if isinstance(value, str) and value.strip():
-            return splits.normalise(clean_text(value))
-        return self.default_split(place)
+def is_csv(path: Path) -> bool:
+    """A file with the suffix of a table, or a .txt whose first line names an image and a caption column."""
+    suffix = path.suffix.lower()
+    return path.is_file() and (suffix in {".csv", ".tsv", ".tab"} or (suffix == ".txt" and has_columns(path)))
 
 
-def wrong_path(name: Any) -> str | None:
-    """Why a cell cannot be the path of an image, or None."""
-    if name is None or (isinstance(name, str) and not name.strip()):
-        return "no file name of an image"
-    if not isinstance(name, str):
-        return f"the image's file name is not text but {type(name).__name__}"
-    if "\0" in name or len(name) > 4096:
-        return "the image's file name holds a zero byte or is too long"
-    if name.startswith(("http://", "https://", "s3://", "gs://")):
-        return f"{name[:80]} is an address, not a file: download the images first (img2dataset does)"
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError:
-        return "the image's file name is not valid text"
-    return None
+def has_columns(path: Path, options: Options = DEFAULT) -> bool:
+    """Whether the first line of a text file names an image and a caption column."""
+    return _csv_dialect(path, find_encoding(path), options)[2]
 
 
-DELIMITERS = (",", "\t", ";", "|")
+def csv_table(path: Path, source: DataSource) -> Table:
+    """The first row has the column names; delimiter and encoding are detected."""
+    encoding = _encoding(path, source)
+    delimiter, header, _ = _csv_dialect(path, encoding, source.options)
 
-
-class CsvSource(TableSource):
-    """A file of separated values whose first row names the columns."""
-
-    kind = "csv"
-
-    def __init__(self, path: Path, options: Options = DEFAULT) -> None:
-        self.encoding = find_encoding(path)
-        self.delimiter = ","
-        super().__init__(path, options)
-        if self.encoding == "cp1252":
-            note = "is not UTF-8: it was read as Windows-1252; save it as UTF-8 if letters look wrong"
-            self.notes.append(one_line(f"{path.name} {note}"))
-
-    @classmethod
-    def looks_like(cls, path: Path) -> bool:
-        """A file with the ending of a table, or a .txt whose first line names an image and a caption."""
-        if not path.is_file():
-            return False
-        if path.suffix.lower() in {".csv", ".tsv", ".tab"}:
-            return True
-        return path.suffix.lower() == ".txt" and names_columns(path)
-
-    def header(self) -> list[str]:
-        """The first row, cut by the delimiter that finds the columns."""
-        line = first_line(self.path, self.encoding)
-        self.delimiter = "\t" if self.path.suffix.lower() in {".tsv", ".tab"} else _find_delimiter(line, self.options)
-        return _cut(line, self.delimiter)
-
-    def records(self, columns: Columns) -> Iterator[tuple[tuple[str, int], Mapping[str, Any]]]:
-        """Rows numbered as a spreadsheet does: the names are row 1."""
-        with open_text(self.path, self.encoding) as file:
-            reader = csv.reader(bounded_lines(file, self.path), delimiter=self.delimiter)
-            number = 0
-            names: list[str] = []
+    def records(columns: Columns) -> Iterator[Record]:
+        number = 0
+        with open_text(path, encoding) as file:
             try:
-                for number, cells in enumerate(reader, start=1):
-                    if number == 1:
-                        names = [name.strip() for name in cells]
-                    elif len(cells) > len(names):
-                        what = f"{len(cells)} cells under {len(names)} columns"
-                        what += f": put quotes round captions with {self.delimiter!r}"
-                        self.problem((self.path.name, number), what)
-                    elif cells:
-                        # strict: a short row has no cell under its last names, which reads as missing.
-                        yield (self.path.name, number), dict(zip(names, cells, strict=False))
+                # Rows are numbered as a spreadsheet does: the column names are row 1.
+                for number, cells in enumerate(csv.reader(bounded_lines(file, path), delimiter=delimiter), start=1):
+                    if len(cells) > len(header) and number > 1:
+                        what = f"{len(cells)} cells under {len(header)} columns"
+                        yield number, f"{what}: put quotes around captions with {delimiter!r}", None
+                    elif cells and number > 1:
+                        # Not strict: cells missing at the end of a row read as None.
+                        yield number, dict(zip(header, cells, strict=False)), None
             except csv.Error as error:
-                what = f"{self.path} row {number + 1}: {error}; look for a quote that is opened and never closed"
-                raise UserError(one_line(what)) from error
+                what = f"{error}; look for a quote that is opened and never closed"
+                raise user_error(f"{path} row {number + 1}: {what}") from error
+
+    return Table(path, path.name, header, records, path.parent)
 
 
-def first_line(path: Path, encoding: str) -> str:
-    """The first line of a text file."""
+def _csv_dialect(path: Path, encoding: str, options: Options) -> tuple[str, list[str], bool]:
+    """(delimiter, column names, whether they include an image and a caption)."""
     with open_text(path, encoding) as file:
-        return next(bounded_lines(file, path), "")
+        line = next(bounded_lines(file, path), "")
+    headers = {delimiter: _cells(line, delimiter) for delimiter in _DELIMITERS}
+    if path.suffix.lower() in {".tsv", ".tab"}:
+        headers = {"\t": headers["\t"]}
+    for delimiter, header in headers.items():
+        try:
+            choose_columns(header, options, "")
+        except UserError:
+            continue
+        return delimiter, header, True
+    delimiter = max(headers, key=lambda delimiter: len(headers[delimiter]))
+    return delimiter, headers[delimiter], False
 
 
-def _cut(line: str, delimiter: str) -> list[str]:
+def _cells(line: str, delimiter: str) -> list[str]:
     try:
         return [name.strip() for name in next(csv.reader([line], delimiter=delimiter), [])]
     except csv.Error:
         return []
 
 
-def _find_delimiter(line: str, options: Options) -> str:
-    for delimiter in DELIMITERS:
+def find_encoding(path: Path) -> str:
+    """UTF-8 (with or without BOM), UTF-16 by its BOM, else cp1252, which Excel writes on Windows."""
+    with open_regular(path) as file:
+        start = file.read(4)
+        for bom, name in _BOMS:
+            if start.startswith(bom):
+                return name
+        decoder = codecs.getincrementaldecoder("utf-8")()
         try:
-            choose_columns(_cut(line, delimiter), options, "")
-        except UserError:
-            continue
-        return delimiter
-    return max(DELIMITERS, key=lambda delimiter: len(_cut(line, delimiter)))
+            decoder.decode(start)
+            while chunk := file.read(2**20):
+                decoder.decode(chunk)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError:
+            return "cp1252"
+    return "utf-8"
 
 
-def names_columns(path: Path, options: Options = DEFAULT) -> bool:
-    """Whether the first line of a text file names an image and a caption column."""
-    line = first_line(path, find_encoding(path))
-    names = _cut(line, _find_delimiter(line, options))
-    try:
-        return bool(choose_columns(names, options, ""))
-    except UserError:
-        return False
+def _encoding(path: Path, source: DataSource) -> str:
+    encoding = find_encoding(path)
+    if encoding == "cp1252":
+        source.note(f"{path.name} is not UTF-8: read as Windows-1252; save it as UTF-8 if letters look wrong")
+    return encoding
 
 
-_ROWS_LOOKED_AT = 100
+def open_text(path: Path, encoding: str) -> TextIO:
+    """A regular file as text; bytes that do not fit the encoding are replaced."""
+    return io.TextIOWrapper(open_regular(path), encoding, errors="replace", newline="")
 
 
-class JsonlSource(TableSource):
-    """One JSON object a line."""
+def bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
+    """Lines with their line ends; an absurdly long one is an error instead of a full memory."""
+    number = 0
+    while line := file.readline(MAX_LINE):
+        number += 1
+        if len(line) >= MAX_LINE:
+            raise user_error(f"{path} line {number}: longer than {MAX_LINE >> 20} MiB; is it a text file?")
+        yield line
 
-    kind = "jsonl"
 
-    @classmethod
-    def looks_like(cls, path: Path) -> bool:
-        """A file that ends in .jsonl or .ndjson."""
-        return path.is_file() and path.suffix.lower() in {".jsonl", ".ndjson"}
+def text_lines(path: Path) -> Iterator[str]:
+    """The lines of a text file in its detected encoding."""
+    with open_text(path, find_encoding(path)) as file:
+        yield from bounded_lines(file, path)
 
-    def header(self) -> list[str]:
-        """Every key of the first rows."""
-        rows = islice((row for _, row in self._objects() if isinstance(row, dict)), _ROWS_LOOKED_AT)
-        names = list(dict.fromkeys(key for row in rows for key in row))
-        if not names:
-            raise UserError(one_line(f"{self.path}: no line of it is a JSON object such as {_EXAMPLE}"))
-        return names
 
-    def records(self, columns: Columns) -> Iterator[tuple[tuple[str, int], Mapping[str, Any]]]:
-        """Objects with their line number."""
-        for number, row in self._objects():
-            if isinstance(row, dict):
-                yield (self.path.name, number), row
-            else:
-                self.problem((self.path.name, number), row if isinstance(row, str) else "not a JSON object")
+# JSON and JSONL
 
-    def _objects(self) -> Iterator[tuple[int, Any]]:
-        """(line number, object), or (line number, what is wrong with the line)."""
-        with open_regular(self.path) as file:
-            number = 0
-            while line := file.readline(MAX_LINE):
-                number += 1
-                if len(line) >= MAX_LINE:
-                    what = f"{self.path} line {number}: over {MAX_LINE >> 20} MiB; write one object a line"
-                    raise UserError(one_line(what))
-                text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                if not text.strip():
-                    continue
+
+def is_jsonl(path: Path) -> bool:
+    """A file with the suffix .jsonl or .ndjson."""
+    return path.is_file() and path.suffix.lower() in {".jsonl", ".ndjson"}
+
+
+def is_json(path: Path) -> bool:
+    """A .json file with a list."""
+    return path.is_file() and path.suffix.lower() == ".json" and isinstance(read_json(path), list)
+
+
+def jsonl_table(path: Path, source: DataSource) -> Table:
+    """One JSON object per line."""
+    encoding = _encoding(path, source)
+    return _json_table(path, lambda: _json_lines(path, encoding))
+
+
+def json_table(path: Path, source: DataSource) -> Table:
+    """A file with a list of JSON objects."""
+    document = read_json(path)
+    if not isinstance(document, list):
+        raise user_error(f"{path}: not a list of objects such as {_EXAMPLE}")
+    return _json_table(path, lambda: enumerate(document, start=1))
+
+
+def _json_table(path: Path, values: Callable[[], Iterable[tuple[int, Any]]]) -> Table:
+    rows = islice((row for _, row in values() if isinstance(row, dict)), _ROWS_FOR_COLUMNS)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    if not columns:
+        raise user_error(f"{path}: contains no JSON object such as {_EXAMPLE}")
+
+    def records(_: Columns) -> Iterator[Record]:
+        for number, row in values():
+            wrong = row.args[0] if isinstance(row, ValueError) else "not a JSON object"
+            yield number, row if isinstance(row, dict) else wrong, None
+
+    return Table(path, path.name, columns, records, path.parent)
+
+
+def _json_lines(path: Path, encoding: str) -> Iterator[tuple[int, Any]]:
+    """(line number, value); a line that is not JSON gives a ValueError."""
+    with open_text(path, encoding) as file:
+        for number, line in enumerate(bounded_lines(file, path), start=1):
+            if line.strip():
                 try:
-                    row = json.loads(text.decode("utf-8"))
-                    yield number, row if isinstance(row, dict) else None
+                    yield number, json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    yield number, f"not valid JSON ({error})"
+                    yield number, ValueError(f"not valid JSON ({error})")
 
 
-class JsonSource(TableSource):
-    """A JSON file that holds a list of objects."""
-
-    kind = "json"
-
-    @classmethod
-    def looks_like(cls, path: Path) -> bool:
-        """A .json file that is a list."""
-        return path.is_file() and path.suffix.lower() == ".json" and isinstance(read_json(path), list)
-
-    def header(self) -> list[str]:
-        """Every key of the first rows."""
-        rows = [row for row in self._document()[:_ROWS_LOOKED_AT] if isinstance(row, dict)]
-        return list(dict.fromkeys(key for row in rows for key in row))
-
-    def records(self, columns: Columns) -> Iterator[tuple[tuple[str, int], Mapping[str, Any]]]:
-        """Objects with their place in the list, counted from 1."""
-        for number, row in enumerate(self._document(), start=1):
-            if isinstance(row, dict):
-                yield (self.path.name, number), row
-            else:
-                self.problem((self.path.name, number), "not a JSON object")
-
-    def _document(self) -> list[Any]:
-        document = read_json(self.path)
-        if not isinstance(document, list):
-            raise UserError(one_line(f"{self.path}: not a list of objects such as {_EXAMPLE}"))
-        return document
+@lru_cache(maxsize=1)
+def read_json(path: Path) -> Any:
+    """The document in a JSON file; cached because detecting the format and reading it both need it."""
+    try:
+        if (size := path.stat().st_size) > MAX_JSON:
+            raise user_error(f"{path}: {size >> 20} MiB of JSON in one document; write it as .jsonl, one row per line")
+        return json.loads(read_small(path, MAX_JSON).decode("utf-8-sig"))
+    except RecursionError as error:
+        raise user_error(f"{path}: nested too deeply for a list of captions") from error
+    except ValueError as error:
+        raise user_error(f"{path}: not valid JSON ({error}); write it again or check its end") from error
 
 
-_EXAMPLE = '{"image": "a.jpg", "captions": ["a dog"]}'
+# Parquet
 
 
-class ParquetSource(TableSource):
-    """Files of one schema; their names may tell the split, as on the hub (train-00000-of-00002)."""
+def parquet_files(path: Path) -> list[Path]:
+    """The Parquet files at a path, sorted: the file itself, or those of a folder or of its data/."""
+    if path.is_file():
+        return [path] if path.suffix.lower() in {".parquet", ".pq"} else []
+    return sorted(path.glob("*.parquet")) or sorted(path.glob("data/*.parquet"))
 
-    kind = "parquet"
 
-    @classmethod
-    def looks_like(cls, path: Path) -> bool:
-        """A .parquet file, or a folder that holds some (also in data/)."""
-        return bool(parquet_files(path))
+def parquet_rows(source: DataSource) -> Iterator[Row]:
+    """All files of a folder; their names may contain the split, as on the hub (train-00000-of-00002)."""
+    files = parquet_files(source.path)
+    if not files:
+        raise user_error(f"{source.path}: no .parquet file there")
+    for path in files:
+        yield from table_rows(parquet_table(path, source), source)
 
-    def header(self) -> list[str]:
-        """Names of the columns of the first file."""
-        self._files = {path.name: path for path in parquet_files(self.path)}
-        if not self._files:
-            raise UserError(one_line(f"{self.path}: no .parquet file there"))
-        first = next(iter(self._files.values()))
-        with reported(first):
-            return list(_schema(first).names)
 
-    def folder(self) -> Path:
-        """Beside the files."""
-        return self.path if self.path.is_dir() else self.path.parent
+def parquet_table(path: Path, source: DataSource) -> Table:
+    """Images are paths, or bytes that stay in the file until they are opened."""
+    parquet = require("pyarrow.parquet", "Parquet")
+    with _readable(path):
+        schema = parquet.read_schema(path)
 
-    def records(self, columns: Columns) -> Iterator[tuple[tuple[str, int], Mapping[str, Any]]]:
-        """Rows counted from 1 in each file. Bytes of images are left where they are."""
-        parquet = need("pyarrow.parquet", "Parquet")
-        for name, path in self._files.items():
-            with reported(path):
-                inside = is_inside(_schema(path), columns.image)
-                asked = [*columns.captions, columns.split, None if inside else columns.image]
-                wanted = [column for column in asked if column]
-                if inside and columns.id:
-                    wanted.append(columns.id)
-                number = 0
-                with parquet.ParquetFile(path) as file:
-                    for group in range(file.num_row_groups):
-                        start = number
-                        for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=wanted):
-                            for cells in batch.to_pylist():
-                                number += 1
-                                at = (group, number - 1 - start)
-                                ref = {columns.image: ParquetImage(str(path), columns.image, *at)} if inside else {}
-                                yield (name, number), cells | ref
+    def records(columns: Columns) -> Iterator[Record]:
+        embedded = _has_bytes(str(schema.field(columns.image).type))
+        names = [*columns.captions, columns.split, columns.id if embedded else columns.image]
+        with _readable(path), parquet.ParquetFile(path) as file:
+            number = 0
+            for group in range(file.num_row_groups):
+                start = number
+                wanted = [name for name in names if name]
+                for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=wanted):
+                    for cells in batch.to_pylist():
+                        image = ParquetImage(str(path), columns.image, group, number - start) if embedded else None
+                        number += 1
+                        yield number, cells, image
 
-    def image(self, cells: Mapping[str, Any], columns: Columns, place: tuple[str, int]) -> tuple[ImageRef, str] | str:
-        """A path, or the bytes in the table; several rows are joined where an id column says so."""
-        image = cells.get(columns.image)
-        if not isinstance(image, ParquetImage):
-            return super().image(cells, columns, place)
-        name = cells.get(columns.id) if columns.id else None
-        return image, str(name) if isinstance(name, (str, int)) else f"{place[0]}#{place[1]}"
+    folder = source.path if source.path.is_dir() else path.parent
+    split = splits.from_file_name(path.name) or splits.from_folder(path.parent.name)
+    return Table(path, path.name, schema.names, records, folder, split)
 
-    def default_split(self, place: tuple[str, int]) -> str | None:
-        """What the name of the file says."""
-        return splits.from_file_name(place[0]) or splits.known(self._files[place[0]].parent.name)
+
+def _has_bytes(column_type: str) -> bool:
+    """Whether a column has the images themselves: bytes, or the {bytes, path} of `datasets`."""
+    return column_type.startswith(("binary", "large_binary", "fixed_size_binary")) or "bytes: binary" in column_type
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """pyarrow's errors for a broken file, as one line."""
+    try:
+        yield
+    # pyarrow's own errors derive from these; its decoders raise them for any bytes.
+    except (ArithmeticError, LookupError, MemoryError, NotImplementedError, OSError, TypeError, ValueError) as error:
+        raise user_error(f"{path}: not a readable Parquet file ({error}); write it again") from error
 
 
 @dataclass(frozen=True, slots=True)
 class ParquetImage:
-    """The bytes of an image in a row of a Parquet file."""
+    """An image in a row of a Parquet file."""
 
     path: str
     column: str
@@ -445,19 +381,16 @@ class ParquetImage:
     row: int
 
     def open(self, want: int | None = None) -> Image.Image:
-        """Decode to RGB; BadImage when it cannot be."""
+        """Decode to RGB; BadImage if that fails."""
         return decode(self.read(), want, str(self))
 
     def read(self) -> bytes:
-        """The bytes; their group of rows stays in memory, since the next image is most likely there."""
+        """The bytes; their row group stays in memory, because the next image is most likely in it."""
         try:
-            value = _group(self.path, file_stamp(self.path), self.column, self.group)[self.row].as_py()
+            value = _row_group(self.path, file_stamp(self.path), self.column, self.group)[self.row].as_py()
         except (ArithmeticError, LookupError, MemoryError, OSError, TypeError, ValueError) as error:
             raise BadImage(str(self), f"cannot be read ({error})") from error
-        data = value.get("bytes") if isinstance(value, dict) else value
-        if not isinstance(data, bytes):
-            raise BadImage(str(self), "no image in this row")
-        return data
+        return bytes_in(value, str(self))
 
     def stamp(self) -> str:
         """Name, size and time of the file, and the row."""
@@ -467,39 +400,15 @@ class ParquetImage:
         return one_line(f"{self.path} row group {self.group} row {self.row + 1}")
 
 
+def bytes_in(value: Any, where: str) -> bytes:
+    """The bytes of an image in a cell: themselves, or in the {bytes, path} of `datasets`."""
+    data = value.get("bytes") if isinstance(value, dict) else value
+    if not isinstance(data, bytes):
+        raise BadImage(where, "no image in this row")
+    return data
+
+
 @lru_cache(maxsize=2)
-def _group(path: str, stamp: str, column: str, group: int) -> Any:
-    with need("pyarrow.parquet", "Parquet").ParquetFile(path) as file:
+def _row_group(path: str, stamp: str, column: str, group: int) -> Any:
+    with require("pyarrow.parquet", "Parquet").ParquetFile(path) as file:
         return file.read_row_group(group, columns=[column]).column(0)
-
-
-def _schema(path: Path) -> Any:
-    return need("pyarrow.parquet", "Parquet").read_schema(path)
-
-
-def is_inside(schema: Any, column: str) -> bool:
-    """Whether a column holds images themselves: bytes, or the {bytes, path} of `datasets`."""
-    kind = str(schema.field(column).type)
-    return kind.startswith(("binary", "large_binary", "fixed_size_binary")) or "bytes: binary" in kind
-
-
-def parquet_files(path: Path) -> list[Path]:
-    """The Parquet files a path means, sorted."""
-    if path.is_file():
-        return [path] if path.suffix.lower() in {".parquet", ".pq"} else []
-    for folder in (path, path / "data"):
-        if found := sorted(folder.glob("*.parquet")):
-            return found
-    return []
-
-
-@contextmanager
-def reported(path: Path) -> Iterator[None]:
-    """What pyarrow says of a broken file, as one line."""
-    try:
-        yield
-    except UserError:
-        raise
-    # pyarrow's own errors derive from these; its decoders raise them for any bytes.
-    except (ArithmeticError, LookupError, MemoryError, NotImplementedError, OSError, TypeError, ValueError) as error:
-        raise UserError(one_line(f"{path}: not a Parquet file that can be read ({error}); write it again")) from error

@@ -10,7 +10,6 @@ from lint_helpers import counts, good, make, of, photo, saved
 
 from m1clip.data.lint import lint, quick_lint
 from m1clip.data.sources import open_source, open_sources
-from m1clip.data.sources.base import Options
 from m1clip.data.sources.mixture import MixedSource
 
 FLICKR8K = Path(__file__).parents[3] / "../shared/data/flickr8k-112"
@@ -51,7 +50,7 @@ def test_class_folders_are_labels_by_design(tmp_path: Path) -> None:
         folder = tmp_path / ("cat", "dog")[n % 2]
         folder.mkdir(exist_ok=True)
         (folder / f"{n}.jpg").write_bytes(saved(photo(n)))
-    report = lint(open_source(str(tmp_path), options=Options(split_fractions=(0.5, 0.5, 0.0))))
+    report = lint(open_source(str(tmp_path)))
     assert counts(report) == {"labels": 12}
     assert report.verdict == "ok"
 

@@ -10,8 +10,7 @@ import pytest
 from source_helpers import everything, image_bytes
 
 from m1clip.data.images import FileImage
-from m1clip.data.sources import open_source
-from m1clip.data.sources.base import Options
+from m1clip.data.sources import Options, open_source
 from m1clip.errors import UserError
 
 Write = Callable[[Iterable[str]], Path]
@@ -120,7 +119,6 @@ def test_the_order_of_tables_in_a_folder(images: Write) -> None:
     (root / "captions.csv").write_text("image,caption\na.jpg,csv\n")
     assert everything(open_source(str(root)))["a.jpg"].captions == ("csv",)
     assert everything(open_source(f"jsonl:{root}"))["a.jpg"].captions == ("jsonl",)
-    assert open_source(str(root), kind="jsonl").kind == "jsonl"
 
 
 def test_parquet_paths_and_bytes(images: Write) -> None:

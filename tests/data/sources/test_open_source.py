@@ -1,0 +1,125 @@
+"""Format detection, missing libraries and Hugging Face folders."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from source_helpers import everything, image_bytes
+
+from m1clip.data.sources import Options, open_source
+from m1clip.errors import UserError
+
+Write = Callable[[Iterable[str]], Path]
+
+
+def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for spec, message in {
+        "": "the path to the data is empty",
+        "nowhere": "no such file",
+        "owner/name": "hf:owner/name",
+        "csv:gone.csv": r"gone\.csv: cannot be read",
+        "a\0b": "no such file",
+        ".": "no known format",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            open_source(spec)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_pipe_is_not_waited_on(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "t.csv")
+    with pytest.raises(UserError, match="neither a file nor a folder"):
+        open_source(str(tmp_path / "t.csv"))
+
+
+@pytest.mark.parametrize("name", ["t.parquet", "hf:x/y"])
+def test_a_missing_library_names_the_remedy(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(module: str, *rest: Any) -> Any:
+        if module.partition(".")[0] in {"pyarrow", "datasets"}:
+            raise ModuleNotFoundError(module)
+        return real(module, *rest)
+
+    real = importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", missing)
+    (tmp_path / name.replace(":", "_").replace("/", "_")).write_bytes(b"x")
+    with pytest.raises(UserError, match=r"pip install 'm1clip\[data\]'"):
+        open_source(name if name.startswith("hf:") else str(tmp_path / name))
+
+
+def test_importing_the_sources_loads_no_extra() -> None:
+    extras = "{'torch', 'pyarrow', 'webdataset', 'datasets'}"
+    code = f"import sys, m1clip.data.sources, m1clip.data.lint; print(sorted({extras} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_hugging_face_folder(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is an extra: pip install 'm1clip[data]'")
+
+    def part(count: int) -> Any:
+        cells = {
+            "image": [{"bytes": image_bytes(n), "path": None} for n in range(count)],
+            "caption": [[f"c{n}", "x"] for n in range(count)],
+        }
+        return datasets.Dataset.from_dict(cells).cast_column("image", datasets.Image())
+
+    datasets.DatasetDict({"train": part(12), "validation": part(3)}).save_to_disk(tmp_path / "both")
+    source = open_source(str(tmp_path / "both"))
+    assert source.format == "hf"
+    assert [len(source.samples(split)) for split in source.splits()] == [12, 3]
+    sample = source.samples("val")[2]
+    assert sample.captions == ("c2", "x")
+    copy = pickle.loads(pickle.dumps(sample.image))
+    assert abs(copy.open().getpixel((3, 3))[0] - 40) < 6
+    assert copy.stamp() == sample.image.stamp()
+    part(12).save_to_disk(tmp_path / "one")
+    assert "val" in open_source(str(tmp_path / "one")).splits()
+    (tmp_path / "both/dataset_dict.json").write_text("{")
+    from m1clip.data.sources.hugging_face import open_dataset
+
+    open_dataset.cache_clear()
+    with pytest.raises(UserError, match="not a readable dataset"):
+        open_source(str(tmp_path / "both"))
+
+
+def test_a_table_with_unknown_columns_in_a_folder_names_them_and_the_options(images: Write) -> None:
+    folder = images(["a.jpg", "b.jpg"])
+    (folder / "list.csv").write_text("which,words\na.jpg,a dog\nb.jpg,a cat\n")
+    with pytest.raises(UserError, match=r"list\.csv: no image and no caption column among which, words") as caught:
+        open_source(str(folder))
+    assert "--image-column and --caption-column" in str(caught.value)
+    named = open_source(str(folder), options=Options("which", ("words",)))
+    assert (named.format, len(everything(named))) == ("csv", 2)
+    (folder / "other.csv").write_text("image,caption\na.jpg,x\n")
+    with pytest.raises(UserError, match=r"contains 2 tables \(list\.csv, other\.csv\); .*--data .*list\.csv"):
+        open_source(str(folder))
+
+
+def test_class_folders_say_what_was_read_and_what_was_not(images: Write) -> None:
+    folder = images(["cat/1.jpg", "dog/2.jpg"])
+    (folder / "list.csv").write_text("which,words\ncat/1.jpg,a small cat\n")
+    source = open_source(str(folder))
+    assert source.format == "classes"
+    assert "captions are made from the names of 2 folders: cat, dog" in source.notes
+    assert f"{folder}/list.csv was not read; if it has the captions: --data {folder}/list.csv" in source.notes
+
+
+@pytest.mark.parametrize("below", ["captions.csv", "train/cat/1.jpg"])
+def test_a_parent_of_data_sets_is_not_read_as_classes(images: Write, below: str) -> None:
+    folder = images(["sets/b/x/1.jpg", "sets/c/x/1.jpg"]) / "sets"
+    for name in ("b", "c"):
+        (folder / name / below).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name / below).write_text("image,caption\nx/1.jpg,a dog\n")
+    with pytest.raises(UserError, match=r"a folder of datasets \(b, c\)") as caught:
+        open_source(str(folder))
+    assert f"--data {folder}/b --data {folder}/c" in str(caught.value)
+    assert open_source(f"classes:{folder}").format == "classes"
