@@ -1,4 +1,4 @@
-"""What the doctor looks at: every fact is read here and nowhere else, so that the checks are functions of a record."""
+"""m1clip doctor: facts of this machine are read in one place, so that every check is a function of a record."""
 
 from __future__ import annotations
 
@@ -8,34 +8,33 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
-from m1clip.hardware.device import Device, available, rules
+from m1clip.errors import UserError
+from m1clip.hardware.device import Device, available, check_compile, rules
 from m1clip.hardware.energy import open_meter, temperature
 from m1clip.hardware.facts import Facts, read_facts, usable_cpus
 
 PACKAGES = ("numpy", "pillow", "safetensors", "tokenizers", "ftfy", "cyclopts", "rich", "psutil")
-VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_ENABLE_MPS_FALLBACK", "CUDA_VISIBLE_DEVICES",
-             "PYTORCH_CUDA_ALLOC_CONF", "OMP_WAIT_POLICY")  # fmt: skip
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_ENABLE_MPS_FALLBACK")
+GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkup:
-    """A machine and its software on one day. None: this machine does not tell."""
+class Machine:
+    """A machine and its software. None: this machine does not report it."""
 
     facts: Facts
     torch_cuda_build: str | None = None
     nvidia_driver: bool = False  # the system has a card and its driver, whatever torch was built for
-    kernels: dict[str, str] = field(
-        default_factory=dict
-    )  # device -> "" if a product came out right, else what happened
-    rates: dict[str, dict[str, float]] = field(default_factory=dict)  # device -> precision -> FLOP/s
-    packages: dict[str, str] = field(default_factory=dict)
+    kernel_failures: dict[str, str] = field(default_factory=dict)  # device -> "" where a kernel gave the right gradient
+    gemm_flops: dict[str, dict[str, float]] = field(default_factory=dict)  # device -> precision -> FLOP/s
+    packages: dict[str, str] = field(default_factory=dict)  # name -> version, "" where it is missing
     variables: dict[str, str] = field(default_factory=dict)
     usable_cpus: int = 1
     cpu_quota: float | None = None  # of a container, in CPUs
@@ -49,27 +48,26 @@ class Checkup:
     temperature: float | None = None
     rosetta: bool = False
     load: float = 0.0  # programs that wanted a processor in the last minute
-    compile_obstacle: dict[str, str] = field(default_factory=dict)
+    compile_obstacles: dict[str, str] = field(default_factory=dict)
     meters: dict[str, str | None] = field(default_factory=dict)
 
 
-def read_checkup() -> Checkup:
+def read_machine() -> Machine:
     """Look at this machine. Takes a few seconds: a kernel runs on each device."""
     import torch
 
-    from m1clip.bench.workload import compile_obstacle
-
     facts, load = read_facts(), os.getloadavg()[0]
     kinds = available(facts)
-    kernels: dict[str, str] = {kind: try_kernel(Device(kind, facts)) for kind in kinds}
+    failures: dict[str, str] = {kind: try_kernel(Device(kind, facts)) for kind in kinds}
     battery = getattr(psutil, "sensors_battery", lambda: None)()
-    return Checkup(
+    speed_limit = re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", _macos("/usr/bin/pmset", "-g", "therm"))
+    return Machine(
         facts=facts,
         torch_cuda_build=torch.version.cuda,
         nvidia_driver=Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None,
-        kernels=kernels,
-        rates={kind: _rates(Device(kind, facts), facts) for kind in kinds if not kernels[kind]},
-        packages=_versions(),
+        kernel_failures=failures,
+        gemm_flops={kind: _gemm_flops(Device(kind, facts), facts) for kind in kinds if not failures[kind]},
+        packages={name: _version(name) for name in PACKAGES},
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
         usable_cpus=usable_cpus(),
         cpu_quota=cpu_quota(Path("/sys/fs/cgroup/cpu.max")),
@@ -79,32 +77,29 @@ def read_checkup() -> Checkup:
         file_limit=_file_limit(),
         on_battery=None if battery is None else not battery.power_plugged,
         low_power=_low_power(),
-        speed_limit=_speed_limit(),
+        speed_limit=int(speed_limit.group(1)) if speed_limit else None,
         temperature=temperature("cpu"),
-        rosetta=_tell("/usr/sbin/sysctl", "-n", "sysctl.proc_translated").strip() == "1",
+        rosetta=_macos("/usr/sbin/sysctl", "-n", "sysctl.proc_translated").strip() == "1",
         load=load,
-        compile_obstacle={kind: compile_obstacle(kind) for kind in kinds},
+        compile_obstacles={kind: _compile_obstacle(kind) for kind in kinds},
         meters={kind: meter.name if (meter := open_meter(kind)) else None for kind in kinds},
     )
 
 
 def try_kernel(device: Device) -> str:
-    """Empty if a product and its gradient come out as on the CPU; else what happened instead."""
+    """Empty if a product and its gradient come out as on the CPU; else what happened."""
     import torch
 
+    def gradient(place: torch.device) -> torch.Tensor:
+        a = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(place).requires_grad_()
+        (found,) = torch.autograd.grad((a @ a).sum(), a)
+        return found.cpu()
+
     try:
-        torch.manual_seed(0)
-        a = torch.randn(64, 64)
-        there = a.to(device.torch, copy=True).requires_grad_()
-        (there @ there).sum().backward()
-        here = a.clone().requires_grad_()
-        (here @ here).sum().backward()
-        assert there.grad is not None
-        assert here.grad is not None
-        wrong = not torch.allclose(there.grad.cpu(), here.grad, rtol=1e-3, atol=1e-3)
+        is_right = torch.allclose(gradient(device.torch), gradient(torch.device("cpu")), rtol=1e-3, atol=1e-3)
     except RuntimeError as error:
         return str(error).strip().splitlines()[0]
-    return "its gradient differs from the CPU's" if wrong else ""
+    return "" if is_right else "its gradient differs from the CPU's"
 
 
 def cpu_quota(path: Path) -> float | None:
@@ -116,7 +111,7 @@ def cpu_quota(path: Path) -> float | None:
         return None
 
 
-def _rates(device: Device, facts: Facts) -> dict[str, float]:
+def _gemm_flops(device: Device, facts: Facts) -> dict[str, float]:
     from m1clip.hardware.measure import gemm_timings
 
     size = 1024 if device.kind == "cpu" else 4096
@@ -124,14 +119,11 @@ def _rates(device: Device, facts: Facts) -> dict[str, float]:
     return {name: 2 * size**3 / t.low for name, t in gemm_timings(device, precisions, size, rounds=3).items()}
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = ""
-    return found
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _file_limit() -> int | None:
@@ -145,269 +137,167 @@ def _file_limit() -> int | None:
 def _low_power() -> bool | None:
     """macOS: Low Power Mode; Linux: a governor or profile that saves power."""
     if sys.platform == "darwin":
-        found = re.search(r"lowpowermode\s+(\d)", _tell("/usr/bin/pmset", "-g"))
+        found = re.search(r"lowpowermode\s+(\d)", _macos("/usr/bin/pmset", "-g"))
         return None if found is None else found.group(1) == "1"
-    for path in (Path("/sys/firmware/acpi/platform_profile"),
-                 Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")):  # fmt: skip
+    for path in ("/sys/firmware/acpi/platform_profile", "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"):
         try:
-            return path.read_text().strip() in ("powersave", "low-power", "quiet")
+            return Path(path).read_text().strip() in ("powersave", "low-power", "quiet")
         except OSError:
             continue
     return None
 
 
-def _speed_limit() -> int | None:
-    found = re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", _tell("/usr/bin/pmset", "-g", "therm"))
-    return int(found.group(1)) if found else None
-
-
-def _tell(*command: str) -> str:
+def _macos(*command: str) -> str:
     """What a macOS tool prints; nothing elsewhere."""
     if sys.platform != "darwin":
         return ""
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
-Level = Literal["ok", "warning", "problem"]
-GIB = 2**30
-LEAST_PYTHON, LEAST_TORCH = (3, 11), (2, 10)
+def _compile_obstacle(kind: str) -> str:
+    try:
+        check_compile(kind)
+    except UserError as error:
+        return str(error).partition(": ")[2] or str(error)
+    return ""
 
 
 @dataclass(frozen=True)
 class Finding:
     """One line of the doctor."""
 
-    level: Level
+    level: Literal["ok", "warning", "problem"]
     name: str
     text: str
     remedy: str = ""
 
 
-def check(c: Checkup) -> list[Finding]:
+def check(m: Machine) -> list[Finding]:
     """All findings for a machine, in a fixed order."""
-    found = [rule(c) for rule in RULES]
-    return [finding for finding in found if finding is not None] + kernels(c) + speeds(c)
+    parts = (check_software, check_resources, check_power, check_threads, check_devices)
+    return [finding for part in parts for finding in part(m)]
 
 
-def version(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (2, 13, 0) of 2.13.0+cpu."""
-    return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3])
+def check_software(m: Machine) -> Iterator[Finding]:
+    """Python, torch and packages."""
+    facts = m.facts
+    software = {"Python": facts.python, **{name: number or "missing" for name, number in m.packages.items()}}
+    yield Finding("ok", "software", ", ".join(f"{name} {number}" for name, number in software.items()))
+    if m.rosetta:
+        remedy = "install an arm64 Python (python.org universal2, or Homebrew in /opt/homebrew) and a new venv"
+        yield Finding("problem", "rosetta", "this is an Intel Python, translated on an Apple chip", remedy)
+    if m.nvidia_driver and facts.cuda is None:
+        reason = "cannot use the NVIDIA card: driver too old, or CUDA_VISIBLE_DEVICES hides it"
+        reason = reason if m.torch_cuda_build else "was built without CUDA, and this machine has an NVIDIA driver"
+        remedy = "install the CUDA build of torch that fits the driver (nvidia-smi shows it)"
+        yield Finding("problem", "torch", f"torch {facts.torch} {reason}", remedy)
+    elif facts.system == "Darwin" and facts.machine == "arm64" and not facts.mps and not m.rosetta:
+        yield Finding("warning", "torch", f"{facts.torch}, without the Apple GPU", "MPS needs macOS 14 or newer")
+    else:
+        build = f"CUDA {m.torch_cuda_build}" if m.torch_cuda_build else "no CUDA in this build"
+        yield Finding("ok", "torch", f"{facts.torch} ({build})")
+    blocked = {kind: reason for kind, reason in m.compile_obstacles.items() if reason}
+    for kind, reason in blocked.items():
+        yield Finding("warning", "compile", f"--compile cannot work on {kind}", reason)
+    if not blocked:
+        yield Finding("ok", "compile", "--compile can work")
 
 
-def python(c: Checkup) -> Finding:
-    """Python is new enough."""
-    if version(c.facts.python) < LEAST_PYTHON:
-        return Finding("problem", "python", c.facts.python, "m1clip needs Python 3.11 or newer")
-    return Finding("ok", "python", f"{c.facts.python}, {c.facts.system} {c.facts.machine}")
-
-
-def rosetta(c: Checkup) -> Finding | None:
-    """An Intel Python on an Apple chip is slow and has no Apple GPU."""
-    if not c.rosetta:
-        return None
-    return Finding(
-        "problem",
-        "rosetta",
-        "this is an Intel Python, translated on an Apple chip",
-        "install an arm64 Python (python.org universal2, or Homebrew in /opt/homebrew) and make the venv anew",
-    )
-
-
-def torch_version(c: Checkup) -> Finding:
-    """torch is new enough, and built for the card that is there."""
-    build = f"CUDA {c.torch_cuda_build}" if c.torch_cuda_build else "no CUDA in this build"
-    if version(c.facts.torch) < LEAST_TORCH:
-        return Finding("problem", "torch", c.facts.torch, "pip install 'torch>=2.10'")
-    if c.nvidia_driver and c.facts.cuda is None:
-        why = (
-            f"torch {c.facts.torch} was built without CUDA, and this machine has an NVIDIA driver"
-            if not c.torch_cuda_build
-            else f"torch {c.facts.torch} cannot use the NVIDIA card: driver too old, or CUDA_VISIBLE_DEVICES hides it"
-        )
-        return Finding(
-            "problem", "torch", why, "install the CUDA build of torch that fits the driver (nvidia-smi shows it)"
-        )
-    if c.facts.system == "Darwin" and c.facts.machine == "arm64" and not c.facts.mps and not c.rosetta:
-        return Finding(
-            "warning", "torch", f"{c.facts.torch}, without the Apple GPU", "macOS 14 or newer is needed for MPS"
-        )
-    return Finding("ok", "torch", f"{c.facts.torch} ({build})")
-
-
-def packages(c: Checkup) -> Finding:
-    """Everything is installed, and no known bad sample."""
-    missing = [name for name, number in c.packages.items() if not number]
-    if missing:
-        return Finding("problem", "packages", f"missing: {', '.join(missing)}", "pip install -e . again")
-    if version(c.packages.get("numpy", "2")) >= (2, 0) and version(c.facts.torch) < (2, 3):
-        return Finding(
-            "problem", "packages", "numpy 2 with torch before 2.3: arrays cannot be shared", "pip install 'torch>=2.10'"
-        )
-    if version(c.packages.get("numpy", "2")) < (1, 26):
-        return Finding("problem", "packages", f"numpy {c.packages['numpy']}", "pip install 'numpy>=1.26'")
-    return Finding("ok", "packages", ", ".join(f"{name} {number}" for name, number in c.packages.items()))
-
-
-def memory(c: Checkup) -> Finding:
-    """Enough memory is free for a small run."""
-    free, total = c.memory_available / GIB, c.facts.memory_bytes / GIB
+def check_resources(m: Machine) -> Iterator[Finding]:
+    """Memory, disk, shared memory and open files."""
+    free, total = m.memory_available / GIB, m.facts.memory_bytes / GIB
     text = f"{free:.1f} of {total:.1f} GiB free"
     if free < 1:
-        return Finding("problem", "memory", text, "close other programs: even the tiny model needs about 1 GB")
-    if free < 0.25 * total:
-        return Finding("warning", "memory", text, "close other programs, or train with --memory to stay within a limit")
-    return Finding("ok", "memory", text)
-
-
-def disk(c: Checkup) -> Finding:
-    """Enough room for checkpoints."""
-    free = c.disk_free / GIB
+        yield Finding("problem", "memory", text, "close other programs: even the tiny model needs about 1 GB")
+    elif free < 0.25 * total:
+        yield Finding("warning", "memory", text, "close other programs, or train with --memory to stay within a limit")
+    else:
+        yield Finding("ok", "memory", text)
+    free = m.disk_free / GIB
+    text = f"{free:.1f} GiB free in this folder"
     if free < 1:
-        return Finding(
-            "problem", "disk", f"{free:.1f} GiB free here", "make room: checkpoints of `small` take about 0.9 GB each"
-        )
-    if free < 5:
-        return Finding(
-            "warning", "disk", f"{free:.1f} GiB free here", "keep fewer checkpoints (--train.keep 1), or make room"
-        )
-    return Finding("ok", "disk", f"{free:.0f} GiB free here")
+        yield Finding("problem", "disk", text, "free some space: checkpoints of `small` take about 0.9 GB each")
+    elif free < 5:
+        yield Finding("warning", "disk", text, "keep fewer checkpoints (--keep 1), or free some space")
+    else:
+        yield Finding("ok", "disk", text)
+    if m.file_limit is not None and m.file_limit < 1024:
+        text = f"a process may open {m.file_limit} files"
+        yield Finding("warning", "files", text, "ulimit -n 4096 before training with --workers")
+    if m.shared_memory_free is not None and m.shared_memory_free < GIB // 4:
+        text = f"{m.shared_memory_free / 2**20:.0f} MiB in /dev/shm, which workers need for batches"
+        yield Finding("warning", "shared memory", text, "docker run --shm-size=2g, or train with --workers 0")
 
 
-def power(c: Checkup) -> Finding | None:
-    """Mains, and no power saving."""
-    if c.low_power:
-        return Finding(
-            "warning",
-            "power",
-            "power saving is on: the machine holds itself back",
-            "switch Low Power Mode (or the powersave governor) off",
-        )
-    if c.on_battery:
-        return Finding("warning", "power", "running on battery", "plug in: many laptops slow down on battery")
-    if c.on_battery is None and c.low_power is None:
-        return Finding("ok", "power", "nothing to read here (a desktop, a server or a virtual machine)")
-    return Finding("ok", "power", "plugged in" if c.on_battery is False else "no power saving")
+def check_power(m: Machine) -> Iterator[Finding]:
+    """Power supply, temperature and other programs."""
+    if m.low_power:
+        remedy = "switch Low Power Mode (or the powersave governor) off"
+        yield Finding("warning", "power", "power saving is on, which slows the machine down", remedy)
+    elif m.on_battery:
+        yield Finding("warning", "power", "running on battery", "plug in: many laptops are slower on battery")
+    elif m.on_battery is None and m.low_power is None:
+        yield Finding("ok", "power", "not reported (a desktop, a server or a virtual machine)")
+    else:
+        yield Finding("ok", "power", "plugged in" if m.on_battery is False else "no power saving")
+    if m.speed_limit is not None and m.speed_limit < 100:
+        text = f"the system limits the processor to {m.speed_limit}%"
+        yield Finding("warning", "temperature", text, "let it cool; put it on a hard surface")
+    elif m.temperature is None:
+        yield Finding("ok", "temperature", "not reported")
+    elif m.temperature >= 90:
+        yield Finding("warning", "temperature", f"{m.temperature:.0f} °C", "let it cool: hot chips slow down")
+    else:
+        yield Finding("ok", "temperature", f"{m.temperature:.0f} °C")
+    text = f"{m.load:.1f} programs wanted a processor in the last minute, on {m.facts.cores} cores"
+    if m.load > max(1.0, 0.5 * m.facts.cores):
+        yield Finding("warning", "load", text, "stop other programs: they share the cores with training")
+    else:
+        yield Finding("ok", "load", text)
+    meters = [f"{kind} by {name}" for kind, name in m.meters.items() if name]
+    text = "no meter can be read: runs report 'not measured' (pip install 'm1clip[energy]' may add one)"
+    yield Finding("ok", "energy", ", ".join(meters) or text)
 
 
-def heat(c: Checkup) -> Finding | None:
-    """Not throttled, not hot."""
-    if c.speed_limit is not None and c.speed_limit < 100:
-        return Finding(
-            "warning",
-            "heat",
-            f"the system limits the processor to {c.speed_limit}%",
-            "let it cool; put it on a hard surface",
-        )
-    if c.temperature is None:
-        return Finding("ok", "heat", "no temperature can be read here")
-    if c.temperature >= 90:
-        return Finding(
-            "warning", "heat", f"{c.temperature:.0f} °C", "let it cool before measuring: hot chips slow down"
-        )
-    return Finding("ok", "heat", f"{c.temperature:.0f} °C")
-
-
-def load(c: Checkup) -> Finding:
-    """Nobody else is computing."""
-    if c.load > max(1.0, 0.5 * c.facts.cores):
-        return Finding("warning", "load", f"{c.load:.1f} programs wanted {c.facts.cores} cores in the last minute",
-                       "stop other programs before measuring; training will share the cores with them")  # fmt: skip
-    return Finding("ok", "load", f"{c.load:.1f} in the last minute")
-
-
-def threads(c: Checkup) -> Finding:
-    """One thread a core, and no variable or container in the way."""
+def check_threads(m: Machine) -> Iterator[Finding]:
+    """Threads per core, and variables or containers that interfere."""
+    cores = m.facts.performance_cores
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        value = c.variables.get(name, "")
-        if value.isdigit() and int(value) > c.usable_cpus:
-            return Finding(
-                "warning", "threads", f"{name}={value} is more than the {c.usable_cpus} processors", f"unset {name}"
-            )
-    if c.cpu_quota is not None and c.cpu_quota < c.facts.performance_cores:
-        return Finding("warning", "threads",
-                       f"the container may use {c.cpu_quota:.1f} CPUs, but {c.facts.performance_cores} are visible",
-                       f"train with --train.threads {max(1, int(c.cpu_quota))}")  # fmt: skip
-    text = f"{c.facts.performance_cores} of {c.usable_cpus} processors will be used (one a physical core"
-    return Finding("ok", "threads", text + (", the fast ones)" if c.facts.performance_cores < c.facts.cores else ")"))
+        value = m.variables.get(name, "")
+        if value.isdigit() and int(value) > m.usable_cpus:
+            text = f"{name}={value} is more than the {m.usable_cpus} processors"
+            yield Finding("warning", "threads", text, f"unset {name}")
+            return
+    if m.cpu_quota is not None and m.cpu_quota < cores:
+        text = f"the container may use {m.cpu_quota:.1f} CPUs, but {cores} are visible"
+        yield Finding("warning", "threads", text, f"train with --threads {max(1, int(m.cpu_quota))}")
+        return
+    kind = "fast core" if cores < m.facts.cores else "physical core"
+    yield Finding("ok", "threads", f"{cores}, one per {kind}, of {m.usable_cpus} processors")
 
 
-def files(c: Checkup) -> Finding | None:
-    """Workers need file handles and shared memory."""
-    if c.file_limit is not None and c.file_limit < 1024:
-        return Finding(
-            "warning",
-            "files",
-            f"a process may open {c.file_limit} files",
-            "ulimit -n 4096 before training with --data.workers",
-        )
-    if c.shared_memory_free is not None and c.shared_memory_free < GIB // 4:
-        return Finding("warning", "shared memory",
-                       f"{c.shared_memory_free / 2**20:.0f} MiB in /dev/shm: workers pass batches through it",
-                       "docker run --shm-size=2g, or train with --data.workers 0")  # fmt: skip
-    limit = "" if c.file_limit is None else f"{c.file_limit} open files"
-    room = "" if c.shared_memory_free is None else f", {c.shared_memory_free / GIB:.1f} GiB of shared memory"
-    return Finding("ok", "limits", (limit + room).strip(", ") or "nothing to read here")
-
-
-def fallback(c: Checkup) -> Finding | None:
-    """A hidden CPU fallback spoils every figure of the Apple GPU."""
-    if c.facts.mps and c.variables.get("PYTORCH_ENABLE_MPS_FALLBACK") == "1":
-        return Finding("warning", "fallback", "PYTORCH_ENABLE_MPS_FALLBACK=1: operations may run on the CPU unseen",
-                       "unset it: m1clip needs no fallback, and a figure with it is not the GPU's")  # fmt: skip
-    return None
-
-
-def compiler(c: Checkup) -> Finding:
-    """torch.compile can work."""
-    blocked = {kind: why for kind, why in c.compile_obstacle.items() if why}
-    if blocked:
-        kind, why = next(iter(blocked.items()))
-        return Finding("warning", "compile", f"--model.compile cannot work on {kind}", why.partition(": ")[2] or why)
-    return Finding("ok", "compile", "nothing is known against --model.compile")
-
-
-def energy(c: Checkup) -> Finding:
-    """Whether joules can be read."""
-    found = {kind: name for kind, name in c.meters.items() if name}
-    if found:
-        return Finding("ok", "energy", ", ".join(f"{kind} by {name}" for kind, name in found.items()))
-    return Finding(
-        "ok",
-        "energy",
-        "no meter can be read: runs will say 'not measured' (pip install 'm1clip[energy]' may bring one)",
-    )
-
-
-def kernels(c: Checkup) -> list[Finding]:
-    """A kernel really ran on each device, and gave the right gradient."""
-    found = []
-    for kind, failure in c.kernels.items():
+def check_devices(m: Machine) -> Iterator[Finding]:
+    """A kernel on each device gave the right gradient, and which precision is fastest there."""
+    if m.facts.mps and m.variables.get("PYTORCH_ENABLE_MPS_FALLBACK") == "1":
+        text = "PYTORCH_ENABLE_MPS_FALLBACK=1: operations may run on the CPU without notice"
+        yield Finding("warning", "fallback", text, "unset it: m1clip needs no fallback")
+    for kind, failure in m.kernel_failures.items():
         if failure:
-            found.append(
-                Finding(
-                    "problem",
-                    kind,
-                    f"a kernel failed: {failure}",
-                    f"do not train on {kind}: use --device cpu; try another torch, or update the driver",
-                )
-            )
-        else:
-            name = c.facts.cuda if kind == "cuda" else c.facts.cpu
-            found.append(Finding("ok", kind, f"{name}: a product and its gradient came out right"))
-    return found
-
-
-def speeds(c: Checkup) -> list[Finding]:
-    """The matrix product rate in each precision: which dtype is fast here."""
-    found = []
-    for kind, rates in c.rates.items():
+            remedy = f"do not train on {kind}: use --device cpu; try another torch, or update the driver"
+            yield Finding("problem", kind, f"a kernel failed: {failure}", remedy)
+            continue
+        name = m.facts.cuda if kind == "cuda" else m.facts.cpu
+        yield Finding("ok", kind, f"{name}: a matrix product and its gradient are right")
+    for kind, rates in m.gemm_flops.items():
         text = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in rates.items())
-        best = max(rates, key=lambda name: rates[name])
-        found.append(Finding("ok", f"{kind} speed", f"{text}; {best} is the fastest"))
-    return found
+        yield Finding("ok", f"{kind} speed", f"{text}; {max(rates, key=rates.__getitem__)} is the fastest")
 
 
-RULES: tuple[Callable[[Checkup], Finding | None], ...] = (
-    python, rosetta, torch_version, packages, memory, disk, power, heat, load, threads, files, fallback, compiler,
-    energy,
-)  # fmt: skip
+def doctor_text(findings: list[Finding]) -> str:
+    """One line per check, and the remedy under what is wrong."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.level:8} {finding.name}: {finding.text}")
+        lines += [f"         -> {finding.remedy}"] if finding.remedy else []
+    counts = {level: sum(f.level == level for f in findings) for level in ("problem", "warning")}
+    return "\n".join([*lines, f"{counts['problem']} problems, {counts['warning']} warnings"])

@@ -1,181 +1,132 @@
-"""m1clip plan: memory, time and energy of a job before it is started, on one machine and on several."""
+"""m1clip plan: memory, time and energy of a training run, before it is started."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from m1clip.bench.candidate import Candidate, config_of, recall, text_config
-from m1clip.bench.verdict import Point, fit
-from m1clip.config import Config
+from m1clip.bench.configurations import Configuration, default_configuration, model_shape
+from m1clip.bench.cost_model import fit, load_measured
+from m1clip.bench.options import PlanOptions
 from m1clip.data.cache import RAM_LIMIT_SHARE
-from m1clip.data.captions import tokenise
-from m1clip.data.synthetic.source import SyntheticSource
-from m1clip.errors import UserError
-from m1clip.formatting import amount
+from m1clip.formatting import amount, clock, duration, size
 from m1clip.hardware.device import Device, choose_device, choose_precision, threads
 from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.measure import bf16_speedup, gemm_rate
 from m1clip.model.clip import count_parameters
-from m1clip.model.presets import ClipShape, flops_per_pair, shape_of
-from m1clip.text.tokenizers import make_tokenizer
+from m1clip.model.presets import flops_per_pair
 from m1clip.training.memory import forecast, foretold_peak, tensor_limit, tracer, warm_process
 
-ASSUMED_SHARE = 0.5  # of the matrix product rate, where nothing was measured: said in the plan
-OPTIMIZER_BYTES = 28  # AdamW reads weight, gradient and two moments, writes three of them
-MOST_BATCH = 65_536
-CAPTIONS = 64  # synthetic images, for the usual length of a caption
+ASSUMED_GEMM_FRACTION = 0.5  # of the matrix product rate, where no step was measured; the plan says so
+GEMM_SIZE = {"cpu": 1536, "mps": 4096, "cuda": 8192}
+MAX_BATCH_SIZE = 65_536
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanAsk:
-    """A job to plan."""
-
-    model: str = "tiny"
-    batch: int = 64
-    images: int = 8000
-    epochs: float = 10.0
-    device: str = "auto"
-    precision: str = "auto"
-    optimizer: str = "muon"
-    text_tokens: int | None = None
-    rate: str | None = None
-    bandwidth: str | None = None
-    network: str = "1GB"
-    watts: float | None = None
-    memory: str | None = None
-
-    def __post_init__(self) -> None:
-        for name, least in (("batch", 2), ("images", 2), ("epochs", 1e-9)):
-            if not getattr(self, name) >= least:
-                raise UserError(f"--{name} must be at least {least:g}, not {getattr(self, name):g}")
-
-
-def make_plan(ask: PlanAsk) -> dict[str, Any]:
-    """Everything about a job that can be known without running it."""
-    rate = amount(ask.rate, "FLOP", "--rate") if ask.rate else None  # what cannot be read is said first
-    bandwidth = amount(ask.bandwidth, "B", "--bandwidth") if ask.bandwidth else None
-    network, asked_memory = amount(ask.network, "B", "--network"), amount(ask.memory or "1B", "B", "--memory")
+def make_plan(job: PlanOptions) -> dict[str, Any]:
+    """What a run will take, without running it."""
+    rate = amount(job.rate, "FLOP", "--rate") if job.rate else None
+    limit = amount(job.memory, "B", "--memory") if job.memory else None
     facts = read_facts()
     torch.set_num_threads(threads(0, facts))
-    device = Device(choose_device(ask.device, facts), facts)
-    measure = ask.precision == "auto" and device.rules.bf16 == "measure"
-    speedup = bf16_speedup(device) if measure else None
-    precision = choose_precision(ask.precision, device.kind, facts, speedup)
-    candidate = Candidate(model=ask.model, batch=ask.batch, device=device.kind, precision=precision,
-                          attention="bmm" if device.kind == "cpu" else "sdpa", optimizer=ask.optimizer)  # fmt: skip
-    config = config_of(candidate, 64)
-    vocabulary, usual = caption_shape(ask.model)
-    shape = shape_of(config.model, vocabulary)
-    tokens = min(ask.text_tokens or usual, shape.context_length)
-    limit = asked_memory if ask.memory else float(device.total_bytes())
-    memory = plan_memory(
-        config, shape, device, precision, facts, ask.batch, tokens, data_bytes(ask, shape, facts.memory_bytes), limit
-    )
-
-    parameters, per_pair = count_parameters(shape), flops_per_pair(shape, tokens)
-    step, basis, joules = step_time(candidate, facts, device, parameters, per_pair * ask.batch, rate, bandwidth)
-    steps = max(1, round(ask.epochs * ask.images / ask.batch))
+    device = Device(choose_device(job.device, facts), facts)
+    measure = job.precision == "auto" and device.rules.bf16 == "measure"
+    precision = choose_precision(job.precision, device.kind, facts, bf16_speedup(device) if measure else None)
+    configuration = default_configuration(job.model, job.batch_size, device.kind, precision, job.optimizer)
+    shape, tokens = model_shape(job.model)
+    flops = flops_per_pair(shape, tokens)
+    step_seconds, source, joules = step_time(configuration, facts, device, flops * job.batch_size, rate)
+    steps = max(1, round(job.epochs * job.images / job.batch_size))
     return {
-        "job": {"model": ask.model, "parameters": parameters, "flops_per_pair": per_pair, "text_tokens": tokens,
-                "batch": ask.batch, "device": device.kind, "precision": precision, "optimizer": ask.optimizer},
-        "memory": memory,
-        "step_seconds": step,
-        "basis": basis,
+        "model": job.model,
+        "parameters": count_parameters(shape),
+        "flops_per_image": flops,
+        "text_tokens": tokens,
+        "batch_size": job.batch_size,
+        "device": device.kind,
+        "precision": precision,
+        "optimizer": job.optimizer,
+        "memory": plan_memory(configuration, device, facts, job.images, limit or float(device.total_bytes())),
+        "step_seconds": step_seconds,
+        "time_source": source,
         "steps": steps,
-        "seconds": steps * step,
-        "energy": energy_words(joules, ask.watts, step, steps),
-        "gradient_bytes": 4 * parameters,
-        "network": network,
-        "machines": [on_machines(count, step, steps, 4 * parameters, network) for count in (1, 2, 4, 8)],
-    }  # fmt: skip
+        "seconds": steps * step_seconds,
+        "energy": energy(joules, job.watts, step_seconds, steps),
+    }
 
 
-def plan_memory(
-    config: Config, shape: ClipShape, device: Device, precision: Any, facts: Facts, batch: int, tokens: int, data: int,
-    limit: float,
-) -> dict[str, Any]:  # fmt: skip
-    """Memory by component at a batch, whether it fits, and the largest batches that would."""
+def plan_memory(c: Configuration, device: Device, facts: Facts, images: int, limit: float) -> dict[str, Any]:
+    """Memory by component, whether it fits, and the largest batch sizes that do."""
+    shape, tokens = model_shape(c.model)
     process = warm_process(facts) if device.kind == "cpu" else 0
-    trace = tracer(config, shape, device.kind, precision, facts, tokens)
-    parts = foretold_peak(trace(batch), device.kind, process, data)
-    total = sum(parts.values())
-    frugal = dataclasses.replace(config, model=dataclasses.replace(config.model, recompute=True))
-    again = tracer(frugal, shape, device.kind, precision, facts, tokens)
-
-    room = tensor_limit(limit, device.kind, process, data)
-    plain = forecast(trace)
-    least = forecast(again, plain)
-
-    return {"parts": parts, "total": total, "limit": limit, "fits": total <= limit,
-            "largest_batch": plain.largest(room, MOST_BATCH),
-            "largest_batch_recompute": least.largest(room, MOST_BATCH)}  # fmt: skip
+    data = images * shape.image_size**2 * 3
+    data = data if data <= RAM_LIMIT_SHARE * facts.memory_bytes else 0  # a larger set stays on disk
+    precision: Any = c.precision
+    traces = [
+        tracer(config.train_config(), shape, device.kind, precision, facts, tokens)
+        for config in (c, dataclasses.replace(c, activation_checkpointing=True))
+    ]
+    parts = foretold_peak(traces[0](c.batch_size), device.kind, process, data)
+    available = tensor_limit(limit, device.kind, process, data)
+    usual = forecast(traces[0])
+    return {
+        "parts": parts,
+        "total": sum(parts.values()),
+        "limit": limit,
+        "fits": sum(parts.values()) <= limit,
+        "max_batch_size": usual.largest(available, MAX_BATCH_SIZE),
+        "max_batch_size_checkpointing": forecast(traces[1], usual).largest(available, MAX_BATCH_SIZE),
+    }
 
 
 def step_time(
-    candidate: Candidate, facts: Facts, device: Device, parameters: int, flops: float, rate: float | None,
-    bandwidth: float | None,
-) -> tuple[float, str, float | None]:  # fmt: skip
-    """Seconds of a step, where they come from in words, and joules of a step if a meter has told."""
-    if rate is not None:
-        seconds = flops / (rate * ASSUMED_SHARE)
-        words = f"{ASSUMED_SHARE:.0%} of the given {rate / 1e12:.3g} TFLOP/s, assumed"
-        if bandwidth is not None:
-            seconds += OPTIMIZER_BYTES * parameters / bandwidth
-            words += f", and the optimizer at {bandwidth / 1e9:.3g} GB/s"
-        return seconds, words, None
-    mine = [item for item in recall(facts) if _same_way(item["candidate"], candidate)]
-    exact = [item for item in mine if item["candidate"]["model"] == candidate.model]
-    if exact:
-        near = min(exact, key=lambda item: abs(item["candidate"]["batch"] - candidate.batch))
-        scale = flops / near["flops"]
-        joules = near["joules_per_step"] * scale if near["joules_per_step"] is not None else None
-        return near["seconds"] * scale, f"measured here at batch {near['candidate']['batch']}", joules
-    points = [Point(i["candidate"]["model"], i["parameters"], i["flops"], i["seconds"]) for i in mine]
-    model = fit(points) if len(points) >= 3 else None
-    if model is not None:
-        return model.seconds(parameters, flops), f"cost model of {len(points)} steps measured here", None
-    rate = gemm_rate(device, candidate.precision, 1536 if device.kind == "cpu" else 8192)  # type: ignore[arg-type]
-    words = f"{ASSUMED_SHARE:.0%} of the measured {rate / 1e12:.3g} TFLOP/s, assumed; m1clip compare measures it"
-    return flops / (rate * ASSUMED_SHARE), words, None
+    c: Configuration, facts: Facts, device: Device, flops: float, rate: float | None
+) -> tuple[float, str, float | None]:
+    """Seconds of a step, where they come from, and joules of a step if a meter was read."""
+    if rate is None:
+        same = ("device", "precision", "optimizer", "compile", "activation_checkpointing", "threads")
+        mine = [r for r in load_measured(facts) if all(r["configuration"].get(key) == getattr(c, key) for key in same)]
+        exact = [r for r in mine if r["configuration"]["model"] == c.model]
+        if exact:
+            near = min(exact, key=lambda r: abs(r["configuration"]["batch_size"] - c.batch_size))
+            scale = flops / near["flops"]
+            joules = near["joules_per_step"] * scale if near["joules_per_step"] is not None else None
+            source = f"measured here at batch {near['configuration']['batch_size']}"
+            return near["seconds"]["median"] * scale, source, joules
+        model = fit(mine)
+        if model is not None:
+            parameters = count_parameters(model_shape(c.model)[0])
+            return model.seconds(parameters, flops), f"cost model of {len(mine)} steps measured here", None
+    measured = rate or gemm_rate(device, c.precision, GEMM_SIZE[device.kind])
+    source = f"assuming {ASSUMED_GEMM_FRACTION:.0%} of {measured / 1e12:.3g} TFLOP/s"
+    source += "" if rate else " measured here; m1clip compare measures the step itself"
+    return flops / (measured * ASSUMED_GEMM_FRACTION), source, None
 
 
-def on_machines(count: int, step: float, steps: int, gradient: int, network: float) -> dict[str, Any]:
-    """The same epochs on several machines, each with the whole batch; a ring moves each gradient nearly twice."""
-    traffic = 2 * (count - 1) / count * gradient
-    seconds = steps / count * (step + traffic / network)
-    return {"machines": count, "seconds": seconds, "speedup": steps * step / seconds, "traffic_bytes": traffic}
-
-
-def energy_words(joules: float | None, watts: float | None, step: float, steps: int) -> str:
-    """Watt-hours from a meter or from the power given; never guessed."""
+def energy(joules: float | None, watts: float | None, step_seconds: float, steps: int) -> str:
+    """Watt-hours from a meter or from the power given; never estimated."""
     if joules is not None:
-        return f"{joules * steps / 3600:.3g} Wh (a meter's joules a step, measured here by m1clip compare)"
+        return f"{joules * steps / 3600:.3g} Wh (from the joules per step that m1clip compare measured here)"
     if watts is not None:
-        return f"{watts * step * steps / 3600:.3g} Wh at the given {watts:g} W"
+        return f"{watts * step_seconds * steps / 3600:.3g} Wh at the given {watts:g} W"
     return "not measured (no meter was read here; --watts gives the power)"
 
 
-def data_bytes(ask: PlanAsk, shape: ClipShape, memory: int) -> int:
-    """Images that train keeps in memory as bytes; a larger set stays on disk."""
-    needed = ask.images * shape.image_size**2 * 3
-    return needed if needed <= RAM_LIMIT_SHARE * memory else 0
-
-
-def caption_shape(model: str) -> tuple[int | None, int]:
-    """(vocabulary, tokens of the longest caption in a batch, rounded up to 8) of the synthetic captions."""
-    text = text_config(model)
-    draft = shape_of(config_of(Candidate(model=model, batch=2, device="cpu", precision="fp32"), 64).model)
-    captions = [c for sample in SyntheticSource(32, CAPTIONS, 1, 1, seed=0).samples("train") for c in sample.captions]
-    tokenizer = make_tokenizer(text.tokenizer, captions, text.alphabet)
-    lengths = tokenise([tuple(captions)], tokenizer, draft.context_length).lengths
-    return tokenizer.vocab_size, min(-(-int(lengths.max()) // 8) * 8, draft.context_length)
-
-
-def _same_way(known: dict[str, Any], candidate: Candidate) -> bool:
-    keys = ("device", "precision", "optimizer", "compile", "recompute", "threads")
-    mine = candidate.to_dict()
-    return all(known.get(key) == mine[key] for key in keys)
+def plan_text(plan: dict[str, Any]) -> str:
+    """A plan in lines."""
+    memory = plan["memory"]
+    parts = ", ".join(f"{name} {size(value)}" for name, value in memory["parts"].items() if value >= 5e5)
+    fits = "fits" if memory["fits"] else "does NOT fit"
+    checkpointing = f"{memory['max_batch_size_checkpointing']:,} with activation checkpointing"
+    return (
+        f"model      {plan['model']}: {plan['parameters']:,} parameters, {plan['flops_per_image'] / 1e9:,.1f} GFLOP "
+        f"per image and caption of {plan['text_tokens']} tokens\n"
+        f"memory     {size(memory['total'])} at batch {plan['batch_size']} in {plan['precision']} with "
+        f"{plan['optimizer']}: {parts}\n"
+        f"           {fits} in {size(memory['limit'])}; largest batch {memory['max_batch_size']:,}, {checkpointing}, "
+        "any with --micro-batch\n"
+        f"time       {duration(plan['step_seconds'])} a step, {plan['steps']:,} steps: {clock(plan['seconds'])} "
+        f"({plan['time_source']})\n"
+        f"energy     {plan['energy']}"
+    )

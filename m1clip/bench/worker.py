@@ -1,63 +1,209 @@
-"""The measuring process: one JSON request a line on its input, one JSON answer a line on its output.
-
-A process of its own, because peak memory, thread counts and a broken kernel all belong to a process.
-"""
+"""A process that measures training steps: peak memory, thread counts and a crashing kernel all belong to a process."""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import gc
+import multiprocessing
 import os
-import sys
+import time
 import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+from m1clip.bench.configurations import Configuration, model_shape
 from m1clip.errors import UserError
+from m1clip.hardware.device import Device, check_compile, choose_precision, threads
+from m1clip.hardware.energy import open_meter
+from m1clip.hardware.facts import read_facts
+from m1clip.hardware.timing import Load
+
+GEMM_SIZE = {"cpu": 1536, "mps": 4096, "cuda": 8192}  # large enough to reach the device's peak rate
+CAPTURE_STEPS = 24  # at most, until a CUDA graph is captured
+PARITY_IMAGES = 4
 
 
-def main() -> None:
-    """Answer until the input ends. Whatever libraries print goes to the error stream, not among the answers."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    from m1clip.bench.candidate import Candidate
-    from m1clip.bench.workload import Workload, probe_device
-    from m1clip.hardware.facts import read_facts
+class MeasurementError(Exception):
+    """A configuration that could not be measured; `kind` is memory, settings, time, crash or error."""
 
-    facts = read_facts()
-    workload = Workload(facts)
-    commands = {
-        "open": lambda ask: workload.open(Candidate(**ask["candidate"]), ask["images"]),
-        "steps": lambda ask: workload.steps(ask["count"], ask["seconds"]),
-        "memory": lambda ask: workload.memory(),
-        "parity": lambda ask: workload.parity(),
-        "probe": lambda ask: probe_device(ask["device"], facts, ask["precisions"], ask["compile"], ask["budget"]),
-        "facts": lambda ask: facts.to_dict(),
-    }
-    for line in sys.stdin:
-        ask = json.loads(line)
-        answers.write(json.dumps(_answer(commands[ask["do"]], ask)) + "\n")
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind, self.reason = kind, reason
 
 
-def _answer(command: Any, ask: dict[str, Any]) -> dict[str, Any]:
-    """The answer, or what went wrong in a word (memory, user, other) and a line."""
-    import torch
+class Worker:
+    """The measuring process, seen from outside."""
 
+    def __init__(self, log: Path) -> None:
+        """`log` receives what the process and its libraries print."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, str(log)), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def call(self, method: str, timeout: float, *arguments: Any) -> Any:
+        """Call a method of `Measurements` over there; MeasurementError where it fails, crashes or takes too long."""
+        try:
+            self._pipe.send((method, arguments))
+            if not self._pipe.poll(timeout):
+                self.close()
+                raise MeasurementError("time", f"no answer within {timeout:.0f} s")
+            ok, value = self._pipe.recv()
+        except (EOFError, OSError):
+            self.close()
+            code = self._process.exitcode
+            reason = "killed, probably for lack of memory" if code == -9 else f"ended with exit code {code}"
+            raise MeasurementError("crash", f"the measuring process was {reason}") from None
+        if not ok:
+            raise MeasurementError(*value)
+        return value
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be called."""
+        return self._process.is_alive()
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join(2)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+def _serve(pipe: Connection, log: str) -> None:
+    """Answer calls until the other end closes. Everything printed goes to the log."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    measurements = Measurements()
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            method, arguments = pipe.recv()
+            pipe.send(_answer(getattr(measurements, method), arguments))
+
+
+def _answer(method: Any, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
     try:
-        return {"ok": command(ask)}
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        torch.cuda.empty_cache()
-        return {"error": "memory", "line": _first_line(error)}
+        return True, method(*arguments)
     except UserError as error:
-        return {"error": "user", "line": str(error)}
-    except Exception as error:  # noqa: BLE001  one candidate that fails must not end the comparison
+        return False, ("settings", str(error))
+    except Exception as error:  # noqa: BLE001  one configuration that fails must not end the comparison
         traceback.print_exc()
-        short = "memory" if "out of memory" in str(error).lower() else "other"
-        return {"error": short, "line": _first_line(error)}
+        is_memory = isinstance(error, MemoryError) or "out of memory" in str(error).lower()
+        line = next(iter(str(error).strip().splitlines()), "")
+        return False, ("memory" if is_memory else "error", f"{type(error).__name__}: {line}"[:300])
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
+class Measurements:
+    """One open configuration at a time, on the step that `train` runs, with inputs that lie ready in memory."""
 
+    def __init__(self) -> None:
+        self.facts = read_facts()
+        self.is_first = True
+        self.step: Any = None
 
-if __name__ == "__main__":
-    main()
+    def probe(self, kind: Any, precisions: list[Any]) -> dict[str, Any]:
+        """A device by itself: matrix product rates, memory bandwidth, the cost of one kernel launch."""
+        import torch
+
+        from m1clip.hardware.measure import copy_bandwidth, gemm_rate, overheads
+
+        device = Device(kind, self.facts)
+        torch.set_num_threads(threads(0, self.facts))
+        return {
+            "device": kind,
+            "name": self.facts.cuda if kind == "cuda" else self.facts.cpu,
+            "memory_bytes": device.total_bytes(),
+            "gemm_flops": {name: gemm_rate(device, name, GEMM_SIZE[kind], rounds=5) for name in precisions},
+            "bandwidth": copy_bandwidth(device, rounds=5),
+            "launch_seconds": overheads(device, rounds=9)["launch"]["median"],
+        }
+
+    def open(self, configuration: Configuration) -> dict[str, Any]:
+        """Build the step of a configuration and run it once."""
+        import torch
+
+        from m1clip.data.images import Preprocess
+        from m1clip.hardware.precision import autocast
+        from m1clip.model.clip import CLIP
+        from m1clip.model.presets import flops_per_pair
+        from m1clip.training.memory import stand_in
+        from m1clip.training.step import TrainStep
+
+        self._close()
+        kind: Any = configuration.device
+        config, device = configuration.train_config(), Device(kind, self.facts)
+        if configuration.compile:
+            check_compile(kind)
+        precision = choose_precision(configuration.precision, kind, self.facts, None)
+        torch.set_num_threads(threads(configuration.threads, self.facts))
+        peak_is_known = device.reset_peak() or self.is_first
+        self.is_first = False
+        shape, tokens = model_shape(configuration.model)
+        torch.manual_seed(0)
+        model = CLIP(shape, eot_id=0).to(device.torch)
+        attention: Any = configuration.attention
+        model.set_attention(attention, attention)
+        model.set_recompute(configuration.activation_checkpointing)
+        preprocess = Preprocess(image_size=shape.image_size)
+        self.device, self.number, self.peak_is_known = device, 0, peak_is_known
+        self.step = TrainStep(model, config, device, precision, preprocess, autocast(device, precision))
+        self.batch = stand_in(shape, configuration.batch_size, tokens, eot_id=0)
+        self.parity_batch = stand_in(shape, PARITY_IMAGES, tokens, eot_id=0)
+        begin = time.perf_counter()
+        self._run_step()
+        first_step_seconds = time.perf_counter() - begin
+        graph = self.step.cuda_graph
+        for _ in range(CAPTURE_STEPS if graph is not None else 0):
+            if not graph.settled:
+                self._run_step()
+        return {
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "flops": configuration.batch_size * flops_per_pair(shape, tokens),
+            "text_tokens": tokens,
+            "threads": torch.get_num_threads(),
+            "first_step_seconds": first_step_seconds,
+        }
+
+    def steps(self, count: int, seconds: float) -> dict[str, Any]:
+        """Up to `count` timed steps, each one synchronised; no new one after `seconds`."""
+        meter, load = open_meter(self.device.kind), Load()
+        samples: list[dict[str, float]] = []
+        self.step.phases.take()
+        while len(samples) < count and sum(s["seconds"] for s in samples) <= seconds:
+            begin = time.perf_counter()
+            self._run_step()
+            samples.append({"seconds": time.perf_counter() - begin, **self.step.phases.take()})
+        return {
+            "samples": samples,
+            "joules": meter.joules() if meter else None,
+            "other_load": load.others(),
+            "peak_bytes": self.device.peak_bytes() if self.peak_is_known else None,
+        }
+
+    def gradient_difference(self) -> float:
+        """Relative difference of the gradient of a few images from the CPU's in fp32."""
+        from m1clip.training.parity import gradient, relative_difference, stirred
+
+        twin = stirred(self.step.model).eval()
+        there = gradient(twin, self.parity_batch, self.step.preprocess, self.step.autocast)
+        twin.zero_grad(set_to_none=True)
+        twin.set_attention("bmm", "bmm")
+        here = gradient(twin.to("cpu"), self.parity_batch, self.step.preprocess, contextlib.nullcontext)
+        return relative_difference(there, here)
+
+    def _run_step(self) -> None:
+        self.number += 1
+        self.step(self.batch, self.number)
+        self.device.synchronize()
+
+    def _close(self) -> None:
+        import torch
+
+        self.step = None
+        gc.collect()
+        torch.compiler.reset()

@@ -1,0 +1,143 @@
+"""What `compare` measures: a model at a batch size on a device, and how the step is computed there."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from m1clip.bench.options import CompareOptions
+from m1clip.config import Config, ModelConfig, OptimConfig, TextConfig, TrainConfig
+from m1clip.data.captions import tokenise
+from m1clip.data.synthetic.source import SyntheticSource
+from m1clip.hardware.device import Kind, Precision, rules
+from m1clip.hardware.facts import Facts
+from m1clip.model.presets import ClipShape, preset, shape_of
+from m1clip.text.tokenizers import make_tokenizer
+
+PRIOR_ART_ALPHABET = "abcdefghijklmnopqrstuvwxyz ,."  # with four special tokens: a vocabulary of 33
+SAMPLED_CAPTIONS = 64  # synthetic images, for the usual length of a caption
+ATTENTION = {"cpu": ("bmm", "sdpa"), "mps": ("sdpa", "bmm"), "cuda": ("sdpa", "bmm")}  # the usual one first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """One way to compute a training step."""
+
+    model: str
+    batch_size: int
+    device: Kind
+    precision: Precision
+    attention: str = "sdpa"
+    compile: bool = False
+    cuda_graph: bool = False
+    threads: int = 0  # 0: one per physical core
+    activation_checkpointing: bool = False
+    optimizer: str = "muon"
+
+    @property
+    def variant(self) -> str:
+        """Everything but model and batch size, in words."""
+        words = [self.device, self.precision, self.attention]
+        words += ["compiled"] if self.compile else []
+        words += ["CUDA graph"] if self.cuda_graph else []
+        words += [f"{self.threads} thread{'s' * (self.threads > 1)}"] if self.threads else []
+        words += ["activation checkpointing"] if self.activation_checkpointing else []
+        return " ".join(words)
+
+    @property
+    def label(self) -> str:
+        """A name that is unique within a comparison."""
+        return f"{self.model}, batch {self.batch_size}, {self.variant}"
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the step is computed as `train` does it by default on this device and precision."""
+        graph = self.cuda_graph or self.device != "cuda"
+        return graph and not (self.compile or self.threads or self.activation_checkpointing)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values for JSON."""
+        return asdict(self)
+
+    def train_config(self) -> Config:
+        """The same settings as a run would have them."""
+        model: dict[str, Any] = {"attention_image": self.attention, "attention_text": self.attention}
+        model |= {"compile": self.compile, "graph": self.cuda_graph, "recompute": self.activation_checkpointing}
+        train: dict[str, Any] = {"device": self.device, "precision": self.precision, "threads": self.threads}
+        optim: dict[str, Any] = {"name": self.optimizer}
+        return Config(
+            model=ModelConfig(preset=self.model, **model),
+            optim=OptimConfig(**optim),
+            train=TrainConfig(batch=max(2, self.batch_size), steps=10_000, **train),
+        )
+
+
+@functools.cache
+def model_shape(model: str) -> tuple[ClipShape, int]:
+    """The model with the vocabulary of its tokenizer, and the length of the longest synthetic caption in tokens."""
+    text = TextConfig(tokenizer="bpe-cut" if model == "tiny" else "bpe")
+    if preset(model).vocab_size == len(PRIOR_ART_ALPHABET) + 4:
+        text = TextConfig(tokenizer="char", alphabet=PRIOR_ART_ALPHABET)
+    samples = SyntheticSource(32, SAMPLED_CAPTIONS, 1, 1, seed=0).samples("train")
+    captions = [caption for sample in samples for caption in sample.captions]
+    tokenizer = make_tokenizer(text.tokenizer, captions, text.alphabet)
+    shape = shape_of(ModelConfig(preset=model), tokenizer.vocab_size)
+    longest = int(tokenise([tuple(captions)], tokenizer, shape.context_length).lengths.max())
+    return shape, min(-(-longest // 8) * 8, shape.context_length)
+
+
+def default_configuration(
+    model: str, batch_size: int, device: Kind, precision: Precision, optimizer: str
+) -> Configuration:
+    """The step as `train` usually computes it."""
+    return Configuration(
+        model=model,
+        batch_size=batch_size,
+        device=device,
+        precision=precision,
+        attention=ATTENTION[device][0],
+        cuda_graph=device == "cuda",
+        optimizer=optimizer,
+    )
+
+
+def precisions_of(facts: Facts, device: Kind, asked: Sequence[str]) -> list[Precision]:
+    """The precisions to measure on a device, the likely fastest first; fp16 only where it is asked for."""
+    possible = rules(device, facts).precisions[::-1]
+    return [name for name in possible if (name in asked if asked else name != "fp16")]
+
+
+def groups(facts: Facts, options: CompareOptions, devices: Sequence[Kind]) -> list[list[Configuration]]:
+    """Configurations to be measured in turn, by model and batch size from small to large.
+
+    Every device and precision; for a single model also one change at a time from each device's likely fastest.
+    """
+    found = [
+        [
+            default_configuration(model, batch_size, device, precision, options.optimizer)
+            for device in devices
+            for precision in precisions_of(facts, device, options.precision)
+        ]
+        for model in options.model
+        for batch_size in sorted(options.batch_size)
+    ]
+    if len(options.model) == 1:
+        found[0] += _one_change_each(facts, found[0])
+    return found
+
+
+def _one_change_each(facts: Facts, base: list[Configuration]) -> list[Configuration]:
+    extras = [dataclasses.replace(c, attention=ATTENTION[c.device][1]) for c in base]
+    for device in dict.fromkeys(c.device for c in base):
+        likely = next(c for c in base if c.device == device)
+        changes: list[dict[str, Any]] = [{"activation_checkpointing": True}]
+        changes += (
+            [{"threads": facts.performance_cores // 2}] if device == "cpu" and facts.performance_cores > 1 else []
+        )
+        changes += [{"cuda_graph": False}] if device == "cuda" else []
+        changes += [{"compile": True}]  # last: the compiler alone takes a minute or two
+        extras += [dataclasses.replace(likely, **change) for change in changes]
+    return extras
