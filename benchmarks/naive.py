@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from in_batch import in_batch_accuracy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from m1clip.config import Config, from_dict, read_preset
 from m1clip.data.prepare import Split
-from m1clip.evaluation.retrieval import in_batch_accuracy
 from m1clip.evaluation.statistics import Metric
 from m1clip.model.presets import ClipShape
 from m1clip.training.progress import Screen

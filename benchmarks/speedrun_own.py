@@ -138,8 +138,7 @@ def _run(words: list[str], run: Path, deadline: float = float("inf")) -> bool:
 
 def _score(run: Path, device: str) -> dict[str, float]:
     """The test figures of a run that was stopped at the deadline, by the best model it had saved."""
-    from m1clip.evaluation.evaluate import score_run
-    from m1clip.training.progress import Screen
-    from m1clip.training.run import decode_plan
+    from m1clip.evaluation.evaluate import open_split
 
-    return recalls(dict(score_run(run, "test", device, (), decode_plan(Screen()))[0]))
+    evaluator = open_split(run, device_name=device)
+    return recalls(dict(evaluator.scores(evaluator.encode())))

@@ -108,6 +108,20 @@ def test_an_epoch_gives_a_record_with_the_validation_accuracy(
     assert "12 images" in capsys.readouterr().out
 
 
+def test_in_batch_accuracy(naive: ModuleType) -> None:
+    image_index = torch.arange(30).repeat_interleave(2)
+    perfect = naive.in_batch_accuracy(torch.eye(30), torch.eye(30)[image_index], image_index)
+    assert (perfect.value, perfect.chance) == (1.0, pytest.approx(1 / 12))
+    one = torch.full((30, 4), 0.5)
+    assert naive.in_batch_accuracy(one, one[:1].expand(60, -1), image_index).value == 0
+    assert naive.in_batch_accuracy(one * torch.nan, one[:1].expand(60, -1), image_index).value == 0
+    scores = torch.tensor([[0.9, 0.1, 0.5], [0.2, 0.3, 0.6], [0.1, 0.4, 0.5]])  # (images, captions)
+    by_hand = naive.in_batch_accuracy(torch.eye(3), scores.T.contiguous(), torch.arange(3), batch=3, groupings=4)
+    assert by_hand.value == pytest.approx(2 / 3), "image 1 prefers 0.6 to its 0.3"
+    with pytest.raises(ValueError, match="needs 12 captioned images, got 5"):
+        naive.in_batch_accuracy(torch.eye(5), torch.eye(5), torch.arange(5))
+
+
 @pytest.mark.slow
 def test_the_step_benchmark_runs_and_writes_its_figures(tmp_path: Path) -> None:
     out = tmp_path / "step.json"

@@ -1,13 +1,189 @@
-"""export, classify and similar: what can be done with a trained model."""
+"""eval, classify, similar and export: using a trained model."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from m1clip.cli.app import Count, app
+from m1clip.errors import UserError
+from m1clip.io import read_small
+
+if TYPE_CHECKING:
+    from m1clip.training.progress import Screen
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Path,
+    /,
+    *,
+    source: Annotated[tuple[str, ...], Parameter(name="--data", negative="")] = (),
+    split: Literal["train", "val", "test"] = "test",
+    classes: Path | None = None,
+    class_names: Path | None = None,
+    template: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    probe: Annotated[bool, Parameter(negative="")] = False,
+    analysis: Annotated[bool, Parameter(negative="")] = False,
+    device: Literal["auto", "cpu", "mps", "cuda"] = "auto",
+) -> None:
+    """Evaluate a model: recall in both directions (class folders: top-1 accuracy), with chance level and 95% interval.
+
+    m1clip eval runs/demo evaluates a run's best model on the test split of its data, m1clip eval MODEL --data photos
+    any model on other data. With --classes FOLDER, which has one folder of images per class, it measures zero-shot
+    classification by the class names.
+
+    Parameters
+    ----------
+    model
+        A run, a model folder, or an open_clip or Hugging Face model.
+    source
+        Data to evaluate on; default: the data of the run.
+    split
+        The split to evaluate on; train shows how much the model overfits.
+    classes
+        A folder of class folders, for zero-shot accuracy and a confusion matrix.
+    class_names
+        With --classes: a text file with one name per line, in the order of the sorted folders; default: their names.
+    template
+        With --classes: a sentence with {} for the class name; repeat the option to average several.
+    probe
+        With --classes: also train a linear classifier on two thirds of the vectors and evaluate it on the rest.
+    analysis
+        Also show what the model has learned and confuses: by difficulty and length of the caption, by content of the
+        image (synthetic images), the geometry of the embedding space, and an image of the worst confusions.
+    device
+        Where to compute.
+    """
+    from m1clip.evaluation.evaluate import open_split
+    from m1clip.training.progress import Screen
+    from m1clip.training.run import decode_plan
+
+    screen = Screen()
+    folder = model if (model / "config.toml").is_file() else Path()  # figures lie in the run, or here
+    if classes is not None:
+        _zero_shot(screen, model, classes, class_names, template, probe, device, folder)
+        return
+    evaluator = open_split(model, source, split, device, decode_plan(screen))
+    features = evaluator.encode()
+    name = f"{split}{'-other-data' if source else ''}"
+    screen.say(f"\n{model}, {split} split\n\n{evaluator.scores(features)}\n")
+    grid = folder / f"retrieval-{name}.png"
+    evaluator.save_grid(features, grid)
+    screen.say(f"image      {grid}")
+    if analysis:
+        from m1clip.evaluation.analysis import analysis_tables
+        from m1clip.io import write_json
+
+        found, confusions = evaluator.analysis(features), folder / f"confusions-{name}.png"
+        found["confusions"] = evaluator.save_confusions(features, confusions)
+        write_json(folder / f"analysis-{name}.json", found)
+        screen.say(f"\n{analysis_tables(found)}\n")
+        screen.say(f"analysis   {folder / f'analysis-{name}.json'}")
+        if found["confusions"]:
+            screen.say(f"image      {confusions}")
+
+
+def _zero_shot(
+    screen: Screen,
+    model: Path,
+    classes: Path,
+    class_names: Path | None,
+    templates: tuple[str, ...],
+    probe: bool,
+    device: str,
+    folder: Path,
+) -> None:
+    from m1clip.evaluation.figures import confusion_figure
+    from m1clip.evaluation.zeroshot import zero_shot
+    from m1clip.hardware.device import choose_device
+    from m1clip.hardware.facts import read_facts
+    from m1clip.inference.encoder import load
+
+    try:
+        lines = read_small(class_names).decode("utf-8-sig").splitlines() if class_names is not None else []
+    except UnicodeDecodeError:
+        raise UserError(f"--class-names {class_names}: not a UTF-8 text file; write one name per line") from None
+    names = [line.strip() for line in lines if line.strip()]
+    loaded = load(model, device=choose_device(device, read_facts()))
+    result = zero_shot(loaded, classes, names, templates, probe)
+    for reason in result.unreadable[:3]:
+        screen.warn(f"skipped {reason}")
+    screen.say(f"\n{model}, classes of {classes}\n\n{result.scores}\n")
+    if find_spec("matplotlib") is None:
+        screen.say("note       for an image of the confusion matrix: pip install 'm1clip[plot]'")
+        return
+    path = folder / f"confusion-{classes.name or 'classes'}.png"
+    confusion_figure(result.confusion, result.names, path, f"Zero-shot classification of {classes.name}")
+    screen.say(f"image      {path}")
+
+
+@app.command
+def classify(
+    image: Path,
+    /,
+    *,
+    labels: str,
+    model: Path | None = None,
+    template: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+) -> None:
+    """Show how well each label describes an image; labels can be any words.
+
+    m1clip classify dog.jpg --labels dog,cat,"a red car" --model runs/frozen
+
+    Parameters
+    ----------
+    image
+        An image file.
+    labels
+        Words or sentences, separated by commas.
+    model
+        A run, a model folder, or an open_clip or Hugging Face model; default: the newest run in runs/.
+    template
+        A sentence with {} for the label; repeat the option to average several. Default: the label alone.
+    """
+    from m1clip.evaluation.zeroshot import classify as classify_image
+    from m1clip.inference.encoder import load, newest_run
+    from m1clip.training.progress import Screen
+
+    screen = Screen()
+    names = [name.strip() for name in labels.split(",") if name.strip()]
+    for name, probability in classify_image(load(model or newest_run()), image, names, template or ("{}",)):
+        screen.say(f"{100 * probability:5.1f}%  {name}")
+
+
+@app.command
+def similar(
+    image: Path, /, *, folder: Annotated[Path, Parameter(name="--in")], model: Path | None = None, count: Count = 10
+) -> None:
+    """List the images of a folder that are most similar to an image, with their cosine similarity.
+
+    m1clip similar dog.jpg --in ~/Images --model runs/frozen
+
+    Parameters
+    ----------
+    image
+        An image file.
+    folder
+        A folder of images; subfolders are included.
+    model
+        A run, a model folder, or an open_clip or Hugging Face model; default: the newest run in runs/.
+    count
+        How many to list.
+    """
+    from m1clip.evaluation.zeroshot import similar as most_similar
+    from m1clip.inference.encoder import load, newest_run
+    from m1clip.training.progress import Screen
+
+    screen = Screen()
+    found, unreadable = most_similar(load(model or newest_run()), image, folder, count)
+    for path, similarity in found:
+        screen.say(f"{similarity:6.3f}  {path}")
+    if unreadable:
+        screen.warn(f"skipped {len(unreadable)} images that cannot be read; first: {unreadable[0]}")
 
 
 @app.command
@@ -20,7 +196,7 @@ def export(
     image_size: Count | None = None,
     activation: Literal["gelu", "quick_gelu"] | None = None,
 ) -> None:
-    """Write a model in the form that another program reads; it also brings models of others into m1clip's form.
+    """Convert a model for another library, or a model of another library for m1clip.
 
     m1clip export runs/demo --to openclip writes a folder for open_clip.create_model("local-dir:FOLDER"),
     --to hf one for transformers' CLIPModel.from_pretrained, --to safetensors m1clip's own model folder.
@@ -28,15 +204,15 @@ def export(
     Parameters
     ----------
     model
-        A run, a model folder, a folder of open_clip or of a Hugging Face CLIPModel, or a file with open_clip weights.
+        A run, a model folder, an open_clip or Hugging Face CLIPModel folder, or a file of open_clip weights.
     to
-        The form to write.
+        The format to write.
     out
         The new folder; default MODEL-openclip, MODEL-hf or MODEL-safetensors.
     image_size
-        For images of another size: learned positions are interpolated.
+        Convert for another image size: learned position embeddings are interpolated.
     activation
-        Only for a file of weights that has no config beside it: which activation it was trained with.
+        Only for a file of weights without a config: the activation it was trained with.
     """
     from m1clip.export.layouts import export as write
     from m1clip.training.progress import Screen
@@ -45,70 +221,4 @@ def export(
     folder = out or model.with_name(f"{model.stem if model.is_file() else model.name}-{to}")
     for note in write(model, to, folder, image_size, activation):
         screen.say(f"note       {note}")
-    screen.say(f"written    {folder}")
-
-
-@app.command
-def classify(
-    image: Path,
-    /,
-    *,
-    labels: str,
-    model: Path | None = None,
-    template: Annotated[tuple[str, ...], Parameter(negative="")] = (),
-) -> None:
-    """Say which of some words suits an image best; the model needs no training for them.
-
-    m1clip classify dog.jpg --labels dog,cat,"a red car" --model runs/frozen
-
-    Parameters
-    ----------
-    image
-        An image.
-    labels
-        Words or sentences, with commas between them.
-    model
-        A run, a model folder, or a model of others; default: the newest run in runs/.
-    template
-        Sentence with {} for the label; give it again for the mean of several. Default: the label as it is.
-    """
-    from m1clip.evaluation.zeroshot import classify as answer
-    from m1clip.inference.encoder import load, newest_run
-    from m1clip.training.progress import Screen
-
-    screen = Screen()
-    chosen = model or newest_run()
-    names = [name.strip() for name in labels.split(",") if name.strip()]
-    for name, share in answer(load(chosen), image, names, template or ("{}",)):
-        screen.say(f"{100 * share:5.1f}%  {name}")
-
-
-@app.command
-def similar(
-    image: Path, /, *, folder: Annotated[Path, Parameter(name="--in")], model: Path | None = None, count: Count = 10
-) -> None:
-    """Find the images in a folder that are most like one image, by what they show.
-
-    m1clip similar dog.jpg --in ~/Images --model runs/frozen
-
-    Parameters
-    ----------
-    image
-        An image.
-    folder
-        A folder with images, looked through to the bottom.
-    model
-        A run, a model folder, or a model of others; default: the newest run in runs/.
-    count
-        How many to show.
-    """
-    from m1clip.evaluation.zeroshot import similar as answer
-    from m1clip.inference.encoder import load, newest_run
-    from m1clip.training.progress import Screen
-
-    screen = Screen()
-    found, unreadable = answer(load(model or newest_run()), image, folder, count)
-    for path, cosine in found:
-        screen.say(f"{cosine:6.3f}  {path}")
-    if unreadable:
-        screen.warn(f"{len(unreadable)} images cannot be read; first: {unreadable[0]}")
+    screen.say(f"exported   {folder}")

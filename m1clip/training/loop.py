@@ -11,8 +11,9 @@ from typing import Any
 
 from m1clip.data.loader import Batch, batches
 from m1clip.errors import UserError
-from m1clip.evaluation.evaluate import SAMPLE, Exam, analyse, rows_at_once, write_snapshot
-from m1clip.evaluation.retrieval import held_out
+from m1clip.evaluation.evaluate import NEGATIVE_IMAGES, Evaluator, eval_batch_size
+from m1clip.evaluation.retrieval import retrieval
+from m1clip.evaluation.snapshot import write_snapshot
 from m1clip.evaluation.statistics import Metric, Scores, selection_metric
 from m1clip.inference.encoder import Bundle, Features, encode_split
 from m1clip.model.clip import CLIP
@@ -34,13 +35,12 @@ SMALL_CHANGE = 0.25  # seconds
 def encode(job: Job, model: CLIP, split: str, images: int | None = None) -> Features:
     """Features of a split, or of its first `images`, in the precision of the run."""
     data = job.splits[split]
-    rows = rows_at_once(model)
-    return encode_split(model, data, job.preprocess, rows, job.autocast, images)
+    return encode_split(model, data, job.preprocess, eval_batch_size(model), job.autocast, images)
 
 
 def evaluate(job: Job, model: CLIP, split: str) -> Scores:
     """Every retrieval figure of a split."""
-    return held_out(*encode(job, model, split))
+    return retrieval(*encode(job, model, split))
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Budget:
         each = max(per_text, 1e-9) * TEXTS_EACH
         left = SHARE * (trained - self.trained_before) - self.spent
         floor = FEWEST if FEWEST * each < SMALL_CHANGE else 0
-        count = max(floor, min(SAMPLE, int(left / each)))
+        count = max(floor, min(NEGATIVE_IMAGES, int(left / each)))
         return count if count >= FEWEST else 0
 
 
@@ -65,8 +65,8 @@ def look_closer(job: Job, model: CLIP, features: Features, run: Path, step: int,
     `images` are asked about made-up captions; with 0 that part waits for a later evaluation.
     """
     begin, training = time.perf_counter(), model.training
-    exam = Exam(Bundle(model, job.tokenizer, job.preprocess), job.source, "val", job.splits["val"], job.autocast)
-    found = analyse(exam, features, images)
+    bundle = Bundle(model, job.tokenizer, job.preprocess)
+    found = Evaluator(bundle, job.source, "val", job.splits["val"], job.autocast).analysis(features, images)
     model.train(training)
     write_snapshot(run, step, "val", job.splits["val"], features)
     return {"analysis": found, "analysis_seconds": round(time.perf_counter() - begin, 4)}
@@ -214,7 +214,7 @@ class _Loop:
         begin = time.perf_counter()
         features = encode(job, model, "val")
         per_text = (time.perf_counter() - begin) / len(features[1])
-        scores = held_out(*features)
+        scores = retrieval(*features)
         chosen = selection_metric(scores)
         self.label = chosen.label
         seconds = time.perf_counter() - begin

@@ -9,11 +9,11 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +22,9 @@ from m1clip.config import Config, OptimConfig, TrainConfig, TransferConfig, load
 from m1clip.data.cache import DecodePlan, Ledger, Progress
 from m1clip.data.loader import batches
 from m1clip.errors import UserError
-from m1clip.evaluation.evaluate import FOLDER as WATCH
-from m1clip.evaluation.evaluate import THUMBS, Exam, energy_figures, examine
+from m1clip.evaluation.evaluate import Evaluator
+from m1clip.evaluation.snapshot import FOLDER as WATCH
+from m1clip.evaluation.snapshot import THUMBNAILS
 from m1clip.evaluation.statistics import Scores, selection_metric
 from m1clip.hardware.device import rules
 from m1clip.hardware.facts import Facts, usable_cpus
@@ -193,6 +194,7 @@ def without_pauses(step_seconds: list[float], usual: float) -> float:
     return sum(seconds if seconds < PAUSE * usual else usual for seconds in step_seconds)
 
 
+JOULES_PER_WATT_HOUR = 3600.0
 LOG_EVERY, LOG_LINES = 10, 50  # steps between two log lines at most, lines of a run at least
 
 
@@ -234,7 +236,7 @@ def resume(run: str | Path, screen: Screen | None = None) -> Result:
     if not (folder / "config.toml").is_file():
         raise UserError(f"{folder}: no run there (no config.toml)")
     with lock_run(folder), stop_on_signals() as asked:
-        for part in (folder, folder / WATCH, folder / WATCH / THUMBS):
+        for part in (folder, folder / WATCH, folder / WATCH / THUMBNAILS):
             remove_leftovers(part)
         job = prepare(load_config(folder / "config.toml"), screen.say, decode_plan(screen, folder), saved=folder)
         _check_same_data(job, folder)
@@ -322,7 +324,10 @@ def _finish(job: Job, update: TrainStep, folder: Path, log: RunLog, screen: Scre
     best.model.set_attention(job.config.model.attention_image, job.config.model.attention_text)  # type: ignore[arg-type]
     split = next((name for name in ("test", "val") if name in job.splits), "train")
     grid = folder / "retrieval.png"
-    scores = examine(Exam(best, job.source, split, job.splits[split], job.autocast), grid)
+    evaluator = Evaluator(best, job.source, split, job.splits[split], job.autocast)
+    features = evaluator.encode()
+    scores = evaluator.scores(features)
+    evaluator.save_grid(features, grid)
     if state.best_step >= 0:
         label = selection_metric(scores).label
         screen.say(f"best       step {state.best_step:,}: validation {label} {100 * state.best:.1f}%")
@@ -333,6 +338,18 @@ def _finish(job: Job, update: TrainStep, folder: Path, log: RunLog, screen: Scre
               data_fraction=sum(shares) / max(len(shares), 1), peak_bytes=job.device.peak_bytes(),
               **energy_figures(steps, epochs, scores[MEAN_RECALL].value), **scores.as_dict())  # fmt: skip
     return Result(folder, scores, split, grid)
+
+
+def energy_figures(steps: Sequence[dict[str, Any]], epochs: float, recall: float) -> dict[str, float]:
+    """Energy of the training and of one epoch, and mean recall in percent per watt-hour; {} if it was not measured."""
+    joules = sum(float(record.get("joules", 0.0)) for record in steps)
+    if not joules or not epochs:
+        return {}
+    return {
+        "joules": joules,
+        "joules_per_epoch": joules / epochs,
+        "recall_per_watt_hour": 100 * recall / (joules / JOULES_PER_WATT_HOUR),
+    }
 
 
 def _with_steps(job: Job, warn: Callable[[str], None]) -> Job:

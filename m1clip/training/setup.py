@@ -34,9 +34,9 @@ from m1clip.data.prepare import (
 from m1clip.data.types import Source, identities
 from m1clip.errors import UserError
 from m1clip.evaluation.analysis import even_indices
-from m1clip.evaluation.retrieval import held_out
+from m1clip.evaluation.retrieval import retrieval
 from m1clip.evaluation.statistics import selection_metric
-from m1clip.evaluation.zeroshot import class_folders, class_vectors, encode_readable, top_scores
+from m1clip.evaluation.zeroshot import class_folders, class_vectors, encode_readable, top_k_accuracy
 from m1clip.hardware.device import Device, Precision, check_compile, choose_device, choose_precision, threads
 from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.measure import DTYPES, bf16_speedup
@@ -423,7 +423,7 @@ class RecallMeter:
     def __call__(self, bundle: Bundle) -> float:
         """Features of the split first; sides that stand still bring theirs."""
         found = encode_split(bundle.model, self.split, bundle.preprocess, BATCH, self.autocast)
-        return selection_metric(held_out(*found)).value
+        return selection_metric(retrieval(*found)).value
 
 
 @dataclass(frozen=True)
@@ -443,7 +443,7 @@ class ClassMeter:
             vectors = class_vectors(bundle, data.names).cpu()
         bundle.model.train(training)
         labels = torch.tensor([data.labels[chosen[place]] for place in kept])
-        return top_scores(features.float() @ vectors.float().T, labels)["zero_shot/top1"].value
+        return top_k_accuracy(features.float() @ vectors.float().T, labels, "zero_shot")["zero_shot/top1"].value
 
 
 @dataclass(frozen=True)

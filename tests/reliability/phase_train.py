@@ -16,7 +16,7 @@ from typing import Any
 # Patched before anything of ours is imported that takes these by name.
 PHASES = {
     "caching": ("m1clip.data.images", "to_square"),
-    "evaluating": ("m1clip.evaluation.retrieval", "held_out"),
+    "evaluating": ("m1clip.evaluation.retrieval", "retrieval"),
     "saving": ("safetensors.torch", "save_file"),
     "stepping": ("m1clip.training.schedule", "rate"),
 }

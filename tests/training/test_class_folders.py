@@ -12,7 +12,6 @@ from PIL import Image
 from small_run import screen, small_config
 from tower_run import frozen_config, patch_towers
 
-from m1clip.evaluation.statistics import scores_table
 from m1clip.evaluation.zeroshot import class_vectors
 from m1clip.inference.encoder import load
 from m1clip.monitor.history import History
@@ -50,7 +49,7 @@ def trained(folder: Path, changes: dict[str, object]) -> tuple[Path, str]:
     shown: Screen = screen()
     small = {"train.steps": 12, "train.eval_every": 3, "train.log_every": 3, **changes}
     result = train_once(small_config(small), folder, shown)
-    shown.console.print(scores_table(result.scores))
+    shown.say(str(result.scores))
     return result.run, shown.console.file.getvalue()  # type: ignore[attr-defined]
 
 

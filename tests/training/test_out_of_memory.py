@@ -182,7 +182,7 @@ def test_out_of_memory_in_an_evaluation_is_one_line(tmp_path: Path, monkeypatch:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB\nand more words")
 
-    monkeypatch.setattr("m1clip.training.loop.held_out", full)
+    monkeypatch.setattr("m1clip.training.loop.retrieval", full)
     with pytest.raises(UserError, match=r"out of memory \(CUDA.*MiB\): .*--resume") as caught:
         run_small(tmp_path / "run", {"train.steps": 1})
     assert "\n" not in str(caught.value)

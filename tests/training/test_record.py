@@ -12,7 +12,7 @@ import torch
 from small_run import run_small
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from m1clip.evaluation.evaluate import KEEP, _thin_out
+from m1clip.evaluation.snapshot import MAX_SNAPSHOTS, thin_out
 from m1clip.runlog import read_log
 from m1clip.training import run as run_module
 from m1clip.training.logger import check_sink, open_sink, scalars, time_split
@@ -80,13 +80,13 @@ def test_examples_stay_few(tmp_path: Path) -> None:
         content = {"matrix": {"images": [step]}, "queries": [], "confusions": []}
         (tmp_path / f"step-{step:08d}.json").write_text(json.dumps(content))
         (tmp_path / "thumbs" / f"{step}.jpg").touch()
-        _thin_out(tmp_path, step)
+        thin_out(tmp_path, step)
     kept = sorted(int(path.stem[5:]) for path in tmp_path.glob("*.json"))
-    assert len(kept) <= KEEP
+    assert len(kept) <= MAX_SNAPSHOTS
     assert {1, 199} <= set(kept)  # the first and the last
     assert {int(path.stem) for path in (tmp_path / "thumbs").iterdir()} <= set(range(1, 200))
-    assert len(list((tmp_path / "thumbs").iterdir())) <= 2 * KEEP
-    _thin_out(tmp_path, 100)  # continued from a checkpoint at 100
+    assert len(list((tmp_path / "thumbs").iterdir())) <= 2 * MAX_SNAPSHOTS
+    thin_out(tmp_path, 100)  # continued from a checkpoint at 100
     assert max(int(path.stem[5:]) for path in tmp_path.glob("*.json")) <= 100
 
 
@@ -195,7 +195,7 @@ def test_the_dear_part_of_the_analysis_keeps_to_its_share_of_the_time() -> None:
 
 
 def test_energy_of_a_run_from_what_its_log_says() -> None:
-    from m1clip.evaluation.evaluate import energy_figures
+    from m1clip.training.run import energy_figures
 
     steps = [{"joules": 1800.0}, {"joules": 1800.0}, {}]
     found = energy_figures(steps, epochs=4.0, recall=0.25)

@@ -1,0 +1,106 @@
+"""Confidence intervals cover as often as they claim; scores as JSON and as a table."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from m1clip.evaluation.retrieval import retrieval
+from m1clip.evaluation.statistics import Interval, Metric, Scores, fraction_intervals, median, median_interval, wilson
+
+
+def test_wilson_by_hand() -> None:
+    # Values of the closed form, computed separately: 8 of 10, and none of 10.
+    assert (wilson(0.8, 10).low, wilson(0.8, 10).high) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert (wilson(0.0, 10).low, wilson(0.0, 10).high) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert wilson(1.0, 10).high == 1.0
+
+
+def test_coverage_with_correlated_captions() -> None:
+    generator = torch.Generator().manual_seed(0)
+    trials, images, captions, truth = 300, 80, 5, 0.6
+    image_index = torch.arange(images).repeat_interleave(captions)
+    covered = covered_naive = 0
+    for trial in range(trials):
+        # In two images of three, all captions hit or miss together; the mean stays at the truth.
+        together = (torch.rand(images, 1, generator=generator) < truth).expand(-1, captions)
+        apart = torch.rand(images, captions, generator=generator) < truth
+        correlated = torch.rand(images, 1, generator=generator) < 2 / 3
+        hits = torch.where(correlated, together, apart).flatten()
+        interval = fraction_intervals(hits[:, None], image_index, seed=trial)[0]
+        covered += interval.low <= truth <= interval.high
+        naive = wilson(float(hits.double().mean()), len(hits))
+        covered_naive += naive.low <= truth <= naive.high
+    assert 0.91 <= covered / trials <= 0.99
+    assert covered_naive / trials < 0.85, "treated as independent, captions give far too narrow an interval"
+
+
+@pytest.mark.parametrize("truth", [0.02, 0.5, 0.97])
+def test_coverage_with_one_caption_per_image(truth: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    covered = 0
+    for _ in range(400):
+        interval = fraction_intervals(torch.rand(200, 1, generator=generator) < truth, torch.arange(200))[0]
+        covered += interval.low <= truth <= interval.high
+    assert 0.92 <= covered / 400 <= 0.99
+
+
+def test_no_hits_all_hits_and_a_single_image_have_a_width() -> None:
+    image_index = torch.arange(100).repeat_interleave(3)
+    hits = torch.stack([torch.zeros(300), torch.ones(300), torch.arange(300) % 2], dim=1).bool()
+    none, every, half = fraction_intervals(hits, image_index)
+    assert none.low == 0 < none.high < 0.05
+    assert 0.95 < every.low < 1 == every.high
+    assert half.low < 0.5 < half.high
+    single = fraction_intervals(torch.tensor([[True], [False]]), torch.tensor([7, 7]))[0]
+    assert 0 < single.low < 0.5 < single.high < 1
+
+
+def test_the_bootstrap_depends_on_its_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    hits = torch.rand(600, 1, generator=torch.Generator().manual_seed(5)) < 0.4
+    image_index = torch.arange(200).repeat_interleave(3)
+    before = torch.get_rng_state()
+    first = fraction_intervals(hits, image_index, seed=1)[0]
+    assert fraction_intervals(hits, image_index, seed=1) == [first]
+    assert fraction_intervals(hits, image_index, seed=2) != [first]
+    assert torch.equal(before, torch.get_rng_state()), "an evaluation must not change the randomness of training"
+    monkeypatch.setattr("m1clip.evaluation.statistics.MAX_DRAWS", 1500)
+    chunked = fraction_intervals(hits, image_index, seed=1)[0]
+    assert (chunked.low, chunked.high) == pytest.approx((first.low, first.high), abs=0.01)
+
+
+def test_median_interval_covers() -> None:
+    generator = torch.Generator().manual_seed(2)
+    covered = 0
+    for _ in range(300):
+        # Ranks 1 to 99, three equal ones per image: the true median is 50.
+        rank = torch.randint(1, 100, (60,), generator=generator).repeat_interleave(3)
+        interval = median_interval(rank, torch.arange(60).repeat_interleave(3))
+        covered += interval.low <= 50 <= interval.high
+    assert 0.91 <= covered / 300 <= 0.99
+    assert median(torch.tensor([4, 1, 3, 2])) == 2.5
+    assert median_interval(torch.tensor([7]), torch.tensor([0])) == Interval(7, 7)
+
+
+def test_scores_as_json() -> None:
+    result = retrieval(torch.eye(20), torch.eye(20), torch.arange(20))
+    flat = json.loads(json.dumps(result.as_dict(), allow_nan=False))
+    assert flat["text_to_image/recall@1"] == 1
+    assert flat["text_to_image/recall@1/chance"] == pytest.approx(0.05)
+    assert flat["text_to_image/recall@1/low"] < 1 == flat["text_to_image/recall@1/high"]
+    assert flat["mean_recall/n"] == 20
+    with pytest.raises(KeyError, match="available: mean_recall"):
+        result["recall"]
+
+
+def test_scores_as_a_table() -> None:
+    scores = retrieval(torch.eye(20), torch.eye(20), torch.arange(20))
+    scores += Scores((Metric("negatives/[red]", 0.5, 1 / 5000, Interval(0.4, 0.6), 5000),))
+    lines = [line.split() for line in str(scores).splitlines()]
+    assert lines[0] == ["metric", "value", "95%", "interval", "chance", "n"]
+    assert ["text", "to", "image,", "recall@1", "100.0%", "83.9", "-", "100.0%", "5.0%", "20"] in lines
+    assert ["image", "to", "text,", "median", "rank", "1", "1", "-", "1", "10", "20"] in lines
+    # A small chance level is not shown as zero.
+    assert ["negatives,", "[red]", "50.0%", "40.0", "-", "60.0%", "0.02%", "5,000"] in lines
