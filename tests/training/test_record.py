@@ -12,7 +12,6 @@ import torch
 from small_run import run_small
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from m1clip.evaluation.snapshot import MAX_SNAPSHOTS, thin_out
 from m1clip.runlog import read_log
 from m1clip.training import run as run_module
 from m1clip.training.logger import check_sink, open_sink, scalars, time_split
@@ -72,22 +71,6 @@ def test_examples_are_left_for_those_who_watch(log: list[dict[str, Any]]) -> Non
     assert all((folder / "thumbs" / f"{image}.jpg").is_file() for image in shown)
     for query in content["queries"]:
         assert (query["rank"] == 1) == (query["found"][0] == query["right"])
-
-
-def test_examples_stay_few(tmp_path: Path) -> None:
-    (tmp_path / "thumbs").mkdir()
-    for step in range(1, 200):
-        content = {"matrix": {"images": [step]}, "queries": [], "confusions": []}
-        (tmp_path / f"step-{step:08d}.json").write_text(json.dumps(content))
-        (tmp_path / "thumbs" / f"{step}.jpg").touch()
-        thin_out(tmp_path, step)
-    kept = sorted(int(path.stem[5:]) for path in tmp_path.glob("*.json"))
-    assert len(kept) <= MAX_SNAPSHOTS
-    assert {1, 199} <= set(kept)  # the first and the last
-    assert {int(path.stem) for path in (tmp_path / "thumbs").iterdir()} <= set(range(1, 200))
-    assert len(list((tmp_path / "thumbs").iterdir())) <= 2 * MAX_SNAPSHOTS
-    thin_out(tmp_path, 100)  # continued from a checkpoint at 100
-    assert max(int(path.stem[5:]) for path in tmp_path.glob("*.json")) <= 100
 
 
 def test_analysis_can_be_switched_off(tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""m1clip.evaluate: a path or a model, on any data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from small_run import run_small
+
+import m1clip
+from m1clip.errors import UserError
+from m1clip.evaluation.evaluate import evaluate, open_split
+from m1clip.runlog import read_log
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    run_small(folder, {"train.steps": 2})
+    return folder
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    rows = ["file,caption,split"]
+    for number in range(14):
+        Image.new("RGB", (40, 30), (18 * number, 60, 90)).save(tmp_path / f"{number}.png")
+        rows.append(f"{number}.png,a square of shade {number},{'test' if number < 12 else 'train'}")
+    (tmp_path / "captions.csv").write_text("\n".join(rows))
+    return tmp_path
+
+
+def test_a_path_and_a_loaded_model_give_the_same_scores(run: Path, photos: Path) -> None:
+    scores = evaluate(run / "model", photos / "captions.csv", device="cpu")
+    assert scores == evaluate(m1clip.load(run / "model"), [str(photos / "captions.csv")], device="cpu")
+    assert scores["image_to_text/recall@1"].n == 12
+    assert scores["image_to_text/recall@1"].chance == pytest.approx(1 / 12)
+
+
+def test_eval_of_a_run_gives_the_scores_of_its_training(run: Path) -> None:
+    evaluator = open_split(run, device_name="cpu")
+    scores = evaluator.scores(evaluator.encode()).as_dict()
+    end = list(read_log(run))[-1]
+    assert {name: end[name] for name in scores} == scores
+
+
+def test_unknown_data_or_split_is_one_line(run: Path, photos: Path) -> None:
+    with pytest.raises(UserError, match=r"has no val split, only"):
+        evaluate(run, photos / "captions.csv", split="val", device="cpu")
+    with pytest.raises(UserError, match="training data is unknown; name data with --data"):
+        evaluate(run / "model", (), device="cpu")
