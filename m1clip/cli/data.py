@@ -11,28 +11,31 @@ from cyclopts import App, Parameter
 
 from m1clip.cli.app import Count, app
 
-data = App(name="data", help="Make, check and pack image-caption sets.")
+data = App(name="data", help="Make, check and pack image-caption datasets.")
 app.command(data)
+
+ImageColumn = Annotated[str | None, Parameter(help="Tables only: the column with the path of the image.")]
+CaptionColumn = Annotated[tuple[str, ...], Parameter(negative="", help="Tables only: the caption columns.")]
 
 
 @data.command(name="make")
 def data_make(
     folder: Path, /, *, count: Count = 1000, image_size: Count = 112, seed: int = 0, captions: Count = 5
 ) -> None:
-    """Write a synthetic set that any tool can read: images/, captions.csv, scenes.jsonl, negatives.csv.
+    """Write a synthetic dataset that any tool can read: images/, captions.csv, scenes.jsonl, negatives.csv.
 
     Parameters
     ----------
     folder
-        A folder that is empty or not there yet.
+        A new or empty folder.
     count
-        Images in all; a tenth each go to validation and test.
+        Number of images; a tenth each go to validation and test.
     image_size
         Side in pixels, 32 to 224.
     seed
-        The same seed gives the same set.
+        The same seed gives the same dataset.
     captions
-        Paraphrases of each image.
+        Captions per image.
     """
     from m1clip.data.synthetic.source import write_folder
     from m1clip.training.progress import Screen
@@ -52,42 +55,39 @@ def data_lint(
     image_size: Count | None = None,
     context_length: Count = 32,
     quick: bool = False,
-    image_column: str | None = None,
-    caption_column: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    image_column: ImageColumn = None,
+    caption_column: CaptionColumn = (),
 ) -> None:
-    """Check a set before hours are lost on it; exit code 1 when it has problems.
+    """Check a dataset before training on it; the exit code is 1 if it has problems.
 
     Parameters
     ----------
     path
-        A file or folder of any kind that --data takes.
+        A file or folder in any format that --data accepts.
     json
-        The whole report as JSON, for a program.
+        Print the complete report as JSON.
     image_size
-        The size you will train at: smaller images are counted.
+        The size to train at: smaller images are counted.
     context_length
-        Tokens that your model reads (tiny 32, the others 77): captions that will be cut are counted.
+        Tokens that the model reads (tiny 32, others 77): captions that will be truncated are counted.
     quick
-        Look at 64 images only, as is done before each run.
-    image_column
-        Table only: name of the column with the image's path.
-    caption_column
-        Table only: names of the caption columns.
+        Check only 64 images, as before each run.
     """
-    from m1clip.data.lint import lint, quick_lint
-    from m1clip.data.lint.captions import bpe_lengths
-    from m1clip.data.sources import open_sources
-    from m1clip.data.sources.base import Options
+    from m1clip.data.lint import QUICK, lint
+    from m1clip.data.sources import Options, open_sources
     from m1clip.hardware.facts import usable_cpus
     from m1clip.training.progress import Screen
 
-    screen = Screen()
     source = open_sources([path], options=Options(image_column, caption_column))
-    if quick:
-        report = quick_lint(source, image_size=image_size, tokenizer_lengths=bpe_lengths, context_length=context_length)
-    else:
-        with nullcontext() if json else screen.counter("checking") as show:
-            report = lint(source, True, image_size, bpe_lengths, context_length, workers=usable_cpus(), progress=show)
+    with nullcontext() if json or quick else Screen().counter("checking") as show:
+        report = lint(
+            source,
+            QUICK if quick else None,
+            image_size=image_size,
+            context_length=context_length,
+            workers=usable_cpus(),
+            progress=show,
+        )
     print(report.to_json() if json else report.to_text())
     if report.verdict == "problems":
         sys.exit(1)
@@ -101,29 +101,24 @@ def data_pack(
     *,
     shard_size: Count = 1000,
     image_size: Count | None = None,
-    image_column: str | None = None,
-    caption_column: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    image_column: ImageColumn = None,
+    caption_column: CaptionColumn = (),
 ) -> None:
-    """Write webdataset shards, train-000000.tar and so on, that webdataset, open_clip and m1clip read.
+    """Write webdataset shards (train-000000.tar, ...) that webdataset, open_clip and m1clip read.
 
     Parameters
     ----------
     path
-        A file or folder of any kind that --data takes.
+        A file or folder in any format that --data accepts.
     folder
-        A folder that is empty or not there yet.
+        A new or empty folder.
     shard_size
-        Images in a shard.
+        Images per shard.
     image_size
-        Make larger images smaller, to this short side, as JPEG; else all bytes stay as they are.
-    image_column
-        Table only: name of the column with the image's path.
-    caption_column
-        Table only: names of the caption columns.
+        Resize larger images to this short side, as JPEG; without it all bytes stay as they are.
     """
     from m1clip.data.pack import pack
-    from m1clip.data.sources import open_sources
-    from m1clip.data.sources.base import Options
+    from m1clip.data.sources import Options, open_sources
     from m1clip.training.progress import Screen
 
     screen = Screen()
@@ -131,7 +126,7 @@ def data_pack(
     with screen.counter("packing") as show:
         packed = pack(source, folder, shard_size, image_size, show)
     for line in packed.skipped[:10]:
-        screen.warn(f"left out {line}")
+        screen.warn(f"skipped {line}")
     if len(packed.skipped) > 10:
-        screen.warn(f"left out {len(packed.skipped):,} images that cannot be read; m1clip data lint lists them")
+        screen.warn(f"skipped {len(packed.skipped):,} images that cannot be read; m1clip data lint lists them")
     screen.say(str(packed))

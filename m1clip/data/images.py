@@ -51,7 +51,7 @@ def one_line(text: str) -> str:
 class BadImage(ValueError):
     """An image that cannot be used: where, why, and what kind of fault. It pickles, for worker processes.
 
-    Kinds: missing, empty, truncated, not-a-image, no-decoder, too-large, broken.
+    Kinds: missing, empty, truncated, not-an-image, no-decoder, too-large, broken.
     """
 
     def __init__(self, where: str, reason: str, kind: str = "broken") -> None:
@@ -127,7 +127,7 @@ def _open_file(path: str | os.PathLike[str], where: str) -> io.BufferedReader:
         return os.fdopen(handle, "rb")
     os.close(handle)
     if not stat.S_ISREG(facts.st_mode):
-        raise BadImage(where, "not a file", "not-a-image")
+        raise BadImage(where, "not a file", "not-an-image")
     if facts.st_size == 0:
         raise BadImage(where, "the file is empty (0 bytes)", "empty")
     raise BadImage(where, f"{facts.st_size >> 20} MiB is more than an image needs", "too-large")
@@ -137,7 +137,7 @@ def _reason(error: Exception) -> tuple[str, str]:
     if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
         return f"more than {MAX_PIXELS >> 20} megapixels; make it smaller", "too-large"
     if isinstance(error, Image.UnidentifiedImageError):
-        return ("not an image that can be read (JPEG, PNG, WebP, GIF, BMP, TIFF and HEIC are)", "not-a-image")
+        return ("not an image that can be read (JPEG, PNG, WebP, GIF, BMP, TIFF and HEIC are)", "not-an-image")
     if "truncated" in str(error).lower():
         return "truncated: the file ends before the image does", "truncated"
     return f"broken ({str(error) or type(error).__name__})", "broken"

@@ -12,8 +12,7 @@ from m1clip.data.augment import Augmentation
 from m1clip.data.cache import CachePlace, DecodePlan, Failure, FeatureTable, Images, data_folders, store_split
 from m1clip.data.captions import CaptionTable, tokenise
 from m1clip.data.images import Preprocess
-from m1clip.data.lint import quick_lint
-from m1clip.data.lint.captions import bpe_lengths
+from m1clip.data.lint import QUICK, lint
 from m1clip.data.sources import open_sources
 from m1clip.data.sources.base import Options
 from m1clip.data.synthetic.source import SyntheticSource
@@ -108,7 +107,7 @@ def look_first(
     """The quick check before each run: two kinds of finding on the screen, all but mere information for the log."""
     for note in getattr(source, "notes", ()):
         say(f"note       {note}")
-    report = quick_lint(source, image_size=image_size, tokenizer_lengths=bpe_lengths, context_length=context_length)
+    report = lint(source, QUICK, image_size=image_size, context_length=context_length)
     found = [finding for finding in report.findings if finding.severity != "info"]
     for finding in found[:WARNINGS_SHOWN]:
         first = f"; first: {finding.examples[0]}" if finding.examples else ""
@@ -116,4 +115,4 @@ def look_first(
     if len(found) > WARNINGS_SHOWN:
         warn(f"data: {len(found) - WARNINGS_SHOWN} more kinds of finding; m1clip data lint shows all")
     kept = [{**asdict(finding), "examples": finding.examples[:EXAMPLES_LOGGED]} for finding in found]
-    return {"verdict": report.verdict, "looked_at": report.looked_at, "findings": kept}
+    return {"verdict": report.verdict, "checked": report.checked, "findings": kept}

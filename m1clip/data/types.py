@@ -16,6 +16,9 @@ class ImageRef(Protocol):
     def open(self, want: int | None = None) -> Image.Image:
         """Decode to RGB; `want` is the short side wanted, so that JPEG may be decoded smaller."""
 
+    def read(self) -> bytes:
+        """The encoded bytes; BadImage if they cannot be read."""
+
     def stamp(self) -> str:
         """What identifies the content (name, size, time), for the key of a cache."""
 

@@ -86,7 +86,7 @@ def test_lint_before_a_run_is_short_on_screen_and_whole_in_the_log(tmp_path: Pat
     assert look_first(source, 24, 4, notes.append, lambda line: None)["findings"] != report["findings"]
     assert said[2] == "data: 1 more kinds of finding; m1clip data lint shows all"
     assert report["verdict"] == "problems"
-    assert {found["code"] for found in report["findings"]} == {"missing", "empty", "not-a-image"}
+    assert {found["code"] for found in report["findings"]} == {"missing", "empty", "not-an-image"}
     json.dumps(report)
 
 

@@ -1,107 +1,66 @@
-"""Check a set before hours are lost on it."""
+"""Check a dataset before training: broken images, bad captions, duplicates and leakage between splits."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 
-from m1clip.data.lint.captions import Lengths, bpe_lengths, caption_facts, check_captions
+from m1clip.data.lint.captions import caption_facts, check_captions
 from m1clip.data.lint.images import (
     Entry,
-    Places,
     Progress,
     check_images,
     check_skipped,
-    entries_of,
-    evenly,
-    exists,
     find_duplicates,
     image_facts,
-    scan,
+    inspect_all,
 )
-from m1clip.data.lint.report import Finding, LintReport, Severity
+from m1clip.data.lint.report import Finding, LintReport
+from m1clip.data.sources.mixture import MixedSource
 from m1clip.data.types import Source
 
-__all__ = ["Finding", "LintReport", "bpe_lengths", "lint", "quick_lint"]
+__all__ = ["QUICK", "Finding", "LintReport", "lint"]
+
+QUICK = 64  # images checked before each run
 
 
 def lint(
     source: Source,
-    deep: bool = True,
+    sample: int | None = None,
+    *,
     image_size: int | None = None,
-    tokenizer_lengths: Lengths | None = None,
     context_length: int = 77,
     workers: int = 2,
     progress: Progress | None = None,
 ) -> LintReport:
-    """Read everything once. Not `deep`: captions, and whether the files are there, without decoding."""
+    """Decode every image once and check all captions; with `sample`, that many images and their captions."""
     start = time.perf_counter()
-    whole, entries = entries_of(source)
-    places = Places(whole)
-    if deep:
-        facts = scan([entry.sample.image for entry in entries], workers, progress)
-        found = check_images(entries, facts, places, image_size) + find_duplicates(entries, facts, places)
-    else:
-        facts = [exists(entry.sample.image) for entry in entries]
-        found = [f for f in check_images(entries, facts, places, None) if f.severity == "problem"]
-    found += _of_captions(whole, entries, places, tokenizer_lengths, context_length) + _of_splits(entries)
-    summary = {**caption_facts(entries), **(image_facts(facts) if deep else {})}
-    return _report(whole, entries, found, summary, start, len(entries) if deep else 0)
-
-
-def quick_lint(
-    source: Source,
-    sample: int = 64,
-    image_size: int | None = None,
-    tokenizer_lengths: Lengths | None = None,
-    context_length: int = 77,
-) -> LintReport:
-    """What a glance shows before each run: a sample of the images decoded, with their captions."""
-    start = time.perf_counter()
-    whole, entries = entries_of(source)
-    places = Places(whole)
-    chosen = evenly(entries, sample)
-    facts = scan([entry.sample.image for entry in chosen])
-    found = check_images(chosen, facts, places, image_size)
-    found += _of_captions(whole, chosen, places, tokenizer_lengths, context_length) + _of_splits(entries)
-    return _report(whole, entries, found, {}, start, len(chosen))
-
-
-def _of_captions(
-    source: Source, entries: Sequence[Entry], places: Places, lengths: Lengths | None, context_length: int
-) -> list[Finding]:
-    by_templates = bool(getattr(source, "class_captions", False))
-    skipped = check_skipped(getattr(source, "problems", ()))
-    return skipped + check_captions(entries, places, lengths, context_length, by_templates)
-
-
-def _of_splits(entries: Sequence[Entry]) -> list[Finding]:
-    counts = Counter(entry.split for entry in entries)
+    if isinstance(source, MixedSource):  # without the weights, which repeat images
+        source = MixedSource([(part, 1.0) for part, _ in source.parts])
+    origin = getattr(source, "origin", None)
+    entries = [Entry(item, split, origin) for split in source.splits() for item in source.samples(split)]
+    checked = entries
+    if sample is not None and sample < len(entries):  # spread over all splits and all parts of the data
+        checked = [entries[i * len(entries) // sample] for i in range(sample)]
+    facts = inspect_all([entry.sample.image for entry in checked], workers, progress)
+    found = check_images(checked, facts, image_size)
+    if sample is None:
+        found += find_duplicates(checked, facts)
+    found += check_skipped(getattr(source, "problems", ()))
+    found += check_captions(checked, context_length, getattr(source, "class_captions", False))
+    images = Counter(entry.split for entry in entries)
     remedy = "name the splits train, val and test in the data, or leave the column out"
-    severities: dict[str, Severity] = {"train": "problem", "val": "warning"}
-    return [
-        Finding(f"no-{split}", severity, 1, f"split is not there: {split}", remedy)
-        for split, severity in severities.items()
-        if not counts[split]
-    ]
-
-
-def _report(
-    source: Source,
-    entries: Sequence[Entry],
-    found: Sequence[Finding],
-    summary: dict[str, object],
-    start: float,
-    looked: int,
-) -> LintReport:
+    if not images["train"]:
+        found.append(Finding("no-train", "problem", 1, "split is missing: train", remedy))
+    if not images["val"]:
+        found.append(Finding("no-val", "warning", 1, "split is missing: val", remedy))
     return LintReport(
         source=str(getattr(source, "path", type(source).__name__)),
-        images=dict(Counter(entry.split for entry in entries)),
+        images={split: count for split, count in images.items() if count},
         captions=sum(len(entry.sample.captions) for entry in entries),
-        findings=tuple(found),
-        facts=summary,
-        notes=tuple(getattr(source, "notes", ())),
+        checked=len(checked),
         seconds=time.perf_counter() - start,
-        looked_at=looked,
+        findings=tuple(found),
+        facts={} if sample is not None else {**caption_facts(entries), **image_facts(facts)},
+        notes=tuple(getattr(source, "notes", ())),
     )

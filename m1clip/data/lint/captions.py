@@ -1,127 +1,107 @@
-"""Findings about captions: duplicates, what will be cut, labels, and how many an image has."""
+"""Findings about captions: duplicates, truncation, labels, and how many an image has."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from m1clip.data.lint.images import Entry, Places
-from m1clip.data.lint.report import Finding, Severity, finding
+from m1clip.data.lint.images import Entry
+from m1clip.data.lint.report import MAX_EXAMPLES, Finding, Severity, finding
 from m1clip.text.bpe import BpeTokenizer
 
-Lengths = Callable[[Sequence[str]], Sequence[int]]
-# A caption of one or two words names a thing and says nothing of it.
-LABEL_WORDS = 2
-_LABELS_SHARE = 0.5
+LABEL_WORDS = 2  # so few words name a thing and do not describe it
+_MANY = 0.5
 _FEW_DISTINCT = 0.1
 _FILE_NAME = re.compile(r"\S+\.(jpe?g|png|webp|gif|bmp|tiff?|hei[cf])$|^https?://\S+$", re.IGNORECASE)
+Cell = tuple[Entry, int, str]  # a caption: its image, its number there, its text
 
 
-def check_captions(
-    entries: Sequence[Entry], places: Places, lengths: Lengths | None, context_length: int, by_templates: bool
-) -> list[Finding]:
-    """Everything that can be said of the captions without looking at the images."""
-    cells = [(entry, n, text) for entry in entries for n, text in enumerate(entry.sample.captions)]
-    empty = [entry.sample.id for entry in entries if not any(text.strip() for text in entry.sample.captions)]
-    names = [places.caption(entry, n) for entry, n, text in cells if _FILE_NAME.search(text)]
-    return [
-        *finding("no-caption", "problem", "images have no caption", "write captions for them", empty),
-        *finding("file-name", "warning", "captions are file names or addresses", "replace them by what is seen", names),
-        *_twice(entries, places),
-        *_overlong(cells, places, lengths, context_length),
-        *_labels(entries, cells, places, by_templates),
-        *_shared(entries, cells, by_templates),
-    ]
+def check_captions(entries: Sequence[Entry], context_length: int, class_captions: bool) -> list[Finding]:
+    """Everything that can be found without the images."""
+    cells = [(entry, number, text) for entry in entries for number, text in enumerate(entry.sample.captions)]
+    file_names = [entry.caption_name(n) for entry, n, text in cells if _FILE_NAME.search(text)]
+    remedy = "replace file names and URLs by descriptions"
+    found = finding("file-name", "warning", "captions are file names or URLs", remedy, file_names)
+    found += _repeated(entries) + _truncated(cells, context_length)
+    if class_captions:
+        distinct = len({_normalized(text) for _, _, text in cells})
+        message = f"images share {distinct} captions made from class names: this is classification"
+        return [*found, Finding("labels", "info", len(entries), message)]
+    return found + _labels(entries, cells) + _shared(entries, cells)
 
 
-def _key(text: str) -> str:
+def _normalized(text: str) -> str:
     return text.casefold().strip(" .")
 
 
-def _twice(entries: Sequence[Entry], places: Places) -> list[Finding]:
-    found = []
+def _repeated(entries: Sequence[Entry]) -> list[Finding]:
+    places = []
     for entry in entries:
         seen: set[str] = set()
-        for number, text in enumerate(entry.sample.captions):
-            if _key(text) in seen:
-                found.append(places.caption(entry, number))
-            seen.add(_key(text))
-    message = "captions repeat another of the same image"
-    return finding("duplicate-caption", "warning", message, "remove captions that repeat another of their image", found)
+        for number, text in enumerate(map(_normalized, entry.sample.captions)):
+            if text in seen:
+                places.append(entry.caption_name(number))
+            seen.add(text)
+    remedy = "remove captions that repeat another one of their image"
+    return finding("duplicate-caption", "warning", "captions repeat another one of the same image", remedy, places)
 
 
-def _overlong(
-    cells: Sequence[tuple[Entry, int, str]], places: Places, lengths: Lengths | None, context_length: int
-) -> list[Finding]:
-    """Captions that lose their end. Without a tokenizer a word counts as one token, the least it can be."""
-    texts = [text for _, _, text in cells]
-    sizes = lengths(texts) if lengths else [len(text.split()) for text in texts]
-    # The start and end marks take two places.
-    room = context_length - 2
-    long = [(cell, size) for cell, size in zip(cells, sizes, strict=True) if size > room]
-    cut = sum(size - room for _, size in long)
-    least = "" if lengths else "at least "
-    message = f"captions are longer than {room} tokens: {least}{cut:,} tokens are cut off"
-    shown = [f"{places.caption(entry, n)} ({least}{size} tokens)" for (entry, n, _), size in long]
-    return finding(
-        "overlong", "warning", message, "shorten long captions, or train with a larger context length", shown
-    )
+def _truncated(cells: Sequence[Cell], context_length: int) -> list[Finding]:
+    tokenizer = BpeTokenizer()
+    limit = context_length - 2  # start and end tokens
+    places, cut = [], 0
+    for entry, number, text in cells:
+        # A token has at least one byte.
+        tokens = len(tokenizer.encode(text)) if len(text.encode()) > limit else 0
+        if tokens > limit:
+            cut += tokens - limit
+            places.append(f"{entry.caption_name(number)} ({tokens} tokens)")
+    message = f"captions are longer than {limit} tokens: {cut:,} tokens are cut off"
+    return finding("overlong", "warning", message, "shorten long captions, or use a larger context length", places)
 
 
-def _labels(
-    entries: Sequence[Entry], cells: Sequence[tuple[Entry, int, str]], places: Places, by_templates: bool
-) -> list[Finding]:
-    short = [places.caption(entry, n) for entry, n, text in cells if len(text.split()) <= LABEL_WORDS]
-    distinct = len({_key(text) for _, _, text in cells})
-    if by_templates:
-        message = f"images share {distinct} captions made from class names: this is classification"
-        return [Finding("labels", "info", len(entries), message)]
-    few = len(entries) >= 50 and distinct < _FEW_DISTINCT * len(entries)
-    if few or len(short) > _LABELS_SHARE * len(cells):
-        message = f"captions are really labels ({distinct:,} different ones for {len(entries):,} images)"
-        remedy = "write what is seen, not only its name; or use class folders, which say it in a sentence"
-        shown = short or [places.caption(entry, n) for entry, n, _ in cells[:3]]
-        return [Finding("labels", "warning", len(short) or len(cells), message, remedy, tuple(shown[:100]))]
-    return finding("short", "info", f"captions have {LABEL_WORDS} words or fewer", "", short)
+def _labels(entries: Sequence[Entry], cells: Sequence[Cell]) -> list[Finding]:
+    short = [entry.caption_name(number) for entry, number, text in cells if len(text.split()) <= LABEL_WORDS]
+    distinct = len({_normalized(text) for _, _, text in cells})
+    few_distinct = len(entries) >= 50 and distinct < _FEW_DISTINCT * len(entries)
+    if not few_distinct and len(short) <= _MANY * len(cells):
+        return finding("short", "info", f"captions have {LABEL_WORDS} words or fewer", "", short)
+    message = f"captions are labels ({distinct:,} different ones for {len(entries):,} images)"
+    remedy = "describe each image instead of naming it; or use class folders, whose names become sentences"
+    shown = short or [entry.caption_name(number) for entry, number, _ in cells[:3]]
+    return [Finding("labels", "warning", len(short) or len(cells), message, remedy, tuple(shown[:MAX_EXAMPLES]))]
 
 
-def _shared(entries: Sequence[Entry], cells: Sequence[tuple[Entry, int, str]], by_templates: bool) -> list[Finding]:
-    if by_templates:
-        return []
+def _shared(entries: Sequence[Entry], cells: Sequence[Cell]) -> list[Finding]:
     images: dict[str, set[str]] = defaultdict(set)
     splits: dict[str, set[str]] = defaultdict(set)
     for entry, _, text in cells:
-        images[_key(text)].add(entry.sample.id)
-        splits[_key(text)].add(entry.split)
-    ordered = sorted(images, key=lambda text: -len(images[text]))
-    shared = [f"{len(images[text])} images: {text[:80]}" for text in ordered if len(images[text]) > 1]
-    leaked = [text[:80] for text in ordered if "train" in splits[text] and len(splits[text]) > 1]
-    share = len({id_ for text in images if len(images[text]) > 1 for id_ in images[text]}) / max(len(entries), 1)
-    severe: Severity = "warning" if share > _LABELS_SHARE else "info"
-    remedy = "write captions that tell one image from another"
+        images[_normalized(text)].add(entry.sample.id)
+        splits[_normalized(text)].add(entry.split)
+    shared = sorted((text for text in images if len(images[text]) > 1), key=lambda text: -len(images[text]))
+    fraction = len({id_ for text in shared for id_ in images[text]}) / max(len(entries), 1)
+    severity: Severity = "warning" if fraction > _MANY else "info"
+    shown = [f"{len(images[text])} images: {text[:80]}" for text in shared]
+    in_two = [text[:80] for text in shared if "train" in splits[text] and len(splits[text]) > 1]
+    remedy = "write captions that distinguish the images"
     return [
-        *finding("shared-caption", severe, "captions describe several images", remedy, shared),
-        *finding("shared-between-splits", "info", "captions of train also stand in another split", "", leaked),
+        *finding("shared-caption", severity, "captions describe more than one image", remedy, shown),
+        *finding("shared-between-splits", "info", "captions of train are also in another split", "", in_two),
     ]
 
 
-def bpe_lengths(texts: Sequence[str]) -> list[int]:
-    """Tokens of each text by CLIP's tokenizer, without start and end."""
-    tokenizer = BpeTokenizer()
-    return [len(tokenizer.encode(text)) for text in texts]
-
-
 def caption_facts(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Captions an image, images a caption, words a caption."""
-    per_image = [len(entry.sample.captions) for entry in entries]
-    per_caption = Counter(key for e in entries for key in {_key(text) for text in e.sample.captions})
-    words = [len(text.split()) for entry in entries for text in entry.sample.captions]
-    counts = (("captions_per_image", per_image), ("images_per_caption", list(per_caption.values())), ("words", words))
+    """Captions per image, images per caption, words per caption."""
+    captions = [entry.sample.captions for entry in entries]
+    per_caption = Counter(key for texts in captions for key in set(map(_normalized, texts)))
+    counts = {
+        "captions_per_image": [len(texts) for texts in captions],
+        "images_per_caption": list(per_caption.values()),
+        "words": [len(text.split()) for texts in captions for text in texts],
+    }
     return {
-        name: {"min": min(values), "median": int(median(values)), "max": max(values)}
-        for name, values in counts
-        if values
+        name: {"min": min(values), "median": int(median(values)), "max": max(values)} for name, values in counts.items()
     }

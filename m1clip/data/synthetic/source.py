@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -131,6 +132,12 @@ class SyntheticImage:
     def open(self, want: int | None = None) -> Image.Image:
         """Draw it; `want` changes nothing, because a drawn image has no cheaper small form."""
         return Image.fromarray(draw(self.scene, self.size, self.seed))
+
+    def read(self) -> bytes:
+        """The image as PNG."""
+        stream = io.BytesIO()
+        self.open().save(stream, "PNG")
+        return stream.getvalue()
 
     def stamp(self) -> str:
         """All that decides the pixels: the generator's version, the attributes, the size, the seed."""
