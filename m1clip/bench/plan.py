@@ -10,7 +10,7 @@ import torch
 from m1clip.bench.configurations import Configuration, default_configuration, model_shape
 from m1clip.bench.cost_model import fit, load_measured
 from m1clip.bench.options import PlanOptions
-from m1clip.data.cache import RAM_LIMIT_SHARE
+from m1clip.data.cache import RAM_FRACTION
 from m1clip.formatting import amount, clock, duration, size
 from m1clip.hardware.device import Device, choose_device, choose_precision, threads
 from m1clip.hardware.facts import Facts, read_facts
@@ -61,7 +61,7 @@ def plan_memory(c: Configuration, device: Device, facts: Facts, images: int, lim
     shape, tokens = model_shape(c.model)
     process = warm_process(facts) if device.kind == "cpu" else 0
     data = images * shape.image_size**2 * 3
-    data = data if data <= RAM_LIMIT_SHARE * facts.memory_bytes else 0  # a larger set stays on disk
+    data = data if data <= RAM_FRACTION * facts.memory_bytes else 0  # a larger set stays on disk
     precision: Any = c.precision
     traces = [
         tracer(config.train_config(), shape, device.kind, precision, facts, tokens)

@@ -1,4 +1,4 @@
-"""Decode an image from anyone: six formats and HEIC, size known before decoding, always 8-bit RGB."""
+"""Decode and preprocess images: six formats and HEIC, size checked before decoding, always 8-bit RGB."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import os
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Literal, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -27,7 +29,7 @@ SUFFIXES = frozenset(
 )
 HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 HEIC_REMEDY = "HEIC is read with the library pi-heif: pip install pi-heif (or save the image as JPEG)"
-# RGB of this size takes 192 MiB once decoded: what a laptop with two workers can bear.
+# RGB of this size takes 192 MiB once decoded.
 MAX_PIXELS = 64 * 2**20
 MAX_FILE_BYTES = 2**30
 
@@ -44,12 +46,12 @@ _ORIENTATIONS = {
 
 
 def one_line(text: str) -> str:
-    """Printable on one line: what names and messages from a stranger's file become."""
+    """Printable on one line: for names and messages from untrusted files."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class BadImage(ValueError):
-    """An image that cannot be used: where, why, and what kind of fault. It pickles, for worker processes.
+    """An image that cannot be used: where, why, and the kind of fault. It pickles, for worker processes.
 
     Kinds: missing, empty, truncated, not-an-image, no-decoder, too-large, broken.
     """
@@ -60,6 +62,15 @@ class BadImage(ValueError):
 
     def __str__(self) -> str:
         return one_line(f"{self.where}: {self.reason}")
+
+
+def failure_reason(error: Exception) -> str:
+    """Why an image could not be read, without its name."""
+    if isinstance(error, BadImage):
+        return error.reason
+    if isinstance(error, MemoryError | OverflowError):
+        return "too large for the memory"
+    return str(error) or type(error).__name__
 
 
 def decode(data: bytes | str | os.PathLike[str], want: int | None = None, where: str | None = None) -> Image.Image:
@@ -147,7 +158,6 @@ def _orientation(image: Image.Image) -> Image.Transpose | None:
     try:
         return _ORIENTATIONS.get(image.getexif().get(_ORIENTATION_TAG, 1))
     except (ArithmeticError, AttributeError, LookupError, OSError, SyntaxError, TypeError, ValueError):
-        # Broken metadata says nothing about the pixels.
         return None
 
 
@@ -214,13 +224,13 @@ MAX_ASPECT = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocess:
-    """Kept in the model folder, so that an image is seen at use as it was in training."""
+    """How images become pixels; stored in the model folder, so that inference sees images as training did."""
 
     image_size: int
     mean: tuple[float, float, float] = OPENAI_MEAN
     std: tuple[float, float, float] = OPENAI_STD
-    # Shortest side then centre crop, or the whole image. An odd margin is halved as torchvision and open_clip do, or
-    # ("-floor") as transformers does: an image then moves by one pixel.
+    # Shortest side then center crop, or squash to a square. An odd margin is halved as torchvision and open_clip do, or
+    # ("-floor") as transformers does: the crop then moves by one pixel.
     resize: Literal["shortest", "shortest-floor", "squash"] = "shortest"
 
     def __post_init__(self) -> None:
@@ -236,7 +246,7 @@ class Preprocess:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Preprocess:
-        """The inverse of `to_dict`; a key or a value that cannot be meant is an error, never a guess."""
+        """The inverse of `to_dict`; an unknown key or a wrong value is an error."""
         return cls(**validated(cls, values, "preprocessing"))
 
 
@@ -268,109 +278,73 @@ def _without_ends(image: Image.Image) -> Image.Image:
     return image.crop((cut_x, cut_y, width - cut_x, height - cut_y))
 
 
-PATIENCE = 60.0  # seconds for one image; 0 waits for ever
-MOST_LEFT_BEHIND = 8  # threads of this process that hang: then it is the disk, not the image
+READ_TIMEOUT = 60.0  # seconds for one image; 0 waits for ever
+MAX_ABANDONED = 8  # threads of this process that hang: then it is the disk, not the image
 
 Item = TypeVar("Item")
-Found = TypeVar("Found")
-_left_behind: list[threading.Thread] = []
+Result = TypeVar("Result")
+_abandoned: list[threading.Thread] = []
 
 
-class _Shared(Generic[Item, Found]):
-    """The items, who works on which since when, and what was found."""
-
-    def __init__(self, items: Sequence[Item], work: Callable[[Item], Found]) -> None:
-        self.items, self.work = items, work
-        self.found: dict[int, Found] = {}
-        self.error: BaseException | None = None
-        self.next = 0
-        self.busy: dict[threading.Thread, tuple[int, float]] = {}
-        self.changed = threading.Condition()
-
-    @property
-    def over(self) -> bool:
-        return self.error is not None or len(self.found) == len(self.items)
-
-    def run(self) -> None:
-        me = threading.current_thread()
-        while True:
-            with self.changed:
-                if self.next >= len(self.items) or self.error is not None:
-                    return
-                place, self.next = self.next, self.next + 1
-                self.busy[me] = (place, time.monotonic())
-            try:
-                result = self.work(self.items[place])
-            except BaseException as error:  # noqa: BLE001  given to the one who waits
-                with self.changed:
-                    if self.busy.pop(me, None) is not None:  # else given up on, and answered for
-                        self.error = error
-                        self.changed.notify()
-                return
-            with self.changed:
-                if self.busy.pop(me, None) is None:
-                    return  # given up on: another has taken over the rest
-                self.found[place] = result
-                if self.over:
-                    self.changed.notify()
-
-
-def patiently(
+def map_with_timeout(
     items: Sequence[Item],
-    work: Callable[[Item], Found],
-    hung: Callable[[Item], Found],
-    patience: float = PATIENCE,
+    work: Callable[[Item], Result],
+    on_timeout: Callable[[Item], Result],
+    timeout: float = READ_TIMEOUT,
     threads: int = 1,
     name: Callable[[Item], str] = str,
-) -> list[Found]:
-    """What `work` gives for each item, in order; `hung` answers for one that takes longer than `patience` seconds.
+) -> list[Result]:
+    """The results of `work` in order, by threads; `on_timeout` gives the result of an item that takes too long.
 
-    `name` says to a person which item it is.
+    A thread that hangs in a read cannot be ended: it is abandoned, and another one takes its place.
     """
-    if not items:
-        return []
-    if patience <= 0 and threads == 1:
+    if timeout <= 0 and threads == 1:
         return [work(item) for item in items]
-    shared: _Shared[Item, Found] = _Shared(items, work)
+    positions = iter(range(len(items)))
+    running: dict[threading.Thread, tuple[int, float]] = {}
+    finished: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+
+    def run() -> None:
+        thread = threading.current_thread()
+        for position in positions:
+            running[thread] = position, time.monotonic()
+            result, error = None, None
+            try:
+                result = work(items[position])
+            except BaseException as caught:  # noqa: BLE001  raised again in the calling thread
+                error = caught
+            if running.pop(thread, None) is None:
+                return  # abandoned
+            finished.put((position, result, error))
+
+    def start() -> None:
+        threading.Thread(target=run, name="decode", daemon=True).start()
+
     for _ in range(min(threads, len(items))):
-        _start(shared)
-    with shared.changed:
-        while not shared.over:
-            shared.changed.wait(_time_left(shared, patience))
-            _give_up(shared, hung, patience, name)
-    if shared.error is not None:
-        raise shared.error
-    return [shared.found[place] for place in range(len(items))]
-
-
-def _start(shared: _Shared[Item, Found]) -> None:
-    threading.Thread(target=shared.run, name="decode", daemon=True).start()
-
-
-def _time_left(shared: _Shared[Item, Found], patience: float) -> float | None:
-    if patience <= 0:
-        return None
-    oldest = min((since for _, since in shared.busy.values()), default=time.monotonic())
-    return max(0.01, oldest + patience - time.monotonic())
-
-
-def _give_up(
-    shared: _Shared[Item, Found], hung: Callable[[Item], Found], patience: float, name: Callable[[Item], str]
-) -> None:
-    """Answer for those who hang, and start another in the place of each."""
-    if patience <= 0 or shared.over:
-        return
-    now = time.monotonic()
-    for thread, (place, since) in list(shared.busy.items()):
-        if now - since < patience:
+        start()
+    results: dict[int, Result] = {}
+    while len(results) < len(items):
+        try:
+            position, result, error = finished.get(timeout=timeout if timeout > 0 else None)
+        except Empty:
+            for thread, (position, since) in list(running.items()):
+                if time.monotonic() - since >= timeout and running.pop(thread, None) is not None:
+                    results[position] = on_timeout(items[position])
+                    _abandon(thread, name(items[position]), timeout)
+                    start()
             continue
-        del shared.busy[thread]
-        shared.found[place] = hung(shared.items[place])
-        _left_behind.append(thread)
-        _left_behind[:] = [one for one in _left_behind if one.is_alive()]
-        if len(_left_behind) > MOST_LEFT_BEHIND:
-            raise UserError(
-                f"{name(shared.items[place])}: the {len(_left_behind)}th read that hangs for more than {patience:g} s; "
-                f"is the disk with the images still there? Continue with --resume when it is back"
-            )
-        _start(shared)
+        if error is not None:
+            deque(positions, maxlen=0)  # the other threads have nothing left to do
+            raise error
+        results[position] = result
+    return [results[position] for position in range(len(items))]
+
+
+def _abandon(thread: threading.Thread, name: str, timeout: float) -> None:
+    _abandoned.append(thread)
+    _abandoned[:] = [each for each in _abandoned if each.is_alive()]
+    if len(_abandoned) > MAX_ABANDONED:
+        raise UserError(
+            f"{name}: the {len(_abandoned)}th read that hangs for more than {timeout:g} s; "
+            f"is the disk with the images still there? Continue with --resume when it is back"
+        )

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from m1clip.data import randomness as rnd
 from m1clip.data.augment import Augmentation, DeviceViews, Views, draw_patches, draw_views
-from m1clip.data.cache import Failure, FeatureTable, Images, read_or_replace, stay_with_parent
+from m1clip.data.cache import Failure, FeatureTable, Images, follow_parent, read_or_replace
 from m1clip.data.captions import CaptionTable, drop_tokens, rounded
 from m1clip.errors import UserError
 
@@ -361,7 +361,7 @@ def _reported(feed: Iterator[Batch], data: TrainingSet) -> Iterator[Batch]:
 
 def _start_worker(worker: int) -> None:
     """A signal to the process group reaches every worker, and the parent needs batches to finish its step."""
-    stay_with_parent()
+    follow_parent()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # A parent that leaves while it takes a batch: no traceback. Errors of the data travel to the parent.
     sys.excepthook = lambda *error: None

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from m1clip.data.cache import reason_of
-from m1clip.data.images import decode, opened
+from m1clip.data.images import decode, failure_reason, opened
 from m1clip.data.sources.shards import PACKED
 from m1clip.data.types import ImageRef, Sample, Source
 from m1clip.errors import UserError
@@ -61,7 +60,7 @@ def pack(
             try:
                 suffix, data = image_bytes(sample.image, image_size)
             except (OSError, ValueError) as error:  # what decoders raise for an image they cannot read
-                skipped.append(f"{sample.image}: {reason_of(error)}")
+                skipped.append(f"{sample.image}: {failure_reason(error)}")
             else:
                 writer.add({suffix: data, **_texts(sample, split)})
             done += 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from m1clip.config import DataConfig
 from m1clip.data.augment import Augmentation
-from m1clip.data.cache import CachePlace, DecodePlan, Failure, FeatureTable, Images, data_folders, store_split
+from m1clip.data.cache import CacheOptions, DecodePlan, Failure, FeatureTable, Images, cache_split, data_folders
 from m1clip.data.captions import CaptionTable, tokenise
 from m1clip.data.images import Preprocess
 from m1clip.data.lint import QUICK, lint
@@ -84,8 +84,11 @@ def load_split(
     """Decode (or prepare to decode) the images of a split and tokenise its captions."""
     samples = list(source.samples(split))
     side = round(preprocess.image_size * margin)
-    place = CachePlace(config.cache, config.cache_dir, *data_folders(source), _count(source), config.read_timeout)
-    stored = store_split(samples, split, side, preprocess.resize, place, config.max_bad, plan)
+    total = sum(len(source.samples(name)) for name in source.splits())
+    options = CacheOptions(
+        config.cache, config.cache_dir, data_folders(source), total, config.max_bad, config.read_timeout
+    )
+    stored = cache_split(samples, split, side, preprocess.resize, options, plan)
     if not len(stored.images):
         raise UserError(f"none of the {len(samples):,} {split} images can be read; m1clip data lint says why")
     captions = tokenise([sample.captions for sample in stored.samples], tokenizer, context_length)
@@ -95,10 +98,6 @@ def load_split(
 def with_classes(captions: CaptionTable, source: Source) -> CaptionTable:
     """The captions, marked where the source makes them from class names."""
     return replace(captions, classes=getattr(source, "class_captions", False))
-
-
-def _count(source: Source) -> int:
-    return sum(len(source.samples(split)) for split in source.splits())
 
 
 def look_first(

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from m1clip.data.augment import Views, render
-from m1clip.data.cache import CHUNK, Progress, decode_chunks
+from m1clip.data.cache import Progress, decode_images
 from m1clip.data.captions import CaptionTable
 from m1clip.data.images import Preprocess, decode, to_square
 from m1clip.data.prepare import Split
@@ -311,16 +311,11 @@ def image_features(
     """Rows of one view of each image, chunk by chunk; what cannot be read goes into `bad` with the reason."""
     side, resize = preprocess.image_size, preprocess.resize
     threads = max(2, (os.cpu_count() or 2) // 2)
-    progress(0, len(refs))
-    for start, block, errors in decode_chunks(refs, range(0, len(refs), CHUNK), side, resize, threads, None):
-        bad.update(errors)
-        places = [start + offset for offset in range(len(block)) if start + offset not in errors]
-        if places:
-            pixels = torch.from_numpy(block[[place - start for place in places]]).to(device)
-            with autocast():
-                made = tower(render(pixels, _view(view, len(pixels)), preprocess))
-            yield places, made.float().cpu().numpy()
-        progress(start + len(block), len(refs))
+    for items, block in decode_images(refs, side, resize, bad, progress, threads):
+        pixels = torch.from_numpy(block).to(device)
+        with autocast():
+            made = tower(render(pixels, _view(view, len(pixels)), preprocess))
+        yield items, made.float().cpu().numpy()
 
 
 @torch.inference_mode()

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from m1clip.data.cache import DecodePlan, Failure, FeatureTable, LiveImages, judge
+from m1clip.data.cache import (
+    Computed,
+    DecodePlan,
+    Failure,
+    FeatureTable,
+    LiveImages,
+    RowCache,
+    check_failures,
+    image_names,
+    row_name,
+)
 from m1clip.data.captions import CaptionTable, tokenise
-from m1clip.data.features import Computed, FeatureStore, name_of
 from m1clip.data.images import Preprocess
 from m1clip.data.types import Sample
 from m1clip.errors import UserError
@@ -48,15 +56,15 @@ class Maker:
     autocast: Context
     plan: DecodePlan
 
-    def image_store(self) -> FeatureStore:
+    def image_store(self) -> RowCache:
         """Keyed by the tower's weights, the preprocessing and the arithmetic."""
         seen = f"{sorted(self.preprocess.to_dict().items())}|{self.precision}"
-        return FeatureStore(self.folder, f"image-{_key(*self.image.key, seen)}", self.image.width)
+        return RowCache(self.folder, f"image-{_key(*self.image.key, seen)}", (self.image.width,), np.float16)
 
-    def text_store(self) -> FeatureStore:
+    def text_store(self) -> RowCache:
         """Keyed by the tower's weights, the tokenizer, the length and the arithmetic."""
         told = f"{fingerprint(self.tokenizer)}|{self.context_length}|{self.precision}"
-        return FeatureStore(self.folder, f"text-{_key(*self.text.key, told)}", self.text.width)
+        return RowCache(self.folder, f"text-{_key(*self.text.key, told)}", (self.text.width,), np.float16)
 
 
 def feature_images(
@@ -67,20 +75,20 @@ def feature_images(
     bad: dict[int, str] = {}
     at = np.stack([_view_rows(maker, store, samples, split, view, bad) for view in range(maker.views)], axis=1)
     good = np.flatnonzero((at >= 0).all(axis=1))
-    failures = judge(bad, [sample.image for sample in samples], split, len(samples), max_bad, maker.plan.warn)
+    failures = check_failures(bad, [sample.image for sample in samples], split, len(samples), max_bad, maker.plan.warn)
     if not len(good):
         raise UserError(f"none of the {len(samples):,} {split} images can be read; m1clip data lint says why")
     kept = [samples[place] for place in good.tolist()]
     side, resize = maker.preprocess.image_size, maker.preprocess.resize
     live = LiveImages([sample.image for sample in kept], side, resize)
-    return live, FeatureTable(store.mapped(), at[good]), kept, failures
+    return live, store.features(at[good]), kept, failures
 
 
 def _view_rows(
-    maker: Maker, store: FeatureStore, samples: Sequence[Sample], split: str, view: int, bad: dict[int, str]
+    maker: Maker, store: RowCache, samples: Sequence[Sample], split: str, view: int, bad: dict[int, str]
 ) -> np.ndarray:
     """(images,) the row of one view of each, computed where it is not there yet; -1 where that was not possible."""
-    names = [name_of(_inside(sample.image.stamp(), maker.roots), str(view)) for sample in samples]
+    names = image_names(samples, maker.roots, str(view))
 
     def compute(wanted: list[int]) -> Computed:
         broken: dict[int, str] = {}
@@ -91,14 +99,13 @@ def _view_rows(
                 yield [wanted[place] for place in places], rows
         bad.update({wanted[place]: reason for place, reason in broken.items()})
 
-    store.fill(names, compute, _waiting(maker, store))
-    return store.rows(names)
+    return store.fill(names, compute, bad, maker.plan.warn)
 
 
 def feature_captions(maker: Maker, samples: Sequence[Sample], split: str) -> CaptionTable:
     """The captions of the samples with their features."""
     table = token_captions(maker, samples)
-    names = [name_of(caption) for sample in samples for caption in sample.captions]
+    names = [row_name(caption) for sample in samples for caption in sample.captions]
     store, pad_id = maker.text_store(), maker.tokenizer.pad_id
 
     def captions(wanted: list[int]) -> Computed:
@@ -110,8 +117,7 @@ def feature_captions(maker: Maker, samples: Sequence[Sample], split: str) -> Cap
             for places, made in caption_features(maker.text.tower, rows, lengths, *arguments):
                 yield [wanted[place] for place in places], made
 
-    store.fill(names, captions, _waiting(maker, store))
-    return replace(table, features=FeatureTable(store.mapped(), store.rows(names)))
+    return replace(table, features=store.features(store.fill(names, captions, {}, maker.plan.warn)))
 
 
 def token_captions(maker: Maker, samples: Sequence[Sample]) -> CaptionTable:
@@ -119,19 +125,5 @@ def token_captions(maker: Maker, samples: Sequence[Sample]) -> CaptionTable:
     return tokenise([sample.captions for sample in samples], maker.tokenizer, maker.context_length)
 
 
-def _inside(stamp: str, roots: Sequence[str]) -> str:
-    """A path counts from the folder of the data, so that the data may be moved (as in data/cache.py)."""
-    whole = os.path.normpath(os.path.join(os.getcwd(), stamp))
-    for root in roots:
-        folder = os.path.join(os.path.abspath(root), "")
-        if whole.startswith(folder):
-            return whole[len(folder) :]
-    return stamp
-
-
 def _key(*words: str) -> str:
     return hashlib.sha256("\x1f".join(words).encode()).hexdigest()[:24]
-
-
-def _waiting(maker: Maker, store: FeatureStore) -> Callable[[], None]:
-    return lambda: maker.plan.warn(f"{store.path}: another process is adding features; waiting for it")

@@ -19,7 +19,7 @@ import torch
 
 from m1clip import __version__
 from m1clip.config import Config, OptimConfig, TrainConfig, TransferConfig, load_config, read_preset, to_toml
-from m1clip.data.cache import DecodePlan, Ledger, Progress
+from m1clip.data.cache import DecodePlan, FailureLog, Progress
 from m1clip.data.loader import batches
 from m1clip.errors import UserError
 from m1clip.evaluation.evaluate import Evaluator
@@ -266,7 +266,7 @@ def _go(
     log.write("start", step=state.step, steps=steps, choices=job.choices, version=__version__)
     for line in screen.warned:
         log.write("warning", step=state.step, text=line)
-    job.training.report = _ledger(job, folder, log, screen)
+    job.training.report = _failure_log(job, folder, log, screen)
     update = TrainStep(
         job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast, job.teacher
     )
@@ -302,13 +302,13 @@ def _warn_once(screen: Screen, path: Path) -> Callable[[OSError], None]:
     return warn
 
 
-def _ledger(job: Job, folder: Path, log: RunLog, screen: Screen) -> Ledger:
+def _failure_log(job: Job, folder: Path, log: RunLog, screen: Screen) -> FailureLog:
     """Names each image that cannot be read once in the run log, those found before training first."""
     named = [str(record.get("where")) for record in read_log(folder) if record["kind"] == "skipped"]
-    ledger = Ledger(job.training.plan.images, job.config.data.max_bad, log.write, screen.warn, named)
+    failures = FailureLog(job.training.plan.images, job.config.data.max_bad, log.write, screen.warn, named)
     for name, split in job.splits.items():
-        ledger.record(name, split.failures)
-    return ledger
+        failures.record(name, split.failures)
+    return failures
 
 
 def _finish(job: Job, update: TrainStep, folder: Path, log: RunLog, screen: Screen, state: TrainState) -> Result:

@@ -278,13 +278,13 @@ def maker_of(
     precision: Precision, plan: DecodePlan,
 ) -> Maker:  # fmt: skip
     """What makes the features of a model's towers."""
-    roots, beside = data_folders(source)
+    folders = data_folders(source)
     read_at = getattr(model.image, "also", model.shape.image_config)
     return Maker(
         image=Side(model.image, width_of(model.image), (weights_hash(model.image.state_dict()), str(read_at))),
         text=Side(model.text, width_of(model.text), (weights_hash(model.text.state_dict()), model.shape.text_config)),
         tokenizer=tokenizer, context_length=model.shape.context_length, preprocess=preprocess,
-        views=config.transfer.views, folder=cache_folder(config.data.cache_dir, beside), roots=roots,
+        views=config.transfer.views, folder=cache_folder(config.data.cache_dir, folders), roots=folders,
         device=device.torch, precision=precision, autocast=autocast(device, precision), plan=plan,
     )  # fmt: skip
 
@@ -364,13 +364,13 @@ def with_teacher(job: Job, say: Callable[[str], None], decode: Callable[[Facts],
     transfer, train = job.config.transfer, job.splits["train"]
     bundle = load(Path(transfer.teacher or ""), job.device.kind, activation=transfer.activation)
     model, width = bundle.model, bundle.model.shape.embed_dim
-    roots, beside = data_folders(job.source)
+    folders = data_folders(job.source)
     # The same weights make other vectors with another activation, or fewer heads.
     key = (weights_hash(model.state_dict()), json.dumps(model.shape.to_dict(), sort_keys=True), "unit vectors")
     maker = Maker(
         image=Side(model.encode_image, width, key), text=Side(model.encode_text, width, key),
         tokenizer=bundle.tokenizer, context_length=model.shape.context_length, preprocess=bundle.preprocess, views=1,
-        folder=cache_folder(job.config.data.cache_dir, beside), roots=roots, device=job.device.torch,
+        folder=cache_folder(job.config.data.cache_dir, folders), roots=folders, device=job.device.torch,
         precision=job.precision, autocast=job.autocast, plan=decode(job.facts),
     )  # fmt: skip
     _, images, kept, _ = feature_images(maker, train.samples, "train", 0.0)

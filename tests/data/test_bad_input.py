@@ -13,9 +13,8 @@ from image_sets import break_files, make_set
 from small_run import run_small, screen, small_config
 
 from m1clip.data.augment import Augmentation
-from m1clip.data.cache import Failure, Ledger, LiveImages, read_or_replace, too_many
+from m1clip.data.cache import LiveImages, read_or_replace
 from m1clip.data.captions import tokenise
-from m1clip.data.images import FileImage
 from m1clip.data.loader import Batch, BatchPlan, TrainingSet, batches
 from m1clip.data.sources import open_source
 from m1clip.errors import UserError
@@ -113,35 +112,6 @@ def test_when_all_images_are_gone_it_stops_with_one_line(tmp_path: Path, workers
     assert "\n" not in str(caught.value)
 
 
-def test_each_failure_is_told_once_and_too_many_stop() -> None:
-    written: list[tuple[str, dict[str, Any]]] = []
-    said: list[str] = []
-    ledger = Ledger(1000, 0.1, lambda kind, **values: written.append((kind, values)), said.append, named=["old"])
-    ledger((Failure(3, "a.jpg", "gone"), Failure(3, "a.jpg", "gone")), 128)
-    ledger((Failure(3, "a.jpg", "gone"), Failure(4, "old", "gone")), 128)
-    assert written == [("skipped", {"split": "train", "where": "a.jpg", "reason": "gone"})]
-    assert len(said) == 2
-    many = [Failure(100 + number, f"{number}.jpg", "gone") for number in range(60)]
-    with pytest.raises(UserError, match=r"62 of 3\d\d train images read so far .*and 52 more.*--data\.max-bad"):
-        ledger(many, 64)
-
-
-@pytest.mark.parametrize(
-    ("bad", "looked", "total", "expected"),
-    [
-        (0, 0, 100, False),
-        (10, 100, 100, False),
-        (11, 100, 100, True),
-        (13, 100, 1000, False),  # 13% of a sample may be 10% of the whole
-        (20, 100, 1000, True),
-        (3, 8, 1000, False),  # too few to say
-        (101, 1000, 1000, True),
-    ],
-)
-def test_when_bad_images_are_too_many(bad: int, looked: int, total: int, expected: bool) -> None:
-    assert too_many(bad, looked, total, 0.1) is expected
-
-
 def broken_run(tmp_path: Path, share: float, cache: str, name: str = "run", **more: Any) -> Path:
     folder = tmp_path / "set"
     if not folder.exists():
@@ -200,7 +170,7 @@ def test_twenty_percent_broken_files_are_refused_with_the_list(tmp_path: Path, c
     assert message.count("not an image") == 1  # the reason that all share
     assert message.count(".jpg") == 10
     assert "and 30 more" in message
-    assert "--data.max-bad" in message
+    assert "--max-bad" in message
     assert not (tmp_path / "run").exists()
 
 
@@ -214,9 +184,3 @@ def test_what_lint_and_the_source_found_is_on_the_screen(tmp_path: Path) -> None
     text = shown.console.file.getvalue()  # type: ignore[attr-defined]
     assert "warning: data: 1 rows have no caption and are left out; first: captions.jsonl row 97" in text
     assert "warning: data: 1 rows could not be read and are left out; first: captions.jsonl row 98" in text
-
-
-def test_a_image_that_vanishes_between_evaluations_is_one_line(tmp_path: Path) -> None:
-    live = LiveImages([FileImage(str(tmp_path / "gone.jpg"))], 24)
-    with pytest.raises(UserError, match=r"gone\.jpg: the file is missing; .*continue with --resume"):
-        live.read(np.array([0]))

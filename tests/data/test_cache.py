@@ -1,263 +1,297 @@
-"""The cache on disk: right, found again, continued after a kill, built once by two, refused without room."""
+"""The cache: correct, found again, continued after a kill, filled once by two processes, refused without space."""
 
 from __future__ import annotations
 
-import json
+import copy
 import os
 import pickle
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from image_sets import break_files, make_set, plan
+from PIL import Image
+from small_run import screen, small_config
 
 from m1clip.data import cache
-from m1clip.data import cache as cache_place
-from m1clip.data import cache as keep
-from m1clip.data.cache import CachePlace, CacheSpec, Stored, cache_key, choose_kind, data_folders, store_split
-from m1clip.data.images import to_square
+from m1clip.data.cache import (
+    CachedImages,
+    CachedSplit,
+    CacheOptions,
+    Failure,
+    FailureLog,
+    LiveImages,
+    RowCache,
+    cache_split,
+    choose_kind,
+    data_folders,
+    decode_images,
+    image_names,
+    read_or_replace,
+    row_name,
+    too_many,
+)
+from m1clip.data.images import FileImage, to_square
+from m1clip.data.loader import batches
 from m1clip.data.sources import open_source, open_sources
+from m1clip.data.types import ImageRef
 from m1clip.errors import UserError
 
 SIDE = 24
+WIDTH = 5
 
 
-def stored(
-    folder: Path, split: str = "train", wish: str = "disk", cache_dir: str | None = None, **more: object
-) -> Stored:
+def row(word: str) -> np.ndarray:
+    return np.full(WIDTH, float(word[1:]), np.float16)
+
+
+def fill(rows: RowCache, words: list[str], stop_after: int | None = None) -> list[str]:
+    """Fill two rows at a time; gives what was computed. `stop_after` blocks it is interrupted."""
+    asked: list[str] = []
+
+    def compute(wanted: list[int]) -> Iterator[tuple[list[int], np.ndarray]]:
+        for number, start in enumerate(range(0, len(wanted), 2)):
+            if number == stop_after:
+                raise KeyboardInterrupt
+            items = wanted[start : start + 2]
+            asked.extend(words[item] for item in items)
+            yield items, np.stack([row(words[item]) for item in items])
+
+    try:
+        at = rows.fill([row_name(word) for word in words], compute, {}, lambda line: None)
+    except KeyboardInterrupt:
+        return asked
+    table = rows.features(at)
+    np.testing.assert_array_equal(table.read(np.arange(len(words))), np.stack([row(word) for word in words]))
+    return asked
+
+
+def row_cache(folder: Path, key: str = "a") -> RowCache:
+    return RowCache(folder, key, (WIDTH,), np.float16)
+
+
+def test_each_row_is_computed_once_and_only_new_ones_later(tmp_path: Path) -> None:
+    assert fill(row_cache(tmp_path), ["w1", "w2", "w1", "w3"]) == ["w1", "w2", "w3"]
+    assert fill(row_cache(tmp_path), ["w4", "w2", "w5"]) == ["w4", "w5"]
+    assert fill(row_cache(tmp_path), ["w5", "w1", "w1"]) == []
+    assert row_cache(tmp_path, "b").missing([row_name("w1")]) == [0], "another key is another cache"
+
+
+def test_interrupted_fill_continues(tmp_path: Path) -> None:
+    words = [f"w{i}" for i in range(9)]
+    assert fill(row_cache(tmp_path), words, stop_after=2) == words[:4]
+    assert fill(row_cache(tmp_path), words) == words[4:]
+
+
+@pytest.mark.parametrize("torn", ["rows.bin", "names.bin"])
+def test_torn_end_is_cut_off_and_filled_again(tmp_path: Path, torn: str) -> None:
+    words = [f"w{i}" for i in range(6)]
+    fill(row_cache(tmp_path), words)
+    file = tmp_path / "a" / torn
+    file.write_bytes(file.read_bytes()[:-3])
+    assert fill(row_cache(tmp_path), [*words, "w7"]) == ["w5", "w7"]
+
+
+@pytest.mark.parametrize("name", ["rows.bin", "names.bin"])
+def test_link_or_pipe_from_a_stranger_is_never_written(tmp_path: Path, name: str) -> None:
+    """A data set may bring its own cache folder."""
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match="is a link"):
+        fill(row_cache(tmp_path), ["w1"])
+    assert (tmp_path / "precious").read_text() == "mine"
+    (tmp_path / "a" / name).unlink()
+    os.mkfifo(tmp_path / "a" / name)
+    with pytest.raises(OSError, match=r"No such device|not a regular file"):
+        fill(row_cache(tmp_path), ["w1"])
+
+
+def test_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache.os, "fsync", full)
+    with pytest.raises(UserError, match=r"the disk is full.*run again: it continues"):
+        fill(row_cache(tmp_path), ["w1"])
+    monkeypatch.undo()
+    assert fill(row_cache(tmp_path), ["w1"]) == ["w1"]
+
+
+def cached(folder: Path, kind: str = "disk", cache_dir: str | None = None, **more: object) -> CachedSplit:
     source = open_source(str(folder))
-    place = CachePlace(wish, cache_dir, *data_folders(source), in_all=56)  # type: ignore[arg-type]
-    return store_split(source.samples(split), split, SIDE, "shortest", place, 0.1, plan(**more))  # type: ignore[arg-type]
+    options = CacheOptions(kind, cache_dir, data_folders(source), total_images=56, max_bad=0.1)  # type: ignore[arg-type]
+    return cache_split(source.samples("train"), "train", SIDE, "shortest", options, plan(**more))  # type: ignore[arg-type]
 
 
-def caches(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / ".m1clip-cache").iterdir())
+def squares(split: CachedSplit) -> np.ndarray:
+    return np.stack([to_square(sample.image.open(SIDE), SIDE) for sample in split.samples])
 
 
-def test_cached_pixels_are_those_of_the_files(tmp_path: Path) -> None:
-    folder = make_set(tmp_path / "set", train=150)
-    kept = stored(folder)
-    expected = np.stack([to_square(sample.image.open(SIDE), SIDE) for sample in kept.samples])
-    assert kept.kind == "disk"
-    np.testing.assert_array_equal(kept.images.read(np.arange(150)), expected)
-    live, ram = stored(folder, wish="off"), stored(folder, wish="ram")
-    np.testing.assert_array_equal(live.images.read(np.arange(150)), expected)
-    np.testing.assert_array_equal(ram.images.read(np.arange(150)), expected)
+@pytest.mark.parametrize("kind", ["disk", "ram", "off"])
+def test_cached_pixels_are_those_of_the_files(tmp_path: Path, kind: str) -> None:
+    split = cached(make_set(tmp_path / "set", train=150), kind)
+    assert split.kind == kind
+    np.testing.assert_array_equal(split.images.read(np.arange(150)), squares(split))
 
 
-def test_the_file_is_plain_numpy_and_the_rest_plain_json(tmp_path: Path) -> None:
+def test_second_run_decodes_nothing_even_after_a_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_set(tmp_path / "set")
-    stored(folder)
-    (name,) = caches(folder)
-    array = np.load(folder / ".m1clip-cache" / name / "pixels.npy", allow_pickle=False)
-    assert array.shape == (40, SIDE, SIDE, 3)
-    about = json.loads((folder / ".m1clip-cache" / name / "about.json").read_text())
-    assert about == {"format": 1, "count": 40, "side": SIDE, "resize": "shortest", "bad": {}}
-
-
-def test_a_second_run_decodes_nothing_even_from_another_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_set(tmp_path / "set")
-    first = stored(folder)
-    monkeypatch.setattr(keep, "cached", _only_open)
-    np.testing.assert_array_equal(stored(folder).images.read(np.arange(40)), first.images.read(np.arange(40)))
+    first = cached(folder).images.read(np.arange(40))
+    monkeypatch.setattr(cache, "to_square", None)
+    np.testing.assert_array_equal(cached(folder).images.read(np.arange(40)), first)
     monkeypatch.chdir(folder)
-    assert len(stored(Path("captions.jsonl")).images) == 40
+    assert len(cached(Path("captions.jsonl")).images) == 40
     monkeypatch.chdir(tmp_path)
     shutil.move(folder, tmp_path / "moved")
-    assert len(stored(Path("moved")).images) == 40
+    assert len(cached(Path("moved")).images) == 40
 
 
-def _only_open(spec: CacheSpec, *rest: object) -> object:
-    assert spec.is_whole()
-    return cache.open_cache(spec)
-
-
-def test_the_key_changes_with_what_the_pixels_depend_on(tmp_path: Path) -> None:
+def test_changed_image_is_decoded_again(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set")
-    samples = open_source(str(folder)).samples("train")
-    keys = {cache_key(samples, *rest, [str(folder)]) for rest in ((24, "shortest"), (25, "shortest"), (24, "squash"))}
-    keys.add(cache_key(samples[1:], 24, "shortest", [str(folder)]))
-    os.utime(folder / "images" / "train-0007.jpg", (1, 1))
-    keys.add(cache_key(samples, 24, "shortest", [str(folder)]))
-    assert len(keys) == 5
+    before = cached(folder)
+    names = image_names(before.samples, [str(folder)])
+    Image.new("RGB", (SIDE, SIDE), (1, 2, 3)).save(folder / "images" / "train-0007.jpg", quality=100)
+    changed = [a != b for a, b in zip(names, image_names(before.samples, [str(folder)]), strict=True)]
+    assert np.flatnonzero(changed).tolist() == [7]
+    np.testing.assert_array_equal(cached(folder).images.read(np.arange(40)), squares(before))
 
 
-def test_bad_images_are_known_to_the_second_run(tmp_path: Path) -> None:
+def test_bad_images_are_left_out_and_named_in_every_run(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set")
     break_files(folder, [5, 11])
     said: list[str] = []
-    first, second = stored(folder), stored(folder, warn=said.append)
+    first, second = cached(folder), cached(folder, warn=said.append)
     assert [failure.index for failure in second.failures] == [5, 11]
     assert first.failures == second.failures
     assert len(second.images) == len(second.samples) == 38
     assert second.samples[5].id == "images/train-0006.jpg"
-    expected = to_square(second.samples[5].image.open(SIDE), SIDE)
-    np.testing.assert_array_equal(second.images.read(np.array([5]))[0], expected)
+    np.testing.assert_array_equal(second.images.read(np.arange(38)), squares(second))
     assert len(said) == 2
     assert "train-0005.jpg: not an image" in said[0]
 
 
-def test_a_map_pickles_by_its_path(tmp_path: Path) -> None:
-    kept = stored(make_set(tmp_path / "set", train=200))
-    data = pickle.dumps(kept.images)
-    assert len(data) < 1000
+def test_mapped_images_pickle_by_their_path(tmp_path: Path) -> None:
+    images = cached(make_set(tmp_path / "set", train=200)).images
+    data = pickle.dumps(images)
+    assert len(data) < 3000
     indices = np.array([199, 0, 7])
-    np.testing.assert_array_equal(pickle.loads(data).read(indices), kept.images.read(indices))
+    np.testing.assert_array_equal(pickle.loads(data).read(indices), images.read(indices))
 
 
 BUILD = """
 import sys, time
 from pathlib import Path
-sys.path.insert(0, {tests!r})
-from m1clip.data import cache, store
+sys.path[:0] = {paths!r}
+from m1clip.data import cache
 cache.SAVE_SECONDS = 0.0
-honest = store.to_square
+honest = cache.to_square
 def slow(*arguments):
     time.sleep({pause})
     with open({log!r}, "a") as file:
         file.write("x")
     return honest(*arguments)
-store.to_square = slow
-from test_cache import stored
-kept = stored(Path({folder!r}), workers={workers})
-print(len(kept.images), flush=True)
+cache.to_square = slow
+from test_cache import cached
+print(len(cached(Path({folder!r}), workers=2).images), flush=True)
 """
 
 
-def build_process(tmp_path: Path, folder: Path, log: str, pause: float, workers: int = 2) -> subprocess.Popen[str]:
-    script = BUILD.format(
-        tests=str(Path(__file__).parent), folder=str(folder), log=str(tmp_path / log), pause=pause, workers=workers
-    )
+def build_process(folder: Path, log: Path, pause: float) -> subprocess.Popen[str]:
+    tests = Path(__file__).parents[1]
+    paths = [str(tests.parent), str(tests), str(tests / "data")]
+    script = BUILD.format(paths=paths, folder=str(folder), log=str(log), pause=pause)
     return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def wait_for_chunks(folder: Path, count: int) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        for file in (folder / ".m1clip-cache").glob("*.building/progress.jsonl"):
-            if file.read_bytes().count(b"chunk") >= count:
-                return
-        time.sleep(0.01)
-    raise AssertionError("the build wrote no progress")
-
-
 @pytest.mark.slow
-def test_a_killed_build_continues(tmp_path: Path) -> None:
+def test_killed_process_leaves_a_cache_that_continues(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set", train=640)
-    killed = build_process(tmp_path, folder, "first", pause=0.004)
-    wait_for_chunks(folder, 3)
+    killed = build_process(folder, tmp_path / "first", pause=0.004)
+    deadline, names = time.monotonic() + 60, list[Path]()
+    while not (names and names[0].stat().st_size >= 3 * 64 * 16):
+        assert time.monotonic() < deadline, "nothing was saved"
+        time.sleep(0.01)
+        names = list((folder / ".m1clip-cache").glob("*/names.bin"))
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    (building,) = (folder / ".m1clip-cache").glob("*.building")
-    with (building / "progress.jsonl").open("ab") as file:
-        file.write(b'{"chunk": 576, "bad"')  # a torn line counts for nothing
-    done = (building / "progress.jsonl").read_bytes().count(b'"bad": {}')
-    out, error = build_process(tmp_path, folder, "second", pause=0.0).communicate(timeout=60)
+    done = names[0].stat().st_size // 16
+    out, error = build_process(folder, tmp_path / "second", pause=0.0).communicate(timeout=60)
     assert out == "640\n", error
-    assert (tmp_path / "second").stat().st_size == 640 - 64 * done
-    kept = stored(folder)
-    expected = np.stack([to_square(sample.image.open(SIDE), SIDE) for sample in kept.samples])
-    np.testing.assert_array_equal(kept.images.read(np.arange(640)), expected)
-    assert len(caches(folder)) == 1
+    assert (tmp_path / "second").stat().st_size == 640 - done
+    split = cached(folder)
+    np.testing.assert_array_equal(split.images.read(np.arange(640)), squares(split))
 
 
 @pytest.mark.slow
-def test_two_processes_build_one_cache(tmp_path: Path) -> None:
+def test_two_processes_decode_each_image_once(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set", train=320)
-    both = [build_process(tmp_path, folder, f"log{n}", pause=0.003) for n in range(2)]
+    both = [build_process(folder, tmp_path / f"log{n}", pause=0.003) for n in range(2)]
     assert [process.communicate(timeout=90)[0] for process in both] == ["320\n", "320\n"]
     decoded = [(tmp_path / f"log{n}").stat().st_size for n in range(2) if (tmp_path / f"log{n}").exists()]
     assert sum(decoded) == 320
-    assert len(caches(folder)) == 1
 
 
-def test_without_locks_each_builds_and_the_first_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(*arguments: object) -> None:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr("fcntl.flock", no_locks)
+def test_too_little_space_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_set(tmp_path / "set")
-    first = stored(folder)
-    (name,) = caches(folder)
-    monkeypatch.setattr(CacheSpec, "is_whole", _late(CacheSpec.is_whole))
-    assert len(stored(folder).images) == len(first.images) == 40
-    assert caches(folder) == [name]
-
-
-def _late(honest: object) -> object:
-    """As seen by a process that looked before the other was done."""
-    calls = []
-
-    def is_whole(spec: CacheSpec) -> bool:
-        calls.append(spec)
-        return len(calls) > 3 and honest(spec)  # type: ignore[operator]
-
-    return is_whole
-
-
-def test_too_little_room_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_set(tmp_path / "set")
-    needed = 64 * SIDE * SIDE * 3
+    needed = 40 * SIDE * SIDE * 3
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(needed * 1.04)))
-    with pytest.raises(UserError, match=r"needs 0\.00 GB.*make room.*--data\.cache-dir.*--data\.cache ram or off"):
-        stored(folder)
-    assert not list((folder / ".m1clip-cache").glob("*/pixels.npy"))
+    with pytest.raises(UserError, match=r"needs 0\.00 GB.*free some space.*--cache-dir.*--cache ram or off"):
+        cached(folder)
+    assert not list((folder / ".m1clip-cache").glob("*/rows.bin"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(needed * 1.06)))
-    assert stored(folder).kind == "disk"
+    assert cached(folder).kind == "disk"
 
 
-def test_a_disk_that_fills_up_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(cache, "_save", full)
-    with pytest.raises(UserError, match=r"disk became full.*run again: it continues"):
-        stored(make_set(tmp_path / "set"))
-
-
-@pytest.mark.parametrize("damage", [b"", b"\x93NUMPY nonsense", None])
-def test_a_damaged_cache_says_what_to_do(tmp_path: Path, damage: bytes | None) -> None:
+@pytest.mark.parametrize("unusable", ["not writable", "no locks"])
+def test_unusable_data_folder_falls_back_to_the_user_cache(
+    tmp_path: Path, unusable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_set(tmp_path / "set")
-    stored(folder)
-    (name,) = caches(folder)
-    file = folder / ".m1clip-cache" / name / ("pixels.npy" if damage is not None else "about.json")
-    file.write_bytes(damage or b"")
-    with pytest.raises(UserError, match=f"{name}: a damaged cache.*delete this folder"):
-        stored(folder)
+    if unusable == "not writable":
+        (folder / ".m1clip-cache").write_text("a file, so no folder can be made here, not even by root")
+    else:
+        honest = cache.locked
 
+        def no_lock_here(path: Path, waiting: Callable[[], None]) -> AbstractContextManager[bool]:
+            return nullcontext(False) if folder in path.parents else honest(path, waiting)
 
-def test_a_folder_that_cannot_be_written_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_set(tmp_path / "set")
-    (folder / ".m1clip-cache").write_text("a file, so no folder can be made here, not even by root")
+        monkeypatch.setattr(cache, "locked", no_lock_here)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-    stored(folder)
-    assert len(list((tmp_path / "user" / "m1clip").glob("*/pixels.npy"))) == 1
-    stored(folder, cache_dir=str(tmp_path / "asked"))
-    assert len(list((tmp_path / "asked").glob("*/pixels.npy"))) == 1
+    assert len(cached(folder).images) == 40
+    assert len(list((tmp_path / "user" / "m1clip").glob("*/rows.bin"))) == 1
+    cached(folder, cache_dir=str(tmp_path / "asked"))
+    assert len(list((tmp_path / "asked").glob("*/rows.bin"))) == 1
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="no place for the cache"):
-        stored(folder, cache_dir=str(tmp_path / "file"))
+    with pytest.raises(UserError, match="no folder for the cache"):
+        cached(folder, cache_dir=str(tmp_path / "file"))
 
 
 def test_the_user_cache_of_each_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(cache_place.sys, "platform", "darwin")
-    assert cache_place.user_cache() == Path.home() / "Library/Caches/m1clip"
-    monkeypatch.setattr(cache_place.sys, "platform", "linux")
-    assert cache_place.user_cache() == Path.home() / ".cache/m1clip"
+    monkeypatch.setattr(cache.sys, "platform", "darwin")
+    assert cache.user_cache() == Path.home() / "Library/Caches/m1clip"
+    monkeypatch.setattr(cache.sys, "platform", "linux")
+    assert cache.user_cache() == Path.home() / ".cache/m1clip"
 
 
-def test_a_mixture_and_the_hub_have_their_places(tmp_path: Path) -> None:
+def test_data_folders_of_a_mixture_and_of_the_hub(tmp_path: Path) -> None:
     one, two = make_set(tmp_path / "one"), make_set(tmp_path / "two")
-    mixed = open_sources([str(one), f"{two}:0.5"])
-    assert data_folders(mixed) == ((str(one), str(two)), one)
-    assert data_folders(SimpleNamespace(path=Path("hf:owner/name"))) == ((), None)  # type: ignore[arg-type]
+    assert data_folders(open_sources([str(one), f"{two}:0.5"])) == (str(one), str(two))
+    assert data_folders(SimpleNamespace(path=Path("hf:owner/name"))) == ()  # type: ignore[arg-type]
 
 
 GB = 10**9
@@ -267,21 +301,167 @@ GB = 10**9
     ("facts", "expected"),
     [
         ({}, "disk"),
-        ({"wish": "off"}, "off"),
-        ({"wish": "disk", "free": 0}, "disk"),
-        ({"wish": "ram", "total": 99 * GB}, "ram"),
-        ({"drawn": True}, "ram"),
-        ({"drawn": True, "total": 3 * GB}, "off"),
+        ({"asked": "off"}, "off"),
+        ({"asked": "disk", "free": 0}, "disk"),
+        ({"asked": "ram", "total": 99 * GB}, "ram"),
+        ({"synthetic": True}, "ram"),
+        ({"synthetic": True, "total": 3 * GB}, "off"),
         ({"images": 500}, "ram"),
         ({"images": 500, "total": 3 * GB}, "disk"),
         ({"free": 2 * GB}, "ram"),
         ({"free": 2 * GB, "total": 3 * GB}, "off"),
+        ({"free": 0, "needed": 0}, "disk"),
         ({"total": 99 * GB, "free": 300 * GB}, "disk"),
     ],
 )
-def test_where_auto_keeps_images(facts: dict[str, object], expected: str) -> None:
-    usual = {
-        "wish": "auto", "drawn": False, "images": 100_000, "needed": 1 * GB, "total": 2 * GB,
-        "memory": 8 * GB, "free": 100 * GB,
-    }  # fmt: skip
-    assert choose_kind(**{**usual, **facts}) == expected  # type: ignore[arg-type]
+def test_where_auto_caches_images(facts: dict[str, object], expected: str) -> None:
+    usual = {"asked": "auto", "synthetic": False, "images": 100_000, "needed": 1 * GB, "total": 2 * GB}
+    assert choose_kind(**{**usual, "memory": 8 * GB, "free": 100 * GB, **facts}) == expected  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def refs(tmp_path_factory: pytest.TempPathFactory) -> list[FileImage]:
+    """300 images of several sizes, as PNG and JPEG."""
+    folder = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    made = []
+    for number in range(300):
+        path = folder / f"{number}.{'jpg' if number % 2 else 'png'}"
+        shape = (20 + number % 13, 20 + number % 7, 3)
+        Image.fromarray(rng.integers(0, 256, shape, np.uint8)).save(path)
+        made.append(FileImage(str(path)))
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [None, "fork"])
+def test_threads_and_processes_decode_the_same_in_order(refs: list[FileImage], method: str | None) -> None:
+    shown: list[tuple[int, int]] = []
+    blocks = list(decode_images(refs, 16, "shortest", {}, lambda *each: shown.append(each), 2, method))
+    assert [item for items, _ in blocks for item in items] == list(range(300))
+    live = LiveImages(refs, 16).read(np.arange(300))
+    assert np.array_equal(np.concatenate([pixels for _, pixels in blocks]), live)
+    assert shown == sorted(shown)
+    assert (shown[0], shown[-1]) == ((0, 300), (300, 300))
+
+
+@dataclass(frozen=True)
+class Absurd:
+    """An image whose decoding fails as one of an absurd size does."""
+
+    error: type[Exception]
+
+    def open(self, want: int | None = None) -> Image.Image:
+        raise self.error
+
+    def stamp(self) -> str:
+        return "absurd"
+
+
+@pytest.mark.parametrize("error", [MemoryError, OverflowError])
+def test_image_too_large_for_the_memory_is_a_bad_one(refs: list[FileImage], error: type[Exception]) -> None:
+    mixed: list[ImageRef] = [refs[0], Absurd(error), refs[1]]
+    bad: dict[int, str] = {}
+    ((items, _),) = decode_images(mixed, 16, "shortest", bad, lambda done, total: None)
+    assert (items, bad) == ([0, 2], {1: "too large for the memory"})
+    members, _, failed = read_or_replace(LiveImages(mixed, 16), np.array([0, 1]), 0, 0)
+    assert members[0] == 0
+    assert members[1] != 1
+    assert {failure.index for failure in failed} == {1}
+    with pytest.raises(UserError, match=r"too large for the memory; .*continue with --resume"):
+        LiveImages(mixed, 16).read(np.array([0, 1]))
+
+
+@dataclass(frozen=True)
+class Together:
+    """An image that is decoded only while another one is being decoded."""
+
+    barrier: threading.Barrier
+    grey: int
+
+    def open(self, want: int | None = None) -> Image.Image:
+        self.barrier.wait(timeout=20)
+        return Image.new("RGB", (16, 16), (self.grey,) * 3)
+
+    def stamp(self) -> str:
+        return str(self.grey)
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core decodes one image at a time")
+def test_live_images_are_decoded_in_parallel_and_in_order() -> None:
+    barrier = threading.Barrier(2)
+    live = LiveImages([Together(barrier, grey) for grey in range(6)], 16)
+    assert live.read(np.array([5, 0, 3, 1]))[:, 0, 0, 0].tolist() == [5, 0, 3, 1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fork beside threads, which is the point
+def test_forked_process_and_pickle_read_the_same(refs: list[FileImage]) -> None:
+    live, asked = LiveImages(refs[:40], 16), np.arange(40)
+    pixels = live.read(asked)  # starts threads, of which a fork inherits none
+    assert np.array_equal(pickle.loads(pickle.dumps(live)).read(asked), pixels)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if np.array_equal(live.read(asked), pixels) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+HOST = torch.device("cpu")
+
+
+def test_images_go_to_the_device_if_they_leave_room() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (7, 4, 4, 3), np.uint8)
+    for rows in (None, np.array([5, 0, 3])):
+        images, wanted = CachedImages(pixels, rows), pixels if rows is None else pixels[rows]
+        there = images.to_device(HOST, 4 * wanted.nbytes)
+        assert there is not None
+        assert np.array_equal(there.numpy(), wanted)
+        assert images.to_device(HOST, 4 * wanted.nbytes - 4) is None
+    assert LiveImages([], 4).to_device(HOST, 10**9) is None
+
+
+def test_step_is_the_same_with_images_on_the_device() -> None:
+    from m1clip.training.run import decode_plan
+    from m1clip.training.setup import prepare_scratch
+    from m1clip.training.step import TrainStep
+
+    job = prepare_scratch(small_config({"data.crop_min": 0.5}), lambda line: None, decode_plan(screen()))
+    plain, there = job.training, copy.copy(job.training)
+    there.device_images = plain.images.to_device(HOST, 10**9)
+    step = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+    # Workers cannot see the device's memory, so none are started.
+    pairs = zip(batches(plain, 0, 3, 0, "fork", False), batches(there, 0, 3, 2, "fork", False), strict=True)
+    for number, (one, other) in enumerate(pairs):
+        assert other.images is None
+        assert torch.equal(other.pixels(), one.images)
+        assert torch.equal(other.pixels(slice(2, 5)), one.images[2:5])
+        assert torch.equal(step.backward(one, number), step.backward(other, number))
+
+
+def test_each_failure_is_logged_once_and_too_many_stop_the_run() -> None:
+    written: list[tuple[str, dict[str, object]]] = []
+    said: list[str] = []
+    log = FailureLog(1000, 0.1, lambda kind, **values: written.append((kind, values)), said.append, named=["old"])
+    log((Failure(3, "a.jpg", "gone"), Failure(3, "a.jpg", "gone")), 128)
+    log((Failure(3, "a.jpg", "gone"), Failure(4, "old", "gone")), 128)
+    assert written == [("skipped", {"split": "train", "where": "a.jpg", "reason": "gone"})]
+    assert len(said) == 2
+    many = [Failure(100 + number, f"{number}.jpg", "gone") for number in range(60)]
+    with pytest.raises(UserError, match=r"62 of 3\d\d train images read so far .*and 52 more.*--max-bad"):
+        log(many, 64)
+
+
+@pytest.mark.parametrize(
+    ("bad", "tried", "total", "expected"),
+    [
+        (0, 0, 100, False),
+        (10, 100, 100, False),
+        (11, 100, 100, True),
+        (13, 100, 1000, False),  # 13% of a sample may be 10% of the whole
+        (20, 100, 1000, True),
+        (3, 8, 1000, False),  # too few to say
+        (101, 1000, 1000, True),
+    ],
+)
+def test_when_bad_images_are_too_many(bad: int, tried: int, total: int, expected: bool) -> None:
+    assert too_many(bad, tried, total, 0.1) is expected

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m1clip.data.augment import Augmentation
-from m1clip.data.cache import ArrayImages, MappedImages
+from m1clip.data.cache import CachedImages
 from m1clip.data.captions import BUCKET, tokenise
 from m1clip.data.images import FileImage
 from m1clip.data.loader import Batch, BatchPlan, TrainingSet, _start_worker, batches
@@ -58,7 +58,12 @@ def training_set(full_length: bool = False) -> TrainingSet:
     pixels = np.random.default_rng(0).integers(0, 256, (37, 12, 12, 3), np.uint8)
     varied = Augmentation(crop_min=0.5, flip=0.5, colour=0.3)
     captions = tokenise(groups, tokenizer, 64)
-    return TrainingSet(ArrayImages(pixels), captions, BatchPlan(37, 8, 3), varied, full_length=full_length)
+    return TrainingSet(CachedImages(pixels), captions, BatchPlan(37, 8, 3), varied, full_length=full_length)
+
+
+def mapped(images: CachedImages, folder: Path) -> CachedImages:
+    images.array.tofile(folder / "rows.bin")
+    return CachedImages.mapped(folder / "rows.bin", images.array.dtype, images.array.shape, None)
 
 
 def assert_same(one: Batch, other: Batch) -> None:
@@ -73,8 +78,7 @@ def assert_same(one: Batch, other: Batch) -> None:
 @pytest.mark.parametrize(("workers", "method"), [(2, "fork"), (2, "spawn"), (1, "forkserver")])
 def test_workers_change_nothing(workers: int, method: str, tmp_path: Path) -> None:
     data = training_set()
-    np.save(tmp_path / "pixels.npy", data.images.read(np.arange(37)))
-    data.images = MappedImages(tmp_path / "pixels.npy")
+    data.images = mapped(data.images, tmp_path)
     alone = list(batches(data, 3, 11, 0, "fork", pin=False))
     helped = list(batches(data, 3, 11, workers, method, pin=False))
     assert len(alone) == len(helped) == 8
@@ -193,8 +197,7 @@ def test_worker_leaves_signals_to_its_parent() -> None:
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_killed_worker_is_restarted_and_the_batches_are_the_same(method: str, tmp_path: Path) -> None:
     data, warnings, seen = training_set(), list[str](), list[Batch]()
-    np.save(tmp_path / "pixels.npy", data.images.read(np.arange(37)))
-    data.images = MappedImages(tmp_path / "pixels.npy", None)
+    data.images = mapped(data.images, tmp_path)
     for batch in batches(data, 0, 9, 2, method, False, warnings.append):
         seen.append(batch)
         if len(seen) == 3:
@@ -211,7 +214,7 @@ def test_killed_worker_is_restarted_and_the_batches_are_the_same(method: str, tm
 def test_words_are_left_out_anew_each_epoch_and_the_same_each_time() -> None:
     texts = [(f"a caption of many words for image number {i} of all",) for i in range(12)]
     captions = tokenise(texts, make_tokenizer("char", [t[0] for t in texts]), 64)
-    images = ArrayImages(np.zeros((12, 4, 4, 3), np.uint8))
+    images = CachedImages(np.zeros((12, 4, 4, 3), np.uint8))
 
     def data(share: float) -> TrainingSet:
         return TrainingSet(images, captions, BatchPlan(12, 6, 3), Augmentation(word_dropout=share))

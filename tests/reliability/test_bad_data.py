@@ -16,8 +16,8 @@ from reliability_results import recorded
 from small_run import run_small
 
 from m1clip.data import images as patience
-from m1clip.data.cache import Failure, LiveImages, decode_all, read_or_replace
-from m1clip.data.images import BadImage, decode, patiently
+from m1clip.data.cache import LiveImages, decode_images, read_or_replace
+from m1clip.data.images import BadImage, decode, map_with_timeout
 from m1clip.data.pack import pack
 from m1clip.data.sources import open_source
 from m1clip.errors import UserError
@@ -59,9 +59,9 @@ def _nobody_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("threads", [1, 4])
 def test_work_in_order_by_any_number_of_threads(threads: int) -> None:
     items = list(range(200))
-    assert patiently(items, lambda i: i * i, lambda i: -1, 5.0, threads) == [i * i for i in items]
-    assert patiently([], lambda i: i, lambda i: -1, 5.0, threads) == []
-    assert patiently(items, lambda i: i, lambda i: -1, 0.0, threads) == items, "no limit"
+    assert map_with_timeout(items, lambda i: i * i, lambda i: -1, 5.0, threads) == [i * i for i in items]
+    assert map_with_timeout([], lambda i: i, lambda i: -1, 5.0, threads) == []
+    assert map_with_timeout(items, lambda i: i, lambda i: -1, 0.0, threads) == items, "no limit"
 
 
 def test_one_that_hangs_is_answered_for_and_the_rest_goes_on() -> None:
@@ -72,7 +72,7 @@ def test_one_that_hangs_is_answered_for_and_the_rest_goes_on() -> None:
             stuck.wait(60)
         return item
 
-    found = patiently(list(range(10)), work, lambda item: -item, 0.2, 1)
+    found = map_with_timeout(list(range(10)), work, lambda item: -item, 0.2, 1)
     stuck.set()
     assert found == [0, 1, 2, -3, 4, 5, 6, 7, 8, 9]
 
@@ -91,17 +91,17 @@ def test_one_that_was_given_up_on_cannot_end_the_read() -> None:
             time.sleep(0.05)  # the error is on its way while there is still work
         return item
 
-    assert patiently([0, 1, 2, 3], work, lambda item: -1, 0.2, 1) == [-1, 1, 2, 3]
+    assert map_with_timeout([0, 1, 2, 3], work, lambda item: -1, 0.2, 1) == [-1, 1, 2, 3]
 
 
 def test_an_error_comes_out_where_it_was_asked_for() -> None:
     with pytest.raises(ZeroDivisionError):
-        patiently([1, 0, 2], lambda i: 1 // i, lambda i: 0, 5.0, 2)
+        map_with_timeout([1, 0, 2], lambda i: 1 // i, lambda i: 0, 5.0, 2)
 
 
 def test_a_hanging_image_is_replaced_and_named() -> None:
     lost = Hanging()
-    live = LiveImages([Grey(), lost, Grey(), Grey()], 16, patience=0.2)
+    live = LiveImages([Grey(), lost, Grey(), Grey()], 16, timeout=0.2)
     members, pixels, failed = read_or_replace(live, np.array([0, 1, 2]), 0, 0)
     lost.released.set()
     assert 1 not in members.tolist()
@@ -112,11 +112,11 @@ def test_a_hanging_image_is_replaced_and_named() -> None:
 
 def test_a_lost_disk_stops_the_run_in_time_with_one_line() -> None:
     lost = [Hanging(f"lost-{number}.jpg") for number in range(30)]
-    live = LiveImages(lost, 16, patience=0.05)
+    live = LiveImages(lost, 16, timeout=0.05)
     with pytest.raises(
         UserError, match=r"^lost-\d+\.jpg: .* read that hangs.*is the disk .* still there\? Continue with --resume"
     ):
-        live.squares(np.arange(30))
+        live.try_read(np.arange(30))
     for each in lost:
         each.released.set()
 
@@ -124,7 +124,7 @@ def test_a_lost_disk_stops_the_run_in_time_with_one_line() -> None:
 def test_a_cache_never_remembers_a_hang_as_a_broken_image() -> None:
     lost = Hanging()
     with pytest.raises(UserError, match=r"lost\.jpg: the read did not end .*Run again when it is"):
-        decode_all([Grey(), lost], 16, "shortest", 1, None, lambda done, total: None, patience=0.1)
+        list(decode_images([Grey(), lost], 16, "shortest", {}, lambda done, total: None, timeout=0.1))
     lost.released.set()
 
 
@@ -216,8 +216,7 @@ def test_reads_that_hang_one_after_the_other() -> None:
     with recorded("bad data", PARTS, PARTS) as counts:
         begin = time.monotonic()
         lost = [Hanging(f"lost-{number}") for number in range(5)]
-        failures = LiveImages(lost, 16, patience=0.3).squares(np.arange(5))
-        assert all(isinstance(failure, Failure) for failure in failures)
+        assert len(LiveImages(lost, 16, timeout=0.3).try_read(np.arange(5))[1]) == 5
         for each in lost:
             each.released.set()
         counts |= {"hanging reads": len(lost), "seconds for them at a limit of 0.3": round(time.monotonic() - begin, 2)}

@@ -17,7 +17,7 @@ from PIL import Image
 from rich.console import Console
 
 from m1clip.config import Config
-from m1clip.data.cache import CachePlace, store_split
+from m1clip.data.cache import CacheOptions, cache_split
 from m1clip.data.images import Preprocess
 from m1clip.data.types import Sample
 from m1clip.hardware.facts import read_facts
@@ -86,8 +86,8 @@ def test_progress_is_printed_and_listed_while_a_run_prepares(
                        tmp_path / "cache", (), torch.device("cpu"), "fp32", nullcontext, plan)  # fmt: skip
     with lock_run(run):
         if work in ("disk", "ram"):
-            place: Any = CachePlace(work, str(tmp_path / "cache"), (), None, COUNT)  # type: ignore[arg-type]
-            store_split(samples, "train", 8, "squash", place, 0.1, plan)
+            options = CacheOptions(work, str(tmp_path / "cache"), (), COUNT, 0.1)
+            cache_split(samples, "train", 8, "squash", options, plan)
             title = "preparing train images"
         elif work == "image features":
             feature_images(maker, samples, "train", 0.1)
