@@ -15,7 +15,7 @@ from PIL import Image
 from reliability_results import recorded
 from small_run import run_small
 
-from m1clip.data import images as patience
+from m1clip.data import images
 from m1clip.data.cache import LiveImages, decode_images, read_or_replace
 from m1clip.data.images import BadImage, decode, map_with_timeout
 from m1clip.data.pack import pack
@@ -52,8 +52,8 @@ class Grey:
 
 
 @pytest.fixture(autouse=True)
-def _nobody_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "_left_behind", [])
+def _no_abandoned_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "_abandoned", [])
 
 
 @pytest.mark.parametrize("threads", [1, 4])
