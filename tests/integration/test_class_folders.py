@@ -1,4 +1,4 @@
-"""Class folders are trained and chosen by top-1 accuracy; the figure that chooses has one name everywhere."""
+"""The metric that selects the best model has one name and value in the log, terminal, monitor, report and page."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _every_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(folder: Path, changes: dict[str, object]) -> tuple[Path, str]:
-    """The run, and what was printed with the final table."""
+    """The run, and what training printed, with the final table."""
     shown: Screen = screen()
     small = {"train.steps": 12, "train.eval_every": 3, "train.log_every": 3, **changes}
     result = train_once(small_config(small), folder, shown)
@@ -57,25 +57,25 @@ def plain(lines: list[Line]) -> str:
     return "\n".join("".join(text for text, _ in line) for line in lines)
 
 
-def test_class_folders_report_and_are_chosen_by_top1_accuracy(tmp_path: Path) -> None:
+def test_class_folders_are_selected_by_top1_accuracy(tmp_path: Path) -> None:
     data = class_folders(tmp_path / "data")
-    run, words = trained(tmp_path / "run", {"data.source": [str(data)], **NO_COUNTS})
+    run, printed = trained(tmp_path / "run", {"data.source": [str(data)], **NO_COUNTS})
     log = list(read_log(run))
     evaluations = {line["step"]: line["top1_accuracy"] for line in log if line["kind"] == "eval"}
     end = log[-1]
     assert evaluations[end["best_step"]] == max(evaluations.values()) > 1 / 3
     assert end["top1_accuracy/chance"] == pytest.approx(1 / 3)
-    assert end["image_to_text/recall@1"] == end["top1_accuracy"], "one template: the same question"
+    assert end["image_to_text/recall@1"] == end["top1_accuracy"], "the same question, with one template"
     bundle = load(run)
     paths = sorted((data / "test").rglob("*.png"))
     vectors = class_vectors(bundle, list(COLOURS), ["a photo of a {}."])
     said = (bundle.encode_images([bundle.square(path) for path in paths]) @ vectors.T).argmax(dim=1)
     right = torch.tensor([list(COLOURS).index(path.parent.name) for path in paths])
     assert end["top1_accuracy"] == pytest.approx(float((said == right).float().mean()))
-    assert_one_figure(run, words, "top-1 accuracy", max(evaluations.values()))
+    assert_one_name(run, printed, "top-1 accuracy", max(evaluations.values()))
 
 
-def test_features_of_frozen_towers_keep_the_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_folders_with_frozen_towers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patch_towers(monkeypatch)
     data = {"data.source": [str(class_folders(tmp_path / "data"))], **NO_COUNTS}
     run = train_once(frozen_config(tmp_path, **data), tmp_path / "run", screen()).run
@@ -83,12 +83,12 @@ def test_features_of_frozen_towers_keep_the_classes(tmp_path: Path, monkeypatch:
     assert end["image_to_text/recall@1"] == end["top1_accuracy"]
 
 
-def test_captions_are_chosen_by_mean_recall(tmp_path: Path) -> None:
-    run, words = trained(tmp_path / "run", {"train.patience": 1, "train.steps": 60, "optim.lr": 1.0})
+def test_captions_are_selected_by_mean_recall(tmp_path: Path) -> None:
+    run, printed = trained(tmp_path / "run", {"train.patience": 1, "train.steps": 60, "optim.lr": 1.0})
     evaluations = [line["mean_recall"] for line in read_log(run) if line["kind"] == "eval"]
-    assert re.search(r"stopped +after 1 evaluations without a better mean recall", words)
+    assert re.search(r"stopped +after 1 evaluations without a better mean recall", printed)
     assert "early stop at step" in plain(frame(*seen(run), View(120, 50), now=0.0))
-    assert_one_figure(run, words, "mean recall", max(evaluations))
+    assert_one_name(run, printed, "mean recall", max(evaluations))
 
 
 def seen(run: Path) -> tuple[History, object]:
@@ -96,16 +96,16 @@ def seen(run: Path) -> tuple[History, object]:
     return history, status_of(history)
 
 
-def assert_one_figure(run: Path, words: str, label: str, best: float) -> None:
-    """The same label with the same value on the screen, in the monitor, the list of runs, the report, the page."""
+def assert_one_name(run: Path, printed: str, label: str, best: float) -> None:
+    """The same label and value in the terminal, the monitor, the list of runs, the report and the page."""
     value = f"{100 * best:.1f}%"
     last = next(read for read in reversed(list(read_log(run))) if read["kind"] == "eval")
     history, status = seen(run)
     now = f"{label} {100 * last[history.metric]:.1f}%"
-    assert re.search(rf"^validation  step [\d,]+: {label} {value} .*best so far", words, re.MULTILINE)
-    assert f"best       step {history.end['best_step']:,}: validation {label} {value}" in words
-    assert re.search(rf"^step .*  {label} [\d.]+%  ", words, re.MULTILINE), "the live line"
-    assert re.search(rf"^ *{label} +{100 * history.end[history.metric]:.1f}%", words, re.MULTILINE), "final table"
+    assert re.search(rf"^validation  step [\d,]+: {label} {value} .*best so far", printed, re.MULTILINE)
+    assert f"best       step {history.end['best_step']:,}: validation {label} {value}" in printed
+    assert re.search(rf"^step .*  {label} [\d.]+%  ", printed, re.MULTILINE), "the live line"
+    assert re.search(rf"^ *{label} +{100 * history.end[history.metric]:.1f}%", printed, re.MULTILINE), "final table"
     monitor = plain(frame(history, status, View(160, 50), now=0.0))  # type: ignore[arg-type]
     assert f"{now} [" in monitor
     assert f"evaluated at step {last['step']:,}: {now}" in monitor
