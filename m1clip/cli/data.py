@@ -43,7 +43,7 @@ def data_make(
     screen = Screen()
     with screen.counter("drawing") as show:
         summary = write_folder(folder, count, image_size, seed, captions_per_image=captions, progress=show)
-    screen.say(str(summary))
+    screen.say(summary)
 
 
 @data.command(name="lint")

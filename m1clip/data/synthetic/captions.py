@@ -1,15 +1,13 @@
-"""The grammar: many ways to say all that a scene shows, and nothing else.
+"""The grammar: many captions that say everything a scene shows, and nothing else.
 
-Only a-z, space, comma and full stop are used. A two-thing caption that says everything is long, so the
-positions have short forms ("left", "above") and captions that a 77-token character tokenizer keeps whole
-come first.
+Captions use only a-z, space, comma and full stop. Those that fit a character tokenizer of 77 tokens come first.
 """
 
 from __future__ import annotations
 
 from m1clip.data.synthetic.scene import CAPTIONS, KINDS, Scene, Thing, generator
 
-FITS = 75  # characters: 77 tokens less start and end
+FITS = 75  # characters: 77 tokens without start and end
 
 NUMBERS = {1: ("one", "a"), 2: ("two", "two"), 3: ("three", "three"), 4: ("four", "four")}
 SIZE_WORDS = {"small": ("small", "little"), "large": ("large", "big")}
@@ -45,13 +43,12 @@ TWO_THINGS = (
 
 
 def _phrase(thing: Thing, style: int) -> str:
-    kind = KINDS[thing.kind]
-    noun = kind.singular if thing.count == 1 else kind.plural
+    noun = thing.kind if thing.count == 1 else KINDS[thing.kind].plural
     return f"{NUMBERS[thing.count][style]} {SIZE_WORDS[thing.size][style]} {thing.colour} {noun}"
 
 
 def paraphrases(scene: Scene) -> tuple[str, ...]:
-    """All captions of a scene. Place i has the same wording for every scene with as many things."""
+    """All captions of a scene. Caption i has the same wording for every scene with as many things."""
     first, last = scene.things[0], scene.things[-1]
     templates = ONE_THING if len(scene.things) == 1 else TWO_THINGS
     words = {

@@ -1,4 +1,4 @@
-"""From a scene to pixels, and to the map of which pixel belongs to which object."""
+"""Draw a scene: background, sprites and where each object goes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from m1clip.data.synthetic.scene import (
-    BODY,
     COLOURS,
-    DARK,
+    DARK_RGB,
     GROUNDS,
-    HOLE,
     KINDS,
-    LIGHT,
+    LIGHT_RGB,
     OUTLINE,
     PLACEMENT,
     SKIES,
@@ -25,12 +23,10 @@ from m1clip.data.synthetic.scene import (
     Thing,
     generator,
 )
-from m1clip.data.synthetic.scene import PALETTE_DARK as DARK_RGB
-from m1clip.data.synthetic.scene import PALETTE_LIGHT as LIGHT_RGB
 from m1clip.errors import UserError
 
-_OUTLINE_SHARE = 0.035  # of the diameter, on each side
-_LAYER = {HOLE: 0, BODY: 1, DARK: 2, LIGHT: 3}
+_OUTLINE_FRACTION = 0.035  # of the diameter, on each side
+_LAYER = {"hole": 0, "body": 1, "dark": 2, "light": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +41,7 @@ class Sprite:
 
 @cache
 def _fitted(kind: str) -> tuple[tuple[int, tuple[tuple[float, float], ...]], ...]:
-    """Shapes moved and scaled into the unit circle around (0, 0), so that circles apart are objects apart."""
+    """Shapes scaled into the unit circle, so that objects whose circles do not touch do not overlap."""
     shapes = KINDS[kind].shapes
     xs, ys = zip(*(point for shape in shapes for point in shape.points), strict=True)
     x0, y0 = (min(xs) + max(xs)) / 2, (min(ys) + max(ys)) / 2
@@ -58,11 +54,11 @@ def _fitted(kind: str) -> tuple[tuple[int, tuple[tuple[float, float], ...]], ...
 
 @lru_cache(maxsize=4096)
 def sprite(kind: str, diameter: int, outline: Rgb) -> Sprite:
-    """The kind at a whole number of pixels, with its outline in the given colour."""
-    # small objects need finer steps: about 128 samples across
+    """A kind of object at a diameter in pixels, with its outline in the given colour."""
+    # Supersampling: about 128 samples across, also for small objects.
     factor = max(4, math.ceil(128 / diameter))
     side = diameter * factor
-    edge = max(0.45 * factor, _OUTLINE_SHARE * side)
+    edge = max(0.45 * factor, _OUTLINE_FRACTION * side)
     radius = side / 2 - edge
     layers, grown = Image.new("L", (side, side), 0), Image.new("L", (side, side), 0)
     paint, grow = ImageDraw.Draw(layers), ImageDraw.Draw(grown)
@@ -70,7 +66,7 @@ def sprite(kind: str, diameter: int, outline: Rgb) -> Sprite:
         corners = [(side / 2 + x * radius, side / 2 + y * radius) for x, y in points]
         paint.polygon(corners, fill=layer)
         grow.polygon(corners, fill=255 if layer else 0)
-        # a line around the shape is the outline: many times cheaper than a maximum filter
+        # A line around the shape is the outline: many times cheaper than a maximum filter.
         grow.line([*corners, *corners[:2]], fill=255, width=round(2 * edge), joint="curve")
 
     def weight(mask: Image.Image) -> np.ndarray:
@@ -85,22 +81,22 @@ def sprite(kind: str, diameter: int, outline: Rgb) -> Sprite:
 
 
 VARIANTS = 4
-_FACTOR = 4
+_SUPERSAMPLING = 4
 _STARS = ((8, 10), (22, 30), (35, 8), (47, 22), (58, 44), (66, 12), (90, 34), (12, 50), (78, 52), (40, 46))
 
 
 def horizon(variant: int) -> float:
-    """Where the ground begins, as a share of the height."""
+    """Where the ground begins, as a fraction of the height."""
     return 0.66 + 0.03 * variant
 
 
-def _mix(a: Rgb, b: Rgb, share: float) -> Rgb:
-    red, green, blue = (round(x + (y - x) * share) for x, y in zip(a, b, strict=True))
+def _mix(a: Rgb, b: Rgb, fraction: float) -> Rgb:
+    red, green, blue = (round(x + (y - x) * fraction) for x, y in zip(a, b, strict=True))
     return red, green, blue
 
 
 def _sky_lights(canvas: ImageDraw.ImageDraw, time: str, side: int, level: float) -> None:
-    """Faint discs and stars in the sky's own hues, so that no object can be mistaken for them."""
+    """Sun, moon and stars in the hues of the sky, so that they cannot be mistaken for objects."""
     top, low, _ = SKIES[time]
     unit = side / 100
 
@@ -116,8 +112,8 @@ def _sky_lights(canvas: ImageDraw.ImageDraw, time: str, side: int, level: float)
         disc(85, 13, 8, (255, 248, 206))
     else:
         x = 22 if time == "morning" else 76
-        for radius, share in ((20, 0.25), (13, 0.6)):
-            disc(x, level * 100, radius, _mix(low, (255, 250, 224), share))
+        for radius, strength in ((20, 0.25), (13, 0.6)):
+            disc(x, level * 100, radius, _mix(low, (255, 250, 224), strength))
 
 
 def _ground(canvas: ImageDraw.ImageDraw, category: str, side: int, level: float, light: float) -> None:
@@ -131,7 +127,7 @@ def _ground(canvas: ImageDraw.ImageDraw, category: str, side: int, level: float,
                 x, foot = (column * 10 + row * 4) * unit, y + depth * (0.28 + 0.3 * row)
                 canvas.polygon([(x, foot), (x + 1.5 * unit, foot - 5 * unit), (x + 3 * unit, foot)], mark)
                 canvas.polygon([(x + 2 * unit, foot), (x + 5 * unit, foot - 4 * unit), (x + 5 * unit, foot)], mark)
-    elif category == "animals":  # furrows that meet far away
+    elif category == "animals":  # furrows that meet at the horizon
         for step in range(-8, 9):
             x = side / 2 + step * 6 * unit
             spread = side / 2 + step * 16 * unit
@@ -153,32 +149,32 @@ def _ground(canvas: ImageDraw.ImageDraw, category: str, side: int, level: float,
 
 @lru_cache(maxsize=256)
 def background(time: str, category: str, size: int, variant: int) -> np.ndarray:
-    """(size, size, 3) uint8, read-only because the cache hands it to everyone."""
-    side, level = size * _FACTOR, horizon(variant)
+    """(size, size, 3) uint8, read-only because it is cached."""
+    side, level = size * _SUPERSAMPLING, horizon(variant)
     top, low, light = SKIES[time]
-    share = np.minimum(1, np.arange(side) / (level * side))[:, None]
-    column = np.array(top) + share * (np.array(low) - np.array(top))  # (side, 3)
+    height = np.minimum(1, np.arange(side) / (level * side))[:, None]
+    column = np.array(top) + height * (np.array(low) - np.array(top))  # (side, 3)
     image = Image.fromarray(np.repeat(column.round().astype(np.uint8)[:, None], side, axis=1))
     canvas = ImageDraw.Draw(image)
     _sky_lights(canvas, time, side, level)
     _ground(canvas, category, side, level, light)
-    pixels = np.array(image.reduce(_FACTOR))
+    pixels = np.array(image.reduce(_SUPERSAMPLING))
     pixels.flags.writeable = False
     return pixels
 
 
-DIAMETER = {"small": 0.18, "large": 0.285}  # shares of the image's side
+DIAMETER = {"small": 0.18, "large": 0.285}  # fractions of the image's side
 SIZE_JITTER = 0.04
 COLOUR_NOISE = 9
 _MARGIN = 0.01
 _GAP = 0.012  # between two circles; four large ones in a zigzag still have it
 _REACH = 0.22
-_MOST_ACROSS, _MOST_ALONG = 0.3, 0.12  # how near a group's middle may come to the image's diagonals
+_MAX_ACROSS, _MAX_ALONG = 0.3, 0.12  # how close the centre of a group may be to the diagonals of the image
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One object: which thing it belongs to, its centre and diameter (shares of the side), its colour."""
+    """One object: the index of its thing, centre and diameter (fractions of the side), colour."""
 
     thing: int
     x: float
@@ -187,8 +183,8 @@ class Instance:
     rgb: tuple[float, float, float]
 
 
-def _rest(count: int, diameter: float) -> list[tuple[float, float]]:
-    """Resting centres (across, along) in a half that is 0.5 wide and 1 long: spread, in a zigzag."""
+def _regular_centres(count: int, diameter: float) -> list[tuple[float, float]]:
+    """Centres (across, along) without jitter in a half of 0.5 x 1: in a line, four in a zigzag."""
     low, high = diameter / 2 + _MARGIN, 0.5 - diameter / 2 - _MARGIN
     middle = (low + high) / 2
     swing = (high - low) / 2 if count > 3 else 0.0
@@ -199,40 +195,40 @@ def _rest(count: int, diameter: float) -> list[tuple[float, float]]:
 
 
 def _readable(centres: list[tuple[float, float]], distance: float) -> bool:
-    """Nothing touches, and the middle of the group leaves no doubt between, say, left and top."""
+    """Nothing touches, and the centre of the group is clearly in one half."""
     number = len(centres)
     across, along = (sum(axis) / number for axis in zip(*centres, strict=True))
-    if across > _MOST_ACROSS or abs(along - 0.5) > _MOST_ALONG:
+    if across > _MAX_ACROSS or abs(along - 0.5) > _MAX_ALONG:
         return False
     return all(math.dist(centres[i], centres[j]) >= distance for i in range(number) for j in range(i))
 
 
 def _centres(thing: Thing, diameter: float, moves: list[list[float]]) -> list[tuple[float, float]]:
-    """Jittered centres; the jitter is halved until all is readable, so no draw is ever thrown away."""
-    rest = _rest(thing.count, diameter)
+    """Jittered centres; the jitter is halved until the group is readable."""
+    regular = _regular_centres(thing.count, diameter)
     low = diameter / 2 + _MARGIN
     reach = _REACH
-    placed = rest
+    placed = regular
     for _ in range(6):
         placed = [
             (min(max(a + reach * da, low), 0.5 - low), min(max(b + reach * db, low), 1 - low))
-            for (a, b), (da, db) in zip(rest, moves, strict=False)
+            for (a, b), (da, db) in zip(regular, moves, strict=False)
         ]
         if _readable(placed, diameter + _GAP):
             break
         reach /= 2
     else:
-        placed = rest
+        placed = regular
     far = thing.position in ("right", "bottom")
     across = [((1 - a) if far else a, b) for a, b in placed]
     return across if thing.position in ("left", "right") else [(b, a) for a, b in across]
 
 
 def place(scene: Scene, seed: int) -> tuple[int, list[Instance]]:
-    """The background's variant and all objects, the same for every image size."""
+    """The variant of the background and all objects, the same for every image size."""
     rng = generator(PLACEMENT, seed)
     variant = int(rng.integers(VARIANTS))
-    # one block of numbers, because a call to the generator costs more than the numbers
+    # All random numbers in one call: the call costs more than the numbers.
     noise = rng.uniform(-1, 1, size=(2, 4, 6)).tolist()
     instances: list[Instance] = []
     for index, thing in enumerate(scene.things):
@@ -245,46 +241,36 @@ def place(scene: Scene, seed: int) -> tuple[int, list[Instance]]:
     return variant, instances
 
 
-# raise it whenever the same scene and seed would give other pixels: caches are keyed by it
+# Increase it when the same scene and seed give other pixels: it is part of cache keys.
 VERSION = 1
 SMALLEST, LARGEST = 32, 224
 
 
 def check_size(size: int) -> None:
-    """Refuse a size at which the objects could not be read."""
+    """Refuse a size at which objects cannot be recognized."""
     if not SMALLEST <= size <= LARGEST:
-        raise UserError(f"synthetic images are {SMALLEST} to {LARGEST} px wide, not {size}; choose such a size")
+        raise UserError(f"synthetic images are {SMALLEST} to {LARGEST} px wide, not {size}")
 
 
-def _stamp(scene: Scene, instance: Instance, size: int) -> tuple[Sprite, slice, slice]:
-    """The object's sprite and the rows and columns it covers."""
+def sprite_at(scene: Scene, instance: Instance, size: int) -> tuple[Sprite, slice, slice]:
+    """The sprite of an object, and the rows and columns it covers."""
     diameter = round(instance.diameter * size)
     top, left = round(instance.y * size - diameter / 2), round(instance.x * size - diameter / 2)
-    # rounding may push an object at the rim one pixel out
+    # Rounding may push an object at the edge one pixel out.
     top, left = (min(max(edge, 0), size - diameter) for edge in (top, left))
     shape = sprite(scene.things[instance.thing].kind, diameter, OUTLINE[scene.time])
     return shape, slice(top, top + diameter), slice(left, left + diameter)
 
 
 def draw(scene: Scene, size: int, seed: int) -> np.ndarray:
-    """The image, (size, size, 3) uint8: a function of its arguments alone."""
+    """(size, size, 3) uint8, a pure function of the arguments."""
     check_size(size)
     variant, instances = place(scene, seed)
     image = background(scene.time, scene.category, size, variant).copy()
     for instance in instances:
-        shape, rows, columns = _stamp(scene, instance, size)
+        shape, rows, columns = sprite_at(scene, instance, size)
         under = image[rows, columns]
         image[rows, columns] = (
             under * shape.keep + shape.body * np.array(instance.rgb, np.float32) + (shape.fixed + 0.5)
         )
     return image
-
-
-def draw_labels(scene: Scene, size: int, seed: int) -> np.ndarray:
-    """(size, size) int64: 0 for the background, else 1 + the object's place in `place(scene, seed)`."""
-    check_size(size)
-    labels = np.zeros((size, size), np.int64)
-    for number, instance in enumerate(place(scene, seed)[1], start=1):
-        shape, rows, columns = _stamp(scene, instance, size)
-        labels[rows, columns][shape.covered] = number
-    return labels

@@ -1,10 +1,10 @@
-"""Wrong captions of known difficulty, for the analysis of what a model confuses."""
+"""Wrong captions of known difficulty: they show what a model confuses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,14 +26,14 @@ from m1clip.data.synthetic.scene import (
 
 ATTRIBUTES = ("colour", "count", "size", "position", "kind", "time")
 DIFFICULTIES = ("easy", "medium", "hard")
-_EACH = 3  # easy ones and medium ones; hard ones are one an attribute
+_EACH = 3  # easy and medium ones; there is one hard negative per attribute
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
 class Negative:
-    """A wrong scene, its caption, what was changed, and the true caption in the same words."""
+    """A wrong scene, its caption, what was changed, and the true caption in the same wording."""
 
     scene: Scene
     caption: str
@@ -48,7 +48,7 @@ def _other(rng: np.random.Generator, choices: Sequence[Value], taken: Sequence[V
 
 
 def _moved(scene: Scene, rng: np.random.Generator) -> Scene:
-    """Another place for a lone thing; two things trade places, the change that bags of words miss."""
+    """Another position for a single thing; two things swap theirs, which a bag of words cannot see."""
     if len(scene.things) == 1:
         (thing,) = scene.things
         return replace(scene, things=(replace(thing, position=_other(rng, POSITIONS, [thing.position])),))
@@ -58,26 +58,23 @@ def _moved(scene: Scene, rng: np.random.Generator) -> Scene:
 
 
 def _change(scene: Scene, attribute: str, index: int, rng: np.random.Generator) -> Scene:
-    """The scene with one attribute of one thing (or the time, or the places) made wrong."""
+    """The scene with a wrong value of one attribute: of the thing at `index`, of the time, or of the positions."""
     if attribute == "time":
         return replace(scene, time=_other(rng, TIMES, [scene.time]))
     if attribute == "position":
         return _moved(scene, rng)
-    thing, things = scene.things[index], list(scene.things)
-    if attribute == "colour":
-        things[index] = replace(thing, colour=_other(rng, COLOUR_NAMES, [t.colour for t in things]))
-    elif attribute == "count":
-        things[index] = replace(thing, count=_other(rng, COUNTS, [thing.count]))
-    elif attribute == "size":
-        things[index] = replace(thing, size=_other(rng, SIZES, [thing.size]))
-    else:
-        near = [name for name in KIND_NAMES if KINDS[name].category == thing.category]
-        things[index] = replace(thing, kind=_other(rng, near, [t.kind for t in things]))
+    things = list(scene.things)
+    thing = things[index]
+    near = [name for name in KIND_NAMES if KINDS[name].category == thing.category]
+    choices: dict[str, Sequence[Any]] = {"colour": COLOUR_NAMES, "count": COUNTS, "size": SIZES, "kind": near}
+    # Two things of a scene always differ in kind and colour.
+    taken = [getattr(t, attribute) for t in (things if attribute in ("colour", "kind") else [thing])]
+    things[index] = replace(thing, **{attribute: _other(rng, choices[attribute], taken)})
     return replace(scene, things=tuple(things))
 
 
 def _all_changed(scene: Scene, rng: np.random.Generator) -> Scene:
-    """Nothing in common: other categories, colours, counts, sizes, places and time."""
+    """Nothing in common: other categories, colours, counts, sizes, positions and time."""
     categories = {thing.category for thing in scene.things}
     far = [name for name in KIND_NAMES if KINDS[name].category not in categories]
     kinds, colours = [t.kind for t in scene.things], [t.colour for t in scene.things]
@@ -89,7 +86,7 @@ def _all_changed(scene: Scene, rng: np.random.Generator) -> Scene:
     for thing, place in zip(scene.things, places, strict=True):
         kinds.append(_other(rng, far, kinds))
         colours.append(_other(rng, COLOUR_NAMES, colours))
-        # against both things, so that no reading of the image makes a count or size right by chance
+        # Different from both things, so that no count is right by chance.
         count = _other(rng, COUNTS, [t.count for t in scene.things])
         things.append(Thing(kinds[-1], colours[-1], count, _other(rng, SIZES, [thing.size]), place))
     return Scene(tuple(things), _other(rng, TIMES, [scene.time]))
@@ -104,7 +101,7 @@ def _wrong_scenes(scene: Scene, rng: np.random.Generator) -> list[tuple[Scene, s
         picked = sorted(rng.permutation(len(ATTRIBUTES))[: rng.integers(2, 4)].tolist())
         names = tuple(ATTRIBUTES[i] for i in picked)
         wrong, index = scene, int(rng.integers(len(scene.things)))
-        # places last: trading them changes which thing an index means
+        # Positions last: swapping them changes the order of the things.
         for attribute in sorted(names, key=lambda name: name == "position"):
             wrong = _change(wrong, attribute, index, rng)
         found.append((wrong, "medium", names))
@@ -112,15 +109,15 @@ def _wrong_scenes(scene: Scene, rng: np.random.Generator) -> list[tuple[Scene, s
 
 
 def negatives(scene: Scene, seed: int) -> list[Negative]:
-    """One hard negative an attribute, three medium (two or three changed), three easy (all changed).
+    """One hard negative per attribute, three medium (two or three changed), three easy (all changed).
 
-    All use the wording of one true caption, so that only the facts can tell them apart.
+    All have the wording of one true caption, so that only the facts differ.
     """
     rng = generator(NEGATIVES, seed)
     wrong = _wrong_scenes(scene, rng)
     wordings = list(zip(*(paraphrases(each) for each in (scene, *(row[0] for row in wrong))), strict=True))
     longest = [max(map(len, wording)) for wording in wordings]
-    # a cut caption may lose the very word that was changed
+    # A truncated caption might lose the word that was changed.
     limit = max(FITS, min(longest))
     fitting = [wording for wording, length in zip(wordings, longest, strict=True) if length <= limit]
     truth, *texts = fitting[int(rng.integers(len(fitting)))]

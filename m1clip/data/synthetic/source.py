@@ -1,11 +1,10 @@
-"""The synthetic set as a source of samples: nothing on disk, images drawn when opened."""
+"""The synthetic dataset: images drawn when they are opened, or written to a folder."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -15,68 +14,48 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from m1clip.data.synthetic import scene as scenes
 from m1clip.data.synthetic.captions import captions
 from m1clip.data.synthetic.drawing import VERSION, check_size, draw
 from m1clip.data.synthetic.negatives import negatives
-from m1clip.data.synthetic.scene import (
-    AXES,
-    COLOUR_NAMES,
-    COUNTS,
-    IMAGE,
-    KIND_NAMES,
-    POSITIONS,
-    SCENES,
-    SIZES,
-    TIMES,
-    Scene,
-    Thing,
-    derive,
-    generator,
-)
+from m1clip.data.synthetic.scene import AXES, COLOUR_NAMES, COUNTS, KIND_NAMES, POSITIONS, SIZES, TIMES, Scene, Thing
 from m1clip.data.types import Sample
 from m1clip.errors import UserError
+from m1clip.io import write_text
 
 SPLITS = ("train", "val", "test")
 Look = tuple[str, str]  # kind and colour
 
 
 def split_of(kind: str, colour: str) -> str:
-    """The split that a (kind, colour) sample belongs to; val and test samples are never seen in train.
+    """The split of a combination of kind and colour; train never shows those of val and test.
 
-    Every second kind gives two colours to val, the others two to test, and each colour gives three kinds to
-    both: two, because with one the kind alone would give the colour away. No seed enters, so that sets made
-    with two seeds cannot leak into each other.
+    Every second kind gives two colours to val, the others two to test: with one, the kind would determine the
+    colour. Each colour gives three kinds to both. There is no seed, so sets of two seeds cannot leak into each other.
     """
-    place, test = divmod(KIND_NAMES.index(kind), 2)
-    if (place - COLOUR_NAMES.index(colour)) % 4:
+    index, is_test = divmod(KIND_NAMES.index(kind), 2)
+    if (index - COLOUR_NAMES.index(colour)) % 4:
         return "train"
-    return "test" if test else "val"
+    return "test" if is_test else "val"
 
 
 @cache
 def looks(split: str) -> tuple[Look, ...]:
-    """The (kind, colour) samples of a split."""
-    if split not in SPLITS:
-        raise UserError(f"the synthetic set has no split {split!r}; it has {', '.join(SPLITS)}")
+    """The combinations of kind and colour of a split."""
     return tuple(look for look in product(KIND_NAMES, COLOUR_NAMES) if split_of(*look) == split)
 
 
 @cache
 def _couples(split: str) -> tuple[tuple[Look, Look], ...]:
-    """Ordered samples of looks that may share an image: one of the split, the other of train."""
-    own, train = looks(split), looks("train")
-    ordered = list(product(own, train))
+    """Ordered pairs of looks that may share an image: one of the split, the other of train."""
+    ordered = list(product(looks(split), looks("train")))
     if split != "train":
         ordered += [(right, left) for left, right in ordered]
     return tuple((a, b) for a, b in ordered if a[0] != b[0] and a[1] != b[1])
 
 
-@cache
-def _thing(look: Look, count: int, size: str, position: str) -> Thing:
-    return Thing(*look, count, size, position)
-
-
-def _radices(split: str, things: int) -> tuple[int, ...]:
+def _choices(split: str, things: int) -> tuple[int, ...]:
+    """How many values each attribute of a scene has."""
     amount = (len(COUNTS), len(SIZES))
     if things == 1:
         return (len(looks(split)), *amount, len(POSITIONS), len(TIMES))
@@ -84,45 +63,43 @@ def _radices(split: str, things: int) -> tuple[int, ...]:
 
 
 def scenes_available(split: str, things: int) -> int:
-    """How many distinct scenes with one (or two) things a split can have."""
-    return int(np.prod(_radices(split, things)))
+    """The number of different scenes with one or two things."""
+    return int(np.prod(_choices(split, things)))
 
 
-def _single(split: str, digits: list[int]) -> Scene:
-    look, count, size, position, time = digits
-    return Scene((_thing(looks(split)[look], COUNTS[count], SIZES[size], POSITIONS[position]),), TIMES[time])
+@cache
+def _thing(look: Look, count: int, size: int, position: str) -> Thing:
+    return Thing(*look, COUNTS[count], SIZES[size], position)
 
 
-def _double(split: str, digits: list[int]) -> Scene:
-    couple, count1, size1, count2, size2, axis, time = digits
+def _scene(split: str, index: list[int]) -> Scene:
+    """The scene with these values of its attributes."""
+    if len(index) == 5:
+        look, count, size, position, time = index
+        return Scene((_thing(looks(split)[look], count, size, POSITIONS[position]),), TIMES[time])
+    couple, count1, size1, count2, size2, axis, time = index
     (look1, look2), (position1, position2) = _couples(split)[couple], AXES[axis]
-    first = _thing(look1, COUNTS[count1], SIZES[size1], position1)
-    return Scene((first, _thing(look2, COUNTS[count2], SIZES[size2], position2)), TIMES[time])
+    return Scene((_thing(look1, count1, size1, position1), _thing(look2, count2, size2, position2)), TIMES[time])
 
 
-def sample_scenes(split: str, count: int, seed: int, two_share: float = 0.5) -> list[Scene]:
-    """`count` different scenes of a split, about `two_share` of them with two things."""
+def sample_scenes(split: str, count: int, seed: int) -> list[Scene]:
+    """`count` different scenes of a split, half of them with two things as far as there are enough."""
     singles, doubles = scenes_available(split, 1), scenes_available(split, 2)
-    if not 0 <= count <= singles + doubles:
-        raise UserError(f"{count} {split} scenes asked for; there are {singles + doubles:,} different ones")
-    if not 0 <= two_share <= 1:
-        raise UserError(f"two_share is a share between 0 and 1, not {two_share}")
-    if (two_share == 0 and count > singles) or (two_share == 1 and count > doubles):
-        raise UserError(f"{count} {split} scenes asked for with two_share {two_share}: choose a share between")
-    wanted = min(round(count * (1 - two_share)), singles)
-    wanted = max(wanted, count - doubles)
-    rng = generator(SCENES, SPLITS.index(split), seed)
-    scenes: list[Scene] = []
-    for things, number, make in ((1, wanted, _single), (2, count - wanted, _double)):
+    if count > singles + doubles:
+        raise UserError(f"{count} {split} scenes requested; there are {singles + doubles:,} different ones")
+    with_one = max(min(round(count / 2), singles), count - doubles)
+    rng = scenes.generator(scenes.SCENES, SPLITS.index(split), seed)
+    found: list[Scene] = []
+    for things, number in ((1, with_one), (2, count - with_one)):
         chosen = rng.choice(scenes_available(split, things), size=number, replace=False)
-        digits = np.stack(np.unravel_index(chosen, _radices(split, things)), axis=1).tolist()
-        scenes += [make(split, row) for row in digits]
-    return [scenes[i] for i in rng.permutation(count)]
+        index = np.stack(np.unravel_index(chosen, _choices(split, things)), axis=1).tolist()
+        found += [_scene(split, row) for row in index]
+    return [found[i] for i in rng.permutation(count)]
 
 
 @dataclass(frozen=True, slots=True)
 class SyntheticImage:
-    """An image not yet drawn."""
+    """An image that is drawn when it is opened."""
 
     scene: Scene
     size: int
@@ -130,7 +107,7 @@ class SyntheticImage:
     name: str
 
     def open(self, want: int | None = None) -> Image.Image:
-        """Draw it; `want` changes nothing, because a drawn image has no cheaper small form."""
+        """Draw it; `want` changes nothing."""
         return Image.fromarray(draw(self.scene, self.size, self.seed))
 
     def read(self) -> bytes:
@@ -140,7 +117,7 @@ class SyntheticImage:
         return stream.getvalue()
 
     def stamp(self) -> str:
-        """All that decides the pixels: the generator's version, the attributes, the size, the seed."""
+        """Everything that determines the pixels."""
         things = ";".join(f"{t.kind},{t.colour},{t.count},{t.size},{t.position}" for t in self.scene.things)
         return f"synthetic-{VERSION}|{things}|{self.scene.time}|{self.size}|{self.seed}"
 
@@ -149,7 +126,7 @@ class SyntheticImage:
 
 
 class SyntheticSource:
-    """Drawn scenes with captions; val and test show samples of kind and colour that train never does."""
+    """Scenes with captions; val and test show combinations of kind and colour that train never shows."""
 
     def __init__(
         self,
@@ -159,132 +136,82 @@ class SyntheticSource:
         test: int = 500,
         seed: int = 0,
         captions_per_image: int = 5,
-        two_share: float = 0.5,
     ) -> None:
         check_size(image_size)
         if seed < 0:
-            raise UserError(f"a seed is a whole number from 0 up, not {seed}")
-        if captions_per_image < 1:
-            raise UserError(f"an image needs at least one caption, not {captions_per_image}")
-        self.image_size = image_size
-        self.seed = seed
-        self.captions_per_image = captions_per_image
+            raise UserError(f"the seed must be at least 0, not {seed}")
         self._scenes = {
-            split: sample_scenes(split, count, seed, two_share)
-            for split, count in zip(SPLITS, (train, val, test), strict=True)
+            split: sample_scenes(split, n, seed) for split, n in zip(SPLITS, (train, val, test), strict=True)
         }
-        self._pairs: dict[str, list[Sample]] = {}
+        self._samples: dict[str, list[Sample]] = {}
+        self._image_size, self._seed, self._captions_per_image = image_size, seed, captions_per_image
 
     def splits(self) -> tuple[str, ...]:
-        """The splits that hold a sample."""
+        """The splits that have samples."""
         return tuple(split for split in SPLITS if self._scenes[split])
 
     def samples(self, split: str) -> Sequence[Sample]:
-        """All samples of a split; made once, then the same list."""
+        """All samples of a split."""
         if split not in self._scenes:
-            raise UserError(f"the synthetic set has no split {split!r}; it has {', '.join(SPLITS)}")
-        if split not in self._pairs:
-            self._pairs[split] = [self._pair(split, i, s) for i, s in enumerate(self._scenes[split])]
-        return self._pairs[split]
+            raise UserError(f"the synthetic dataset has no split {split!r}; it has {', '.join(SPLITS)}")
+        if split not in self._samples:
+            self._samples[split] = [self._sample(split, i, scene) for i, scene in enumerate(self._scenes[split])]
+        return self._samples[split]
 
-    def scene_of(self, pair_id: str) -> Scene:
-        """The attributes behind a sample's id."""
-        split, _, number = pair_id.rpartition("-")
-        try:
-            return self._scenes[split][int(number)]
-        except (KeyError, ValueError, IndexError):
-            raise UserError(f"the synthetic set has no sample {pair_id!r}") from None
+    def scene_of(self, sample_id: str) -> Scene:
+        """The scene of a sample."""
+        split, _, number = sample_id.rpartition("-")
+        return self._scenes[split][int(number)]
 
-    def _pair(self, split: str, index: int, scene: Scene) -> Sample:
+    def _sample(self, split: str, index: int, scene: Scene) -> Sample:
         name = f"{split}-{index:06d}"
-        seed = derive(IMAGE, self.seed, SPLITS.index(split), index)
-        image = SyntheticImage(scene, self.image_size, seed, name)
-        return Sample(image, captions(scene, self.captions_per_image, seed), name)
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """What a folder got: images of each split, captions, negatives."""
-
-    folder: Path
-    images: dict[str, int]
-    captions: int
-    negatives: int
-
-    def __str__(self) -> str:
-        parts = ", ".join(f"{split} {number:,}" for split, number in self.images.items())
-        total = f"{sum(self.images.values()):,} images ({parts})"
-        return f"{self.folder}: {total}, {self.captions:,} captions, {self.negatives:,} negatives"
-
-
-def shares(count: int) -> dict[str, int]:
-    """80 / 10 / 10, at least one image each."""
-    if count < 3:
-        raise UserError(f"{count} images cannot fill train, val and test; ask for at least 3")
-    held_out = max(1, round(count / 10))
-    return {"train": count - 2 * held_out, "val": held_out, "test": held_out}
-
-
-def _write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> int:
-    """Write under another name first, so that a file with the right name is always whole."""
-    partial = path.with_name(path.name + ".partial")
-    number = 0
-    with partial.open("w", newline="", encoding="utf-8") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(header)
-        for number, row in enumerate(rows, start=1):  # noqa: B007
-            table.writerow(row)
-    os.replace(partial, path)
-    return number
-
-
-def _empty_folder(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file; name a new folder for the images")
-    if folder.is_dir() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty; name a new folder, or empty this one first")
-    (folder / "images").mkdir(parents=True)
+        seed = scenes.derive(scenes.IMAGE, self._seed, SPLITS.index(split), index)
+        image = SyntheticImage(scene, self._image_size, seed, name)
+        return Sample(image, captions(scene, self._captions_per_image, seed), name)
 
 
 def write_folder(
-    folder: str | Path,
+    folder: Path,
     count: int,
     image_size: int = 224,
     seed: int = 0,
     captions_per_image: int = 5,
-    two_share: float = 0.5,
-    progress: Callable[[int, int], None] | None = None,
-) -> Written:
-    """Write `count` images: images/, scenes.jsonl, negatives.csv and, when all is there, captions.csv.
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> str:
+    """Write images/, scenes.jsonl, negatives.csv and, when all is there, captions.csv; returns a summary.
 
-    `progress` is called with (images done, count) after each image.
+    A tenth of the images each are val and test.
     """
-    folder = Path(folder)
-    split_counts = shares(count)
-    source = SyntheticSource(
-        image_size, **split_counts, seed=seed, captions_per_image=captions_per_image, two_share=two_share
-    )
-    _empty_folder(folder)
-    entries = [(split, sample) for split in source.splits() for sample in source.samples(split)]
-    names = {sample.id: f"images/{sample.id}.png" for _, sample in entries}
-    with (folder / "scenes.jsonl").open("w", encoding="utf-8", newline="\n") as scenes:
-        for done, (split, sample) in enumerate(entries, start=1):
-            sample.image.open().save(folder / names[sample.id])
-            facts = {"image": names[sample.id], "split": split, "generator": VERSION}
-            scenes.write(json.dumps(facts | asdict(source.scene_of(sample.id))) + "\n")
-            if progress is not None:
-                progress(done, count)
-    wrong = [
-        (names[sample.id], negative.caption, negative.difficulty, " ".join(negative.changed), negative.truth)
-        for _, sample in entries
-        if isinstance(sample.image, SyntheticImage)
-        for negative in negatives(sample.image.scene, sample.image.seed)
-    ]
-    rows = [
-        (names[sample.id], caption, split, index)
-        for split, sample in entries
-        for index, caption in enumerate(sample.captions)
-    ]
-    negative_count = _write_csv(folder / "negatives.csv", ("image", "caption", "difficulty", "changed", "truth"), wrong)
-    caption_count = _write_csv(folder / "captions.csv", ("image", "caption", "split", "caption_index"), rows)
-    return Written(folder, split_counts, caption_count, negative_count)
+    if count < 3:
+        raise UserError(f"{count} images cannot fill train, val and test; ask for at least 3")
+    held_out = max(1, round(count / 10))
+    counts = {"train": count - 2 * held_out, "val": held_out, "test": held_out}
+    source = SyntheticSource(image_size, **counts, seed=seed, captions_per_image=captions_per_image)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: not an empty folder; name a new one for the images")
+    (folder / "images").mkdir(parents=True)
+    facts, wrong, rows = [], [], []
+    for split in SPLITS:
+        for sample in source.samples(split):
+            image, name = sample.image, f"images/{sample.id}.png"
+            assert isinstance(image, SyntheticImage)
+            (folder / name).write_bytes(image.read())
+            facts.append({"image": name, "split": split, "generator": VERSION, **asdict(image.scene)})
+            for negative in negatives(image.scene, image.seed):
+                changed = " ".join(negative.changed)
+                wrong.append((name, negative.caption, negative.difficulty, changed, negative.truth))
+            rows += [(name, caption, split, index) for index, caption in enumerate(sample.captions)]
+            progress(len(facts), count)
+    write_text(folder / "scenes.jsonl", "".join(json.dumps(fact) + "\n" for fact in facts))
+    _write_csv(folder / "negatives.csv", ("image", "caption", "difficulty", "changed", "truth"), wrong)
+    _write_csv(folder / "captions.csv", ("image", "caption", "split", "caption_index"), rows)
+    parts = ", ".join(f"{split} {number:,}" for split, number in counts.items())
+    return f"{folder}: {count:,} images ({parts}), {len(rows):,} captions, {len(wrong):,} negatives"
+
+
+def _write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    stream = io.StringIO()
+    table = csv.writer(stream, lineterminator="\n")
+    table.writerow(header)
+    table.writerows(rows)
+    write_text(path, stream.getvalue())

@@ -1,4 +1,4 @@
-"""Reads a scene back from pixels and the label map; knows the templates and nothing of scene or seed."""
+"""Reads a scene back from pixels and the label map, with the templates but without the scene or the seed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 from hypothesis import strategies as st
 
-from m1clip.data.synthetic.drawing import DIAMETER, SIZE_JITTER, VARIANTS, background, sprite
+from m1clip.data.synthetic.drawing import DIAMETER, SIZE_JITTER, VARIANTS, background, place, sprite, sprite_at
 from m1clip.data.synthetic.scene import (
     AXES,
     CATEGORIES,
@@ -23,6 +23,15 @@ from m1clip.data.synthetic.scene import (
     Scene,
     Thing,
 )
+
+
+def draw_labels(scene: Scene, size: int, seed: int) -> np.ndarray:
+    """(size, size) int64: 0 for the background, else 1 + the index of the object in `place(scene, seed)`."""
+    labels = np.zeros((size, size), np.int64)
+    for number, instance in enumerate(place(scene, seed)[1], start=1):
+        shape, rows, columns = sprite_at(scene, instance, size)
+        labels[rows, columns][shape.covered] = number
+    return labels
 
 
 def trim(mask: np.ndarray, *others: np.ndarray) -> tuple[np.ndarray, ...]:

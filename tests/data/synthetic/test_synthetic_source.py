@@ -1,21 +1,90 @@
-"""The source keeps the protocol; the folder it writes can be read with csv and PIL alone."""
+"""Splits hold out combinations, samples follow the protocol, and other tools can read the folder."""
 
 from __future__ import annotations
 
 import csv
 import json
 import pickle
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from m1clip.data.synthetic import source as write_module
-from m1clip.data.synthetic.drawing import draw
-from m1clip.data.synthetic.scene import Scene, Thing
-from m1clip.data.synthetic.source import SyntheticSource, shares, write_folder
+from m1clip.data.synthetic import source as source_module
+from m1clip.data.synthetic.scene import CATEGORIES, COLOUR_NAMES, KIND_NAMES, KINDS, Scene, Thing
+from m1clip.data.synthetic.source import (
+    SPLITS,
+    SyntheticImage,
+    SyntheticSource,
+    looks,
+    sample_scenes,
+    scenes_available,
+    split_of,
+    write_folder,
+)
 from m1clip.errors import UserError
+
+
+def _splits_in(scene: Scene) -> list[str]:
+    return [split_of(thing.kind, thing.colour) for thing in scene.things]
+
+
+def test_kinds_and_colours_are_spread_evenly_over_the_splits() -> None:
+    assert Counter(kind.category for kind in KINDS.values()) == dict.fromkeys(CATEGORIES, 6)
+    assert {split: len(looks(split)) for split in SPLITS} == {"train": 144, "val": 24, "test": 24}
+    assert set(Counter(kind for kind, _ in looks("train")).values()) == {6}
+    assert set(Counter(colour for _, colour in looks("train")).values()) == {18}
+    for split in ("val", "test"):
+        assert set(Counter(colour for _, colour in looks(split)).values()) == {3}
+        # Two colours per kind: with one, the kind would determine the colour.
+        assert set(Counter(kind for kind, _ in looks(split)).values()) == {2}
+        assert len({kind for kind, _ in looks(split)}) == 12
+
+
+def test_train_never_shows_a_held_out_combination_and_val_always_does() -> None:
+    for scene in sample_scenes("train", 3000, seed=1):
+        assert set(_splits_in(scene)) == {"train"}
+    for split in ("val", "test"):
+        for scene in sample_scenes(split, 1500, seed=1):
+            assert _splits_in(scene).count(split) == 1
+            assert set(_splits_in(scene)) <= {split, "train"}
+
+
+def test_scenes_are_distinct_and_use_every_attribute_value() -> None:
+    drawn = [scene for split in SPLITS for scene in sample_scenes(split, 2500, seed=5)]
+    assert len(set(drawn)) == len(drawn)
+    train = sample_scenes("train", 3000, seed=0)
+    things = [thing for scene in train for thing in scene.things]
+    assert {thing.kind for thing in things} == set(KIND_NAMES)
+    assert {thing.colour for thing in things} == set(COLOUR_NAMES)
+    assert {scene.category for scene in train} == set(CATEGORIES)
+    assert sum(len(scene.things) == 2 for scene in train) == 1500
+    assert sample_scenes("train", 3000, seed=0) == train != sample_scenes("train", 3000, seed=5)
+
+
+def test_no_more_scenes_than_there_are() -> None:
+    singles, doubles = scenes_available("val", 1), scenes_available("val", 2)
+    assert singles == 24 * 4 * 2 * 4 * 4
+    every = sample_scenes("val", 2 * singles + 10, seed=0)
+    assert sum(len(scene.things) == 1 for scene in every) == singles
+    with pytest.raises(UserError, match=f"{singles + doubles:,}"):
+        sample_scenes("val", singles + doubles + 1, seed=0)
+
+
+def test_impossible_scenes_cannot_be_made() -> None:
+    cat, car = Thing("cat", "red", 1, "small", "left"), Thing("car", "blue", 1, "small", "right")
+    with pytest.raises(ValueError, match="order"):
+        Scene((car, cat), "day")
+    with pytest.raises(ValueError, match="differ"):
+        Scene((cat, Thing("car", "red", 1, "small", "right")), "day")
+    with pytest.raises(ValueError, match="one or two"):
+        Scene((), "day")
+    with pytest.raises(ValueError, match="'noon'"):
+        Scene((cat,), "noon")
+    with pytest.raises(ValueError, match="'dog'"):
+        Thing("dog", "red", 1, "small", "left")
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +92,7 @@ def source() -> SyntheticSource:
     return SyntheticSource(64, train=40, val=12, test=0, seed=1, captions_per_image=3)
 
 
-def test_pairs_have_names_images_and_captions(source: SyntheticSource) -> None:
+def test_samples_have_ids_images_and_captions(source: SyntheticSource) -> None:
     assert source.splits() == ("train", "val")
     samples = source.samples("train")
     assert [sample.id for sample in samples[:2]] == ["train-000000", "train-000001"]
@@ -33,30 +102,24 @@ def test_pairs_have_names_images_and_captions(source: SyntheticSource) -> None:
         assert len(set(sample.captions)) == 3
         image = sample.image.open()
         assert (image.mode, image.size) == ("RGB", (64, 64))
+        assert isinstance(sample.image, SyntheticImage)
+        assert source.scene_of(sample.id) == sample.image.scene
 
 
-def test_scene_of_gives_what_is_drawn(source: SyntheticSource) -> None:
-    sample = source.samples("val")[3]
-    assert source.scene_of(sample.id) == sample.image.scene  # type: ignore[attr-defined]
-    for wrong in ("val-999999", "dev-000000", "nonsense", "val--1"):
-        with pytest.raises(UserError, match="no sample"):
-            source.scene_of(wrong)
-
-
-def test_a_image_pickles_small_and_opens_the_same(source: SyntheticSource) -> None:
-    sample = source.samples("train")[0]
-    packed = pickle.dumps(sample.image)
+def test_an_image_pickles_small_and_opens_the_same(source: SyntheticSource) -> None:
+    image = source.samples("train")[0].image
+    packed = pickle.dumps(image)
     assert len(packed) < 1000
-    again = pickle.loads(packed)
-    assert again.stamp() == sample.image.stamp()
-    assert again.open(want=32).tobytes() == sample.image.open().tobytes()
+    same = pickle.loads(packed)
+    assert same.stamp() == image.stamp()
+    assert same.open(want=32).tobytes() == image.open().tobytes()
 
 
-def test_stamps_tell_images_sizes_and_seeds_apart(source: SyntheticSource) -> None:
-    stamps = {p.image.stamp() for split in source.splits() for p in source.samples(split)}
+def test_stamps_depend_on_image_size_and_seed(source: SyntheticSource) -> None:
+    stamps = {sample.image.stamp() for split in source.splits() for sample in source.samples(split)}
     assert len(stamps) == 52
     for other in (SyntheticSource(48, 40, 12, 0, seed=1), SyntheticSource(64, 40, 12, 0, seed=2)):
-        assert stamps.isdisjoint(p.image.stamp() for p in other.samples("train"))
+        assert stamps.isdisjoint(sample.image.stamp() for sample in other.samples("train"))
 
 
 def test_wrong_requests_are_refused(source: SyntheticSource) -> None:
@@ -64,8 +127,6 @@ def test_wrong_requests_are_refused(source: SyntheticSource) -> None:
         source.samples("dev")
     with pytest.raises(UserError, match="32 to 224"):
         SyntheticSource(16)
-    with pytest.raises(UserError, match="at least one caption"):
-        SyntheticSource(64, captions_per_image=0)
     with pytest.raises(UserError, match="seed"):
         SyntheticSource(64, seed=-1)
 
@@ -75,18 +136,16 @@ def _rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_a_folder_is_readable_by_anyone(tmp_path: Path) -> None:
+def test_other_tools_can_read_the_folder(tmp_path: Path) -> None:
     steps: list[tuple[int, int]] = []
     folder = tmp_path / "a set"
     done = write_folder(folder, 20, image_size=48, seed=2, captions_per_image=4, progress=lambda *s: steps.append(s))
-    assert done.images == {"train": 16, "val": 2, "test": 2}
-    assert (done.captions, done.negatives) == (80, 20 * 12)
-    assert str(done).endswith("20 images (train 16, val 2, test 2), 80 captions, 240 negatives")
+    assert done.endswith("a set: 20 images (train 16, val 2, test 2), 80 captions, 240 negatives")
     assert steps == [(n, 20) for n in range(1, 21)]
     assert sorted(p.name for p in folder.iterdir()) == ["captions.csv", "images", "negatives.csv", "scenes.jsonl"]
 
     source = SyntheticSource(48, 16, 2, 2, seed=2, captions_per_image=4)
-    expected = {p.id: p for split in source.splits() for p in source.samples(split)}
+    expected = {sample.id: sample for split in source.splits() for sample in source.samples(split)}
     rows = _rows(folder / "captions.csv")
     assert len(rows) == 80
     for row in rows:
@@ -108,41 +167,29 @@ def test_a_folder_is_readable_by_anyone(tmp_path: Path) -> None:
     assert not true & {(row["image"], row["caption"]) for row in wrong}
 
 
-@pytest.mark.parametrize(("count", "parts"), [(3, (1, 1, 1)), (10, (8, 1, 1)), (240, (192, 24, 24)), (14, (12, 1, 1))])
-def test_images_are_shared_out(count: int, parts: tuple[int, int, int]) -> None:
-    assert tuple(shares(count).values()) == parts
-
-
-def test_too_few_images_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("count", "parts"), [(3, "train 1, val 1, test 1"), (10, "train 8, val 1, test 1"), (14, "train 12, val 1, test 1")]
+)
+def test_every_split_has_images(tmp_path: Path, count: int, parts: str) -> None:
+    assert parts in write_folder(tmp_path, count, image_size=32)  # an empty folder is used
     with pytest.raises(UserError, match="at least 3"):
         write_folder(tmp_path / "x", 2)
     assert not (tmp_path / "x").exists()
 
 
-def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+def test_only_an_empty_folder_is_written_to(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("keep")
-    with pytest.raises(UserError, match="name a new folder"):
-        write_folder(tmp_path, 5)
-    with pytest.raises(UserError, match="is a file"):
-        write_folder(tmp_path / "mine.txt", 5)
-    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+    for folder in (tmp_path, tmp_path / "mine.txt"):
+        with pytest.raises(UserError, match="name a new one"):
+            write_folder(folder, 5)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_a_broken_write_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_leaves_no_captions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(write_module, "negatives", fail)
+    monkeypatch.setattr(source_module, "negatives", fail)
     with pytest.raises(OSError, match="disk full"):
         write_folder(tmp_path / "set", 5, image_size=32)
     assert not (tmp_path / "set" / "captions.csv").exists()
-
-
-def test_an_empty_folder_that_exists_is_used(tmp_path: Path) -> None:
-    write_folder(tmp_path, 3, image_size=32)
-    assert (tmp_path / "captions.csv").exists()
-
-
-def test_the_image_is_the_drawing(source: SyntheticSource) -> None:
-    image = source.samples("train")[0].image
-    assert np.array_equal(np.asarray(image.open()), draw(image.scene, 64, image.seed))  # type: ignore[attr-defined]
