@@ -134,7 +134,7 @@ def negatives_accuracy(
     hits = true > false + TIE  # a tie or a NaN is a miss
     groups = {f"negatives/{name}": [each == name for each in difficulty] for name in DIFFICULTIES}
     attributes = sorted({name for name in changed if name is not None})
-    groups |= {f"negatives/changed/{name}": [each == name for each in changed] for name in attributes}
+    groups |= {f"negatives/changed_{name}": [each == name for each in changed] for name in attributes}
     metrics = []
     for name, members in groups.items():
         mask = torch.tensor(members)
@@ -171,7 +171,7 @@ def analysis_tables(analysis: dict[str, Any]) -> str:
         rows = list(analysis.get(key, {}).items())
         if key == "groups":
             rows.sort(key=lambda row: (row[0].partition("/")[0], row[1][0]))
-        cells = [(name.replace("/", ": "), percent(value), f"{n:,}") for name, (value, n) in rows]
+        cells = [(name.replace("_", " ").replace("/", ": "), percent(value), f"{n:,}") for name, (value, n) in rows]
         if cells:
             tables.append(f"{title}\n\n{table(('group', 'fraction', 'n'), cells)}")
     return "\n\n".join(tables)

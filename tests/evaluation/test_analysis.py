@@ -117,9 +117,9 @@ def test_accuracy_against_negatives_by_hand() -> None:
             "negatives/easy": 1,
             "negatives/medium": 1 / 2,
             "negatives/hard": 1 / 3,
-            "negatives/changed/colour": 2 / 3,
-            "negatives/changed/count": 0,
-            "negatives/changed/object": 2 / 3,
+            "negatives/changed_colour": 2 / 3,
+            "negatives/changed_count": 0,
+            "negatives/changed_object": 2 / 3,
         }
     )
     assert [metric.n for metric in result.metrics] == [3, 2, 3, 3, 1, 3]
