@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from m1clip.config import OptimConfig
 from m1clip.hardware.device import Device
 from m1clip.losses import OBJECTIVES, own_pairs
-from m1clip.model.clip import CLIP
-from m1clip.model.presets import ClipShape
+from m1clip.model.clip import build_clip
+from m1clip.model.presets import CLIPConfig, with_fields
 from m1clip.training.optim import Optimizer
 
 AUTOTUNE = "max-autotune-no-cudagraphs"
@@ -29,7 +29,7 @@ Step = Callable[[], Tensor]
 class Setting:
     """What both sides get."""
 
-    shape: ClipShape
+    shape: CLIPConfig
     batch: int
     tokens: int
     device: Device
@@ -68,10 +68,10 @@ def our_step(setting: Setting, variant: str) -> Step:
     """m1clip's model, loss and optimizer; words: eager, compiled, autotune, blocks, plain, graph, muon."""
     words, device = variant.split(), setting.device
     torch.manual_seed(0)
-    model = CLIP(setting.shape, eot_id=setting.shape.vocab_size - 1).to(device.torch)
+    model = build_clip(with_fields(setting.shape, eot_id=setting.shape.vocab_size - 1)).to(device.torch)
     model.set_attention("sdpa", "sdpa")
     if {"compiled", "blocks"} & set(words) and "plain" not in words and device.kind == "cuda":
-        model.fuse()  # as `m1clip train --model.compile` does
+        model.use_triton()  # as `m1clip train --model.compile` does
     model.train()
     config = OptimConfig(name="muon" if "muon" in words else "adamw", lr=1e-4)
     optimizer = Optimizer(model, config, fused=True, capturable="graph" in words and device.kind == "cuda")
@@ -105,7 +105,7 @@ def our_step(setting: Setting, variant: str) -> Step:
     return in_turn(step, setting.inputs())
 
 
-def open_clip_model(shape: ClipShape, tokens: int) -> nn.Module:
+def open_clip_model(shape: CLIPConfig, tokens: int) -> nn.Module:
     """open_clip's CLIP of the same shape, for texts of this length."""
     sys.path.append(str(Path(__file__).parent / "peers"))
     import torchvision_ops  # noqa: F401  first: open_clip imports torchvision

@@ -34,7 +34,7 @@ from m1clip.hardware.facts import read_facts
 from m1clip.hardware.measure import gemm_rate
 from m1clip.hardware.timing import timing
 from m1clip.io import write_json
-from m1clip.model.presets import PRESETS, ClipShape, flops_per_pair
+from m1clip.model.presets import PRESETS, CLIPConfig, flops_per_pair, with_fields
 
 BATCHES = {"tiny": (256,), "ViT-B-16": (512,), "ViT-B-32": (1024,)}
 SHORT = 32  # tokens after trimming: most captions are shorter
@@ -54,7 +54,7 @@ TINY = (
 class Plan:
     """What is measured of a model."""
 
-    shape: ClipShape
+    shape: CLIPConfig
     batches: tuple[int, ...]
     variants: tuple[tuple[str, str], ...]
 
@@ -71,7 +71,7 @@ def plan_of(model: str, quick: bool) -> Plan:
         small = {"image_size": 2 * shape.patch_size, "vocab_size": 64, "embed_dim": 32}
         for tower in ("vision", "text"):
             small |= {f"{tower}_width": 64, f"{tower}_layers": 2, f"{tower}_heads": 2}
-        return Plan(dataclasses.replace(shape, **small), (4,), variants)  # type: ignore[arg-type]
+        return Plan(with_fields(shape, **small), (4,), variants)  # type: ignore[arg-type]
     return Plan(shape, BATCHES[model], variants)
 
 

@@ -21,7 +21,7 @@ WARM = 3  # real steps before the capture: they make the optimizer's state and c
 
 def compile_blocks(model: CLIP, **options: Any) -> None:
     """torch.compile each block in place: blocks of a tower share one compilation, a tenth of the whole model's time."""
-    for tower in (model.image.transformer, model.text.transformer):
+    for tower in (model.image_tower.transformer, model.text_tower.transformer):
         *first, last = tower.blocks
         for block in first:
             block.compile(**options)

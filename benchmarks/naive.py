@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from m1clip.config import Config, from_dict, read_preset
 from m1clip.data.prepare import Split
 from m1clip.evaluation.statistics import Metric
-from m1clip.model.presets import ClipShape
+from m1clip.model.presets import CLIPConfig
 from m1clip.training.progress import Screen
 from m1clip.training.run import decode_plan
 from m1clip.training.setup import Job, prepare_scratch
@@ -75,7 +75,7 @@ def _blocks(width: int, heads: int, layers: int, ratio: float) -> nn.Sequential:
 class NaiveClip(nn.Module):
     """Both towers, projections with bias, temperature from 0.07; start values are torch's own."""
 
-    def __init__(self, shape: ClipShape, eot_id: int) -> None:
+    def __init__(self, shape: CLIPConfig, eot_id: int) -> None:
         super().__init__()
         wide, narrow = shape.vision_width, shape.text_width
         self.eot_id = eot_id

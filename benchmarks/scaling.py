@@ -37,8 +37,8 @@ from m1clip.hardware.measure import DTYPES, bf16_speedup, gemm_rate
 from m1clip.hardware.memory import return_freed_memory
 from m1clip.hardware.precision import autocast
 from m1clip.hardware.timing import timing
-from m1clip.model.clip import CLIP
-from m1clip.model.presets import ClipShape, flops_per_pair, preset
+from m1clip.model.clip import build_clip
+from m1clip.model.presets import CLIPConfig, flops_per_pair, preset, with_fields
 from m1clip.training.autotune import choose_attention
 from m1clip.training.step import TrainStep
 
@@ -63,7 +63,7 @@ class Point:
     panel: str
     x: int | str
     threads: int
-    shape: ClipShape
+    shape: CLIPConfig
     batch: int
 
     @property
@@ -92,9 +92,9 @@ def points(grid: dict[str, tuple[Any, ...]], threads: tuple[int, ...], quick: bo
         for panel, values in grid.items():
             for x in values:
                 if panel == "tokens":
-                    shape, size = dataclasses.replace(base, context_length=x), batch
+                    shape, size = with_fields(base, context_length=x), batch
                 elif panel == "resolution":
-                    shape, size = dataclasses.replace(base, image_size=x), batch
+                    shape, size = with_fields(base, image_size=x), batch
                 elif panel == "model":
                     shape, size = (dataclasses.replace(preset(x), vocab_size=VOCABULARY), min(batch, MODEL_BATCH))
                 else:
@@ -144,7 +144,7 @@ class Bench:
     def update(self, point: Point, chunk: int) -> TrainStep:
         """The product's training step for this point."""
         shape = point.shape
-        model = CLIP(shape, eot_id=2)
+        model = build_clip(with_fields(shape, eot_id=2))
         towers = (
             (shape.vision_heads, shape.image_tokens, shape.vision_width, False),
             (shape.text_heads, shape.context_length, shape.text_width, True),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from m1clip.hardware.device import environment
 from m1clip.hardware.facts import read_facts
 from m1clip.hardware.timing import Timing
-from m1clip.model.presets import ClipShape, flops_per_pair
+from m1clip.model.presets import CLIPConfig, flops_per_pair
 
 if TYPE_CHECKING:
     from m1clip.data.loader import Batch
@@ -61,7 +61,7 @@ def machine() -> dict[str, Any]:
             "load_before": load}  # fmt: skip
 
 
-def step_flops(shape: ClipShape, batch: Batch) -> float:
+def step_flops(shape: CLIPConfig, batch: Batch) -> float:
     """Forward and backward of a batch as it is computed: images once, captions in groups of like length."""
     images = flops_per_pair(shape, 0)  # the caption's two vectors, which are little, are counted with the image
     texts = sum(len(group) * (flops_per_pair(shape, group.shape[1]) - images) for group in batch.text_groups())

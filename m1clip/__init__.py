@@ -1,24 +1,33 @@
-"""m1clip: train CLIP on the computer you have."""
+"""m1clip: train CLIP on the computer you have, then use it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Config", "__version__", "load", "train"]
+__all__ = ["Config", "Model", "__version__", "evaluate", "list_models", "load", "train"]
 
 if TYPE_CHECKING:
     from m1clip.config import Config
-    from m1clip.inference.encoder import load
+    from m1clip.evaluation.evaluate import evaluate
+    from m1clip.inference.encoder import Model, load
+    from m1clip.model.presets import list_models
     from m1clip.training.run import train
 
-_HOMES = {"Config": "m1clip.config", "load": "m1clip.inference.encoder", "train": "m1clip.training.run"}
+_MODULES = {
+    "Config": "m1clip.config",
+    "Model": "m1clip.inference.encoder",
+    "evaluate": "m1clip.evaluation.evaluate",
+    "list_models": "m1clip.model.presets",
+    "load": "m1clip.inference.encoder",
+    "train": "m1clip.training.run",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when first asked for: `m1clip --help` must not wait for torch.
-    if name not in _HOMES:
+    # Imported on first use: `m1clip --help` must not wait for torch.
+    if name not in _MODULES:
         raise AttributeError(f"module 'm1clip' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -169,7 +169,8 @@ def remove_leftovers(folder: Path) -> list[str]:
 
 # Larger than any published model: what lies beyond is a mistake, or a file made to fill the memory.
 LIMITS: dict[str, float] = {
-    "image_size": 4096, "patch_size": 1024, "vision_width": 2**14, "vision_layers": 256, "vision_heads": 1024,
+    "image_size": 4096, "patch_size": 1024, "width": 2**14, "layers": 256, "heads": 1024, "vision_width": 2**14,
+    "vision_layers": 256, "vision_heads": 1024,
     "text_width": 2**14, "text_layers": 256, "text_heads": 1024, "context_length": 4096, "vocab_size": 2**21,
     "embed_dim": 2**14, "hidden": 2**14, "mlp_ratio": 64, "lora_rank": 2**12,
 }  # fmt: skip

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from m1clip.config import OptimConfig
-from m1clip.model.clip import CLIP
-from m1clip.model.presets import ClipShape, Pooling
+from m1clip.model.clip import CLIP, build_clip
+from m1clip.model.presets import CLIPConfig, Pooling, with_fields
 from m1clip.training.optim import Optimizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -23,12 +23,12 @@ CapturedStep, compile_blocks = fused.CapturedStep, fused.compile_blocks
 
 
 def clip(pooling: Pooling) -> CLIP:
-    shape = ClipShape(
+    shape = with_fields(CLIPConfig(),
         image_size=16, patch_size=8, vision_width=16, vision_layers=2, vision_heads=2, text_width=16, text_layers=2,
         text_heads=2, context_length=8, vocab_size=20, embed_dim=8, pooling=pooling,
     )  # fmt: skip
     torch.manual_seed(0)
-    return CLIP(shape, eot_id=2)
+    return build_clip(with_fields(shape, eot_id=2))
 
 
 def test_compiled_blocks_give_the_same_features() -> None:

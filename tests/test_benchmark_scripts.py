@@ -72,11 +72,11 @@ def test_ratios_are_of_the_steps_of_one_round() -> None:
 
 @pytest.mark.parametrize(("name", "batch", "tokens"), [("76.7M", 12, 77), ("tiny-32", 128, 32), ("tiny-50", 128, 50)])
 def test_jobs_are_those_of_the_issue(name: str, batch: int, tokens: int) -> None:
-    from m1clip.model.presets import shape_of
+    from m1clip.model.presets import clip_config
 
     module = script("same_work")
     config = module.same_work(module.job_config(name, None, quick=False))
-    shape = shape_of(config.model, vocab_size=33)
+    shape = clip_config(config.model, vocab_size=33)
     assert config.train.batch == batch
     assert shape.context_length == tokens
     assert shape.pooling == "cls"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from m1clip.model.clip import count_parameters
-from m1clip.model.presets import ClipShape, preset
+from m1clip.model.presets import CLIPConfig, preset, with_fields
 from m1clip.training.setup import Job
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -35,8 +35,16 @@ def job(naive: ModuleType) -> Job:
     from m1clip.config import from_dict, read_preset
 
     config = from_dict(read_preset("prior-art"), "prior-art")
-    model = {"vision_width": 32, "vision_layers": 1, "vision_heads": 2, "text_width": 32, "text_layers": 1,
-             "text_heads": 2, "image_size": 32, "embed_dim": 16}  # fmt: skip
+    model = {
+        "vision_width": 32,
+        "vision_layers": 1,
+        "vision_heads": 2,
+        "text_width": 32,
+        "text_layers": 1,
+        "text_heads": 2,
+        "image_size": 32,
+        "embed_dim": 16,
+    }
     return naive.prior_art_job(
         dataclasses.replace(
             config,
@@ -60,8 +68,20 @@ def test_the_baseline_has_the_prior_arts_size_and_ours(naive: ModuleType) -> Non
 
 
 def test_the_baseline_scores_each_image_against_each_caption(naive: ModuleType) -> None:
-    shape = ClipShape(image_size=32, patch_size=16, vision_width=16, vision_layers=1, vision_heads=2, text_width=16,
-                      text_layers=2, text_heads=2, context_length=9, vocab_size=7, embed_dim=8)  # fmt: skip
+    shape = with_fields(
+        CLIPConfig(),
+        image_size=32,
+        patch_size=16,
+        vision_width=16,
+        vision_layers=1,
+        vision_heads=2,
+        text_width=16,
+        text_layers=2,
+        text_heads=2,
+        context_length=9,
+        vocab_size=7,
+        embed_dim=8,
+    )
     model = naive.NaiveClip(shape, eot_id=2).eval()
     ids = torch.tensor([[1, 4, 2, *[0] * 6], [1, 5, 6, 2, *[0] * 5], [1, 3, 2, *[0] * 6]])
     logits = model(torch.randn(3, 3, 32, 32), ids)

@@ -30,7 +30,7 @@ from m1clip.config import (
     to_toml,
 )
 from m1clip.errors import UserError
-from m1clip.model.presets import shape_of
+from m1clip.model.presets import clip_config
 
 SECTIONS = {"model": ModelConfig, "text": TextConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
@@ -155,7 +155,7 @@ SHAPE_MISTAKES = [
 @pytest.mark.parametrize(("values", "words"), SHAPE_MISTAKES)
 def test_an_impossible_shape_is_one_line_with_the_remedy(values: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as caught:
-        shape_of(ModelConfig(**values))
+        clip_config(ModelConfig(**values))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -219,7 +219,7 @@ def test_a_run_of_an_older_version_is_read_as_it_was(tmp_path: Path) -> None:
     config = load_config(tmp_path)
     assert (config.model.stem, config.data.word_dropout, config.train.text_contrast) == ("patch", 0.0, 0.0)
     assert (config.seed, config.data.patch_dropout, config.train.batch) == (3, 0.5, 64)
-    assert shape_of(config.model).stem == "patch"
+    assert clip_config(config.model).stem == "patch"
     (same,) = layers(["train", "--config", str(file)])
     assert (same.data["model.stem"], same.data["data.word_dropout"]) == ("patch", 0.0)
     (other,) = layers(["train", "--config", str(file), "--model.preset", "tiny"])
@@ -254,7 +254,7 @@ def test_shipped_presets_load() -> None:
     assert {"demo", "prior-art"} <= set(names)
     for name in names:
         config = from_dict(read_preset(name), name)
-        shape_of(config.model)
+        clip_config(config.model)
         assert from_dict(to_dict(config), name) == config
     prior_art = from_dict(read_preset("prior-art"), "prior-art")
     assert (prior_art.model.preset, prior_art.train.batch, prior_art.train.epochs) == ("small", 12, 15.0)

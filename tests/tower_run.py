@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ import torch
 from small_run import small_config
 
 from m1clip.config import Config
-from m1clip.model import pretrained as build
-from m1clip.model.pretrained import BertShape, BertTower, EfficientNetLite0
-from m1clip.training import setup as frozen
+from m1clip.model import pretrained
+from m1clip.model.pretrained import BertSize, BertTower, EfficientNetLite0
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *LETTERS, ",", ".", *(f"##{c}" for c in LETTERS)]
@@ -26,11 +24,11 @@ def patch_towers(monkeypatch: pytest.MonkeyPatch) -> None:
     for weight in (tensor for tensor in image.values() if tensor.ndim == 4):
         torch.nn.init.kaiming_normal_(weight)  # torch's own start would let the signal die on the way
     # As deep as MiniLM, but thin: a checkpoint of it would be most of a test's time.
-    thin = partial(BertShape, width=48, heads=4, hidden=96, positions=64)
-    monkeypatch.setattr(build, "BertShape", thin)
-    text = BertTower(thin(vocab_size=len(PIECES))).state_dict()
-    monkeypatch.setattr(frozen, "tower_weights", lambda name: dict(text if name == "minilm" else image))
-    monkeypatch.setattr(frozen, "wordpieces", lambda: PIECES)
+    thin = BertSize(width=48, heads=4, hidden=96, positions=64)
+    monkeypatch.setattr(pretrained, "MINILM", thin)
+    text = BertTower(len(PIECES), size=thin).state_dict()
+    monkeypatch.setattr(pretrained, "package_weights", lambda name: dict(text if name == "minilm" else image))
+    monkeypatch.setattr(pretrained, "wordpieces", lambda: PIECES)
 
 
 def frozen_config(tmp_path: Path, **changes: Any) -> Config:

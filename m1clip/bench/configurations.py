@@ -14,7 +14,7 @@ from m1clip.data.captions import tokenise
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.hardware.device import Kind, Precision, rules
 from m1clip.hardware.facts import Facts
-from m1clip.model.presets import ClipShape, preset, shape_of
+from m1clip.model.presets import CLIPConfig, clip_config, preset
 from m1clip.text.tokenizers import make_tokenizer
 
 PRIOR_ART_ALPHABET = "abcdefghijklmnopqrstuvwxyz ,."  # with four special tokens: a vocabulary of 33
@@ -76,7 +76,7 @@ class Configuration:
 
 
 @functools.cache
-def model_shape(model: str) -> tuple[ClipShape, int]:
+def model_shape(model: str) -> tuple[CLIPConfig, int]:
     """The model with the vocabulary of its tokenizer, and the length of the longest synthetic caption in tokens."""
     text = TextConfig(tokenizer="bpe-cut" if model == "tiny" else "bpe")
     if preset(model).vocab_size == len(PRIOR_ART_ALPHABET) + 4:
@@ -84,7 +84,7 @@ def model_shape(model: str) -> tuple[ClipShape, int]:
     samples = SyntheticSource(32, SAMPLED_CAPTIONS, 1, 1, seed=0).samples("train")
     captions = [caption for sample in samples for caption in sample.captions]
     tokenizer = make_tokenizer(text.tokenizer, captions, text.alphabet)
-    shape = shape_of(ModelConfig(preset=model), tokenizer.vocab_size)
+    shape = clip_config(ModelConfig(preset=model), tokenizer)
     longest = int(tokenise([tuple(captions)], tokenizer, shape.context_length).lengths.max())
     return shape, min(-(-longest // 8) * 8, shape.context_length)
 

@@ -129,7 +129,7 @@ class Measurements:
 
         from m1clip.data.images import Preprocess
         from m1clip.hardware.precision import autocast
-        from m1clip.model.clip import CLIP
+        from m1clip.model.clip import build_clip
         from m1clip.model.presets import flops_per_pair
         from m1clip.training.memory import stand_in
         from m1clip.training.step import TrainStep
@@ -145,10 +145,10 @@ class Measurements:
         self.is_first = False
         shape, tokens = model_shape(configuration.model)
         torch.manual_seed(0)
-        model = CLIP(shape, eot_id=0).to(device.torch)
+        model = build_clip(shape).to(device.torch)
         attention: Any = configuration.attention
         model.set_attention(attention, attention)
-        model.set_recompute(configuration.activation_checkpointing)
+        model.set_activation_checkpointing(configuration.activation_checkpointing)
         preprocess = Preprocess(image_size=shape.image_size)
         self.device, self.number, self.peak_is_known = device, 0, peak_is_known
         self.step = TrainStep(model, config, device, precision, preprocess, autocast(device, precision))

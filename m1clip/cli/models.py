@@ -146,7 +146,8 @@ def classify(
         A sentence with {} for the label; repeat the option to average several. Default: the label alone.
     """
     from m1clip.evaluation.zeroshot import classify as classify_image
-    from m1clip.inference.encoder import load, newest_run
+    from m1clip.inference.encoder import load
+    from m1clip.model.folder import newest_run
     from m1clip.training.progress import Screen
 
     screen = Screen()
@@ -175,7 +176,8 @@ def similar(
         How many to list.
     """
     from m1clip.evaluation.zeroshot import similar as most_similar
-    from m1clip.inference.encoder import load, newest_run
+    from m1clip.inference.encoder import load
+    from m1clip.model.folder import newest_run
     from m1clip.training.progress import Screen
 
     screen = Screen()

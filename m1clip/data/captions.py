@@ -81,6 +81,6 @@ def tokenise(captions: Sequence[tuple[str, ...]], tokenizer: Tokenizer, context_
     """Tokenise every caption of every image."""
     flat = [caption for group in captions for caption in group]
     first = np.concatenate([[0], np.cumsum([len(group) for group in captions])]).astype(np.int64)
-    tokens = tokenizer(flat, context_length)
+    tokens = tokenizer.tokenize(flat, context_length)
     lengths = (tokens == tokenizer.eot_id).argmax(axis=1) + 1
     return CaptionTable(tokens, lengths.astype(np.int32), caption_keys(flat), first, tokenizer.pad_id)

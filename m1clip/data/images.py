@@ -15,13 +15,16 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
 import numpy as np
 from PIL import Image
 
 from m1clip.errors import UserError
 from m1clip.io import check_limits, validated
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 SUFFIXES = frozenset(
@@ -239,6 +242,15 @@ class Preprocess:
             raise UserError(f"preprocessing: image_size must be at least 1, not {self.image_size}")
         if min(self.std) <= 0:
             raise UserError(f"preprocessing: std must be above 0, not {self.std}")
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """A PIL image -> (3, image_size, image_size) normalized pixels, as the model takes them."""
+        import torch
+
+        from m1clip.data.augment import render
+
+        square = np.array(to_square(image, self.image_size, self.resize))
+        return render(torch.from_numpy(square)[None], None, self)[0]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

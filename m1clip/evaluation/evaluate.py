@@ -40,7 +40,7 @@ from m1clip.hardware.device import Device, choose_device, choose_precision, rule
 from m1clip.hardware.facts import Facts, read_facts, usable_cpus
 from m1clip.hardware.measure import bf16_speedup
 from m1clip.hardware.precision import autocast
-from m1clip.inference.encoder import Bundle, Features, encode_split, load
+from m1clip.inference.encoder import Model, SplitFeatures, encode_split, load
 from m1clip.model.clip import CLIP
 
 # Images per batch: few on the CPU, where training keeps the optimizer's state in the same memory.
@@ -51,7 +51,7 @@ NEGATIVE_IMAGES = 32  # images whose negative captions are encoded during traini
 
 
 def evaluate(
-    model: Bundle | str | Path, data: str | Path | Sequence[str | Path], split: str = "test", device: str = "auto"
+    model: Model | str | Path, data: str | Path | Sequence[str | Path], split: str = "test", device: str = "auto"
 ) -> Scores:
     """Scores of a model, or of the model at a path, on a split of the data that `--data` would name."""
     sources = [data] if isinstance(data, str | Path) else data
@@ -70,15 +70,15 @@ def _ignore(*_: object) -> None:
 
 
 def open_split(
-    model: Bundle | str | Path,
+    model: Model | str | Path,
     data: tuple[str, ...] = (),
     split: str = "test",
     device_name: str = "auto",
     decoding: Callable[[Facts], DecodePlan] = quiet_decoding,
 ) -> Evaluator:
     """A model on the device, and a split of `data` or of the data its run was trained on."""
-    run = None if isinstance(model, Bundle) else Path(model)
-    bundle = model if isinstance(model, Bundle) else load(model)
+    run = None if isinstance(model, Model) else Path(model)
+    bundle = model if isinstance(model, Model) else load(model)
     trained = run is not None and (run / "config.toml").is_file()
     if not trained and not data:
         raise UserError(f"{run}: no config.toml there, so the training data is unknown; name data with --data")
@@ -92,13 +92,13 @@ def open_split(
     wish = config.train.precision if as_trained else "auto"
     speedup = bf16_speedup(device) if wish == "auto" and device.rules.bf16 == "measure" else None
     precision = choose_precision(wish, device.kind, facts, speedup)
-    bundle.model.to(device.torch)
+    bundle.clip.to(device.torch)
     if as_trained:
-        bundle.model.set_attention(config.model.attention_image, config.model.attention_text)  # type: ignore[arg-type]
+        bundle.clip.set_attention(config.model.attention_image, config.model.attention_text)  # type: ignore[arg-type]
     source = open_data(sources, bundle.preprocess.image_size, config.seed)
     if split not in source.splits():
         raise UserError(f"{', '.join(sources.source)}: has no {split} split, only {', '.join(source.splits())}")
-    context = bundle.model.shape.context_length
+    context = bundle.clip.config.context_length
     samples = load_split(source, split, sources, bundle.tokenizer, context, bundle.preprocess, 1.0, decoding(facts))
     return Evaluator(bundle, source, split, samples, autocast(device, precision))
 
@@ -107,18 +107,18 @@ def open_split(
 class Evaluator:
     """A model and the split it is evaluated on."""
 
-    model: Bundle
+    model: Model
     source: Source
     split: str
     data: Split
     autocast: Callable[[], AbstractContextManager[object]]
 
-    def encode(self) -> Features:
+    def encode(self) -> SplitFeatures:
         """Vectors of every image and caption of the split."""
-        clip = self.model.model
+        clip = self.model.clip
         return encode_split(clip, self.data, self.model.preprocess, eval_batch_size(clip), self.autocast)
 
-    def scores(self, features: Features) -> Scores:
+    def scores(self, features: SplitFeatures) -> Scores:
         """Retrieval; for synthetic images also the accuracy against negative captions."""
         scores = retrieval(*features)
         return scores + self.negative_scores(features[0]) if isinstance(self.source, SyntheticSource) else scores
@@ -136,7 +136,7 @@ class Evaluator:
         texts = list(dict.fromkeys(text for _, negative in asked for text in (negative.truth, negative.caption)))
         row = {text: number for number, text in enumerate(texts)}
         with self.autocast():
-            vectors = self.model.encode_texts(texts, 2 * eval_batch_size(self.model.model)).cpu()
+            vectors = self.model.encode_text(texts, 2 * eval_batch_size(self.model.clip)).cpu()
         return negatives_accuracy(
             image,
             vectors[[row[negative.truth] for _, negative in asked]],
@@ -146,7 +146,7 @@ class Evaluator:
             [negative.changed[0] if negative.difficulty == "hard" else None for _, negative in asked],
         )
 
-    def analysis(self, features: Features, negative_images: int | None = None) -> dict[str, Any]:
+    def analysis(self, features: SplitFeatures, negative_images: int | None = None) -> dict[str, Any]:
         """What the model has learned, for the run log; negative captions of all images, or of `negative_images`."""
         image, text, image_index, keys, _ = features
         rank = ranks(image, text, image_index, keys).text_to_image
@@ -170,7 +170,7 @@ class Evaluator:
                 }
         return found
 
-    def save_grid(self, features: Features, path: Path) -> None:
+    def save_grid(self, features: SplitFeatures, path: Path) -> None:
         """An image of captions, from the best to the worst rank, and what they retrieve."""
         image, text, image_index, keys, _ = features
         rank = ranks(image, text, image_index, keys).text_to_image
@@ -190,7 +190,7 @@ class Evaluator:
         title = f"{len(image):,} images of the {self.split} split: the best {found.shape[1]} for each caption"
         retrieval_grid(rows, path, title)
 
-    def save_confusions(self, features: Features, path: Path) -> list[list[str]]:
+    def save_confusions(self, features: SplitFeatures, path: Path) -> list[list[str]]:
         """An image of the worst confusions, and for each the caption and one of the image it retrieved."""
         image, text, image_index, keys, _ = features
         worst = confusions(image, text, image_index, keys, limit=CONFUSIONS)

@@ -16,7 +16,7 @@ from m1clip.data.prepare import Split
 from m1clip.evaluation.analysis import confusions, even_indices
 from m1clip.evaluation.evaluate import caption_text
 from m1clip.evaluation.retrieval import is_match, nearest, ranks
-from m1clip.inference.encoder import Features
+from m1clip.inference.encoder import SplitFeatures
 from m1clip.io import read_small, write_bytes, write_text
 
 FOLDER, THUMBNAILS = "watch", "thumbs"
@@ -26,7 +26,7 @@ THUMBNAIL_SIDE = 72
 MAX_CAPTION = 300  # characters
 
 
-def write_snapshot(run: Path, step: int, split: str, data: Split, features: Features) -> None:
+def write_snapshot(run: Path, step: int, split: str, data: Split, features: SplitFeatures) -> None:
     """Add a snapshot of this step; old ones are thinned out, and thumbnails that are no longer shown deleted."""
     content = {
         "step": step,
@@ -48,7 +48,7 @@ def _caption(data: Split, caption: int) -> str:
     return caption_text(data, caption)[:MAX_CAPTION]
 
 
-def _queries(data: Split, features: Features) -> list[dict[str, Any]]:
+def _queries(data: Split, features: SplitFeatures) -> list[dict[str, Any]]:
     image, text, image_index, keys, _ = features
     chosen = even_indices(len(text), QUERIES)
     scores, found = nearest(text[chosen], image, RETRIEVED)
@@ -80,7 +80,7 @@ def _matrix(data: Split, image: Tensor, text: Tensor) -> dict[str, Any]:
     }
 
 
-def _confusions(data: Split, features: Features) -> list[dict[str, Any]]:
+def _confusions(data: Split, features: SplitFeatures) -> list[dict[str, Any]]:
     return [
         {
             "caption": _caption(data, each.caption),

@@ -14,7 +14,7 @@ from m1clip.data.images import BadImage
 from m1clip.data.sources.base import walk_images
 from m1clip.errors import UserError
 from m1clip.evaluation.statistics import Metric, Scores, fraction_intervals
-from m1clip.inference.encoder import Bundle
+from m1clip.inference.encoder import Model
 
 TEMPLATES = ("a photo of a {}.", "an image of a {}.", "a close-up photo of a {}.", "there is a {} here.", "{}")
 TOP_K = (1, 5)
@@ -48,17 +48,17 @@ def class_folders(folder: Path, names: Sequence[str] = ()) -> LabeledImages:
     )
 
 
-def class_vectors(model: Bundle, names: Sequence[str], templates: Sequence[str] = TEMPLATES) -> Tensor:
+def class_vectors(model: Model, names: Sequence[str], templates: Sequence[str] = TEMPLATES) -> Tensor:
     """(classes, d) unit vectors: for each class the mean over the templates, in which {} is the class name."""
     for template in templates:
         if "{}" not in template:
             raise UserError(f"template '{template}': has no {{}} for the class name")
     texts = [template.replace("{}", name) for name in names for template in templates]
-    vectors = model.encode_texts(texts).view(len(names), len(templates), -1)
+    vectors = model.encode_text(texts).view(len(names), len(templates), -1)
     return F.normalize(vectors.mean(dim=1), dim=-1).cpu()
 
 
-def encode_readable(model: Bundle, paths: Sequence[Path]) -> tuple[Tensor, list[int], list[str]]:
+def encode_readable(model: Model, paths: Sequence[Path]) -> tuple[Tensor, list[int], list[str]]:
     """(vectors, indices of the images that could be read, why the others could not)."""
     vectors, kept, reasons = [], [], []
     for start in range(0, len(paths), BATCH):
@@ -70,7 +70,7 @@ def encode_readable(model: Bundle, paths: Sequence[Path]) -> tuple[Tensor, list[
             except (BadImage, OSError) as error:
                 reasons.append(str(error))
         if squares:
-            vectors.append(model.encode_images(squares).cpu())
+            vectors.append(model.encode_image(squares).cpu())
     if not kept:
         raise UserError(f"none of the {len(paths)} images can be read; first: {(reasons or ['no images'])[0]}")
     return torch.cat(vectors), kept, reasons
@@ -87,7 +87,7 @@ class ZeroShot:
 
 
 def zero_shot(
-    model: Bundle, folder: Path, names: Sequence[str] = (), templates: Sequence[str] = (), probe: bool = False
+    model: Model, folder: Path, names: Sequence[str] = (), templates: Sequence[str] = (), probe: bool = False
 ) -> ZeroShot:
     """Accuracy over class folders where the model is given only the names; optionally also of a linear probe."""
     data = class_folders(folder, names)
@@ -152,17 +152,17 @@ def stratified_test_mask(labels: Tensor, seed: int) -> Tensor:
     return chosen
 
 
-def classify(model: Bundle, image: Path, labels: Sequence[str], templates: Sequence[str]) -> list[tuple[str, float]]:
+def classify(model: Model, image: Path, labels: Sequence[str], templates: Sequence[str]) -> list[tuple[str, float]]:
     """(label, probability), best first, at the model's temperature."""
     if len(labels) < 2:
         raise UserError("--labels: give two or more, separated by commas")
     query, _, _ = encode_readable(model, [image])
-    scale = model.model.scale().detach().cpu()
+    scale = model.clip.scale().detach().cpu()
     probabilities = (scale * query @ class_vectors(model, labels, templates).T)[0].softmax(dim=0)
     return [(labels[index], float(probabilities[index])) for index in probabilities.argsort(descending=True).tolist()]
 
 
-def similar(model: Bundle, image: Path, folder: Path, count: int) -> tuple[list[tuple[Path, float]], list[str]]:
+def similar(model: Model, image: Path, folder: Path, count: int) -> tuple[list[tuple[Path, float]], list[str]]:
     """((path, cosine similarity), most similar first; why some files could not be read), without the image itself."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")

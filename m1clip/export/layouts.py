@@ -1,4 +1,4 @@
-"""`m1clip export`: a trained model in the form that another program reads."""
+"""`m1clip export`: a trained model in the format that another program reads."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ from pathlib import Path
 from typing import Literal
 
 from m1clip.errors import UserError
-from m1clip.inference.encoder import assemble, read_parts
-from m1clip.model.convert import POSITIONS, other_tokens
-from m1clip.model.folder import Parts, write_foreign
-from m1clip.model.presets import Activation
-from m1clip.model.pretrained import TowerShape
+from m1clip.io import atomic_folder, write_json, write_text
+from m1clip.model.convert import HUGGING_FACE, OPENCLIP, check_expressible, hf_config, openclip_config, to_theirs
+from m1clip.model.folder import (
+    BICUBIC,
+    HF_WEIGHTS,
+    OPENCLIP_CONFIG,
+    OPENCLIP_WEIGHTS,
+    SavedModel,
+    read_model,
+    write_model,
+)
+from m1clip.model.presets import Activation, with_fields
 from m1clip.model.towers import sincos_2d
-from m1clip.text.bpe import BpeTokenizer, row_sources
+from m1clip.model.weights import POSITIONS, replace_tokens, write_tensors
+from m1clip.text.bpe import BpeTokenizer, hugging_face_files, row_sources
 
 Target = Literal["openclip", "hf", "safetensors"]
 
@@ -21,51 +29,78 @@ Target = Literal["openclip", "hf", "safetensors"]
 def export(
     model: Path, to: Target, folder: Path, image_size: int | None = None, activation: Activation | None = None
 ) -> list[str]:
-    """Write the model into a new folder; gives notes on what is not as it was, for a person."""
+    """Write the model into a new folder; returns notes for the user on what is not as it was."""
     if folder.exists():
         raise UserError(f"{folder}: exists already; choose another --out, or delete it first")
-    parts = read_parts(model, activation)
+    saved = read_model(model, activation).resized(image_size)
     if to == "safetensors":
-        assemble(parts, image_size=image_size).save(folder)
+        write_model(folder, saved.build(), saved.tokenizer, saved.preprocess)
         return []
-    if image_size is not None:
-        bundle = assemble(parts, image_size=image_size)
-        weights = {name: tensor.detach() for name, tensor in bundle.model.state_dict().items()}
-        parts = Parts(bundle.model.shape, weights, bundle.tokenizer, bundle.preprocess, parts.where)
-    if isinstance(parts.shape, TowerShape):
-        towers = f"{parts.shape.image_tower} and {parts.shape.text_tower}"
-        raise UserError(f"a model on {towers} has no form in {to}; --to safetensors keeps it whole")
-    parts, notes = with_full_vocabulary(with_learned_positions(parts))
-    write_foreign(to, folder, parts)
+    check_expressible(saved.config, to)
+    saved, notes = with_full_vocabulary(with_learned_positions(saved))
+    with atomic_folder(folder) as partial:
+        (_write_openclip if to == "openclip" else _write_hf)(partial, saved)
     wanted = "shortest" if to == "openclip" else "shortest-floor"
-    if parts.preprocess.resize not in (wanted, "squash"):
+    if saved.preprocess.resize not in (wanted, "squash"):
         notes.append("where an image's margin is odd, open_clip and transformers crop one pixel apart from each other")
     return notes
 
 
-def with_learned_positions(parts: Parts) -> Parts:
-    """Fixed positions written out as if they had been learned: the same model, in the words of others."""
-    shape = parts.shape
-    if isinstance(shape, TowerShape) or shape.positions == "learned":
-        return parts
-    table = sincos_2d(shape.grid, shape.vision_width)
-    positions = table.new_zeros(shape.image_tokens, shape.vision_width)
+def with_learned_positions(saved: SavedModel) -> SavedModel:
+    """Fixed positions written out as learned ones: the same model, as the other formats can express it."""
+    tower = saved.config.image_tower
+    if tower.kind != "vit" or tower.positions == "learned":
+        return saved
+    table = sincos_2d(tower.grid, tower.width)
+    positions = table.new_zeros(tower.tokens, tower.width)
     positions[-len(table) :] = table
-    return parts._replace(shape=replace(shape, positions="learned"), weights={**parts.weights, POSITIONS: positions})
+    config = with_fields(saved.config, positions="learned")
+    return replace(saved, config=config, weights={**saved.weights, POSITIONS: positions})
 
 
-def with_full_vocabulary(parts: Parts) -> tuple[Parts, list[str]]:
-    """CLIP's 49,408 pieces in the place of those that the training captions used."""
-    old = parts.tokenizer
+def with_full_vocabulary(saved: SavedModel) -> tuple[SavedModel, list[str]]:
+    """CLIP's 49,408 tokens in place of those that the training captions used."""
+    old = saved.tokenizer
     if not isinstance(old, BpeTokenizer):
-        raise UserError("a character tokenizer has no place in the formats of others; --to safetensors keeps it")
+        raise UserError("open_clip and Hugging Face have no character tokenizer; --to safetensors keeps it")
     if old.kept is None:
-        return parts, []
+        return saved, []
     full = BpeTokenizer()
-    weights = other_tokens(parts.weights, row_sources(old, full))
-    shape = replace(parts.shape, vocab_size=full.vocab_size)
+    config = with_fields(saved.config, vocab_size=full.vocab_size)
     note = (
-        f"the vocabulary grew from {old.vocab_size:,} to CLIP's {full.vocab_size:,} pieces: text of known pieces "
-        f"gives the same vectors; a piece that the training captions never used starts as the mean of its parts"
+        f"the vocabulary grew from {old.vocab_size:,} to CLIP's {full.vocab_size:,} tokens: text of known tokens "
+        f"gives the same vectors; a token that the training captions never used starts as the mean of its parts"
     )
-    return parts._replace(shape=shape, weights=weights, tokenizer=full), [note]
+    weights = replace_tokens(saved.weights, row_sources(old, full))
+    return replace(saved, config=config, weights=weights, tokenizer=full), [note]
+
+
+def _write_openclip(folder: Path, saved: SavedModel) -> None:
+    """A folder for `open_clip.create_model("local-dir:FOLDER")`."""
+    weights = to_theirs(saved.weights, OPENCLIP, saved.config)
+    write_tensors(folder / OPENCLIP_WEIGHTS[0], weights, {"format": "pt"})
+    seen = saved.preprocess
+    preprocess = {
+        "size": seen.image_size, "mode": "RGB", "mean": list(seen.mean), "std": list(seen.std),
+        "interpolation": "bicubic", "resize_mode": seen.resize.removesuffix("-floor"), "fill_color": 0,
+    }  # fmt: skip
+    write_json(folder / OPENCLIP_CONFIG, {"model_cfg": openclip_config(saved.config), "preprocess_cfg": preprocess})
+
+
+def _write_hf(folder: Path, saved: SavedModel) -> None:
+    """A folder for transformers' `CLIPModel.from_pretrained`."""
+    seen, tokenizer = saved.preprocess, saved.tokenizer
+    if seen.resize == "squash":
+        raise UserError("this model squashes images into a square, which a CLIPImageProcessor does not")
+    write_tensors(folder / HF_WEIGHTS[0], to_theirs(saved.weights, HUGGING_FACE, saved.config), {"format": "pt"})
+    write_json(folder / "config.json", hf_config(saved.config, tokenizer.sot_id, tokenizer.eot_id))
+    size = seen.image_size
+    preprocess = {
+        "image_processor_type": "CLIPImageProcessor", "do_resize": True, "size": {"shortest_edge": size},
+        "resample": BICUBIC, "do_center_crop": True, "crop_size": {"height": size, "width": size},
+        "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "do_convert_rgb": True,
+        "image_mean": list(seen.mean), "image_std": list(seen.std),
+    }  # fmt: skip
+    write_json(folder / "preprocessor_config.json", preprocess)
+    for name, text in hugging_face_files(saved.config.context_length).items():
+        write_text(folder / name, text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,9 +26,11 @@ from m1clip.data.captions import CaptionTable, tokenise
 from m1clip.data.images import Preprocess
 from m1clip.data.types import Sample
 from m1clip.errors import UserError
-from m1clip.inference.encoder import Context, Tower, caption_features, image_features
+from m1clip.inference.encoder import Context, Encoder, Tower
 from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import fingerprint
+
+BATCHES_PER_WRITE = 16  # of captions
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,11 @@ class Maker:
     precision: str
     autocast: Context
     plan: DecodePlan
+
+    @property
+    def encoder(self) -> Encoder:
+        """What computes the features."""
+        return Encoder(self.image.tower, self.text.tower, self.preprocess, self.device, self.autocast)
 
     def image_store(self) -> RowCache:
         """Keyed by the tower's weights, the preprocessing and the arithmetic."""
@@ -94,9 +102,8 @@ def _view_rows(
         broken: dict[int, str] = {}
         refs = [samples[place].image for place in wanted]
         with maker.plan.progress(f"computing features of {split} images") as show:
-            arguments = (maker.preprocess, view, maker.device, maker.autocast, broken, show)
-            for places, rows in image_features(maker.image.tower, refs, *arguments):
-                yield [wanted[place] for place in places], rows
+            for places, rows in maker.encoder.files(refs, broken, show, view):
+                yield [wanted[place] for place in places], rows.numpy()
         bad.update({wanted[place]: reason for place, reason in broken.items()})
 
     return store.fill(names, compute, bad, maker.plan.warn)
@@ -106,16 +113,18 @@ def feature_captions(maker: Maker, samples: Sequence[Sample], split: str) -> Cap
     """The captions of the samples with their features."""
     table = token_captions(maker, samples)
     names = [row_name(caption) for sample in samples for caption in sample.captions]
-    store, pad_id = maker.text_store(), maker.tokenizer.pad_id
+    store = maker.text_store()
 
     def captions(wanted: list[int]) -> Computed:
-        rows = table.tokens[wanted]
-        # Up to the end mark, or the last word where a tokenizer writes none.
-        lengths = np.maximum(table.lengths[wanted], (rows != pad_id).sum(axis=1))
+        tokens, done = table.tokens[wanted], 0
+        parts = maker.encoder.tokens(tokens, maker.tokenizer.lengths(tokens))
         with maker.plan.progress(f"computing features of {split} captions") as show:
-            arguments = (maker.device, maker.autocast, show)
-            for places, made in caption_features(maker.text.tower, rows, lengths, *arguments):
-                yield [wanted[place] for place in places], made
+            show(0, len(wanted))
+            while group := list(itertools.islice(parts, BATCHES_PER_WRITE)):
+                places = np.concatenate([rows for rows, _ in group]).tolist()
+                yield [wanted[place] for place in places], torch.cat([vectors for _, vectors in group]).numpy()
+                done += len(places)
+                show(done, len(wanted))
 
     return replace(table, features=store.features(store.fill(names, captions, {}, maker.plan.warn)))
 

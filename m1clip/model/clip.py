@@ -1,4 +1,4 @@
-"""CLIP: two towers, two projections, a temperature."""
+"""CLIP: two towers, two heads, a temperature."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from m1clip.model.layers import AttentionKind
-from m1clip.model.presets import ClipShape
-from m1clip.model.towers import TextTower, VisionTower
+from m1clip.model.heads import Head, Projection, build_head
+from m1clip.model.presets import AttentionKind, CLIPConfig
+from m1clip.model.pretrained import build_image_tower, build_text_tower
+from m1clip.model.towers import Tower
 
 MAX_LOGIT_SCALE = math.log(100.0)  # as in the CLIP paper: the temperature never falls below 0.01
 INITIAL_TEMPERATURE = 0.07
+SHORTEST = 1e-24  # squared length below which a vector stays shorter than 1
 
 
 class Features(NamedTuple):
-    """What a forward pass gives: unit vectors, and the scale (and bias) that turn products into logits."""
+    """Unit vectors of a batch, and the scale (and bias) that turn their products into logits."""
 
     image: Tensor
     text: Tensor
@@ -26,49 +27,65 @@ class Features(NamedTuple):
     bias: Tensor | None
 
 
+def normalize(x: Tensor) -> Tensor:
+    """(n, d) -> unit vectors; the gradient takes half the passes of that of `F.normalize`."""
+    return x * (x * x).sum(dim=-1, keepdim=True).clamp_min(SHORTEST).rsqrt()
+
+
 class CLIP(nn.Module):
     """An image and a sentence that belong together get vectors that point the same way."""
 
     text_first = True  # the order in which a training step encodes
 
-    def __init__(self, shape: ClipShape, eot_id: int) -> None:
+    def __init__(
+        self,
+        image_tower: Tower,
+        text_tower: Tower,
+        image_head: Projection | Head,
+        text_head: Projection | Head,
+        config: CLIPConfig,
+    ) -> None:
         super().__init__()
-        self.shape = shape
-        self.image = VisionTower(shape)
-        self.text = TextTower(shape, eot_id)
-        self.image_projection = nn.Linear(shape.vision_width, shape.embed_dim, bias=shape.projection_bias)
-        self.text_projection = nn.Linear(shape.text_width, shape.embed_dim, bias=shape.projection_bias)
+        self.config = config
+        self.image_tower, self.text_tower = image_tower, text_tower
+        self.image_head, self.text_head = image_head, text_head
         self.logit_scale = nn.Parameter(torch.empty(()))
-        self.logit_bias = nn.Parameter(torch.empty(())) if shape.logit_bias else None
-        if self.logit_scale.device.type != "meta":
-            self.initialise()
+        self.logit_bias = nn.Parameter(torch.empty(())) if config.logit_bias else None
 
     @torch.no_grad()
-    def initialise(self) -> None:
-        """Fill every parameter from torch's random state; seed it first for a repeatable model."""
-        self.image.initialise(self.shape)
-        self.text.initialise(self.shape)
-        for projection in (self.image_projection, self.text_projection):
-            nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
-            if projection.bias is not None:
-                nn.init.zeros_(projection.bias)
+    def initialize(self) -> None:
+        """Fill every parameter that is not pretrained from torch's random state; seed it for a repeatable model."""
+        for part in (self.image_tower, self.text_tower, self.image_head, self.text_head):
+            part.initialize()
         if self.logit_bias is None:
             self.logit_scale.fill_(math.log(1 / INITIAL_TEMPERATURE))
         else:  # the sigmoid loss starts with most samples predicted as not matching (SigLIP)
             self.logit_scale.fill_(math.log(10.0))
             self.logit_bias.fill_(-10.0)
 
-    def encode_image(self, pixels: Tensor, patches: Tensor | None = None) -> Tensor:
-        """(n, 3, size, size) normalised pixels -> (n, embed_dim) unit vectors in float32; of some patches or all."""
-        return F.normalize(self.image_projection(self.image(pixels, patches)).float(), dim=-1)
+    def encode_image(self, images: Tensor, kept_patches: Tensor | None = None) -> Tensor:
+        """(n, 3, size, size) normalized pixels -> (n, embed_dim) unit vectors in float32.
 
-    def encode_text(self, ids: Tensor) -> Tensor:
+        `kept_patches` (n, kept) are the patches that our own image tower sees; None: all.
+        """
+        kept = () if kept_patches is None else (kept_patches,)
+        return self.project_image(self.image_tower(images, *kept))
+
+    def encode_text(self, tokens: Tensor) -> Tensor:
         """(n, length) token ids -> (n, embed_dim) unit vectors in float32."""
-        return F.normalize(self.text_projection(self.text(ids)).float(), dim=-1)
+        return self.project_text(self.text_tower(tokens))
 
-    def forward(self, pixels: Tensor, ids: Tensor) -> Features:
+    def project_image(self, features: Tensor) -> Tensor:
+        """(n, width) features of the image tower -> (n, embed_dim) unit vectors in float32."""
+        return normalize(self.image_head(features).float())
+
+    def project_text(self, features: Tensor) -> Tensor:
+        """(n, width) features of the text tower -> (n, embed_dim) unit vectors in float32."""
+        return normalize(self.text_head(features).float())
+
+    def forward(self, images: Tensor, tokens: Tensor) -> Features:
         """Both encoders and the temperature."""
-        return Features(self.encode_image(pixels), self.encode_text(ids), self.scale(), self.logit_bias)
+        return Features(self.encode_image(images), self.encode_text(tokens), self.scale(), self.logit_bias)
 
     def scale(self) -> Tensor:
         """What products of unit vectors are multiplied with: one over the temperature."""
@@ -80,25 +97,55 @@ class CLIP(nn.Module):
         self.logit_scale.clamp_(0.0, MAX_LOGIT_SCALE)
 
     def set_attention(self, image: AttentionKind, text: AttentionKind) -> None:
-        """Choose the implementation of attention for each tower."""
-        self.image.transformer.set_attention(image)
-        self.text.transformer.set_attention(text)
+        """Choose the implementation of attention for each tower that offers a choice."""
+        self.image_tower.set_attention(image)
+        self.text_tower.set_attention(text)
 
-    def fuse(self, on: bool = True) -> None:
-        """Let both towers take our own CUDA kernels for bf16, or not; wants triton, as torch.compile does there."""
+    def use_triton(self, on: bool = True) -> None:
+        """Use our Triton kernels for bf16 on CUDA in the towers that have them."""
         if on:
-            from m1clip.model import triton_ops as fused  # noqa: F401  loaded now: the compiler should not meet the import
-        self.image.transformer.fuse(on)
-        self.text.transformer.fuse(on)
+            from m1clip.model import triton_ops  # noqa: F401  imported now: the compiler should not meet the import
+        self.image_tower.use_triton(on)
+        self.text_tower.use_triton(on)
 
-    def set_recompute(self, on: bool) -> None:
-        """Gradient checkpointing in both towers."""
-        self.image.transformer.recompute = on
-        self.text.transformer.recompute = on
+    def set_activation_checkpointing(self, on: bool) -> None:
+        """Recompute activations in the backward pass, in the towers that offer it."""
+        self.image_tower.set_activation_checkpointing(on)
+        self.text_tower.set_activation_checkpointing(on)
+
+    def train(self, mode: bool = True) -> CLIP:
+        """Batch norms of pretrained towers keep their statistics: those of a small data set would be noise."""
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
+        return self
 
 
-def count_parameters(shape: ClipShape) -> int:
-    """Number of parameters, without taking the memory for them."""
+def build_clip(config: CLIPConfig) -> CLIP:
+    """A CLIP with initialized parameters (except on the meta device); weights of pretrained towers are loaded later."""
+    image, text = build_image_tower(config.image_tower), build_text_tower(config.text_tower)
+    image_head = build_head(config.image_head, image.width, config.embed_dim)
+    text_head = build_head(config.text_head, text.width, config.embed_dim)
+    model = CLIP(image, text, image_head, text_head, config)
+    if model.logit_scale.device.type != "meta":
+        model.initialize()
+    return model
+
+
+def empty_clip(config: CLIPConfig, device: torch.device) -> CLIP:
+    """A CLIP whose weights are about to be loaded: memory is allocated, nothing is initialized."""
+    if not (config.image_tower.builtin and config.text_tower.builtin):
+        return build_clip(config).to(device)  # libraries keep buffers that are neither weights nor saved
     with torch.device("meta"):
-        model = CLIP(shape, eot_id=0)
+        model = build_clip(config)
+    model.to_empty(device=device)
+    model.image_tower.reset_buffers()
+    return model
+
+
+def count_parameters(config: CLIPConfig) -> int:
+    """Number of parameters, without allocating them."""
+    with torch.device("meta"):
+        model = build_clip(config)
     return sum(p.numel() for p in model.parameters())

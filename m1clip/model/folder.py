@@ -1,185 +1,236 @@
-"""Models of others as files: open_clip's and Hugging Face's folders, and open_clip weights alone."""
+"""A model as a folder (config, preprocessing, tokenizer, weights), and models of open_clip and Hugging Face as such."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from safetensors.torch import save_file
-from torch import Tensor
+import torch
 
 from m1clip.data.images import OPENAI_MEAN, OPENAI_STD, Preprocess
 from m1clip.errors import UserError
-from m1clip.io import atomic_folder, read_small, write_json, write_text
+from m1clip.io import atomic_folder, format_version, read_small, write_json
+from m1clip.model.clip import CLIP, build_clip, empty_clip
 from m1clip.model.convert import (
     HUGGING_FACE,
-    INDEX,
     OPENCLIP,
+    config_from_hf,
+    config_from_openclip,
+    config_from_tensors,
+    to_ours,
+    without_prefixes,
+)
+from m1clip.model.lora import merged_state
+from m1clip.model.presets import Activation, CLIPConfig
+from m1clip.model.pretrained import check_settings
+from m1clip.model.weights import (
+    INDEX,
     SAFETENSORS,
     TORCH,
-    check_expressible,
-    hf_config,
-    openclip_config,
-    plain_names,
+    Tensors,
+    assign_weights,
+    check_weights,
+    fit_positions,
     read_checkpoint,
     read_json,
-    shape_from_hf,
-    shape_from_openclip,
-    shape_from_tensors,
-    to_ours,
-    to_theirs,
+    read_tensors,
+    write_tensors,
 )
-from m1clip.model.presets import Activation, ClipShape
-from m1clip.model.pretrained import TowerShape
 from m1clip.text.base import Tokenizer
-from m1clip.text.bpe import BpeTokenizer, hugging_face_files
+from m1clip.text.bpe import BpeTokenizer
+from m1clip.text.tokenizers import load_tokenizer
 
-Format = Literal["openclip", "hf"]
+FORMAT = 1
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 OPENCLIP_CONFIG = "open_clip_config.json"
 OPENCLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 HF_WEIGHTS = ("model.safetensors", INDEX, "pytorch_model.bin")
 BICUBIC = 3  # Pillow's number for it, as Hugging Face writes it
 
 
-class Parts(NamedTuple):
-    """What a model folder holds, whoever wrote it."""
+@dataclass(frozen=True)
+class SavedModel:
+    """What a model folder contains, in whatever format it is written."""
 
-    shape: ClipShape | TowerShape
-    weights: dict[str, Tensor]
+    config: CLIPConfig
+    weights: Tensors
     tokenizer: Tokenizer
     preprocess: Preprocess
     where: str
 
+    def build(self, device: str = "cpu") -> CLIP:
+        """The model on a device, in evaluation mode."""
+        try:
+            model = empty_clip(self.config, torch.device(device))
+        except UserError:
+            raise
+        except Exception as error:  # libraries raise nearly anything for settings that make no sense
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+            raise UserError(f"{self.where}: its towers cannot be built ({reason})") from error
+        assign_weights(model, self.weights, self.where)
+        return model.eval()
 
-def kind_of(path: Path) -> Literal["openclip", "hf", "file"] | None:
-    """Which of the foreign kinds a path is, or none: by what lies there, never by its name."""
+    def resized(self, image_size: int | None) -> SavedModel:
+        """The same model for images of another size: learned positions are interpolated."""
+        config = self.config.resized(image_size)
+        preprocess = replace(self.preprocess, image_size=config.image_size)
+        return replace(
+            self, config=config, preprocess=preprocess, weights=fit_positions(self.weights, self.config, config)
+        )
+
+
+def write_model(folder: Path, model: CLIP, tokenizer: Tokenizer, preprocess: Preprocess) -> None:
+    """Write a model folder; an older one there is replaced only when the new one is complete."""
+    with atomic_folder(folder) as partial:
+        weights = {name: t.detach().cpu() for name, t in merged_state(model).items()}
+        write_tensors(partial / WEIGHTS, weights, {"format": "pt"})
+        config = {"format": FORMAT, "model": model.config.to_dict(), "preprocess": preprocess.to_dict()}
+        write_json(partial / CONFIG, config)
+        tokenizer.save(partial)
+
+
+def read_model(path: Path, activation: Activation | None = None) -> SavedModel:
+    """A model folder, the best model of a run, or a model of open_clip or Hugging Face.
+
+    `activation` is for open_clip weights without a config.
+    """
+    kind = _third_party_format(path)
+    if kind == "hf":
+        saved = _read_hf(path)
+    elif kind == "openclip":
+        saved = _read_openclip(path / OPENCLIP_CONFIG, _first(path, OPENCLIP_WEIGHTS))
+    elif kind == "weights":
+        saved = _read_openclip_weights(path, activation)
+    else:
+        saved = _read_own(model_folder(path))
+    towers = (saved.config.image_tower, saved.config.text_tower)
+    for tower in towers:
+        if not tower.builtin:
+            check_settings(tower, saved.weights, saved.where)  # type: ignore[arg-type]
+    if all(tower.builtin for tower in towers):
+        # Checked on the meta device, before memory is allocated for the sizes that a config claims.
+        with torch.device("meta"):
+            check_weights(build_clip(saved.config), saved.weights, saved.where)
+    return saved
+
+
+def model_folder(path: Path) -> Path:
+    """The model folder that a path means: itself, or best/ or model/ of a run."""
+    for folder in (path, path / "best", path / "model"):
+        if (folder / WEIGHTS).is_file():
+            return folder
+    raise UserError(f"{path}: no trained model there (looked for {WEIGHTS}, best/{WEIGHTS}, model/{WEIGHTS})")
+
+
+def newest_run(runs: Path = Path("runs")) -> Path:
+    """The run that was written to last, among those that have a model."""
+    found = [path.parent.parent for path in runs.glob(f"*/*/{WEIGHTS}") if path.parent.name in ("best", "model")]
+    if not found:
+        raise UserError(f"no trained model in {runs}/: train one, or name one with --model")
+    return max(found, key=lambda run: (run / "run.jsonl").stat().st_mtime if (run / "run.jsonl").exists() else 0)
+
+
+def _read_own(folder: Path) -> SavedModel:
+    config, preprocess = _read_config(folder / CONFIG)
+    tokenizer = load_tokenizer(folder)
+    for name in ("vocab_size", "eot_id", "pad_id"):
+        wanted = getattr(config.text_tower, name, None)
+        if wanted is not None and wanted != getattr(tokenizer, name):
+            raise UserError(f"{folder}: {name} is {getattr(tokenizer, name)} in the tokenizer, {wanted} in the model")
+    return SavedModel(config, read_tensors(folder / WEIGHTS), tokenizer, preprocess, str(folder / WEIGHTS))
+
+
+def _read_config(path: Path) -> tuple[CLIPConfig, Preprocess]:
+    try:
+        record = json.loads(read_small(path))
+        version, model, preprocess = format_version(record), record["model"], record["preprocess"]
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise UserError(f"{path}: not a model config ({reason})") from None
+    if version > FORMAT:
+        raise UserError(f"{path}: written by a newer m1clip (format {version}, this one reads {FORMAT}): upgrade")
+    if not isinstance(model, dict) or not isinstance(preprocess, dict):
+        raise UserError(f"{path}: not a model config (model and preprocess must be objects)")
+    try:
+        config, seen = CLIPConfig.from_dict(model), Preprocess.from_dict(preprocess)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    if config.image_size != seen.image_size:
+        raise UserError(
+            f"{path}: the model takes images of {config.image_size} pixels, the preprocessing makes {seen.image_size}"
+        )
+    return config, seen
+
+
+def _third_party_format(path: Path) -> Literal["openclip", "hf", "weights"] | None:
+    """The format by what is there, never by its name; None: ours."""
     if path.is_file() and (path.suffix in SAFETENSORS + TORCH or path.name.endswith(".index.json")):
-        return "file"
+        return "weights"
     if (path / OPENCLIP_CONFIG).is_file():
         return "openclip"
-    if (path / "config.json").is_file():
+    if (path / CONFIG).is_file():
         try:
-            config = json.loads(read_small(path / "config.json"))
+            config = json.loads(read_small(path / CONFIG))
         except (OSError, ValueError, RecursionError):
             return None
         return "hf" if isinstance(config, dict) and config.get("model_type") == "clip" else None
     return None
 
 
-def read_foreign(path: Path, activation: Activation | None = None) -> Parts:
-    """A model of others as ours; `activation` is for weights that come without a config."""
-    kind = kind_of(path)
-    if kind == "hf":
-        return _read_hf(path)
-    if kind == "openclip":
-        return _read_openclip(path / OPENCLIP_CONFIG, _first(path, OPENCLIP_WEIGHTS))
+def _read_openclip_weights(path: Path, activation: Activation | None) -> SavedModel:
     beside = path.with_name(OPENCLIP_CONFIG)
     if beside.is_file():
         return _read_openclip(beside, path)
     if activation is None:
         raise UserError(
             f"{path}: weights without a config do not show their activation; put {OPENCLIP_CONFIG} beside them, or "
-            f"say --activation quick_gelu (OpenAI's own and the -quickgelu models) or --activation gelu (others)"
+            f"give --activation quick_gelu (OpenAI's own and the -quickgelu models) or --activation gelu (others)"
         )
-    weights = plain_names(read_checkpoint(path))
-    shape = shape_from_tensors(weights, activation, str(path))
-    return _openclip_parts(shape, weights, Preprocess(image_size=shape.image_size), path)
+    weights = without_prefixes(read_checkpoint(path))
+    config = config_from_tensors(weights, activation, str(path))
+    return _saved(config, to_ours(weights, OPENCLIP, config, str(path)), Preprocess(image_size=config.image_size), path)
 
 
-def _read_openclip(config: Path, weights: Path) -> Parts:
-    told = read_json(config)
-    model = told.get("model_cfg")
-    shape = shape_from_openclip(model if isinstance(model, dict) else told, str(config))
-    seen = told.get("preprocess_cfg") or {}
+def _read_openclip(config_file: Path, weights_file: Path) -> SavedModel:
+    record = read_json(config_file)
+    model, seen = record.get("model_cfg"), record.get("preprocess_cfg") or {}
+    config = config_from_openclip(model if isinstance(model, dict) else record, str(config_file))
     resize = seen.get("resize_mode", "shortest")
     if seen.get("interpolation", "bicubic") != "bicubic" or resize not in ("shortest", "squash"):
-        raise UserError(f"{config}: preprocessing {seen} is not one that m1clip has (bicubic, shortest or squash)")
-    preprocess = Preprocess(
-        image_size=shape.image_size,
-        mean=_three(seen.get("mean", OPENAI_MEAN), config),
-        std=_three(seen.get("std", OPENAI_STD), config),
-        resize=resize,
-    )
-    return _openclip_parts(shape, plain_names(read_checkpoint(weights)), preprocess, weights)
+        raise UserError(f"{config_file}: m1clip does not have the preprocessing {seen} (bicubic, shortest or squash)")
+    preprocess = _preprocess(config, seen.get("mean"), seen.get("std"), resize, config_file)
+    weights = to_ours(without_prefixes(read_checkpoint(weights_file)), OPENCLIP, config, str(weights_file))
+    return _saved(config, weights, preprocess, weights_file)
 
 
-def _openclip_parts(shape: ClipShape, theirs: dict[str, Tensor], preprocess: Preprocess, where: Path) -> Parts:
-    weights = to_ours(theirs, OPENCLIP, shape, str(where))
-    return Parts(shape, weights, _clip_tokenizer(shape, where), preprocess, str(where))
-
-
-def _read_hf(folder: Path) -> Parts:
-    shape = shape_from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
-    file = _first(folder, HF_WEIGHTS)
-    weights = to_ours(read_checkpoint(file), HUGGING_FACE, shape, str(file))
-    seen_at = folder / "preprocessor_config.json"
-    seen = read_json(seen_at) if seen_at.is_file() else {}
+def _read_hf(folder: Path) -> SavedModel:
+    config = config_from_hf(read_json(folder / CONFIG), str(folder / CONFIG))
+    weights_file, seen_file = _first(folder, HF_WEIGHTS), folder / "preprocessor_config.json"
+    weights = to_ours(read_checkpoint(weights_file), HUGGING_FACE, config, str(weights_file))
+    seen = read_json(seen_file) if seen_file.is_file() else {}
     if seen.get("resample", BICUBIC) != BICUBIC:
-        raise UserError(f"{seen_at}: resample {seen['resample']} is not bicubic ({BICUBIC}), which m1clip has")
-    crop = seen.get("crop_size", shape.image_size)
+        raise UserError(f"{seen_file}: resample {seen['resample']} is not bicubic ({BICUBIC}), which m1clip has")
+    crop, size = (seen.get(key, config.image_size) for key in ("crop_size", "size"))
     crop = crop.get("height") if isinstance(crop, dict) else crop
-    size = seen.get("size", shape.image_size)
     size = size.get("shortest_edge", size.get("height")) if isinstance(size, dict) else size
-    if not crop == size == shape.image_size:
-        raise UserError(f"{seen_at}: resizes to {size} and crops to {crop}, the model takes {shape.image_size} pixels")
-    mean, std = seen.get("image_mean", OPENAI_MEAN), seen.get("image_std", OPENAI_STD)
-    preprocess = Preprocess(
-        image_size=shape.image_size, mean=_three(mean, seen_at), std=_three(std, seen_at), resize="shortest-floor"
-    )
-    return Parts(shape, weights, _clip_tokenizer(shape, folder), preprocess, str(file))
-
-
-def write_foreign(to: Format, folder: Path, parts: Parts) -> None:
-    """A folder that open_clip (`local-dir:`) or transformers (`CLIPModel.from_pretrained`) loads as its own."""
-    shape = parts.shape
-    if isinstance(shape, TowerShape):
-        raise UserError(f"a model on {shape.image_tower} and {shape.text_tower} has no form in {to}")
-    check_expressible(shape, to)
-    if not isinstance(parts.tokenizer, BpeTokenizer) or parts.tokenizer.kept is not None:
-        raise UserError(f"only CLIP's full vocabulary of 49,408 pieces can be written as {to}")
-    with atomic_folder(folder) as partial:
-        if to == "openclip":
-            _write_openclip(partial, parts, shape)
-        else:
-            _write_hf(partial, parts, shape, parts.tokenizer)
-
-
-def _write_openclip(folder: Path, parts: Parts, shape: ClipShape) -> None:
-    save_file(to_theirs(parts.weights, OPENCLIP, shape), folder / OPENCLIP_WEIGHTS[0], {"format": "pt"})
-    seen = parts.preprocess
-    preprocess = {
-        "size": seen.image_size, "mode": "RGB", "mean": list(seen.mean), "std": list(seen.std),
-        "interpolation": "bicubic", "resize_mode": seen.resize.removesuffix("-floor"), "fill_color": 0,
-    }  # fmt: skip
-    write_json(folder / OPENCLIP_CONFIG, {"model_cfg": openclip_config(shape), "preprocess_cfg": preprocess})
-
-
-def _write_hf(folder: Path, parts: Parts, shape: ClipShape, tokenizer: BpeTokenizer) -> None:
-    if parts.preprocess.resize == "squash":
-        raise UserError("this model squashes images into a square, which a CLIPImageProcessor does not")
-    save_file(to_theirs(parts.weights, HUGGING_FACE, shape), folder / HF_WEIGHTS[0], {"format": "pt"})
-    write_json(folder / "config.json", hf_config(shape, tokenizer.sot_id, tokenizer.eot_id))
-    size = parts.preprocess.image_size
-    seen: dict[str, Any] = {
-        "image_processor_type": "CLIPImageProcessor", "do_resize": True, "size": {"shortest_edge": size},
-        "resample": BICUBIC, "do_center_crop": True, "crop_size": {"height": size, "width": size},
-        "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "do_convert_rgb": True,
-        "image_mean": list(parts.preprocess.mean), "image_std": list(parts.preprocess.std),
-    }  # fmt: skip
-    write_json(folder / "preprocessor_config.json", seen)
-    for name, text in hugging_face_files(shape.context_length).items():
-        write_text(folder / name, text)
-
-
-def _clip_tokenizer(shape: ClipShape, where: Path) -> BpeTokenizer:
-    tokenizer = BpeTokenizer()
-    if shape.vocab_size != tokenizer.vocab_size:
+    if not crop == size == config.image_size:
         raise UserError(
-            f"{where}: a vocabulary of {shape.vocab_size:,}; of others' models those with CLIP's own "
-            f"{tokenizer.vocab_size:,} pieces can be read"
+            f"{seen_file}: resizes to {size} and crops to {crop}, the model takes {config.image_size} pixels"
         )
-    return tokenizer
+    preprocess = _preprocess(config, seen.get("image_mean"), seen.get("image_std"), "shortest-floor", seen_file)
+    return _saved(config, weights, preprocess, weights_file)
+
+
+def _saved(config: CLIPConfig, weights: Tensors, preprocess: Preprocess, where: Path) -> SavedModel:
+    tokenizer = BpeTokenizer()
+    if config.vocab_size != tokenizer.vocab_size:
+        raise UserError(
+            f"{where}: a vocabulary of {config.vocab_size:,}; m1clip reads open_clip and Hugging Face models with "
+            f"CLIP's own {tokenizer.vocab_size:,} tokens"
+        )
+    return SavedModel(config, weights, tokenizer, preprocess, str(where))
 
 
 def _first(folder: Path, names: tuple[str, ...]) -> Path:
@@ -189,8 +240,11 @@ def _first(folder: Path, names: tuple[str, ...]) -> Path:
     raise UserError(f"{folder}: no weights there (looked for {', '.join(names)})")
 
 
-def _three(values: Any, where: Path) -> tuple[float, float, float]:
-    numbers = list(values) if isinstance(values, list | tuple) else []
-    if len(numbers) != 3 or not all(isinstance(value, int | float) for value in numbers):
-        raise UserError(f"{where}: mean and std must be 3 numbers each, not {str(values)[:40]}")
-    return float(numbers[0]), float(numbers[1]), float(numbers[2])
+def _preprocess(config: CLIPConfig, mean: Any, std: Any, resize: Any, where: Path) -> Preprocess:
+    values = []
+    for found in (OPENAI_MEAN if mean is None else mean, OPENAI_STD if std is None else std):
+        numbers = list(found) if isinstance(found, list | tuple) else []
+        if len(numbers) != 3 or not all(isinstance(value, int | float) for value in numbers):
+            raise UserError(f"{where}: mean and std must be 3 numbers each, not {str(found)[:40]}")
+        values.append((float(numbers[0]), float(numbers[1]), float(numbers[2])))
+    return Preprocess(image_size=config.image_size, mean=values[0], std=values[1], resize=resize)

@@ -1,36 +1,46 @@
-"""What is trained on top of a frozen tower: a projection, an MLP, or a projection with a small residual adapter."""
+"""What maps a tower's features to the shared space: a projection, an MLP, or a projection with a residual adapter."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-HeadKind = Literal["linear", "mlp", "adapter"]
-DEAD = 0.01  # of the usual deviation
-SHORTEST = 1e-24  # square of a length below which a vector stays shorter than 1
+from m1clip.model.presets import HeadConfig
+
+DEAD_CHANNEL = 0.01  # of the median deviation
 
 
-def unit(x: Tensor) -> Tensor:
-    """(n, d) -> the same brought to length 1; its gradient takes half the passes of that of `F.normalize`."""
-    return x * (x * x).sum(dim=-1, keepdim=True).clamp_min(SHORTEST).rsqrt()
+def build_head(config: HeadConfig, width: int, embed_dim: int) -> Projection | Head:
+    """The head on a tower of this width."""
+    return Projection(width, embed_dim, config.bias) if config.kind == "projection" else Head(config, width, embed_dim)
+
+
+class Projection(nn.Linear):
+    """CLIP's own: one matrix."""
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Fan-in, no bias."""
+        nn.init.normal_(self.weight, std=self.in_features**-0.5)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
 class Head(nn.Module):
-    """(n, inputs) features of a tower -> (n, outputs), not yet normed to one.
+    """(n, inputs) features of a pretrained tower -> (n, outputs).
 
-    Features are first brought to mean 0 and deviation 1 by numbers that are kept with the weights: a tower's
-    channels differ by orders of magnitude.
+    Features are standardized first, by statistics that are saved with the weights: a tower's channels differ by orders
+    of magnitude.
     """
 
     mean: Tensor
     deviation: Tensor
 
-    def __init__(self, kind: HeadKind, inputs: int, outputs: int, hidden: int, dropout: float) -> None:
+    def __init__(self, config: HeadConfig, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.kind, self.dropout = kind, dropout
+        self.dropout = config.dropout
+        kind, hidden = config.kind, config.hidden
         self.register_buffer("mean", torch.zeros(inputs))
         self.register_buffer("deviation", torch.ones(inputs))
         self.project = nn.Linear(inputs if kind != "mlp" else hidden, outputs)
@@ -38,44 +48,44 @@ class Head(nn.Module):
         self.down = nn.Linear(hidden, outputs) if kind == "adapter" else None
 
     def forward(self, features: Tensor) -> Tensor:
-        """Dropout thins the features by a third of what it takes of the hidden layer."""
+        """The features have a third of the hidden layer's dropout."""
         x = (features.float() - self.mean).mul_(1 / self.deviation)
-        x = self._thinned(x, self.dropout / 3)
+        x = self._dropped(x, self.dropout / 3)
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))  # once: autocast would do it for each product
         if self.up is None:
             return self.project(x)
-        hidden = self._thinned(F.gelu(self.up(x)), self.dropout)
+        hidden = self._dropped(F.gelu(self.up(x)), self.dropout)
         return self.project(hidden) if self.down is None else self.project(x) + self.down(hidden)
 
-    def _thinned(self, x: Tensor, share: float) -> Tensor:
-        """Dropout in steps of 1/256: a random number serves eight places, where torch's own draws one for each."""
-        gone = round(256 * share)
-        if not self.training or not gone:
+    def _dropped(self, x: Tensor, p: float) -> Tensor:
+        """Dropout in steps of 1/256: one random number serves eight elements, where torch draws one for each."""
+        dropped = round(256 * p)
+        if not self.training or not dropped:
             return x
         words = torch.randint(-(2**63), 2**63 - 1, (-(-x.numel() // 8),), device=x.device)
         draws = words.view(torch.uint8)[: x.numel()].view(x.shape)
-        # 1 where the draw is at least `gone`, else 0; on a CPU a comparison takes eight times as long.
-        kept = draws.clamp(gone - 1, gone).sub_(gone - 1)
-        return x * kept.to(x.dtype).mul_(256 / (256 - gone))
+        # 1 where the draw is at least `dropped`, else 0; on a CPU a comparison takes eight times as long.
+        kept = draws.clamp(dropped - 1, dropped).sub_(dropped - 1)
+        return x * kept.to(x.dtype).mul_(256 / (256 - dropped))
 
     @torch.no_grad()
-    def standardise(self, mean: Tensor, deviation: Tensor) -> None:
-        """Set the numbers from the training set's features."""
+    def standardize(self, mean: Tensor, deviation: Tensor) -> None:
+        """Set the statistics of the training set's features."""
         self.mean.copy_(mean)
         self.deviation.copy_(deviation)
         self.spare_dead_channels()
 
     @torch.no_grad()
     def spare_dead_channels(self) -> None:
-        """A channel that never changes is not blown up: its rounding would shout, and its gradient in the tower too."""
-        usual = self.deviation.median().clamp(min=1e-6)
-        self.deviation.copy_(torch.where(self.deviation < DEAD * usual, usual, self.deviation))
+        """Do not scale up a constant channel: its rounding, and its gradient in the tower, would dominate."""
+        median = self.deviation.median().clamp(min=1e-6)
+        self.deviation.copy_(torch.where(self.deviation < DEAD_CHANNEL * median, median, self.deviation))
 
     @torch.no_grad()
-    def initialise(self) -> None:
-        """Fan-in everywhere; the adapter's branch begins silent, so that training starts from the projection."""
+    def initialize(self) -> None:
+        """Fan-in everywhere; the adapter's branch starts at zero, so that training starts from the projection."""
         for layer in (self.project, self.up):
             if layer is not None:
                 nn.init.normal_(layer.weight, std=layer.in_features**-0.5)

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from m1clip.model.presets import Activation, Init
-
-AttentionKind = Literal["bmm", "sdpa"]
+from m1clip.model.presets import Activation, AttentionKind, Init, TextTowerConfig, VisionTowerConfig
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, kind: AttentionKind) -> Tensor:
@@ -223,7 +221,7 @@ class Mlp(nn.Module):
     def __init__(self, width: int, hidden: int, activation: Activation) -> None:
         super().__init__()
         self.quick = activation == "quick_gelu"
-        self.fused = False  # set by `CLIP.fuse`
+        self.use_triton = False
         self.up = nn.Linear(width, hidden)
         self.down = nn.Linear(hidden, width)
 
@@ -232,12 +230,12 @@ class Mlp(nn.Module):
         if is_fused(x) and not self.quick:
             parts = (self.up.weight, self.up.bias, self.down.weight, self.down.bias)
             return _GeluMlp.apply(x, *parts, residual, *norm_parts(norm))
-        if self.fused and not self.quick:
-            from m1clip.model import triton_ops as fused
+        if self.use_triton and not self.quick:
+            from m1clip.model import triton_ops
 
-            if fused.takes(x):
+            if triton_ops.takes(x):
                 y = x if norm is None else norm(x).to(x.dtype)
-                y = fused.gelu_mlp(y, self.up.weight, self.up.bias, self.down.weight, self.down.bias)
+                y = triton_ops.gelu_mlp(y, self.up.weight, self.up.bias, self.down.weight, self.down.bias)
                 return y if residual is None else residual + y
         x = linear(x, self.up.weight, self.up.bias, norm)
         if torch.is_grad_enabled() and x.device.type == "cpu":
@@ -326,7 +324,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.causal = heads, causal
         self.kind: AttentionKind = "sdpa"
-        self.fused = False  # set by `CLIP.fuse`
+        self.use_triton = False
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
@@ -340,12 +338,12 @@ class Attention(nn.Module):
     def _mixed(self, x: Tensor, norm: nn.LayerNorm | None) -> Tensor:
         """What the heads see, side by side: (n, length, width)."""
         n, length, width = x.shape
-        if self.fused and self.kind == "sdpa":  # who asks for bmm gets it
-            from m1clip.model import triton_ops as fused
+        if self.use_triton and self.kind == "sdpa":  # who asks for bmm gets it
+            from m1clip.model import triton_ops
 
-            if fused.takes_attention(x, self.heads):
+            if triton_ops.takes_attention(x, self.heads):
                 y = x if norm is None else norm(x).to(x.dtype)
-                return fused.short_attention(y, self.qkv.weight, self.qkv.bias, self.heads, self.causal)
+                return triton_ops.short_attention(y, self.qkv.weight, self.qkv.bias, self.heads, self.causal)
         qkv = linear(x, self.qkv.weight, self.qkv.bias, norm).view(n, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (n, heads, length, dim)
         return attention(q, k, v, self.causal, self.kind).transpose(1, 2).reshape(n, length, width)
@@ -404,21 +402,15 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A stack of blocks, with activation checkpointing as a switch."""
 
-    def __init__(
-        self,
-        width: int,
-        layers: int,
-        heads: int,
-        mlp_ratio: float,
-        causal: bool,
-        activation: Activation,
-        dropout: float,
-    ) -> None:
+    def __init__(self, config: VisionTowerConfig | TextTowerConfig, causal: bool) -> None:
         super().__init__()
-        self.width = width
-        self.recompute = False  # gradient checkpointing: half the memory for a third more work
-        hidden = int(width * mlp_ratio)
-        self.blocks = nn.ModuleList(Block(width, heads, hidden, causal, activation, dropout) for _ in range(layers))
+        self.width = config.width
+        self.activation_checkpointing = False
+        hidden = int(config.width * config.mlp_ratio)
+        self.blocks = nn.ModuleList(
+            Block(config.width, config.heads, hidden, causal, config.activation, config.dropout)
+            for _ in range(config.layers)
+        )
 
     def forward(self, x: Tensor, place: Place | Literal["mean"] | None = None) -> Tensor:
         """(n, length, width) -> the same shape; (n, width) where only one place, or the mean, will be read.
@@ -426,7 +418,7 @@ class Transformer(nn.Module):
         The last block then does the work of what is read: the same numbers for a twelfth less of ViT-B's work.
         """
         *first, last = self._each()
-        run = computed_again if self.recompute and torch.is_grad_enabled() else _run
+        run = computed_again if self.activation_checkpointing and torch.is_grad_enabled() else _run
         for block in first:
             x = run(block, block, x)
         if place is None:
@@ -441,13 +433,13 @@ class Transformer(nn.Module):
         for block in self._each():
             block.attn.kind = kind
 
-    def fuse(self, on: bool) -> None:
-        """Let the blocks take the kernels of `fused.py` where their input is for them: bf16 on CUDA."""
+    def use_triton(self, on: bool) -> None:
+        """Use the kernels of triton_ops.py where the input allows it: bf16 on CUDA."""
         for block in self._each():
-            block.attn.fused = block.mlp.fused = on
+            block.attn.use_triton = block.mlp.use_triton = on
 
     @torch.no_grad()
-    def initialise(self, init: Init) -> None:
+    def initialize(self, init: Init) -> None:
         """CLIP's scaled normal start, or the same with silent residual branches ("zero")."""
         branch = self.width**-0.5 * (2 * len(self.blocks)) ** -0.5
         for block in self._each():

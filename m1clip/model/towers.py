@@ -1,4 +1,4 @@
-"""The two towers: each takes a batch to (n, width) features and knows nothing of the other."""
+"""Our own towers: each maps a batch to (n, width) features and knows nothing of the other."""
 
 from __future__ import annotations
 
@@ -9,18 +9,39 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from m1clip.model.layers import Transformer
-from m1clip.model.presets import ClipShape, stem_channels
+from m1clip.model.presets import AttentionKind, TextTowerConfig, VisionTowerConfig
+
+
+class Tower(nn.Module):
+    """A module from a batch to (n, width) features; what a tower does not offer stays without effect."""
+
+    width: int
+    capturable = False  # whether a CUDA graph of a step with this tower is right
+
+    def initialize(self) -> None:
+        """Fill every parameter from torch's random state; a pretrained tower's weights are loaded instead."""
+
+    def reset_buffers(self) -> None:
+        """Fill buffers that are not saved, after the tower left the meta device."""
+
+    def set_attention(self, kind: AttentionKind) -> None:
+        """Choose the implementation of attention."""
+
+    def set_activation_checkpointing(self, on: bool) -> None:
+        """Recompute activations in the backward pass instead of keeping them."""
+
+    def use_triton(self, on: bool) -> None:
+        """Use our Triton kernels for bf16 on CUDA."""
 
 
 class ConvStem(nn.Module):
     """(n, 3, side, side) pixels -> (n, patches, width); as many halvings as the patch size has powers of two."""
 
-    def __init__(self, shape: ClipShape) -> None:
+    def __init__(self, config: VisionTowerConfig) -> None:
         super().__init__()
-        channels = (3, *stem_channels(shape))
-        samples = list(itertools.pairwise(channels))
-        self.convs = nn.ModuleList(nn.Conv2d(a, b, kernel_size=3, stride=2, padding=1) for a, b in samples)
-        self.norms = nn.ModuleList(nn.LayerNorm(b) for _, b in samples[:-1])
+        sizes = list(itertools.pairwise((3, *config.stem_channels)))
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, kernel_size=3, stride=2, padding=1) for a, b in sizes)
+        self.norms = nn.ModuleList(nn.LayerNorm(b) for _, b in sizes[:-1])
 
     def forward(self, pixels: Tensor) -> Tensor:
         """All patches of each image, row by row."""
@@ -31,7 +52,7 @@ class ConvStem(nn.Module):
         return self.convs[-1](x).flatten(2).transpose(1, 2)
 
     @torch.no_grad()
-    def initialise(self) -> None:
+    def initialize(self) -> None:
         """Fan-in, no bias."""
         for conv in self.convs:
             assert isinstance(conv, nn.Conv2d)
@@ -72,102 +93,116 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-class VisionTower(nn.Module):
+class TransformerTower(Tower):
+    """What our two towers share."""
+
+    transformer: Transformer
+    capturable = True
+
+    def set_attention(self, kind: AttentionKind) -> None:
+        """Use one implementation of attention in every block."""
+        self.transformer.set_attention(kind)
+
+    def set_activation_checkpointing(self, on: bool) -> None:
+        """Half the memory for a third more work."""
+        self.transformer.activation_checkpointing = on
+
+    def use_triton(self, on: bool) -> None:
+        """Needs triton, as torch.compile does."""
+        self.transformer.use_triton(on)
+
+
+class VisionTower(TransformerTower):
     """ViT: patches, positions, transformer, class token or mean."""
 
-    def __init__(self, shape: ClipShape) -> None:
+    def __init__(self, config: VisionTowerConfig) -> None:
         super().__init__()
-        width = shape.vision_width
-        self.width, self.pooling = width, shape.pooling
+        width = config.width
+        self.config, self.width = config, width
         self.patch: nn.Conv2d | ConvStem = (
-            ConvStem(shape)
-            if shape.stem == "conv"
-            else nn.Conv2d(3, width, shape.patch_size, shape.patch_size, bias=shape.patch_bias)
+            ConvStem(config)
+            if config.stem == "conv"
+            else nn.Conv2d(3, width, config.patch_size, config.patch_size, bias=config.patch_bias)
         )
-        self.cls = nn.Parameter(torch.empty(width)) if shape.pooling == "cls" else None
-        if shape.positions == "learned":
-            self.positions = nn.Parameter(torch.empty(shape.image_tokens, width))
+        self.cls = nn.Parameter(torch.empty(width)) if config.pooling == "cls" else None
+        if config.positions == "learned":
+            self.positions = nn.Parameter(torch.empty(config.tokens, width))
         else:
-            # Not persistent: it follows from the shape, so weights of another image size still load.
-            self.register_buffer("positions", torch.empty(shape.image_tokens, width), persistent=False)
-            self.reset_positions(shape)
-        self.norm_pre = nn.LayerNorm(width) if shape.vision_pre_norm else nn.Identity()
-        self.transformer = Transformer(
-            width, shape.vision_layers, shape.vision_heads, shape.mlp_ratio, False, shape.activation, shape.dropout
-        )
+            # Not persistent: it follows from the config, so weights of another image size still load.
+            self.register_buffer("positions", torch.empty(config.tokens, width), persistent=False)
+            self.reset_buffers()
+        self.norm_pre = nn.LayerNorm(width) if config.pre_norm else nn.Identity()
+        self.transformer = Transformer(config, causal=False)
         self.norm = nn.LayerNorm(width)
 
-    def forward(self, pixels: Tensor, patches: Tensor | None = None) -> Tensor:
-        """(n, 3, size, size) normalised pixels -> (n, width); of each image only `patches` (n, kept), or all."""
-        x = self._patches(pixels, patches)  # (n, patches, width)
+    def forward(self, pixels: Tensor, kept_patches: Tensor | None = None) -> Tensor:
+        """(n, 3, size, size) normalized pixels -> (n, width), from all patches or from `kept_patches` (n, kept)."""
+        x = self._patches(pixels, kept_patches)  # (n, patches, width)
         positions = self.positions.to(x.dtype)
         prefix = 0 if self.cls is None else 1
-        x = x + (positions[prefix:] if patches is None else positions[prefix:][patches])
+        x = x + (positions[prefix:] if kept_patches is None else positions[prefix:][kept_patches])
         if self.cls is not None:
             x = torch.cat([(self.cls.to(x.dtype) + positions[0]).expand(len(x), 1, -1), x], dim=1)
         x = self.norm_pre(x).to(_compute_dtype(x))
         return self.norm(self.transformer(x, 0 if self.cls is not None else "mean"))
 
-    def _patches(self, pixels: Tensor, chosen: Tensor | None = None) -> Tensor:
+    def _patches(self, pixels: Tensor, kept: Tensor | None) -> Tensor:
         if isinstance(self.patch, ConvStem):
-            x = self.patch(pixels)  # a convolution sees the neighbours, so all are made before some are left out
-            return x if chosen is None else x[torch.arange(len(x), device=x.device)[:, None], chosen]
+            x = self.patch(pixels)  # a convolution sees the neighbours, so all are made before some are dropped
+            return x if kept is None else x[torch.arange(len(x), device=x.device)[:, None], kept]
         # A matrix product instead of the convolution: same numbers, faster on every device we measured.
         n, _, height, width = pixels.shape
         size = self.patch.kernel_size[0]
         x = pixels.view(n, 3, height // size, size, width // size, size)
         x = x.permute(0, 2, 4, 1, 3, 5).reshape(n, -1, 3 * size * size)
-        if chosen is not None:
-            x = x[torch.arange(n, device=x.device)[:, None], chosen]
+        if kept is not None:
+            x = x[torch.arange(n, device=x.device)[:, None], kept]
         return F.linear(x, self.patch.weight.flatten(1), self.patch.bias)
 
     @torch.no_grad()
-    def reset_positions(self, shape: ClipShape) -> None:
-        """Fill fixed positions again, after the tower was made without memory; learned ones stay as they are."""
-        if shape.positions == "sincos" and not self.positions.is_meta:
+    def reset_buffers(self) -> None:
+        """Fill fixed positions; learned ones stay as they are."""
+        if self.config.positions == "sincos" and not self.positions.is_meta:
             self.positions.zero_()
-            self.positions[-(shape.grid**2) :] = sincos_2d(shape.grid, self.width)
+            self.positions[-self.config.patches :] = sincos_2d(self.config.grid, self.width)
 
     @torch.no_grad()
-    def initialise(self, shape: ClipShape) -> None:
-        """Start values: fan-in for the patches, small for class token and learned positions."""
+    def initialize(self) -> None:
+        """Fan-in for the patches, small for class token and learned positions."""
         if isinstance(self.patch, ConvStem):
-            self.patch.initialise()
+            self.patch.initialize()
         else:
-            nn.init.normal_(self.patch.weight, std=(3 * shape.patch_size**2) ** -0.5)
+            nn.init.normal_(self.patch.weight, std=(3 * self.config.patch_size**2) ** -0.5)
             if self.patch.bias is not None:
                 nn.init.zeros_(self.patch.bias)
         for extra in (self.cls, self.positions):
             if isinstance(extra, nn.Parameter):
                 nn.init.normal_(extra, std=self.width**-0.5)
-        self.transformer.initialise(shape.init)
+        self.transformer.initialize(self.config.init)
 
 
-class TextTower(nn.Module):
-    """Causal transformer over token ids; the feature is read at the end-of-text mark."""
+class TextTower(TransformerTower):
+    """Causal transformer over token ids; the feature is read at the EOT token."""
 
-    def __init__(self, shape: ClipShape, eot_id: int) -> None:
+    def __init__(self, config: TextTowerConfig) -> None:
         super().__init__()
-        width = shape.text_width
-        self.width, self.eot_id = width, eot_id
-        # Without memory torch draws no start, but would load its whole compiler to see what one would look like.
-        table = torch.empty(shape.vocab_size, width)
-        self.tokens = nn.Embedding(shape.vocab_size, width, _weight=table if table.is_meta else None)
-        self.positions = nn.Parameter(torch.empty(shape.context_length, width))
-        self.transformer = Transformer(
-            width, shape.text_layers, shape.text_heads, shape.mlp_ratio, True, shape.activation, shape.dropout
-        )
-        self.norm = nn.LayerNorm(width)
+        self.config, self.width = config, config.width
+        # On the meta device torch draws no random numbers, but would import its compiler to find the result's shape.
+        table = torch.empty(config.vocab_size, config.width)
+        self.tokens = nn.Embedding(config.vocab_size, config.width, _weight=table if table.is_meta else None)
+        self.positions = nn.Parameter(torch.empty(config.context_length, config.width))
+        self.transformer = Transformer(config, causal=True)
+        self.norm = nn.LayerNorm(config.width)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """(n, length) token ids, length <= context -> (n, width). What stands after the end mark has no effect."""
-        x = self.tokens(ids) + self.positions[: ids.shape[1]]
-        end = (ids == self.eot_id).int().argmax(dim=1)  # the first end mark
-        return self.norm(self.transformer(x.to(_compute_dtype(x)), end))
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(n, length) token ids, length <= context -> (n, width). What follows the EOT token has no effect."""
+        x = self.tokens(tokens) + self.positions[: tokens.shape[1]]
+        eot = (tokens == self.config.eot_id).int().argmax(dim=1)  # the first one
+        return self.norm(self.transformer(x.to(_compute_dtype(x)), eot))
 
     @torch.no_grad()
-    def initialise(self, shape: ClipShape) -> None:
-        """CLIP's start values."""
+    def initialize(self) -> None:
+        """CLIP's initialization."""
         nn.init.normal_(self.tokens.weight, std=0.02)
         nn.init.normal_(self.positions, std=0.01)
-        self.transformer.initialise(shape.init)
+        self.transformer.initialize(self.config.init)

@@ -3,35 +3,56 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-class Tokenizer(Protocol):
+
+class Tokenizer(ABC):
     """Text to ids and back. One tokenizer serves all splits and is saved with the model."""
 
     pad_id: int
     sot_id: int
     eot_id: int
+    context_length: int = 77  # of `tokenizer(texts)`; a loaded model sets its own
 
     @property
+    @abstractmethod
     def vocab_size(self) -> int:
-        """Number of ids."""
+        """Number of ids, special tokens included."""
 
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of the text alone: no start or end mark, not cut."""
+        """Ids of the text alone: no start or EOT token, not truncated."""
 
+    @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text behind the ids; start, end and padding are left out."""
+        """The text up to the EOT token; start and padding are left out."""
 
-    def __call__(self, texts: Sequence[str], context_length: int) -> np.ndarray:
-        """(n, context_length) int32: start, text cut to fit, end, padding. The end mark is always there."""
+    @abstractmethod
+    def tokenize(self, texts: Sequence[str], context_length: int) -> np.ndarray:
+        """(n, context_length) int32: start, text truncated to fit, EOT, padding. The EOT token is always there."""
 
+    @abstractmethod
     def save(self, folder: Path) -> None:
         """Write tokenizer.json into a model folder."""
+
+    def __call__(self, texts: str | Sequence[str]) -> Tensor:
+        """(n, context_length) int64 token ids of one text or many, as the model takes them."""
+        import torch
+
+        return torch.from_numpy(self.tokenize([texts] if isinstance(texts, str) else texts, self.context_length)).long()
+
+    def lengths(self, tokens: np.ndarray) -> np.ndarray:
+        """(n,) tokens of each row up to the EOT token, or to the last that is not padding where that is later."""
+        eot = (tokens == self.eot_id).argmax(axis=1) + 1
+        return np.maximum(eot, (tokens != self.pad_id).sum(axis=1))
 
 
 FILE_NAME = "tokenizer.json"

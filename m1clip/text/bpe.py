@@ -23,7 +23,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as InTurn
 
-from m1clip.text.base import check_texts, to_rows, write_record
+from m1clip.text.base import Tokenizer, check_texts, to_rows, write_record
 
 BASE_COUNT = 512  # 256 bytes, and the same 256 as the last byte of a word
 FULL_SOT_ID = 49_406  # also the number of pieces
@@ -99,7 +99,7 @@ def _piece_bytes() -> list[bytes]:
     return pieces
 
 
-class BpeTokenizer:
+class BpeTokenizer(Tokenizer):
     """CLIP's tokenizer: all 49,408 ids, or only the merged pieces in `kept` beside the 512 byte pieces.
 
     Cut: id 0 is the padding, then come the pieces in CLIP's order, then start and end.
@@ -148,7 +148,7 @@ class BpeTokenizer:
                 found.append(pieces[self._full_id(token)])
         return b"".join(found).decode("utf-8", errors="replace").strip()
 
-    def __call__(self, texts: Sequence[str], context_length: int) -> np.ndarray:
+    def tokenize(self, texts: Sequence[str], context_length: int) -> np.ndarray:
         """(n, context_length) int32: start, text cut to fit, end, padding. The end mark is always there."""
         check_texts(texts, context_length)
         return to_rows(

@@ -28,7 +28,7 @@ UNKNOWN_MARK = "\N{REPLACEMENT CHARACTER}"
 SPECIAL_COUNT = 4  # pad, start, end, unknown
 
 
-class CharTokenizer:
+class CharTokenizer(Tokenizer):
     """Lower-cased characters of a fixed alphabet; any other character is the unknown id."""
 
     pad_id: int = 0
@@ -77,7 +77,7 @@ class CharTokenizer:
                 chars.append(self.alphabet[token - SPECIAL_COUNT])
         return "".join(chars)
 
-    def __call__(self, texts: Sequence[str], context_length: int) -> np.ndarray:
+    def tokenize(self, texts: Sequence[str], context_length: int) -> np.ndarray:
         """(n, context_length) int32: start, text cut to fit, end, padding. The end mark is always there."""
         check_texts(texts, context_length)
         token_lists = [self.encode(text) for text in texts]
@@ -97,7 +97,7 @@ class CharTokenizer:
         return f"CharTokenizer({self.alphabet!r})"
 
 
-class FastTokenizer:
+class FastTokenizer(Tokenizer):
     """Its own normaliser, pieces and marks; `pad_id` fills the rows."""
 
     def __init__(self, text: str, pad_id: int) -> None:
@@ -134,7 +134,7 @@ class FastTokenizer:
         """The text behind the ids, without marks and padding."""
         return str(self._rust.decode([i for i in map(int, ids) if i != self.pad_id], skip_special_tokens=True))
 
-    def __call__(self, texts: Sequence[str], context_length: int) -> np.ndarray:
+    def tokenize(self, texts: Sequence[str], context_length: int) -> np.ndarray:
         """(n, context_length) int32: start, text cut to fit, end, padding."""
         check_texts(texts, context_length)
         rows = np.full((len(texts), context_length), self.pad_id, np.int32)
@@ -155,7 +155,7 @@ class FastTokenizer:
 PAD, UNKNOWN, START, END = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
 
 
-class WordPieceTokenizer:
+class WordPieceTokenizer(Tokenizer):
     """Ids are those of the pieces' places in the list."""
 
     def __init__(self, pieces: Sequence[str]) -> None:
@@ -192,7 +192,7 @@ class WordPieceTokenizer:
                 kept.append(token)
         return str(self._rust.decode(kept))
 
-    def __call__(self, texts: Sequence[str], context_length: int) -> np.ndarray:
+    def tokenize(self, texts: Sequence[str], context_length: int) -> np.ndarray:
         """(n, context_length) int32: start, text cut to fit, end, padding."""
         check_texts(texts, context_length)
         found = self._rust.encode_batch_fast(list(texts), add_special_tokens=False)

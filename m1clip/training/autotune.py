@@ -41,9 +41,9 @@ from m1clip.hardware.memory import map_large_blocks, return_freed_memory
 from m1clip.hardware.precision import autocast
 from m1clip.hardware.timing import BUSY, Load, Timing, alternate, timing
 from m1clip.io import read_small, write_json
-from m1clip.model.clip import CLIP
+from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.layers import AttentionKind, attention
-from m1clip.model.presets import ClipShape
+from m1clip.model.presets import CLIPConfig, with_fields
 from m1clip.training.memory import (
     Forecast,
     Parts,
@@ -134,7 +134,7 @@ def candidates(device: str, precision: str, facts: Facts) -> list[tuple[Kind, Pr
 
 
 def choose(
-    config: Config, shape: ClipShape, eot_id: int, facts: Facts, text_tokens: int, folder: Path | None = None,
+    config: Config, shape: CLIPConfig, eot_id: int, facts: Facts, text_tokens: int, folder: Path | None = None,
     measure: Callable[..., Tried] | None = None,
 ) -> Choice:  # fmt: skip
     """The fastest device and precision for this model; measured for at most half a minute, or read from the cache."""
@@ -175,7 +175,7 @@ def affordable(batch: int, pair_seconds: float, options: int, seconds: float = M
 
 
 def _measured(
-    config: Config, shape: ClipShape, eot_id: int, facts: Facts, options: list[tuple[Kind, Precision]],
+    config: Config, shape: CLIPConfig, eot_id: int, facts: Facts, options: list[tuple[Kind, Precision]],
     text_tokens: int, batch: int, most: float,
 ) -> tuple[list[Tried], int] | None:  # fmt: skip
     """Gradients of all candidates first, then their steps: so the peak of memory is that of a step.
@@ -206,7 +206,7 @@ def _measured(
 
 
 def check_gradient(
-    config: Config, shape: ClipShape, eot_id: int, facts: Facts, kind: Kind, precision: Precision, samples: Any,
+    config: Config, shape: CLIPConfig, eot_id: int, facts: Facts, kind: Kind, precision: Precision, samples: Any,
     truth: torch.Tensor,
 ) -> Tried:  # fmt: skip
     """A candidate, with how far its gradient is from the true one; out where that is too far."""
@@ -225,7 +225,7 @@ def check_gradient(
 
 
 def time_step(
-    config: Config, shape: ClipShape, eot_id: int, facts: Facts, candidate: Tried, work: Any, seconds: float
+    config: Config, shape: CLIPConfig, eot_id: int, facts: Facts, candidate: Tried, work: Any, seconds: float
 ) -> Tried:
     """The real step of a candidate, as many times as fit."""
     kind, precision = candidate.device, candidate.precision
@@ -277,24 +277,24 @@ def _timed(update: TrainStep, samples: Any, device: Device, seconds: float) -> t
     return timing(taken[1:] or taken).low, timing(used[1:] or used).low
 
 
-def _model(config: Config, shape: ClipShape, eot_id: int, device: Device, precision: Precision) -> CLIP:
+def _model(config: Config, shape: CLIPConfig, eot_id: int, device: Device, precision: Precision) -> CLIP:
     torch.manual_seed(config.seed)
     attention: AttentionKind = "sdpa" if device.kind != "cpu" or precision == "fp32" else "bmm"
     # CLIP's start values, not zeros: behind silent branches the gradient is nothing but rounding (parity.stirred).
-    model = CLIP(dataclasses.replace(shape, dropout=0.0, init="clip"), eot_id).to(device.torch)
+    model = build_clip(with_fields(shape, dropout=0.0, init="clip")).to(device.torch)
     model.set_attention(attention, attention)
-    model.set_recompute(config.model.recompute)
+    model.set_activation_checkpointing(config.model.recompute)
     return model
 
 
-def _reference(config: Config, shape: ClipShape, eot_id: int, facts: Facts, samples: Any) -> torch.Tensor:
+def _reference(config: Config, shape: CLIPConfig, eot_id: int, facts: Facts, samples: Any) -> torch.Tensor:
     """The gradient that the others must have: the CPU's in fp32."""
     host = _model(config, shape, eot_id, Device("cpu", facts), "fp32")
     return gradient(host, few(samples), Preprocess(image_size=shape.image_size), contextlib.nullcontext)
 
 
 def _key(
-    config: Config, shape: ClipShape, facts: Facts, batch: int, text_tokens: int, options: list[tuple[Kind, Precision]]
+    config: Config, shape: CLIPConfig, facts: Facts, batch: int, text_tokens: int, options: list[tuple[Kind, Precision]]
 ) -> str:
     """This machine, this model, these versions: anything else measures anew."""
     values = {
@@ -368,7 +368,7 @@ class Fit:
 
 
 def fit_memory(
-    config: Config, shape: ClipShape, device: Device, precision: Precision, facts: Facts, text_tokens: int,
+    config: Config, shape: CLIPConfig, device: Device, precision: Precision, facts: Facts, text_tokens: int,
     images: int,
 ) -> Fit | None:  # fmt: skip
     """The batch and means that fit; None where nothing was left open and no limit was given."""
@@ -452,7 +452,7 @@ def usual_captions(config: Config, train: Split) -> int:
 
 
 def fitted(
-    config: Config, shape: ClipShape, eot_id: int, facts: Facts, train: Split, say: Callable[[str], None],
+    config: Config, shape: CLIPConfig, eot_id: int, facts: Facts, train: Split, say: Callable[[str], None],
     choices: dict[str, Any],
 ) -> tuple[Config, Device, Precision]:  # fmt: skip
     """The config with a batch that fits, the device and the precision; says and records why."""

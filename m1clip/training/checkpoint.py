@@ -21,7 +21,7 @@ from m1clip.errors import UserError
 from m1clip.formatting import steps_or_seconds
 from m1clip.io import atomic_folder, read_small, remove_folder, remove_leftovers, validated, write_json
 from m1clip.io import restore_folders as files_restore
-from m1clip.model.convert import read_tensors, write_tensors
+from m1clip.model.weights import read_tensors, write_tensors
 from m1clip.training.checkpoint_files import (
     FOLDER,
     FORMAT,

@@ -92,7 +92,7 @@ class CapturedStep:
         """The same batch, each group of texts padded to the longest that it has had: no caption sees its padding."""
         if batch.tokens is None or not batch.lengths:
             return batch
-        groups, context = batch.text_rows(), self.update.model.shape.context_length
+        groups, context = batch.text_rows(), self.update.model.config.context_length
         now = [rounded(max(batch.lengths[rows]), context) for rows in groups]
         known = self._longest.get(len(batch.tokens), [0] * len(now))
         # One bucket more than what was seen: each time that one grows the recording has to be made anew.

@@ -92,7 +92,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-BLOCK = re.compile(r"^(?P<tower>[^.]+)\..*?\b(?:blocks|layers?|resblocks|stages)\.(?P<number>\d+)\.")
+BLOCK = re.compile(r"^(?P<tower>[^.]+)_tower\..*?\b(?:blocks|layers?|resblocks|stages)\.(?P<number>\d+)\.")
 LOOKS = 40  # a run, unless the config says otherwise
 
 
@@ -104,7 +104,7 @@ def layer_of(name: str) -> str:
     if block:
         return f"{block['tower']} block {int(block['number']) + 1}"
     tower = re.split(r"[._]", name)[0]
-    head = "projection" in name or name.startswith(f"{tower}.norm.")
+    head = name.startswith((f"{tower}_head.", f"{tower}_tower.norm."))
     return f"{tower} {'head' if head else 'stem'}"
 
 

@@ -15,7 +15,7 @@ from m1clip.evaluation.evaluate import NEGATIVE_IMAGES, Evaluator, eval_batch_si
 from m1clip.evaluation.retrieval import retrieval
 from m1clip.evaluation.snapshot import write_snapshot
 from m1clip.evaluation.statistics import Metric, Scores, selection_metric
-from m1clip.inference.encoder import Bundle, Features, encode_split
+from m1clip.inference.encoder import Model, SplitFeatures, encode_split
 from m1clip.model.clip import CLIP
 from m1clip.runlog import RunLog
 from m1clip.training.checkpoint import CheckpointWriter, TrainState, groups
@@ -32,7 +32,7 @@ FEWEST = 4
 SMALL_CHANGE = 0.25  # seconds
 
 
-def encode(job: Job, model: CLIP, split: str, images: int | None = None) -> Features:
+def encode(job: Job, model: CLIP, split: str, images: int | None = None) -> SplitFeatures:
     """Features of a split, or of its first `images`, in the precision of the run."""
     data = job.splits[split]
     return encode_split(model, data, job.preprocess, eval_batch_size(model), job.autocast, images)
@@ -59,13 +59,13 @@ class Budget:
         return count if count >= FEWEST else 0
 
 
-def look_closer(job: Job, model: CLIP, features: Features, run: Path, step: int, images: int) -> dict[str, Any]:
+def look_closer(job: Job, model: CLIP, features: SplitFeatures, run: Path, step: int, images: int) -> dict[str, Any]:
     """The analysis of the validation split for the log, and a snapshot of what it finds for those who watch.
 
     `images` are asked about made-up captions; with 0 that part waits for a later evaluation.
     """
     begin, training = time.perf_counter(), model.training
-    bundle = Bundle(model, job.tokenizer, job.preprocess)
+    bundle = Model(model, job.tokenizer, job.preprocess)
     found = Evaluator(bundle, job.source, "val", job.splits["val"], job.autocast).analysis(features, images)
     model.train(training)
     write_snapshot(run, step, "val", job.splits["val"], features)
@@ -238,7 +238,7 @@ class _Loop:
             state.stale += 1
             return
         with self.rescue.disk(state.step, self.run / "best"):
-            Bundle(self.update.model, job.tokenizer, job.preprocess).save(self.run / "best")
+            Model(self.update.model, job.tokenizer, job.preprocess).save(self.run / "best")
             state.best, state.best_step, state.stale = chosen.value, state.step, 0
 
 

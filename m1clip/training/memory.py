@@ -23,8 +23,8 @@ from m1clip.data.loader import TENSORS, Batch
 from m1clip.hardware.device import Device, Kind, Precision
 from m1clip.hardware.facts import Facts
 from m1clip.hardware.precision import autocast
-from m1clip.model.clip import CLIP
-from m1clip.model.presets import ClipShape
+from m1clip.model.clip import build_clip
+from m1clip.model.presets import CLIPConfig, with_fields
 from m1clip.training.step import TrainStep
 
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "batch", "temporaries")
@@ -117,7 +117,7 @@ def watched(update: TrainStep, batch: Batch, step: Callable[[Batch], object]) ->
         ledger.close()
 
 
-def stand_in(shape: ClipShape, batch: int, text_tokens: int, eot_id: int, several: int = 1) -> Batch:
+def stand_in(shape: CLIPConfig, batch: int, text_tokens: int, eot_id: int, several: int = 1) -> Batch:
     """A batch of nothing in particular, in the shapes of a real one."""
     views = whole_views(batch)
     tokens = torch.randint(0, shape.vocab_size, (batch * several, text_tokens))
@@ -131,24 +131,26 @@ def stand_in(shape: ClipShape, batch: int, text_tokens: int, eot_id: int, severa
 
 
 def foretell(
-    config: Config, shape: ClipShape, kind: Kind, precision: Precision, facts: Facts, batch: int, text_tokens: int
-) -> Parts:  # fmt: skip
+    config: Config, shape: CLIPConfig, kind: Kind, precision: Precision, facts: Facts, batch: int, text_tokens: int
+) -> Parts:
     """The components of the real step, made with fake tensors: all shapes, no memory, no arithmetic."""
     several = config.data.captions_per_step or 1
     model = dataclasses.replace(config.model, compile=False)  # the compiler would not take fake tensors
     contrast = config.train.text_contrast
     train = dataclasses.replace(
-        config.train, batch=max(batch, 2), chunk=min(config.train.chunk, batch),
+        config.train,
+        batch=max(batch, 2),
+        chunk=min(config.train.chunk, batch),
         text_contrast=float(several > 1) if contrast is None else contrast,  # any weight takes the same memory
-    )  # fmt: skip
+    )
     plain = dataclasses.replace(config, model=model, train=train)
     host = Device("cpu", facts)  # fake tensors of an absent device cannot be made, and shapes are the same there
     warm_process(facts)  # private operations are tried out at their first use, which must not be a fake one
     with FakeTensorMode(), _WithoutShapes():
-        clip = CLIP(shape, eot_id=0)
+        clip = build_clip(shape)
         kinds = (config.model.attention_image, config.model.attention_text)
         clip.set_attention(*("sdpa" if wish == "auto" else wish for wish in kinds))
-        clip.set_recompute(config.model.recompute)
+        clip.set_activation_checkpointing(config.model.recompute)
         half: Precision = "bf16" if precision == "fp16" else precision  # the same size; no fp16 on the CPU
         update = TrainStep(clip, plain, host, half, Preprocess(image_size=shape.image_size), autocast(host, half))
 
@@ -194,21 +196,32 @@ class _WithoutShapes(TorchDispatchMode):
 def warm_process(facts: Facts) -> int:
     """Bytes of this process once it has trained anything at all: a toy step loads the libraries' code pages."""
     host, state = Device("cpu", facts), torch.get_rng_state()
-    toy = ClipShape(image_size=32, vision_width=32, vision_layers=1, vision_heads=2, text_width=32, text_layers=1,
-                    text_heads=2, vocab_size=64, embed_dim=32)  # fmt: skip
+    toy = with_fields(
+        CLIPConfig(),
+        image_size=32,
+        vision_width=32,
+        vision_layers=1,
+        vision_heads=2,
+        text_width=32,
+        text_layers=1,
+        text_heads=2,
+        vocab_size=64,
+        embed_dim=32,
+    )
     kinds: tuple[Precision, ...] = ("fp32", "bf16")
     for kind in kinds:
-        update = TrainStep(CLIP(toy, 0), Config(), host, kind, Preprocess(image_size=32), autocast(host, kind))
+        update = TrainStep(build_clip(toy), Config(), host, kind, Preprocess(image_size=32), autocast(host, kind))
         update(stand_in(toy, 4, 16, 0), 1)
     torch.set_rng_state(state)
     return int(psutil.Process().memory_info().rss)
 
 
-def kept_by_mlp(shape: ClipShape, batch: int, text_tokens: int, size: int) -> int:
+def kept_by_mlp(shape: CLIPConfig, batch: int, text_tokens: int, size: int) -> int:
     """What the MLPs keep on an accelerator, and compute again on the CPU (model/mlp.py): their activation."""
-    image = shape.vision_layers * shape.image_tokens * shape.vision_width
-    text = shape.text_layers * text_tokens * shape.text_width
-    return int(batch * (image + text) * shape.mlp_ratio * size)
+    vision, text = shape.own_towers
+    numbers = vision.layers * vision.tokens * vision.width * vision.mlp_ratio
+    numbers += text.layers * text_tokens * text.width * text.mlp_ratio
+    return int(batch * numbers * size)
 
 
 @dataclass(frozen=True)
@@ -252,6 +265,6 @@ def forecast(trace: Callable[[int], Parts], like: Forecast | None = None) -> For
     return Forecast(least, third - slope * high - square * high**2, slope, square)
 
 
-def tracer(config: Config, shape: ClipShape, kind: Kind, precision: Precision, facts: Facts, text_tokens: int) -> Any:
+def tracer(config: Config, shape: CLIPConfig, kind: Kind, precision: Precision, facts: Facts, text_tokens: int) -> Any:
     """`foretell` as a function of the batch alone, remembering its answers."""
     return functools.cache(lambda batch: foretell(config, shape, kind, precision, facts, batch, text_tokens))

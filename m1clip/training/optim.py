@@ -13,7 +13,7 @@ from m1clip.training.muon import AdamW, Muon
 
 Parameter = tuple[str, Tensor]
 PIXEL_CHANNELS = 3
-TOWERS = ("image", "text")  # of a CLIP, by their names in it
+TOWERS = ("image_tower", "text_tower")
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:

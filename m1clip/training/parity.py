@@ -16,8 +16,8 @@ from m1clip.data.loader import Batch
 from m1clip.errors import UserError
 from m1clip.hardware.device import Precision
 from m1clip.losses import infonce, same_pairs
-from m1clip.model.clip import CLIP
-from m1clip.training.step import image_input, text_input
+from m1clip.model.clip import CLIP, Features
+from m1clip.training.step import normalized_pixels
 
 if TYPE_CHECKING:  # setup asks this module too, when it chooses a device
     from m1clip.training.setup import Job
@@ -78,7 +78,15 @@ def gradient(
     """The gradient of every parameter as one float32 vector on the CPU; of a large model some numbers of each."""
     batch = batch.to(model.logit_scale.device)
     with context():
-        features = model(image_input(batch, preprocess), text_input(batch))
+        if batch.image_features is None:
+            image = model.encode_image(normalized_pixels(batch, preprocess))
+        else:
+            image = model.project_image(batch.image_features)
+        if batch.text_features is None:
+            text = model.encode_text(batch.texts(slice(None)))
+        else:
+            text = model.project_text(batch.text_features)
+        features = Features(image, text, model.scale(), model.logit_bias)
     # Not the run's own objective: this one needs nothing of the model and asks the same of every kernel.
     infonce(features, same_pairs(batch.sample_ids, batch.caption_ids, batch.image_index)).backward()
     grads = [p.grad.detach().flatten() for p in model.parameters() if p.grad is not None]

@@ -30,7 +30,7 @@ from m1clip.hardware.device import rules
 from m1clip.hardware.facts import Facts, usable_cpus
 from m1clip.hardware.memory import return_freed_memory
 from m1clip.hardware.timing import timing
-from m1clip.inference.encoder import Bundle, load
+from m1clip.inference.encoder import Model, load
 from m1clip.io import matches_schema, read_small, remove_leftovers, write_json, write_text
 from m1clip.runlog import MEAN_RECALL, RunLog, read_log
 from m1clip.training.checkpoint import TrainState, load_latest, restore, save_failure
@@ -316,12 +316,12 @@ def _finish(job: Job, update: TrainStep, folder: Path, log: RunLog, screen: Scre
     if update.ema is not None:
         update.ema.swap(update.model)
     log.check_folder()
-    Bundle(update.model, job.tokenizer, job.preprocess).save(folder / "model")
+    Model(update.model, job.tokenizer, job.preprocess).save(folder / "model")
     update.optimizer.drop_state()  # makes room for the second model
     return_freed_memory()
     job.polish(folder, screen.say, log.write)
     best = load(folder, device=job.device.kind)
-    best.model.set_attention(job.config.model.attention_image, job.config.model.attention_text)  # type: ignore[arg-type]
+    best.clip.set_attention(job.config.model.attention_image, job.config.model.attention_text)  # type: ignore[arg-type]
     split = next((name for name in ("test", "val") if name in job.splits), "train")
     grid = folder / "retrieval.png"
     evaluator = Evaluator(best, job.source, split, job.splits[split], job.autocast)

@@ -41,41 +41,37 @@ from m1clip.hardware.device import Device, Precision, check_compile, choose_devi
 from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.measure import DTYPES, bf16_speedup
 from m1clip.hardware.precision import autocast
-from m1clip.inference.encoder import Bundle, assemble, encode_split, load, read_parts
+from m1clip.inference.encoder import Model, encode_split, load
 from m1clip.inference.feature_cache import Maker, Side, feature_captions, feature_images, token_captions
-from m1clip.io import read_small
-from m1clip.model.clip import CLIP, count_parameters
-from m1clip.model.convert import assign_weights, fit_positions, other_tokens, read_json
-from m1clip.model.folder import Parts
+from m1clip.model.clip import CLIP, build_clip, count_parameters
+from m1clip.model.folder import SavedModel, read_model
 from m1clip.model.heads import Head
-from m1clip.model.layers import AttentionKind
 from m1clip.model.lora import ALL, open_tower
-from m1clip.model.presets import ClipShape, resolved, shape_of
+from m1clip.model.presets import (
+    AttentionKind,
+    CLIPConfig,
+    HeadConfig,
+    PretrainedImageConfig,
+    PretrainedTextConfig,
+    TextTowerConfig,
+    VisionTowerConfig,
+    clip_config,
+    model_config,
+)
 from m1clip.model.pretrained import (
-    FILES,
     OWN_IMAGE,
     OWN_TEXT,
-    PREFIX,
-    TIMM,
-    TowerClip,
-    TowerShape,
     installed,
-    load_timm,
-    load_tower,
-    own_config,
-    own_shape,
+    load_image_tower,
+    load_text_tower,
     remedy,
-    tower_file,
-    tower_weights,
     weights_hash,
-    width_of,
-    wordpieces,
 )
+from m1clip.model.weights import Tensors, assign_weights, fit_positions, replace_tokens
 from m1clip.runlog import MEAN_RECALL, SELECTION, TOP1
 from m1clip.text.base import Tokenizer
 from m1clip.text.bpe import BpeTokenizer, row_sources
-from m1clip.text.tokenizers import MAX_BYTES as MAX_TOKENIZER_BYTES
-from m1clip.text.tokenizers import CharTokenizer, FastTokenizer, WordPieceTokenizer, load_tokenizer, make_tokenizer
+from m1clip.text.tokenizers import CharTokenizer, load_tokenizer, make_tokenizer
 from m1clip.training.autotune import USUAL_BATCH, choose_attention, open_training_data, usual_captions, with_batch
 from m1clip.training.autotune import fitted as auto_fitted
 from m1clip.training.teacher import Teacher
@@ -92,7 +88,7 @@ class Job:
     facts: Facts
     device: Device
     precision: Precision
-    shape: ClipShape
+    shape: CLIPConfig
     tokenizer: Tokenizer
     preprocess: Preprocess
     source: Source
@@ -105,9 +101,9 @@ class Job:
     def build_model(self) -> CLIP:
         """A new model from the seed, on the device."""
         torch.manual_seed(self.config.seed)
-        model = CLIP(self.shape, self.tokenizer.eot_id).to(self.device.torch)
+        model = build_clip(self.shape).to(self.device.torch)
         model.set_attention(*_attention_kinds(self.config))  # type: ignore[arg-type]
-        model.set_recompute(self.config.model.recompute)
+        model.set_activation_checkpointing(self.config.model.recompute)
         return model
 
     def polish(self, folder: Path, say: Callable[[str], None], write: Callable[..., Any]) -> None:
@@ -130,7 +126,7 @@ def _attention_kinds(config: Config) -> tuple[str, str]:
     return config.model.attention_image, config.model.attention_text
 
 
-def _check_fits(shape: ClipShape, facts: Facts) -> None:
+def _check_fits(shape: CLIPConfig, facts: Facts) -> None:
     """Before the data is read: a model that no batch size or recomputation can make fit this machine."""
     count = count_parameters(shape)
     memory = max(facts.memory_bytes, torch.cuda.mem_get_info()[1] if facts.cuda else 0)
@@ -146,7 +142,7 @@ def prepare_scratch(
 ) -> Job:
     """Answer every question of a run. `saved` is the folder of a tokenizer to use again on a resume."""
     bias = config.train.objective == "sigmoid"
-    draft = shape_of(config.model, logit_bias=bias)
+    draft = clip_config(config.model, logit_bias=bias)
     facts = read_facts()
     _check_fits(draft, facts)
     plan = decode(facts)
@@ -161,10 +157,11 @@ def prepare_scratch(
     tokenizer = (
         load_tokenizer(saved) if saved else make_tokenizer(config.text.tokenizer, captions, config.text.alphabet)
     )
-    shape = shape_of(config.model, tokenizer.vocab_size, bias)
+    shape = clip_config(config.model, tokenizer, logit_bias=bias)
+    vision, _ = shape.own_towers
 
     letters = isinstance(tokenizer, CharTokenizer)  # they are no words, and none can be spared
-    augmentation = augmentation_of(config.data, captions, shape.stem == "conv", whole_captions=letters)
+    augmentation = augmentation_of(config.data, captions, vision.stem == "conv", whole_captions=letters)
     splits: dict[str, Split] = {}
     for split in ("train", "val", "test"):
         if split in source.splits():
@@ -184,7 +181,7 @@ def prepare_scratch(
         contrast = TEXT_CONTRAST if (data.captions_per_step or 1) > 1 else 0.0
     config = dataclasses.replace(
         config,
-        model=resolved(config.model, shape, *kinds),
+        model=dataclasses.replace(model_config(config.model, shape), attention_image=kinds[0], attention_text=kinds[1]),
         data=data,
         train=dataclasses.replace(config.train, device=device.kind, precision=precision, text_contrast=contrast),
     )
@@ -207,7 +204,7 @@ def choose_hardware(config: Config, facts: Facts) -> tuple[Device, Precision, fl
 
 
 def _training_set(
-    config: Config, shape: ClipShape, train: Split, augmentation: Augmentation, device: Device
+    config: Config, shape: CLIPConfig, train: Split, augmentation: Augmentation, device: Device
 ) -> TrainingSet:
     """The batches of the run, from images that lie on the device where it has a memory of its own."""
     assert config.train.batch
@@ -223,18 +220,19 @@ def _training_set(
         full_length=full_length,
         identity=identities(train.samples),
         captions_per_image=config.data.captions_per_step or 1,
-        patches=shape.grid**2,
+        patches=shape.image_tower.patches,
     )
 
 
 def _measure_attention(
-    config: Config, device: Device, precision: Precision, shape: ClipShape, train: Split, choices: dict[str, Any]
+    config: Config, device: Device, precision: Precision, shape: CLIPConfig, train: Split, choices: dict[str, Any]
 ) -> tuple[AttentionKind, AttentionKind]:
     """Measure both implementations at the shapes of this run, unless the config already says which."""
     longest = min(-(-int(train.captions.lengths.max()) // 8) * 8, shape.context_length)
+    vision, text = shape.own_towers
     asked = {
-        "image": (config.model.attention_image, shape.vision_heads, shape.image_tokens, shape.vision_width, False),
-        "text": (config.model.attention_text, shape.text_heads, longest, shape.text_width, True),
+        "image": (config.model.attention_image, vision.heads, vision.tokens, vision.width, False),
+        "text": (config.model.attention_text, text.heads, longest, text.width, True),
     }
     kinds: list[AttentionKind] = []
     for tower, (wish, heads, length, width, causal) in asked.items():
@@ -274,16 +272,16 @@ class Moving(NamedTuple):
 
 
 def maker_of(
-    model: TowerClip, tokenizer: Tokenizer, preprocess: Preprocess, config: Config, source: Source, device: Device,
+    model: CLIP, tokenizer: Tokenizer, preprocess: Preprocess, config: Config, source: Source, device: Device,
     precision: Precision, plan: DecodePlan,
 ) -> Maker:  # fmt: skip
     """What makes the features of a model's towers."""
     folders = data_folders(source)
-    read_at = getattr(model.image, "also", model.shape.image_config)
+    image, text = model.image_tower, model.text_tower
     return Maker(
-        image=Side(model.image, width_of(model.image), (weights_hash(model.image.state_dict()), str(read_at))),
-        text=Side(model.text, width_of(model.text), (weights_hash(model.text.state_dict()), model.shape.text_config)),
-        tokenizer=tokenizer, context_length=model.shape.context_length, preprocess=preprocess,
+        image=Side(image, image.width, (weights_hash(image.state_dict()), str(model.config.image_tower))),
+        text=Side(text, text.width, (weights_hash(text.state_dict()), str(model.config.text_tower))),
+        tokenizer=tokenizer, context_length=model.config.context_length, preprocess=preprocess,
         views=config.transfer.views, folder=cache_folder(config.data.cache_dir, folders), roots=folders,
         device=device.torch, precision=precision, autocast=autocast(device, precision), plan=plan,
     )  # fmt: skip
@@ -297,16 +295,14 @@ def look_at(config: Config, source: Source, maker: Maker, say: Callable[[str], N
     return look_first(source, size, context, say, maker.plan.warn)
 
 
-def augmentation_for(
-    config: Config, source: Source, model: TowerClip, tokenizer: Tokenizer, moving: Moving
-) -> Augmentation:
+def augmentation_for(config: Config, source: Source, model: CLIP, tokenizer: Tokenizer, moving: Moving) -> Augmentation:
     """What the sides that move see varied: in towers of ours as in any run, in others words only where asked for."""
     captions = [caption for sample in source.samples("train") for caption in sample.captions]
-    image, text = own_shape(model.shape.image_config), own_shape(model.shape.text_config)
-    whole_images = image is None or image.stem == "conv"
-    whole_captions = text is None or isinstance(tokenizer, CharTokenizer)
+    image, text = model.config.image_tower, model.config.text_tower
+    whole_images = image.kind != "vit" or image.stem == "conv"
+    whole_captions = text.kind != "transformer" or isinstance(tokenizer, CharTokenizer)
     found = augmentation_of(config.data, captions, whole_images, whole_captions)
-    patches = found.patch_dropout if image is not None else 0.0  # a tower of others knows of no patches
+    patches = found.patch_dropout if image.patches else 0.0  # a tower of others knows of no patches
     words = found.word_dropout if moving.text else 0.0
     if not moving.image:
         return Augmentation(word_dropout=words)
@@ -363,13 +359,13 @@ def with_teacher(job: Job, say: Callable[[str], None], decode: Callable[[Facts],
     """The job with what the teacher makes of its training images and captions."""
     transfer, train = job.config.transfer, job.splits["train"]
     bundle = load(Path(transfer.teacher or ""), job.device.kind, activation=transfer.activation)
-    model, width = bundle.model, bundle.model.shape.embed_dim
+    model, width = bundle.clip, bundle.clip.config.embed_dim
     folders = data_folders(job.source)
     # The same weights make other vectors with another activation, or fewer heads.
-    key = (weights_hash(model.state_dict()), json.dumps(model.shape.to_dict(), sort_keys=True), "unit vectors")
+    key = (weights_hash(model.state_dict()), json.dumps(model.config.to_dict(), sort_keys=True), "unit vectors")
     maker = Maker(
         image=Side(model.encode_image, width, key), text=Side(model.encode_text, width, key),
-        tokenizer=bundle.tokenizer, context_length=model.shape.context_length, preprocess=bundle.preprocess, views=1,
+        tokenizer=bundle.tokenizer, context_length=model.config.context_length, preprocess=bundle.preprocess, views=1,
         folder=cache_folder(job.config.data.cache_dir, folders), roots=folders, device=job.device.torch,
         precision=job.precision, autocast=job.autocast, plan=decode(job.facts),
     )  # fmt: skip
@@ -399,7 +395,7 @@ class Meter(Protocol):
     def name(self) -> str:
         """What the number is, in a person's words."""
 
-    def __call__(self, bundle: Bundle) -> float:
+    def __call__(self, bundle: Model) -> float:
         """Measure a model."""
 
 
@@ -420,9 +416,9 @@ class RecallMeter:
         """Its label."""
         return SELECTION[self.metric]
 
-    def __call__(self, bundle: Bundle) -> float:
+    def __call__(self, bundle: Model) -> float:
         """Features of the split first; sides that stand still bring theirs."""
-        found = encode_split(bundle.model, self.split, bundle.preprocess, BATCH, self.autocast)
+        found = encode_split(bundle.clip, self.split, bundle.preprocess, BATCH, self.autocast)
         return selection_metric(retrieval(*found)).value
 
 
@@ -434,14 +430,14 @@ class ClassMeter:
     autocast: Context
     name: str = "zero-shot top-1"
 
-    def __call__(self, bundle: Bundle) -> float:
+    def __call__(self, bundle: Model) -> float:
         """The names of the folders are the classes."""
-        training, data = bundle.model.training, class_folders(self.folder)
+        training, data = bundle.clip.training, class_folders(self.folder)
         chosen = even_indices(len(data.paths), MOST_IMAGES)
         with self.autocast():
             features, kept, _ = encode_readable(bundle, [data.paths[place] for place in chosen])
             vectors = class_vectors(bundle, data.names).cpu()
-        bundle.model.train(training)
+        bundle.clip.train(training)
         labels = torch.tensor([data.labels[chosen[place]] for place in kept])
         return top_k_accuracy(features.float() @ vectors.float().T, labels, "zero_shot")["zero_shot/top1"].value
 
@@ -458,7 +454,7 @@ class Base:
 
     def now(self, model: CLIP) -> float:
         """What it makes of it now."""
-        return self.meter(Bundle(model, self.tokenizer, self.preprocess))
+        return self.meter(Model(model, self.tokenizer, self.preprocess))
 
     def figures(self, model: CLIP, say: Callable[[str], None]) -> dict[str, Any]:
         """For the line of an evaluation in the run log, and said."""
@@ -484,7 +480,7 @@ def with_base(job: J, load: Callable[[Source, str, DataConfig], Split]) -> J:
     else:
         split = next(name for name in ("test", "val", "train") if name in source.splits())
         meter = RecallMeter(load(source, split, data), job.autocast)
-    before = meter(Bundle(job.build_model(), job.tokenizer, job.preprocess))
+    before = meter(Model(job.build_model(), job.tokenizer, job.preprocess))
     where = ", ".join(config.transfer.base)
     base = Base(where, meter, job.tokenizer, job.preprocess, before)
     return dataclasses.replace(cast(Any, job), base=base)  # every job that starts from a model has this field
@@ -507,18 +503,18 @@ def mix(
 ) -> None:  # fmt: skip
     """Mix old and new weights as asked, keep what is best on validation, and tell what was forgotten."""
     best, wish = load(folder, device=job.device.kind), job.config.transfer.wise
-    new = {name: tensor.clone() for name, tensor in best.model.state_dict().items()}
+    new = {name: tensor.clone() for name, tensor in best.clip.state_dict().items()}
     tried = GRID if wish == "search" else (1.0,) if wish == "off" else (float(wish),)
     meter = RecallMeter(job.splits["val"], job.autocast) if "val" in job.splits else None
     found: list[tuple[float, float]] = []
     for share in tried:
-        best.model.load_state_dict(mixed(start, new, share))
+        best.clip.load_state_dict(mixed(start, new, share))
         own = meter(best) if meter is not None and wish != "off" else 0.0
         found.append((own, share))
         if wish != "off":
             write("wise", share=share, **({f"val_{meter.metric}": own} if meter is not None else {}))
     own, share = max(found)
-    best.model.load_state_dict(mixed(start, new, share))
+    best.clip.load_state_dict(mixed(start, new, share))
     if wish != "off":
         parts = f"{share:.2f} of the new weights, {1 - share:.2f} of the old"
         score = f": validation {meter.name} {100 * own:.1f}%" if meter is not None else ""
@@ -537,7 +533,7 @@ SAMPLE = 50_000  # rows from which mean and deviation are taken
 class TowerJob(Job):
     """A run on features, on data, or on one of each."""
 
-    towers: TowerClip = dataclasses.field(kw_only=True)  # the weights it starts from; never trained in place
+    towers: CLIP = dataclasses.field(kw_only=True)  # the weights it starts from; never trained in place
     moving: Moving = dataclasses.field(kw_only=True)
     fresh: bool = dataclasses.field(kw_only=True)  # new heads, and all of a tower that moves is trained
     base: Base | None = dataclasses.field(kw_only=True, default=None)
@@ -545,37 +541,38 @@ class TowerJob(Job):
     def build_model(self) -> CLIP:
         """The towers with new heads from the seed, or with the heads it starts from; what is to stand still does."""
         torch.manual_seed(self.config.seed)
-        model = TowerClip(self.towers.shape, self.tokenizer.pad_id).to(self.device.torch)
-        still = (self.towers.image, self.towers.text)
-        model.image, model.text = (
-            copy.deepcopy(tower) if moves else tower for tower, moves in zip(still, self.moving, strict=True)
+        model = build_clip(self.towers.config).to(self.device.torch)
+        towers = (self.towers.image_tower, self.towers.text_tower)
+        model.image_tower, model.text_tower = (
+            copy.deepcopy(tower) if moves else tower.requires_grad_(False)
+            for tower, moves in zip(towers, self.moving, strict=True)
         )
         if self.fresh:
             self._standardise(model)
         else:
             model.load_state_dict(self.towers.state_dict())
-            for head in (model.image_projection, model.text_projection):
+            for head in (model.image_head, model.text_head):
                 cast(Head, head).spare_dead_channels()
         self._let_go(model)
         model.set_attention(self.config.model.attention_image, self.config.model.attention_text)  # type: ignore[arg-type]
-        model.set_recompute(self.config.model.recompute)
+        model.set_activation_checkpointing(self.config.model.recompute)
         return model
 
-    def _standardise(self, model: TowerClip) -> None:
+    def _standardise(self, model: CLIP) -> None:
         """Tell new heads the mean and deviation of the training features; a tower of ours ends in a norm already."""
         train = self.splits["train"]
         images, captions = train.image_features, train.captions.features
         if images is not None:
-            cast(Head, model.image_projection).standardise(*moments(images.array, images.rows[:, 0]))
+            cast(Head, model.image_head).standardize(*moments(images.array, images.rows[:, 0]))
         if captions is not None:
-            cast(Head, model.text_projection).standardise(*moments(captions.array, captions.rows))
+            cast(Head, model.text_head).standardize(*moments(captions.array, captions.rows))
 
-    def _let_go(self, model: TowerClip) -> None:
+    def _let_go(self, model: CLIP) -> None:
         transfer = self.config.transfer
         rank = 0 if self.fresh else transfer.lora_rank
         counts = (ALL, ALL) if self.fresh else (transfer.train_image, transfer.train_text)
         names = ("--transfer.train-image", "--transfer.train-text")
-        towers = (model.image, model.text)
+        towers = (model.image_tower, model.text_tower)
         for tower, moves, count, name in zip(towers, self.moving, counts, names, strict=True):
             if moves:
                 open_tower(tower, count, name, rank, transfer.lora_alpha, transfer.lora_targets)
@@ -591,17 +588,17 @@ class TowerJob(Job):
 
     def describe_model(self) -> str:
         """The towers, what of them stands still, and the heads."""
-        shape, model = self.towers.shape, self.build_model()
+        shape, model = self.towers.config, self.build_model()
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         still = sum(p.numel() for p in model.parameters()) - trained
+        towers = [getattr(tower, "name", tower.kind) for tower in (shape.image_tower, shape.text_tower)]
         names = " and ".join(
-            f"{name}{'' if moves else ', frozen'}"
-            for name, moves in zip((shape.image_tower, shape.text_tower), self.moving, strict=True)
+            f"{name}{'' if moves else ', frozen'}" for name, moves in zip(towers, self.moving, strict=True)
         )
         if not any(self.moving):
-            names = f"{shape.image_tower} and {shape.text_tower}, frozen"
+            names = f"{towers[0]} and {towers[1]}, frozen"
         return (
-            f"{names} ({still:,} parameters stand still), {shape.head} heads to {shape.embed_dim} "
+            f"{names} ({still:,} parameters stand still), {shape.image_head.kind} heads to {shape.embed_dim} "
             f"({trained:,} to train)"
         )
 
@@ -611,9 +608,6 @@ def moments(table: np.ndarray, at: np.ndarray) -> tuple[Tensor, Tensor]:
     chosen = at[:: max(1, len(at) // SAMPLE)]
     rows = torch.from_numpy(table[np.sort(chosen)].astype(np.float32))
     return rows.mean(dim=0), rows.std(dim=0, correction=0)
-
-
-HALF = (0.5, 0.5, 0.5)  # EfficientNet-Lite was trained on pixels between -1 and 1
 
 
 def prepare_frozen(config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan]) -> TowerJob:
@@ -631,7 +625,7 @@ def prepare_frozen(config: Config, say: Callable[[str], None], decode: Callable[
 class Started(NamedTuple):
     """A model on towers, its tokenizer, and what its images must be."""
 
-    model: TowerClip
+    model: CLIP
     tokenizer: Tokenizer
     preprocess: Preprocess
 
@@ -654,120 +648,77 @@ def prepare_towers(
         seen |= dataclasses.asdict(augmentation)
     usual = USUAL_BATCH["frozen" if fresh else "unfreeze"]
     config = with_batch(config, usual, len(splits["train"].samples))
-    own = (own_shape(towers.shape.image_config), own_shape(towers.shape.text_config))
+    vision, text = towers.config.image_tower, towers.config.text_tower
     kinds: dict[str, Any] = {}
-    if own[0] is not None and moving.image:
-        asked = (own[0].vision_heads, own[0].image_tokens, own[0].vision_width // own[0].vision_heads, False)
+    if vision.kind == "vit" and moving.image:
+        asked = (vision.heads, vision.tokens, vision.width // vision.heads, False)
         kinds["attention_image"] = choose_attention(
             config.model.attention_image, device, DTYPES[precision], config.train.batch or 0, *asked
         )[0]
-    if own[1] is not None and moving.text:
-        asked = (own[1].text_heads, own[1].context_length, own[1].text_width // own[1].text_heads, True)
+    if text.kind == "transformer" and moving.text:
+        asked = (text.heads, text.tokens, text.width // text.heads, True)
         kinds["attention_text"] = choose_attention(
             config.model.attention_text, device, DTYPES[precision], config.train.batch or 0, *asked
         )[0]
     config = dataclasses.replace(
         config,
-        model=dataclasses.replace(_shape_told(config.model, *own), **kinds),
+        model=dataclasses.replace(model_config(config.model, towers.config), **kinds),
         data=dataclasses.replace(config.data, **seen),
         train=dataclasses.replace(config.train, device=device.kind, precision=precision),
     )
-    patches = own[0].grid ** 2 if own[0] is not None else 0
+    patches = vision.patches
     full_length = device.rules.fixed_shapes or config.model.compile
     choices: dict[str, Any] = {"bf16_speedup": speedup, "features": str(maker.folder), "lint": lint}
     return TowerJob(
-        config=config, facts=facts, device=device, precision=precision, shape=cast(Any, towers.shape),
+        config=config, facts=facts, device=device, precision=precision, shape=towers.config,
         tokenizer=started.tokenizer, preprocess=started.preprocess, source=source, splits=splits, choices=choices,
         training=training_set(config, splits["train"], augmentation, patches, full_length), autocast=maker.autocast,
         towers=towers, moving=moving, fresh=fresh,
     )  # fmt: skip
 
 
-def _shape_told(config: ModelConfig, image: ClipShape | None, text: ClipShape | None) -> ModelConfig:
-    """The config with the shape of the tower that is ours, so that it says the same when the table changes."""
-    shape = image or text
-    if shape is None:
-        return config
-    told = resolved(config, shape, config.attention_image, config.attention_text)  # type: ignore[arg-type]
-    # Beside a text tower of ours the images are those of somebody else's tower.
-    return told if image is not None else dataclasses.replace(told, image_size=config.image_size)
-
-
 def pretrained_towers(config: Config, captions: Iterable[str]) -> Started:
     """A model with its makers' weights in the towers and new heads; a tower of ours starts from the seed."""
     transfer = config.transfer
-    image_config, image_weights, seen = _image_side(config)
-    text_config, text_weights, tokenizer = _text_side(config, captions)
-    shape = TowerShape(
-        image_tower=transfer.image_tower, text_tower=transfer.text_tower, image_size=seen.image_size,
-        image_config=image_config, text_config=text_config,
-        context_length=transfer.context_length, vocab_size=tokenizer.vocab_size, embed_dim=transfer.embed_dim,
-        head=transfer.head, hidden=transfer.hidden, dropout=transfer.dropout,
+    image_tower, image_weights, preprocess = _image_side(config)
+    text_tower, text_weights, tokenizer = _text_side(config, captions)
+    head = HeadConfig(kind=transfer.head, hidden=transfer.hidden, dropout=transfer.dropout)
+    shape = CLIPConfig(
+        image_tower=image_tower, text_tower=text_tower, image_head=head, text_head=head, embed_dim=transfer.embed_dim,
         logit_bias=config.train.objective == "sigmoid",
     )  # fmt: skip
     torch.manual_seed(config.seed)
-    model = TowerClip(shape, tokenizer.pad_id)
+    model = build_clip(shape)
     if image_weights is not None:
-        assign_weights(model.image, image_weights, shape.image_tower)
+        assign_weights(model.image_tower, image_weights, transfer.image_tower)
     if text_weights is not None:
-        assign_weights(model.text, text_weights, shape.text_tower)
-    return Started(model, tokenizer, seen)
+        assign_weights(model.text_tower, text_weights, transfer.text_tower)
+    return Started(model, tokenizer, preprocess)
 
 
-def _image_side(config: Config) -> tuple[str, dict[str, Tensor] | None, Preprocess]:
+def _image_side(config: Config) -> tuple[VisionTowerConfig | PretrainedImageConfig, Tensors | None, Preprocess]:
     """(config, weights, preprocessing) of the image tower; weights are None where they start from the seed."""
-    transfer, name = config.transfer, config.transfer.image_tower
-    if name == OWN_IMAGE:
-        shape = shape_of(config.model)
-        return own_config(shape), None, Preprocess(image_size=shape.image_size)
-    if name in FILES:
-        return "", tower_weights(name), _preprocess(None, transfer.image_size)
-    if name.startswith(PREFIX):
-        told, weights = load_timm(name, transfer.download)
-        seen = json.loads(told)[TIMM]["preprocess"]
-        mean, std = tuple(seen["mean"]), tuple(seen["std"])
-        return told, weights, Preprocess(image_size=seen["image_size"], mean=mean, std=std, resize="squash")
-    loaded = load_tower(name, "vision", transfer.download)
-    path = tower_file(name, "preprocessor_config.json", transfer.download)
-    return loaded.config, loaded.weights, _preprocess(read_json(path) if path else {}, transfer.image_size)
+    transfer = config.transfer
+    if transfer.image_tower == OWN_IMAGE:
+        shape = clip_config(config.model)
+        return shape.image_tower, None, Preprocess(image_size=shape.image_size)
+    return load_image_tower(transfer.image_tower, transfer.image_size, transfer.download)
 
 
-def _text_side(config: Config, captions: Iterable[str]) -> tuple[str, dict[str, Tensor] | None, Tokenizer]:
+def _text_side(
+    config: Config, captions: Iterable[str]
+) -> tuple[TextTowerConfig | PretrainedTextConfig, Tensors | None, Tokenizer]:
     """(config, weights, tokenizer) of the text tower; weights are None where they start from the seed."""
-    transfer, name = config.transfer, config.transfer.text_tower
-    if name == OWN_TEXT:
+    transfer = config.transfer
+    if transfer.text_tower == OWN_TEXT:
         tokenizer = make_tokenizer(config.text.tokenizer, list(captions), config.text.alphabet)
-        shape = dataclasses.replace(
-            shape_of(config.model, tokenizer.vocab_size), context_length=transfer.context_length
-        )
-        return own_config(shape, tokenizer.eot_id), None, tokenizer
-    if name in FILES:
-        return "", tower_weights(name), WordPieceTokenizer(wordpieces())
-    loaded = load_tower(name, "text", transfer.download)
-    return loaded.config, loaded.weights, _their_tokenizer(name, loaded.pad_id, transfer.download)
-
-
-def _their_tokenizer(name: str, pad_id: int, download: bool) -> Tokenizer:
-    path = tower_file(name, "tokenizer.json", download)
-    if path is None:
-        raise UserError(f"{name}: has no tokenizer.json; save it with transformers' fast tokenizer first")
-    try:
-        return FastTokenizer(read_small(path, MAX_TOKENIZER_BYTES).decode("utf-8"), pad_id)
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from None
-
-
-def _preprocess(seen: dict[str, Any] | None, size: int) -> Preprocess:
-    """The pixels that a tower was trained on. The whole image is squashed: a caption tells of its edges too."""
-    seen = seen or {}
-    told = seen.get("crop_size", seen.get("size"))
-    told = next(iter(told.values()), None) if isinstance(told, dict) else told
-    mean, std = (tuple(seen.get(key, HALF)) for key in ("image_mean", "image_std"))
-    return Preprocess(image_size=told if isinstance(told, int) else size, mean=mean, std=std, resize="squash")
+        shape = clip_config(config.model, tokenizer)
+        return dataclasses.replace(shape.text_tower, context_length=transfer.context_length), None, tokenizer
+    return load_text_tower(transfer.text_tower, transfer.context_length, transfer.download)
 
 
 def prepare_unfrozen(
-    config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan], parts: Parts
+    config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan], parts: SavedModel
 ) -> TowerJob:
     """Answer every question of such a run; a tower that still stands still is read from its features."""
     transfer = config.transfer
@@ -775,15 +726,14 @@ def prepare_unfrozen(
         raise UserError("--transfer.vocabulary cut goes with CLIP's pieces, not with a pretrained text tower")
     if config.model.image_size not in (None, parts.preprocess.image_size):
         raise UserError(f"{transfer.init}: a model on towers keeps its image size, {parts.preprocess.image_size}")
-    bundle = assemble(parts)
-    model = cast(TowerClip, bundle.model)
+    model = parts.build()
     if config.train.objective == "sigmoid" and model.logit_bias is None:
         raise UserError(
             f"{transfer.init}: has no bias for --train.objective sigmoid; choose multi, or train it with sigmoid first"
         )
     moving = Moving(transfer.train_image != 0, transfer.train_text != 0)
     source = open_training_data(config, parts.preprocess.image_size, decode(read_facts()))
-    started = Started(model, bundle.tokenizer, bundle.preprocess)
+    started = Started(model, parts.tokenizer, parts.preprocess)
     job = prepare_towers(config, say, decode, source, started, moving, fresh=False)
 
     def load_base(other: Source, split: str, data: DataConfig) -> Split:
@@ -809,8 +759,8 @@ class InitJob(Job):
         assign_weights(model, weights, self.config.transfer.init or "")
         transfer = self.config.transfer
         lora = (transfer.lora_rank, transfer.lora_alpha, transfer.lora_targets)
-        open_tower(model.image, transfer.train_image, "--transfer.train-image", *lora)
-        open_tower(model.text, transfer.train_text, "--transfer.train-text", *lora)
+        open_tower(model.image_tower, transfer.train_image, "--transfer.train-image", *lora)
+        open_tower(model.text_tower, transfer.train_text, "--transfer.train-text", *lora)
         return model
 
     def describe_model(self) -> str:
@@ -834,12 +784,12 @@ def prepare_init(
 ) -> Job:
     """Answer every question of a run that starts from a model; `saved` as in setup.prepare."""
     init, config = Path(config.transfer.init or ""), _gently(config)
-    parts = read_parts(init, config.transfer.activation)
-    if isinstance(parts.shape, TowerShape):
+    parts = read_model(init, config.transfer.activation)
+    if parts.config.image_head.kind != "projection":
         return prepare_unfrozen(config, say, decode, parts)
     if parts.preprocess.resize == "squash":
         raise UserError(f"{init}: squashes images, which training from --init does not do")
-    shape = parts.shape
+    shape = parts.config
     with tempfile.TemporaryDirectory() as folder:
         _tokenizer(parts.tokenizer, config).save(Path(folder))
         shaped = dataclasses.replace(config, model=_model_config(config.model, shape))
@@ -867,13 +817,12 @@ def _gently(config: Config) -> Config:
 
 
 def fitted(
-    weights: dict[str, Tensor], trained: ClipShape, shape: ClipShape, old: Tokenizer, new: Tokenizer
+    weights: dict[str, Tensor], trained: CLIPConfig, shape: CLIPConfig, old: Tokenizer, new: Tokenizer
 ) -> dict[str, Tensor]:
     """The weights for the shape of the run: another image size, another vocabulary."""
-    weights = dict(weights)
-    fit_positions(weights, trained, shape)
+    weights = fit_positions(weights, trained, shape)
     if isinstance(old, BpeTokenizer) and isinstance(new, BpeTokenizer) and old != new:
-        weights = other_tokens(weights, row_sources(old, new))
+        weights = replace_tokens(weights, row_sources(old, new))
     return weights
 
 
@@ -886,13 +835,10 @@ def _tokenizer(old: Tokenizer, config: Config) -> Tokenizer:
     return BpeTokenizer().cut_to(caption for sample in source.samples("train") for caption in sample.captions)
 
 
-def _model_config(config: ModelConfig, shape: ClipShape) -> ModelConfig:
+def _model_config(config: ModelConfig, shape: CLIPConfig) -> ModelConfig:
     """The shape of the model it starts from; only the image size may be another."""
-    names = {item.name for item in dataclasses.fields(ModelConfig)} & set(shape.to_dict()) - {"dropout"}
-    values = {name: getattr(shape, name) for name in names}
-    if config.image_size is not None:
-        values["image_size"] = config.image_size
-    return dataclasses.replace(config, **values)
+    model = dataclasses.replace(model_config(config, shape), dropout=config.dropout)
+    return model if config.image_size is None else dataclasses.replace(model, image_size=config.image_size)
 
 
 # These three are judgement: the recipes were measured on one set, of 6,000 images (docs/finetune.md).

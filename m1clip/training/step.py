@@ -55,7 +55,7 @@ class TrainStep:
         one_place = len({p.device for p in model.parameters()}) == 1
         self.skip: Literal["host", "device", "never"] = skipped_by(device.kind, one_place)
         graph = config.model.graph and device.rules.graphs and self.scaler is None and not self.draws
-        graph = graph and type(model) is CLIP and teacher is None
+        graph = graph and model.image_tower.capturable and model.text_tower.capturable and teacher is None
         self.optimizer = Optimizer(model, config.optim, device.rules.fused_optimizer, muon_dtype, graph)
         self.cuda_graph = CapturedStep(self) if graph else None
         if device.kind == "cpu":
@@ -67,10 +67,11 @@ class TrainStep:
         self.oom: OOMHandler | None = None  # where there is one, it makes chunks smaller when memory runs out
         self.schedule = lr_schedule(config.optim, config.train.steps)
         self.lr_factor = 1.0  # lowered by each rollback
-        if type(model) is CLIP:  # what the compiler needs there is what our kernels need
-            model.fuse(config.model.compile and device.kind == "cuda" and precision == "bf16")
+        # What the compiler needs there is what our kernels need.
+        model.use_triton(config.model.compile and device.kind == "cuda" and precision == "bf16")
         compiled: Callable[[Any], Any] = torch.compile if config.model.compile else lambda function: function
-        self.encoders: tuple[Callable[..., Tensor], ...] = (compiled(model.encode_image), compiled(model.encode_text))
+        self.encode_image, self.encode_text = compiled(model.encode_image), compiled(model.encode_text)
+        self.project_image, self.project_text = compiled(model.project_image), compiled(model.project_text)
         # Compiled code without a graph may draw other dropout masks than the same code with one.
         graphs = config.model.compile and self.draws
         scale = self.scaler.scale if self.scaler is not None else lambda loss: loss
@@ -139,30 +140,37 @@ class TrainStep:
             torch.manual_seed(self.config.seed * 1_000_003 + step)  # dropout too is a function of the step
         with self.autocast():
             # The text first: the backward pass goes the other way, and frees the large tower's activations first.
-            image = None if self.model.text_first else self._encoded_images(batch)
-            texts = [self.encoders[1](text_input(batch, rows)) for rows in batch.text_rows()]
+            image = None if self.model.text_first else self._encode_images(batch)
+            texts = [self._encode_texts(batch, rows) for rows in batch.text_rows()]
             text = texts[0] if len(texts) == 1 else torch.cat(texts)
-            image = self._encoded_images(batch) if image is None else image
+            image = self._encode_images(batch) if image is None else image
         loss = self._loss(image, text, positive, batch)
         self._mark("backward")
         self.plan.scale(loss).backward()
         return loss.detach()
 
-    def _encoded_images(self, batch: Batch) -> Tensor:
-        return self.encoders[0](image_input(batch, self.preprocess), *_shown(batch.kept_patches))
+    def _encode_images(self, batch: Batch, rows: slice = slice(None)) -> Tensor:
+        """Unit vectors of some images, from pixels or from the features of a frozen tower."""
+        if batch.image_features is not None:
+            return self.project_image(batch.image_features[rows])
+        kept = () if batch.kept_patches is None else (batch.kept_patches[rows],)
+        return self.encode_image(normalized_pixels(batch, self.preprocess, rows), *kept)
+
+    def _encode_texts(self, batch: Batch, rows: slice) -> Tensor:
+        if batch.text_features is not None:
+            return self.project_text(batch.text_features[rows])
+        return self.encode_text(batch.texts(rows))
 
     def _backward_in_chunks(self, batch: Batch, positive: Tensor, step: int, chunk: int) -> Tensor:
         """The same gradient with the graph of one chunk at a time; an image may have several captions."""
-        encode_image, encode_text = self.encoders
 
         def of_images(rows: slice) -> Tensor:
             self._seed(step, 2 * rows.start)
-            pixels = image_input(batch, self.preprocess, rows)
-            return encode_image(pixels, *_shown(batch.kept_patches, rows))  # floats of one chunk only
+            return self._encode_images(batch, rows)
 
         def of_captions(rows: slice) -> Tensor:
             self._seed(step, 2 * rows.start + 1)
-            return encode_text(text_input(batch, rows))
+            return self._encode_texts(batch, rows)
 
         def loss_of(features: list[Tensor]) -> Tensor:
             image, text = features
@@ -196,12 +204,11 @@ class TrainStep:
         with self.autocast():
             for at in range(0, rows, _AT_ONCE):
                 part = slice(at, at + _AT_ONCE)
-                pixels = image_input(batch, self.preprocess, part)
-                image = self.model.encode_image(pixels, *_shown(batch.kept_patches, part))
+                image = self._encode_images(batch, part)
                 bad[part] = ~image.isfinite().all(dim=1)
             for at in range(0, len(batch.caption_ids), _AT_ONCE):
                 part = slice(at, at + _AT_ONCE)
-                text = self.model.encode_text(text_input(batch, part))
+                text = self._encode_texts(batch, part)
                 bad[batch.image_index[part][~text.isfinite().all(dim=1)]] = True
         found: list[int] = bad.nonzero().flatten().tolist()
         return found if len(found) < rows else []
@@ -253,17 +260,10 @@ class TrainStep:
                 del part.found_inf
 
 
-def image_input(batch: Batch, preprocess: Preprocess, rows: slice = slice(None)) -> Tensor:
-    """What the image side of the model takes: normalised pixels, or features of a frozen tower."""
-    if batch.image_features is not None:
-        return batch.image_features[rows]
+def normalized_pixels(batch: Batch, preprocess: Preprocess, rows: slice = slice(None)) -> Tensor:
+    """(n, 3, size, size): what the image tower takes."""
     views = batch.views if batch.views is None or rows == slice(None) else batch.views.rows(rows)
     return render(batch.pixels(rows), views, preprocess)
-
-
-def text_input(batch: Batch, rows: slice = slice(None)) -> Tensor:
-    """What the text side of the model takes: tokens, or features of a frozen tower."""
-    return batch.texts(rows) if batch.text_features is None else batch.text_features[rows]
 
 
 def skipped_by(kind: str, one_place: bool) -> Literal["host", "device"]:
@@ -276,9 +276,4 @@ def skipped_by(kind: str, one_place: bool) -> Literal["host", "device"]:
 def draws_at_random(model: CLIP) -> bool:
     """Whether a step of the model draws random numbers: its own dropout, or that of a tower of others."""
     shares = (getattr(module, name, 0.0) for module in model.modules() for name in _SHARES)
-    return bool(model.shape.dropout) or any(isinstance(share, float) and share > 0 for share in shares)
-
-
-def _shown(patches: Tensor | None, rows: slice = slice(None)) -> tuple[Tensor, ...]:
-    """The patches of some rows as an argument, or none: a pretrained tower knows of no patches."""
-    return () if patches is None else (patches[rows],)
+    return any(isinstance(share, float) and share > 0 for share in shares)

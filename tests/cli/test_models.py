@@ -12,15 +12,24 @@ from PIL import Image
 import m1clip
 from m1clip.cli.main import main
 from m1clip.data.images import Preprocess
-from m1clip.inference.encoder import Bundle
-from m1clip.model.clip import CLIP
-from m1clip.model.presets import ClipShape
+from m1clip.inference.encoder import Model
+from m1clip.model.clip import build_clip
+from m1clip.model.presets import CLIPConfig, with_fields
 from m1clip.text.bpe import BpeTokenizer
 
-SHAPE = ClipShape(
-    image_size=32, patch_size=16, vision_width=32, vision_layers=1, vision_heads=2, text_width=32, text_layers=1,
-    text_heads=2, context_length=12, embed_dim=16,
-)  # fmt: skip
+SHAPE = with_fields(
+    CLIPConfig(),
+    image_size=32,
+    patch_size=16,
+    vision_width=32,
+    vision_layers=1,
+    vision_heads=2,
+    text_width=32,
+    text_layers=1,
+    text_heads=2,
+    context_length=12,
+    embed_dim=16,
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     tokenizer = BpeTokenizer()
     folder = tmp_path_factory.mktemp("models") / "model"
-    Bundle(CLIP(SHAPE, tokenizer.eot_id), tokenizer, Preprocess(image_size=32)).save(folder)
+    Model(build_clip(SHAPE), tokenizer, Preprocess(image_size=32)).save(folder)
     return folder
 
 
@@ -54,9 +63,7 @@ def test_export(model: Path, to: str, tmp_path: Path, capsys: pytest.CaptureFixt
     code, out, _ = said(capsys, "export", model, "--to", to, "--out", tmp_path / "out")
     assert code == 0
     assert f"exported   {tmp_path / 'out'}" in out
-    torch.testing.assert_close(
-        m1clip.load(tmp_path / "out").encode_texts(["a"]), m1clip.load(model).encode_texts(["a"])
-    )
+    torch.testing.assert_close(m1clip.load(tmp_path / "out").encode_text(["a"]), m1clip.load(model).encode_text(["a"]))
     code, _, error = said(capsys, "export", model, "--to", to, "--out", tmp_path / "out")
     assert code == 2
     assert "exists already" in error

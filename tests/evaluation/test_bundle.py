@@ -22,28 +22,39 @@ from m1clip.data.captions import tokenise
 from m1clip.data.images import BadImage, FileImage, Preprocess
 from m1clip.data.prepare import Split
 from m1clip.errors import UserError
-from m1clip.inference.encoder import Bundle, encode_split, load
-from m1clip.model.clip import CLIP
-from m1clip.model.presets import ClipShape
+from m1clip.inference.encoder import Model, encode_split, load
+from m1clip.model.clip import build_clip
+from m1clip.model.presets import CLIPConfig, with_fields
 from m1clip.text.tokenizers import make_tokenizer
 
 CAPTIONS = [("a red ball", "the ball is red"), ("two green trees and a small house",), ("night",)]
 
 
 @pytest.fixture(scope="module")
-def bundle() -> Bundle:
+def bundle() -> Model:
     """A small model with random weights: what it has learned does not matter here."""
     tokenizer = make_tokenizer("bpe-cut", [caption for group in CAPTIONS for caption in group])
-    shape = ClipShape(
-        image_size=32, patch_size=8, vision_width=32, vision_layers=2, vision_heads=2, text_width=32, text_layers=2,
-        text_heads=2, context_length=24, vocab_size=tokenizer.vocab_size, embed_dim=16, positions="sincos",
-    )  # fmt: skip
+    shape = with_fields(
+        CLIPConfig(),
+        image_size=32,
+        patch_size=8,
+        vision_width=32,
+        vision_layers=2,
+        vision_heads=2,
+        text_width=32,
+        text_layers=2,
+        text_heads=2,
+        context_length=24,
+        vocab_size=tokenizer.vocab_size,
+        embed_dim=16,
+        positions="sincos",
+    )
     torch.manual_seed(0)
-    return Bundle(CLIP(shape, tokenizer.eot_id), tokenizer, Preprocess(image_size=32))
+    return Model(build_clip(with_fields(shape, eot_id=tokenizer.eot_id)), tokenizer, Preprocess(image_size=32))
 
 
 @pytest.fixture
-def folder(bundle: Bundle, tmp_path: Path) -> Path:
+def folder(bundle: Model, tmp_path: Path) -> Path:
     bundle.save(tmp_path / "model")
     return tmp_path / "model"
 
@@ -60,114 +71,142 @@ def images(tmp_path: Path) -> list[Path]:
     return made
 
 
-def test_a_folder_gives_back_the_model(bundle: Bundle, folder: Path, images: list[Path]) -> None:
+def test_a_folder_gives_back_the_model(bundle: Model, folder: Path, images: list[Path]) -> None:
     again = m1clip.load(folder)
     texts = [caption for group in CAPTIONS for caption in group]
-    assert torch.equal(again.encode_texts(texts), bundle.encode_texts(texts))
-    assert torch.equal(again.encode_images(images), bundle.encode_images(images))
+    assert torch.equal(again.encode_text(texts), bundle.encode_text(texts))
+    assert torch.equal(again.encode_image(images), bundle.encode_image(images))
     assert again.preprocess == bundle.preprocess
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
-def test_paths_images_and_arrays_are_the_same_thing(bundle: Bundle, images: list[Path]) -> None:
+def test_paths_images_and_arrays_are_the_same_thing(bundle: Model, images: list[Path]) -> None:
     png = images[:2]
-    by_path = bundle.encode_images(png)
+    by_path = bundle.encode_image(png)
     assert by_path.shape == (2, 16)
     torch.testing.assert_close(by_path.norm(dim=1), torch.ones(2))
-    assert torch.equal(bundle.encode_images([str(path) for path in png]), by_path)
-    assert torch.equal(bundle.encode_images([Image.open(path) for path in png]), by_path)
-    assert torch.equal(bundle.encode_images([np.asarray(Image.open(path)) for path in png]), by_path)
+    assert torch.equal(bundle.encode_image([str(path) for path in png]), by_path)
+    assert torch.equal(bundle.encode_image([Image.open(path) for path in png]), by_path)
+    assert torch.equal(bundle.encode_image([np.asarray(Image.open(path)) for path in png]), by_path)
     assert not torch.allclose(by_path[0], by_path[1], atol=1e-3)
 
 
-def test_texts_are_unit_vectors_and_batches_do_not_matter(bundle: Bundle, images: list[Path]) -> None:
+def test_texts_are_unit_vectors_and_batches_do_not_matter(bundle: Model, images: list[Path]) -> None:
     texts = ["a red ball", "night", "two green trees", ""]
-    features = bundle.encode_texts(texts)
+    features = bundle.encode_text(texts)
     torch.testing.assert_close(features.norm(dim=1), torch.ones(4))
-    torch.testing.assert_close(bundle.encode_texts(texts, batch=1), features, atol=1e-6, rtol=0)
-    torch.testing.assert_close(bundle.encode_images(images, batch=2), bundle.encode_images(images), atol=1e-6, rtol=0)
-    assert bundle.encode_images([]).shape == bundle.encode_texts([]).shape == (0, 16)
+    torch.testing.assert_close(bundle.encode_text(texts, batch=1), features, atol=1e-6, rtol=0)
+    torch.testing.assert_close(bundle.encode_image(images, batch=2), bundle.encode_image(images), atol=1e-6, rtol=0)
+    assert bundle.encode_image([]).shape == bundle.encode_text([]).shape == (0, 16)
 
 
-def test_encode_images_sees_what_trainings_evaluation_sees(bundle: Bundle, images: list[Path]) -> None:
+def test_encode_images_sees_what_trainings_evaluation_sees(bundle: Model, images: list[Path]) -> None:
     """Also for JPEG, which is decoded at a smaller size when it is large."""
     refs = [FileImage(str(path)) for path in images]
     table = tokenise(CAPTIONS, bundle.tokenizer, 24)
     image, text, owner, *_ = encode_split(
-        bundle.model, Split(LiveImages(refs, 32), table, []), bundle.preprocess, 2, contextlib.nullcontext
+        bundle.clip, Split(LiveImages(refs, 32), table, []), bundle.preprocess, 2, contextlib.nullcontext
     )
-    torch.testing.assert_close(bundle.encode_images(images), image, atol=1e-6, rtol=0)
+    torch.testing.assert_close(bundle.encode_image(images), image, atol=1e-6, rtol=0)
     flat = [caption for group in CAPTIONS for caption in group]
-    torch.testing.assert_close(bundle.encode_texts(flat), text, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(bundle.encode_text(flat), text, atol=1e-6, rtol=1e-5)
     assert owner.tolist() == [0, 0, 1, 2]
 
 
-def test_encoding_leaves_the_model_as_it_was(bundle: Bundle, images: list[Path]) -> None:
+def test_encoding_leaves_the_model_as_it_was(bundle: Model, images: list[Path]) -> None:
     table = tokenise(CAPTIONS, bundle.tokenizer, 24)
     refs = LiveImages([FileImage(str(path)) for path in images], 32)
-    bundle.model.train()
-    encode_split(bundle.model, Split(refs, table, []), bundle.preprocess, 2, contextlib.nullcontext)
-    assert bundle.model.training
+    bundle.clip.train()
+    encode_split(bundle.clip, Split(refs, table, []), bundle.preprocess, 2, contextlib.nullcontext)
+    assert bundle.clip.training
 
 
-def test_a_run_stands_for_its_best_model(bundle: Bundle, folder: Path) -> None:
+def test_a_run_stands_for_its_best_model(bundle: Model, folder: Path) -> None:
     run = folder.parent / "run"
     shutil.copytree(folder, run / "model")
-    assert load(run).encode_texts(["night"]).equal(bundle.encode_texts(["night"]))
+    assert load(run).encode_text(["night"]).equal(bundle.encode_text(["night"]))
     shutil.copytree(folder, run / "best")
     weights = load_file(run / "best" / "model.safetensors")
-    save_file({**weights, "text.tokens.weight": -weights["text.tokens.weight"]}, run / "best" / "model.safetensors")
-    assert not load(run).encode_texts(["night"]).equal(bundle.encode_texts(["night"]))
+    save_file(
+        {**weights, "text_tower.tokens.weight": -weights["text_tower.tokens.weight"]},
+        run / "best" / "model.safetensors",
+    )
+    assert not load(run).encode_text(["night"]).equal(bundle.encode_text(["night"]))
 
 
 @pytest.mark.parametrize(
     "array",
     [np.zeros((4, 4, 3)), np.zeros((4, 4), np.uint8), np.zeros((4, 4, 4), np.uint8), np.zeros((3, 4, 4), np.uint8)],
 )
-def test_another_kind_of_array_is_refused(bundle: Bundle, array: np.ndarray) -> None:
+def test_another_kind_of_array_is_refused(bundle: Model, array: np.ndarray) -> None:
     with pytest.raises(UserError, match=r"an array must be \(height, width, 3\) uint8, not \("):
-        bundle.encode_images([array])
+        bundle.encode_image([array])
 
 
-def test_one_or_many_images_of_every_kind(bundle: Bundle, images: list[Path]) -> None:
+def test_one_or_many_images_of_every_kind(bundle: Model, images: list[Path]) -> None:
     path = images[0]
-    wanted = bundle.encode_images([path])
+    wanted = bundle.encode_image([path])
     image = Image.open(path).convert("RGB")
     array = np.asarray(image)
     tensor = torch.from_numpy(array.copy())
     one = [str(path), path, image, array, tensor, tensor.permute(2, 0, 1)]
     for value in one:
-        assert torch.equal(bundle.encode_images(value), wanted), type(value)
-        assert torch.equal(bundle.encode_images([value]), wanted), type(value)
+        assert torch.equal(bundle.encode_image(value), wanted), type(value)
+        assert torch.equal(bundle.encode_image([value]), wanted), type(value)
     twice = torch.cat([wanted, wanted])
     both = torch.stack([tensor, tensor])
-    stacks = [np.stack([array, array]), both, both.permute(0, 3, 1, 2),
-              (str(path), image), iter([path, array]), np.array([str(path), str(path)])]  # fmt: skip
+    stacks = [
+        np.stack([array, array]),
+        both,
+        both.permute(0, 3, 1, 2),
+        (str(path), image),
+        iter([path, array]),
+        np.array([str(path), str(path)]),
+    ]
     for value in stacks:
-        torch.testing.assert_close(bundle.encode_images(value), twice, atol=1e-6, rtol=0)
-    assert torch.equal(bundle.encode_images(one), bundle.encode_images([path] * len(one)))
+        torch.testing.assert_close(bundle.encode_image(value), twice, atol=1e-6, rtol=0)
+    assert torch.equal(bundle.encode_image(one), bundle.encode_image([path] * len(one)))
 
 
 @pytest.mark.parametrize(
-    "value", [None, 3, b"a.jpg", {"a": 1}, [None], [["a.jpg"]], [b"x"], [3], np.array(3), torch.tensor(3), object(),
-              np.zeros((2, 4, 4, 3)), torch.zeros(3, 4, 4), torch.zeros(3, 4, 4, dtype=torch.bfloat16),
-              np.zeros((0, 4, 3), np.uint8), [Image.new("RGB", (0, 4))], torch.zeros(5, dtype=torch.uint8),
-              "nowhere.jpg", Path("/"), ["a", None]],
-)  # fmt: skip
-def test_what_is_no_image_is_one_clear_line(bundle: Bundle, value: Any) -> None:
+    "value",
+    [
+        None,
+        3,
+        b"a.jpg",
+        {"a": 1},
+        [None],
+        [["a.jpg"]],
+        [b"x"],
+        [3],
+        np.array(3),
+        torch.tensor(3),
+        object(),
+        np.zeros((2, 4, 4, 3)),
+        torch.zeros(3, 4, 4),
+        torch.zeros(3, 4, 4, dtype=torch.bfloat16),
+        np.zeros((0, 4, 3), np.uint8),
+        [Image.new("RGB", (0, 4))],
+        torch.zeros(5, dtype=torch.uint8),
+        "nowhere.jpg",
+        Path("/"),
+        ["a", None],
+    ],
+)
+def test_what_is_no_image_is_one_clear_line(bundle: Model, value: Any) -> None:
     with pytest.raises((UserError, BadImage)) as caught:
-        bundle.encode_images(value)
+        bundle.encode_image(value)
     assert "\n" not in str(caught.value)
     assert re.search(r"encode_images takes|must be \(height|no pixels|missing|not a file", str(caught.value))
 
 
-def test_one_or_many_texts(bundle: Bundle) -> None:
-    wanted = bundle.encode_texts(["night"])
+def test_one_or_many_texts(bundle: Model) -> None:
+    wanted = bundle.encode_text(["night"])
     for value in ("night", ("night",), iter(["night"]), np.array(["night"])):
-        assert torch.equal(bundle.encode_texts(value), wanted)
+        assert torch.equal(bundle.encode_text(value), wanted)
     for wrong in (None, 3, b"night", [3], [None], Path("night"), {"night": 1}, np.zeros(3), torch.zeros(3)):
         with pytest.raises(UserError, match="encode_texts takes a text, or a list of texts"):
-            bundle.encode_texts(wrong)
+            bundle.encode_text(wrong)
 
 
 def edit_config(folder: Path, **changes: object) -> None:
@@ -214,7 +253,7 @@ def test_broken_folders_are_one_clear_line(folder: Path, tmp_path: Path) -> None
     refused("missing tensor 'logit_scale'")
     save_file({**weights, "odd": torch.zeros(1)}, folder / "model.safetensors")
     refused("unknown tensor 'odd'")
-    save_file({**weights, "text.norm.weight": torch.zeros(3)}, folder / "model.safetensors")
+    save_file({**weights, "text_tower.norm.weight": torch.zeros(3)}, folder / "model.safetensors")
     refused(r"'text.norm.weight' is \(3,\), the model wants \(32,\)")
     (folder / "model.safetensors").write_bytes(b"\x00" * 200)
     refused("not a readable safetensors file")
@@ -222,21 +261,23 @@ def test_broken_folders_are_one_clear_line(folder: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("positions", ["learned", "sincos"])
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_another_image_size(bundle: Bundle, tmp_path: Path, positions: str, pooling: str) -> None:
-    shape = ClipShape.from_dict({**bundle.model.shape.to_dict(), "positions": positions, "pooling": pooling})
+def test_another_image_size(bundle: Model, tmp_path: Path, positions: str, pooling: str) -> None:
+    shape = CLIPConfig.from_dict({**bundle.clip.config.to_dict(), "positions": positions, "pooling": pooling})
     torch.manual_seed(0)
-    Bundle(CLIP(shape, bundle.tokenizer.eot_id), bundle.tokenizer, bundle.preprocess).save(tmp_path / "model")
+    Model(build_clip(with_fields(shape, eot_id=bundle.tokenizer.eot_id)), bundle.tokenizer, bundle.preprocess).save(
+        tmp_path / "model"
+    )
     slope = np.indices((64, 64)).sum(axis=0)[..., None] * np.array([2.0, 1.0, 0.5])
     smooth = Image.fromarray(slope.astype(np.uint8))
     trained = load(tmp_path / "model")
-    assert torch.equal(load(tmp_path / "model", image_size=32).encode_images([smooth]), trained.encode_images([smooth]))
+    assert torch.equal(load(tmp_path / "model", image_size=32).encode_image([smooth]), trained.encode_image([smooth]))
     larger = load(tmp_path / "model", image_size=64)
     assert larger.preprocess == replace(trained.preprocess, image_size=64)
-    features = larger.encode_images([smooth])
+    features = larger.encode_image([smooth])
     assert features.shape == (1, 16)
-    cosine = float((features * trained.encode_images([smooth])).sum())
+    cosine = float((features * trained.encode_image([smooth])).sum())
     assert cosine > 0.95
     larger.save(tmp_path / "larger")
-    assert torch.equal(load(tmp_path / "larger").encode_images([smooth]), features)
+    assert torch.equal(load(tmp_path / "larger").encode_image([smooth]), features)
     with pytest.raises(UserError, match="not a multiple of"):
         load(tmp_path / "model", image_size=50)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,48 +13,57 @@ import m1clip
 from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
 from m1clip.export.layouts import export
-from m1clip.inference.encoder import Bundle
-from m1clip.model.clip import CLIP
-from m1clip.model.presets import ClipShape
+from m1clip.inference.encoder import Model
+from m1clip.model.clip import build_clip
+from m1clip.model.presets import CLIPConfig, with_fields
 from m1clip.text.bpe import BpeTokenizer
 from m1clip.text.tokenizers import CharTokenizer, make_tokenizer
 
-SHAPE = ClipShape(
-    image_size=32, patch_size=8, vision_width=64, vision_layers=1, vision_heads=1, text_width=64, text_layers=1,
-    text_heads=1, context_length=16, embed_dim=16,
-)  # fmt: skip
+SHAPE = with_fields(
+    CLIPConfig(),
+    image_size=32,
+    patch_size=8,
+    vision_width=64,
+    vision_layers=1,
+    vision_heads=1,
+    text_width=64,
+    text_layers=1,
+    text_heads=1,
+    context_length=16,
+    embed_dim=16,
+)
 TEXTS = ["a red ball", "two cats!"]
 IMAGE = torch.arange(40 * 50 * 3).view(40, 50, 3).remainder(251).to(torch.uint8).numpy()
 
 
 @pytest.fixture(scope="module")
-def bundle() -> Bundle:
+def bundle() -> Model:
     torch.manual_seed(0)
     tokenizer = BpeTokenizer()
-    model = CLIP(SHAPE, tokenizer.eot_id)
+    model = build_clip(with_fields(SHAPE, eot_id=tokenizer.eot_id))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.1)
-    return Bundle(model.eval(), tokenizer, Preprocess(image_size=32))
+    return Model(model.eval(), tokenizer, Preprocess(image_size=32))
 
 
 @pytest.fixture
-def openclip(bundle: Bundle, tmp_path: Path) -> Path:
+def openclip(bundle: Model, tmp_path: Path) -> Path:
     bundle.save(tmp_path / "ours")
     export(tmp_path / "ours", "openclip", tmp_path / "openclip")
     return tmp_path / "openclip"
 
 
 @pytest.fixture
-def hf(bundle: Bundle, tmp_path: Path) -> Path:
+def hf(bundle: Model, tmp_path: Path) -> Path:
     bundle.save(tmp_path / "ours")
     export(tmp_path / "ours", "hf", tmp_path / "hf")
     return tmp_path / "hf"
 
 
-def assert_same(one: Bundle, other: Bundle) -> None:
-    torch.testing.assert_close(one.encode_texts(TEXTS), other.encode_texts(TEXTS), atol=1e-6, rtol=0)
-    torch.testing.assert_close(one.encode_images([IMAGE]), other.encode_images([IMAGE]), atol=1e-6, rtol=0)
+def assert_same(one: Model, other: Model) -> None:
+    torch.testing.assert_close(one.encode_text(TEXTS), other.encode_text(TEXTS), atol=1e-6, rtol=0)
+    torch.testing.assert_close(one.encode_image([IMAGE]), other.encode_image([IMAGE]), atol=1e-6, rtol=0)
     assert torch.equal(one.model.logit_scale, other.model.logit_scale)
 
 
@@ -63,13 +71,13 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(next(folder.glob("*model.safetensors")))
 
 
-def test_a_training_checkpoint_with_wrapped_names(bundle: Bundle, openclip: Path) -> None:
+def test_a_training_checkpoint_with_wrapped_names(bundle: Model, openclip: Path) -> None:
     state = {f"module.{name}": tensor for name, tensor in weights_of(openclip).items()}
     torch.save({"epoch": 3, "optimizer": {"step": 1}, "state_dict": state}, openclip / "epoch_3.pt")
     assert_same(m1clip.load(openclip / "epoch_3.pt"), bundle)
 
 
-def test_the_newer_class_of_open_clip(bundle: Bundle, openclip: Path) -> None:
+def test_the_newer_class_of_open_clip(bundle: Model, openclip: Path) -> None:
     """It keeps the text tower under `text.`; OpenAI's own files carry numbers beside the weights."""
     parts = ("token_embedding", "positional_embedding", "transformer", "ln_final", "text_projection")
     state = {f"text.{name}" if name.startswith(parts) else name: t for name, t in weights_of(openclip).items()}
@@ -78,17 +86,17 @@ def test_the_newer_class_of_open_clip(bundle: Bundle, openclip: Path) -> None:
     assert_same(m1clip.load(openclip), bundle)
 
 
-def test_weights_alone_must_be_told_their_activation(bundle: Bundle, openclip: Path, tmp_path: Path) -> None:
+def test_weights_alone_must_be_told_their_activation(bundle: Model, openclip: Path, tmp_path: Path) -> None:
     alone = tmp_path / "alone.safetensors"
     save_file(weights_of(openclip), alone)
     with pytest.raises(UserError, match=r"do not show their activation.*--activation quick_gelu"):
         m1clip.load(alone)
     assert_same(m1clip.load(alone, activation="gelu"), bundle)
     quick = m1clip.load(alone, activation="quick_gelu")
-    assert not torch.allclose(quick.encode_texts(TEXTS), bundle.encode_texts(TEXTS), atol=1e-4)
+    assert not torch.allclose(quick.encode_text(TEXTS), bundle.encode_text(TEXTS), atol=1e-4)
 
 
-def test_shards(bundle: Bundle, hf: Path) -> None:
+def test_shards(bundle: Model, hf: Path) -> None:
     weights = weights_of(hf)
     names = sorted(weights)
     table = {name: f"model-0000{1 + (i % 2)}-of-00002.safetensors" for i, name in enumerate(names)}
@@ -149,21 +157,23 @@ def test_a_model_that_we_do_not_have_is_named(openclip: Path, change: dict[str, 
         m1clip.load(openclip)
 
 
-def test_another_image_size_on_the_way_out(bundle: Bundle, tmp_path: Path) -> None:
+def test_another_image_size_on_the_way_out(bundle: Model, tmp_path: Path) -> None:
     bundle.save(tmp_path / "ours")
     export(tmp_path / "ours", "openclip", tmp_path / "larger", image_size=48)
     larger = m1clip.load(tmp_path / "larger")
-    assert larger.model.shape == replace(SHAPE, image_size=48)
+    assert larger.model.shape == with_fields(SHAPE, image_size=48)
     torch.testing.assert_close(
-        larger.encode_images([IMAGE]), m1clip.load(tmp_path / "ours", image_size=48).encode_images([IMAGE])
+        larger.encode_image([IMAGE]), m1clip.load(tmp_path / "ours", image_size=48).encode_image([IMAGE])
     )
 
 
 def test_a_cut_vocabulary_grows_and_known_text_stays(tmp_path: Path) -> None:
     tokenizer = make_tokenizer("bpe-cut", TEXTS)
     torch.manual_seed(0)
-    model = CLIP(replace(SHAPE, vocab_size=tokenizer.vocab_size, positions="sincos"), tokenizer.eot_id)
-    small = Bundle(model.eval(), tokenizer, Preprocess(image_size=32))
+    model = build_clip(
+        with_fields(with_fields(SHAPE, vocab_size=tokenizer.vocab_size, positions="sincos"), eot_id=tokenizer.eot_id)
+    )
+    small = Model(model.eval(), tokenizer, Preprocess(image_size=32))
     small.save(tmp_path / "small")
     notes = export(tmp_path / "small", "hf", tmp_path / "full")
     assert "grew from" in notes[0]
@@ -172,16 +182,20 @@ def test_a_cut_vocabulary_grows_and_known_text_stays(tmp_path: Path) -> None:
     assert_same(full, small)
 
 
-def test_what_they_have_no_words_for_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+def test_what_they_have_no_words_for_is_refused(bundle: Model, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    odd = CLIP(replace(SHAPE, pooling="mean", projection_bias=True), bundle.tokenizer.eot_id)
-    Bundle(odd, bundle.tokenizer, bundle.preprocess).save(tmp_path / "odd")
+    odd = build_clip(
+        with_fields(with_fields(SHAPE, pooling="mean", projection_bias=True), eot_id=bundle.tokenizer.eot_id)
+    )
+    Model(odd, bundle.tokenizer, bundle.preprocess).save(tmp_path / "odd")
     with pytest.raises(UserError, match=r"cannot be written as hf: it has pooling mean, projection_bias True"):
         export(tmp_path / "odd", "hf", tmp_path / "out")
     letters = CharTokenizer("abc ")
-    Bundle(CLIP(replace(SHAPE, vocab_size=letters.vocab_size), letters.eot_id), letters, bundle.preprocess).save(
-        tmp_path / "char"
-    )
+    Model(
+        build_clip(with_fields(with_fields(SHAPE, vocab_size=letters.vocab_size), eot_id=letters.eot_id)),
+        letters,
+        bundle.preprocess,
+    ).save(tmp_path / "char")
     with pytest.raises(UserError, match="character tokenizer"):
         export(tmp_path / "char", "openclip", tmp_path / "out")
     assert not (tmp_path / "out").exists()

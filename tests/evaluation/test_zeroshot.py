@@ -22,13 +22,13 @@ from m1clip.evaluation.zeroshot import (
     top_k_accuracy,
     zero_shot,
 )
-from m1clip.inference.encoder import newest_run
+from m1clip.model.folder import newest_run
 
 COLOURS = {"red": (230, 20, 20), "green": (20, 230, 20), "deep_blue": (20, 20, 230)}
 
 
 class ColorModel:
-    """Stands in for a Bundle: an image's vector is its mean color, a text's the colors it names."""
+    """Stands in for a Model: an image's vector is its mean color, a text's the colors it names."""
 
     class model:
         @staticmethod
@@ -39,11 +39,11 @@ class ColorModel:
         with Image.open(path) as image:
             return np.asarray(image.convert("RGB").resize((8, 8)))
 
-    def encode_images(self, squares: list[np.ndarray]) -> torch.Tensor:
+    def encode_image(self, squares: list[np.ndarray]) -> torch.Tensor:
         colours = torch.tensor(np.stack(squares).mean(axis=(1, 2)), dtype=torch.float32)
         return torch.nn.functional.normalize(colours, dim=-1)
 
-    def encode_texts(self, texts: list[str]) -> torch.Tensor:
+    def encode_text(self, texts: list[str]) -> torch.Tensor:
         named = [[float(word in text) for word in ("red", "green", "blue")] for text in texts]
         return torch.nn.functional.normalize(torch.tensor(named) + 1e-3, dim=-1)
 

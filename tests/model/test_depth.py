@@ -6,14 +6,26 @@ import torch
 from torch import nn
 
 from m1clip.config import OptimConfig
-from m1clip.model.clip import CLIP
+from m1clip.model.clip import build_clip
 from m1clip.model.lora import blocks_of, ladder, rate_shares
-from m1clip.model.presets import ClipShape
-from m1clip.model.pretrained import BertShape, BertTower, EfficientNetLite0
+from m1clip.model.presets import CLIPConfig, with_fields
+from m1clip.model.pretrained import BertSize, BertTower, EfficientNetLite0
 from m1clip.training.optim import Optimizer
 
-SHAPE = ClipShape(image_size=16, patch_size=8, vision_width=16, vision_layers=3, vision_heads=2, text_width=16,
-                  text_layers=2, text_heads=2, context_length=8, vocab_size=20, embed_dim=8)  # fmt: skip
+SHAPE = with_fields(
+    CLIPConfig(),
+    image_size=16,
+    patch_size=8,
+    vision_width=16,
+    vision_layers=3,
+    vision_heads=2,
+    text_width=16,
+    text_layers=2,
+    text_heads=2,
+    context_length=8,
+    vocab_size=20,
+    embed_dim=8,
+)
 
 
 def names(rung: list[tuple[str, nn.Parameter]]) -> set[str]:
@@ -21,7 +33,7 @@ def names(rung: list[tuple[str, nn.Parameter]]) -> set[str]:
 
 
 def test_towers_of_ours() -> None:
-    rungs = ladder(CLIP(SHAPE, 19).image)
+    rungs = ladder(build_clip(with_fields(SHAPE, eot_id=19)).image_tower)
     assert len(rungs) == 5
     assert {"patch.weight", "norm_pre.weight"} <= names(rungs[0])
     assert all(name.startswith("transformer.blocks.1.") for name in names(rungs[2]))
@@ -29,7 +41,7 @@ def test_towers_of_ours() -> None:
 
 
 def test_towers_of_others() -> None:
-    bert = ladder(BertTower(BertShape(vocab_size=10, width=8, layers=3, heads=2, hidden=8, positions=4)))
+    bert = ladder(BertTower(10, size=BertSize(width=8, layers=3, heads=2, hidden=8, positions=4)))
     assert len(bert) == 5
     assert "tokens.weight" in names(bert[0])
     assert "norm.weight" in names(bert[0])  # of the embeddings, before the first block
@@ -44,20 +56,24 @@ def test_towers_of_others() -> None:
 
 
 def test_every_parameter_has_one_place() -> None:
-    for tower in (CLIP(SHAPE, 19).text, EfficientNetLite0(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))):
+    for tower in (
+        build_clip(with_fields(SHAPE, eot_id=19)).text_tower,
+        EfficientNetLite0(),
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+    ):
         placed = [name for rung in ladder(tower) for name, _ in rung]
         assert sorted(placed) == sorted(name for name, _ in tower.named_parameters())
 
 
 def test_rates_fall_with_depth() -> None:
     torch.manual_seed(0)
-    model = CLIP(SHAPE, 19)
-    shares = rate_shares(model, ("image", "text"), 0.5)
-    assert shares["image.norm.weight"] == shares["image_projection.weight"] == shares["logit_scale"] == 1
-    assert shares["image.transformer.blocks.2.attn.qkv.weight"] == 0.5
-    assert shares["image.transformer.blocks.0.attn.qkv.weight"] == 0.125
-    assert shares["image.patch.weight"] == 0.0625
-    assert shares["text.transformer.blocks.1.mlp.up.weight"] == 0.5
+    model = build_clip(with_fields(SHAPE, eot_id=19))
+    shares = rate_shares(model, ("image_tower", "text_tower"), 0.5)
+    assert shares["image_tower.norm.weight"] == shares["image_head.weight"] == shares["logit_scale"] == 1
+    assert shares["image_tower.transformer.blocks.2.attn.qkv.weight"] == 0.5
+    assert shares["image_tower.transformer.blocks.0.attn.qkv.weight"] == 0.125
+    assert shares["image_tower.patch.weight"] == 0.0625
+    assert shares["text_tower.transformer.blocks.1.mlp.up.weight"] == 0.5
     for kind in ("adamw", "muon"):
         optimizer = Optimizer(model, OptimConfig(name=kind, lr=1e-3, muon_lr=0.02, layer_decay=0.5), fused=False)  # type: ignore[arg-type]
         optimizer.set_rate(0.5)

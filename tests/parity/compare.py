@@ -27,15 +27,15 @@ import inputs
 from m1clip.data.augment import render
 from m1clip.data.images import Preprocess, to_square
 from m1clip.export.layouts import export
-from m1clip.inference.encoder import Bundle, load
-from m1clip.model.clip import CLIP
+from m1clip.inference.encoder import Model, load
+from m1clip.model.clip import build_clip
 from m1clip.model.convert import hf_config, openclip_config
-from m1clip.model.presets import PRESETS, ClipShape
+from m1clip.model.presets import PRESETS, CLIPConfig, with_fields
 from m1clip.text.bpe import BpeTokenizer
 
 PEER = Path(__file__).with_name("peer.py")
 QUICK = {"activation": "quick_gelu"}
-TINY = ClipShape(
+TINY = with_fields(CLIPConfig(),
     image_size=32, patch_size=8, vision_width=32, vision_layers=2, vision_heads=2, text_width=32, text_layers=2,
     text_heads=2, context_length=24, embed_dim=16, mlp_ratio=3.0, activation="quick_gelu",
 )  # fmt: skip
@@ -50,17 +50,17 @@ TOLERANCE = 1e-5
 Outputs = dict[str, np.ndarray]
 
 
-def ours_encoded(bundle: Bundle) -> Outputs:
+def ours_encoded(bundle: Model) -> Outputs:
     """The same outputs from a bundle of ours."""
     squares = np.stack([to_square(p, bundle.preprocess.image_size, bundle.preprocess.resize) for p in inputs.images()])
     with torch.inference_mode():
         pixels = render(torch.from_numpy(squares), None, bundle.preprocess)
     return {
         "pixels": pixels.numpy(),
-        "ids": bundle.tokenizer(inputs.TEXTS, bundle.model.shape.context_length),
-        "image": bundle.encode_images(inputs.images()).numpy(),
-        "text": bundle.encode_texts(inputs.TEXTS).numpy(),
-        "scale": bundle.model.logit_scale.detach().exp().numpy(),
+        "ids": bundle.tokenizer.tokenize(inputs.TEXTS, bundle.clip.config.context_length),
+        "image": bundle.encode_image(inputs.images()).numpy(),
+        "text": bundle.encode_text(inputs.TEXTS).numpy(),
+        "scale": bundle.clip.logit_scale.detach().exp().numpy(),
     }
 
 
@@ -74,15 +74,15 @@ def differences(ours: Outputs, theirs: Outputs) -> dict[str, float]:
     return found
 
 
-def filled(shape: ClipShape, kind: str) -> Bundle:
+def filled(shape: CLIPConfig, kind: str) -> Model:
     """A model of ours with the weights of inputs.py, and the crop of the library it goes to."""
     tokenizer = BpeTokenizer()
-    model = CLIP(shape, tokenizer.eot_id)
+    model = build_clip(with_fields(shape, eot_id=tokenizer.eot_id))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(np.asarray(inputs.tensor(name, tuple(parameter.shape)))))
     crop: Any = "shortest" if kind == "openclip" else "shortest-floor"
-    return Bundle(model.eval(), tokenizer, Preprocess(image_size=shape.image_size, resize=crop))
+    return Model(model.eval(), tokenizer, Preprocess(image_size=shape.image_size, resize=crop))
 
 
 def peer(python: str, *words: str | Path) -> None:
@@ -92,7 +92,7 @@ def peer(python: str, *words: str | Path) -> None:
         raise SystemExit(f"{' '.join(map(str, words))}\n{done.stderr[-3000:]}")
 
 
-def config_of(kind: str, shape: ClipShape) -> dict[str, Any]:
+def config_of(kind: str, shape: CLIPConfig) -> dict[str, Any]:
     """Their config of a shape."""
     tokenizer = BpeTokenizer()
     return openclip_config(shape) if kind == "openclip" else hf_config(shape, tokenizer.sot_id, tokenizer.eot_id)

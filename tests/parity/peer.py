@@ -98,7 +98,7 @@ def encode_hf(folder: Path) -> dict[str, Any]:
         ids = torch.from_numpy(np.load(folder / "ids.npy"))
     pixels = CLIPImageProcessorPil.from_pretrained(folder)(images=inputs.images(), return_tensors="pt")["pixel_values"]
     image = model.visual_projection(model.vision_model(pixels).pooler_output)
-    text = model.text_projection(model.text_model(ids).pooler_output)
+    text = model.text_head(model.text_model(ids).pooler_output)
     unit = torch.nn.functional.normalize
     return found | {
         "pixels": pixels, "ids": ids, "image": unit(image, dim=-1), "text": unit(text, dim=-1),

@@ -15,7 +15,7 @@ import m1clip
 from m1clip.data.augment import render
 from m1clip.data.images import to_square
 from m1clip.export.layouts import export
-from m1clip.inference.encoder import Bundle
+from m1clip.inference.encoder import Model
 
 from . import inputs
 
@@ -43,7 +43,7 @@ def write(kind: str, folder: Path) -> Path:
     return folder
 
 
-def check_same(bundle: Bundle, kind: str) -> None:
+def check_same(bundle: Model, kind: str) -> None:
     """Features, ids, pixels and scale as recorded."""
     recorded = FIXTURE[kind]
     squares = np.stack(
@@ -51,12 +51,12 @@ def check_same(bundle: Bundle, kind: str) -> None:
     )
     pixels = render(torch.from_numpy(squares), None, bundle.preprocess)[:, :, ::7, ::5]
     assert np.abs(pixels.numpy() - np.array(recorded["pixels_7_5"])).max() < TOLERANCE
-    for ids, theirs in zip(bundle.tokenizer(inputs.TEXTS, 24).tolist(), recorded["ids"], strict=True):
+    for ids, theirs in zip(bundle.tokenizer.tokenize(inputs.TEXTS, 24).tolist(), recorded["ids"], strict=True):
         end = ids.index(49407) + 1
         assert ids[:end] == theirs[:end]
-    assert np.abs(bundle.encode_images(inputs.images()).numpy() - np.array(recorded["image"])).max() < TOLERANCE
-    assert np.abs(bundle.encode_texts(inputs.TEXTS).numpy() - np.array(recorded["text"])).max() < TOLERANCE
-    assert abs(float(bundle.model.logit_scale.detach().exp()) - recorded["scale"]) < TOLERANCE
+    assert np.abs(bundle.encode_image(inputs.images()).numpy() - np.array(recorded["image"])).max() < TOLERANCE
+    assert np.abs(bundle.encode_text(inputs.TEXTS).numpy() - np.array(recorded["text"])).max() < TOLERANCE
+    assert abs(float(bundle.clip.logit_scale.detach().exp()) - recorded["scale"]) < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", KINDS)

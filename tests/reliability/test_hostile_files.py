@@ -28,10 +28,10 @@ from m1clip.data.images import MAX_PIXELS, Preprocess, decode
 from m1clip.data.sources import open_source
 from m1clip.errors import UserError
 from m1clip.export.layouts import export
-from m1clip.inference.encoder import Bundle, load, read_parts
-from m1clip.model.clip import CLIP
+from m1clip.inference.encoder import Model, load, read_model
+from m1clip.model.clip import build_clip
 from m1clip.model.convert import read_checkpoint, write_tensors
-from m1clip.model.presets import ClipShape
+from m1clip.model.presets import CLIPConfig, with_fields
 from m1clip.model.pretrained import TowerClip, TowerShape, check_sizes, own_config
 from m1clip.runlog import read_log
 from m1clip.text.bpe import BpeTokenizer
@@ -89,8 +89,14 @@ def deep_json(proof: Path) -> bytes:
 
 
 FAKES: tuple[Callable[[Path], bytes], ...] = (
-    pickled, torch_pickled, huge_header, header_of_its_size, huge_tensor, overlapping, deep_json,
-)  # fmt: skip
+    pickled,
+    torch_pickled,
+    huge_header,
+    header_of_its_size,
+    huge_tensor,
+    overlapping,
+    deep_json,
+)
 
 
 def must_refuse(told: str, proof: Path) -> None:
@@ -209,9 +215,21 @@ def change_json(path: Path, *changes: tuple[tuple[str, ...], object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "size", ["image_size", "patch_size", "vision_width", "vision_layers", "vision_heads", "text_width", "text_layers",
-             "text_heads", "context_length", "embed_dim", "mlp_ratio"],
-)  # fmt: skip
+    "size",
+    [
+        "image_size",
+        "patch_size",
+        "vision_width",
+        "vision_layers",
+        "vision_heads",
+        "text_width",
+        "text_layers",
+        "text_heads",
+        "context_length",
+        "embed_dim",
+        "mlp_ratio",
+    ],
+)
 @pytest.mark.parametrize("value", [HUGE, 10**400, 8192, 255], ids=["huge", "400 digits", "large", "other"])
 def test_sizes_in_a_config_json_are_checked_before_anything_is_built(
     trained: Path, tmp_path: Path, proof: Path, size: str, value: int
@@ -225,15 +243,26 @@ def test_sizes_in_a_config_json_are_checked_before_anything_is_built(
         changes = [(("shape", size), 1 if size == "patch_size" else 64)]
     change_json(tmp_path / "model" / "config.json", *changes)
     must_refuse(bounded(lambda: load(tmp_path / "model")), proof)
-    must_refuse(bounded(lambda: read_parts(tmp_path / "model")), proof)
+    must_refuse(bounded(lambda: read_model(tmp_path / "model")), proof)
 
 
 @pytest.mark.parametrize("to", ["openclip", "hf"])
 def test_sizes_in_a_third_party_config_are_checked(tmp_path: Path, proof: Path, to: Literal["openclip", "hf"]) -> None:
-    shape = ClipShape(image_size=32, patch_size=16, vision_width=64, vision_layers=1, vision_heads=1, text_width=64,
-                      text_layers=1, text_heads=1, context_length=8, embed_dim=16)  # fmt: skip
+    shape = with_fields(
+        CLIPConfig(),
+        image_size=32,
+        patch_size=16,
+        vision_width=64,
+        vision_layers=1,
+        vision_heads=1,
+        text_width=64,
+        text_layers=1,
+        text_heads=1,
+        context_length=8,
+        embed_dim=16,
+    )
     tokenizer = BpeTokenizer()
-    bundle = Bundle(CLIP(shape, tokenizer.eot_id), tokenizer, Preprocess(image_size=32))
+    bundle = Model(build_clip(with_fields(shape, eot_id=tokenizer.eot_id)), tokenizer, Preprocess(image_size=32))
     bundle.save(tmp_path / "own")
     export(tmp_path / "own", to, tmp_path / "theirs")
     path = tmp_path / "theirs" / ("config.json" if to == "hf" else "open_clip_config.json")
@@ -255,13 +284,32 @@ def test_sizes_in_a_third_party_config_are_checked(tmp_path: Path, proof: Path, 
     "change", [{"vision_width": 8192}, {"vision_layers": 200}, {"vision_layers": HUGE}, {"stem": 1}]
 )
 def test_sizes_of_own_towers_under_heads_are_checked(tmp_path: Path, proof: Path, change: dict[str, Any]) -> None:
-    own = ClipShape(image_size=32, patch_size=16, vision_width=64, vision_layers=1, vision_heads=1, text_width=64,
-                    text_layers=1, text_heads=1, context_length=8, embed_dim=16)  # fmt: skip
+    own = with_fields(
+        CLIPConfig(),
+        image_size=32,
+        patch_size=16,
+        vision_width=64,
+        vision_layers=1,
+        vision_heads=1,
+        text_width=64,
+        text_layers=1,
+        text_heads=1,
+        context_length=8,
+        embed_dim=16,
+    )
     tokenizer = BpeTokenizer()
-    shape = TowerShape(image_tower="vit", text_tower="text", image_config=own_config(own), image_size=32, embed_dim=16,
-                       text_config=own_config(own, tokenizer.eot_id), context_length=8, hidden=32,
-                       vocab_size=tokenizer.vocab_size)  # fmt: skip
-    Bundle(TowerClip(shape, tokenizer.pad_id), tokenizer, Preprocess(image_size=32)).save(tmp_path)
+    shape = TowerShape(
+        image_tower="vit",
+        text_tower="text",
+        image_config=own_config(own),
+        image_size=32,
+        embed_dim=16,
+        text_config=own_config(own, tokenizer.eot_id),
+        context_length=8,
+        hidden=32,
+        vocab_size=tokenizer.vocab_size,
+    )
+    Model(TowerClip(shape, tokenizer.pad_id), tokenizer, Preprocess(image_size=32)).save(tmp_path)
     load(tmp_path)
     for text in (json.dumps({"m1clip": own.to_dict() | change}), "[]", "{", '{"m1clip": 3}'):
         change_json(tmp_path / "config.json", (("towers", "image_config"), text))
@@ -271,8 +319,14 @@ def test_sizes_of_own_towers_under_heads_are_checked(tmp_path: Path, proof: Path
 def test_sizes_in_a_pretrained_towers_config_are_checked(proof: Path) -> None:
     weights = {f"image.model.{number}": torch.zeros(128, 64) for number in range(4)}
     check_sizes({"hidden_size": 128, "num_hidden_layers": 4, "image_size": 224, "eos_token_id": 50_000}, weights, "x")
-    for config in ({"hidden_size": HUGE}, {"num_hidden_layers": HUGE}, {"depths": [2, HUGE]}, {"image_size": HUGE},
-                   {"inner": {"intermediate_size": 5000}}, {"num_labels": HUGE}):  # fmt: skip
+    for config in (
+        {"hidden_size": HUGE},
+        {"num_hidden_layers": HUGE},
+        {"depths": [2, HUGE]},
+        {"image_size": HUGE},
+        {"inner": {"intermediate_size": 5000}},
+        {"num_labels": HUGE},
+    ):
         must_refuse(bounded(lambda config=config: check_sizes(config, weights, "x")), proof)
 
 
@@ -285,9 +339,9 @@ def test_weights_that_are_not_finite_are_refused(
     weights = {name: t.to(dtype) for name, t in read_checkpoint(tmp_path / "model" / "model.safetensors").items()}
     write_tensors(tmp_path / "model" / "model.safetensors", weights)
     load(tmp_path / "model")
-    weights["text.tokens.weight"][3, 5] = value
+    weights["text_tower.tokens.weight"][3, 5] = value
     write_tensors(tmp_path / "model" / "model.safetensors", weights)
-    for read in (load, read_parts):
+    for read in (load, read_model):
         told = bounded(lambda read=read: read(tmp_path / "model"))
         must_refuse(told, proof)
         assert "'text.tokens.weight' holds NaN or infinity" in told
@@ -313,8 +367,12 @@ def test_members_of_a_tar(tmp_path: Path, proof: Path) -> None:
         for name in ("../out.jpg", "/abs.jpg", "a/../../b.jpg", "C:\\x.jpg", "ok.jpg"):
             add(tar, name, good.getvalue())
             add(tar, name.replace(".jpg", ".txt"), b"a caption")
-        for kind, name in ((tarfile.SYMTYPE, "s.jpg"), (tarfile.LNKTYPE, "h.jpg"), (tarfile.FIFOTYPE, "f.jpg"),
-                           (tarfile.CHRTYPE, "c.jpg")):  # fmt: skip
+        for kind, name in (
+            (tarfile.SYMTYPE, "s.jpg"),
+            (tarfile.LNKTYPE, "h.jpg"),
+            (tarfile.FIFOTYPE, "f.jpg"),
+            (tarfile.CHRTYPE, "c.jpg"),
+        ):
             member = tarfile.TarInfo(name)
             member.type, member.linkname = kind, "/etc/passwd"
             tar.addfile(member)
@@ -419,5 +477,8 @@ def test_two_thousand_more(tmp_path: Path, trained: Path, proof: Path, part: int
         told = bounded(lambda: changed_a_little(CHANGED[part - 1], tmp_path / "model", proof), seconds=300)
         assert told == "ok", told
         assert not proof.exists()
-        counts |= {"changed files": CHANGES * 2, "kinds of file in the fast form": len(FAKES) * 6 + len(bombs()),
-                   "memory limit in MiB": ROOM // 2**20}  # fmt: skip
+        counts |= {
+            "changed files": CHANGES * 2,
+            "kinds of file in the fast form": len(FAKES) * 6 + len(bombs()),
+            "memory limit in MiB": ROOM // 2**20,
+        }

@@ -81,7 +81,7 @@ def test_decode_gives_the_cleaned_text_up_to_whitespace(text: str) -> None:
 @settings(deadline=None)
 @given(texts=st.lists(AWKWARD_TEXT, max_size=4), context_length=st.integers(2, 30))
 def test_rows_have_one_end_mark_then_padding(tokenizer: BpeTokenizer, texts: list[str], context_length: int) -> None:
-    rows = tokenizer(texts, context_length)
+    rows = tokenizer.tokenize(texts, context_length)
     assert rows.shape == (len(texts), context_length)
     assert rows.dtype == np.int32
     for text, row in zip(texts, rows.tolist(), strict=True):

@@ -30,7 +30,7 @@ def test_a_saved_tokenizer_comes_back_the_same(tokenizer: Tokenizer, tmp_path: P
     texts = [*CAPTIONS, "never seen: \U0001f600", ""]
     assert loaded == tokenizer
     assert loaded.vocab_size == tokenizer.vocab_size
-    assert (loaded(texts, 12) == tokenizer(texts, 12)).all()
+    assert (loaded.tokenize(texts, 12) == tokenizer.tokenize(texts, 12)).all()
 
 
 def test_make_tokenizer_by_kind() -> None:

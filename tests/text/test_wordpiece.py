@@ -26,18 +26,22 @@ def test_words_are_cut_greedily(tokenizer: WordPieceTokenizer) -> None:
 
 
 def test_rows(tokenizer: WordPieceTokenizer) -> None:
-    assert tokenizer(["a dogs", "", "a a a a a a"], 5).tolist() == [[2, 4, 5, 6, 3], [2, 3, 0, 0, 0], [2, 4, 4, 4, 3]]
+    assert tokenizer.tokenize(["a dogs", "", "a a a a a a"], 5).tolist() == [
+        [2, 4, 5, 6, 3],
+        [2, 3, 0, 0, 0],
+        [2, 4, 4, 4, 3],
+    ]
 
 
 def test_text_cannot_hold_a_mark(tokenizer: WordPieceTokenizer) -> None:
     assert tokenizer.encode("[SEP] dog") == [11, 13, 12, 5]
-    assert tokenizer(["[PAD][SEP]"], 16).tolist()[0].count(3) == 1
+    assert tokenizer.tokenize(["[PAD][SEP]"], 16).tolist()[0].count(3) == 1
 
 
 def test_saved_and_sent(tokenizer: WordPieceTokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
     for again in (load_tokenizer(tmp_path), pickle.loads(pickle.dumps(tokenizer))):
-        assert again(["a dogs running"], 8).tolist() == tokenizer(["a dogs running"], 8).tolist()
+        assert again.tokenize(["a dogs running"], 8).tolist() == tokenizer.tokenize(["a dogs running"], 8).tolist()
         assert again.vocab_size == len(PIECES)
     record = json.loads((tmp_path / "tokenizer.json").read_text())
     for pieces, words in ((["a", "a", *PIECES], "twice"), (PIECES[1:], r"lacks \[PAD\]"), ("x", "not a list")):

@@ -16,8 +16,8 @@ from m1clip.errors import UserError
 from m1clip.hardware.device import Device
 from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.precision import autocast
-from m1clip.model.clip import CLIP, count_parameters
-from m1clip.model.presets import ClipShape, shape_of
+from m1clip.model.clip import build_clip, count_parameters
+from m1clip.model.presets import CLIPConfig, clip_config, with_fields
 from m1clip.training import autotune as choose_module
 from m1clip.training.autotune import (
     Choice,
@@ -70,7 +70,7 @@ def auto(**changes: Any) -> Any:
     return small_config({"train.device": "auto", "train.precision": "auto", **changes})
 
 
-SHAPE = shape_of(small_config().model, vocab_size=64)
+SHAPE = clip_config(small_config().model, vocab_size=64)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def measured(seconds: dict[str, float | None]) -> Any:
     asked = []
 
     def measure(
-        config: Any, shape: ClipShape, eot_id: int, facts: Facts, kind: Any, precision: Any, *rest: Any
+        config: Any, shape: CLIPConfig, eot_id: int, facts: Facts, kind: Any, precision: Any, *rest: Any
     ) -> Tried:
         asked.append(f"{kind} {precision}")
         value = seconds[asked[-1]]
@@ -106,7 +106,7 @@ def test_the_fastest_wins_and_is_remembered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"facts": dataclasses.replace(H200, torch="9.9")}, {"shape": dataclasses.replace(SHAPE, embed_dim=64)},
+    "change", [{"facts": dataclasses.replace(H200, torch="9.9")}, {"shape": with_fields(SHAPE, embed_dim=64)},
                {"config": auto(**{"optim.name": "adamw"})}, {"tokens": 24}]
 )  # fmt: skip
 def test_another_machine_model_or_version_is_measured_anew(tmp_path: Path, change: dict[str, Any]) -> None:
@@ -135,7 +135,7 @@ def disturbed(table: dict[str, tuple[float, float, float]]) -> Any:
     """A measurement beside other programs: (seconds, processor seconds, their share) of each candidate."""
 
     def measure(
-        config: Any, shape: ClipShape, eot_id: int, facts: Facts, kind: Any, precision: Any, *rest: Any
+        config: Any, shape: CLIPConfig, eot_id: int, facts: Facts, kind: Any, precision: Any, *rest: Any
     ) -> Tried:
         taken, used, others = table[f"{kind} {precision}"]
         return Tried(kind, precision, taken, 0.0, processor_seconds=used, others=others)
@@ -243,7 +243,7 @@ def test_what_is_foretold_is_what_is_watched() -> None:
     host = Device("cpu", facts)
     for precision in ("fp32", "bf16"):
         foretold = foretell(config, SHAPE, "cpu", precision, facts, 16, 16)  # type: ignore[arg-type]
-        model = CLIP(SHAPE, 0)
+        model = build_clip(with_fields(SHAPE, eot_id=0))
         model.set_attention("bmm", "sdpa")
         update = TrainStep(model, config, host, precision, Preprocess(image_size=32), autocast(host, precision))  # type: ignore[arg-type]
         samples = stand_in(SHAPE, 16, 16, 0)

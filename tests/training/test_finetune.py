@@ -14,9 +14,9 @@ from small_run import assert_same_bits, resume_quietly, run_small, screen, small
 import m1clip
 from m1clip.errors import UserError
 from m1clip.export.layouts import export
-from m1clip.model.clip import CLIP
+from m1clip.model.clip import build_clip
 from m1clip.model.lora import add_lora, merged_state
-from m1clip.model.presets import ClipShape
+from m1clip.model.presets import CLIPConfig, with_fields
 from m1clip.runlog import read_log
 from m1clip.training import setup as finetune
 from m1clip.training.run import decode_plan, train_once
@@ -68,8 +68,12 @@ def test_it_starts_from_the_model(first: Path) -> None:
 def test_frozen_parts_stand_still(first: Path, tmp_path: Path) -> None:
     changes = moved(first, tuned(first, tmp_path / "run", **{"transfer.train_image": 0, "transfer.train_text": 1}))
     assert not [name for name in changes if name.startswith("image.")]
-    assert not [name for name in changes if name.startswith(("text.transformer.blocks.0", "text.tokens", "text.pos"))]
-    assert {"text.transformer.blocks.1.attn.qkv.weight", "image_projection.weight", "text.norm.weight"} <= changes
+    assert not [
+        name
+        for name in changes
+        if name.startswith(("text_tower.transformer.blocks.0", "text_tower.tokens", "text.pos"))
+    ]
+    assert {"text_tower.transformer.blocks.1.attn.qkv.weight", "image_head.weight", "text_tower.norm.weight"} <= changes
     with pytest.raises(UserError, match="the tower has 2 blocks"):
         tuned(first, tmp_path / "deep", **{"transfer.train_image": 3})
 
@@ -79,10 +83,10 @@ def test_lora_is_merged_and_resumes_exactly(first: Path, tmp_path: Path) -> None
     lora = {"transfer.lora_rank": 2, "transfer.lora_targets": ["attn.qkv"], "train.save_every": 2, "optim.lr": 0.01}
     changes = moved(first, tuned(first, run, **lora))
     qkv = {f"{tower}.transformer.blocks.{i}.attn.qkv.weight" for tower in ("image", "text") for i in range(2)}
-    assert changes == qkv | {"image_projection.weight", "text_projection.weight", "logit_scale"}
+    assert changes == qkv | {"image_head.weight", "text_head.weight", "logit_scale"}
     difference = weights(run)[min(qkv)] - weights(first, "best")[min(qkv)]
     assert int(torch.linalg.matrix_rank(difference, atol=1e-5)) == 2
-    assert m1clip.load(run).encode_texts(["a red ball"]).shape == (1, 32)
+    assert m1clip.load(run).encode_text(["a red ball"]).shape == (1, 32)
     whole = tensors_of(run, 4)
     shutil.rmtree(run / "checkpoints" / "step-000004")
     shutil.rmtree(run / "model")
@@ -92,18 +96,30 @@ def test_lora_is_merged_and_resumes_exactly(first: Path, tmp_path: Path) -> None
 
 def test_lora_changes_nothing_before_it_is_trained() -> None:
     torch.manual_seed(0)
-    shape = ClipShape(image_size=16, patch_size=8, vision_width=16, vision_layers=1, vision_heads=2, text_width=16,
-                      text_layers=1, text_heads=2, context_length=8, vocab_size=20, embed_dim=8)  # fmt: skip
-    model = CLIP(shape, eot_id=19).eval()
+    shape = with_fields(
+        CLIPConfig(),
+        image_size=16,
+        patch_size=8,
+        vision_width=16,
+        vision_layers=1,
+        vision_heads=2,
+        text_width=16,
+        text_layers=1,
+        text_heads=2,
+        context_length=8,
+        vocab_size=20,
+        embed_dim=8,
+    )
+    model = build_clip(with_fields(shape, eot_id=19)).eval()
     ids = torch.tensor([[1, 5, 19, 0]])
     before, plain = model.encode_text(ids), {name: t.clone() for name, t in model.state_dict().items()}
-    assert add_lora(model.text, rank=2, alpha=4.0) == 4
+    assert add_lora(model.text_tower, rank=2, alpha=4.0) == 4
     torch.testing.assert_close(model.encode_text(ids), before)
     assert_same_bits({name: t.detach() for name, t in merged_state(model).items()}, plain)
     with pytest.raises(UserError, match="no linear layer is called so"):
-        add_lora(model.image, 2, 4.0, ("nothing",))
+        add_lora(model.image_tower, 2, 4.0, ("nothing",))
     with pytest.raises(UserError, match="--lora-rank 99"):
-        add_lora(model.image, 99, 4.0)
+        add_lora(model.image_tower, 99, 4.0)
 
 
 def test_wise_and_forgetting(first: Path, tmp_path: Path) -> None:

@@ -54,11 +54,11 @@ def test_a_run_on_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(fresh["image_projection.mean"], saved["image_projection.mean"])
     bundle = m1clip.load(run)
     data = job.splits["test"]
-    image, text, *_ = encode_split(bundle.model, data, bundle.preprocess, 8, job.autocast)
+    image, text, *_ = encode_split(bundle.clip, data, bundle.preprocess, 8, job.autocast)
     images = list(data.images.read(np.arange(4)))
-    torch.testing.assert_close(bundle.encode_images(images), image[:4], atol=2e-3, rtol=0)  # kept as float16
+    torch.testing.assert_close(bundle.encode_image(images), image[:4], atol=2e-3, rtol=0)  # kept as float16
     captions = [caption for sample in data.samples for caption in sample.captions][:4]
-    torch.testing.assert_close(bundle.encode_texts(captions), text[:4], atol=2e-3, rtol=0)
+    torch.testing.assert_close(bundle.encode_text(captions), text[:4], atol=2e-3, rtol=0)
 
     # A checkpoint holds what changes, and refers to the frozen towers by hash.
     kept = tensors_of(run, 6)

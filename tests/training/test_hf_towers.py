@@ -71,13 +71,13 @@ def test_a_run_on_towers_of_transformers(towers: tuple[Path, Path], tmp_path: Pa
         shutil.rmtree(folder)  # the saved model is whole
     bundle = m1clip.load(tmp_path / "run")
     assert (bundle.preprocess.image_size, bundle.preprocess.mean) == (32, (0.4, 0.5, 0.6))
-    assert bundle.encode_images([torch.zeros(9, 9, 3, dtype=torch.uint8).numpy()]).shape == (1, 256)
-    ids = torch.from_numpy(bundle.tokenizer(["a red ball", "cat"], 12)).long()
+    assert bundle.encode_image([torch.zeros(9, 9, 3, dtype=torch.uint8).numpy()]).shape == (1, 256)
+    ids = torch.from_numpy(bundle.tokenizer.tokenize(["a red ball", "cat"], 12)).long()
     mask = (ids != 0).float()
     with torch.inference_mode():
         last = text(input_ids=ids, attention_mask=mask).last_hidden_state
         mean = (last * mask[..., None]).sum(dim=1) / mask.sum(dim=1, keepdim=True)
-        torch.testing.assert_close(bundle.model.text(ids), mean, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(bundle.clip.text(ids), mean, atol=1e-5, rtol=1e-5)
 
 
 def test_a_part_of_a_clip(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_tokenizer_of_a_tower(tmp_path: Path) -> None:
     tokenizer = FastTokenizer(tokenizer_json(), 0)
-    assert tokenizer(["ab", "abcdef"], 5).tolist() == [[2, 4, 31, 3, 0], [2, 4, 31, 32, 3]]
+    assert tokenizer.tokenize(["ab", "abcdef"], 5).tolist() == [[2, 4, 31, 3, 0], [2, 4, 31, 32, 3]]
     assert (tokenizer.sot_id, tokenizer.eot_id, tokenizer.vocab_size) == (2, 3, len(PIECES))
     assert tokenizer.encode("ab") == [4, 31]
     tokenizer.save(tmp_path)

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from m1clip.config import OptimConfig
-from m1clip.model.clip import CLIP
-from m1clip.model.presets import ClipShape
+from m1clip.model.clip import CLIP, build_clip
+from m1clip.model.presets import CLIPConfig, with_fields
 from m1clip.training.optim import EMA, Optimizer
 
-SHAPE = ClipShape(
+SHAPE = with_fields(CLIPConfig(),
     image_size=16, patch_size=8, vision_width=16, vision_layers=2, vision_heads=2, text_width=16, text_layers=1,
     text_heads=2, context_length=8, vocab_size=20, embed_dim=8, patch_bias=True, projection_bias=True, logit_bias=True,
 )  # fmt: skip
@@ -19,7 +19,7 @@ SHAPE = ClipShape(
 
 def clip() -> CLIP:
     torch.manual_seed(0)
-    return CLIP(SHAPE, eot_id=2)
+    return build_clip(with_fields(SHAPE, eot_id=2))
 
 
 def groups_of(optimizer: Optimizer) -> dict[str, tuple[str, float]]:
@@ -60,11 +60,11 @@ def test_muon_takes_the_matrices_inside_the_blocks() -> None:
     model = clip()
     found = groups_of(Optimizer(model, OptimConfig(name="muon", muon_weight_decay=0.2), fused=True))
     kinds = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
-    blocks = [f"image.transformer.blocks.{i}" for i in (0, 1)] + ["text.transformer.blocks.0"]
+    blocks = [f"image_tower.transformer.blocks.{i}" for i in (0, 1)] + ["text_tower.transformer.blocks.0"]
     expected = {f"{block}.{kind}.weight" for block in blocks for kind in kinds}
     assert {name for name, (part, _) in found.items() if part == "muon"} == expected
     assert all(found[name][1] == 0.2 for name in expected)
-    assert found["text.tokens.weight"][0] == found["image_projection.weight"][0] == "adamw"
+    assert found["text_tower.tokens.weight"][0] == found["image_head.weight"][0] == "adamw"
 
 
 def test_the_rate_is_a_share_of_each_parts_own_peak() -> None:

@@ -171,4 +171,4 @@ def test_it_learns_what_it_never_saw(tmp_path: Path) -> None:
         assert recall.interval.low > 2 * recall.chance
     assert next(value for name, value in result.scores if name.startswith("negatives/easy")) > 0.8
     bundle = load(tmp_path / "run")
-    assert bundle.encode_texts(["a red ball"]).norm().item() == pytest.approx(1.0, abs=1e-5)
+    assert bundle.encode_text(["a red ball"]).norm().item() == pytest.approx(1.0, abs=1e-5)

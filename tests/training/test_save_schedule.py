@@ -14,7 +14,7 @@ from small_run import assert_same_bits, resume_quietly, run_small, screen, small
 from m1clip.config import GuardConfig
 from m1clip.errors import UserError
 from m1clip.formatting import steps_or_seconds
-from m1clip.inference.encoder import Bundle
+from m1clip.inference.encoder import Model
 from m1clip.runlog import RunLog, read_log
 from m1clip.training import checkpoint as saving
 from m1clip.training.checkpoint import CheckpointWriter, Schedule, TrainState, save_schedule, writes_aside
@@ -178,14 +178,14 @@ def test_a_run_goes_on_while_its_disk_is_full(tmp_path: Path, monkeypatch: pytes
     changes = {"train.eval_every": 3, "train.save_every": 2, "train.log_every": 1, "train.steps": 8}
     run_small(tmp_path / "good", changes)
     run, trouble = tmp_path / "run", [True]
-    real_save, real_bundle, real_append = saving.save, Bundle.save, RunLog._append
+    real_save, real_bundle, real_append = saving.save, Model.save, RunLog._append
 
     def save(*args: Any) -> Path:
         if args[1].step < 7 and trouble:
             raise FULL
         return real_save(*args)
 
-    def bundle(self: Bundle, folder: Path) -> None:
+    def bundle(self: Model, folder: Path) -> None:
         if trouble:
             trouble.clear()
             raise FULL
@@ -197,7 +197,7 @@ def test_a_run_goes_on_while_its_disk_is_full(tmp_path: Path, monkeypatch: pytes
         real_append(self, line)
 
     monkeypatch.setattr(saving, "save", save)
-    monkeypatch.setattr(Bundle, "save", bundle)
+    monkeypatch.setattr(Model, "save", bundle)
     monkeypatch.setattr(RunLog, "_append", append)
     shown = screen()
     train_once(small_config({**changes, "guard.on_save_error": "go-on"}), run, shown)

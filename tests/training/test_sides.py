@@ -10,15 +10,15 @@ from tower_run import PIECES
 
 from m1clip.config import Config, DataConfig
 from m1clip.data.augment import Augmentation
-from m1clip.model.presets import ClipShape
+from m1clip.model.presets import CLIPConfig, with_fields
 from m1clip.model.pretrained import TowerShape, own_config
 from m1clip.text.tokenizers import CharTokenizer, WordPieceTokenizer
 from m1clip.training.setup import Moving, augmentation_for
 
 BOTH, TEXT, IMAGE = Moving(True, True), Moving(False, True), Moving(True, False)
 SOURCE: Any = SimpleNamespace(samples=lambda split: [SimpleNamespace(captions=("a dog runs", "the dog"))])
-VIT, CONV = (own_config(ClipShape(stem=stem)) for stem in ("patch", "conv"))
-OURS = own_config(ClipShape(), 1)
+VIT, CONV = (own_config(with_fields(CLIPConfig(), stem=stem)) for stem in ("patch", "conv"))
+OURS = own_config(CLIPConfig(), 1)
 
 
 def seen(moving: Moving, image: str = "", text: str = "", letters: bool = False, **asked: Any) -> Augmentation:

@@ -67,7 +67,7 @@ def test_last_blocks_of_each_tower(first: Path, tmp_path: Path) -> None:
     assert {name.split(".")[1] for name in image if name.startswith("stages")} == {"6"}
     assert {".".join(name.split(".")[:2]) for name in text} == {"blocks.4", "blocks.5"}
     assert "text_projection.up.weight" in changed
-    assert m1clip.load(run).encode_texts(["a red ball"]).shape == (1, 16)
+    assert m1clip.load(run).encode_text(["a red ball"]).shape == (1, 16)
 
     whole = tensors_of(run, 4)  # four steps equal two, resume, two
     shutil.rmtree(run / "checkpoints" / "step-000004")
@@ -117,7 +117,7 @@ def test_lora_in_the_last_blocks_is_merged(first: Path, tmp_path: Path) -> None:
 def test_dead_channels_do_not_blow_up_the_gradient(first: Path) -> None:
     job = prepare(config_of(first), lambda line: None, decode_plan(screen()))
     model = job.build_model()
-    head: Any = model.text_projection
+    head: Any = model.text_head
     usual = float(head.deviation.median())
     head.deviation[0] = 1e-6
     head.spare_dead_channels()
@@ -193,8 +193,8 @@ def test_a_tower_of_ours_beside_a_frozen_one(own: str, tmp_path: Path, monkeypat
     assert (told.model.stem, told.model.mlp_ratio) == ("conv", 4.0)
     assert None not in (told.data.crop_min, told.data.flip, told.data.word_dropout)
     bundle = m1clip.load(tmp_path / "run")
-    assert bundle.encode_images([np.zeros((9, 12, 3), np.uint8)]).shape == (1, 16)
-    assert bundle.encode_texts(["a red ball"]).shape == (1, 16)
+    assert bundle.encode_image([np.zeros((9, 12, 3), np.uint8)]).shape == (1, 16)
+    assert bundle.encode_text(["a red ball"]).shape == (1, 16)
 
 
 def test_two_towers_of_ours_are_no_frozen_recipe(tmp_path: Path) -> None:

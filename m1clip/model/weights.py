@@ -1,0 +1,168 @@
+"""Files of tensors: read them with care, write them, check them against a model, and adapt them to another shape."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from m1clip.errors import UserError
+from m1clip.io import read_small
+from m1clip.model.presets import CLIPConfig
+from m1clip.model.towers import resize_positions
+
+Tensors = dict[str, Tensor]
+POSITIONS, TOKENS = "image_tower.positions", "text_tower.tokens.weight"
+MAX_HEADER_BYTES = 2**24  # that of a model with 100,000 tensors
+SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
+INDEX = "model.safetensors.index.json"
+SAFETENSORS = (".safetensors",)
+TORCH = (".pt", ".pth", ".bin", ".ckpt")
+STATE_KEYS = ("state_dict", "model", "model_state_dict")  # where a training checkpoint keeps the weights
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file; a full disk is an OSError, and not the library's own kind of error."""
+    try:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata)
+    except SafetensorError as error:
+        number = SYSTEM_ERROR.search(str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
+def read_tensors(path: Path, device: str = "cpu") -> Tensors:
+    """All tensors of a safetensors file; anything else is a UserError."""
+    try:
+        # Checked before it is opened: reading from a pipe would block forever.
+        facts = path.stat()
+        if not stat.S_ISREG(facts.st_mode):
+            raise OSError("not a regular file")
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+        if header > min(MAX_HEADER_BYTES, facts.st_size):
+            raise OSError(f"its header claims {header:,} bytes")
+        return load_file(path, device=device)
+    except (SafetensorError, OSError, ValueError, OverflowError) as error:
+        raise UserError(f"{path}: not a readable safetensors file ({error})") from None
+
+
+def read_checkpoint(path: Path) -> Tensors:
+    """All tensors of a third-party file, or of the shards that an index names."""
+    if path.name.endswith(".index.json"):
+        return _read_shards(path)
+    if path.suffix in SAFETENSORS:
+        return read_tensors(path)
+    if path.suffix in TORCH:
+        return _read_torch(path)
+    raise UserError(f"{path}: weights are read from {', '.join(SAFETENSORS + TORCH)}, not '{path.suffix}'")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; anything else is an error that names the file."""
+    try:
+        value = json.loads(read_small(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not a readable JSON file ({type(error).__name__})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return value
+
+
+def _read_shards(path: Path) -> Tensors:
+    table = read_json(path).get("weight_map")
+    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
+        raise UserError(f"{path}: has no weight_map from tensors to files")
+    weights: Tensors = {}
+    for name in sorted(set(table.values())):
+        # Only files beside the index: it may come from anyone.
+        own = Path(name).name
+        if own in ("", "..") or not own.isprintable():
+            raise UserError(f"{path}: {name!a} is not a file name")
+        shard = path.with_name(own)
+        if not shard.is_file():
+            raise UserError(f"{shard}: missing; {path.name} names it")
+        weights |= read_tensors(shard)
+    for name in sorted(set(table) ^ set(weights)):
+        raise UserError(f"{path}: '{name}' is {'not in its file' if name in table else 'in a file but not named'}")
+    return weights
+
+
+def _read_torch(path: Path) -> Tensors:
+    try:
+        if not path.is_file():
+            raise OSError("not a regular file")
+        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+    # Damaged or hostile bytes make torch's reader raise nearly anything: KeyError, IndexError, AssertionError, ...
+    except Exception as error:  # noqa: BLE001
+        reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"{path}: cannot be read as plain tensors ({reason}); anything else in such a file could run code: "
+            f"convert it to safetensors where it was made"
+        ) from None
+    for key in STATE_KEYS:
+        if isinstance(found, dict) and isinstance(found.get(key), dict):
+            found = found[key]
+            break
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise UserError(f"{path}: contains no table of tensors")
+    # OpenAI's own files contain a few numbers beside the tensors.
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def check_weights(model: nn.Module, weights: Tensors, where: str) -> None:
+    """Refuse missing, unknown, misshapen or not finite tensors; the model may be on the meta device."""
+    own = model.state_dict()
+    for odd in sorted(set(own) ^ set(weights)):
+        raise UserError(f"{where}: {'missing' if odd in own else 'unknown'} tensor '{odd}'")
+    for name, tensor in weights.items():
+        if own[name].shape != tensor.shape:
+            raise UserError(f"{where}: '{name}' is {tuple(tensor.shape)}, the model wants {tuple(own[name].shape)}")
+        if not _is_finite(tensor):
+            raise UserError(
+                f"{where}: '{name}' contains NaN or infinity; the training diverged or the file is damaged: use "
+                f"another model or an earlier checkpoint"
+            )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    # NaN passes through aminmax, which needs no second tensor of this size; it is missing for float8.
+    lowest, highest = (tensor if tensor.element_size() > 1 else tensor.float()).aminmax()
+    return bool(lowest.isfinite() & highest.isfinite())
+
+
+def assign_weights(model: nn.Module, weights: Tensors, where: str) -> None:
+    """Check tensors and copy them into the model."""
+    check_weights(model, weights, where)
+    model.load_state_dict(weights)
+
+
+def fit_positions(weights: Tensors, trained: CLIPConfig, config: CLIPConfig) -> Tensors:
+    """The weights with learned positions interpolated to the image size of `config`; sincos ones are not saved."""
+    old, new, positions = trained.image_tower, config.image_tower, weights.get(POSITIONS)
+    if old.kind != "vit" or new.kind != "vit" or old.grid == new.grid or positions is None:
+        return weights
+    if positions.shape != (old.tokens, old.width):
+        return weights  # `check_weights` reports it
+    return {**weights, POSITIONS: resize_positions(positions.float(), new.grid).to(positions.dtype)}
+
+
+def replace_tokens(weights: Tensors, sources: Sequence[Sequence[int]]) -> Tensors:
+    """The weights with another token table: row i is the mean of the old rows `sources[i]`."""
+    table = weights[TOKENS]
+    flat = torch.tensor([old for group in sources for old in group], device=table.device)
+    starts = torch.tensor([0, *(len(group) for group in sources[:-1])], device=table.device).cumsum(0)
+    rows = torch.nn.functional.embedding_bag(flat, table.float(), starts, mode="mean")
+    return {**weights, TOKENS: rows.to(table.dtype)}
