@@ -185,13 +185,13 @@ def test_a_tower_that_is_not_installed_is_one_clear_line(monkeypatch: pytest.Mon
         load.package_weights("minilm")
 
 
-@pytest.mark.parametrize(("field", "value"), [("image_size", 100), ("dropout", 1.0), ("hidden", 0)])
-def test_impossible_sizes_are_refused(field: str, value: float) -> None:
-    with pytest.raises(UserError, match=str(value)):
-        if field == "image_size":
-            PretrainedImageConfig(image_size=int(value))
-        else:
-            HeadConfig(**{"kind": "mlp", "hidden": 1, field: value})  # type: ignore[arg-type]
+def test_impossible_sizes_are_refused() -> None:
+    with pytest.raises(UserError, match="100"):
+        PretrainedImageConfig(image_size=100)
+    with pytest.raises(UserError, match=r"1\.0"):
+        HeadConfig(kind="mlp", hidden=1, dropout=1.0)
+    with pytest.raises(UserError, match="hidden"):
+        HeadConfig(kind="mlp", hidden=0)
 
 
 def test_a_caption_without_some_words_is_read_as_the_shorter_caption() -> None:
