@@ -110,7 +110,7 @@ def look_first(
     found = [finding for finding in report.findings if finding.severity != "info"]
     for finding in found[:WARNINGS_SHOWN]:
         first = f"; first: {finding.examples[0]}" if finding.examples else ""
-        warn(f"data: {finding.count:,} {finding.message}{first}")
+        warn(f"data: {finding.message}: {finding.count:,}{first}")
     if len(found) > WARNINGS_SHOWN:
         warn(f"data: {len(found) - WARNINGS_SHOWN} more kinds of finding; m1clip data lint shows all")
     kept = [{**asdict(finding), "examples": finding.examples[:EXAMPLES_LOGGED]} for finding in found]

@@ -182,5 +182,5 @@ def test_what_lint_and_the_source_found_is_on_the_screen(tmp_path: Path) -> None
     shown = screen()
     train_once(small_config({"data.source": [str(folder)], "train.steps": 2}), tmp_path / "run", shown)
     text = shown.console.file.getvalue()  # type: ignore[attr-defined]
-    assert "warning: data: 1 rows have no caption and are left out; first: captions.jsonl row 97" in text
-    assert "warning: data: 1 rows could not be read and are left out; first: captions.jsonl row 98" in text
+    assert "warning: data: rows without a caption, skipped: 1; first: captions.jsonl row 97" in text
+    assert "warning: data: unreadable rows, skipped: 1; first: captions.jsonl row 98" in text

@@ -15,7 +15,7 @@ from m1clip.data.lint.images import (
     image_facts,
     inspect_all,
 )
-from m1clip.data.lint.report import Finding, LintReport
+from m1clip.data.lint.report import Finding, LintReport, finding
 from m1clip.data.sources.mixture import MixedSource
 from m1clip.data.types import Source
 
@@ -51,9 +51,9 @@ def lint(
     images = Counter(entry.split for entry in entries)
     remedy = "name the splits train, val and test in the data, or leave the column out"
     if not images["train"]:
-        found.append(Finding("no-train", "problem", 1, "split is missing: train", remedy))
+        found += finding("no-train", "problem", "missing splits", remedy, ["train"])
     if not images["val"]:
-        found.append(Finding("no-val", "warning", 1, "split is missing: val", remedy))
+        found += finding("no-val", "warning", "missing splits", remedy, ["val"])
     return LintReport(
         source=str(getattr(source, "path", type(source).__name__)),
         images={split: count for split, count in images.items() if count},

@@ -24,11 +24,11 @@ def check_captions(entries: Sequence[Entry], context_length: int, class_captions
     cells = [(entry, number, text) for entry in entries for number, text in enumerate(entry.sample.captions)]
     file_names = [entry.caption_name(n) for entry, n, text in cells if _FILE_NAME.search(text)]
     remedy = "replace file names and URLs by descriptions"
-    found = finding("file-name", "warning", "captions are file names or URLs", remedy, file_names)
+    found = finding("file-name", "warning", "captions that are file names or URLs", remedy, file_names)
     found += _repeated(entries) + _truncated(cells, context_length)
     if class_captions:
         distinct = len({_normalized(text) for _, _, text in cells})
-        message = f"images share {distinct} captions made from class names: this is classification"
+        message = f"images whose captions are made from {distinct} class names (this is classification)"
         return [*found, Finding("labels", "info", len(entries), message)]
     return found + _labels(entries, cells) + _shared(entries, cells)
 
@@ -46,7 +46,7 @@ def _repeated(entries: Sequence[Entry]) -> list[Finding]:
                 places.append(entry.caption_name(number))
             seen.add(text)
     remedy = "remove captions that repeat another one of their image"
-    return finding("duplicate-caption", "warning", "captions repeat another one of the same image", remedy, places)
+    return finding("duplicate-caption", "warning", "captions that repeat another one of their image", remedy, places)
 
 
 def _truncated(cells: Sequence[Cell], context_length: int) -> list[Finding]:
@@ -59,7 +59,7 @@ def _truncated(cells: Sequence[Cell], context_length: int) -> list[Finding]:
         if tokens > limit:
             cut += tokens - limit
             places.append(f"{entry.caption_name(number)} ({tokens} tokens)")
-    message = f"captions are longer than {limit} tokens: {cut:,} tokens are cut off"
+    message = f"captions over {limit} tokens ({cut:,} tokens are cut off)"
     return finding("overlong", "warning", message, "shorten long captions, or use a larger context length", places)
 
 
@@ -68,8 +68,8 @@ def _labels(entries: Sequence[Entry], cells: Sequence[Cell]) -> list[Finding]:
     distinct = len({_normalized(text) for _, _, text in cells})
     few_distinct = len(entries) >= 50 and distinct < _FEW_DISTINCT * len(entries)
     if not few_distinct and len(short) <= _MANY * len(cells):
-        return finding("short", "info", f"captions have {LABEL_WORDS} words or fewer", "", short)
-    message = f"captions are labels ({distinct:,} different ones for {len(entries):,} images)"
+        return finding("short", "info", f"captions of {LABEL_WORDS} words or fewer", "", short)
+    message = f"captions that are only labels ({distinct:,} different ones for {len(entries):,} images)"
     remedy = "describe each image instead of naming it; or use class folders, whose names become sentences"
     shown = short or [entry.caption_name(number) for entry, number, _ in cells[:3]]
     return [Finding("labels", "warning", len(short) or len(cells), message, remedy, tuple(shown[:MAX_EXAMPLES]))]
@@ -88,8 +88,8 @@ def _shared(entries: Sequence[Entry], cells: Sequence[Cell]) -> list[Finding]:
     in_two = [text[:80] for text in shared if "train" in splits[text] and len(splits[text]) > 1]
     remedy = "write captions that distinguish the images"
     return [
-        *finding("shared-caption", severity, "captions describe more than one image", remedy, shown),
-        *finding("shared-between-splits", "info", "captions of train are also in another split", "", in_two),
+        *finding("shared-caption", severity, "captions of more than one image", remedy, shown),
+        *finding("shared-between-splits", "info", "captions of train that are also in another split", "", in_two),
     ]
 
 

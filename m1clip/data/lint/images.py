@@ -21,21 +21,21 @@ from m1clip.data.types import ImageRef, Sample
 
 Progress = Callable[[int, int], None]  # (done, total)
 FAULTS = {  # kinds of BadImage
-    "missing": ("images are missing", "put the missing images where the data expects them, or remove their rows"),
-    "empty": ("image files are empty (0 bytes)", "copy the empty files again, or remove their rows"),
-    "truncated": ("images are truncated", "copy or download the truncated images again"),
-    "not-an-image": ("files are not images", "convert them to JPEG or PNG, or remove their rows"),
-    "no-decoder": ("HEIC images need a library", "pip install pi-heif, or save them as JPEG"),
-    "too-large": ("images are too large to decode safely", "make the oversized images smaller"),
-    "broken": ("images cannot be decoded", "save the broken images again, or remove their rows"),
+    "missing": ("missing images", "put the missing images where the data expects them, or remove their rows"),
+    "empty": ("empty image files (0 bytes)", "copy the empty files again, or remove their rows"),
+    "truncated": ("truncated images", "copy or download the truncated images again"),
+    "not-an-image": ("files that are not images", "convert them to JPEG or PNG, or remove their rows"),
+    "no-decoder": ("HEIC images without a decoder", "pip install pi-heif, or save them as JPEG"),
+    "too-large": ("images too large to decode safely", "make the oversized images smaller"),
+    "broken": ("images that cannot be decoded", "save the broken images again, or remove their rows"),
 }
 SKIPPED: dict[str, tuple[Severity, str, str]] = {  # kinds of Problem
-    "empty-caption": ("warning", "rows have no caption", "write the missing captions, or remove the rows"),
-    "no-image": ("warning", "rows have no usable image", "fix the rows without an image"),
-    "split-conflict": ("problem", "rows put an image in two splits", "give each image one split"),
-    "unsafe-member": ("warning", "files in shards have unsafe names", "write the shards again"),
-    "shard": ("problem", "shards are damaged", "copy or write the damaged shards again"),
-    "row": ("warning", "rows could not be read", "fix the rows that could not be read"),
+    "empty-caption": ("warning", "rows without a caption, skipped", "write the missing captions, or remove the rows"),
+    "no-image": ("warning", "rows without a usable image, skipped", "fix the rows without an image"),
+    "split-conflict": ("problem", "rows that put an image in a second split", "give each image one split"),
+    "unsafe-member": ("warning", "files in shards with unsafe names, skipped", "write the shards again"),
+    "shard": ("problem", "damaged shards", "copy or write the damaged shards again"),
+    "row": ("warning", "unreadable rows, skipped", "fix the unreadable rows"),
 }
 MAX_BAD_FRACTION = 0.10  # a run stops above it
 MIN_SIDE, MAX_ASPECT = 16, 8
@@ -141,8 +141,7 @@ def check_skipped(problems: Sequence[Problem]) -> list[Finding]:
     found = []
     for kind, (severity, message, remedy) in SKIPPED.items():
         places = [str(problem) for problem in problems if problem.kind == kind]
-        skipped = "" if kind in ("split-conflict", "shard") else " and are skipped"
-        found += finding(f"skipped-{kind}", severity, message + skipped, remedy, places)
+        found += finding(f"skipped-{kind}", severity, message, remedy, places)
     return found
 
 
@@ -153,11 +152,11 @@ def check_images(entries: Sequence[Entry], facts: Sequence[ImageFacts], image_si
     good = [(entry, fact) for entry, fact in both if not fact.fault]
     found: list[Finding] = []
     if len(bad) > MAX_BAD_FRACTION * len(both):
-        message = f"of {len(both):,} images cannot be used: training stops above {MAX_BAD_FRACTION:.0%}"
+        message = f"unusable images among {len(both):,} (training stops above {MAX_BAD_FRACTION:.0%})"
         found.append(Finding("too-many-bad", "problem", len(bad), message))
     for fault, (message, remedy) in FAULTS.items():
         places = [f"{entry.image_name()}: {fact.reason}" for entry, fact in bad if fact.fault == fault]
-        found += finding(fault, "problem", f"{message} and will be skipped", remedy, places)
+        found += finding(fault, "problem", f"{message}, skipped", remedy, places)
 
     def check(
         code: str, severity: Severity, message: str, remedy: str, value: Callable[[ImageFacts], object | None]
@@ -169,17 +168,17 @@ def check_images(entries: Sequence[Entry], facts: Sequence[ImageFacts], image_si
     def size(fact: ImageFacts, too: bool) -> str | None:
         return f"{fact.width} x {fact.height}" if too else None
 
-    message, remedy = "images have the suffix of another format (still read)", "rename them: other tools may fail"
+    message, remedy = "images with the suffix of another format (still read)", "rename them: other tools may fail"
     check("wrong-extension", "warning", message, remedy, lambda fact: fact.wrong_suffix and f"is {fact.format}")
-    message = f"images are under {MIN_SIDE} px or more than {MAX_ASPECT} times as long as wide"
+    message = f"images under {MIN_SIDE} px or more than {MAX_ASPECT} times as long as wide"
     remedy = "look at the images of extreme size: icons and strips teach little"
     check("extreme-size", "warning", message, remedy, lambda fact: size(fact, _extreme(fact)))
-    message, remedy = "images are nearly one color", "remove the images that show nothing"
+    message, remedy = "images of nearly one colour", "remove the images that show nothing"
     check("near-empty", "warning", message, remedy, lambda fact: size(fact, fact.contrast < NEAR_EMPTY_CONTRAST))
-    message = "images are not 8-bit RGB and are converted"
+    message = "images that are converted to 8-bit RGB"
     check("converted", "info", message, "", lambda fact: fact.mode if fact.mode != "RGB" else None)
     if image_size:
-        message = f"images have a side under {image_size} px and are enlarged"
+        message = f"images with a side under {image_size} px, enlarged"
         check("small", "info", message, "", lambda fact: size(fact, min(fact.width, fact.height) < image_size))
     return found
 
@@ -216,7 +215,7 @@ def find_duplicates(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> li
         ]
 
     saved_again = "(the same image saved again, or the same scene)"
-    leak = "identical images are in two splits: scores would be too high"
+    leak = "identical images in two splits (scores would be too high)"
     leak_remedy = "remove the images that are in two splits from one of them"
     near_remedy = "check the near-duplicates in two splits, and remove those of the same image from train"
     join = "join the captions of copies under one image: two copies in a batch are false negatives"
@@ -225,7 +224,7 @@ def find_duplicates(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> li
         *finding(
             "leak-near", "warning", f"near-duplicates in two splits {saved_again}", near_remedy, places(near, True)
         ),
-        *finding("duplicate-identical", "warning", "identical images in a split", join, places(same, False)),
+        *finding("duplicate-identical", "warning", "identical images within a split", join, places(same, False)),
         *finding("duplicate-near", "info", f"near-duplicates within a split {saved_again}", "", places(near, False)),
     ]
 

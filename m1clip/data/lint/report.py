@@ -15,7 +15,7 @@ EXAMPLES_SHOWN = 3  # of each finding in the text
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One kind of finding: how often, where the first ones are, and what to do."""
+    """One kind of finding: what was counted, how many, where the first ones are, and what to do."""
 
     code: str
     severity: Severity
@@ -75,7 +75,7 @@ class LintReport:
             lines.append(f"  {name.replace('_', ' ')}: {shown}")
         lines += [f"  note: {note}" for note in self.notes]
         for found in self.findings:
-            lines.append(f"{found.severity:>7}  {found.count:,} {found.message}")
+            lines.append(f"{found.severity:>7}  {found.message}: {found.count:,}")
             shown_examples = found.examples[:EXAMPLES_SHOWN]
             lines += [f"           {example}" for example in shown_examples]
             if shown_examples and found.count > len(shown_examples):

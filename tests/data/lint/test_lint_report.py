@@ -29,7 +29,7 @@ def test_captions(tmp_path: Path) -> None:
     assert of(report, "skipped-empty-caption")[0].startswith("captions.jsonl row 16")
     assert of(report, "duplicate-caption")[0].startswith("captions.jsonl row 13")
     message = next(found.message for found in report.findings if found.code == "overlong")
-    assert message == "captions are longer than 10 tokens: 10 tokens are cut off"
+    assert message == "captions over 10 tokens (10 tokens are cut off)"
     assert report.facts["captions_per_image"] == {"min": 1, "median": 1, "max": 2}
     assert report.facts["images_per_caption"]["max"] == 2
 
@@ -88,7 +88,7 @@ def test_json_and_progress(tmp_path: Path) -> None:
 def test_the_text_shows_a_few_examples_and_counts_the_rest(tmp_path: Path) -> None:
     files = {**good(100), **{f"bad{n}.jpg": b"" for n in range(9)}, "z.jpg": saved(photo(500))}
     text = lint(open_source(str(make(tmp_path, files)))).to_text()
-    assert "problem  9 image files are empty" in text
+    assert "problem  empty image files (0 bytes), skipped: 9" in text
     assert "... and 6 more" in text
     assert text.count("bad") == 3
 
