@@ -71,9 +71,9 @@ def our_step(setting: Setting, variant: str) -> Step:
     model = build_clip(with_fields(setting.shape, eot_id=setting.shape.vocab_size - 1)).to(device.torch)
     model.set_attention("sdpa", "sdpa")
     if {"compiled", "blocks"} & set(words) and "plain" not in words and device.kind == "cuda":
-        model.use_triton()  # as `m1clip train --model.compile` does
+        model.use_triton()  # as `m1clip train --compile` does
     model.train()
-    config = OptimConfig(name="muon" if "muon" in words else "adamw", lr=1e-4)
+    config = OptimConfig(optimizer="muon" if "muon" in words else "adamw", lr=1e-4)
     optimizer = Optimizer(model, config, fused=True, capturable="graph" in words and device.kind == "cuda")
     forward: Callable[..., Any] = model
     if "compiled" in words:

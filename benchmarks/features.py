@@ -1,6 +1,6 @@
 """Training on kept features: image-caption samples a second through forward, backward and optimizer.
 
-    python benchmarks/features.py [--batch 1024] [--rounds 5] [--json FILE]
+    python benchmarks/features.py [--batch-size 1024] [--rounds 5] [--json FILE]
 
 A sample is an image with one of its captions: a step of 1,024 images with five captions each is 5,120 samples, each of
 which is a positive of the loss. The features are random numbers in the shapes of Flickr8k under the two towers of the
@@ -74,7 +74,7 @@ def measure(batch: int, rounds: int, precision: Precision) -> dict[str, object]:
     device = Device("cpu", facts)
     torch.manual_seed(0)
     model = TowerClip(SHAPE)
-    config = Config(train=TrainConfig(batch=batch), optim=OptimConfig(name="adamw", lr=1e-3))
+    config = Config(train=TrainConfig(batch_size=batch), optim=OptimConfig(optimizer="adamw", lr=1e-3))
     update = TrainStep(model, config, device, precision, Preprocess(image_size=224), autocast(device, precision))
     with tempfile.TemporaryDirectory() as folder:
         widths = (int(model.image.width), int(model.text.width))  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ def measure(batch: int, rounds: int, precision: Precision) -> dict[str, object]:
 def main() -> None:
     """Print a line for each batch and precision; write them all as JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, nargs="*", default=[512, 1024])
+    parser.add_argument("--batch-size", type=int, nargs="*", default=[512, 1024])
     parser.add_argument("--precision", nargs="*", default=["bf16"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)

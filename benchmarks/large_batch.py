@@ -1,4 +1,4 @@
-"""Exact large batch: what --chunk costs in time, saves in memory and does to the gradient; open_clip's way beside it.
+"""Exact large batch: what --micro-batch costs in time, saves in memory and does to the gradient; also open_clip.
 
     python benchmarks/large_batch.py --peers PEERS/bin/python --json docs/results/large_batch.json
 
@@ -30,7 +30,7 @@ PEER = Path(__file__).parent / "peers" / "open_clip_accum.py"
 GOAL_RATIO, GOAL_DIFFERENCE = 1.4, 1e-5
 SIDES = {
     "plain": "m1clip, the whole batch at once",
-    "chunked": "m1clip --chunk",
+    "chunked": "m1clip --micro-batch",
     "peer_plain": "open_clip, the whole batch at once",
     "peer_accum": "open_clip --accum-freq",
 }
@@ -39,9 +39,9 @@ SIDES = {
 def job_config(model: str, batch: int, chunk: int, objective: str = "multi", precision: str = "auto") -> Config:
     """Synthetic images, a batch in chunks or (0) at once."""
     return Config(
-        model=ModelConfig(preset=model),
+        model=ModelConfig(name=model),
         data=DataConfig(train_count=2 * batch, val_count=4, test_count=4, captions_per_step=1),
-        train=TrainConfig(batch=batch, chunk=chunk, steps=100, device="cpu", objective=objective,
+        train=TrainConfig(batch_size=batch, micro_batch=chunk, steps=100, device="cpu", loss=objective,
                           precision=precision),
     )  # fmt: skip
 
@@ -136,14 +136,14 @@ def alternate(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, l
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
-    result: dict[str, Any] = {"machine": machine(), "model": options.model, "batch": options.batch,
-                              "chunk": options.chunk, "quick": options.quick}  # fmt: skip
+    result: dict[str, Any] = {"machine": machine(), "model": options.model, "batch": options.batch_size,
+                              "chunk": options.micro_batch, "quick": options.quick}  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         commands = {}
-        for side, chunk in (("plain", 0), ("chunked", options.chunk)):
+        for side, chunk in (("plain", 0), ("chunked", options.micro_batch)):
             path = folder / f"{side}.toml"
-            path.write_text(to_toml(job_config(options.model, options.batch, chunk)), encoding="utf-8")
+            path.write_text(to_toml(job_config(options.model, options.batch_size, chunk)), encoding="utf-8")
             commands[side] = [sys.executable, __file__, "--worker", str(path)]
         with Side(commands["plain"]) as plain, Side(commands["chunked"]) as chunked:
             result |= plain.ask("facts")
@@ -160,7 +160,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def ask_peer(options: argparse.Namespace, result: dict[str, Any], folder: Path) -> dict[str, Any]:
     """open_clip's accumulation on the same shape and batch; each way in a process of its own."""
-    accum = options.batch // options.chunk
+    accum = options.batch_size // options.micro_batch
     job = {key: result[key] for key in ("shape", "batch", "chunk", "text_tokens", "threads")}
     job["precision"] = "amp_bf16" if result["precision"] == "bf16" else "fp32"
     (folder / "peer.json").write_text(json.dumps(job), encoding="utf-8")
@@ -219,8 +219,8 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="small", help="preset")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--chunk", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--micro-batch", type=int, default=16)
     parser.add_argument("--gradient-batch", type=int, default=64, help="samples of the gradient table (model tiny)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds to measure, after one that warms up")
     parser.add_argument("--peers", default=os.environ.get("PEERS"), help="a Python with open_clip")
@@ -234,7 +234,13 @@ def main() -> None:
             print(json.dumps({"answer": answers[line.strip()]()}), flush=True)
         return
     if options.quick:
-        options.model, options.batch, options.chunk, options.rounds, options.gradient_batch = ("tiny", 8, 4, 2, 8)
+        options.model, options.batch_size, options.micro_batch, options.rounds, options.gradient_batch = (
+            "tiny",
+            8,
+            4,
+            2,
+            8,
+        )
     result = measure(options)
     show(result)
     if options.json:

@@ -23,17 +23,17 @@ from m1clip.hardware.device import environment
 
 ROWS: dict[str, tuple[str, list[str], float]] = {  # name: (words, flags, goal in bytes)
     "default": ("76.7M, batch 12", ["--preset", "prior-art", "--steps", "4"], 2.0e9),
-    "recompute": ("the same, gradient checkpointing", ["--preset", "prior-art", "--steps", "4", "--model.recompute"],
+    "recompute": ("the same, gradient checkpointing", ["--preset", "prior-art", "--steps", "4", "--grad-checkpointing"],
                   1.6e9),
-    "chunk": ("the same, --chunk 4", ["--preset", "prior-art", "--steps", "4", "--chunk", "4"], 2.0e9),
+    "chunk": ("the same, --micro-batch 4", ["--preset", "prior-art", "--steps", "4", "--micro-batch", "4"], 2.0e9),
     "first": ("76.7M, batch 12, first run of a model", ["--preset", "prior-art", "--steps", "4"], 2.0e9),
     "first-recompute": ("the same, gradient checkpointing",
-                        ["--preset", "prior-art", "--steps", "4", "--model.recompute"], 1.6e9),
-    "large": ("small, batch 1024, --chunk 16", ["--model", "small", "--batch", "1024", "--chunk", "16", "--steps", "2",
-              "--data.train-count", "1100", "--data.val-count", "64", "--data.test-count", "64"], 3.0e9),
+                        ["--preset", "prior-art", "--steps", "4", "--grad-checkpointing"], 1.6e9),
+    "large": ("small, batch 1024, --micro-batch 16", ["--model", "small", "--batch-size", "1024", "--micro-batch", "16",
+              "--steps", "2",              "--train-count", "1100", "--val-count", "64", "--test-count", "64"], 3.0e9),
 }  # fmt: skip
-QUICK = ["--model", "tiny", "--model.vision-layers", "1", "--model.text-layers", "1", "--steps", "1", "--batch", "8",
-         "--data.train-count", "16", "--data.val-count", "4", "--data.test-count", "4"]  # fmt: skip
+QUICK = ["--model", "tiny", "--vision-layers", "1", "--text-layers", "1", "--steps", "1", "--batch-size", "8",
+         "--train-count", "16", "--val-count", "4", "--test-count", "4"]  # fmt: skip
 
 
 def peak_rss(flags: list[str], first: bool) -> tuple[int, float]:

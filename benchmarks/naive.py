@@ -139,10 +139,10 @@ class NaiveTrainer:
         self.device, optim = job.device.torch, job.config.optim
         self.model = NaiveClip(job.shape, job.tokenizer.eot_id).to(self.device).train()
         self.loader = DataLoader(
-            NaivePairs(job.splits["train"]), batch_size=job.config.train.batch, shuffle=True, drop_last=True
+            NaivePairs(job.splits["train"]), batch_size=job.config.train.batch_size, shuffle=True, drop_last=True
         )
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=optim.lr, weight_decay=optim.weight_decay, foreach=False, fused=False
+            self.model.parameters(), lr=optim.lr, weight_decay=optim.wd, foreach=False, fused=False
         )
         total_steps = round((job.config.train.epochs or 1) * len(self.loader))
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, total_steps)

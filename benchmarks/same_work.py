@@ -57,16 +57,14 @@ def job_config(name: str, data: str | None, quick: bool) -> Config:
         source = DataConfig(source=(data,), cache="ram") if data else DataConfig(train_count=1024)
         source = dataclasses.replace(source, val_count=16, test_count=16)
         # The tower of issue 4, which the peers can build: patches instead of our stem, six blocks and four.
-        model = ModelConfig(
-            preset="tiny", vision_layers=6, text_layers=4, context_length=int(name.removeprefix("tiny-")),
-            stem="patch", vision_pre_norm=False,
-        )  # fmt: skip
-        config = Config(model=model, data=source, train=TrainConfig(batch=128, steps=1000))
+        context = int(name.removeprefix("tiny-"))
+        model = ModelConfig(name="tiny", vision_layers=6, text_layers=4, context_length=context, stem="patch")
+        config = Config(model=model, data=source, train=TrainConfig(batch_size=128, steps=1000))
     if quick:
         parts = {"width": 64, "layers": 1, "heads": 2}
         small: Any = {f"{tower}_{part}": value for tower in ("vision", "text") for part, value in parts.items()}
         model = dataclasses.replace(config.model, image_size=64, embed_dim=64, **small)
-        train = dataclasses.replace(config.train, batch=12)
+        train = dataclasses.replace(config.train, batch_size=12)
         config = dataclasses.replace(config, model=model, train=train)
     return dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu"))
 
@@ -77,7 +75,7 @@ def same_work(config: Config) -> Config:
         config,
         model=dataclasses.replace(config.model, pooling="cls"),
         data=dataclasses.replace(config.data, captions_per_step=1, patch_dropout=0.0, word_dropout=0.0),
-        optim=dataclasses.replace(config.optim, name="adamw", ema=0.0),
+        optim=dataclasses.replace(config.optim, optimizer="adamw", ema=0.0),
     )
 
 
@@ -100,7 +98,7 @@ def naive_answers(config: Config) -> dict[str, Callable[[], Any]]:
     from naive import NaiveTrainer, prior_art_job
 
     # It takes images as they are kept, so they must be kept without the margin for crops.
-    whole = dataclasses.replace(config.data, crop_min=1.0, flip=0.0, colour=0.0)
+    whole = dataclasses.replace(config.data, crop_min=1.0, flip=0.0, color_jitter=0.0)
     trainer = NaiveTrainer(prior_art_job(dataclasses.replace(config, data=whole)))
     feed = trainer.epochs()
     return {"naive": lambda: timed(lambda: trainer.step(next(feed)))}
@@ -147,7 +145,7 @@ def own_answers(config: Config) -> dict[str, Callable[[], Any]]:
         "gemm": lambda: gemm_rate(equal.device, equal.precision),
         "facts": lambda: {
             "shape": equal.shape.to_dict(),
-            "batch": config.train.batch,
+            "batch": config.train.batch_size,
             "text_tokens": equal.shape.context_length,
             "threads": torch.get_num_threads(),
             "parameters": count_parameters(equal.shape),

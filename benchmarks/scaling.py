@@ -122,7 +122,7 @@ def random_batch(point: Point, draw: np.random.Generator) -> Batch:
         sample_ids=members,
         caption_ids=members,
         image_index=members,
-        views=draw_views(Augmentation(crop_min=0.6, flip=0.5, colour=0.2), 0, 0, np.arange(n)),
+        views=draw_views(Augmentation(crop_min=0.6, flip=0.5, color_jitter=0.2), 0, 0, np.arange(n)),
     )
 
 
@@ -156,7 +156,8 @@ class Bench:
             for heads, length, width, causal in towers
         ]
         model.set_attention(*kinds)
-        train = TrainConfig(batch=point.batch, chunk=chunk, device="cpu", precision=self.precision, steps=1000)
+        sizes = {"batch_size": point.batch, "micro_batch": chunk}
+        train = TrainConfig(**sizes, device="cpu", precision=self.precision, steps=1000)
         config = Config(model=ModelConfig(), train=train)
         preprocess = Preprocess(image_size=shape.image_size)
         return TrainStep(model, config, self.device, self.precision, preprocess, autocast(self.device, self.precision))

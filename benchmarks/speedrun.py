@@ -21,7 +21,7 @@ from speedrun_own import RECALLS, Plan, recall_at_10, seconds_until, setup_secon
 
 RECIPES: dict[str, tuple[str, ...]] = {
     "default": (),
-    "adamw": ("--optim.name", "adamw", "--optim.lr", "1e-3"),  # the rate that open_clip gets
+    "adamw": ("--optimizer", "adamw", "--lr", "1e-3"),  # the rate that open_clip gets
 }
 
 

@@ -28,13 +28,13 @@ class Plan:
     seconds: float
     folder: Path
     device: str
-    flags: tuple[str, ...] = ()  # for every run, such as --batch 64
+    flags: tuple[str, ...] = ()  # for every run, such as --batch-size 64
 
 
 def command(plan: Plan, run: Path, seed: int, recipe: tuple[str, ...], duration: tuple[str, ...]) -> list[str]:
     """`m1clip train` with a cache of its own, so that decoding is inside the clock each time."""
     words = [sys.executable, "-m", "m1clip", "train", "--data", plan.data, "--run", str(run), "--seed", str(seed)]
-    cache = ("--data.cache-dir", str(run.with_name(run.name + "-cache")))
+    cache = ("--cache-dir", str(run.with_name(run.name + "-cache")))
     return [*words, "--device", plan.device, *cache, *plan.flags, *recipe, *duration]
 
 

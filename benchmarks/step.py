@@ -189,7 +189,7 @@ def main() -> None:
         return
     config, steps = prior_art(options.quick), 2 if options.quick else options.steps
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu"))
-    result: dict[str, Any] = {"machine": machine(), "batch": config.train.batch, "quick": options.quick}
+    result: dict[str, Any] = {"machine": machine(), "batch": config.train.batch_size, "quick": options.quick}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.toml"
         path.write_text(to_toml(config), encoding="utf-8")

@@ -1,4 +1,8 @@
-"""The whole of a run as frozen, checked dataclasses. The line under a field is its --help."""
+"""All settings of a run as frozen dataclasses. The line under a field is its help text.
+
+A setting has one name: `--batch-size` on the command line, `batch_size` in Python and in its section of a TOML file.
+Two names are shorter outside of TOML: `model` is [model] name, `data` is [data] source.
+"""
 
 from __future__ import annotations
 
@@ -9,157 +13,86 @@ import math
 import tomllib
 import types
 import typing
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from cyclopts import Group, Parameter
 
 from m1clip.errors import UserError
 from m1clip.formatting import amount, number_or_auto, steps_or_seconds, steps_or_time
-from m1clip.io import check_limits, read_small
+from m1clip.io import LIMITS, read_small
 
 COMMON = Group("Common", sort_key=0)
-MOST_VIEWS = 6
+DURATIONS = ("minutes", "epochs", "steps")  # a run has one of them
+MAX_VIEWS = 6
 
 
-@dataclass(frozen=True, kw_only=True)
-class TransferConfig:
-    """Where a model starts: from random weights, or on pretrained towers that stand still."""
+class Range(NamedTuple):
+    """The values that a number may have."""
 
-    recipe: Annotated[Literal["scratch", "frozen", "finetune", "auto"], Parameter(alias="--recipe", group=COMMON)] = (
-        "scratch"
-    )
-    "scratch; frozen: pretrained towers, features once, heads trained; finetune: then the towers too; auto: decides."
-    image_tower: Annotated[str, Parameter(alias="--image-tower")] = "efficientnet-lite0"
-    "frozen: efficientnet-lite0; a vision model of transformers (folder or hub name); timm:NAME; vit: ours, trained."
-    text_tower: Annotated[str, Parameter(alias="--text-tower")] = "minilm"
-    "frozen: minilm (all-MiniLM-L6-v2); a text model of transformers (folder or hub name); text: ours, trained."
-    download: bool = False
-    "Fetch a tower that is named and not on this machine from the hub; nothing is ever fetched without this."
-    head: Literal["linear", "mlp", "adapter"] = "adapter"
-    "frozen: what is trained on each tower: a projection, an MLP, or a projection and a residual MLP beside it."
-    hidden: int = 512
-    "frozen: hidden width of the head."
-    embed_dim: int = 256
-    "frozen: length of the vectors that images and captions share."
-    dropout: float = 0.3
-    "frozen: dropout of the head's hidden layer; a third of it on the features."
-    image_size: int = 224
-    "frozen: images are scaled to this square for the tower; a multiple of 32."
-    context_length: int = 64
-    "frozen: longest caption in tokens."
-    views: int = 1
-    "frozen: looks at each training image, mirrored and cropped ones after the first; each takes as long as that."
+    low: float
+    high: float = math.inf
+    above: bool = False  # `low` itself is excluded
+    below: bool = False  # `high` itself is excluded
 
-    init: Annotated[str | None, Parameter(alias="--init", group=COMMON)] = None
-    "Fine-tune this model: a run, a model folder, or one of open_clip or Hugging Face."
-    activation: Literal["gelu", "quick_gelu"] | None = None
-    "init: the activation of open_clip weights that come without a config."
-    vocabulary: Literal["keep", "cut"] = "keep"
-    "init: keep the model's vocabulary, or cut it to the pieces that the training captions use."
-    train_image: int = -1
-    "init: blocks of the image tower to train, counted from the last; -1 = all, 0 = none."
-    train_text: int = -1
-    "init: the same for the text tower. Of a model on frozen towers, a tower with 0 is read from its kept features."
-    lora_rank: int = 0
-    "init: train only a product of this rank beside each linear layer of the towers; 0 = off."
-    lora_alpha: float = 16.0
-    "init: weight of that product, over the rank."
-    lora_targets: Annotated[tuple[str, ...], Parameter(negative="")] = ()
-    "init: only on layers whose name ends so, such as attn.qkv; default: all."
-    teacher: Annotated[str | None, Parameter(alias="--teacher")] = None
-    "Learn from this model too (any that --init takes): what it thinks of the samples of a step is a second target."
-    teacher_weight: float = 0.5
-    "Share of that second target in the loss."
-
-    wise: Annotated[str, Parameter(alias="--wise", group=COMMON)] = "off"
-    "init: mix old and new weights at the end: 0.5 takes half of each, search tries a few on validation."
-    base: Annotated[tuple[str, ...], Parameter(alias="--base", negative="", group=COMMON)] = ()
-    "init: a set that must not be forgotten: its recall (zero-shot top-1 of class folders) at each evaluation."
-
-    def __post_init__(self) -> None:
-        check_limits(self, "transfer.")
-        if self.wise not in ("off", "search"):
-            try:
-                fine = 0 <= float(self.wise) <= 1
-            except ValueError:
-                fine = False
-            if not fine:
-                raise UserError(f"--wise is off, search, or a number from 0 to 1, not {self.wise}")
-        if not 0 < self.teacher_weight <= 1:
-            raise UserError(f"transfer.teacher_weight must be above 0 and at most 1, not {self.teacher_weight}")
-        if self.lora_rank < 0 or min(self.train_image, self.train_text) < -1:
-            raise UserError("transfer.lora_rank must be 0 or more, train_image and train_text -1 or more")
-        if self.init is not None and self.recipe == "frozen":
-            raise UserError(f"--init goes without --recipe {self.recipe}: it is a recipe of its own")
-        for name in ("hidden", "embed_dim", "image_size", "context_length"):
-            if getattr(self, name) < 1:
-                raise UserError(f"transfer.{name} must be at least 1, not {getattr(self, name)}")
-        if not 1 <= self.views <= MOST_VIEWS:
-            raise UserError(f"transfer.views must lie between 1 and {MOST_VIEWS}, not {self.views}")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"transfer.dropout must lie in [0, 1), not {self.dropout}")
+    def check(self, option: str, value: float) -> None:
+        """Refuse a value outside of the range, and anything that is not a finite number."""
+        inside = (value > self.low if self.above else value >= self.low) and (
+            value < self.high if self.below else value <= self.high
+        )
+        if inside and math.isfinite(value):
+            return
+        words = f"{'above' if self.above else 'at least'} {self.low:g}"
+        if math.isfinite(self.high):
+            words += f" and {'below' if self.below else 'at most'} {self.high:,}"
+        raise UserError(f"{option} must be a finite number {words}, not {value}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class GuardConfig:
-    """What a run does when something goes wrong."""
-
-    skip_limit: int = 8
-    "Updates that are not finite are skipped; after so many in a row the run goes back to its last checkpoint."
-    rollbacks: int = 3
-    "How often a run may go back so; then it stops and says why. 0 = it stops at once."
-    rollback_rate: float = 0.5
-    "The learning rate is multiplied by this each time the run goes back."
-    spike: float = 8.0
-    "Warn of a loss that stays so many of its usual deviations above its recent median; 0 = never."
-    on_save_error: Literal["stop", "go-on"] = "stop"
-    "A checkpoint, best model or log line that cannot be written (disk full): stop, or warn, train on and try again."
-    save_aside: Literal["auto", "never"] = "auto"
-    "Write checkpoints beside the training where a copy takes little of the free memory (a fiftieth), or never."
-
-    def __post_init__(self) -> None:
-        for name, least in (("skip_limit", 1), ("rollbacks", 0)):
-            value = getattr(self, name)
-            if value < least:
-                raise UserError(f"guard.{name} must be at least {least}, not {value}")
-        if not 0 < self.rollback_rate <= 1:
-            raise UserError(f"guard.rollback_rate must be above 0 and at most 1, not {self.rollback_rate}")
-        if not math.isfinite(self.spike) or self.spike < 0:
-            raise UserError(f"guard.spike must be 0 or more, not {self.spike}")
-
-
+Fraction = Annotated[float, Range(0, 1)]
+Count = Annotated[int, Range(1, 10**7)]
+Positive = Annotated[float, Range(0, above=True)]
+NotNegative = Annotated[float, Range(0)]
 Choice = Literal["auto", "bmm", "sdpa"]
-MAX_WORKERS, MAX_THREADS = 256, 1024
-MAX_CAPTIONS, MAX_SYNTHETIC = 1000, 10**7
-DURATIONS = ("minutes", "epochs", "steps")  # of which a run has one
 
 
-def _check(ok: bool, message: str) -> None:
-    if not ok:
-        raise UserError(message)
+class Section:
+    """Checks the numbers of a section against their ranges."""
+
+    def __post_init__(self) -> None:
+        for name, hint in typing.get_type_hints(type(self), include_extras=True).items():
+            value = getattr(self, name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                for limits in _ranges(hint):
+                    limits.check(option_of(type(self), name), value)
+                if name in LIMITS:
+                    Range(0 if name == "lora_rank" else 1, LIMITS[name]).check(option_of(type(self), name), value)
+        self.check()
+
+    def check(self) -> None:
+        """Rules that involve several settings."""
 
 
-def _check_finite(section: str, config: DataConfig | OptimConfig | TrainConfig) -> None:
-    """Any number but infinity and NaN, which TOML and the command line can both say."""
-    for item in fields(config):
-        value = getattr(config, item.name)
-        finite = not isinstance(value, float) or math.isfinite(value)
-        _check(finite, f"{section}.{item.name} must be a finite number, not {value}")
+def _ranges(hint: Any) -> Iterator[Range]:
+    for part in getattr(hint, "__metadata__", ()):
+        if isinstance(part, Range):
+            yield part
+    for inner in get_args(hint) if get_origin(hint) is not Literal else ():
+        yield from _ranges(inner)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """A preset from the table, and what to change in it."""
+class ModelConfig(Section):
+    """A model from the table, and what to change in it."""
 
-    preset: Annotated[str, Parameter(alias="--model", group=COMMON)] = "tiny"
-    "Size from the table: tiny, small, documented, ViT-S-16, ViT-B-32, ViT-B-16, ViT-L-14, 200M, 500M, 1B."
+    name: Annotated[str, Parameter(name="--model", group=COMMON)] = "tiny"
+    "Model: tiny, small, documented, ViT-S-16, ViT-B-32, ViT-B-16, ViT-L-14, 200M, 500M, 1B."
     image_size: int | None = None
-    "Side of the square image in pixels; must be a multiple of the patch size."
+    "Side of the square image in pixels, a multiple of the patch size."
     patch_size: int | None = None
-    "Side of one patch in pixels."
+    "Side of a patch in pixels."
     vision_width: int | None = None
     "Width of the image tower."
     vision_layers: int | None = None
@@ -173,318 +106,369 @@ class ModelConfig:
     text_heads: int | None = None
     "Attention heads of the text tower."
     context_length: int | None = None
-    "Longest caption in tokens, start and end marks included."
+    "Longest caption in tokens, start and EOT tokens included."
     embed_dim: int | None = None
-    "Length of the vectors that images and captions share."
-    mlp_ratio: float | None = None
-    "Hidden width of the MLP as a multiple of the tower's width."
+    "Dimension of the shared embedding space."
     pooling: Literal["cls", "mean"] | None = None
     "Image feature: a class token, or the mean over patches."
-    positions: Literal["learned", "sincos"] | None = None
-    "Patch positions: learned, or fixed 2-D sine and cosine."
-    activation: Literal["gelu", "quick_gelu"] | None = None
-    "GELU, or OpenAI's quick GELU for their original weights."
-    vision_pre_norm: bool | None = None
-    "A layer norm before the first block of the image tower."
     stem: Literal["patch", "conv"] | None = None
-    "How pixels become patches: one product a patch, as in CLIP; or convolutions, which learn more from few images."
-    patch_bias: bool | None = None
-    "A bias on the patch layer."
-    projection_bias: bool | None = None
-    "A bias on the two projections."
-    dropout: float | None = None
-    "Dropout on each residual branch while training."
-    init: Literal["clip", "zero"] | None = None
-    "Start values: CLIP's, or the same with residual branches at zero."
-    attention_image: Choice = "auto"
-    "Attention of the image tower; auto measures both for this device, precision and shape."
-    attention_text: Choice = "auto"
-    "Attention of the text tower; auto measures both."
-    recompute: bool = False
-    "Gradient checkpointing: less memory, about a third more work, the same result."
-    compile: bool = False
-    "torch.compile the model: slow to start, often faster afterwards."
-    graph: bool = True
-    "CUDA: record a small model's step once and replay it; the host then no longer limits the speed."
-
-    def __post_init__(self) -> None:
-        check_limits(self, "model.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextConfig:
-    """How captions become tokens."""
-
+    "First layer of the image tower: CLIP's patch projection, or convolutions, which learn more from few images."
+    activation: Literal["gelu", "quick_gelu"] | None = None
+    "GELU, or the quick GELU of OpenAI's weights. With --init, for weights that come without a config."
+    dropout: Annotated[float | None, Range(0, 1, below=True)] = None
+    "Dropout on each residual branch."
     tokenizer: Literal["char", "bpe", "bpe-cut"] = "bpe-cut"
-    "char; bpe (CLIP's 49,408 pieces); or bpe-cut (the pieces that the training captions use)."
-    alphabet: str | None = None
-    "Fixed alphabet for the char tokenizer; else the characters of the training captions."
+    "Characters; CLIP's BPE with 49,408 tokens; or only those of its tokens that occur in the training captions."
+    attention_image: Choice = "auto"
+    "Attention implementation of the image tower; auto measures both."
+    attention_text: Choice = "auto"
+    "Attention implementation of the text tower; auto measures both."
+    grad_checkpointing: bool = False
+    "Recompute activations in the backward pass: less memory, about a third more work, the same result."
+    compile: bool = False
+    "Run the model through torch.compile: slow to start, often faster afterwards."
+    cuda_graph: bool = True
+    "CUDA: capture the step of a small model once and replay it, so that the host does not limit the speed."
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Where images and captions come from, and how they reach the model."""
+class DataConfig(Section):
+    """Images, captions and augmentation."""
 
-    source: Annotated[tuple[str, ...], Parameter(alias="--data", negative="", group=COMMON)] = ("synthetic",)
-    "synthetic, or a path to your own images and captions; give it again to mix: b:0.3 takes 30% of b."
-    train_count: int = 8000
-    "Synthetic only: images to train on."
-    val_count: int = 600
-    "Synthetic only: held-out images for validation, all of combinations never trained on."
-    test_count: int = 600
-    "Synthetic only: held-out images for the final figure."
-    captions_per_image: int = 5
-    "Synthetic only: paraphrases of each image."
+    source: Annotated[tuple[str, ...], Parameter(name="--data", negative="", group=COMMON)] = ("synthetic",)
+    "Path to images and captions, or synthetic. Repeat it to mix several: b:0.3 takes 30% from b."
+    train_count: Count = 8000
+    "Synthetic data: training images."
+    val_count: Count = 600
+    "Synthetic data: validation images, showing combinations that do not occur in training."
+    test_count: Count = 600
+    "Synthetic data: test images."
+    captions_per_image: Annotated[int, Range(1, 1000)] = 5
+    "Synthetic data: captions of each image."
     image_column: str | None = None
-    "Table only: name of the column with the image's path (else found by its name)."
+    "Tables: column with the path of the image (default: found by its name)."
     caption_column: Annotated[tuple[str, ...], Parameter(negative="")] = ()
-    "Table only: names of the caption columns (else found by name)."
+    "Tables: caption columns (default: found by name)."
     cache: Literal["auto", "ram", "disk", "off"] = "auto"
-    "Decode once and keep images in memory, on disk, or not at all; auto decides by size."
+    "Decode images once and keep them in memory, on disk, or not at all; auto decides by size."
     cache_dir: str | None = None
-    "Folder for the disk cache; else beside the data, or in the user's cache folder."
-    max_bad: float = 0.10
-    "Stop before training when a larger share of the images than this cannot be read."
-    read_timeout: float = 60.0
-    "Seconds to wait for one image, which a lost network disk never gives; then it is unreadable. 0 = for ever."
-    workers: int = 0
+    "Folder of the disk cache (default: beside the data, or the user's cache folder)."
+    max_bad: Fraction = 0.10
+    "Stop before training if a larger fraction of the images cannot be read."
+    workers: Annotated[int, Parameter(group=COMMON), Range(0, 256)] = 0
     "Processes that prepare batches; 0 prepares them in the training process."
-    captions_per_step: int | None = None
-    "Captions of each image in a step; the image is computed once. Default: all that most images have, at most 5."
-    crop_min: float | None = None
-    "Random crops keep at least this share of the area; 1 = none. Default: 0.6; 1 where captions tell left from right."
-    flip: float | None = None
-    "Probability of a mirrored image. Default: 0.5; 0 where captions tell left from right."
-    colour: float | None = None
-    "Strength of random brightness and contrast. Default: 0.2, synthetic 0 (colours are words there)."
+    captions_per_step: Annotated[int | None, Range(1, 1000)] = None
+    "Captions of each image in a step; the image is encoded once. Default: what most images have, at most 5."
+    crop_min: Annotated[float | None, Range(0, 1, above=True)] = None
+    "Random crops keep at least this fraction of the area. Default: 0.6; 1 if captions mention left and right."
+    flip: Fraction | None = None
+    "Probability of a mirrored image. Default: 0.5; 0 if captions mention left and right."
+    color_jitter: Fraction | None = None
+    "Strength of random brightness and contrast. Default: 0.2; 0 for synthetic data."
+    patch_dropout: Annotated[float | None, Range(0, 1, below=True)] = None
+    "Fraction of the patches that a step leaves out. Default: 0.5; 0 for synthetic data, a conv stem and --init."
+    word_dropout: Fraction | None = None
+    "Fraction of a caption's tokens that a step leaves out. Default: 0.3; 0 for synthetic data, char and --init."
 
-    patch_dropout: float | None = None
-    "Share of the patches that a step leaves out: less to learn by heart. Default: 0.5; synthetic, conv, --init 0."
-    word_dropout: float | None = None
-    "Share of a caption's tokens that a step leaves out. Default: 0.3; synthetic, char, --init, text tower of others 0."
-
-    def __post_init__(self) -> None:
-        _check_finite("data", self)
-        _check(len(self.source) > 0, "data.source is empty: give a path or 'synthetic'")
+    def check(self) -> None:
+        """Names must fit into config.toml, or the run could not be resumed."""
+        if not self.source:
+            raise UserError("--data is empty: give a path or 'synthetic'")
         for name in (*self.source, self.cache_dir or ""):
-            # It could not be written into the run's config.toml, and so the run could not be continued.
-            readable = not any(0xD800 <= ord(letter) <= 0xDFFF for letter in name)
-            _check(readable, f"{name!a}: the name is not valid UTF-8; rename the folder")
-        several = self.captions_per_step
-        fine = several is None or 1 <= several <= MAX_CAPTIONS
-        _check(fine, f"data.captions_per_step must lie between 1 and {MAX_CAPTIONS:,}, not {several}")
-        _check(self.read_timeout >= 0, f"data.read_timeout must be 0 or more, not {self.read_timeout}")
-        in_range = 0 <= self.workers <= MAX_WORKERS
-        _check(in_range, f"data.workers must lie between 0 and {MAX_WORKERS}, not {self.workers}")
-        for name in ("train_count", "val_count", "test_count", "captions_per_image"):
-            value, most = getattr(self, name), MAX_CAPTIONS if name == "captions_per_image" else MAX_SYNTHETIC
-            _check(1 <= value <= most, f"data.{name} must lie between 1 and {most:,}, not {value}")
-        for name in ("max_bad", "crop_min", "flip", "colour", "patch_dropout", "word_dropout"):
-            value = getattr(self, name)
-            _check(value is None or 0 <= value <= 1, f"data.{name} must lie between 0 and 1, not {value}")
-        _check(self.crop_min is None or self.crop_min > 0, "data.crop_min must be above 0")
-        _check(self.patch_dropout != 1, "data.patch_dropout must be below 1: an image without patches shows nothing")
+            if any(0xD800 <= ord(letter) <= 0xDFFF for letter in name):
+                raise UserError(f"{name!a}: the name is not valid UTF-8; rename the folder")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """How weights move."""
+class OptimConfig(Section):
+    """Optimizer and learning rate."""
 
-    name: Literal["muon", "adamw"] = "muon"
-    "muon (hidden matrices by Muon, the rest by AdamW), or adamw for all."
-    lr: float = 5e-4
-    "Peak learning rate of AdamW."
-    muon_lr: float = 0.01
+    optimizer: Literal["muon", "adamw"] = "muon"
+    "muon (hidden matrices with Muon, everything else with AdamW), or adamw for all."
+    lr: Annotated[float, Parameter(alias="--learning-rate", group=COMMON), Range(0, above=True)] = 5e-4
+    "Peak learning rate of AdamW. The matrices that Muon trains have their own, --muon-lr."
+    muon_lr: Positive = 0.01
     "Peak learning rate of Muon."
-    weight_decay: float = 0.1
-    "AdamW's decay of matrices; norms, biases and the temperature never decay."
-    muon_weight_decay: float = 0.3
-    "Muon's decay."
-    muon_split_qkv: bool = False
-    "Muon makes queries, keys and values orthogonal each for itself, not as one matrix."
-    muon_quick: bool = True
-    "Muon with four cheaper iterations, equally near to orthogonal, instead of the five of torch.optim.Muon."
-    beta1: float = 0.9
-    "AdamW's first moment."
-    beta2: float = 0.98
-    "AdamW's second moment."
-    eps: float = 1e-6
-    "AdamW's epsilon."
-    warmup: float = 0.05
-    "Warm-up: below 1 a share of all steps, else a number of steps."
-    lr_end: float = 0.0
-    "Where the cosine ends, as a share of the peak."
-    layer_decay: float = 1.0
-    "Each block of a tower moves at this share of the rate of the block above it; 1 = all alike."
-    grad_clip: float = 1.0
+    wd: Annotated[float, Parameter(alias="--weight-decay"), Range(0)] = 0.1
+    "Weight decay of AdamW; norms, biases and the temperature have none."
+    muon_wd: NotNegative = 0.3
+    "Weight decay of Muon."
+    beta2: Annotated[float, Range(0, 1, below=True)] = 0.98
+    "AdamW's second beta."
+    warmup: NotNegative = 0.05
+    "Warm-up: a fraction of all steps if below 1, else a number of steps."
+    layer_decay: Annotated[float, Range(0, 1, above=True)] = 1.0
+    "Learning rate of each block as a fraction of that of the block above it."
+    grad_clip_norm: NotNegative = 1.0
     "Largest gradient norm; 0 = no clipping."
-    ema: float = 0.0
-    "Decay of an averaged copy of the weights that is evaluated and saved instead; 0 = off."
+    ema: Annotated[float, Range(0, 1, below=True)] = 0.0
+    "Decay of an average of the weights, which is evaluated and saved instead of them; 0 = off."
 
-    def __post_init__(self) -> None:
-        _check_finite("optim", self)
-        for name in ("lr", "muon_lr", "eps"):
-            _check(getattr(self, name) > 0, f"optim.{name} must be above 0, not {getattr(self, name)}")
-        for name in ("weight_decay", "muon_weight_decay", "warmup", "grad_clip"):
-            _check(getattr(self, name) >= 0, f"optim.{name} must be 0 or more, not {getattr(self, name)}")
-        for name in ("beta1", "beta2", "ema"):
-            value = getattr(self, name)
-            _check(0 <= value < 1, f"optim.{name} must lie in [0, 1), not {value}")
-        _check(0 <= self.lr_end <= 1, f"optim.lr_end must lie between 0 and 1, not {self.lr_end}")
-        decay = self.layer_decay
-        _check(0 < decay <= 1, f"optim.layer_decay must be above 0 and at most 1, not {decay}")
-        whole = self.warmup < 1 or self.warmup == int(self.warmup)
-        _check(whole, f"optim.warmup is a share below 1 or a whole number of steps, not {self.warmup}")
+    def check(self) -> None:
+        """A warm-up is a fraction or a number of steps."""
+        if self.warmup >= 1 and self.warmup != int(self.warmup):
+            raise UserError(f"--warmup is a fraction below 1 or a whole number of steps, not {self.warmup}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """How long, on what, with which objective."""
+class TrainConfig(Section):
+    """Duration, batch, loss, hardware, evaluation and checkpoints."""
 
-    minutes: Annotated[float | None, Parameter(alias="--minutes", group=COMMON)] = None
-    "Train for about this long: turned into steps once, after a short calibration."
-    epochs: Annotated[float | None, Parameter(alias="--epochs", group=COMMON)] = None
+    minutes: Annotated[float | None, Parameter(group=COMMON), Range(0, above=True)] = None
+    "Train for about this long; a short calibration turns it into steps."
+    epochs: Annotated[float | None, Parameter(group=COMMON), Range(0, above=True)] = None
     "Train for this many passes over the images."
-    steps: Annotated[int | None, Parameter(alias="--steps", group=COMMON)] = None
+    steps: Annotated[int | None, Parameter(group=COMMON), Range(0, above=True)] = None
     "Train for this many steps."
-    batch: Annotated[int | None, Parameter(alias="--batch", group=COMMON, converter=number_or_auto)] = None
-    "Pairs in a step, each other's negatives. Default: the recipe's, fewer for few images. auto (0): all that fit."
-    memory: Annotated[str | None, Parameter(alias="--memory", group=COMMON)] = None
-    "Stay within this much, such as 8GB: by a smaller batch (with --batch auto), recomputation, or chunks."
-    chunk: Annotated[int, Parameter(alias="--chunk", group=COMMON)] = 0
-    "Pairs encoded at a time: the same step as with the whole --batch at once, in less memory; 0 = all at once."
-    objective: Literal["infonce", "sigmoid", "multi"] = "multi"
-    "infonce; sigmoid (SigLIP); or multi: infonce where captions of one image, or equal ones, are no negatives."
-    text_contrast: float | None = None
-    "Weight of a second loss: captions of one image shall be near each other. Default: 0.2 where a step has several."
-    label_smoothing: float = 0.0
-    "Share of the target spread over the whole batch (infonce, multi)."
-    device: Annotated[Literal["auto", "cpu", "mps", "cuda"], Parameter(alias="--device", group=COMMON)] = "auto"
-    "auto chooses; a named device that is missing is an error."
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    "Arithmetic of the towers; auto takes bf16 where it is measured faster."
-    threads: int = 0
-    "CPU threads; 0 = one for each physical core."
-    log_every: int | None = None
-    "Steps between two lines of the run log. Default: at least 50 lines a run, at most every 10 steps."
-    log: Annotated[Literal["file", "tensorboard"], Parameter(alias="--log", group=COMMON)] = "file"
-    "Where the figures go: the run's own run.jsonl, or TensorBoard too (pip install 'm1clip[log]')."
-    analysis_every: int | None = None
-    "Steps between two looks at each layer's gradients; default: forty times a run. 0 = no analysis at all."
-    eval_every: int | None = None
-    "Steps between two evaluations on the validation split; default: five times a run. 0 = at the end only."
-    patience: int = 0
-    "Stop after this many evaluations without a better mean recall (class folders: top-1 accuracy); 0 = never."
-    save_every: Annotated[int | str | None, Parameter(alias="--save-every", group=COMMON, converter=steps_or_time)] = (
-        None
-    )
-    "A checkpoint after so many steps, or so much time: 500, 30s, 10m, 1h. Default: with each evaluation."
-    keep: int = 2
-    "Checkpoints to keep, the newest; the best model is always kept too, in best/."
+    batch_size: Annotated[int | None, Parameter(group=COMMON, converter=number_or_auto), Range(0)] = None
+    "Images in a step. Default: 64 (512 with frozen towers), fewer for few images. auto: as many as fit the memory."
+    micro_batch: Annotated[int, Parameter(group=COMMON), Range(0)] = 0
+    "Encode this many images at a time: the gradient of the complete batch in less memory; 0 = all at once."
+    memory: Annotated[str | None, Parameter(group=COMMON)] = None
+    "Stay within this much memory, such as 8GB: a smaller batch if that is auto, gradient checkpointing, micro-batches."
+    loss: Literal["infonce", "sigmoid", "multi"] = "multi"
+    "infonce; sigmoid (SigLIP); or multi: infonce in which captions of the same image, or equal ones, are positives."
+    text_contrast: NotNegative | None = None
+    "Weight of a second loss between captions of the same image. Default: 0.2 if a step has several per image."
+    label_smoothing: Annotated[float, Range(0, 1, below=True)] = 0.0
+    "Fraction of the target spread over the batch (infonce, multi)."
+    device: Annotated[Literal["auto", "cpu", "mps", "cuda"], Parameter(group=COMMON)] = "auto"
+    "auto measures and chooses; a named device that is missing is an error."
+    precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Parameter(group=COMMON)] = "auto"
+    "Precision of the towers; auto takes bf16 where it is measured to be faster."
+    threads: Annotated[int, Range(0, 1024)] = 0
+    "CPU threads; 0 = one per physical core."
+    log_every: Annotated[int | None, Range(1)] = None
+    "Steps between two lines of run.jsonl. Default: 10, fewer in a short run."
+    report_to: Literal["none", "tensorboard"] = "none"
+    "Also send the metrics to TensorBoard (pip install 'm1clip[log]'). run.jsonl is always written."
+    analysis_every: Annotated[int | None, Range(0)] = None
+    "Steps between two analyses of each layer's gradients. Default: 40 times per run; 0 = never."
+    eval_every: Annotated[int | None, Parameter(group=COMMON), Range(0)] = None
+    "Steps between two evaluations on the validation split. Default: 5 times per run; 0 = only at the end."
+    patience: Annotated[int, Range(0)] = 0
+    "Stop after this many evaluations without improvement of the mean recall (class folders: top-1); 0 = never."
+    save_every: Annotated[int | str | None, Parameter(group=COMMON, converter=steps_or_time)] = None
+    "Save a checkpoint every so many steps, or every 30s, 10m, 1h. Default: at each evaluation."
+    save_total_limit: Annotated[int, Range(1)] = 2
+    "Checkpoints to keep; the best model is kept too, in best/."
+    on_save_error: Literal["stop", "continue"] = "stop"
+    "If a checkpoint cannot be written (disk full): stop, or warn, continue and try again."
+    max_rollbacks: Annotated[int, Range(0)] = 3
+    "How often a run that diverges may roll back to its last checkpoint, at half the learning rate, before it stops."
 
-    def __post_init__(self) -> None:
-        _check_finite("train", self)
-        given = [name for name in DURATIONS if getattr(self, name) is not None]
-        _check(
-            len(given) <= 1, f"give one of --minutes, --epochs and --steps, not {' and '.join('--' + g for g in given)}"
-        )
-        for name in given:
-            _check(getattr(self, name) > 0, f"train.{name} must be above 0, not {getattr(self, name)}")
-        _check(
-            not self.batch or self.batch >= 2,
-            f"train.batch must be at least 2 (a contrast needs two samples), or auto, not {self.batch}",
-        )
-        for name in ("threads", "patience", "chunk"):
-            _check(getattr(self, name) >= 0, f"train.{name} must be 0 or more, not {getattr(self, name)}")
-        _check(self.threads <= MAX_THREADS, f"train.threads must be at most {MAX_THREADS}, not {self.threads}")
+    def check(self) -> None:
+        """Settings that exclude each other."""
+        given = [f"--{name}" for name in DURATIONS if getattr(self, name) is not None]
+        rules = {
+            f"give one of --minutes, --epochs and --steps, not {' and '.join(given)}": len(given) <= 1,
+            f"--batch-size must be at least 2 (a contrast needs two samples), or auto, not {self.batch_size}": (
+                self.batch_size != 1
+            ),
+            f"--micro-batch {self.micro_batch} is more than --batch-size {self.batch_size}": (
+                not self.batch_size or self.micro_batch <= self.batch_size
+            ),
+            "--label-smoothing goes with the losses infonce and multi, not with sigmoid": (
+                self.loss != "sigmoid" or not self.label_smoothing
+            ),
+            "--patience counts evaluations, and --eval-every 0 makes none before the end": (
+                not self.patience or self.eval_every != 0
+            ),
+            "--precision fp16 has no fast path on the CPU: use bf16, fp32 or auto": (
+                self.device != "cpu" or self.precision != "fp16"
+            ),
+        }
+        for message, kept in rules.items():
+            if not kept:
+                raise UserError(message)
         if self.memory is not None:
             amount(self.memory, "B", "--memory")
         if self.save_every is not None:
-            steps_or_seconds(self.save_every, "train.save_every")
-        part = not self.batch or self.chunk <= self.batch
-        _check(part, f"--chunk {self.chunk} is more than --batch {self.batch}: it is a part of it")
-        for name in ("log_every", "keep"):
-            value = getattr(self, name)
-            _check(value is None or value >= 1, f"train.{name} must be at least 1, not {value}")
-        for name in ("eval_every", "analysis_every"):
-            value = getattr(self, name)
-            _check(value is None or value >= 0, f"train.{name} must be 0 or more, not {value}")
-        _check(0 <= self.label_smoothing < 1, f"train.label_smoothing must lie in [0, 1), not {self.label_smoothing}")
-        contrast = self.text_contrast
-        _check(contrast is None or contrast >= 0, f"train.text_contrast must be 0 or more, not {contrast}")
-        smooth_sigmoid = self.objective == "sigmoid" and self.label_smoothing > 0
-        _check(not smooth_sigmoid, "train.label_smoothing goes with infonce and multi, not with sigmoid")
-        half_cpu = self.device == "cpu" and self.precision == "fp16"
-        blind = self.patience > 0 and self.eval_every == 0
-        _check(not blind, "train.patience counts evaluations, and train.eval_every 0 makes none on the way")
-        _check(not half_cpu, "train.precision fp16 has no fast path on the CPU: use bf16, fp32 or auto")
+            steps_or_seconds(self.save_every, "--save-every")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferConfig(Section):
+    """Pretrained towers, fine-tuning and distillation."""
+
+    recipe: Annotated[Literal["scratch", "frozen", "finetune", "auto"], Parameter(group=COMMON)] = "scratch"
+    "scratch; frozen: train heads on pretrained towers; finetune: then the towers too; auto: choose by the data."
+    image_tower: str = "efficientnet-lite0"
+    "frozen: efficientnet-lite0; a transformers vision model (folder or hub name); timm:NAME; vit: ours, trained."
+    text_tower: str = "minilm"
+    "frozen: minilm (all-MiniLM-L6-v2); a transformers text model (folder or hub name); text: ours, trained."
+    download: bool = False
+    "Download a named tower from the hub; nothing is downloaded without this."
+    head: Literal["linear", "mlp", "adapter"] = "adapter"
+    "frozen: a linear projection, an MLP, or a projection with a residual MLP beside it."
+    views: Annotated[int, Range(1, MAX_VIEWS)] = 1
+    "frozen: views of each training image; those after the first are flipped and cropped."
+    init: Annotated[str | None, Parameter(group=COMMON)] = None
+    "Fine-tune this model: a run, a model folder, or an open_clip or Hugging Face checkpoint."
+    unfreeze_image: Annotated[int, Range(-1)] = -1
+    "init: train only the last N blocks of the image tower; 0 = freeze it, -1 = train all."
+    unfreeze_text: Annotated[int, Range(-1)] = -1
+    "init: train only the last N blocks of the text tower; 0 = freeze it, -1 = train all."
+    lora_rank: int = 0
+    "init: LoRA of this rank on the linear layers of the towers; 0 = off."
+    teacher: str | None = None
+    "Distillation: also learn from the similarities of this model (anything --init takes)."
+    teacher_weight: Annotated[float, Range(0, 1, above=True)] = 0.5
+    "Weight of the distillation loss."
+    wise_ft: Annotated[str, Parameter(group=COMMON)] = "off"
+    "init: interpolate old and new weights at the end (WiSE-FT): 0.5 takes half of each, search chooses on validation."
+    retention_data: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    "init: data whose recall (class folders: zero-shot top-1) is measured at each evaluation, to detect forgetting."
+
+    def check(self) -> None:
+        """The weight of WiSE-FT, and recipes that exclude each other."""
+        if self.wise_ft not in ("off", "search"):
+            try:
+                Range(0, 1).check("--wise-ft", float(self.wise_ft))
+            except (ValueError, UserError):
+                raise UserError(f"--wise-ft is off, search, or a number from 0 to 1, not {self.wise_ft}") from None
+        if self.init is not None and self.recipe == "frozen":
+            raise UserError("--init excludes --recipe frozen: it is a recipe of its own")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """All settings of a run."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    text: TextConfig = field(default_factory=TextConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    transfer: TransferConfig = field(default_factory=TransferConfig)
-    guard: GuardConfig = field(default_factory=GuardConfig)
-    seed: Annotated[int, Parameter(alias="--seed", group=COMMON)] = 0
-    "The one number behind order, crops, captions and start values."
+    model: Annotated[ModelConfig, Parameter(name="*", group=Group("Model", sort_key=1))] = field(
+        default_factory=ModelConfig
+    )
+    data: Annotated[DataConfig, Parameter(name="*", group=Group("Data", sort_key=2))] = field(
+        default_factory=DataConfig
+    )
+    optim: Annotated[OptimConfig, Parameter(name="*", group=Group("Optimizer", sort_key=3))] = field(
+        default_factory=OptimConfig
+    )
+    train: Annotated[TrainConfig, Parameter(name="*", group=Group("Training", sort_key=4))] = field(
+        default_factory=TrainConfig
+    )
+    transfer: Annotated[TransferConfig, Parameter(name="*", group=Group("Transfer", sort_key=5))] = field(
+        default_factory=TransferConfig
+    )
+    seed: Annotated[int, Parameter(group=COMMON)] = 0
+    "Seed of initialization, order, crops and captions."
 
     def __post_init__(self) -> None:
-        _check(0 <= self.seed < 2**31, f"seed must lie in [0, 2^31), not {self.seed}")
+        Range(0, 2**31, below=True).check("--seed", self.seed)
 
 
-# How a model is computed, not what it is: another size keeps these.
-HOW = ("attention_image", "attention_text", "recompute", "compile", "graph")
-SHAPE_OF_0_1 = {item.name for item in dataclasses.fields(ModelConfig)} - {"preset", "stem", *HOW}
+SECTIONS: dict[str, type[Section]] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "optim": OptimConfig,
+    "train": TrainConfig,
+    "transfer": TransferConfig,
+}
+SHORT = {("model", "name"): "model", ("data", "source"): "data"}
+# Flat name -> section and name in it.
+NAMES = {
+    SHORT.get((section, item.name), item.name): (section, item.name)
+    for section, kind in SECTIONS.items()
+    for item in dataclasses.fields(kind)  # type: ignore[arg-type]
+} | {"seed": ("", "seed")}
+ALIASES = {"weight_decay": "wd", "learning_rate": "lr"}
+# How a model is computed, not what it is: another --model keeps these.
+NOT_SHAPE = ("tokenizer", "attention_image", "attention_text", "grad_checkpointing", "compile", "cuda_graph")
+
+
+def option_of(kind: type, name: str) -> str:
+    """The command-line option of a setting."""
+    section = next((section for section, each in SECTIONS.items() if each is kind), "")
+    return "--" + SHORT.get((section, name), name).replace("_", "-")
+
+
+def make_config(options: Mapping[str, Any], file: str | Path | None = None, preset: str | None = None) -> Config:
+    """The config of a run: its recipe's settings, then those of a TOML file or a preset, then flat `options`."""
+    if file is not None and preset is not None:
+        raise UserError("give --config or --preset, not both: each has all settings of a run")
+    values = read_toml(Path(file)) if file is not None else read_preset(preset) if preset is not None else {}
+    from_dict(values, str(file or preset))  # a mistake is reported with the name of the file
+    given = _nested(options)
+    merged = _merged(values, given)
+    recipe = recipe_preset(from_dict(merged, "options"))
+    return from_dict(_merged(read_preset(recipe), merged) if recipe else merged, "options")
+
+
+def recipe_preset(config: Config) -> str | None:
+    """The preset below the settings of a recipe."""
+    transfer = config.transfer
+    if transfer.init is not None:
+        return init_preset(Path(transfer.init))
+    return {"frozen": "frozen", "finetune": "unfreeze"}.get(transfer.recipe)
+
+
+def init_preset(model: Path) -> str:
+    """The settings to start from a model; on pretrained towers only heads were trained, so that they differ."""
+    for folder in (model, model / "best", model / "model"):
+        try:
+            kind = json.loads(read_small(folder / "config.json"))["model"]["image_head"]["kind"]
+        except (OSError, ValueError, RecursionError):
+            continue
+        except (KeyError, TypeError, IndexError):
+            return "finetune"
+        return "finetune" if kind == "projection" else "unfreeze"
+    return "finetune"
+
+
+def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat options by section; an unknown name is an error with the nearest known one."""
+    nested: dict[str, Any] = {}
+    for name, value in options.items():
+        known = ALIASES.get(name, name)
+        if known not in NAMES:
+            near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.0)[0]
+            raise UserError(f"unknown option '{name}': did you mean '{near}'?")
+        section, key = NAMES[known]
+        (nested.setdefault(section, {}) if section else nested)[key] = value
+    return nested
+
+
+def _merged(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
+    """Two layers of settings. A duration replaces one of another kind, another model the shape below it."""
+    merged = {section: dict(values) if isinstance(values, dict) else values for section, values in lower.items()}
+    if any(name in upper.get("train", {}) for name in DURATIONS):
+        merged["train"] = {key: value for key, value in merged.get("train", {}).items() if key not in DURATIONS}
+    if "name" in upper.get("model", {}):
+        merged["model"] = {key: value for key, value in merged.get("model", {}).items() if key in NOT_SHAPE}
+    for section, values in upper.items():
+        merged[section] = merged.get(section, {}) | values if isinstance(values, dict) else values
+    return merged
 
 
 def load_config(path: Path) -> Config:
-    """Read a TOML file; what it does not say stays at its default."""
+    """Read a TOML file; missing settings have their defaults."""
     return from_dict(read_toml(path), str(path))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file as a dict, or one clear error."""
+    """The tables of a TOML file, or of the config.toml of a run folder."""
     if path.is_dir():
-        path = path / "config.toml"  # a run folder is meant
+        path = path / "config.toml"
     try:
-        return _as_it_was(tomllib.loads(read_small(path).decode("utf-8")))
+        return tomllib.loads(read_small(path).decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such config file") from None
     except RecursionError:
         raise UserError(f"{path}: not a TOML file: nested too deeply") from None
-    except ValueError as error:  # also of bytes that are no UTF-8, and of a number with thousands of digits
+    except ValueError as error:  # also bytes that are not UTF-8, and a number with thousands of digits
         raise UserError(f"{path}: not a TOML file: {error}") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _as_it_was(values: dict[str, Any]) -> dict[str, Any]:
-    """A run of version 0.1 spelled out its shape without a stem; settings that came later stay off in it."""
-    model = values.get("model")
-    if not isinstance(model, dict) or "stem" in model or not model.keys() >= SHAPE_OF_0_1:
-        return values
-    later = {"model": {"stem": "patch"}, "data": {"word_dropout": 0.0}, "train": {"text_contrast": 0.0}}
-    return values | {
-        section: settings | values.get(section, {})
-        for section, settings in later.items()
-        if isinstance(values.get(section, {}), dict)
-    }
-
-
 def preset_names() -> list[str]:
-    """Names of the shipped whole-run settings."""
+    """Names of the presets for complete runs."""
     folder = resources.files("m1clip") / "presets"
     return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """A shipped whole-run setting, such as `demo` or `prior-art`."""
+    """The settings of a preset, such as `demo` or `prior-art`."""
     names = preset_names()
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
@@ -498,11 +482,11 @@ def from_dict(values: dict[str, Any], where: str) -> Config:
         return _build(Config, values, where, "")
     except UserError as error:
         text = str(error)
-        raise UserError(text if text.startswith(where) else f"{where}: {text}") from None
+        raise UserError(text if where == "options" or text.startswith(where) else f"{where}: {text}") from None
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Nested plain values; a None (not given) is left out, so that TOML can hold the result."""
+    """Nested plain values; None (not given) is left out, so that TOML can hold the result."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -513,7 +497,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def to_toml(config: Config) -> str:
-    """The config as TOML text: top-level values first, then a table a section."""
+    """The config as TOML text: top-level values first, then one table per section."""
     values = to_dict(config)
     lines = [f"{key} = {_literal(value)}" for key, value in values.items() if not isinstance(value, dict)]
     for section, table in values.items():
@@ -526,7 +510,7 @@ def _literal(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON's escapes are TOML's, but for DEL, which TOML wants escaped too.
+        # JSON's escapes are TOML's, except for DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
         return "[" + ", ".join(_literal(item) for item in value) + "]"
@@ -543,38 +527,46 @@ def _build(kind: type, values: Any, where: str, prefix: str) -> Any:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
             raise UserError(f"{where}: unknown key '{prefix}{key}': did you mean '{prefix}{near}'?")
-        hint = hints[key]
-        nested = dataclasses.is_dataclass(hint)
-        built[key] = (
-            _build(hint, value, where, f"{prefix}{key}.") if nested else _convert(hint, value, where, prefix + key)
-        )
+        if dataclasses.is_dataclass(hints[key]):
+            built[key] = _build(hints[key], value, where, f"{prefix}{key}.")
+        else:
+            label = option_of(kind, key) if where == "options" else f"{where}: {prefix}{key}"
+            built[key] = _convert(hints[key], value, label)
     return kind(**built)
 
 
-def _convert(hint: Any, value: Any, where: str, key: str) -> Any:
+def _convert(hint: Any, value: Any, key: str) -> Any:
     origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _convert(args[0], value, key)
+    if value == "auto" and key.endswith(("batch_size", "--batch-size")):
+        return 0
     if origin is Literal:
         if value not in args:
-            raise UserError(f"{where}: {key} = {value!r}: choose from {', '.join(map(str, args))}")
+            raise UserError(f"{key} = {value!r}: choose from {', '.join(map(str, args))}")
         return value
     if origin in (Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
         kinds = [arg for arg in args if arg is not type(None)]
-        return _convert(next((kind for kind in kinds if type(value) is kind), kinds[0]), value, where, key)
+        return _convert(next((kind for kind in kinds if type(value) is kind), kinds[0]), value, key)
     if origin is tuple:
         items = [value] if isinstance(value, str) else value
-        if not isinstance(items, list):
-            raise UserError(f"{where}: {key} must be a list, not {_name(value)}")
-        return tuple(_convert(args[0], item, where, key) for item in items)
+        if not isinstance(items, list | tuple):
+            raise UserError(f"{key} must be a list, not {_name(value)}")
+        return tuple(_convert(args[0], item, key) for item in items)
+    if isinstance(value, Path) and hint is str:
+        return str(value)
     if type(value) is int and abs(value) >= 2**63:
-        raise UserError(f"{where}: {key} is larger than TOML's numbers may be")
+        raise UserError(f"{key} is larger than TOML's numbers may be")
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        raise UserError(f"{where}: {key} must be {_PLAIN[hint]}, not {_name(value)}")
+        raise UserError(f"{key} must be {_KINDS[hint]}, not {_name(value)}")
     return value
 
 
-_PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes"}
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes"}
 
 
 def _name(value: Any) -> str:

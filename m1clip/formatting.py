@@ -129,7 +129,7 @@ def number_or_auto(hint: Any, tokens: Sequence[Any]) -> int:
     try:
         return int(value)
     except ValueError:
-        raise UserError(f"{tokens[0].keyword or '--batch'} {value}: give a whole number, or auto") from None
+        raise UserError(f"{tokens[0].keyword or '--batch-size'} {value}: give a whole number, or auto") from None
 
 
 def steps_or_seconds(value: int | str, option: str) -> tuple[int, float]:

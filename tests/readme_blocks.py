@@ -3,7 +3,7 @@
 A block ```bash, ```sh or ```console holds commands (in a console block, the lines after "$ "); a block ```python
 is a program. HTML comments right above a block say how a test runs it:
 
-    <!-- test: --steps 3 --data.train-count 64 -->   added to each `m1clip train` of the block; an option that the
+    <!-- test: --steps 3 --train-count 64 -->   added to each `m1clip train` of the block; an option that the
                                                      command has already is replaced, a duration replaces any other
     <!-- test: images photos -->                   first makes a small set of images with captions in photos/
     <!-- test: skip (reason) -->                     for set-up alone: git, pip, cd, make, python -m venv, source
@@ -20,7 +20,7 @@ from pathlib import Path
 
 _BLOCK = re.compile(r"^( *)```(bash|sh|shell|console|python|py)[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 _MARK = re.compile(r"<!--\s*test:\s*(.*?)\s*-->", re.DOTALL)
-DURATIONS = ("--minutes", "--epochs", "--steps", "--train.minutes", "--train.epochs", "--train.steps")
+DURATIONS = ("--minutes", "--epochs", "--steps", "--minutes", "--epochs", "--steps")
 SET_UP = ("git", "pip", "cd", "make", "source", ".", "python", "python3", "uv", "brew")
 
 

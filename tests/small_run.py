@@ -14,9 +14,9 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from m1clip.config import Config, from_dict
+from m1clip.config import NAMES, Config, from_dict
 from m1clip.training.progress import Screen
-from m1clip.training.run import Result, resume, train_once
+from m1clip.training.run import Run, resume, train_config
 
 ROOT = str(Path(__file__).parent.parent)  # started processes run this tree too
 
@@ -36,7 +36,7 @@ SMALL: dict[str, Any] = {
     "data.val_count": 12,
     "data.test_count": 12,
     "data.captions_per_image": 2,
-    "train.batch": 16,
+    "train.batch_size": 16,
     "train.steps": 10,
     "train.eval_every": 0,
     "train.device": "cpu",
@@ -58,10 +58,16 @@ def small_config(changes: dict[str, Any] | None = None) -> Config:
 def small_arguments(changes: dict[str, Any] | None = None) -> list[str]:
     """The same as words of the command line."""
     words = []
-    for name, value in {**SMALL, **(changes or {})}.items():
-        if value is not None:
-            words += [f"--{name.replace('_', '-')}", str(value)]
+    for name, value in small_options(changes).items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
     return words
+
+
+def small_options(changes: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The same by the flat names that the command line and Python use."""
+    flat = {".".join(place): name for name, place in NAMES.items() if place[0]}
+    given = {**SMALL, **(changes or {})}
+    return {flat.get(name, name): value for name, value in given.items() if value is not None}
 
 
 def screen() -> Screen:
@@ -69,12 +75,12 @@ def screen() -> Screen:
     return Screen(Console(file=io.StringIO(), highlight=False, width=200))
 
 
-def run_small(folder: Path, changes: dict[str, Any] | None = None) -> Result:
+def run_small(folder: Path, changes: dict[str, Any] | None = None) -> Run:
     """Train the small run in this process."""
-    return train_once(small_config(changes), folder, screen())
+    return train_config(small_config(changes), folder, screen())
 
 
-def resume_quietly(folder: Path) -> tuple[Result, str]:
+def resume_quietly(folder: Path) -> tuple[Run, str]:
     """Continue a run; also what was said."""
     shown = screen()
     result = resume(folder, shown)

@@ -77,10 +77,10 @@ def test_jobs_are_those_of_the_issue(name: str, batch: int, tokens: int) -> None
     module = script("same_work")
     config = module.same_work(module.job_config(name, None, quick=False))
     shape = clip_config(config.model, vocab_size=33)
-    assert config.train.batch == batch
+    assert config.train.batch_size == batch
     assert shape.context_length == tokens
     assert shape.pooling == "cls"
-    assert config.optim.name == "adamw"
+    assert config.optim.optimizer == "adamw"
     if name.startswith("tiny"):
         assert (shape.vision_width, shape.vision_layers, shape.patch_size, shape.image_size) == (256, 6, 16, 112)
         assert (shape.text_width, shape.text_layers) == (256, 4)
@@ -152,8 +152,8 @@ def test_a_run_is_summed_up_from_its_log() -> None:
 
 def test_recipes_are_named_or_given() -> None:
     module = script("speedrun")
-    found = module.named_recipes("default", ["wide=--model.vision-width 384"])
-    assert found == {"default": (), "wide": ("--model.vision-width", "384")}
+    found = module.named_recipes("default", ["wide=--vision-width 384"])
+    assert found == {"default": (), "wide": ("--vision-width", "384")}
     assert module.named_recipes("", []) == {}
     with pytest.raises(SystemExit, match="no recipe 'adam'"):
         module.named_recipes("adam", [])

@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import m1clip.config
-from m1clip.cli.main import layers
 from m1clip.config import (
+    NAMES,
+    SECTIONS,
     Config,
-    DataConfig,
     ModelConfig,
     OptimConfig,
-    TextConfig,
     TrainConfig,
     from_dict,
     load_config,
+    make_config,
     preset_names,
     read_preset,
     to_dict,
@@ -32,12 +32,13 @@ from m1clip.config import (
 from m1clip.errors import UserError
 from m1clip.model.presets import clip_config
 
-SECTIONS = {"model": ModelConfig, "text": TextConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
 
 
 def values_of(hint: Any) -> st.SearchStrategy[Any]:
     """Values that a field of this type may hold."""
+    if typing.get_origin(hint) is typing.Annotated:
+        hint = typing.get_args(hint)[0]
     args = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
         return st.sampled_from(args)
@@ -59,10 +60,13 @@ def configs(draw: st.DrawFn) -> Config:
         if section == "train":
             for name in draw(st.permutations(["minutes", "epochs", "steps"]))[1:]:
                 values[name] = None
-            values["chunk"] = min(values["chunk"], values["batch"] or values["chunk"])
+            values["micro_batch"] = min(values["micro_batch"], values["batch_size"] or values["micro_batch"])
+            values["save_every"] = draw(st.none() | st.integers(1, 99) | st.sampled_from(["30s", "1.5h"]))
             values["memory"] = draw(st.none() | st.sampled_from(["8GB", "1.5 GiB", "900MB"]))
-            values["label_smoothing"] *= values["objective"] != "sigmoid"
+            values["label_smoothing"] *= values["loss"] != "sigmoid"
             values["precision"] = "bf16" if values["device"] == "cpu" else values["precision"]
+        if section == "transfer":
+            values |= {"wise_ft": "0.5", "recipe": "scratch", "views": 2}
         built[section] = kind(**values)
     return Config(seed=draw(st.integers(0, 2**31 - 1)), **built)
 
@@ -95,35 +99,39 @@ def load_config_of_folder(folder: Path, path: Path) -> Config:
 
 MISTAKES = [
     ({"modle": {}}, ["unknown key 'modle'", "'model'"]),
-    ({"train": {"bacth": 4}}, ["unknown key 'train.bacth'", "'train.batch'"]),
+    ({"train": {"bacth_size": 4}}, ["unknown key 'train.bacth_size'", "'train.batch_size'"]),
     ({"optim": {"learning_rate": 1.0}}, ["unknown key 'optim.learning_rate'", "did you mean 'optim."]),
-    ({"train": {"batch": "12"}}, ["train.batch", "a whole number", "'12'"]),
-    ({"train": {"batch": 12.0}}, ["train.batch", "a whole number"]),
-    ({"train": {"batch": True}}, ["train.batch", "a whole number"]),
+    ({"train": {"batch_size": "12"}}, ["train.batch_size", "a whole number", "'12'"]),
+    ({"train": {"batch_size": 12.0}}, ["train.batch_size", "a whole number"]),
+    ({"train": {"batch_size": True}}, ["train.batch_size", "a whole number"]),
     ({"optim": {"lr": "fast"}}, ["optim.lr", "a number"]),
-    ({"model": {"recompute": 1}}, ["model.recompute", "true or false"]),
-    ({"model": {"preset": 5}}, ["model.preset", "text in quotes"]),
+    ({"model": {"grad_checkpointing": 1}}, ["model.grad_checkpointing", "true or false"]),
+    ({"model": {"name": 5}}, ["model.name", "text in quotes"]),
     ({"model": {"pooling": "max"}}, ["model.pooling", "cls, mean"]),
     ({"data": {"source": 3}}, ["data.source", "a list"]),
     ({"data": {"source": [3]}}, ["data.source", "text in quotes"]),
-    ({"data": {"source": []}}, ["data.source is empty"]),
+    ({"data": {"source": []}}, ["--data is empty"]),
     ({"train": 3}, ["train must be a table"]),
     ({"train": {"minutes": 1, "epochs": 1}}, ["--minutes and --epochs"]),
-    ({"train": {"steps": 0}}, ["train.steps must be above 0"]),
-    ({"train": {"batch": 1}}, ["train.batch must be at least 2"]),
-    ({"train": {"keep": 0}}, ["train.keep must be at least 1"]),
-    ({"train": {"objective": "sigmoid", "label_smoothing": 0.1}}, ["label_smoothing", "not with sigmoid"]),
+    ({"train": {"steps": 0}}, ["--steps must be a finite number above 0"]),
+    ({"train": {"batch_size": 1}}, ["--batch-size must be at least 2"]),
+    ({"train": {"batch_size": 8, "micro_batch": 9}}, ["--micro-batch 9 is more than --batch-size 8"]),
+    ({"train": {"save_total_limit": 0}}, ["--save-total-limit must be a finite number at least 1"]),
+    ({"train": {"loss": "sigmoid", "label_smoothing": 0.1}}, ["--label-smoothing", "not with sigmoid"]),
     ({"train": {"device": "cpu", "precision": "fp16"}}, ["fp16", "use bf16"]),
-    ({"train": {"minutes": float("inf")}}, ["train.minutes must be a finite number"]),
-    ({"optim": {"warmup": float("inf")}}, ["optim.warmup must be a finite number"]),
-    ({"optim": {"lr": float("nan")}}, ["optim.lr must be a finite number"]),
-    ({"optim": {"warmup": 2.5}}, ["optim.warmup", "whole number of steps"]),
-    ({"optim": {"beta2": 1.0}}, ["optim.beta2 must lie in [0, 1)"]),
-    ({"optim": {"lr": 0.0}}, ["optim.lr must be above 0"]),
-    ({"data": {"crop_min": 0.0}}, ["data.crop_min must be above 0"]),
-    ({"data": {"flip": 1.5}}, ["data.flip must lie between 0 and 1"]),
-    ({"data": {"workers": -1}}, ["data.workers"]),
-    ({"seed": -1}, ["seed must lie in"]),
+    ({"train": {"minutes": float("inf")}}, ["--minutes must be a finite number"]),
+    ({"optim": {"warmup": float("inf")}}, ["--warmup must be a finite number"]),
+    ({"optim": {"lr": float("nan")}}, ["--lr must be a finite number"]),
+    ({"optim": {"warmup": 2.5}}, ["--warmup", "whole number of steps"]),
+    ({"optim": {"beta2": 1.0}}, ["--beta2 must be", "below 1"]),
+    ({"optim": {"lr": 0.0}}, ["--lr must be a finite number above 0"]),
+    ({"data": {"crop_min": 0.0}}, ["--crop-min must be a finite number above 0"]),
+    ({"data": {"flip": 1.5}}, ["--flip must be", "at most 1"]),
+    ({"data": {"workers": -1}}, ["--workers"]),
+    ({"model": {"image_size": 10**6}}, ["--image-size", "at most 4,096"]),
+    ({"transfer": {"wise_ft": "2"}}, ["--wise-ft is off, search, or a number from 0 to 1"]),
+    ({"transfer": {"init": "x", "recipe": "frozen"}}, ["--init excludes --recipe frozen"]),
+    ({"seed": -1}, ["--seed must be"]),
 ]
 
 
@@ -142,13 +150,11 @@ SHAPE_MISTAKES = [
     ({"image_size": 100}, "model.image_size 100 is not a multiple of model.patch_size 16: try 96"),
     ({"image_size": 8}, "try 16"),
     ({"vision_heads": 5}, "model.vision_width 256 cannot be split into 5 heads"),
-    ({"text_width": 0}, "model.text_width must be at least 1"),
+    ({"text_width": 0}, "--text-width must be a finite number at least 1"),
     ({"context_length": 2}, "model.context_length must be at least 3"),
-    ({"dropout": 1.0}, "model.dropout must lie in [0, 1)"),
+    ({"dropout": 1.0}, "--dropout must be a finite number at least 0 and below 1"),
     ({"vision_width": 6, "vision_heads": 1}, "multiple of 4"),
-    ({"mlp_ratio": -1.0}, "model.mlp_ratio must be above 0"),
-    ({"mlp_ratio": float("nan")}, "model.mlp_ratio must be above 0"),
-    ({"preset": "VIT-B-32"}, "did you mean 'ViT-B-32'?"),
+    ({"name": "VIT-B-32"}, "did you mean 'ViT-B-32'?"),
 ]
 
 
@@ -158,6 +164,31 @@ def test_an_impossible_shape_is_one_line_with_the_remedy(values: dict[str, Any],
         clip_config(ModelConfig(**values))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_flat_names_are_unique_and_few() -> None:
+    settings = [(section, item.name) for section, kind in SECTIONS.items() for item in dataclasses.fields(kind)]
+    assert len(NAMES) == len(settings) + 1  # + seed
+    assert set(NAMES.values()) == {*settings, ("", "seed")}
+
+
+def test_options_override_the_file_and_the_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text("[train]\nepochs = 4\nbatch_size = 32\n[model]\nname = 'tiny'\nvision_width = 64\ncompile = true\n")
+    config = make_config({"minutes": 2, "batch_size": "auto", "data": "photos"}, file)
+    assert (config.train.minutes, config.train.epochs, config.train.batch_size) == (2.0, None, 0)
+    assert (config.data.source, config.model.vision_width) == (("photos",), 64)
+    other = make_config({"model": "small"}, file)
+    assert (other.model.vision_width, other.model.compile, other.train.epochs) == (None, True, 4.0)
+    frozen = make_config({"recipe": "frozen", "weight_decay": 0.2})
+    assert (frozen.train.epochs, frozen.optim.optimizer, frozen.optim.wd) == (20, "adamw", 0.2)
+    (tmp_path / "config.json").write_text('{"model": {"image_head": {"kind": "mlp"}}}')
+    assert make_config({"init": str(tmp_path)}).optim.layer_decay == 0.8
+    assert make_config({"init": str(tmp_path / "none")}).optim.lr == 2e-5
+    with pytest.raises(UserError, match="unknown option 'bacth_size': did you mean 'batch_size'"):
+        make_config({"bacth_size": 3})
+    with pytest.raises(UserError, match="not both"):
+        make_config({}, file, "demo")
 
 
 def test_unreadable_files_are_one_line(tmp_path: Path) -> None:
@@ -175,68 +206,15 @@ def test_unreadable_files_are_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-# What a run of version 0.1 wrote, before there were stems, word dropout and a contrast of captions.
-OF_0_1 = """
-seed = 3
-[model]
-preset = "tiny"
-image_size = 64
-patch_size = 8
-vision_width = 192
-vision_layers = 6
-vision_heads = 3
-text_width = 192
-text_layers = 4
-text_heads = 3
-context_length = 32
-embed_dim = 128
-mlp_ratio = 4.0
-pooling = "mean"
-positions = "sincos"
-activation = "gelu"
-vision_pre_norm = true
-patch_bias = false
-projection_bias = false
-dropout = 0.0
-init = "zero"
-attention_image = "bmm"
-attention_text = "sdpa"
-recompute = false
-compile = false
-[data]
-source = ["photos"]
-crop_min = 0.6
-patch_dropout = 0.5
-[train]
-steps = 10
-batch = 64
-"""
-
-
-def test_a_run_of_an_older_version_is_read_as_it_was(tmp_path: Path) -> None:
-    file = tmp_path / "config.toml"
-    file.write_text(OF_0_1)
-    config = load_config(tmp_path)
-    assert (config.model.stem, config.data.word_dropout, config.train.text_contrast) == ("patch", 0.0, 0.0)
-    assert (config.seed, config.data.patch_dropout, config.train.batch) == (3, 0.5, 64)
-    assert clip_config(config.model).stem == "patch"
-    (same,) = layers(["train", "--config", str(file)])
-    assert (same.data["model.stem"], same.data["data.word_dropout"]) == ("patch", 0.0)
-    (other,) = layers(["train", "--config", str(file), "--model.preset", "tiny"])
-    assert "model.stem" not in other.data, "another size brings a stem of its own"
-    file.write_text(OF_0_1.replace('init = "zero"', ""))  # not what a run wrote, but a person
-    assert load_config(file).model.stem is None
-    file.write_text(to_toml(config))
-    assert load_config(file) == config
-
-
 def test_every_field_has_a_line_of_help() -> None:
     tree = ast.parse(Path(m1clip.config.__file__).read_text(encoding="utf-8"))
     documented = 0
     for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
         for index, node in enumerate(kind.body):
-            if not isinstance(node, ast.AnnAssign) or (
-                kind.name == "Config" and "Config" in ast.unparse(node.annotation)
+            if (
+                kind.name in ("Range", "Section")
+                or not isinstance(node, ast.AnnAssign)
+                or (kind.name == "Config" and "Config" in ast.unparse(node.annotation))
             ):
                 continue
             line = kind.body[index + 1]
@@ -257,7 +235,7 @@ def test_shipped_presets_load() -> None:
         clip_config(config.model)
         assert from_dict(to_dict(config), name) == config
     prior_art = from_dict(read_preset("prior-art"), "prior-art")
-    assert (prior_art.model.preset, prior_art.train.batch, prior_art.train.epochs) == ("small", 12, 15.0)
+    assert (prior_art.model.name, prior_art.train.batch_size, prior_art.train.epochs) == ("small", 12, 15.0)
     assert (prior_art.data.train_count, prior_art.data.val_count) == (216, 24)
 
 
@@ -268,4 +246,4 @@ def test_an_unknown_preset_offers_the_nearest() -> None:
 
 def test_configs_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        TrainConfig().batch = 3  # type: ignore[misc]
+        TrainConfig().batch_size = 3  # type: ignore[misc]

@@ -26,7 +26,7 @@ make demo
 ```
 
 <!-- a comment of another kind -->
-<!-- test: --steps 3 --data.train-count 64 -->
+<!-- test: --steps 3 --train-count 64 -->
 <!-- test: images photos -->
 
 ```sh
@@ -67,7 +67,7 @@ def test_blocks_and_their_marks_are_found() -> None:
     ]
     set_up, train, console, program = found
     assert set_up.skip == "needs the network"
-    assert train.arguments == ("--steps", "3", "--data.train-count", "64")
+    assert train.arguments == ("--steps", "3", "--train-count", "64")
     assert train.images == ("photos",)
     assert console.arguments == program.arguments == ()
     assert program.text == "import m1clip\nif True:\n    print(m1clip)\n"
@@ -83,9 +83,9 @@ def test_commands_are_split_as_a_shell_does() -> None:
 
 
 def test_settings_for_the_test_replace_the_pages() -> None:
-    words = ["m1clip", "train", "--minutes", "10", "--batch=4", "--model", "tiny", "--run", "x"]
-    changed = with_arguments(words, ("--steps", "3", "--batch", "8"))
-    assert changed == ["m1clip", "train", "--model", "tiny", "--run", "x", "--steps", "3", "--batch", "8"]
+    words = ["m1clip", "train", "--minutes", "10", "--batch-size=4", "--model", "tiny", "--run", "x"]
+    changed = with_arguments(words, ("--steps", "3", "--batch-size", "8"))
+    assert changed == ["m1clip", "train", "--model", "tiny", "--run", "x", "--steps", "3", "--batch-size", "8"]
     assert with_arguments(["m1clip", "eval", "x"], ("--steps", "3")) == ["m1clip", "eval", "x"]
     assert with_arguments(["m1clip", "train", "--resume", "x"], ("--steps", "3")) == [
         "m1clip",

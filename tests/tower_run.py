@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import small_config
+from small_run import small_config, small_options
 
 from m1clip.config import Config
 from m1clip.model import pretrained
@@ -31,8 +31,18 @@ def patch_towers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrained, "wordpieces", lambda: PIECES)
 
 
+def frozen_changes(tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    """What the frozen recipe changes in the small run; features go into `tmp_path`."""
+    sizes = {"data.train_count": 40, "train.batch_size": 16, "train.save_every": 3, "train.steps": 6}
+    frozen = {"transfer.recipe": "frozen", "model.embed_dim": 16, "optim.optimizer": "adamw"}
+    return {**frozen, **sizes, "data.cache_dir": str(tmp_path / "cache"), **changes}
+
+
 def frozen_config(tmp_path: Path, **changes: Any) -> Config:
-    """The small run with the frozen recipe; features go into `tmp_path`."""
-    transfer = {"transfer.recipe": "frozen", "transfer.image_size": 32, "transfer.hidden": 32, "transfer.embed_dim": 16}
-    sizes = {"data.train_count": 40, "train.batch": 16, "train.save_every": 3, "train.steps": 6, "optim.name": "adamw"}
-    return small_config({**transfer, **sizes, "data.cache_dir": str(tmp_path / "cache"), **changes})
+    """The small run with the frozen recipe."""
+    return small_config(frozen_changes(tmp_path, **changes))
+
+
+def frozen_options(tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    """The same as flat options."""
+    return small_options(frozen_changes(tmp_path, **changes))

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from m1clip.bench.options import CompareOptions
-from m1clip.config import Config, ModelConfig, OptimConfig, TextConfig, TrainConfig
+from m1clip.config import Config, ModelConfig, OptimConfig, TrainConfig
 from m1clip.data.captions import tokenise
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.hardware.device import Kind, Precision, rules
@@ -65,26 +65,30 @@ class Configuration:
     def train_config(self) -> Config:
         """The same settings as a run would have them."""
         model: dict[str, Any] = {"attention_image": self.attention, "attention_text": self.attention}
-        model |= {"compile": self.compile, "graph": self.cuda_graph, "recompute": self.activation_checkpointing}
+        model |= {
+            "compile": self.compile,
+            "cuda_graph": self.cuda_graph,
+            "grad_checkpointing": self.activation_checkpointing,
+        }
         train: dict[str, Any] = {"device": self.device, "precision": self.precision, "threads": self.threads}
-        optim: dict[str, Any] = {"name": self.optimizer}
+        optim: dict[str, Any] = {"optimizer": self.optimizer}
         return Config(
-            model=ModelConfig(preset=self.model, **model),
+            model=ModelConfig(name=self.model, **model),
             optim=OptimConfig(**optim),
-            train=TrainConfig(batch=max(2, self.batch_size), steps=10_000, **train),
+            train=TrainConfig(batch_size=max(2, self.batch_size), steps=10_000, **train),
         )
 
 
 @functools.cache
 def model_shape(model: str) -> tuple[CLIPConfig, int]:
     """The model with the vocabulary of its tokenizer, and the length of the longest synthetic caption in tokens."""
-    text = TextConfig(tokenizer="bpe-cut" if model == "tiny" else "bpe")
+    kind, alphabet = "bpe-cut" if model == "tiny" else "bpe", None
     if preset(model).vocab_size == len(PRIOR_ART_ALPHABET) + 4:
-        text = TextConfig(tokenizer="char", alphabet=PRIOR_ART_ALPHABET)
+        kind, alphabet = "char", PRIOR_ART_ALPHABET
     samples = SyntheticSource(32, SAMPLED_CAPTIONS, 1, 1, seed=0).samples("train")
     captions = [caption for sample in samples for caption in sample.captions]
-    tokenizer = make_tokenizer(text.tokenizer, captions, text.alphabet)
-    shape = clip_config(ModelConfig(preset=model), tokenizer)
+    tokenizer = make_tokenizer(kind, captions, alphabet)
+    shape = clip_config(ModelConfig(name=model), tokenizer)
     longest = int(tokenise([tuple(captions)], tokenizer, shape.context_length).lengths.max())
     return shape, min(-(-longest // 8) * 8, shape.context_length)
 

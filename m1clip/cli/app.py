@@ -1,10 +1,10 @@
-"""The table of commands: one file a family. Each imports its room only when called, so that --help answers at once."""
+"""The app that all commands are added to. A command imports what it needs when it is called: --help stays fast."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from cyclopts import App, Group, Parameter
+from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from m1clip import __version__
@@ -13,8 +13,8 @@ app = App(
     name="m1clip",
     version=__version__,
     help="Train CLIP on the computer you have. Every command takes --help, and --debug to show a full traceback.",
-    group_parameters=Group("All settings", sort_key=1),
-    suppress_keyboard_interrupt=False,  # main says how to continue
+    suppress_keyboard_interrupt=False,  # main reports it
 )
 
+words: list[str] = []  # the command line, set by main
 Count = Annotated[int, Parameter(validator=Number(gte=1))]

@@ -1,23 +1,22 @@
-"""train."""
+"""The command train."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from m1clip.cli import app as commands
 from m1clip.cli.app import app
-from m1clip.config import COMMON, Config
-
-if TYPE_CHECKING:
-    pass
+from m1clip.config import ALIASES, COMMON, NAMES, Config, make_config
+from m1clip.errors import UserError
 
 SPLITS = {
-    "test": "test split, never trained on",
-    "val": "validation split, never trained on, but it chose the model (the data has no test split)",
-    "train": "training split: how far it was learned by heart (the data has no other)",
+    "test": "test split, not seen in training",
+    "val": "validation split, not trained on, but used to choose the model (the data has no test split)",
+    "train": "training split: how well the model fits its own training data (the data has no other split)",
 }
 
 
@@ -31,41 +30,48 @@ def train(
     resume: Annotated[Path | None, Parameter(group=COMMON)] = None,
     background: Annotated[bool, Parameter(group=COMMON, negative="")] = False,
 ) -> None:
-    """Train a CLIP, from random weights, on synthetic images or on your own.
+    """Train CLIP on your images, or on synthetic ones.
 
-    m1clip train --minutes 3 trains on synthetic images for three minutes. m1clip train --resume runs/tiny
-    continues a run that was stopped or killed.
+    m1clip train photos --minutes 10 trains on a folder of images and captions for ten minutes. m1clip train --resume
+    runs/tiny continues a run that was stopped or killed.
 
-    Ctrl-C, SIGTERM or a closed terminal (SIGHUP) finishes the step, saves a checkpoint and leaves with code 130, 143 or
-    129; a second one leaves at once. Other exit codes: 0 trained to the end, 2 something that you must change, in one
-    line.
+    Ctrl-C, SIGTERM or a closed terminal (SIGHUP) finishes the step, saves a checkpoint and exits with code 130, 143 or
+    129; a second one exits at once. Other exit codes: 0 trained to the end, 2 an error that you can fix, in one line.
 
     Parameters
     ----------
     preset
-        A shipped setting for a whole run: demo, prior-art.
+        Settings of a complete run: demo, prior-art.
     config_file
-        Settings from a TOML file, such as a run's config.toml: that repeats the run.
+        Settings from a TOML file; the config.toml of a run repeats that run.
     run
-        Folder for the new run; default runs/MODEL, runs/MODEL-2, ...
+        Folder of the new run; default runs/MODEL, runs/MODEL-2, ...
     resume
-        Continue the run in this folder from its newest checkpoint; other settings are read from there.
+        Continue the run in this folder from its newest checkpoint, with its settings.
     background
-        Train in a process of its own that outlives this terminal; says how to watch and how to stop it.
+        Train in a process that continues when this terminal is closed.
     """
+    if resume is not None:
+        others = [word for word in commands.words if word.startswith("--")]
+        others = [word for word in others if word.partition("=")[0] not in ("--resume", "--background")]
+        if others:
+            raise UserError(f"--resume takes its settings from the run; leave out {others[0]}, or begin a new run")
+    options = given_options(config, commands.words)
     if background:
-        _in_background(config, preset, run, resume)
+        if resume is None:
+            make_config(options, config_file, preset)  # a mistake is reported here
+        _in_background(preset or config.model.name, run, resume)
         return
+    from m1clip.training import run as runs
     from m1clip.training.process import Interrupted, Stopped
     from m1clip.training.progress import Screen
-    from m1clip.training.run import resume as resume_run
-    from m1clip.training.run import train as train_run
 
     screen = Screen()
-    # Without a file, m1clip/arguments.py has put the recipe's settings under the words of the command line.
-    settled = config.transfer.recipe == "finetune" and preset is None and config_file is None
     try:
-        result = resume_run(resume, screen) if resume is not None else train_run(config, run, screen, preset, settled)
+        if resume is not None:
+            result = runs.resume(resume, screen)
+        else:
+            result = runs.train(run=run, config=config_file, preset=preset, screen=screen, **options)
     except Stopped as stopped:
         screen.say(str(stopped))
         sys.exit(stopped.exit_code)
@@ -73,14 +79,34 @@ def train(
         screen.say(f"{interrupted} outside of training; m1clip train --resume continues a run that had begun")
         sys.exit(interrupted.exit_code)
     screen.say(f"\n{SPLITS[result.split]}\n\n{result.scores}\n")
-    screen.say(f"model      {result.run}")
-    screen.say(f"image    {result.grid}")
+    screen.say(f"model      {result.path}")
+    screen.say(f"image      {result.grid}")
 
 
-def _in_background(config: Config, preset: str | None, run: Path | None, resume: Path | None) -> None:
+def given_options(config: Config, words: list[str]) -> dict[str, Any]:
+    """The settings that the command line contains, by their flat names, with the values that cyclopts parsed."""
+    options: dict[str, Any] = {}
+    for option, word in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = option.partition("=")
+        flat = name.removeprefix("--").replace("-", "_")
+        flat = ALIASES.get(flat, flat)
+        if flat not in NAMES:
+            flat = flat.removeprefix("no_")
+        if not name.startswith("--") or flat not in NAMES:
+            continue
+        section, key = NAMES[flat]
+        kind: Any = getattr(config, section) if section else config
+        options[flat] = getattr(kind, key)
+        typed = value if equals else word
+        if type(options[flat]) is int and not typed.lstrip("-").isdecimal() and typed != "auto":
+            raise UserError(f"{name} must be a whole number, not {typed}")  # cyclopts makes 2 of 2.5
+    return options
+
+
+def _in_background(name: str, run: Path | None, resume: Path | None) -> None:
     from m1clip.training.process import start_in_background
 
-    folder, pid = start_in_background(sys.argv[1:], run, preset or config.model.preset, resume)
-    print(f"training   in the background: process {pid}, what it says goes to {folder / 'train.log'}")
+    folder, pid = start_in_background(sys.argv[1:], run, name, resume)
+    print(f"training   in the background: process {pid}, output in {folder / 'train.log'}")
     print(f"watch      m1clip monitor {folder}")
     print(f"stop       m1clip stop {folder}")

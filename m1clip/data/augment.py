@@ -23,7 +23,7 @@ class Augmentation:
 
     crop_min: float = 1.0  # smallest share of the area that a crop keeps
     flip: float = 0.0  # probability
-    colour: float = 0.0  # brightness and contrast between 1 - colour and 1 + colour
+    color_jitter: float = 0.0  # brightness and contrast between 1 - this and 1 + this
     patch_dropout: float = 0.0  # share of the patches that the image tower does not see
     word_dropout: float = 0.0  # share of a caption's tokens that the text tower does not see
 
@@ -83,7 +83,7 @@ def draw_views(augmentation: Augmentation, seed: int, epoch: int, samples: np.nd
     width = np.minimum(np.sqrt(area * stretch), 1.0)
     height = np.minimum(np.sqrt(area / stretch), 1.0)
     left, top = u(rnd.CROP_X) * (1 - width), u(rnd.CROP_Y) * (1 - height)
-    gains = 1 + augmentation.colour * (2 * np.stack([u(rnd.BRIGHTNESS), u(rnd.CONTRAST)], axis=1) - 1)
+    gains = 1 + augmentation.color_jitter * (2 * np.stack([u(rnd.BRIGHTNESS), u(rnd.CONTRAST)], axis=1) - 1)
     boxes = np.stack([left, top, width, height], axis=1)
     return Views(boxes.astype(np.float32), u(rnd.FLIP) < augmentation.flip, gains.astype(np.float32))
 

@@ -124,7 +124,7 @@ class BatchPlan:
         if images < batch:
             raise UserError(
                 f"{images} training images do not fill one batch of {batch}: "
-                f"lower --batch to {max(2, images // 2)}, or bring more images"
+                f"lower --batch-size to {max(2, images // 2)}, or bring more images"
             )
         return cls(images, batch, seed)
 
@@ -284,7 +284,7 @@ def _from_workers(
             reason = f"{death} while preparing step {step + 1:,}; the system may be out of memory"
             if deaths > RESTARTS:
                 raise UserError(
-                    f"{reason}. {RESTARTS} restarts did not help: close other programs, or lower --data.workers"
+                    f"{reason}. {RESTARTS} restarts did not help: close other programs, or lower --workers"
                 ) from None
             warn(f"{reason}. Restarted the workers")
         finally:

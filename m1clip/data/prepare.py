@@ -23,6 +23,7 @@ from m1clip.text.base import Tokenizer
 CROP_MARGIN = 1.15  # decoded this much larger than the training size, so that a crop is not blown up
 SIDES = re.compile(r"\b(left|right)\b", re.IGNORECASE)
 SIDES_SHARE = 0.2  # of the captions; in everyday ones it is one in a hundred
+READ_TIMEOUT = 60.0  # seconds for one image, which a lost network disk never returns
 WARNINGS_SHOWN = 2
 EXAMPLES_LOGGED = 3
 
@@ -49,14 +50,14 @@ def augmentation_of(
 ) -> Augmentation:
     """What the config says, or what suits the kind of data; of what is `whole`, no part is left out by default."""
     drawn = is_synthetic(config)
-    crop, flip, colour = (1.0, 0.0, 0.0) if drawn else (0.6, 0.5, 0.2)
+    crop, flip, color = (1.0, 0.0, 0.0) if drawn else (0.6, 0.5, 0.2)
     patches, words = 0.0 if drawn or whole_images else 0.5, 0.0 if drawn or whole_captions else 0.3
     if speaks_of_sides(captions):
         crop, flip = 1.0, 0.0  # a mirrored or shifted image would make its caption false
     return Augmentation(
         crop_min=crop if config.crop_min is None else config.crop_min,
         flip=flip if config.flip is None else config.flip,
-        colour=colour if config.colour is None else config.colour,
+        color_jitter=color if config.color_jitter is None else config.color_jitter,
         patch_dropout=patches if config.patch_dropout is None else config.patch_dropout,
         word_dropout=words if config.word_dropout is None else config.word_dropout,
     )
@@ -85,9 +86,7 @@ def load_split(
     samples = list(source.samples(split))
     side = round(preprocess.image_size * margin)
     total = sum(len(source.samples(name)) for name in source.splits())
-    options = CacheOptions(
-        config.cache, config.cache_dir, data_folders(source), total, config.max_bad, config.read_timeout
-    )
+    options = CacheOptions(config.cache, config.cache_dir, data_folders(source), total, config.max_bad, READ_TIMEOUT)
     stored = cache_split(samples, split, side, preprocess.resize, options, plan)
     if not len(stored.images):
         raise UserError(f"none of the {len(samples):,} {split} images can be read; m1clip data lint says why")

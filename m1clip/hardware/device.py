@@ -111,7 +111,7 @@ def choose_precision(asked: str, kind: Kind, facts: Facts, bf16_speedup: float |
     for precision in rule.precisions:
         if precision == asked:
             return precision
-    raise UserError(f"--train.precision {asked}: not on {kind} (possible: {', '.join(rule.precisions)}, auto)")
+    raise UserError(f"--precision {asked}: not on {kind} (possible: {', '.join(rule.precisions)}, auto)")
 
 
 def threads(asked: int, facts: Facts) -> int:
@@ -232,11 +232,11 @@ def compile_obstacle(kind: str, torch_folder: str, compiler: str | None, triton:
 
 
 def check_compile(kind: str) -> None:
-    """Refuse --model.compile where it would fail."""
+    """Refuse --compile where it would fail."""
     import torch
 
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     triton = importlib.util.find_spec("triton") is not None
     obstacle = compile_obstacle(kind, os.path.dirname(torch.__file__), compiler, triton)
     if obstacle:
-        raise UserError(f"--model.compile cannot work here: {obstacle}; leave it out, or mend that")
+        raise UserError(f"--compile cannot work here: {obstacle}; leave it out, or mend that")

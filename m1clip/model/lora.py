@@ -114,8 +114,8 @@ def add_lora(module: nn.Module, rank: int, alpha: float, targets: tuple[str, ...
     every = list(linears(module, ()))
     if not every:
         raise UserError(
-            "--transfer.lora-rank: this tower has convolutions and no linear layer; hold it still, or train its last "
-            "blocks whole: --transfer.train-image (or train-text) 0 or N"
+            "--lora-rank: this tower has convolutions and no linear layer; hold it still, or train its last "
+            "blocks whole: --unfreeze-image (or train-text) 0 or N"
         )
     inside = _names_in_last(module, count)
     chosen = [(name, layer) for name, layer in linears(module, targets) if inside is None or name in inside]

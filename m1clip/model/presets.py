@@ -372,7 +372,7 @@ def clip_config(model: ModelConfig, tokenizer: Tokenizer | None = None, **values
     given = {name: getattr(model, name) for name in names if getattr(model, name) is not None}
     if tokenizer is not None:
         given |= {"vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id}
-    return with_fields(preset(model.preset), **given, **values)
+    return with_fields(preset(model.name), **given, **values)
 
 
 def model_config(model: ModelConfig, config: CLIPConfig) -> ModelConfig:

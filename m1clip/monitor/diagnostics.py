@@ -38,7 +38,7 @@ def not_a_number(history: History) -> Verdict | None:
     """NaN or infinity in the newest loss."""
     if history.recent and not _is_number(history.recent[-1].get("loss")):
         step = history.recent[-1]["step"]
-        return Verdict("bad", f"the loss is not a number at step {step:,}: lower --optim.lr, or train in fp32")
+        return Verdict("bad", f"the loss is not a number at step {step:,}: lower --lr, or train in fp32")
     return None
 
 
@@ -53,7 +53,7 @@ def data_bound(history: History) -> Verdict | None:
     workers = history.setting("data", "workers", int) or 0
     return Verdict(
         "bad" if share > 0.3 else "note",
-        f"data is holding the device back: {percent(share, 0)} of each step; try --data.workers {2 * workers or 2}",
+        f"data is holding the device back: {percent(share, 0)} of each step; try --workers {2 * workers or 2}",
     )
 
 
@@ -96,7 +96,7 @@ def loss_rises(history: History) -> Verdict | None:
     means = [statistics.mean(losses[i : i + part]) for i in range(len(losses) % part, len(losses) - part + 1, part)]
     spread = statistics.pstdev(losses[-part:])
     if means[-1] > 1.1 * min(means) and means[-1] - min(means) > 2 * spread:
-        words = f"the loss is rising: {means[-1]:.3g} now, {min(means):.3g} before; --optim.lr may be too high"
+        words = f"the loss is rising: {means[-1]:.3g} now, {min(means):.3g} before; --lr may be too high"
         return Verdict("bad", words)
     return None
 
@@ -147,7 +147,7 @@ def memory(history: History) -> Verdict | None:
     on_cpu = history.setting("train", "device", str) == "cpu"
     if not on_cpu or not _is_number(total) or not used or used[0] < 0.85 * total:
         return None
-    return Verdict("bad", f"memory is nearly full: {size(used[0])} of {size(total)}; lower --batch")
+    return Verdict("bad", f"memory is nearly full: {size(used[0])} of {size(total)}; lower --batch-size")
 
 
 def unreadable(history: History) -> Verdict | None:

@@ -470,7 +470,7 @@ def curves(histories: Sequence[History]) -> str:
         plot(f"{best_title(histories)} on the validation split, with 95% interval: chooses the best model",
              [eval_curve(h, h.metric, h.name, i, band=True) for i, h in many], unit="%"),
         plot("Recall@1 on the validation split, with 95% interval", recall, unit="%"),
-        plot("On the set that must not be forgotten (--base)", kept, unit="%") if kept else "",
+        plot("On the set that must not be forgotten (--retention-data)", kept, unit="%") if kept else "",
         plot("Temperature", [step_curve(h, "temperature", i) for i, h in many]),
         plot("Learning rate", [step_curve(h, "lr", i) for i, h in many]),
         plot("Gradient norm", [step_curve(h, "grad_norm", i) for i, h in many], log=True),
@@ -515,7 +515,7 @@ def layers(history: History) -> str:
     """Gradient flow: a strip of colours a layer, and the size of the last updates."""
     rows = [row["layers"] for row in history.layers if isinstance(row.get("layers"), dict)]
     if not rows:
-        return "<p class='note'>no look at the layers in this run (--train.analysis-every 0)</p>"
+        return "<p class='note'>no look at the layers in this run (--analysis-every 0)</p>"
     names = sorted(rows[-1], key=_by_number)
     return heat("Gradient norm by layer over the run (dark: small, bright: large), and the last", [
         (name, [float(row[name][0]) for row in rows if name in row], number(float(rows[-1][name][0]))) for name in names

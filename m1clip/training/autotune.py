@@ -142,7 +142,7 @@ def choose(
     if len(options) == 1:
         return Choice(*options[0])
     # Half of the run's: fp32 keeps twice as much as bf16, and measuring should not take more memory than the run.
-    batch = min(-(-(config.train.batch or 0) // 2) or PROBE_BATCH, PROBE_BATCH)
+    batch = min(-(-(config.train.batch_size or 0) // 2) or PROBE_BATCH, PROBE_BATCH)
     path = (folder or user_cache()) / "choices" / f"{_key(config, shape, facts, batch, text_tokens, options)}.json"
     kept = _read(path, options)
     if kept is not None:
@@ -231,8 +231,8 @@ def time_step(
     kind, precision = candidate.device, candidate.precision
     device = Device(kind, facts)
     plain = dataclasses.replace(config, model=dataclasses.replace(config.model, compile=False))
-    if not plain.train.batch:
-        plain = dataclasses.replace(plain, train=dataclasses.replace(plain.train, batch=len(work)))
+    if not plain.train.batch_size:
+        plain = dataclasses.replace(plain, train=dataclasses.replace(plain.train, batch_size=len(work)))
 
     def timed() -> Tried:
         model = _model(config, shape, eot_id, device, precision)
@@ -283,7 +283,7 @@ def _model(config: Config, shape: CLIPConfig, eot_id: int, device: Device, preci
     # CLIP's start values, not zeros: behind silent branches the gradient is nothing but rounding (parity.stirred).
     model = build_clip(with_fields(shape, dropout=0.0, init="clip")).to(device.torch)
     model.set_attention(attention, attention)
-    model.set_activation_checkpointing(config.model.recompute)
+    model.set_activation_checkpointing(config.model.grad_checkpointing)
     return model
 
 
@@ -300,8 +300,8 @@ def _key(
     values = {
         "format": 2,  # choices of the first may have been made beside other programs
         "facts": facts.to_dict(), "shape": shape.to_dict(), "batch": batch, "tokens": text_tokens,
-        "options": options, "optim": config.optim.name, "recompute": config.model.recompute,
-        "chunk": config.train.chunk, "several": config.data.captions_per_step,
+        "options": options, "optim": config.optim.optimizer, "recompute": config.model.grad_checkpointing,
+        "chunk": config.train.micro_batch, "several": config.data.captions_per_step,
         "threads": torch.get_num_threads(), "m1clip": __version__,
     }  # fmt: skip
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:24]
@@ -335,7 +335,7 @@ def open_training_data(config: Config, image_size: int, plan: DecodePlan) -> Sou
         raise UserError(f"{names}: no training samples found")
     if images == 1:
         raise UserError(f"{names}: one training image; training compares images, so it needs at least 2")
-    BatchPlan.full(images, config.train.batch or 2, config.seed)
+    BatchPlan.full(images, config.train.batch_size or 2, config.seed)
     if images < TINY_SET:
         plan.warn(
             f"{images} training images are very few: the run shows that everything works, but the model will "
@@ -352,9 +352,9 @@ def largest_batch(images: int) -> int:
 def with_batch(config: Config, usual: int, images: int) -> Config:
     """The config with the usual batch of its recipe where the user named none, and no more than fits the images."""
     train = config.train
-    batch = train.batch or min(usual, largest_batch(images))
-    chunk = train.chunk if train.chunk < batch or train.batch else 0
-    return dataclasses.replace(config, train=dataclasses.replace(train, batch=batch, chunk=chunk))
+    batch = train.batch_size or min(usual, largest_batch(images))
+    chunk = train.micro_batch if train.micro_batch < batch or train.batch_size else 0
+    return dataclasses.replace(config, train=dataclasses.replace(train, batch_size=batch, micro_batch=chunk))
 
 
 @dataclass(frozen=True)
@@ -373,7 +373,7 @@ def fit_memory(
 ) -> Fit | None:  # fmt: skip
     """The batch and means that fit; None where nothing was left open and no limit was given."""
     train = config.train
-    if train.batch and not train.memory:
+    if train.batch_size and not train.memory:
         return None
     process = warm_process(facts) if device.kind == "cpu" else 0
     limit = amount(train.memory, "B", "--memory") if train.memory else SAFE * device.free_bytes() + process
@@ -384,8 +384,8 @@ def fit_memory(
     def line(recompute: bool) -> Forecast:
         wanted = dataclasses.replace(
             config,
-            model=dataclasses.replace(config.model, recompute=recompute),
-            train=dataclasses.replace(train, batch=2, chunk=0),
+            model=dataclasses.replace(config.model, grad_checkpointing=recompute),
+            train=dataclasses.replace(train, batch_size=2, micro_batch=0),
         )
         trace = tracer(wanted, shape, device.kind, precision, facts, text_tokens)
         first.append(forecast(trace, first[0] if first else None))  # the second one shares logits and optimizer
@@ -393,11 +393,11 @@ def fit_memory(
 
     room = tensor_limit(limit, device.kind, process, data)
     most = max(2, min(MOST_AUTO, largest_batch(images)))
-    fit = decide(train.batch or 0, train.chunk, config.model.recompute, most, room, line)
+    fit = decide(train.batch_size or 0, train.micro_batch, config.model.grad_checkpointing, most, room, line)
     if fit is None:
         smallest = foretold_peak(_at(line(True), LEAST_CHUNK), device.kind, process, data)
         raise UserError(
-            f"--memory {train.memory or 'of this machine'}: {config.model.preset} needs at least "
+            f"--memory {train.memory or 'of this machine'}: {config.model.name} needs at least "
             f"{sum(smallest.values()) / 1e9:.1f} GB of {limit / 1e9:.1f} GB; take a smaller --model"
         )
     return dataclasses.replace(fit, why=f"{fit.why}, within {limit / 1e9:.1f} GB")
@@ -478,8 +478,8 @@ def fitted(
         say(f"memory     {fit.why}")
         config = dataclasses.replace(
             config,
-            model=dataclasses.replace(config.model, recompute=fit.recompute),
-            train=dataclasses.replace(config.train, batch=fit.batch, chunk=fit.chunk),
+            model=dataclasses.replace(config.model, grad_checkpointing=fit.recompute),
+            train=dataclasses.replace(config.train, batch_size=fit.batch, micro_batch=fit.chunk),
         )
     return config, device, precision
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from m1clip import formatting
-from m1clip.config import GuardConfig
 from m1clip.errors import UserError
 from m1clip.formatting import steps_or_seconds
 from m1clip.io import atomic_folder, read_small, remove_folder, remove_leftovers, validated, write_json
@@ -188,11 +187,11 @@ class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time."""
 
     def __init__(
-        self, run: Path, keep: int, schedule: Schedule, config: GuardConfig, log: Callable[..., None], say: Tell,
+        self, run: Path, keep: int, schedule: Schedule, on_save_error: str, log: Callable[..., None], say: Tell,
         warn: Tell, free: Callable[[], float], check_folder: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """`free()` gives the bytes of memory a copy could take; `check_folder()` raises if the run folder is gone."""
-        self.run, self.keep, self.schedule, self.config = run, keep, schedule, config
+        self.run, self.keep, self.schedule, self.on_save_error = run, keep, schedule, on_save_error
         self.log, self.say, self.warn, self.free = log, say, warn, free
         self.check_folder = check_folder
         self._work: _Work | None = None
@@ -213,7 +212,7 @@ class CheckpointWriter:
         self.schedule.done()
         self._owed = False
         size = sum(t.numel() * t.element_size() for group in groups.values() for t in group.values())
-        aside = not wait and self.config.save_aside == "auto" and writes_aside(size, self.free())
+        aside = not wait and writes_aside(size, self.free())
         self._work = work = _Work(state.step, time.monotonic(), aside)
         kept = replace(state)
         if aside:
@@ -258,7 +257,7 @@ class CheckpointWriter:
         words = save_failure(error, path)
         if words is None:
             raise error
-        if must or self.config.on_save_error == "stop":
+        if must or self.on_save_error == "stop":
             raise UserError(
                 f"{words} (step {step:,}); what was saved before is untouched: make room, then continue with "
                 f"m1clip train --resume {self.run}"

@@ -56,7 +56,7 @@ class CapturedStep:
     def takes(self, batch: Batch) -> bool:
         """Whether this step can be one: not in chunks, and not one that hooks look at."""
         room = self.update.oom
-        chunk = self.update.config.train.chunk if room is None else room.chunk
+        chunk = self.update.config.train.micro_batch if room is None else room.chunk
         whole = not 0 < chunk < len(batch)
         return not self.off and whole and not self.update.optimizer.observed
 

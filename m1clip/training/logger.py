@@ -299,7 +299,7 @@ NOT_CURVES = {"v", "step", "time"}
 def check_sink(name: str) -> None:
     """A sink that is not installed is an error before anything is trained."""
     if name == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
-        raise UserError("--log tensorboard: it is not installed; pip install 'm1clip[log]', or leave out --log")
+        raise UserError("--report-to tensorboard: it is not installed; pip install 'm1clip[log]', or leave it out")
 
 
 def open_sink(name: str, run: Path) -> tuple[Sink, Callable[[], None]] | None:

@@ -154,9 +154,9 @@ class _Loop:
         self.screen.warn(text)
 
     def _start_may_be_best(self) -> bool:
-        """From a model, training may only make it worse; where --wise mixes, it wants a model that was trained."""
+        """From a model, training may only make it worse; where --wise-ft mixes, it wants a model that was trained."""
         transfer = self.job.config.transfer
-        return transfer.init is not None and transfer.wise == "off"
+        return transfer.init is not None and transfer.wise_ft == "off"
 
     def _evaluates(self) -> bool:
         every = self.job.config.train.eval_every or self.total

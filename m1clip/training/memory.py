@@ -139,8 +139,8 @@ def foretell(
     contrast = config.train.text_contrast
     train = dataclasses.replace(
         config.train,
-        batch=max(batch, 2),
-        chunk=min(config.train.chunk, batch),
+        batch_size=max(batch, 2),
+        micro_batch=min(config.train.micro_batch, batch),
         text_contrast=float(several > 1) if contrast is None else contrast,  # any weight takes the same memory
     )
     plain = dataclasses.replace(config, model=model, train=train)
@@ -150,7 +150,7 @@ def foretell(
         clip = build_clip(shape)
         kinds = (config.model.attention_image, config.model.attention_text)
         clip.set_attention(*("sdpa" if wish == "auto" else wish for wish in kinds))
-        clip.set_activation_checkpointing(config.model.recompute)
+        clip.set_activation_checkpointing(config.model.grad_checkpointing)
         half: Precision = "bf16" if precision == "fp16" else precision  # the same size; no fp16 on the CPU
         update = TrainStep(clip, plain, host, half, Preprocess(image_size=shape.image_size), autocast(host, half))
 
@@ -163,8 +163,8 @@ def foretell(
         samples = stand_in(shape, batch, text_tokens, eot_id=0, several=several)
         step(samples)  # makes the optimizer's state
         parts = watched(update, samples, step)
-    if kind != "cpu" and not config.model.recompute:
-        chunk = config.train.chunk if 0 < config.train.chunk < batch else batch
+    if kind != "cpu" and not config.model.grad_checkpointing:
+        chunk = config.train.micro_batch if 0 < config.train.micro_batch < batch else batch
         parts["activations"] += kept_by_mlp(shape, chunk, several * text_tokens, 4 if precision == "fp32" else 2)
     return parts
 

@@ -90,7 +90,7 @@ class OOMHandler:
         if failed and now <= 1:
             raise UserError(
                 f"out of memory at step {step + 1:,} even with one sample at a time ({why}): take a smaller --model, "
-                f"--model.recompute, or a machine with more memory"
+                f"--grad-checkpointing, or a machine with more memory"
             )
         useless = self._used > HELPS * self._before
         if not failed and (now <= 1 or useless):
@@ -115,7 +115,7 @@ def oom_as_user_error() -> Iterator[None]:
             raise
         raise UserError(
             f"out of memory ({_first_line(error)}): close other programs and continue with --resume, or begin again "
-            f"with a smaller --model or --batch"
+            f"with a smaller --model or --batch-size"
         ) from None
 
 

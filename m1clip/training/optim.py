@@ -13,6 +13,7 @@ from m1clip.training.muon import AdamW, Muon
 
 Parameter = tuple[str, Tensor]
 PIXEL_CHANNELS = 3
+BETA1, EPS = 0.9, 1e-6  # of AdamW
 TOWERS = ("image_tower", "text_tower")
 
 
@@ -31,11 +32,6 @@ def _whole(name: str) -> int:
     return 1
 
 
-def _qkv_parts(name: str) -> int:
-    """Queries, keys and values are three matrices in one parameter."""
-    return 3 if name.endswith("attn.qkv.weight") else 1
-
-
 class Optimizer:
     """One or two torch optimizers that step together; its state is a flat dict of tensors by parameter name."""
 
@@ -49,7 +45,7 @@ class Optimizer:
     ) -> None:
         """`muon_dtype` is that of Muon's products. `capturable` keeps the rates on the device, for CUDA graphs."""
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        hidden = [(n, p) for n, p in named if config.name == "muon" and is_hidden_matrix(n, p)]
+        hidden = [(n, p) for n, p in named if config.optimizer == "muon" and is_hidden_matrix(n, p)]
         chosen = {name for name, _ in hidden}
         rest = [(n, p) for n, p in named if n not in chosen]
         device = named[0][1].device
@@ -62,13 +58,11 @@ class Optimizer:
             shares = rate_shares(model, TOWERS, config.layer_decay)
         groups = [
             {"params": part, "weight_decay": decay, "share": share, "lr": start(config.lr)}
-            for decay, chosen_by in ((config.weight_decay, True), (0.0, False))
+            for decay, chosen_by in ((config.wd, True), (0.0, False))
             for share, part in _by_share([(n, p) for n, p in rest if decays(p) == chosen_by], shares)
         ]
         self.parts: dict[str, torch.optim.Optimizer] = {
-            "adamw": AdamW(
-                groups, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused, capturable=capturable
-            )
+            "adamw": AdamW(groups, betas=(BETA1, config.beta2), eps=EPS, fused=fused, capturable=capturable)
         }
         self._peak = {"adamw": config.lr, "muon": config.muon_lr}
         self.observed = False  # whether hooks wait for the next step, which a replayed one would not call
@@ -78,10 +72,10 @@ class Optimizer:
                     {"params": part, "share": share, "lr": start(config.muon_lr)}
                     for share, part in _by_share(hidden, shares)
                 ],
-                weight_decay=config.muon_weight_decay,
+                weight_decay=config.muon_wd,
                 dtype=muon_dtype,
-                parts=_qkv_parts if config.muon_split_qkv else _whole,
-                quick=config.muon_quick,
+                parts=_whole,
+                quick=True,
             )
 
     def set_rate(self, share: float) -> None:

@@ -67,7 +67,7 @@ def judge(difference: float, precision: Precision, kind: str) -> float:
         raise UserError(
             f"{kind} computes gradients that differ from the CPU's by {difference:.1%} ({precision} allows "
             f"{TOLERANCE[precision]:.0%}): a kernel there is wrong for this model; use --device cpu, another "
-            f"--train.precision, or another version of torch"
+            f"--precision, or another version of torch"
         )
     return difference
 

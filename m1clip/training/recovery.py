@@ -20,7 +20,6 @@ import psutil
 import torch
 from torch import Tensor
 
-from m1clip.config import GuardConfig
 from m1clip.errors import UserError
 from m1clip.formatting import amount
 from m1clip.hardware.memory import NEAR, memory_limit, own_bytes
@@ -42,6 +41,9 @@ from m1clip.training.step import TrainStep
 WINDOW, ENOUGH = 64, 16  # losses that make the usual one, and how many it takes at least
 SPIKE_STEPS = 3  # in a row, before a person is told: single batches differ
 SHOWN = 3  # samples on the screen; all are in the log
+SKIP_LIMIT = 8  # updates in a row that are not finite before the run rolls back
+ROLLBACK_FACTOR = 0.5  # of the learning rate, at each rollback
+SPIKE = 8.0  # deviations above the recent median at which a loss is reported as a spike
 HISTORY = 6  # losses of a diagnosis
 TO_NORMAL = 1.4826  # the median absolute deviation of a normal distribution, as its standard deviation
 
@@ -90,7 +92,6 @@ class LossGuard:
 
     def __init__(
         self,
-        config: GuardConfig,
         write: Callable[..., None],
         warn: Callable[[str], None],
         name: Callable[[int], str],
@@ -102,8 +103,8 @@ class LossGuard:
         `scale()` is how much fp16 scales the loss up now; it is asked only where a gradient is not finite.
         """
         self.scale = scale
-        self.config, self.write, self.warn, self.name, self.suspects = config, write, warn, name, suspects
-        self.spikes = SpikeDetector(config.spike)
+        self.write, self.warn, self.name, self.suspects = write, warn, name, suspects
+        self.spikes = SpikeDetector(SPIKE)
         self.losses: deque[float] = deque(maxlen=HISTORY)  # the newest finite ones
         self.named: Counter[str] = Counter()  # samples of skipped updates
         self._pending: list[Seen] = []
@@ -130,20 +131,20 @@ class LossGuard:
             else:
                 state.skipped += 1
                 self._tell(each, loss, norm, first=state.skipped == 1)
-                if state.skipped >= self.config.skip_limit:
+                if state.skipped >= SKIP_LIMIT:
                     raise Rollback
 
     def forget(self) -> None:
         """The run went back: what was seen since belongs to no step of it."""
         self._pending.clear()
-        self.spikes = SpikeDetector(self.config.spike)
+        self.spikes = SpikeDetector(SPIKE)
 
     def went_back(self, state: TrainState, failed: int) -> None:
         """Say that the run is at an earlier step again, with a lower rate."""
         text = (
-            f"went back from step {failed:,} to step {state.step:,}: {self.config.skip_limit} updates in a row were "
+            f"went back from step {failed:,} to step {state.step:,}: {SKIP_LIMIT} updates in a row were "
             f"not finite; the learning rate is now {state.lr_factor:g} of what was asked "
-            f"(return {state.rollbacks} of {self.config.rollbacks})"
+            f"(rollback {state.rollbacks})"
         )
         self.write("event", step=state.step, event="went back", back_to=state.step, failed=failed,
                    lr_factor=state.lr_factor, rollbacks=state.rollbacks)  # fmt: skip
@@ -154,12 +155,12 @@ class LossGuard:
         common = [name for name, _ in self.named.most_common(SHOWN)]
         before = ", ".join(f"{loss:.4g}" for loss in self.losses) or "none was finite"
         again = f", and again after {state.rollbacks} returns to a checkpoint" if state.rollbacks else ""
-        half = "" if precision == "fp32" else ", --train.precision fp32"
+        half = "" if precision == "fp32" else ", --precision fp32"
         return UserError(
-            f"training diverged at step {failed:,}: {self.config.skip_limit} updates in a row had a loss or gradient "
+            f"training diverged at step {failed:,}: {SKIP_LIMIT} updates in a row had a loss or gradient "
             f"that is not finite{again}; last finite losses: {before}; samples most often there: {', '.join(common)} "
-            f"(all are named in run.jsonl). Look at these samples, or try a lower --optim.lr and --optim.muon-lr, a "
-            f"longer --optim.warmup{half}"
+            f"(all are named in run.jsonl). Look at these samples, or try a lower --lr and --muon-lr, a "
+            f"longer --warmup{half}"
         )
 
     def _tell(self, seen: Seen, loss: float, norm: float, first: bool) -> None:
@@ -195,15 +196,13 @@ class Recovery:
     def __init__(self, job: Job, update: TrainStep, run: Path, log: RunLog, screen: Screen, total_steps: int) -> None:
         self.job, self.update, self.run, self.log, self.screen = job, update, run, log, screen
         config, samples = job.config, job.splits["train"].samples
-        self.guard = LossGuard(
-            config.guard, log.write, screen.warn, lambda image: samples[image].id, self._suspects, self._scale
-        )
+        self.guard = LossGuard(log.write, screen.warn, lambda image: samples[image].id, self._suspects, self._scale)
         schedule = save_schedule(config.train.save_every, total_steps)
         self.saver = CheckpointWriter(
             run,
-            config.train.keep,
+            config.train.save_total_limit,
             schedule,
-            config.guard,
+            config.train.on_save_error,
             log.write,
             screen.say,
             screen.warn,
@@ -218,13 +217,13 @@ class Recovery:
             state.chunk = shrunk.chunk
             begin = f"memory {'ran' if shrunk.helps else 'stays'} short at step {shrunk.step:,} ({shrunk.why})"
             text = (
-                f"{begin}: {shrunk.chunk} samples at a time; the batch of {self.job.config.train.batch} and "
+                f"{begin}: {shrunk.chunk} samples at a time; the batch of {self.job.config.train.batch_size} and "
                 f"its gradient stay the same"
                 if shrunk.helps
                 else f"{begin}, and smaller chunks do not help: going on as before"
             )
             self.log.write("event", step=shrunk.step, event="memory short", chunk=shrunk.chunk,
-                           batch=self.job.config.train.batch, why=shrunk.why, helps=shrunk.helps)  # fmt: skip
+                           batch=self.job.config.train.batch_size, why=shrunk.why, helps=shrunk.helps)  # fmt: skip
             self.screen.warn(text)
         if look or self.update.skip == "host":
             self.look(state)
@@ -238,15 +237,15 @@ class Recovery:
         self.saver.finish()
         self.saver.forget()
         self.guard.forget()
-        failed, config = state.step, self.job.config.guard
-        if state.rollbacks >= config.rollbacks:
+        failed = state.step
+        if state.rollbacks >= self.job.config.train.max_rollbacks:
             self.log.write("event", step=failed, event="diverged", rollbacks=state.rollbacks)
             raise self.guard.diagnosis(state, failed, self.job.precision)
         kept = load_latest(self.run, self.job.device.torch, self.screen.warn, sound=True)
         begin = TrainState(frozen_sha256=self.update.frozen_sha256)
         earlier, tensors = kept if kept is not None else (begin, self._start())
         earlier.rollbacks = state.rollbacks + 1
-        earlier.lr_factor = state.lr_factor * config.rollback_rate
+        earlier.lr_factor = state.lr_factor * ROLLBACK_FACTOR
         earlier.chunk, earlier.skipped = state.chunk, 0
         # best/ on the disk stays: a worse model must not take its place.
         earlier.best, earlier.best_step, earlier.stale = state.best, state.best_step, state.stale
@@ -291,9 +290,9 @@ def make_oom_handler(job: Job, state: TrainState) -> OOMHandler:
     train = job.config.train
     limit = amount(train.memory, "B", "--memory") if train.memory else None
     if job.device.kind == "cpu":
-        return OOMHandler(state.chunk or train.chunk, own_bytes, limit or memory_limit())
+        return OOMHandler(state.chunk or train.micro_batch, own_bytes, limit or memory_limit())
     whole = float(job.device.total_bytes()) if job.device.kind == "mps" else None
-    return OOMHandler(state.chunk or train.chunk, job.device.memory_bytes, limit or whole)
+    return OOMHandler(state.chunk or train.micro_batch, job.device.memory_bytes, limit or whole)
 
 
 def free_for_a_copy(kind: str, room: OOMHandler | None) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import hashlib
 import json
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from m1clip import __version__
-from m1clip.config import Config, OptimConfig, TrainConfig, TransferConfig, load_config, read_preset, to_toml
+from m1clip.config import ALIASES, NAMES, Config, load_config, make_config, read_preset, read_toml, to_toml
 from m1clip.data.cache import DecodePlan, FailureLog, Progress
 from m1clip.data.loader import batches
 from m1clip.errors import UserError
@@ -50,7 +51,7 @@ from m1clip.training.process import (
 from m1clip.training.progress import Screen
 from m1clip.training.recovery import make_oom_handler
 from m1clip.training.schedule import warmup_steps
-from m1clip.training.setup import Job, decided, prepare, run_name, say_settings, with_settings_of
+from m1clip.training.setup import Job, check_transfer, choose_recipe, prepare, run_name
 from m1clip.training.step import TrainStep
 
 DEFAULT_EPOCHS = 10.0
@@ -117,7 +118,7 @@ def calibrate(job: Job, seconds: float, warn: Callable[[str], None]) -> Length:
     if steps < FEW_STEPS:
         warn(
             f"{seconds / 60:g} minutes are only {steps} steps of {per_step:.1f} s here, too few to learn much; "
-            f"give more minutes, a smaller --batch or a smaller --model"
+            f"give more minutes, a smaller --batch-size or a smaller --model"
         )
     return Length(steps, evaluations)
 
@@ -199,25 +200,29 @@ LOG_EVERY, LOG_LINES = 10, 50  # steps between two log lines at most, lines of a
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a finished run gives."""
+class Run:
+    """A finished run."""
 
-    run: Path
-    scores: Scores
-    split: str
-    grid: Path
+    path: Path
+    scores: Scores  # of the best model
+    split: str  # that it was scored on: test, or val or train if the data has no other
+    grid: Path  # an image of what it retrieves
+
+    @functools.cached_property
+    def model(self) -> Model:
+        """The best model, ready to encode images and texts."""
+        return load(self.path)
 
 
-def train_once(
+def train_config(
     config: Config, run: str | Path | None = None, screen: Screen | None = None, name: str | None = None
-) -> Result:
+) -> Run:
     """Train from the beginning in a new run folder: `run`, or runs/NAME (default: the model's preset)."""
     screen = screen or Screen()
-    check_sink(config.train.log)
+    check_sink(config.train.report_to)
     most = max(16, 4 * usable_cpus())
     if config.data.workers > most:
-        raise UserError(f"--data.workers {config.data.workers}: {usable_cpus()} CPUs here; give at most {most}")
-    config = decided(config, screen.say)
+        raise UserError(f"--workers {config.data.workers}: {usable_cpus()} CPUs here; give at most {most}")
     folder = create_run_folder(Path(run) if run is not None else None, name or run_name(config))
     with lock_run(folder), stop_on_signals() as asked:
         try:
@@ -230,7 +235,7 @@ def train_once(
         return _go(job, folder, screen, TrainState(), None, asked)
 
 
-def resume(run: str | Path, screen: Screen | None = None) -> Result:
+def resume(run: str | Path, screen: Screen | None = None) -> Run:
     """Continue a run from its newest whole checkpoint, exactly as if it had never stopped."""
     screen, folder = screen or Screen(), Path(run)
     if not (folder / "config.toml").is_file():
@@ -255,12 +260,12 @@ def _go(
     state: TrainState,
     tensors: dict[str, dict[str, torch.Tensor]] | None,
     asked: StopRequest,
-) -> Result:
+) -> Run:
     log = RunLog(folder)
-    if job.config.guard.on_save_error == "go-on":
+    if job.config.train.on_save_error == "continue":
         log.on_full = _warn_once(screen, log.path)
     steps = job.config.train.steps or 0
-    sink = open_sink(job.config.train.log, folder)
+    sink = open_sink(job.config.train.report_to, folder)
     if sink is not None:
         log.sinks.append(sink[0])
     log.write("start", step=state.step, steps=steps, choices=job.choices, version=__version__)
@@ -311,7 +316,7 @@ def _failure_log(job: Job, folder: Path, log: RunLog, screen: Screen) -> Failure
     return failures
 
 
-def _finish(job: Job, update: TrainStep, folder: Path, log: RunLog, screen: Screen, state: TrainState) -> Result:
+def _finish(job: Job, update: TrainStep, folder: Path, log: RunLog, screen: Screen, state: TrainState) -> Run:
     """Keep the last model too, and report the test split once, with the model that validation chose."""
     if update.ema is not None:
         update.ema.swap(update.model)
@@ -337,7 +342,7 @@ def _finish(job: Job, update: TrainStep, folder: Path, log: RunLog, screen: Scre
     log.write("end", step=state.step, split=split, best_step=state.best_step, seconds=state.seconds,
               data_fraction=sum(shares) / max(len(shares), 1), peak_bytes=job.device.peak_bytes(),
               **energy_figures(steps, epochs, scores[MEAN_RECALL].value), **scores.as_dict())  # fmt: skip
-    return Result(folder, scores, split, grid)
+    return Run(folder, scores, split, grid)
 
 
 def energy_figures(steps: Sequence[dict[str, Any]], epochs: float, recall: float) -> dict[str, float]:
@@ -375,8 +380,8 @@ def _describe(job: Job, screen: Screen) -> None:
     several = job.training.captions_per_image
     captions = f" with {several} captions each" if several > 1 else " and captions"
     screen.say(
-        f"training   {train.steps:,} steps of {train.batch} images{captions} ({epochs:.1f} epochs), "
-        f"{job.config.optim.name}"
+        f"training   {train.steps:,} steps of {train.batch_size} images{captions} ({epochs:.1f} epochs), "
+        f"{job.config.optim.optimizer}"
     )
 
 
@@ -420,49 +425,65 @@ def decode_plan(screen: Screen, run: Path | None = None) -> Callable[[Facts], De
     return plan
 
 
-# Settings that hold for both stages: the machine, the batch, and the loss, whose parameters the first stage makes.
-BOTH = ("batch", "device", "precision", "threads", "log", "objective", "label_smoothing")
-SECOND = ("base", "wise", "lora_rank", "train_image", "train_text")  # for the stage that moves the towers
+# Settings of a fine-tuning that its first stage, on frozen towers, has too; the others are for the second.
+FIRST_STAGE = {"batch_size", "device", "precision", "threads", "report_to", "loss", "label_smoothing"}
+SECOND_STAGE = ("retention_data", "wise_ft", "lora_rank", "unfreeze_image", "unfreeze_text")
 
 
 def train(
-    config: Config, run: str | Path | None = None, screen: Screen | None = None, name: str | None = None,
-    settled: bool = False,
-) -> Result:  # fmt: skip
-    """Train from the beginning in a new run folder: `run`, or runs/NAME (default: by model and recipe).
+    data: str | Sequence[str] | None = None,
+    minutes: float | None = None,
+    *,
+    run: str | Path | None = None,
+    config: str | Path | None = None,
+    preset: str | None = None,
+    screen: Screen | None = None,
+    **options: Any,
+) -> Run:
+    """Train in a new run folder: `run`, or runs/NAME. `options` are those of `m1clip train`, such as batch_size=64.
 
-    The frozen stage of a fine-tuning is a run of its own: `run`-frozen, or runs/frozen where `run` is not given.
-    `settled`: the config has the recipe's settings already, under what the person gave.
+    `config` is a TOML file, `preset` the name of a shipped one; options override it.
     """
+    options |= {name: value for name, value in (("data", data), ("minutes", minutes)) if value is not None}
     screen = screen or Screen()
-    config = decided(config, screen.say)
-    transfer = config.transfer
-    if transfer.recipe != "finetune":
-        return train_once(config, run, screen, name)
+    settings = make_config(options, config, preset)
+    if settings.transfer.recipe == "auto":
+        recipe, reason = choose_recipe(settings)
+        screen.say(f"recipe     {recipe}: {reason}")
+        options["recipe"] = recipe
+        settings = make_config(options, config, preset)
+    check_transfer(settings.transfer)
+    if settings.transfer.recipe != "finetune":
+        return train_config(settings, run, screen, preset)
     if run is not None:
-        check_unused(Path(run))  # before the first stage spends minutes
-    if transfer.init is None:
+        check_unused(Path(run))  # before the first stage takes minutes
+    options = _flat(config, preset) | options
+    if settings.transfer.init is None:
         screen.say("stage 1    heads on frozen towers")
         folder = None if run is None else Path(f"{run}-frozen")
-        found = train_once(frozen_stage(config), folder, screen)
-        screen.say(f"stage 2    the towers move too, from {found.run}")
-        transfer = dataclasses.replace(transfer, init=str(found.run))
-    second = unfrozen_stage(config, transfer.init or "", settled)
-    say_settings(config, second, screen.say)
-    return train_once(second, run, screen, name)
+        first = train_config(make_config(frozen_options(options)), folder, screen)
+        screen.say(f"stage 2    the towers too, from {first.path}")
+        options["init"] = str(first.path)
+    return train_config(make_config(options | {"recipe": "scratch"}), run, screen, preset)
 
 
-def frozen_stage(config: Config) -> Config:
-    """The first stage: the recipe's own settings and duration; data, heads, towers and machine as asked."""
-    kept = {name: getattr(config.train, name) for name in BOTH}
-    plain = {name: getattr(TransferConfig(), name) for name in SECOND}
-    transfer = dataclasses.replace(config.transfer, recipe="frozen", **plain)
-    asked = dataclasses.replace(config, transfer=transfer, train=TrainConfig(**kept), optim=OptimConfig())
-    return with_settings_of(asked, read_preset("frozen"))
+def frozen_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of the first stage: its own duration and optimizer; data, heads, towers and hardware as given."""
+    kept = {}
+    for name, value in options.items():
+        section = NAMES[ALIASES.get(name, name)][0]
+        if name not in SECOND_STAGE and section != "optim" and (section != "train" or name in FIRST_STAGE):
+            kept[name] = value
+    return kept | {"recipe": "frozen"}
 
 
-def unfrozen_stage(config: Config, init: str, settled: bool = False) -> Config:
-    """The second stage: the duration asked for, and careful settings where none were; `settled` as in `train`."""
-    transfer = dataclasses.replace(config.transfer, recipe="scratch", init=init)
-    asked = dataclasses.replace(config, transfer=transfer)
-    return asked if settled else with_settings_of(asked, read_preset("unfreeze"))
+def _flat(config: str | Path | None, preset: str | None) -> dict[str, Any]:
+    """The settings of a file or preset as flat options."""
+    values = read_toml(Path(config)) if config is not None else read_preset(preset) if preset is not None else {}
+    flat = {place: name for name, place in NAMES.items()}
+    return {
+        flat[section, key]: value
+        for section, table in values.items()
+        if isinstance(table, dict)
+        for key, value in table.items()
+    }

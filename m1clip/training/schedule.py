@@ -15,17 +15,17 @@ def warmup_steps(warmup: float, total_steps: int) -> int:
     if steps >= total_steps:
         raise UserError(
             f"warm-up of {steps} steps would never end: the run has {total_steps} steps; "
-            f"train longer, or lower --optim.warmup (0.05 = five percent of the run)"
+            f"train longer, or lower --warmup (0.05 = five percent of the run)"
         )
     return steps
 
 
-def lr_fraction(step: int, warmup: int, total_steps: int, end: float) -> float:
-    """Fraction of the peak learning rate: linear warm-up, then a half cosine down to `end`."""
+def lr_fraction(step: int, warmup: int, total_steps: int) -> float:
+    """Fraction of the peak learning rate: linear warm-up, then a half cosine down to 0."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     progress = (step - warmup) / max(total_steps - warmup, 1)
-    return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 
 def lr_schedule(config: OptimConfig, total_steps: int | None) -> Callable[[int], float]:
@@ -33,4 +33,4 @@ def lr_schedule(config: OptimConfig, total_steps: int | None) -> Callable[[int],
     if total_steps is None:
         return lambda step: 1.0
     warmup = warmup_steps(config.warmup, total_steps)
-    return lambda step: lr_fraction(step, warmup, total_steps, config.lr_end)
+    return lambda step: lr_fraction(step, warmup, total_steps)

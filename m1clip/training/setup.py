@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from m1clip.config import DURATIONS, Config, DataConfig, ModelConfig, TransferConfig, read_preset
+from m1clip.config import Config, DataConfig, TransferConfig
 from m1clip.data.augment import Augmentation
 from m1clip.data.cache import DecodePlan, cache_folder, data_folders
 from m1clip.data.images import Preprocess
@@ -67,15 +66,17 @@ from m1clip.model.pretrained import (
     remedy,
     weights_hash,
 )
-from m1clip.model.weights import Tensors, assign_weights, fit_positions, replace_tokens
+from m1clip.model.weights import Tensors, assign_weights
 from m1clip.runlog import MEAN_RECALL, SELECTION, TOP1
 from m1clip.text.base import Tokenizer
-from m1clip.text.bpe import BpeTokenizer, row_sources
 from m1clip.text.tokenizers import CharTokenizer, load_tokenizer, make_tokenizer
 from m1clip.training.autotune import USUAL_BATCH, choose_attention, open_training_data, usual_captions, with_batch
 from m1clip.training.autotune import fitted as auto_fitted
 from m1clip.training.teacher import Teacher
 
+LORA_ALPHA = 16.0
+HEAD_WIDTH, HEAD_DROPOUT = 512, 0.3  # of the hidden layer of a head
+TOWER_SIZE, TOWER_CONTEXT, TOWER_EMBED = 224, 64, 256  # defaults on pretrained towers
 BYTES_PER_PARAMETER = 12  # weight, gradient and one moment of the optimizer in float32
 TEXT_CONTRAST = 0.2  # docs/recipe.md
 
@@ -103,7 +104,7 @@ class Job:
         torch.manual_seed(self.config.seed)
         model = build_clip(self.shape).to(self.device.torch)
         model.set_attention(*_attention_kinds(self.config))  # type: ignore[arg-type]
-        model.set_activation_checkpointing(self.config.model.recompute)
+        model.set_activation_checkpointing(self.config.model.grad_checkpointing)
         return model
 
     def polish(self, folder: Path, say: Callable[[str], None], write: Callable[..., Any]) -> None:
@@ -117,7 +118,7 @@ class Job:
         """The model in one line, for a person."""
         config = self.config.model
         return (
-            f"{config.preset}: {count_parameters(self.shape):,} parameters, {self.tokenizer.vocab_size:,} tokens, "
+            f"{config.name}: {count_parameters(self.shape):,} parameters, {self.tokenizer.vocab_size:,} tokens, "
             f"attention {config.attention_image} (image) {config.attention_text} (text)"
         )
 
@@ -138,11 +139,15 @@ def _check_fits(shape: CLIPConfig, facts: Facts) -> None:
 
 
 def prepare_scratch(
-    config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan], saved: Any = None
-) -> Job:
-    """Answer every question of a run. `saved` is the folder of a tokenizer to use again on a resume."""
-    bias = config.train.objective == "sigmoid"
-    draft = clip_config(config.model, logit_bias=bias)
+    config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan], saved: Any = None,
+    start: tuple[CLIPConfig, Tokenizer] | None = None,
+) -> Job:  # fmt: skip
+    """Answer every question of a run. `saved` is the folder of a tokenizer to use again on a resume.
+
+    `start` has the shape and the tokenizer of a model to start from.
+    """
+    bias = config.train.loss == "sigmoid"
+    draft = dataclasses.replace(start[0], logit_bias=bias) if start else clip_config(config.model, logit_bias=bias)
     facts = read_facts()
     _check_fits(draft, facts)
     plan = decode(facts)
@@ -154,10 +159,11 @@ def prepare_scratch(
     if not is_synthetic(config.data):
         lint = look_first(source, draft.image_size, draft.context_length, say, plan.warn)
     captions = [caption for sample in source.samples("train") for caption in sample.captions]
-    tokenizer = (
-        load_tokenizer(saved) if saved else make_tokenizer(config.text.tokenizer, captions, config.text.alphabet)
-    )
-    shape = clip_config(config.model, tokenizer, logit_bias=bias)
+    if start is not None:
+        tokenizer, shape = start[1], draft
+    else:
+        tokenizer = load_tokenizer(saved) if saved else make_tokenizer(config.model.tokenizer, captions)
+        shape = clip_config(config.model, tokenizer, logit_bias=bias)
     vision, _ = shape.own_towers
 
     letters = isinstance(tokenizer, CharTokenizer)  # they are no words, and none can be spared
@@ -171,7 +177,7 @@ def prepare_scratch(
             )
     caches = {name: split.cache for name, split in splits.items()}
     choices: dict[str, Any] = {"cache": caches, "lint": lint}
-    if config.train.batch is None:
+    if config.train.batch_size is None:
         config = with_batch(config, USUAL_BATCH["scratch"], len(splits["train"].samples))
     config, device, precision = auto_fitted(config, shape, tokenizer.eot_id, facts, splits["train"], say, choices)
     kinds = _measure_attention(config, device, precision, shape, splits["train"], choices)
@@ -207,8 +213,8 @@ def _training_set(
     config: Config, shape: CLIPConfig, train: Split, augmentation: Augmentation, device: Device
 ) -> TrainingSet:
     """The batches of the run, from images that lie on the device where it has a memory of its own."""
-    assert config.train.batch
-    plan = BatchPlan.full(len(train.samples), config.train.batch, config.seed)
+    assert config.train.batch_size
+    plan = BatchPlan.full(len(train.samples), config.train.batch_size, config.seed)
     full_length = device.rules.fixed_shapes or config.model.compile
     device_images = train.images.to_device(device.torch, device.free_bytes()) if device.rules.resident else None
     return TrainingSet(
@@ -237,7 +243,7 @@ def _measure_attention(
     kinds: list[AttentionKind] = []
     for tower, (wish, heads, length, width, causal) in asked.items():
         kind, times = choose_attention(
-            wish, device, DTYPES[precision], config.train.batch or 0, heads, length, width // heads, causal
+            wish, device, DTYPES[precision], config.train.batch_size or 0, heads, length, width // heads, causal
         )
         choices[f"attention_{tower}"] = {"chosen": kind, **{name: str(value) for name, value in times.items()}}
         kinds.append(kind)
@@ -340,8 +346,8 @@ def training_set(
     config: Config, train: Split, augmentation: Augmentation, patches: int, full_length: bool
 ) -> TrainingSet:
     """The batches of the run."""
-    assert config.train.batch
-    plan = BatchPlan.full(len(train.samples), config.train.batch, config.seed)
+    assert config.train.batch_size
+    plan = BatchPlan.full(len(train.samples), config.train.batch_size, config.seed)
     return TrainingSet(
         None if train.image_features is not None else train.images,
         train.captions,
@@ -358,7 +364,7 @@ def training_set(
 def with_teacher(job: Job, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan]) -> Job:
     """The job with what the teacher makes of its training images and captions."""
     transfer, train = job.config.transfer, job.splits["train"]
-    bundle = load(Path(transfer.teacher or ""), job.device.kind, activation=transfer.activation)
+    bundle = load(Path(transfer.teacher or ""), job.device.kind, activation=job.config.model.activation)
     model, width = bundle.clip, bundle.clip.config.embed_dim
     folders = data_folders(job.source)
     # The same weights make other vectors with another activation, or fewer heads.
@@ -470,23 +476,23 @@ def with_base(job: J, load: Callable[[Source, str, DataConfig], Split]) -> J:
     `load(source, split, settings)` reads a split as the run's model sees it.
     """
     config = job.config
-    if not config.transfer.base:
+    if not config.transfer.retention_data:
         return job
-    data = dataclasses.replace(config.data, source=config.transfer.base)
+    data = dataclasses.replace(config.data, source=config.transfer.retention_data)
     source = open_data(data, job.preprocess.image_size, config.seed)
     meter: Meter
     if getattr(source, "class_captions", False):
-        meter = ClassMeter(Path(config.transfer.base[0]), job.autocast)
+        meter = ClassMeter(Path(config.transfer.retention_data[0]), job.autocast)
     else:
         split = next(name for name in ("test", "val", "train") if name in source.splits())
         meter = RecallMeter(load(source, split, data), job.autocast)
     before = meter(Model(job.build_model(), job.tokenizer, job.preprocess))
-    where = ", ".join(config.transfer.base)
+    where = ", ".join(config.transfer.retention_data)
     base = Base(where, meter, job.tokenizer, job.preprocess, before)
     return dataclasses.replace(cast(Any, job), base=base)  # every job that starts from a model has this field
 
 
-GRID = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of the new weights that `--wise search` tries
+GRID = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of the new weights that `--wise-ft search` tries
 
 
 def mixed(old: dict[str, Tensor], new: dict[str, Tensor], share: float) -> dict[str, Tensor]:
@@ -502,7 +508,7 @@ def mix(
     write: Callable[..., Any],
 ) -> None:  # fmt: skip
     """Mix old and new weights as asked, keep what is best on validation, and tell what was forgotten."""
-    best, wish = load(folder, device=job.device.kind), job.config.transfer.wise
+    best, wish = load(folder, device=job.device.kind), job.config.transfer.wise_ft
     new = {name: tensor.clone() for name, tensor in best.clip.state_dict().items()}
     tried = GRID if wish == "search" else (1.0,) if wish == "off" else (float(wish),)
     meter = RecallMeter(job.splits["val"], job.autocast) if "val" in job.splits else None
@@ -555,7 +561,7 @@ class TowerJob(Job):
                 cast(Head, head).spare_dead_channels()
         self._let_go(model)
         model.set_attention(self.config.model.attention_image, self.config.model.attention_text)  # type: ignore[arg-type]
-        model.set_activation_checkpointing(self.config.model.recompute)
+        model.set_activation_checkpointing(self.config.model.grad_checkpointing)
         return model
 
     def _standardise(self, model: CLIP) -> None:
@@ -570,12 +576,12 @@ class TowerJob(Job):
     def _let_go(self, model: CLIP) -> None:
         transfer = self.config.transfer
         rank = 0 if self.fresh else transfer.lora_rank
-        counts = (ALL, ALL) if self.fresh else (transfer.train_image, transfer.train_text)
-        names = ("--transfer.train-image", "--transfer.train-text")
+        counts = (ALL, ALL) if self.fresh else (transfer.unfreeze_image, transfer.unfreeze_text)
+        names = ("--unfreeze-image", "--unfreeze-text")
         towers = (model.image_tower, model.text_tower)
         for tower, moves, count, name in zip(towers, self.moving, counts, names, strict=True):
             if moves:
-                open_tower(tower, count, name, rank, transfer.lora_alpha, transfer.lora_targets)
+                open_tower(tower, count, name, rank, LORA_ALPHA, ())
 
     def polish(self, folder: Path, say: Callable[[str], None], write: Callable[..., Any]) -> None:
         """Mix old and new weights where it was asked for."""
@@ -616,7 +622,7 @@ def prepare_frozen(config: Config, say: Callable[[str], None], decode: Callable[
     moving = Moving(transfer.image_tower == OWN_IMAGE, transfer.text_tower == OWN_TEXT)
     if all(moving):
         raise UserError("--image-tower vit --text-tower text: nothing is pretrained; that is --recipe scratch")
-    source = open_training_data(config, transfer.image_size, decode(read_facts()))
+    source = open_training_data(config, config.model.image_size or TOWER_SIZE, decode(read_facts()))
     captions = (caption for sample in source.samples("train") for caption in sample.captions)
     started = pretrained_towers(config, captions)
     return prepare_towers(config, say, decode, source, started, moving, fresh=True)
@@ -653,12 +659,12 @@ def prepare_towers(
     if vision.kind == "vit" and moving.image:
         asked = (vision.heads, vision.tokens, vision.width // vision.heads, False)
         kinds["attention_image"] = choose_attention(
-            config.model.attention_image, device, DTYPES[precision], config.train.batch or 0, *asked
+            config.model.attention_image, device, DTYPES[precision], config.train.batch_size or 0, *asked
         )[0]
     if text.kind == "transformer" and moving.text:
         asked = (text.heads, text.tokens, text.width // text.heads, True)
         kinds["attention_text"] = choose_attention(
-            config.model.attention_text, device, DTYPES[precision], config.train.batch or 0, *asked
+            config.model.attention_text, device, DTYPES[precision], config.train.batch_size or 0, *asked
         )[0]
     config = dataclasses.replace(
         config,
@@ -682,10 +688,10 @@ def pretrained_towers(config: Config, captions: Iterable[str]) -> Started:
     transfer = config.transfer
     image_tower, image_weights, preprocess = _image_side(config)
     text_tower, text_weights, tokenizer = _text_side(config, captions)
-    head = HeadConfig(kind=transfer.head, hidden=transfer.hidden, dropout=transfer.dropout)
+    head = HeadConfig(kind=transfer.head, hidden=HEAD_WIDTH, dropout=HEAD_DROPOUT)
     shape = CLIPConfig(
-        image_tower=image_tower, text_tower=text_tower, image_head=head, text_head=head, embed_dim=transfer.embed_dim,
-        logit_bias=config.train.objective == "sigmoid",
+        image_tower=image_tower, text_tower=text_tower, image_head=head, text_head=head,
+        embed_dim=config.model.embed_dim or TOWER_EMBED, logit_bias=config.train.loss == "sigmoid",
     )  # fmt: skip
     torch.manual_seed(config.seed)
     model = build_clip(shape)
@@ -702,7 +708,7 @@ def _image_side(config: Config) -> tuple[VisionTowerConfig | PretrainedImageConf
     if transfer.image_tower == OWN_IMAGE:
         shape = clip_config(config.model)
         return shape.image_tower, None, Preprocess(image_size=shape.image_size)
-    return load_image_tower(transfer.image_tower, transfer.image_size, transfer.download)
+    return load_image_tower(transfer.image_tower, config.model.image_size or TOWER_SIZE, transfer.download)
 
 
 def _text_side(
@@ -710,11 +716,12 @@ def _text_side(
 ) -> tuple[TextTowerConfig | PretrainedTextConfig, Tensors | None, Tokenizer]:
     """(config, weights, tokenizer) of the text tower; weights are None where they start from the seed."""
     transfer = config.transfer
+    context = config.model.context_length or TOWER_CONTEXT
     if transfer.text_tower == OWN_TEXT:
-        tokenizer = make_tokenizer(config.text.tokenizer, list(captions), config.text.alphabet)
+        tokenizer = make_tokenizer(config.model.tokenizer, list(captions))
         shape = clip_config(config.model, tokenizer)
-        return dataclasses.replace(shape.text_tower, context_length=transfer.context_length), None, tokenizer
-    return load_text_tower(transfer.text_tower, transfer.context_length, transfer.download)
+        return dataclasses.replace(shape.text_tower, context_length=context), None, tokenizer
+    return load_text_tower(transfer.text_tower, context, transfer.download)
 
 
 def prepare_unfrozen(
@@ -722,16 +729,14 @@ def prepare_unfrozen(
 ) -> TowerJob:
     """Answer every question of such a run; a tower that still stands still is read from its features."""
     transfer = config.transfer
-    if transfer.vocabulary == "cut":
-        raise UserError("--transfer.vocabulary cut goes with CLIP's pieces, not with a pretrained text tower")
     if config.model.image_size not in (None, parts.preprocess.image_size):
         raise UserError(f"{transfer.init}: a model on towers keeps its image size, {parts.preprocess.image_size}")
     model = parts.build()
-    if config.train.objective == "sigmoid" and model.logit_bias is None:
+    if config.train.loss == "sigmoid" and model.logit_bias is None:
         raise UserError(
-            f"{transfer.init}: has no bias for --train.objective sigmoid; choose multi, or train it with sigmoid first"
+            f"{transfer.init}: has no bias for --loss sigmoid; choose multi, or train it with sigmoid first"
         )
-    moving = Moving(transfer.train_image != 0, transfer.train_text != 0)
+    moving = Moving(transfer.unfreeze_image != 0, transfer.unfreeze_text != 0)
     source = open_training_data(config, parts.preprocess.image_size, decode(read_facts()))
     started = Started(model, parts.tokenizer, parts.preprocess)
     job = prepare_towers(config, say, decode, source, started, moving, fresh=False)
@@ -758,9 +763,9 @@ class InitJob(Job):
         weights = {name: t.to(self.device.torch) for name, t in self.start.items()}
         assign_weights(model, weights, self.config.transfer.init or "")
         transfer = self.config.transfer
-        lora = (transfer.lora_rank, transfer.lora_alpha, transfer.lora_targets)
-        open_tower(model.image_tower, transfer.train_image, "--transfer.train-image", *lora)
-        open_tower(model.text_tower, transfer.train_text, "--transfer.train-text", *lora)
+        lora = (transfer.lora_rank, LORA_ALPHA, ())
+        open_tower(model.image_tower, transfer.unfreeze_image, "--unfreeze-image", *lora)
+        open_tower(model.text_tower, transfer.unfreeze_text, "--unfreeze-text", *lora)
         return model
 
     def describe_model(self) -> str:
@@ -784,17 +789,14 @@ def prepare_init(
 ) -> Job:
     """Answer every question of a run that starts from a model; `saved` as in setup.prepare."""
     init, config = Path(config.transfer.init or ""), _gently(config)
-    parts = read_model(init, config.transfer.activation)
+    parts = read_model(init, config.model.activation)
     if parts.config.image_head.kind != "projection":
         return prepare_unfrozen(config, say, decode, parts)
     if parts.preprocess.resize == "squash":
         raise UserError(f"{init}: squashes images, which training from --init does not do")
-    shape = parts.config
-    with tempfile.TemporaryDirectory() as folder:
-        _tokenizer(parts.tokenizer, config).save(Path(folder))
-        shaped = dataclasses.replace(config, model=_model_config(config.model, shape))
-        job = prepare_scratch(shaped, say, decode, saved=saved or Path(folder))
-    weights = fitted(parts.weights, shape, job.shape, parts.tokenizer, job.tokenizer)
+    parts = parts.resized(config.model.image_size)
+    job = prepare_scratch(config, say, decode, start=(parts.config, parts.tokenizer))
+    weights = parts.weights
     preprocess = dataclasses.replace(parts.preprocess, image_size=job.shape.image_size, resize=job.preprocess.resize)
     values = {item.name: getattr(job, item.name) for item in dataclasses.fields(Job)}
     made = InitJob(**{**values, "preprocess": preprocess}, start=weights)
@@ -816,43 +818,11 @@ def _gently(config: Config) -> Config:
     )
 
 
-def fitted(
-    weights: dict[str, Tensor], trained: CLIPConfig, shape: CLIPConfig, old: Tokenizer, new: Tokenizer
-) -> dict[str, Tensor]:
-    """The weights for the shape of the run: another image size, another vocabulary."""
-    weights = fit_positions(weights, trained, shape)
-    if isinstance(old, BpeTokenizer) and isinstance(new, BpeTokenizer) and old != new:
-        weights = replace_tokens(weights, row_sources(old, new))
-    return weights
-
-
-def _tokenizer(old: Tokenizer, config: Config) -> Tokenizer:
-    if config.transfer.vocabulary == "keep":
-        return old
-    if not isinstance(old, BpeTokenizer):
-        raise UserError("--transfer.vocabulary cut goes with CLIP's pieces, not with another tokenizer")
-    source = open_data(config.data, 32, config.seed)
-    return BpeTokenizer().cut_to(caption for sample in source.samples("train") for caption in sample.captions)
-
-
-def _model_config(config: ModelConfig, shape: CLIPConfig) -> ModelConfig:
-    """The shape of the model it starts from; only the image size may be another."""
-    model = dataclasses.replace(model_config(config, shape), dropout=config.dropout)
-    return model if config.image_size is None else dataclasses.replace(model, image_size=config.image_size)
-
-
 # These three are judgement: the recipes were measured on one set, of 6,000 images (docs/finetune.md).
 LONG_MINUTES = 10  # enough for letting the towers go
 ENOUGH_TO_MOVE = 2_000  # images; with fewer, towers that move may learn them by heart
 FEW_IMAGES = 100_000  # below this pretrained towers are taken, where they are installed
-# Options of TransferConfig that have a meaning only where trained towers move.
-MOVING = {
-    "wise": "--wise",
-    "base": "--base",
-    "lora_rank": "--transfer.lora-rank",
-    "train_image": "--transfer.train-image",
-    "train_text": "--transfer.train-text",
-}
+FINETUNE_OPTIONS = ("wise_ft", "retention_data", "lora_rank", "unfreeze_image", "unfreeze_text")
 
 
 def prepare(
@@ -875,68 +845,27 @@ def run_name(config: Config) -> str:
     """What the folder of a run is called, if the person does not say."""
     if config.transfer.init is not None:
         return "finetune"
-    return config.model.preset if config.transfer.recipe == "scratch" else config.transfer.recipe
+    return config.model.name if config.transfer.recipe == "scratch" else config.transfer.recipe
 
 
-def decided(config: Config, say: Callable[[str], None]) -> Config:
-    """The config with `--recipe auto` answered, and the reason said; an option without a meaning is refused."""
-    if config.transfer.recipe != "auto":
-        _check_meant(config.transfer)
-        return config
-    recipe, why = choose(config)
-    say(f"recipe     {recipe}: {why}")
-    config = dataclasses.replace(config, transfer=dataclasses.replace(config.transfer, recipe=recipe))
-    _check_meant(config.transfer)
-    if recipe != "frozen":
-        return config
-    settled = with_settings_of(config, read_preset(recipe))
-    say_settings(config, settled, say)
-    return settled
-
-
-def _check_meant(transfer: TransferConfig) -> None:
+def check_transfer(transfer: TransferConfig) -> None:
+    """Refuse options that have no meaning in a recipe."""
     if transfer.init is not None or transfer.recipe == "finetune":
         return
-    plain = TransferConfig()
-    for name, option in MOVING.items():
-        if getattr(transfer, name) != getattr(plain, name):
+    default = TransferConfig()
+    for name in FINETUNE_OPTIONS:
+        if getattr(transfer, name) != getattr(default, name):
+            option = "--" + name.replace("_", "-")
             raise UserError(f"{option} goes with --init or --recipe finetune, not with --recipe {transfer.recipe}")
 
 
-def say_settings(before: Config, after: Config, say: Callable[[str], None]) -> None:
-    """Name what a recipe has put in the place of defaults: one of them may have been meant."""
-    changed = [
-        f"{section}.{item.name} {getattr(getattr(after, section), item.name)}"
-        for section in ("train", "optim")
-        for item in dataclasses.fields(getattr(after, section))
-        if getattr(getattr(before, section), item.name) != getattr(getattr(after, section), item.name)
-    ]
-    if changed:
-        say(f"settings   of the recipe, in the place of defaults: {', '.join(changed)}")
-
-
-def with_settings_of(config: Config, settings: dict[str, Any]) -> Config:
-    """The settings of a recipe, wherever the config still stands at its default."""
-    plain, changes = Config(), {}
-    given = any(getattr(config.train, name) is not None for name in DURATIONS)
-    for section, values in ((name, v) for name, v in settings.items() if isinstance(v, dict)):
-        now, default = getattr(config, section), getattr(plain, section)
-        open_ = {
-            key: value
-            for key, value in values.items()
-            if getattr(now, key) == getattr(default, key) and not (given and key in DURATIONS)
-        }
-        changes[section] = dataclasses.replace(now, **open_)
-    return dataclasses.replace(config, **changes)
-
-
-def choose(config: Config) -> tuple[Any, str]:
+def choose_recipe(config: Config) -> tuple[Any, str]:
     """(recipe, reason): by the kind and size of the data, by what is installed, and by the time that was given."""
     if config.transfer.init is not None:
         return "scratch", f"starts from {config.transfer.init}, so it is a fine-tuning"
     if is_synthetic(config.data):
         return "scratch", "drawn images are unlike what the pretrained towers have seen"
-    images = len(open_data(config.data, config.transfer.image_size, config.seed).samples("train"))
+    images = len(open_data(config.data, config.model.image_size or TOWER_SIZE, config.seed).samples("train"))
     if images >= FEW_IMAGES:
         return "scratch", f"{images:,} images are enough to learn from random weights"
     missing = [t for t in (config.transfer.image_tower, config.transfer.text_tower) if not installed(t)]

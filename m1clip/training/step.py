@@ -47,21 +47,21 @@ class TrainStep:
         self.teacher = teacher
         self.model, self.config, self.device, self.preprocess = model, config, device, preprocess
         self.autocast = autocast
-        self.objective = OBJECTIVES[config.train.objective]
+        self.objective = OBJECTIVES[config.train.loss]
         # Where bf16 is slow, its products in Muon would be slow too.
         muon_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.scaler = grad_scaler(device, precision)
         self.draws = draws_at_random(model)
         one_place = len({p.device for p in model.parameters()}) == 1
         self.skip: Literal["host", "device", "never"] = skipped_by(device.kind, one_place)
-        graph = config.model.graph and device.rules.graphs and self.scaler is None and not self.draws
+        graph = config.model.cuda_graph and device.rules.graphs and self.scaler is None and not self.draws
         graph = graph and model.image_tower.capturable and model.text_tower.capturable and teacher is None
         self.optimizer = Optimizer(model, config.optim, device.rules.fused_optimizer, muon_dtype, graph)
         self.cuda_graph = CapturedStep(self) if graph else None
         if device.kind == "cpu":
             map_large_blocks()
         # Blocks mapped one by one take least memory and some time: what who computes again has chosen already.
-        self.settles = device.kind == "cpu" and not config.model.recompute
+        self.settles = device.kind == "cpu" and not config.model.grad_checkpointing
         self.ema = EMA(model, config.optim.ema, graph) if config.optim.ema else None
         self.phases = Phases(device.kind)
         self.oom: OOMHandler | None = None  # where there is one, it makes chunks smaller when memory runs out
@@ -131,8 +131,8 @@ class TrainStep:
 
     def backward(self, batch: Batch, step: int) -> Tensor:
         """Leave the gradient of a batch, which is on the device, with the parameters; gives the loss."""
-        positive = positives(self.config.train.objective, batch.sample_ids, batch.caption_ids, batch.image_index)
-        chunk = self.config.train.chunk if self.oom is None else self.oom.chunk
+        positive = positives(self.config.train.loss, batch.sample_ids, batch.caption_ids, batch.image_index)
+        chunk = self.config.train.micro_batch if self.oom is None else self.oom.chunk
         if 0 < chunk < len(batch):
             return self._backward_in_chunks(batch, positive, step, chunk)
         self.phases.mark("forward")
@@ -223,8 +223,8 @@ class TrainStep:
                 self.scaler.unscale_(part)
         grads = [p.grad for p in self.parameters if p.grad is not None]
         grad_norm = torch.nn.utils.get_total_norm(grads)
-        if self.config.optim.grad_clip:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.optim.grad_clip, grad_norm)
+        if self.config.optim.grad_clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.optim.grad_clip_norm, grad_norm)
         grad_norm = grad_norm.detach()
         finite = loss.isfinite() & grad_norm.isfinite()
         on_device = self.scaler is None and self.skip == "device"

@@ -113,7 +113,7 @@ def test_brightness_and_contrast() -> None:
 
 
 def test_a_sample_looks_the_same_in_any_company() -> None:
-    varied = Augmentation(crop_min=0.4, flip=0.5, colour=0.3)
+    varied = Augmentation(crop_min=0.4, flip=0.5, color_jitter=0.3)
     batch = images(6)
     many, few = np.array([0, 1, 2, 3, 4, 5]), np.array([4, 1])
     together = render(batch, draw_views(varied, 7, 2, many), PLAIN)
@@ -125,7 +125,7 @@ def test_a_sample_looks_the_same_in_any_company() -> None:
 
 def test_drawn_views_stay_in_their_ranges() -> None:
     samples = np.arange(5000)
-    drawn = draw_views(Augmentation(crop_min=0.5, flip=0.25, colour=0.2), 1, 0, samples)
+    drawn = draw_views(Augmentation(crop_min=0.5, flip=0.25, color_jitter=0.2), 1, 0, samples)
     left, top, width, height = drawn.boxes.T
     assert (drawn.boxes >= 0).all()
     assert (left + width <= 1 + 1e-6).all()

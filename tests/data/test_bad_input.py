@@ -20,7 +20,7 @@ from m1clip.data.sources import open_source
 from m1clip.errors import UserError
 from m1clip.runlog import read_log
 from m1clip.text.tokenizers import CharTokenizer
-from m1clip.training.run import resume, train_once
+from m1clip.training.run import resume, train_config
 
 STEPS = 12
 
@@ -148,7 +148,7 @@ def test_a_resume_names_nothing_again_and_ends_the_same(tmp_path: Path) -> None:
     config = small_config(
         {"data.source": [str(tmp_path / "set")], "data.cache": "off", "train.steps": 8, "train.save_every": 4}
     )
-    train_once(config, tmp_path / "again", screen())
+    train_config(config, tmp_path / "again", screen())
     for part in (tmp_path / "again" / "checkpoints").glob("step-000008"):
         for file in part.iterdir():
             file.unlink()
@@ -180,7 +180,7 @@ def test_what_lint_and_the_source_found_is_on_the_screen(tmp_path: Path) -> None
     with (folder / "captions.jsonl").open("a") as file:
         file.write("\n" + json.dumps({"image": "images/train-0001.jpg", "captions": []}) + "\nnonsense")
     shown = screen()
-    train_once(small_config({"data.source": [str(folder)], "train.steps": 2}), tmp_path / "run", shown)
+    train_config(small_config({"data.source": [str(folder)], "train.steps": 2}), tmp_path / "run", shown)
     text = shown.console.file.getvalue()  # type: ignore[attr-defined]
     assert "warning: data: rows without a caption, skipped: 1; first: captions.jsonl row 97" in text
     assert "warning: data: unreadable rows, skipped: 1; first: captions.jsonl row 98" in text

@@ -56,7 +56,7 @@ def training_set(full_length: bool = False) -> TrainingSet:
     groups = [tuple(f"{'word ' * (1 + (i + j) % 4)}{i} {j}" for j in range(3)) for i in range(37)]
     tokenizer = make_tokenizer("char", [caption for group in groups for caption in group])
     pixels = np.random.default_rng(0).integers(0, 256, (37, 12, 12, 3), np.uint8)
-    varied = Augmentation(crop_min=0.5, flip=0.5, colour=0.3)
+    varied = Augmentation(crop_min=0.5, flip=0.5, color_jitter=0.3)
     captions = tokenise(groups, tokenizer, 64)
     return TrainingSet(CachedImages(pixels), captions, BatchPlan(37, 8, 3), varied, full_length=full_length)
 

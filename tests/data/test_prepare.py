@@ -112,6 +112,6 @@ def test_the_commands_lint_and_pack(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("tokenizer", "share"), [("char", 0.0), ("bpe-cut", 0.3)])
 def test_letters_are_not_left_out_as_words_are(tmp_path: Path, tokenizer: str, share: float) -> None:
     folder = make_set(tmp_path / "set", train=16, val=2, test=2)
-    config = small_config({"data.source": str(folder), "data.cache": "ram", "text.tokenizer": tokenizer})
+    config = small_config({"data.source": str(folder), "data.cache": "ram", "model.tokenizer": tokenizer})
     job = prepare_scratch(config, lambda line: None, decode_plan(screen()))
     assert job.config.data.word_dropout == job.training.augmentation.word_dropout == share

@@ -20,7 +20,7 @@ from m1clip.monitor.status import as_table, list_runs, status_of
 from m1clip.monitor.terminal import Line, View, frame
 from m1clip.runlog import read_log
 from m1clip.training.progress import Screen
-from m1clip.training.run import train_once
+from m1clip.training.run import train_config
 from m1clip.web.server import Store, key_of
 
 NO_COUNTS = dict.fromkeys(("data.train_count", "data.val_count", "data.test_count", "data.captions_per_image"))
@@ -48,9 +48,9 @@ def trained(folder: Path, changes: dict[str, object]) -> tuple[Path, str]:
     """The run, and what training printed, with the final table."""
     shown: Screen = screen()
     small = {"train.steps": 12, "train.eval_every": 3, "train.log_every": 3, **changes}
-    result = train_once(small_config(small), folder, shown)
+    result = train_config(small_config(small), folder, shown)
     shown.say(str(result.scores))
-    return result.run, shown.console.file.getvalue()  # type: ignore[attr-defined]
+    return result.path, shown.console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def plain(lines: list[Line]) -> str:
@@ -78,7 +78,7 @@ def test_class_folders_are_selected_by_top1_accuracy(tmp_path: Path) -> None:
 def test_class_folders_with_frozen_towers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patch_towers(monkeypatch)
     data = {"data.source": [str(class_folders(tmp_path / "data"))], **NO_COUNTS}
-    run = train_once(frozen_config(tmp_path, **data), tmp_path / "run", screen()).run
+    run = train_config(frozen_config(tmp_path, **data), tmp_path / "run", screen()).run
     end = list(read_log(run))[-1]
     assert end["image_to_text/recall@1"] == end["top1_accuracy"]
 

@@ -55,7 +55,7 @@ def test_an_unknown_preset_offers_the_nearest() -> None:
 
 
 def test_the_config_changes_what_it_names_and_nothing_else() -> None:
-    shape = clip_config(ModelConfig(preset="ViT-B-32", text_layers=3, pooling="mean"), vocab_size=100, logit_bias=True)
+    shape = clip_config(ModelConfig(name="ViT-B-32", text_layers=3, pooling="mean"), vocab_size=100, logit_bias=True)
     expected = preset("ViT-B-32").to_dict() | {"logit_bias": True}
     expected["text_tower"] |= {"layers": 3, "vocab_size": 100, "eot_id": 99}
     expected["image_tower"] |= {"pooling": "mean"}
@@ -63,8 +63,8 @@ def test_the_config_changes_what_it_names_and_nothing_else() -> None:
 
 
 def test_the_resolved_config_leaves_nothing_open() -> None:
-    shape = clip_config(ModelConfig(preset="small", text_layers=3), vocab_size=50)
-    config = model_config(ModelConfig(preset="small", text_layers=3), shape)
+    shape = clip_config(ModelConfig(name="small", text_layers=3), vocab_size=50)
+    config = model_config(ModelConfig(name="small", text_layers=3), shape)
     assert None not in vars(config).values()
     assert clip_config(config, vocab_size=50) == shape
 

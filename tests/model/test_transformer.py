@@ -39,7 +39,7 @@ def assert_equal_grads(model: nn.Module, one: Tensor, other: Tensor, tolerance: 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_the_mean_is_that_of_the_whole(recompute: bool, activation: Activation, layers: int) -> None:
     model = transformer(activation=activation, layers=layers)
-    model.recompute = recompute
+    model.grad_checkpointing = recompute
     x = torch.randn(3, 7, 16)
     assert_equal_grads(model, model(x, "mean"), model(x).mean(dim=1))
 
@@ -48,7 +48,7 @@ def test_the_mean_is_that_of_the_whole(recompute: bool, activation: Activation, 
 @pytest.mark.parametrize("causal", [False, True])
 def test_one_place_is_that_of_the_whole(recompute: bool, causal: bool) -> None:
     model = transformer(causal)
-    model.recompute = recompute
+    model.grad_checkpointing = recompute
     x = torch.randn(3, 7, 16)
     for place in (0, 4, torch.tensor([6, 0, 3])):
         assert_equal_grads(model, model(x, place), pick(model(x), place))

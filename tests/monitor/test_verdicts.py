@@ -83,4 +83,4 @@ def test_the_worst_stands_first(tmp_path: Path) -> None:
 
 def test_workers_are_advised_from_what_the_run_has(tmp_path: Path) -> None:
     config = "[data]\nworkers = 4\n"
-    assert "--data.workers 8" in said(tmp_path, [step(n, data_fraction=0.5) for n in range(1, 9)], config=config)
+    assert "--workers 8" in said(tmp_path, [step(n, data_fraction=0.5) for n in range(1, 9)], config=config)

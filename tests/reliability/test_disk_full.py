@@ -140,8 +140,10 @@ def test_a_log_on_a_full_disk_has_no_half_line(small_disk: Path) -> None:
 
 def train_on(place: Path, behaviour: str) -> subprocess.CompletedProcess[str]:
     """A run whose checkpoints fill the disk."""
-    words = small_arguments({"train.steps": 24, "train.save_every": 4, "train.keep": 100, "train.eval_every": 0})
-    return command("train", *words, "--run", str(place / "run"), "--guard.on-save-error", behaviour, cwd=place.parent)
+    words = small_arguments(
+        {"train.steps": 24, "train.save_every": 4, "train.save_total_limit": 100, "train.eval_every": 0}
+    )
+    return command("train", *words, "--run", str(place / "run"), "--on-save-error", behaviour, cwd=place.parent)
 
 
 @pytest.mark.slow
@@ -170,7 +172,7 @@ def test_training_goes_on_where_that_is_asked_for(small_disk: Path) -> None:
 
 def go_on(small_disk: Path) -> int:
     """Train to the end on a disk that is too small; gives the number of saves that found no room."""
-    ended = train_on(small_disk, "go-on")
+    ended = train_on(small_disk, "continue")
     run = small_disk / "run"
     assert "Traceback" not in ended.stderr
     assert max(record["step"] for record in read_log(run) if record["kind"] == "step") == 24

@@ -22,8 +22,8 @@ from PIL import Image
 from reliability_results import recorded
 from small_run import run_small
 
-from m1clip.cli.main import main, preset_for
-from m1clip.config import load_config
+from m1clip.cli.main import main
+from m1clip.config import init_preset, load_config
 from m1clip.data.images import MAX_PIXELS, Preprocess, decode
 from m1clip.data.sources import open_source
 from m1clip.errors import UserError
@@ -196,7 +196,7 @@ def test_small_files_of_a_model_and_of_the_command_line_are_bounded(trained: Pat
         replace(tmp_path / "model" / name)
         told = bounded(lambda: load(tmp_path / "model"))
         assert told.startswith("UserError"), (name, told)
-        assert bounded(lambda: preset_for(tmp_path / "model")) == "ok"
+        assert bounded(lambda: init_preset(tmp_path / "model")) == "ok"
         (tmp_path / "model" / name).unlink()
 
 

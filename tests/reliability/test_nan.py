@@ -29,7 +29,7 @@ def poisoned_run(folder: Path, at: set[int], monkeypatch: pytest.MonkeyPatch) ->
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainStep, "__call__", call)
-        run_small(folder, {"train.steps": STEPS, "data.colour": 0.2, "optim.ema": 0.9})
+        run_small(folder, {"train.steps": STEPS, "data.color_jitter": 0.2, "optim.ema": 0.9})
     assert all(bool(tensor.isfinite().all()) for tensor in tensors_of(folder, STEPS).values())
     told = [line for line in read_log(folder) if line.get("event") == "update skipped"]
     assert [line["step"] for line in told] == sorted(step + 1 for step in at)

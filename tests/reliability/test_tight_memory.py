@@ -22,8 +22,8 @@ MAPPED = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 # Chunks add the same numbers in another order: relative difference of each weight after these steps.
 TOLERANCE = 1e-4
 # Most of the memory of this model are the activations of a chunk.
-CHANGES = {"model.patch_size": 4, "model.vision_width": 64, "data.train_count": 160, "train.batch": BATCH,
-           "train.steps": STEPS, "train.log_every": 1, "optim.name": "adamw"}  # fmt: skip
+CHANGES = {"model.patch_size": 4, "model.vision_width": 64, "data.train_count": 160, "train.batch_size": BATCH,
+           "train.steps": STEPS, "train.log_every": 1, "optim.optimizer": "adamw"}  # fmt: skip
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process")
 
 
@@ -90,10 +90,10 @@ def test_a_run_short_of_memory_ends_with_the_same_weights(tmp_path: Path) -> Non
 
 OTHERS: tuple[dict[str, Any], ...] = (
     {},
-    {"train.objective": "multi"},
-    {"train.objective": "sigmoid"},
+    {"train.loss": "multi"},
+    {"train.loss": "sigmoid"},
     {"train.label_smoothing": 0.1, "seed": 5},
-    {"optim.ema": 0.9, "data.crop_min": 0.5, "data.flip": 0.5, "data.colour": 0.3},
+    {"optim.ema": 0.9, "data.crop_min": 0.5, "data.flip": 0.5, "data.color_jitter": 0.3},
     {"data.workers": 2, "seed": 7},
 )
 

@@ -19,10 +19,15 @@ from m1clip.training.setup import Job, prepare_scratch
 from m1clip.training.step import TrainStep
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
-VARIED = {"data.crop_min": 0.5, "data.flip": 0.5, "data.colour": 0.3, "data.captions_per_step": 2}
+VARIED = {"data.crop_min": 0.5, "data.flip": 0.5, "data.color_jitter": 0.3, "data.captions_per_step": 2}
 ON_CUDA = {**VARIED, "train.device": "cuda", "train.steps": 40, "train.log_every": 1, "train.analysis_every": 0}
 # The smallest run is sdpa-only there, and rates are such that rounding does not grow over forty steps.
-ON_CUDA |= {"model.attention_image": "sdpa", "optim.name": "adamw", "data.train_count": 136, "train.batch": 64}
+ON_CUDA |= {
+    "model.attention_image": "sdpa",
+    "optim.optimizer": "adamw",
+    "data.train_count": 136,
+    "train.batch_size": 64,
+}
 
 
 def made(changes: dict[str, Any]) -> tuple[Job, TrainStep]:
@@ -32,7 +37,7 @@ def made(changes: dict[str, Any]) -> tuple[Job, TrainStep]:
 
 
 def test_padding_to_the_longest_so_far_changes_no_loss() -> None:
-    job, update = made({"data.train_count": 136, "train.batch": 64})
+    job, update = made({"data.train_count": 136, "train.batch_size": 64})
     captured = CapturedStep(update)
     shapes = []
     for step in range(6):
@@ -53,7 +58,7 @@ def test_a_step_in_chunks_or_under_a_probe_is_not_replayed() -> None:
     assert captured.takes(batch)
     update.optimizer.observed = True
     assert not captured.takes(batch)
-    _, chunked = made({"train.chunk": 4})
+    _, chunked = made({"train.micro_batch": 4})
     assert not CapturedStep(chunked).takes(batch)
     captured.off = "some reason"
     update.optimizer.observed = False
@@ -62,7 +67,7 @@ def test_a_step_in_chunks_or_under_a_probe_is_not_replayed() -> None:
 
 def test_no_graph_where_the_device_has_none_or_the_person_wants_none() -> None:
     assert made({})[1].cuda_graph is None
-    assert small_config({"model.graph": False}).model.graph is False
+    assert small_config({"model.cuda_graph": False}).model.cuda_graph is False
 
 
 def assert_replayed(run: Path) -> None:
@@ -76,14 +81,14 @@ def losses(run: Path) -> Tensor:
 
 
 @needs_cuda
-@pytest.mark.parametrize("changes", [{}, {"optim.ema": 0.9}, {"optim.name": "muon"}, {"train.precision": "bf16"}])
+@pytest.mark.parametrize("changes", [{}, {"optim.ema": 0.9}, {"optim.optimizer": "muon"}, {"train.precision": "bf16"}])
 def test_replayed_steps_are_the_steps_themselves(tmp_path: Path, changes: dict[str, Any]) -> None:
     for name, graph in (("plain", False), ("replayed", True)):
-        run_small(tmp_path / name, {**ON_CUDA, **changes, "model.graph": graph})
+        run_small(tmp_path / name, {**ON_CUDA, **changes, "model.cuda_graph": graph})
     assert_replayed(tmp_path / "replayed")
     plain, replayed = losses(tmp_path / "plain"), losses(tmp_path / "replayed")
     assert plain[-1] < 0.9 * plain[0]
-    loose = bool({"optim.name", "train.precision"} & changes.keys())
+    loose = bool({"optim.optimizer", "train.precision"} & changes.keys())
     torch.testing.assert_close(replayed, plain, rtol=0.05 if loose else 2e-3, atol=0)
 
 

@@ -107,7 +107,7 @@ def test_the_fastest_wins_and_is_remembered(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change", [{"facts": dataclasses.replace(H200, torch="9.9")}, {"shape": with_fields(SHAPE, embed_dim=64)},
-               {"config": auto(**{"optim.name": "adamw"})}, {"tokens": 24}]
+               {"config": auto(**{"optim.optimizer": "adamw"})}, {"tokens": 24}]
 )  # fmt: skip
 def test_another_machine_model_or_version_is_measured_anew(tmp_path: Path, change: dict[str, Any]) -> None:
     table = {"cuda bf16": 0.1, "cpu fp32": 3.0, "cpu bf16": 2.0}
@@ -255,7 +255,7 @@ def test_what_is_foretold_is_what_is_watched() -> None:
 
 def test_the_captions_against_each_other_are_foretold_where_they_are_made_at_once() -> None:
     """On the CPU they are made in blocks; on a card all m x m logits lie in memory, some times over."""
-    facts, config = read_facts(), small_config({"data.captions_per_step": 5, "train.batch": 64})
+    facts, config = read_facts(), small_config({"data.captions_per_step": 5, "train.batch_size": 64})
     m = 5 * 64
     found = {
         kind: sum(foretell(config, SHAPE, kind, "fp32", facts, 64, 16).values())  # type: ignore[arg-type]
@@ -271,12 +271,12 @@ def test_memory_grows_with_the_batch_and_shrinks_with_recomputation_and_chunks()
     facts, config = read_facts(), small_config()
 
     def total(batch: int, **changes: Any) -> int:
-        wanted = small_config({"train.batch": batch, **changes})
+        wanted = small_config({"train.batch_size": batch, **changes})
         return sum(foretell(wanted, SHAPE, "cpu", "fp32", facts, batch, 16).values())
 
     assert total(64) > total(32)
-    assert total(64, **{"model.recompute": True}) < total(64)
-    assert total(64, **{"train.chunk": 8}) < total(64)
+    assert total(64, **{"model.grad_checkpointing": True}) < total(64)
+    assert total(64, **{"train.micro_batch": 8}) < total(64)
     line = forecast(lambda batch: foretell(config, SHAPE, "cpu", "fp32", facts, batch, 16))
     assert line.total(64) == pytest.approx(total(64), rel=0.05)
     assert line.largest(line.total(100), 4096) in (99, 100, 101)
@@ -300,7 +300,7 @@ def test_a_limit_is_kept_or_refused() -> None:
     facts = read_facts()
     host = Device("cpu", facts)
     assert fit_memory(small_config(), SHAPE, host, "fp32", facts, 16, 100) is None
-    free = fit_memory(small_config({"train.batch": 0}), SHAPE, host, "fp32", facts, 16, 4000)
+    free = fit_memory(small_config({"train.batch_size": 0}), SHAPE, host, "fp32", facts, 16, 4000)
     assert free is not None
     assert free.batch == 256  # a power of two that leaves eight steps an epoch
     tight = small_config({"train.memory": "1MB"})
@@ -309,9 +309,9 @@ def test_a_limit_is_kept_or_refused() -> None:
 
 
 def test_the_words_of_the_config() -> None:
-    assert TrainConfig(batch=0, chunk=64).batch == 0
+    assert TrainConfig(batch_size=0, micro_batch=64).batch == 0
     with pytest.raises(UserError, match="or auto, not 1"):
-        TrainConfig(batch=1)
+        TrainConfig(batch_size=1)
     with pytest.raises(UserError, match="--memory lots"):
         TrainConfig(memory="lots")
 

@@ -24,10 +24,11 @@ from reliability_results import recorded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="fills the memory of a CUDA device; none here")
 BATCH, STEPS = 512, 6
-ON_CUDA: dict[str, Any] = {"train.device": "cuda", "model.attention_image": "sdpa", "optim.name": "adamw"}
+ON_CUDA: dict[str, Any] = {"train.device": "cuda", "model.attention_image": "sdpa", "optim.optimizer": "adamw"}
 # The activations of a batch, some hundred MB, are nearly all of this run's memory: half a batch takes half of it.
-LARGE = {**ON_CUDA, "model.patch_size": 4, "model.vision_width": 128, "data.train_count": 1100, "train.batch": BATCH,
-         "train.steps": STEPS, "train.log_every": 1, "train.analysis_every": 0, "optim.lr": 1e-4}  # fmt: skip
+LARGE = {**ON_CUDA, "model.patch_size": 4, "model.vision_width": 128, "data.train_count": 1100,
+         "train.batch_size": BATCH, "train.steps": STEPS, "train.log_every": 1,
+         "train.analysis_every": 0, "optim.lr": 1e-4}  # fmt: skip
 TOLERANCE = 1e-3  # relative, after six steps: chunks add in another order, and some kernels of CUDA in any order
 
 
@@ -74,8 +75,8 @@ def largest_difference(one: Path, other: Path) -> float:
 @pytest.mark.parametrize("graph", [False, True], ids=["plain", "with graphs"])
 def test_a_full_gpu_halves_the_chunk_and_keeps_the_batch(tmp_path: Path, graph: bool) -> None:
     with recorded("out of memory, CUDA", 1 + graph, 2) as counts:
-        changes = {"model.graph": graph}
-        before, peak = wanted_by(tmp_path / "whole", {"model.graph": False})
+        changes = {"model.cuda_graph": graph}
+        before, peak = wanted_by(tmp_path / "whole", {"model.cuda_graph": False})
         assert peak - before > 200 * 2**20, "else the limit is lost in what the allocator rounds up to"
         forget()
         with at_most(before + int(0.7 * (peak - before))):
@@ -96,10 +97,10 @@ def test_a_full_gpu_halves_the_chunk_and_keeps_the_batch(tmp_path: Path, graph: 
 
 def test_too_little_memory_for_a_recording_changes_nothing(tmp_path: Path) -> None:
     """A plain step fits; whether a recording, which keeps as much a second time, fits too makes no difference."""
-    before, peak = wanted_by(tmp_path / "whole", {"model.graph": False})
+    before, peak = wanted_by(tmp_path / "whole", {"model.cuda_graph": False})
     forget()
     with at_most(before + int(1.3 * (peak - before))):
-        run_small(tmp_path / "short", {**LARGE, "model.graph": True})
+        run_small(tmp_path / "short", {**LARGE, "model.cuda_graph": True})
     assert losses(tmp_path / "short") == pytest.approx(losses(tmp_path / "whole"), rel=TOLERANCE)
 
 
@@ -117,8 +118,8 @@ def waits_are_errors() -> Iterator[None]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("graph", [False, True], ids=["plain", "replayed"])
 def test_the_host_never_waits_on_the_fast_path(graph: bool, precision: str) -> None:
-    changes = {**ON_CUDA, "model.graph": graph, "train.precision": precision, "optim.ema": 0.9,
-               "data.captions_per_step": 2, "data.train_count": 136, "train.batch": 64}  # fmt: skip
+    changes = {**ON_CUDA, "model.cuda_graph": graph, "train.precision": precision, "optim.ema": 0.9,
+               "data.captions_per_step": 2, "data.train_count": 136, "train.batch_size": 64}  # fmt: skip
     job, update = make(changes)
     update.oom = make_oom_handler(job, TrainState())
     rules = job.device.rules

@@ -17,7 +17,7 @@ from m1clip.errors import UserError
 from m1clip.losses import distillation
 from m1clip.model.clip import Features
 from m1clip.runlog import read_log
-from m1clip.training.run import decode_plan, train_once
+from m1clip.training.run import decode_plan, train_config
 from m1clip.training.setup import prepare
 from m1clip.training.step import TrainStep
 from m1clip.training.teacher import Teacher
@@ -76,7 +76,7 @@ def test_a_teacher_is_asked_about_the_pairs_of_the_step(teacher: Path, tmp_path:
 def test_the_pupil_comes_nearer(teacher: Path, tmp_path: Path) -> None:
     config = config_of(teacher, tmp_path, **{"transfer.teacher_weight": 1.0, "optim.lr": 2e-3})
     said = screen()
-    train_once(config, tmp_path / "run", said)
+    train_config(config, tmp_path / "run", said)
     losses = [record["loss"] for record in read_log(tmp_path / "run") if record["kind"] == "step"]
     assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3])
     assert "teacher    " in said.console.file.getvalue()  # type: ignore[attr-defined]
@@ -85,7 +85,7 @@ def test_the_pupil_comes_nearer(teacher: Path, tmp_path: Path) -> None:
 def test_chunks_give_the_same_gradient(teacher: Path, tmp_path: Path) -> None:
     gradients = []
     for chunk in (0, 5):
-        config = config_of(teacher, tmp_path, **{"train.chunk": chunk})
+        config = config_of(teacher, tmp_path, **{"train.micro_batch": chunk})
         job = prepare(config, lambda line: None, decode_plan(screen()))
         update = TrainStep(
             job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast, job.teacher
@@ -112,9 +112,9 @@ def test_a_share_of_the_loss() -> None:
 
 def test_a_repeat_finds_the_features_and_is_the_same_run(teacher: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
-        train_once(config_of(teacher, tmp_path, **{"train.steps": 2}), tmp_path / name, screen())
+        train_config(config_of(teacher, tmp_path, **{"train.steps": 2}), tmp_path / name, screen())
     assert_same_bits(tensors_of(tmp_path / "one", 2), tensors_of(tmp_path / "two", 2))
     with pytest.raises(UserError, match="teacher_weight"):
         config_of(teacher, tmp_path, **{"transfer.teacher_weight": 0.0})
     with pytest.raises(UserError, match="no trained model there"):
-        train_once(config_of(tmp_path / "nowhere", tmp_path), tmp_path / "none", screen())
+        train_config(config_of(tmp_path / "nowhere", tmp_path), tmp_path / "none", screen())

@@ -16,14 +16,14 @@ from m1clip.training.autotune import with_batch
     ("images", "usual", "batch"), [(3, 64, 3), (20, 512, 8), (274, 512, 32), (5_000, 512, 512), (5_000, 64, 64)]
 )
 def test_the_batch_fits_the_images(images: int, usual: int, batch: int) -> None:
-    assert with_batch(Config(), usual, images).train.batch == batch
-    named = Config(train=TrainConfig(batch=2))
+    assert with_batch(Config(), usual, images).train.batch_size == batch
+    named = Config(train=TrainConfig(batch_size=2))
     assert with_batch(named, usual, images) == named
 
 
 def test_few_images_train_from_scratch_and_one_cannot(tmp_path: Path) -> None:
-    changes = {"train.batch": None, "data.train_count": 20, "train.steps": 2}
-    assert load_config(run_small(tmp_path / "run", changes).run / "config.toml").train.batch == 8
+    changes = {"train.batch_size": None, "data.train_count": 20, "train.steps": 2}
+    assert load_config(run_small(tmp_path / "run", changes).run / "config.toml").train.batch_size == 8
     with pytest.raises(UserError, match="one training image; training compares images"):
         run_small(tmp_path / "one", {**changes, "data.train_count": 1})
     assert not (tmp_path / "one").exists()

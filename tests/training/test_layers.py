@@ -40,7 +40,7 @@ class Small(nn.Module):
 def test_norms_are_those_of_the_gradients_and_of_the_move(scale: float) -> None:
     torch.manual_seed(0)
     model = Small()
-    optimizer = Optimizer(model, OptimConfig(name="adamw", weight_decay=0.0), fused=False)
+    optimizer = Optimizer(model, OptimConfig(optimizer="adamw", wd=0.0), fused=False)
     probe = LayerProbe(model, optimizer)
     grads = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -67,7 +67,7 @@ def test_norms_are_those_of_the_gradients_and_of_the_move(scale: float) -> None:
 
 def test_it_looks_once_and_leaves_no_trace() -> None:
     model = Small()
-    optimizer = Optimizer(model, OptimConfig(name="adamw"), fused=False)
+    optimizer = Optimizer(model, OptimConfig(optimizer="adamw"), fused=False)
     probe = LayerProbe(model, optimizer)
     assert probe.take(1.0) is None  # nothing was moved
     probe.arm()

@@ -42,13 +42,13 @@ def give_gradients(model: CLIP, seed: int) -> None:
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_every_parameter_moves_by_one_rule(name: str) -> None:
     model = clip()
-    found = groups_of(Optimizer(model, OptimConfig(name=name), fused=True))  # type: ignore[arg-type]
+    found = groups_of(Optimizer(model, OptimConfig(optimizer=name), fused=True))  # type: ignore[arg-type]
     assert found.keys() == dict(model.named_parameters()).keys()
 
 
 def test_decay_is_for_matrices_alone() -> None:
     model = clip()
-    found = groups_of(Optimizer(model, OptimConfig(name="adamw", weight_decay=0.3), fused=True))
+    found = groups_of(Optimizer(model, OptimConfig(optimizer="adamw", wd=0.3), fused=True))
     for name, parameter in model.named_parameters():
         spared = "norm" in name or name.endswith("bias") or name == "logit_scale" or name.endswith("cls")
         assert found[name][1] == (0.0 if spared else 0.3), name
@@ -58,7 +58,7 @@ def test_decay_is_for_matrices_alone() -> None:
 
 def test_muon_takes_the_matrices_inside_the_blocks() -> None:
     model = clip()
-    found = groups_of(Optimizer(model, OptimConfig(name="muon", muon_weight_decay=0.2), fused=True))
+    found = groups_of(Optimizer(model, OptimConfig(optimizer="muon", muon_wd=0.2), fused=True))
     kinds = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
     blocks = [f"image_tower.transformer.blocks.{i}" for i in (0, 1)] + ["text_tower.transformer.blocks.0"]
     expected = {f"{block}.{kind}.weight" for block in blocks for kind in kinds}
@@ -77,7 +77,7 @@ def test_the_rate_is_a_share_of_each_parts_own_peak() -> None:
 
 def test_the_first_step_of_adamw_is_the_formula() -> None:
     model = clip()
-    optimizer = Optimizer(model, OptimConfig(name="adamw", lr=0.1, weight_decay=0.5, eps=1e-8), fused=True)
+    optimizer = Optimizer(model, OptimConfig(optimizer="adamw", lr=0.1, wd=0.5, eps=1e-8), fused=True)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     give_gradients(model, 1)
     optimizer.step()
@@ -91,7 +91,7 @@ def test_the_first_step_of_adamw_is_the_formula() -> None:
 
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_state_can_be_put_back_into_another_optimizer(name: str) -> None:
-    config = OptimConfig(name=name)  # type: ignore[arg-type]
+    config = OptimConfig(optimizer=name)  # type: ignore[arg-type]
     model, twin = clip(), clip()
     optimizer = Optimizer(model, config, fused=True)
     for seed in range(3):

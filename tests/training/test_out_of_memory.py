@@ -59,7 +59,7 @@ def test_the_gradient_of_the_whole_batch_stays_the_same(monkeypatch: pytest.Monk
 
 
 def test_without_a_watch_the_error_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """compare and --batch auto look for the largest batch: for them the error is the answer."""
+    """compare and --batch-size auto look for the largest batch: for them the error is the answer."""
     job, update = make()
     little_memory(monkeypatch, most=5)
     update.encoders = (update.model.encode_image, update.model.encode_text)
@@ -69,10 +69,10 @@ def test_without_a_watch_the_error_is_the_callers(monkeypatch: pytest.MonkeyPatc
 
 def test_a_run_goes_on_in_chunks_says_so_and_resumes_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = tmp_path / "whole"
-    run_small(whole, {"optim.name": "adamw", "train.save_every": 5})
+    run_small(whole, {"optim.optimizer": "adamw", "train.save_every": 5})
     little_memory(monkeypatch, most=8)
     run = tmp_path / "short"
-    run_small(run, {"optim.name": "adamw", "train.save_every": 5, "train.keep": 9})
+    run_small(run, {"optim.optimizer": "adamw", "train.save_every": 5, "train.save_total_limit": 9})
     told = [line for line in read_log(run) if line.get("event") == "memory short"]
     assert [(line["step"], line["chunk"], line["batch"]) for line in told] == [(1, 8, 16)]
     assert "CUDA out of memory" in told[0]["why"]

@@ -26,7 +26,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_a_short_run_has_enough_lines_for_a_curve(tmp_path: Path) -> None:
-    run_small(tmp_path / "run", {"train.steps": 60, "train.batch": 4})
+    run_small(tmp_path / "run", {"train.steps": 60, "train.batch_size": 4})
     assert len(of(list(read_log(tmp_path / "run")), "step")) == 60
 
 
@@ -107,7 +107,7 @@ def test_nothing_is_read_from_the_device_between_two_lines(
         counts.append(reads.count)
 
     monkeypatch.setattr(run_module, "run_loop", counted)
-    common = {"train.eval_every": 0, "train.analysis_every": 0, "optim.name": optimizer, "optim.ema": 0.9,
+    common = {"train.eval_every": 0, "train.analysis_every": 0, "optim.optimizer": optimizer, "optim.ema": 0.9,
               "train.label_smoothing": 0.1}  # fmt: skip  # the loss of accelerators; the CPU's looks at the scale
     run_small(tmp_path / "a", {**common, "train.steps": 20, "train.log_every": 20})
     run_small(tmp_path / "b", {**common, "train.steps": 40, "train.log_every": 40})
@@ -156,7 +156,7 @@ def test_tensorboard_gets_the_same_figures(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="needs tensorboard (pip install m1clip[log])")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run_small(tmp_path / "run", {"train.log": "tensorboard", "train.log_every": 5})
+    run_small(tmp_path / "run", {"train.report_to": "tensorboard", "train.log_every": 5})
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
     logged = {r["step"]: r["loss"] for r in read_log(tmp_path / "run") if r["kind"] == "step"}

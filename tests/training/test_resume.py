@@ -14,7 +14,7 @@ from m1clip.config import load_config, to_toml
 from m1clip.errors import UserError
 from m1clip.io import write_bytes
 from m1clip.runlog import read_log
-from m1clip.training.run import train_once
+from m1clip.training.run import train_config
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "no workers": {},
@@ -25,13 +25,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "train.eval_every": 3,
         "data.crop_min": 0.5,
         "data.flip": 0.5,
-        "data.colour": 0.2,
+        "data.color_jitter": 0.2,
     },
     "adamw, sigmoid, bf16, recompute": {
-        "optim.name": "adamw",
-        "train.objective": "sigmoid",
+        "optim.optimizer": "adamw",
+        "train.loss": "sigmoid",
         "train.precision": "bf16",
-        "model.recompute": True,
+        "model.grad_checkpointing": True,
         "model.dropout": 0.1,
     },
 }
@@ -48,7 +48,7 @@ def rewind(run: Path, to: int) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_ten_steps_equal_five_and_five(tmp_path: Path, name: str) -> None:
     run = tmp_path / "run"
-    run_small(run, {"train.save_every": 5, "train.keep": 9, **VARIANTS[name]})  # four steps an epoch
+    run_small(run, {"train.save_every": 5, "train.save_total_limit": 9, **VARIANTS[name]})  # four steps an epoch
     whole, model = tensors_of(run, 10), weights_sha256(run)
     if "optim.ema" in VARIANTS[name]:
         assert any(key.startswith("ema:") for key in whole)
@@ -87,7 +87,7 @@ def test_the_runs_own_config_repeats_it(tmp_path: Path) -> None:
     config = load_config(first / "config.toml")
     assert config.train.steps == 6
     assert "auto" not in (config.train.precision, config.model.attention_image, config.model.attention_text)
-    train_once(config, again, screen())
+    train_config(config, again, screen())
     assert_same_bits(tensors_of(first, 6), tensors_of(again, 6))
     assert weights_sha256(first) == weights_sha256(again)
     assert (first / "config.toml").read_text() == (again / "config.toml").read_text()
@@ -97,7 +97,7 @@ def test_the_runs_own_config_repeats_it(tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    run_small(run, {"train.save_every": 3, "train.keep": 9})
+    run_small(run, {"train.save_every": 3, "train.save_total_limit": 9})
     whole = tensors_of(run, 10)
     rewind(run, 6)
     weights = run / "checkpoints" / "step-000006" / "weights.safetensors"

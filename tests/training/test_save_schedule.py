@@ -11,7 +11,6 @@ import pytest
 import torch
 from small_run import assert_same_bits, resume_quietly, run_small, screen, small_config, tensors_of
 
-from m1clip.config import GuardConfig
 from m1clip.errors import UserError
 from m1clip.formatting import steps_or_seconds
 from m1clip.inference.encoder import Model
@@ -19,7 +18,7 @@ from m1clip.runlog import RunLog, read_log
 from m1clip.training import checkpoint as saving
 from m1clip.training.checkpoint import CheckpointWriter, Schedule, TrainState, save_schedule, writes_aside
 from m1clip.training.checkpoint_files import found, verify
-from m1clip.training.run import train_once
+from m1clip.training.run import train_config
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -77,7 +76,7 @@ def saver(run: Path, **options: Any) -> tuple[CheckpointWriter, list[dict[str, A
 
     free = options.pop("free", 1e12)
     made = CheckpointWriter(
-        run, 2, Schedule(5, 0.0), GuardConfig(**options), write, said.append, said.append, lambda: free
+        run, 2, Schedule(5, 0.0), options.get("on_save_error", "stop"), write, said.append, said.append, lambda: free
     )
     return made, log, said
 
@@ -108,11 +107,10 @@ def test_what_is_written_aside_is_what_was_true_then(tmp_path: Path, monkeypatch
     assert "beside the training" in said[0]
 
 
-def test_without_memory_or_when_asked_it_is_written_at_once(tmp_path: Path) -> None:
-    for place, options in enumerate(({"free": 0.0}, {"save_aside": "never"})):
-        writer, log, _ = saver(tmp_path / str(place), **options)
-        writer.save(TrainState(step=5), {"weights": {"a": torch.ones(2)}})
-        assert [line["aside"] for line in log] == [False]
+def test_without_memory_it_is_written_at_once(tmp_path: Path) -> None:
+    writer, log, _ = saver(tmp_path, free=0.0)
+    writer.save(TrainState(step=5), {"weights": {"a": torch.ones(2)}})
+    assert [line["aside"] for line in log] == [False]
 
 
 def test_an_unsound_run_saves_when_it_is_sound_again(tmp_path: Path) -> None:
@@ -141,7 +139,7 @@ def test_a_full_disk_stops_or_goes_on_as_configured(
 
     with pytest.raises(UserError, match=r"the disk is full \(step 10\); what was saved before is untouched"):
         stop()
-    goes_on, log, said = saver(tmp_path, free=free, on_save_error="go-on")
+    goes_on, log, said = saver(tmp_path, free=free, on_save_error="continue")
     goes_on.save(TrainState(step=10), groups)
     goes_on.finish()
     assert log[0]["event"] == "could not save"
@@ -157,7 +155,7 @@ def test_another_error_of_the_writer_is_not_hidden(tmp_path: Path, monkeypatch: 
         raise ValueError("a bug")
 
     monkeypatch.setattr(saving, "save", broken)
-    writer, _, _ = saver(tmp_path, on_save_error="go-on")
+    writer, _, _ = saver(tmp_path, on_save_error="continue")
     writer.save(TrainState(step=5), {"weights": {"a": torch.ones(2)}})
     with pytest.raises(ValueError, match="a bug"):
         writer.finish()
@@ -165,7 +163,7 @@ def test_another_error_of_the_writer_is_not_hidden(tmp_path: Path, monkeypatch: 
 
 def test_a_run_by_the_clock_ends_with_the_same_weights(tmp_path: Path) -> None:
     run_small(tmp_path / "steps")
-    run_small(tmp_path / "time", {"train.save_every": "0.001s", "train.keep": 3})
+    run_small(tmp_path / "time", {"train.save_every": "0.001s", "train.save_total_limit": 3})
     log = [line for line in read_log(tmp_path / "time") if line["kind"] == "checkpoint"]
     assert [line["step"] for line in log] == list(range(1, 11))
     assert all(line["bytes"] > 0 for line in log)
@@ -200,7 +198,7 @@ def test_a_run_goes_on_while_its_disk_is_full(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Model, "save", bundle)
     monkeypatch.setattr(RunLog, "_append", append)
     shown = screen()
-    train_once(small_config({**changes, "guard.on_save_error": "go-on"}), run, shown)
+    train_config(small_config({**changes, "train.on_save_error": "continue"}), run, shown)
     assert_same_bits(tensors_of(run, 8), tensors_of(tmp_path / "good", 8))
     lines = list(read_log(run))
     assert any("lines are missing here" in line.get("text", "") for line in lines)
@@ -213,7 +211,7 @@ def test_a_run_goes_on_while_its_disk_is_full(tmp_path: Path, monkeypatch: pytes
 def test_a_full_disk_stops_the_run_in_one_line_and_a_resume_is_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = {"train.save_every": 4, "train.keep": 9}
+    changes = {"train.save_every": 4, "train.save_total_limit": 9}
     run_small(tmp_path / "good", changes)
     run, real = tmp_path / "run", saving.save
 

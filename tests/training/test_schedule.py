@@ -13,14 +13,14 @@ from m1clip.training.schedule import lr_fraction, warmup_steps
 
 
 def test_values() -> None:
-    assert [lr_fraction(step, 4, 104, 0.0) for step in range(4)] == pytest.approx([0.2, 0.4, 0.6, 0.8])
-    assert lr_fraction(4, 4, 104, 0.0) == 1.0
-    assert lr_fraction(54, 4, 104, 0.0) == pytest.approx(0.5)
-    assert lr_fraction(29, 4, 104, 0.0) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
-    assert lr_fraction(104, 4, 104, 0.0) == pytest.approx(0.0)
-    assert lr_fraction(104, 4, 104, 0.1) == pytest.approx(0.1)
-    assert lr_fraction(54, 4, 104, 0.1) == pytest.approx(0.55)
-    assert lr_fraction(0, 0, 10, 0.0) == 1.0
+    assert [lr_fraction(step, 4, 104) for step in range(4)] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert lr_fraction(4, 4, 104) == 1.0
+    assert lr_fraction(54, 4, 104) == pytest.approx(0.5)
+    assert lr_fraction(29, 4, 104) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+    assert lr_fraction(104, 4, 104) == pytest.approx(0.0)
+    assert lr_fraction(104, 4, 104) == pytest.approx(0.1)
+    assert lr_fraction(54, 4, 104) == pytest.approx(0.55)
+    assert lr_fraction(0, 0, 10) == 1.0
 
 
 @given(total=st.integers(1, 500), warmup=st.integers(0, 499), end=st.floats(0, 1))
@@ -42,5 +42,5 @@ def test_warm_up_is_a_share_or_a_number_of_steps() -> None:
 
 @pytest.mark.parametrize(("warmup", "total"), [(2000.0, 270), (10.0, 10), (0.99, 5), (1.0, 1)])
 def test_a_warm_up_that_never_ends_is_refused_with_the_remedy(warmup: float, total: int) -> None:
-    with pytest.raises(UserError, match=f"would never end: the run has {total} steps.*--optim.warmup"):
+    with pytest.raises(UserError, match=f"would never end: the run has {total} steps.*--warmup"):
         warmup_steps(warmup, total)

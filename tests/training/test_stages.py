@@ -7,25 +7,24 @@ from typing import Any
 
 import pytest
 from small_run import screen
-from tower_run import frozen_config, patch_towers
+from tower_run import frozen_options, patch_towers
 
-import m1clip
-from m1clip.cli.main import layers, preset_for
-from m1clip.config import Config, TrainConfig, TransferConfig, load_config
+import m1clip.config
+from m1clip.config import Config, TrainConfig, TransferConfig, init_preset, load_config
 from m1clip.errors import UserError
 from m1clip.runlog import read_log
-from m1clip.training import run as stages
-from m1clip.training import setup as recipe
+from m1clip.training import run as runs
+from m1clip.training import setup
 
 
 def test_two_stages_in_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patch_towers(monkeypatch)
-    short = {"train": {"epochs": 1, "batch": 16}, "optim": {"name": "adamw", "lr": 1e-3}}
-    monkeypatch.setattr(stages, "read_preset", lambda name: short)
-    asked = {"transfer.recipe": "finetune", "transfer.train_image": 0, "transfer.train_text": 1, "train.steps": 2}
+    short = {"train": {"epochs": 1, "batch_size": 16}, "optim": {"optimizer": "adamw", "lr": 1e-3}}
+    monkeypatch.setattr(m1clip.config, "read_preset", lambda name: short)
+    options = frozen_options(tmp_path) | {"recipe": "finetune", "unfreeze_image": 0, "unfreeze_text": 1, "steps": 2}
     said = screen()
-    result = stages.train(frozen_config(tmp_path, **asked), tmp_path / "run", said)
-    assert result.run == tmp_path / "run"
+    result = runs.train(run=tmp_path / "run", screen=said, **options)
+    assert result.path == tmp_path / "run"
     first = tmp_path / "run-frozen"
     assert load_config(first / "config.toml").transfer.recipe == "frozen"
     second = load_config(tmp_path / "run" / "config.toml")
@@ -33,83 +32,59 @@ def test_two_stages_in_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     words = said.console.file.getvalue()  # type: ignore[attr-defined]
     assert words.index("stage 1") < words.index("stage 2")
     assert [r["steps"] for r in read_log(tmp_path / "run") if r["kind"] == "start"] == [2]
-    assert m1clip.load(tmp_path / "run").model.shape.embed_dim == 16
-    assert preset_for(first) == "unfreeze"
-    assert preset_for(tmp_path) == "finetune"
+    assert init_preset(first) == "unfreeze"
+    assert init_preset(tmp_path) == "finetune"
 
 
-def test_settings_of_the_stages() -> None:
-    asked = Config(train=TrainConfig(minutes=30, threads=3), transfer=TransferConfig(recipe="finetune", wise="0.5"))
-    first, second = stages.frozen_stage(asked), stages.unfrozen_stage(asked, "runs/x")
-    assert (first.train.minutes, first.train.epochs, first.train.batch, first.train.threads) == (None, 20, None, 3)
-    assert (first.transfer.recipe, first.transfer.wise) == ("frozen", "off")
+def stages(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Config]:
+    """The configs of the runs that `train` would make."""
+    made: list[Config] = []
+
+    def train_config(config: Config, *rest: Any) -> Any:
+        made.append(config)
+        return runs.Run(Path("runs/x"), None, "test", Path())  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runs, "train_config", train_config)
+    monkeypatch.setattr(m1clip.config, "init_preset", lambda model: "unfreeze")
+    runs.train(screen=screen(), **options)
+    return made
+
+
+def test_settings_of_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    common = {"threads": 3, "loss": "sigmoid", "batch_size": 64}
+    transfer = {"wise_ft": "search", "lora_rank": 4, "unfreeze_image": 2}
+    first, second = stages(monkeypatch, recipe="finetune", minutes=30, lr=1e-5, **common, **transfer)
+    assert (first.train.minutes, first.train.epochs, first.train.threads, first.optim.lr) == (None, 20, 3, 1e-3)
+    assert (first.transfer.recipe, first.transfer.wise_ft, first.transfer.lora_rank) == ("frozen", "off", 0)
     assert (second.train.minutes, second.train.epochs, second.transfer.init) == (30, None, "runs/x")
-    assert (second.optim.name, second.optim.layer_decay, second.transfer.wise) == ("adamw", 0.8, "0.5")
-
-
-def test_the_loss_is_that_of_both_stages() -> None:
-    train = TrainConfig(objective="sigmoid", batch=32)
-    asked = Config(train=train, transfer=TransferConfig(recipe="finetune", lora_rank=4, train_image=2, wise="search"))
-    first = stages.frozen_stage(asked)
-    assert first.train.objective == stages.unfrozen_stage(asked, "runs/x").train.objective == "sigmoid"
-    assert recipe.decided(first, print) == first, "what only the second stage knows is not asked of the first"
-    smooth = Config(train=TrainConfig(label_smoothing=0.1), transfer=TransferConfig(recipe="finetune"))
-    assert stages.frozen_stage(smooth).train.label_smoothing == 0.1
+    assert (second.optim.optimizer, second.optim.layer_decay, second.optim.lr) == ("adamw", 0.8, 1e-5)
+    assert (second.transfer.wise_ft, second.transfer.lora_rank) == ("search", 4)
+    for stage in (first, second):
+        assert (stage.train.loss, stage.train.batch_size) == ("sigmoid", 64)
 
 
 def test_a_folder_in_use_is_refused_before_the_first_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(*rest: Any) -> None:
-        raise AssertionError("no stage may begin")
-
-    monkeypatch.setattr(stages, "train_once", forbidden)
     (tmp_path / "config.toml").touch()
     with pytest.raises(UserError, match="holds a run already"):
-        stages.train(Config(transfer=TransferConfig(recipe="finetune")), tmp_path, screen())
+        stages(monkeypatch, recipe="finetune", run=tmp_path)
 
 
-def test_the_settings_of_a_recipe_are_said() -> None:
-    said: list[str] = []
-    asked = Config(train=TrainConfig(batch=64, patience=1), transfer=TransferConfig(recipe="finetune"))
-    recipe.say_settings(asked, stages.unfrozen_stage(asked, "runs/x"), said.append)
-    assert "optim.layer_decay 0.8" in said[0]
-    assert "patience" not in said[0]
-    recipe.say_settings(asked, asked, said.append)
-    assert len(said) == 1
+FINETUNE = {"wise_ft": "0.5", "retention_data": ("set",), "lora_rank": 8, "unfreeze_image": 0, "unfreeze_text": 2}
 
 
-def test_what_was_given_wins_over_the_recipe_even_at_its_default() -> None:
-    words = ["train", "--recipe", "finetune", "--batch", "64", "--minutes", "30"]
-    (settings,) = layers(words)
-    assert settings.data["optim.layer_decay"] == 0.8
-    assert "train.batch" not in settings.data
-    assert "train.epochs" not in settings.data
-    given = Config(train=TrainConfig(batch=64), transfer=TransferConfig(recipe="finetune"))
-    assert stages.unfrozen_stage(given, "runs/x", settled=True).train.batch == 64
-    assert stages.frozen_stage(given).train.batch == 64
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "option"),
-    [
-        ("wise", "0.5", "--wise"),
-        ("base", ("set",), "--base"),
-        ("lora_rank", 8, "--transfer.lora-rank"),
-        ("train_image", 0, "--transfer.train-image"),
-        ("train_text", 2, "--transfer.train-text"),
-    ],
-)
-def test_an_option_without_a_meaning_is_refused(name: str, value: Any, option: str) -> None:
-    for start in ({"recipe": "scratch"}, {"recipe": "frozen"}):
+@pytest.mark.parametrize(("name", "value"), FINETUNE.items())
+def test_an_option_without_a_meaning_is_refused(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    option = "--" + name.replace("_", "-")
+    for recipe in ("scratch", "frozen"):
         with pytest.raises(UserError, match=f"^{option} goes with --init or --recipe finetune"):
-            recipe.decided(Config(transfer=TransferConfig(**start, **{name: value})), print)  # type: ignore[arg-type]
+            stages(monkeypatch, recipe=recipe, **{name: value})
     for start in ({"init": "runs/x"}, {"recipe": "finetune"}):
-        config = Config(transfer=TransferConfig(**start, **{name: value}))  # type: ignore[arg-type]
-        assert recipe.decided(config, print) == config
+        assert getattr(stages(monkeypatch, **start, **{name: value})[-1].transfer, name) == value
 
 
 def test_one_call_cannot_make_two_runs() -> None:
     with pytest.raises(UserError, match="is two runs"):
-        recipe.prepare(Config(transfer=TransferConfig(recipe="finetune")), print, lambda facts: None)  # type: ignore[arg-type, return-value]
+        setup.prepare(Config(transfer=TransferConfig(recipe="finetune")), print, lambda facts: None)  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize(
@@ -130,17 +105,17 @@ def test_auto(
         def samples(self, split: str) -> range:
             return range(images)
 
-    monkeypatch.setattr(recipe, "is_synthetic", lambda data: False)
-    monkeypatch.setattr(recipe, "open_data", lambda *rest: Source())
-    monkeypatch.setattr(recipe, "installed", lambda tower: there)
-    said: list[str] = []
-    config = Config(train=TrainConfig(minutes=minutes), transfer=TransferConfig(recipe="auto"))
-    assert recipe.decided(config, said.append).transfer.recipe == chosen
-    assert words in said[0]
+    monkeypatch.setattr(setup, "is_synthetic", lambda data: False)
+    monkeypatch.setattr(setup, "open_data", lambda *rest: Source())
+    monkeypatch.setattr(setup, "installed", lambda tower: there)
+    found, reason = setup.choose_recipe(Config(train=TrainConfig(minutes=minutes)))
+    assert found == chosen
+    assert words in reason
 
 
-def test_auto_with_a_model_to_start_from_is_a_fine_tuning() -> None:
-    said: list[str] = []
-    config: Any = Config(transfer=TransferConfig(recipe="auto", init="runs/x"))
-    assert recipe.decided(config, said.append).transfer.recipe == "scratch"
-    assert "starts from runs/x" in said[0]
+def test_auto_with_the_settings_of_what_it_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stages(monkeypatch, recipe="auto", init="runs/x")[0].transfer.recipe == "scratch"
+    assert stages(monkeypatch, recipe="auto")[0].transfer.recipe == "scratch", "synthetic images"
+    monkeypatch.setattr(runs, "choose_recipe", lambda config: ("frozen", ""))
+    (chosen,) = stages(monkeypatch, recipe="auto", batch_size=16)
+    assert (chosen.transfer.recipe, chosen.train.batch_size, chosen.optim.lr) == ("frozen", 16, 1e-3)

@@ -12,7 +12,7 @@ from m1clip.runlog import read_log
 from m1clip.training import loop
 from m1clip.training.checkpoint_files import verify
 from m1clip.training.process import Stopped
-from m1clip.training.run import train_once
+from m1clip.training.run import train_config
 
 
 def test_a_signal_after_the_look_stops_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ def test_a_signal_after_the_look_stops_the_next_step(tmp_path: Path, monkeypatch
     monkeypatch.setattr(loop._Loop, "_pause", pause)
     config = small_config({"train.steps": 8, "train.save_every": 8, "train.eval_every": 8})
     with pytest.raises(Stopped):
-        train_once(config, tmp_path / "run")
+        train_config(config, tmp_path / "run")
     (event,) = [line for line in read_log(tmp_path / "run") if line["kind"] == "event"]
     assert event["step"] == 4
     assert verify(tmp_path / "run" / "checkpoints" / "step-000004") == ""

@@ -37,7 +37,7 @@ DAMAGES = (
 
 @pytest.fixture(scope="module")
 def update() -> TrainStep:
-    job, made = make({"optim.name": "adamw", "optim.ema": 0.9})
+    job, made = make({"optim.optimizer": "adamw", "optim.ema": 0.9})
     made(job.training[0], 0)
     return made
 

@@ -20,7 +20,7 @@ from m1clip.errors import UserError
 from m1clip.inference import feature_cache as feature_split
 from m1clip.monitor.report import write_report
 from m1clip.runlog import read_log
-from m1clip.training.run import decode_plan, train_once
+from m1clip.training.run import decode_plan, train_config
 from m1clip.training.setup import prepare
 
 
@@ -30,7 +30,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("frozen")
     with pytest.MonkeyPatch.context() as patch:
         patch_towers(patch)
-        train_once(frozen_config(folder, **{"train.steps": 3}), folder / "run", screen())
+        train_config(frozen_config(folder, **{"train.steps": 3}), folder / "run", screen())
     return folder / "run"
 
 
@@ -40,7 +40,7 @@ def random_towers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(first: Path, **changes: Any) -> Any:
-    start = {"transfer.recipe": "scratch", "transfer.init": str(first), "train.steps": 4, "train.batch": 8}
+    start = {"transfer.recipe": "scratch", "transfer.init": str(first), "train.steps": 4, "train.batch_size": 8}
     return frozen_config(first.parent, **{**start, "optim.lr": 1e-3, "train.save_every": 2, **changes})
 
 
@@ -60,7 +60,7 @@ def tower_part(names: set[str], tower: str) -> set[str]:
 
 def test_last_blocks_of_each_tower(first: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    train_once(config_of(first, **{"transfer.train_image": 1, "transfer.train_text": 2}), run, screen())
+    train_config(config_of(first, **{"transfer.unfreeze_image": 1, "transfer.unfreeze_text": 2}), run, screen())
     changed = moved(first, run)
     image, text = tower_part(changed, "image"), tower_part(changed, "text")
     assert {name.split(".")[0] for name in image} == {"stages", "head"}
@@ -79,7 +79,7 @@ def test_last_blocks_of_each_tower(first: Path, tmp_path: Path) -> None:
 def test_a_tower_that_stands_still_is_read_from_its_features(
     first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = prepare(config_of(first, **{"transfer.train_text": 0}), lambda line: None, decode_plan(screen()))
+    job = prepare(config_of(first, **{"transfer.unfreeze_text": 0}), lambda line: None, decode_plan(screen()))
     assert job.splits["val"].captions.features is not None
     assert job.splits["val"].image_features is None
     batch = job.training[0]
@@ -90,24 +90,26 @@ def test_a_tower_that_stands_still_is_read_from_its_features(
 
     monkeypatch.setattr(feature_split, "image_features", forbidden)
     run = tmp_path / "run"
-    train_once(config_of(first, **{"transfer.train_image": 0}), run, screen())
+    train_config(config_of(first, **{"transfer.unfreeze_image": 0}), run, screen())
     changed = moved(first, run)
     assert not tower_part(changed, "image")
     assert "text.tokens.weight" in changed
 
 
 def test_lora_in_the_last_blocks_is_merged(first: Path, tmp_path: Path) -> None:
-    lora = {"transfer.lora_rank": 2, "transfer.lora_targets": ["qkv"], "transfer.train_text": 3}
-    train_once(config_of(first, **lora, **{"transfer.train_image": 0}), tmp_path / "run", screen())
+    lora = {"transfer.lora_rank": 2, "transfer.unfreeze_text": 3}
+    train_config(config_of(first, **lora, **{"transfer.unfreeze_image": 0}), tmp_path / "run", screen())
     changed = moved(first, tmp_path / "run")
-    assert tower_part(changed, "text") == {f"blocks.{n}.qkv.weight" for n in (3, 4, 5)}
+    assert tower_part(changed, "text") == {
+        f"blocks.{n}.{layer}.weight" for n in (3, 4, 5) for layer in ("qkv", "out", "up", "down")
+    }
     name = "text.blocks.5.qkv.weight"
     difference = weights(tmp_path / "run")[name] - weights(first, "best")[name]
     assert int(torch.linalg.matrix_rank(difference, atol=1e-5)) == 2
     # A tower of convolutions has no place for it: said so, or its last blocks are trained whole beside it.
     with pytest.raises(UserError, match="convolutions and no linear layer"):
-        train_once(config_of(first, **lora), tmp_path / "conv", screen())
-    beside = config_of(first, **lora, **{"transfer.train_image": 1, "train.steps": 1})
+        train_config(config_of(first, **lora), tmp_path / "conv", screen())
+    beside = config_of(first, **lora, **{"transfer.unfreeze_image": 1, "train.steps": 1})
     model = prepare(beside, lambda line: None, decode_plan(screen())).build_model()
     moving = {name for name, p in model.named_parameters() if p.requires_grad}
     assert any(name.startswith("image.stages.6") for name in moving)
@@ -128,21 +130,25 @@ def test_dead_channels_do_not_blow_up_the_gradient(first: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"transfer.vocabulary": "cut"}, "goes with CLIP's pieces"),
         ({"model.image_size": 64}, "keeps its image size, 32"),
-        ({"transfer.train_text": 9}, "the tower has 6 blocks"),
-        ({"train.objective": "sigmoid"}, "has no bias for --train.objective sigmoid"),
+        ({"transfer.unfreeze_text": 9}, "the tower has 6 blocks"),
+        ({"train.loss": "sigmoid"}, "has no bias for --loss sigmoid"),
     ],
 )
 def test_what_cannot_be_done_is_said(first: Path, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        train_once(config_of(first, **changes), tmp_path / "run", screen())
+        train_config(config_of(first, **changes), tmp_path / "run", screen())
 
 
 def test_the_base_set_is_measured_at_each_evaluation(first: Path, tmp_path: Path) -> None:
-    changes = {"transfer.base": ["synthetic"], "train.eval_every": 2, "transfer.wise": "0.5", "optim.lr": 0.01}
+    changes = {
+        "transfer.retention_data": ["synthetic"],
+        "train.eval_every": 2,
+        "transfer.wise_ft": "0.5",
+        "optim.lr": 0.01,
+    }
     said = screen()
-    train_once(config_of(first, **changes, **{"transfer.train_image": 0}), tmp_path / "run", said)
+    train_config(config_of(first, **changes, **{"transfer.unfreeze_image": 0}), tmp_path / "run", said)
     log = list(read_log(tmp_path / "run"))
     evaluations = [record for record in log if record["kind"] == "eval"]
     assert [record["step"] for record in evaluations] == [2, 4]
@@ -167,8 +173,8 @@ def test_a_base_of_class_folders_is_measured_zero_shot(first: Path, tmp_path: Pa
             pixels = np.full((24, 20, 3), 30 * each, np.uint8)
             pixels[..., number] = 240
             Image.fromarray(pixels).save(tmp_path / "base" / name / f"{each}.png")
-    changes = {"transfer.base": [str(tmp_path / "base")], "transfer.train_image": 0, "train.steps": 1}
-    train_once(config_of(first, **changes), tmp_path / "run", screen())
+    changes = {"transfer.retention_data": [str(tmp_path / "base")], "transfer.unfreeze_image": 0, "train.steps": 1}
+    train_config(config_of(first, **changes), tmp_path / "run", screen())
     record = next(r for r in read_log(tmp_path / "run") if r["kind"] == "eval")
     assert record["base_metric"] == "zero-shot top-1"
     assert record["base"] * 6 == pytest.approx(round(record["base"] * 6))  # a share of six images
@@ -180,7 +186,7 @@ def test_a_tower_of_ours_beside_a_frozen_one(own: str, tmp_path: Path, monkeypat
     names = {"image": {"transfer.image_tower": "vit"}, "text": {"transfer.text_tower": "text"}}
     changes = {**names[own], "train.steps": 8, "optim.lr": 3e-3, "data.patch_dropout": 0.5}
     config = frozen_config(tmp_path, **changes)
-    train_once(config, tmp_path / "run", screen())
+    train_config(config, tmp_path / "run", screen())
     job = prepare(config, lambda line: None, decode_plan(screen()))
     start, end = job.build_model().state_dict(), weights(tmp_path / "run")
     changed = {name for name in end if not torch.equal(start[name], end[name])}
@@ -200,4 +206,4 @@ def test_a_tower_of_ours_beside_a_frozen_one(own: str, tmp_path: Path, monkeypat
 def test_two_towers_of_ours_are_no_frozen_recipe(tmp_path: Path) -> None:
     own = {"transfer.image_tower": "vit", "transfer.text_tower": "text"}
     with pytest.raises(UserError, match="that is --recipe scratch"):
-        train_once(frozen_config(tmp_path, **own), tmp_path / "run", screen())
+        train_config(frozen_config(tmp_path, **own), tmp_path / "run", screen())

@@ -20,7 +20,7 @@ from m1clip.training.run import decode_plan
 from m1clip.training.setup import Job, prepare_scratch
 from m1clip.training.step import TrainStep
 
-AUGMENTED = {"data.crop_min": 0.5, "data.flip": 0.5, "data.colour": 0.3}
+AUGMENTED = {"data.crop_min": 0.5, "data.flip": 0.5, "data.color_jitter": 0.3}
 PHASES = {"copy", "forward", "backward", "optimizer"}
 
 
@@ -54,11 +54,11 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance:
 @pytest.mark.parametrize("objective", ["infonce", "multi", "sigmoid"])
 @pytest.mark.parametrize(("chunk", "recompute"), [(5, False), (8, True)])
 def test_chunks_give_the_gradient_of_the_whole_batch(objective: str, chunk: int, recompute: bool) -> None:
-    changes = {"train.objective": objective}
+    changes = {"train.loss": objective}
     job, whole = make(changes)
     batch = job.training[0]
     loss, wanted = gradients(whole, batch)
-    _, chunked = make({**changes, "train.chunk": chunk, "model.recompute": recompute})
+    _, chunked = make({**changes, "train.micro_batch": chunk, "model.grad_checkpointing": recompute})
     chunked_loss, found = gradients(chunked, batch)
     torch.testing.assert_close(chunked_loss, loss, rtol=1e-6, atol=0)
     assert ("logit_bias" in wanted) == (objective == "sigmoid")
@@ -69,19 +69,19 @@ def test_chunks_give_the_gradient_of_the_whole_batch(objective: str, chunk: int,
 @pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])
 def test_recomputing_in_bf16_loses_no_gradient(activation: str, chunk: int) -> None:
     """Autocast keeps weights that it has cast; one cast without a graph must not be found again with one."""
-    changes = {"train.precision": "bf16", "model.activation": activation, "train.chunk": chunk}
+    changes = {"train.precision": "bf16", "model.activation": activation, "train.micro_batch": chunk}
     job, plain = make(changes)
     batch = job.training[0]
     _, wanted = gradients(plain, batch)
-    _, saving = make({**changes, "model.recompute": True})
+    _, saving = make({**changes, "model.grad_checkpointing": True})
     _, found = gradients(saving, batch)
     assert_close(found, wanted, 1e-3)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_dropout_is_drawn_once_a_chunk_and_repeated(recompute: bool) -> None:
-    changes = {"model.dropout": 0.2, "model.recompute": recompute, "train.text_contrast": 0.0}
-    job, update = make({**changes, "train.chunk": 6})
+    changes = {"model.dropout": 0.2, "model.grad_checkpointing": recompute, "train.text_contrast": 0.0}
+    job, update = make({**changes, "train.micro_batch": 6})
     batch = job.training[0]
     loss, found = gradients(update, batch)
     again_loss, again = gradients(update, batch)
@@ -108,13 +108,13 @@ def one_graph(update: TrainStep, batch: Batch, chunk: int) -> Tensor:
         update._seed(3, 2 * at + 1)
         text.append(update.model.encode_text(batch.texts(slice(at, at + several * chunk))))
     features = Features(torch.cat(image), torch.cat(text), update.model.scale(), update.model.logit_bias)
-    positive = positives(update.config.train.objective, batch.sample_ids, batch.caption_ids, batch.image_index)
+    positive = positives(update.config.train.loss, batch.sample_ids, batch.caption_ids, batch.image_index)
     return update.objective(features, positive, 0.0)
 
 
 @pytest.mark.parametrize("chunk", [0, 8])
 def test_dropout_of_a_tower_of_others_is_a_function_of_the_step_too(chunk: int) -> None:
-    job, plain = make({"train.chunk": chunk})
+    job, plain = make({"train.micro_batch": chunk})
     assert not plain.draws
     image: Any = plain.model.image
     image.thin = nn.Dropout(0.5)
@@ -130,7 +130,7 @@ def test_checkpointing_changes_no_gradient() -> None:
     changes = {"model.dropout": 0.2}
     job, plain = make(changes)
     batch = job.training[0]
-    _, recomputing = make({**changes, "model.recompute": True})
+    _, recomputing = make({**changes, "model.grad_checkpointing": True})
     assert_close(gradients(recomputing, batch)[1], gradients(plain, batch)[1], 1e-5)
 
 
@@ -140,7 +140,7 @@ def test_half_precision_in_chunks_rounds_as_it_does_in_one_pass() -> None:
     wanted = gradients(exact, batch)[1]
     errors = {}
     for chunk in (0, 5):
-        _, update = make({"train.precision": "bf16", "train.chunk": chunk})
+        _, update = make({"train.precision": "bf16", "train.micro_batch": chunk})
         found = gradients(update, batch)[1]
         errors[chunk] = float(
             sum((found[name] - value).norm() for name, value in wanted.items())
@@ -153,8 +153,8 @@ def test_half_precision_in_chunks_rounds_as_it_does_in_one_pass() -> None:
 
 def test_a_scaler_is_undone_before_the_clip() -> None:
     """fp16 needs a GPU to train; what its scaler does to a chunked step can be asked here."""
-    _, plain = make({"train.chunk": 5})
-    job, scaled = make({"train.chunk": 5})
+    _, plain = make({"train.micro_batch": 5})
+    job, scaled = make({"train.micro_batch": 5})
     scaled.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     scaled.plan = type(scaled.plan)(scale=scaled.scaler.scale)
     loss, norm = plain(job.training[0], 0)
@@ -165,9 +165,9 @@ def test_a_scaler_is_undone_before_the_clip() -> None:
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_whole_steps_agree_with_an_average_of_the_weights(optimizer: str) -> None:
-    changes = {"optim.name": optimizer, "optim.ema": 0.9}
+    changes = {"optim.optimizer": optimizer, "optim.ema": 0.9}
     job, whole = make(changes)
-    _, chunked = make({**changes, "train.chunk": 4})
+    _, chunked = make({**changes, "train.micro_batch": 4})
     start = {name: p.detach().clone() for name, p in whole.model.named_parameters()}
     for step in range(3):
         batch = job.training[step]
@@ -184,7 +184,7 @@ def test_whole_steps_agree_with_an_average_of_the_weights(optimizer: str) -> Non
 
 @pytest.mark.parametrize("chunk", [0, 5])
 def test_a_step_says_where_its_time_went(chunk: int) -> None:
-    job, update = make({"train.chunk": chunk})
+    job, update = make({"train.micro_batch": chunk})
     update(job.training[0], 0)
     taken = update.phases.take()
     assert set(taken) == PHASES
@@ -192,17 +192,19 @@ def test_a_step_says_where_its_time_went(chunk: int) -> None:
     assert update.phases.take() == {}
 
 
-@pytest.mark.parametrize(("chunk", "words"), [(17, "--chunk 17 is more than --batch 16"), (-1, "chunk must be 0")])
+@pytest.mark.parametrize(
+    ("chunk", "words"), [(17, "--micro-batch 17 is more than --batch-size 16"), (-1, "chunk must be 0")]
+)
 def test_a_chunk_that_is_no_part_of_the_batch_is_refused(chunk: int, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        small_config({"train.chunk": chunk})
+        small_config({"train.micro_batch": chunk})
 
 
 @pytest.mark.slow
 def test_compiled_chunks_give_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tracing and the split into forward and backward are real; the C++ compiler, a minute's work, is left out."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    changes = {"model.vision_layers": 1, "model.text_layers": 1, "train.chunk": 6, "model.dropout": 0.2}
+    changes = {"model.vision_layers": 1, "model.text_layers": 1, "train.micro_batch": 6, "model.dropout": 0.2}
     job, plain = make(changes)
     _, compiled = make(changes)
     compiled = TrainStep(
