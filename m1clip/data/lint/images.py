@@ -97,6 +97,36 @@ class ImageFacts:
     thumb: bytes = b""
     contrast: float = 0.0
 
+    def __str__(self) -> str:
+        return f"{self.width} x {self.height} {self.format} {self.mode}"
+
+
+Check = tuple[str, Severity, str, str, Callable[[ImageFacts], bool]]  # code, severity, message, remedy, test
+CHECKS: tuple[Check, ...] = (
+    (
+        "wrong-suffix",
+        "warning",
+        "images with the suffix of another format (still read)",
+        "rename them: other tools may fail",
+        lambda fact: fact.wrong_suffix,
+    ),
+    (
+        "extreme-size",
+        "warning",
+        f"images under {MIN_SIDE} px or more than {MAX_ASPECT} times as long as wide",
+        "look at the images of extreme size: icons and strips teach little",
+        lambda fact: min(fact.width, fact.height) < max(MIN_SIDE, max(fact.width, fact.height) / MAX_ASPECT),
+    ),
+    (
+        "near-empty",
+        "warning",
+        "images of nearly one colour",
+        "remove the images that show nothing",
+        lambda fact: fact.contrast < NEAR_EMPTY_CONTRAST,
+    ),
+    ("converted", "info", "images that are converted to 8-bit RGB", "", lambda fact: fact.mode != "RGB"),
+)
+
 
 def inspect(ref: ImageRef) -> ImageFacts:
     """Read, hash and decode one image."""
@@ -157,35 +187,14 @@ def check_images(entries: Sequence[Entry], facts: Sequence[ImageFacts], image_si
     for fault, (message, remedy) in FAULTS.items():
         places = [f"{entry.image_name()}: {fact.reason}" for entry, fact in bad if fact.fault == fault]
         found += finding(fault, "problem", f"{message}, skipped", remedy, places)
-
-    def check(
-        code: str, severity: Severity, message: str, remedy: str, value: Callable[[ImageFacts], object | None]
-    ) -> None:
-        """A finding of the images where `value` gives something."""
-        places = [f"{entry.image_name()}: {shown}" for entry, fact in good if (shown := value(fact))]
-        found.extend(finding(code, severity, message, remedy, places))
-
-    def size(fact: ImageFacts, too: bool) -> str | None:
-        return f"{fact.width} x {fact.height}" if too else None
-
-    message, remedy = "images with the suffix of another format (still read)", "rename them: other tools may fail"
-    check("wrong-extension", "warning", message, remedy, lambda fact: fact.wrong_suffix and f"is {fact.format}")
-    message = f"images under {MIN_SIDE} px or more than {MAX_ASPECT} times as long as wide"
-    remedy = "look at the images of extreme size: icons and strips teach little"
-    check("extreme-size", "warning", message, remedy, lambda fact: size(fact, _extreme(fact)))
-    message, remedy = "images of nearly one colour", "remove the images that show nothing"
-    check("near-empty", "warning", message, remedy, lambda fact: size(fact, fact.contrast < NEAR_EMPTY_CONTRAST))
-    message = "images that are converted to 8-bit RGB"
-    check("converted", "info", message, "", lambda fact: fact.mode if fact.mode != "RGB" else None)
+    checks = CHECKS
     if image_size:
         message = f"images with a side under {image_size} px, enlarged"
-        check("small", "info", message, "", lambda fact: size(fact, min(fact.width, fact.height) < image_size))
+        checks = (*CHECKS, ("small", "info", message, "", lambda fact: min(fact.width, fact.height) < image_size))
+    for code, severity, message, remedy, applies in checks:
+        places = [f"{entry.image_name()}: {fact}" for entry, fact in good if applies(fact)]
+        found += finding(code, severity, message, remedy, places)
     return found
-
-
-def _extreme(fact: ImageFacts) -> bool:
-    short, long = sorted((fact.width, fact.height))
-    return short < MIN_SIDE or long > MAX_ASPECT * short
 
 
 def image_facts(facts: Sequence[ImageFacts]) -> dict[str, Any]:

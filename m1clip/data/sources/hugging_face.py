@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +37,18 @@ def hugging_face_rows(source: DataSource) -> Iterator[Row]:
     except _READ_ERRORS as error:
         raise user_error(f"{source.path}: not a readable dataset ({error})"[:500]) from error
     for split, data in tables.items():
-
-        def records(columns: Columns, split: str = split, data: Any = data) -> Iterator[Record]:
-            embedded = _has_images(data.features[columns.image])
-            wanted = {*columns.captions, columns.split, columns.id if embedded else columns.image}
-            narrow = data.select_columns([name for name in data.column_names if name in wanted])
-            for row, cells in enumerate(narrow):
-                yield row + 1, cells, HubImage(name, split, row, columns.image) if embedded else None
-
         # The name of a single split says nothing.
         given = splits.from_value(split) if len(tables) > 1 else None
+        records = partial(_records, name, split, data)
         yield from table_rows(Table(source.path, split, data.column_names, records, source.path, given), source)
+
+
+def _records(name: str, split: str, data: Any, columns: Columns) -> Iterator[Record]:
+    embedded = _has_images(data.features[columns.image])
+    wanted = {*columns.captions, columns.split, columns.id if embedded else columns.image}
+    narrow = data.select_columns([column for column in data.column_names if column in wanted])
+    for row, cells in enumerate(narrow):
+        yield row + 1, cells, HubImage(name, split, row, columns.image) if embedded else None
 
 
 def _has_images(feature: Any) -> bool:
