@@ -129,7 +129,7 @@ def own_answers(config: Config) -> dict[str, Callable[[], Any]]:
                 update(made[0], number)[0].item()
 
             found = timed(work)
-            groups = made[0].text_groups()
+            groups = [made[0].texts(rows) for rows in made[0].text_rows()]
             tokens = sum(group.numel() for group in groups) / sum(len(group) for group in groups)
             return {**found, "flops": step_flops(job.shape, made[0]), "text_tokens": tokens,
                     "samples": len(made[0].tokens)}  # fmt: skip

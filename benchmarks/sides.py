@@ -64,7 +64,9 @@ def machine() -> dict[str, Any]:
 def step_flops(shape: CLIPConfig, batch: Batch) -> float:
     """Forward and backward of a batch as it is computed: images once, captions in groups of like length."""
     images = flops_per_pair(shape, 0)  # the caption's two vectors, which are little, are counted with the image
-    texts = sum(len(group) * (flops_per_pair(shape, group.shape[1]) - images) for group in batch.text_groups())
+    texts = sum(
+        len(group) * (flops_per_pair(shape, group.shape[1]) - images) for group in map(batch.texts, batch.text_rows())
+    )
     return len(batch) * images + texts
 
 

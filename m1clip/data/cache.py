@@ -18,19 +18,20 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol, Self
+from typing import Any, BinaryIO, Literal, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from m1clip.config import DataConfig
 from m1clip.data import randomness as rnd
 from m1clip.data.images import READ_TIMEOUT, failure_reason, map_with_timeout, to_square
 from m1clip.data.sources.mixture import MixedSource
@@ -58,6 +59,7 @@ TIMED_OUT = "the read did not end"
 
 Progress = Callable[[int, int], None]  # (done, total)
 Computed = Generator[tuple[list[int], np.ndarray]]  # items and their rows
+Table = TypeVar("Table", bound="CachedRows")
 
 
 class CachedRows:
@@ -112,25 +114,6 @@ class Failure:
     reason: str
 
 
-class Images(Protocol):
-    """Square images of one size."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def ram_bytes(self) -> int:
-        """Memory that the decoded images take in this process."""
-
-    def read(self, indices: np.ndarray) -> np.ndarray:
-        """(n, side, side, 3) uint8."""
-
-    def try_read(self, indices: np.ndarray) -> tuple[np.ndarray, dict[int, Failure]]:
-        """(n, side, side, 3) uint8, and the failures by position, whose pixels mean nothing."""
-
-    def to_device(self, device: torch.device, free_bytes: int) -> Tensor | None:
-        """All images on a device, (n, side, side, 3) uint8; None if they are not decoded or take too much memory."""
-
-
 class CachedImages(CachedRows):
     """Decoded images, in RAM or memory-mapped."""
 
@@ -144,7 +127,7 @@ class CachedImages(CachedRows):
         return self.array.take(self.rows[indices], axis=0)
 
     def try_read(self, indices: np.ndarray) -> tuple[np.ndarray, dict[int, Failure]]:
-        """The same: what failed is not in the cache."""
+        """The same: an image that failed is not in the cache."""
         return self.read(indices), {}
 
     def to_device(self, device: torch.device, free_bytes: int) -> Tensor | None:
@@ -183,34 +166,38 @@ class LiveImages:
         return pixels
 
     def try_read(self, indices: np.ndarray) -> tuple[np.ndarray, dict[int, Failure]]:
-        """The images in the order asked for, decoded by threads: Pillow releases the interpreter lock."""
+        """(n, side, side, 3) uint8, and the failures by position, whose pixels are 0."""
         # A worker process is one of many already: threads in each would only compete for the cores.
         threads = 1 if parent_process() is not None else min(MAX_THREADS, os.cpu_count() or 1)
-        found = self.decode(indices.tolist(), threads)
-        failed = {place: each for place, each in enumerate(found) if isinstance(each, Failure)}
-        empty = np.zeros((self.side, self.side, 3), np.uint8)
-        return np.stack([empty if isinstance(each, Failure) else each for each in found]), failed
+        pixels, failed = np.zeros((len(indices), self.side, self.side, 3), np.uint8), dict[int, Failure]()
+        for place, found in enumerate(self.decode(indices.tolist(), threads)):
+            if isinstance(found, Failure):
+                failed[place] = found
+            else:
+                pixels[place] = found
+        return pixels, failed
 
     def decode(self, indices: Sequence[int], threads: int = 1) -> list[np.ndarray | Failure]:
-        """(side, side, 3) uint8 of each image, or why there is none."""
-        return map_with_timeout(indices, self._decode_one, self._timed_out, self.timeout, threads, self._name)
+        """(side, side, 3) uint8 of each image, or why there is none; by threads, as Pillow releases the GIL."""
+        found = map_with_timeout([self.refs[index] for index in indices], self._decode_one, self.timeout, threads)
+        timed_out = f"{TIMED_OUT} within {self.timeout:g} s"
+        return [
+            each if isinstance(each, np.ndarray) else Failure(index, str(self.refs[index]), each or timed_out)
+            for index, each in zip(indices, found, strict=True)
+        ]
 
-    def _decode_one(self, index: int) -> np.ndarray | Failure:
-        ref = self.refs[index]
+    def _decode_one(self, ref: ImageRef) -> np.ndarray | str:
         try:
             return to_square(ref.open(self.side), self.side, self.resize)
         # What decoders raise for an image they cannot read; the last two for one of an absurd size.
         except (OSError, ValueError, MemoryError, OverflowError) as error:
-            return Failure(index, str(ref), failure_reason(error))
-
-    def _timed_out(self, index: int) -> np.ndarray | Failure:
-        return Failure(index, str(self.refs[index]), f"{TIMED_OUT} within {self.timeout:g} s")
-
-    def _name(self, index: int) -> str:
-        return str(self.refs[index])
+            return failure_reason(error)
 
     def to_device(self, device: torch.device, free_bytes: int) -> None:
         """Nothing: they are not decoded."""
+
+
+Images = CachedImages | LiveImages
 
 
 def read_or_replace(
@@ -221,25 +208,21 @@ def read_or_replace(
     Which one is a function of (seed, epoch, sample), so it is the same for any number of workers.
     """
     pixels, failed = images.try_read(members)
-    if not failed:
-        return members, pixels, ()
     chosen, failures = members.copy(), list[Failure]()
     for place, failure in failed.items():
-        now: Failure | None = failure
-        for tries in range(REPLACEMENT_TRIES + 1):
-            if now is None:
-                break
-            failures.append(now)
-            if tries == REPLACEMENT_TRIES:
-                raise UserError(
-                    f"{now.where}: {now.reason}; {tries} others tried in its place cannot be read either: "
-                    f"is the disk with the images still there?"
-                )
+        again = {0: failure}
+        for tries in range(REPLACEMENT_TRIES):
+            failures.append(again[0])
             sample = np.array([int(members[place]) + tries * len(images)])
-            draw = rnd.bits(seed, epoch, sample, rnd.REPLACEMENT)[0]
-            chosen[place] = int(draw % np.uint64(len(images)))
+            chosen[place] = rnd.bits(seed, epoch, sample, rnd.REPLACEMENT)[0] % np.uint64(len(images))
             pixels[place : place + 1], again = images.try_read(chosen[place : place + 1])
-            now = again.get(0)
+            if not again:
+                break
+        else:
+            raise UserError(
+                f"{again[0].where}: {again[0].reason}; {REPLACEMENT_TRIES} others tried in its place cannot be read "
+                f"either: is the disk with the images still there?"
+            )
     return chosen, pixels, tuple(failures)
 
 
@@ -255,34 +238,47 @@ def decode_images(
 ) -> Computed:
     """Decode every image, some at a time, in order; those that cannot be read go into `failures`.
 
-    Threads are right for files: Pillow releases the interpreter lock and nothing is pickled. Synthetic images are
-    Python throughout and need processes, which a `start_method` asks for.
+    Threads are right for files: Pillow releases the GIL and nothing is pickled. Synthetic images are Python throughout
+    and need processes, which a `start_method` asks for.
     """
-    jobs = (
-        (start, LiveImages(refs[start : start + CHUNK], side, resize, timeout)) for start in range(0, len(refs), CHUNK)
-    )
-    progress(0, len(refs))
-    for start, count, items, pixels, failed in _in_pool(_decode_chunk, jobs, len(refs), workers, start_method):
-        failures.update({start + index: reason for index, reason in failed.items()})
-        if items:
-            yield [start + index for index in items], pixels
-        progress(start + count, len(refs))
+    chunks = (LiveImages(refs[start : start + CHUNK], side, resize, timeout) for start in range(0, len(refs), CHUNK))
+    pool: Executor | None = None
+    if workers > 1 and len(refs) >= 4 * CHUNK:  # else starting a pool takes longer than the work
+        threads = start_method is None
+        pool = (
+            ThreadPoolExecutor(workers)
+            if threads
+            else ProcessPoolExecutor(workers, get_context(start_method), follow_parent)
+        )
+    done = 0
+    progress(done, len(refs))
+    for found in map(_decode_chunk, chunks) if pool is None else _in_pool(pool, chunks, 4 * workers):
+        good: dict[int, np.ndarray] = {}
+        for item, each in enumerate(found, start=done):
+            if not isinstance(each, Failure):
+                good[item] = each
+            elif each.reason.startswith(TIMED_OUT):  # the disk, not the image: do not train without it
+                raise UserError(
+                    f"{each.where}: {each.reason}; is the disk with the images still there? Run again when it is"
+                )
+            else:
+                failures[item] = each.reason
+        if good:
+            yield list(good), np.stack(list(good.values()))
+        done += len(found)
+        progress(done, len(refs))
 
 
-def _in_pool(work: Callable[[Any], Any], jobs: Iterable[Any], items: int, workers: int, method: str | None) -> Any:
-    if workers < 2 or items < 4 * CHUNK:  # starting a pool would take longer than the work
-        yield from map(work, jobs)
-        return
-    pool: Executor
-    if method is None:
-        pool = ThreadPoolExecutor(workers)
-    else:
-        pool = ProcessPoolExecutor(workers, get_context(method), follow_parent)
-    waiting: deque[Any] = deque()
+def _decode_chunk(images: LiveImages) -> list[np.ndarray | Failure]:
+    return images.decode(range(len(images)))
+
+
+def _in_pool(pool: Executor, chunks: Iterable[LiveImages], limit: int) -> Iterator[list[np.ndarray | Failure]]:
+    waiting: deque[Future[list[np.ndarray | Failure]]] = deque()
     try:
-        for job in jobs:
-            waiting.append(pool.submit(work, job))
-            if len(waiting) > 4 * workers:  # a slow disk must not fill the memory with decoded images
+        for chunk in chunks:
+            waiting.append(pool.submit(_decode_chunk, chunk))
+            if len(waiting) > limit:  # a slow disk must not fill the memory with decoded images
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
@@ -293,22 +289,6 @@ def _in_pool(work: Callable[[Any], Any], jobs: Iterable[Any], items: int, worker
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _decode_chunk(job: tuple[int, LiveImages]) -> tuple[int, int, list[int], np.ndarray, dict[int, str]]:
-    start, live = job
-    items, squares, failed = list[int](), list[np.ndarray](), dict[int, str]()
-    for index, found in enumerate(live.decode(range(len(live)))):
-        if not isinstance(found, Failure):
-            items.append(index)
-            squares.append(found)
-        elif found.reason.startswith(TIMED_OUT):  # the disk, not the image: do not train without it
-            raise UserError(
-                f"{found.where}: {found.reason}; is the disk with the images still there? Run again when it is"
-            )
-        else:
-            failed[index] = found.reason
-    return start, len(live), items, np.stack(squares) if squares else np.empty(0, np.uint8), failed
 
 
 def follow_parent() -> None:
@@ -425,13 +405,9 @@ class RowCache:
         stored = self._index()
         return np.array([stored.get(name, -1) for name in names], np.int64)
 
-    def images(self, rows: np.ndarray) -> CachedImages:
-        """These rows as images."""
-        return CachedImages.mapped(self.path / ROWS, self.dtype, (self._complete(), *self.shape), rows)
-
-    def features(self, rows: np.ndarray) -> FeatureTable:
-        """These rows as features."""
-        return FeatureTable.mapped(self.path / ROWS, self.dtype, (self._complete(), *self.shape), rows)
+    def table(self, kind: type[Table], rows: np.ndarray) -> Table:
+        """These rows as images or features."""
+        return kind.mapped(self.path / ROWS, self.dtype, (self._complete(), *self.shape), rows)
 
     def _index(self) -> dict[bytes, int]:
         try:
@@ -592,28 +568,6 @@ class DecodePlan:
     warn: Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class CacheOptions:
-    """What the user asked for, and where the data lies."""
-
-    kind: Literal["auto", "ram", "disk", "off"]
-    folder: str | None
-    data_folders: tuple[str, ...]
-    total_images: int  # of all splits, which share the memory
-    max_bad: float
-    read_timeout: float = READ_TIMEOUT
-
-
-@dataclass(frozen=True)
-class CachedSplit:
-    """The images of a split that can be read, with their samples, and those that cannot."""
-
-    images: Images
-    samples: Sequence[Sample]
-    failures: tuple[Failure, ...]
-    kind: Kind
-
-
 def choose_kind(asked: str, *, synthetic: bool, images: int, needed: int, total: int, memory: int, free: int) -> Kind:
     """Where to cache a split that needs `needed` more bytes on disk, of a set of `total` bytes.
 
@@ -631,58 +585,53 @@ def choose_kind(asked: str, *, synthetic: bool, images: int, needed: int, total:
 
 
 def cache_split(
-    samples: Sequence[Sample], split: str, side: int, resize: str, options: CacheOptions, plan: DecodePlan
-) -> CachedSplit:
-    """Cache the images of a split as asked, without those that cannot be read."""
+    source: Source, split: str, side: int, resize: str, config: DataConfig, plan: DecodePlan
+) -> tuple[Images, Sequence[Sample], tuple[Failure, ...], Kind]:
+    """Cache the images of a split as asked: (images, samples that can be read, failures, where they are cached)."""
+    samples, folders = list(source.samples(split)), data_folders(source)
     refs = [sample.image for sample in samples]
     synthetic = all(isinstance(ref, SyntheticImage) for ref in refs)
+    total = sum(len(source.samples(name)) for name in source.splits())
     bad: dict[int, str] = {}
 
     def decode(wanted: Sequence[int]) -> Computed:
-        """Decode some images; failures are recorded by index."""
         failed: dict[int, str] = {}
-        method, timeout = plan.start_method if synthetic else None, options.read_timeout
+        method = plan.start_method if synthetic else None
         chosen = [refs[index] for index in wanted]
         with plan.progress(f"preparing {split} images") as show:
-            for items, pixels in decode_images(chosen, side, resize, failed, show, plan.workers, method, timeout):
+            for items, pixels in decode_images(chosen, side, resize, failed, show, plan.workers, method):
                 yield [wanted[item] for item in items], pixels
         bad.update({wanted[item]: reason for item, reason in failed.items()})
 
     def kind_for(needed: int, free: int) -> Kind:
-        total = options.total_images * side * side * 3
-        facts = {"images": options.total_images, "total": total, "memory": plan.memory_bytes}
-        return choose_kind(options.kind, synthetic=synthetic, needed=needed, free=free, **facts)
+        size = {"images": total, "total": total * side * side * 3, "memory": plan.memory_bytes}
+        return choose_kind(config.cache, synthetic=synthetic, needed=needed, free=free, **size)
 
     kind = kind_for(0, 0)
     if kind == "disk":
         key = hashlib.sha256(f"{side}|{resize}".encode()).hexdigest()[:24]
-        cache = RowCache(cache_folder(options.folder, options.data_folders), f"images-{key}", (side, side, 3), np.uint8)
-        names = image_names(samples, options.data_folders)
+        cache = RowCache(cache_folder(config.cache_dir, folders), f"images-{key}", (side, side, 3), np.uint8)
+        names = image_names(samples, folders)
         kind = kind_for(len(cache.missing(names)) * cache.row_bytes, free_bytes(cache.path.parent))
     images: Images
     tried: Sequence[int] = range(len(samples))
     if kind == "disk":
         rows = cache.fill(names, decode, bad, plan.warn)
-        images = cache.images(rows[rows >= 0])
+        images = cache.table(CachedImages, rows[rows >= 0])
     elif kind == "ram":
         array = np.zeros((len(samples), side, side, 3), np.uint8)
         for items, pixels in decode(tried):
             array[items] = pixels
-        images = CachedImages(array)
+        images = CachedImages(np.delete(array, list(bad), axis=0) if bad else array)
     else:
         # Images to evaluate with are a fixed set, so each is tried; of those to train on, a sample.
         if split == "train" and len(samples) > CHECKED:
             tried = [index * len(samples) // CHECKED for index in range(CHECKED)]
-        small = LiveImages(refs, side=32, timeout=options.read_timeout)
-        found = small.decode(tried, max(1, plan.workers))
+        found = LiveImages(refs, side=32).decode(tried, max(1, plan.workers))
         bad = {failure.index: failure.reason for failure in found if isinstance(failure, Failure)}
-        images = LiveImages(refs, side, resize, options.read_timeout)
-    failures = check_failures(bad, refs, split, len(tried), options.max_bad, plan.warn)
-    if not bad or (kind == "off" and split == "train"):
-        return CachedSplit(images, samples, failures, kind)
-    good = [index for index in range(len(samples)) if index not in bad]
-    if kind == "ram":
-        images = CachedImages(array[good])
-    elif kind == "off":
-        images = LiveImages([refs[index] for index in good], side, resize, options.read_timeout)
-    return CachedSplit(images, [samples[index] for index in good], failures, kind)
+        keep = [ref for index, ref in enumerate(refs) if split == "train" or index not in bad]
+        images = LiveImages(keep, side, resize)
+    failures = check_failures(bad, refs, split, len(tried), config.max_bad, plan.warn)
+    if len(images) < len(samples):
+        samples = [sample for index, sample in enumerate(samples) if index not in bad]
+    return images, samples, failures, kind

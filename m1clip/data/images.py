@@ -299,14 +299,9 @@ _abandoned: list[threading.Thread] = []
 
 
 def map_with_timeout(
-    items: Sequence[Item],
-    work: Callable[[Item], Result],
-    on_timeout: Callable[[Item], Result],
-    timeout: float = READ_TIMEOUT,
-    threads: int = 1,
-    name: Callable[[Item], str] = str,
-) -> list[Result]:
-    """The results of `work` in order, by threads; `on_timeout` gives the result of an item that takes too long.
+    items: Sequence[Item], work: Callable[[Item], Result], timeout: float = READ_TIMEOUT, threads: int = 1
+) -> list[Result | None]:
+    """The results of `work` in order, by threads; None for an item that takes longer than `timeout` seconds.
 
     A thread that hangs in a read cannot be ended: it is abandoned, and another one takes its place.
     """
@@ -334,15 +329,15 @@ def map_with_timeout(
 
     for _ in range(min(threads, len(items))):
         start()
-    results: dict[int, Result] = {}
+    results: dict[int, Result | None] = {}
     while len(results) < len(items):
         try:
             position, result, error = finished.get(timeout=timeout if timeout > 0 else None)
         except Empty:
             for thread, (position, since) in list(running.items()):
                 if time.monotonic() - since >= timeout and running.pop(thread, None) is not None:
-                    results[position] = on_timeout(items[position])
-                    _abandon(thread, name(items[position]), timeout)
+                    results[position] = None
+                    _abandon(thread, str(items[position]), timeout)
                     start()
             continue
         if error is not None:

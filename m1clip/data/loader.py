@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from m1clip.data import randomness as rnd
 from m1clip.data.augment import Augmentation, DeviceViews, Views, draw_patches, draw_views
@@ -71,12 +71,8 @@ class Batch:
         longest = max(self.lengths[rows], default=self.tokens.shape[1])
         return tokens[:, : rounded(longest, self.tokens.shape[1])]
 
-    def text_groups(self) -> list[Tensor]:
-        """All tokens in a few groups of similar length, to save padding."""
-        return [self.texts(rows) for rows in self.text_rows()]
-
     def text_rows(self) -> list[slice]:
-        """The rows of each of these groups."""
+        """The captions in a few groups of similar length, to save padding."""
         m = len(self.caption_ids)
         groups = min(TEXT_GROUPS, max(1, m // SMALLEST_GROUP)) if self.lengths else 1
         bounds = np.linspace(0, m, groups + 1).astype(int).tolist()
@@ -222,17 +218,6 @@ class TrainingSet(Dataset[Batch]):
         return {**self.__dict__, "report": None}  # workers do not report: the batch carries what failed
 
 
-class _Steps(Sampler[int]):
-    def __init__(self, start: int, stop: int) -> None:
-        self.steps = range(start, stop)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.steps)
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-
 def batches(
     data: TrainingSet,
     start: int,
@@ -256,7 +241,7 @@ def batches(
         loader = DataLoader(
             data,
             batch_size=None,
-            sampler=_Steps(step, stop),
+            sampler=range(step, stop),
             num_workers=workers,
             multiprocessing_context=start_method,
             pin_memory=pin,

@@ -9,7 +9,7 @@ from typing import Any
 
 from m1clip.config import DataConfig
 from m1clip.data.augment import Augmentation
-from m1clip.data.cache import CacheOptions, DecodePlan, Failure, FeatureTable, Images, cache_split, data_folders
+from m1clip.data.cache import DecodePlan, Failure, FeatureTable, Images, cache_split
 from m1clip.data.captions import CaptionTable, tokenise
 from m1clip.data.images import Preprocess
 from m1clip.data.lint import QUICK, lint
@@ -83,15 +83,13 @@ def load_split(
     margin: float, plan: DecodePlan,
 ) -> Split:  # fmt: skip
     """Decode (or prepare to decode) the images of a split and tokenise its captions."""
-    samples = list(source.samples(split))
     side = round(preprocess.image_size * margin)
-    total = sum(len(source.samples(name)) for name in source.splits())
-    options = CacheOptions(config.cache, config.cache_dir, data_folders(source), total, config.max_bad, READ_TIMEOUT)
-    stored = cache_split(samples, split, side, preprocess.resize, options, plan)
-    if not len(stored.images):
-        raise UserError(f"none of the {len(samples):,} {split} images can be read; m1clip data lint says why")
-    captions = tokenise([sample.captions for sample in stored.samples], tokenizer, context_length)
-    return Split(stored.images, with_classes(captions, source), stored.samples, stored.failures, stored.kind)
+    images, samples, failures, cache = cache_split(source, split, side, preprocess.resize, config, plan)
+    if not len(images):
+        total = len(source.samples(split))
+        raise UserError(f"none of the {total:,} {split} images can be read; m1clip data lint says why")
+    captions = tokenise([sample.captions for sample in samples], tokenizer, context_length)
+    return Split(images, with_classes(captions, source), samples, failures, cache)
 
 
 def with_classes(captions: CaptionTable, source: Source) -> CaptionTable:

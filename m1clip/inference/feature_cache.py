@@ -89,7 +89,7 @@ def feature_images(
     kept = [samples[place] for place in good.tolist()]
     side, resize = maker.preprocess.image_size, maker.preprocess.resize
     live = LiveImages([sample.image for sample in kept], side, resize)
-    return live, store.features(at[good]), kept, failures
+    return live, store.table(FeatureTable, at[good]), kept, failures
 
 
 def _view_rows(
@@ -126,7 +126,7 @@ def feature_captions(maker: Maker, samples: Sequence[Sample], split: str) -> Cap
                 done += len(places)
                 show(done, len(wanted))
 
-    return replace(table, features=store.features(store.fill(names, captions, {}, maker.plan.warn)))
+    return replace(table, features=store.table(FeatureTable, store.fill(names, captions, {}, maker.plan.warn)))
 
 
 def token_captions(maker: Maker, samples: Sequence[Sample]) -> CaptionTable:

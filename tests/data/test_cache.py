@@ -24,13 +24,13 @@ from image_sets import break_files, make_set, plan
 from PIL import Image
 from small_run import screen, small_config
 
+from m1clip.config import DataConfig
 from m1clip.data import cache
 from m1clip.data.cache import (
     CachedImages,
-    CachedSplit,
-    CacheOptions,
     Failure,
     FailureLog,
+    FeatureTable,
     LiveImages,
     RowCache,
     cache_split,
@@ -44,6 +44,7 @@ from m1clip.data.cache import (
 )
 from m1clip.data.images import FileImage, to_square
 from m1clip.data.loader import batches
+from m1clip.data.prepare import Split
 from m1clip.data.sources import open_source, open_sources
 from m1clip.data.types import ImageRef
 from m1clip.errors import UserError
@@ -72,7 +73,7 @@ def fill(rows: RowCache, words: list[str], stop_after: int | None = None) -> lis
         at = rows.fill([row_name(word) for word in words], compute, {}, lambda line: None)
     except KeyboardInterrupt:
         return asked
-    table = rows.features(at)
+    table = rows.table(FeatureTable, at)
     np.testing.assert_array_equal(table.read(np.arange(len(words))), np.stack([row(word) for word in words]))
     return asked
 
@@ -129,20 +130,22 @@ def test_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monkey
     assert fill(row_cache(tmp_path), ["w1"]) == ["w1"]
 
 
-def cached(folder: Path, kind: str = "disk", cache_dir: str | None = None, **more: object) -> CachedSplit:
-    source = open_source(str(folder))
-    options = CacheOptions(kind, cache_dir, data_folders(source), total_images=56, max_bad=0.1)  # type: ignore[arg-type]
-    return cache_split(source.samples("train"), "train", SIDE, "shortest", options, plan(**more))  # type: ignore[arg-type]
+def cached(folder: Path, kind: str = "disk", cache_dir: str | None = None, **more: object) -> Split:
+    config = DataConfig(source=(str(folder),), cache=kind, cache_dir=cache_dir)
+    images, samples, failures, kind = cache_split(
+        open_source(str(folder)), "train", SIDE, "shortest", config, plan(**more)
+    )
+    return Split(images, None, samples, failures, kind)
 
 
-def squares(split: CachedSplit) -> np.ndarray:
+def squares(split: Split) -> np.ndarray:
     return np.stack([to_square(sample.image.open(SIDE), SIDE) for sample in split.samples])
 
 
 @pytest.mark.parametrize("kind", ["disk", "ram", "off"])
 def test_cached_pixels_are_those_of_the_files(tmp_path: Path, kind: str) -> None:
     split = cached(make_set(tmp_path / "set", train=150), kind)
-    assert split.kind == kind
+    assert split.cache == kind
     np.testing.assert_array_equal(split.images.read(np.arange(150)), squares(split))
 
 
@@ -194,6 +197,7 @@ BUILD = """
 import sys, time
 from pathlib import Path
 sys.path[:0] = {paths!r}
+from m1clip.config import DataConfig
 from m1clip.data import cache
 cache.SAVE_SECONDS = 0.0
 honest = cache.to_square
@@ -253,7 +257,7 @@ def test_too_little_space_is_refused_before_anything_is_written(
         cached(folder)
     assert not list((folder / ".m1clip-cache").glob("*/rows.bin"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(needed * 1.06)))
-    assert cached(folder).kind == "disk"
+    assert cached(folder).cache == "disk"
 
 
 @pytest.mark.parametrize("unusable", ["not writable", "no locks"])

@@ -121,7 +121,7 @@ def test_groups_hold_every_token_of_every_caption_once() -> None:
     batch = data[0]
     assert len(batch.tokens) == 72
     assert list(batch.lengths) == sorted(batch.lengths)
-    groups = batch.text_groups()
+    groups = [batch.texts(rows) for rows in batch.text_rows()]
     assert len(groups) == 2
     end = (batch.tokens == batch.tokens[0].max()).int()  # the end mark is the largest id
     row = 0
@@ -132,7 +132,8 @@ def test_groups_hold_every_token_of_every_caption_once() -> None:
         assert end[row : row + len(group), : group.shape[1]].any(dim=1).all()
         row += len(group)
     assert row == 72
-    assert [g.shape for g in training_set(full_length=True)[0].text_groups()] == [(8, 64)]
+    full = training_set(full_length=True)[0]
+    assert [full.texts(rows).shape for rows in full.text_rows()] == [(8, 64)]
 
 
 def test_a_batch_moves_whole() -> None:

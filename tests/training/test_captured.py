@@ -11,7 +11,7 @@ import torch
 from small_run import run_small, screen, small_config
 from torch import Tensor
 
-from m1clip.data.loader import batches
+from m1clip.data.loader import Batch, batches
 from m1clip.runlog import read_log
 from m1clip.training.cuda_graph import MOST, CapturedStep
 from m1clip.training.run import decode_plan, resume
@@ -30,6 +30,10 @@ ON_CUDA |= {
 }
 
 
+def groups(batch: Batch) -> list[torch.Tensor]:
+    return [batch.texts(rows) for rows in batch.text_rows()]
+
+
 def made(changes: dict[str, Any]) -> tuple[Job, TrainStep]:
     job = prepare_scratch(small_config({**VARIED, **changes}), lambda line: None, decode_plan(screen()))
     update = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
@@ -43,10 +47,10 @@ def test_padding_to_the_longest_so_far_changes_no_loss() -> None:
     for step in range(6):
         batch = job.training[step]
         fixed = captured._fixed(batch)
-        shapes.append([tuple(group.shape) for group in fixed.text_groups()])
+        shapes.append([tuple(group.shape) for group in groups(fixed)])
         loss, same = update.backward(batch, step), update.backward(fixed, step)
         torch.testing.assert_close(same, loss, rtol=1e-6, atol=1e-6)
-        for own, padded in zip(batch.text_groups(), fixed.text_groups(), strict=True):
+        for own, padded in zip(groups(batch), groups(fixed), strict=True):
             assert torch.equal(padded[:, : own.shape[1]], own)
     for earlier, later in itertools.pairwise(shapes):
         assert all(a[0] == b[0] and a[1] <= b[1] for a, b in zip(earlier, later, strict=True))

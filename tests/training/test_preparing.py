@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from m1clip.config import Config
-from m1clip.data.cache import CacheOptions, cache_split
+from m1clip.config import Config, DataConfig
+from m1clip.data.cache import cache_split
 from m1clip.data.images import Preprocess
 from m1clip.data.types import Sample
 from m1clip.hardware.facts import read_facts
@@ -86,8 +87,9 @@ def test_progress_is_printed_and_listed_while_a_run_prepares(
                        tmp_path / "cache", (), torch.device("cpu"), "fp32", nullcontext, plan)  # fmt: skip
     with lock_run(run):
         if work in ("disk", "ram"):
-            options = CacheOptions(work, str(tmp_path / "cache"), (), COUNT, 0.1)
-            cache_split(samples, "train", 8, "squash", options, plan)
+            config = DataConfig(cache=work, cache_dir=str(tmp_path / "cache"))  # type: ignore[arg-type]
+            source: Any = SimpleNamespace(splits=lambda: ("train",), samples=lambda split: samples)
+            cache_split(source, "train", 8, "squash", config, plan)
             title = "preparing train images"
         elif work == "image features":
             feature_images(maker, samples, "train", 0.1)
