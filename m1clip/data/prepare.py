@@ -23,7 +23,6 @@ from m1clip.text.base import Tokenizer
 CROP_MARGIN = 1.15  # decoded this much larger than the training size, so that a crop is not blown up
 SIDES = re.compile(r"\b(left|right)\b", re.IGNORECASE)
 SIDES_SHARE = 0.2  # of the captions; in everyday ones it is one in a hundred
-READ_TIMEOUT = 60.0  # seconds for one image, which a lost network disk never returns
 WARNINGS_SHOWN = 2
 EXAMPLES_LOGGED = 3
 
