@@ -145,15 +145,19 @@ def classify(
     template
         A sentence with {} for the label; repeat the option to average several. Default: the label alone.
     """
-    from m1clip.evaluation.zeroshot import classify as classify_image
+    from m1clip.data.images import BadImage
     from m1clip.inference.encoder import load
     from m1clip.model.folder import newest_run
-    from m1clip.training.progress import Screen
 
-    screen = Screen()
     names = [name.strip() for name in labels.split(",") if name.strip()]
-    for name, probability in classify_image(load(model or newest_run()), image, names, template or ("{}",)):
-        screen.say(f"{100 * probability:5.1f}%  {name}")
+    if len(names) < 2:
+        raise UserError("--labels: give two or more, separated by commas")
+    try:
+        (ranked,) = load(model or newest_run()).classify(image, names, template or ("{}",))
+    except BadImage as error:
+        raise UserError(str(error)) from None
+    for name, probability in ranked:
+        print(f"{100 * probability:5.1f}%  {name}")
 
 
 @app.command

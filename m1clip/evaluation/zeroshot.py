@@ -13,6 +13,7 @@ from torch import Tensor
 from m1clip.data.images import BadImage
 from m1clip.data.sources.base import walk_images
 from m1clip.errors import UserError
+from m1clip.evaluation.analysis import even_indices
 from m1clip.evaluation.statistics import Metric, Scores, fraction_intervals
 from m1clip.inference.encoder import Model
 
@@ -48,16 +49,6 @@ def class_folders(folder: Path, names: Sequence[str] = ()) -> LabeledImages:
     )
 
 
-def class_vectors(model: Model, names: Sequence[str], templates: Sequence[str] = TEMPLATES) -> Tensor:
-    """(classes, d) unit vectors: for each class the mean over the templates, in which {} is the class name."""
-    for template in templates:
-        if "{}" not in template:
-            raise UserError(f"template '{template}': has no {{}} for the class name")
-    texts = [template.replace("{}", name) for name in names for template in templates]
-    vectors = model.encode_text(texts).view(len(names), len(templates), -1)
-    return F.normalize(vectors.mean(dim=1), dim=-1).cpu()
-
-
 def encode_readable(model: Model, paths: Sequence[Path]) -> tuple[Tensor, list[int], list[str]]:
     """(vectors, indices of the images that could be read, why the others could not)."""
     vectors, kept, reasons = [], [], []
@@ -70,7 +61,7 @@ def encode_readable(model: Model, paths: Sequence[Path]) -> tuple[Tensor, list[i
             except (BadImage, OSError) as error:
                 reasons.append(str(error))
         if squares:
-            vectors.append(model.encode_image(squares).cpu())
+            vectors.append(model.encode_image(squares))
     if not kept:
         raise UserError(f"none of the {len(paths)} images can be read; first: {(reasons or ['no images'])[0]}")
     return torch.cat(vectors), kept, reasons
@@ -87,13 +78,24 @@ class ZeroShot:
 
 
 def zero_shot(
-    model: Model, folder: Path, names: Sequence[str] = (), templates: Sequence[str] = (), probe: bool = False
+    model: Model,
+    folder: Path,
+    names: Sequence[str] = (),
+    templates: Sequence[str] = (),
+    probe: bool = False,
+    limit: int | None = None,
 ) -> ZeroShot:
-    """Accuracy over class folders where the model is given only the names; optionally also of a linear probe."""
+    """Accuracy over class folders where the model is given only the names; optionally also of a linear probe.
+
+    With `limit`, of so many images, evenly spaced.
+    """
     data = class_folders(folder, names)
-    vectors, kept, unreadable = encode_readable(model, data.paths)
-    labels = torch.tensor([data.labels[index] for index in kept])
-    similarity = vectors @ class_vectors(model, data.names, templates or TEMPLATES).T
+    chosen = even_indices(len(data.paths), len(data.paths) if limit is None else limit).tolist()
+    vectors, kept, unreadable = encode_readable(model, [data.paths[index] for index in chosen])
+    labels = torch.tensor([data.labels[chosen[index]] for index in kept])
+    classes = model.class_vectors(data.names, templates or TEMPLATES)
+    with torch.autocast("cpu", enabled=False):
+        similarity = vectors @ classes.T
     scores = top_k_accuracy(similarity, labels, "zero_shot")
     if probe:
         scores += linear_probe(vectors, labels)
@@ -150,16 +152,6 @@ def stratified_test_mask(labels: Tensor, seed: int) -> Tensor:
         count = max(round(TEST_FRACTION * len(rows)), min(1, len(rows) - 1))
         chosen[rows[torch.randperm(len(rows), generator=generator)[:count]]] = True
     return chosen
-
-
-def classify(model: Model, image: Path, labels: Sequence[str], templates: Sequence[str]) -> list[tuple[str, float]]:
-    """(label, probability), best first, at the model's temperature."""
-    if len(labels) < 2:
-        raise UserError("--labels: give two or more, separated by commas")
-    query, _, _ = encode_readable(model, [image])
-    scale = model.clip.scale().detach().cpu()
-    probabilities = (scale * query @ class_vectors(model, labels, templates).T)[0].softmax(dim=0)
-    return [(labels[index], float(probabilities[index])) for index in probabilities.argsort(descending=True).tolist()]
 
 
 def similar(model: Model, image: Path, folder: Path, count: int) -> tuple[list[tuple[Path, float]], list[str]]:

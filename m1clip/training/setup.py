@@ -32,10 +32,9 @@ from m1clip.data.prepare import (
 )
 from m1clip.data.types import Source, identities
 from m1clip.errors import UserError
-from m1clip.evaluation.analysis import even_indices
 from m1clip.evaluation.retrieval import retrieval
 from m1clip.evaluation.statistics import selection_metric
-from m1clip.evaluation.zeroshot import class_folders, class_vectors, encode_readable, top_k_accuracy
+from m1clip.evaluation.zeroshot import zero_shot
 from m1clip.hardware.device import Device, Precision, check_compile, choose_device, choose_precision, threads
 from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.measure import DTYPES, bf16_speedup
@@ -438,14 +437,11 @@ class ClassMeter:
 
     def __call__(self, bundle: Model) -> float:
         """The names of the folders are the classes."""
-        training, data = bundle.clip.training, class_folders(self.folder)
-        chosen = even_indices(len(data.paths), MOST_IMAGES)
+        training = bundle.clip.training
         with self.autocast():
-            features, kept, _ = encode_readable(bundle, [data.paths[place] for place in chosen])
-            vectors = class_vectors(bundle, data.names).cpu()
+            scores = zero_shot(bundle, self.folder, limit=MOST_IMAGES).scores
         bundle.clip.train(training)
-        labels = torch.tensor([data.labels[chosen[place]] for place in kept])
-        return top_k_accuracy(features.float() @ vectors.float().T, labels, "zero_shot")["zero_shot/top1"].value
+        return scores["zero_shot/top1"].value
 
 
 @dataclass(frozen=True)

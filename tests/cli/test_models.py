@@ -1,7 +1,8 @@
-"""export, classify, similar and eval --classes through the door: words in, exit code and lines out."""
+"""The commands export, classify, similar and eval: output and exit code."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from m1clip.cli.main import main
 from m1clip.data.images import Preprocess
 from m1clip.inference.encoder import Model
 from m1clip.model.clip import build_clip
+from m1clip.model.folder import newest_run
 from m1clip.model.presets import CLIPConfig, with_fields
 from m1clip.text.bpe import BpeTokenizer
 
@@ -91,13 +93,39 @@ def test_zero_shot(
     assert (tmp_path / "confusion-set.png").is_file() or "m1clip[plot]" in out
 
 
+def test_the_default_model_is_that_of_the_newest_run(tmp_path: Path) -> None:
+    for number, name in enumerate(("b", "a")):
+        (tmp_path / name / "best").mkdir(parents=True)
+        (tmp_path / name / "best" / "model.safetensors").touch()
+        (tmp_path / name / "run.jsonl").touch()
+        os.utime(tmp_path / name / "run.jsonl", (number, number))
+    assert newest_run(tmp_path) == tmp_path / "a"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("classify", "set/red/0.png", "--labels", "a,b"), "no trained model in runs/"),
+        (("classify", "set/red/0.png", "--labels", "a", "--model", "MODEL"), "two or more"),
+        (("classify", "notes.txt", "--labels", "a,b", "--model", "MODEL"), "notes.txt"),
+        (("classify", "set/red/0.png", "--labels", "a,b", "--template", "a thing", "--model", "MODEL"), "has no {}"),
+        (("similar", "set/red/0.png", "--in", "nowhere", "--model", "MODEL"), "nowhere: no such folder"),
+        (("eval", "MODEL"), "name data with --data"),
+        (("eval", "MODEL", "--classes", "set/red"), "0 class folders"),
+        (("eval", "MODEL", "--classes", "set", "--class-names", "notes.txt"), "1 names for the 2 class folders"),
+    ],
+)
 def test_mistakes_are_one_line(
-    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...],
+    message: str,
+    model: Path,
+    images: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, _, error = said(capsys, "classify", images / "red" / "0.png", "--labels", "a,b")
+    (tmp_path / "notes.txt").write_text("not an image")
+    code, _, error = said(capsys, *(model if word == "MODEL" else word for word in words))
     assert (code, error.count("\n")) == (2, 1)
-    assert "no trained model in runs/" in error
-    code, _, error = said(capsys, "train", "--init", tmp_path / "nothing", "--recipe", "frozen")
-    assert code == 2
-    assert "--init goes without --recipe frozen" in error
+    assert message in error

@@ -12,7 +12,6 @@ from PIL import Image
 from small_run import screen, small_config
 from tower_run import frozen_config, patch_towers
 
-from m1clip.evaluation.zeroshot import class_vectors
 from m1clip.inference.encoder import load
 from m1clip.monitor.history import History
 from m1clip.monitor.report import write_report
@@ -68,7 +67,7 @@ def test_class_folders_are_selected_by_top1_accuracy(tmp_path: Path) -> None:
     assert end["image_to_text/recall@1"] == end["top1_accuracy"], "the same question, with one template"
     bundle = load(run)
     paths = sorted((data / "test").rglob("*.png"))
-    vectors = class_vectors(bundle, list(COLOURS), ["a photo of a {}."])
+    vectors = bundle.class_vectors(list(COLOURS), ["a photo of a {}."])
     said = (bundle.encode_image([bundle.square(path) for path in paths]) @ vectors.T).argmax(dim=1)
     right = torch.tensor([list(COLOURS).index(path.parent.name) for path in paths])
     assert end["top1_accuracy"] == pytest.approx(float((said == right).float().mean()))
