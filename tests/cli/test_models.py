@@ -111,6 +111,7 @@ def test_the_default_model_is_that_of_the_newest_run(tmp_path: Path) -> None:
         (("classify", "set/red/0.png", "--labels", "a,b", "--template", "a thing", "--model", "MODEL"), "has no {}"),
         (("similar", "set/red/0.png", "--in", "nowhere", "--model", "MODEL"), "nowhere: no such folder"),
         (("eval", "MODEL"), "name data with --data"),
+        (("train", "--init", "nothing", "--recipe", "frozen"), "--init excludes --recipe frozen"),
         (("eval", "MODEL", "--classes", "set/red"), "0 class folders"),
         (("eval", "MODEL", "--classes", "set", "--class-names", "notes.txt"), "1 names for the 2 class folders"),
     ],

@@ -77,7 +77,7 @@ def test_class_folders_are_selected_by_top1_accuracy(tmp_path: Path) -> None:
 def test_class_folders_with_frozen_towers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patch_towers(monkeypatch)
     data = {"data.source": [str(class_folders(tmp_path / "data"))], **NO_COUNTS}
-    run = train_config(frozen_config(tmp_path, **data), tmp_path / "run", screen()).run
+    run = train_config(frozen_config(tmp_path, **data), tmp_path / "run", screen()).path
     end = list(read_log(run))[-1]
     assert end["image_to_text/recall@1"] == end["top1_accuracy"]
 
