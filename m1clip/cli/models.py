@@ -21,20 +21,20 @@ def evaluate(
     model: Path,
     /,
     *,
-    source: Annotated[tuple[str, ...], Parameter(name="--data", negative="")] = (),
+    source: Annotated[tuple[str, ...], Parameter(name="--data", negative="", show_default=False)] = (),
     split: Literal["train", "val", "test"] = "test",
     classes: Path | None = None,
     class_names: Path | None = None,
-    template: Annotated[tuple[str, ...], Parameter(negative="")] = (),
-    probe: Annotated[bool, Parameter(negative="")] = False,
-    analysis: Annotated[bool, Parameter(negative="")] = False,
+    template: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
+    probe: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    analysis: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     device: Literal["auto", "cpu", "mps", "cuda"] = "auto",
 ) -> None:
     """Evaluate a model: recall in both directions (class folders: top-1 accuracy), with chance level and 95% interval.
 
-    m1clip eval runs/demo evaluates a run's best model on the test split of its data, m1clip eval MODEL --data photos
-    any model on other data. With --classes FOLDER, which has one folder of images per class, it measures zero-shot
-    classification by the class names.
+    m1clip eval runs/demo evaluates the best model of a run on the test split of its data. m1clip eval MODEL
+    --data photos evaluates any model on other data. --classes FOLDER, with one folder of images per class, measures
+    zero-shot classification by class name.
 
     Parameters
     ----------
@@ -128,7 +128,7 @@ def classify(
     *,
     labels: str,
     model: Path | None = None,
-    template: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    template: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
 ) -> None:
     """Show how well each label describes an image; labels can be any words.
 
@@ -166,7 +166,7 @@ def similar(
 ) -> None:
     """List the images of a folder that are most similar to an image, with their cosine similarity.
 
-    m1clip similar dog.jpg --in ~/Images --model runs/frozen
+    m1clip similar dog.jpg --in ~/Pictures --model runs/frozen
 
     Parameters
     ----------
