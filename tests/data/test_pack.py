@@ -60,12 +60,12 @@ def test_all_splits_captions_and_ids_come_back(tmp_path: Path) -> None:
     assert [sizes[name] for name in trains] == [10, 10, 5]
     before, after = open_source(str(folder)), open_source(str(tmp_path / "shards"))
     for split in ("train", "val", "test"):
-        told = [[(sample.id, sample.captions) for sample in source.samples(split)] for source in (before, after)]
-        assert told[0] == told[1]
+        read = [[(sample.id, sample.captions) for sample in source.samples(split)] for source in (before, after)]
+        assert read[0] == read[1]
     assert after.problems == []
 
 
-def test_bytes_stay_where_readers_know_them_and_equal_sources_give_equal_shards(tmp_path: Path) -> None:
+def test_common_formats_keep_their_bytes_and_equal_sources_give_equal_shards(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set")
     for name in ("one", "two"):
         pack(open_source(str(folder)), tmp_path / name, shard_size=100)
@@ -80,7 +80,7 @@ def test_bytes_stay_where_readers_know_them_and_equal_sources_give_equal_shards(
     assert len(about["captions"]) == 2
 
 
-def test_other_formats_become_png_and_endings_tell_the_truth(tmp_path: Path) -> None:
+def test_other_formats_become_png_with_the_right_suffix(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set", train=3)
     image(1).save(folder / "images" / "train-0000.jpg", "BMP")
     image(2).save(folder / "images" / "train-0001.jpg", "WEBP", lossless=True)
@@ -90,7 +90,7 @@ def test_other_formats_become_png_and_endings_tell_the_truth(tmp_path: Path) -> 
     np.testing.assert_array_equal(Image.open(io.BytesIO(inside["000000000.png"])), image(1))
 
 
-def test_larger_images_are_made_smaller_when_asked(tmp_path: Path) -> None:
+def test_image_size_shrinks_larger_images(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set", train=2)
     image(5, (31, 20)).save(folder / "images" / "train-0001.jpg")
     pack(open_source(str(folder)), tmp_path / "shards", image_size=24)
@@ -108,7 +108,7 @@ def test_broken_images_are_skipped_and_named(tmp_path: Path) -> None:
     assert "train-0005.jpg: not an image" in written.skipped[1]
 
 
-def test_what_cannot_be_packed_is_one_line(tmp_path: Path) -> None:
+def test_what_cannot_be_packed_is_one_error(tmp_path: Path) -> None:
     source = open_source(str(make_set(tmp_path / "set", train=4, val=2, test=2)))
     with pytest.raises(UserError, match="not an empty folder"):
         pack(source, tmp_path)
@@ -121,8 +121,8 @@ def test_what_cannot_be_packed_is_one_line(tmp_path: Path) -> None:
 def test_synthetic_images_can_be_packed(tmp_path: Path) -> None:
     source = SyntheticSource(32, train=3, val=1, test=1)
     pack(source, tmp_path / "shards")
-    again = open_source(str(tmp_path / "shards"))
-    for one, other in zip(source.samples("train"), again.samples("train"), strict=True):
+    packed = open_source(str(tmp_path / "shards"))
+    for one, other in zip(source.samples("train"), packed.samples("train"), strict=True):
         assert one.captions == other.captions
         np.testing.assert_array_equal(one.image.open(), other.image.open())
 

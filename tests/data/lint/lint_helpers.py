@@ -1,4 +1,4 @@
-"""What the tests of lint share."""
+"""Helpers of the lint tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from m1clip.data.lint.report import LintReport
 
 
 def photo(seed: int, size: tuple[int, int] = (96, 64)) -> Image.Image:
-    """Shapes of chance: no two look alike."""
+    """Random shapes: no two look alike."""
     small = np.random.default_rng(seed).integers(0, 255, (6, 9, 3), np.uint8)
     return Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
 

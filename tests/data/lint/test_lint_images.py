@@ -1,4 +1,4 @@
-"""Lint: each fault of an image is found, named by file and row, and nothing else is."""
+"""Lint: each fault of an image is found and named by file and row, and nothing else is reported."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_conversions_are_counted(tmp_path: Path) -> None:
 
 def test_copies_and_leakage(tmp_path: Path) -> None:
     files = good(10)
-    files["again.jpg"] = files["p0.jpg"]
+    files["copy.jpg"] = files["p0.jpg"]
     files["smaller.jpg"] = saved(photo(1).resize((60, 40)), quality=60)
     files["brighter.png"] = saved(ImageEnhance.Brightness(photo(2)).enhance(1.2), "PNG")
     files["leak.jpg"] = files["p3.jpg"]
@@ -103,7 +103,7 @@ def test_copies_and_leakage(tmp_path: Path) -> None:
     for code, names in {
         "leak-identical": ("p3.jpg", "leak.jpg"),
         "leak-near": ("p1.jpg", "smaller.jpg"),
-        "duplicate-identical": ("p0.jpg", "again.jpg"),
+        "duplicate-identical": ("p0.jpg", "copy.jpg"),
         "duplicate-near": ("p2.jpg", "brighter.png"),
     }.items():
         assert all(name in of(report, code)[0] for name in names)

@@ -34,14 +34,14 @@ def test_captions(tmp_path: Path) -> None:
     assert report.facts["images_per_caption"]["max"] == 2
 
 
-def test_labels_are_told_from_captions(tmp_path: Path) -> None:
+def test_labels_are_recognized(tmp_path: Path) -> None:
     rows = [(f"p{n}.jpg", ("cat", "dog")[n % 2], "val" if n > 10 else "train") for n in range(12)]
     report = lint(open_source(str(make(tmp_path, good(12), rows))))
     assert counts(report)["labels"] == 12
     assert report.verdict == "warnings"
 
 
-def test_class_folders_are_labels_by_design(tmp_path: Path) -> None:
+def test_class_folders_are_classification(tmp_path: Path) -> None:
     for n in range(12):
         folder = tmp_path / ("cat", "dog")[n % 2]
         folder.mkdir(exist_ok=True)
@@ -73,12 +73,12 @@ def test_a_sample_of_the_images_is_checked(tmp_path: Path) -> None:
 
 
 def test_json_and_progress(tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     files = {**good(40), "bad\nname\x1b.jpg": b"x", "last.jpg": saved(photo(60))}
     report = lint(
-        open_source(str(make(tmp_path, files))), workers=3, progress=lambda done, total: told.append((done, total))
+        open_source(str(make(tmp_path, files))), workers=3, progress=lambda done, total: calls.append((done, total))
     )
-    assert told[-1] == (42, 42)
+    assert calls[-1] == (42, 42)
     loaded = json.loads(report.to_json())
     assert loaded["verdict"] == "problems"
     assert loaded["findings"][0]["count"] == 1

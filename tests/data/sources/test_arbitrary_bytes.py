@@ -21,7 +21,7 @@ many = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCh
 
 
 def check(name: str, data: bytes) -> None:
-    """Open the bytes as a file of that name: every sample is whole, or the error is one line with the file."""
+    """Open the bytes as a file of that name: every sample is valid, or the error is one line with the file name."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
         path.write_bytes(data)
@@ -139,8 +139,8 @@ def good_tar() -> bytes:
     return stream.getvalue()
 
 
-def header_mended(data: bytearray, block: int) -> None:
-    """Make the checksum of a damaged header right again, so that the damage is really read."""
+def fix_checksum(data: bytearray, block: int) -> None:
+    """Fix the checksum of a damaged header, so that the damage is parsed."""
     start = block * 512
     header = data[start : start + 512]
     if len(header) == 512:
@@ -158,7 +158,7 @@ def test_tar(damage: list[tuple[int, int]], cut: int, tail: bytes) -> None:
     data = bytearray(good_tar())
     for place, value in damage:
         data[place % len(data)] = value
-        header_mended(data, place % len(data) // 512)
+        fix_checksum(data, place % len(data) // 512)
     check("t.tar", bytes(data[: len(data) - cut]) + tail)
     check("t.tar", tail)
 

@@ -1,4 +1,4 @@
-"""Folders: text beside, classes, imagefolder, Flickr, COCO."""
+"""Folders: text files, classes, imagefolder, Flickr, COCO."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Write = Callable[[Iterable[str]], Path]
 FLICKR8K = Path(__file__).parents[3] / "../shared/data/flickr8k-112"
 
 
-def test_text_beside_each_image(images: Write) -> None:
+def test_text_file_for_each_image(images: Write) -> None:
     root = images(["train/a.jpg", "train/b.jpg", "val/c.jpg", "._a.jpg", "test/d.jpg"])
     (root / "train/a.txt").write_text("one\n\n two  words \n")
     (root / "val/c.jpg.txt").write_text("three")

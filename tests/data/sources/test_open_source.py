@@ -20,7 +20,7 @@ from m1clip.errors import UserError
 Write = Callable[[Iterable[str]], Path]
 
 
-def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_and_unknown_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for spec, message in {
         "": "the path to the data is empty",
@@ -35,7 +35,7 @@ def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
-def test_a_pipe_is_not_waited_on(tmp_path: Path) -> None:
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "t.csv")
     with pytest.raises(UserError, match="neither a file nor a folder"):
         open_source(str(tmp_path / "t.csv"))
@@ -104,7 +104,7 @@ def test_a_table_with_unknown_columns_in_a_folder_names_them_and_the_options(ima
         open_source(str(folder))
 
 
-def test_class_folders_say_what_was_read_and_what_was_not(images: Write) -> None:
+def test_class_folders_note_tables_that_were_not_read(images: Write) -> None:
     folder = images(["cat/1.jpg", "dog/2.jpg"])
     (folder / "list.csv").write_text("which,words\ncat/1.jpg,a small cat\n")
     source = open_source(str(folder))
@@ -114,7 +114,7 @@ def test_class_folders_say_what_was_read_and_what_was_not(images: Write) -> None
 
 
 @pytest.mark.parametrize("below", ["captions.csv", "train/cat/1.jpg"])
-def test_a_parent_of_data_sets_is_not_read_as_classes(images: Write, below: str) -> None:
+def test_a_folder_of_datasets_is_not_read_as_classes(images: Write, below: str) -> None:
     folder = images(["sets/b/x/1.jpg", "sets/c/x/1.jpg"]) / "sets"
     for name in ("b", "c"):
         (folder / name / below).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""webdataset shards: read where they lie, never unpacked."""
+"""webdataset shards are read in place, never unpacked."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_json_caption_and_incomplete_samples(tmp_path: Path, tar_of: TarOf) -> N
     assert [problem.what for problem in source.problems] == ["no caption", "no image", "no caption"]
 
 
-def test_unsafe_members_are_left_out_and_counted(tmp_path: Path, tar_of: TarOf, samples: Samples) -> None:
+def test_unsafe_members_are_skipped_and_counted(tmp_path: Path, tar_of: TarOf, samples: Samples) -> None:
     path = tar_of(
         tmp_path / "in/s.tar", [*samples(1), ("../evil.jpg", b"x"), ("/abs.jpg", b"x"), ("a/../../b.txt", b"x")]
     )
@@ -78,14 +78,14 @@ def test_a_shard_is_never_unpickled(tmp_path: Path, tar_of: TarOf, samples: Samp
     assert len(everything(open_source(str(tar_of(tmp_path / "s.tar", entries))))) == 2
 
 
-def test_a_cut_shard_gives_what_lies_before_the_cut(tmp_path: Path, tar_of: TarOf, samples: Samples) -> None:
+def test_a_truncated_shard_gives_what_is_before_the_cut(tmp_path: Path, tar_of: TarOf, samples: Samples) -> None:
     path = tar_of(tmp_path / "s.tar", samples(10))
     data = path.read_bytes()
-    whole = everything(open_source(str(path)))
+    complete = everything(open_source(str(path)))
     path.write_bytes(data[: 512 * 4 * 5 + 700])
     source = open_source(str(path))
     assert 4 <= len(everything(source)) < 10
-    assert everything(source).items() <= whole.items()
+    assert everything(source).items() <= complete.items()
     assert "cut short" in source.problems[-1].what
     image = everything(source)["s.tar/00003.jpg"].image
     path.write_bytes(data[:512])
@@ -117,7 +117,7 @@ def test_clear_errors(tmp_path: Path, tar_of: TarOf, samples: Samples) -> None:
 
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_our_index_agrees_with_tarfile(form: int) -> None:
+def test_members_agree_with_tarfile(form: int) -> None:
     stream = io.BytesIO()
     names = ["a.jpg", "d/" * 40 + "b.jpg", "é" * 30 + ".txt", "x" * 99] + (
         ["n" * 300] if form != tarfile.USTAR_FORMAT else []
@@ -134,7 +134,7 @@ def test_our_index_agrees_with_tarfile(form: int) -> None:
     assert ours == theirs
 
 
-def test_what_webdataset_writes_we_read(tmp_path: Path) -> None:
+def test_shards_written_by_webdataset(tmp_path: Path) -> None:
     webdataset = pytest.importorskip("webdataset")
     with webdataset.TarWriter(str(tmp_path / "w.tar")) as writer:
         writer.write({"__key__": "k", "jpg": image_bytes(3), "txt": "hello", "json": {"captions": ["a", "b"]}})

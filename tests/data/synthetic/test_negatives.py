@@ -73,8 +73,8 @@ def test_either_of_two_things_may_be_changed() -> None:
 
 
 def test_wordings_fit_and_the_seed_decides() -> None:
-    drawn = sample_scenes("val", 200, seed=0)
-    every = [n for seed, scene in enumerate(drawn) for n in negatives(scene, seed)]
+    sampled = sample_scenes("val", 200, seed=0)
+    every = [n for seed, scene in enumerate(sampled) for n in negatives(scene, seed)]
     assert sum(len(n.caption) <= FITS for n in every) > 0.97 * len(every)
-    assert negatives(drawn[0], 5) == negatives(drawn[0], 5)
-    assert negatives(drawn[0], 5) != negatives(drawn[0], 6)
+    assert negatives(sampled[0], 5) == negatives(sampled[0], 5)
+    assert negatives(sampled[0], 5) != negatives(sampled[0], 6)

@@ -63,8 +63,8 @@ def test_no_two_images_of_a_split_share_a_caption() -> None:
 
 
 def test_nearly_all_fit_a_character_tokenizer_of_77_tokens() -> None:
-    drawn = sample_scenes("train", 1000, seed=3)
-    texts = [text for number, scene in enumerate(drawn) for text in captions(scene, 5, number)]
+    sampled = sample_scenes("train", 1000, seed=3)
+    texts = [text for number, scene in enumerate(sampled) for text in captions(scene, 5, number)]
     assert sum(len(text) <= FITS for text in texts) > 0.99 * len(texts)
 
 

@@ -53,8 +53,8 @@ def test_train_never_shows_a_held_out_combination_and_val_always_does() -> None:
 
 
 def test_scenes_are_distinct_and_use_every_attribute_value() -> None:
-    drawn = [scene for split in SPLITS for scene in sample_scenes(split, 2500, seed=5)]
-    assert len(set(drawn)) == len(drawn)
+    sampled = [scene for split in SPLITS for scene in sample_scenes(split, 2500, seed=5)]
+    assert len(set(sampled)) == len(sampled)
     train = sample_scenes("train", 3000, seed=0)
     things = [thing for scene in train for thing in scene.things]
     assert {thing.kind for thing in things} == set(KIND_NAMES)
