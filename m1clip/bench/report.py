@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import importlib.util
-import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from html import escape
-from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -16,6 +13,7 @@ from m1clip.bench.configurations import Configuration
 from m1clip.bench.cost_model import CostModel, Result, by_device
 from m1clip.bench.verdict import gradient_is_right
 from m1clip.formatting import duration, number, percent, size, table
+from m1clip.monitor.report import Plot, html_page, html_plots, html_table
 
 Document = dict[str, Any]
 HEAD = ("configuration", "step", "quartiles", "n", "images/s", "of GEMM", "memory", "energy", "gradient")
@@ -63,7 +61,6 @@ def text(document: Document) -> str:
 
 def page(document: Document) -> str:
     """The report of a comparison."""
-    style = (resources.files("m1clip") / "web" / "page" / "report.css").read_text(encoding="utf-8")
     title = f"m1clip compare: {machine(document)}"
     about = f"torch {document['facts']['torch']}, m1clip {document['m1clip']}, {document['date']}"
     warnings = [
@@ -73,20 +70,16 @@ def page(document: Document) -> str:
     ]
     skipped = [(item["label"], item["kind"], item["reason"]) for item in document["skipped"]]
     parts = [
-        f"<h1>{escape(title)}</h1><p class='note'>{escape(about)}<br>{escape(' '.join(document['command']))}</p>",
+        f"<h1>{escape(title)}</h1><p class='hint'>{escape(about)}<br>{escape(' '.join(document['command']))}</p>",
         _list(document["verdict"]),
-        _plots(document),
-        "<h2>All figures</h2>" + _table(HEAD, rows(document)) + (_list(warnings) if warnings else ""),
+        html_plots(_plots(document)),
+        "<h2>All figures</h2>" + html_table(HEAD, rows(document)) + (_list(warnings) if warnings else ""),
         _cost_models(document) if document["cost_models"] else "",
         _devices(document),
-        "<h2>Skipped</h2>" + _table(("configuration", "reason", ""), skipped) if skipped else "",
+        "<h2>Skipped</h2>" + html_table(("configuration", "reason", ""), skipped) if skipped else "",
         f"<h2>Method</h2><p>{escape(METHOD)}</p>",
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{style}</style></head>\n<body>{''.join(parts)}</body></html>\n"
-    )
+    return html_page(title, "".join(parts))
 
 
 def machine(document: Document) -> str:
@@ -95,14 +88,8 @@ def machine(document: Document) -> str:
     return f"{facts['cuda'] + ' + ' if facts['cuda'] else ''}{facts['cpu']}, {facts['cores']} cores"
 
 
-def _table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    lines = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in cells]
-    top = "".join(f"<th>{escape(name)}</th>" for name in head)
-    return f"<table class='figures'><thead><tr>{top}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-
-
 def _list(lines: Sequence[str]) -> str:
-    return f"<ul class='verdicts'>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
+    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
 
 
 def _cost_models(document: Document) -> str:
@@ -126,7 +113,7 @@ def _cost_models(document: Document) -> str:
         )
     head = ("", "fixed", "per 100M parameters", "rate", "points", "error of the fit", "error on a model left out")
     words = "<p>Seconds of a step = fixed + a cost per parameter (the optimizer) + operations / rate.</p>"
-    return f"<h2>Cost model</h2>{words}{_table(head, cells)}"
+    return f"<h2>Cost model</h2>{words}{html_table(head, cells)}"
 
 
 def _devices(document: Document) -> str:
@@ -139,37 +126,24 @@ def _devices(document: Document) -> str:
         ]
         for d in document["devices"]
     ]
-    return "<h2>Devices</h2>" + _table(("", "matrix products", "memory copy", "kernel launch"), cells)
+    return "<h2>Devices</h2>" + html_table(("", "matrix products", "memory copy", "kernel launch"), cells)
 
 
-def _plots(document: Document) -> str:
+def _plots(document: Document) -> list[Plot]:
     """Speed of each configuration, and seconds against batch size where several were measured."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "<p class='note'>pip install 'm1clip[plot]' adds plots to this page.</p>"
     jobs: dict[tuple[str, int], list[Result]] = {}
     for r in document["results"]:
         jobs.setdefault((r["configuration"]["model"], r["configuration"]["batch_size"]), []).append(r)
     plots = []
     for (model, batch_size), members in jobs.items():
         if len(members) > 2 and len(jobs) <= 4:
-            plots.append(_plot(f"{model}, batch {batch_size}: images per second", _bars, members))
+            title = f"{model}, batch {batch_size}: images per second"
+            plots.append(Plot("speed", title, "see the table below", partial(_bars, members=members)))
     for model in dict.fromkeys(model for model, _ in jobs):
         if len({batch_size for name, batch_size in jobs if name == model}) > 1:
-            plots.append(_plot(f"{model}: seconds per step; dashed: cost model", _growth, document, model))
-    return f"<div class='grid'>{''.join(plots)}</div>" if plots else ""
-
-
-def _plot(caption: str, draw: Callable[..., None], *values: Any) -> str:
-    """A figure as an image inside the page, readable on light and dark paper."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3.6), dpi=120, layout="constrained")
-    draw(figure.subplots(), *values)
-    file = io.BytesIO()
-    figure.savefig(file, format="png", facecolor="white")
-    data = base64.b64encode(file.getvalue()).decode()
-    image = f"<img class='wide' alt='{escape(caption)}' src='data:image/png;base64,{data}'>"
-    return f"<figure><figcaption>{escape(caption)}</figcaption>{image}</figure>"
+            title = f"{model}: seconds per step; dashed: cost model"
+            plots.append(Plot("growth", title, "see the table below", partial(_growth, document=document, model=model)))
+    return plots
 
 
 def _bars(axes: Any, members: list[Result]) -> None:

@@ -1,4 +1,4 @@
-"""monitor, runs, stop and report: looking at runs from outside. None of them imports torch."""
+"""monitor, runs, stop, report and checkpoint: commands on run folders. monitor, runs, stop and report need no torch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from cyclopts import App, Parameter
 from m1clip.cli.app import app
 
 RUNS = Path("runs")
+Flag = Annotated[bool, Parameter(negative="")]
 
 
 @app.command
 def monitor(
     *runs: Path,
-    web: Annotated[bool, Parameter(negative="")] = False,
+    web: Flag = False,
     port: int = 8765,
     browser: Annotated[bool, Parameter(negative="--no-browser")] = True,
-    once: Annotated[bool, Parameter(negative="")] = False,
+    once: Flag = False,
 ) -> None:
-    """Watch runs while they train, or look at finished ones: in this terminal, or with --web in a browser.
+    """Monitor runs while they train, or look at finished ones: in this terminal, or with --web in a browser.
 
     Without a name it shows the run that is training now, else the newest in runs/. Closing it never disturbs
     the run. Keys in the terminal: q quit, p pause, m next metric, r next recall, l log scale, n next run, ? help.
@@ -31,43 +32,41 @@ def monitor(
     runs
         Run folders, or a folder that holds runs.
     web
-        A page at http://127.0.0.1:PORT with plots to zoom, runs laid over each other, and what the model finds.
+        Open a page at http://127.0.0.1:PORT with plots to zoom, overlaid runs, and retrieval examples.
     port
-        For --web; 0 takes a free one.
+        Port for --web; 0 takes a free one.
     browser
-        For --web: open the page in your browser.
+        With --web, open the page in your browser.
     once
-        Print one image as plain text and end: for a pipe, a mail, a log.
+        Print the screen once as plain text, for a pipe or a log.
     """
-    from m1clip.monitor.status import find_runs, need_run, newest_run
+    from m1clip.monitor.status import find_runs, newest_run, require_run
 
     if web:
         from m1clip.web.server import serve
 
         serve(list(runs) or [RUNS], port, browser)
         return
-    found = [run for each in runs for run in (find_runs(each) or [need_run(each)])]
-    from m1clip.monitor import terminal as room
+    from m1clip.monitor import terminal
 
-    if once:
-        for run in found or [newest_run(RUNS)]:
-            print(room.once(run))
+    found = [run for each in runs for run in (find_runs(each) or [require_run(each)])] or [newest_run(RUNS)]
+    if not once:
+        terminal.monitor(found)
         return
-    room.monitor(found or [newest_run(RUNS)])
+    for run in found:
+        print(terminal.once(run))
 
 
 @app.command
-def runs(folder: Path = RUNS, /, *, json: Annotated[bool, Parameter(negative="")] = False) -> None:
+def runs(folder: Path = RUNS, /, *, json: Flag = False) -> None:
     """List runs with their state (preparing, running, finished, stopped, died), progress and best score.
-
-    The state comes from the run's folder and from its own process, known by number and start time.
 
     Parameters
     ----------
     folder
-        Where to look.
+        The folder of the runs.
     json
-        The same as JSON, for a program.
+        Print JSON.
     """
     from m1clip.monitor.status import as_json, as_table, list_runs
 
@@ -77,14 +76,14 @@ def runs(folder: Path = RUNS, /, *, json: Annotated[bool, Parameter(negative="")
 
 @app.command
 def stop(run: Path, /, *, wait: float = 120.0) -> None:
-    """Stop a run after its current step; it saves a checkpoint first, so that --resume continues it exactly.
+    """Stop a run after its current step; it saves a checkpoint, and m1clip train --resume continues it exactly.
 
     Parameters
     ----------
     run
-        The run's folder.
+        The run folder.
     wait
-        Seconds to wait until it has ended.
+        How many seconds to wait until it has stopped.
     """
     from m1clip.monitor.status import stop_run
 
@@ -93,13 +92,12 @@ def stop(run: Path, /, *, wait: float = 120.0) -> None:
 
 @app.command
 def report(
-    *runs: Path,
-    out: Annotated[Path | None, Parameter(name=["--out", "-o"])] = None,
-    png: Annotated[Path | None, Parameter()] = None,
+    *runs: Path, out: Annotated[Path | None, Parameter(name=["--out", "-o"])] = None, png: Path | None = None
 ) -> None:
-    """Write one HTML file that holds everything about a run: figures against chance, curves, images, settings.
+    """Write one HTML file with everything about a run: scores against chance, curves, examples, settings.
 
-    It opens without a network and prints well. Several runs are laid over each other, with a table of differences.
+    It opens without a network and prints well. Several runs are overlaid, with a table of differences. Plots need
+    matplotlib (pip install 'm1clip[plot]').
 
     Parameters
     ----------
@@ -108,42 +106,40 @@ def report(
     out
         The file to write; default: report.html in the first run's folder.
     png
-        A folder for the plots as PNG files too (pip install 'm1clip[plot]').
+        Also write the plots as PNG files to this folder.
     """
     from m1clip.errors import UserError
-    from m1clip.monitor.report import write_report
-    from m1clip.monitor.status import need_run
+    from m1clip.formatting import size
+    from m1clip.monitor.report import NO_PLOTS, has_matplotlib, write_images, write_report
+    from m1clip.monitor.status import require_run
 
     if not runs:
         raise UserError("name a run: m1clip report runs/demo")
     for run in runs:
-        need_run(run)
+        require_run(run)
     path = write_report(list(runs), out or runs[0] / "report.html")
-    print(f"report     {path} ({path.stat().st_size / 1e6:.1f} MB)")
-    if png is not None:
-        from m1clip.monitor.report import write_images
-
-        for image in write_images(list(runs), png):
-            print(f"image    {image}")
+    note = "" if has_matplotlib() else f" without plots; {NO_PLOTS}"
+    print(f"report     {path} ({size(path.stat().st_size)}){note}")
+    for image in write_images(list(runs), png) if png is not None else ():
+        print(f"plot       {image}")
 
 
-checkpoint = App(name="checkpoint", help="List, check and thin out the checkpoints of a run.")
+checkpoint = App(name="checkpoint", help="List, verify and prune the checkpoints of a run.")
 app.command(checkpoint)
-JSON = Annotated[bool, Parameter(negative="")]
 
 
 @checkpoint.command
-def ls(run: Path, /, *, json: JSON = False) -> None:
-    """List the checkpoints of a run: step, size, when each was saved. Fast: nothing is read but names and sizes.
+def ls(run: Path, /, *, json: Flag = False) -> None:
+    """List the checkpoints of a run: step, size and time.
 
-    A run continues from the newest one that is whole (m1clip train --resume RUN). The best model is apart, in best/.
+    m1clip train --resume RUN continues from the newest valid one. The best model is in best/.
 
     Parameters
     ----------
     run
         A run folder.
     json
-        The same as JSON, for a program.
+        Print JSON.
     """
     from m1clip.training.checkpoint_files import as_json, rows, table
 
@@ -152,17 +148,17 @@ def ls(run: Path, /, *, json: JSON = False) -> None:
 
 
 @checkpoint.command
-def verify(run: Path, /, *, json: JSON = False) -> None:
-    """Read every checkpoint of a run and compare it with its hashes; exit code 1 if one is damaged.
+def verify(run: Path, /, *, json: Flag = False) -> None:
+    """Compare every checkpoint of a run with its hashes; exit code 1 if one is damaged.
 
-    Nothing is changed. A damaged one is passed over by --resume, which then takes the one before it.
+    Nothing is changed: --resume skips a damaged checkpoint and takes the one before it.
 
     Parameters
     ----------
     run
         A run folder.
     json
-        The same as JSON, for a program.
+        Print JSON.
     """
     from m1clip.training.checkpoint_files import as_json, checked_rows, table
 
@@ -174,7 +170,7 @@ def verify(run: Path, /, *, json: JSON = False) -> None:
 
 @checkpoint.command
 def prune(run: Path, /, *, keep: int = 1) -> None:
-    """Delete all but the newest checkpoints of a run that is not training; the newest whole one is never deleted.
+    """Delete all but the newest checkpoints of a run that is not training; the newest valid one is always kept.
 
     Parameters
     ----------

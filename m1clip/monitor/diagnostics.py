@@ -1,215 +1,221 @@
-"""What the numbers mean, in plain words. Pure functions of a history: each has a test with records written by hand."""
+"""What the numbers of a run mean, in words: pure functions of its history."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from m1clip.formatting import duration, percent, plural, size
-from m1clip.monitor.history import History
-from m1clip.runlog import SELECTION
+from m1clip.formatting import duration, number, percent, plural, size
+from m1clip.monitor.history import History, numbers
+from m1clip.runlog import SELECTION, Record, selection_metric
 
-Level = Literal["good", "note", "bad"]
-DATA_SHARE = 0.10
-SLOWER = 1.25
+Level = Literal["error", "warning", "good"]
+DATA_FRACTION = 0.10  # of a step spent waiting for batches
+SLOWER = 1.25  # times the first steps
 HOT = 90.0  # degrees Celsius
 STALLED = 30.0  # seconds without a line, at least
+NEARLY_FULL = 0.85  # of the memory
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnostic:
     """One sentence, and how much it matters."""
 
     level: Level
-    words: str
+    message: str
 
 
-def verdicts(history: History, now: float, state: str) -> list[Verdict]:
-    """All that can be said, the worst first."""
-    found = [verdict for judge in JUDGES if (verdict := judge(history))]
-    found += [verdict for verdict in (stalled(history, now, state), broken_off(history, state)) if verdict]
-    order = {"bad": 0, "note": 1, "good": 2}
-    return sorted(found, key=lambda verdict: order[verdict.level])
+def diagnose(history: History, now: float, state: str) -> list[Diagnostic]:
+    """Everything that can be said, the worst first."""
+    found = [*(check(history) for check in CHECKS), stalled(history, now, state), interrupted(history, state)]
+    order = ("error", "warning", "good")
+    return sorted((each for each in found if each), key=lambda each: order.index(each.level))
 
 
-def not_a_number(history: History) -> Verdict | None:
+def not_a_number(history: History) -> Diagnostic | None:
     """NaN or infinity in the newest loss."""
-    if history.recent and not _is_number(history.recent[-1].get("loss")):
-        step = history.recent[-1]["step"]
-        return Verdict("bad", f"the loss is not a number at step {step:,}: lower --lr, or train in fp32")
-    return None
-
-
-def data_bound(history: History) -> Verdict | None:
-    """The device waits for batches."""
-    shares = _values(history.recent, "data_fraction")
-    if len(shares) < 2:
+    if not history.recent or numbers([history.newest], "loss"):
         return None
-    share = statistics.mean(shares)
-    if share < DATA_SHARE:
-        return None
-    workers = history.setting("data", "workers", int) or 0
-    return Verdict(
-        "bad" if share > 0.3 else "note",
-        f"data is holding the device back: {percent(share, 0)} of each step; try --workers {2 * workers or 2}",
+    return Diagnostic(
+        "error", f"the loss is not a number at step {history.newest['step']:,}: lower --lr, or use --precision fp32"
     )
 
 
-def throttling(history: History) -> Verdict | None:
-    """Steps that take longer than those at the start of this session."""
-    first, last = _values(history.first[1:], "step_seconds"), _values(history.recent, "step_seconds")[-10:]
-    if len(first) < 3 or len(last) < 3 or history.recent[-1]["step"] <= history.first[-1]["step"]:
+def data_bound(history: History) -> Diagnostic | None:
+    """The device waits for batches."""
+    fractions = numbers(history.recent, "data_fraction")
+    if len(fractions) < 2 or (fraction := statistics.mean(fractions)) < DATA_FRACTION:
+        return None
+    workers = 2 * (history.setting("data", "workers", int) or 0) or 2
+    level: Level = "error" if fraction > 0.3 else "warning"
+    return Diagnostic(
+        level, f"loading data takes {percent(fraction, 0)} of each step: the device waits; try --workers {workers}"
+    )
+
+
+def throttling(history: History) -> Diagnostic | None:
+    """Steps take longer than at the start of this session."""
+    first, last = numbers(history.first[1:], "step_seconds"), numbers(history.recent, "step_seconds")[-10:]
+    if len(first) < 3 or len(last) < 3 or history.newest["step"] <= history.first[-1]["step"]:
         return None
     ratio = statistics.median(last) / statistics.median(first)
     if ratio < SLOWER:
         return None
-    heat = _values(list(history.recent)[-1:], "celsius")
-    why = (
-        f"the machine is throttling at {heat[0]:.0f} °C"
-        if heat and heat[0] >= HOT
-        else "the machine is throttling, or busy with something else"
-    )
-    return Verdict("bad", f"{why}: steps {ratio:.1f}x slower than at the start")
+    hot = [celsius for celsius in numbers([history.newest], "celsius") if celsius >= HOT]
+    cause = f"throttling at {hot[0]:.0f} °C" if hot else "throttling, or busy with other programs"
+    return Diagnostic("error", f"steps are {ratio:.1f}x slower than at the start: the machine is {cause}")
 
 
-def near_chance(history: History) -> Verdict | None:
-    """The figure that chooses the best model cannot be told from pure chance."""
-    row, name = history.evaluations.last, history.metric
-    if row is None or not all(_is_number(row.get(f"{name}{part}")) for part in ("", "/low", "/chance")):
+def near_chance(history: History) -> Diagnostic | None:
+    """The selection metric cannot be distinguished from chance."""
+    value, low, chance = _score(history)
+    if low is None or chance is None or low > chance:
         return None
-    if row[f"{name}/low"] > row[f"{name}/chance"]:
-        return None
-    return Verdict(
-        "note",
-        f"{SELECTION[name]} is within noise of chance: {percent(row[name])}, chance {percent(row[f'{name}/chance'])}",
-    )
+    label = SELECTION[history.metric]
+    return Diagnostic("warning", f"{label} is within noise of chance: {percent(value)}, chance {percent(chance)}")
 
 
-def loss_rises(history: History) -> Verdict | None:
-    """The loss of the newest tenth stands clearly above the lowest it was."""
-    losses = _values(history.steps, "loss")
+def loss_rises(history: History) -> Diagnostic | None:
+    """The loss of the newest tenth is clearly above its lowest."""
+    losses = numbers(history.steps, "loss")
     if len(losses) < 20:
         return None
     part = max(3, len(losses) // 10)
     means = [statistics.mean(losses[i : i + part]) for i in range(len(losses) % part, len(losses) - part + 1, part)]
-    spread = statistics.pstdev(losses[-part:])
-    if means[-1] > 1.1 * min(means) and means[-1] - min(means) > 2 * spread:
-        words = f"the loss is rising: {means[-1]:.3g} now, {min(means):.3g} before; --lr may be too high"
-        return Verdict("bad", words)
-    return None
+    now, lowest = means[-1], min(means)
+    if now <= 1.1 * lowest or now - lowest <= 2 * statistics.pstdev(losses[-part:]):
+        return None
+    return Diagnostic("error", f"the loss is rising: {number(now)} now, {number(lowest)} before; try a lower --lr")
 
 
-def no_longer_better(history: History) -> Verdict | None:
-    """The figure that chooses the best model has not risen for three evaluations."""
-    name = history.metric
-    rows = [row for row in history.evaluations if _is_number(row.get(name))]
+def no_longer_better(history: History) -> Diagnostic | None:
+    """The selection metric has not improved for three evaluations."""
+    rows = [row for row in history.evaluations if numbers([row], history.metric)]
     if len(rows) < 4:
         return None
-    best = max(range(len(rows)), key=lambda index: rows[index][name])
-    stale = len(rows) - 1 - best
+    best = max(range(len(rows)), key=lambda index: rows[index][history.metric])
+    stale, step = len(rows) - 1 - best, rows[best]["step"]
     if stale < 3:
         return None
-    losses = _values(history.steps, "loss")
-    since = [row["loss"] for row in history.steps if row["step"] >= rows[best]["step"] and _is_number(row.get("loss"))]
-    by_heart = len(since) > 5 and statistics.mean(losses[-3:]) < 0.9 * statistics.mean(since[:3])
-    words = f"{SELECTION[name]} has not risen for {stale} evaluations (best at step {rows[best]['step']:,})"
-    return Verdict("note", words + (": it now learns the training images by heart" if by_heart else ""))
+    since = numbers((row for row in history.steps if row["step"] >= step), "loss")
+    overfits = len(since) > 5 and statistics.mean(since[-3:]) < 0.9 * statistics.mean(since[:3])
+    message = f"{SELECTION[history.metric]} has not improved for {stale} evaluations (best at step {step:,})"
+    return Diagnostic("warning", message + (": the model overfits the training images" if overfits else ""))
 
 
-def gradients(history: History) -> Verdict | None:
+def gradients(history: History) -> Diagnostic | None:
     """Gradients far above their usual size, or none at all."""
-    norms = _values(history.recent, "grad_norm")
+    norms = numbers(history.recent, "grad_norm")
     if len(norms) < 5:
         return None
     usual = statistics.median(norms)
     if norms[-1] > 10 * usual > 0:
-        return Verdict("note", f"the gradient norm jumped to {norms[-1]:.3g}, {norms[-1] / usual:.0f} times the usual")
-    if usual < 1e-7:
-        return Verdict("bad", "the gradients have vanished: nothing is learned any more")
-    return None
+        times = norms[-1] / usual
+        return Diagnostic("warning", f"the gradient norm jumped to {number(norms[-1])}, {times:.0f} times the usual")
+    return Diagnostic("error", "the gradients have vanished: the model no longer learns") if usual < 1e-7 else None
 
 
-def temperature(history: History) -> Verdict | None:
-    """The temperature stands at the end of its range."""
-    values = _values(list(history.recent)[-3:], "temperature")
-    if len(values) == 3 and max(values) <= 0.0101:
-        return Verdict("note", "the temperature is at its limit of 0.01: the model is as sure as it can be")
-    return None
-
-
-def memory(history: History) -> Verdict | None:
-    """Little memory is left; on the CPU alone, where the machine's memory is what counts."""
-    facts = history.environment.get("facts")
-    total: Any = facts.get("memory_bytes") if isinstance(facts, dict) else None
-    used = _values(list(history.recent)[-1:], "memory_bytes")
-    on_cpu = history.setting("train", "device", str) == "cpu"
-    if not on_cpu or not _is_number(total) or not used or used[0] < 0.85 * total:
+def temperature(history: History) -> Diagnostic | None:
+    """The temperature is at the end of its range."""
+    values = numbers(list(history.recent)[-3:], "temperature")
+    if len(values) < 3 or max(values) > 0.0101:
         return None
-    return Verdict("bad", f"memory is nearly full: {size(used[0])} of {size(total)}; lower --batch-size")
+    return Diagnostic("warning", "the temperature has reached its lower limit of 0.01")
 
 
-def unreadable(history: History) -> Verdict | None:
+def memory(history: History) -> Diagnostic | None:
+    """Little memory is left; on the CPU only, where the machine's memory is what counts."""
+    facts = history.environment.get("facts")
+    total = numbers([facts], "memory_bytes") if isinstance(facts, dict) else []
+    used = numbers([history.newest], "memory_bytes")
+    on_cpu = history.setting("train", "device", str) == "cpu"
+    if not on_cpu or not total or not used or used[0] < NEARLY_FULL * total[0]:
+        return None
+    return Diagnostic("error", f"memory is nearly full: {size(used[0])} of {size(total[0])}; lower --batch-size")
+
+
+def unreadable_images(history: History) -> Diagnostic | None:
     """Images that could not be read."""
     if not history.skipped:
         return None
-    return Verdict("note", f"{plural(history.skipped, 'image')} could not be read; m1clip data lint says why")
+    return Diagnostic("warning", f"{plural(history.skipped, 'image')} could not be read; m1clip data lint shows why")
 
 
-def damaged_log(history: History) -> Verdict | None:
+def damaged_log(history: History) -> Diagnostic | None:
     """A log that cannot be opened, or lines of it that were skipped."""
     log = history.follower
     if log.problem:
-        return Verdict("bad", f"{log.path.name} cannot be read: {log.problem}")
-    if not log.invalid:
-        return None
-    return Verdict("note", f"{plural(log.invalid, 'invalid line')} of {log.path.name} skipped")
+        return Diagnostic("error", f"{log.path.name} cannot be read: {log.problem}")
+    return (
+        Diagnostic("warning", f"{plural(log.invalid, 'invalid line')} of {log.path.name} skipped")
+        if log.invalid
+        else None
+    )
 
 
-def learning(history: History) -> Verdict | None:
-    """The good news: how far above chance it is, and how the loss moves."""
-    row, name = history.evaluations.last, history.metric
-    if row is not None and all(_is_number(row.get(f"{name}{part}")) for part in ("", "/low", "/chance")):
-        times = row[name] / row[f"{name}/chance"] if row[f"{name}/chance"] else 0.0
-        if row[f"{name}/low"] > row[f"{name}/chance"]:
-            return Verdict("good", f"it learns: {SELECTION[name]} {percent(row[name])}, {times:,.0f} times chance")
-    losses = _values(history.steps, "loss")
+def learning(history: History) -> Diagnostic | None:
+    """How far the selection metric is above chance, or else how the loss falls."""
+    value, low, chance = _score(history)
+    if value is not None and low is not None and chance is not None and low > chance:
+        times = f", {value / chance:,.0f} times chance" if chance else ""
+        return Diagnostic("good", f"the model learns: {SELECTION[history.metric]} {percent(value)}{times}")
+    losses = numbers(history.steps, "loss")
     if len(losses) >= 6 and (now := statistics.mean(losses[-3:])) < 0.98 * (then := statistics.mean(losses[:3])):
-        return Verdict("good", f"the loss falls: {then:.3g} at first, {now:.3g} now")
+        return Diagnostic("good", f"the loss falls: {number(then)} at first, {number(now)} now")
     return None
 
 
-def stalled(history: History, now: float, state: str) -> Verdict | None:
-    """A process that lives but says nothing."""
+def stalled(history: History, now: float, state: str) -> Diagnostic | None:
+    """A living process that has not logged anything for far longer than usual."""
     if state != "running" or not history.recent:
         return None
     every = history.setting("train", "log_every", int) or 10
-    usual = statistics.median(_values(history.recent, "step_seconds") or [0.0]) * every
-    quiet = now - history.last_time
-    slow = [row["seconds"] for row in history.evaluations if _is_number(row.get("seconds"))]
-    if quiet < max(STALLED, 5 * usual, 3 * max(slow, default=0.0)):
+    usual = statistics.median(numbers(history.recent, "step_seconds") or [0.0]) * every
+    silent = now - history.last_time
+    if silent < max(STALLED, 5 * usual, *(3 * seconds for seconds in numbers(history.evaluations, "seconds"))):
         return None
-    return Verdict("bad", f"no news for {duration(quiet)}; a line usually comes every {duration(usual)}")
+    return Diagnostic("error", f"nothing logged for {duration(silent)}; usually every {duration(usual)}")
 
 
-def broken_off(history: History, state: str) -> Verdict | None:
-    """A run that can go on, and how."""
+def interrupted(history: History, state: str) -> Diagnostic | None:
+    """A run that can be resumed, and how."""
     if state not in ("died", "stopped"):
         return None
-    level: Level = "bad" if state == "died" else "note"
-    return Verdict(level, f"it {state} at step {history.step:,}; go on with: m1clip train --resume {history.run}")
+    level: Level = "error" if state == "died" else "warning"
+    return Diagnostic(level, f"{state} at step {history.step:,}; continue with: m1clip train --resume {history.run}")
 
 
-JUDGES: tuple[Callable[[History], Verdict | None], ...] = (
-    not_a_number, data_bound, throttling, near_chance, loss_rises, no_longer_better, gradients, temperature, memory,
-    unreadable, damaged_log, learning,
-)  # fmt: skip
+CHECKS: tuple[Callable[[History], Diagnostic | None], ...] = (
+    *(not_a_number, data_bound, throttling, near_chance, loss_rises, no_longer_better, gradients, temperature),
+    *(memory, unreadable_images, damaged_log, learning),
+)
 
 
-def _values(rows: Iterable[dict[str, Any]], name: str) -> list[float]:
-    return [row[name] for row in rows if _is_number(row.get(name))]
+def _score(history: History) -> tuple[float | None, ...]:
+    """Value, lower end of the interval and chance level of the selection metric at the newest evaluation."""
+    row = history.evaluations.last or {}
+    found = [numbers([row], history.metric + part) for part in ("", "/low", "/chance")]
+    return tuple(values[0] if values else None for values in found)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def describe(record: Record) -> str:
+    """An event in words."""
+    kind, step, steps = record["kind"], record.get("step"), record.get("steps")
+    at = f" at step {step:,}" if isinstance(step, int) else ""
+    metric = selection_metric(record)
+    scores = numbers([record], metric)
+    score = f"{SELECTION[metric]} {percent(scores[0])}" if scores else ""
+    difference = record.get("gradient_difference")
+    texts: dict[str, str] = {
+        "eval": f"evaluated{at}" + (f": {score}" if score else ""),
+        "start": f"started{at if step else ''}" + (f", {steps:,} steps in total" if isinstance(steps, int) else ""),
+        "checkpoint": f"checkpoint saved{at}",
+        "end": f"finished{at}" + (f": {record.get('split')} {score}" if score else ""),
+        "event": f"{record.get('event', 'event')}{at}" + (f": {record['reason']}" if "reason" in record else ""),
+        "warning": f"warning: {record.get('text', '')}",
+        "skipped": f"could not read {record.get('where', 'an image')}",
+        "parity": "parity checked" if difference is None else f"gradients differ from the CPU's by {difference}",
+    }
+    return texts.get(kind, str(kind))

@@ -1,153 +1,109 @@
-"""What a run has told so far, in bounded memory: curves, evaluations, layers, events."""
+"""What a run has logged so far, in bounded memory: curves, evaluations, layers, events, snapshots."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-import statistics
 import tomllib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from m1clip.io import is_well_formed, matches_schema, open_regular, read_small
-from m1clip.runlog import NAME as RunlogNAME
-from m1clip.runlog import Record, parse, selection_metric
+from m1clip.runlog import NAME, Record, parse, selection_metric
 
-HEAD, TAIL = 1 << 20, 4 << 20  # bytes of a long log that are read whole
-SAMPLES, SAMPLE = 512, 8 << 10  # places in between that are looked at first, and bytes at each
-AT_ONCE = 16 << 20  # bytes of the rest that one call looks through
-NOT_STEP = re.compile(rb'"kind":"(?!step"|layers")')
-LONGEST_LINE = 4 << 20  # more without an end is no line of ours
+BLOCK = 8 << 20  # bytes read at a time
+PARSE_ALL = 16 << 20  # a longer backlog is thinned: of each such length, as many steps are parsed as of one
+EDGE = 64  # lines at both ends of a block that are always parsed
+LONGEST_LINE = 4 << 20  # more bytes without a newline are no record
+POINTS, EVALUATIONS, LAYERS, EVENTS, RECENT, FIRST = 2000, 500, 200, 200, 60, 12
+# "step": forward, backward and optimizer together, where a step is replayed as a CUDA graph
+PHASES = ("data", "copy", "forward", "backward", "optimizer", "step", "rest")
+CURVES = (
+    *("loss", "grad_norm", "lr", "temperature", "images_per_second", "step_seconds", "data_fraction"),
+    *("memory_bytes", "watts", "celsius", "elapsed"),
+)
+EVENT_KINDS = ("checkpoint", "event", "warning", "skipped", "parity")
+Row = dict[str, Any]
+Setting = TypeVar("Setting")
 
 
 class Follower:
-    """Gives the records of a run as they arrive. A long log is sampled first and looked through bit by bit."""
+    """Gives the records of a run's log as they arrive."""
 
     def __init__(self, run: Path) -> None:
-        self.path = run / RunlogNAME
-        self._forget()
+        self.path = run / NAME
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._offset = 0
-        self._rest = b""
+        self._rest = b""  # the beginning of a line that is not complete yet
         self._file_id = (0, 0)
         self.problem = ""  # why the log cannot be opened
-        self.invalid = 0  # lines that were read and skipped
-        self._gap: tuple[int, int] | None = None  # bytes of a long log not yet looked through
+        self.invalid = 0  # lines that were skipped
 
-    @property
-    def complete(self) -> bool:
-        """Nothing of the log is left to be looked through."""
-        return self._gap is None
-
-    def read(self) -> tuple[bool, list[Record]]:
-        """(the log was replaced, new records); never more than a bounded number of bytes at a time."""
+    def replaced(self) -> bool:
+        """Whether the log that was read so far is no longer there; if so, reading starts from the beginning."""
         try:
             status = self.path.stat()
+            file_id, size = (status.st_dev, status.st_ino), status.st_size
         except OSError:
-            replaced = self._offset > 0
-            self._forget()
-            return replaced, []
-        file_id = (status.st_dev, status.st_ino)
-        replaced = self._offset > 0 and (file_id != self._file_id or status.st_size < self._offset)
+            file_id, size = (0, 0), 0
+        replaced = self._offset > 0 and (file_id != self._file_id or size < self._offset)
         if replaced:
-            self._forget()
-        read = self._sample if self._is_long(status.st_size) else self._read_on
-        try:
-            records, self.problem = read(status.st_size), ""
-        except OSError as error:  # no regular file inside the run folder, or not ours to read
-            self.problem, records = error.strerror or str(error), []
+            self._reset()
         self._file_id = file_id
-        return replaced, records
+        return replaced
 
-    def _is_long(self, size: int) -> bool:
-        return self._offset == 0 and size > HEAD + TAIL + SAMPLES * SAMPLE
+    def read(self) -> Iterator[Record]:
+        """All new records; of a very long backlog only a part of the steps, evenly spread."""
+        if self._file_id == (0, 0):
+            return
+        try:
+            with open_regular(self.path, self.path.parent) as file:
+                self.problem = ""
+                size = file.seek(0, 2)
+                every = max(1, (size - self._offset) // PARSE_ALL)
+                file.seek(self._offset)
+                while block := file.read(min(BLOCK, size - self._offset)):
+                    self._offset += len(block)
+                    lines = (self._rest + block).split(b"\n")
+                    self._rest = lines.pop()
+                    if len(self._rest) > LONGEST_LINE:
+                        self._rest = b""
+                    yield from self._records(lines, every)
+        except OSError as error:  # not a regular file inside the run folder, or not readable
+            self.problem = error.strerror or str(error)
 
-    def look_back(self) -> list[Record]:
-        """The next part of a long log's middle: every record but those of steps, which were sampled."""
-        if self._gap is None:
-            return []
-        start, stop = self._gap
-        end = min(start + AT_ONCE, stop)
-        records = []
-        with open_regular(self.path, self.path.parent) as file:
-            file.seek(start)
-            block = file.read(end - start) + file.readline(LONGEST_LINE)
-            for match in NOT_STEP.finditer(block):
-                first = block.rfind(b"\n", 0, match.start()) + 1
-                last = block.find(b"\n", match.start())
-                if first or start == 0:
-                    records += self._records([block[first : last if last >= 0 else None]])
-            # From the last line's start, so that the line across the edge is found whole next time.
-            end = start + block.rfind(b"\n") + 1 if b"\n" in block else end
-        self._gap = (max(end - 1, start + 1), stop) if end < stop else None
-        return records
-
-    def _read_on(self, size: int) -> list[Record]:
-        want = min(size - self._offset, HEAD + TAIL + SAMPLES * SAMPLE)
-        if want <= 0:
-            return []
-        with open_regular(self.path, self.path.parent) as file:
-            file.seek(self._offset)
-            block = file.read(want)
-        self._offset += len(block)
-        lines = (self._rest + block).split(b"\n")
-        self._rest = lines.pop()
-        if len(self._rest) > LONGEST_LINE:
-            self._rest = b""
-        return self._records(lines)
-
-    def _sample(self, size: int) -> list[Record]:
-        records: list[Record] = []
-        with open_regular(self.path, self.path.parent) as file:
-            head = file.read(HEAD)
-            records += self._records(head.split(b"\n")[:-1])
-            gap = (head.rfind(b"\n"), size - TAIL)
-            for index in range(SAMPLES):
-                file.seek(gap[0] + (gap[1] - gap[0]) * index // SAMPLES)
-                records += self._records(file.read(SAMPLE).split(b"\n")[1:-1][:1])
-            file.seek(gap[1])
-            lines = file.read(size - gap[1]).split(b"\n")
-        self._rest = lines.pop()
-        self._offset = size
-        self._gap = gap
-        records += self._records(lines[1:])
-        return records
-
-    def _records(self, lines: Iterable[bytes]) -> list[Record]:
-        parsed = [parse(line) for line in lines if line]
-        records = [record for record in parsed if record is not None]
-        self.invalid += len(parsed) - len(records)
-        return records
-
-
-Row = dict[str, Any]
+    def _records(self, lines: list[bytes], every: int) -> Iterator[Record]:
+        for index, line in enumerate(lines):
+            at_edge = min(index, len(lines) - 1 - index) < EDGE
+            if not line or not (at_edge or index % every == 0 or b'"kind":"step"' not in line):
+                continue
+            record = parse(line)
+            if record is None:
+                self.invalid += 1
+            else:
+                yield record
 
 
 class Thinned:
-    """Rows in the order of their `step`; at most `most` are kept, evenly spread, the newest always among them."""
+    """Rows in the order of their `step`; at most `most` are kept, evenly spread, and always the newest."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.clear()
-
-    def clear(self) -> None:
-        """Begin anew."""
+        self.last: Row | None = None
         self._rows: list[Row] = []
-        self._last: Row | None = None
         self._stride = 1
         self._seen = 0
 
     def add(self, row: Row) -> None:
-        """The next row; one that is not newer than the last is left out."""
-        if self._last is not None and row["step"] <= self._last["step"]:
+        """The next row; one that is not newer than the last is ignored."""
+        if self.last is not None and row["step"] <= self.last["step"]:
             return
-        self._last = row
+        self.last = row
         if self._seen % self._stride == 0:
             self._rows.append(row)
         self._seen += 1
@@ -155,174 +111,95 @@ class Thinned:
             self._rows = self._rows[::2]
             self._stride *= 2
 
-    def insert(self, row: Row) -> None:
-        """A row of earlier that was found late."""
-        rows = list(self)
-        if any(other["step"] == row["step"] for other in rows):
-            return
-        self._rows = sorted([*rows, row], key=lambda each: each["step"])
-        self._last = self._rows[-1]
-        self._seen += 1
-        if len(self._rows) > self.most:
-            self._rows = self._rows[::2]
-            self._stride *= 2
-
     def cut(self, step: int) -> None:
-        """Forget what came after a step: the run was continued from there."""
-        kept = [row for row in self if row["step"] <= step]
-        self._rows, self._last = kept, kept[-1] if kept else None
-
-    @property
-    def last(self) -> Row | None:
-        """The newest row."""
-        return self._last
+        """Remove what came after a step: the run continued from there."""
+        self._rows = [row for row in self if row["step"] <= step]
+        self.last = self._rows[-1] if self._rows else None
 
     def __iter__(self) -> Iterator[Row]:
         yield from self._rows
-        if self._last is not None and (not self._rows or self._rows[-1] is not self._last):
-            yield self._last
+        if self.last is not None and (not self._rows or self._rows[-1] is not self.last):
+            yield self.last
 
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __bool__(self) -> bool:
-        return self._last is not None
-
-
-POINTS, EVALUATIONS, LAYERS, EVENTS, RECENT, FIRST = 2000, 500, 200, 200, 60, 12
-# "step": forward, backward and optimizer in one, where a step is replayed as a CUDA graph
-PHASES = ("data", "copy", "forward", "backward", "optimizer", "step", "rest")
-CURVES = ("loss", "grad_norm", "lr", "temperature", "images_per_second", "step_seconds", "data_fraction",
-          "memory_bytes", "watts", "celsius", "elapsed")  # fmt: skip
-Setting = TypeVar("Setting")
-TOLD = ("checkpoint", "event", "warning", "skipped", "parity", "memory")
+    def after(self, step: int) -> list[Row]:
+        """The rows after a step."""
+        return [row for row in self if row["step"] > step]
 
 
 class History:
-    """Follows one run. `poll` takes in what is new; everything else only looks."""
+    """Follows one run: `poll` reads what is new, everything else only looks."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
         self.follower = Follower(run)
-        self.config = _read(run / "config.toml")
-        self.environment = _read(run / "environment.json")
-        self.arrived: deque[tuple[int, str, Row]] = deque(maxlen=2000)  # (number, kind, row), for live pages
-        self.number = 0
-        self.generation = 0  # raised when earlier points are no longer true
-        self._begin()
+        self.generation = 0  # raised when earlier points are no longer valid
+        self._clear()
 
-    def _begin(self) -> None:
+    def _clear(self) -> None:
+        self.config = _read(self.run / "config.toml")
+        self.environment = _read(self.run / "environment.json")
         self.steps, self.evaluations, self.layers = Thinned(POINTS), Thinned(EVALUATIONS), Thinned(LAYERS)
         self.events: deque[Record] = deque(maxlen=EVENTS)
-        self.recent: deque[Record] = deque(maxlen=RECENT)  # whole records of the newest steps
+        self.recent: deque[Record] = deque(maxlen=RECENT)  # complete records of the newest steps
         self.first: list[Record] = []  # and of this session's first ones
         self.start: Record = {}
         self.end: Record = {}
         self.memory: Record = {}
         self.total = 0
-        self.sessions = 0
         self.skipped = 0
         self.last_time = 0.0
-        self._reached = 0  # the newest step that anything tells of
+        self._reached = 0  # the newest step in any record
 
-    def poll(self) -> bool:
-        """Take in what has arrived; whether there was anything."""
+    def poll(self) -> History:
+        """Read what is new in the run folder."""
+        if self.follower.replaced():
+            self._clear()
+            self.generation += 1
         if not self.config:
-            self.config = _read(self.run / "config.toml")
-            self.environment = _read(self.run / "environment.json")
-        replaced, records = self.follower.read()
-        if replaced:
-            self._begin()
-            self.generation += 1
-        for record in records:
-            self.add(record)
-        late = self.follower.look_back()
-        for record in late:
-            self._add_late(record)
-        if late:
-            self.generation += 1
-        return bool(records or late or replaced)
-
-    def poll_all(self) -> History:
-        """Take in all that is there now."""
-        while self.poll() or not self.follower.complete:
-            pass
+            self.config, self.environment = _read(self.run / "config.toml"), _read(self.run / "environment.json")
+        for record in self.follower.read():
+            self._add(record)
         return self
 
-    def add(self, record: Record) -> None:
-        """One record, in the order of the log."""
-        kind = record["kind"]
-        # That of the newest line, not the largest: a clock that was set back must not make a run look alive or dead.
+    def _add(self, record: Record) -> None:
+        kind, step = record["kind"], _number(record.get("step"))
+        # The newest line's, not the largest: a clock that was set back must not make a run look alive or dead.
         self.last_time = _number(record.get("time")) or self.last_time
         if kind == "start":
-            self._add_start(record)
-        elif kind == "step" and _number(record.get("step")) is not None:
-            self._add_step(record)
-        elif kind == "eval" and _number(record.get("step")) is not None:
+            self._cut(int(step or 0))
+            self.start, self.end = record, {}
+            self.total = int(_number(record.get("steps")) or self.total)
+            self.first, self.recent = [], deque(maxlen=RECENT)
+            self.events.append(record)
+        elif kind == "step" and step is not None:
+            self._reached = max(self._reached, int(step))
+            self.steps.add(curve_row(record))
+            self.recent.append(record)
+            if len(self.first) < FIRST:
+                self.first.append(record)
+        elif kind == "eval" and step is not None:
             self.evaluations.add(record)
-            self._arrive("eval", record)
-        elif kind == "layers" and _number(record.get("step")) is not None:
+        elif kind == "layers" and step is not None:
             self.layers.add(record)
-            self._arrive("layers", record)
+        elif kind == "memory":
+            self.memory = record
         elif kind == "end":
             self.end = record
-            self._arrive("end", record)
-        elif kind in TOLD:
-            self._add_event(record)
+        elif kind in EVENT_KINDS:
+            self.skipped += kind == "skipped"
+            self._reached = max(self._reached, int(step or 0))
+            if (back := _number(record.get("back_to"))) is not None:
+                self._cut(int(back))
+            self.events.append(record)
 
-    def _add_start(self, record: Record) -> None:
-        step = int(_number(record.get("step")) or 0)
-        if any(curve.last and curve.last["step"] > step for curve in (self.steps, self.evaluations)):
-            self.generation += 1  # killed after its last checkpoint: what came after it is trained again
-        for curve in (self.steps, self.evaluations, self.layers):
-            curve.cut(step)
-        self.start, self.end = record, {}
-        self._reached = step
-        self.total = int(_number(record.get("steps")) or self.total)
-        self.sessions += 1
-        self.first, self.recent = [], deque(maxlen=RECENT)
-        self.events.append(record)
-        self._arrive("event", record)
-
-    def _add_step(self, record: Record) -> None:
-        self._reached = max(self._reached, int(record["step"]))
-        row = compact(record)
-        self.steps.add(row)
-        self.recent.append(record)
-        if len(self.first) < FIRST:
-            self.first.append(record)
-        self._arrive("step", row)
-
-    def _add_event(self, record: Record) -> None:
-        if record["kind"] == "skipped":
-            self.skipped += 1
-        if record["kind"] == "memory":
-            self.memory = record
-            return
-        self._reached = max(self._reached, int(_number(record.get("step")) or 0))
-        back = _number(record.get("back_to"))
-        if back is not None:  # the run went back to a checkpoint: what came after it is trained again
-            self._reached = int(back)
+    def _cut(self, step: int) -> None:
+        """Training continues from this step: what came after it will be trained again."""
+        curves = (self.steps, self.evaluations, self.layers)
+        if any(curve.last and curve.last["step"] > step for curve in curves):
             self.generation += 1
-            for curve in (self.steps, self.evaluations, self.layers):
-                curve.cut(int(back))
-        self.events.append(record)
-        self._arrive("event", record)
-
-    def _add_late(self, record: Record) -> None:
-        """From the middle of a long log, after newer ones are known already."""
-        if record["kind"] == "eval" and _number(record.get("step")) is not None:
-            self.evaluations.insert(record)
-        elif record["kind"] == "memory" and not self.memory:
-            self.memory = record
-        elif record["kind"] == "skipped":
-            self.skipped += 1
-        elif record["kind"] == "start":
-            self.sessions += 1
-
-    def _arrive(self, kind: str, row: Row) -> None:
-        self.number += 1
-        self.arrived.append((self.number, kind, row))
+        for curve in curves:
+            curve.cut(step)
+        self._reached = step
 
     @property
     def step(self) -> int:
@@ -331,8 +208,18 @@ class History:
 
     @property
     def name(self) -> str:
-        """The run's folder, as short as it can be said."""
+        """The name of the run folder."""
         return self.run.name or str(self.run)
+
+    @property
+    def newest(self) -> Record:
+        """The record of the newest step, or an empty one."""
+        return self.recent[-1] if self.recent else {}
+
+    @property
+    def metric(self) -> str:
+        """The metric that selects the best model."""
+        return selection_metric(self.evaluations.last or {})
 
     def setting(self, section: str, key: str, kind: type[Setting]) -> Setting | None:
         """A value of config.toml; None if it is missing or of another type."""
@@ -340,36 +227,38 @@ class History:
         value = table.get(key) if isinstance(table, dict) else None
         return value if matches_schema(value, kind) else None
 
-    @property
-    def metric(self) -> str:
-        """The figure that chooses the best model."""
-        return selection_metric(self.evaluations.last or {})
-
     def best(self) -> Row | None:
-        """The evaluation that training takes for the best."""
-        name = self.metric
-        rows = [row for row in self.evaluations if _number(row.get(name)) is not None]
-        return max(rows, key=lambda row: row[name]) if rows else None
+        """The evaluation with the best value of `metric`."""
+        rows = [row for row in self.evaluations if _number(row.get(self.metric)) is not None]
+        return max(rows, key=lambda row: row[self.metric]) if rows else None
 
 
-def compact(record: Record) -> Row:
+def curve_row(record: Record) -> Row:
     """The numbers of a step that become curves."""
-    row: Row = {"step": int(record["step"]), "time": record.get("time", 0.0)}
-    for name in CURVES:
-        value = _number(record.get(name))
-        if value is not None:
-            row[name] = value
     seconds = record.get("seconds")
-    if isinstance(seconds, dict):
-        for name in PHASES:
-            value = _number(seconds.get(name))
-            if value is not None:
-                row[f"seconds/{name}"] = value
-    return row
+    phases = {f"seconds/{name}": seconds.get(name) for name in PHASES} if isinstance(seconds, dict) else {}
+    values = {name: _number(value) for name, value in ({name: record.get(name) for name in CURVES} | phases).items()}
+    numbers = {name: value for name, value in values.items() if value is not None}
+    return {"step": int(record["step"]), "time": record.get("time", 0.0), **numbers}
+
+
+def numbers(rows: Iterable[Row], name: str) -> list[float]:
+    """The values of a figure in the rows that have it as a finite number."""
+    return [value for row in rows if (value := _number(row.get(name))) is not None]
+
+
+def figure_of(row: Row, name: str) -> float | None:
+    """A figure of an evaluation by its name, or one inside its analysis; the fraction of [fraction, n]."""
+    value: Any = row.get(name)
+    if value is None:
+        value = row
+        for part in name.split("/"):
+            value = value.get(part) if isinstance(value, dict) else None
+    return _number(value[0] if isinstance(value, list) and value else value)
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, or None: the log spells NaN as a word."""
+    """A finite number, or None: the log writes NaN as text."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return value
@@ -384,47 +273,10 @@ def _read(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) and is_well_formed(value) else {}
 
 
-NAMES = ("first third", "middle third", "last third")
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A stretch of steps with the loss at its two ends, and its share of the whole decline."""
-
-    name: str
-    first: int
-    last: int
-    before: float
-    after: float
-    share: float
-
-
-def decline(points: Sequence[tuple[int, float]], warmup: int) -> list[Phase]:
-    """Warm-up, then thirds of the rest. Ends are means of a few points, so that one batch decides nothing."""
-    if len(points) < 8:
-        return []
-    last = points[-1][0]
-    edges = [points[0][0], *([warmup] if points[0][0] < warmup < last else [])]
-    begin = edges[-1]
-    edges += [begin + (last - begin) * third // 3 for third in (1, 2, 3)]
-    names = (["warm-up"] if len(edges) == 5 else []) + list(NAMES)
-    levels = [_level(points, edge) for edge in edges]
-    whole = levels[0] - levels[-1]
-    shares = [(before - after) / whole if whole else 0.0 for before, after in pairwise(levels)]
-    return [Phase(name, edges[i], edges[i + 1], levels[i], levels[i + 1], shares[i]) for i, name in enumerate(names)]
-
-
-def _level(points: Sequence[tuple[int, float]], step: int) -> float:
-    """The mean loss of the points nearest to a step: one in forty of all, at least one."""
-    count = max(1, len(points) // 40)
-    near = sorted(points, key=lambda point: abs(point[0] - step))[:count]
-    return statistics.mean(value for _, value in near)
-
-
-NAME = re.compile(r"step-(\d{1,12})\.json")
-MAX_BYTES = 2**22
+SNAPSHOT_NAME = re.compile(r"step-(\d{1,12})\.json")
+MAX_BYTES = 1 << 22
 MAX_MATRIX = 256  # rows
-SHAPE: dict[str, Any] = {
+SNAPSHOT: dict[str, Any] = {
     "step": int,
     "queries": [{"caption": str, "right": int, "rank": int, "found": [int], "correct": [bool], "scores": [float]}],
     "matrix": {"captions": [str], "values": [[float]]},
@@ -434,28 +286,23 @@ SHAPE: dict[str, Any] = {
 
 def snapshot_steps(run: Path) -> dict[int, Path]:
     """The step of each snapshot file, in order."""
-    matches = [(NAME.fullmatch(path.name), path) for path in (run / "watch").glob("step-*.json")]
+    matches = [(SNAPSHOT_NAME.fullmatch(path.name), path) for path in (run / "watch").glob("step-*.json")]
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def read_snapshot(run: Path, step: int) -> dict[str, Any] | None:
-    """The snapshot of one step; None where there is no valid one."""
+    """The examples of one evaluation; None where there is no valid file."""
     path = snapshot_steps(run).get(step)
-    if path is None:
-        return None
     try:
-        value = json.loads(read_small(path, MAX_BYTES, inside=run))
+        value: Any = json.loads(read_small(path, MAX_BYTES, inside=run)) if path is not None else None
     except (OSError, ValueError, RecursionError):
         return None
-    return value if is_well_formed(value) and matches_schema(value, SHAPE) and _consistent(value) else None
-
-
-def _consistent(value: dict[str, Any]) -> bool:
+    if not (is_well_formed(value) and matches_schema(value, SNAPSHOT)):
+        return None
     rows, captions = value["matrix"]["values"], value["matrix"]["captions"]
     square = 0 < len(rows) <= MAX_MATRIX and all(len(row) == len(rows) for row in [*rows, captions])
-    return square and all(
-        len(each["scores"]) == len(each["correct"]) == len(each["found"]) for each in value["queries"]
-    )
+    equal = all(len(each["scores"]) == len(each["correct"]) == len(each["found"]) for each in value["queries"])
+    return value if square and equal else None
 
 
 def read_thumbnail(run: Path, image: int) -> bytes | None:

@@ -1,4 +1,4 @@
-"""Is a run running, finished, stopped or dead? From its folder and a verified process."""
+"""Is a run running, finished, stopped or dead? From its folder and its verified process."""
 
 from __future__ import annotations
 
@@ -12,57 +12,46 @@ from typing import Literal
 from m1clip.errors import UserError
 from m1clip.formatting import ago, clock, percent, table
 from m1clip.io import LOCK, read_owner
-from m1clip.monitor.history import History
+from m1clip.monitor.history import History, numbers
 from m1clip.runlog import NAME, SELECTION, Preparing, RunLog, read_preparing
 
 State = Literal["preparing", "running", "finished", "stopped", "died"]
-FRESH = 120.0  # seconds: a run of another machine is taken for alive while its log is younger
-STOPPED = ("stopped", "early stop")
+FRESH = 120.0  # seconds: a run on another machine counts as running while its log is younger
 
 
 @dataclass(frozen=True)
 class Status:
-    """The state of a run, and why in words."""
+    """The state of a run, and a sentence about it."""
 
     state: State
-    words: str
+    message: str
     pid: int | None = None
     preparing: Preparing | None = None
 
 
 def status_of(history: History, now: float | None = None) -> Status:
-    """What the log says and whether its process lives."""
-    run, now = history.run, time.time() if now is None else now
-    owner = read_owner(run)
+    """The state by the log and by whether the process lives."""
+    owner = read_owner(history.run)
     process = owner.process() if owner else None
     if process is not None:
-        preparing = read_preparing(run)
-        if preparing is not None:
-            return Status("preparing", preparing.words(), process.pid, preparing)
-        if history.steps or history.start:
-            finishing = history.total and history.step >= history.total
-            return Status("running", "last evaluation" if finishing else "running", process.pid)
-        return Status("preparing", "preparing its data", process.pid)
+        preparing = read_preparing(history.run)
+        if preparing is not None or not (history.start or history.steps.last):
+            message = preparing.words() if preparing else "preparing its data"
+            return Status("preparing", message, process.pid, preparing)
+        finishing = history.total and history.step >= history.total
+        return Status("running", "last evaluation" if finishing else "running", process.pid)
     if history.end:
         return Status("finished", f"finished at step {history.step:,}")
-    if owner is not None and not owner.here and now - history.last_time < FRESH:
-        return Status("running", f"running on {owner.host}, as its log says")
-    if _was_stopped(history):
+    if owner is not None and not owner.here and (now or time.time()) - history.last_time < FRESH:
+        return Status("running", f"running on {owner.host}, according to its log")
+    last = next((each for each in reversed(history.events) if each["kind"] in ("start", "event")), {})
+    if str(last.get("event", "")).startswith("stopped"):
         return Status("stopped", f"stopped at step {history.step:,}")
-    return Status("died", f"died at step {history.step:,}: its process is gone and it did not finish")
-
-
-def _was_stopped(history: History) -> bool:
-    for record in reversed(history.events):
-        if record["kind"] == "event" and str(record.get("event", "")).startswith("stopped"):
-            return True
-        if record["kind"] in ("start", "event"):
-            return False
-    return False
+    return Status("died", f"died at step {history.step:,}: its process ended before the run finished")
 
 
 def is_run(folder: Path) -> bool:
-    """A folder that a run was made in, or is being made in."""
+    """Whether a folder is that of a run."""
     return any((folder / name).is_file() for name in (NAME, "config.toml", LOCK))
 
 
@@ -72,18 +61,15 @@ def find_runs(folder: Path) -> list[Path]:
         return [folder]
     if not folder.is_dir():
         return []
-    return sorted((item for item in folder.iterdir() if item.is_dir() and is_run(item)), key=_age)
+
+    def changed(run: Path) -> float:
+        return next(((run / name).stat().st_mtime for name in (NAME, "config.toml", LOCK) if (run / name).is_file()), 0)
+
+    return sorted((item for item in folder.iterdir() if item.is_dir() and is_run(item)), key=changed)
 
 
-def _age(run: Path) -> float:
-    for name in (NAME, "config.toml", LOCK):
-        if (run / name).is_file():
-            return (run / name).stat().st_mtime
-    return 0.0
-
-
-def need_run(run: Path) -> Path:
-    """The folder, or a UserError that says what is there instead."""
+def require_run(run: Path) -> Path:
+    """The folder, or a UserError that names what is there instead."""
     if is_run(run):
         return run
     if not run.exists():
@@ -91,56 +77,45 @@ def need_run(run: Path) -> Path:
         hint = f"; there: {', '.join(near)}" if near else ""
         raise UserError(f"{run}: no such run{hint} (m1clip runs lists them)")
     inside = [str(path) for path in find_runs(run)][-5:]
-    hint = f"; it holds the runs {', '.join(inside)}" if inside else ""
+    hint = f"; it contains the runs {', '.join(inside)}" if inside else ""
     raise UserError(f"{run}: not a run folder (no {NAME}){hint}")
 
 
 def newest_run(folder: Path) -> Path:
-    """The run to look at when none is named: one that is running, else the newest."""
+    """The run to show when none is named: one that is running, else the newest."""
     runs = find_runs(folder)
     if not runs:
-        raise UserError(f"{folder}: no runs there; begin one with m1clip train, or name a run folder")
-    for run in reversed(runs):
-        owner = read_owner(run)
-        if owner is not None and owner.process() is not None:
-            return run
-    return runs[-1]
-
-
-def step_seconds(history: History) -> float | None:
-    """The median of the newest steps of this session."""
-    values = [r["step_seconds"] for r in history.recent if isinstance(r.get("step_seconds"), int | float)]
-    return statistics.median(values) if values else None
+        raise UserError(f"{folder}: no runs there; start one with m1clip train, or name a run folder")
+    running = [run for run in runs if (owner := read_owner(run)) is not None and owner.process() is not None]
+    return (running or runs)[-1]
 
 
 def seconds_left(history: History) -> float | None:
-    """Steps still to do and evaluations on the way and at the end; None before the first measured step."""
-    per_step = step_seconds(history)
-    if per_step is None or not history.total or history.end:
+    """The remaining steps and evaluations; None before the first measured step."""
+    step_seconds = numbers(history.recent, "step_seconds")
+    if not step_seconds or not history.total or history.end:
         return None
-    left = max(0, history.total - history.step)
-    evaluations = [r["seconds"] for r in history.evaluations if isinstance(r.get("seconds"), int | float)]
-    each = statistics.median(evaluations) if evaluations else 0.0
+    evaluation = statistics.median(numbers(history.evaluations, "seconds") or [0.0])
     every = history.setting("train", "eval_every", int) or history.total
-    still = history.total // every - history.step // every + (history.total % every > 0)
-    return left * per_step + (still + 1) * each  # and the test split at the end
+    evaluations = history.total // every - history.step // every + (history.total % every > 0)
+    steps = max(0, history.total - history.step)
+    return steps * statistics.median(step_seconds) + (evaluations + 1) * evaluation  # and the test split at the end
 
 
 def elapsed(history: History) -> float | None:
     """Seconds of training so far, over all sessions."""
-    last = history.steps.last
-    return None if last is None else last.get("elapsed")
+    return (history.steps.last or {}).get("elapsed")
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run as the list shows it."""
+    """One run in the list."""
 
     run: str
     state: str
     step: int
     steps: int
-    metric: str  # the figure that chooses the best model
+    metric: str  # which selects the best model
     best: float | None
     chance: float | None
     seconds: float | None  # trained
@@ -153,29 +128,18 @@ class RunRow:
 def list_runs(folder: Path) -> list[RunRow]:
     """The runs of a folder, the newest last."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; m1clip train makes runs/, or name the folder that holds your runs")
-    return [row_of(run) for run in find_runs(folder)]
-
-
-def row_of(run: Path) -> RunRow:
-    """What the log of one run says."""
-    history = History(run).poll_all()
-    status = status_of(history)
-    best = history.best() or {}
-    return RunRow(
-        str(run),
-        status.state,
-        history.step,
-        history.total,
-        history.metric,
-        best.get(history.metric),
-        best.get(f"{history.metric}/chance"),
-        elapsed(history),
-        seconds_left(history) if status.state == "running" else None,
-        history.last_time,
-        status.pid,
-        status.preparing,
-    )
+        raise UserError(f"{folder}: no such folder; m1clip train creates runs/, or name the folder of your runs")
+    rows = []
+    for run in find_runs(folder):
+        history = History(run).poll()
+        status, metric, best = status_of(history), history.metric, history.best() or {}
+        left = seconds_left(history) if status.state == "running" else None
+        scores = metric, best.get(metric), best.get(f"{metric}/chance")
+        times = elapsed(history), left, history.last_time
+        rows.append(
+            RunRow(str(run), status.state, history.step, history.total, *scores, *times, status.pid, status.preparing)
+        )
+    return rows
 
 
 def as_json(rows: list[RunRow]) -> str:
@@ -203,32 +167,32 @@ def as_table(rows: list[RunRow], folder: Path) -> str:
 
 
 def stop_run(run: Path, wait: float) -> str:
-    """SIGTERM to the verified process; waits until it is gone, and says where the run stands."""
-    owner = read_owner(need_run(run))
+    """SIGTERM to the verified process; waits until it is gone, and describes where the run stopped."""
+    owner = read_owner(require_run(run))
     process = owner.process() if owner else None
     if owner is not None and process is None and not owner.here:
         raise UserError(f"{run}: it was started on {owner.host}; stop it there")
     if owner is None or process is None:
-        raise UserError(f"{run}: nothing to stop: it {status_of(History(run).poll_all()).words}")
+        raise UserError(f"{run}: nothing to stop: it {status_of(History(run).poll()).message}")
     process.terminate()
-    begin = time.monotonic()
+    start = time.monotonic()
     while owner.process() is not None:  # unlike process.wait, a zombie that nobody has reaped counts as gone
-        if time.monotonic() - begin > wait:
+        if time.monotonic() - start > wait:
             raise UserError(
-                f"{run}: process {process.pid} was asked to stop {wait:g} s ago and is still at its step; "
+                f"{run}: process {process.pid} has not finished its step within {wait:g} s; "
                 f"it will stop by itself, or wait longer with --wait {10 * wait:g}"
             )
         time.sleep(0.05)
     if not run.exists():
-        return f"{run}: stopped while it prepared its data; nothing had been trained, so the folder is gone"
-    history = History(run).poll_all()
+        return f"{run}: stopped while it prepared its data; nothing had been trained, so the folder was removed"
+    history = History(run).poll()
     status = status_of(history)
+    if status.state == "finished":
+        return f"{run}: had just finished"
     if status.state == "died" and (run / NAME).is_file():
-        # Asked before its first step or after its last one, where no step is left to save.
+        # Stopped before its first step or after its last one, where no step is left to save.
         log = RunLog(run)
         log.write("event", step=history.step, event="stopped by m1clip stop")
         log.close()
-    if status.state == "finished":
-        return f"{run}: had just finished"
-    took = time.monotonic() - begin
+    took = time.monotonic() - start
     return f"{run}: stopped at step {history.step:,} after {took:.1f} s; continue with: m1clip train --resume {run}"

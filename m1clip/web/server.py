@@ -1,4 +1,4 @@
-"""`m1clip monitor --web`: a page on loopback, live by server-sent events. The standard library is enough."""
+"""`m1clip monitor --web`: a page on loopback, live by server-sent events, with the standard library's server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import gzip
 import hashlib
 import json
-import math
 import os
 import re
 import selectors
@@ -23,115 +22,87 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from m1clip.errors import UserError
-from m1clip.monitor import status as eta
-from m1clip.monitor.diagnostics import verdicts
-from m1clip.monitor.history import History, read_snapshot, read_thumbnail, snapshot_steps
-from m1clip.monitor.status import find_runs, is_run, need_run, status_of
-from m1clip.monitor.terminal import told
+from m1clip.monitor.diagnostics import describe, diagnose
+from m1clip.monitor.history import History, Row, read_snapshot, read_thumbnail, snapshot_steps
+from m1clip.monitor.status import elapsed, find_runs, is_run, require_run, seconds_left, status_of
 from m1clip.runlog import SELECTION, json_safe
 
-LOOK_FOR_NEW = 2.0  # seconds
-DEFAULT = Path("runs")  # may not be there yet: the first run makes it
+SCAN_SECONDS = 2.0  # between two searches for new runs
+DEFAULT = Path("runs")  # may not exist yet: the first run creates it
 
 
 class Store:
-    """Follows all runs under some folders, for any number of pages at a time."""
+    """Follows all runs in some folders, for any number of pages at a time."""
 
-    def __init__(self, places: Sequence[Path]) -> None:
-        for place in places:
-            if not place.is_dir() and place != DEFAULT:
-                need_run(place)
-        self._places = list(places)
+    def __init__(self, folders: Sequence[Path]) -> None:
+        for folder in folders:
+            if not folder.is_dir() and folder != DEFAULT:
+                require_run(folder)
+        self._folders = list(folders)
         self._lock = threading.RLock()
         self._runs: dict[str, History] = {}
-        self._looked = 0.0
+        self._scanned = 0.0
         self.refresh()
 
     def refresh(self) -> None:
-        """Take in new runs, and what is new in those known."""
+        """Read new runs, and what is new in those known."""
         with self._lock:
-            if time.monotonic() - self._looked > LOOK_FOR_NEW or not self._runs:
-                self._looked = time.monotonic()
-                for place in self._places:
-                    for run in find_runs(place):
-                        if key_of(run) not in self._runs:
-                            self._runs[key_of(run)] = History(run)
+            if time.monotonic() - self._scanned > SCAN_SECONDS or not self._runs:
+                self._scanned = time.monotonic()
+                for run in (run for folder in self._folders for run in find_runs(folder)):
+                    self._runs.setdefault(key_of(run), History(run))
             for history in self._runs.values():
                 history.poll()
 
     def ids(self) -> list[str]:
-        """Every run that has something to show, the newest last."""
+        """Every run, the newest last."""
         with self._lock:
             return [key for key, history in self._runs.items() if is_run(history.run)]
 
-    def history(self, key: str) -> History | None:
-        """A run by its key."""
-        return self._runs.get(key)
+    def folder(self, key: str) -> Path | None:
+        """The folder of a run."""
+        history = self._runs.get(key)
+        return history.run if history else None
 
     def summary(self, key: str) -> dict[str, Any]:
-        """What stands in the list and at the head of the page."""
+        """What the list and the head of the page show."""
         with self._lock:
             history = self._runs[key]
-            status, now = status_of(history), time.time()
-            best = history.best() or {}
-            left = eta.seconds_left(history)
-            last = history.recent[-1] if history.recent else (history.steps.last or {})
+            status, metric, best = status_of(history), history.metric, history.best() or {}
             return {
                 "id": key,
                 "name": history.name,
                 "path": str(history.run),
                 "state": status.state,
-                "words": status.words,
+                "message": status.message,
                 "step": history.step,
                 "steps": history.total,
-                "seconds_left": left if status.state == "running" else None,
-                "elapsed": eta.elapsed(history),
-                "last": last,
-                "metric": [history.metric, SELECTION[history.metric]],
-                "best": {"step": best.get("step"), "value": best.get(history.metric)},
-                "verdicts": [[v.level, v.words] for v in verdicts(history, now, status.state)],
-                "events": [[r.get("time"), r["kind"], told(r)] for r in list(history.events)[-12:]][::-1],
-                "memory": {k: v for k, v in history.memory.items() if k not in ("v", "kind", "time")},
-                "facts": history.environment.get("facts"),
-                "batch": history.setting("train", "batch", int),
-                "snapshots": len(self.snapshots(key)),
+                "seconds_left": seconds_left(history) if status.state == "running" else None,
+                "elapsed": elapsed(history),
+                "last": history.newest or history.steps.last or {},
+                "metric": [metric, SELECTION[metric]],
+                "best": {"step": best.get("step"), "value": best.get(metric)},
+                "diagnostics": [[each.level, each.message] for each in diagnose(history, time.time(), status.state)],
+                "events": [[each.get("time"), describe(each)] for each in reversed(list(history.events)[-12:])],
+                "memory": {name: value for name, value in history.memory.items() if name not in ("v", "kind", "time")},
+                "snapshots": list(snapshot_steps(history.run)),
             }
 
-    def curves(self, key: str) -> dict[str, Any]:
-        """Everything drawn so far, and the number of the newest arrival in it."""
+    def rows(self, key: str, generation: int, after: dict[str, int]) -> dict[str, Any] | None:
+        """Rows of each kind after a step, everything if the generation has changed; None if nothing is new.
+
+        `after` (kind -> step) is brought up to date.
+        """
         with self._lock:
             history = self._runs[key]
-            return {
-                "id": key,
-                "generation": history.generation,
-                "number": history.number,
-                "steps": columns(list(history.steps)),
-                "evals": list(history.evaluations),
-                "layers": [{"step": row["step"], "layers": row.get("layers")} for row in history.layers],
-            }
-
-    def arrivals(self, key: str, generation: int, number: int) -> tuple[bool, int, list[Any]]:
-        """(all must be sent anew, the newest number, what came after `number`)."""
-        with self._lock:
-            history = self._runs[key]
-            oldest = history.arrived[0][0] if history.arrived else history.number + 1
-            if history.generation != generation or number + 1 < oldest:
-                return True, history.number, []
-            kinds = ("step", "eval", "layers")
-            rows = [[kind, row] for at, kind, row in history.arrived if at > number and kind in kinds]
-            return False, history.number, rows
-
-    def snapshots(self, key: str) -> list[int]:
-        """Steps at which the evaluation left examples."""
-        return list(snapshot_steps(self._runs[key].run))
-
-    def snapshot(self, key: str, step: int) -> dict[str, Any] | None:
-        """The examples of one evaluation."""
-        return read_snapshot(self._runs[key].run, step)
-
-    def thumb(self, key: str, image: int) -> bytes | None:
-        """A small image by its number; its name is made here, of a number."""
-        return read_thumbnail(self._runs[key].run, image)
+            if history.generation != generation:
+                after.clear()
+            curves = {"steps": history.steps, "evaluations": history.evaluations, "layers": history.layers}
+            new: dict[str, list[Row]] = {kind: curve.after(after.get(kind, -1)) for kind, curve in curves.items()}
+            after |= {kind: rows[-1]["step"] for kind, rows in new.items() if rows}
+            if history.generation == generation and not any(new.values()):
+                return None
+            return {"id": key, "generation": history.generation, "reset": history.generation != generation, **new}
 
 
 def key_of(run: Path) -> str:
@@ -139,28 +110,14 @@ def key_of(run: Path) -> str:
     return hashlib.blake2s(str(run.resolve()).encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
 
 
-def columns(rows: list[dict[str, Any]]) -> dict[str, list[float | None]]:
-    """Rows as one list a figure, the form that plots take; a gap is None."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return {name: [_finite(row.get(name)) for row in rows] for name in names}
-
-
-def _finite(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and math.isfinite(value) else None
-
-
 HOST = "127.0.0.1"
-NAMES = ("127.0.0.1", "localhost", "[::1]")
+HOSTS = ("127.0.0.1", "localhost", "[::1]")
 PORT = re.compile(r":\d+$")
-PAGE = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/app.js": ("app.js", "text/javascript; charset=utf-8"),
-    "/plots.js": ("plots.js", "text/javascript; charset=utf-8"),
-    "/views.js": ("views.js", "text/javascript; charset=utf-8"),
-    "/uplot.js": ("uplot.js", "text/javascript; charset=utf-8"),
-    "/style.css": ("style.css", "text/css; charset=utf-8"),
-    "/uplot.css": ("uplot.css", "text/css; charset=utf-8"),
-}
+NUMBER = re.compile(r"[0-9]{1,12}")
+INDEX = "index.html"
+TYPES = {"js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8"}
+FILES = ("app.js", "plots.js", "views.js", "uplot.js", "style.css", "uplot.css")
+PAGE = {"/": "text/html; charset=utf-8", **{f"/{name}": TYPES[name.rpartition(".")[2]] for name in FILES}}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -201,14 +158,14 @@ class Server(HTTPServer):
         super().serve_forever(poll_interval)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Queue a new connection; a full queue turns away the oldest, which has had time to send its request."""
+        """Queue a new connection; a full queue refuses the oldest, which has had time to send its request."""
         waiting = self._waiting.get_map()
         if len(waiting) >= WAITING:
             self._refuse(next(iter(waiting.values())))
         self._waiting.register(request, selectors.EVENT_READ, (time.monotonic() + IDLE, request, client_address))
 
     def service_actions(self) -> None:
-        """Give threads to connections that have sent something, and turn away those that waited too long."""
+        """Give threads to connections that have sent something, and refuse those that waited too long."""
         if not self._waiting.get_map():
             return
         for key, _ in sorted(self._waiting.select(0), key=lambda ready: ready[0].data[0]):
@@ -222,7 +179,7 @@ class Server(HTTPServer):
 
     def _work(self, request: Any, client_address: Any) -> None:
         try:
-            with contextlib.suppress(OSError):  # a page that was closed is no error to tell of
+            with contextlib.suppress(OSError, ValueError):  # the page was closed, or the address makes no sense
                 self.finish_request(request, client_address)
         finally:
             self.shutdown_request(request)
@@ -253,7 +210,7 @@ class Server(HTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET alone; every answer carries the same strict headers."""
+    """GET only; every answer has the same strict headers."""
 
     server: Server
     protocol_version = "HTTP/1.1"
@@ -266,22 +223,20 @@ class Handler(BaseHTTPRequestHandler):
             self._send(403, "text/plain", b"this page answers only to 127.0.0.1 and localhost\n")
             return
         url = urlsplit(self.path)
-        asked = {name: values[-1] for name, values in parse_qs(url.query).items()}
-        self._answer(url.path, asked)
+        self._answer(url.path, {name: values[-1] for name, values in parse_qs(url.query).items()})
 
     def _allowed(self) -> bool:
-        """A foreign name that points here (DNS rebinding) and other sites' scripts are turned away."""
+        """A foreign name that points here (DNS rebinding) and other sites' scripts are refused."""
         host = PORT.sub("", self.headers.get("Host", ""))
         origin = self.headers.get("Origin")
-        own = origin is None or PORT.sub("", origin.removeprefix("http://")) in NAMES
+        own = origin is None or PORT.sub("", origin.removeprefix("http://")) in HOSTS
         site, mode = self.headers.get("Sec-Fetch-Site", "none"), self.headers.get("Sec-Fetch-Mode", "")
-        return host in NAMES and own and (site in ("none", "same-origin") or mode == "navigate")
+        return host in HOSTS and own and (site in ("none", "same-origin") or mode == "navigate")
 
-    def _answer(self, path: str, asked: dict[str, str]) -> None:
+    def _answer(self, path: str, query: dict[str, str]) -> None:
         store = self.server.store
         if path in PAGE:
-            name, kind = PAGE[path]
-            self._send(200, kind, (resources.files("m1clip.web") / "page" / name).read_bytes())
+            self._send(200, PAGE[path], (resources.files("m1clip.web") / "page" / (path[1:] or INDEX)).read_bytes())
             return
         if path == "/api/runs":
             store.refresh()
@@ -292,98 +247,78 @@ class Handler(BaseHTTPRequestHandler):
                 self._send(503, "text/plain", BUSY)
                 return
             try:
-                self._live([key for key in asked.get("runs", "").split(",") if store.history(key) is not None])
+                self._stream([key for key in query.get("runs", "").split(",") if store.folder(key) is not None])
             finally:
                 self.server.streams.release()
             return
-        key = asked.get("run", "")
-        if store.history(key) is not None and path == "/api/snapshots":
-            self._json(store.snapshots(key))
-        elif store.history(key) is not None and path == "/api/snapshot" and _is_number(asked.get("step")):
-            found = store.snapshot(key, int(asked["step"]))
-            self._json(found) if found is not None else self._missing()
-        elif store.history(key) is not None and path == "/thumb" and _is_number(asked.get("image")):
-            image = store.thumb(key, int(asked["image"]))
-            self._send(200, "image/jpeg", image) if image is not None else self._missing()
-        else:
-            self._missing()
+        run, index = store.folder(query.get("run", "")), query.get("index", "")
+        if run is not None and NUMBER.fullmatch(index):
+            if path == "/api/snapshot" and (snapshot := read_snapshot(run, int(index))) is not None:
+                self._json(snapshot)
+                return
+            if path == "/thumbnail" and (image := read_thumbnail(run, int(index))) is not None:
+                self._send(200, "image/jpeg", image)
+                return
+        self._send(404, "text/plain", b"not found\n")
 
-    def _live(self, keys: list[str]) -> None:
-        """A stream: first everything of the runs asked for, then what arrives, until the page is closed."""
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        for name, value in HEADERS.items():
-            self.send_header(name, value)
-        self.send_header("Connection", "close")
-        self.end_headers()
+    def _stream(self, keys: list[str]) -> None:
+        """First everything of the runs asked for, then what is new, until the page is closed."""
+        self._head(200, "text/event-stream")
         store = self.server.store
-        sent: dict[str, tuple[int, int]] = {}
-        spoke, summaries = 0.0, ""
+        generations, after = dict.fromkeys(keys, -1), {key: dict[str, int]() for key in keys}
+        sent_at, sent = 0.0, ""
         while not self.server.stopped.is_set():
             store.refresh()
             for key in keys:
-                generation, number = sent.get(key, (-1, -1))
-                anew, newest, rows = store.arrivals(key, generation, number)
-                if anew:
-                    curves = store.curves(key)
-                    self._event("curves", curves)
-                    sent[key] = (curves["generation"], curves["number"])
-                elif rows:
-                    self._event("rows", {"id": key, "rows": rows})
-                    sent[key] = (generation, newest)
-            now = json.dumps(json_safe([store.summary(key) for key in store.ids()]))
-            if now != summaries or time.monotonic() - spoke > HEARTBEAT:
-                summaries, spoke = now, time.monotonic()
-                self._write(f"event: runs\ndata: {now}\n\n")
+                if (rows := store.rows(key, generations[key], after[key])) is not None:
+                    generations[key] = rows["generation"]
+                    self._event("rows", _dump(rows))
+            summaries = _dump([store.summary(key) for key in store.ids()])
+            if summaries != sent or time.monotonic() - sent_at > HEARTBEAT:
+                sent, sent_at = summaries, time.monotonic()
+                self._event("runs", sent)
             self.server.stopped.wait(REFRESH)
 
-    def _event(self, kind: str, value: Any) -> None:
-        self._write(f"event: {kind}\ndata: {json.dumps(json_safe(value), separators=(',', ':'))}\n\n")
-
-    def _write(self, text: str) -> None:
-        self.wfile.write(text.encode())
+    def _event(self, kind: str, data: str) -> None:
+        self.wfile.write(f"event: {kind}\ndata: {data}\n\n".encode())
         self.wfile.flush()
 
     def _json(self, value: Any) -> None:
-        self._send(200, "application/json", json.dumps(json_safe(value), separators=(",", ":")).encode())
-
-    def _missing(self) -> None:
-        self._send(404, "text/plain", b"nothing here\n")
+        self._send(200, "application/json", _dump(value).encode())
 
     def _send(self, code: int, kind: str, body: bytes) -> None:
-        packed = len(body) > BIG and "gzip" in self.headers.get("Accept-Encoding", "") and "image" not in kind
-        body = gzip.compress(body, 1) if packed else body
+        compress = len(body) > BIG and "gzip" in self.headers.get("Accept-Encoding", "") and "image" not in kind
+        body = gzip.compress(body, 1) if compress else body
+        encoding = {"Content-Encoding": "gzip"} if compress else {}
+        self._head(code, kind, {"Content-Length": str(len(body)), **encoding})
+        self.wfile.write(body)
+
+    def _head(self, code: int, kind: str, more: dict[str, str] | None = None) -> None:
         self.send_response(code)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Connection", "close")
-        if packed:
-            self.send_header("Content-Encoding", "gzip")
-        for name, value in HEADERS.items():
+        for name, value in {"Content-Type": kind, "Connection": "close", **HEADERS, **(more or {})}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """The terminal stays quiet."""
 
 
-def _is_number(text: str | None) -> bool:
-    return text is not None and text.isascii() and text.isdigit() and len(text) <= 12
+def _dump(value: Any) -> str:
+    return json.dumps(json_safe(value), separators=(",", ":"))
 
 
-def serve(places: Sequence[Path], port: int, browser: bool) -> None:
+def serve(folders: Sequence[Path], port: int, browser: bool) -> None:
     """Serve until Ctrl-C."""
-    store = Store(places)
+    store = Store(folders)
     if not store.ids():
-        print(f"{', '.join(map(str, places))}: no runs yet; they appear on the page when they begin")
+        print(f"{', '.join(map(str, folders))}: no runs yet; they appear on the page when they start")
     try:
         server = Server(store, port)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"--port {port}: {reason}; is another monitor open there? --port 0 takes a free one") from None
-    print(f"watching   {server.url}   (this machine alone; Ctrl-C ends the page, never the run)", flush=True)
-    # Over ssh a browser would open on the wrong machine, or as text in this very terminal.
+    print(f"monitor    {server.url}   (on this machine only; Ctrl-C closes the page, the run continues)", flush=True)
+    # Over ssh a browser would open on the wrong machine, or as text in this terminal.
     if browser and (sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         with contextlib.suppress(webbrowser.Error):
             webbrowser.open(server.url)

@@ -15,8 +15,8 @@ from tower_run import frozen_config, patch_towers
 from m1clip.inference.encoder import load
 from m1clip.monitor.history import History
 from m1clip.monitor.report import write_report
-from m1clip.monitor.status import as_table, list_runs, status_of
-from m1clip.monitor.terminal import Line, View, frame
+from m1clip.monitor.status import as_table, list_runs
+from m1clip.monitor.terminal import once
 from m1clip.runlog import read_log
 from m1clip.training.progress import Screen
 from m1clip.training.run import train_config
@@ -52,10 +52,6 @@ def trained(folder: Path, changes: dict[str, object]) -> tuple[Path, str]:
     return result.path, shown.console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def plain(lines: list[Line]) -> str:
-    return "\n".join("".join(text for text, _ in line) for line in lines)
-
-
 def test_class_folders_are_selected_by_top1_accuracy(tmp_path: Path) -> None:
     data = class_folders(tmp_path / "data")
     run, printed = trained(tmp_path / "run", {"data.source": [str(data)], **NO_COUNTS})
@@ -86,26 +82,21 @@ def test_captions_are_selected_by_mean_recall(tmp_path: Path) -> None:
     run, printed = trained(tmp_path / "run", {"train.patience": 1, "train.steps": 60, "optim.lr": 1.0})
     evaluations = [line["mean_recall"] for line in read_log(run) if line["kind"] == "eval"]
     assert re.search(r"stopped +after 1 evaluations without a better mean recall", printed)
-    assert "early stop at step" in plain(frame(*seen(run), View(120, 50), now=0.0))
+    assert "early stop at step" in once(run, (120, 50))
     assert_one_name(run, printed, "mean recall", max(evaluations))
-
-
-def seen(run: Path) -> tuple[History, object]:
-    history = History(run).poll_all()
-    return history, status_of(history)
 
 
 def assert_one_name(run: Path, printed: str, label: str, best: float) -> None:
     """The same label and value in the terminal, the monitor, the list of runs, the report and the page."""
     value = f"{100 * best:.1f}%"
     last = next(read for read in reversed(list(read_log(run))) if read["kind"] == "eval")
-    history, status = seen(run)
+    history = History(run).poll()
     now = f"{label} {100 * last[history.metric]:.1f}%"
     assert re.search(rf"^validation  step [\d,]+: {label} {value} .*best so far", printed, re.MULTILINE)
     assert f"best       step {history.end['best_step']:,}: validation {label} {value}" in printed
     assert re.search(rf"^step .*  {label} [\d.]+%  ", printed, re.MULTILINE), "the live line"
     assert re.search(rf"^ *{label} +{100 * history.end[history.metric]:.1f}%", printed, re.MULTILINE), "final table"
-    monitor = plain(frame(history, status, View(160, 50), now=0.0))  # type: ignore[arg-type]
+    monitor = once(run, (160, 50))
     assert f"{now} [" in monitor
     assert f"evaluated at step {last['step']:,}: {now}" in monitor
     assert f"{label} {value}" in as_table(list_runs(run.parent), run.parent)

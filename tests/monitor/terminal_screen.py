@@ -17,24 +17,19 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 CODES = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])|\x1b.")
 
 
 class Screen:
-    """What a person would see. `until` waits for it."""
+    """What a user would see. `until` waits for it."""
 
     def __init__(self, process: subprocess.Popen[bytes], master: int) -> None:
         self.process, self._master = process, master
-        self.lines: dict[int, str] = {}
+        self.text = ""  # the screen's lines
         self.raw = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.alternate = False
-
-    @property
-    def text(self) -> str:
-        """The screen's lines."""
-        return "\n".join(self.lines.get(row, "") for row in range(1, max(self.lines, default=0) + 1))
 
     def press(self, keys: str) -> None:
         """Type."""
@@ -46,7 +41,7 @@ class Screen:
 
     def until(self, true: Callable[[str], object]) -> str:
         """Read until the screen is as wanted."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while time.monotonic() < deadline:
             if true(self.text):
                 return self.text
@@ -56,7 +51,7 @@ class Screen:
 
     def ends(self) -> int:
         """Wait for the program's end; gives its code."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while self.process.poll() is None and time.monotonic() < deadline:
             self._read(0.1)
         while self._read(0.1):
@@ -67,31 +62,18 @@ class Screen:
         if not select.select([self._master], [], [], seconds)[0]:
             return False
         try:
-            data = self._decoder.decode(os.read(self._master, 65536))  # a letter may come in two parts
-        except OSError:  # Linux says so when the other end is closed
+            data = self._decoder.decode(os.read(self._master, 65536))  # a character may come in two parts
+        except OSError:  # on Linux: the other end is closed
             return False
         self.raw += data
         self._show()
         return bool(data)
 
     def _show(self) -> None:
-        """Replay all output: cursor addresses, clearing, text; colours are passed over."""
-        self.lines, row, last = {}, 1, 0
-        for match in [*CODES.finditer(self.raw), None]:
-            text = self.raw[last : match.start() if match else None]
-            if text:
-                self.lines[row] = self.lines.get(row, "") + text
-            if match is None:
-                return
-            last = match.end()
-            argument, letter = match.group(1), match.group(2)
-            if letter == "H":
-                row = int((argument or "1").split(";")[0])
-                self.lines[row] = ""
-            elif letter == "J":
-                self.lines = {}
-            elif argument == "?1049":
-                self.alternate = letter == "h"
+        """The last complete frame, which starts at the home position; colors are skipped."""
+        frames = self.raw.split("\x1b[H")
+        self.text = CODES.sub("", frames[-1]).replace("\r", "")
+        self.alternate = self.raw.rfind("\x1b[?1049h") > self.raw.rfind("\x1b[?1049l")
 
 
 @contextlib.contextmanager
@@ -100,12 +82,16 @@ def in_terminal(*words: str, cwd: Path, width: int = 80, height: int = 24, **env
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
     clean = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    options = ("-X", "importtime") if env.pop("imports", "") else ()
     process = subprocess.Popen(
-        [sys.executable, "-X", "importtime", "-m", "m1clip", *words] if env.pop("imports", "") else
-        [sys.executable, "-m", "m1clip", *words],
-        cwd=cwd, stdin=slave, stdout=slave, stderr=subprocess.PIPE, start_new_session=True,
+        [sys.executable, *options, "-m", "m1clip", *words],
+        cwd=cwd,
+        stdin=slave,
+        stdout=slave,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
         env={**clean, "TERM": "xterm-256color", "PYTHONUTF8": "1", **env},
-    )  # fmt: skip
+    )
     os.close(slave)
     try:
         yield Screen(process, master)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import random
@@ -18,11 +19,13 @@ from typing import Any
 import pytest
 
 from m1clip.errors import UserError
-from m1clip.monitor.diagnostics import verdicts
-from m1clip.monitor.history import History, read_snapshot
-from m1clip.monitor.report import write_report
+from m1clip.monitor import report
+from m1clip.monitor.diagnostics import diagnose
+from m1clip.monitor.history import History, read_snapshot, read_thumbnail, snapshot_steps
+from m1clip.monitor.report import has_matplotlib, write_report
 from m1clip.monitor.status import as_json, as_table, list_runs
 from m1clip.monitor.terminal import once
+from m1clip.runlog import json_safe
 from m1clip.web.server import Store, key_of
 
 from .made_runs import append, ended, evaluation, full_run, line, step
@@ -69,9 +72,17 @@ def read_everything(run: Path) -> None:
     rows = list_runs(run.parent)
     as_json(rows), as_table(rows, run.parent), once(run)
     store, key = Store([run.parent]), key_of(run)
-    shown = [store.summary(key), store.curves(key), [store.snapshot(key, each) for each in store.snapshots(key)]]
-    json.dumps(shown, allow_nan=False).encode()
+    shown = [store.summary(key), store.rows(key, -1, {}), [read_snapshot(run, each) for each in snapshot_steps(run)]]
+    json.dumps(json_safe(shown), allow_nan=False).encode()
     write_report([run], run / "report.html")
+
+
+@pytest.fixture(autouse=True)
+def few_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One report in sixteen draws its plots, which takes a second."""
+    written = itertools.count()
+    installed = has_matplotlib()
+    monkeypatch.setattr("m1clip.monitor.report.has_matplotlib", lambda: installed and next(written) % 64 < 4)
 
 
 def test_no_damaged_log_line_breaks_a_reader(tmp_path: Path) -> None:
@@ -91,11 +102,11 @@ def test_no_damaged_log_line_breaks_a_reader(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_an_invalid_line_is_skipped_and_counted(tmp_path: Path, bad: dict[str, Any]) -> None:
     run = full_run(tmp_path / "runs" / "one")
-    before = History(run).poll_all()
+    before = History(run).poll()
     append(run, [bad, bad])
-    history = History(run).poll_all()
+    history = History(run).poll()
     assert (history.follower.invalid, history.step, history.last_time) == (2, before.step, before.last_time)
-    said = [verdict.words for verdict in verdicts(history, 0.0, "finished")]
+    said = [each.message for each in diagnose(history, 0.0, "finished")]
     assert "2 invalid lines of run.jsonl skipped" in said
     read_everything(run)
 
@@ -104,7 +115,7 @@ def test_a_log_line_may_hold_what_training_writes(tmp_path: Path) -> None:
     run = full_run(tmp_path / "runs" / "one", finished=False)
     layers = {"image block 1": ["nan", "inf"], "²": [1.0, 2.0], "block " + "9" * 5000: [1.0, 2.0]}
     append(run, [step(102, loss="nan", grad_norm="inf", watts="nan"), line("layers", step=102, layers=layers)])
-    assert History(run).poll_all().follower.invalid == 0
+    assert History(run).poll().follower.invalid == 0
     read_everything(run)
 
 
@@ -159,7 +170,7 @@ def test_a_report_leaves_out_images_that_cannot_be_decoded(tmp_path: Path, paddi
         (run / "watch" / "thumbs" / "1.jpg").write_bytes(data)
         page = write_report([run], tmp_path / "report.html").read_text()
         assert "retrieval.png left out" in page
-        assert page.count("src='data:image") == 1  # the other thumbnail of the confusion
+        assert page.count("src='data:image/jpeg") == 1  # the other thumbnail of the confusion
 
 
 def replaced_by_fifo(path: Path, outside: Path) -> None:
@@ -199,8 +210,9 @@ def test_only_regular_files_inside_the_run_folder_are_opened(
 
 
 def read_outside(run: Path) -> None:
-    """Print the names of the files whose content the readers give away."""
-    history = History(run).poll_all()
+    """Print the names of the files whose content the readers show."""
+    report.has_matplotlib = lambda: False
+    history = History(run).poll()
     print("run.jsonl" if history.start else "")
     try:
         read_everything(run)
@@ -209,20 +221,18 @@ def read_outside(run: Path) -> None:
         page = "20211 class='wide'"
     print("config.toml" if "20211" in page and (history.config or not history.start) else "")
     print("retrieval.png" if "class='wide'" in page else "")
-    store, key = Store([run.parent]), key_of(run)
-    print("watch/step-00000100.json" if store.snapshot(key, 100) else "")
-    print("watch/thumbs/1.jpg" if store.thumb(key, 1) else "")
+    print("watch/step-00000100.json" if read_snapshot(run, 100) else "")
+    print("watch/thumbs/1.jpg" if read_thumbnail(run, 1) else "")
 
 
 def test_a_thumbs_folder_that_links_outside_is_not_served(tmp_path: Path) -> None:
     run = full_run(tmp_path / "runs" / "one")
     shutil.move(run / "watch" / "thumbs", tmp_path / "elsewhere")
     (run / "watch" / "thumbs").symlink_to(tmp_path / "elsewhere")
-    store, key = Store([tmp_path / "runs"]), key_of(run)
-    assert store.thumb(key, 1) is None
+    assert read_thumbnail(run, 1) is None
     shutil.move(run / "watch", tmp_path / "watch")
     (run / "watch").symlink_to(tmp_path / "watch")
-    assert store.snapshot(key, 100) is None
+    assert read_snapshot(run, 100) is None
 
 
 def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Promise 11: the clock is set back, the machine sleeps: elapsed time, time left and verdicts stay sane."""
+"""Promise 11: the clock is set back, the machine sleeps: elapsed time, time left and diagnostics stay right."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from reliability_results import recorded
 from small_run import run_small
 
 from m1clip.io import LOCK, lock_content, process_start_id, read_owner
-from m1clip.monitor import status as eta
-from m1clip.monitor.diagnostics import verdicts
+from m1clip.monitor.diagnostics import diagnose
 from m1clip.monitor.history import History
-from m1clip.monitor.status import status_of
+from m1clip.monitor.status import elapsed as elapsed_seconds
+from m1clip.monitor.status import seconds_left, status_of
 from m1clip.runlog import read_log
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -28,7 +28,7 @@ HOUR = 3600.0
 
 def history_of(run: Path) -> History:
     history = History(run)
-    history.poll_all()
+    history.poll()
     return history
 
 
@@ -55,22 +55,22 @@ def test_time_left_and_throttling_do_not_hear_of_the_clock(tmp_path: Path, jump:
     rows = [step(n, time=BEGIN + 0.5 * n + (jump if n > 40 else 0)) for n in range(10, 90, 2)]
     usual = make_run(tmp_path / "usual", [evaluation(8, 0.2), *(step(n) for n in range(10, 90, 2))])
     run = make_run(tmp_path / "jumped", [evaluation(8, 0.2), *rows])
-    assert eta.seconds_left(history_of(run)) == eta.seconds_left(history_of(usual))
-    assert eta.elapsed(history_of(run)) == eta.elapsed(history_of(usual))
+    assert seconds_left(history_of(run)) == seconds_left(history_of(usual))
+    assert elapsed_seconds(history_of(run)) == elapsed_seconds(history_of(usual))
     now = rows[-1]["time"] + 1
-    words = " ".join(verdict.words for verdict in verdicts(history_of(run), now, "running"))
+    words = " ".join(each.message for each in diagnose(history_of(run), now, "running"))
     assert "slower" not in words
-    assert "no news" not in words
+    assert "nothing logged" not in words
 
 
 def test_one_step_that_slept_for_an_hour_changes_no_forecast(tmp_path: Path) -> None:
     """Where the system counts the sleep as time, one step seems to have taken an hour."""
     rows = [step(n, step_seconds=HOUR if n == 70 else 0.5) for n in range(10, 90, 2)]
     history = history_of(make_run(tmp_path, rows))
-    left = eta.seconds_left(history)
+    left = seconds_left(history)
     assert left is not None
     assert left < 60
-    words = " ".join(verdict.words for verdict in verdicts(history, rows[-1]["time"] + 1, "running"))
+    words = " ".join(each.message for each in diagnose(history, rows[-1]["time"] + 1, "running"))
     assert "slower" not in words
 
 
@@ -100,11 +100,11 @@ def test_many_jumps(tmp_path: Path) -> None:
 
     with recorded("clock") as counts:
         draw = random.Random(0)
-        expected = eta.seconds_left(history_of(make_run(tmp_path / "usual", [step(n) for n in range(2, 90, 2)])))
+        expected = seconds_left(history_of(make_run(tmp_path / "usual", [step(n) for n in range(2, 90, 2)])))
         for number in range(500):
             clock, rows = BEGIN, []
             for n in range(2, 90, 2):
                 clock += draw.choice([1.0, 1.0, 1.0, draw.uniform(-5 * HOUR, 5 * HOUR)])
                 rows.append(step(n, time=clock))
-            assert eta.seconds_left(history_of(make_run(tmp_path / str(number), rows))) == expected
+            assert seconds_left(history_of(make_run(tmp_path / str(number), rows))) == expected
         counts["runs with a clock that jumps"] = 500

@@ -1,4 +1,4 @@
-"""An hour of sleep, a clock that is set: estimates and verdicts stay sane."""
+"""An hour of sleep, a clock that is set: estimates and diagnostics stay right."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 /* State, the live stream, and what goes where. */
 const $ = (id) => document.getElementById(id);
 const RECALL = "text_to_image/recall@1", BACK = "image_to_text/recall@1";
-const state = { runs: [], data: {}, focus: null, shown: new Set(), paused: false, smooth: 0, log: false, axis: "step", stream: null, steps: [], chosen: null, asked: "" };
+const state = { runs: [], data: {}, focus: null, shown: new Set(), paused: false, smooth: 0, log: false, axis: "step", stream: null, steps: [], chosen: null };
 
 /* theme ------------------------------------------------------------------------------------------------------- */
 const THEMES = ["system", "light", "dark"];
@@ -18,31 +18,31 @@ function nextTheme() { theme = THEMES[(THEMES.indexOf(theme) + 1) % 3]; localSto
 /* plots ------------------------------------------------------------------------------------------------------- */
 const CURVES = [
   ["loss", "Loss"], ["temperature", "Temperature"], ["lr", "Learning rate"], ["grad_norm", "Gradient norm"],
-  ["images_per_second", "Pairs a second"], ["step_seconds", "Seconds a step"],
+  ["images_per_second", "Images per second"], ["step_seconds", "Seconds per step"],
 ];
+const FIRST_EVALUATION = { none: "after the first evaluation" };
 const plots = {}, cards = {};
 function addPlot(box, id, title, options = {}) { plots[id] = new Plot(title, { id, ...options }); $(box).append(plots[id].figure); }
 function addCard(box, id, title) { cards[id] = card(title, id); $(box).append(cards[id].figure); }
 
 addPlot("plots", "loss", "Loss");
-addPlot("plots", "best", "Mean recall (class folders: top-1 accuracy), %", { none: "the first evaluation will bring it" });
-addPlot("plots", "recall", "Recall@1, %", { none: "the first evaluation will bring it" });
+addPlot("plots", "best", "Mean recall (class folders: top-1 accuracy), %", FIRST_EVALUATION);
+addPlot("plots", "recall", "Recall@1, %", FIRST_EVALUATION);
 for (const [id, title] of CURVES.slice(1)) addPlot("plots", id, title);
-addPlot("plots", "waiting", "Share of a step spent on data, %");
+addPlot("plots", "waiting", "Loading data, % of a step");
 addCard("analysis", "layers", "Gradients by layer");
-addPlot("analysis", "difficulty", "Accuracy by similarity of the wrong caption, %", { none: "the first evaluation will bring it" });
-addPlot("analysis", "negatives", "Accuracy against made-up negatives, %", { none: "synthetic images only" });
-addPlot("analysis", "geometry", "Alignment, uniformity, gap", { none: "the first evaluation will bring it" });
-addCard("analysis", "groups", "Recall@1 by what the image shows");
-addCard("analysis", "lengths", "Recall@1 by length of the caption");
-addCard("analysis", "decline", "Where the loss fell");
+addPlot("analysis", "difficulty", "Accuracy by similarity of the wrong caption, %", FIRST_EVALUATION);
+addPlot("analysis", "negatives", "Accuracy against generated negatives, %", { none: "synthetic images only" });
+addPlot("analysis", "geometry", "Alignment, uniformity, modality gap", FIRST_EVALUATION);
+addCard("analysis", "groups", "Recall@1 by image content");
+addCard("analysis", "lengths", "Recall@1 by caption length");
 addCard("machine", "split", "Where the time of a step goes");
-addPlot("machine", "phases", "Share of a step, %", { none: "not measured on this device" });
+addPlot("machine", "phases", "Parts of a step, %", { none: "not measured on this device" });
 addPlot("machine", "memory", "Memory, GB");
 addCard("machine", "parts", "Memory by component");
 addCard("machine", "cores", "Cores");
 addPlot("machine", "power", "Power, watts", { none: "not measured on this machine" });
-addPlot("machine", "heat", "Temperature, °C", { none: "not measured on this machine" });
+addPlot("machine", "heat", "Temperature of the machine, °C", { none: "not measured on this machine" });
 
 function xs(data) {
   const step = data.steps.step || [];
@@ -50,7 +50,7 @@ function xs(data) {
   const spent = data.steps.elapsed || [];
   return step.map((_, i) => (spent[i] === null || spent[i] === undefined ? null : spent[i] / 60));
 }
-/* an evaluation has no time of training of its own: it stands where its step stands */
+/* an evaluation takes the training time of its step */
 function evalX(data, row) {
   if (state.axis === "step") return row.step;
   const at = (data.steps.step || []).findIndex((step) => step >= row.step);
@@ -66,8 +66,8 @@ function curve(id, column, factor = 1, smoothing = state.smooth) {
   const keep = x.map((v, i) => i).filter((i) => x[i] !== null && y[i] !== null && y[i] !== undefined);
   return { name: nameOf(id), index: Math.max(0, order(id)), x: keep.map((i) => x[i]), y: smooth(keep.map((i) => y[i]), smoothing) };
 }
-function evals(id, pick, extra = {}) {
-  const data = state.data[id], rows = data.evals.map((row) => [evalX(data, row), pick(row)]).filter(([, v]) => typeof v === "number");
+function evaluations(id, pick, extra = {}) {
+  const data = state.data[id], rows = data.evaluations.map((row) => [evalX(data, row), pick(row)]).filter(([, v]) => Number.isFinite(v));
   return { name: nameOf(id), index: Math.max(0, order(id)), x: rows.map((r) => r[0]), y: rows.map((r) => r[1]), dots: true, ...extra };
 }
 const deep = (row, ...path) => path.reduce((value, key) => (value === undefined || value === null ? undefined : value[key]), row);
@@ -77,13 +77,13 @@ function drawPlots() {
   const ends = ids.map((each) => xs(state.data[each]).filter((v) => v !== null).pop()).filter((v) => v !== undefined);
   Zoom.whole = ends.length ? [0, Math.max(...ends)] : null;
   for (const [column] of CURVES) plots[column].set(ids.map((each) => curve(each, column)), { log: column === "loss" && state.log });
-  let recall = ids.map((each) => evals(each, (row) => row[RECALL] * 100));
+  let recall = ids.map((each) => evaluations(each, (row) => row[RECALL] * 100));
   if (single && state.data[id]) {
-    recall = [evals(id, (row) => row[RECALL] * 100, { name: "text to image" }), evals(id, (row) => row[BACK] * 100, { name: "image to text", index: order(id) + 1 }),
-      evals(id, (row) => row[RECALL + "/chance"] * 100, { name: "chance", colour: css("--soft"), dash: [3, 4], thin: true, dots: false })];
+    recall = [evaluations(id, (row) => row[RECALL] * 100, { name: "text to image" }), evaluations(id, (row) => row[BACK] * 100, { name: "image to text", index: order(id) + 1 }),
+      evaluations(id, (row) => row[RECALL + "/chance"] * 100, { name: "chance", color: css("--soft"), dash: [3, 4], thin: true, dots: false })];
   }
   plots.recall.set(recall, { unit: "%" });
-  plots.best.set(ids.map((each) => evals(each, (row) => row[metric(each)[0]] * 100)), { unit: "%" });
+  plots.best.set(ids.map((each) => evaluations(each, (row) => row[metric(each)[0]] * 100)), { unit: "%" });
   plots.waiting.set(ids.map((each) => curve(each, "data_fraction", 100)), { unit: "%" });
   plots.memory.set(ids.map((each) => curve(each, "memory_bytes", 1e-9, 0)), { unit: " GB" });
   plots.power.set(ids.map((each) => curve(each, "watts")), { unit: " W" });
@@ -95,40 +95,27 @@ function drawPlots() {
 }
 
 function drawFocus(id) {
-  const data = state.data[id], last = data.evals[data.evals.length - 1], share = (...path) => (row) => { const v = deep(row, "analysis", ...path, 0); return typeof v === "number" ? 100 * v : undefined; };
-  const three = (group) => ["easy", "medium", "hard"].map((name, i) => evals(id, share(group, name), { name, index: i }));
+  const data = state.data[id], last = data.evaluations[data.evaluations.length - 1], fraction = (...path) => (row) => { const v = deep(row, "analysis", ...path, 0); return typeof v === "number" ? 100 * v : undefined; };
+  const three = (group) => ["easy", "medium", "hard"].map((name, i) => evaluations(id, fraction(group, name), { name, index: i }));
   plots.difficulty.set(three("difficulty"), { unit: "%" });
   plots.negatives.set(three("negatives"), { unit: "%" });
-  plots.geometry.set([["alignment", "alignment"], ["uniformity_image", "uniformity of images"], ["uniformity_text", "uniformity of captions"], ["modality_gap", "gap"]]
-    .map(([key, name], i) => evals(id, (row) => deep(row, "analysis", key), { name, index: i })));
+  plots.geometry.set([["alignment", "alignment"], ["uniformity_image", "uniformity of images"], ["uniformity_text", "uniformity of captions"], ["modality_gap", "modality gap"]]
+    .map(([key, name], i) => evaluations(id, (row) => deep(row, "analysis", key), { name, index: i })));
   const phases = PHASES.filter((name) => data.steps["seconds/" + name]);
   const total = (i) => phases.reduce((sum, name) => sum + (data.steps["seconds/" + name][i] || 0), 0);
-  plots.phases.set(phases.map((name) => { const y = data.steps["seconds/" + name].map((v, i) => (total(i) ? 100 * (v || 0) / total(i) : null)); return { name, index: 0, colour: PHASE_COLOURS[name], x: xs(data), y: smooth(y, state.smooth) }; }), { unit: "%" });
+  plots.phases.set(phases.map((name) => { const y = data.steps["seconds/" + name].map((v, i) => (total(i) ? 100 * (v || 0) / total(i) : null)); return { name, index: 0, color: PHASE_COLORS[name], x: xs(data), y: smooth(y, state.smooth) }; }), { unit: "%" });
   const layers = data.layers.filter((row) => row.layers);
   if (layers.length) { showLayers(cards.layers.body, layers); cards.layers.now.textContent = `step ${layers[layers.length - 1].step.toLocaleString("en")}`; }
-  else cards.layers.body.replaceChildren(el("p", { class: "hint" }, "no look at the layers yet"));
+  else cards.layers.body.replaceChildren(el("p", { class: "hint" }, "not measured yet"));
   const groups = deep(last, "analysis", "groups"), rows = [];
   if (groups) {
     const heads = {};
     for (const [name, value] of Object.entries(groups)) { const [head, word] = name.split("/"); (heads[head] = heads[head] || []).push([word, value]); }
     for (const [head, found] of Object.entries(heads)) { rows.push([head, null]); for (const [word, [value, n]] of found.sort((a, b) => a[1][0] - b[1][0])) rows.push([word, value, `${percent(value, 0)} of ${n}`]); }
   }
-  if (rows.length) bars(cards.groups.body, rows); else cards.groups.body.replaceChildren(el("p", { class: "hint" }, "needs labels: synthetic images have them"));
+  if (rows.length) bars(cards.groups.body, rows); else cards.groups.body.replaceChildren(el("p", { class: "hint" }, "needs labels, which synthetic images have"));
   const lengths = deep(last, "analysis", "length");
   if (lengths) bars(cards.lengths.body, Object.entries(lengths).map(([name, [value, n]]) => [name, value, `${percent(value)} of ${n}`]));
-  const fell = decline(data);
-  if (fell) bars(cards.decline.body, fell, 1);
-}
-
-/* the loss at quarters of the steps done so far: how much of the fall each brought */
-function decline(data) {
-  const y = (data.steps.loss || []).filter((v) => v !== null);
-  if (y.length < 8) return null;
-  const mean = (from, to) => { const part = y.slice(Math.floor(from * y.length), Math.max(Math.floor(from * y.length) + 1, Math.floor(to * y.length))); return part.reduce((a, b) => a + b, 0) / part.length; };
-  const edge = 0.04, points = [0, 0.25, 0.5, 0.75, 1].map((at) => mean(Math.max(0, Math.min(1 - edge, at - edge / 2)), Math.min(1, Math.max(edge, at + edge / 2))));
-  const whole = points[0] - points[4];
-  if (whole <= 0) return null;
-  return ["first quarter", "second quarter", "third quarter", "last quarter"].map((name, i) => [name, Math.max(0, points[i] - points[i + 1]) / whole, `${short(points[i])} to ${short(points[i + 1])}`]);
 }
 
 /* head -------------------------------------------------------------------------------------------------------- */
@@ -150,21 +137,21 @@ function drawHead() {
   const done = run.steps ? 100 * run.step / run.steps : 0;
   $("bar").style.width = `${done}%`;
   $("progress").setAttribute("aria-valuenow", String(Math.round(done)));
-  let words = run.steps ? `step ${run.step.toLocaleString("en")} of ${run.steps.toLocaleString("en")}, ${done.toFixed(0)}%` : run.words;
+  let words = run.steps ? `step ${run.step.toLocaleString("en")} of ${run.steps.toLocaleString("en")}, ${done.toFixed(0)}%` : run.message;
   if (run.seconds_left !== null) words += ` · ${clock(run.seconds_left)} left, until ${new Date(Date.now() + 1000 * run.seconds_left).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })}`;
   if (run.elapsed) words += ` · ${clock(run.elapsed)} trained`;
-  $("progress-words").textContent = words;
-  const last = run.last || {}, data = state.data[run.id], test = data && data.evals[data.evals.length - 1];
+  $("progress-text").textContent = words;
+  const last = run.last || {}, data = state.data[run.id], test = data && data.evaluations[data.evaluations.length - 1];
   const cells = [figure("loss", num(last.loss, short))];
   const [name, label] = run.metric;
   if (test && typeof test[name] === "number") cells.push(figure(label, percent(test[name]), typeof test[name + "/low"] === "number" ? `${percent(test[name + "/low"])} to ${percent(test[name + "/high"])}, chance ${percent(test[name + "/chance"], 2)}` : ""));
-  if (typeof run.best.value === "number") cells.push(figure("best so far", percent(run.best.value), `${label} at step ${run.best.step.toLocaleString("en")}`));
-  cells.push(figure("speed", num(last.images_per_second, (v) => Math.round(v).toLocaleString("en")), "pairs a second"), figure("temperature", num(last.temperature, short)), figure("learning rate", num(last.lr, short)),
+  if (typeof run.best.value === "number") cells.push(figure("best", percent(run.best.value), `${label} at step ${run.best.step.toLocaleString("en")}`));
+  cells.push(figure("speed", num(last.images_per_second, (v) => Math.round(v).toLocaleString("en")), "images per second"), figure("temperature", num(last.temperature, short)), figure("learning rate", num(last.lr, short)),
     figure("gradient norm", num(last.grad_norm, short)), figure("memory", num(last.memory_bytes, (v) => (v / 1e9).toFixed(2) + " GB")), figure("epoch", num(last.epoch, (v) => v.toFixed(2))));
   $("figures").replaceChildren(...cells);
-  const verdicts = run.verdicts.map(([level, text]) => el("li", { class: level }, text));
-  if ($("verdicts").textContent !== verdicts.map((v) => v.textContent).join("")) $("verdicts").replaceChildren(...verdicts);
-  $("events").replaceChildren(...run.events.map(([time, , text]) => el("tr", {}, el("td", {}, time ? new Date(1000 * time).toLocaleTimeString() : ""), el("td", {}, text))));
+  const diagnostics = run.diagnostics.map(([level, text]) => el("li", { class: level }, text));
+  if ($("diagnostics").textContent !== diagnostics.map((d) => d.textContent).join("")) $("diagnostics").replaceChildren(...diagnostics);
+  $("events").replaceChildren(...run.events.map(([time, text]) => el("tr", {}, el("td", {}, time ? new Date(1000 * time).toLocaleTimeString() : ""), el("td", {}, text))));
   if (last.seconds) showSplit(cards.split.body, cards.split.now, last.seconds);
   if (last.cores) bars(cards.cores.body, last.cores.map((value, i) => [`core ${i + 1}`, value / 100, `${value}%`]));
   const parts = Object.entries(run.memory || {}).filter(([name, value]) => name !== "peak" && typeof value === "number" && value > 0);
@@ -187,7 +174,7 @@ function drawRuns() {
     old.delete(run.id);
     const [box, swatch, button] = li.children, best = typeof run.best.value === "number" ? `, ${run.metric[1]} ${percent(run.best.value)}` : "";
     box.checked = state.shown.has(run.id); box.setAttribute("aria-label", `Show ${run.name} in the plots`);
-    swatch.style.background = colour(i);
+    swatch.style.background = color(i);
     button.children[0].textContent = run.name; button.title = run.path;
     button.children[1].textContent = `${run.state} ${run.steps ? Math.round(100 * run.step / run.steps) + "%" : ""}${best}`;
     button.setAttribute("aria-current", run.id === state.focus ? "true" : "false");
@@ -197,48 +184,46 @@ function drawRuns() {
 }
 
 /* examples ---------------------------------------------------------------------------------------------------- */
-async function loadSnapshots(force) {
-  const run = state.runs.find((each) => each.id === state.focus), key = run ? `${run.id}/${run.snapshots}/${run.best && run.best.step}/${run.events.length && run.events[0][0]}` : "";
-  if (!run || (!force && key === state.asked)) return;
-  state.asked = key;
-  const steps = await (await fetch(`/api/snapshots?run=${run.id}`)).json();
-  const follow = force || state.chosen === null || state.chosen === state.steps.length - 1;
+/* the slider follows the newest snapshot unless the user has moved it */
+async function loadSnapshots() {
+  const run = state.runs.find((each) => each.id === state.focus), steps = run ? run.snapshots : [], known = state.steps;
+  $("no-snapshots").hidden = steps.length > 0; $("found").hidden = $("snapshot-controls").hidden = steps.length === 0;
+  if (!steps.length || (state.chosen !== null && String(steps) === String(known))) return;
+  const follow = state.chosen === null || state.chosen === known.length - 1;
   state.steps = steps;
-  $("no-snapshots").hidden = steps.length > 0; $("found").hidden = steps.length === 0; $("snapshot-controls").hidden = steps.length === 0;
-  $("snapshot").max = String(Math.max(0, steps.length - 1));
-  if (steps.length) await showSnapshot(follow ? steps.length - 1 : Math.min(state.chosen, steps.length - 1));
+  $("snapshot").max = String(steps.length - 1);
+  await showSnapshot(follow ? steps.length - 1 : Math.min(state.chosen, steps.length - 1));
 }
 async function showSnapshot(index) {
   state.chosen = index;
-  const id = state.focus, answer = await fetch(`/api/snapshot?run=${id}&step=${state.steps[index]}`);
+  const id = state.focus, answer = await fetch(`/api/snapshot?run=${id}&index=${state.steps[index]}`);
   if (!answer.ok || id !== state.focus) return;
   const snapshot = await answer.json();
   $("snapshot").value = String(index);
   const words = `step ${snapshot.step.toLocaleString("en")}, ${index + 1} of ${state.steps.length}`;
-  $("snapshot-words").textContent = words; $("snapshot").setAttribute("aria-valuetext", words);
-  showQueries($("queries"), id, snapshot); showConfusions($("confusions"), id, snapshot); showMatrix($("matrix"), $("matrix-words"), snapshot);
+  $("snapshot-text").textContent = words; $("snapshot").setAttribute("aria-valuetext", words);
+  showQueries($("queries"), id, snapshot); showConfusions($("confusions"), id, snapshot); showMatrix($("matrix"), $("matrix-text"), snapshot);
 }
 let playing = null;
 function play() {
   if (playing) { clearInterval(playing); playing = null; $("play").textContent = "Play"; return; }
   let index = state.chosen === state.steps.length - 1 ? -1 : state.chosen;
-  $("play").textContent = "Halt";
+  $("play").textContent = "Stop";
   playing = setInterval(() => { index += 1; if (index >= state.steps.length) { play(); return; } showSnapshot(index); }, 900);
 }
 
 /* live -------------------------------------------------------------------------------------------------------- */
 let pending = false;
 function draw() { if (pending) return; pending = true; requestAnimationFrame(() => { pending = false; drawRuns(); drawHead(); drawPlots(); }); }
-function link(kind, words) { $("link").className = `link ${kind}`; if ($("link-words").textContent !== words) $("link-words").textContent = words; }
+function link(kind, words) { $("link").className = `link ${kind}`; if ($("link-text").textContent !== words) $("link-text").textContent = words; }
 
 function connect() {
   if (state.stream) state.stream.close();
   const stream = new EventSource(`/api/live?runs=${[...state.shown].join(",")}`);
   state.stream = stream;
   stream.addEventListener("runs", (event) => { link("live", state.paused ? "paused" : "live"); takeRuns(JSON.parse(event.data)); });
-  stream.addEventListener("curves", (event) => { if (state.paused) return; const value = JSON.parse(event.data); state.data[value.id] = value; draw(); });
   stream.addEventListener("rows", (event) => { if (state.paused) return; takeRows(JSON.parse(event.data)); });
-  stream.onerror = () => { link("lost", "connection lost, trying again"); if (stream.readyState === EventSource.CLOSED && stream === state.stream) setTimeout(connect, 2000); };
+  stream.onerror = () => { link("lost", "connection lost, reconnecting"); if (stream.readyState === EventSource.CLOSED && stream === state.stream) setTimeout(connect, 2000); };
 }
 function takeRuns(runs) {
   if (state.paused) return;
@@ -248,39 +233,40 @@ function takeRuns(runs) {
     const best = runs.find((run) => run.id === wanted) || runs.find((run) => run.state === "running") || runs[runs.length - 1];
     if (best) { focus(best.id); return; }
   }
-  draw(); loadSnapshots(false);
+  draw(); loadSnapshots();
 }
-function takeRows({ id, rows }) {
-  const data = state.data[id];
-  if (!data) return;
-  for (const [kind, row] of rows) {
-    if (kind === "eval") data.evals.push(row);
-    else if (kind === "layers") data.layers.push({ step: row.step, layers: row.layers });
-    else {
-      const length = (data.steps.step || []).length;
-      for (const name of new Set([...Object.keys(data.steps), ...Object.keys(row)])) {
-        const column = data.steps[name] || (data.steps[name] = new Array(length).fill(null));
-        column.push(row[name] === undefined ? null : row[name]);
-      }
+const MAX_POINTS = { steps: 6000, layers: 300 };
+function halve(list) { return list.filter((_, i) => i % 2 === 0); }
+/* rows: dicts of figures; steps are kept as one column per figure, the form that plots take */
+function takeRows({ id, reset, steps, evaluations, layers }) {
+  if (reset || !state.data[id]) state.data[id] = { steps: {}, evaluations: [], layers: [] };
+  const data = state.data[id], columns = data.steps;
+  for (const row of steps) {
+    const length = (columns.step || []).length;
+    for (const name of new Set([...Object.keys(columns), ...Object.keys(row)])) {
+      const column = columns[name] || (columns[name] = new Array(length).fill(null));
+      column.push(typeof row[name] === "number" ? row[name] : null);
     }
   }
-  if (data.steps.step && data.steps.step.length > 6000) for (const name of Object.keys(data.steps)) data.steps[name] = data.steps[name].filter((_, i) => i % 2 === 0);
-  if (data.layers.length > 300) data.layers = data.layers.filter((_, i) => i % 2 === 0);
+  data.evaluations.push(...evaluations);
+  data.layers.push(...layers);
+  if (columns.step && columns.step.length > MAX_POINTS.steps) for (const name of Object.keys(columns)) columns[name] = halve(columns[name]);
+  if (data.layers.length > MAX_POINTS.layers) data.layers = halve(data.layers);
   draw();
 }
 function focus(id) {
   if (state.focus && state.shown.size <= 1) state.shown.clear();
-  state.focus = id; state.shown.add(id); state.chosen = null; state.asked = "";
+  state.focus = id; state.shown.add(id); state.chosen = null;
   location.hash = `run=${id}`;
   Zoom.range = null;
-  connect(); draw(); loadSnapshots(true);
+  connect(); draw(); loadSnapshots();
 }
 function toggle(id, on) {
   if (on) state.shown.add(id);
   else if (id !== state.focus) state.shown.delete(id);
   connect(); draw();
 }
-function pause() { state.paused = !state.paused; $("pause").setAttribute("aria-pressed", String(state.paused)); $("pause").textContent = state.paused ? "Go on" : "Pause"; if (!state.paused) connect(); else link("live", "paused"); }
+function pause() { state.paused = !state.paused; $("pause").setAttribute("aria-pressed", String(state.paused)); $("pause").textContent = state.paused ? "Continue" : "Pause"; if (!state.paused) connect(); else link("live", "paused"); }
 
 $("theme").addEventListener("click", nextTheme);
 $("pause").addEventListener("click", pause);

@@ -1,11 +1,11 @@
 "use strict";
 /* Plots on uPlot: several runs over each other, one zoom for all, keys, and a sentence for screen readers. */
-const COLOURS = ["#0b7285", "#d9480f", "#7048e8", "#2b8a3e", "#c2255c", "#b58100", "#1971c2", "#868e96"];
+const COLORS = ["#0b7285", "#d9480f", "#7048e8", "#2b8a3e", "#c2255c", "#b58100", "#1971c2", "#868e96"];
 const DARK = ["#4cc3d6", "#ff9b66", "#b197fc", "#69db7c", "#ff8fb1", "#ffd43b", "#74c0fc", "#ced4da"];
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
 
 const dark = () => document.documentElement.dataset.theme === "dark";
-const colour = (index) => (dark() ? DARK : COLOURS)[index % COLOURS.length];
+const color = (index) => (dark() ? DARK : COLORS)[index % COLORS.length];
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 function short(value) {
@@ -75,9 +75,9 @@ class Plot {
     const data = this.data();
     if (!data) {
       this.destroy();
-      this.box.replaceChildren(el("div", { class: "none" }, this.options.none || "waiting for the first figures"));
+      this.box.replaceChildren(el("div", { class: "none" }, this.options.none || "waiting for the first values"));
       this.now.textContent = "";
-      this.box.setAttribute("aria-label", `${this.title}: no figures yet`);
+      this.box.setAttribute("aria-label", `${this.title}: no values yet`);
       return;
     }
     if (key !== this.key || !this.u) this.make(key, data);
@@ -105,8 +105,8 @@ class Plot {
       scales: { x: { time: false }, y: { distr: this.log ? 3 : 1 } },
       axes: [{ ...axis, size: 28, values: (u, ticks) => ticks.map((t) => t.toLocaleString("en")) }, { ...axis, size: 54, values: (u, ticks) => labels(ticks) }],
       series: [{}, ...this.series.map((each) => ({
-        label: each.name, stroke: each.colour || colour(each.index), width: each.thin ? 1 : 1.8, spanGaps: true,
-        dash: each.dash || DASHES[Math.floor(each.index / COLOURS.length) % 4],
+        label: each.name, stroke: each.color || color(each.index), width: each.thin ? 1 : 1.8, spanGaps: true,
+        dash: each.dash || DASHES[Math.floor(each.index / COLORS.length) % 4],
         points: { show: each.dots === true && each.x.length < 80, size: 5 },
       }))],
       hooks: {

@@ -1,20 +1,20 @@
 "use strict";
-/* What is no curve: examples, similarity matrix, confusions, bars, layers, time split. Text is set, never parsed. */
+/* Everything but curves: examples, similarity matrix, confusions, bars, layers, time split. Text is set, never parsed. */
 const PHASES = ["data", "copy", "forward", "backward", "optimizer", "step", "rest"];
-const PHASE_COLOURS = { data: "#e8a200", copy: "#c2255c", forward: "#1098ad", backward: "#3b5bdb", optimizer: "#2b8a3e", step: "#1098ad", rest: "#868e96" };
-const percent = (share, digits = 1) => (100 * share).toFixed(digits) + "%";
+const PHASE_COLORS = { data: "#e8a200", copy: "#c2255c", forward: "#1098ad", backward: "#3b5bdb", optimizer: "#2b8a3e", step: "#1098ad", rest: "#868e96" };
+const percent = (fraction, digits = 1) => (100 * fraction).toFixed(digits) + "%";
 
 function thumb(run, image, right, words) {
   const mark = right === null ? [] : [el("span", { class: "tick", "aria-hidden": "true" }, right ? "✓" : "✕")];
   const alt = right === null ? `image ${image}` : right ? "the right image" : "another image";
   return el("figure", { class: right ? "thumb right" : "thumb" },
-    el("img", { src: `/thumb?run=${run}&image=${image}`, alt, loading: "lazy", width: "70", height: "70" }), ...mark, words);
+    el("img", { src: `/thumbnail?run=${run}&index=${image}`, alt, loading: "lazy", width: "70", height: "70" }), ...mark, words);
 }
 
 function showQueries(box, run, snapshot) {
   box.replaceChildren(...snapshot.queries.map((query) => el("div", { class: "query" },
     el("div", {}, el("p", {}, query.caption),
-      el("p", { class: "hint" }, query.rank === 1 ? "found at once" : `its image stands at place ${query.rank} of ${snapshot.images}`)),
+      el("p", { class: "hint" }, query.rank === 1 ? "found first" : `its image has rank ${query.rank} of ${snapshot.images}`)),
     el("div", { class: "thumbs" }, ...query.found.map((image, i) => thumb(run, image, query.correct[i], query.scores[i].toFixed(2)))))));
 }
 
@@ -28,10 +28,10 @@ function showConfusions(box, run, snapshot) {
     el("div", {}, el("p", {}, `“${each.caption}”`), el("p", { class: "hint" }, `found: “${each.truth}” by ${each.margin.toFixed(3)}`)))));
 }
 
-/* perceptually even, from dark blue over green to yellow */
+/* perceptually uniform, from dark blue over green to yellow */
 const RAMP = [[48, 18, 59], [65, 68, 135], [42, 120, 142], [34, 168, 132], [122, 209, 81], [253, 231, 37]];
-function ramp(share) {
-  const at = Math.min(0.9999, Math.max(0, share)) * (RAMP.length - 1), low = Math.floor(at), part = at - low;
+function ramp(fraction) {
+  const at = Math.min(0.9999, Math.max(0, fraction)) * (RAMP.length - 1), low = Math.floor(at), part = at - low;
   return RAMP[low].map((value, i) => Math.round(value + (RAMP[low + 1][i] - value) * part));
 }
 
@@ -89,20 +89,20 @@ function showSplit(body, now, seconds) {
   for (const name of parts) {
     const part = el("div", { title: name });
     part.style.width = `${100 * seconds[name] / total}%`;
-    part.style.background = PHASE_COLOURS[name];
+    part.style.background = PHASE_COLORS[name];
     bar.append(part);
   }
   const legend = el("div", { class: "legend" });
   for (const name of parts) {
     const box = el("i", {});
-    box.style.background = PHASE_COLOURS[name];
+    box.style.background = PHASE_COLORS[name];
     legend.append(el("span", {}, box, `${name} ${percent(seconds[name] / total, 1)}`));
   }
   body.replaceChildren(bar, legend);
-  now.textContent = total < 0.1 ? `${(1000 * total).toFixed(1)} ms a step` : `${total.toFixed(2)} s a step`;
+  now.textContent = total < 0.1 ? `${(1000 * total).toFixed(1)} ms per step` : `${total.toFixed(2)} s per step`;
 }
 
-/* One row a layer: its course over the run as colours, then the newest gradient and update. */
+/* One row per layer: its gradient over the run as colors, then the newest gradient and update. */
 function showLayers(body, rows) {
   const last = rows[rows.length - 1].layers, names = Object.keys(last).sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
   const logs = rows.flatMap((row) => names.map((name) => row.layers[name] && row.layers[name][0] > 0 ? Math.log10(row.layers[name][0]) : null)).filter((v) => v !== null);

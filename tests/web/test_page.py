@@ -1,4 +1,4 @@
-"""The page in a real browser, where Playwright and a Chromium are there."""
+"""The page in a real browser, where Playwright and Chromium are installed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from monitor.made_runs import append, ended, evaluation, full_run, make_run, step, write_example
 from small_run import environment, small_arguments
 
 from m1clip.io import lock_content
 from m1clip.web.server import Server, Store
-
-from .made_runs import append, ended, evaluation, full_run, make_run, step, write_example
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = next((path for name in BROWSERS if (path := shutil.which(name))), None)
@@ -29,7 +28,7 @@ pytestmark = [
     ),
     pytest.mark.skipif(CHROMIUM is None, reason=f"needs a Chromium in the PATH ({', '.join(BROWSERS)})"),
 ]
-PATIENCE = 60.0  # seconds for anything the page should do
+TIMEOUT = 60.0  # seconds for anything the page should do
 
 
 class Site:
@@ -73,7 +72,7 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
         context = browser.new_context(locale="en-US", viewport={"width": 1200, "height": 800}, **options)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(1000 * PATIENCE)
+        page.set_default_timeout(1000 * TIMEOUT)
         page.on("pageerror", lambda error: problems.append(f"error: {error}"))
         page.on("console", lambda message: note(message.type, message.text, expected))
         page.on("request", lambda request: outside(request.url, site.server.url))
@@ -102,7 +101,7 @@ def points(page: Any, plot: str = "loss") -> int:
 
 def until(page: Any, true: str) -> None:
     """Ask the page until it is so. From outside: the page's own policy forbids it to evaluate text."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while not page.evaluate(true):
         assert time.monotonic() < deadline, f"never came true: {true}"
         page.wait_for_timeout(50)
@@ -112,13 +111,13 @@ def wait_for_points(page: Any, least: int, plot: str = "loss") -> None:
     until(page, f"Number(document.querySelector('[data-plot={plot}] .plot').dataset.points) >= {least}")
 
 
-def test_a_live_run_grows_without_a_reload_and_comes_to_its_end(visit: Any, tmp_path: Path) -> None:
+def test_a_live_run_grows_without_a_reload_and_finishes(visit: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs" / "live", [step(1), step(2), step(3)])
     (run / "run.lock").write_text(lock_content())
     page, site = visit([tmp_path / "runs"], expected=("ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED", "ERR_"))
     wait_for_points(page, 3)
     assert page.inner_text("#state") == "running"
-    assert "left, until" in page.inner_text("#progress-words")
+    assert "left, until" in page.inner_text("#progress-text")
     page.evaluate("window.sameDocument = true")
     for number in range(4, 9):
         append(run, [step(number)])
@@ -143,7 +142,7 @@ def test_a_live_run_grows_without_a_reload_and_comes_to_its_end(visit: Any, tmp_
     assert page.evaluate("window.sameDocument") is True
 
 
-def test_zoom_by_mouse_and_by_key_for_all_plots_at_once(visit: Any, tmp_path: Path) -> None:
+def test_zoom_by_mouse_and_by_key_applies_to_all_plots(visit: Any, tmp_path: Path) -> None:
     page, _ = visit([full_run(tmp_path / "demo")])
     wait_for_points(page, 50)
     before = page.evaluate("[plots.loss.u.scales.x.min, plots.loss.u.scales.x.max]")
@@ -185,7 +184,7 @@ def test_runs_are_switched_and_overlaid_and_the_theme_changes(visit: Any, tmp_pa
     assert page.get_attribute("#pause", "aria-pressed") == "true"
 
 
-def test_it_can_be_used_without_a_mouse_and_without_eyes(visit: Any, tmp_path: Path) -> None:
+def test_it_works_with_keyboard_and_screen_reader(visit: Any, tmp_path: Path) -> None:
     page, _ = visit([full_run(tmp_path / "demo")])
     wait_for_points(page, 50)
     page.wait_for_selector("#queries .query")
@@ -203,7 +202,7 @@ def test_it_can_be_used_without_a_mouse_and_without_eyes(visit: Any, tmp_path: P
     assert page.evaluate("document.activeElement.textContent") == "Skip to the run"
     page.focus("#snapshot")
     page.keyboard.press("ArrowLeft")
-    until(page, "document.querySelector('#snapshot-words').textContent.startsWith('step 50')")
+    until(page, "document.querySelector('#snapshot-text').textContent.startsWith('step 50')")
 
 
 def test_on_a_phone_nothing_is_wider_than_the_screen(visit: Any, tmp_path: Path) -> None:
@@ -213,7 +212,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(visit: Any, tmp_path: Path)
     until(page, "document.documentElement.scrollWidth <= 360")
 
 
-def test_a_real_training_process_is_watched(visit: Any, tmp_path: Path) -> None:
+def test_a_real_training_process_is_shown(visit: Any, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     page, _ = visit([tmp_path / "runs"])
     page.wait_for_selector("#empty:not([hidden])")

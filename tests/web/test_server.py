@@ -1,4 +1,4 @@
-"""The page's server: what it gives, to whom, and what it never gives."""
+"""The web server: what it serves, to whom, and what it never serves."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from monitor.made_runs import append, full_run, step
 
 from m1clip.web.server import Handler, Server, Store, key_of
-
-from .made_runs import append, full_run, step
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def events(server: Server, path: str, count: int, after: Any = None) -> list[tup
     return found
 
 
-def test_it_listens_on_loopback_alone(server: Server) -> None:
+def test_it_listens_on_loopback_only(server: Server) -> None:
     assert server.server_address[0] == "127.0.0.1"
 
 
@@ -77,12 +76,12 @@ def test_every_part_of_the_page_is_there_with_strict_headers(server: Server) -> 
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "localhost.evil"])
-def test_other_names_are_refused(server: Server, host: str) -> None:
+def test_other_host_names_are_refused(server: Server, host: str) -> None:
     assert ask(server, "/", Host=host)[0] == 403
     assert ask(server, "/api/runs", Host=host)[0] == 403
 
 
-def test_own_names_are_not_and_other_sites_are(server: Server) -> None:
+def test_own_host_names_are_accepted_and_other_sites_refused(server: Server) -> None:
     for host in ("localhost", "localhost:1234", "127.0.0.1:80", "[::1]:9"):
         assert ask(server, "/api/runs", Host=host)[0] == 200, host
     assert ask(server, "/api/runs", Origin="https://evil.example")[0] == 403
@@ -93,17 +92,17 @@ def test_own_names_are_not_and_other_sites_are(server: Server) -> None:
 
 def test_no_file_outside_the_run_is_served(server: Server, tmp_path: Path) -> None:
     key = key_of(tmp_path / "runs" / "one")
-    assert ask(server, f"/thumb?run={key}&image=1")[:1] == (200,)
-    assert ask(server, f"/thumb?run={key}&image=1")[1].startswith(b"\xff\xd8")
+    status, image, _ = ask(server, f"/thumbnail?run={key}&index=1")
+    assert (status, image[:2]) == (200, b"\xff\xd8")
     for path in (
-        f"/thumb?run={key}&image=9", f"/thumb?run={key}&image=../../config", f"/thumb?run={key}&image=-1",
-        f"/thumb?run={key}&image=²", "/thumb?run=..&image=1", f"/api/snapshot?run={key}&step=7", "/../secret.txt",
-        "/%2e%2e/secret.txt", "/page/app.js", "/run.jsonl", "/thumb", "/api/snapshot", f"/api/snapshots?run={tmp_path}",
-    ):  # fmt: skip
+        *(f"/thumbnail?run={key}&index={index}" for index in ("9", "../../config", "-1", "²", "1.0", "")),
+        *("/thumbnail?run=..&index=1", f"/thumbnail?run={tmp_path}&index=1", "/thumbnail", "/api/snapshot"),
+        *(f"/api/snapshot?run={key}&index=7", "/../secret.txt", "/%2e%2e/secret.txt", "/page/app.js", "/run.jsonl"),
+    ):
         status, body, _ = ask(server, path.replace("²", "%C2%B2"))
         assert status == 404, path
         assert b"secret" not in body
-    assert ask(server, f"/api/snapshot?run={key}&step=50")[0] == 200
+    assert ask(server, f"/api/snapshot?run={key}&index=50")[0] == 200
 
 
 def test_only_get_is_answered(server: Server) -> None:
@@ -113,30 +112,30 @@ def test_only_get_is_answered(server: Server) -> None:
     connection.close()
 
 
-def test_the_stream_gives_everything_and_then_what_is_new(server: Server, tmp_path: Path) -> None:
+def test_the_stream_sends_everything_and_then_what_is_new(server: Server, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "one"
     key = key_of(run)
     found = events(server, f"/api/live?runs={key},nonsense", 4, after=lambda: append(run, [step(102, loss=0.125)]))
-    kinds = [kind for kind, _ in found]
-    assert kinds[:2] == ["curves", "runs"]
-    curves = found[0][1]
-    assert curves["steps"]["step"] == list(range(2, 101, 2))
-    assert len(curves["steps"]["loss"]) == 50
-    assert [row["step"] for row in curves["evals"]] == [50, 100]
-    rows = next(value for kind, value in found if kind == "rows")
-    assert rows["rows"][0][1]["loss"] == 0.125
+    assert [kind for kind, _ in found[:2]] == ["rows", "runs"]
+    first, later = (value for kind, value in found if kind == "rows")
+    assert first["reset"]
+    assert [row["step"] for row in first["steps"]] == list(range(2, 101, 2))
+    assert [row["step"] for row in first["evaluations"]] == [50, 100]
+    assert not later["reset"]
+    assert [row["loss"] for row in later["steps"]] == [0.125]
+    assert later["evaluations"] == later["layers"] == []
     summary = next(value for kind, value in found if kind == "runs")[0]
     assert (summary["name"], summary["state"], summary["steps"]) == ("one", "finished", 100)
 
 
-def test_a_run_that_begins_later_appears(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("m1clip.web.server.LOOK_FOR_NEW", 0.0)
+def test_a_run_that_starts_later_appears(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("m1clip.web.server.SCAN_SECONDS", 0.0)
     assert len(json.loads(ask(server, "/api/runs")[1])) == 1
     full_run(tmp_path / "runs" / "two")
     assert [run["name"] for run in json.loads(ask(server, "/api/runs")[1])] == ["one", "two"]
 
 
-def test_a_number_that_is_none_is_still_json(server: Server, tmp_path: Path) -> None:
+def test_nan_is_sent_as_valid_json(server: Server, tmp_path: Path) -> None:
     append(tmp_path / "runs" / "one", [step(104, loss="nan")])
     (run,) = json.loads(ask(server, "/api/runs")[1], parse_constant=pytest.fail)
     assert run["last"]["loss"] == "nan"

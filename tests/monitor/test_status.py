@@ -1,0 +1,104 @@
+"""The state of a run, the time left, the list of runs and stopping one."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from m1clip.errors import UserError
+from m1clip.io import Owner, lock_content, read_owner
+from m1clip.monitor.history import History
+from m1clip.monitor.status import (
+    as_table,
+    find_runs,
+    list_runs,
+    newest_run,
+    require_run,
+    seconds_left,
+    status_of,
+    stop_run,
+)
+
+from .made_runs import BEGIN, append, evaluation, full_run, line, make_run, step
+
+
+def state_of(run: Path, now: float | None = None) -> str:
+    return status_of(History(run).poll(), now).state
+
+
+def test_the_time_left_comes_from_measured_steps_and_evaluations(tmp_path: Path) -> None:
+    history = History(make_run(tmp_path, [step(40), step(60), evaluation(50, 0.1)])).poll()
+    # 40 steps of half a second, one evaluation at 100 and the test split, two seconds each
+    assert seconds_left(history) == pytest.approx(40 * 0.5 + 2 * 2.0)
+    assert seconds_left(History(make_run(tmp_path / "new", [])).poll()) is None
+    assert seconds_left(History(full_run(tmp_path / "done")).poll()) is None
+
+
+def test_state_of_finished_stopped_and_dead_runs(tmp_path: Path) -> None:
+    assert state_of(full_run(tmp_path / "done")) == "finished"
+    dead = make_run(tmp_path / "dead", [step(10)])
+    assert state_of(dead) == "died"
+    append(dead, [line("event", step=10, event="stopped by signal 15")])
+    assert state_of(dead) == "stopped"
+    append(dead, [line("start", step=10, steps=100), step(20)])
+    assert state_of(dead) == "died"  # it continued, and then died
+
+
+def test_a_process_counts_only_if_it_started_when_the_lock_says(tmp_path: Path) -> None:
+    run = make_run(tmp_path, [step(10)])
+    (run / "run.lock").write_text(lock_content())
+    status = status_of(History(run).poll())
+    assert (status.state, status.pid) == ("running", os.getpid())
+    started = psutil.Process().create_time()
+    (run / "run.lock").write_text(f"{os.getpid()}\n{started - 60}\n{platform.node()}\n")
+    assert state_of(run) == "died"  # the number now belongs to another process
+    (run / "run.lock").write_text(f"{os.getpid()}\n")
+    assert read_owner(run) is None
+    assert state_of(run) == "died"
+
+
+def test_a_run_of_another_machine_is_judged_by_its_log(tmp_path: Path) -> None:
+    run = make_run(tmp_path, [step(10)])
+    (run / "run.lock").write_text("1\n1.0\nsomewhere-else\n")
+    assert state_of(run, now=BEGIN + 20) == "running"
+    assert state_of(run, now=BEGIN + 5000) == "died"
+    with pytest.raises(UserError, match="started on somewhere-else; stop it there"):
+        stop_run(run, 1.0)
+
+
+def test_a_process_that_ended_is_gone_even_before_its_parent_reaped_it() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    owner = Owner(child.pid, psutil.Process(child.pid).create_time(), platform.node())
+    assert owner.process() is not None
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie now
+    assert owner.process() is None
+    child.communicate(timeout=30)
+    assert owner.process() is None
+
+
+def test_runs_are_found_listed_and_required(tmp_path: Path) -> None:
+    full_run(tmp_path / "b-done", recall=0.4)
+    make_run(tmp_path / "a-dead", [step(10), evaluation(10, 0.2), evaluation(20, 0.1)])
+    (tmp_path / "not-a-run").mkdir()
+    os.utime(tmp_path / "a-dead" / "run.jsonl", (BEGIN, BEGIN))
+    assert [run.name for run in find_runs(tmp_path)] == ["a-dead", "b-done"]
+    assert newest_run(tmp_path).name == "b-done"
+    rows = {Path(row.run).name: row for row in list_runs(tmp_path)}
+    assert (rows["a-dead"].state, rows["a-dead"].step, rows["a-dead"].best) == ("died", 10, 0.2)
+    assert (rows["b-done"].state, rows["b-done"].step, rows["b-done"].steps) == ("finished", 100, 100)
+    assert "mean recall 40.0% (chance 1.0%)" in as_table(list(rows.values()), tmp_path)
+    (tmp_path / "a-dead" / "run.lock").write_text(lock_content())
+    assert newest_run(tmp_path).name == "a-dead"  # the one that is running
+    with pytest.raises(UserError, match="not a run folder"):
+        require_run(tmp_path / "not-a-run")
+    with pytest.raises(UserError, match="no such run; there: a-dead, b-done"):
+        stop_run(tmp_path / "dome", 1.0)
+    with pytest.raises(UserError, match="nothing to stop: it finished at step 100"):
+        stop_run(tmp_path / "b-done", 1.0)

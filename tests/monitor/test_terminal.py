@@ -1,0 +1,204 @@
+"""The monitor in the terminal: its screen at each size, and a real process in a pseudo-terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from small_run import command
+
+from m1clip.io import lock_content
+from m1clip.monitor.history import History
+from m1clip.monitor.status import Status
+from m1clip.monitor.terminal import View, frame, plot
+
+from .made_runs import BEGIN, append, full_run, line, make_run, step
+from .terminal_screen import in_terminal
+
+RUNNING = Status("running", "running", 1)
+SIZES = [(80, 24), (200, 50), (100, 30), (60, 16), (40, 10), (150, 20), (300, 80)]
+
+
+def screen_of(
+    history: History,
+    status: Status = RUNNING,
+    view: View | None = None,
+    size: tuple[int, int] = (80, 24),
+    encoding: str = "utf-8",
+    color: bool = False,
+) -> list[str]:
+    """The lines of the screen."""
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = Console(
+        file=file, width=size[0], height=size[1], force_terminal=color, color_system="standard" if color else None
+    )
+    with console.capture() as capture:
+        console.print(frame(history, status, view or View(), BEGIN + 60, console))
+    return capture.get().removesuffix("\n").split("\n")
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_screen_fills_the_window(tmp_path: Path, size: tuple[int, int], encoding: str) -> None:
+    history = History(full_run(tmp_path / "a run", finished=False)).poll()
+    lines = screen_of(history, size=size, encoding=encoding)
+    assert len(lines) == size[1]
+    assert {cell_len(each) for each in lines} == {size[0]}
+    if encoding == "ascii":
+        assert "".join(lines).replace("°", "").replace("…", "").isascii()
+
+
+def test_the_small_window_shows_everything(tmp_path: Path) -> None:
+    text = "\n".join(screen_of(History(full_run(tmp_path / "demo", finished=False)).poll()))
+    for words in (
+        *("demo", "running", "100%  step 100 of 100", "loss", "mean recall", "chance", "temperature", "q quit"),
+        *("learning rate", "256 images/s", "forward 40%", "backward 50%", "data 1%", "memory 1 GB of 8 GB", "cores"),
+        *("power and temperature not measured", "the model learns", "checkpoint saved at step 100"),
+    ):
+        assert words in text, words
+
+
+def test_a_run_that_has_not_started_and_one_that_died(tmp_path: Path) -> None:
+    empty = screen_of(History(tmp_path), Status("preparing", "preparing its data"))
+    assert "waiting for the first values" in "\n".join(empty)
+    history = History(make_run(tmp_path / "dead", [step(10)])).poll()
+    text = "\n".join(screen_of(history, Status("died", "died at step 10"), size=(250, 30)))
+    assert f"died at step 10; continue with: m1clip train --resume {tmp_path / 'dead'}" in text
+    assert " left" not in text
+
+
+def test_metrics_switch_and_what_is_not_measured_is_named(tmp_path: Path) -> None:
+    history = History(full_run(tmp_path)).poll()
+
+    def text(**view: object) -> str:
+        return "\n".join(screen_of(history, view=View(**view)))  # type: ignore[arg-type]
+
+    assert len({text(left=n).splitlines()[2][:38] for n in range(10)}) == 10
+    assert len({text(right=n).splitlines()[2][40:] for n in range(7)}) == 7
+    assert "not measured on this machine" in text(left=8)
+    assert "loss (log)" in text(log=True)
+    assert "quit; the run continues" in text(help=True)
+    assert "PAUSED" in text(paused=True)
+    assert "too small" in "\n".join(screen_of(history, size=(30, 5)))
+
+
+def test_control_characters_in_a_log_cannot_move_the_cursor(tmp_path: Path) -> None:
+    run = make_run(tmp_path, [step(1), line("warning", text="\x1b[2J\x07\u202eboo\r\n")])
+    append(run, [line("event", event="界" * 200)])
+    history = History(run).poll()
+    assert "\x1b[2J" not in "".join(screen_of(history, color=True))
+    assert {cell_len(each) for each in screen_of(history)} == {80}
+
+
+def test_a_plot_runs_from_its_lowest_to_its_highest() -> None:
+    lines = plot([(x, x * x) for x in range(20)], 40, 8, unicode=True, log=False).split("\n")
+    assert len(lines) == 8
+    assert lines[0].lstrip().startswith("361")
+    assert lines[5].lstrip().startswith("0")
+    assert lines[-1].split() == ["0", "19"]
+    assert "⣀" in plot([(1, 5.0), (2, 5.0)], 40, 6, unicode=True, log=False)
+    assert plot([(0, 1.0), (9, 10.0)], 30, 6, unicode=False, log=True).isascii()
+
+
+@pytest.mark.slow
+def test_small_large_resized_quit(tmp_path: Path) -> None:
+    full_run(tmp_path / "runs" / "demo")
+    with in_terminal("monitor", "runs/demo", cwd=tmp_path) as screen:
+        screen.until(lambda text: "q quit" in text and "finished" in text and len(text.splitlines()) == 24)
+        assert screen.alternate
+        assert "\x1b[32m" in screen.raw
+        screen.resize(200, 50)
+        text = screen.until(lambda text: len(text.splitlines()) == 50 and "q quit" in text.splitlines()[-1])
+        assert max(map(len, text.splitlines())) == 200
+        assert "gradient norm" in text  # more charts where there is room
+        screen.press("m")
+        screen.until(lambda text: text.splitlines()[2].startswith("gradient norm"))
+        screen.press("?")
+        screen.until(lambda text: "quit; the run continues" in text)
+        screen.press("q")
+        assert screen.ends() == 0
+        assert not screen.alternate  # the terminal is as it was
+
+
+@pytest.mark.slow
+def test_a_run_that_grows_is_paused_continues_and_dies(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "live", [step(10)])
+    (run / "run.lock").write_text(lock_content())  # this process plays the training
+    with in_terminal("monitor", "live", cwd=tmp_path, width=100, NO_COLOR="1") as screen:
+        screen.until(lambda text: "step 10 of 100" in text and "running" in text and "left, until" in text)
+        append(run, [step(20)])
+        screen.until(lambda text: "step 20 of 100" in text)
+        screen.press("p")
+        screen.until(lambda text: "PAUSED" in text)
+        append(run, [step(30)])
+        screen.press("p")
+        screen.until(lambda text: "step 30 of 100" in text and "PAUSED" not in text)
+        with (run / "run.jsonl").open("ab") as file:
+            file.write(json.dumps(step(40)).encode()[:30])  # killed in the middle of a line
+        (run / "run.lock").write_text("1\n1.0\n" + lock_content().splitlines()[2] + "\n")
+        screen.until(lambda text: "died" in text and "continue with: m1clip train --resume live" in text)
+        with (run / "run.jsonl").open("ab") as file:
+            file.write(b"\n")
+        (run / "run.lock").write_text(lock_content())
+        append(run, [line("start", step=30, steps=100), step(50)])  # and resumed
+        screen.until(lambda text: "running" in text and "step 50 of 100" in text)
+        (run / "run.jsonl").unlink()
+        make_run(run, [step(1)], steps=7)
+        screen.until(lambda text: "step 1 of 7" in text)
+        assert "\x1b[3" not in screen.raw  # no colors
+        screen.process.terminate()
+        assert screen.ends() == 143
+        assert not screen.alternate
+
+
+@pytest.mark.slow
+def test_it_never_imports_torch(tmp_path: Path) -> None:
+    full_run(tmp_path / "runs" / "demo")
+    with in_terminal("monitor", cwd=tmp_path, imports="1") as screen:  # without a name: the newest of runs/
+        screen.until(lambda text: "finished" in text)
+        screen.press("q")
+        assert screen.ends() == 0
+        assert screen.process.stderr is not None
+        imported = screen.process.stderr.read().decode()
+    assert "m1clip.monitor.terminal" in imported
+    for name in ("torch", "numpy", "matplotlib", "PIL"):
+        assert f" {name}\n" not in imported, name
+
+
+@pytest.mark.slow
+def test_a_log_of_half_a_gigabyte_is_read_in_little_memory(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "long", [step(1)], steps=2_000_000)
+    block = b"".join(json.dumps(step(number), separators=(",", ":")).encode() + b"\n" for number in range(2, 2502))
+    with (run / "run.jsonl").open("ab") as file:
+        for _ in range(500_000_000 // len(block) + 1):
+            file.write(block)
+    append(run, [step(1_999_999)])
+    with in_terminal("monitor", "long", cwd=tmp_path, width=100) as screen:
+        screen.until(lambda text: "step 1,999,999 of 2,000,000" in text)
+        assert psutil.Process(screen.process.pid).memory_info().rss < 250e6
+        append(run, [step(2_000_000)])
+        screen.until(lambda text: "step 2,000,000 of 2,000,000" in text)
+        screen.press("q")
+        assert screen.ends() == 0
+    (run / "run.jsonl").unlink()
+
+
+@pytest.mark.slow
+def test_without_a_terminal_it_says_what_to_do(tmp_path: Path) -> None:
+    full_run(tmp_path / "demo")
+    refused = command("monitor", "demo", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        "m1clip: the monitor needs a terminal; --once prints the screen once, --web opens a page\n"
+    )
+    once = command("monitor", "demo", "--once", cwd=tmp_path)
+    assert once.returncode == 0, once.stderr
+    assert "finished at step 100: test mean recall 40.0%" in once.stdout
+    assert "\x1b" not in once.stdout
+    (row,) = json.loads(command("runs", ".", "--json", cwd=tmp_path).stdout)
+    assert (row["run"], row["state"]) == ("demo", "finished")
