@@ -158,10 +158,11 @@ class History:
         if not self.config:
             self.config, self.environment = _read(self.run / "config.toml"), _read(self.run / "environment.json")
         for record in self.follower.read():
-            self._add(record)
+            self.add(record)
         return self
 
-    def _add(self, record: Record) -> None:
+    def add(self, record: Record) -> None:
+        """The next record of the log."""
         kind, step = record["kind"], _number(record.get("step"))
         # The newest line's, not the largest: a clock that was set back must not make a run look alive or dead.
         self.last_time = _number(record.get("time")) or self.last_time

@@ -76,5 +76,5 @@ def test_page_needs_no_network_and_escapes() -> None:
 def test_page_has_plots_where_matplotlib_is_installed() -> None:
     pytest.importorskip("matplotlib")
     html = page(document(sweep_results()))
-    assert html.count("data:image/png;base64,") == 3  # one per model
+    assert html.count("data:image/svg+xml;base64,") == 3  # one per model
     assert "tiny, batch 8: images per second" in page(document([result(configuration(), s) for s in (1.0, 2.0, 3.0)]))
