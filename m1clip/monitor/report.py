@@ -217,7 +217,7 @@ def curve_plots(histories: Sequence[History]) -> list[Plot]:
         *lines("loss", "Loss", step_curves(histories, "loss"), log=True),
         *lines("best", f"{metrics} on validation, % (selects the best model; 95% interval)", best),
         *lines("recall", "Recall@1 on validation, % (95% interval)", recall),
-        *lines("base", "On the set that must not be forgotten (--base), %", base),
+        *lines("base", "Retention (--retention-data), %", base),
         *lines("temperature", "Temperature", step_curves(histories, "temperature")),
         *lines("lr", "Learning rate", step_curves(histories, "lr")),
         *lines("grad_norm", "Gradient norm", step_curves(histories, "grad_norm"), log=True),
