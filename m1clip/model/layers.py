@@ -22,11 +22,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, kind: AttentionKind
     return _bmm_attention(q, k, v, causal)
 
 
-def attention_at(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
-    """One query for each sequence: q (n, heads, 1, dim); `seen` (n, length) says which positions it may see."""
+def attention_one_query(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    """One query per sequence: q (n, heads, 1, dim); `visible` (n, length) are the positions that it may see."""
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3)  # (n, heads, 1, length)
-    if seen is not None:
-        scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+    if visible is not None:
+        scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
     return scores.softmax(dim=-1) @ v
 
 
@@ -46,115 +46,117 @@ def _causal_mask(length: int, device: torch.device, dtype: torch.dtype) -> Tenso
 
 
 @functools.cache
-def _fused_product() -> Any:
-    """oneDNN's product with a fused bias, or None where torch was built without it."""
+def _onednn_op() -> Any:
+    """oneDNN's linear layer with a fused bias, or None where torch was built without it."""
     if not torch.backends.mkldnn.is_available():
         return None
     try:
-        product = torch.ops.mkldnn._linear_pointwise
+        op = torch.ops.mkldnn._linear_pointwise
         x = torch.ones(2, 4, dtype=torch.bfloat16)
-        product(x, x, x[:, 0].contiguous(), "none", [], "")
-        product.binary(x, x[:, :2].contiguous(), x, x[:, 0].contiguous(), "add")
-    except (AttributeError, RuntimeError):  # a private operation: it may go, or want another processor
+        op(x, x, x[:, 0].contiguous(), "none", [], "")
+        op.binary(x, x[:, :2].contiguous(), x, x[:, 0].contiguous(), "add")
+    except (AttributeError, RuntimeError):  # a private operation: it may disappear, or need another processor
         return None
-    return product
+    return op
 
 
-def is_fused(x: Tensor) -> bool:
-    """Whether this input takes the oneDNN way: bf16 autocast on a CPU, run eagerly."""
+def uses_onednn(x: Tensor) -> bool:
+    """Whether this input uses oneDNN's fused layer: bf16 autocast on a CPU, in eager mode."""
     return (
         x.device.type == "cpu"
         and x.dtype == torch.bfloat16
         and torch.is_autocast_enabled("cpu")
         and torch.get_autocast_dtype("cpu") == torch.bfloat16
         and not torch.compiler.is_compiling()
-        and _fused_product() is not None
+        and _onednn_op() is not None
     )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, norm: nn.LayerNorm | None = None) -> Tensor:
-    """F.linear of the input, or of its layer norm; the weights may be fp32, the input decides."""
-    if is_fused(x):
-        return _Linear.apply(x, weight, bias, None, *norm_parts(norm))
+    """F.linear of the input, or of its layer norm, in the precision of the input."""
+    if uses_onednn(x):
+        return _Linear.apply(x, weight, bias, None, *norm_arguments(norm))
     return F.linear(x if norm is None else norm(x).to(x.dtype), weight, bias)
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     """residual + F.linear(x, weight, bias)."""
-    if is_fused(x) and residual.dtype == x.dtype:
-        return _Linear.apply(x, weight, bias, residual, *norm_parts(None))
+    if uses_onednn(x) and residual.dtype == x.dtype:
+        return _Linear.apply(x, weight, bias, residual, *norm_arguments(None))
     return residual + F.linear(x, weight, bias)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
     """The oneDNN call for 2-D bf16 tensors."""
     if residual is None:
-        return _fused_product()(x, weight, bias, "none", [], "")
-    return _fused_product().binary(x, residual, weight, bias, "add")
+        return _onednn_op()(x, weight, bias, "none", [], "")
+    return _onednn_op().binary(x, residual, weight, bias, "add")
 
 
-def half(parameter: Tensor) -> Tensor:
+def to_bf16(parameter: Tensor) -> Tensor:
     """The bf16 copy of a parameter."""
     return parameter.detach().to(torch.bfloat16)
 
 
-def to_keep(weight: Tensor, narrow: Tensor) -> Tensor:
-    """What the backward pass keeps of a matrix: itself if it stays anyway, else (a sum with LoRA) the small copy.
+def saved_weight(weight: Tensor, weight_bf16: Tensor) -> Tensor:
+    """What the backward pass keeps of a matrix: itself if it lives on anyway, else (a sum with LoRA) the bf16 copy.
 
-    To cast it again takes 0.3% of the products it is for; kept copies are half a model at the peak of the step.
+    Casting it once more takes 0.3% of the time of its products; saved copies would be half a model at peak memory.
     """
     owner = weight._base if weight._base is not None else weight
-    return weight if owner.is_leaf else narrow
+    return weight if owner.is_leaf else weight_bf16
 
 
-def norm_parts(norm: nn.LayerNorm | None) -> tuple[Tensor | None, Tensor | None, float]:
+def norm_arguments(norm: nn.LayerNorm | None) -> tuple[Tensor | None, Tensor | None, float]:
     """A layer norm as arguments of an autograd function."""
     return (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
 
 
-def normed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, ...]:
     """(rows, width) -> the layer norm of each row, its mean and its deviation; `x` itself where there is no norm."""
     return (x,) if weight is None else torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def through_norm(
+def layer_norm_backward(
     grad: Tensor | None, x: Tensor, stats: Sequence[Tensor], weight: Tensor | None, bias: Tensor | None,
-    wants: list[bool],
+    needs: list[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of the norm's input, weight and bias for that of its output."""
     if weight is None or grad is None:
         return grad, None, None
-    return torch.ops.aten.native_layer_norm_backward(grad, x, x.shape[-1:], *stats, weight, bias, wants)
+    return torch.ops.aten.native_layer_norm_backward(grad, x, x.shape[-1:], *stats, weight, bias, needs)
 
 
 class _Linear(torch.autograd.Function):
-    """Input in bf16, parameters and their gradients as they are kept (fp32). A layer norm is computed again."""
+    """Input in bf16, parameters and their gradients in their own dtype (fp32). A layer norm is recomputed."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm: Tensor | None,
         norm_bias: Tensor | None, eps: float,
     ) -> Tensor:  # fmt: skip
-        flat, narrow = x.flatten(0, -2), half(weight)
-        ctx.save_for_backward(flat, to_keep(weight, narrow), norm, norm_bias)
-        ctx.kept, ctx.eps = weight.dtype, eps
+        flat, weight_bf16 = x.flatten(0, -2), to_bf16(weight)
+        ctx.save_for_backward(flat, saved_weight(weight, weight_bf16), norm, norm_bias)
+        ctx.dtype, ctx.eps = weight.dtype, eps
         added = None if residual is None else residual.flatten(0, -2)
-        y = normed(flat, norm, norm_bias, eps)[0]
-        return product(y, narrow, None if bias is None else half(bias), added).view(*x.shape[:-1], len(weight))
+        y = layer_norm(flat, norm, norm_bias, eps)[0]
+        return onednn_linear(y, weight_bf16, None if bias is None else to_bf16(bias), added).view(
+            *x.shape[:-1], len(weight)
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         flat, weight, norm, norm_bias = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias, wants_residual, *wants_norm, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, needs_residual, *needs_norm, _ = ctx.needs_input_grad
         g = grad.reshape(-1, grad.shape[-1])
-        y, *stats = normed(flat, norm, norm_bias, ctx.eps)
-        dweight, dbias = parameter_grads(g, y, ctx.kept, wants_weight, wants_bias)
+        y, *stats = layer_norm(flat, norm, norm_bias, ctx.eps)
+        dweight, dbias = parameter_grads(g, y, ctx.dtype, needs_weight, needs_bias)
         del y
-        dy = g @ half(weight) if wants_x or any(wants_norm) else None
-        dx, dnorm, dnorm_bias = through_norm(dy, flat, stats, norm, norm_bias, [wants_x, *wants_norm])
+        dy = g @ to_bf16(weight) if needs_x or any(needs_norm) else None
+        dx, dnorm, dnorm_bias = layer_norm_backward(dy, flat, stats, norm, norm_bias, [needs_x, *needs_norm])
         dx = None if dx is None else dx.view(*grad.shape[:-1], flat.shape[1])
-        return dx, dweight, dbias, grad if wants_residual else None, dnorm, dnorm_bias, None
+        return dx, dweight, dbias, grad if needs_residual else None, dnorm, dnorm_bias, None
 
 
 def parameter_grads(
@@ -164,25 +166,30 @@ def parameter_grads(
     return (grad.t() @ x).to(dtype) if weight else None, grad.sum(0).to(dtype) if bias else None
 
 
-def computed_again(module: nn.Module, function: Callable[..., Tensor], x: Tensor, *rest: object) -> Tensor:
-    """function(x, *rest), a method of the module, whose inside is computed again in the backward pass, not kept."""
-    draws = bool(getattr(module, "dropout", 0.0))
+def recompute(module: nn.Module, function: Callable[..., Tensor], x: Tensor, *rest: object) -> Tensor:
+    """function(x, *rest), a method of the module, with activation checkpointing."""
+    uses_dropout = bool(getattr(module, "dropout", 0.0))
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        moving = [p for p in module.parameters() if p.requires_grad]
-        return cast("Tensor", _Again.apply(function, draws, rest, x, *moving))
-    # The random state is kept only for dropout: to read it has no place in a step that is recorded for replay.
-    return cast("Tensor", checkpoint(function, x, *rest, use_reentrant=False, preserve_rng_state=draws))
+        trainable = [p for p in module.parameters() if p.requires_grad]
+        return cast("Tensor", _Recompute.apply(function, uses_dropout, rest, x, *trainable))
+    # The random state is saved only for dropout: a CUDA graph cannot capture reading it.
+    return cast("Tensor", checkpoint(function, x, *rest, use_reentrant=False, preserve_rng_state=uses_dropout))
 
 
-class _Again(torch.autograd.Function):
-    """The function without a graph, and once more with one when its gradient is asked for."""
+class _Recompute(torch.autograd.Function):
+    """The function without a graph, and once more with one when its gradient is needed."""
 
     @staticmethod
     def forward(
-        ctx: Any, function: Callable[..., Tensor], draws: bool, rest: tuple[object, ...], x: Tensor, *moving: Tensor
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x, *moving)
-        ctx.function, ctx.rest, ctx.random = function, rest, torch.get_rng_state() if draws else None
+        ctx: Any,
+        function: Callable[..., Tensor],
+        uses_dropout: bool,
+        rest: tuple[object, ...],
+        x: Tensor,
+        *trainable: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x, *trainable)
+        ctx.function, ctx.rest, ctx.rng_state = function, rest, torch.get_rng_state() if uses_dropout else None
         ctx.autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         with _autocast(ctx):
             return function(x, *rest)
@@ -190,13 +197,13 @@ class _Again(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *moving = ctx.saved_tensors
+        x, *trainable = ctx.saved_tensors
         x = x.detach().requires_grad_(ctx.needs_input_grad[3])
-        wanted = [x, *moving] if x.requires_grad else moving
-        now = torch.get_rng_state() if ctx.random is not None else None
+        inputs = [x, *trainable] if x.requires_grad else trainable
+        now = torch.get_rng_state() if ctx.rng_state is not None else None
         try:
-            if ctx.random is not None:
-                torch.set_rng_state(ctx.random)  # the same dropout
+            if ctx.rng_state is not None:
+                torch.set_rng_state(ctx.rng_state)  # the same dropout
             with torch.enable_grad(), _autocast(ctx):
                 y = ctx.function(x, *ctx.rest)
         finally:
@@ -204,13 +211,13 @@ class _Again(torch.autograd.Function):
                 torch.set_rng_state(now)
         # torch.autograd.grad, which would load the compiler's symbols to look at the shape of a given gradient.
         found = torch.autograd.graph._engine_run_backward(
-            (y,), (grad,), False, False, tuple(wanted), True, accumulate_grad=False
+            (y,), (grad,), False, False, tuple(inputs), True, accumulate_grad=False
         )
         return None, None, None, *(() if x.requires_grad else (None,)), *found
 
 
 def _autocast(ctx: Any) -> torch.autocast:
-    """As it was; without its cache, in which a weight that was cast without a graph would be found again with one."""
+    """As in the forward pass; without the cache, which would return weights that were cast without a graph."""
     on, dtype = ctx.autocast
     return torch.autocast("cpu", dtype=dtype, enabled=on, cache_enabled=False)
 
@@ -227,9 +234,9 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None, norm: nn.LayerNorm | None = None) -> Tensor:
         """(n, length, width) -> the same shape; of the `norm` of `x`, and added to `residual`, where given."""
-        if is_fused(x) and not self.quick:
+        if uses_onednn(x) and not self.quick:
             parts = (self.up.weight, self.up.bias, self.down.weight, self.down.bias)
-            return _GeluMlp.apply(x, *parts, residual, *norm_parts(norm))
+            return _GeluMlp.apply(x, *parts, residual, *norm_arguments(norm))
         if self.use_triton and not self.quick:
             from m1clip.model import triton_ops
 
@@ -238,11 +245,9 @@ class Mlp(nn.Module):
                 y = triton_ops.gelu_mlp(y, self.up.weight, self.up.bias, self.down.weight, self.down.bias)
                 return y if residual is None else residual + y
         x = linear(x, self.up.weight, self.up.bias, norm)
-        if torch.is_grad_enabled() and x.device.type == "cpu":
-            # The activation is the block's largest tensor and the cheapest to compute again (docs/speed.md).
-            x = computed_again(self.down, self._down, x)
-        else:
-            x = self._down(x)
+        # The activation is the block's largest tensor and the cheapest to recompute (docs/speed.md).
+        recomputed = torch.is_grad_enabled() and x.device.type == "cpu"
+        x = recompute(self.down, self._down, x) if recomputed else self._down(x)
         return x if residual is None else residual + x
 
     def mean(self, x: Tensor) -> Tensor:
@@ -258,7 +263,7 @@ class Mlp(nn.Module):
 
 
 class _GeluMlp(torch.autograd.Function):
-    """The whole MLP for bf16 on the CPU; GELU, its largest tensor, and the norm are computed again backward."""
+    """The complete MLP for bf16 on the CPU; the backward pass recomputes the norm and GELU, its largest tensor."""
 
     @staticmethod
     def forward(
@@ -274,46 +279,46 @@ class _GeluMlp(torch.autograd.Function):
         eps: float,
     ) -> Tensor:
         flat = x.flatten(0, -2)
-        narrow_up, narrow_down = half(up), half(down)
-        hidden = product(normed(flat, norm, norm_bias, eps)[0], narrow_up, half(up_bias))
-        matrices = to_keep(up, narrow_up), to_keep(down, narrow_down)
+        up_bf16, down_bf16 = to_bf16(up), to_bf16(down)
+        hidden = onednn_linear(layer_norm(flat, norm, norm_bias, eps)[0], up_bf16, to_bf16(up_bias))
+        matrices = saved_weight(up, up_bf16), saved_weight(down, down_bf16)
         ctx.save_for_backward(flat, hidden, *matrices, norm, norm_bias)
-        ctx.kept, ctx.eps = up.dtype, eps
+        ctx.dtype, ctx.eps = up.dtype, eps
         added = None if residual is None else residual.flatten(0, -2)
-        return product(F.gelu(hidden), narrow_down, half(down_bias), added).view(x.shape)
+        return onednn_linear(F.gelu(hidden), down_bf16, to_bf16(down_bias), added).view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         flat, hidden, up, down, norm, norm_bias = ctx.saved_tensors
-        wants_x, wants_up, wants_up_bias, wants_down, wants_down_bias, wants_residual, *wants_norm, _ = (
+        needs_x, needs_up, needs_up_bias, needs_down, needs_down_bias, needs_residual, *needs_norm, _ = (
             ctx.needs_input_grad
         )
         g = grad.reshape(-1, grad.shape[-1])
-        active = F.gelu(hidden) if wants_down else g
-        ddown, ddown_bias = parameter_grads(g, active, ctx.kept, wants_down, wants_down_bias)
+        active = F.gelu(hidden) if needs_down else g
+        ddown, ddown_bias = parameter_grads(g, active, ctx.dtype, needs_down, needs_down_bias)
         del active
-        dhidden = g @ half(down)
+        dhidden = g @ to_bf16(down)
         torch.ops.aten.gelu_backward.grad_input(dhidden, hidden, grad_input=dhidden)
-        y, *stats = normed(flat, norm, norm_bias, ctx.eps)
-        dup, dup_bias = parameter_grads(dhidden, y, ctx.kept, wants_up, wants_up_bias)
+        y, *stats = layer_norm(flat, norm, norm_bias, ctx.eps)
+        dup, dup_bias = parameter_grads(dhidden, y, ctx.dtype, needs_up, needs_up_bias)
         del y
-        dy = dhidden @ half(up) if wants_x or any(wants_norm) else None
-        dx, dnorm, dnorm_bias = through_norm(dy, flat, stats, norm, norm_bias, [wants_x, *wants_norm])
+        dy = dhidden @ to_bf16(up) if needs_x or any(needs_norm) else None
+        dx, dnorm, dnorm_bias = layer_norm_backward(dy, flat, stats, norm, norm_bias, [needs_x, *needs_norm])
         dx = None if dx is None else dx.view(grad.shape)
-        dresidual = grad if wants_residual else None
+        dresidual = grad if needs_residual else None
         return dx, dup, dup_bias, ddown, ddown_bias, dresidual, dnorm, dnorm_bias, None
 
 
-Place = Tensor | int  # (n,) a position for each sequence, or one for all
+Position = Tensor | int  # (n,) a position for each sequence, or one for all
 
 
-def pick(x: Tensor, place: Place) -> Tensor:
+def take_position(x: Tensor, position: Position) -> Tensor:
     """(n, length, width) -> (n, width): one position of each sequence."""
-    return x[:, place] if isinstance(place, int) else x[torch.arange(len(x), device=x.device), place]
+    return x[:, position] if isinstance(position, int) else x[torch.arange(len(x), device=x.device), position]
 
 
-def _run(block: nn.Module, function: Callable[..., Tensor], *inputs: object) -> Tensor:
+def _call(block: nn.Module, function: Callable[..., Tensor], *inputs: object) -> Tensor:
     return function(*inputs)
 
 
@@ -330,15 +335,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None, norm: nn.LayerNorm | None = None) -> Tensor:
         """(n, length, width) -> the same shape; of the `norm` of `x`, and added to `residual`, where given."""
-        mixed = self._mixed(x, norm)
+        mixed = self._attend(x, norm)
         if residual is None:
             return linear(mixed, self.out.weight, self.out.bias)
         return linear_add(mixed, self.out.weight, self.out.bias, residual)
 
-    def _mixed(self, x: Tensor, norm: nn.LayerNorm | None) -> Tensor:
-        """What the heads see, side by side: (n, length, width)."""
+    def _attend(self, x: Tensor, norm: nn.LayerNorm | None) -> Tensor:
+        """The output of all heads, side by side: (n, length, width)."""
         n, length, width = x.shape
-        if self.use_triton and self.kind == "sdpa":  # who asks for bmm gets it
+        if self.use_triton and self.kind == "sdpa":
             from m1clip.model import triton_ops
 
             if triton_ops.takes_attention(x, self.heads):
@@ -348,16 +353,16 @@ class Attention(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (n, heads, length, dim)
         return attention(q, k, v, self.causal, self.kind).transpose(1, 2).reshape(n, length, width)
 
-    def at(self, x: Tensor, place: Place) -> Tensor:
-        """What `forward` gives at one place of each sequence, (n, width): its query alone, all keys and values."""
+    def at(self, x: Tensor, position: Position) -> Tensor:
+        """The output of `forward` at one position of each sequence, (n, width): one query, all keys and values."""
         n, length, width = x.shape
         weight, bias, heads = self.qkv.weight, self.qkv.bias, self.heads
-        q = linear(pick(x, place), weight[:width], bias[:width]).view(n, heads, 1, width // heads)
+        q = linear(take_position(x, position), weight[:width], bias[:width]).view(n, heads, 1, width // heads)
         kv = linear(x, weight[width:], bias[width:]).view(n, length, 2, heads, width // heads)
         k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)  # each (n, heads, length, dim)
         positions = torch.arange(length, device=x.device)
-        seen = positions <= torch.as_tensor(place, device=x.device).view(-1, 1) if self.causal else None
-        mixed = attention_at(q, k, v, seen if seen is None else seen.expand(n, -1)).reshape(n, width)
+        visible = positions <= torch.as_tensor(position, device=x.device).view(-1, 1) if self.causal else None
+        mixed = attention_one_query(q, k, v, None if visible is None else visible.expand(n, -1)).reshape(n, width)
         return linear(mixed, self.out.weight, self.out.bias)
 
 
@@ -374,22 +379,22 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, length, width) -> the same shape and dtype."""
-        x = self._mixed(x)
+        x = self._attend(x)
         if self.dropout and self.training:
             return x + self._drop(self.mlp(x, norm=self.norm2))
         return self.mlp(x, residual=x, norm=self.norm2)
 
-    def at(self, x: Tensor, place: Place) -> Tensor:
-        """What `forward` gives at one place of each sequence, (n, width), with the work of that place alone."""
-        y = pick(x, place) + self._drop(self.attn.at(self.norm1(x).to(x.dtype), place))
+    def at(self, x: Tensor, position: Position) -> Tensor:
+        """The output of `forward` at one position of each sequence, (n, width), for the work of that position alone."""
+        y = take_position(x, position) + self._drop(self.attn.at(self.norm1(x).to(x.dtype), position))
         return y + self._drop(self.mlp(self.norm2(y).to(y.dtype)))
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean over the sequence of what `forward` gives, (n, width): the last product is done after the mean."""
-        x = self._mixed(x)
+        """The mean of `forward` over the sequence, (n, width): the last product is computed after the mean."""
+        x = self._attend(x)
         return x.mean(dim=1) + self._drop(self.mlp.mean(self.norm2(x).to(x.dtype)))
 
-    def _mixed(self, x: Tensor) -> Tensor:
+    def _attend(self, x: Tensor) -> Tensor:
         if self.dropout and self.training:
             return x + self._drop(self.attn(x, norm=self.norm1))
         # Norm and sum are part of the products where that is faster or takes less memory.
@@ -412,37 +417,37 @@ class Transformer(nn.Module):
             for _ in range(config.layers)
         )
 
-    def forward(self, x: Tensor, place: Place | Literal["mean"] | None = None) -> Tensor:
-        """(n, length, width) -> the same shape; (n, width) where only one place, or the mean, will be read.
+    def forward(self, x: Tensor, position: Position | Literal["mean"] | None = None) -> Tensor:
+        """(n, length, width) -> the same shape; (n, width) where only one position, or the mean, is needed.
 
-        The last block then does the work of what is read: the same numbers for a twelfth less of ViT-B's work.
+        The last block then computes only that: the same result for a twelfth less of ViT-B's work.
         """
-        *first, last = self._each()
-        run = computed_again if self.activation_checkpointing and torch.is_grad_enabled() else _run
+        *first, last = self._all_blocks()
+        run = recompute if self.activation_checkpointing and torch.is_grad_enabled() else _call
         for block in first:
             x = run(block, block, x)
-        if place is None:
+        if position is None:
             return run(last, last, x)
-        return run(last, last.mean, x) if isinstance(place, str) else run(last, last.at, x, place)
+        return run(last, last.mean, x) if isinstance(position, str) else run(last, last.at, x, position)
 
-    def _each(self) -> Iterator[Block]:
+    def _all_blocks(self) -> Iterator[Block]:
         return iter(cast("Iterable[Block]", self.blocks))
 
     def set_attention(self, kind: AttentionKind) -> None:
         """Use one implementation of attention in every block."""
-        for block in self._each():
+        for block in self._all_blocks():
             block.attn.kind = kind
 
     def use_triton(self, on: bool) -> None:
         """Use the kernels of triton_ops.py where the input allows it: bf16 on CUDA."""
-        for block in self._each():
+        for block in self._all_blocks():
             block.attn.use_triton = block.mlp.use_triton = on
 
     @torch.no_grad()
     def initialize(self, init: Init) -> None:
-        """CLIP's scaled normal start, or the same with silent residual branches ("zero")."""
+        """CLIP's scaled normal initialization, or the same with residual branches at zero ("zero")."""
         branch = self.width**-0.5 * (2 * len(self.blocks)) ** -0.5
-        for block in self._each():
+        for block in self._all_blocks():
             nn.init.normal_(block.attn.qkv.weight, std=self.width**-0.5)
             nn.init.normal_(block.mlp.up.weight, std=(2 * self.width) ** -0.5)
             for last in (block.attn.out, block.mlp.down):

@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import torch
+from tiny_model import tiny_clip
 from torch import nn
 
 from m1clip.config import OptimConfig
-from m1clip.model.clip import build_clip
 from m1clip.model.lora import blocks_of, ladder, rate_shares
-from m1clip.model.presets import CLIPConfig, with_fields
 from m1clip.model.pretrained import BertSize, BertTower, EfficientNetLite0
 from m1clip.training.optim import Optimizer
-
-SHAPE = with_fields(
-    CLIPConfig(),
-    image_size=16,
-    patch_size=8,
-    vision_width=16,
-    vision_layers=3,
-    vision_heads=2,
-    text_width=16,
-    text_layers=2,
-    text_heads=2,
-    context_length=8,
-    vocab_size=20,
-    embed_dim=8,
-)
 
 
 def names(rung: list[tuple[str, nn.Parameter]]) -> set[str]:
@@ -33,7 +17,7 @@ def names(rung: list[tuple[str, nn.Parameter]]) -> set[str]:
 
 
 def test_towers_of_ours() -> None:
-    rungs = ladder(build_clip(with_fields(SHAPE, eot_id=19)).image_tower)
+    rungs = ladder(tiny_clip(vision_layers=3).image_tower)
     assert len(rungs) == 5
     assert {"patch.weight", "norm_pre.weight"} <= names(rungs[0])
     assert all(name.startswith("transformer.blocks.1.") for name in names(rungs[2]))
@@ -57,7 +41,7 @@ def test_towers_of_others() -> None:
 
 def test_every_parameter_has_one_place() -> None:
     for tower in (
-        build_clip(with_fields(SHAPE, eot_id=19)).text_tower,
+        tiny_clip(vision_layers=3).text_tower,
         EfficientNetLite0(),
         nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
     ):
@@ -67,7 +51,7 @@ def test_every_parameter_has_one_place() -> None:
 
 def test_rates_fall_with_depth() -> None:
     torch.manual_seed(0)
-    model = build_clip(with_fields(SHAPE, eot_id=19))
+    model = tiny_clip(vision_layers=3)
     shares = rate_shares(model, ("image_tower", "text_tower"), 0.5)
     assert shares["image_tower.norm.weight"] == shares["image_head.weight"] == shares["logit_scale"] == 1
     assert shares["image_tower.transformer.blocks.2.attn.qkv.weight"] == 0.5

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_model import tiny_config
 from torch import nn
 
 from m1clip.errors import UserError
 from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.convert import check_expressible
-from m1clip.model.presets import CLIPConfig, flops_per_pair, preset, with_fields
+from m1clip.model.presets import flops_per_pair, preset, with_fields
 from m1clip.model.towers import ConvStem, VisionTower
 
-SMALL = with_fields(CLIPConfig(),
-    image_size=32, patch_size=8, vision_width=16, vision_layers=2, vision_heads=2, text_width=16, text_layers=1,
-    text_heads=2, embed_dim=8, vocab_size=20, context_length=8, stem="conv", pooling="mean",
-)  # fmt: skip
+SMALL = tiny_config(vision_width=16, stem="conv", pooling="mean")
 
 
 def test_channels_double_up_to_the_width() -> None:
@@ -49,10 +47,10 @@ def test_some_patches_are_some_rows_of_all() -> None:
     torch.testing.assert_close(tower._patches(x, chosen), torch.stack([whole[0, chosen[0]], whole[1, chosen[1]]]))
 
 
-def test_start_values_come_from_the_seed() -> None:
+def test_initialization_comes_from_the_seed() -> None:
     def made() -> CLIP:
         torch.manual_seed(5)
-        return build_clip(with_fields(SMALL, eot_id=1))
+        return build_clip(SMALL)
 
     one, other = made().state_dict(), made().state_dict()
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -73,6 +71,6 @@ def test_a_patch_must_be_a_power_of_two(patch_size: int) -> None:
         with_fields(SMALL, image_size=28 * patch_size, patch_size=patch_size)
 
 
-def test_other_formats_have_no_words_for_it() -> None:
+def test_other_formats_do_not_have_it() -> None:
     with pytest.raises(UserError, match="stem conv"):
         check_expressible(with_fields(SMALL, pooling="cls"), "openclip")

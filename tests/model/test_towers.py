@@ -1,4 +1,4 @@
-"""The towers and what is made of them, at a size where a test can look inside."""
+"""Our two towers and the CLIP made of them."""
 
 from __future__ import annotations
 
@@ -8,34 +8,19 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_model import tiny_clip, tiny_config
 from torch import Tensor
 
 from m1clip.errors import UserError
 from m1clip.hardware.device import check_compile
 from m1clip.model.clip import CLIP, MAX_LOGIT_SCALE, Features, build_clip
-from m1clip.model.layers import Mlp
-from m1clip.model.presets import CLIPConfig, with_fields
+from m1clip.model.layers import Block, Mlp
 
 EOT = 9
-SHAPE = with_fields(
-    CLIPConfig(),
-    image_size=32,
-    patch_size=8,
-    vision_width=32,
-    vision_layers=2,
-    vision_heads=2,
-    text_width=32,
-    text_layers=2,
-    text_heads=2,
-    context_length=16,
-    vocab_size=20,
-    embed_dim=24,
-)
 
 
 def clip(**changes: object) -> CLIP:
-    torch.manual_seed(0)
-    return build_clip(with_fields(with_fields(SHAPE, **changes), eot_id=EOT))
+    return tiny_clip(eot_id=EOT, **changes)
 
 
 def pixels(n: int = 3, size: int = 32) -> Tensor:
@@ -58,7 +43,7 @@ def gradients(model: CLIP, forward: Callable[..., Features] | None = None) -> di
 def test_features_are_unit_vectors_in_float32() -> None:
     features = clip()(pixels(), ids())
     for vectors in (features.image, features.text):
-        assert vectors.shape == (3, 24)
+        assert vectors.shape == (3, 16)
         assert vectors.dtype == torch.float32
         torch.testing.assert_close(vectors.norm(dim=1), torch.ones(3))
     assert features.bias is None
@@ -66,16 +51,16 @@ def test_features_are_unit_vectors_in_float32() -> None:
 
 def test_the_patch_product_is_the_convolution() -> None:
     for bias in (False, True):
-        tower = clip(patch_bias=bias).double().image
+        tower = clip(patch_bias=bias).double().image_tower
         if tower.patch.bias is not None:
             torch.nn.init.normal_(tower.patch.bias)
         by_conv = tower.patch(pixels().double()).flatten(2).transpose(1, 2)
-        torch.testing.assert_close(tower._patches(pixels().double()), by_conv, atol=1e-12, rtol=0)
+        torch.testing.assert_close(tower._patches(pixels().double(), None), by_conv, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 @pytest.mark.parametrize("positions", ["learned", "sincos"])
-def test_patches_that_are_left_out_have_no_effect(pooling: str, positions: str) -> None:
+def test_dropped_patches_have_no_effect(pooling: str, positions: str) -> None:
     model = clip(pooling=pooling, positions=positions, init="clip")
     chosen = torch.tensor([[0, 2, 3], [5, 6, 7], [1, 9, 15]])
     seen = model.encode_image(pixels(), chosen)
@@ -90,13 +75,13 @@ def test_patches_that_are_left_out_have_no_effect(pooling: str, positions: str) 
     torch.testing.assert_close(model.encode_image(pixels(), every), model.encode_image(pixels()))
 
 
-def test_what_stands_after_the_end_mark_has_no_effect() -> None:
+def test_tokens_after_eot_have_no_effect() -> None:
     model = clip()
     changed = ids()
     changed[0, 3:] = torch.randint(0, 20, (13,))
     changed[1, 5:] = EOT
     assert torch.equal(model.encode_text(ids()), model.encode_text(changed))
-    changed[2, 3] = 11  # before its end mark
+    changed[2, 3] = 11  # before its EOT token
     assert not torch.allclose(model.encode_text(ids())[2], model.encode_text(changed)[2])
 
 
@@ -124,18 +109,18 @@ def test_both_attentions_give_the_same_features_and_gradients() -> None:
         torch.testing.assert_close(grad, results[1][name], atol=1e-5, rtol=1e-4)
 
 
-def test_gradient_checkpointing_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activation_checkpointing_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     import m1clip.model.layers as module
 
-    used, original = [], module.computed_again
-    monkeypatch.setattr(module, "computed_again", lambda *a, **k: used.append(1) or original(*a, **k))
+    used, original = [], module.recompute
+    monkeypatch.setattr(module, "recompute", lambda *a: used.append(a[0]) or original(*a))
     plain, saving = clip(dropout=0.3), clip(dropout=0.3)
     saving.set_activation_checkpointing(True)
     results = []
     for model in (plain, saving):
         torch.manual_seed(5)
         results.append(gradients(model))
-    assert len(used) == 4
+    assert [type(module) for module in used].count(Block) == 4
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
@@ -148,8 +133,8 @@ def test_compile_changes_no_result_beyond_rounding() -> None:
     plain, compiled = clip(vision_layers=1, text_layers=1), clip(vision_layers=1, text_layers=1)
     forward = torch.compile(compiled)
     one, other = plain(pixels(), ids()), forward(pixels(), ids())
-    torch.testing.assert_close(one.image_tower, other.image_tower, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(one.text_tower, other.text_tower, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(one.image, other.image, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(one.text, other.text, atol=1e-5, rtol=1e-4)
     expected, found = gradients(plain), gradients(compiled, forward)
     assert expected.keys() == found.keys()
     for name in expected:
@@ -157,7 +142,7 @@ def test_compile_changes_no_result_beyond_rounding() -> None:
 
 
 def test_pooling_by_class_token_or_mean() -> None:
-    cls, mean = clip(pooling="cls").image, clip(pooling="mean").image
+    cls, mean = clip(pooling="cls").image_tower, clip(pooling="mean").image_tower
     assert (cls.positions.shape, mean.positions.shape) == ((17, 32), (16, 32))
     assert mean.cls is None
     for tower in (cls, mean):
@@ -177,7 +162,7 @@ def test_fixed_positions_are_no_weights_and_know_the_class_token() -> None:
     assert "image_tower.positions" in clip().state_dict()
     small, large = (clip(positions="sincos", pooling="mean"), clip(positions="sincos", pooling="mean", image_size=64))
     large.load_state_dict(small.state_dict())
-    assert large.encode_image(pixels(size=64)).shape == (3, 24)
+    assert large.encode_image(pixels(size=64)).shape == (3, 16)
 
 
 def test_positions_matter_to_the_image() -> None:
@@ -198,23 +183,22 @@ def test_quick_gelu_is_openais_and_not_gelu() -> None:
     assert (mlps["gelu"](x) - mlps["quick_gelu"](x)).abs().max() > 0.01
 
 
-def test_init_zero_silences_every_residual_branch() -> None:
-    silent, loud = clip(init="zero"), clip(init="clip")
-    for tower in ("image", "text"):
+def test_init_zero_makes_every_residual_branch_zero() -> None:
+    zeroed, usual = clip(init="zero"), clip(init="clip")
+    for tower in ("image_tower", "text_tower"):
         x = torch.randn(2, 5, 32)
-        assert torch.equal(getattr(silent, tower).transformer(x), x)
-        assert not torch.allclose(getattr(loud, tower).transformer(x), x, atol=1e-2)
-    grads = gradients(silent)  # silent, but it can learn
+        assert torch.equal(getattr(zeroed, tower).transformer(x), x)
+        assert not torch.allclose(getattr(usual, tower).transformer(x), x, atol=1e-2)
+    grads = gradients(zeroed)  # zero, but it can learn
     assert all(grads[f"image_tower.transformer.blocks.{i}.mlp.down.weight"].abs().max() > 0 for i in range(2))
 
 
-def test_the_seed_decides_the_start() -> None:
+def test_the_seed_decides_the_initialization() -> None:
     one, same = clip().state_dict(), clip().state_dict()
     assert all(torch.equal(one[name], same[name]) for name in one)
     torch.manual_seed(1)
-    assert not torch.equal(
-        build_clip(with_fields(SHAPE, eot_id=EOT)).text.tokens.weight, one["text_tower.tokens.weight"]
-    )
+    other = build_clip(tiny_config()).state_dict()
+    assert not torch.equal(other["text_tower.tokens.weight"], one["text_tower.tokens.weight"])
 
 
 def test_the_temperature_is_clamped() -> None:
@@ -227,7 +211,7 @@ def test_the_temperature_is_clamped() -> None:
         assert model.logit_scale.item() == pytest.approx(kept)
 
 
-def test_the_sigmoid_loss_gets_a_bias_and_siglips_start() -> None:
+def test_the_sigmoid_loss_gets_a_bias_and_siglips_initialization() -> None:
     model = clip(logit_bias=True)
     features = model(pixels(), ids())
     assert features.bias is model.logit_bias

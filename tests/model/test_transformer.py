@@ -1,4 +1,4 @@
-"""The block's shortcuts: fused products against the plain ones, and the last block read at one place or as a mean."""
+"""The shortcuts of a block: fused products, and the last block computed at one position or as a mean."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from m1clip.model import layers as fused
-from m1clip.model import layers as mlp
-from m1clip.model.layers import Transformer, linear, linear_add, pick
-from m1clip.model.presets import Activation
+from m1clip.model import layers
+from m1clip.model.layers import Transformer, linear, linear_add, take_position
+from m1clip.model.presets import Activation, TextTowerConfig
 
-needs_fused = pytest.mark.skipif(fused._fused_product() is None, reason="torch without oneDNN's fused product")
+needs_fused = pytest.mark.skipif(layers._onednn_op() is None, reason="torch without oneDNN's fused product")
 
 
-def transformer(causal: bool = False, activation: Activation = "gelu", layers: int = 2) -> Transformer:
+def transformer(causal: bool = False, activation: Activation = "gelu", depth: int = 2) -> Transformer:
     torch.manual_seed(0)
-    made = Transformer(16, layers, 2, 2.0, causal, activation, 0.0)
+    made = Transformer(TextTowerConfig(width=16, layers=depth, heads=2, mlp_ratio=2.0, activation=activation), causal)
     for p in made.parameters():
         nn.init.normal_(p, std=0.3)
     made.set_attention("bmm")
@@ -34,27 +33,27 @@ def assert_equal_grads(model: nn.Module, one: Tensor, other: Tensor, tolerance: 
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])
-@pytest.mark.parametrize("layers", [1, 2])
-def test_the_mean_is_that_of_the_whole(recompute: bool, activation: Activation, layers: int) -> None:
-    model = transformer(activation=activation, layers=layers)
-    model.grad_checkpointing = recompute
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_mean_is_that_of_the_full_sequence(checkpointing: bool, activation: Activation, depth: int) -> None:
+    model = transformer(activation=activation, depth=depth)
+    model.activation_checkpointing = checkpointing
     x = torch.randn(3, 7, 16)
     assert_equal_grads(model, model(x, "mean"), model(x).mean(dim=1))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_one_place_is_that_of_the_whole(recompute: bool, causal: bool) -> None:
+def test_one_position_is_that_of_the_full_sequence(checkpointing: bool, causal: bool) -> None:
     model = transformer(causal)
-    model.grad_checkpointing = recompute
+    model.activation_checkpointing = checkpointing
     x = torch.randn(3, 7, 16)
-    for place in (0, 4, torch.tensor([6, 0, 3])):
-        assert_equal_grads(model, model(x, place), pick(model(x), place))
+    for position in (0, 4, torch.tensor([6, 0, 3])):
+        assert_equal_grads(model, model(x, position), take_position(model(x), position))
 
 
-def test_what_stands_after_the_place_has_no_effect_when_causal() -> None:
+def test_later_tokens_have_no_effect_when_causal() -> None:
     model, x = transformer(causal=True), torch.randn(2, 7, 16)
     changed = x.clone()
     changed[:, 5:] += 10.0
@@ -63,19 +62,18 @@ def test_what_stands_after_the_place_has_no_effect_when_causal() -> None:
 
 
 @needs_fused
-@pytest.mark.parametrize("place", [None, "mean", 0])
-def test_fused_products_in_bf16_give_the_plain_result(monkeypatch: pytest.MonkeyPatch, place: object) -> None:
+@pytest.mark.parametrize("position", [None, "mean", 0])
+def test_fused_products_in_bf16_give_the_plain_result(monkeypatch: pytest.MonkeyPatch, position: object) -> None:
     model = transformer()
     x = torch.randn(3, 7, 16, dtype=torch.bfloat16)
-    exact = [model(x.float(), place)]
+    exact = [model(x.float(), position)]
     exact += grads_of(model, exact[0])
     results = []
     for on in (True, False):
         if not on:
-            for module in (fused, mlp):
-                monkeypatch.setattr(module, "is_fused", lambda x: False)
+            monkeypatch.setattr(layers, "uses_onednn", lambda x: False)
         with torch.autocast("cpu", torch.bfloat16):
-            out = model(x, place)
+            out = model(x, position)
         assert out.dtype == torch.bfloat16
         grads = grads_of(model, out)
         assert {g.dtype for g in grads} == {torch.float32}
@@ -111,9 +109,9 @@ def test_the_residual_is_added_and_gets_the_gradient() -> None:
     assert torch.equal(grad, torch.full_like(residual, 2.0))
 
 
-def test_the_fused_way_is_for_bf16_autocast_on_the_cpu_alone() -> None:
+def test_onednn_is_used_for_bf16_autocast_on_the_cpu_alone() -> None:
     x = torch.randn(2, 3)
-    assert not fused.is_fused(x.bfloat16())
+    assert not layers.uses_onednn(x.bfloat16())
     with torch.autocast("cpu", torch.bfloat16):
-        assert not fused.is_fused(x)
-        assert fused.is_fused(x.bfloat16()) == (fused._fused_product() is not None)
+        assert not layers.uses_onednn(x)
+        assert layers.uses_onednn(x.bfloat16()) == (layers._onednn_op() is not None)

@@ -126,7 +126,7 @@ def targets(folder: Path) -> dict[str, Target]:
     listed = json.dumps([{"image": "a.jpg", "caption": "x"}, {"image": "b.jpg", "caption": ["y"]}])
     log = b'{"v":1,"kind":"step","time":1.5,"step":10,"loss":2.0}\n{"v":1,"kind":"eval","step":10,"x":[1,2]}\n'
     shape = preset("tiny")
-    model = {"format": 1, "shape": shape.to_dict(), "preprocess": Preprocess(image_size=shape.image_size).to_dict()}
+    model = {"format": 1, "model": shape.to_dict(), "preprocess": Preprocess(image_size=shape.image_size).to_dict()}
     marks = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "##b"]
     tokenizers = [
         {"version": 1, "kind": "char", "alphabet": "abc .,"},

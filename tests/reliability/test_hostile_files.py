@@ -31,8 +31,8 @@ from m1clip.export.layouts import export
 from m1clip.inference.encoder import Model, load, read_model
 from m1clip.model.clip import build_clip
 from m1clip.model.convert import read_checkpoint, write_tensors
-from m1clip.model.presets import CLIPConfig, with_fields
-from m1clip.model.pretrained import TowerClip, TowerShape, check_sizes, own_config
+from m1clip.model.presets import CLIPConfig, PretrainedTextConfig, with_fields
+from m1clip.model.pretrained import check_settings
 from m1clip.runlog import read_log
 from m1clip.text.bpe import BpeTokenizer
 from m1clip.text.tokenizers import load_tokenizer
@@ -214,33 +214,25 @@ def change_json(path: Path, *changes: tuple[tuple[str, ...], object]) -> None:
     path.write_text(json.dumps(values))
 
 
-@pytest.mark.parametrize(
-    "size",
-    [
-        "image_size",
-        "patch_size",
-        "vision_width",
-        "vision_layers",
-        "vision_heads",
-        "text_width",
-        "text_layers",
-        "text_heads",
-        "context_length",
-        "embed_dim",
-        "mlp_ratio",
-    ],
-)
+SIZES = [
+    *(("image_tower", name) for name in ("image_size", "patch_size", "width", "layers", "heads", "mlp_ratio")),
+    *(("text_tower", name) for name in ("width", "layers", "heads", "context_length", "vocab_size", "mlp_ratio")),
+    ("embed_dim",),
+]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=".".join)
 @pytest.mark.parametrize("value", [HUGE, 10**400, 8192, 255], ids=["huge", "400 digits", "large", "other"])
 def test_sizes_in_a_config_json_are_checked_before_anything_is_built(
-    trained: Path, tmp_path: Path, proof: Path, size: str, value: int
+    trained: Path, tmp_path: Path, proof: Path, size: tuple[str, ...], value: int
 ) -> None:
     """Beyond all bounds, or within them and not those of the weights."""
     shutil.copytree(trained / "model", tmp_path / "model")
-    changes: list[tuple[tuple[str, ...], object]] = [(("shape", size), value)]
-    if size == "image_size":
-        changes.append((("preprocess", size), value))
-    if value < HUGE and size in ("patch_size", "vision_heads", "text_heads", "mlp_ratio"):
-        changes = [(("shape", size), 1 if size == "patch_size" else 64)]
+    changes: list[tuple[tuple[str, ...], object]] = [(("model", *size), value)]
+    if size[-1] == "image_size":
+        changes.append((("preprocess", "image_size"), value))
+    if value < HUGE and size[-1] in ("patch_size", "heads", "mlp_ratio"):
+        changes = [(("model", *size), 1 if size[-1] == "patch_size" else 64)]
     change_json(tmp_path / "model" / "config.json", *changes)
     must_refuse(bounded(lambda: load(tmp_path / "model")), proof)
     must_refuse(bounded(lambda: read_model(tmp_path / "model")), proof)
@@ -280,45 +272,15 @@ def test_sizes_in_a_third_party_config_are_checked(tmp_path: Path, proof: Path, 
                 must_refuse(bounded(lambda: load(tmp_path / "theirs")), proof)
 
 
-@pytest.mark.parametrize(
-    "change", [{"vision_width": 8192}, {"vision_layers": 200}, {"vision_layers": HUGE}, {"stem": 1}]
-)
-def test_sizes_of_own_towers_under_heads_are_checked(tmp_path: Path, proof: Path, change: dict[str, Any]) -> None:
-    own = with_fields(
-        CLIPConfig(),
-        image_size=32,
-        patch_size=16,
-        vision_width=64,
-        vision_layers=1,
-        vision_heads=1,
-        text_width=64,
-        text_layers=1,
-        text_heads=1,
-        context_length=8,
-        embed_dim=16,
-    )
-    tokenizer = BpeTokenizer()
-    shape = TowerShape(
-        image_tower="vit",
-        text_tower="text",
-        image_config=own_config(own),
-        image_size=32,
-        embed_dim=16,
-        text_config=own_config(own, tokenizer.eot_id),
-        context_length=8,
-        hidden=32,
-        vocab_size=tokenizer.vocab_size,
-    )
-    Model(TowerClip(shape, tokenizer.pad_id), tokenizer, Preprocess(image_size=32)).save(tmp_path)
-    load(tmp_path)
-    for text in (json.dumps({"m1clip": own.to_dict() | change}), "[]", "{", '{"m1clip": 3}'):
-        change_json(tmp_path / "config.json", (("towers", "image_config"), text))
-        must_refuse(bounded(lambda: load(tmp_path)), proof)
-
-
 def test_sizes_in_a_pretrained_towers_config_are_checked(proof: Path) -> None:
     weights = {f"image.model.{number}": torch.zeros(128, 64) for number in range(4)}
-    check_sizes({"hidden_size": 128, "num_hidden_layers": 4, "image_size": 224, "eos_token_id": 50_000}, weights, "x")
+
+    def check(text: str) -> None:
+        check_settings(PretrainedTextConfig(kind="transformers", name="bert", settings=text), weights, "x")
+
+    check(json.dumps({"hidden_size": 128, "num_hidden_layers": 4, "image_size": 224, "eos_token_id": 50_000}))
+    for text in ("[]", "{", "", "[" * 100_000):
+        must_refuse(bounded(lambda text=text: check(text)), proof)
     for config in (
         {"hidden_size": HUGE},
         {"num_hidden_layers": HUGE},
@@ -327,7 +289,7 @@ def test_sizes_in_a_pretrained_towers_config_are_checked(proof: Path) -> None:
         {"inner": {"intermediate_size": 5000}},
         {"num_labels": HUGE},
     ):
-        must_refuse(bounded(lambda config=config: check_sizes(config, weights, "x")), proof)
+        must_refuse(bounded(lambda config=config: check(json.dumps(config))), proof)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

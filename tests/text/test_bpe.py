@@ -41,7 +41,7 @@ def test_ids_are_those_of_open_clip(reference: dict[str, list[dict[str, Any]]]) 
 
 def test_rows_are_those_of_open_clip(reference: dict[str, list[dict[str, Any]]]) -> None:
     cases = reference["plain"]
-    rows = FULL([case["text"] for case in cases], 77)
+    rows = FULL.tokenize([case["text"] for case in cases], 77)
     for case, row in zip(cases, rows, strict=True):
         expected = [49_406, *case["ids"][:75], 49_407]
         assert row.tolist() == expected + [0] * (77 - len(expected))
@@ -93,13 +93,13 @@ def test_rows_have_one_end_mark_then_padding(tokenizer: BpeTokenizer, texts: lis
 
 def test_a_row_needs_room_for_both_marks() -> None:
     with pytest.raises(ValueError, match="at least 2"):
-        FULL(["a"], 1)
-    assert FULL(["a dog"], 2).tolist() == [[49_406, 49_407]]
+        FULL.tokenize(["a"], 1)
+    assert FULL.tokenize(["a dog"], 2).tolist() == [[49_406, 49_407]]
 
 
 def test_one_string_is_not_a_list_of_letters() -> None:
     with pytest.raises(TypeError, match="list of strings"):
-        FULL("a dog", 8)
+        FULL.tokenize("a dog", 8)
 
 
 @pytest.mark.parametrize("token", [-1, 49_408])

@@ -16,7 +16,7 @@ ANY_TEXT = st.text(max_size=60)
 def test_prior_art_alphabet_has_33_ids() -> None:
     assert PRIOR_ART.vocab_size == 33
     assert PRIOR_ART_ALPHABET == "abcdefghijklmnopqrstuvwxyz ,."
-    assert PRIOR_ART(["a B."], 8).tolist() == [[1, 4, 30, 5, 32, 2, 0, 0]]
+    assert PRIOR_ART.tokenize(["a B."], 8).tolist() == [[1, 4, 30, 5, 32, 2, 0, 0]]
 
 
 def test_from_captions_is_the_sorted_set_of_lower_cased_characters() -> None:
@@ -47,7 +47,7 @@ def test_an_unknown_character_is_one_unk_and_decodes_to_the_replacement_mark(tex
 
 @given(st.lists(ANY_TEXT, max_size=5), st.integers(2, 40))
 def test_rows_have_one_end_mark_then_padding(texts: list[str], context_length: int) -> None:
-    rows = PRIOR_ART(texts, context_length)
+    rows = PRIOR_ART.tokenize(texts, context_length)
     assert rows.shape == (len(texts), context_length)
     assert rows.dtype == np.int32
     for text, row in zip(texts, rows, strict=True):
@@ -61,13 +61,13 @@ def test_rows_have_one_end_mark_then_padding(texts: list[str], context_length: i
 
 def test_a_row_needs_room_for_both_marks() -> None:
     with pytest.raises(ValueError, match="at least 2"):
-        PRIOR_ART(["a"], 1)
-    assert PRIOR_ART(["a dog"], 2).tolist() == [[1, 2]]
+        PRIOR_ART.tokenize(["a"], 1)
+    assert PRIOR_ART.tokenize(["a dog"], 2).tolist() == [[1, 2]]
 
 
 def test_one_string_is_not_a_list_of_letters() -> None:
     with pytest.raises(TypeError, match="list of strings"):
-        PRIOR_ART("a dog", 8)
+        PRIOR_ART.tokenize("a dog", 8)
 
 
 @pytest.mark.parametrize("alphabet", ["", "aa", "aB"])

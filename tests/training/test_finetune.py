@@ -149,7 +149,7 @@ def test_a_third_party_model_at_another_image_size(first: Path, tmp_path: Path) 
     run_small(tmp_path / "cls", {"train.steps": 1, "model.name": "ViT-S-16", "model.tokenizer": "bpe"})
     export(tmp_path / "cls", "openclip", tmp_path / "openclip")
     run = tuned(tmp_path / "openclip", tmp_path / "run", **{"model.image_size": 48})
-    shape = m1clip.load(run).model.shape
+    shape = m1clip.load(run).clip.config
     assert shape.image_size == 48
 
 

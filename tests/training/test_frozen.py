@@ -18,8 +18,9 @@ import m1clip
 from m1clip.config import load_config
 from m1clip.data.cache import FeatureTable
 from m1clip.errors import UserError
-from m1clip.inference import feature_cache as feature_split
-from m1clip.inference.encoder import encode_split
+from m1clip.inference.encoder import Encoder, encode_split
+from m1clip.inference.feature_cache import Maker
+from m1clip.model import pretrained
 from m1clip.runlog import read_log
 from m1clip.training import setup
 from m1clip.training import setup as frozen
@@ -33,7 +34,7 @@ def random_towers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forbidden(*arguments: Any) -> Any:
-    raise AssertionError("computed again")
+    raise AssertionError("features were computed once more")
 
 
 def test_a_run_on_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,12 +45,12 @@ def test_a_run_on_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     # The towers are as they came, the heads have moved, and the folder needs nothing else.
     saved = load_file(run / "model" / "model.safetensors")
-    for name, tensor in frozen.tower_weights("efficientnet-lite0").items():
-        assert torch.equal(saved[f"image.{name}"], tensor)
+    for name, tensor in pretrained.package_weights("efficientnet-lite0").items():
+        assert torch.equal(saved[f"image_tower.{name}"], tensor)
     job = frozen.prepare_frozen(config, lambda line: None, decode_plan(screen()))
     fresh = job.build_model().state_dict()
-    assert not torch.equal(fresh["image_projection.project.weight"], saved["image_projection.project.weight"])
-    assert torch.equal(fresh["image_projection.mean"], saved["image_projection.mean"])
+    assert not torch.equal(fresh["image_head.project.weight"], saved["image_head.project.weight"])
+    assert torch.equal(fresh["image_head.mean"], saved["image_head.mean"])
     bundle = m1clip.load(run)
     data = job.splits["test"]
     image, text, *_ = encode_split(bundle.clip, data, bundle.preprocess, 8, job.autocast)
@@ -60,12 +61,11 @@ def test_a_run_on_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     # A checkpoint holds what changes, and refers to the frozen towers by hash.
     kept = tensors_of(run, 6)
-    assert not [name for name in kept if name.startswith(("weights:image.", "weights:text."))]
-    assert {"weights:image_projection.project.weight", "weights:logit_scale"} <= kept.keys()
+    assert not [name for name in kept if name.startswith(("weights:image_tower.", "weights:text_tower."))]
+    assert {"weights:image_head.project.weight", "weights:logit_scale"} <= kept.keys()
 
     # A second run finds every feature, and is the same run.
-    monkeypatch.setattr(feature_split, "image_features", forbidden)
-    monkeypatch.setattr(feature_split, "caption_features", forbidden)
+    monkeypatch.setattr(Maker, "encoder", property(forbidden))
     train_config(config, tmp_path / "again", screen())
     assert_same_bits(tensors_of(tmp_path / "again", 6), tensors_of(run, 6))
 
@@ -78,11 +78,11 @@ def test_a_run_on_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert load_config(run / "config.toml").transfer.recipe == "frozen"
 
     # Other towers than it began with are noticed.
-    other = {name: tensor + 1 for name, tensor in frozen.tower_weights("efficientnet-lite0").items()}
-    real = frozen.tower_weights
+    other = {name: tensor + 1 for name, tensor in pretrained.package_weights("efficientnet-lite0").items()}
+    real = pretrained.package_weights
     monkeypatch.undo()
     patch_towers(monkeypatch)
-    monkeypatch.setattr(frozen, "tower_weights", lambda name: real(name) if name == "minilm" else dict(other))
+    monkeypatch.setattr(pretrained, "package_weights", lambda name: real(name) if name == "minilm" else dict(other))
     with pytest.raises(UserError, match="the frozen weights are not those that it began with"):
         resume_quietly(run)
 
@@ -96,13 +96,13 @@ def test_only_new_views_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     one = prepared(1)
     counted: list[int] = []
-    real = feature_split.image_features
+    real = Encoder.files
 
-    def counting(tower: Any, refs: Any, preprocess: Any, view: int, *rest: Any) -> Any:
+    def counting(encoder: Encoder, refs: Any, failures: Any, progress: Any, view: int) -> Any:
         counted.append(view)
-        return real(tower, refs, preprocess, view, *rest)
+        return real(encoder, refs, failures, progress, view)
 
-    monkeypatch.setattr(feature_split, "image_features", counting)
+    monkeypatch.setattr(Encoder, "files", counting)
     two = prepared(2)
     assert counted == [1]
     where = np.arange(5)
@@ -113,7 +113,7 @@ def test_only_new_views_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_every_caption_of_a_image_is_in_its_step(tmp_path: Path) -> None:
     job = frozen.prepare_frozen(frozen_config(tmp_path), lambda line: None, decode_plan(screen()))
     batch = job.training[0]
-    assert batch.image_features.shape == (16, frozen.TowerClip(job.towers.shape).image.width)
+    assert batch.image_features.shape == (16, job.towers.image_tower.width)
     assert len(batch.text_features) == 32
     assert torch.bincount(batch.image_index).tolist() == [2] * 16
 

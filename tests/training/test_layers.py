@@ -14,11 +14,11 @@ from m1clip.training.optim import Optimizer
 
 
 def test_parameters_belong_to_layers_with_plain_names() -> None:
-    assert layer_of("image.transformer.blocks.0.attn.qkv.weight") == "image block 1"
-    assert layer_of("text.transformer.blocks.11.mlp.up.bias") == "text block 12"
-    assert layer_of("text.tokens.weight") == "text stem"
-    assert layer_of("image.norm.weight") == "image head"
-    assert layer_of("image_projection.weight") == "image head"
+    assert layer_of("image_tower.transformer.blocks.0.attn.qkv.weight") == "image block 1"
+    assert layer_of("text_tower.transformer.blocks.11.mlp.up.bias") == "text block 12"
+    assert layer_of("text_tower.tokens.weight") == "text stem"
+    assert layer_of("image_tower.norm.weight") == "image head"
+    assert layer_of("image_head.weight") == "image head"
     assert layer_of("logit_scale") == "temperature"
 
 
@@ -32,8 +32,8 @@ def test_looks_fall_on_lines_of_the_log() -> None:
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.image = nn.ModuleDict({"patch": nn.Linear(3, 4), "norm": nn.LayerNorm(4)})
-        self.text = nn.ModuleDict({"tokens": nn.Linear(4, 2, bias=False)})
+        self.image_tower = nn.ModuleDict({"patch": nn.Linear(3, 4), "norm": nn.LayerNorm(4)})
+        self.text_tower = nn.ModuleDict({"tokens": nn.Linear(4, 2, bias=False)})
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])  # 0.25: as if the gradients had been clipped to a quarter
@@ -52,9 +52,9 @@ def test_norms_are_those_of_the_gradients_and_of_the_move(scale: float) -> None:
     found = probe.take(total)
     assert found is not None
     groups = {
-        "image stem": ["image.patch.weight", "image.patch.bias"],
-        "image head": ["image.norm.weight", "image.norm.bias"],
-        "text stem": ["text.tokens.weight"],
+        "image stem": ["image_tower.patch.weight", "image_tower.patch.bias"],
+        "image head": ["image_tower.norm.weight", "image_tower.norm.bias"],
+        "text stem": ["text_tower.tokens.weight"],
     }
     assert found.keys() == groups.keys()
     after = {name: p.detach() for name, p in model.named_parameters()}

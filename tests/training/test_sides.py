@@ -10,20 +10,21 @@ from tower_run import PIECES
 
 from m1clip.config import Config, DataConfig
 from m1clip.data.augment import Augmentation
-from m1clip.model.presets import CLIPConfig, with_fields
-from m1clip.model.pretrained import TowerShape, own_config
+from m1clip.model.presets import CLIPConfig, PretrainedImageConfig, PretrainedTextConfig, with_fields
 from m1clip.text.tokenizers import CharTokenizer, WordPieceTokenizer
 from m1clip.training.setup import Moving, augmentation_for
 
 BOTH, TEXT, IMAGE = Moving(True, True), Moving(False, True), Moving(True, False)
 SOURCE: Any = SimpleNamespace(samples=lambda split: [SimpleNamespace(captions=("a dog runs", "the dog"))])
-VIT, CONV = (own_config(with_fields(CLIPConfig(), stem=stem)) for stem in ("patch", "conv"))
-OURS = own_config(CLIPConfig(), 1)
+VIT, CONV = (with_fields(CLIPConfig(), stem=stem).image_tower for stem in ("patch", "conv"))
+OURS = CLIPConfig().text_tower
 
 
-def seen(moving: Moving, image: str = "", text: str = "", letters: bool = False, **asked: Any) -> Augmentation:
+def seen(moving: Moving, image: Any = None, text: Any = None, letters: bool = False, **asked: Any) -> Augmentation:
     tokenizer: Any = CharTokenizer("ab") if letters else WordPieceTokenizer(PIECES)
-    model: Any = SimpleNamespace(shape=TowerShape(image_config=image, text_config=text))
+    model: Any = SimpleNamespace(
+        config=CLIPConfig(image_tower=image or PretrainedImageConfig(), text_tower=text or PretrainedTextConfig())
+    )
     config = Config(data=DataConfig(source=("photos",), **asked))
     return augmentation_for(config, SOURCE, model, tokenizer, moving)
 

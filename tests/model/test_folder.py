@@ -1,4 +1,4 @@
-"""Models of others: every form they come in, strictly read; and what cannot be written in their words."""
+"""Models of open_clip and Hugging Face in every form they come in, and export into their formats."""
 
 from __future__ import annotations
 
@@ -8,39 +8,28 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_model import tiny_clip, tiny_config
 
 import m1clip
 from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
 from m1clip.export.layouts import export
 from m1clip.inference.encoder import Model
-from m1clip.model.clip import build_clip
-from m1clip.model.presets import CLIPConfig, with_fields
+from m1clip.model.presets import with_fields
 from m1clip.text.bpe import BpeTokenizer
 from m1clip.text.tokenizers import CharTokenizer, make_tokenizer
 
-SHAPE = with_fields(
-    CLIPConfig(),
-    image_size=32,
-    patch_size=8,
-    vision_width=64,
-    vision_layers=1,
-    vision_heads=1,
-    text_width=64,
-    text_layers=1,
-    text_heads=1,
-    context_length=16,
-    embed_dim=16,
-)
+FULL = {"vision_width": 64, "text_width": 64, "vision_heads": 1, "text_heads": 1, "vocab_size": 49408}
+SHAPE = tiny_config(**FULL)
 TEXTS = ["a red ball", "two cats!"]
 IMAGE = torch.arange(40 * 50 * 3).view(40, 50, 3).remainder(251).to(torch.uint8).numpy()
 
 
 @pytest.fixture(scope="module")
-def bundle() -> Model:
+def trained() -> Model:
     torch.manual_seed(0)
     tokenizer = BpeTokenizer()
-    model = build_clip(with_fields(SHAPE, eot_id=tokenizer.eot_id))
+    model = tiny_clip(**FULL)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.1)
@@ -48,15 +37,15 @@ def bundle() -> Model:
 
 
 @pytest.fixture
-def openclip(bundle: Model, tmp_path: Path) -> Path:
-    bundle.save(tmp_path / "ours")
+def openclip(trained: Model, tmp_path: Path) -> Path:
+    trained.save(tmp_path / "ours")
     export(tmp_path / "ours", "openclip", tmp_path / "openclip")
     return tmp_path / "openclip"
 
 
 @pytest.fixture
-def hf(bundle: Model, tmp_path: Path) -> Path:
-    bundle.save(tmp_path / "ours")
+def hf(trained: Model, tmp_path: Path) -> Path:
+    trained.save(tmp_path / "ours")
     export(tmp_path / "ours", "hf", tmp_path / "hf")
     return tmp_path / "hf"
 
@@ -64,39 +53,39 @@ def hf(bundle: Model, tmp_path: Path) -> Path:
 def assert_same(one: Model, other: Model) -> None:
     torch.testing.assert_close(one.encode_text(TEXTS), other.encode_text(TEXTS), atol=1e-6, rtol=0)
     torch.testing.assert_close(one.encode_image([IMAGE]), other.encode_image([IMAGE]), atol=1e-6, rtol=0)
-    assert torch.equal(one.model.logit_scale, other.model.logit_scale)
+    assert torch.equal(one.clip.logit_scale, other.clip.logit_scale)
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(next(folder.glob("*model.safetensors")))
 
 
-def test_a_training_checkpoint_with_wrapped_names(bundle: Model, openclip: Path) -> None:
+def test_a_training_checkpoint_with_wrapped_names(trained: Model, openclip: Path) -> None:
     state = {f"module.{name}": tensor for name, tensor in weights_of(openclip).items()}
     torch.save({"epoch": 3, "optimizer": {"step": 1}, "state_dict": state}, openclip / "epoch_3.pt")
-    assert_same(m1clip.load(openclip / "epoch_3.pt"), bundle)
+    assert_same(m1clip.load(openclip / "epoch_3.pt"), trained)
 
 
-def test_the_newer_class_of_open_clip(bundle: Model, openclip: Path) -> None:
+def test_the_newer_class_of_open_clip(trained: Model, openclip: Path) -> None:
     """It keeps the text tower under `text.`; OpenAI's own files carry numbers beside the weights."""
     parts = ("token_embedding", "positional_embedding", "transformer", "ln_final", "text_projection")
     state = {f"text.{name}" if name.startswith(parts) else name: t for name, t in weights_of(openclip).items()}
     state |= {"input_resolution": torch.tensor(32), "context_length": torch.tensor(16)}
     save_file(state, openclip / "open_clip_model.safetensors")
-    assert_same(m1clip.load(openclip), bundle)
+    assert_same(m1clip.load(openclip), trained)
 
 
-def test_weights_alone_must_be_told_their_activation(bundle: Model, openclip: Path, tmp_path: Path) -> None:
+def test_weights_without_config_need_an_activation(trained: Model, openclip: Path, tmp_path: Path) -> None:
     alone = tmp_path / "alone.safetensors"
     save_file(weights_of(openclip), alone)
     with pytest.raises(UserError, match=r"do not show their activation.*--activation quick_gelu"):
         m1clip.load(alone)
-    assert_same(m1clip.load(alone, activation="gelu"), bundle)
+    assert_same(m1clip.load(alone, activation="gelu"), trained)
     quick = m1clip.load(alone, activation="quick_gelu")
-    assert not torch.allclose(quick.encode_text(TEXTS), bundle.encode_text(TEXTS), atol=1e-4)
+    assert not torch.allclose(quick.encode_text(TEXTS), trained.encode_text(TEXTS), atol=1e-4)
 
 
-def test_shards(bundle: Model, hf: Path) -> None:
+def test_shards(trained: Model, hf: Path) -> None:
     weights = weights_of(hf)
     names = sorted(weights)
     table = {name: f"model-0000{1 + (i % 2)}-of-00002.safetensors" for i, name in enumerate(names)}
@@ -104,7 +93,7 @@ def test_shards(bundle: Model, hf: Path) -> None:
         save_file({name: weights[name] for name in names if table[name] == file}, hf / file)
     (hf / "model.safetensors").unlink()
     (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
-    assert_same(m1clip.load(hf), bundle)
+    assert_same(m1clip.load(hf), trained)
     (hf / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(UserError, match=r"model-00002-of-00002.safetensors: missing"):
         m1clip.load(hf)
@@ -146,7 +135,7 @@ def test_a_file_that_would_run_code_is_refused(openclip: Path) -> None:
         ({"multimodal_cfg": {}}, "multimodal_cfg"),
     ],
 )
-def test_a_model_that_we_do_not_have_is_named(openclip: Path, change: dict[str, object], words: str) -> None:
+def test_an_unsupported_architecture_is_named(openclip: Path, change: dict[str, object], words: str) -> None:
     path = openclip / "open_clip_config.json"
     config = json.loads(path.read_text())
     for key, value in change.items():
@@ -157,11 +146,11 @@ def test_a_model_that_we_do_not_have_is_named(openclip: Path, change: dict[str, 
         m1clip.load(openclip)
 
 
-def test_another_image_size_on_the_way_out(bundle: Model, tmp_path: Path) -> None:
-    bundle.save(tmp_path / "ours")
+def test_another_image_size_in_an_export(trained: Model, tmp_path: Path) -> None:
+    trained.save(tmp_path / "ours")
     export(tmp_path / "ours", "openclip", tmp_path / "larger", image_size=48)
     larger = m1clip.load(tmp_path / "larger")
-    assert larger.model.shape == with_fields(SHAPE, image_size=48)
+    assert larger.clip.config == with_fields(SHAPE, image_size=48)
     torch.testing.assert_close(
         larger.encode_image([IMAGE]), m1clip.load(tmp_path / "ours", image_size=48).encode_image([IMAGE])
     )
@@ -170,9 +159,7 @@ def test_another_image_size_on_the_way_out(bundle: Model, tmp_path: Path) -> Non
 def test_a_cut_vocabulary_grows_and_known_text_stays(tmp_path: Path) -> None:
     tokenizer = make_tokenizer("bpe-cut", TEXTS)
     torch.manual_seed(0)
-    model = build_clip(
-        with_fields(with_fields(SHAPE, vocab_size=tokenizer.vocab_size, positions="sincos"), eot_id=tokenizer.eot_id)
-    )
+    model = tiny_clip(**FULL | {"vocab_size": tokenizer.vocab_size}, positions="sincos", eot_id=tokenizer.eot_id)
     small = Model(model.eval(), tokenizer, Preprocess(image_size=32))
     small.save(tmp_path / "small")
     notes = export(tmp_path / "small", "hf", tmp_path / "full")
@@ -182,20 +169,15 @@ def test_a_cut_vocabulary_grows_and_known_text_stays(tmp_path: Path) -> None:
     assert_same(full, small)
 
 
-def test_what_they_have_no_words_for_is_refused(bundle: Model, tmp_path: Path) -> None:
+def test_what_other_formats_cannot_express_is_refused(trained: Model, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    odd = build_clip(
-        with_fields(with_fields(SHAPE, pooling="mean", projection_bias=True), eot_id=bundle.tokenizer.eot_id)
-    )
-    Model(odd, bundle.tokenizer, bundle.preprocess).save(tmp_path / "odd")
-    with pytest.raises(UserError, match=r"cannot be written as hf: it has pooling mean, projection_bias True"):
+    odd = tiny_clip(**FULL, pooling="mean", projection_bias=True)
+    Model(odd, trained.tokenizer, trained.preprocess).save(tmp_path / "odd")
+    with pytest.raises(UserError, match="no pooling mean, projection_bias True"):
         export(tmp_path / "odd", "hf", tmp_path / "out")
     letters = CharTokenizer("abc ")
-    Model(
-        build_clip(with_fields(with_fields(SHAPE, vocab_size=letters.vocab_size), eot_id=letters.eot_id)),
-        letters,
-        bundle.preprocess,
-    ).save(tmp_path / "char")
+    character = tiny_clip(vocab_size=letters.vocab_size, eot_id=letters.eot_id)
+    Model(character, letters, trained.preprocess).save(tmp_path / "char")
     with pytest.raises(UserError, match="character tokenizer"):
         export(tmp_path / "char", "openclip", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""A model as a folder: the same features from paths, images and arrays as in training's own evaluation."""
+"""Model: vectors from paths, images, arrays and texts as in training's own evaluation; load, save, classify."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tiny_model import tiny_clip
 
 import m1clip
 from m1clip.data.cache import LiveImages
@@ -23,39 +24,22 @@ from m1clip.data.images import BadImage, FileImage, Preprocess
 from m1clip.data.prepare import Split
 from m1clip.errors import UserError
 from m1clip.inference.encoder import Model, encode_split, load
-from m1clip.model.clip import build_clip
-from m1clip.model.presets import CLIPConfig, with_fields
 from m1clip.text.tokenizers import make_tokenizer
 
 CAPTIONS = [("a red ball", "the ball is red"), ("two green trees and a small house",), ("night",)]
 
 
 @pytest.fixture(scope="module")
-def bundle() -> Model:
+def model() -> Model:
     """A small model with random weights: what it has learned does not matter here."""
     tokenizer = make_tokenizer("bpe-cut", [caption for group in CAPTIONS for caption in group])
-    shape = with_fields(
-        CLIPConfig(),
-        image_size=32,
-        patch_size=8,
-        vision_width=32,
-        vision_layers=2,
-        vision_heads=2,
-        text_width=32,
-        text_layers=2,
-        text_heads=2,
-        context_length=24,
-        vocab_size=tokenizer.vocab_size,
-        embed_dim=16,
-        positions="sincos",
-    )
-    torch.manual_seed(0)
-    return Model(build_clip(with_fields(shape, eot_id=tokenizer.eot_id)), tokenizer, Preprocess(image_size=32))
+    clip = tiny_clip(context_length=24, vocab_size=tokenizer.vocab_size, positions="sincos")
+    return Model(clip, tokenizer, Preprocess(image_size=32))
 
 
 @pytest.fixture
-def folder(bundle: Model, tmp_path: Path) -> Path:
-    bundle.save(tmp_path / "model")
+def folder(model: Model, tmp_path: Path) -> Path:
+    model.save(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -71,88 +55,88 @@ def images(tmp_path: Path) -> list[Path]:
     return made
 
 
-def test_a_folder_gives_back_the_model(bundle: Model, folder: Path, images: list[Path]) -> None:
+def test_a_folder_gives_back_the_model(model: Model, folder: Path, images: list[Path]) -> None:
     again = m1clip.load(folder)
     texts = [caption for group in CAPTIONS for caption in group]
-    assert torch.equal(again.encode_text(texts), bundle.encode_text(texts))
-    assert torch.equal(again.encode_image(images), bundle.encode_image(images))
-    assert again.preprocess == bundle.preprocess
+    assert torch.equal(again.encode_text(texts), model.encode_text(texts))
+    assert torch.equal(again.encode_image(images), model.encode_image(images))
+    assert again.preprocess == model.preprocess
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
-def test_paths_images_and_arrays_are_the_same_thing(bundle: Model, images: list[Path]) -> None:
+def test_paths_images_and_arrays_are_the_same_thing(model: Model, images: list[Path]) -> None:
     png = images[:2]
-    by_path = bundle.encode_image(png)
+    by_path = model.encode_image(png)
     assert by_path.shape == (2, 16)
     torch.testing.assert_close(by_path.norm(dim=1), torch.ones(2))
-    assert torch.equal(bundle.encode_image([str(path) for path in png]), by_path)
-    assert torch.equal(bundle.encode_image([Image.open(path) for path in png]), by_path)
-    assert torch.equal(bundle.encode_image([np.asarray(Image.open(path)) for path in png]), by_path)
+    assert torch.equal(model.encode_image([str(path) for path in png]), by_path)
+    assert torch.equal(model.encode_image([Image.open(path) for path in png]), by_path)
+    assert torch.equal(model.encode_image([np.asarray(Image.open(path)) for path in png]), by_path)
     assert not torch.allclose(by_path[0], by_path[1], atol=1e-3)
 
 
-def test_texts_are_unit_vectors_and_batches_do_not_matter(bundle: Model, images: list[Path]) -> None:
+def test_texts_are_unit_vectors_and_batches_do_not_matter(model: Model, images: list[Path]) -> None:
     texts = ["a red ball", "night", "two green trees", ""]
-    features = bundle.encode_text(texts)
+    features = model.encode_text(texts)
     torch.testing.assert_close(features.norm(dim=1), torch.ones(4))
-    torch.testing.assert_close(bundle.encode_text(texts, batch=1), features, atol=1e-6, rtol=0)
-    torch.testing.assert_close(bundle.encode_image(images, batch=2), bundle.encode_image(images), atol=1e-6, rtol=0)
-    assert bundle.encode_image([]).shape == bundle.encode_text([]).shape == (0, 16)
+    torch.testing.assert_close(model.encode_text(texts, batch_size=1), features, atol=1e-6, rtol=0)
+    torch.testing.assert_close(model.encode_image(images, batch_size=2), model.encode_image(images), atol=1e-6, rtol=0)
+    assert model.encode_image([]).shape == model.encode_text([]).shape == (0, 16)
 
 
-def test_encode_images_sees_what_trainings_evaluation_sees(bundle: Model, images: list[Path]) -> None:
+def test_encode_images_sees_what_trainings_evaluation_sees(model: Model, images: list[Path]) -> None:
     """Also for JPEG, which is decoded at a smaller size when it is large."""
     refs = [FileImage(str(path)) for path in images]
-    table = tokenise(CAPTIONS, bundle.tokenizer, 24)
+    table = tokenise(CAPTIONS, model.tokenizer, 24)
     image, text, owner, *_ = encode_split(
-        bundle.clip, Split(LiveImages(refs, 32), table, []), bundle.preprocess, 2, contextlib.nullcontext
+        model.clip, Split(LiveImages(refs, 32), table, []), model.preprocess, 2, contextlib.nullcontext
     )
-    torch.testing.assert_close(bundle.encode_image(images), image, atol=1e-6, rtol=0)
+    torch.testing.assert_close(model.encode_image(images), image, atol=1e-6, rtol=0)
     flat = [caption for group in CAPTIONS for caption in group]
-    torch.testing.assert_close(bundle.encode_text(flat), text, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(model.encode_text(flat), text, atol=1e-6, rtol=1e-5)
     assert owner.tolist() == [0, 0, 1, 2]
 
 
-def test_encoding_leaves_the_model_as_it_was(bundle: Model, images: list[Path]) -> None:
-    table = tokenise(CAPTIONS, bundle.tokenizer, 24)
+def test_encoding_leaves_the_model_as_it_was(model: Model, images: list[Path]) -> None:
+    table = tokenise(CAPTIONS, model.tokenizer, 24)
     refs = LiveImages([FileImage(str(path)) for path in images], 32)
-    bundle.clip.train()
-    encode_split(bundle.clip, Split(refs, table, []), bundle.preprocess, 2, contextlib.nullcontext)
-    assert bundle.clip.training
+    model.clip.train()
+    encode_split(model.clip, Split(refs, table, []), model.preprocess, 2, contextlib.nullcontext)
+    assert model.clip.training
 
 
-def test_a_run_stands_for_its_best_model(bundle: Model, folder: Path) -> None:
+def test_a_run_loads_its_best_model(model: Model, folder: Path) -> None:
     run = folder.parent / "run"
     shutil.copytree(folder, run / "model")
-    assert load(run).encode_text(["night"]).equal(bundle.encode_text(["night"]))
+    assert load(run).encode_text(["night"]).equal(model.encode_text(["night"]))
     shutil.copytree(folder, run / "best")
     weights = load_file(run / "best" / "model.safetensors")
     save_file(
         {**weights, "text_tower.tokens.weight": -weights["text_tower.tokens.weight"]},
         run / "best" / "model.safetensors",
     )
-    assert not load(run).encode_text(["night"]).equal(bundle.encode_text(["night"]))
+    assert not load(run).encode_text(["night"]).equal(model.encode_text(["night"]))
 
 
 @pytest.mark.parametrize(
     "array",
     [np.zeros((4, 4, 3)), np.zeros((4, 4), np.uint8), np.zeros((4, 4, 4), np.uint8), np.zeros((3, 4, 4), np.uint8)],
 )
-def test_another_kind_of_array_is_refused(bundle: Model, array: np.ndarray) -> None:
+def test_another_kind_of_array_is_refused(model: Model, array: np.ndarray) -> None:
     with pytest.raises(UserError, match=r"an array must be \(height, width, 3\) uint8, not \("):
-        bundle.encode_image([array])
+        model.encode_image([array])
 
 
-def test_one_or_many_images_of_every_kind(bundle: Model, images: list[Path]) -> None:
+def test_one_or_many_images_of_every_kind(model: Model, images: list[Path]) -> None:
     path = images[0]
-    wanted = bundle.encode_image([path])
+    wanted = model.encode_image([path])
     image = Image.open(path).convert("RGB")
     array = np.asarray(image)
     tensor = torch.from_numpy(array.copy())
     one = [str(path), path, image, array, tensor, tensor.permute(2, 0, 1)]
     for value in one:
-        assert torch.equal(bundle.encode_image(value), wanted), type(value)
-        assert torch.equal(bundle.encode_image([value]), wanted), type(value)
+        assert torch.equal(model.encode_image(value), wanted), type(value)
+        assert torch.equal(model.encode_image([value]), wanted), type(value)
     twice = torch.cat([wanted, wanted])
     both = torch.stack([tensor, tensor])
     stacks = [
@@ -164,8 +148,8 @@ def test_one_or_many_images_of_every_kind(bundle: Model, images: list[Path]) -> 
         np.array([str(path), str(path)]),
     ]
     for value in stacks:
-        torch.testing.assert_close(bundle.encode_image(value), twice, atol=1e-6, rtol=0)
-    assert torch.equal(bundle.encode_image(one), bundle.encode_image([path] * len(one)))
+        torch.testing.assert_close(model.encode_image(value), twice, atol=1e-6, rtol=0)
+    assert torch.equal(model.encode_image(one), model.encode_image([path] * len(one)))
 
 
 @pytest.mark.parametrize(
@@ -193,20 +177,20 @@ def test_one_or_many_images_of_every_kind(bundle: Model, images: list[Path]) -> 
         ["a", None],
     ],
 )
-def test_what_is_no_image_is_one_clear_line(bundle: Model, value: Any) -> None:
+def test_a_wrong_image_input_is_one_clear_line(model: Model, value: Any) -> None:
     with pytest.raises((UserError, BadImage)) as caught:
-        bundle.encode_image(value)
+        model.encode_image(value)
     assert "\n" not in str(caught.value)
-    assert re.search(r"encode_images takes|must be \(height|no pixels|missing|not a file", str(caught.value))
+    assert re.search(r"encode_image takes|must be \(height|no pixels|missing|not a file", str(caught.value))
 
 
-def test_one_or_many_texts(bundle: Model) -> None:
-    wanted = bundle.encode_text(["night"])
+def test_one_or_many_texts(model: Model) -> None:
+    wanted = model.encode_text(["night"])
     for value in ("night", ("night",), iter(["night"]), np.array(["night"])):
-        assert torch.equal(bundle.encode_text(value), wanted)
+        assert torch.equal(model.encode_text(value), wanted)
     for wrong in (None, 3, b"night", [3], [None], Path("night"), {"night": 1}, np.zeros(3), torch.zeros(3)):
-        with pytest.raises(UserError, match="encode_texts takes a text, or a list of texts"):
-            bundle.encode_text(wrong)
+        with pytest.raises(UserError, match="encode_text takes a text, or a list of texts"):
+            model.encode_text(wrong)
 
 
 def edit_config(folder: Path, **changes: object) -> None:
@@ -228,25 +212,24 @@ def test_broken_folders_are_one_clear_line(folder: Path, tmp_path: Path) -> None
     for version in (-1, 0, 1.5, "1", True):
         edit_config(folder, format=version)
         refused("format must be a whole number from 1 on")
-    for text in ("", "[]", "{", '{"format": 1}', '{"format": 1, "shape": 3, "preprocess": {}}'):
+    for text in ("", "[]", "{", '{"format": 1}', '{"format": 1, "model": 3, "preprocess": {}}'):
         (folder / "config.json").write_text(text)
         refused("not a model config")
-    shape = json.loads(whole)["shape"]
+    saved = json.loads(whole)["model"]
     (folder / "config.json").write_text(whole)
-    edit_config(folder, shape={**shape, "extra": 1})
+    edit_config(folder, model={**saved, "extra": 1})
     refused("extra")
-    (folder / "config.json").write_text(whole)
-    for change in ({"vision_width": "x"}, {"pooling": "max"}, {"mlp_ratio": None}, {"patch_bias": 1}):
-        edit_config(folder, shape={**shape, **change})
-        refused(f"config.json: model shape: {next(iter(change))} must be")
+    for change in ({"width": "x"}, {"pooling": "max"}, {"mlp_ratio": None}, {"patch_bias": 1}):
+        edit_config(folder, model={**saved, "image_tower": {**saved["image_tower"], **change}})
+        refused(f"config.json: model: image_tower: {next(iter(change))} must be")
     (folder / "config.json").write_text(whole)
     edit_config(folder, preprocess={**json.loads(whole)["preprocess"], "mean": [0.5]})
     refused("config.json: preprocessing: mean must be 3 numbers")
     edit_config(folder, preprocess={**json.loads(whole)["preprocess"], "image_size": 64})
     refused("takes images of 32 pixels, the preprocessing makes 64")
     (folder / "config.json").write_text(whole)
-    edit_config(folder, shape={**shape, "vocab_size": shape["vocab_size"] + 1})
-    refused("the tokenizer has")
+    edit_config(folder, model={**saved, "text_tower": {**saved["text_tower"], "eot_id": 3}})
+    refused("in the tokenizer, 3 in the model")
     (folder / "config.json").write_text(whole)
     weights = load_file(folder / "model.safetensors")
     save_file({k: v for k, v in weights.items() if k != "logit_scale"}, folder / "model.safetensors")
@@ -254,19 +237,17 @@ def test_broken_folders_are_one_clear_line(folder: Path, tmp_path: Path) -> None
     save_file({**weights, "odd": torch.zeros(1)}, folder / "model.safetensors")
     refused("unknown tensor 'odd'")
     save_file({**weights, "text_tower.norm.weight": torch.zeros(3)}, folder / "model.safetensors")
-    refused(r"'text.norm.weight' is \(3,\), the model wants \(32,\)")
+    refused(r"'text_tower.norm.weight' is \(3,\), the model wants \(32,\)")
     (folder / "model.safetensors").write_bytes(b"\x00" * 200)
     refused("not a readable safetensors file")
 
 
 @pytest.mark.parametrize("positions", ["learned", "sincos"])
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_another_image_size(bundle: Model, tmp_path: Path, positions: str, pooling: str) -> None:
-    shape = CLIPConfig.from_dict({**bundle.clip.config.to_dict(), "positions": positions, "pooling": pooling})
-    torch.manual_seed(0)
-    Model(build_clip(with_fields(shape, eot_id=bundle.tokenizer.eot_id)), bundle.tokenizer, bundle.preprocess).save(
-        tmp_path / "model"
-    )
+def test_another_image_size(model: Model, tmp_path: Path, positions: str, pooling: str) -> None:
+    size = {"context_length": 24, "vocab_size": model.tokenizer.vocab_size}
+    clip = tiny_clip(**size, positions=positions, pooling=pooling)
+    Model(clip, model.tokenizer, model.preprocess).save(tmp_path / "model")
     slope = np.indices((64, 64)).sum(axis=0)[..., None] * np.array([2.0, 1.0, 0.5])
     smooth = Image.fromarray(slope.astype(np.uint8))
     trained = load(tmp_path / "model")
@@ -281,3 +262,44 @@ def test_another_image_size(bundle: Model, tmp_path: Path, positions: str, pooli
     assert torch.equal(load(tmp_path / "larger").encode_image([smooth]), features)
     with pytest.raises(UserError, match="not a multiple of"):
         load(tmp_path / "model", image_size=50)
+
+
+def test_preprocess_and_tokenizer_give_what_the_model_takes(model: Model, images: list[Path]) -> None:
+    loaded = [Image.open(path).convert("RGB") for path in images[:2]]
+    pixels = torch.stack([model.preprocess(image) for image in loaded])
+    assert pixels.shape == (2, 3, 32, 32)
+    tokens = model.tokenizer(["night", "a red ball"])
+    assert (tokens.shape, tokens.dtype) == ((2, 24), torch.int64)
+    assert torch.equal(model.tokenizer("night"), tokens[:1])
+    with torch.inference_mode():
+        torch.testing.assert_close(model.clip.encode_image(pixels), model.encode_image(loaded))
+        torch.testing.assert_close(model.clip.encode_text(tokens), model.encode_text(["night", "a red ball"]))
+
+
+def test_similarity_and_classify(model: Model, images: list[Path]) -> None:
+    labels = ["night", "a red ball", "house"]
+    cosines = model.similarity(images, labels)
+    torch.testing.assert_close(cosines, model.encode_image(images) @ model.encode_text(labels).T)
+    for row, found in zip(cosines, model.classify(images, labels), strict=True):
+        assert [label for label, _ in found] == [labels[place] for place in row.argsort(descending=True).tolist()]
+        assert sum(probability for _, probability in found) == pytest.approx(1.0)
+    averaged = model.classify(images[0], labels, templates=["a {}", "the {}"])[0]
+    assert {label for label, _ in averaged} == set(labels)
+    for wrong in (["night"], "night"):
+        with pytest.raises(UserError, match="two or more labels"):
+            model.classify(images, wrong)
+    with pytest.raises(UserError, match=r"has no \{\}"):
+        model.classify(images, labels, templates=["a"])
+
+
+def test_the_public_names_keep_their_kind_after_every_import() -> None:
+    import importlib
+
+    for module in ("training.run", "evaluation.evaluate", "inference.encoder", "model.presets"):
+        importlib.import_module(f"m1clip.{module}")
+    for name in ("train", "evaluate", "load", "list_models"):
+        assert callable(getattr(m1clip, name))
+    assert "ViT-B-32" in m1clip.list_models()
+    assert (Path(m1clip.__file__).parent / "py.typed").is_file()
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = m1clip.nothing
