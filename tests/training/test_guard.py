@@ -19,7 +19,7 @@ from m1clip.training.recovery import LossGuard, Rollback, SpikeDetector
 from m1clip.training.step import TrainStep, skipped_by
 
 NAN = float("nan")
-PARAMETER = "image.transformer.blocks.0.attn.qkv.weight"
+PARAMETER = "image_tower.transformer.blocks.0.attn.qkv.weight"
 Poison = Callable[[TrainStep, Batch], Any]
 
 

@@ -144,7 +144,7 @@ def test_the_average_is_what_is_saved(tmp_path: Path) -> None:
     saved = load_file(run / "model" / "model.safetensors")
     kept = tensors_of(run, 10)
     assert all(torch.equal(saved[name], kept[f"ema:{name}"]) for name in saved)
-    assert not torch.equal(saved["text.tokens.weight"], kept["weights:text.tokens.weight"])
+    assert not torch.equal(saved["text_tower.tokens.weight"], kept["weights:text_tower.tokens.weight"])
 
 
 def test_patience_stops_early(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from m1clip.errors import UserError
 from m1clip.training.checkpoint import Groups, TrainState, groups, restore
 from m1clip.training.step import TrainStep
 
-QKV = "image.transformer.blocks.0.attn.qkv.weight"
+QKV = "image_tower.transformer.blocks.0.attn.qkv.weight"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tower_run import frozen_config, patch_towers
 import m1clip
 from m1clip.config import load_config
 from m1clip.errors import UserError
-from m1clip.inference import feature_cache as feature_split
+from m1clip.inference.encoder import Encoder
 from m1clip.monitor.report import write_report
 from m1clip.runlog import read_log
 from m1clip.training.run import decode_plan, train_config
@@ -55,7 +55,7 @@ def moved(first: Path, run: Path) -> set[str]:
 
 
 def tower_part(names: set[str], tower: str) -> set[str]:
-    return {name.removeprefix(f"{tower}.") for name in names if name.startswith(f"{tower}.")}
+    return {name.removeprefix(f"{tower}_tower.") for name in names if name.startswith(f"{tower}_tower.")}
 
 
 def test_last_blocks_of_each_tower(first: Path, tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_last_blocks_of_each_tower(first: Path, tmp_path: Path) -> None:
     assert {name.split(".")[0] for name in image} == {"stages", "head"}
     assert {name.split(".")[1] for name in image if name.startswith("stages")} == {"6"}
     assert {".".join(name.split(".")[:2]) for name in text} == {"blocks.4", "blocks.5"}
-    assert "text_projection.up.weight" in changed
+    assert "text_head.up.weight" in changed
     assert m1clip.load(run).encode_text(["a red ball"]).shape == (1, 16)
 
     whole = tensors_of(run, 4)  # four steps equal two, resume, two
@@ -88,12 +88,12 @@ def test_a_tower_that_stands_still_is_read_from_its_features(
     def forbidden(*arguments: Any) -> Any:
         raise AssertionError("the features of the frozen run were not found")
 
-    monkeypatch.setattr(feature_split, "image_features", forbidden)
+    monkeypatch.setattr(Encoder, "files", forbidden)
     run = tmp_path / "run"
     train_config(config_of(first, **{"transfer.unfreeze_image": 0}), run, screen())
     changed = moved(first, run)
     assert not tower_part(changed, "image")
-    assert "text.tokens.weight" in changed
+    assert "text_tower.tokens.weight" in changed
 
 
 def test_lora_in_the_last_blocks_is_merged(first: Path, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_lora_in_the_last_blocks_is_merged(first: Path, tmp_path: Path) -> None:
     assert tower_part(changed, "text") == {
         f"blocks.{n}.{layer}.weight" for n in (3, 4, 5) for layer in ("qkv", "out", "up", "down")
     }
-    name = "text.blocks.5.qkv.weight"
+    name = "text_tower.blocks.5.qkv.weight"
     difference = weights(tmp_path / "run")[name] - weights(first, "best")[name]
     assert int(torch.linalg.matrix_rank(difference, atol=1e-5)) == 2
     # A tower of convolutions has no place for it: said so, or its last blocks are trained whole beside it.
@@ -112,7 +112,7 @@ def test_lora_in_the_last_blocks_is_merged(first: Path, tmp_path: Path) -> None:
     beside = config_of(first, **lora, **{"transfer.unfreeze_image": 1, "train.steps": 1})
     model = prepare(beside, lambda line: None, decode_plan(screen())).build_model()
     moving = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert any(name.startswith("image.stages.6") for name in moving)
+    assert any(name.startswith("image_tower.stages.6") for name in moving)
     assert any("parametrizations" in name for name in moving)
 
 
@@ -160,7 +160,7 @@ def test_the_base_set_is_measured_at_each_evaluation(first: Path, tmp_path: Path
     assert "must not be forgotten" in page
     assert next(r for r in log if r["kind"] == "forgetting")["before"] == evaluations[0]["base_before"]
     start, end, best = weights(first, "best"), weights(tmp_path / "run"), weights(tmp_path / "run", "best")
-    name = "text.blocks.5.up.weight"
+    name = "text_tower.blocks.5.up.weight"
     if evaluations[1]["mean_recall"] > evaluations[0]["mean_recall"]:  # the last one was the best
         torch.testing.assert_close(best[name], (start[name] + end[name]) / 2)
     assert not torch.equal(best[name], start[name])
