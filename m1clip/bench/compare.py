@@ -22,7 +22,7 @@ from m1clip.bench.worker import MeasurementError, Worker
 from m1clip.errors import UserError
 from m1clip.hardware.device import available
 from m1clip.hardware.facts import Facts, read_facts
-from m1clip.hardware.timing import is_settled, remarks, timing
+from m1clip.hardware.timing import remarks, timing
 from m1clip.io import write_json
 from m1clip.model.clip import count_parameters
 from m1clip.model.presets import flops_per_pair, preset
@@ -30,14 +30,14 @@ from m1clip.runlog import json_safe
 
 FORMAT, VERSION = "m1clip-comparison", 2
 ABSENT = {"cuda": "no CUDA card that torch can use", "mps": "no Apple GPU (MPS) that torch can use"}
-MAX_WARM_STEPS, MAX_STEPS = 4, 20  # steps before measuring; steps of one round
+MAX_STEPS = 20  # of one round
 MIN_ROUNDS, MAX_ROUNDS, MAX_SWEEP_ROUNDS = 3, 15, 4
 ROUND_SECONDS, SWEEP_ROUND_SECONDS = 1.0, 0.3  # of a configuration in one round: one slow step, or many fast ones
 COMPILE_SECONDS = 60.0  # a guess
 ALWAYS_SECONDS = 2.0  # a configuration that needs less than this is measured as long as there is time at all
 ASSUMED_GEMM_FRACTION = 0.3  # of the matrix product rate, before a model was measured on a device
 BYTES_PER_PARAMETER = 20  # weights, gradients, optimizer state and a half-precision copy
-MEMORY_FRACTION = 0.85  # of the memory that is free
+MAX_MEMORY, MIN_FREE_MEMORY = 0.85, 0.35  # of what is free, for one configuration; of all, to open another beside it
 
 
 def compare(options: CompareOptions, folder: Path, show: Callable[[str, float], None]) -> dict[str, Any]:
@@ -70,8 +70,7 @@ class Open:
 
     configuration: Configuration
     worker: Worker
-    opened: dict[str, Any]
-    warm: list[float]
+    facts: dict[str, Any]
     rounds: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -82,7 +81,7 @@ class Open:
     @property
     def step_seconds(self) -> float:
         """The newest time of a step."""
-        return self.samples[-1]["seconds"] if self.rounds else self.warm[-1]
+        return self.samples[-1]["seconds"] if self.rounds else self.facts["last_warm_step_seconds"]
 
 
 class Session:
@@ -107,7 +106,7 @@ class Session:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "facts": facts.to_dict(),
             "devices": [],
-            "absent": {k: why for k, why in ABSENT.items() if missing[k] and not options.device},
+            "absent": {kind: reason for kind, reason in ABSENT.items() if missing[kind] and not options.device},
             "results": [],
             "skipped": [],
             "complete": False,
@@ -117,6 +116,10 @@ class Session:
     def left(self) -> float:
         """Seconds of the budget that are left."""
         return self.seconds - (time.monotonic() - self.begin)
+
+    def device(self, kind: str) -> dict[str, Any]:
+        """What `probe` measured of a device."""
+        return next(device for device in self.document["devices"] if device["device"] == kind)
 
     def run(self) -> None:
         """Devices first, then each group of configurations."""
@@ -150,11 +153,10 @@ class Session:
         """Open as many configurations as fit into memory side by side; also returns the rest and what is waiting."""
         opened: list[Open] = []
         for index, configuration in enumerate(group):
-            seconds, size = self.predict(configuration)
             memory = psutil.virtual_memory()
-            if opened and memory.available < max(0.35 * memory.total, size if configuration.device == "cpu" else 0):
+            if opened and memory.available < MIN_FREE_MEMORY * memory.total:
                 return opened, group[index:], waiting
-            reason = self.obstacle(configuration, seconds, size, self.left / max(1, waiting))
+            reason = self.obstacle(configuration, self.left / max(1, waiting))
             waiting -= 1
             if reason:
                 self.skip(configuration, *reason)
@@ -162,64 +164,50 @@ class Session:
                 opened.append(item)
         return opened, [], waiting
 
-    def predict(self, configuration: Configuration) -> tuple[float, float]:
-        """Seconds of a step and bytes at its peak, from smaller batches of the same model or from its operations."""
-        shape, tokens = model_shape(configuration.model)
-        probe = next(p for p in self.document["devices"] if p["device"] == configuration.device)
-        rate = ASSUMED_GEMM_FRACTION * probe["gemm_flops"][configuration.precision]
-        seconds = configuration.batch_size * flops_per_pair(shape, tokens) / rate
-        fixed = float(BYTES_PER_PARAMETER * count_parameters(shape))
-        before = self.measured.get((configuration.model, configuration.variant))
-        if not before:
-            return seconds, fixed
-        last = before[-1]
-        grow = configuration.batch_size / last["configuration"]["batch_size"]
-        # A small step is mostly fixed cost: it grows by its operations, and at most in proportion.
-        more = seconds * (1 - 1 / grow)
-        size = last["peak_bytes"] or fixed
-        return min(grow * last["seconds"]["median"], last["seconds"]["median"] + more), fixed + grow * max(
-            0, size - fixed
-        )
-
-    def obstacle(self, c: Configuration, seconds: float, size: float, fair: float) -> tuple[str, str] | None:
+    def obstacle(self, c: Configuration, fair: float) -> tuple[str, str] | None:
         """Why a configuration is not tried: (kind, reason); `fair` is the average time of those that wait."""
         if (failed := self.failed.get((c.model, c.variant))) is not None:
             return "memory", f"batch {failed} did not fit"
-        memory = psutil.virtual_memory().available
-        if c.device != "cpu":
-            memory = next(p["memory_bytes"] for p in self.document["devices"] if p["device"] == c.device)
-        if size > MEMORY_FRACTION * memory:
+        seconds, size = self.predict(c)
+        memory = psutil.virtual_memory().available if c.device == "cpu" else self.device(c.device)["memory_bytes"]
+        if size > MAX_MEMORY * memory:
             return "memory", f"needs about {size / 1e9:.0f} GB of {memory / 1e9:.0f} GB"
-        needed = seconds * (MIN_ROUNDS + 2)
+        needed = seconds * (MIN_ROUNDS + 2) + COMPILE_SECONDS * c.compile
         needed += 0 if c.variant in self.workers else self.start_seconds
-        needed += COMPILE_SECONDS if c.compile else 0
-        enough = len(self.document["results"]) + len(self.workers) >= 2  # a comparison needs two
-        allowed = max(2 * fair, min(ALWAYS_SECONDS, self.left))
-        if needed > (allowed if enough else max(allowed, self.left)):
+        is_needed = len(self.document["results"]) + len(self.workers) < 2  # a comparison needs two
+        allowed = self.left if is_needed else max(2 * fair, min(ALWAYS_SECONDS, self.left))
+        if needed > allowed:
             return "time", f"needs about {needed:.0f} s: too long for --minutes {self.options.minutes:g}"
         return None
 
+    def predict(self, c: Configuration) -> tuple[float, float]:
+        """Seconds of a step and bytes at its peak, from smaller batches of the same model or from its operations."""
+        shape, tokens = model_shape(c.model)
+        rate = ASSUMED_GEMM_FRACTION * self.device(c.device)["gemm_flops"][c.precision]
+        seconds = c.batch_size * flops_per_pair(shape, tokens) / rate
+        size = float(BYTES_PER_PARAMETER * count_parameters(shape))
+        if before := self.measured.get((c.model, c.variant)):
+            taken, grow = before[-1]["seconds"]["median"], c.batch_size / before[-1]["configuration"]["batch_size"]
+            # A small step is mostly fixed cost: it grows by its operations, and at most in proportion.
+            seconds = min(grow * taken, taken + seconds * (1 - 1 / grow))
+            size += grow * max(0.0, (before[-1]["peak_bytes"] or 0) - size)
+        return seconds, size
+
     def open(self, configuration: Configuration) -> Open | None:
-        """A configuration in its process, warmed up until two steps agree; None, with the reason, if it fails."""
+        """A configuration in its process, warmed up; None, with the reason recorded, if it fails."""
         self.show(f"{configuration.label}: first steps")
-        begin, timeout = time.monotonic(), max(60.0, self.left)
-        is_new = configuration.variant not in self.workers or not self.workers[configuration.variant].alive
-        if is_new:
-            self.workers[configuration.variant] = Worker(self.log)
-        worker = self.workers[configuration.variant]
+        worker, begin = self.workers.get(configuration.variant), time.monotonic()
+        is_new = worker is None or not worker.alive
+        if worker is None or not worker.alive:
+            worker = self.workers[configuration.variant] = Worker(self.log)
         try:
-            opened = worker.call("open", timeout, configuration)
-            if is_new and not configuration.compile:
-                self.start_seconds = time.monotonic() - begin
-            warm = [opened["first_step_seconds"]]
-            while len(warm) < MAX_WARM_STEPS and not (len(warm) > 2 and is_settled(warm)):
-                if len(warm) > 1 and warm[-1] > 0.05 * self.left:
-                    break
-                warm.append(worker.call("steps", timeout, 1, 0.0)["samples"][0]["seconds"])
-            return Open(configuration, worker, opened, warm)
+            facts = worker.call("open", max(60.0, self.left), configuration, 0.1 * self.left)
         except MeasurementError as error:
             self.skip(configuration, error.kind, error.reason)
             return None
+        if is_new and not configuration.compile:
+            self.start_seconds = time.monotonic() - begin
+        return Open(configuration, worker, facts)
 
     def measure(self, group: list[Open], seconds: float, is_sweep: bool) -> None:
         """At least three rounds in alternating order, more within `seconds`; then the gradients."""
@@ -253,8 +241,7 @@ class Session:
                 difference = item.worker.call("gradient_difference", max(60.0, 60 * item.step_seconds))
             except MeasurementError as error:
                 self.skip(c, error.kind, f"gradient: {error.reason}")
-        probe = next(p for p in self.document["devices"] if p["device"] == c.device)
-        earlier.append(summarize(item, difference, probe["gemm_flops"][c.precision]))
+        earlier.append(summarize(item, difference, self.device(c.device)["gemm_flops"][c.precision]))
         self.document["results"].append(earlier[-1])
         self.write()
 
@@ -284,11 +271,11 @@ def summarize(item: Open, gradient_difference: float | None, gemm_flops: float) 
     phases = {name: statistics.median(s.get(name, 0.0) for s in item.samples) for name in item.samples[0]}
     return {
         "configuration": item.configuration.to_dict(),
-        **item.opened,
+        **item.facts,
         "seconds": asdict(taken),
         "phases": {name: value for name, value in phases.items() if name != "seconds"},
         "images_per_second": item.configuration.batch_size / taken.median,
-        "gemm_fraction": item.opened["flops"] / taken.median / gemm_flops,
+        "gemm_fraction": item.facts["flops"] / taken.median / gemm_flops,
         "peak_bytes": item.rounds[-1]["peak_bytes"],
         "joules_per_step": sum(joules) / len(seconds) if joules else None,
         "gradient_difference": gradient_difference,

@@ -34,7 +34,7 @@ class Configuration:
     compile: bool = False
     cuda_graph: bool = False
     threads: int = 0  # 0: one per physical core
-    activation_checkpointing: bool = False
+    grad_checkpointing: bool = False
     optimizer: str = "muon"
 
     @property
@@ -44,7 +44,7 @@ class Configuration:
         words += ["compiled"] if self.compile else []
         words += ["CUDA graph"] if self.cuda_graph else []
         words += [f"{self.threads} thread{'s' * (self.threads > 1)}"] if self.threads else []
-        words += ["activation checkpointing"] if self.activation_checkpointing else []
+        words += ["gradient checkpointing"] if self.grad_checkpointing else []
         return " ".join(words)
 
     @property
@@ -56,7 +56,7 @@ class Configuration:
     def is_default(self) -> bool:
         """Whether the step is computed as `train` does it by default on this device and precision."""
         graph = self.cuda_graph or self.device != "cuda"
-        return graph and not (self.compile or self.threads or self.activation_checkpointing)
+        return graph and not (self.compile or self.threads or self.grad_checkpointing)
 
     def to_dict(self) -> dict[str, Any]:
         """Values for JSON."""
@@ -65,11 +65,7 @@ class Configuration:
     def train_config(self) -> Config:
         """The same settings as a run would have them."""
         model: dict[str, Any] = {"attention_image": self.attention, "attention_text": self.attention}
-        model |= {
-            "compile": self.compile,
-            "cuda_graph": self.cuda_graph,
-            "grad_checkpointing": self.activation_checkpointing,
-        }
+        model |= {"compile": self.compile, "cuda_graph": self.cuda_graph, "grad_checkpointing": self.grad_checkpointing}
         train: dict[str, Any] = {"device": self.device, "precision": self.precision, "threads": self.threads}
         optim: dict[str, Any] = {"optimizer": self.optimizer}
         return Config(
@@ -137,7 +133,7 @@ def _one_change_each(facts: Facts, base: list[Configuration]) -> list[Configurat
     extras = [dataclasses.replace(c, attention=ATTENTION[c.device][1]) for c in base]
     for device in dict.fromkeys(c.device for c in base):
         likely = next(c for c in base if c.device == device)
-        changes: list[dict[str, Any]] = [{"activation_checkpointing": True}]
+        changes: list[dict[str, Any]] = [{"grad_checkpointing": True}]
         changes += (
             [{"threads": facts.performance_cores // 2}] if device == "cpu" and facts.performance_cores > 1 else []
         )

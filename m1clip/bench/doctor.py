@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import shutil
@@ -15,12 +14,10 @@ from typing import Any, Literal
 
 import psutil
 
-from m1clip.errors import UserError
-from m1clip.hardware.device import Device, available, check_compile, rules
+from m1clip.hardware.device import Device, available, rules
 from m1clip.hardware.energy import open_meter, temperature
 from m1clip.hardware.facts import Facts, read_facts, usable_cpus
 
-PACKAGES = ("numpy", "pillow", "safetensors", "tokenizers", "ftfy", "cyclopts", "rich", "psutil")
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_ENABLE_MPS_FALLBACK")
 GIB = 2**30
 
@@ -34,21 +31,18 @@ class Machine:
     nvidia_driver: bool = False  # the system has a card and its driver, whatever torch was built for
     kernel_failures: dict[str, str] = field(default_factory=dict)  # device -> "" where a kernel gave the right gradient
     gemm_flops: dict[str, dict[str, float]] = field(default_factory=dict)  # device -> precision -> FLOP/s
-    packages: dict[str, str] = field(default_factory=dict)  # name -> version, "" where it is missing
     variables: dict[str, str] = field(default_factory=dict)
     usable_cpus: int = 1
     cpu_quota: float | None = None  # of a container, in CPUs
     memory_available: int = 0
     disk_free: int = 0
     shared_memory_free: int | None = None
-    file_limit: int | None = None
     on_battery: bool | None = None
     low_power: bool | None = None
     speed_limit: int | None = None  # percent, macOS
     temperature: float | None = None
     rosetta: bool = False
     load: float = 0.0  # programs that wanted a processor in the last minute
-    compile_obstacles: dict[str, str] = field(default_factory=dict)
     meters: dict[str, str | None] = field(default_factory=dict)
 
 
@@ -67,21 +61,18 @@ def read_machine() -> Machine:
         nvidia_driver=Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None,
         kernel_failures=failures,
         gemm_flops={kind: _gemm_flops(Device(kind, facts), facts) for kind in kinds if not failures[kind]},
-        packages={name: _version(name) for name in PACKAGES},
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
         usable_cpus=usable_cpus(),
         cpu_quota=cpu_quota(Path("/sys/fs/cgroup/cpu.max")),
         memory_available=psutil.virtual_memory().available,
         disk_free=shutil.disk_usage(".").free,
         shared_memory_free=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None,
-        file_limit=_file_limit(),
         on_battery=None if battery is None else not battery.power_plugged,
         low_power=_low_power(),
         speed_limit=int(speed_limit.group(1)) if speed_limit else None,
         temperature=temperature("cpu"),
         rosetta=_macos("/usr/sbin/sysctl", "-n", "sysctl.proc_translated").strip() == "1",
         load=load,
-        compile_obstacles={kind: _compile_obstacle(kind) for kind in kinds},
         meters={kind: meter.name if (meter := open_meter(kind)) else None for kind in kinds},
     )
 
@@ -119,21 +110,6 @@ def _gemm_flops(device: Device, facts: Facts) -> dict[str, float]:
     return {name: 2 * size**3 / t.low for name, t in gemm_timings(device, precisions, size, rounds=3).items()}
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def _file_limit() -> int | None:
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
 def _low_power() -> bool | None:
     """macOS: Low Power Mode; Linux: a governor or profile that saves power."""
     if sys.platform == "darwin":
@@ -154,14 +130,6 @@ def _macos(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
-def _compile_obstacle(kind: str) -> str:
-    try:
-        check_compile(kind)
-    except UserError as error:
-        return str(error).partition(": ")[2] or str(error)
-    return ""
-
-
 @dataclass(frozen=True)
 class Finding:
     """One line of the doctor."""
@@ -179,10 +147,9 @@ def check(m: Machine) -> list[Finding]:
 
 
 def check_software(m: Machine) -> Iterator[Finding]:
-    """Python, torch and packages."""
+    """Python and torch."""
     facts = m.facts
-    software = {"Python": facts.python, **{name: number or "missing" for name, number in m.packages.items()}}
-    yield Finding("ok", "software", ", ".join(f"{name} {number}" for name, number in software.items()))
+    yield Finding("ok", "python", f"{facts.python}, {facts.system} {facts.machine}")
     if m.rosetta:
         remedy = "install an arm64 Python (python.org universal2, or Homebrew in /opt/homebrew) and a new venv"
         yield Finding("problem", "rosetta", "this is an Intel Python, translated on an Apple chip", remedy)
@@ -196,15 +163,10 @@ def check_software(m: Machine) -> Iterator[Finding]:
     else:
         build = f"CUDA {m.torch_cuda_build}" if m.torch_cuda_build else "no CUDA in this build"
         yield Finding("ok", "torch", f"{facts.torch} ({build})")
-    blocked = {kind: reason for kind, reason in m.compile_obstacles.items() if reason}
-    for kind, reason in blocked.items():
-        yield Finding("warning", "compile", f"--compile cannot work on {kind}", reason)
-    if not blocked:
-        yield Finding("ok", "compile", "--compile can work")
 
 
 def check_resources(m: Machine) -> Iterator[Finding]:
-    """Memory, disk, shared memory and open files."""
+    """Memory, disk and shared memory."""
     free, total = m.memory_available / GIB, m.facts.memory_bytes / GIB
     text = f"{free:.1f} of {total:.1f} GiB free"
     if free < 1:
@@ -221,9 +183,6 @@ def check_resources(m: Machine) -> Iterator[Finding]:
         yield Finding("warning", "disk", text, "keep fewer checkpoints (--keep 1), or free some space")
     else:
         yield Finding("ok", "disk", text)
-    if m.file_limit is not None and m.file_limit < 1024:
-        text = f"a process may open {m.file_limit} files"
-        yield Finding("warning", "files", text, "ulimit -n 4096 before training with --workers")
     if m.shared_memory_free is not None and m.shared_memory_free < GIB // 4:
         text = f"{m.shared_memory_free / 2**20:.0f} MiB in /dev/shm, which workers need for batches"
         yield Finding("warning", "shared memory", text, "docker run --shm-size=2g, or train with --workers 0")

@@ -65,7 +65,7 @@ def plan_memory(c: Configuration, device: Device, facts: Facts, images: int, lim
     precision: Any = c.precision
     traces = [
         tracer(config.train_config(), shape, device.kind, precision, facts, tokens)
-        for config in (c, dataclasses.replace(c, activation_checkpointing=True))
+        for config in (c, dataclasses.replace(c, grad_checkpointing=True))
     ]
     parts = foretold_peak(traces[0](c.batch_size), device.kind, process, data)
     available = tensor_limit(limit, device.kind, process, data)
@@ -85,7 +85,7 @@ def step_time(
 ) -> tuple[float, str, float | None]:
     """Seconds of a step, where they come from, and joules of a step if a meter was read."""
     if rate is None:
-        same = ("device", "precision", "optimizer", "compile", "activation_checkpointing", "threads")
+        same = ("device", "precision", "optimizer", "compile", "grad_checkpointing", "threads")
         mine = [r for r in load_measured(facts) if all(r["configuration"].get(key) == getattr(c, key) for key in same)]
         exact = [r for r in mine if r["configuration"]["model"] == c.model]
         if exact:
@@ -118,7 +118,7 @@ def plan_text(plan: dict[str, Any]) -> str:
     memory = plan["memory"]
     parts = ", ".join(f"{name} {size(value)}" for name, value in memory["parts"].items() if value >= 5e5)
     fits = "fits" if memory["fits"] else "does NOT fit"
-    checkpointing = f"{memory['max_batch_size_checkpointing']:,} with activation checkpointing"
+    checkpointing = f"{memory['max_batch_size_checkpointing']:,} with gradient checkpointing"
     return (
         f"model      {plan['model']}: {plan['parameters']:,} parameters, {plan['flops_per_image'] / 1e9:,.1f} GFLOP "
         f"per image and caption of {plan['text_tokens']} tokens\n"

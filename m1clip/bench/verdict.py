@@ -89,7 +89,7 @@ def _one_change(best: Result, other: Result) -> str:
         "cuda_graph": "a CUDA graph" if a["cuda_graph"] else "no CUDA graph",
         "compile": "compiling" if a["compile"] else "not compiling",
         "threads": f"{best['threads']} threads instead of {other['threads']}",
-        "activation_checkpointing": "no activation checkpointing",
+        "grad_checkpointing": "no gradient checkpointing",
     }[changed[0]]
     middle, low, high = speedup(other, best)
     if middle < SMALL_DIFFERENCE or low < 1:

@@ -17,10 +17,10 @@ from m1clip.errors import UserError
 from m1clip.hardware.device import Device, check_compile, choose_precision, threads
 from m1clip.hardware.energy import open_meter
 from m1clip.hardware.facts import read_facts
-from m1clip.hardware.timing import Load
+from m1clip.hardware.timing import Load, is_settled
 
 GEMM_SIZE = {"cpu": 1536, "mps": 4096, "cuda": 8192}  # large enough to reach the device's peak rate
-CAPTURE_STEPS = 24  # at most, until a CUDA graph is captured
+MAX_WARM_STEPS, MAX_CAPTURE_STEPS = 4, 24  # a CUDA graph is captured after some steps
 PARITY_IMAGES = 4
 
 
@@ -123,8 +123,8 @@ class Measurements:
             "launch_seconds": overheads(device, rounds=9)["launch"]["median"],
         }
 
-    def open(self, configuration: Configuration) -> dict[str, Any]:
-        """Build the step of a configuration and run it once."""
+    def open(self, configuration: Configuration, seconds: float) -> dict[str, Any]:
+        """Build the step of a configuration and run it until two steps agree, or for some seconds."""
         import torch
 
         from m1clip.data.images import Preprocess
@@ -148,25 +148,26 @@ class Measurements:
         model = build_clip(shape).to(device.torch)
         attention: Any = configuration.attention
         model.set_attention(attention, attention)
-        model.set_activation_checkpointing(configuration.activation_checkpointing)
+        model.set_activation_checkpointing(configuration.grad_checkpointing)
         preprocess = Preprocess(image_size=shape.image_size)
         self.device, self.number, self.peak_is_known = device, 0, peak_is_known
         self.step = TrainStep(model, config, device, precision, preprocess, autocast(device, precision))
         self.batch = stand_in(shape, configuration.batch_size, tokens, eot_id=0)
         self.parity_batch = stand_in(shape, PARITY_IMAGES, tokens, eot_id=0)
-        begin = time.perf_counter()
-        self._run_step()
-        first_step_seconds = time.perf_counter() - begin
+        taken = [self._run_step()]
+        while len(taken) < MAX_WARM_STEPS and sum(taken) < seconds and not (len(taken) > 2 and is_settled(taken)):
+            taken.append(self._run_step())
         graph = self.step.cuda_graph
-        for _ in range(CAPTURE_STEPS if graph is not None else 0):
+        for _ in range(MAX_CAPTURE_STEPS if graph is not None else 0):
             if not graph.settled:
-                self._run_step()
+                taken.append(self._run_step())
         return {
             "parameters": sum(p.numel() for p in model.parameters()),
             "flops": configuration.batch_size * flops_per_pair(shape, tokens),
             "text_tokens": tokens,
             "threads": torch.get_num_threads(),
-            "first_step_seconds": first_step_seconds,
+            "first_step_seconds": taken[0],
+            "last_warm_step_seconds": taken[-1],
         }
 
     def steps(self, count: int, seconds: float) -> dict[str, Any]:
@@ -175,9 +176,7 @@ class Measurements:
         samples: list[dict[str, float]] = []
         self.step.phases.take()
         while len(samples) < count and sum(s["seconds"] for s in samples) <= seconds:
-            begin = time.perf_counter()
-            self._run_step()
-            samples.append({"seconds": time.perf_counter() - begin, **self.step.phases.take()})
+            samples.append({"seconds": self._run_step(), **self.step.phases.take()})
         return {
             "samples": samples,
             "joules": meter.joules() if meter else None,
@@ -196,10 +195,13 @@ class Measurements:
         here = gradient(twin.to("cpu"), self.parity_batch, self.step.preprocess, contextlib.nullcontext)
         return relative_difference(there, here)
 
-    def _run_step(self) -> None:
+    def _run_step(self) -> float:
+        """Seconds of one step."""
         self.number += 1
+        begin = time.perf_counter()
         self.step(self.batch, self.number)
         self.device.synchronize()
+        return time.perf_counter() - begin
 
     def _close(self) -> None:
         import torch

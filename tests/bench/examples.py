@@ -39,9 +39,9 @@ def result(c: Configuration, seconds: float, spread: float = 0.02, gradient: flo
     times = [seconds * (1 + spread * (i / 2 - 1)) for i in range(5)]
     samples = [{"seconds": t, "forward": 0.3 * t, "backward": 0.6 * t, "optimizer": 0.1 * t} for t in times]
     work = FLOPS_PER_IMAGE[c.model] * c.batch_size
-    opened = {"parameters": PARAMETERS[c.model], "flops": work, "threads": 8, "first_step_seconds": 2 * seconds}
+    facts = {"parameters": PARAMETERS[c.model], "flops": work, "threads": 8}
     measured = {"samples": samples, "joules": None, "other_load": 0.0, "peak_bytes": 10**9}
-    item = Open(c, None, opened, [seconds], [measured])  # type: ignore[arg-type]
+    item = Open(c, None, facts, [measured])  # type: ignore[arg-type]
     return summarize(item, gradient, gemm_flops=1e12)
 
 
