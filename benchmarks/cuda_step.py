@@ -1,15 +1,14 @@
 """Milliseconds of a training step on a GPU: m1clip and open_clip, eager, compiled, and as a CUDA graph.
 
-    python benchmarks/cuda_step.py --json cuda.json                       # all three models, under six minutes
-    python benchmarks/cuda_step.py --models ViT-B-16 --seconds 300        # one of them, with more time for compiling
-    python benchmarks/cuda_step.py --models ViT-B-32 --variants "m1clip blocks"   # one way of it
-    python benchmarks/cuda_step.py --packages DIR                         # open_clip lies in DIR
-    python benchmarks/cuda_step.py --device cpu --quick                   # does it run
+    python benchmarks/cuda_step.py --json cuda.json                       # all three models, about five minutes
+    python benchmarks/cuda_step.py --models ViT-B-16 --variants "m1clip compiled" "open_clip compiled"
+    python benchmarks/cuda_step.py --packages DIR                         # open_clip is in DIR
+    python benchmarks/cuda_step.py --device cpu --quick                   # smoke test
 
-Each model has a process and a time of its own; what does not fit into the time is named and left out. A step is
-forward, loss, backward, clipping (ours), fused AdamW; inputs lie ready on the device as normalised floats, for both.
-Share is the usual count of a model's work (`flops_per_pair`) a second, over the measured rate of a large bf16 product;
-m1clip skips what the last block computes in vain, which the count does not. "plain" is without our own kernels.
+Each model has its own process and time limit; what does not fit is listed as skipped. A step is forward, loss,
+backward, clipping (ours), fused AdamW; inputs are normalized floats on the device, for both sides. The GEMM fraction is
+the usual operation count (`flops_per_pair`) per second over the measured rate of a large bf16 product; m1clip skips
+work in the last block that the count includes. "plain" is without our own kernels.
 """
 
 from __future__ import annotations
@@ -23,126 +22,231 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from cuda_sides import Setting, open_clip_step, our_step
+from torch import Tensor, nn
 
+from m1clip.config import OptimConfig
 from m1clip.hardware.device import Device
 from m1clip.hardware.facts import read_facts
 from m1clip.hardware.measure import gemm_rate
 from m1clip.hardware.timing import timing
 from m1clip.io import write_json
+from m1clip.losses import OBJECTIVES, own_pairs
+from m1clip.model.clip import build_clip
 from m1clip.model.presets import PRESETS, CLIPConfig, flops_per_pair, with_fields
+from m1clip.training.optim import Optimizer
 
-BATCHES = {"tiny": (256,), "ViT-B-16": (512,), "ViT-B-32": (1024,)}
-SHORT = 32  # tokens after trimming: most captions are shorter
-# (side, what): in the order of their worth, since the time may end before the list.
-VARIANTS = (
-    ("open_clip", "compiled"), ("m1clip", "compiled"), ("m1clip", "compiled plain"), ("m1clip", "blocks"),
-    ("open_clip", "eager"), ("m1clip", "eager"), ("m1clip", "blocks muon"), ("m1clip", "compiled autotune"),
-    ("open_clip", "compiled pure_bf16"),
-)  # fmt: skip
-TINY = (
-    ("m1clip", "blocks graph"), ("open_clip", "eager"), ("m1clip", "eager"), ("m1clip", "blocks graph muon"),
-    ("open_clip", "compiled"), ("m1clip", "compiled graph"), ("m1clip", "compiled"),
-)  # fmt: skip
+BATCH_SIZES = {"tiny": 256, "ViT-B-16": 512, "ViT-B-32": 1024}
+INPUTS = 3  # different batches, taken in turn
+EAGER_STEPS = 3  # before a CUDA graph is captured: they create optimizer state and compile
+# In the order of their worth, since the time may end before the list.
+VARIANTS = {
+    "large": ("open_clip compiled", "m1clip compiled", "m1clip compiled plain", "open_clip eager", "m1clip eager"),
+    "tiny": ("m1clip compiled graph", "open_clip eager", "m1clip eager", "open_clip compiled"),
+}
+Step = Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is measured of a model."""
+@dataclass(frozen=True)
+class Job:
+    """What both sides get."""
 
     shape: CLIPConfig
-    batches: tuple[int, ...]
-    variants: tuple[tuple[str, str], ...]
+    batch_size: int
+    tokens: int
+    device: Device
+    backend: str = "inductor"  # of torch.compile; "eager" only traces, for a smoke test
+
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """torch.compile for one shape."""
+        return torch.compile(function, dynamic=False, backend=self.backend)
+
+    def inputs(self) -> list[tuple[Tensor, Tensor]]:
+        """Images and captions on the device; the EOT token is the largest id, as open_clip expects."""
+        draw = torch.Generator().manual_seed(0)
+        size, end = self.shape.image_size, self.shape.vocab_size - 1
+        made = []
+        for _ in range(INPUTS):
+            pixels = torch.randn(self.batch_size, 3, size, size, generator=draw)
+            tokens = torch.randint(1, end, (self.batch_size, self.tokens), generator=draw)
+            tokens[:, -1] = end
+            made.append((pixels.to(self.device.torch), tokens.to(self.device.torch)))
+        return made
 
 
-def plan_of(model: str, quick: bool) -> Plan:
-    """The shape, batches and variants of a model; a smoke run takes two blocks of it."""
-    shape, variants = PRESETS[model], TINY if model == "tiny" else VARIANTS
-    if model == "tiny":
-        # The tiny model of issue 4: patches, class token and norm as in open_clip, so that the two do equal work.
-        shape = dataclasses.replace(
-            shape, vision_layers=6, text_layers=4, context_length=77, pooling="cls", positions="learned", stem="patch"
-        )
+def our_step(job: Job, words: list[str]) -> Step:
+    """m1clip's model, loss and optimizer; words: eager, compiled, plain, graph."""
+    device = job.device
+    torch.manual_seed(0)
+    model = build_clip(with_fields(job.shape, eot_id=job.shape.vocab_size - 1)).to(device.torch)
+    model.set_attention("sdpa", "sdpa")
+    if "compiled" in words and "plain" not in words and device.kind == "cuda":
+        model.use_triton()  # as `m1clip train --compile` does
+    model.train()
+    graph = "graph" in words and device.kind == "cuda"
+    optimizer = Optimizer(model, OptimConfig(name="adamw", lr=1e-4), fused=True, capturable=graph)
+    forward = job.compile(model) if "compiled" in words else model
+    parameters = list(model.parameters())
+    positive = own_pairs(job.batch_size, torch.arange(job.batch_size, device=device.torch))
+
+    def step(pixels: Tensor, tokens: Tensor) -> Tensor:
+        with torch.autocast(device.kind, torch.bfloat16):
+            features = forward(pixels, tokens)
+        loss = OBJECTIVES["infonce"](features, positive)
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.clamp_scale()
+        return loss.detach()
+
+    optimizer.set_rate(0.5)
+    return captured(step, model) if graph else step
+
+
+def captured(step: Step, model: nn.Module) -> Step:
+    """Three eager steps on another stream, then the step as a CUDA graph."""
+    stream, calls = torch.cuda.Stream(), 0
+    graph, inputs, loss = torch.cuda.CUDAGraph(), [], torch.empty(0)
+
+    def run(*batch: Tensor) -> Tensor:
+        nonlocal calls, inputs, loss
+        calls += 1
+        if calls <= EAGER_STEPS:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                found = step(*batch)
+            torch.cuda.current_stream().wait_stream(stream)
+            return found
+        if not inputs:
+            inputs = [tensor.clone() for tensor in batch]
+            for p in model.parameters():
+                p.grad = None  # the graph has its own gradients
+            with torch.cuda.graph(graph):
+                loss = step(*inputs)
+        torch._foreach_copy_(inputs, list(batch))
+        graph.replay()
+        return loss.clone()
+
+    return run
+
+
+def open_clip_step(job: Job, words: list[str]) -> Step:
+    """open_clip as its trainer runs it with --precision amp_bf16, [--torchcompile], fused AdamW."""
+    sys.path.append(str(Path(__file__).parent / "peers"))
+    try:
+        import torchvision_ops  # noqa: F401  first: open_clip imports torchvision
+    except SystemExit as error:  # no torchvision
+        raise ImportError(str(error)) from None
+    from open_clip.loss import ClipLoss
+    from open_clip.model import CLIP as OpenCLIP
+
+    s = job.shape
+    vision = {"layers": s.vision_layers, "width": s.vision_width, "head_width": s.vision_width // s.vision_heads}
+    vision |= {"patch_size": s.patch_size, "image_size": s.image_size, "mlp_ratio": s.mlp_ratio}
+    vision |= {"no_ln_pre": not s.vision_pre_norm}
+    text = {"layers": s.text_layers, "width": s.text_width, "heads": s.text_heads, "mlp_ratio": s.mlp_ratio}
+    text |= {"context_length": job.tokens, "vocab_size": s.vocab_size}
+    torch.manual_seed(0)
+    model = OpenCLIP(s.embed_dim, vision, text, output_dict=True).to(job.device.torch).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.2, fused=True)
+    criterion, scale = ClipLoss(cache_labels=True), model.logit_scale
+    forward = job.compile(model) if "compiled" in words else model
+
+    def step(pixels: Tensor, tokens: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast(job.device.kind, torch.bfloat16):
+            loss: Tensor = criterion(**forward(pixels, tokens))
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            scale.clamp_(0, 4.6052)
+        return loss.detach()
+
+    return step
+
+
+def model_shape(model: str, quick: bool) -> CLIPConfig:
+    """The shape of a model; a smoke test takes two small blocks of it."""
+    shape = PRESETS[model]
+    if model == "tiny":  # patches, class token and norm as in open_clip, so that both do the same work
+        same = {"vision_layers": 6, "text_layers": 4, "context_length": 77, "pooling": "cls"}
+        shape = with_fields(shape, **same, positions="learned", stem="patch")  # type: ignore[arg-type]
     if quick:
-        small = {"image_size": 2 * shape.patch_size, "vocab_size": 64, "embed_dim": 32}
+        small: dict[str, Any] = {"image_size": 2 * shape.patch_size, "vocab_size": 64, "embed_dim": 32}
         for tower in ("vision", "text"):
             small |= {f"{tower}_width": 64, f"{tower}_layers": 2, f"{tower}_heads": 2}
-        return Plan(with_fields(shape, **small), (4,), variants)  # type: ignore[arg-type]
-    return Plan(shape, BATCHES[model], variants)
+        shape = with_fields(shape, **small)
+    return shape
 
 
-def seconds_of(step: Callable[[], object], device: Device, budget: float) -> list[float]:
+def step_seconds(step: Callable[[], object], device: Device) -> list[float]:
     """Seconds of each step; on CUDA by events, so that the host never waits in between."""
-    if device.kind != "cuda":
-        found = []
-        for _ in range(2):
-            begin = time.perf_counter()
-            step()
-            found.append(time.perf_counter() - begin)
-        return found
-    device.synchronize()
     begin = time.perf_counter()
     step()
     device.synchronize()
-    count = int(min(60, max(8, budget / (time.perf_counter() - begin))))
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    one = time.perf_counter() - begin
+    if device.kind != "cuda":
+        return [one]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(int(min(60, max(8, 2.0 / one))) + 1)]
     marks[0].record()
     for mark in marks[1:]:
         step()
         mark.record()
     device.synchronize()
-    return [one.elapsed_time(two) / 1e3 for one, two in itertools.pairwise(marks)]
+    return [first.elapsed_time(second) / 1e3 for first, second in itertools.pairwise(marks)]
 
 
-def measure(setting: Setting, side: str, variant: str, rate: float, device: Device) -> dict[str, Any]:
+def measure(job: Job, variant: str, rate: float) -> dict[str, Any]:
     """One line of the table."""
-    if device.kind == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    device, (side, *words) = job.device, variant.split()
+    device.reset_peak()
     begin = time.perf_counter()
-    step = our_step(setting, variant) if side == "m1clip" else open_clip_step(setting, variant)
-    for _ in range(5):  # compiles, and for a graph: three real steps, the capture, a replay
-        step()
+    make = our_step if side == "m1clip" else open_clip_step
+    step, inputs = make(job, words), itertools.cycle(job.inputs())
+    for _ in range(EAGER_STEPS + 2):  # compiles; captures a graph and replays it once
+        step(*next(inputs))
     device.synchronize()
     ready = time.perf_counter() - begin
-    taken = timing(seconds_of(step, device, budget=2.0))
-    loss = float(step())
-    flops = flops_per_pair(setting.shape, setting.tokens) * setting.batch
+    taken = timing(step_seconds(lambda: step(*next(inputs)), device))
+    flops = flops_per_pair(job.shape, job.tokens) * job.batch_size
     return {
-        "side": side, "variant": variant, "batch": setting.batch, "tokens": setting.tokens, "ready_seconds": ready,
-        "seconds": dataclasses.asdict(taken), "images_per_second": setting.batch / taken.median,
-        "share": flops / taken.median / rate, "peak_bytes": device.peak_bytes(), "loss": loss,
-    }  # fmt: skip
+        "side": side,
+        "variant": " ".join(words),
+        "batch": job.batch_size,
+        "tokens": job.tokens,
+        "ready_seconds": ready,
+        "seconds": dataclasses.asdict(taken),
+        "images_per_second": job.batch_size / taken.median,
+        "gemm_fraction": flops / taken.median / rate,
+        "peak_bytes": device.peak_bytes(),
+        "loss": float(step(*next(inputs))),
+    }
 
 
-def lines_of(model: str, kind: str, quick: bool, seconds: float, only: list[str]) -> Iterator[dict[str, Any]]:
+def lines_of(model: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """All lines of a model, until its time is over."""
-    begin = time.perf_counter()
-    device = Device("cuda" if kind == "cuda" else "cpu", read_facts())
+    begin, kind = time.perf_counter(), options.device
+    device = Device(kind, read_facts())
     rate = gemm_rate(device, "bf16", size=8192 if kind == "cuda" else 512)
     yield {"gemm_rate": rate}
-    plan = plan_of(model, quick)
-    # Equal length first; then the trimmed text, which open_clip does not do, for the best of ours and for open_clip.
-    chosen = [v for v in plan.variants if not only or " ".join(v) in only]
-    jobs = [(b, 77, v) for v in chosen for b in plan.batches]
-    jobs += [(b, SHORT, v) for v in chosen[:3] for b in plan.batches[-1:]]
-    backend = "eager" if quick and kind == "cpu" else "inductor"
-    dead: set[tuple[str, str]] = set()
-    for batch, tokens, (side, variant) in jobs:
-        name = {"side": side, "variant": variant, "batch": batch, "tokens": tokens}
-        if time.perf_counter() - begin > seconds:
-            yield {**name, "skipped": "no time left"}
-            continue
-        if (side, variant) in dead:
-            continue
+    backend = "eager" if options.quick and kind == "cpu" else "inductor"
+    batch_size = 4 if options.quick else BATCH_SIZES[model]
+    job = Job(model_shape(model, options.quick), batch_size, 77, device, backend)
+    for variant in options.variants or VARIANTS["tiny" if model == "tiny" else "large"]:
         try:
-            yield measure(Setting(plan.shape, batch, tokens, device, backend), side, variant, rate, device)
+            if time.perf_counter() - begin > options.seconds:
+                raise TimeoutError("no time left")
+            yield measure(job, variant, rate)
         except Exception as error:  # noqa: BLE001  the next line must still be measured: device time is short
-            dead.add((side, variant))
-            yield {**name, "skipped": f"{type(error).__name__}: {str(error).strip().splitlines()[-1:]}"}
+            side, _, words = variant.partition(" ")
+            line = next(iter(str(error).strip().splitlines()), "")
+            yield {"side": side, "variant": words, "skipped": f"{type(error).__name__}: {line}"}
         gc.collect()
         torch.compiler.reset()
         if kind == "cuda":
@@ -150,11 +254,8 @@ def lines_of(model: str, kind: str, quick: bool, seconds: float, only: list[str]
 
 
 def run_model(model: str, options: argparse.Namespace, lines: list[dict[str, Any]], keep: Callable[[], None]) -> None:
-    """Add the lines of a model from a process of its own, which is ended when it does not keep its time."""
-    command = [sys.executable, __file__, "--worker", model, "--device", options.device]
-    command += ["--seconds", str(options.seconds), *(["--quick"] if options.quick else [])]
-    command += ["--packages", options.packages] if options.packages else []
-    command += ["--variants", *options.variants] if options.variants else []
+    """Add the lines of a model from its own process, which is killed when it exceeds its time."""
+    command = [sys.executable, __file__, "--worker", model, *sys.argv[1:]]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + options.seconds + 60
         assert process.stdout is not None
@@ -176,31 +277,28 @@ def show(model: str, line: dict[str, Any]) -> None:
         print(f"{model}: bf16 GEMM {line['gemm_rate'] / 1e12:.1f} TFLOP/s", flush=True)
         return
     name = f"  {line.get('side', '')} {line.get('variant', '')}"
-    place = f"batch {line.get('batch', 0):5} tokens {line.get('tokens', 0):3}"
     if "skipped" in line:
-        print(f"{name:34} {place}  {line['skipped']}", flush=True)
+        print(f"{name:34} skipped: {line['skipped']}", flush=True)
         return
     t = line["seconds"]
-    print(f"{name:34} {place} {t['median'] * 1e3:8.2f} ms [{t['low'] * 1e3:.2f}, {t['high'] * 1e3:.2f}] n={t['n']:<3}"
-          f"{line['images_per_second']:9.0f} samples/s {line['share']:5.1%} {line['peak_bytes'] / 1e9:6.1f} GB "
-          f"ready {line['ready_seconds']:.0f} s loss {line['loss']:.3f}", flush=True)  # fmt: skip
+    times = f"{t['median'] * 1e3:8.2f} ms [{t['low'] * 1e3:.2f}, {t['high'] * 1e3:.2f}] n={t['n']:<3}"
+    rest = f"{line['images_per_second']:9,.0f} images/s {line['gemm_fraction']:5.0%} of GEMM"
+    peak = f"{line['peak_bytes'] / 1e9:6.1f} GB, ready after {line['ready_seconds']:.0f} s, loss {line['loss']:.3f}"
+    print(f"{name:34} batch {line['batch']:5} {times} {rest} {peak}", flush=True)
 
 
 def ratios(lines: list[dict[str, Any]]) -> list[str]:
-    """Our best step against open_clip's eager and best compiled step, for each batch and length."""
-    found = []
+    """Our fastest step against open_clip's eager and compiled step."""
     done = [line for line in lines if "seconds" in line]
-    for batch, tokens in sorted({(line["batch"], line["tokens"]) for line in done}):
-        here = [line for line in done if (line["batch"], line["tokens"]) == (batch, tokens)]
-        # The same optimizer on both sides; ours with Muon stands for itself.
-        ours = [x for x in here if x["side"] == "m1clip" and "muon" not in x["variant"]]
-        for kind in ("eager", "compiled"):
-            theirs = [x for x in here if x["side"] == "open_clip" and x["variant"].startswith(kind)]
-            if ours and theirs:
-                best, other = (min(side, key=lambda x: x["seconds"]["median"]) for side in (ours, theirs))
-                ratio = other["seconds"]["median"] / best["seconds"]["median"]
-                found.append(f"batch {batch}, {tokens} tokens: m1clip {best['variant']} is {ratio:.2f} times as "
-                             f"fast as open_clip {other['variant']}")  # fmt: skip
+    found = []
+    for kind in ("eager", "compiled"):
+        ours = [line for line in done if line["side"] == "m1clip"]
+        theirs = [line for line in done if line["side"] == "open_clip" and line["variant"] == kind]
+        if ours and theirs:
+            best = min(ours, key=lambda line: line["seconds"]["median"])
+            ratio = theirs[0]["seconds"]["median"] / best["seconds"]["median"]
+            where = f"batch {best['batch']}, {best['tokens']} tokens"
+            found.append(f"{where}: m1clip {best['variant']} is {ratio:.2f} times as fast as open_clip {kind}")
     return found
 
 
@@ -211,7 +309,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=[], help="side and words, as printed; default: all")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--seconds", type=float, default=100, help="for each model")
-    parser.add_argument("--quick", action="store_true", help="two small blocks: does it run")
+    parser.add_argument("--quick", action="store_true", help="two small blocks: a smoke test")
     parser.add_argument("--packages", help="a folder with open_clip and what it needs")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -219,11 +317,10 @@ def main() -> None:
     if options.packages:
         sys.path.append(options.packages)
     if options.worker:
-        for line in lines_of(options.worker, options.device, options.quick, options.seconds, options.variants):
+        for line in lines_of(options.worker, options):
             print(json.dumps(line), flush=True)
         return
-    facts = read_facts()
-    result: dict[str, Any] = {"command": sys.argv, "facts": dataclasses.asdict(facts), "models": {}}
+    result: dict[str, Any] = {"command": sys.argv, "facts": dataclasses.asdict(read_facts()), "models": {}}
 
     def keep() -> None:
         """Write what there is: the time on a borrowed card may end at any line."""

@@ -40,7 +40,7 @@ from m1clip.hardware.precision import autocast
 from m1clip.model.pretrained import TowerClip, TowerShape
 from m1clip.training.step import TrainStep
 
-IMAGES, CAPTIONS = 6000, 5
+CAPTIONS = 5
 SHAPE = TowerShape(embed_dim=256, head="adapter", hidden=512, dropout=0.3)  # those of --recipe frozen
 
 
@@ -51,11 +51,11 @@ def mapped(folder: Path, name: str, rows: int, width: int, draw: np.random.Gener
     return np.asarray(np.memmap(path, np.float16, "r", shape=(rows, width)))
 
 
-def feature_set(folder: Path, batch: int, image_width: int, text_width: int) -> TrainingSet:
+def feature_set(folder: Path, count: int, batch: int, image_width: int, text_width: int) -> TrainingSet:
     """The batches of a run on features."""
     draw = np.random.default_rng(0)
-    texts = IMAGES * CAPTIONS
-    images = FeatureTable(mapped(folder, "image", IMAGES, image_width, draw), draw.permutation(IMAGES)[:, None])
+    texts = count * CAPTIONS
+    images = FeatureTable(mapped(folder, "image", count, image_width, draw), draw.permutation(count)[:, None])
     captions = CaptionTable(
         tokens=np.zeros((texts, 1), np.int32),
         lengths=np.ones(texts, np.int32),
@@ -64,11 +64,11 @@ def feature_set(folder: Path, batch: int, image_width: int, text_width: int) -> 
         pad_id=0,
         features=FeatureTable(mapped(folder, "text", texts, text_width, draw), draw.permutation(texts)),
     )
-    plan = BatchPlan(IMAGES, batch, 0)
+    plan = BatchPlan(count, batch, 0)
     return TrainingSet(None, captions, plan, Augmentation(), image_features=images, captions_per_image=CAPTIONS)
 
 
-def measure(batch: int, rounds: int, precision: Precision) -> dict[str, object]:
+def measure(images: int, batch: int, rounds: int, precision: Precision) -> dict[str, object]:
     """Pairs a second of each round, after one to warm up."""
     facts = read_facts()
     device = Device("cpu", facts)
@@ -78,7 +78,7 @@ def measure(batch: int, rounds: int, precision: Precision) -> dict[str, object]:
     update = TrainStep(model, config, device, precision, Preprocess(image_size=224), autocast(device, precision))
     with tempfile.TemporaryDirectory() as folder:
         widths = (int(model.image.width), int(model.text.width))  # type: ignore[arg-type]
-        data = feature_set(Path(folder), batch, *widths)
+        data = feature_set(Path(folder), images, batch, *widths)
         steps, speeds = data.plan.steps_per_epoch, []
         for number in range(rounds + 1):
             begin = time.perf_counter()
@@ -98,10 +98,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-size", type=int, nargs="*", default=[512, 1024])
     parser.add_argument("--precision", nargs="*", default=["bf16"])
+    parser.add_argument("--images", type=int, default=6000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    rows = [measure(batch, asked.rounds, precision) for precision in asked.precision for batch in asked.batch]
+    rows = [
+        measure(asked.images, batch, asked.rounds, precision) for precision in asked.precision for batch in asked.batch
+    ]
     for row in rows:
         print(
             f"{row['precision']}  {row['batch']:>5} images x {CAPTIONS} captions: {row['median']:>7,} samples/s "

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sides import NO_PEERS, Side, machine, spread, write
+from sides import NO_PEERS, Side, machine, set_up, spread, training_step, write
 
 from m1clip.config import Config, DataConfig, ModelConfig, TrainConfig, load_config, to_toml
 from m1clip.hardware.timing import timing
@@ -48,13 +48,9 @@ def job_config(model: str, batch: int, chunk: int, objective: str = "multi", pre
 
 def make(config: Config) -> tuple[Any, Any]:
     """(job, update) of a config."""
-    from m1clip.training.progress import Screen
-    from m1clip.training.run import decode_plan
-    from m1clip.training.setup import prepare_scratch
-    from m1clip.training.step import TrainStep
 
-    job = prepare_scratch(config, lambda line: None, decode_plan(Screen()))
-    return job, TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+    job = set_up(config)
+    return job, training_step(job)
 
 
 def peak_bytes() -> int:

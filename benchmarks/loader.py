@@ -1,8 +1,8 @@
-"""Pairs a second that loaders deliver on the same images, in turn in one run: ours, plain torch, open_clip.
+"""Images per second that loaders deliver from the same files, in turn in one run: ours, plain torch, open_clip.
 
     python benchmarks/loader.py DATA --peer-python PEERS/bin/python
 
-Everything up to a normalised float batch counts. What the `tiny` training step consumes stands beside it.
+Everything up to a normalized float batch counts. What the `tiny` training step consumes is printed beside it.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from typing import Any
 import numpy as np
 import PIL
 import torch
-from per_sample import per_sample_loader
+from PIL import Image
+from sides import set_up, training_step
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from m1clip.config import Config, DataConfig, TrainConfig
 from m1clip.data.augment import render
 from m1clip.data.cache import LiveImages
 from m1clip.data.loader import TrainingSet, batches
 from m1clip.hardware.timing import Timing, timing
-from m1clip.training.progress import Screen
-from m1clip.training.run import decode_plan
-from m1clip.training.setup import Job, prepare_scratch
-from m1clip.training.step import TrainStep
+from m1clip.training.setup import Job
 
-SIZE, BATCH, PREFETCH = 112, 128, 2
+SIZE, PREFETCH = 112, 2
 PEER = Path(__file__).parent / "peers" / "open_clip_csv.py"
-Round = Callable[[], float]  # samples a second
+Round = Callable[[], float]  # images per second
 
 
-def timed(feed: Iterator[Any], count: int, ready: int, finish: Callable[[Any], object] | None = None) -> float:
-    """Pairs a second of `count` batches, after the `ready` ones that lay there from before."""
+def batch_seconds(feed: Iterator[Any], count: int, ready: int, finish: Callable[[Any], object] | None = None) -> float:
+    """Seconds of one of `count` batches, after the `ready` ones that were prefetched."""
     for _ in range(ready):
         next(feed)
     start = time.perf_counter()
@@ -48,7 +48,7 @@ def timed(feed: Iterator[Any], count: int, ready: int, finish: Callable[[Any], o
         batch = next(feed)
         if finish is not None:
             finish(batch)
-    return count * BATCH / (time.perf_counter() - start)
+    return (time.perf_counter() - start) / count
 
 
 def ours(job: Job, data: TrainingSet, workers: int, count: int, rendered: bool) -> Round:
@@ -56,19 +56,49 @@ def ours(job: Job, data: TrainingSet, workers: int, count: int, rendered: bool) 
     feed = batches(data, 0, 10**6, workers, job.device.rules.worker_start, False)
     finish = (lambda b: render(b.pixels(), b.views, job.preprocess)) if rendered else None
     next(feed)
-    return lambda: timed(feed, count, PREFETCH * workers, finish)
+    return lambda: data.plan.batch / batch_seconds(feed, count, PREFETCH * workers, finish)
+
+
+class PerSample(Dataset[tuple[Tensor, Tensor]]):
+    """Pillow and transforms sample by sample, as in most training scripts: random crop, resize, flip, normalize."""
+
+    def __init__(self, job: Job) -> None:
+        self.paths = [str(sample.image) for sample in job.splits["train"].samples]
+        self.captions, self.size = job.splits["train"].captions, job.preprocess.image_size
+        self.mean = torch.tensor(job.preprocess.mean).view(3, 1, 1)
+        self.std = torch.tensor(job.preprocess.std).view(3, 1, 1)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        area, x, y, flip, caption = torch.rand(5).tolist()
+        image = Image.open(self.paths[index]).convert("RGB")
+        side = round(min(image.size) * (0.6 + 0.4 * area) ** 0.5)
+        left, top = round(x * (image.width - side)), round(y * (image.height - side))
+        box = (left, top, left + side, top + side)
+        image = image.resize((self.size, self.size), Image.Resampling.BICUBIC, box=box)
+        if flip < 0.5:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float().div(255)
+        first, end = self.captions.first[index], self.captions.first[index + 1]
+        tokens = self.captions.tokens[first + int(caption * (end - first))]
+        return (pixels - self.mean) / self.std, torch.from_numpy(tokens.astype(np.int64))
 
 
 def plain_torch(job: Job, workers: int, count: int) -> Round:
-    """torch DataLoader with Pillow and transforms sample by sample."""
-    feed = per_sample_loader(job, BATCH, workers)
+    """torch's DataLoader, without an end of the epoch, where it would start its workers again."""
+    data = PerSample(job)
+    sampler = RandomSampler(data, replacement=True, num_samples=10**7)
+    batch_size = job.training.plan.batch
+    feed = iter(DataLoader(data, batch_size, sampler=sampler, num_workers=workers))
     next(feed)
-    return lambda: timed(feed, count, PREFETCH * workers)
+    return lambda: batch_size / batch_seconds(feed, count, PREFETCH * workers)
 
 
-def training_step(job: Job, count: int) -> Round:
+def tiny_step(job: Job, count: int) -> Round:
     """What the step consumes: forward, backward and update on batches that lie ready."""
-    update = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+    update = training_step(job)
     ready = list(batches(job.training, 0, count, 0, "fork", False))
     update(ready[0], 0)
 
@@ -77,7 +107,7 @@ def training_step(job: Job, count: int) -> Round:
         for step, batch in enumerate(ready):
             update(batch, step)
         job.device.synchronize()
-        return count * BATCH / (time.perf_counter() - start)
+        return sum(map(len, ready)) / (time.perf_counter() - start)
 
     return steps
 
@@ -85,8 +115,8 @@ def training_step(job: Job, count: int) -> Round:
 class Peer:
     """open_clip's loader in its own Python, answering round by round."""
 
-    def __init__(self, python: str, table: Path, workers: int, count: int) -> None:
-        words = [python, str(PEER), str(table), str(SIZE), str(BATCH), str(workers)]
+    def __init__(self, python: str, table: Path, batch_size: int, workers: int, count: int) -> None:
+        words = [python, str(PEER), str(table), str(SIZE), str(batch_size), str(workers)]
         self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.count = count
         self.version = self._line()
@@ -113,7 +143,7 @@ class Peer:
 
 
 def write_table(job: Job, path: Path) -> None:
-    """The train samples as open_clip reads them: a row a caption."""
+    """The train samples as open_clip reads them: one row per caption."""
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file, delimiter="\t")
         rows.writerow(("filepath", "title"))
@@ -122,7 +152,7 @@ def write_table(job: Job, path: Path) -> None:
 
 
 def measure(rounds: dict[str, Round], number: int) -> dict[str, Timing]:
-    """Pairs a second of each, in turn, so that a busy moment of the machine falls on all alike."""
+    """Images per second of each, in turn, so that a busy moment of the machine affects all alike."""
     taken: dict[str, list[float]] = {name: [] for name in rounds}
     for _ in range(number):
         for name, one in rounds.items():
@@ -138,7 +168,7 @@ def best(results: dict[str, Timing], start: str) -> Timing | None:
 
 def report(results: dict[str, Timing]) -> list[tuple[str, float]]:
     """Print the table; gives the ratios."""
-    print(f"{'samples a second':<34}{'median':>9}   quartiles")
+    print(f"{'images per second':<34}{'median':>9}   quartiles")
     for name, value in results.items():
         print(f"{name:<34}{value.median:>9,.0f}   {value.low:,.0f} to {value.high:,.0f}, n={value.n}")
     ratios = []
@@ -159,11 +189,12 @@ def main() -> None:
     parser.add_argument("data", help="a set that --data takes, images in files")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--peer-python", help="a Python with open_clip; without it that path is not measured")
+    parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         data = DataConfig(source=(options.data,), cache="disk", cache_dir=scratch)
-        job = prepare_scratch(Config(data=data, train=TrainConfig(steps=1)), print, decode_plan(Screen()))
+        job = set_up(Config(data=data, train=TrainConfig(batch=options.batch_size, steps=1)))
         trained = job.training
         refs = [sample.image for sample in job.splits["train"].samples]
         images = LiveImages(refs, trained.images.read(np.array([0])).shape[1])
@@ -175,12 +206,14 @@ def main() -> None:
             "cached, uint8 batch": ours(job, trained, 0, 200, False),
             **{f"uncached, float batch, {w} workers": ours(job, live, w, 5, True) for w in (0, 2)},
             **{f"torch + PIL, {w} workers": plain_torch(job, w, 8) for w in (0, 2)},
-            "tiny training step": training_step(job, 3),
+            "tiny training step": tiny_step(job, 3),
         }
         peers = []
         if options.peer_python:
             write_table(job, Path(scratch) / "samples.tsv")
-            peers = [Peer(options.peer_python, Path(scratch) / "samples.tsv", w, 8) for w in (0, 1, 2)]
+            peers = [
+                Peer(options.peer_python, Path(scratch) / "samples.tsv", options.batch_size, w, 8) for w in (0, 1, 2)
+            ]
             rounds.update({f"open_clip CSV, {w} workers": peer for w, peer in enumerate(peers)})
         results = measure(rounds, options.rounds)
         for peer in peers:
@@ -188,7 +221,7 @@ def main() -> None:
     machine = f"{job.facts.cpu}, {torch.get_num_threads()} threads, {job.precision}, torch {torch.__version__}, "
     machine += f"Pillow {PIL.__version__}, Python {platform.python_version()}"
     machine += f", {peers[0].version}" if peers else ""
-    print(f"\n{machine}; {SIZE} px, batch {BATCH}")
+    print(f"\n{machine}; {SIZE} px, batch {options.batch_size}")
     ratios = report(results)
     if options.json:
         figures = {n: {"median": t.median, "low": t.low, "high": t.high, "n": t.n} for n, t in results.items()}

@@ -9,17 +9,10 @@ first run of a model measures its precision before it begins; the other rows hav
 from __future__ import annotations
 
 import argparse
-import os
-import platform
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from sides import machine, write
-
-from m1clip.hardware.device import environment
+from sides import machine, peak_memory, write
 
 ROWS: dict[str, tuple[str, list[str], float]] = {  # name: (words, flags, goal in bytes)
     "default": ("76.7M, batch 12", ["--preset", "prior-art", "--steps", "4"], 2.0e9),
@@ -34,21 +27,6 @@ ROWS: dict[str, tuple[str, list[str], float]] = {  # name: (words, flags, goal i
 }  # fmt: skip
 QUICK = ["--model", "tiny", "--vision-layers", "1", "--text-layers", "1", "--steps", "1", "--batch-size", "8",
          "--train-count", "16", "--val-count", "4", "--test-count", "4"]  # fmt: skip
-
-
-def peak_rss(flags: list[str], first: bool) -> tuple[int, float]:
-    """(bytes, seconds) of a fresh `m1clip train` on the CPU; `first`: with no choice kept from before."""
-    variables = {**os.environ, **environment(platform.system(), os.environ)}
-    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output.txt").open("w+") as output:
-        variables |= {"XDG_CACHE_HOME": f"{folder}/cache"} if first else {}
-        command = [sys.executable, "-m", "m1clip", "train", *flags, "--device", "cpu", "--run", f"{folder}/run"]
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=variables)
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            output.seek(0)
-            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{output.read()}")
-    return used.ru_maxrss * (1 if sys.platform == "darwin" else 1024), used.ru_utime + used.ru_stime
 
 
 def main() -> None:
@@ -69,10 +47,8 @@ def main() -> None:
     print(f"{place['cpu']}, {place['cores']} cores, torch {place['torch']}, commit {place['commit']}")
     for name in chosen:
         words, flags, goal = rows[name]
-        found = [peak_rss(flags, name.startswith("first")) for _ in range(repeats)]
-        peaks = [peak for peak, _ in found]
-        result["rows"][name] = {"flags": flags, "goal_bytes": goal, "peak_bytes": peaks,
-                                "cpu_seconds": [seconds for _, seconds in found]}  # fmt: skip
+        peaks = [peak_memory(flags, own_cache=name.startswith("first")) for _ in range(repeats)]
+        result["rows"][name] = {"flags": flags, "goal_bytes": goal, "peak_bytes": peaks}
         print(f"  {words:38} {max(peaks) / 1e9:.2f} GB, the most of n={len(peaks)} "
               f"({', '.join(f'{peak / 1e9:.2f}' for peak in peaks)}; goal {goal / 1e9:.1f})", flush=True)  # fmt: skip
     if options.json:

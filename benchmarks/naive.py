@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from in_batch import in_batch_accuracy
+from sides import set_up
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -23,9 +24,7 @@ from m1clip.config import Config, from_dict, read_preset
 from m1clip.data.prepare import Split
 from m1clip.evaluation.statistics import Metric
 from m1clip.model.presets import CLIPConfig
-from m1clip.training.progress import Screen
-from m1clip.training.run import decode_plan
-from m1clip.training.setup import Job, prepare_scratch
+from m1clip.training.setup import Job
 
 PARAMETERS = 76_736_001  # of the prior art's run
 DROPOUT = 0.1
@@ -187,7 +186,7 @@ def prior_art_job(config: Config, device: str = "cpu") -> Job:
         train=dataclasses.replace(config.train, device=device, precision="fp32"),  # type: ignore[arg-type]
         model=dataclasses.replace(config.model, attention_image="bmm", attention_text="bmm"),
     )
-    return prepare_scratch(config, lambda line: None, decode_plan(Screen()))
+    return set_up(config)
 
 
 def train(job: Job, epochs: int) -> list[dict[str, float]]:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sides import NO_PEERS, RESULTS, Side, machine, spread, step_flops, write
+from sides import NO_PEERS, RESULTS, Side, machine, set_up, spread, step_flops, training_step, write
 
 from m1clip.config import Config, DataConfig, ModelConfig, TrainConfig, from_dict, load_config, read_preset, to_toml
 from m1clip.hardware.timing import timing
@@ -110,14 +110,10 @@ def own_answers(config: Config) -> dict[str, Callable[[], Any]]:
 
     from m1clip.hardware.measure import gemm_rate
     from m1clip.model.clip import count_parameters
-    from m1clip.training.progress import Screen
-    from m1clip.training.run import decode_plan
-    from m1clip.training.setup import prepare_scratch
-    from m1clip.training.step import TrainStep
 
     def side(config: Config) -> tuple[Any, Callable[[bool], dict[str, float]]]:
-        job = prepare_scratch(config, lambda line: None, decode_plan(Screen()))
-        update = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+        job = set_up(config)
+        update = training_step(job)
         done = iter(range(10**9))
 
         def step(full_length: bool) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """How the cost grows: samples a second of the real training step against batch, resolution, tokens, model and threads.
 
-    python benchmarks/scaling.py                 # about 10 minutes; docs/results/scaling.json and scaling.png
-    python benchmarks/scaling.py --quick         # few points, small ones: does it run
-    python benchmarks/scaling.py --plot-only     # draw the kept figures again
+    python benchmarks/scaling.py                 # about 10 minutes; docs/results/scaling.json
+    python benchmarks/scaling.py --quick         # a few small points: a smoke test
+    python tools/scaling_plot.py                 # docs/results/scaling.png
 
 Each point is the median of several updates (the product's own `TrainStep`) on random images and token ids, beside the
 limit that the measured rate of a large matrix product sets. Points that fit neither memory nor time are named.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
 import math
 import statistics
 import time
@@ -212,27 +211,17 @@ def run(grid: dict[str, tuple[Any, ...]], threads: tuple[int, ...], budget: floa
 
 
 def main() -> None:
-    """Measure, write, draw."""
+    """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0, help="points that would not fit are left out")
     parser.add_argument("--threads", help="numbers with commas between; default: one, and one for each core")
     parser.add_argument("--quick", action="store_true", help="few small points: does it run")
-    parser.add_argument("--plot-only", action="store_true", help="draw the figures of an earlier run again")
-    parser.add_argument("--out", type=Path, default=RESULTS / "scaling.json", help="the PNG stands beside it")
+    parser.add_argument("--out", type=Path, default=RESULTS / "scaling.json", help="write the figures there")
     options = parser.parse_args()
-    if not options.plot_only:
-        cores = read_facts().cores
-        threads = tuple(int(part) for part in options.threads.split(",")) if options.threads else (1, cores)
-        result = run(QUICK if options.quick else GRID, tuple(set(threads)), 60 * options.minutes, options.quick)
-        write(options.out, result)
-    try:
-        from scaling_plot import draw
-    except ModuleNotFoundError as error:
-        print(f"no plot: {error}; pip install -e '.[plot]', then --plot-only")
-        return
-    image = options.out.with_suffix(".png")
-    draw(json.loads(options.out.read_text(encoding="utf-8")), image)
-    print(f"figures {options.out}, plot {image}")
+    cores = read_facts().cores
+    threads = tuple(int(part) for part in options.threads.split(",")) if options.threads else (1, cores)
+    result = run(QUICK if options.quick else GRID, tuple(set(threads)), 60 * options.minutes, options.quick)
+    write(options.out, result)
 
 
 if __name__ == "__main__":

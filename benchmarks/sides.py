@@ -6,6 +6,8 @@ import json
 import os
 import platform
 import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -16,7 +18,10 @@ from m1clip.hardware.timing import Timing
 from m1clip.model.presets import CLIPConfig, flops_per_pair
 
 if TYPE_CHECKING:
+    from m1clip.config import Config
     from m1clip.data.loader import Batch
+    from m1clip.training.setup import Job
+    from m1clip.training.step import TrainStep
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 NO_PEERS = "not measured: set PEERS=PYTHON, a Python with open_clip and transformers (benchmarks/README.md)"
@@ -48,6 +53,37 @@ class Side:
 
     def __exit__(self, *_: object) -> None:
         self.process.communicate()  # the end of its input ends it
+
+
+def set_up(config: Config) -> Job:
+    """Everything that a run of this config needs, as `m1clip train` prepares it."""
+    from m1clip.training.progress import Screen
+    from m1clip.training.run import decode_plan
+    from m1clip.training.setup import prepare_scratch
+
+    return prepare_scratch(config, lambda line: None, decode_plan(Screen()))
+
+
+def training_step(job: Job) -> TrainStep:
+    """The product's training step."""
+    from m1clip.training.step import TrainStep
+
+    return TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+
+
+def peak_memory(flags: Sequence[str], own_cache: bool = False) -> int:
+    """Peak RSS of a fresh `m1clip train` on the CPU: set-up, steps, evaluation, checkpoint and final report."""
+    variables = {**os.environ, **environment(platform.system(), os.environ)}
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output.txt").open("w+") as output:
+        variables |= {"XDG_CACHE_HOME": f"{folder}/cache"} if own_cache else {}
+        command = [sys.executable, "-m", "m1clip", "train", *flags, "--device", "cpu", "--run", f"{folder}/run"]
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=variables)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            output.seek(0)
+            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{output.read()}")
+    return used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def machine() -> dict[str, Any]:

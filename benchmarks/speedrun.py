@@ -118,6 +118,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--until-recall", type=float, metavar="PERCENT", help="also: seconds until validation has this "
                         "mean recall@10; default: what open_clip reached on validation")  # fmt: skip
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "mps"))
+    parser.add_argument("--quick", action="store_true", help="four steps instead of --minutes: a smoke test")
     parser.add_argument("--keep", type=Path, help="keep run folders there (must be new); else they are removed")
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")
     return parser.parse_args()
@@ -132,7 +133,8 @@ def main() -> None:
         options.keep.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.keep or Path(scratch)
-        plan = Plan(options.data, 60 * options.minutes, folder, options.device, tuple(shlex.split(options.flags)))
+        flags = tuple(shlex.split(options.flags))
+        plan = Plan(options.data, 60 * options.minutes, folder, options.device, flags, options.quick)
         run_all(options, recipes, plan)
 
 

@@ -29,6 +29,7 @@ class Plan:
     folder: Path
     device: str
     flags: tuple[str, ...] = ()  # for every run, such as --batch-size 64
+    quick: bool = False  # four steps instead of minutes: a smoke test
 
 
 def command(plan: Plan, run: Path, seed: int, recipe: tuple[str, ...], duration: tuple[str, ...]) -> list[str]:
@@ -54,7 +55,7 @@ def train(plan: Plan, name: str, recipe: tuple[str, ...], seed: int, setup: floa
     if minutes <= 0:
         raise SystemExit(f"set-up alone takes {setup:.0f} s: give more --minutes")
     begin = time.time()
-    duration = ("--minutes", f"{minutes:.4f}")
+    duration = ("--steps", "4") if plan.quick else ("--minutes", f"{minutes:.4f}")
     # Stopping takes the step under way and a checkpoint.
     deadline = begin + plan.seconds - max(1.0, STOPPING * plan.seconds)
     stopped = _run(command(plan, run, seed, recipe, duration), run, deadline)

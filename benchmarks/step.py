@@ -9,9 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,10 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sides import Side, machine, spread, step_flops, write
+from sides import Side, machine, peak_memory, spread, step_flops, write
 
 from m1clip.config import Config, from_dict, load_config, read_preset, to_toml
-from m1clip.hardware.device import environment
 from m1clip.hardware.timing import timing
 
 GOAL_RATIO, GOAL_BYTES = 2.9, 2.0e9
@@ -87,21 +83,6 @@ def answers_of(side: str, config: Config) -> dict[str, Callable[[], Any]]:
             "threads": torch.get_num_threads(),
         },
     }
-
-
-def peak_rss(config: Path, folder: Path, steps: int) -> int:
-    """The most memory of `m1clip train` on this job: set-up, steps, evaluation, saving, final report."""
-    command = [sys.executable, "-m", "m1clip", "train", "--config", str(config), "--run", str(folder / "run")]
-    command += ["--steps", str(steps)]
-    variables = {**os.environ, **environment(platform.system(), os.environ)}
-    with (folder / "train.txt").open("w+") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=variables)
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            output.seek(0)
-            raise RuntimeError(f"m1clip train ended with {process.returncode}:\n{output.read()}")
-    return used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def measure(config: Path, steps: int) -> dict[str, Any]:
@@ -193,7 +174,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.toml"
         path.write_text(to_toml(config), encoding="utf-8")
-        result["peak_bytes"] = peak_rss(path, Path(folder), steps=4)
+        result["peak_bytes"] = peak_memory(["--config", str(path), "--steps", "4"])
         result |= measure(path, steps)
     show(result)
     if options.json:

@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic, parsing and tables, on figures written by hand. No time is asserted."""
+"""Every benchmark runs with tiny sizes; its arithmetic, parsing and tables on figures written by hand."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ast
 import dataclasses
 import importlib
 import json
+import os
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -15,27 +17,64 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-SCRIPTS = ("step", "same_work", "speedrun", "scaling", "table")
+ROOT = Path(__file__).parents[2]
+BENCHMARKS, TOOLS = ROOT / "benchmarks", ROOT / "tools"
 
 
 def script(name: str) -> ModuleType:
-    """A benchmark as a module; its neighbours are found while it is imported."""
-    sys.path.insert(0, str(BENCHMARKS))
+    """A script as a module; its neighbours are found while it is imported."""
+    sys.path[:0] = [str(BENCHMARKS), str(TOOLS)]
     try:
         return importlib.import_module(name)
     finally:
-        sys.path.remove(str(BENCHMARKS))
+        del sys.path[:2]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A captioned folder of 40 images with train, val and test."""
+    folder = tmp_path_factory.mktemp("photos")
+    lines = ["image,caption,split"]
+    for index in range(40):
+        Image.new("RGB", (40, 40), (6 * index, 0, 0)).save(folder / f"{index}.jpg")
+        lines.append(f"{index}.jpg,a photo of number {index},{('train', 'train', 'val', 'test')[index % 4]}")
+    (folder / "captions.csv").write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+SMALL = "--vision-width 32 --vision-layers 1 --vision-heads 2 --text-width 32 --text-layers 1 --text-heads 2"
+SMOKE = {
+    "step": ("--quick", {"naive", "m1clip", "ratio", "gemm_rate", "peak_bytes"}),
+    "same_work": ("--quick --jobs 76.7M --peers=", {"jobs", "machine"}),
+    "memory": ("--quick", {"rows", "machine"}),
+    "features": ("--images 64 --batch 16 --rounds 1", {"runs", "rows"}),
+    "large_batch": ("--quick --peers=", {"ratio", "gradients", "peak_bytes"}),
+    "loader": ("PHOTOS --rounds 1 --batch-size 4", {"images_per_second", "ratios"}),
+    "cuda_step": ("--device cpu --quick --models tiny --variants m1clip", {"models", "facts"}),
+    "cuda_train": ("PHOTOS --device cpu --quick --models tiny --batches 4 --blocks 1 --variants eager", {"lines"}),
+    "scaling": ("--quick --threads 1 --minutes 0.2", {"points", "skipped", "gemm_rate"}),
+    "speedrun": (f"PHOTOS --quick --seeds 1 --recipes default --peers= --flags='{SMALL} --batch-size 8'", {"runs"}),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_script_explains_itself(name: str) -> None:
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert "usage:" in result.stdout
+@pytest.mark.parametrize("name", SMOKE)
+def test_a_script_runs_and_writes_its_figures(name: str, photos: Path, tmp_path: Path) -> None:
+    words, keys = SMOKE[name]
+    out = tmp_path / f"{name}.json"
+    option = "--out" if name in ("scaling", "speedrun") else "--json"
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *shlex.split(words.replace("PHOTOS", str(photos)))]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    result = subprocess.run(
+        [*command, option, str(out)], capture_output=True, text=True, check=False, timeout=900, env=environment
+    )
+    assert result.returncode == 0, result.stderr + result.stdout
+    figures = json.loads(out.read_text(encoding="utf-8"))
+    assert keys <= figures.keys()
+    table = script("results_table").render(tmp_path)
+    assert name in ("cuda_step", "cuda_train") or out.name in table
 
 
 def test_scripts_for_the_peers_python_need_nothing_of_ours() -> None:
@@ -84,20 +123,6 @@ def test_jobs_are_those_of_the_issue(name: str, batch: int, tokens: int) -> None
     if name.startswith("tiny"):
         assert (shape.vision_width, shape.vision_layers, shape.patch_size, shape.image_size) == (256, 6, 16, 112)
         assert (shape.text_width, shape.text_layers) == (256, 4)
-
-
-@pytest.mark.slow
-def test_same_work_runs_without_peers_and_says_so(tmp_path: Path) -> None:
-    out = tmp_path / "same_work.json"
-    command = [sys.executable, str(BENCHMARKS / "same_work.py"), "--quick", "--jobs", "76.7M", "--peers", ""]
-    result = subprocess.run([*command, "--json", str(out)], capture_output=True, text=True, check=False, timeout=600)
-    assert result.returncode == 0, result.stderr
-    assert "not measured: set PEERS=" in result.stdout
-    job = json.loads(out.read_text(encoding="utf-8"))["jobs"]["76.7M"]
-    assert job["seconds"].keys() == {"naive", "m1clip", "trimmed", "default"}
-    assert job["tokens"]["trimmed"] <= job["tokens"]["m1clip"] == 77
-    assert job["seconds"]["m1clip"]["n"] == 2
-    assert job["share"]["median"] > 0
 
 
 # --- speedrun
@@ -276,7 +301,7 @@ def test_all_results_stand_in_one_table(tmp_path: Path) -> None:
     written |= {"another": other, "odd": [], **neighbours(same["machine"])}
     for name, result in written.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
-    text = script("table").render(tmp_path)
+    text = script("results_table").render(tmp_path)
     lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}
     naive = lines["same work, 76.7M, batch 12, 77 tokens: naive baseline, fp32 / m1clip"]
     assert "**3.00 [3.00, 3.00]** times" in naive
@@ -300,9 +325,9 @@ def test_all_results_stand_in_one_table(tmp_path: Path) -> None:
 
 def test_a_smoke_run_is_not_taken_for_a_result(tmp_path: Path) -> None:
     (tmp_path / "scaling.json").write_text(json.dumps({**scaling_result(), "quick": True}), encoding="utf-8")
-    assert "smoke run" in script("table").render(tmp_path)
+    assert "smoke run" in script("results_table").render(tmp_path)
 
 
 def test_the_kept_results_make_a_table() -> None:
-    text = script("table").render(script("sides").RESULTS)
+    text = script("results_table").render(script("sides").RESULTS)
     assert "naive baseline / m1clip" in text

@@ -1,7 +1,8 @@
-"""The figures of scaling.py as small multiples, the limit of the matrix products drawn in."""
+"""Draw docs/results/scaling.json, the result of benchmarks/scaling.py, as docs/results/scaling.png."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,8 @@ def _words(figure: Any, result: dict[str, Any], counts: list[int]) -> None:
         f"{place['cpu']}, {result['precision']}, torch {place['torch']}, commit {place['commit']}.",
         fontsize=8.5, color=GREY, linespacing=1.5,
     )  # fmt: skip
+
+
+if __name__ == "__main__":
+    RESULTS = Path(__file__).parents[1] / "docs" / "results"
+    draw(json.loads((RESULTS / "scaling.json").read_text(encoding="utf-8")), RESULTS / "scaling.png")
