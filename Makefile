@@ -59,13 +59,11 @@ test-long: $(DEV)
 
 # PEERS: the Python of an environment with open_clip and transformers (benchmarks/README.md). DATA: a set of pictures.
 bench: $(READY)
-	@$(BIN)/python benchmarks/synthetic.py
 	@$(BIN)/python benchmarks/step.py --json docs/results/step.json
 	@$(BIN)/python benchmarks/same_work.py --peers "$(PEERS)" --data "$(DATA)" --json docs/results/same_work.json
 	@test -z "$(DATA)" || $(BIN)/python benchmarks/loader.py "$(DATA)" --peer-python "$(PEERS)" --json docs/results/loader.json
-	@for name in large_batch memory; do test ! -e benchmarks/$$name.py || \
-		$(BIN)/python benchmarks/$$name.py --json docs/results/$$name.json || exit 1; done
-	@$(BIN)/python benchmarks/table.py
+	@for name in large_batch memory; do $(BIN)/python benchmarks/$$name.py --json docs/results/$$name.json || exit 1; done
+	@$(BIN)/python tools/results_table.py
 
 MINUTES ?= 10
 speedrun: $(READY)
@@ -75,6 +73,7 @@ speedrun: $(READY)
 scaling: $(READY)
 	@$(PIP) -e '.[plot]'
 	@$(BIN)/python benchmarks/scaling.py
+	@$(BIN)/python tools/scaling_plot.py
 
 # PEERS: a Python that has open_clip, torchvision and transformers (benchmarks/README.md).
 parity: $(READY)

@@ -156,3 +156,22 @@ def test_the_average_may_come_back_in_another_order() -> None:
     restored.set_step(3)
     restored.update(twin)
     assert all(torch.equal(t, restored.weights[name]) for name, t in ema.weights.items())
+
+
+def test_a_learning_rate_on_the_device_stays_the_same_tensor() -> None:
+    """A CUDA graph reads the tensor that it was captured with."""
+    models = clip(), clip()
+    config = OptimConfig(lr=0.01, muon_lr=0.02)
+    plain, tensor = (Optimizer(model, config, fused=True) for model in models)
+    groups = [group for part in tensor.parts.values() for group in part.param_groups]
+    for group in groups:  # AdamW refuses capturable on a CPU
+        group["lr"] = torch.tensor(float(group["lr"]))
+    before = [group["lr"] for group in groups]
+    for step, factor in enumerate((0.3, 1.0)):
+        for model, optimizer in zip(models, (plain, tensor), strict=True):
+            give_gradients(model, step)
+            optimizer.set_rate(factor)
+            optimizer.step()
+    assert all(group["lr"] is old for group, old in zip(groups, before, strict=True))
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-3)
