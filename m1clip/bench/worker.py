@@ -110,7 +110,7 @@ class Measurements:
         """A device by itself: matrix product rates, memory bandwidth, the cost of one kernel launch."""
         import torch
 
-        from m1clip.hardware.measure import copy_bandwidth, gemm_rate, overheads
+        from m1clip.hardware.measure import copy_bandwidth, gemm_rate, launch_seconds
 
         device = Device(kind, self.facts)
         torch.set_num_threads(threads(0, self.facts))
@@ -120,7 +120,7 @@ class Measurements:
             "memory_bytes": device.total_bytes(),
             "gemm_flops": {name: gemm_rate(device, name, GEMM_SIZE[kind], rounds=5) for name in precisions},
             "bandwidth": copy_bandwidth(device, rounds=5),
-            "launch_seconds": overheads(device, rounds=9)["launch"]["median"],
+            "launch_seconds": launch_seconds(device),
         }
 
     def open(self, configuration: Configuration, seconds: float) -> dict[str, Any]:

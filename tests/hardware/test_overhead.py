@@ -1,14 +1,13 @@
-"""What a device costs before it computes, exercised on the CPU: the same code runs on an accelerator."""
+"""Measurements of a device, on the CPU: the same code runs on an accelerator."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from m1clip.hardware import measure as overhead
 from m1clip.hardware.device import Device, peak_of_status
 from m1clip.hardware.facts import read_facts
-from m1clip.hardware.measure import copies, copy_bandwidth, overheads, small_matmul
+from m1clip.hardware.measure import copy_bandwidth, launch_seconds
 from m1clip.hardware.timing import Load
 
 
@@ -17,33 +16,9 @@ def cpu() -> Device:
     return Device("cpu", read_facts())
 
 
-def test_each_cost_is_a_timing_of_one_operation(cpu: Device) -> None:
-    found = overheads(cpu, rounds=3)
-    assert set(found) == {"launch", "round_trip", "allocate", "synchronize"}
-    for value in found.values():
-        assert 0 < value["low"] <= value["median"] <= value["high"]
-    assert found["launch"]["n"] == 3
-
-
-def test_copies_go_each_way_by_size(cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overhead, "COPY_BYTES", (1024, 4096))
-    found = copies(cpu, rounds=2)
-    assert [item["bytes"] for item in found] == [1024, 4096]
-    assert all(item[way]["n"] == 2 for item in found for way in ("to_device", "to_host"))
-
-
-def test_the_small_product_waits_as_often_as_it_says(cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = []
-    monkeypatch.setattr(cpu, "synchronize", lambda: waits.append(1))
-    found = small_matmul(cpu, calls=10, rounds=3)
-    # Per warm-up or round: 10 waits inside one of the two loops; the clock adds one after each timed call.
-    assert len(waits) == (2 + 3) * 10 + 1 + 3 * 2
-    assert found["flops"] == 2 * 16 * 512 * 16
-    assert found["each"]["n"] == found["once"]["n"] == 3
-
-
-def test_bandwidth_counts_both_ways(cpu: Device) -> None:
+def test_bandwidth_and_launch_are_plausible(cpu: Device) -> None:
     assert copy_bandwidth(cpu, rounds=2, size=2**20) > 1e6
+    assert 0 < launch_seconds(cpu, rounds=2) < 0.1
 
 
 def test_a_peak_can_begin_again_where_the_system_lets_it(cpu: Device) -> None:
