@@ -68,12 +68,19 @@ def line(options: argparse.Namespace, model: str, batch: int, variant: str) -> d
     taken, captured, peak = timing(samples), update.cuda_graph, job.device.peak_bytes()
     update.reset_graph()
     return {
-        "model": model, "batch": batch, "variant": variant, "captions": job.training.several,
-        "seconds": dataclasses.asdict(taken), "host_seconds": timing(host).median,
-        "images_per_second": batch / taken.median, "first_60_steps_seconds": ready, "loss": float(loss),
-        "recordings": captured.recordings if captured else 0, "not_replayed": captured.off if captured else "",
+        "model": model,
+        "batch": batch,
+        "variant": variant,
+        "captions": job.training.several,
+        "seconds": dataclasses.asdict(taken),
+        "host_seconds": timing(host).median,
+        "images_per_second": batch / taken.median,
+        "first_60_steps_seconds": ready,
+        "loss": float(loss),
+        "recordings": captured.recordings if captured else 0,
+        "not_replayed": captured.off if captured else "",
         "peak_bytes": peak,
-    }  # fmt: skip
+    }
 
 
 def rows(lines: list[dict[str, Any]]) -> list[dict[str, str]]:
@@ -86,9 +93,14 @@ def rows(lines: list[dict[str, Any]]) -> list[dict[str, str]]:
             continue
         figure = f"**{before / t['median']:.1f}** times; {before * 1e3:.1f} ms against {t['median'] * 1e3:.2f} ms "
         figure += f"[{t['low'] * 1e3:.2f}, {t['high'] * 1e3:.2f}], {one['images_per_second']:,.0f} images/s"
-        found.append({"what": f"`m1clip train` on a GPU, {one['model']}, batch {one['batch']}: eager step / "
-                      f"{one['variant']}", "figure": figure, "n": f"{t['n']} x {BLOCK} steps",
-                      "command": "python benchmarks/cuda_train.py DATA"})  # fmt: skip
+        found.append(
+            {
+                "what": f"`m1clip train` on a GPU, {one['model']}, batch {one['batch']}: eager step / {one['variant']}",
+                "figure": figure,
+                "n": f"{t['n']} x {BLOCK} steps",
+                "command": "python benchmarks/cuda_train.py DATA",
+            }
+        )
     return found
 
 
@@ -111,11 +123,14 @@ def main() -> None:
         result["lines"].append(found)
         result["rows"] = rows(result["lines"])
         t = found["seconds"]
-        print(f"{model} batch {batch} {variant:20} {t['median'] * 1e3:7.2f} ms "
-              f"[{t['low'] * 1e3:.2f}, {t['high'] * 1e3:.2f}] n={t['n']} x {BLOCK} steps, "
-              f"host {found['host_seconds'] * 1e3:.2f} ms, "
-              f"{found['images_per_second']:,.0f} images/s x {found['captions']} captions, loss {found['loss']:.3f}"
-              f"{', not replayed: ' + found['not_replayed'] if found['not_replayed'] else ''}", flush=True)  # fmt: skip
+        print(
+            f"{model} batch {batch} {variant:20} {t['median'] * 1e3:7.2f} ms "
+            f"[{t['low'] * 1e3:.2f}, {t['high'] * 1e3:.2f}] n={t['n']} x {BLOCK} steps, "
+            f"host {found['host_seconds'] * 1e3:.2f} ms, "
+            f"{found['images_per_second']:,.0f} images/s x {found['captions']} captions, loss {found['loss']:.3f}"
+            f"{', not replayed: ' + found['not_replayed'] if found['not_replayed'] else ''}",
+            flush=True,
+        )
         if options.json:
             write(options.json, result)
     if not options.json:

@@ -1,4 +1,4 @@
-"""Training on kept features: image-caption samples a second through forward, backward and optimizer.
+"""Training on kept features: image-caption images per second through forward, backward and optimizer.
 
     python benchmarks/features.py [--batch-size 1024] [--rounds 5] [--json FILE]
 
@@ -69,7 +69,7 @@ def feature_set(folder: Path, count: int, batch: int, image_width: int, text_wid
 
 
 def measure(images: int, batch: int, rounds: int, precision: Precision) -> dict[str, object]:
-    """Pairs a second of each round, after one to warm up."""
+    """Images per second of each round, after one to warm up."""
     facts = read_facts()
     device = Device("cpu", facts)
     torch.manual_seed(0)
@@ -87,10 +87,18 @@ def measure(images: int, batch: int, rounds: int, precision: Precision) -> dict[
             speeds.append(steps * batch * CAPTIONS / (time.perf_counter() - begin))
     timed = speeds[1:]
     return {
-        "batch": batch, "captions_each": CAPTIONS, "precision": precision, "threads": torch.get_num_threads(),
-        "cpu": facts.cpu, "torch": torch.__version__, "n": len(timed), "images_per_second": [round(s) for s in timed],
-        "median": round(statistics.median(timed)), "slowest": round(min(timed)), "fastest": round(max(timed)),
-    }  # fmt: skip
+        "batch": batch,
+        "captions_each": CAPTIONS,
+        "precision": precision,
+        "threads": torch.get_num_threads(),
+        "cpu": facts.cpu,
+        "torch": torch.__version__,
+        "n": len(timed),
+        "images_per_second": [round(s) for s in timed],
+        "median": round(statistics.median(timed)),
+        "slowest": round(min(timed)),
+        "fastest": round(max(timed)),
+    }
 
 
 def main() -> None:
@@ -107,7 +115,7 @@ def main() -> None:
     ]
     for row in rows:
         print(
-            f"{row['precision']}  {row['batch']:>5} images x {CAPTIONS} captions: {row['median']:>7,} samples/s "
+            f"{row['precision']}  {row['batch']:>5} images x {CAPTIONS} captions: {row['median']:>7,} images/s "
             f"({row['slowest']:,} to {row['fastest']:,}, n={row['n']} epochs, {row['threads']} threads)"
         )
     if asked.json:
@@ -119,9 +127,11 @@ def table_row(row: dict[str, Any]) -> dict[str, str]:
     """The line that benchmarks/table.py prints."""
     return {
         "what": f"a step on cached features, {row['batch']} images, {CAPTIONS} captions each, {row['precision']}",
-        "figure": f"{row['median']:,} samples/s ({row['slowest']:,} to {row['fastest']:,})", "n": f"{row['n']} epochs",
-        "goal": "50,000", "command": "python benchmarks/features.py",
-    }  # fmt: skip
+        "figure": f"{row['median']:,} images/s ({row['slowest']:,} to {row['fastest']:,})",
+        "n": f"{row['n']} epochs",
+        "goal": "50,000",
+        "command": "python benchmarks/features.py",
+    }
 
 
 if __name__ == "__main__":

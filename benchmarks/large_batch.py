@@ -29,9 +29,9 @@ from m1clip.hardware.timing import timing
 PEER = Path(__file__).parent / "peers" / "open_clip_accum.py"
 GOAL_RATIO, GOAL_DIFFERENCE = 1.4, 1e-5
 SIDES = {
-    "plain": "m1clip, the whole batch at once",
+    "plain": "m1clip, the complete batch at once",
     "chunked": "m1clip --micro-batch",
-    "peer_plain": "open_clip, the whole batch at once",
+    "peer_plain": "open_clip, the complete batch at once",
     "peer_accum": "open_clip --accum-freq",
 }
 
@@ -43,7 +43,7 @@ def job_config(model: str, batch: int, chunk: int, objective: str = "multi", pre
         data=DataConfig(train_count=2 * batch, val_count=4, test_count=4, captions_per_step=1),
         train=TrainConfig(batch_size=batch, micro_batch=chunk, steps=100, device="cpu", loss=objective,
                           precision=precision),
-    )  # fmt: skip
+    )
 
 
 def make(config: Config) -> tuple[Any, Any]:
@@ -77,18 +77,29 @@ def answers_of(config: Config) -> dict[str, Callable[[], Any]]:
     return {
         "step": step,
         "peak": peak_bytes,
-        "facts": lambda: {"precision": job.precision, "threads": torch.get_num_threads(),
-                          "text_tokens": int(job.training[0].tokens.shape[1]), "shape": job.shape.to_dict()},
-    }  # fmt: skip
+        "facts": lambda: {
+            "precision": job.precision,
+            "threads": torch.get_num_threads(),
+            "text_tokens": int(job.training[0].tokens.shape[1]),
+            "shape": job.shape.to_dict(),
+        },
+    }
 
 
 def in_reverse(batch: Any) -> Any:
     """The same images in the opposite order: the same gradient, but for the order in which it is added up."""
     last = len(batch) - 1
-    turned = {name: getattr(batch, name).flip(0) for name in ("images", "sample_ids", "kept_patches")
-              if getattr(batch, name) is not None}  # fmt: skip
-    return dataclasses.replace(batch, views=batch.views.rows(np.arange(last, -1, -1)), image_index=last - batch.image_index,  # noqa: E501
-                               **turned)  # fmt: skip
+    turned = {
+        name: getattr(batch, name).flip(0)
+        for name in ("images", "sample_ids", "kept_patches")
+        if getattr(batch, name) is not None
+    }
+    return dataclasses.replace(
+        batch,
+        views=batch.views.rows(np.arange(last, -1, -1)),
+        image_index=last - batch.image_index,
+        **turned,
+    )
 
 
 def gradient_table(model: str, batch: int, chunk: int) -> list[dict[str, Any]]:
@@ -112,9 +123,17 @@ def gradient_table(model: str, batch: int, chunk: int) -> list[dict[str, Any]]:
 
         difference = {name: apart(name, parts) for name, g in whole.items() if g.norm() > 0}
         worst = max(difference, key=lambda name: difference[name])
-        rows.append({"objective": objective, "parameters": len(difference), "worst": worst,
-                     "worst_difference": difference[worst], "worst_in_reverse": apart(worst, other),
-                     "temperature": difference["logit_scale"], "bias": difference.get("logit_bias")})  # fmt: skip
+        rows.append(
+            {
+                "objective": objective,
+                "parameters": len(difference),
+                "worst": worst,
+                "worst_difference": difference[worst],
+                "worst_in_reverse": apart(worst, other),
+                "temperature": difference["logit_scale"],
+                "bias": difference.get("logit_bias"),
+            }
+        )
     return rows
 
 
@@ -133,7 +152,7 @@ def alternate(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, l
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
     result: dict[str, Any] = {"machine": machine(), "model": options.model, "batch": options.batch_size,
-                              "chunk": options.micro_batch, "quick": options.quick}  # fmt: skip
+                              "chunk": options.micro_batch, "quick": options.quick}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         commands = {}
@@ -182,8 +201,10 @@ def ask_peer(options: argparse.Namespace, result: dict[str, Any], folder: Path) 
 def show(result: dict[str, Any]) -> None:
     """The tables."""
     place, n = result["machine"], result["ratio"]["n"]
-    print(f"{place['cpu']}, {place['cores']} cores ({result['threads']} threads), torch {place['torch']}, "
-          f"commit {place['commit']}, {result['precision']}")  # fmt: skip
+    print(
+        f"{place['cpu']}, {place['cores']} cores ({result['threads']} threads), torch {place['torch']}, "
+        f"commit {place['commit']}, {result['precision']}"
+    )
     print(f"{result['model']}, batch {result['batch']}, chunk {result['chunk']}; median [quartiles], n={n}")
     peer = result["peer"]
     for side, words in SIDES.items():
@@ -197,18 +218,24 @@ def show(result: dict[str, Any]) -> None:
     print("gradient of chunks against one pass, fp32, relative (goal 1e-05)")
     for row in result["gradients"]:
         bias = "" if row["bias"] is None else f", bias {row['bias']:.1e}"
-        print(f"  {row['objective']:8} worst of {row['parameters']} parameters {row['worst_difference']:.1e} "
-              f"({row['worst']}; one pass, images in reverse: {row['worst_in_reverse']:.1e}), "
-              f"temperature {row['temperature']:.1e}{bias}")  # fmt: skip
+        print(
+            f"  {row['objective']:8} worst of {row['parameters']} parameters {row['worst_difference']:.1e} "
+            f"({row['worst']}; one pass, images in reverse: {row['worst_in_reverse']:.1e}), "
+            f"temperature {row['temperature']:.1e}{bias}"
+        )
     if peer is None:
         print(f"open_clip: {NO_PEERS}")
         return
     found = peer["gradients"]
     print(f"open_clip {peer['versions']['open_clip']}, --accum-freq {peer['accum']}, against its own single pass, fp32")
-    print(f"  gradient of the temperature {found['temperature_ratio']:.2f} times the right one; "
-          f"worst other parameter {found['worst_tower_parameter']:.1e}")  # fmt: skip
-    print(f"  each image encoded {found['encodings_of_a_image']:.0f} times (m1clip: 2), the loss over all "
-          f"features and its gradient taken {found['losses_over_all_features']} times (m1clip: 1)")  # fmt: skip
+    print(
+        f"  gradient of the temperature {found['temperature_ratio']:.2f} times the right one; "
+        f"worst other parameter {found['worst_tower_parameter']:.1e}"
+    )
+    print(
+        f"  each image encoded {found['encodings_of_a_image']:.0f} times (m1clip: 2), the loss over all "
+        f"features and its gradient taken {found['losses_over_all_features']} times (m1clip: 1)"
+    )
 
 
 def main() -> None:
@@ -220,7 +247,7 @@ def main() -> None:
     parser.add_argument("--gradient-batch", type=int, default=64, help="samples of the gradient table (model tiny)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds to measure, after one that warms up")
     parser.add_argument("--peers", default=os.environ.get("PEERS"), help="a Python with open_clip")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds: does it run")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds: a smoke test")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

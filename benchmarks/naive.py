@@ -197,8 +197,11 @@ def train(job: Job, epochs: int) -> list[dict[str, float]]:
         loss, hit = (sum(values) / len(steps) for values in zip(*steps, strict=True))
         val = trainer.accuracy(job.splits["val"])
         records.append({"epoch": epoch, "loss": loss, "train_accuracy": hit, "val_accuracy": val.value})
-        print(f"epoch {epoch:3d}  loss {loss:.3f}  in-batch accuracy: train {hit:.3f}, val {val.value:.3f} "
-              f"[{val.interval.low:.3f}, {val.interval.high:.3f}], {val.n} images", flush=True)  # fmt: skip
+        print(
+            f"epoch {epoch:3d}  loss {loss:.3f}  in-batch accuracy: train {hit:.3f}, val {val.value:.3f} "
+            f"[{val.interval.low:.3f}, {val.interval.high:.3f}], {val.n} images",
+            flush=True,
+        )
     return records
 
 

@@ -45,8 +45,12 @@ SIDES = {
     "default": "m1clip as it trains by default",
 }
 OWN = ("m1clip", "trimmed", "default")
-GOALS = {("76.7M", "open_clip"): 1.35, ("76.7M", "naive"): 2.9, ("tiny-32", "open_clip"): 2.0,
-         ("tiny-50", "open_clip"): 2.0}  # fmt: skip
+GOALS = {
+    ("76.7M", "open_clip"): 1.35,
+    ("76.7M", "naive"): 2.9,
+    ("tiny-32", "open_clip"): 2.0,
+    ("tiny-50", "open_clip"): 2.0,
+}
 
 
 def job_config(name: str, data: str | None, quick: bool) -> Config:
@@ -56,7 +60,7 @@ def job_config(name: str, data: str | None, quick: bool) -> Config:
     else:
         source = DataConfig(source=(data,), cache="ram") if data else DataConfig(train_count=1024)
         source = dataclasses.replace(source, val_count=16, test_count=16)
-        # The tower of issue 4, which the peers can build: patches instead of our stem, six blocks and four.
+        # A tower that the peers can build: patches instead of our stem, six blocks and four.
         context = int(name.removeprefix("tiny-"))
         model = ModelConfig(name="tiny", vision_layers=6, text_layers=4, context_length=context, stem="patch")
         config = Config(model=model, data=source, train=TrainConfig(batch_size=128, steps=1000))
@@ -127,8 +131,12 @@ def own_answers(config: Config) -> dict[str, Callable[[], Any]]:
             found = timed(work)
             groups = [made[0].texts(rows) for rows in made[0].text_rows()]
             tokens = sum(group.numel() for group in groups) / sum(len(group) for group in groups)
-            return {**found, "flops": step_flops(job.shape, made[0]), "text_tokens": tokens,
-                    "samples": len(made[0].tokens)}  # fmt: skip
+            return {
+                **found,
+                "flops": step_flops(job.shape, made[0]),
+                "text_tokens": tokens,
+                "samples": len(made[0].tokens),
+            }
 
         return job, step
 
@@ -201,8 +209,10 @@ def alternate(asks: dict[str, Callable[[], Any]], own: Side, rounds: int) -> dic
     for turn in range(-2, rounds):  # the first two warm up
         found = {name: asks[name]() for name in (names if turn % 2 else names[::-1])}
         rate = own.ask("gemm")
-        print(f"  round {turn + 1}: " + ", ".join(f"{name} {found[name]['seconds']:.2f} s" for name in names),
-              file=sys.stderr)  # fmt: skip
+        print(
+            f"  round {turn + 1}: " + ", ".join(f"{name} {found[name]['seconds']:.2f} s" for name in names),
+            file=sys.stderr,
+        )
         if turn >= 0:
             taken.append(found)
             rates.append(rate)
@@ -222,19 +232,21 @@ def summary(taken: list[dict[str, dict[str, float]]], rates: list[float]) -> dic
         "seconds": {name: figures([f[name]["seconds"] for f in taken]) for name in names},
         "ratio": {n: figures([f[n]["seconds"] / f["m1clip"]["seconds"] for f in taken]) for n in names},
         "ratio_cpu": {n: figures([f[n]["cpu_seconds"] / f["m1clip"]["cpu_seconds"] for f in taken]) for n in names},
-        "share": figures([s["flops"] / s["seconds"] / rate for s, rate in zip(own, rates, strict=True)]),
+        "gemm_fraction": figures([s["flops"] / s["seconds"] / rate for s, rate in zip(own, rates, strict=True)]),
         "limit_seconds": figures([s["flops"] / rate for s, rate in zip(own, rates, strict=True)]),
         "tokens": {n: sum(f[n]["text_tokens"] for f in taken) / len(taken) for n in names if n in OWN},
         "samples": {n: sum(f[n]["samples"] for f in taken) / len(taken) for n in names if n in OWN},
         "rounds": taken,
-    }  # fmt: skip
+    }
 
 
 def show(name: str, found: dict[str, Any]) -> None:
     """The table of one job."""
     count = found["seconds"]["m1clip"]["n"]
-    print(f"\n{name}: {found['parameters']:,} parameters, batch {found['batch']}, {found['text_tokens']} text tokens, "
-          f"{found['threads']} threads; median [quartiles], n={count} rounds in turn")  # fmt: skip
+    print(
+        f"\n{name}: {found['parameters']:,} parameters, batch {found['batch']}, {found['text_tokens']} text tokens, "
+        f"{found['threads']} threads; median [quartiles], n={count} rounds in turn"
+    )
     for side, words in SIDES.items():
         if side not in found["seconds"]:
             print(f"  {words:32} {NO_PEERS}")
@@ -242,11 +254,15 @@ def show(name: str, found: dict[str, Any]) -> None:
         how = f" ({found['chosen'][side].partition(' ')[2]})" if side in found.get("chosen", {}) else ""
         how = f" ({found['samples'][side]:.0f} samples of {found['tokens'][side]:.0f} tokens)" if side in OWN else how
         goal = f" (goal {GOALS[name, side]})" if (name, side) in GOALS else ""
-        print(f"  {words:32} {spread(found['seconds'][side], '.3f', ' s')}{how}; "
-              f"{spread(found['ratio'][side])} times m1clip{goal}")  # fmt: skip
+        print(
+            f"  {words:32} {spread(found['seconds'][side], '.3f', ' s')}{how}; "
+            f"{spread(found['ratio'][side])} times m1clip{goal}"
+        )
     rate = found["gemm_rate"]["median"] / 1e9
-    print(f"  {'limit of the matrix products':32} {spread(found['limit_seconds'], '.3f', ' s')} at "
-          f"{rate:.0f} GFLOP/s; m1clip reaches {spread(found['share'], '.0%')}")  # fmt: skip
+    print(
+        f"  {'limit of the matrix products':32} {spread(found['limit_seconds'], '.3f', ' s')} at "
+        f"{rate:.0f} GFLOP/s; m1clip reaches {spread(found['gemm_fraction'], '.0%')}"
+    )
 
 
 def main() -> None:
@@ -257,7 +273,7 @@ def main() -> None:
     parser.add_argument("--peers", default=os.environ.get("PEERS"), help="a Python with open_clip and transformers")
     parser.add_argument("--data", help="captions and images for tiny; else synthetic ones")
     parser.add_argument("--try-compile", action="store_true", help="probe the peers with torch.compile too")
-    parser.add_argument("--quick", action="store_true", help="small towers, two rounds: does it run")
+    parser.add_argument("--quick", action="store_true", help="small towers, two rounds: a smoke test")
     parser.add_argument("--json", type=Path, help=f"write the figures there, as {RESULTS.name}/same_work.json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""How the cost grows: samples a second of the real training step against batch, resolution, tokens, model and threads.
+"""How the cost grows: images per second of the real training step against batch, resolution, tokens, model and threads.
 
     python benchmarks/scaling.py                 # about 10 minutes; docs/results/scaling.json
     python benchmarks/scaling.py --quick         # a few small points: a smoke test
@@ -162,7 +162,7 @@ class Bench:
         return TrainStep(model, config, self.device, self.precision, preprocess, autocast(self.device, self.precision))
 
     def measure(self, point: Point, chunk: int) -> dict[str, Any]:
-        """Pairs a second: median and quartiles of several updates after one or two that warm up."""
+        """Images per second: median and quartiles of several updates after one or two that warm up."""
         torch.set_num_threads(point.threads)
         torch.manual_seed(0)
         update, batch = self.update(point, chunk), random_batch(point, np.random.default_rng(0))
@@ -197,17 +197,28 @@ def run(grid: dict[str, tuple[Any, ...]], threads: tuple[int, ...], budget: floa
             found = bench.measure(point, chunk)
             measured.append({**place, "chunk": chunk, "flops_per_pair": point.flops, **found})
             speed = found["images_per_second"]["median"]
-            print(f"{point.panel:>10} {point.x:>9}  {point.threads} threads  {speed:9.1f} samples/s"
-                  f"{'  in chunks' if chunk else ''}", flush=True)  # fmt: skip
+            print(
+                f"{point.panel:>10} {point.x:>9}  {point.threads} threads  {speed:9.1f} images/s"
+                f"{'  in chunks' if chunk else ''}",
+                flush=True,
+            )
             gc.collect()
             return_freed_memory()
             continue
         skipped.append({**place, "reason": reason})
         print(f"{point.panel:>10} {point.x:>9}  {point.threads} threads  not measured ({reason})", flush=True)
     rates = {str(count): dataclasses.asdict(timing(values)) for count, values in bench.rates.items()}
-    return {"machine": machine(), "precision": bench.precision, "gemm_rate": rates, "points": measured,
-            "skipped": skipped, "quick": quick, "vocabulary": VOCABULARY, "batch": BATCH,
-            "model_batch": MODEL_BATCH}  # fmt: skip
+    return {
+        "machine": machine(),
+        "precision": bench.precision,
+        "gemm_rate": rates,
+        "points": measured,
+        "skipped": skipped,
+        "quick": quick,
+        "vocabulary": VOCABULARY,
+        "batch": BATCH,
+        "model_batch": MODEL_BATCH,
+    }
 
 
 def main() -> None:
@@ -215,7 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0, help="points that would not fit are left out")
     parser.add_argument("--threads", help="numbers with commas between; default: one, and one for each core")
-    parser.add_argument("--quick", action="store_true", help="few small points: does it run")
+    parser.add_argument("--quick", action="store_true", help="few small points: a smoke test")
     parser.add_argument("--out", type=Path, default=RESULTS / "scaling.json", help="write the figures there")
     options = parser.parse_args()
     cores = read_facts().cores

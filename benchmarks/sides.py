@@ -92,9 +92,16 @@ def machine() -> dict[str, Any]:
     git = subprocess.run(command, capture_output=True, text=True, check=False)
     facts = read_facts()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None  # before any side starts: what else ran
-    return {"cpu": facts.cpu, "cores": facts.cores, "system": facts.system, "torch": facts.torch,
-            "cuda": facts.cuda, "python": facts.python, "commit": git.stdout.strip() or "unknown",
-            "load_before": load}  # fmt: skip
+    return {
+        "cpu": facts.cpu,
+        "cores": facts.cores,
+        "system": facts.system,
+        "torch": facts.torch,
+        "cuda": facts.cuda,
+        "python": facts.python,
+        "commit": git.stdout.strip() or "unknown",
+        "load_before": load,
+    }
 
 
 def step_flops(shape: CLIPConfig, batch: Batch) -> float:

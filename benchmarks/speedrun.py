@@ -33,8 +33,16 @@ def mean_spread(values: list[float], form: str = ".1f") -> str:
 
 def rows(runs: list[dict[str, Any]], target: float | None, limit: float) -> list[list[str]]:
     """The table: a recipe a row, means over seeds."""
-    head = ["recipe", "seeds", "samples/s", "samples seen", "text to image R@1 / 5 / 10", "image to text R@1 / 5 / 10",
-            "mean R@10", "minutes"]  # fmt: skip
+    head = [
+        "recipe",
+        "seeds",
+        "images/s",
+        "images seen",
+        "text to image R@1 / 5 / 10",
+        "image to text R@1 / 5 / 10",
+        "mean R@10",
+        "minutes",
+    ]
     head += [f"seconds to val R@10 {100 * target:.1f}"] if target is not None else []
     table = [head]
     for name in dict.fromkeys(run["recipe"] for run in runs):
@@ -60,7 +68,7 @@ def rows(runs: list[dict[str, Any]], target: float | None, limit: float) -> list
 def seen(runs: list[dict[str, Any]]) -> str:
     """Images shown in training, and how many captions stood with each where that is more than one."""
     several = runs[0].get("captions_per_step", 1)
-    return mean_spread([run["pairs_seen"] for run in runs], ",.0f") + (f" x {several} captions" if several > 1 else "")
+    return mean_spread([run["images_seen"] for run in runs], ",.0f") + (f" x {several} captions" if several > 1 else "")
 
 
 def until(runs: list[dict[str, Any]], target: float) -> str:
@@ -115,8 +123,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peer-seeds", type=int, help="of open_clip; default: as many as --seeds")
     parser.add_argument("--peer-batch", type=int, default=256)
     parser.add_argument("--peer-precision", default="amp_bf16", help="as open_clip names it")
-    parser.add_argument("--until-recall", type=float, metavar="PERCENT", help="also: seconds until validation has this "
-                        "mean recall@10; default: what open_clip reached on validation")  # fmt: skip
+    parser.add_argument(
+        "--until-recall",
+        type=float,
+        metavar="PERCENT",
+        help="also: seconds until validation has this mean recall@10; default: what open_clip reached on validation",
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "mps"))
     parser.add_argument("--quick", action="store_true", help="four steps instead of --minutes: a smoke test")
     parser.add_argument("--keep", type=Path, help="keep run folders there (must be new); else they are removed")
@@ -140,8 +152,14 @@ def main() -> None:
 
 def run_all(options: argparse.Namespace, recipes: dict[str, tuple[str, ...]], plan: Plan) -> None:
     """Seeds in the outer loop, so that a slow hour of the machine falls on all recipes alike."""
-    result: dict[str, Any] = {"machine": machine(), "data": Path(options.data).name, "minutes": options.minutes,
-                              "seeds": options.seeds, "peer": None, "runs": []}  # fmt: skip
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "data": Path(options.data).name,
+        "minutes": options.minutes,
+        "seeds": options.seeds,
+        "peer": None,
+        "runs": [],
+    }
     target = options.until_recall / 100 if options.until_recall is not None else None
     peer, probed = None, (0.0, 0.0)
     if options.peers:
@@ -149,7 +167,7 @@ def run_all(options: argparse.Namespace, recipes: dict[str, tuple[str, ...]], pl
 
         peer = OpenClip(options.peers, plan, options.peer_batch, options.peer_precision)
         probed = peer.probe()
-        print(f"open_clip: {probed[1]:.0f} samples/s and {probed[0]:.0f} s around training in a probe", flush=True)
+        print(f"open_clip: {probed[1]:.0f} images/s and {probed[0]:.0f} s around training in a probe", flush=True)
     setups = {name: setup_seconds(plan, name, flags) for name, flags in recipes.items()}
     print("set-up: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in setups.items()), flush=True)
     for seed in range(options.first_seed, options.first_seed + options.seeds):
@@ -165,8 +183,10 @@ def run_all(options: argparse.Namespace, recipes: dict[str, tuple[str, ...]], pl
     result["until_recall"] = target
     table = rows(result["runs"], target, plan.seconds)
     place = result["machine"]
-    print(f"\n{place['cpu']}, {place['cores']} cores, torch {place['torch']}, commit {place['commit']}; "
-          f"{result['data']}, {options.minutes:g} minutes, test split, mean ± deviation over seeds")  # fmt: skip
+    print(
+        f"\n{place['cpu']}, {place['cores']} cores, torch {place['torch']}, commit {place['commit']}; "
+        f"{result['data']}, {options.minutes:g} minutes, test split, mean ± deviation over seeds"
+    )
     print(markdown(table))
     print(f"peer: {result['peer'] or NO_PEERS}")
     if options.out:
@@ -176,8 +196,11 @@ def run_all(options: argparse.Namespace, recipes: dict[str, tuple[str, ...]], pl
 def note(result: dict[str, Any], run: dict[str, Any], out: Path | None) -> None:
     """Keep a run, and say what it gave on validation; the test is shown at the end."""
     result["runs"].append(run)
-    print(f"{run['recipe']} seed {run['seed']}: {run['pairs_seen']:,} samples at {run['images_per_second']:.0f}/s, "
-          f"val R@10 {100 * recall_at_10(run['val']):.1f}, {run['seconds']:.0f} s", flush=True)  # fmt: skip
+    print(
+        f"{run['recipe']} seed {run['seed']}: {run['images_seen']:,} samples at {run['images_per_second']:.0f}/s, "
+        f"val R@10 {100 * recall_at_10(run['val']):.1f}, {run['seconds']:.0f} s",
+        flush=True,
+    )
     if out:
         write(out, result)
 

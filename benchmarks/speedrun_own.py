@@ -85,7 +85,7 @@ def summary(records: list[dict[str, Any]], begin: float) -> dict[str, Any]:
         "seconds": trained[-1]["time"] - begin,
         "setup_seconds": starts[0]["time"] - begin,  # the calibration is in it
         "steps": steps[-1]["step"],
-        "pairs_seen": round(steps[-1]["step"] * batch),
+        "images_seen": round(steps[-1]["step"] * batch),
         "images_per_second": statistics.median(record["images_per_second"] for record in steps),
         "val": recalls(best),
         "curve": [{"seconds": r["time"] - begin, "recall_at_10": recall_at_10(r)} for r in evals],

@@ -29,8 +29,26 @@ SHAPE = {
     "text_cfg": {"context_length": 32, "vocab_size": 49408, "width": 256, "heads": 4, "layers": 4},
 }
 # lr, batch and precision as in the issue; warm-up a tenth; one worker keeps the loader ahead of the step on two cores.
-SETTINGS = ("--lr", "1e-3", "--wd", "0.1", "--beta1", "0.9", "--beta2", "0.98", "--eps", "1e-6", "--grad-clip-norm",
-            "1.0", "--workers", "1", "--save-frequency", "0", "--log-every-n-steps", "5")  # fmt: skip
+SETTINGS = (
+    "--lr",
+    "1e-3",
+    "--wd",
+    "0.1",
+    "--beta1",
+    "0.9",
+    "--beta2",
+    "0.98",
+    "--eps",
+    "1e-6",
+    "--grad-clip-norm",
+    "1.0",
+    "--workers",
+    "1",
+    "--save-frequency",
+    "0",
+    "--log-every-n-steps",
+    "5",
+)
 PROBE_BATCHES = 8
 MARGIN = 0.01  # of the time: rows are counted out beforehand, by the rate of the probe
 LINE = re.compile(r"Train Epoch: \d+ \[\s*(\d+)/.*?([\d.]+)/s, ")
@@ -48,7 +66,7 @@ class OpenClip:
         self.version = "unknown"
 
     def probe(self) -> tuple[float, float]:
-        """(seconds before the first step and after the last, samples a second): measured outside any clock."""
+        """(seconds before the first step and after the last, images per second): measured outside any clock."""
         seconds, rates = self._train("probe", 0, PROBE_BATCHES)
         rate = statistics.median(rates)
         return max(seconds - PROBE_BATCHES * self.batch / rate, 0.0), rate
@@ -60,20 +78,59 @@ class OpenClip:
             raise SystemExit(f"open_clip: set-up takes {around:.0f} s; no two batches fit, give more --minutes")
         seconds, rates = self._train(f"seed{seed}", seed, batches)
         found: dict[str, Any] = {split: self._score(f"seed{seed}", split) for split in ("val", "test")}
-        return {"recipe": "open_clip", "seed": seed, "seconds": seconds, "setup_seconds": around, "steps": batches,
-                "pairs_seen": batches * self.batch, "images_per_second": statistics.median(rates), "curve": [],
-                "captions_per_step": 1, "stopped": False, "flags": [*SETTINGS, "--precision", self.precision],
-                **found}  # fmt: skip
+        return {
+            "recipe": "open_clip",
+            "seed": seed,
+            "seconds": seconds,
+            "setup_seconds": around,
+            "steps": batches,
+            "images_seen": batches * self.batch,
+            "images_per_second": statistics.median(rates),
+            "curve": [],
+            "captions_per_step": 1,
+            "stopped": False,
+            "flags": [*SETTINGS, "--precision", self.precision],
+            **found,
+        }
 
     def _train(self, name: str, seed: int, batches: int) -> tuple[float, list[float]]:
-        """Seconds of the whole process, and the samples a second that it logged."""
+        """Seconds of the whole process, and the images per second that it logged."""
         table = self.folder / f"{name}.tsv"
         write_rows(self.source, table, batches * self.batch, seed)
-        words = [self.python, str(PEERS / "open_clip_cli.py"), str(self.folder / "configs"), "--model", MODEL,
-                 "--train-data", str(table), "--dataset-type", "csv", "--csv-separator", "\t", "--csv-img-key",
-                 "filepath", "--csv-caption-key", "title", "--epochs", "1", "--batch-size", str(self.batch),
-                 "--warmup", str(max(1, batches // 10)), "--precision", self.precision, "--device", self.plan.device,
-                 "--seed", str(seed), "--logs", str(self.folder), "--name", name, *SETTINGS]  # fmt: skip
+        words = [
+            self.python,
+            str(PEERS / "open_clip_cli.py"),
+            str(self.folder / "configs"),
+            "--model",
+            MODEL,
+            "--train-data",
+            str(table),
+            "--dataset-type",
+            "csv",
+            "--csv-separator",
+            "\t",
+            "--csv-img-key",
+            "filepath",
+            "--csv-caption-key",
+            "title",
+            "--epochs",
+            "1",
+            "--batch-size",
+            str(self.batch),
+            "--warmup",
+            str(max(1, batches // 10)),
+            "--precision",
+            self.precision,
+            "--device",
+            self.plan.device,
+            "--seed",
+            str(seed),
+            "--logs",
+            str(self.folder),
+            "--name",
+            name,
+            *SETTINGS,
+        ]
         begin = time.time()
         result = subprocess.run(words, capture_output=True, text=True, check=False)
         seconds = time.time() - begin
@@ -89,8 +146,15 @@ class OpenClip:
         rows = [{"image": str(Path(str(p.image)).resolve()), "captions": list(p.captions)} for p in samples]
         (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         checkpoint = self.folder / name / "checkpoints" / "epoch_1.pt"
-        words = [self.python, str(PEERS / "open_clip_features.py"), str(self.folder / "configs"), MODEL,
-                 str(checkpoint), str(out / "rows.jsonl"), str(out)]  # fmt: skip
+        words = [
+            self.python,
+            str(PEERS / "open_clip_features.py"),
+            str(self.folder / "configs"),
+            MODEL,
+            str(checkpoint),
+            str(out / "rows.jsonl"),
+            str(out),
+        ]
         result = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
         self.version = result.stdout.split()[-1]
         image, text = (torch.from_numpy(np.load(out / f"{kind}.npy")) for kind in ("image", "text"))

@@ -111,7 +111,7 @@ def measure(config: Path, steps: int) -> dict[str, Any]:
     lists |= {"ratio": ratio("m1clip", "seconds"), "ratio_full": ratio("full", "seconds")}
     lists |= {"ratio_cpu": ratio("m1clip", "cpu_seconds"), "gemm_rate": rates}
     own = [found["m1clip"] for found in rounds]
-    lists["share"] = [step["flops"] / step["seconds"] / rate for step, rate in zip(own, rates, strict=True)]
+    lists["gemm_fraction"] = [step["flops"] / step["seconds"] / rate for step, rate in zip(own, rates, strict=True)]
     summary = {name: dataclasses.asdict(timing(values)) for name, values in lists.items()}
     tokens = sum(step["text_tokens"] for step in own) / len(own)
     return {"parameters": counts.pop(), **choices, **summary, "text_tokens": tokens, "rounds": rounds}
@@ -124,21 +124,27 @@ def show(result: dict[str, Any]) -> None:
         return spread(result[name], form, unit)
 
     place = result["machine"]
-    print(f"{place['cpu']}, {place['cores']} cores ({result['threads']} threads), torch {place['torch']}, "
-          f"commit {place['commit']}, load before {place['load_before']:.1f}")  # fmt: skip
+    print(
+        f"{place['cpu']}, {place['cores']} cores ({result['threads']} threads), torch {place['torch']}, "
+        f"commit {place['commit']}, load before {place['load_before']:.1f}"
+    )
     count, n = result["parameters"], result["naive"]["n"]
     print(f"{count:,} parameters, batch {result['batch']}, median [quartiles], n={n}")
     for name, words in LINES.items():
-        print(f"  {words:32} {figure(name, unit=' s')} a step")
+        print(f"  {words:32} {figure(name, unit=' s')} per step")
     print(f"  naive / m1clip                   {figure('ratio')} of paired steps (goal {GOAL_RATIO})")
     print(f"  naive / m1clip without trimming  {figure('ratio_full')} of paired steps")
     print(f"  the same in processor seconds    {figure('ratio_cpu')} (other programs do not count here)")
-    print(f"  share of the GEMM rate           {figure('share', '.0%')} "
-          f"of {result['gemm_rate']['median'] / 1e9:.0f} GFLOP/s in {result['precision']}")  # fmt: skip
+    print(
+        f"  fraction of the GEMM rate         {figure('gemm_fraction', '.0%')} "
+        f"of {result['gemm_rate']['median'] / 1e9:.0f} GFLOP/s in {result['precision']}"
+    )
     peak = result["peak_bytes"] / 1e9
     print(f"  peak RSS of m1clip train         {peak:.2f} GB (goal {GOAL_BYTES / 1e9:.1f})")
-    print(f"m1clip: {result['precision']}, attention {result['attention_image']} (image) "
-          f"{result['attention_text']} (text), {result['text_tokens']:.0f} text tokens on average")  # fmt: skip
+    print(
+        f"m1clip: {result['precision']}, attention {result['attention_image']} (image) "
+        f"{result['attention_text']} (text), {result['text_tokens']:.0f} text tokens on average"
+    )
 
 
 def prior_art(quick: bool) -> Config:
@@ -158,7 +164,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=15, help="rounds to measure, after two that warm up")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds: does it run")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds: a smoke test")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)

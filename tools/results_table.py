@@ -41,14 +41,28 @@ def step_rows(result: dict[str, Any]) -> Iterator[Row]:
     command = "python benchmarks/step.py"
     n = str(result["ratio"]["n"])
     what = f"prior art's job ({result['parameters'] / 1e6:.1f}M, batch {result['batch']})"
-    yield Row(f"{what}: naive baseline / m1clip", f"**{spread(result['ratio'])}** times; "
-              f"{result['naive']['median']:.2f} s against {result['m1clip']['median']:.2f} s", n,
-              f"{GOAL_RATIO}", command)  # fmt: skip
-    yield Row(f"{what}: share of the measured {result['precision']} matrix product rate",
-              f"{spread(result['share'], '.0%')} of {result['gemm_rate']['median'] / 1e9:.0f} GFLOP/s", n, "80%",
-              command)  # fmt: skip
-    yield Row(f"{what}: peak memory of `m1clip train`", f"{result['peak_bytes'] / 1e9:.2f} GB", "1",
-              f"{GOAL_BYTES / 1e9:.1f} GB", command)  # fmt: skip
+    yield Row(
+        f"{what}: naive baseline / m1clip",
+        f"**{spread(result['ratio'])}** times; "
+        f"{result['naive']['median']:.2f} s against {result['m1clip']['median']:.2f} s",
+        n,
+        f"{GOAL_RATIO}",
+        command,
+    )
+    yield Row(
+        f"{what}: fraction of the measured {result['precision']} matrix product rate",
+        f"{spread(result['gemm_fraction'], '.0%')} of {result['gemm_rate']['median'] / 1e9:.0f} GFLOP/s",
+        n,
+        "80%",
+        command,
+    )
+    yield Row(
+        f"{what}: peak memory of `m1clip train`",
+        f"{result['peak_bytes'] / 1e9:.2f} GB",
+        "1",
+        f"{GOAL_BYTES / 1e9:.1f} GB",
+        command,
+    )
 
 
 def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
@@ -65,14 +79,29 @@ def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
                 continue
             n, theirs = str(own["n"]), job["seconds"][side]["median"]
             if side in OWN:
-                yield Row(f"{what}: {words}, {job['samples'][side]:.0f} samples of {job['tokens'][side]:.0f} tokens",
-                          f"{theirs:.2f} s, {job['samples'][side] / theirs:.0f} samples a second; the same work "
-                          f"{job['samples']['m1clip'] / own['median']:.0f}", n, "", command)  # fmt: skip
+                yield Row(
+                    f"{what}: {words}, {job['samples'][side]:.0f} samples of {job['tokens'][side]:.0f} tokens",
+                    f"{theirs:.2f} s, {job['samples'][side] / theirs:.0f} images per second; the same work "
+                    f"{job['samples']['m1clip'] / own['median']:.0f}",
+                    n,
+                    "",
+                    command,
+                )
                 continue
-            yield Row(f"{what}: {words} / m1clip", f"**{spread(job['ratio'][side])}** times; {theirs:.2f} s against "
-                      f"{own['median']:.2f} s", n, _goal(name, side), command)  # fmt: skip
-        yield Row(f"{what}: share of the measured matrix product rate", spread(job["share"], ".0%"), str(own["n"]),
-                  "80%" if name == "76.7M" else "", command)  # fmt: skip
+            yield Row(
+                f"{what}: {words} / m1clip",
+                f"**{spread(job['ratio'][side])}** times; {theirs:.2f} s against {own['median']:.2f} s",
+                n,
+                _goal(name, side),
+                command,
+            )
+        yield Row(
+            f"{what}: fraction of the measured matrix product rate",
+            spread(job["gemm_fraction"], ".0%"),
+            str(own["n"]),
+            "80%" if name == "76.7M" else "",
+            command,
+        )
 
 
 def _goal(job: str, side: str) -> str:
@@ -89,13 +118,22 @@ def speedrun_rows(result: dict[str, Any]) -> Iterator[Row]:
         recall = mean_spread([100 * recall_at_10(run["test"]) for run in runs])
         who = result["peer"] if name == "open_clip" else f"m1clip, {name} recipe"
         goal = f"{GOAL_RECALL:g}" if name == "default" and ten else ""
-        yield Row(f"{where}: {who}, mean of both test recall@10", f"**{recall}%**, {seen(runs)} samples seen",
-                  f"{len(runs)} seeds", goal, command)  # fmt: skip
+        yield Row(
+            f"{where}: {who}, mean of both test recall@10",
+            f"**{recall}%**, {seen(runs)} images seen",
+            f"{len(runs)} seeds",
+            goal,
+            command,
+        )
         if name == "default" and result.get("until_recall") is not None:
             target = 100 * result["until_recall"]
-            yield Row(f"{where}: m1clip, {name} recipe, seconds until validation recall@10 is {target:.1f}%",
-                      until(runs, result["until_recall"]), f"{len(runs)} seeds",
-                      f"{GOAL_RECALL_SECONDS}" if ten else "", command)  # fmt: skip
+            yield Row(
+                f"{where}: m1clip, {name} recipe, seconds until validation recall@10 is {target:.1f}%",
+                until(runs, result["until_recall"]),
+                f"{len(runs)} seeds",
+                f"{GOAL_RECALL_SECONDS}" if ten else "",
+                command,
+            )
     if result["peer"] is None:
         yield Row(f"{where}: open_clip's own trainer", NO_PEERS, "0", "", command)
 
@@ -117,8 +155,13 @@ def scaling_rows(result: dict[str, Any]) -> Iterator[Row]:
         return
     figure = f"{min(shares):.0%} to {max(shares):.0%} of the matrix product rate"
     left_out = f", {len(result['skipped'])} points not measured" if result["skipped"] else ""
-    yield Row("scaling over batch, resolution, tokens, model and threads (scaling.png)", figure + left_out,
-              f"{len(shares)} points", "", "python benchmarks/scaling.py")  # fmt: skip
+    yield Row(
+        "scaling over batch, resolution, tokens, model and threads (scaling.png)",
+        figure + left_out,
+        f"{len(shares)} points",
+        "",
+        "python benchmarks/scaling.py",
+    )
 
 
 def large_batch_rows(result: dict[str, Any]) -> Iterator[Row]:
@@ -126,20 +169,34 @@ def large_batch_rows(result: dict[str, Any]) -> Iterator[Row]:
     command = "python benchmarks/large_batch.py"
     what = f"{result['model']}, batch {result['batch']} in chunks of {result['chunk']}"
     n, peak = str(result["ratio"]["n"]), {side: value / 1e9 for side, value in result["peak_bytes"].items()}
-    yield Row(f"{what}: chunked / plain step", f"**{spread(result['ratio'])}** times; peak {peak['chunked']:.2f} GB "
-              f"against {peak['plain']:.2f} GB", n, "1.4", command)  # fmt: skip
+    yield Row(
+        f"{what}: chunked / plain step",
+        f"**{spread(result['ratio'])}** times; peak {peak['chunked']:.2f} GB against {peak['plain']:.2f} GB",
+        n,
+        "1.4",
+        command,
+    )
     worst = max(result["gradients"], key=lambda row: row["worst_difference"])
-    yield Row("tiny, chunks against one pass, fp32: largest relative difference of a parameter's gradient",
-              f"{worst['worst_difference']:.1e} ({worst['objective']}, {worst['worst']}); one pass, its images in "
-              f"reverse: {worst['worst_in_reverse']:.1e}",
-              f"{len(result['gradients'])} objectives", "1e-05", command)  # fmt: skip
+    yield Row(
+        "tiny, chunks against one pass, fp32: largest relative difference of a parameter's gradient",
+        f"{worst['worst_difference']:.1e} ({worst['objective']}, {worst['worst']}); one pass, its images in "
+        f"reverse: {worst['worst_in_reverse']:.1e}",
+        f"{len(result['gradients'])} objectives",
+        "1e-05",
+        command,
+    )
     if result["peer"] is None:
         yield Row(f"{what}: open_clip's accumulation", NO_PEERS, "0", "", command)
         return
     peer = result["peer"]
-    yield Row(f"{what}: open_clip accumulated / plain step", f"{spread(peer['ratio'])} times; the gradient of its "
-              f"temperature is {peer['gradients']['temperature_ratio']:.2f} times the right one", n, "",
-              command)  # fmt: skip
+    yield Row(
+        f"{what}: open_clip accumulated / plain step",
+        f"{spread(peer['ratio'])} times; the gradient of its "
+        f"temperature is {peer['gradients']['temperature_ratio']:.2f} times the right one",
+        n,
+        "",
+        command,
+    )
 
 
 def memory_rows(result: dict[str, Any]) -> Iterator[Row]:
@@ -147,8 +204,13 @@ def memory_rows(result: dict[str, Any]) -> Iterator[Row]:
     for name, row in result["rows"].items():
         peaks = [value / 1e9 for value in row["peak_bytes"]]
         first = ", the first run of a model" if name.startswith("first") else ""
-        yield Row(f"peak memory of `m1clip train {' '.join(row['flags'])}`{first}", f"{max(peaks):.2f} GB, the most",
-                  str(len(peaks)), f"{row['goal_bytes'] / 1e9:.1f} GB", "python benchmarks/memory.py")  # fmt: skip
+        yield Row(
+            f"peak memory of `m1clip train {' '.join(row['flags'])}`{first}",
+            f"{max(peaks):.2f} GB, the most",
+            str(len(peaks)),
+            f"{row['goal_bytes'] / 1e9:.1f} GB",
+            "python benchmarks/memory.py",
+        )
 
 
 def cuda_rows(result: dict[str, Any]) -> Iterator[Row]:
@@ -163,16 +225,18 @@ def cuda_rows(result: dict[str, Any]) -> Iterator[Row]:
         goal = goals.get(model, "")
         for text in found["ratios"]:
             yield Row(f"{model} on a GPU", text, n, goal, "python benchmarks/cuda_step.py")
-        best = max((line for line in done if line["side"] == "m1clip"), key=_gemm_fraction, default=None)
+        best = max(
+            (line for line in done if line["side"] == "m1clip"), key=lambda line: line["gemm_fraction"], default=None
+        )
         if best is not None:
-            yield Row(f"{model} on a GPU: share of the measured bf16 matrix product rate",
-                      f"{_gemm_fraction(best):.0%} ({best['variant']}, batch {best['batch']}, {best['tokens']} tokens, "
-                      f"{best['images_per_second']:,.0f} samples a second)", str(best["seconds"]["n"]), goal,
-                      "python benchmarks/cuda_step.py")  # fmt: skip
-
-
-def _gemm_fraction(line: dict[str, Any]) -> float:
-    return float(line.get("gemm_fraction", line.get("share", 0.0)))
+            yield Row(
+                f"{model} on a GPU: fraction of the measured bf16 matrix product rate",
+                f"{best['gemm_fraction']:.0%} ({best['variant']}, batch {best['batch']}, {best['tokens']} tokens, "
+                f"{best['images_per_second']:,.0f} images per second)",
+                str(best["seconds"]["n"]),
+                goal,
+                "python benchmarks/cuda_step.py",
+            )
 
 
 KNOWN: dict[str, Callable[[dict[str, Any]], Iterator[Row]]] = {
@@ -216,8 +280,9 @@ def render(folder: Path) -> str:
         if not rows:
             continue
         smoke = " (a smoke run, no result)" if result.get("quick") else ""
-        lines += [[row.what + smoke, row.figure, row.n, row.goal, f"`{row.command}`" if row.command else ""]
-                  for row in rows]  # fmt: skip
+        lines += [
+            [row.what + smoke, row.figure, row.n, row.goal, f"`{row.command}`" if row.command else ""] for row in rows
+        ]
         notes.append(f"- [{path.name}](docs/results/{path.name}): {machine_line(result)}")
     return markdown(lines) + "\n\n" + "\n".join(notes)
 

@@ -17,7 +17,7 @@ INK, GREY, RULE = "#1f2430", "#6b7280", "#e5e7eb"
 COLOURS = ("#1d6fb8", "#e07b39", "#2a9d6f", "#8e5bb5")  # most threads first
 LIMIT: dict[str, Any] = {"lw": 1.4, "ls": (0, (4, 3)), "alpha": 0.65, "zorder": 2}
 PANELS = {
-    "batch": ("Batch", "samples in a step"),
+    "batch": ("Batch", "samples in per step"),
     "resolution": ("Resolution", "side of the image in pixels"),
     "tokens": ("Text length", "tokens of a caption"),
     "model": ("Model", ""),
@@ -47,8 +47,15 @@ def share_words(result: dict[str, Any], panel: str) -> str:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """One PNG with a panel for each thing that grows."""
-    fonts = {"font.family": "sans-serif", "font.size": 10, "text.color": INK, "axes.labelcolor": GREY,
-             "xtick.color": GREY, "ytick.color": GREY, "axes.edgecolor": RULE}  # fmt: skip
+    fonts = {
+        "font.family": "sans-serif",
+        "font.size": 10,
+        "text.color": INK,
+        "axes.labelcolor": GREY,
+        "xtick.color": GREY,
+        "ytick.color": GREY,
+        "axes.edgecolor": RULE,
+    }
     counts = sorted({point["threads"] for point in result["points"]}, reverse=True)
     with plt.rc_context(fonts):
         figure, grid = plt.subplots(2, 2, figsize=(11, 8.2), dpi=150)
@@ -89,8 +96,7 @@ def _panel(axes: Axes, result: dict[str, Any], panel: str, counts: list[int]) ->
     if missing:
         words = ", ".join(f"{s['x']} ({s['threads']} thr.: {s['reason'].partition(':')[0]})" for s in missing[:4])
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-        axes.text(0.01, 0.025, f"not measured: {words}{more}", transform=axes.transAxes, fontsize=7.5,
-                  color=GREY)  # fmt: skip
+        axes.text(0.01, 0.025, f"not measured: {words}{more}", transform=axes.transAxes, fontsize=7.5, color=GREY)
     axes.text(1.0, 1.035, share_words(result, panel), transform=axes.transAxes, ha="right", fontsize=9, color=GREY)
 
 
@@ -100,8 +106,9 @@ def _curve(axes: Axes, xs: list[Any], own: list[dict[str, Any]], colour: str, jo
     middle = [s["median"] for s in speed]
     below = [s["median"] - s["low"] for s in speed]
     above = [s["high"] - s["median"] for s in speed]
-    axes.errorbar(xs, middle, yerr=[below, above], color=colour, lw=2 if join else 0, elinewidth=1.4, capsize=2.5,
-                  zorder=3)  # fmt: skip
+    axes.errorbar(
+        xs, middle, yerr=[below, above], color=colour, lw=2 if join else 0, elinewidth=1.4, capsize=2.5, zorder=3
+    )
     faces = ["white" if point["chunk"] else colour for point in own]
     axes.scatter(xs, middle, s=30, c=faces, edgecolors=colour, linewidths=1.6, zorder=4)
 
@@ -125,26 +132,30 @@ def _scale(axes: Axes) -> None:
 
 def _words(figure: Any, result: dict[str, Any], counts: list[int]) -> None:
     """Title, legend and where it was measured."""
-    figure.text(0.035, 0.955, "Pairs a second of one training step", fontsize=16, fontweight="bold", color=INK)
+    figure.text(0.035, 0.955, "Images per second of one training step", fontsize=16, fontweight="bold", color=INK)
     x = 0.037
     for colour, threads in zip(COLOURS, counts, strict=False):
         name = f"{threads} thread{'s' if threads > 1 else ''}"
         rate = result["gemm_rate"][str(threads)]["median"] / 1e9
         figure.text(x, 0.918, f"●  {name}", color=colour, fontsize=10.5, fontweight="bold")
-        figure.text(x + 0.108, 0.918, f"- - -  its limit: matrix products at {rate:.0f} GFLOP/s", color=colour,
-                    fontsize=9.5)  # fmt: skip
+        figure.text(
+            x + 0.108, 0.918, f"- - -  its limit: matrix products at {rate:.0f} GFLOP/s", color=colour, fontsize=9.5
+        )
         x += 0.415
     place = result["machine"]
     counts_of = sorted({p["images_per_second"]["n"] for p in result["points"]})
     updates = f"{counts_of[0]} to {counts_of[-1]}" if len(counts_of) > 1 else f"{counts_of[0]}"
     figure.text(
-        0.035, 0.028,
+        0.035,
+        0.028,
         f"tiny (112 px, 32 tokens, batch {result['batch']}) where it is not the thing that varies; "
         f"models at their own size with batch {result['model_batch']}; vocabulary {result['vocabulary']:,}.\n"
         f"Median and quartiles of {updates} updates a point; hollow: encoded in chunks. "
         f"{place['cpu']}, {result['precision']}, torch {place['torch']}, commit {place['commit']}.",
-        fontsize=8.5, color=GREY, linespacing=1.5,
-    )  # fmt: skip
+        fontsize=8.5,
+        color=GREY,
+        linespacing=1.5,
+    )
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def test_ratios_are_of_the_steps_of_one_round() -> None:
     # The machine was twice as slow in the second round: ratios of medians would blur, paired ones do not.
     found = script("same_work").summary([taken(3, 1, 0.5), taken(6, 2, 1)], [200.0, 100.0])
     assert found["ratio"]["naive"] == {"median": 3.0, "low": 3.0, "high": 3.0, "n": 2}
-    assert found["share"]["median"] == pytest.approx(0.5)  # 100 / 1 / 200 and 100 / 2 / 100
+    assert found["gemm_fraction"]["median"] == pytest.approx(0.5)  # 100 / 1 / 200 and 100 / 2 / 100
     assert found["limit_seconds"]["median"] == pytest.approx(0.75)
     assert found["tokens"] == {"m1clip": 32, "default": 16}
     assert found["samples"] == {"m1clip": 8, "default": 40}
@@ -130,10 +130,16 @@ def test_jobs_are_those_of_the_issue(name: str, batch: int, tokens: int) -> None
 
 def run_of(recipe: str, seed: int, recall: float, seconds: float = 590.0) -> dict[str, Any]:
     names = script("speedrun_own").RECALLS
-    return {"recipe": recipe, "seed": seed, "seconds": seconds, "pairs_seen": 74_000, "images_per_second": 123.0,
-            "val": dict.fromkeys(names, recall), "test": dict.fromkeys(names, recall),
-            "curve": [{"seconds": 100.0, "recall_at_10": recall / 2},
-                      {"seconds": 200.0, "recall_at_10": recall}]}  # fmt: skip
+    return {
+        "recipe": recipe,
+        "seed": seed,
+        "seconds": seconds,
+        "images_seen": 74_000,
+        "images_per_second": 123.0,
+        "val": dict.fromkeys(names, recall),
+        "test": dict.fromkeys(names, recall),
+        "curve": [{"seconds": 100.0, "recall_at_10": recall / 2}, {"seconds": 200.0, "recall_at_10": recall}],
+    }
 
 
 def test_a_recipe_is_one_row_with_mean_and_deviation() -> None:
@@ -162,11 +168,11 @@ def test_a_run_is_summed_up_from_its_log() -> None:
         {"kind": "eval", "time": 1031.0, "step": 20, "split": "val", "mean_recall": 0.3, **better},
         {"kind": "checkpoint", "time": 1032.0, "step": 20},
         {"kind": "end", "time": 1040.0, "split": "test", **recalls},
-    ]  # fmt: skip
+    ]
     found = own.summary(records, begin=1000.0)
     assert found["seconds"] == 32.0  # the test, which follows, is outside the clock
     assert found["setup_seconds"] == 10.0
-    assert found["pairs_seen"] == 20 * 64
+    assert found["images_seen"] == 20 * 64
     assert found["images_per_second"] == 110.0
     assert found["val"] == better
     assert own.seconds_until(found["curve"], 0.2) == 31.0
@@ -235,8 +241,16 @@ def test_a_batch_beyond_memory_is_chunked_and_one_beyond_hope_is_refused() -> No
 def test_a_point_is_the_real_update() -> None:
     module = script("scaling")
     base = next(p for p in module.points({"tokens": (8,)}, (1,)))
-    shape = dataclasses.replace(base.shape, image_size=32, vision_width=32, vision_layers=1, text_width=32,
-                                text_layers=1, vocab_size=50, embed_dim=16)  # fmt: skip
+    shape = dataclasses.replace(
+        base.shape,
+        image_size=32,
+        vision_width=32,
+        vision_layers=1,
+        text_width=32,
+        text_layers=1,
+        vocab_size=50,
+        embed_dim=16,
+    )
     point = dataclasses.replace(base, shape=shape, batch=4)
     threads = torch.get_num_threads()
     try:
@@ -252,14 +266,30 @@ def scaling_result() -> dict[str, Any]:
     speed = {"median": 100.0, "low": 90.0, "high": 110.0, "n": 3}
     rate = {"median": 4e11, "low": 4e11, "high": 4e11, "n": 3}
     points = [
-        {"panel": p.panel, "x": p.x, "threads": p.threads, "batch": p.batch, "chunk": 0, "flops_per_pair": p.flops,
-         "images_per_second": speed}
+        {
+            "panel": p.panel,
+            "x": p.x,
+            "threads": p.threads,
+            "batch": p.batch,
+            "chunk": 0,
+            "flops_per_pair": p.flops,
+            "images_per_second": speed,
+        }
         for p in module.points(module.QUICK, (1,), quick=True)
-    ]  # fmt: skip
+    ]
     skipped = [{"panel": "batch", "x": 1024, "threads": 1, "batch": 1024, "reason": "time: none left"}]
     place = {"cpu": "a cpu", "cores": 2, "torch": "2", "commit": "abc"}
-    return {"machine": place, "precision": "bf16", "gemm_rate": {"1": rate}, "points": points, "skipped": skipped,
-            "quick": False, "vocabulary": 50, "batch": 64, "model_batch": 16}  # fmt: skip
+    return {
+        "machine": place,
+        "precision": "bf16",
+        "gemm_rate": {"1": rate},
+        "points": points,
+        "skipped": skipped,
+        "quick": False,
+        "vocabulary": 50,
+        "batch": 64,
+        "model_batch": 16,
+    }
 
 
 def test_the_plot_is_drawn(tmp_path: Path) -> None:
@@ -278,24 +308,50 @@ def neighbours(machine: Any) -> dict[str, Any]:
         {"objective": name, "worst": "logit_scale", "worst_difference": value, "worst_in_reverse": 3e-6}
         for name, value in (("infonce", 1e-6), ("multi", 2e-6))
     ]
-    line = {"side": "m1clip", "variant": "graph", "batch": 512, "tokens": 77, "share": 0.6, "images_per_second": 4e3,
-            "seconds": ratio}  # fmt: skip
+    line = {
+        "side": "m1clip",
+        "variant": "graph",
+        "batch": 512,
+        "tokens": 77,
+        "gemm_fraction": 0.6,
+        "images_per_second": 4e3,
+        "seconds": ratio,
+    }
     return {
-        "large_batch": {"machine": machine, "model": "small", "batch": 64, "chunk": 16, "ratio": ratio,
-                        "peak_bytes": {"plain": 4e9, "chunked": 2e9}, "gradients": gradients, "peer": None},
-        "memory": {"machine": machine, "rows": {"default": {"flags": ["--steps", "4"], "goal_bytes": 2e9,
-                                                            "peak_bytes": [1.8e9, 1.9e9]}}},
-        "cuda_step": {"facts": {"cuda": "a card", "cores": 8, "torch": "2"}, "models": {
-            "ViT-B-16": {"lines": [line, {"skipped": "no time left"}], "ratios": ["batch 512: 1.40 times"]}}},
-    }  # fmt: skip
+        "large_batch": {
+            "machine": machine,
+            "model": "small",
+            "batch": 64,
+            "chunk": 16,
+            "ratio": ratio,
+            "peak_bytes": {"plain": 4e9, "chunked": 2e9},
+            "gradients": gradients,
+            "peer": None,
+        },
+        "memory": {
+            "machine": machine,
+            "rows": {"default": {"flags": ["--steps", "4"], "goal_bytes": 2e9, "peak_bytes": [1.8e9, 1.9e9]}},
+        },
+        "cuda_step": {
+            "facts": {"cuda": "a card", "cores": 8, "torch": "2"},
+            "models": {"ViT-B-16": {"lines": [line, {"skipped": "no time left"}], "ratios": ["batch 512: 1.40 times"]}},
+        },
+    }
 
 
 def test_all_results_stand_in_one_table(tmp_path: Path) -> None:
     same = {"machine": {"cpu": "a cpu", "cores": 2, "torch": "2", "commit": "abc"}, "jobs": {}}
     job = script("same_work").summary([taken(3, 1, 0.5), taken(6, 2, 1)], [200.0, 100.0])
     same["jobs"] = {"76.7M": {**job, "batch": 12, "text_tokens": 77, "parameters": 1, "threads": 2}}  # type: ignore[dict-item]
-    speedrun = {"machine": same["machine"], "data": "photos", "minutes": 10.0, "seeds": 2, "peer": None,
-                "until_recall": 0.05, "runs": [run_of("default", 0, 0.24), run_of("default", 1, 0.26)]}  # fmt: skip
+    speedrun = {
+        "machine": same["machine"],
+        "data": "photos",
+        "minutes": 10.0,
+        "seeds": 2,
+        "peer": None,
+        "until_recall": 0.05,
+        "runs": [run_of("default", 0, 0.24), run_of("default", 1, 0.26)],
+    }
     other = {"machine": "one H200", "rows": [{"what": "ViT-B-32", "figure": "1.6 times", "n": 5}]}
     written: dict[str, Any] = {"same_work": same, "speedrun": speedrun, "scaling": scaling_result()}
     written |= {"another": other, "odd": [], **neighbours(same["machine"])}
