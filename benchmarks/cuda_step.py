@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sides import peer_shape
 from torch import Tensor, nn
 
 from m1clip.config import OptimConfig
@@ -146,14 +147,14 @@ def open_clip_step(job: Job, words: list[str]) -> Step:
     from open_clip.loss import ClipLoss
     from open_clip.model import CLIP as OpenCLIP
 
-    s = job.shape
-    vision = {"layers": s.vision_layers, "width": s.vision_width, "head_width": s.vision_width // s.vision_heads}
-    vision |= {"patch_size": s.patch_size, "image_size": s.image_size, "mlp_ratio": s.mlp_ratio}
-    vision |= {"no_ln_pre": not s.vision_pre_norm}
-    text = {"layers": s.text_layers, "width": s.text_width, "heads": s.text_heads, "mlp_ratio": s.mlp_ratio}
-    text |= {"context_length": job.tokens, "vocab_size": s.vocab_size}
+    s = peer_shape(job.shape)
+    vision = {"layers": s["vision_layers"], "width": s["vision_width"], "no_ln_pre": not s["vision_pre_norm"]}
+    vision |= {"head_width": s["vision_width"] // s["vision_heads"]}
+    vision |= {key: s[key] for key in ("patch_size", "image_size", "mlp_ratio")}
+    text = {"layers": s["text_layers"], "width": s["text_width"], "heads": s["text_heads"]}
+    text |= {"context_length": job.tokens, "vocab_size": s["vocab_size"], "mlp_ratio": s["mlp_ratio"]}
     torch.manual_seed(0)
-    model = OpenCLIP(s.embed_dim, vision, text, output_dict=True).to(job.device.torch).train()
+    model = OpenCLIP(s["embed_dim"], vision, text, output_dict=True).to(job.device.torch).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.2, fused=True)
     criterion, scale = ClipLoss(cache_labels=True), model.logit_scale
     forward = job.compile(model) if "compiled" in words else model
@@ -178,7 +179,7 @@ def model_shape(model: str, quick: bool) -> CLIPConfig:
         same = {"vision_layers": 6, "text_layers": 4, "context_length": 77, "pooling": "cls"}
         shape = with_fields(shape, **same, positions="learned", stem="patch")  # type: ignore[arg-type]
     if quick:
-        small: dict[str, Any] = {"image_size": 2 * shape.patch_size, "vocab_size": 64, "embed_dim": 32}
+        small: dict[str, Any] = {"image_size": 2 * shape.own_towers[0].patch_size, "vocab_size": 64, "embed_dim": 32}
         for tower in ("vision", "text"):
             small |= {f"{tower}_width": 64, f"{tower}_layers": 2, f"{tower}_heads": 2}
         shape = with_fields(shape, **small)

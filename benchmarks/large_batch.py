@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sides import NO_PEERS, Side, machine, set_up, spread, training_step, write
+from sides import NO_PEERS, Side, machine, peer_shape, set_up, spread, training_step, write
 
 from m1clip.config import Config, DataConfig, ModelConfig, TrainConfig, load_config, to_toml
 from m1clip.hardware.timing import timing
@@ -81,7 +81,7 @@ def answers_of(config: Config) -> dict[str, Callable[[], Any]]:
             "precision": job.precision,
             "threads": torch.get_num_threads(),
             "text_tokens": int(job.training[0].tokens.shape[1]),
-            "shape": job.shape.to_dict(),
+            "shape": peer_shape(job.shape),
         },
     }
 
@@ -95,10 +95,7 @@ def in_reverse(batch: Any) -> Any:
         if getattr(batch, name) is not None
     }
     return dataclasses.replace(
-        batch,
-        views=batch.views.rows(np.arange(last, -1, -1)),
-        image_index=last - batch.image_index,
-        **turned,
+        batch, views=batch.views.rows(np.arange(last, -1, -1)), image_index=last - batch.image_index, **turned
     )
 
 

@@ -72,21 +72,22 @@ def _blocks(width: int, heads: int, layers: int, ratio: float) -> nn.Sequential:
 
 
 class NaiveClip(nn.Module):
-    """Both towers, projections with bias, temperature from 0.07; start values are torch's own."""
+    """Both towers, projections with bias, temperature from 0.07; initialization is torch's own."""
 
     def __init__(self, shape: CLIPConfig, eot_id: int) -> None:
         super().__init__()
-        wide, narrow = shape.vision_width, shape.text_width
+        vision, text = shape.own_towers
+        wide, narrow = vision.width, text.width
         self.eot_id = eot_id
-        self.patch = nn.Conv2d(3, wide, kernel_size=shape.patch_size, stride=shape.patch_size)
+        self.patch = nn.Conv2d(3, wide, kernel_size=vision.patch_size, stride=vision.patch_size)
         self.cls = nn.Parameter(0.02 * torch.randn(1, 1, wide))
-        self.image_positions = nn.Parameter(0.02 * torch.randn(1, shape.grid**2 + 1, wide))
-        self.image_blocks = _blocks(wide, shape.vision_heads, shape.vision_layers, shape.mlp_ratio)
+        self.image_positions = nn.Parameter(0.02 * torch.randn(1, vision.grid**2 + 1, wide))
+        self.image_blocks = _blocks(wide, vision.heads, vision.layers, vision.mlp_ratio)
         self.image_norm = nn.LayerNorm(wide)
         self.image_projection = nn.Linear(wide, shape.embed_dim)
         self.tokens = nn.Embedding(shape.vocab_size, narrow)
         self.text_positions = nn.Parameter(0.02 * torch.randn(1, shape.context_length, narrow))
-        self.text_blocks = _blocks(narrow, shape.text_heads, shape.text_layers, shape.mlp_ratio)
+        self.text_blocks = _blocks(narrow, text.heads, text.layers, text.mlp_ratio)
         self.text_norm = nn.LayerNorm(narrow)
         self.text_projection = nn.Linear(narrow, shape.embed_dim)
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))

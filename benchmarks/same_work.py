@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sides import NO_PEERS, RESULTS, Side, machine, set_up, spread, step_flops, training_step, write
+from sides import NO_PEERS, RESULTS, Side, machine, peer_shape, set_up, spread, step_flops, training_step, write
 
 from m1clip.config import Config, DataConfig, ModelConfig, TrainConfig, from_dict, load_config, read_preset, to_toml
 from m1clip.hardware.timing import timing
@@ -148,7 +148,7 @@ def own_answers(config: Config) -> dict[str, Callable[[], Any]]:
         "default": lambda: default_step(False),
         "gemm": lambda: gemm_rate(equal.device, equal.precision),
         "facts": lambda: {
-            "shape": equal.shape.to_dict(),
+            "shape": peer_shape(equal.shape),
             "batch": config.train.batch_size,
             "text_tokens": equal.shape.context_length,
             "threads": torch.get_num_threads(),

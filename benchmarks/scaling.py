@@ -77,15 +77,14 @@ class Point:
         def tower(tokens: int, width: int, heads: int, layers: int) -> float:
             return tokens * layers * (2 * 18 * width + 6 * heads * tokens)
 
-        s = self.shape
-        return tower(s.image_tokens, s.vision_width, s.vision_heads, s.vision_layers) + tower(
-            s.context_length, s.text_width, s.text_heads, s.text_layers
-        )
+        vision, text = self.shape.own_towers
+        image = tower(vision.image_tokens, vision.width, vision.heads, vision.layers)
+        return image + tower(text.context_length, text.width, text.heads, text.layers)
 
 
 def points(grid: dict[str, tuple[Any, ...]], threads: tuple[int, ...], quick: bool = False) -> Iterator[Point]:
     """All points, those of all threads first: they are what people ask for when time runs out."""
-    base = dataclasses.replace(preset("tiny"), vocab_size=VOCABULARY)
+    base = with_fields(preset("tiny"), vocab_size=VOCABULARY)
     batch = 8 if quick else BATCH
     for count in sorted(threads, reverse=True):
         for panel, values in grid.items():
@@ -95,7 +94,7 @@ def points(grid: dict[str, tuple[Any, ...]], threads: tuple[int, ...], quick: bo
                 elif panel == "resolution":
                     shape, size = with_fields(base, image_size=x), batch
                 elif panel == "model":
-                    shape, size = (dataclasses.replace(preset(x), vocab_size=VOCABULARY), min(batch, MODEL_BATCH))
+                    shape, size = with_fields(preset(x), vocab_size=VOCABULARY), min(batch, MODEL_BATCH)
                 else:
                     shape, size = base, x
                 yield Point(panel, x, count, shape, size)
@@ -143,10 +142,11 @@ class Bench:
     def update(self, point: Point, chunk: int) -> TrainStep:
         """The product's training step for this point."""
         shape = point.shape
+        vision, text = shape.own_towers
         model = build_clip(with_fields(shape, eot_id=2))
         towers = (
-            (shape.vision_heads, shape.image_tokens, shape.vision_width, False),
-            (shape.text_heads, shape.context_length, shape.text_width, True),
+            (vision.heads, vision.image_tokens, vision.width, False),
+            (text.heads, text.context_length, text.width, True),
         )
         kinds = [
             choose_attention(

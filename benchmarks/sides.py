@@ -71,6 +71,19 @@ def training_step(job: Job) -> TrainStep:
     return TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
 
 
+def peer_shape(config: CLIPConfig) -> dict[str, Any]:
+    """The sizes of a model, as the scripts in peers/ read them."""
+    vision, text = config.own_towers
+    towers = {
+        f"{name}_{key}": getattr(tower, key)
+        for name, tower in (("vision", vision), ("text", text))
+        for key in ("width", "layers", "heads")
+    }
+    rest = {key: getattr(vision, key) for key in ("image_size", "patch_size", "mlp_ratio")}
+    rest |= {"embed_dim": config.embed_dim, "vocab_size": config.vocab_size, "vision_pre_norm": vision.pre_norm}
+    return {**towers, **rest}
+
+
 def peak_memory(flags: Sequence[str], own_cache: bool = False) -> int:
     """Peak RSS of a fresh `m1clip train` on the CPU: set-up, steps, evaluation, checkpoint and final report."""
     variables = {**os.environ, **environment(platform.system(), os.environ)}

@@ -59,7 +59,7 @@ def count(model: torch.nn.Module) -> int:
 
 
 def test_the_baseline_has_the_prior_arts_size_and_ours(naive: ModuleType) -> None:
-    shape = dataclasses.replace(preset("small"), vocab_size=33)
+    shape = with_fields(preset("small"), vocab_size=33)
     with torch.device("meta"):
         model = naive.NaiveClip(shape, eot_id=2)
     assert count(model) == naive.PARAMETERS == count_parameters(shape) == 76_736_001
