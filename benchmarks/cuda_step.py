@@ -89,7 +89,7 @@ def our_step(job: Job, words: list[str]) -> Step:
         model.use_triton()  # as `m1clip train --compile` does
     model.train()
     graph = "graph" in words and device.kind == "cuda"
-    optimizer = Optimizer(model, OptimConfig(name="adamw", lr=1e-4), fused=True, capturable=graph)
+    optimizer = Optimizer(model, OptimConfig(optimizer="adamw", lr=1e-4), fused=True, capturable=graph)
     forward = job.compile(model) if "compiled" in words else model
     parameters = list(model.parameters())
     positive = own_pairs(job.batch_size, torch.arange(job.batch_size, device=device.torch))

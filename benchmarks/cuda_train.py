@@ -27,9 +27,9 @@ from m1clip.data.loader import batches
 from m1clip.hardware.timing import timing
 
 VARIANTS: dict[str, dict[str, bool]] = {
-    "eager": {"graph": False},
-    "CUDA graph": {"graph": True},
-    "compiled CUDA graph": {"graph": True, "compile": True},
+    "eager": {"cuda_graph": False},
+    "CUDA graph": {"cuda_graph": True},
+    "compiled CUDA graph": {"cuda_graph": True, "compile": True},
 }
 WARM, BLOCK = 60, 20  # steps: texts grow until their lengths have all been seen
 
@@ -38,7 +38,7 @@ def line(options: argparse.Namespace, model: str, batch: int, variant: str) -> d
     """One variant of one model at one batch size."""
     config = from_dict(
         {
-            "model": {"preset": model, **VARIANTS[variant]},
+            "model": {"name": model, **VARIANTS[variant]},
             "data": {"source": [options.data], **({"cache_dir": options.cache} if options.cache else {})},
             "train": {"device": options.device, "precision": "bf16", "batch": batch, "steps": 10_000},
             "transfer": {"recipe": "scratch"},

@@ -37,11 +37,19 @@ from m1clip.data.loader import BatchPlan, TrainingSet
 from m1clip.hardware.device import Device, Precision
 from m1clip.hardware.facts import read_facts
 from m1clip.hardware.precision import autocast
-from m1clip.model.pretrained import TowerClip, TowerShape
+from m1clip.model.clip import build_clip
+from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig
 from m1clip.training.step import TrainStep
 
 CAPTIONS = 5
-SHAPE = TowerShape(embed_dim=256, head="adapter", hidden=512, dropout=0.3)  # those of --recipe frozen
+HEAD = HeadConfig(kind="adapter", hidden=512, dropout=0.3)
+MODEL = CLIPConfig(  # as --recipe frozen builds it
+    image_tower=PretrainedImageConfig(),
+    text_tower=PretrainedTextConfig(),
+    image_head=HEAD,
+    text_head=HEAD,
+    embed_dim=256,
+)
 
 
 def mapped(folder: Path, name: str, rows: int, width: int, draw: np.random.Generator) -> np.ndarray:
@@ -73,11 +81,13 @@ def measure(images: int, batch: int, rounds: int, precision: Precision) -> dict[
     facts = read_facts()
     device = Device("cpu", facts)
     torch.manual_seed(0)
-    model = TowerClip(SHAPE)
+    model = build_clip(MODEL)
+    for tower in (model.image_tower, model.text_tower):
+        tower.requires_grad_(False)
     config = Config(train=TrainConfig(batch_size=batch), optim=OptimConfig(optimizer="adamw", lr=1e-3))
     update = TrainStep(model, config, device, precision, Preprocess(image_size=224), autocast(device, precision))
     with tempfile.TemporaryDirectory() as folder:
-        widths = (int(model.image.width), int(model.text.width))  # type: ignore[arg-type]
+        widths = (model.image_tower.width, model.text_tower.width)
         data = feature_set(Path(folder), images, batch, *widths)
         steps, speeds = data.plan.steps_per_epoch, []
         for number in range(rounds + 1):
