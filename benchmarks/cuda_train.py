@@ -40,7 +40,7 @@ def line(options: argparse.Namespace, model: str, batch: int, variant: str) -> d
         {
             "model": {"name": model, **VARIANTS[variant]},
             "data": {"source": [options.data], **({"cache_dir": options.cache} if options.cache else {})},
-            "train": {"device": options.device, "precision": "bf16", "batch": batch, "steps": 10_000},
+            "train": {"device": options.device, "precision": "bf16", "batch_size": batch, "steps": 10_000},
             "transfer": {"recipe": "scratch"},
         },
         "cuda_train.py",

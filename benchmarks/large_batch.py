@@ -41,8 +41,9 @@ def job_config(model: str, batch: int, chunk: int, objective: str = "multi", pre
     return Config(
         model=ModelConfig(name=model),
         data=DataConfig(train_count=2 * batch, val_count=4, test_count=4, captions_per_step=1),
-        train=TrainConfig(batch_size=batch, micro_batch=chunk, steps=100, device="cpu", loss=objective,
-                          precision=precision),
+        train=TrainConfig(
+            batch_size=batch, micro_batch=chunk, steps=100, device="cpu", loss=objective, precision=precision
+        ),
     )
 
 
@@ -148,8 +149,13 @@ def alternate(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, l
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
-    result: dict[str, Any] = {"machine": machine(), "model": options.model, "batch": options.batch_size,
-                              "chunk": options.micro_batch, "quick": options.quick}
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "model": options.model,
+        "batch": options.batch_size,
+        "chunk": options.micro_batch,
+        "quick": options.quick,
+    }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         commands = {}

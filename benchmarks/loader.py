@@ -194,7 +194,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         data = DataConfig(source=(options.data,), cache="disk", cache_dir=scratch)
-        job = set_up(Config(data=data, train=TrainConfig(batch=options.batch_size, steps=1)))
+        job = set_up(Config(data=data, train=TrainConfig(batch_size=options.batch_size, steps=1)))
         trained = job.training
         refs = [sample.image for sample in job.splits["train"].samples]
         images = LiveImages(refs, trained.images.read(np.array([0])).shape[1])

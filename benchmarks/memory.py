@@ -35,7 +35,9 @@ QUICK = (
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rows", default="default,checkpointing,micro-batch", help=f"of {', '.join(ROWS)}; 'large' takes long")
+    parser.add_argument(
+        "--rows", default="default,checkpointing,micro-batch", help=f"of {', '.join(ROWS)}; 'large' takes long"
+    )
     parser.add_argument("--repeats", type=int, default=2, help="fresh processes for each row")
     parser.add_argument("--quick", action="store_true", help="one tiny run: a smoke test")
     parser.add_argument("--json", type=Path, help="write the figures there")
