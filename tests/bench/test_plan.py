@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from m1clip.bench.plan import energy, make_plan, plan_text, step_time
 from m1clip.errors import UserError
 from m1clip.hardware.device import Device
 from m1clip.hardware.facts import read_facts
-from m1clip.model.presets import PRESETS
+from m1clip.model.presets import PRESETS, with_fields
 from m1clip.training.memory import foretell, foretold_peak
 
 from .examples import configuration, result
@@ -24,7 +23,7 @@ from .examples import configuration, result
 @pytest.fixture(autouse=True)
 def shallow_model_and_own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shallow = dataclasses.replace(PRESETS["tiny"], vision_layers=2, text_layers=1)  # a plan traces it seven times
+    shallow = with_fields(PRESETS["tiny"], vision_layers=2, text_layers=1)  # a plan traces it seven times
     monkeypatch.setitem(PRESETS, "tiny", shallow)
     model_shape.cache_clear()
     yield
