@@ -84,11 +84,9 @@ class DataSource:
         self._by_split = self._gather(read(self))
 
     def splits(self) -> tuple[str, ...]:
-        """The names of the splits that have samples: train, val, test, then others."""
         return splits.in_order(self._by_split)
 
     def samples(self, split: str) -> Sequence[Sample]:
-        """All samples of a split, in the order of the data."""
         if split not in self._by_split:
             raise UserError(f"{self.path}: no split {split!r}; it has {', '.join(self.splits())}")
         return self._by_split[split]

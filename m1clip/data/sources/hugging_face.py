@@ -81,7 +81,6 @@ class HubImage:
     column: str
 
     def open(self, want: int | None = None) -> Image.Image:
-        """Decode to RGB; BadImage if that fails."""
         return decode(self.read(), want, str(self))
 
     def read(self) -> bytes:

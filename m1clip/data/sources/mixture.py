@@ -38,7 +38,6 @@ class MixedSource:
         self.notes = [note for source, _ in parts for note in source.notes]
 
     def splits(self) -> tuple[str, ...]:
-        """Every split of any source."""
         return splits.in_order({name for source, _ in self.parts for name in source.splits()})
 
     def samples(self, split: str) -> Sequence[Sample]:
@@ -54,7 +53,6 @@ class MixedSource:
         return mixed
 
     def origin(self, id_: str, caption: int = 0) -> str:
-        """The file and row of a caption."""
         number, _, rest = id_.partition("/")
         source = self.parts[int(number)][0]
         try:

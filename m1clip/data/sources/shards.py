@@ -138,11 +138,9 @@ class TarImage:
     size: int
 
     def open(self, want: int | None = None) -> Image.Image:
-        """Decode to RGB; BadImage if that fails."""
         return decode(self.read(), want, str(self))
 
     def read(self) -> bytes:
-        """The bytes of the member; BadImage if the shard no longer has them."""
         if self.size > MAX_FILE_BYTES:
             raise BadImage(str(self), f"{self.size >> 20} MiB is too large for an image", "too-large")
         try:
@@ -156,7 +154,6 @@ class TarImage:
         return data
 
     def stamp(self) -> str:
-        """Name, size and time of the shard, and the place in it."""
         return f"{self.path}|{file_stamp(self.path)}|{self.offset}|{self.size}"
 
     def __str__(self) -> str:

@@ -99,22 +99,27 @@ def table_rows(table: Table, source: DataSource) -> Iterator[Row]:
 
 def choose_columns(header: Sequence[str], options: Options, where: str) -> Columns:
     """The columns named by the user, else those with common names; an error lists what is there."""
-    by_key = {name.strip().lower(): name for name in reversed(header)}
+    by_key = {_key(name): name for name in reversed(header)}
 
-    def find(names: Iterable[str]) -> str | None:
-        return next((by_key[name] for name in names if name in by_key), None)
+    def find(names: Iterable[str]) -> list[str]:
+        return [by_key[_key(name)] for name in names if _key(name) in by_key]
 
-    for asked in (options.image_column, *options.caption_columns):
-        if asked is not None and asked.strip().lower() not in by_key:
-            raise user_error(f"{where}: no column {asked!r}; it has {_listing(header)}")
-    image = find([options.image_column.strip().lower()] if options.image_column else IMAGE_NAMES)
-    numbered = [key for key in (name.strip().lower() for name in header) if _NUMBERED.fullmatch(key)]
-    names = [name.strip().lower() for name in options.caption_columns] or numbered
-    captions = [by_key[name] for name in names] or [name for name in [find(CAPTION_NAMES)] if name]
-    if image is None or not captions:
-        raise user_error(f"{where}: {_missing(image is None, not captions, header)}")
-    id_ = find(name for name in ID_NAMES if name != image.strip().lower())
-    return Columns(image, tuple(dict.fromkeys(captions)), find(SPLIT_NAMES), id_)
+    asked = [name for name in (options.image_column, *options.caption_columns) if name is not None]
+    for name in asked:
+        if _key(name) not in by_key:
+            raise user_error(f"{where}: no column {name!r}; it has {_listing(header)}")
+    image = find([options.image_column] if options.image_column else IMAGE_NAMES)[:1]
+    numbered = [name for name in header if _NUMBERED.fullmatch(_key(name))]
+    captions = find(options.caption_columns) or numbered or find(CAPTION_NAMES)[:1]
+    if not image or not captions:
+        raise user_error(f"{where}: {_missing(not image, not captions, header)}")
+    ids = [name for name in find(ID_NAMES) if name != image[0]]
+    split = next(iter(find(SPLIT_NAMES)), None)
+    return Columns(image[0], tuple(dict.fromkeys(captions)), split, next(iter(ids), None))
+
+
+def _key(name: str) -> str:
+    return name.strip().lower()
 
 
 def _listing(header: Sequence[str]) -> str:
@@ -123,7 +128,7 @@ def _listing(header: Sequence[str]) -> str:
 
 
 def _missing(image: bool, caption: bool, header: Sequence[str]) -> str:
-    if image and any(_ENDS_AS_IMAGE.search(name.strip().lower()) for name in header):
+    if image and any(_ENDS_AS_IMAGE.search(_key(name)) for name in header):
         return "the first row is an image, not column names; add a row such as image,caption"
     missing = [name for name, lacks in (("image", image), ("caption", caption)) if lacks]
     flags = " and ".join(f"--{name}-column" for name in missing)
@@ -208,12 +213,11 @@ def find_encoding(path: Path) -> str:
         for bom, name in _BOMS:
             if start.startswith(bom):
                 return name
-        decoder = codecs.getincrementaldecoder("utf-8")()
+        file.seek(0)
         try:
-            decoder.decode(start)
-            while chunk := file.read(2**20):
-                decoder.decode(chunk)
-            decoder.decode(b"", final=True)
+            text = io.TextIOWrapper(file, "utf-8")
+            while text.read(2**20):
+                pass
         except UnicodeDecodeError:
             return "cp1252"
     return "utf-8"
@@ -381,7 +385,6 @@ class ParquetImage:
     row: int
 
     def open(self, want: int | None = None) -> Image.Image:
-        """Decode to RGB; BadImage if that fails."""
         return decode(self.read(), want, str(self))
 
     def read(self) -> bytes:
@@ -393,7 +396,6 @@ class ParquetImage:
         return bytes_in(value, str(self))
 
     def stamp(self) -> str:
-        """Name, size and time of the file, and the row."""
         return f"{self.path}|{file_stamp(self.path)}|{self.column}|{self.group}|{self.row}"
 
     def __str__(self) -> str:

@@ -107,17 +107,14 @@ class SyntheticImage:
     name: str
 
     def open(self, want: int | None = None) -> Image.Image:
-        """Draw it; `want` changes nothing."""
         return Image.fromarray(draw(self.scene, self.size, self.seed))
 
     def read(self) -> bytes:
-        """The image as PNG."""
         stream = io.BytesIO()
         self.open().save(stream, "PNG")
         return stream.getvalue()
 
     def stamp(self) -> str:
-        """Everything that determines the pixels."""
         things = ";".join(f"{t.kind},{t.colour},{t.count},{t.size},{t.position}" for t in self.scene.things)
         return f"synthetic-{VERSION}|{things}|{self.scene.time}|{self.size}|{self.seed}"
 
@@ -147,11 +144,9 @@ class SyntheticSource:
         self._image_size, self._seed, self._captions_per_image = image_size, seed, captions_per_image
 
     def splits(self) -> tuple[str, ...]:
-        """The splits that have samples."""
         return tuple(split for split in SPLITS if self._scenes[split])
 
     def samples(self, split: str) -> Sequence[Sample]:
-        """All samples of a split."""
         if split not in self._scenes:
             raise UserError(f"the synthetic dataset has no split {split!r}; it has {', '.join(SPLITS)}")
         if split not in self._samples:
