@@ -1,7 +1,7 @@
-"""Crop, resize, flip, colour: for a whole batch at once, on the training device, the same for a sample each time.
+"""Crop, resize, flip and color jitter of a batch on the training device; a function of (seed, epoch, sample).
 
 Cropping, resizing (antialiased) and flipping are linear in the pixels and separable, so one batch is two small
-batched matrix products, with a matrix for each sample that holds its own box.
+batched matrix products, with one matrix per sample.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from m1clip.data.images import Preprocess
 class Augmentation:
     """What is varied, and by how much."""
 
-    crop_min: float = 1.0  # smallest share of the area that a crop keeps
+    crop_min: float = 1.0  # smallest fraction of the area that a crop keeps
     flip: float = 0.0  # probability
     color_jitter: float = 0.0  # brightness and contrast between 1 - this and 1 + this
-    patch_dropout: float = 0.0  # share of the patches that the image tower does not see
-    word_dropout: float = 0.0  # share of a caption's tokens that the text tower does not see
+    patch_dropout: float = 0.0  # fraction of the patches that the image tower does not see
+    word_dropout: float = 0.0  # fraction of a caption's tokens that the text tower does not see
 
 
 @dataclass(frozen=True)
 class Views:
-    """The random choices for one batch, one number a sample: small, and made by the loader."""
+    """The random choices for one batch, made by the loader."""
 
-    boxes: np.ndarray  # (n, 4) float32: left, top, width, height as shares of the side
+    boxes: np.ndarray  # (n, 4) float32: left, top, width, height as fractions of the side
     flips: np.ndarray  # (n,) bool
     gains: np.ndarray  # (n, 2) float32: brightness, contrast
 
@@ -41,11 +41,11 @@ class Views:
         return Views(self.boxes[rows], self.flips[rows], self.gains[rows])
 
     def on(self, device: torch.device) -> DeviceViews:
-        """The same on a device; what the host has to know of them is looked up here, where they still are."""
+        """The same on a device."""
 
         def sent(part: np.ndarray) -> Tensor:
             t = torch.from_numpy(part)
-            # Elsewhere copies wait: on MPS such that do not have brought wrong data (hardware/device.py).
+            # Asynchronous copies gave wrong data on MPS (hardware/device.py).
             return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
         crops = bool((self.boxes[:, 2:] != 1).any() or self.flips.any())
@@ -55,7 +55,7 @@ class Views:
 
 @dataclass(frozen=True)
 class DeviceViews:
-    """Views as tensors; two flags say whether any image of the batch is moved or coloured at all."""
+    """Views as tensors; two flags say whether any image of the batch is cropped, flipped or recolored."""
 
     boxes: Tensor
     flips: Tensor
@@ -64,7 +64,7 @@ class DeviceViews:
     colours: bool
 
     def on(self, device: torch.device) -> DeviceViews:
-        """They are there already."""
+        """The same: they are on a device."""
         return self
 
     def rows(self, rows: slice | np.ndarray) -> DeviceViews:
@@ -104,7 +104,7 @@ def render(pixels: Tensor, views: Views | DeviceViews | None, preprocess: Prepro
     if views is None and side != size:
         views = whole_views(len(pixels))
     drawn = None if views is None else views.on(pixels.device)
-    x = pixels.permute(0, 3, 1, 2).contiguous()  # (n, 3, side, side); bytes are moved before they grow
+    x = pixels.permute(0, 3, 1, 2).contiguous()  # (n, 3, side, side), while they are bytes
     if drawn is not None and (side != size or drawn.crops):
         x = _resample(x, drawn, size)
     x = x.float() / 255
@@ -121,7 +121,7 @@ def _channels(values: tuple[float, float, float], device: torch.device) -> Tenso
     return torch.tensor(values, device=device).view(1, 3, 1, 1)
 
 
-# To a device they are sent once: a copy makes the host wait, and has no place in a step that is replayed.
+# Sent to a device once: a copy makes the host wait, and cannot be part of a CUDA graph.
 _sent_channels = functools.lru_cache(maxsize=8)(_channels)
 
 
@@ -133,19 +133,19 @@ def _resample(x: Tensor, views: DeviceViews, size: int) -> Tensor:
     boxes, flips = views.boxes, views.flips
     across = _resampler(boxes[:, 0], boxes[:, 2], flips, side, size).to(dtype)  # (n, size, side)
     down = _resampler(boxes[:, 1], boxes[:, 3], torch.zeros_like(flips), side, size).to(dtype)
-    # The three channels are rows of one product; the matrix is not copied for each of them.
+    # One product for all three channels, without a copy of the matrix for each.
     wide = torch.bmm(x.to(dtype).view(n, 3 * side, side), across.transpose(1, 2)).view(n, 3, side, size)
     return torch.stack([torch.bmm(down, wide[:, channel]) for channel in range(3)], dim=1)
 
 
 def whole_views(count: int) -> Views:
-    """The view of each image that changes nothing but its size."""
+    """Views that show each image in full."""
     boxes = np.tile(np.array([0, 0, 1, 1], np.float32), (count, 1))
     return Views(boxes, np.zeros(count, bool), np.ones((count, 2), np.float32))
 
 
 def _resampler(start: Tensor, extent: Tensor, flip: Tensor, side: int, size: int) -> Tensor:
-    """(n, size, side) rows of weights: a triangle filter as wide as one output pixel, at least one input pixel."""
+    """(n, size, side) weights of a triangle filter as wide as one output pixel, at least one input pixel."""
     step = extent * side / size  # input pixels for one output pixel
     centres = (torch.arange(size, device=start.device) + 0.5) * step[:, None] + (start * side)[:, None]
     centres = torch.where(flip[:, None], centres.flip(1), centres)

@@ -1,4 +1,4 @@
-"""Captions, tokenised once and kept as flat arrays that any worker can share."""
+"""Captions, tokenized once into flat arrays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from m1clip.data.cache import FeatureTable
 from m1clip.text.base import Tokenizer
 
-BUCKET = 4  # text lengths are rounded up to a multiple of this, so that shapes stay few
+BUCKET = 4  # text lengths are rounded up to a multiple of this, to limit the number of shapes
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class CaptionTable:
     """`tokens[first[i] : first[i + 1]]` are the captions of image i; equal captions share a `key`."""
 
     tokens: np.ndarray  # (captions, context) int32
-    lengths: np.ndarray  # (captions,) up to and with the end mark
+    lengths: np.ndarray  # (captions,) including the EOT token
     keys: np.ndarray  # (captions,) int64
     first: np.ndarray  # (images + 1,)
-    pad_id: int  # what stands after the end mark
+    pad_id: int
     classes: bool = False  # made from class names: equal first captions are one class
     features: FeatureTable | None = None  # of a frozen text tower, one row per caption
 
@@ -35,13 +35,13 @@ class CaptionTable:
         """(images,) the class of each image, numbered from 0; None where captions are not made from classes."""
         return np.unique(self.keys[self.first[:-1]], return_inverse=True)[1] if self.classes else None
 
-    def pick(self, images: np.ndarray, draws: np.ndarray, several: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """Up to `several` different captions of each image from 64-bit draws: (rows of `images`, captions)."""
+    def pick(self, images: np.ndarray, draws: np.ndarray, count: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Up to `count` different captions of each image from 64-bit draws: (rows of `images`, captions)."""
         counts = (self.first[1:] - self.first[:-1])[images]
-        taken = np.minimum(counts, several)
+        taken = np.minimum(counts, count)
         rows = np.repeat(np.arange(len(images)), taken)
         place = np.arange(len(rows)) - np.repeat(np.cumsum(taken) - taken, taken)
-        # A run of neighbours from a random start: no caption twice, and each as often as any other.
+        # Consecutive captions from a random start: none twice, and all equally often.
         start = (draws % counts.astype(np.uint64)).astype(np.int64)
         return rows, self.first[images][rows] + (start[rows] + place) % counts[rows]
 
@@ -51,34 +51,34 @@ class CaptionTable:
 
 
 def drop_tokens(
-    tokens: np.ndarray, lengths: np.ndarray, gone: np.ndarray, pad_id: int
+    tokens: np.ndarray, lengths: np.ndarray, dropped: np.ndarray, pad_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Captions without the tokens that `gone` (n, context) names, closed up; the marks and one token always stay."""
+    """Captions without the tokens where `dropped` (n, context) is true; BOS, EOT and at least one token stay."""
     place = np.arange(tokens.shape[1])
     inner = (place > 0) & (place < lengths[:, None] - 1)
-    gone = gone & inner
-    empty = (gone.sum(axis=1) == inner.sum(axis=1)) & inner.any(axis=1)
-    gone[empty, 1] = False
-    order = np.argsort(gone, axis=1, kind="stable")
-    closed, left = np.take_along_axis(tokens, order, axis=1), lengths - gone.sum(axis=1, dtype=lengths.dtype)
-    # A tower of others reads every token that is no padding, also behind the end mark.
-    closed[(place >= left[:, None]) & gone.any(axis=1, keepdims=True)] = pad_id
-    return closed, left
+    dropped = dropped & inner
+    empty = (dropped.sum(axis=1) == inner.sum(axis=1)) & inner.any(axis=1)
+    dropped[empty, 1] = False
+    order = np.argsort(dropped, axis=1, kind="stable")
+    kept, left = np.take_along_axis(tokens, order, axis=1), lengths - dropped.sum(axis=1, dtype=lengths.dtype)
+    # Third-party towers read every token that is not padding, even after the EOT token.
+    kept[(place >= left[:, None]) & dropped.any(axis=1, keepdims=True)] = pad_id
+    return kept, left
 
 
 def rounded(length: int, context: int) -> int:
-    """A text length rounded up to a whole bucket, at most the context."""
+    """A text length rounded up to a multiple of BUCKET, at most the context."""
     return min(-(-length // BUCKET) * BUCKET, context)
 
 
 def caption_keys(captions: Sequence[str]) -> np.ndarray:
-    """(n,) int64: equal captions have equal keys, whatever their case and outer spaces."""
+    """(n,) int64: captions that differ only in case and outer spaces have equal ids."""
     number: dict[str, int] = {}
     return np.array([number.setdefault(caption.strip().lower(), len(number)) for caption in captions], np.int64)
 
 
 def tokenise(captions: Sequence[tuple[str, ...]], tokenizer: Tokenizer, context_length: int) -> CaptionTable:
-    """Tokenise every caption of every image."""
+    """Tokenize every caption of every image."""
     flat = [caption for group in captions for caption in group]
     first = np.concatenate([[0], np.cumsum([len(group) for group in captions])]).astype(np.int64)
     tokens = tokenizer.tokenize(flat, context_length)

@@ -1,4 +1,4 @@
-"""Batches by step number: the same ones for any number of workers, from any step onwards."""
+"""Batches by step number: the same for any number of workers, from any step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from m1clip.data.cache import Failure, FeatureTable, Images, follow_parent, read
 from m1clip.data.captions import CaptionTable, drop_tokens, rounded
 from m1clip.errors import UserError
 
-TEXT_GROUPS = 4  # of like length in a step; more would save little padding and make products small
+TEXT_GROUPS = 4  # of similar length; more would save little padding and make matrix products small
 SMALLEST_GROUP = 32  # captions
 RESTARTS = 3  # of the workers for one batch
 # The fields of a batch that differ from step to step.
@@ -83,22 +83,13 @@ class Batch:
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """Called by the DataLoader where the device's rules ask for pinned memory."""
+        """Called by the DataLoader."""
         return self._map(Tensor.pin_memory)
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> Batch:
         tensors = {name: getattr(self, name) for name in TENSORS}
         moved: dict[str, Any] = {name: move(t) for name, t in tensors.items() if t is not None}
         return replace(self, **moved)
-
-
-class Texts(NamedTuple):
-    """The captions of a step: tokens, the row of the image of each, its number in the table, and its length."""
-
-    tokens: np.ndarray
-    image_index: np.ndarray
-    chosen: np.ndarray
-    lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -111,16 +102,16 @@ class BatchPlan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full batches only; which images are left over differs from epoch to epoch."""
+        """Full batches only; each epoch leaves out other images."""
         return self.images // self.batch
 
     @classmethod
     def full(cls, images: int, batch: int, seed: int) -> BatchPlan:
-        """The plan of a run; data that does not fill one batch is refused."""
+        """The plan of a run, which needs data for one batch."""
         if images < batch:
             raise UserError(
                 f"{images} training images do not fill one batch of {batch}: "
-                f"lower --batch-size to {max(2, images // 2)}, or bring more images"
+                f"lower --batch-size to {max(2, images // 2)}, or add images"
             )
         return cls(images, batch, seed)
 
@@ -162,27 +153,14 @@ class TrainingSet(Dataset[Batch]):
 
     def __getitem__(self, step: int) -> Batch:
         epoch, members = self.plan.members(step)
-        seed, fields = self.plan.seed, dict[str, Any]()
-        if self.image_features is not None:
-            views = rnd.bits(seed, epoch, members, rnd.VIEW) % np.uint64(self.image_features.views)
-            features = self.image_features.read(members, views.astype(np.int64))
-            fields["image_features"] = torch.from_numpy(features)
-        else:
-            if self.device_images is not None:
-                fields |= {"cached_images": self.device_images, "rows": torch.from_numpy(members.astype(np.int64))}
-            else:
-                assert self.images is not None
-                members, pixels, fields["failed"] = read_or_replace(self.images, members, seed, epoch)
-                fields["images"] = torch.from_numpy(pixels)
-            fields["views"] = draw_views(self.augmentation, seed, epoch, members)
-            fields["kept_patches"] = self._kept_patches(members, epoch)
+        members, fields = self._images(epoch, members)
+        draws = rnd.bits(self.plan.seed, epoch, members, rnd.CAPTION)
+        image_index, chosen = self.captions.pick(members, draws, self.captions_per_image)
         if self.captions.features is not None:
-            draws = rnd.bits(seed, epoch, members, rnd.CAPTION)
-            image_index, chosen = self.captions.pick(members, draws, self.captions_per_image)
             fields["text_features"] = torch.from_numpy(self.captions.features.read(chosen))
         else:
-            tokens, image_index, chosen, fields["lengths"] = self.texts_of(members, epoch)
-            fields["tokens"] = torch.from_numpy(tokens)
+            order, fields["tokens"], fields["lengths"] = self._tokens(epoch, chosen)
+            image_index, chosen = image_index[order], chosen[order]
         ids = members if self.identity is None else self.identity[members]
         return Batch(
             sample_ids=torch.from_numpy(ids.astype(np.int64)),
@@ -191,31 +169,43 @@ class TrainingSet(Dataset[Batch]):
             **fields,
         )
 
-    def texts_of(self, members: np.ndarray, epoch: int) -> Texts:
-        """The captions of some images in this epoch, without the tokens that it leaves out, short ones first."""
-        seed, table, share = self.plan.seed, self.captions, self.augmentation.word_dropout
-        draws = rnd.bits(seed, epoch, members, rnd.CAPTION)
-        image_index, chosen = table.pick(members, draws, self.captions_per_image)
-        tokens, lengths = table.tokens[chosen], table.lengths[chosen]
-        if share:
-            context = tokens.shape[1]
-            places = chosen[:, None] * context + np.arange(context)
-            gone = rnd.uniform(seed, epoch, places, rnd.WORD) < share
-            tokens, lengths = drop_tokens(tokens, lengths, gone, table.pad_id)
-        if self.full_length:
-            return Texts(tokens.astype(np.int64), image_index, chosen, ())
-        order = np.argsort(lengths, kind="stable")
-        tokens = tokens[order, : rounded(int(lengths.max()), tokens.shape[1])]
-        return Texts(tokens.astype(np.int64), image_index[order], chosen[order], tuple(lengths[order].tolist()))
-
-    def _kept_patches(self, members: np.ndarray, epoch: int) -> Tensor | None:
+    def _images(self, epoch: int, members: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+        """The images of a batch, where some members may be replaced, and its fields for them."""
+        seed, fields = self.plan.seed, dict[str, Any]()
+        if self.image_features is not None:
+            views = rnd.bits(seed, epoch, members, rnd.VIEW) % np.uint64(self.image_features.views)
+            features = self.image_features.read(members, views.astype(np.int64))
+            return members, {"image_features": torch.from_numpy(features)}
+        if self.device_images is not None:
+            fields = {"cached_images": self.device_images, "rows": torch.from_numpy(members.astype(np.int64))}
+        else:
+            assert self.images is not None
+            members, pixels, fields["failed"] = read_or_replace(self.images, members, seed, epoch)
+            fields["images"] = torch.from_numpy(pixels)
+        fields["views"] = draw_views(self.augmentation, seed, epoch, members)
         dropout = self.augmentation.patch_dropout
-        if not self.patches or not dropout:
-            return None
-        return torch.from_numpy(draw_patches(dropout, self.patches, self.plan.seed, epoch, members))
+        if self.patches and dropout:
+            kept = draw_patches(dropout, self.patches, seed, epoch, members)
+            fields["kept_patches"] = torch.from_numpy(kept)
+        return members, fields
+
+    def _tokens(self, epoch: int, chosen: np.ndarray) -> tuple[np.ndarray, Tensor, tuple[int, ...]]:
+        """(order, tokens, lengths) of captions after word dropout; sorted by length unless all get the full length."""
+        table, dropout = self.captions, self.augmentation.word_dropout
+        tokens, lengths = table.tokens[chosen], table.lengths[chosen]
+        context = tokens.shape[1]
+        if dropout:
+            places = chosen[:, None] * context + np.arange(context)
+            dropped = rnd.uniform(self.plan.seed, epoch, places, rnd.WORD) < dropout
+            tokens, lengths = drop_tokens(tokens, lengths, dropped, table.pad_id)
+        if self.full_length:
+            return np.arange(len(chosen)), torch.from_numpy(tokens.astype(np.int64)), ()
+        order = np.argsort(lengths, kind="stable")
+        tokens = tokens[order, : rounded(int(lengths.max()), context)]
+        return order, torch.from_numpy(tokens.astype(np.int64)), tuple(lengths[order].tolist())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "report": None}  # workers do not report: the batch carries what failed
+        return {**self.__dict__, "report": None}  # workers report through the batch
 
 
 def batches(
@@ -227,14 +217,14 @@ def batches(
     pin: bool,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Batch]:
-    """The batches of steps start .. stop - 1, in order; `warn` is told when killed workers are restarted."""
+    """The batches of steps start .. stop - 1, in order; `warn` reports that killed workers were restarted."""
     if data.images is not None and data.images.ram_bytes and start_method != "fork":
         workers = 0  # each would be sent a copy of all images, to save little: they are decoded already
     if data.device_images is not None:
         workers = 0  # what is left to prepare are rows and tokens, and other processes cannot see the device's memory
     if workers == 0:
         made = (data[step] for step in range(start, stop))
-        # From pinned memory a copy goes its own way; from any other the host waits until the device is free for it.
+        # Copies from pinned memory are asynchronous.
         return _reported((batch.pin_memory() for batch in made) if pin else made, data)
 
     def start_workers(step: int) -> _Workers:
@@ -277,11 +267,11 @@ def _from_workers(
 
 
 class WorkerDied(Exception):
-    """A data worker ended without being asked to."""
+    """A data worker ended unexpectedly."""
 
 
 class _Workers:
-    """The worker processes of one DataLoader. A dead one is noticed in `next_batch`, and nowhere else."""
+    """The worker processes of one DataLoader; a dead one raises in `next_batch` and nowhere else."""
 
     def __init__(self, loader: DataLoader[Batch]) -> None:
         self._in_main_thread = threading.current_thread() is threading.main_thread()
@@ -291,7 +281,7 @@ class _Workers:
         self._feed, self._processes = feed, list[BaseProcess](feed._workers)
         atexit.register(self.end)
         if self._in_main_thread:
-            # torch's handler raises wherever the main thread is, for example halfway through an update.
+            # torch's handler raises wherever the main thread is, for example in the middle of an optimizer step.
             signal.signal(signal.SIGCHLD, self._on_child_exit)
 
     def next_batch(self) -> Batch:
@@ -304,13 +294,13 @@ class _Workers:
         except WorkerDied:
             raise
         except Exception:
-            self._check(timeout=1.0)  # torch reports a dead worker by errors of several types
+            self._check(timeout=1.0)  # torch reports a dead worker by different errors
             raise
         finally:
             self._waiting = False
 
     def _on_child_exit(self, number: int, frame: FrameType | None) -> None:
-        if self._waiting:  # a worker that died while writing a batch would be waited for without end
+        if self._waiting:  # next() would wait for ever for a worker that died while writing a batch
             self._check()
 
     def _check(self, timeout: float = 0.0) -> None:
@@ -321,7 +311,7 @@ class _Workers:
                 raise WorkerDied(f"data worker {process.pid} was killed (exit code {process.exitcode})") from None
 
     def end(self) -> None:
-        """Kill the workers: they hold nothing that must be saved, and may wait for a lock of a dead one."""
+        """Kill the workers: they have nothing to save, and may wait for a lock that a dead one holds."""
         atexit.unregister(self.end)
         for process in self._processes:
             process.kill()
@@ -333,7 +323,7 @@ class _Workers:
 
 
 def _reported(feed: Iterator[Batch], data: TrainingSet) -> Iterator[Batch]:
-    """Tell of failed images in the training process, whichever process read them."""
+    """Report failed images in the training process, whichever process read them."""
     try:
         for batch in feed:
             if data.report is not None:
@@ -345,8 +335,8 @@ def _reported(feed: Iterator[Batch], data: TrainingSet) -> Iterator[Batch]:
 
 
 def _start_worker(worker: int) -> None:
-    """A signal to the process group reaches every worker, and the parent needs batches to finish its step."""
+    """Ignore signals to the process group: the parent needs batches to finish its step."""
     follow_parent()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # A parent that leaves while it takes a batch: no traceback. Errors of the data travel to the parent.
+    # No traceback when the parent ends first; errors in the data are raised in the parent.
     sys.excepthook = lambda *error: None

@@ -1,4 +1,4 @@
-"""Randomness as a function of (seed, epoch, sample), never of history: a resume needs a step number alone."""
+"""Random numbers as a function of (seed, epoch, sample): a resume needs only the step number."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import functools
 
 import numpy as np
 
-# One stream for each use, so that two uses never share their numbers.
+# One stream for each use.
 CAPTION, CROP_AREA, CROP_ASPECT, CROP_X, CROP_Y, FLIP, BRIGHTNESS, CONTRAST, REPLACEMENT, PATCH, WORD = range(11)
 VIEW = 1 << 8
 
 
 @functools.lru_cache(maxsize=2)
 def permutation(seed: int, epoch: int, count: int) -> np.ndarray:
-    """The order of an epoch; kept, because each step of the epoch asks for it."""
+    """The order of an epoch; cached, because each step of the epoch needs it."""
     order = np.random.Generator(np.random.Philox(key=np.array([seed, epoch], np.uint64))).permutation(count)
     order.flags.writeable = False
     return order
@@ -22,7 +22,7 @@ def permutation(seed: int, epoch: int, count: int) -> np.ndarray:
 def bits(seed: int, epoch: int, samples: np.ndarray, stream: int) -> np.ndarray:
     """A 64-bit hash for each sample: splitmix64 over the four integers."""
     with np.errstate(over="ignore"):
-        state = _splitmix(np.array(seed, np.uint64))  # hashed alone, or seed 1 epoch 0 were seed 0 epoch 1
+        state = _splitmix(np.array(seed, np.uint64))  # hashed alone, or seed 1 epoch 0 would equal seed 0 epoch 1
         for word in (epoch, stream):
             state = _splitmix(state ^ np.uint64(word))
         return _splitmix(_splitmix(samples.astype(np.uint64) ^ state))

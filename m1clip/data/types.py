@@ -1,4 +1,4 @@
-"""What every source yields: an image that can be opened, its captions, and a name."""
+"""Sample and Source: what every source of data provides."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ImageRef(Protocol):
         """What identifies the content (name, size, time), for the key of a cache."""
 
     def __str__(self) -> str:
-        """Where it is, in a person's words: the file, or the shard and member, or the row."""
+        """Where it is, for messages: the file, or the shard and member, or the row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class Sample:
 
 
 def identities(samples: Sequence[Sample]) -> np.ndarray:
-    """(n,) int64: the place of the first sample with the same image, its own where there is none."""
+    """(n,) int64: the index of the first sample with the same image."""
     first: dict[ImageRef, int] = {}
     numbers = np.arange(len(samples))
     for place, sample in enumerate(samples):
         try:
             numbers[place] = first.setdefault(sample.image, place)
-        except TypeError:  # cannot be hashed: then it is taken for an image of its own
+        except TypeError:  # not hashable: taken for an image of its own
             continue
     return numbers
 

@@ -59,7 +59,7 @@ def test_the_choice_is_of_the_images_own_and_roughly_even() -> None:
 def test_several_are_different_and_at_most_what_there_is() -> None:
     captions = table()
     images = np.tile(np.arange(3), 2000)
-    rows, chosen = captions.pick(images, rnd.bits(0, 0, np.arange(6000), rnd.CAPTION), several=2)
+    rows, chosen = captions.pick(images, rnd.bits(0, 0, np.arange(6000), rnd.CAPTION), count=2)
     assert np.bincount(rows).tolist() == [1, 2, 2] * 2000
     assert (captions.owner[chosen] == images[rows]).all()
     assert len({*zip(rows.tolist(), chosen.tolist(), strict=True)}) == len(rows)
