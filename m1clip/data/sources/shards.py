@@ -212,7 +212,7 @@ def _sample(path: str, file: BinaryIO, key: str, parts: dict[str, Member], sourc
     # Keys start again in each shard, so the shard is part of the id.
     id_ = f"{os.path.basename(path)}/{image.name}"
     if metadata.get("format") == PACKED and isinstance(metadata.get("id"), str):
-        id_ = clean_text(metadata["id"])
+        id_ = clean_text(metadata["id"]) or id_
     yield Row(place, captions, split, image=TarImage(path, image.name, image.offset, image.size), id=id_)
 
 

@@ -85,7 +85,7 @@ def table_rows(table: Table, source: DataSource) -> Iterator[Row]:
         id_ = None
         if image is not None:
             value = cells.get(columns.id) if columns.id else None
-            id_ = str(value) if isinstance(value, str | int) else f"{table.name}#{number}"
+            id_ = (str(value) if isinstance(value, str | int) else "") or f"{table.name}#{number}"
         yield Row(
             place,
             captions if len(captions) > 1 else captions[0],

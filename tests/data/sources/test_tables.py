@@ -147,6 +147,11 @@ def test_parquet_paths_and_bytes(images: Write) -> None:
 def test_parquet_rows_of_one_image_are_joined_by_an_id_column(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    cells = {"image": [image_bytes(1)] * 2, "image_id": [7, 7], "caption": ["x", "y"]}
+    cells = {"image": [image_bytes(1)] * 4, "image_id": ["7", "7", "", ""], "caption": ["x", "y", "z", "w"]}
     parquet.write_table(pa.table(cells), tmp_path / "t.parquet")
-    assert everything(open_source(str(tmp_path / "t.parquet")))["7"].captions == ("x", "y")
+    found = everything(open_source(str(tmp_path / "t.parquet")))
+    assert {id_: sample.captions for id_, sample in found.items()} == {
+        "7": ("x", "y"),
+        "t.parquet#3": ("z",),
+        "t.parquet#4": ("w",),
+    }
