@@ -48,7 +48,7 @@ def percent(fraction: float | None, digits: int = 1) -> str:
     """71.3%; below 1% with two significant digits, so that 1 of 5,000 does not become 0.0%."""
     if fraction is None:
         return MISSING
-    return f"{100 * fraction:.2g}%" if 0 < abs(fraction) < 0.01 else f"{100 * fraction:.{digits}f}%"
+    return f"{100 * fraction:.2g}%" if digits and 0 < abs(fraction) < 0.01 else f"{100 * fraction:.{digits}f}%"
 
 
 def number(value: float | None) -> str:
@@ -112,7 +112,7 @@ SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def amount(text: str, unit: str, option: str) -> float:
-    """The number behind such a text, in whole units; `unit` is B or FLOP, and may be left out after K, M, G, T."""
+    """The number of a text such as 8GB; `unit` is B or FLOP, and may be left out after K, M, G, T."""
     found = re.fullmatch(rf"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGTP]?I?)({unit}(?:S|/S)?)?\s*", text.upper())
     scale = SCALE.get(found.group(2)) if found else None
     # A bare number is refused: 8 for 8 GB would be eight bytes.
@@ -144,7 +144,7 @@ def steps_or_seconds(value: int | str, option: str) -> tuple[int, float]:
 
 
 def steps_or_time(hint: Any, tokens: Sequence[Any]) -> int | str:
-    """For cyclopts: a whole number of steps stays a number, a time stays as it was typed."""
+    """For cyclopts: a whole number of steps stays a number, a time stays text."""
     value = str(tokens[0].value)
     steps_or_seconds(value, str(tokens[0].keyword or "--save-every"))
     return int(value) if value.strip().isdecimal() else value.strip()

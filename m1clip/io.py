@@ -1,15 +1,15 @@
-"""Files that are either whole or not there."""
+"""Files: bounded reads, atomic writes, validation of what was read, locks."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import json
-import math
 import os
 import platform
 import shutil
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,18 +19,18 @@ import psutil
 
 from m1clip.errors import UserError
 
-PARTIAL = ".partial"  # ends the name of what is still being written
-OLD = f".old{PARTIAL}"  # ends the name of a folder moved aside while another takes its place
+PARTIAL = ".partial"  # suffix of what is still being written
+OLD = f".old{PARTIAL}"  # suffix of a folder moved aside while another replaces it
 SMALL = 2**22  # bytes: far more than any config, state or list of names needs
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file in one move: a reader sees the old text or the new, never half of it."""
+    """Replace a file atomically: a reader sees the old text or the new, never a part of it."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def write_bytes(path: Path, data: bytes, sync: bool = True) -> None:
-    """The same for bytes; with `sync` they are on the disk when this returns, whatever happens to the power."""
+    """The same for bytes; with `sync` they survive a power cut once this returns."""
     if not path.parent.name.endswith(PARTIAL):  # a folder being filled that is gone was removed: do not recreate it
         path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
@@ -41,7 +41,7 @@ def write_bytes(path: Path, data: bytes, sync: bool = True) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException as error:  # a full disk: the half must not take the room that is left
+    except BaseException as error:  # a full disk: the partial file must not take up the space that is left
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename:
@@ -52,12 +52,12 @@ def write_bytes(path: Path, data: bytes, sync: bool = True) -> None:
 
 
 def open_for_write(path: Path, flags: int) -> int:
-    """A handle of a file that we write; a link in its place, which could lead anywhere, is refused."""
+    """Open a file to write; a symbolic link in its place, which could lead anywhere, is refused."""
     try:
         return os.open(path, flags | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):
-            raise UserError(f"{path}: is a link, and nothing is written through one; delete it") from None
+            raise UserError(f"{path}: is a symbolic link, and nothing is written through one; delete it") from None
         raise
 
 
@@ -68,7 +68,7 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Fill the folder given; when the block ends well it takes the place of `path` in one move."""
+    """Write into the folder this yields; when the block ends without an error, it replaces `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -92,7 +92,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder so that its name never stands for a part of it: first renamed, then emptied."""
+    """Delete a folder, so that its name never refers to a part of it: it is renamed first."""
     doomed = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
@@ -119,8 +119,7 @@ def read_small(path: str | Path, limit: int = SMALL, inside: Path | None = None)
     with open_regular(path, inside) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
-        size = f"{limit >> 20} MiB" if limit >= 2**20 else f"{limit:,} bytes"
-        raise OSError(errno.EFBIG, f"larger than {size}", str(path))
+        raise OSError(errno.EFBIG, f"larger than {limit:,} bytes", str(path))
     return data
 
 
@@ -142,7 +141,7 @@ def sync_folder(path: Path) -> None:
 
 
 def restore_folders(folder: Path) -> list[str]:
-    """Where a kill fell between the two moves of `atomic_folder`, put the old folder back; gives its name."""
+    """Put back folders that a kill between the two moves of `atomic_folder` left aside; returns their names."""
     names = []
     for old in sorted(folder.glob(f"*{OLD}")) if folder.is_dir() else ():
         target = old.with_name(old.name.removesuffix(OLD))
@@ -155,7 +154,7 @@ def restore_folders(folder: Path) -> list[str]:
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Bring back what a killed process had moved aside, delete what it was writing; names what is deleted."""
+    """Put back what a killed process had moved aside, delete what it was writing; returns the deleted names."""
     restore_folders(folder)
     names = []
     for item in folder.glob(f"*{PARTIAL}") if folder.is_dir() else ():
@@ -167,17 +166,18 @@ def remove_leftovers(folder: Path) -> list[str]:
     return names
 
 
-# Larger than any published model: what lies beyond is a mistake, or a file made to fill the memory.
+# Larger than any published model: what is beyond is a mistake, or a file made to fill the memory.
 LIMITS: dict[str, float] = {
-    "image_size": 4096, "patch_size": 1024, "width": 2**14, "layers": 256, "heads": 1024, "vision_width": 2**14,
-    "vision_layers": 256, "vision_heads": 1024,
-    "text_width": 2**14, "text_layers": 256, "text_heads": 1024, "context_length": 4096, "vocab_size": 2**21,
-    "embed_dim": 2**14, "hidden": 2**14, "mlp_ratio": 64, "lora_rank": 2**12,
-}  # fmt: skip
+    **{"image_size": 4096, "patch_size": 1024, "context_length": 4096, "vocab_size": 2**21, "mlp_ratio": 64},
+    **dict.fromkeys(("width", "vision_width", "text_width", "embed_dim", "hidden"), 2**14),
+    **dict.fromkeys(("layers", "vision_layers", "text_layers"), 256),
+    **dict.fromkeys(("heads", "vision_heads", "text_heads"), 1024),
+    "lora_rank": 2**12,
+}
 
 
 def check_limits(values: object, prefix: str) -> None:
-    """Refuse a size above LIMITS, before anything is built from it."""
+    """UserError for a size above LIMITS, before anything is built from it."""
     for name, most in LIMITS.items():
         value = getattr(values, name, None)
         if value is not None and value > most:
@@ -194,47 +194,31 @@ def validated(cls: type, values: dict[str, Any], what: str) -> dict[str, Any]:
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
-    if get_origin(hint) is Literal:
-        # By type too: True == 1, and a list cannot be looked up among strings by hash.
-        if any(type(value) is type(choice) and value == choice for choice in get_args(hint)):
-            return value
-        raise UserError(f"{where} must be one of {', '.join(get_args(hint))}, not {_shown(value)}")
-    if get_origin(hint) is tuple:
-        parts = get_args(hint)
-        if not isinstance(value, list | tuple) or len(value) != len(parts):
-            raise UserError(f"{where} must be {len(parts)} numbers, not {_shown(value)}")
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is tuple and isinstance(value, list | tuple) and len(value) == len(parts):
         return tuple(_value(part, item, where) for part, item in zip(parts, value, strict=True))
-    if hint is str and not isinstance(value, str):
-        raise UserError(f"{where} must be text, not {_shown(value)}")
-    if hint is bool and not isinstance(value, bool):
-        raise UserError(f"{where} must be true or false, not {_shown(value)}")
-    if hint is int and (not isinstance(value, int) or isinstance(value, bool)):
-        raise UserError(f"{where} must be a whole number, not {_shown(value)}")
-    if hint is float and not _is_number(value):
-        raise UserError(f"{where} must be a number, not {_shown(value)}")
+    if origin is Literal:
+        # By type too: True == 1.
+        expected, valid = f"one of {', '.join(parts)}", any(type(value) is type(e) and value == e for e in parts)
+    elif origin is tuple:
+        expected, valid = f"{len(parts)} numbers", False
+    else:
+        expected = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}.get(hint, "")
+        kinds = (int, float) if hint is float else hint
+        valid = not expected or (isinstance(value, kinds) and (hint is bool or not isinstance(value, bool)))
+        valid = valid and (hint is not float or abs(value) <= MAX_FLOAT)  # NaN is not
+    if not valid:
+        text = ascii(value)
+        raise UserError(f"{where} must be {expected}, not {text if len(text) <= 40 else text[:40] + '...'}")
     return value
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond the range of a float
-        return False
-
-
-def _shown(value: Any) -> str:
-    """On one line and short, whatever the file holds."""
-    text = ascii(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
-
-
+MAX_FLOAT = sys.float_info.max
 LARGEST, SMALLEST, DEEPEST = 1e100, 1e-100, 16
 
 
 def is_well_formed(value: Any, depth: int = DEEPEST) -> bool:
-    """Whether arithmetic and UTF-8 can take every part: no number beyond 1e100, lone surrogate or deep nesting."""
+    """Whether arithmetic and UTF-8 can handle every part: no number beyond 1e100, lone surrogate or deep nesting."""
     if isinstance(value, bool) or value is None:
         return True
     if isinstance(value, int | float):  # False for NaN, too
@@ -247,36 +231,33 @@ def is_well_formed(value: Any, depth: int = DEEPEST) -> bool:
     return all(is_well_formed(part, depth - 1) for part in parts)
 
 
-def matches_schema(value: Any, shape: Any) -> bool:
-    """Whether a JSON value has a shape: a type, a predicate, [shape of each item], (shape, shape), or {key: shape}.
+def matches_schema(value: Any, schema: Any) -> bool:
+    """Whether a JSON value matches: a type, a predicate, [schema of each item], (schema, schema) or {key: schema}.
 
-    float takes any number, int a whole one from 0 on. {str: shape} takes any keys, other dicts more than the shape has.
+    float accepts any number, int a whole number from 0 on. {str: schema} accepts any keys; other dicts may have
+    more keys than the schema.
     """
-    if isinstance(shape, list):
-        return isinstance(value, list) and all(matches_schema(item, shape[0]) for item in value)
-    if isinstance(shape, tuple):
-        return (
-            isinstance(value, list)
-            and len(value) == len(shape)
-            and all(matches_schema(item, part) for item, part in zip(value, shape, strict=True))
-        )
-    if isinstance(shape, dict):
+    if isinstance(schema, list):
+        return isinstance(value, list) and all(matches_schema(item, schema[0]) for item in value)
+    if isinstance(schema, tuple):
+        return isinstance(value, list) and len(value) == len(schema) and all(map(matches_schema, value, schema))
+    if isinstance(schema, dict):
         if not isinstance(value, dict):
             return False
-        if str in shape:
-            return all(matches_schema(item, shape[str]) for item in value.values())
-        return all(key in value and matches_schema(value[key], part) for key, part in shape.items())
-    if not isinstance(shape, type):
-        return bool(shape(value))
+        if str in schema:
+            return all(matches_schema(item, schema[str]) for item in value.values())
+        return all(key in value and matches_schema(value[key], part) for key, part in schema.items())
+    if not isinstance(schema, type):
+        return bool(schema(value))
     if isinstance(value, bool):
-        return shape is bool
-    if shape is int:
+        return schema is bool
+    if schema is int:
         return isinstance(value, int) and 0 <= value < 2**53
-    return isinstance(value, int | float) if shape is float else isinstance(value, shape)
+    return isinstance(value, int | float) if schema is float else isinstance(value, schema)
 
 
 LOCK = "run.lock"
-SAME_START = 2.0  # seconds: a process's start is known to the clock tick, the boot time to about a second
+SAME_START = 2.0  # seconds: the boot time, from which a start time is computed, is known to about a second
 
 
 @dataclass(frozen=True)
@@ -284,40 +265,40 @@ class Owner:
     """The process that wrote a run's lock."""
 
     pid: int
-    started: float  # seconds since 1970, as the system says
+    started: float  # seconds since 1970
     host: str
-    birth: str = ""  # the same start told by the kernel alone, which no change of the clock moves; "" where unknown
+    start_id: str = ""  # see `process_start_id`; no change of the clock affects it
 
     @property
     def here(self) -> bool:
-        """On this machine, so that it can be looked up."""
+        """Whether it is on this machine."""
         return self.host == platform.node()
 
     def process(self) -> psutil.Process | None:
-        """The living process, if it is this very one and not a later one with the same number."""
+        """The living process, if it is this one and not a later one with the same number."""
         if not self.here:
             return None
         try:
             process = psutil.Process(self.pid)
-            birth = process_start_id(self.pid) if self.birth else ""
-            # Seconds since 1970 move when the clock is set, and with them the start that the system tells.
-            same = birth == self.birth if birth else abs(process.create_time() - self.started) < SAME_START
+            start_id = process_start_id(self.pid) if self.start_id else ""
+            # Setting the clock moves create_time.
+            same = start_id == self.start_id if start_id else abs(process.create_time() - self.started) < SAME_START
             return process if same and process.status() != psutil.STATUS_ZOMBIE else None
-        except (psutil.Error, OverflowError, ValueError):  # the last two: a number that no process can have
+        except (psutil.Error, OverflowError, ValueError):  # the last two: not the number of a process
             return None
 
 
 def lock_content() -> str:
     """What this process writes into the lock of its run: four lines."""
-    started, birth = psutil.Process().create_time(), process_start_id(os.getpid())
-    return f"{os.getpid()}\n{started:.3f}\n{platform.node()}\n{birth}\n"
+    started, start_id = psutil.Process().create_time(), process_start_id(os.getpid())
+    return f"{os.getpid()}\n{started:.3f}\n{platform.node()}\n{start_id}\n"
 
 
 def process_start_id(pid: int) -> str:
-    """Which boot of the machine, and how many ticks after it the process began; "" where the system does not say."""
+    """The id of the boot, and the clock tick after it at which a process started; "" where this is unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        # The name of the program stands in brackets and may hold anything: count from behind it.
+        # The program's name is in brackets and may contain anything: count from its end.
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return f"{boot} {int(fields[19])}"
     except (OSError, ValueError, IndexError):
@@ -325,10 +306,10 @@ def process_start_id(pid: int) -> str:
 
 
 def read_owner(run: Path) -> Owner | None:
-    """Who holds, or last held, a run; None where nothing says it."""
+    """The process that holds, or last held, a run; None where there is no valid lock."""
     try:
-        pid, started, host, *birth = read_small(run / LOCK, 4096).decode("utf-8").split("\n")[:4]
-        return Owner(int(pid), float(started), host, birth[0] if birth else "")
+        pid, started, host, start_id = read_small(run / LOCK, 4096).decode("utf-8").split("\n")[:4]
+        return Owner(int(pid), float(started), host, start_id)
     except (OSError, ValueError):
         return None
 

@@ -1,4 +1,4 @@
-"""run.jsonl: one object a line, appended, readable while it is written."""
+"""run.jsonl: one JSON object per line, appended, readable while it is written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PREPARING_PARTIAL = PREPARING + PARTIAL
 LONGEST_LINE = 2**24
 
 LATEST = 1e11  # seconds since 1970; the C library has no date for much later times
-# The figure that chooses the best model and its label: the first of these that an evaluation has.
+# The metric that selects the best model, and its label: the first of these that an evaluation has.
 TOP1, MEAN_RECALL = "top1_accuracy", "mean_recall"
 SELECTION = {TOP1: "top-1 accuracy", MEAN_RECALL: "mean recall"}
 
@@ -33,30 +33,32 @@ Sink = Callable[[Record], None]
 
 
 def selection_metric(record: Record) -> str:
-    """The name of the figure that chooses the best model, in an evaluation or end record."""
+    """The metric that selects the best model, in an evaluation or end record."""
     return next((name for name in SELECTION if name in record), MEAN_RECALL)
 
 
 class RunLog:
-    """Appends to a run's log. Each line is one write, so that a reader sees whole lines."""
+    """Appends to a run's log. Each line is one write, so that a reader sees complete lines."""
 
     def __init__(self, run: Path) -> None:
         self.path = run / NAME
         handle = open_for_write(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._file = os.fdopen(handle, "ab", buffering=0)
         _end_torn_line(handle)
-        self.on_full: Callable[[OSError], None] | None = None  # told of a line that the disk did not take
-        self.lost = 0  # such lines since the last that was written
-        self.sinks: list[Sink] = []  # others who want each record too, such as TensorBoard
+        self.on_full: Callable[[OSError], None] | None = (
+            None  # called with the error of a line that the disk did not take
+        )
+        self.lost = 0  # such lines since the last one that was written
+        self.sinks: list[Sink] = []  # called with each record too, such as TensorBoard's
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append one object; `kind` says what it tells: start, step, eval, layers, checkpoint, warning, end."""
+        """Append one record; kinds are start, step, eval, layers, memory, checkpoint, event, warning, skipped, end."""
         self.check_folder()
         record = json_safe({"v": VERSION, "kind": kind, "time": round(time.time(), 3), **values})
         try:
             if self.lost:
-                told = f"{self.lost} lines are missing here: the disk was full"
-                self._append(_line({"v": VERSION, "kind": "warning", "time": record["time"], "text": told}))
+                text = f"{self.lost} lines are missing here: the disk was full"
+                self._append(_line({"v": VERSION, "kind": "warning", "time": record["time"], "text": text}))
                 self.lost = 0
             self._append(_line(record))
         except OSError as error:
@@ -68,7 +70,7 @@ class RunLog:
             sink(record)
 
     def check_folder(self) -> None:
-        """UserError if the run folder is no longer where it was; call it before anything is written there."""
+        """UserError if the run folder was moved or removed; called before anything is written there."""
         try:
             there = os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
         except FileNotFoundError:
@@ -80,7 +82,7 @@ class RunLog:
             )
 
     def _append(self, line: bytes) -> None:
-        """All of the line or, on a full disk, nothing of it and an OSError: half a line would spoil the next."""
+        """The complete line or, on a full disk, nothing and an OSError: a part of a line would spoil the next."""
         handle = self._file.fileno()
         before = os.fstat(handle).st_size
         try:
@@ -103,7 +105,7 @@ def _line(record: Record) -> bytes:
 def read_log(run: Path) -> Iterator[Record]:
     """All valid lines of a run's log; others are skipped."""
     with open_regular(run / NAME) as file:
-        # A line without end, which no run writes, comes in pieces, each of them a foreign line.
+        # A line without end, which no run writes, comes in parts, each of them an invalid line.
         while line := file.readline(LONGEST_LINE):
             record = parse(line)
             if record is not None:
@@ -111,7 +113,7 @@ def read_log(run: Path) -> Iterator[Record]:
 
 
 def parse(line: bytes) -> Record | None:
-    """The object of one line; None if it is torn, of a newer version, or has a field that no reader could use."""
+    """The record of one line; None if it is torn, of a newer version, or has a field of the wrong type."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -137,16 +139,20 @@ def _analysis(value: Any) -> bool:
     )
 
 
-FIGURES = ("epoch", "loss", "grad_norm", "lr", "temperature", "images_per_second", "step_seconds", "data_fraction",
-           "memory_bytes", "watts", "celsius", "elapsed", "joules", "joules_per_epoch", "recall_per_watt_hour",
-           "base", "base_before", "gradient_difference")  # fmt: skip
-# The shape of each field that some reader uses, and of those that mean different things in different kinds of record.
-SHAPES: dict[str, Any] = {
-    **dict.fromkeys(FIGURES, _figure), **dict.fromkeys(("step", "steps", "best_step", "back_to"), int),
-    **dict.fromkeys((TOP1, MEAN_RECALL, "peak", "peak_bytes"), float), "time": _time,
-    **dict.fromkeys(("split", "event", "text", "where", "version"), str), "cores": [float], "analysis": _analysis,
-}  # fmt: skip
-OWN_SHAPES: dict[str, dict[str, Any]] = {
+FIGURES = (
+    *("epoch", "loss", "grad_norm", "lr", "temperature", "images_per_second", "step_seconds", "data_fraction"),
+    *("memory_bytes", "watts", "celsius", "elapsed", "joules", "joules_per_epoch", "recall_per_watt_hour"),
+    *("retention", "retention_before", "gradient_difference"),
+)
+# The schema of each field that some reader uses, and of those that differ between kinds of record.
+SCHEMAS: dict[str, Any] = {
+    **dict.fromkeys(FIGURES, _figure),
+    **dict.fromkeys(("step", "steps", "best_step", "back_to"), int),
+    **dict.fromkeys((TOP1, MEAN_RECALL, "peak", "peak_bytes"), float),
+    **dict.fromkeys(("split", "event", "text", "where", "version"), str),
+    **{"time": _time, "cores": [float], "analysis": _analysis},
+}
+OWN_SCHEMAS: dict[str, dict[str, Any]] = {
     "step": {"step": int, "seconds": {str: float}},
     "eval": {"step": int, "seconds": float},
     "layers": {"step": int, "layers": {str: (_figure, _figure)}},
@@ -155,23 +161,20 @@ OWN_SHAPES: dict[str, dict[str, Any]] = {
 
 def _valid(record: Record) -> bool:
     """Whether the fields that readers use have the types that they expect."""
-    own = OWN_SHAPES.get(record["kind"], {})
-    shapes = {**SHAPES, **own}
-    if any(
-        value is not None and not matches_schema(value, shapes[name])
-        for name, value in record.items()
-        if name in shapes
-    ):
+    own = OWN_SCHEMAS.get(record["kind"], {})
+    schemas = {**SCHEMAS, **own}
+    given = {name: value for name, value in record.items() if name in schemas and value is not None}
+    if not all(matches_schema(value, schemas[name]) for name, value in given.items()):
         return False
     if "step" in own and record.get("step") is None:
         return False
     parts = {"": float, "/low": float, "/high": float, "/chance": float, "/n": int}
     metrics = {name.rpartition("/")[0] for name in record if name.endswith(tuple(parts)[1:])}
-    return all(matches_schema(record.get(name + part), shape) for name in metrics for part, shape in parts.items())
+    return all(matches_schema(record.get(name + part), schema) for name in metrics for part, schema in parts.items())
 
 
 def json_safe(value: Any) -> Any:
-    """JSON has no NaN: a number that is not finite becomes its name."""
+    """JSON has no NaN: a number that is not finite becomes text."""
     if isinstance(value, dict):
         return {key: json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -182,7 +185,7 @@ def json_safe(value: Any) -> Any:
 
 
 def _end_torn_line(handle: int) -> None:
-    """A killed writer may leave half a line: end it, so that the next object starts on its own."""
+    """A killed writer may leave a part of a line: end it, so that the next record starts on a new one."""
     size = os.fstat(handle).st_size
     if size and os.pread(handle, 1, size - 1) != b"\n":
         os.write(handle, b"\n")
@@ -190,7 +193,7 @@ def _end_torn_line(handle: int) -> None:
 
 @dataclass(frozen=True)
 class Preparing:
-    """How far the work before the first step is."""
+    """Progress of the work before the first step."""
 
     title: str
     done: int = 0
@@ -204,7 +207,7 @@ class Preparing:
         return self.title + count + left
 
     def write(self, run: Path) -> None:
-        """Show it to `m1clip runs` and `monitor`; where the folder is gone or full, nothing is written."""
+        """For `m1clip runs` and `monitor`; if the folder is gone or the disk full, nothing is written."""
         with contextlib.suppress(OSError, UserError):
             handle = open_for_write(run / PREPARING_PARTIAL, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             with os.fdopen(handle, "wb") as file:
@@ -213,7 +216,7 @@ class Preparing:
 
 
 def read_preparing(run: Path) -> Preparing | None:
-    """What a run in preparation says of itself, or None."""
+    """The progress of a run in preparation, or None."""
     try:
         found = Preparing(**json.loads(read_small(run / PREPARING, 4096, run)))
         title, left = found.title, found.seconds_left

@@ -1,23 +1,74 @@
-"""Amounts as people type them."""
+"""Numbers, durations, sizes and tables as text, and quantities as users type them."""
 
 from __future__ import annotations
 
 import pytest
 
 from m1clip.errors import UserError
-from m1clip.formatting import amount
+from m1clip.formatting import ago, amount, clock, duration, number, percent, plural, size, table
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (clock(65), "1:05"),
+        (clock(7389), "2:03:09"),
+        (clock(273_600), "3d 4h"),
+        (duration(6.2e-6), "6.2 µs"),
+        (duration(0.085), "85 ms"),
+        (duration(2.571), "2.57 s"),
+        (duration(99.96), "1:40"),
+        (size(0), "0 B"),
+        (size(1500), "1.5 kB"),
+        (size(999.6e6), "1 GB"),
+        (size(1.421e9), "1.42 GB"),
+        (percent(0.7134), "71.3%"),
+        (percent(0.0002), "0.02%"),
+        (percent(0.0002, 0), "0%"),
+        (number(0.07123), "0.0712"),
+        (number(12345), "12,345"),
+        (number(5e-5), "5e-5"),
+        (number(float("nan")), "nan"),
+        (ago(-3), "0 s ago"),
+        (ago(7200), "2 h ago"),
+        (plural(1, "image"), "1 image"),
+        (plural(2000, "image"), "2,000 images"),
+        *((words(None), "-") for words in (clock, duration, size, percent, number)),
+    ],
+)
+def test_one_text_for_each_number(text: str, expected: str) -> None:
+    assert text == expected
+
+
+def test_a_table_aligns_words_left_and_numbers_right() -> None:
+    rows = [("1st", "running", "12"), (), ("longer", "died", "1,234")]
+    assert table(("run", "state", "n"), rows).split("\n") == [
+        "run     state        n",
+        "1st     running     12",
+        "",
+        "longer  died     1,234",
+    ]
+    assert table(("run", "n"), []) == "run  n"
 
 
 @pytest.mark.parametrize(
     ("text", "unit", "value"),
-    [("8GB", "B", 8e9), ("8gb", "B", 8e9), ("1.5 GiB", "B", 1.5 * 2**30), ("512M", "B", 512e6), ("100B", "B", 100),
-     ("2.6TFLOP", "FLOP", 2.6e12), ("2.6TFLOP/s", "FLOP", 2.6e12), (".5G", "B", 5e8)],
-)  # fmt: skip
-def test_what_is_understood(text: str, unit: str, value: float) -> None:
+    [
+        *(
+            ("8GB", "B", 8e9),
+            ("8gb", "B", 8e9),
+            ("1.5 GiB", "B", 1.5 * 2**30),
+            ("512M", "B", 512e6),
+            ("100B", "B", 100),
+        ),
+        *(("2.6TFLOP", "FLOP", 2.6e12), ("2.6TFLOP/s", "FLOP", 2.6e12), (".5G", "B", 5e8)),
+    ],
+)
+def test_quantities_that_are_understood(text: str, unit: str, value: float) -> None:
     assert amount(text, unit, "--memory") == pytest.approx(value)
 
 
 @pytest.mark.parametrize("text", ["", "8", "GB", "-1GB", "0GB", "8XB", "8 GB!", "1e9", "8PIB", "8TFLOP"])
-def test_what_is_not(text: str) -> None:
+def test_quantities_that_are_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"--memory .*such as 8GB"):
         amount(text, "B", "--memory")

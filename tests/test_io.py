@@ -146,7 +146,7 @@ def test_read_small_reads_only_regular_files_of_bounded_size(tmp_path: Path) -> 
         read_small(tmp_path / "a", 4)
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(2**40)  # sparse: reading it all would end the process
-    with pytest.raises(OSError, match="larger than 4 MiB"):
+    with pytest.raises(OSError, match="larger than 4,194,304 bytes"):
         read_small(tmp_path / "huge")
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):

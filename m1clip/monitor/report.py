@@ -208,16 +208,17 @@ def curve_plots(histories: Sequence[History]) -> list[Plot]:
         recall.append(evaluation_curve(histories[0], BACK, "image to text", 1))
         chance = evaluation_curve(histories[0], f"{RECALL}/chance", "chance", 7)
         recall.append(Curve("chance", chance.points, 7, dashed=True))
-    base = [evaluation_curve(h, "base", h.name, i) for i, h in many]
-    base += [
-        Curve(f"{h.name}, before", evaluation_curve(h, "base_before", "", i).points, i, dashed=True) for i, h in many
+    retention = [evaluation_curve(h, "retention", h.name, i) for i, h in many]
+    retention += [
+        Curve(f"{h.name}, before", evaluation_curve(h, "retention_before", "", i).points, i, dashed=True)
+        for i, h in many
     ]
     best = [evaluation_curve(h, h.metric, h.name, i) for i, h in many]
     return [
         *lines("loss", "Loss", step_curves(histories, "loss"), log=True),
         *lines("best", f"{metrics} on validation, % (selects the best model; 95% interval)", best),
         *lines("recall", "Recall@1 on validation, % (95% interval)", recall),
-        *lines("base", "Retention (--retention-data), %", base),
+        *lines("retention", "Retention (--retention-data), %", retention),
         *lines("temperature", "Temperature", step_curves(histories, "temperature")),
         *lines("lr", "Learning rate", step_curves(histories, "lr")),
         *lines("grad_norm", "Gradient norm", step_curves(histories, "grad_norm"), log=True),

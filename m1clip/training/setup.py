@@ -462,7 +462,7 @@ class Base:
         """For the line of an evaluation in the run log, and said."""
         now = self.now(model)
         say(f"base        {self.meter.name} on {self.where}: {now:.1%} ({self.before:.1%} before)")
-        return {"base": now, "base_before": self.before, "base_metric": self.meter.name}
+        return {"retention": now, "retention_before": self.before, "retention_metric": self.meter.name}
 
 
 def with_base(job: J, load: Callable[[Source, str, DataConfig], Split]) -> J:

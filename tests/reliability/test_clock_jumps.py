@@ -86,9 +86,9 @@ def test_a_living_process_is_known_after_the_clock_was_set(tmp_path: Path, monke
     assert owner.process() is not None
     assert status_of(history_of(tmp_path)).state == "running"
     # And a later process with the same number is another one.
-    boot, ticks = owner.birth.split()
+    boot, ticks = owner.start_id.split()
     for other in (f"{boot} {int(ticks) + 1}", f"0000-{boot[5:]} {ticks}"):
-        (tmp_path / LOCK).write_text(lock_content().replace(owner.birth, other))
+        (tmp_path / LOCK).write_text(lock_content().replace(owner.start_id, other))
         reused = read_owner(tmp_path)
         assert reused is not None
         assert reused.process() is None

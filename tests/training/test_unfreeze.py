@@ -152,13 +152,13 @@ def test_the_base_set_is_measured_at_each_evaluation(first: Path, tmp_path: Path
     log = list(read_log(tmp_path / "run"))
     evaluations = [record for record in log if record["kind"] == "eval"]
     assert [record["step"] for record in evaluations] == [2, 4]
-    assert len({record["base_before"] for record in evaluations}) == 1
-    assert all(0 <= record["base"] <= 1 for record in evaluations)
+    assert len({record["retention_before"] for record in evaluations}) == 1
+    assert all(0 <= record["retention"] <= 1 for record in evaluations)
     words = said.console.file.getvalue()  # type: ignore[attr-defined]
     assert words.count("base        mean recall on synthetic") == 2
     page = write_report([tmp_path / "run"], tmp_path / "report.html").read_text(encoding="utf-8")
     assert "must not be forgotten" in page
-    assert next(r for r in log if r["kind"] == "forgetting")["before"] == evaluations[0]["base_before"]
+    assert next(r for r in log if r["kind"] == "forgetting")["before"] == evaluations[0]["retention_before"]
     start, end, best = weights(first, "best"), weights(tmp_path / "run"), weights(tmp_path / "run", "best")
     name = "text_tower.blocks.5.up.weight"
     if evaluations[1]["mean_recall"] > evaluations[0]["mean_recall"]:  # the last one was the best
@@ -176,8 +176,8 @@ def test_a_base_of_class_folders_is_measured_zero_shot(first: Path, tmp_path: Pa
     changes = {"transfer.retention_data": [str(tmp_path / "base")], "transfer.unfreeze_image": 0, "train.steps": 1}
     train_config(config_of(first, **changes), tmp_path / "run", screen())
     record = next(r for r in read_log(tmp_path / "run") if r["kind"] == "eval")
-    assert record["base_metric"] == "zero-shot top-1"
-    assert record["base"] * 6 == pytest.approx(round(record["base"] * 6))  # a share of six images
+    assert record["retention_metric"] == "zero-shot top-1"
+    assert record["retention"] * 6 == pytest.approx(round(record["retention"] * 6))  # a share of six images
 
 
 @pytest.mark.parametrize("own", ["image", "text"])
