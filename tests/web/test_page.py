@@ -171,8 +171,10 @@ def test_runs_are_switched_and_overlaid_and_the_theme_changes(visit: Any, tmp_pa
     page, _ = visit([tmp_path / "runs"], color_scheme="dark")
     wait_for_points(page, 50)
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert page.evaluate("css('--card')") == "rgb(26, 32, 41)"
     page.keyboard.press("t")
     until(page, "document.documentElement.dataset.theme === 'light'")
+    assert page.evaluate("css('--card')") == "rgb(255, 255, 255)"
     page.click("nav li:has-text('first') button")
     until(page, "document.querySelector('#run-name').textContent === 'first'")
     page.check("nav li:has-text('second') input")

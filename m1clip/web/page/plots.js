@@ -6,7 +6,10 @@ const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
 
 const dark = () => document.documentElement.dataset.theme === "dark";
 const color = (index) => (dark() ? DARK : COLORS)[index % COLORS.length];
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+/* a color of the stylesheet for a canvas, which does not know light-dark() */
+const probe = document.body.appendChild(document.createElement("span"));
+probe.hidden = true;
+function css(name) { probe.style.color = `var(${name})`; return getComputedStyle(probe).color; }
 
 function short(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "-";
