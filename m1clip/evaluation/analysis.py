@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m1clip.evaluation.retrieval import TIE, check_features, is_match, nearest
+from m1clip.evaluation.retrieval import TIE, is_match, nearest
 from m1clip.evaluation.statistics import Metric, Scores, fraction_intervals
 from m1clip.formatting import percent, table
 
@@ -127,7 +127,6 @@ def negatives_accuracy(
     image: (n, d); caption, negative: (m, d), the true and the negative caption of image image_index[j], with the
     negative's difficulty and the attribute it changes (None: not counted by attribute).
     """
-    check_features(image, negative, image_index)
     with torch.autocast(image.device.type, enabled=False):
         own = image.float()[image_index]
         true, false = ((own * each.float()).sum(dim=1) for each in (caption, negative))

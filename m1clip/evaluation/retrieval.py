@@ -98,7 +98,11 @@ class Ranks:
 
 def ranks(image: Tensor, text: Tensor, image_index: Tensor, keys: Tensor | None = None) -> Ranks:
     """Ranks of image (n_images, d) against text (n_texts, d); a tie with a wrong candidate counts as a loss."""
-    check_features(image, text, image_index)
+    low, high = int(image_index.min()), int(image_index.max())
+    if low < 0 or high >= len(image) or len(image_index) != len(text):
+        raise ValueError(
+            f"image_index: {len(image_index)} rows from {low} to {high} for {len(text)} texts and {len(image)} images"
+        )
     order = torch.arange(len(text))
     distinct, caption = (order, order) if keys is None else keys.cpu().unique(return_inverse=True)
     first = order.new_full((len(distinct),), len(text)).scatter_reduce_(0, caption, order, "amin")
@@ -161,21 +165,6 @@ def nearest(query: Tensor, candidates: Tensor, k: int = 5) -> tuple[Tensor, Tens
 
 def _chunk(candidates: int) -> int:
     return max(1, MAX_SCORES // max(1, candidates))
-
-
-def check_features(image: Tensor, text: Tensor, image_index: Tensor) -> None:
-    """Raise ValueError unless the tensors describe one set of images and captions."""
-    if image.ndim != 2 or text.ndim != 2 or image.shape[1] != text.shape[1]:
-        raise ValueError(f"image and text must be (n, d) with one d, got {tuple(image.shape)} and {tuple(text.shape)}")
-    if len(image) == 0 or len(text) == 0:
-        raise ValueError(f"nothing to evaluate: {len(image)} images and {len(text)} captions")
-    if image_index.shape != (len(text),) or image_index.dtype != torch.long:
-        raise ValueError(
-            f"image_index must be ({len(text)},) int64, got {tuple(image_index.shape)} {image_index.dtype}"
-        )
-    low, high = int(image_index.min()), int(image_index.max())
-    if low < 0 or high >= len(image):
-        raise ValueError(f"image_index has images {low} to {high}, expected 0 to {len(image) - 1}")
 
 
 def recall_chance(k: int, right: Tensor, candidates: int) -> float:

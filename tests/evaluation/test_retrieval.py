@@ -156,20 +156,10 @@ def test_autocast_of_the_caller_does_not_affect_the_scores() -> None:
         assert ranks(image, text, torch.tensor([1, 1])).text_to_image.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("image", "text", "image_index", "message"),
-    [
-        (torch.eye(3), torch.eye(3)[:2], torch.tensor([0, 3]), "images 0 to 3"),
-        (torch.eye(3), torch.eye(3)[:2], torch.tensor([-1, 0]), "images -1 to 0"),
-        (torch.eye(3), torch.eye(3)[:2], torch.tensor([0]), r"must be \(2,\) int64"),
-        (torch.eye(3), torch.eye(3)[:2], torch.tensor([0.0, 1.0]), "int64"),
-        (torch.empty(0, 3), torch.empty(0, 3), torch.empty(0, dtype=torch.long), "nothing to evaluate"),
-        (torch.eye(3), torch.eye(2), torch.tensor([0, 1]), "one d"),
-    ],
-)
-def test_inconsistent_features_are_refused(image: Tensor, text: Tensor, image_index: Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ranks(image, text, image_index)
+@pytest.mark.parametrize("image_index", [[0, 3], [-1, 0], [0]])
+def test_an_image_index_that_does_not_fit_is_refused(image_index: list[int]) -> None:
+    with pytest.raises(ValueError, match="for 2 texts and 3 images"):
+        ranks(torch.eye(3), torch.eye(3)[:2], torch.tensor(image_index))
 
 
 def test_nearest_agrees_with_a_sort_and_puts_nan_last() -> None:
