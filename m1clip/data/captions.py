@@ -45,10 +45,6 @@ class CaptionTable:
         start = (draws % counts.astype(np.uint64)).astype(np.int64)
         return rows, self.first[images][rows] + (start[rows] + place) % counts[rows]
 
-    def rows(self, captions: np.ndarray) -> np.ndarray:
-        """(n, length) tokens, cut after the longest caption."""
-        return self.tokens[captions, : rounded(int(self.lengths[captions].max()), self.tokens.shape[1])]
-
 
 def drop_tokens(
     tokens: np.ndarray, lengths: np.ndarray, dropped: np.ndarray, pad_id: int

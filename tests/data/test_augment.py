@@ -33,12 +33,12 @@ def as_image(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("given", [None, views(3)])
-def test_the_whole_image_at_its_size_is_shown_exactly(given: Views | None) -> None:
+def test_full_view_at_the_same_size_is_exact(given: Views | None) -> None:
     shown = render(images(), given, PLAIN)
     assert torch.equal(shown, images().permute(0, 3, 1, 2).float() / 255)
 
 
-def test_an_identity_matrix_where_the_size_stays() -> None:
+def test_resampler_is_the_identity_at_the_same_size() -> None:
     """The same through the resampler itself, which one moved image brings in for the whole batch."""
     mixed = views(3)
     mixed.flips[1] = True
@@ -47,13 +47,13 @@ def test_an_identity_matrix_where_the_size_stays() -> None:
     torch.testing.assert_close(shown[1], images()[1].flip(1).float(), atol=1e-3, rtol=0)
 
 
-def test_a_flip_mirrors() -> None:
+def test_flip_mirrors() -> None:
     shown = as_image(render(images(), views(3, flip=True), PLAIN))
     torch.testing.assert_close(shown, images().flip(2).float(), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize(("box", "axis"), [((0, 0, 0.5, 1), "left"), ((0, 0, 1, 0.5), "top")])
-def test_a_crop_shows_its_box_alone(box: tuple[float, ...], axis: str) -> None:
+def test_crop_shows_only_its_box(box: tuple[float, ...], axis: str) -> None:
     halves = torch.zeros(1, 16, 16, 3, dtype=torch.uint8)
     if axis == "left":
         halves[:, :, 8:] = 255
@@ -70,14 +70,14 @@ def test_a_crop_shows_its_box_alone(box: tuple[float, ...], axis: str) -> None:
     assert far.mean() > 240
 
 
-def test_a_crop_and_a_flip_together_mirror_the_box() -> None:
+def test_crop_with_flip_mirrors_the_box() -> None:
     plain = render(images(), views(3, (0.1, 0.2, 0.5, 0.6)), PLAIN)
     mirrored = render(images(), views(3, (0.1, 0.2, 0.5, 0.6), flip=True), PLAIN)
     torch.testing.assert_close(mirrored, plain.flip(3), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("side", "size"), [(16, 16), (40, 16), (8, 16)])
-def test_the_weights_of_an_output_pixel_sum_to_one(side: int, size: int) -> None:
+def test_resampling_weights_sum_to_one(side: int, size: int) -> None:
     start, extent = torch.tensor([0.0, 0.3, 0.0, 0.5]), torch.tensor([1.0, 0.7, 0.2, 0.5])
     weights = _resampler(start, extent, torch.tensor([False, True, False, True]), side, size)
     assert weights.shape == (4, size, side)
@@ -91,7 +91,7 @@ def test_downsizing_averages() -> None:
     torch.testing.assert_close(shown[1:-1, 1:-1], torch.full((14, 14, 3), 127.5), atol=0.1, rtol=0)
 
 
-def test_a_image_decoded_larger_is_shown_whole_without_views() -> None:
+def test_larger_image_is_resized_in_full_without_views() -> None:
     """Splits decoded with a margin for crops are also evaluated."""
     shown = render(images(side=20), None, PLAIN)
     assert shown.shape == (3, 3, 16, 16)
@@ -112,7 +112,7 @@ def test_brightness_and_contrast() -> None:
     torch.testing.assert_close(grey.std(dim=(1, 2, 3)), torch.zeros(3), atol=1e-6, rtol=0)
 
 
-def test_a_sample_looks_the_same_in_any_company() -> None:
+def test_rendering_does_not_depend_on_the_batch() -> None:
     varied = Augmentation(crop_min=0.4, flip=0.5, color_jitter=0.3)
     batch = images(6)
     many, few = np.array([0, 1, 2, 3, 4, 5]), np.array([4, 1])
@@ -123,7 +123,7 @@ def test_a_sample_looks_the_same_in_any_company() -> None:
     assert not torch.allclose(together, later, atol=0.05)
 
 
-def test_drawn_views_stay_in_their_ranges() -> None:
+def test_random_views_stay_in_range() -> None:
     samples = np.arange(5000)
     drawn = draw_views(Augmentation(crop_min=0.5, flip=0.25, color_jitter=0.2), 1, 0, samples)
     left, top, width, height = drawn.boxes.T
@@ -140,7 +140,7 @@ def test_drawn_views_stay_in_their_ranges() -> None:
 
 
 @given(st.integers(1, 60), st.floats(0, 0.99), st.integers(0, 5))
-def test_kept_patches_are_different_ordered_and_the_same_each_time(count: int, dropout: float, epoch: int) -> None:
+def test_kept_patches_are_distinct_sorted_and_reproducible(count: int, dropout: float, epoch: int) -> None:
     samples = np.array([3, 9, 4])
     kept = draw_patches(dropout, count, 1, epoch, samples)
     assert kept.shape == (3, max(1, round(count * (1 - dropout))))
@@ -149,7 +149,7 @@ def test_kept_patches_are_different_ordered_and_the_same_each_time(count: int, d
     assert (draw_patches(dropout, count, 1, epoch, samples[::-1]) == kept[::-1]).all()
 
 
-def test_each_patch_is_kept_as_often_as_any_other_and_not_always() -> None:
+def test_patches_are_kept_equally_often() -> None:
     kept = draw_patches(0.5, 16, 0, 0, np.arange(4000))
     counts = np.bincount(kept.ravel(), minlength=16)
     assert (np.abs(counts - 2000) < 5 * np.sqrt(1000)).all()

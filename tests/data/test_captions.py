@@ -18,32 +18,22 @@ def table(context: int = 32) -> CaptionTable:
     return tokenise(GROUPS, tokenizer, context)
 
 
-def test_each_caption_knows_its_image() -> None:
+def test_image_of_each_caption() -> None:
     assert table().owner.tolist() == [0, 1, 1, 1, 2, 2]
     assert table().first.tolist() == [0, 1, 4, 6]
 
 
-def test_equal_captions_share_a_key_whatever_their_case_and_edges() -> None:
+def test_equal_captions_share_an_id_whatever_their_case_and_spaces() -> None:
     keys = table().keys
     assert keys[1] == keys[3] == keys[4]
     assert len(set(keys.tolist())) == 4
 
 
-def test_lengths_count_up_to_the_end_mark() -> None:
+def test_lengths_include_the_eot_token() -> None:
     assert table().lengths.tolist() == [len(c) + 2 for g in GROUPS for c in g]
 
 
-def test_rows_are_cut_after_the_longest_to_few_lengths() -> None:
-    captions = table()
-    assert captions.rows(np.array([0, 1])).shape == (2, 8)
-    assert captions.rows(np.array([2])).shape == (1, 12)
-    short = table(context=21)
-    assert short.rows(np.array([5])).shape == (1, 21)
-    end = make_tokenizer("char", [c for g in GROUPS for c in g]).eot_id
-    assert (captions.rows(np.array([0, 1, 2])) == end).any(axis=1).all()
-
-
-def test_the_choice_is_of_the_images_own_and_roughly_even() -> None:
+def test_picked_caption_belongs_to_its_image_and_choice_is_even() -> None:
     captions = table()
     images = np.tile(np.arange(3), 3000)
     draws = rnd.bits(0, 0, np.arange(9000), rnd.CAPTION)
@@ -56,7 +46,7 @@ def test_the_choice_is_of_the_images_own_and_roughly_even() -> None:
     assert (np.abs(counts - expected) < 4 * np.sqrt(expected)).all()
 
 
-def test_several_are_different_and_at_most_what_there_is() -> None:
+def test_picked_captions_of_an_image_are_distinct() -> None:
     captions = table()
     images = np.tile(np.arange(3), 2000)
     rows, chosen = captions.pick(images, rnd.bits(0, 0, np.arange(6000), rnd.CAPTION), count=2)
@@ -69,7 +59,7 @@ def test_several_are_different_and_at_most_what_there_is() -> None:
 
 
 @given(data=st.data(), words=st.lists(st.lists(st.integers(3, 99), max_size=6), min_size=1, max_size=5))
-def test_what_is_dropped_is_closed_up(data: st.DataObject, words: list[list[int]]) -> None:
+def test_dropped_tokens_leave_no_gap(data: st.DataObject, words: list[list[int]]) -> None:
     start, end, pad, context = 1, 2, 0, 8
     rows = [[start, *inner, end] + [pad] * (context - 2 - len(inner)) for inner in words]
     tokens, lengths = np.array(rows), np.array([len(inner) + 2 for inner in words], np.int32)

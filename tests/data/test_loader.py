@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m1clip.data.augment import Augmentation
-from m1clip.data.cache import CachedImages
-from m1clip.data.captions import BUCKET, tokenise
+from m1clip.data.cache import CachedImages, FeatureTable
+from m1clip.data.captions import BUCKET, CaptionTable, tokenise
 from m1clip.data.images import FileImage
 from m1clip.data.loader import Batch, BatchPlan, TrainingSet, _start_worker, batches
 from m1clip.data.types import ImageRef, Sample, identities
@@ -40,12 +40,12 @@ def test_an_epoch_is_full_batches_without_repeats(plan: BatchPlan, epoch: int) -
 
 
 @given(plan=PLANS, start=st.integers(0, 100), further=st.integers(0, 20))
-def test_a_step_has_its_batch_wherever_one_begins(plan: BatchPlan, start: int, further: int) -> None:
+def test_batch_of_a_step_does_not_depend_on_the_first_step(plan: BatchPlan, start: int, further: int) -> None:
     asked = [plan.members(step)[1] for step in range(start, start + further + 1)]
     assert (BatchPlan(plan.images, plan.batch, plan.seed).members(start + further)[1] == asked[-1]).all()
 
 
-def test_epochs_differ_in_order_and_leave_out_others() -> None:
+def test_epochs_differ_in_order_and_in_what_they_leave_out() -> None:
     plan = BatchPlan(50, 16, 0)
     epochs = [[plan.members(epoch * 3 + i)[1] for i in range(3)] for epoch in range(30)]
     assert (epochs[0][0] != epochs[1][0]).any()
@@ -76,7 +76,7 @@ def assert_same(one: Batch, other: Batch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "method"), [(2, "fork"), (2, "spawn"), (1, "forkserver")])
-def test_workers_change_nothing(workers: int, method: str, tmp_path: Path) -> None:
+def test_batches_are_the_same_with_workers(workers: int, method: str, tmp_path: Path) -> None:
     data = training_set()
     data.images = mapped(data.images, tmp_path)
     alone = list(batches(data, 3, 11, 0, "fork", pin=False))
@@ -86,7 +86,7 @@ def test_workers_change_nothing(workers: int, method: str, tmp_path: Path) -> No
         assert_same(one, other)
 
 
-def test_a_batch_holds_what_belongs_together() -> None:
+def test_captions_of_a_batch_belong_to_its_images() -> None:
     data = training_set()
     batch = data[6]
     images = batch.sample_ids.numpy()
@@ -98,7 +98,7 @@ def test_a_batch_holds_what_belongs_together() -> None:
     assert batch.tokens.dtype == torch.int64
 
 
-def test_the_caption_of_a_image_changes_between_epochs() -> None:
+def test_caption_of_an_image_changes_between_epochs() -> None:
     data = training_set()
     chosen: dict[int, set[int]] = {}
     for step in range(40):
@@ -109,12 +109,12 @@ def test_the_caption_of_a_image_changes_between_epochs() -> None:
     assert np.mean([len(keys) for keys in chosen.values()]) > 2.5  # of three
 
 
-def test_full_length_keeps_one_shape() -> None:
+def test_full_length_gives_one_shape() -> None:
     assert {training_set(full_length=True)[step].tokens.shape for step in range(5)} == {(8, 64)}
     assert training_set()[0].tokens.shape[1] < 64
 
 
-def test_groups_hold_every_token_of_every_caption_once() -> None:
+def test_text_groups_contain_every_token_once() -> None:
     data = training_set()
     data.captions_per_image = 3
     data.plan = BatchPlan(37, 24, 3)
@@ -123,7 +123,7 @@ def test_groups_hold_every_token_of_every_caption_once() -> None:
     assert list(batch.lengths) == sorted(batch.lengths)
     groups = [batch.texts(rows) for rows in batch.text_rows()]
     assert len(groups) == 2
-    end = (batch.tokens == batch.tokens[0].max()).int()  # the end mark is the largest id
+    end = (batch.tokens == batch.tokens[0].max()).int()  # the EOT token has the largest id
     row = 0
     for group in groups:
         longest = max(batch.lengths[row : row + len(group)])
@@ -136,7 +136,7 @@ def test_groups_hold_every_token_of_every_caption_once() -> None:
     assert [full.texts(rows).shape for rows in full.text_rows()] == [(8, 64)]
 
 
-def test_a_batch_moves_whole() -> None:
+def test_batch_moves_to_a_device() -> None:
     batch = training_set()[0]
     assert_same(batch.to(torch.device("cpu")), batch)
     moved = batch.to(torch.device("meta"))
@@ -144,7 +144,7 @@ def test_a_batch_moves_whole() -> None:
     assert moved.views is batch.views
 
 
-def test_the_set_pickles_for_spawned_workers() -> None:
+def test_training_set_pickles_for_spawned_workers() -> None:
     data = training_set()
     assert_same(pickle.loads(pickle.dumps(data))[2], data[2])
 
@@ -157,7 +157,7 @@ def test_images_in_memory_are_not_copied_to_workers(method: str, monkeypatch: py
         assert_same(batch, data[step])
 
 
-def test_copies_of_one_image_are_the_same_image() -> None:
+def test_copies_of_an_image_share_an_id() -> None:
     refs = [FileImage("a.png"), FileImage("b.png"), FileImage("a.png"), FileImage("c.png"), FileImage("b.png")]
     samples = [Sample(ref, ("x",), str(number)) for number, ref in enumerate(refs)]
     assert identities(samples).tolist() == [0, 1, 0, 3, 1]
@@ -165,7 +165,7 @@ def test_copies_of_one_image_are_the_same_image() -> None:
     assert identities([]).tolist() == []
 
 
-def test_a_image_that_cannot_be_hashed_is_its_own() -> None:
+def test_unhashable_image_has_its_own_id() -> None:
     class Odd(FileImage):
         __hash__ = None  # type: ignore[assignment]
 
@@ -173,7 +173,7 @@ def test_a_image_that_cannot_be_hashed_is_its_own() -> None:
     assert identities([Sample(ref, ("x",), str(n)) for n, ref in enumerate(refs)]).tolist() == [0, 1, 2, 2]
 
 
-def test_the_identity_is_what_a_batch_calls_its_images() -> None:
+def test_sample_ids_of_a_batch_are_the_shared_ids() -> None:
     plain = training_set()
     identity = np.arange(37) // 2
     mixed = TrainingSet(plain.images, plain.captions, plain.plan, plain.augmentation, identity=identity)
@@ -185,7 +185,7 @@ def test_the_identity_is_what_a_batch_calls_its_images() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_worker_leaves_signals_to_its_parent() -> None:
+def test_worker_ignores_signals() -> None:
     child = os.fork()
     if child == 0:
         _start_worker(0)
@@ -212,7 +212,7 @@ def test_killed_worker_is_restarted_and_the_batches_are_the_same(method: str, tm
     assert multiprocessing.active_children() == []
 
 
-def test_words_are_left_out_anew_each_epoch_and_the_same_each_time() -> None:
+def test_word_dropout_depends_on_the_epoch_and_is_reproducible() -> None:
     texts = [(f"a caption of many words for image number {i} of all",) for i in range(12)]
     captions = tokenise(texts, make_tokenizer("char", [t[0] for t in texts]), 64)
     images = CachedImages(np.zeros((12, 4, 4, 3), np.uint8))
@@ -223,8 +223,54 @@ def test_words_are_left_out_anew_each_epoch_and_the_same_each_time() -> None:
     whole, some, again = data(0.0), data(0.3), data(0.3)
     assert torch.equal(some[0].tokens, again[0].tokens)
     assert list(some[0].lengths) == sorted(some[0].lengths)
-    assert some[0].tokens.shape[1] < whole[0].tokens.shape[1], "what is left out costs nothing"
+    assert some[0].tokens.shape[1] < whole[0].tokens.shape[1], "dropped words are not padding"
     kept = sum(sum(some[step].lengths) - 12 for step in range(40)) / (sum(whole[0].lengths) - 12) / 40
     assert abs(kept - 0.7) < 0.03
     rows = {tuple(row) for step in range(0, 8, 2) for row in some[step].tokens.tolist()}
-    assert len(rows) > 12, "another epoch leaves out others"
+    assert len(rows) > 12, "another epoch drops other words"
+
+
+FEATURE_IMAGES, FEATURE_VIEWS, FEATURE_CAPTIONS = 12, 3, 2
+
+
+def feature_set() -> TrainingSet:
+    draw = np.random.default_rng(0)
+    texts = FEATURE_IMAGES * FEATURE_CAPTIONS
+    images = FeatureTable(
+        draw.standard_normal((FEATURE_IMAGES * FEATURE_VIEWS, 7)).astype(np.float16),
+        draw.permutation(FEATURE_IMAGES * FEATURE_VIEWS).reshape(FEATURE_IMAGES, FEATURE_VIEWS),
+    )
+    captions = CaptionTable(
+        tokens=np.zeros((texts, 1), np.int32),
+        lengths=np.ones(texts, np.int32),
+        keys=np.arange(texts, dtype=np.int64),
+        first=np.arange(0, texts + 1, FEATURE_CAPTIONS),
+        pad_id=0,
+        features=FeatureTable(draw.standard_normal((texts, 5)).astype(np.float16), draw.permutation(texts)),
+    )
+    plan = BatchPlan(FEATURE_IMAGES, 4, 0)
+    return TrainingSet(
+        None, captions, plan, Augmentation(flip=0.5), image_features=images, captions_per_image=FEATURE_CAPTIONS
+    )
+
+
+def test_batch_of_features_has_the_rows_of_the_file() -> None:
+    data = feature_set()
+    images, texts = data.image_features, data.captions.features
+    for step in (0, 4):
+        batch = data[step]
+        assert batch.images is batch.tokens is batch.views is None
+        assert batch.image_features.dtype == batch.text_features.dtype == torch.float32
+        for image, found in zip(batch.sample_ids.tolist(), batch.image_features.numpy(), strict=True):
+            assert any(np.array_equal(found, images.array[row]) for row in images.rows[image])
+        expected = texts.array[texts.rows[batch.caption_ids.numpy()]]
+        assert np.array_equal(batch.text_features.numpy(), expected.astype(np.float32))
+        assert (batch.caption_ids // FEATURE_CAPTIONS == batch.sample_ids[batch.image_index]).all()
+
+
+def test_feature_view_is_the_row_of_that_view() -> None:
+    images = feature_set().image_features
+    items, views = np.array([3, 0, 7]), np.array([2, 0, 1])
+    wanted = np.stack([images.array[images.rows[i, v]] for i, v in zip(items, views, strict=True)])
+    assert np.array_equal(images.read(items, views), wanted.astype(np.float32))
+    assert np.array_equal(images.read(items), images.read(items, np.zeros(3, np.int64)))

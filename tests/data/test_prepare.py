@@ -41,7 +41,7 @@ def test_each_cache_gives_the_same_split(tmp_path: Path, cache: str, kind: type)
     np.testing.assert_array_equal(split.images.read(np.arange(7)), live.read(np.arange(7)))
 
 
-def test_live_training_keeps_its_images_and_names_the_bad_ones(tmp_path: Path) -> None:
+def test_uncached_training_split_keeps_bad_images_and_names_them(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set")
     break_files(folder, [4])
     split = loaded(folder, "train", cache="off")
@@ -49,7 +49,7 @@ def test_live_training_keeps_its_images_and_names_the_bad_ones(tmp_path: Path) -
     assert [failure.where[-14:] for failure in split.failures] == ["train-0004.jpg"]
 
 
-def test_drawn_and_few_images_leave_no_trace_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synthetic_and_few_images_write_nothing_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     monkeypatch.chdir(tmp_path)
     assert loaded(None, "val", train_count=9, val_count=9, test_count=9).cache == "ram"
@@ -58,7 +58,7 @@ def test_drawn_and_few_images_leave_no_trace_on_disk(tmp_path: Path, monkeypatch
     assert sorted(path.name for path in (tmp_path / "set").iterdir()) == ["captions.jsonl", "images"]
 
 
-def test_drawn_images_go_to_disk_when_asked(tmp_path: Path) -> None:
+def test_synthetic_images_are_cached_on_disk_if_asked(tmp_path: Path) -> None:
     facts = {"train_count": 9, "val_count": 9, "test_count": 9}
     kept = loaded(None, "train", cache="disk", cache_dir=str(tmp_path), **facts)
     drawn = loaded(None, "train", cache="ram", **facts)
@@ -66,14 +66,14 @@ def test_drawn_images_go_to_disk_when_asked(tmp_path: Path) -> None:
     np.testing.assert_array_equal(kept.images.read(np.arange(9)), drawn.images.read(np.arange(9)))
 
 
-def test_a_split_without_one_good_image_is_one_line(tmp_path: Path) -> None:
+def test_split_without_a_readable_image_is_a_one_line_error(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set")
     break_files(folder, range(8), split="val")
     with pytest.raises(UserError, match="none of the 8 val images can be read"):
         loaded(folder, "val", max_bad=1.0)
 
 
-def test_lint_before_a_run_is_short_on_screen_and_whole_in_the_log(tmp_path: Path) -> None:
+def test_quick_check_is_short_on_screen_and_complete_in_the_log(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set", train=20)
     break_files(folder, [1])
     break_files(folder, [2], data=b"")
@@ -110,7 +110,7 @@ def test_the_commands_lint_and_pack(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tokenizer", "share"), [("char", 0.0), ("bpe-cut", 0.3)])
-def test_letters_are_not_left_out_as_words_are(tmp_path: Path, tokenizer: str, share: float) -> None:
+def test_char_tokenizer_has_no_word_dropout(tmp_path: Path, tokenizer: str, share: float) -> None:
     folder = make_set(tmp_path / "set", train=16, val=2, test=2)
     config = small_config({"data.source": str(folder), "data.cache": "ram", "model.tokenizer": tokenizer})
     job = prepare_scratch(config, lambda line: None, decode_plan(screen()))

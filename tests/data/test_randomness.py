@@ -18,7 +18,7 @@ def test_every_use_has_its_own_stream() -> None:
 
 
 @given(seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 10**6), stream=st.sampled_from(STREAMS))
-def test_numbers_lie_in_the_half_open_unit_interval(seed: int, epoch: int, stream: int) -> None:
+def test_uniform_is_in_the_half_open_unit_interval(seed: int, epoch: int, stream: int) -> None:
     numbers = rnd.uniform(seed, epoch, np.array([0, 1, 2**31, 2**62]), stream)
     assert ((numbers >= 0) & (numbers < 1)).all()
     assert len(set(numbers)) == 4
@@ -51,19 +51,19 @@ def test_neighbours_are_independent() -> None:
     assert len(np.unique(rnd.bits(0, 0, SAMPLES, rnd.CAPTION))) == len(SAMPLES)
 
 
-def test_a_sample_has_its_number_in_any_company() -> None:
+def test_number_of_a_sample_does_not_depend_on_the_others() -> None:
     whole, part = rnd.bits(5, 2, SAMPLES, rnd.FLIP), rnd.bits(5, 2, np.array([17, 3, 9000]), rnd.FLIP)
     assert (whole[[17, 3, 9000]] == part).all()
 
 
 @given(seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 1000), count=st.integers(1, 300))
-def test_an_order_holds_each_image_once(seed: int, epoch: int, count: int) -> None:
+def test_permutation_contains_each_image_once(seed: int, epoch: int, count: int) -> None:
     order = rnd.permutation(seed, epoch, count)
     assert sorted(order) == list(range(count))
     assert (order == rnd.permutation.__wrapped__(seed, epoch, count)).all()
 
 
-def test_orders_differ_by_epoch_and_seed_and_cannot_be_spoiled() -> None:
+def test_permutations_differ_by_epoch_and_seed_and_are_read_only() -> None:
     assert (rnd.permutation(0, 0, 100) != rnd.permutation(0, 1, 100)).any()
     assert (rnd.permutation(0, 0, 100) != rnd.permutation(1, 0, 100)).any()
     with pytest.raises(ValueError, match="read-only"):

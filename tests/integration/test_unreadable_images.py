@@ -62,19 +62,19 @@ BROKEN = {0, 7, 8, 10, 20, 30, 40, 50}
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 @pytest.mark.parametrize("workers", [2, 8])
-def test_the_same_batches_for_any_number_of_workers(broken_set: Path, workers: int, start_method: str) -> None:
+def test_same_batches_for_any_number_of_workers(broken_set: Path, workers: int, start_method: str) -> None:
     data = live_set(broken_set)
     data.report = lambda failed, asked: None  # must not travel to the workers
     alone = list(batches(data, 0, STEPS, 0, "fork", False))
     assert_same(alone, list(batches(data, 0, STEPS, workers, start_method, False)))
 
 
-def test_batches_from_the_middle_are_those_of_the_whole(broken_set: Path) -> None:
+def test_same_batches_from_a_later_step(broken_set: Path) -> None:
     data = live_set(broken_set)
     assert_same(list(batches(data, 0, STEPS, 0, "fork", False))[5:], list(batches(data, 5, STEPS, 0, "fork", False)))
 
 
-def test_a_replacement_is_whole_image_caption_and_number(broken_set: Path) -> None:
+def test_replacement_brings_its_own_captions_and_id(broken_set: Path) -> None:
     data = live_set(broken_set)
     seen = list(batches(data, 0, 7, 0, "fork", False))  # one epoch
     assert {failure.index for batch in seen for failure in batch.failed} >= BROKEN - set(_left_over(data))
@@ -93,7 +93,7 @@ def _left_over(data: TrainingSet) -> list[int]:
     return sorted(set(range(data.plan.images)) - set(used.tolist()))
 
 
-def test_a_replacement_differs_between_epochs_and_samples(broken_set: Path) -> None:
+def test_replacement_depends_on_epoch_and_sample(broken_set: Path) -> None:
     images = live_set(broken_set).images
     found = [read_or_replace(images, np.array(sorted(BROKEN)), 3, epoch)[0].tolist() for epoch in range(3)]
     assert len({tuple(row) for row in found}) == 3
@@ -101,7 +101,7 @@ def test_a_replacement_differs_between_epochs_and_samples(broken_set: Path) -> N
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_when_all_images_are_gone_it_stops_with_one_line(tmp_path: Path, workers: int) -> None:
+def test_missing_disk_is_a_one_line_error(tmp_path: Path, workers: int) -> None:
     folder = make_set(tmp_path / "set")
     data = live_set(folder)
     for file in (folder / "images").iterdir():
@@ -125,7 +125,7 @@ def broken_run(tmp_path: Path, share: float, cache: str, name: str = "run", **mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cache", "workers"), [("disk", 0), ("ram", 0), ("off", 0), ("off", 2)])
-def test_five_percent_broken_files_are_named_once_and_training_goes_on(
+def test_training_continues_with_five_percent_bad_files_and_names_each_once(
     tmp_path: Path, cache: str, workers: int
 ) -> None:
     # Twelve steps of 16 are one epoch of 200: each broken file but those left over is met.
@@ -143,7 +143,7 @@ def test_five_percent_broken_files_are_named_once_and_training_goes_on(
 
 
 @pytest.mark.slow
-def test_a_resume_names_nothing_again_and_ends_the_same(tmp_path: Path) -> None:
+def test_resume_with_bad_files_ends_the_same(tmp_path: Path) -> None:
     whole = broken_run(tmp_path, 0.05, "off")
     config = small_config(
         {"data.source": [str(tmp_path / "set")], "data.cache": "off", "train.steps": 8, "train.save_every": 4}
@@ -162,7 +162,7 @@ def test_a_resume_names_nothing_again_and_ends_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["disk", "ram", "off"])
-def test_twenty_percent_broken_files_are_refused_with_the_list(tmp_path: Path, cache: str) -> None:
+def test_twenty_percent_bad_files_are_refused_with_a_list(tmp_path: Path, cache: str) -> None:
     with pytest.raises(UserError) as caught:
         broken_run(tmp_path, 0.2, cache)
     message = str(caught.value)
@@ -175,7 +175,7 @@ def test_twenty_percent_broken_files_are_refused_with_the_list(tmp_path: Path, c
 
 
 @pytest.mark.slow
-def test_what_lint_and_the_source_found_is_on_the_screen(tmp_path: Path) -> None:
+def test_findings_of_lint_and_source_are_printed(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set", train=80)
     with (folder / "captions.jsonl").open("a") as file:
         file.write("\n" + json.dumps({"image": "images/train-0001.jpg", "captions": []}) + "\nnonsense")
