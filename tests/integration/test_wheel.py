@@ -41,7 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_everything_is_inside_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_contains_the_package_and_its_data(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     package = ROOT / "m1clip"
     for path in package.rglob("*"):
@@ -52,14 +52,14 @@ def test_everything_is_inside_and_nothing_else(wheel: Path) -> None:
     assert {name.partition("/")[0] for name in names} == {"m1clip", f"m1clip-{m1clip.__version__}.dist-info"}
 
 
-def test_it_trains_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
+def test_training_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
     venv, home = tmp_path / "a venv", tmp_path / "some where"  # spaces must not hurt
     home.mkdir()
     run(sys.executable, "-m", "venv", venv, cwd=tmp_path)
     scripts = venv / ("Scripts" if os.name == "nt" else "bin")
     run(scripts / "python", "-m", "pip", "install", "--no-deps", "--no-index", wheel, cwd=home)
-    # The libraries come from here, after its own site-packages; the editable m1clip of this place does not,
-    # because a .pth file inside a folder that a .pth file names is not read.
+    # Libraries come from this environment, but not its editable m1clip: .pth files in a folder added by a .pth file
+    # are not read.
     site = Path(
         run(scripts / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=home).strip()
     )
@@ -67,8 +67,8 @@ def test_it_trains_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
     where = run(scripts / "python", "-c", "import m1clip; print(m1clip.__file__)", cwd=home)
     assert Path(where.strip()).is_relative_to(site)
 
-    told = run(scripts / "m1clip", "train", *small_arguments({"train.steps": 3}), "--run", "my run", cwd=home)
-    assert "never trained on" in told
+    printed = run(scripts / "m1clip", "train", *small_arguments({"train.steps": 3}), "--run", "my run", cwd=home)
+    assert "test split, not seen in training" in printed
     assert (home / "my run" / "model" / "model.safetensors").is_file()
     assert m1clip.__version__ in run(scripts / "m1clip", "--version", cwd=home)
     assert "did you mean" not in run(
