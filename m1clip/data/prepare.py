@@ -93,14 +93,14 @@ def load_split(
 
 def with_classes(captions: CaptionTable, source: Source) -> CaptionTable:
     """The captions, marked where the source makes them from class names."""
-    return replace(captions, classes=getattr(source, "class_captions", False))
+    return replace(captions, classes=source.class_captions)
 
 
 def look_first(
     source: Source, image_size: int, context_length: int, say: Callable[[str], None], warn: Callable[[str], None]
 ) -> dict[str, Any]:
     """The quick check before each run: two kinds of finding on the screen, all but mere information for the log."""
-    for note in getattr(source, "notes", ()):
+    for note in source.notes:
         say(f"note       {note}")
     report = lint(source, QUICK, image_size=image_size, context_length=context_length)
     found = [finding for finding in report.findings if finding.severity != "info"]

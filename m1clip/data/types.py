@@ -47,11 +47,42 @@ def identities(samples: Sequence[Sample]) -> np.ndarray:
     return numbers
 
 
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that was skipped: the file and row, what is wrong, and the kind of problem."""
+
+    where: str
+    what: str
+    kind: str = "row"
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
 class Source(Protocol):
-    """A set of samples with named splits ("train", "val", "test")."""
+    """A dataset: samples in named splits ("train", "val", "test")."""
+
+    @property
+    def name(self) -> str:
+        """For messages: the path."""
+
+    @property
+    def class_captions(self) -> bool:
+        """Whether the captions are made from class names."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What the user should know about how the data was read."""
+
+    @property
+    def problems(self) -> Sequence[Problem]:
+        """What was skipped."""
 
     def splits(self) -> tuple[str, ...]:
         """The names of the splits that hold at least one sample."""
 
     def samples(self, split: str) -> Sequence[Sample]:
         """All samples of a split, in an order that depends on the data alone."""
+
+    def origin(self, id_: str, caption: int = 0) -> str:
+        """The file and row of a caption."""

@@ -477,7 +477,7 @@ def with_base(job: J, load: Callable[[Source, str, DataConfig], Split]) -> J:
     data = dataclasses.replace(config.data, source=config.transfer.retention_data)
     source = open_data(data, job.preprocess.image_size, config.seed)
     meter: Meter
-    if getattr(source, "class_captions", False):
+    if source.class_captions:
         meter = ClassMeter(Path(config.transfer.retention_data[0]), job.autocast)
     else:
         split = next(name for name in ("test", "val", "train") if name in source.splits())

@@ -37,8 +37,7 @@ def lint(
     start = time.perf_counter()
     if isinstance(source, MixedSource):  # without the weights, which repeat images
         source = MixedSource([(part, 1.0) for part, _ in source.parts])
-    origin = getattr(source, "origin", None)
-    entries = [Entry(item, split, origin) for split in source.splits() for item in source.samples(split)]
+    entries = [Entry(item, split, source.origin) for split in source.splits() for item in source.samples(split)]
     checked = entries
     if sample is not None and sample < len(entries):  # spread over all splits and all parts of the data
         checked = [entries[i * len(entries) // sample] for i in range(sample)]
@@ -46,8 +45,8 @@ def lint(
     found = check_images(checked, facts, image_size)
     if sample is None:
         found += find_duplicates(checked, facts)
-    found += check_skipped(getattr(source, "problems", ()))
-    found += check_captions(checked, context_length, getattr(source, "class_captions", False))
+    found += check_skipped(source.problems)
+    found += check_captions(checked, context_length, source.class_captions)
     images = Counter(entry.split for entry in entries)
     remedy = "name the splits train, val and test in the data, or leave the column out"
     if not images["train"]:
@@ -55,12 +54,12 @@ def lint(
     if not images["val"]:
         found += finding("no-val", "warning", "missing splits", remedy, ["val"])
     return LintReport(
-        source=str(getattr(source, "path", type(source).__name__)),
+        source=source.name,
         images={split: count for split, count in images.items() if count},
         captions=sum(len(entry.sample.captions) for entry in entries),
         checked=len(checked),
         seconds=time.perf_counter() - start,
         findings=tuple(found),
         facts={} if sample is not None else {**caption_facts(entries), **image_facts(facts)},
-        notes=tuple(getattr(source, "notes", ())),
+        notes=tuple(source.notes),
     )

@@ -16,8 +16,7 @@ from PIL import Image
 
 from m1clip.data.images import BadImage, decode, one_line, opened
 from m1clip.data.lint.report import Finding, Severity, finding
-from m1clip.data.sources.base import Problem
-from m1clip.data.types import ImageRef, Sample
+from m1clip.data.types import ImageRef, Problem, Sample
 
 Progress = Callable[[int, int], None]  # (done, total)
 FAULTS = {  # kinds of BadImage
@@ -66,18 +65,18 @@ class Entry:
 
     sample: Sample
     split: str
-    origin: Callable[[str, int], str] | None
+    origin: Callable[[str, int], str]
 
     def image_name(self) -> str:
         """a/b.jpg (captions.csv row 12)."""
         name = str(self.sample.image)
-        row = self.origin(self.sample.id, 0) if self.origin else ""
+        row = self.origin(self.sample.id, 0)
         return name if row in name else f"{name} ({row})"
 
     def caption_name(self, number: int) -> str:
         """captions.csv row 12: the caption, shortened."""
         text = self.sample.captions[number]
-        where = self.origin(self.sample.id, number) if self.origin else self.sample.id
+        where = self.origin(self.sample.id, number)
         return one_line(f"{where}: {text if len(text) <= 80 else text[:77] + '...'}")
 
 

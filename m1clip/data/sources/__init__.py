@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from m1clip.data.sources import coco, flickr, folders, shards, splits, tables
-from m1clip.data.sources.base import DEFAULT, DataSource, Options, Problem, Row, user_error, walk_images
+from m1clip.data.sources.base import DEFAULT, DataSource, Options, Row, user_error, walk_images
 from m1clip.data.sources.folders import find_table, text_tables
 from m1clip.data.sources.hugging_face import HUB, hugging_face_rows, is_saved_dataset
 from m1clip.data.sources.mixture import MixedSource, parse_weight
 from m1clip.errors import UserError
 
-__all__ = ["FORMATS", "DataSource", "MixedSource", "Options", "Problem", "open_source", "open_sources", "parse_weight"]
+__all__ = ["FORMATS", "DataSource", "MixedSource", "Options", "open_source", "open_sources", "parse_weight"]
 
 FOLDERS_CHECKED = 100  # a folder of datasets has few, one of classes may have thousands
 

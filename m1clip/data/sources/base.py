@@ -14,7 +14,7 @@ from typing import Any
 from m1clip.data.images import SUFFIXES, FileImage, one_line
 from m1clip.data.sources import splits
 from m1clip.data.sources.splits import clean_text
-from m1clip.data.types import ImageRef, Sample
+from m1clip.data.types import ImageRef, Problem, Sample
 from m1clip.errors import UserError
 
 NO_CAPTION = "no caption"
@@ -23,18 +23,6 @@ _IMAGE_FOLDERS = (
     *("Flicker8k_Dataset", "Flickr8k_Dataset", "flickr8k-images", "flickr30k-images", "flickr30k_images"),
 )
 Place = tuple[str, int]  # file and row number; row 0 means the file itself
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Something that was skipped: the file and row, what is wrong, and the kind of problem."""
-
-    where: str
-    what: str
-    kind: str = "row"
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.what}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +65,7 @@ class DataSource:
         self, path: Path, format_name: str, read: Callable[[DataSource], Iterator[Row]], options: Options = DEFAULT
     ) -> None:
         self.path, self.format, self.options = path, format_name, options
-        self.class_captions = format_name == "classes"  # captions are made from class names
+        self.name, self.class_captions = str(path), format_name == "classes"
         self.problems: list[Problem] = []
         self.notes: list[str] = []
         self._places: dict[str, list[Place]] = {}
@@ -92,7 +80,6 @@ class DataSource:
         return self._by_split[split]
 
     def origin(self, id_: str, caption: int = 0) -> str:
-        """The file and row of a caption."""
         places = self._places[id_]
         return _shown(places[min(caption, len(places) - 1)])
 

@@ -33,6 +33,7 @@ class MixedSource:
         if not parts:
             raise UserError("no data: name at least one source")
         self.parts = tuple(parts)
+        self.name = ", ".join(source.name for source, _ in parts)
         self.class_captions = all(source.class_captions for source, _ in parts)
         self.problems = [problem for source, _ in parts for problem in source.problems]
         self.notes = [note for source, _ in parts for note in source.notes]

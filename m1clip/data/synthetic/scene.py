@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
+from importlib import resources
 
 import numpy as np
 
@@ -62,7 +62,7 @@ def _line(width: float, x1: float, y1: float, x2: float, y2: float) -> tuple[Poi
 
 def _read_kinds() -> dict[str, Kind]:
     kinds: dict[str, Kind] = {}
-    text = Path(__file__).with_name("objects.txt").read_text(encoding="utf-8")
+    text = resources.files("m1clip.data.synthetic").joinpath("objects.txt").read_text(encoding="utf-8")
     for line in text.replace(";\n", ";").splitlines():
         if line.startswith("#"):
             continue

@@ -19,7 +19,7 @@ from m1clip.data.synthetic.captions import captions
 from m1clip.data.synthetic.drawing import VERSION, check_size, draw
 from m1clip.data.synthetic.negatives import negatives
 from m1clip.data.synthetic.scene import AXES, COLOUR_NAMES, COUNTS, KIND_NAMES, POSITIONS, SIZES, TIMES, Scene, Thing
-from m1clip.data.types import Sample
+from m1clip.data.types import Problem, Sample
 from m1clip.errors import UserError
 from m1clip.io import write_text
 
@@ -125,6 +125,11 @@ class SyntheticImage:
 class SyntheticSource:
     """Scenes with captions; val and test show combinations of kind and colour that train never shows."""
 
+    name = "synthetic"
+    class_captions = False
+    notes: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
     def __init__(
         self,
         image_size: int,
@@ -152,6 +157,9 @@ class SyntheticSource:
         if split not in self._samples:
             self._samples[split] = [self._sample(split, i, scene) for i, scene in enumerate(self._scenes[split])]
         return self._samples[split]
+
+    def origin(self, id_: str, caption: int = 0) -> str:
+        return id_
 
     def scene_of(self, sample_id: str) -> Scene:
         """The scene of a sample."""
