@@ -1,4 +1,4 @@
-"""What every tokenizer can do."""
+"""What every tokenizer has in common."""
 
 from __future__ import annotations
 
@@ -13,35 +13,63 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
+FILE_NAME = "tokenizer.json"
+VERSION = 1
+
 
 class Tokenizer(ABC):
-    """Text to ids and back. One tokenizer serves all splits and is saved with the model."""
+    """Text to token ids and back. One tokenizer serves all splits and is saved with the model."""
 
     pad_id: int
     sot_id: int
     eot_id: int
+    vocab_size: int  # special tokens included
     context_length: int = 77  # of `tokenizer(texts)`; a loaded model sets its own
 
-    @property
     @abstractmethod
-    def vocab_size(self) -> int:
-        """Number of ids, special tokens included."""
+    def encode_batch(self, texts: Iterable[str]) -> Iterable[list[int]]:
+        """Ids of each text alone: no start or EOT token, not truncated. Never a special id, whatever the text."""
 
     @abstractmethod
+    def decode_ids(self, ids: list[int]) -> str:
+        """The text of ids without special tokens."""
+
+    @abstractmethod
+    def record(self) -> dict[str, Any]:
+        """What tokenizer.json needs to restore this tokenizer: its kind, and values for JSON."""
+
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone: no start or EOT token, not truncated."""
+        return next(iter(self.encode_batch([text])))
 
-    @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """The text up to the EOT token; start and padding are left out."""
+        kept = []
+        for token in map(int, ids):
+            if token == self.eot_id:
+                break
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"id {token} is outside the vocabulary of {self.vocab_size}")
+            if token != self.sot_id and not self._is_padding(token):
+                kept.append(token)
+        return self.decode_ids(kept)
 
-    @abstractmethod
+    def _is_padding(self, token: int) -> bool:
+        return token == self.pad_id
+
     def tokenize(self, texts: Sequence[str], context_length: int) -> np.ndarray:
         """(n, context_length) int32: start, text truncated to fit, EOT, padding. The EOT token is always there."""
-
-    @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Write tokenizer.json into a model folder."""
+        if isinstance(texts, str):  # it would be read as its letters
+            raise TypeError("texts must be a list of strings, not one string")
+        if context_length < 2:
+            raise ValueError(f"context_length must be at least 2 (start and EOT token), not {context_length}")
+        rows = np.full((len(texts), context_length), self.pad_id, dtype=np.int32)
+        rows[:, 0] = self.sot_id
+        for row, ids in zip(rows, self.encode_batch(texts), strict=True):
+            count = min(len(ids), context_length - 2)
+            row[1 : count + 1] = ids[:count]
+            row[count + 1] = self.eot_id
+        return rows
 
     def __call__(self, texts: str | Sequence[str]) -> Tensor:
         """(n, context_length) int64 token ids of one text or many, as the model takes them."""
@@ -54,34 +82,14 @@ class Tokenizer(ABC):
         eot = (tokens == self.eot_id).argmax(axis=1) + 1
         return np.maximum(eot, (tokens != self.pad_id).sum(axis=1))
 
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json into a model folder."""
+        # ASCII only, so that no editor or locale can change a character of the alphabet.
+        text = json.dumps({"version": VERSION, **self.record()}, ensure_ascii=True)
+        (Path(folder) / FILE_NAME).write_text(text + "\n", encoding="ascii")
 
-FILE_NAME = "tokenizer.json"
-VERSION = 1
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tokenizer) and other.record() == self.record()
 
-
-def check_texts(texts: Sequence[str], context_length: int) -> None:
-    """Refuse a bare string (it would be read as its letters) and a row with no room for both marks."""
-    if isinstance(texts, str):
-        raise TypeError("texts must be a list of strings, not one string")
-    if context_length < 2:
-        raise ValueError(f"context_length must be at least 2 (start and end mark), not {context_length}")
-
-
-def to_rows(
-    token_lists: Sequence[list[int]], context_length: int, *, pad_id: int, sot_id: int, eot_id: int
-) -> np.ndarray:
-    """(n, context_length) int32: start, ids cut to fit, end, padding."""
-    rows = np.full((len(token_lists), context_length), pad_id, dtype=np.int32)
-    rows[:, 0] = sot_id
-    for row, ids in zip(rows, token_lists, strict=True):
-        count = min(len(ids), context_length - 2)
-        row[1 : count + 1] = ids[:count]
-        row[count + 1] = eot_id
-    return rows
-
-
-def write_record(folder: Path, kind: str, **fields: Any) -> None:
-    """Write tokenizer.json: the kind, the version of the format, and what the kind needs."""
-    record = {"kind": kind, "version": VERSION, **fields}
-    # ASCII only, so that no editor or locale can change a character of the alphabet.
-    (Path(folder) / FILE_NAME).write_text(json.dumps(record, ensure_ascii=True) + "\n", encoding="ascii")
+    def __hash__(self) -> int:
+        return hash((type(self), self.vocab_size))
