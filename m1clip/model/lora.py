@@ -1,11 +1,9 @@
-"""LoRA: a matrix that stands still plus a product of two thin ones that move; merged into one when it is saved.
+"""Which parts of a tower are trained: its last blocks, LoRA on its linear layers, learning rates by depth.
 
-It is a parametrisation of the weight and not a layer around it, so that code which reads `linear.weight` sees the sum.
+LoRA is a parametrization of the weight and not a layer around it, so that code which reads `linear.weight` sees the sum.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -13,80 +11,59 @@ from torch.nn.utils import parametrize
 
 from m1clip.errors import UserError
 
-Named = list[tuple[str, nn.Parameter]]
-
-
-def ladder(tower: nn.Module) -> list[Named]:
-    """The parameters from the input to the output: [before the blocks, block 1, ..., block n, after the blocks]."""
-    row = blocks_of(tower)
-    if row is None:
-        return [[], list(tower.named_parameters())]  # no blocks: one piece, which moves whole
-    where, blocks = row
-    rungs: list[Named] = [[] for _ in range(len(blocks) + 2)]
-    inside = f"{where}."
-    begun = False
-    for name, parameter in tower.named_parameters():
-        if name.startswith(inside):
-            begun = True
-            number = list(blocks._modules).index(name.removeprefix(inside).partition(".")[0])
-            rungs[number + 1].append((name, parameter))
-        else:
-            rungs[-1 if begun else 0].append((name, parameter))
-    return rungs
-
-
-def blocks_of(tower: nn.Module) -> tuple[str, nn.ModuleList | nn.Sequential] | None:
-    """(name, modules) of the row with most parameters; of two that hold the same ones, the inner, which has more."""
-    best: tuple[tuple[int, int], str, nn.ModuleList | nn.Sequential] | None = None
-    for name, module in tower.named_modules():
-        row = isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and len(module) > 1)
-        if not name or not row:
-            continue
-        assert isinstance(module, nn.ModuleList | nn.Sequential)
-        size = (sum(p.numel() for p in module.parameters()), len(module))
-        if size[0] and (best is None or size > best[0]):
-            best = (size, name, module)
-    return None if best is None else (best[1], best[2])
-
-
-def rate_shares(model: nn.Module, towers: tuple[str, ...], decay: float) -> dict[str, float]:
-    """Parameter name -> share of the learning rate: each rung of a tower has `decay` times that of the rung above.
-
-    What follows the blocks, and all that is in no tower, has the full rate.
-    """
-    shares = {name: 1.0 for name, _ in model.named_parameters()}
-    for tower in towers:
-        rungs = ladder(model.get_submodule(tower))
-        for below, rung in enumerate(reversed(rungs)):
-            for name, _ in rung:
-                shares[f"{tower}.{name}"] = decay**below
-    return shares
-
-
+NamedParameters = list[tuple[str, nn.Parameter]]
 ALL = -1
-
-
-def train_last(tower: nn.Module, count: int, what: str) -> None:
-    """Let only the last `count` blocks and what stands after them move; -1 lets all move, 0 nothing."""
-    if count == ALL:
-        tower.requires_grad_(True)
-        return
-    rungs = ladder(tower)
-    blocks = len(rungs) - 2
-    if count > max(blocks, 0):
-        raise UserError(f"{what} {count}: the tower has {max(blocks, 0)} blocks; -1 trains all of it")
-    tower.requires_grad_(False)
-    for rung in rungs[-1 - count :] if count else []:
-        for _, parameter in rung:
-            parameter.requires_grad_(True)
-
-
 STORED = ".parametrizations.weight.original"
 ADDED = ".parametrizations.weight.0."
 
 
+def layer_groups(tower: nn.Module) -> list[NamedParameters]:
+    """The parameters from the input to the output: [before the blocks, block 1, ..., block n, after the blocks]."""
+    found = find_blocks(tower)
+    if found is None:
+        return [[], list(tower.named_parameters())]  # no blocks: one group
+    prefix, blocks = f"{found[0]}.", found[1]
+    groups: list[NamedParameters] = [[] for _ in range(len(blocks) + 2)]
+    after = False
+    for name, parameter in tower.named_parameters():
+        if name.startswith(prefix):
+            after = True
+            number = list(blocks._modules).index(name.removeprefix(prefix).partition(".")[0])
+            groups[number + 1].append((name, parameter))
+        else:
+            groups[-1 if after else 0].append((name, parameter))
+    return groups
+
+
+def find_blocks(tower: nn.Module) -> tuple[str, nn.ModuleList | nn.Sequential] | None:
+    """(name, modules) of the list of modules with most parameters; of two with the same ones, the longer."""
+    best: tuple[tuple[int, int], str, nn.ModuleList | nn.Sequential] | None = None
+    for name, module in tower.named_modules():
+        if (
+            name
+            and isinstance(module, nn.ModuleList | nn.Sequential)
+            and len(module) > isinstance(module, nn.Sequential)
+        ):
+            size = (sum(p.numel() for p in module.parameters()), len(module))
+            if size[0] and (best is None or size > best[0]):
+                best = (size, name, module)
+    return None if best is None else (best[1], best[2])
+
+
+def layer_lr_factors(model: nn.Module, towers: tuple[str, ...], decay: float) -> dict[str, float]:
+    """Parameter name -> factor of the learning rate: each group of a tower has `decay` times that of the next one.
+
+    What follows the blocks, and everything outside the towers, has the full learning rate.
+    """
+    factors = {name: 1.0 for name, _ in model.named_parameters()}
+    for tower in towers:
+        for depth, group in enumerate(reversed(layer_groups(model.get_submodule(tower)))):
+            factors |= {f"{tower}.{name}": decay**depth for name, _ in group}
+    return factors
+
+
 class LowRank(nn.Module):
-    """weight -> weight + up @ down * scale; `up` begins at zero, so nothing changes until it is trained."""
+    """weight -> weight + up @ down * scale; `up` starts at zero, so nothing changes until it is trained."""
 
     def __init__(self, outputs: int, inputs: int, rank: int, alpha: float) -> None:
         super().__init__()
@@ -99,32 +76,38 @@ class LowRank(nn.Module):
         return weight + (self.up @ self.down) * self.scale
 
 
-def linears(module: nn.Module, targets: tuple[str, ...]) -> Iterator[tuple[str, nn.Linear]]:
-    """Linear layers whose name ends in one of the targets; all of them where there are none."""
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.Linear) and (not targets or name.endswith(targets)):
-            yield name, layer
+def linear_layers(module: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """All linear layers with their names."""
+    return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
 
 
-def add_lora(module: nn.Module, rank: int, alpha: float, targets: tuple[str, ...] = (), count: int = ALL) -> int:
-    """Put LoRA on the linear layers of a tower, or of its last `count` blocks, and hold all else in it still.
+def unfreeze(tower: nn.Module, count: int, option: str, rank: int = 0, alpha: float = 16.0) -> None:
+    """Train the last `count` blocks of a tower and what follows them (-1: everything, 0: nothing), or LoRA in that part.
 
-    Gives how many layers got one. A tower of convolutions alone has nowhere to put it, which is an error.
+    A tower without linear layers has its last blocks trained in full where LoRA is asked for.
     """
-    every = list(linears(module, ()))
-    if not every:
-        raise UserError(
-            "--lora-rank: this tower has convolutions and no linear layer; hold it still, or train its last "
-            "blocks whole: --unfreeze-image (or train-text) 0 or N"
-        )
-    inside = _names_in_last(module, count)
-    chosen = [(name, layer) for name, layer in linears(module, targets) if inside is None or name in inside]
+    groups = layer_groups(tower)
+    blocks = max(len(groups) - 2, 0)
+    if count > blocks:
+        raise UserError(f"{option} {count}: the tower has {blocks} blocks; -1 trains all of it")
+    trained = groups if count == ALL else groups[-1 - count :] if count else []
+    tower.requires_grad_(False)
+    for group in trained:
+        for _, parameter in group:
+            parameter.requires_grad_(True)
+    if rank and count and (count == ALL or linear_layers(tower)):
+        add_lora(tower, rank, alpha, {name.rpartition(".")[0] for group in trained for name, _ in group})
+
+
+def add_lora(tower: nn.Module, rank: int, alpha: float, inside: set[str] | None = None) -> int:
+    """Put LoRA on the linear layers of a tower, or on those in `inside`, freeze everything else, and count them."""
+    chosen = [(name, layer) for name, layer in linear_layers(tower) if inside is None or name in inside]
     if not chosen:
-        names = sorted({name.rpartition(".")[2] for name, _ in every})
         raise UserError(
-            f"--lora-targets {', '.join(targets)}: no linear layer is called so (there: {', '.join(names)})"
+            "--lora-rank: this tower has convolutions and no linear layer; freeze it, or train its last blocks: "
+            "--unfreeze-image (or --unfreeze-text) 0 or N"
         )
-    module.requires_grad_(False)
+    tower.requires_grad_(False)
     for _, layer in chosen:
         outputs, inputs = layer.weight.shape
         if rank > min(outputs, inputs):
@@ -134,25 +117,8 @@ def add_lora(module: nn.Module, rank: int, alpha: float, targets: tuple[str, ...
     return len(chosen)
 
 
-def _names_in_last(module: nn.Module, count: int) -> set[str] | None:
-    """Names of the layers in the last `count` blocks and after them; None: all of them."""
-    if count == ALL:
-        return None
-    return {name.rpartition(".")[0] for rung in ladder(module)[-1 - count :] for name, _ in rung}
-
-
-def open_tower(tower: nn.Module, count: int, what: str, rank: int, alpha: float, targets: tuple[str, ...]) -> None:
-    """Let of a tower move what was asked for: nothing (0), its last blocks, all (-1), or LoRA in that part.
-
-    Where LoRA is asked for, a tower without linear layers may still have its last blocks trained whole.
-    """
-    train_last(tower, count, what)
-    if rank and count != 0 and (count == ALL or any(True for _ in linears(tower, ()))):
-        add_lora(tower, rank, alpha, targets, count)
-
-
 def merged_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict as if LoRA had never been there: each sum written out under the plain name."""
+    """The state dict as if LoRA had never been there: each sum under the plain name."""
     merged: dict[str, Tensor] = {}
     modules = dict(model.named_modules())
     for name, tensor in model.state_dict().items():

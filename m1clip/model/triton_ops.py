@@ -1,10 +1,10 @@
-"""Triton kernels for the bf16 step on CUDA: what torch.compile leaves in several passes over memory is one here.
+"""Triton kernels for the bf16 step on CUDA, each one pass over memory where torch.compile needs several.
 
 - GELU by one exponential, and its gradient together with the sum over rows that is the bias's gradient.
-- Attention over short sequences, as CLIP has them: a whole head fits into one tile, so nothing but queries, keys and
-  values is read, and their gradients are written where the next product wants them.
+- Attention over short sequences, as CLIP has them: a complete head fits into one tile, so only queries, keys and
+  values are read, and their gradients are written where the next product needs them.
 
-Imported only where they are used (`CLIP.fuse`): triton comes with torch for CUDA, and is not elsewhere.
+Imported only where they are used (`CLIP.use_triton`): triton comes with torch for CUDA only.
 """
 
 # No `from __future__ import annotations`: torch reads the types below to describe the operations to its compiler.
@@ -16,15 +16,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-ROWS = 512  # of a program that sums over rows
+ROWS = 512  # per program that sums over rows
 TILE_ROWS, TILE_COLUMNS = 8, 256
-FLAT = 2048  # elements of a program that sums nothing
-LONGEST = 96  # positions: more would not fit into the fast memory of smaller cards
-DIMS = (16, 32, 64)  # of a head: powers of two, from what a tensor core wants
+FLAT = 2048  # elements per elementwise program
+LONGEST = 96  # positions: more would not fit into the shared memory of smaller cards
+DIMS = (16, 32, 64)  # head dimensions: powers of two that tensor cores accept
 
 
 def tiles_of(length: int) -> tuple[int, int]:
-    """The tiles for a sequence: powers of two, from what a tensor core wants; 77 are 64 and 16, for 128 are slow."""
+    """Tile lengths for a sequence, powers of two that tensor cores accept; 77 is 64 and 16, because 128 is slow."""
     first = min(64, max(16, triton.next_power_of_2(length)))
     return first, max(16, triton.next_power_of_2(length - first)) if length > first else 0
 
@@ -69,7 +69,7 @@ def _gelu_backward_kernel(
 
 @triton.jit
 def _rows(base, row, length, stride, D: tl.constexpr):
-    """Rows of one head, as they lie between those of the others; zero past the end of the sequence."""
+    """Rows of one head, strided between those of the other heads; zero past the end of the sequence."""
     dim = tl.arange(0, D)
     return tl.load(base + row[:, None] * stride + dim[None, :], mask=(row < length)[:, None], other=0.0)
 
@@ -274,7 +274,7 @@ HALF = torch.bfloat16
 
 
 def takes(x: Tensor) -> bool:
-    """Whether an input goes this way: bf16 on a CUDA card."""
+    """Whether these kernels apply to an input: bf16 on CUDA."""
     return x.is_cuda and x.dtype == HALF
 
 
@@ -290,7 +290,7 @@ def gelu_mlp(x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Te
 
 
 def short_attention(x: Tensor, weight: Tensor, bias: Tensor, heads: int, causal: bool) -> Tensor:
-    """(n, length, width) in bf16 -> what the heads see, side by side, before the output projection."""
+    """(n, length, width) in bf16 -> the output of all heads, side by side, before the output projection."""
     out: Tensor = _ShortAttention.apply(x, weight, bias, heads, causal)
     return out
 
@@ -302,7 +302,7 @@ class _GeluMlp(torch.autograd.Function):
         hidden = torch.addmm(up_bias.to(HALF), flat, wide.t())
         active = gelu(hidden)
         ctx.save_for_backward(flat, hidden, active, wide, narrow)
-        ctx.kept = up.dtype
+        ctx.dtype = up.dtype
         return torch.addmm(down_bias.to(HALF), active, narrow.t()).view(x.shape)
 
     @staticmethod
@@ -310,9 +310,9 @@ class _GeluMlp(torch.autograd.Function):
         flat, hidden, active, wide, narrow = ctx.saved_tensors
         g = grad.reshape(-1, grad.shape[-1])
         dhidden, dup_bias = gelu_backward(g @ narrow, hidden)
-        ddown, dup = (g.t() @ active).to(ctx.kept), (dhidden.t() @ flat).to(ctx.kept)
+        ddown, dup = (g.t() @ active).to(ctx.dtype), (dhidden.t() @ flat).to(ctx.dtype)
         dx = (dhidden @ wide).view(grad.shape)
-        return dx, dup, dup_bias.to(ctx.kept), ddown, g.sum(0, dtype=torch.float32).to(ctx.kept)
+        return dx, dup, dup_bias.to(ctx.dtype), ddown, g.sum(0, dtype=torch.float32).to(ctx.dtype)
 
 
 class _ShortAttention(torch.autograd.Function):
@@ -321,14 +321,14 @@ class _ShortAttention(torch.autograd.Function):
         flat, narrow = x.flatten(0, -2), weight.to(HALF)
         qkv = torch.addmm(bias.to(HALF), flat, narrow.t())
         ctx.save_for_backward(flat, narrow, qkv)
-        ctx.how = (x.shape[0], heads, causal)
-        ctx.kept = weight.dtype
+        ctx.sizes = (x.shape[0], heads, causal)
+        ctx.dtype = weight.dtype
         return attention(qkv, x.shape[0], heads, causal).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         flat, narrow, qkv = ctx.saved_tensors
         g = grad.reshape(-1, grad.shape[-1]).contiguous()
-        dqkv, dbias = attention_backward(g, qkv, *ctx.how)
+        dqkv, dbias = attention_backward(g, qkv, *ctx.sizes)
         dx = (dqkv @ narrow).view(grad.shape)
-        return dx, (dqkv.t() @ flat).to(ctx.kept), dbias.to(ctx.kept), None, None
+        return dx, (dqkv.t() @ flat).to(ctx.dtype), dbias.to(ctx.dtype), None, None

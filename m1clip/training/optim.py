@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from m1clip.config import OptimConfig
-from m1clip.model.lora import rate_shares
+from m1clip.model.lora import layer_lr_factors
 from m1clip.training.muon import AdamW, Muon
 
 Parameter = tuple[str, Tensor]
@@ -55,7 +55,7 @@ class Optimizer:
 
         shares = {name: 1.0 for name, _ in named}
         if config.layer_decay < 1:
-            shares = rate_shares(model, TOWERS, config.layer_decay)
+            shares = layer_lr_factors(model, TOWERS, config.layer_decay)
         groups = [
             {"params": part, "weight_decay": decay, "share": share, "lr": start(config.lr)}
             for decay, chosen_by in ((config.wd, True), (0.0, False))

@@ -44,7 +44,7 @@ from m1clip.inference.feature_cache import Maker, Side, feature_captions, featur
 from m1clip.model.clip import CLIP, build_clip, count_parameters
 from m1clip.model.folder import SavedModel, read_model
 from m1clip.model.heads import Head
-from m1clip.model.lora import ALL, open_tower
+from m1clip.model.lora import ALL, unfreeze
 from m1clip.model.presets import (
     AttentionKind,
     CLIPConfig,
@@ -577,7 +577,7 @@ class TowerJob(Job):
         towers = (model.image_tower, model.text_tower)
         for tower, moves, count, name in zip(towers, self.moving, counts, names, strict=True):
             if moves:
-                open_tower(tower, count, name, rank, LORA_ALPHA, ())
+                unfreeze(tower, count, name, rank, LORA_ALPHA)
 
     def polish(self, folder: Path, say: Callable[[str], None], write: Callable[..., Any]) -> None:
         """Mix old and new weights where it was asked for."""
@@ -759,9 +759,9 @@ class InitJob(Job):
         weights = {name: t.to(self.device.torch) for name, t in self.start.items()}
         assign_weights(model, weights, self.config.transfer.init or "")
         transfer = self.config.transfer
-        lora = (transfer.lora_rank, LORA_ALPHA, ())
-        open_tower(model.image_tower, transfer.unfreeze_image, "--unfreeze-image", *lora)
-        open_tower(model.text_tower, transfer.unfreeze_text, "--unfreeze-text", *lora)
+        lora = (transfer.lora_rank, LORA_ALPHA)
+        unfreeze(model.image_tower, transfer.unfreeze_image, "--unfreeze-image", *lora)
+        unfreeze(model.text_tower, transfer.unfreeze_text, "--unfreeze-text", *lora)
         return model
 
     def describe_model(self) -> str:

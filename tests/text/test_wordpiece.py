@@ -45,7 +45,7 @@ def test_saved_and_sent(tokenizer: WordPieceTokenizer, tmp_path: Path) -> None:
         assert again.vocab_size == len(PIECES)
     record = json.loads((tmp_path / "tokenizer.json").read_text())
     for pieces, words in ((["a", "a", *PIECES], "twice"), (PIECES[1:], r"lacks \[PAD\]"), ("x", "not a list")):
-        (tmp_path / "tokenizer.json").write_text(json.dumps({**record, "pieces": pieces}))
+        (tmp_path / "tokenizer.json").write_text(json.dumps({**record, "vocabulary": pieces}))
         with pytest.raises(UserError, match=words):
             load_tokenizer(tmp_path)
 
