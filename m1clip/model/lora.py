@@ -1,6 +1,7 @@
 """Which parts of a tower are trained: its last blocks, LoRA on its linear layers, learning rates by depth.
 
-LoRA is a parametrization of the weight and not a layer around it, so that code which reads `linear.weight` sees the sum.
+LoRA is a parametrization of the weight and not a layer around it, so that code that reads `linear.weight` sees the
+sum.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def linear_layers(module: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 
 def unfreeze(tower: nn.Module, count: int, option: str, rank: int = 0, alpha: float = 16.0) -> None:
-    """Train the last `count` blocks of a tower and what follows them (-1: everything, 0: nothing), or LoRA in that part.
+    """Train the last `count` blocks of a tower and what follows them (-1: all, 0: nothing), or LoRA in that part.
 
     A tower without linear layers has its last blocks trained in full where LoRA is asked for.
     """
