@@ -121,7 +121,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     rows = [
-        measure(asked.images, batch, asked.rounds, precision) for precision in asked.precision for batch in asked.batch
+        measure(asked.images, size, asked.rounds, precision)
+        for precision in asked.precision
+        for size in asked.batch_size
     ]
     for row in rows:
         print(

@@ -47,7 +47,7 @@ SMOKE = {
     "step": ("--quick", {"naive", "m1clip", "ratio", "gemm_rate", "peak_bytes"}),
     "same_work": ("--quick --jobs 76.7M --peers=", {"jobs", "machine"}),
     "memory": ("--quick", {"rows", "machine"}),
-    "features": ("--images 64 --batch 16 --rounds 1", {"runs", "rows"}),
+    "features": ("--images 64 --batch-size 16 --rounds 1", {"runs", "rows"}),
     "large_batch": ("--quick --peers=", {"ratio", "gradients", "peak_bytes"}),
     "loader": ("PHOTOS --rounds 1 --batch-size 4", {"images_per_second", "ratios"}),
     "cuda_step": ("--device cpu --quick --models tiny --variants m1clip", {"models", "facts"}),
