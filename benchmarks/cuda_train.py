@@ -71,7 +71,7 @@ def line(options: argparse.Namespace, model: str, batch: int, variant: str) -> d
         "model": model,
         "batch": batch,
         "variant": variant,
-        "captions": job.training.several,
+        "captions": job.training.captions_per_image,
         "seconds": dataclasses.asdict(taken),
         "host_seconds": timing(host).median,
         "images_per_second": batch / taken.median,

@@ -78,7 +78,7 @@ class Point:
             return tokens * layers * (2 * 18 * width + 6 * heads * tokens)
 
         vision, text = self.shape.own_towers
-        image = tower(vision.image_tokens, vision.width, vision.heads, vision.layers)
+        image = tower(vision.tokens, vision.width, vision.heads, vision.layers)
         return image + tower(text.context_length, text.width, text.heads, text.layers)
 
 
@@ -109,7 +109,7 @@ def chunk_for(point: Point, free_bytes: float) -> int | None:
 
 
 def random_batch(point: Point, draw: np.random.Generator) -> Batch:
-    """Random bytes and token ids of full length, the end mark last."""
+    """Random bytes and token ids of full length, the EOT token last."""
     n, size, context = point.batch, point.shape.image_size, point.shape.context_length
     tokens = draw.integers(3, point.shape.vocab_size, (n, context))
     tokens[:, -1] = 2
@@ -145,7 +145,7 @@ class Bench:
         vision, text = shape.own_towers
         model = build_clip(with_fields(shape, eot_id=2))
         towers = (
-            (vision.heads, vision.image_tokens, vision.width, False),
+            (vision.heads, vision.tokens, vision.width, False),
             (text.heads, text.context_length, text.width, True),
         )
         kinds = [
@@ -155,8 +155,9 @@ class Bench:
             for heads, length, width, causal in towers
         ]
         model.set_attention(*kinds)
-        sizes = {"batch_size": point.batch, "micro_batch": chunk}
-        train = TrainConfig(**sizes, device="cpu", precision=self.precision, steps=1000)
+        train = TrainConfig(
+            batch_size=point.batch, micro_batch=chunk, device="cpu", precision=self.precision, steps=1000
+        )
         config = Config(model=ModelConfig(), train=train)
         preprocess = Preprocess(image_size=shape.image_size)
         return TrainStep(model, config, self.device, self.precision, preprocess, autocast(self.device, self.precision))
@@ -172,7 +173,7 @@ class Bench:
             time.perf_counter() - begin < POINT_SECONDS and len(seconds) < MOST_STEPS + 1
         ):
             start = time.perf_counter()
-            update(batch, len(seconds) + 1, 1, 1000)[0].item()
+            update(batch, len(seconds) + 1)[0].item()
             seconds.append(time.perf_counter() - start)
         found = timing([point.batch / value for value in seconds[1:]])
         return {"images_per_second": dataclasses.asdict(found), "step_seconds": statistics.median(seconds[1:])}
