@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,9 +17,8 @@ from m1clip.data.synthetic.source import SyntheticImage, SyntheticSource, sample
 from m1clip.errors import UserError
 
 
-@pytest.mark.parametrize(("size", "count"), [(32, 60), (48, 60), (64, 100), (112, 60), (224, 20)])
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_every_attribute_is_decoded_from_the_pixels(size: int, count: int, split: str) -> None:
+@pytest.mark.parametrize(("size", "split", "count"), [(32, "train", 60), (64, "val", 60), (112, "test", 20)])
+def test_every_attribute_is_decoded_from_the_pixels(size: int, split: str, count: int) -> None:
     for number, scene in enumerate(sample_scenes(split, count, seed=7)):
         seen, ground = decode(draw(scene, size, number), draw_labels(scene, size, number))
         assert seen == scene
@@ -110,35 +107,8 @@ def test_changing_an_image_does_not_change_the_next() -> None:
     assert np.array_equal(draw(scene, 64, 1), clean)
 
 
-_DIGEST = """
-import hashlib
-from m1clip.data.synthetic.source import SyntheticSource
-digest = hashlib.sha256()
-source = SyntheticSource(64, train=20, val=10, test=10, seed=3)
-for split in source.splits():
-    for sample in source.samples(split):
-        digest.update(sample.image.open().tobytes())
-        digest.update("|".join((sample.id, sample.image.stamp(), *sample.captions)).encode())
-print(digest.hexdigest())
-"""
-
-
-def test_two_processes_make_the_same_bytes() -> None:
-    def run(hash_seed: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", _DIGEST],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(sys.path)},
-        )
-        return done.stdout
-
-    assert run("1") == run("2")
-
-
 def test_pixels_captions_and_negatives_stay_the_same() -> None:
-    """Another digest changes every published figure of the synthetic set: raise VERSION with it."""
+    """Other digests change every published figure: raise VERSION with them. Python hashes differ in each process."""
     pixels, texts = hashlib.sha256(), hashlib.sha256()
     source = SyntheticSource(64, train=60, val=20, test=20, seed=3)
     for split in source.splits():
