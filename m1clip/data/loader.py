@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -28,11 +28,6 @@ from m1clip.errors import UserError
 TEXT_GROUPS = 4  # of similar length; more would save little padding and make matrix products small
 SMALLEST_GROUP = 32  # captions
 RESTARTS = 3  # of the workers for one batch
-# The fields of a batch that differ from step to step.
-TENSORS = (
-    "sample_ids", "caption_ids", "image_index", "images", "image_features", "tokens", "text_features", "kept_patches",
-    "rows",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +81,13 @@ class Batch:
         """Called by the DataLoader."""
         return self._map(Tensor.pin_memory)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that differ from step to step, by name."""
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "cached_images"}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
     def _map(self, move: Callable[[Tensor], Tensor]) -> Batch:
-        tensors = {name: getattr(self, name) for name in TENSORS}
-        moved: dict[str, Any] = {name: move(t) for name, t in tensors.items() if t is not None}
+        moved: dict[str, Any] = {name: move(tensor) for name, tensor in self.tensors().items()}
         return replace(self, **moved)
 
 

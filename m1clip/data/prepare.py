@@ -1,4 +1,4 @@
-"""From the config's words to splits that can be trained on and evaluated: images, captions, what was skipped."""
+"""From the config to splits for training and evaluation: images, captions, failures."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from m1clip.data.types import Sample, Source
 from m1clip.errors import UserError
 from m1clip.text.base import Tokenizer
 
-CROP_MARGIN = 1.15  # decoded this much larger than the training size, so that a crop is not blown up
-SIDES = re.compile(r"\b(left|right)\b", re.IGNORECASE)
-SIDES_SHARE = 0.2  # of the captions; in everyday ones it is one in a hundred
+CROP_MARGIN = 1.15  # decoded size over training size, so that a crop is not enlarged
+LEFT_RIGHT = re.compile(r"\b(left|right)\b", re.IGNORECASE)
+LEFT_RIGHT_FRACTION = 0.2  # of the captions; in everyday ones it is one in a hundred
 WARNINGS_SHOWN = 2
 EXAMPLES_LOGGED = 3
 
@@ -40,18 +40,18 @@ class Split:
 
 
 def is_synthetic(config: DataConfig) -> bool:
-    """All images are drawn: then left and right, colours and sizes are words and must not be varied."""
+    """Whether all images are synthetic: their captions name colors, sizes and sides, which must not be varied."""
     return all(name == "synthetic" for name in config.source)
 
 
 def augmentation_of(
     config: DataConfig, captions: Iterable[str] = (), whole_images: bool = False, whole_captions: bool = False
 ) -> Augmentation:
-    """What the config says, or what suits the kind of data; of what is `whole`, no part is left out by default."""
-    drawn = is_synthetic(config)
-    crop, flip, color = (1.0, 0.0, 0.0) if drawn else (0.6, 0.5, 0.2)
-    patches, words = 0.0 if drawn or whole_images else 0.5, 0.0 if drawn or whole_captions else 0.3
-    if speaks_of_sides(captions):
+    """The augmentation of the config, or the default for this data; `whole_...`: no patch or word dropout by default."""
+    synthetic = is_synthetic(config)
+    crop, flip, color = (1.0, 0.0, 0.0) if synthetic else (0.6, 0.5, 0.2)
+    patches, words = 0.0 if synthetic or whole_images else 0.5, 0.0 if synthetic or whole_captions else 0.3
+    if mention_left_right(captions):
         crop, flip = 1.0, 0.0  # a mirrored or shifted image would make its caption false
     return Augmentation(
         crop_min=crop if config.crop_min is None else config.crop_min,
@@ -62,10 +62,10 @@ def augmentation_of(
     )
 
 
-def speaks_of_sides(captions: Iterable[str]) -> bool:
-    """Whether left and right are among what the captions tell, as in the synthetic sets."""
-    words = [bool(SIDES.search(caption)) for caption in captions]
-    return sum(words) > SIDES_SHARE * len(words)
+def mention_left_right(captions: Iterable[str]) -> bool:
+    """Whether many captions mention left or right, as those of synthetic data do."""
+    words = [bool(LEFT_RIGHT.search(caption)) for caption in captions]
+    return sum(words) > LEFT_RIGHT_FRACTION * len(words)
 
 
 def open_data(config: DataConfig, image_size: int, seed: int) -> Source:
@@ -78,10 +78,16 @@ def open_data(config: DataConfig, image_size: int, seed: int) -> Source:
 
 
 def load_split(
-    source: Source, split: str, config: DataConfig, tokenizer: Tokenizer, context_length: int, preprocess: Preprocess,
-    margin: float, plan: DecodePlan,
-) -> Split:  # fmt: skip
-    """Decode (or prepare to decode) the images of a split and tokenise its captions."""
+    source: Source,
+    split: str,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    context_length: int,
+    preprocess: Preprocess,
+    margin: float,
+    plan: DecodePlan,
+) -> Split:
+    """Cache the images of a split, `margin` larger than the model's images, and tokenize its captions."""
     side = round(preprocess.image_size * margin)
     images, samples, failures, cache = cache_split(source, split, side, preprocess.resize, config, plan)
     if not len(images):
@@ -92,14 +98,14 @@ def load_split(
 
 
 def with_classes(captions: CaptionTable, source: Source) -> CaptionTable:
-    """The captions, marked where the source makes them from class names."""
+    """The captions, marked if the source makes them from class names."""
     return replace(captions, classes=source.class_captions)
 
 
 def look_first(
     source: Source, image_size: int, context_length: int, say: Callable[[str], None], warn: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The quick check before each run: two kinds of finding on the screen, all but mere information for the log."""
+    """The quick check before each run: prints the first findings, returns all warnings and problems for the log."""
     for note in source.notes:
         say(f"note       {note}")
     report = lint(source, QUICK, image_size=image_size, context_length=context_length)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from m1clip.data.augment import DeviceViews
 from m1clip.data.captions import BUCKET, rounded
-from m1clip.data.loader import TENSORS, Batch
+from m1clip.data.loader import Batch
 from m1clip.training.oom import MemoryPressure
 
 if TYPE_CHECKING:  # the update holds one of these
@@ -146,10 +146,10 @@ class CapturedStep:
 
 def _inputs(batch: Batch) -> list[tuple[str, Tensor]]:
     """What differs from step to step, by name; the views only where they are on the device."""
-    found = [(name, getattr(batch, name)) for name in TENSORS]
+    found = list(batch.tensors().items())
     if isinstance(batch.views, DeviceViews):
         found += [(name, getattr(batch.views, name)) for name in VIEWS]
-    return [(name, t) for name, t in found if t is not None]
+    return found
 
 
 def _copied(batch: Batch) -> Batch:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from m1clip.config import Config
 from m1clip.data.augment import whole_views
 from m1clip.data.images import Preprocess
-from m1clip.data.loader import TENSORS, Batch
+from m1clip.data.loader import Batch
 from m1clip.hardware.device import Device, Kind, Precision
 from m1clip.hardware.facts import Facts
 from m1clip.hardware.precision import autocast
@@ -109,7 +109,7 @@ def watched(update: TrainStep, batch: Batch, step: Callable[[Batch], object]) ->
         ledger.claim("optimizer", update.optimizer.tensors().values())
         if update.ema is not None:
             ledger.claim("optimizer", update.ema.weights.values())
-        ledger.claim("batch", [t for name in TENSORS if (t := getattr(batch, name)) is not None])
+        ledger.claim("batch", batch.tensors().values())
         with ledger:
             step(batch)
         return dict(ledger.peak)
