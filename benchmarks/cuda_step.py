@@ -106,7 +106,7 @@ def our_step(job: Job, words: list[str]) -> Step:
         model.clamp_scale()
         return loss.detach()
 
-    optimizer.set_rate(0.5)
+    optimizer.set_lr(0.5)
     return captured(step, model) if graph else step
 
 

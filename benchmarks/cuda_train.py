@@ -77,8 +77,8 @@ def line(options: argparse.Namespace, model: str, batch: int, variant: str) -> d
         "images_per_second": batch / taken.median,
         "first_60_steps_seconds": ready,
         "loss": float(loss),
-        "recordings": captured.recordings if captured else 0,
-        "not_replayed": captured.off if captured else "",
+        "recordings": captured.captures if captured else 0,
+        "not_replayed": captured.disabled if captured else "",
         "peak_bytes": peak,
     }
 

@@ -112,7 +112,7 @@ def gradient_table(model: str, batch: int, chunk: int) -> list[dict[str, Any]]:
             config = job_config(model, batch, size, objective, "fp32")
             job, update = make(config)
             samples = job.training[0]
-            update.backward(in_reverse(samples) if turned else samples, 0)
+            update.compute_gradients(in_reverse(samples) if turned else samples, 0)
             found.append({name: p.grad for name, p in update.model.named_parameters()})
         whole, parts, other = found
 

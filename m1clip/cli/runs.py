@@ -141,10 +141,10 @@ def ls(run: Path, /, *, json: Flag = False) -> None:
     json
         Print JSON.
     """
-    from m1clip.training.checkpoint_files import as_json, rows, table
+    from m1clip.training.checkpoint_files import checkpoints_as_json, checkpoints_as_text, list_checkpoints
 
-    found = rows(run)
-    print(as_json(found) if json else table(run, found))
+    found = list_checkpoints(run)
+    print(checkpoints_as_json(found) if json else checkpoints_as_text(run, found))
 
 
 @checkpoint.command
@@ -160,10 +160,10 @@ def verify(run: Path, /, *, json: Flag = False) -> None:
     json
         Print JSON.
     """
-    from m1clip.training.checkpoint_files import as_json, checked_rows, table
+    from m1clip.training.checkpoint_files import checkpoints_as_json, checkpoints_as_text, list_checkpoints
 
-    found = checked_rows(run)
-    print(as_json(found) if json else table(run, found))
+    found = list_checkpoints(run, verified=True)
+    print(checkpoints_as_json(found) if json else checkpoints_as_text(run, found))
     if any(row.problem for row in found):
         sys.exit(1)
 

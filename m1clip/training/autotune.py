@@ -238,7 +238,7 @@ def time_step(
         model = _model(config, shape, eot_id, device, precision)
         preprocess = Preprocess(image_size=shape.image_size)
         update = TrainStep(model, plain, device, precision, preprocess, autocast(device, precision))
-        update.settles = False  # blocks stay mapped one by one: kept ones would lie scattered when the run begins
+        update.keeps_memory = False  # blocks stay mapped one by one: kept ones would lie scattered when the run begins
         load = Load()
         taken, used = _timed(update, work, device, seconds)
         return dataclasses.replace(candidate, step_seconds=taken, processor_seconds=used, others=load.others())

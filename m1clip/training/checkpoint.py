@@ -1,4 +1,4 @@
-"""Save and continue a run: safetensors and JSON in one folder, whole or not there, checked by hash."""
+"""Save and restore a run: safetensors and JSON in one folder, written atomically and verified by hash."""
 
 from __future__ import annotations
 
@@ -8,37 +8,44 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from m1clip import formatting
+from m1clip.config import Config
 from m1clip.errors import UserError
-from m1clip.formatting import steps_or_seconds
-from m1clip.io import atomic_folder, read_small, remove_folder, remove_leftovers, validated, write_json
-from m1clip.io import restore_folders as files_restore
+from m1clip.formatting import size, steps_or_seconds
+from m1clip.io import atomic_folder, read_small, remove_folder, remove_leftovers, restore_folders, validated, write_json
 from m1clip.model.weights import read_tensors, write_tensors
+from m1clip.runlog import RunLog
 from m1clip.training.checkpoint_files import (
     FOLDER,
     FORMAT,
     MANIFEST,
-    SMALL,
+    MAX_JSON_BYTES,
+    STATE,
     checkpoint_folder,
-    found,
-    prune,
+    delete_old,
+    folder_bytes,
+    saved_steps,
     sha256,
-    size_of,
     verify,
 )
+from m1clip.training.progress import Screen
 from m1clip.training.step import TrainStep
+
+TensorGroups = dict[str, dict[str, Tensor]]  # file name without extension -> tensors
+
+# Checkpoints are written in the background only where this many copies, and these bytes besides, are free: a save takes
+# a second or two, and a higher memory peak costs more (76.7M parameters: 0.9 GB; benchmarks/step.py).
+FREE_COPIES, FREE_BYTES = 50, 512_000_000
 
 
 @dataclass
 class TrainState:
-    """Everything a resume needs beside the tensors. Randomness is not here: it follows from the step."""
+    """What a resume needs besides the tensors. Random numbers are not here: they are a function of the step."""
 
     step: int = 0
     best: float = -1.0
@@ -47,103 +54,77 @@ class TrainState:
     seconds: float = 0.0  # trained so far, over all sessions
     scaler_scale: float = 65536.0
     scaler_growth: int = 0
-    skipped: int = 0  # updates in a row that were not finite, up to now
-    rollbacks: int = 0  # how often the run went back to a checkpoint
-    lr_factor: float = 1.0  # of the learning rate, lowered by each return
-    chunk: int = 0  # smaller than the config's where memory was short; 0: as the config says
-    frozen_sha256: str = ""  # of the weights that the run never changes: they are not in the checkpoint
-    evaluation_due: bool = False  # a signal broke off the evaluation of this step
+    skipped: int = 0  # non-finite steps in a row
+    rollbacks: int = 0
+    lr_factor: float = 1.0  # lowered by each rollback
+    micro_batch: int = 0  # smaller than the config's where memory was short; 0: the config's
+    frozen_sha256: str = ""  # of the frozen weights, which are not in the checkpoint
+    evaluation_due: bool = False  # a signal interrupted the evaluation of this step
 
 
-Groups = dict[str, dict[str, Tensor]]  # file name without ending -> tensors
-
-
-def save(run: Path, state: TrainState, groups: Groups, keep: int) -> Path:
-    """Write a checkpoint, then delete those of later steps, and all but the newest `keep`."""
+def save(run: Path, state: TrainState, groups: TensorGroups, keep: int) -> Path:
+    """Write a checkpoint, then delete those of later steps and all but the newest `keep`."""
     target = checkpoint_folder(run, state.step)
     with atomic_folder(target) as folder:
         for name, tensors in groups.items():
             write_tensors(folder / f"{name}.safetensors", tensors)
-        write_json(folder / "state.json", {"format": FORMAT, **asdict(state)})
-        hashes = {file.name: sha256(file) for file in sorted(folder.iterdir())}
-        write_json(folder / MANIFEST, {"format": FORMAT, "sha256": hashes})
-    for later in [step for step in found(run) if step > state.step]:
-        remove_folder(checkpoint_folder(run, later))  # rotten, or of a future that was given up: not one of the `keep`
-    prune(run, keep)
+        write_json(folder / STATE, {"format": FORMAT, **asdict(state)})
+        write_json(folder / MANIFEST, {"sha256": {file.name: sha256(file) for file in sorted(folder.iterdir())}})
+    for later in [step for step in saved_steps(run) if step > state.step]:
+        remove_folder(checkpoint_folder(run, later))  # damaged, or undone by a rollback
+    delete_old(run, keep)
     return target
 
 
 def load_latest(
-    run: Path, device: torch.device, warn: Callable[[str], None], sound: bool = False
-) -> tuple[TrainState, Groups] | None:
-    """The newest whole checkpoint, with `sound` one not saved among skipped updates where there is such a one.
+    run: Path, device: torch.device, warn: Callable[[str], None], without_skips: bool = False
+) -> tuple[TrainState, TensorGroups] | None:
+    """The latest valid checkpoint; `without_skips` prefers the latest one saved after a finite step.
 
-    A broken one is named and passed over. None when there is none at all; when there are but none is whole, a
-    UserError: hours of work are not dropped in silence.
+    A damaged one is reported and passed over. None if there are none; UserError if there are but none is valid: hours
+    of work are not dropped silently.
     """
-    for name in files_restore(run / FOLDER):
+    for name in restore_folders(run / FOLDER):
         warn(f"{run / FOLDER / name}: was being replaced when the run was killed; the old one is back")
     for name in remove_leftovers(run / FOLDER):
         warn(f"{run / FOLDER / name}: an unfinished save, removed")
-    steps = sorted(found(run))
+    steps = saved_steps(run)
     chosen: Path | None = None
     for step in reversed(steps):
         folder = checkpoint_folder(run, step)
-        reason = verify(folder)
-        if reason and step == steps[0] and chosen is None:
+        problem = verify(folder)
+        if problem and step == steps[0] and chosen is None:
             raise UserError(
-                f"{run}: none of its checkpoints is whole (step {step}: {reason}). Bring one back from a copy, "
+                f"{run}: none of its checkpoints is valid (step {step}: {problem}). Restore one from a backup, "
                 f"or delete {run / FOLDER} to train from the start"
             )
-        if reason:
-            warn(f"{folder}: {reason}; using the checkpoint before it")
+        if problem:
+            warn(f"{folder}: {problem}; using the checkpoint before it")
             continue
         chosen = chosen or folder
-        if not sound or _state(folder / "state.json").skipped == 0:
+        if not without_skips or _read_state(folder / STATE).skipped == 0:
             chosen = folder
             break
     if chosen is None:
         return None
     groups = {file.stem: read_tensors(file, str(device)) for file in chosen.glob("*.safetensors")}
-    return _state(chosen / "state.json"), groups
+    return _read_state(chosen / STATE), groups
 
 
-def _state(path: Path) -> TrainState:
-    """What a whole checkpoint says of the loop; fields that an older format lacks stand at their default."""
+def _read_state(path: Path) -> TrainState:
     try:
-        values = json.loads(read_small(path, SMALL))
+        values = json.loads(read_small(path, MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({type(error).__name__})") from None
     if not isinstance(values, dict):
-        raise UserError(f"{path}: holds no table of values")
-    known = {item.name for item in fields(TrainState)}
-    told: dict[str, Any] = {**asdict(TrainState()), **{k: v for k, v in values.items() if k in known}}
-    return TrainState(**validated(TrainState, told, str(path)))
-
-
-# So many copies, and bytes beside them, must be free for one. Many: a save takes a second or two, and the peak of
-# memory counts for people too (76.7M parameters: 0.9 GB more; benchmarks/step.py shows it).
-MARGIN, RESERVE = 50, 512_000_000
-Tell = Callable[[str], None]
-
-
-def writes_aside(size: int, free: float) -> bool:
-    """Whether nobody would miss the memory of a second copy, so that training need not wait for the disk."""
-    return MARGIN * size + RESERVE <= free
-
-
-def save_failure(error: BaseException, path: Path) -> str | None:
-    """What a failed write means, in words; None where it is no trouble of the disk."""
-    if not isinstance(error, OSError):
-        return None
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    why = "the disk is full" if full else (error.strerror or str(error))
-    return f"{path}: could not be saved: {why}"
+        raise UserError(f"{path}: not a JSON object")
+    values.pop("format", None)
+    return TrainState(**validated(TrainState, values, str(path)))
 
 
 @dataclass
-class Schedule:
-    """Due after so many steps, or so much time by a clock that neither jumps nor runs while the machine sleeps."""
+class SaveSchedule:
+    """Due every so many steps, or after so many seconds of a clock that neither jumps nor counts sleep."""
 
     steps: int
     seconds: float
@@ -153,206 +134,200 @@ class Schedule:
     def __post_init__(self) -> None:
         self._last = self.clock()
 
+    @classmethod
+    def parse(cls, every: int | str | None, total_steps: int) -> SaveSchedule:
+        """From train.save_every; 0 means once, at the end."""
+        return cls(*steps_or_seconds(every or total_steps, "train.save_every"))
+
     def due(self, step: int) -> bool:
-        """Whether the checkpoint after this step is to be written."""
+        """Whether to save after this step."""
         if self.seconds:
             return self.clock() - self._last >= self.seconds
         return bool(self.steps) and step > 0 and step % self.steps == 0
 
-    def done(self) -> None:
-        """One was begun now."""
+    def restart(self) -> None:
+        """A save has started."""
         self._last = self.clock()
 
 
-def save_schedule(every: int | str | None, total_steps: int) -> Schedule:
-    """From train.save_every; 0 means once, at the end."""
-    steps, seconds = steps_or_seconds(every or total_steps, "train.save_every")
-    return Schedule(steps, seconds)
-
-
 @dataclass
-class _Work:
+class _Save:
     """A checkpoint that is being written, or was."""
 
     step: int
-    began: float
-    aside: bool
+    started: float
+    thread: threading.Thread | None = None  # None: written while training waits
     path: Path | None = None
     error: BaseException | None = None
     seconds: float = 0.0
-    thread: threading.Thread | None = None
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run, one at a time."""
+    """Writes the checkpoints of a run one at a time, in the background where memory allows."""
 
     def __init__(
-        self, run: Path, keep: int, schedule: Schedule, on_save_error: str, log: Callable[..., None], say: Tell,
-        warn: Tell, free: Callable[[], float], check_folder: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        """`free()` gives the bytes of memory a copy could take; `check_folder()` raises if the run folder is gone."""
-        self.run, self.keep, self.schedule, self.on_save_error = run, keep, schedule, on_save_error
-        self.log, self.say, self.warn, self.free = log, say, warn, free
-        self.check_folder = check_folder
-        self._work: _Work | None = None
-        self._owed = self._said = False
+        self, run: Path, config: Config, total_steps: int, log: RunLog, screen: Screen, free_bytes: Callable[[], float]
+    ) -> None:
+        """`free_bytes()` is the main memory that a copy of the tensors could take."""
+        self.run, self.config, self.log, self.screen, self.free_bytes = run, config, log, screen, free_bytes
+        self.schedule = SaveSchedule.parse(config.train.save_every, total_steps)
+        self._save: _Save | None = None
+        self._due = self._announced = False
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is owed; it stays so until `save`: a run whose last update was skipped waits with it."""
-        self._owed = self._owed or self.schedule.due(step)
-        return self._owed
+        """Whether a checkpoint is due; stays true until `save`, because a run with skipped steps delays it."""
+        self._due = self._due or self.schedule.due(step)
+        return self._due
 
-    def forget(self) -> None:
-        """The run went back: what was owed belongs to a step that has not been."""
-        self._owed = False
+    def reset(self) -> None:
+        """After a rollback nothing is due."""
+        self._due = False
 
-    def save(self, state: TrainState, groups: Groups, wait: bool = False) -> None:
-        """Begin a checkpoint; with `wait` it is on the disk, or an error, when this returns."""
+    def save(self, state: TrainState, groups: TensorGroups, wait: bool = False) -> None:
+        """Start a checkpoint; with `wait` it is on disk, or an error, when this returns."""
         self.finish()
-        self.schedule.done()
-        self._owed = False
-        size = sum(t.numel() * t.element_size() for group in groups.values() for t in group.values())
-        aside = not wait and writes_aside(size, self.free())
-        self._work = work = _Work(state.step, time.monotonic(), aside)
-        kept = replace(state)
-        if aside:
-            copies = {
+        self.schedule.restart()
+        self._due = False
+        nbytes = sum(t.numel() * t.element_size() for group in groups.values() for t in group.values())
+        background = not wait and FREE_COPIES * nbytes + FREE_BYTES <= self.free_bytes()
+        self._save = save = _Save(state.step, time.monotonic())
+        state = replace(state)
+        if background:
+            groups = {
                 name: {key: t.detach().to("cpu", copy=True) for key, t in group.items()}
                 for name, group in groups.items()
             }
-            # A daemon: a second signal need not wait for the disk, and half a checkpoint is never used.
-            work.thread = threading.Thread(target=self._write, args=(work, kept, copies), daemon=True)
-            work.thread.start()
+            # A daemon: a second signal does not wait for the disk, and an unfinished checkpoint is never used.
+            save.thread = threading.Thread(target=self._write, args=(save, state, groups), daemon=True)
+            save.thread.start()
         else:
-            self._write(work, kept, groups)
-            self._close(work, must=wait)
+            self._write(save, state, groups)
+            self._report(save, must=wait)
 
     def poll(self) -> None:
-        """Tell of a checkpoint that has become whole, or could not be written; costs nothing otherwise."""
-        work = self._work
-        if work is not None and work.thread is not None and not work.thread.is_alive():
-            self._close(work)
+        """Report a finished background save; costs nothing otherwise."""
+        if self._save is not None and self._save.thread is not None and not self._save.thread.is_alive():
+            self._report(self._save)
 
     def finish(self, must: bool = False) -> None:
-        """Wait for what is being written; with `must` its failure is an error, whatever the config says."""
-        work = self._work
-        if work is not None and work.thread is not None:
-            work.thread.join()
-            self._close(work, must)
+        """Wait for the save in progress; with `must` its failure is an error whatever the config says."""
+        if self._save is not None and self._save.thread is not None:
+            self._save.thread.join()
+            self._report(self._save, must)
 
     def __enter__(self) -> CheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """A run that ends by an error still gets its last checkpoint whole; a second signal does not wait for it."""
+        """A run that ends with an error still completes its last checkpoint; a second signal does not wait for it."""
         if kind is None:
             self.finish(must=True)
         elif issubclass(kind, Exception):
-            with contextlib.suppress(Exception):  # the error that ends the run is the one to tell of
+            with contextlib.suppress(Exception):  # report the error that ended the run
                 self.finish()
 
-    def failed(self, error: BaseException, path: Path, step: int, must: bool = False) -> None:
-        """Stop, or warn and go on, as configured; an error that is not the disk's is raised as it is."""
-        self.check_folder()
-        words = save_failure(error, path)
-        if words is None:
+    def handle_error(self, error: BaseException, path: Path, step: int, must: bool = False) -> None:
+        """A disk error stops the run, or is reported and ignored, as configured; other errors are raised."""
+        self.log.check_folder()
+        if not isinstance(error, OSError):
             raise error
-        if must or self.on_save_error == "stop":
+        text = describe_disk_error(error, path)
+        if must or self.config.train.on_save_error == "stop":
             raise UserError(
-                f"{words} (step {step:,}); what was saved before is untouched: make room, then continue with "
+                f"{text} (step {step:,}); earlier checkpoints are intact: free some space, then continue with "
                 f"m1clip train --resume {self.run}"
             ) from None
-        self.log("event", step=step, event="could not save", why=words)
-        self.warn(f"{words} (step {step:,}); training goes on, and tries again with the next one")
+        self.log.write("event", step=step, event="could not save", why=text)
+        self.screen.warn(f"{text} (step {step:,}); training continues, and the next save tries again")
 
-    def _write(self, work: _Work, state: TrainState, groups: Groups) -> None:
+    def _write(self, job: _Save, state: TrainState, groups: TensorGroups) -> None:
         try:
-            self.check_folder()
+            self.log.check_folder()
             with torch.no_grad():
-                work.path = save(self.run, state, groups, self.keep)
+                job.path = save(self.run, state, groups, self.config.train.save_total_limit)
         except BaseException as error:
-            if work.thread is None and not isinstance(error, Exception):
-                raise  # an interrupt of the training thread
-            work.error = error
-        work.seconds = time.monotonic() - work.began
+            if job.thread is None and not isinstance(error, Exception):
+                raise  # the training thread was interrupted
+            job.error = error
+        job.seconds = time.monotonic() - job.started
 
-    def _close(self, work: _Work, must: bool = False) -> None:
-        self._work = None
-        if work.error is not None:
-            self.failed(work.error, self.run / "checkpoints", work.step, must)
+    def _report(self, job: _Save, must: bool = False) -> None:
+        self._save = None
+        if job.error is not None:
+            self.handle_error(job.error, self.run / FOLDER, job.step, must)
             return
-        assert work.path is not None
-        size = size_of(work.path)
-        self.log("checkpoint", step=work.step, path=work.path.name, bytes=size,
-                 seconds=round(work.seconds, 4), aside=work.aside)  # fmt: skip
-        if not self._said:
-            self._said = True
-            how = "beside the training" if work.aside else "while training waits"
-            self.say(f"checkpoint  step {work.step:,}: {formatting.size(size)}, written {how}; {self.keep} are kept")
+        assert job.path is not None
+        nbytes, background = folder_bytes(job.path), job.thread is not None
+        values = {"path": job.path.name, "bytes": nbytes, "seconds": round(job.seconds, 4), "background": background}
+        self.log.write("checkpoint", step=job.step, **values)
+        if not self._announced:
+            self._announced = True
+            how = "in the background" if background else "while training waits"
+            keep = self.config.train.save_total_limit
+            self.screen.say(f"checkpoint  step {job.step:,}: {size(nbytes)}, written {how}; {keep} are kept")
 
 
-def groups(update: TrainStep, state: TrainState) -> Groups:
-    """All tensors of a checkpoint, by file; the scaler's two numbers go into the state."""
-    if update.scaler is not None:
-        scaler = update.scaler.state_dict()
-        state.scaler_scale, state.scaler_growth = float(scaler["scale"]), int(scaler["_growth_tracker"])
-    state.frozen_sha256 = update.frozen_sha256
-    kept = {"weights": trained(update.model), "optimizer": update.optimizer.tensors()}
-    if update.ema is not None:
-        kept["ema"] = {name: t for name, t in update.ema.weights.items() if name in kept["weights"]}
-    return kept
+def describe_disk_error(error: OSError, path: Path) -> str:
+    """What a failed write means, in words."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return f"{path}: could not be saved: {'the disk is full' if full else error.strerror or error}"
 
 
-def trained(model: nn.Module) -> dict[str, Tensor]:
-    """The weights that training may change, and all buffers."""
+def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All buffers, and the weights that are not frozen."""
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 
-def restore(update: TrainStep, state: TrainState, kept: Groups) -> None:
-    """Put a checkpoint's tensors back; a UserError, before anything is changed, where they are not this model's."""
-    wrong = _misfit(update, state, kept)
-    if wrong:
+def checkpoint_tensors(train_step: TrainStep, state: TrainState) -> TensorGroups:
+    """All tensors of a checkpoint by file; the scaler's two numbers go into the state."""
+    if train_step.scaler is not None:
+        scaler = train_step.scaler.state_dict()
+        state.scaler_scale, state.scaler_growth = float(scaler["scale"]), int(scaler["_growth_tracker"])
+    state.frozen_sha256 = train_step.frozen_sha256
+    groups = {"weights": trained_tensors(train_step.model), "optimizer": train_step.optimizer.tensors()}
+    if train_step.ema is not None:
+        groups["ema"] = {name: t for name, t in train_step.ema.weights.items() if name in groups["weights"]}
+    return groups
+
+
+def restore(train_step: TrainStep, state: TrainState, groups: TensorGroups) -> None:
+    """Load a checkpoint's tensors; UserError, before anything is changed, if they are not this model's."""
+    mismatch = _mismatch(train_step, state, groups)
+    if mismatch:
         raise UserError(
-            f"the checkpoint of step {state.step:,} does not fit the run: {wrong}. Bring an earlier one back from a "
-            f"copy, or begin a new run"
+            f"the checkpoint of step {state.step:,} does not fit the run: {mismatch}. Restore an earlier one from a "
+            f"backup, or start a new run"
         )
-    update.reset_graph()
-    update.model.load_state_dict(kept["weights"], strict=False)  # without what is frozen
-    update.optimizer.load_tensors(kept["optimizer"])
-    if update.ema is not None:
-        update.ema.weights |= kept["ema"]
-    if update.scaler is not None:
+    train_step.reset_graph()
+    train_step.model.load_state_dict(groups["weights"], strict=False)  # without the frozen ones
+    train_step.optimizer.load_tensors(groups["optimizer"])
+    if train_step.ema is not None:
+        train_step.ema.weights |= groups["ema"]
+    if train_step.scaler is not None:
         scale = {"scale": state.scaler_scale, "_growth_tracker": state.scaler_growth}
-        update.scaler.load_state_dict({**update.scaler.state_dict(), **scale})
+        train_step.scaler.load_state_dict({**train_step.scaler.state_dict(), **scale})
 
 
-def _misfit(update: TrainStep, state: TrainState, kept: Groups) -> str:
-    """Which tensor is missing, unknown or of another shape, in words; empty when all fit."""
-    if state.frozen_sha256 != update.frozen_sha256:
-        return "the frozen weights are not those that it began with"
-    own = {name: p.detach() for name, p in update.model.named_parameters() if p.requires_grad}
-    wanted: Groups = {"weights": trained(update.model), **({} if update.ema is None else {"ema": own})}
-    for group, tensors in wanted.items():
-        wrong = _difference(kept.get(group, {}), tensors)
-        if wrong:
-            return f"{group}: {wrong}"
-    moments = kept.get("optimizer", {})
-    for part_name in update.optimizer.parts:
-        found = [key.split("/") for key in moments if key.startswith(f"{part_name}/")]
-        kinds = {words[-1] for words in found}
-        for name in {"/".join(words[1:-1]) for words in found}:
-            for kind in kinds:
-                tensor = moments.get(f"{part_name}/{name}/{kind}")
-                if tensor is None or name not in own or tensor.shape not in (own[name].shape, ()):
-                    return f"optimizer: {part_name}/{name}/{kind} is missing or has another shape"
-    return ""
-
-
-def _difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
-    for name in sorted(found.keys() ^ wanted.keys()):
-        return f"{name} is {'missing' if name in wanted else 'unknown'}"
-    for name, tensor in wanted.items():
-        if found[name].shape != tensor.shape:
-            return f"{name} has the shape {tuple(found[name].shape)}, not {tuple(tensor.shape)}"
+def _mismatch(train_step: TrainStep, state: TrainState, groups: TensorGroups) -> str:
+    """The first tensor that is missing, unknown or of another shape; "" if all fit."""
+    if state.frozen_sha256 != train_step.frozen_sha256:
+        return "the frozen weights are not those it started with"
+    trained = {name: p.detach() for name, p in train_step.model.named_parameters() if p.requires_grad}
+    expected = {"weights": trained_tensors(train_step.model)} | ({} if train_step.ema is None else {"ema": trained})
+    for group, tensors in expected.items():
+        found = groups.get(group, {})
+        for name in sorted(found.keys() ^ tensors.keys()):
+            return f"{group}: {name} is {'missing' if name in tensors else 'unknown'}"
+        for name, tensor in tensors.items():
+            if found[name].shape != tensor.shape:
+                return f"{group}: {name} has the shape {tuple(found[name].shape)}, not {tuple(tensor.shape)}"
+    moments = groups.get("optimizer", {})
+    for part in train_step.optimizer.parts:
+        keys = [key.split("/") for key in moments if key.startswith(f"{part}/")]
+        for name in {"/".join(words[1:-1]) for words in keys}:
+            for kind in {words[-1] for words in keys}:
+                moment = moments.get(f"{part}/{name}/{kind}")
+                if moment is None or name not in trained or moment.shape not in (trained[name].shape, ()):
+                    return f"optimizer: {part}/{name}/{kind} is missing or has another shape"
     return ""

@@ -1,8 +1,8 @@
-"""On CUDA a step is recorded once and then replayed as one graph.
+"""CUDA graphs: a step is captured once and then replayed with a single launch.
 
-A small model's step is a thousand short kernels, and the host cannot launch them as fast as the device runs them; a
-graph is launched once. It needs shapes that do not change (texts are padded to the longest that their place in the
-batch ever held), rates that lie on the device, and nothing that the host reads in the middle.
+The step of a small model is a thousand short kernels, which the host launches more slowly than the device runs them. A
+graph needs fixed shapes (texts are padded to the longest seen at their place in the batch), learning rates on the
+device, and no reads by the host in between.
 """
 
 from __future__ import annotations
@@ -20,131 +20,124 @@ from m1clip.data.captions import BUCKET, rounded
 from m1clip.data.loader import Batch
 from m1clip.training.oom import MemoryPressure
 
-if TYPE_CHECKING:  # the update holds one of these
+if TYPE_CHECKING:
     from m1clip.training.step import TrainStep
 
-WARM = 3  # plain steps before the recording: they make the optimizer's state, and compile what is compiled
-MOST = 8  # recordings, before shapes are taken to change for ever: data where images have more or fewer captions
-SHARE = 0.25  # of the device's memory that a step may take beside weights: a recording keeps as much a second time
+WARMUP_STEPS = 3  # before the capture: they create the optimizer state, and compile what is compiled
+MAX_CAPTURES = 8  # then the shapes keep changing: images have different numbers of captions
+MAX_MEMORY = 0.25  # fraction of the device's memory for activations: the graph keeps a second set of them
 VIEWS = ("boxes", "flips", "gains")
-Figures = tuple[Tensor, Tensor]  # loss and gradient norm
+StepResult = tuple[Tensor, Tensor]  # loss and gradient norm
 
 
 class CapturedStep:
-    """Makes the steps of an update, from the fourth with the same shapes on by replay."""
+    """Replays the steps of a TrainStep, from the fourth with the same shapes on."""
 
-    def __init__(self, update: TrainStep) -> None:
-        self.update = update
-        self.off = ""  # why steps are not recorded any more
-        self.recordings = 0
-        self._longest: dict[int, list[int]] = {}  # number of captions -> length of each group
-        self.forget()
+    def __init__(self, train_step: TrainStep) -> None:
+        self.train_step = train_step
+        self.disabled = ""  # why no more steps are captured
+        self.captures = 0
+        self._lengths: dict[int, list[int]] = {}  # number of captions -> padded length of each group
+        self.reset()
 
-    def forget(self) -> None:
-        """Let go of the recording: the tensors that it moves are replaced by others."""
-        self._key: tuple[Any, ...] = ()
-        self._seen = 0
+    def reset(self) -> None:
+        """Drop the graph: the tensors it refers to are being replaced."""
+        self._shapes: tuple[Any, ...] = ()
+        self._steps = 0  # with these shapes
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._places: list[Tensor] = []
-        self._figures: Figures | None = None
+        self._inputs: list[Tensor] = []
+        self._result: StepResult | None = None
 
     @property
     def settled(self) -> bool:
-        """Whether steps are replayed by now, or will never be."""
-        return self._graph is not None or bool(self.off)
+        """Whether steps are replayed now, or never will be."""
+        return self._graph is not None or bool(self.disabled)
 
-    def takes(self, batch: Batch) -> bool:
-        """Whether this step can be one: not in chunks, and not one that hooks look at."""
-        room = self.update.oom
-        chunk = self.update.config.train.micro_batch if room is None else room.chunk
-        whole = not 0 < chunk < len(batch)
-        return not self.off and whole and not self.update.optimizer.observed
+    def accepts(self, batch: Batch) -> bool:
+        """Whether this step may be replayed: not in micro-batches, and not observed by hooks."""
+        one_pass = not 0 < self.train_step.micro_batch < len(batch)
+        return not self.disabled and one_pass and not self.train_step.optimizer.observed
 
-    def __call__(self, batch: Batch, step: int) -> Figures:
-        """One step; loss and gradient norm on the device."""
-        update = self.update
-        batch = self._fixed(batch)
-        views = batch.views.on(update.device.torch) if batch.views is not None else None
-        shapes = [(name, tuple(t.shape), t.dtype) for name, t in _inputs(batch)]
+    def replay(self, batch: Batch, step: int) -> StepResult | None:
+        """Loss and gradient norm of a padded batch, on the device; None: run it without a graph."""
+        train_step = self.train_step
+        views = batch.views.on(train_step.device.torch) if batch.views is not None else None
+        shapes = [(name, tuple(t.shape), t.dtype) for name, t in _tensors(batch)]
         key = (*shapes, batch.lengths, views and (views.crops, views.colours))
-        if key != self._key:
-            self.forget()
-            self._key = key
+        if key != self._shapes:
+            self.reset()
+            self._shapes = key
         if self._graph is None:
-            self._seen += 1
-            if self._seen <= WARM or not self._may_record():
-                return update.eager(batch, step)
-        update.phases.mark("copy")
-        moved = dataclasses.replace(batch.to(update.device.torch, non_blocking=True), views=views)
-        given = [t for _, t in _inputs(moved)]
-        if self._graph is None and not self._record(moved, step):
-            return update.eager(batch, step)
+            self._steps += 1
+            if self._steps <= WARMUP_STEPS or not self._may_capture():
+                return None
+        train_step.phases.mark("copy")
+        batch = dataclasses.replace(batch.to(train_step.device.torch, non_blocking=True), views=views)
+        if self._graph is None and not self._capture(batch, step):
+            return None
         assert self._graph is not None
-        assert self._figures is not None
-        torch._foreach_copy_(self._places, given)
-        update.phases.mark("step")
+        assert self._result is not None
+        torch._foreach_copy_(self._inputs, [t for _, t in _tensors(batch)])
+        train_step.phases.mark("step")
         self._graph.replay()
-        loss, grad_norm = (figure.clone() for figure in self._figures)  # the next replay writes over them
-        update.phases.stop()
+        loss, grad_norm = (value.clone() for value in self._result)  # the next replay overwrites them
+        train_step.phases.stop()
         return loss, grad_norm
 
-    def _fixed(self, batch: Batch) -> Batch:
-        """The same batch, each group of texts padded to the longest that it has had: no caption sees its padding."""
+    def pad(self, batch: Batch) -> Batch:
+        """The batch with each group of texts padded to the longest it has had; no caption sees its padding."""
         if batch.tokens is None or not batch.lengths:
             return batch
-        groups, context = batch.text_rows(), self.update.model.config.context_length
-        now = [rounded(max(batch.lengths[rows]), context) for rows in groups]
-        known = self._longest.get(len(batch.tokens), [0] * len(now))
-        # One bucket more than what was seen: each time that one grows the recording has to be made anew.
-        longest = [
+        groups, context = batch.text_rows(), self.train_step.model.config.context_length
+        lengths = [rounded(max(batch.lengths[rows]), context) for rows in groups]
+        known = self._lengths.get(len(batch.tokens), [0] * len(lengths))
+        # One bucket more than needed: each time a group grows, the step has to be captured again.
+        padded = [
             most if length <= most else rounded(length + BUCKET, context)
-            for length, most in zip(now, known, strict=True)
+            for length, most in zip(lengths, known, strict=True)
         ]
-        # Texts stand by length, and are cut after the longest of their group: no group may end before the one before.
-        longest = list(itertools.accumulate(longest, max))
-        self._longest[len(batch.tokens)] = longest
-        lengths = tuple(
-            length for rows, length in zip(groups, longest, strict=True) for _ in range(rows.start, rows.stop)
-        )
-        short = longest[-1] - batch.tokens.shape[1]
-        tokens = F.pad(batch.tokens, (0, short)) if short else batch.tokens
-        if short and batch.tokens.is_pinned():
+        # Texts are sorted by length and cut after the longest of their group: no group may be shorter than the last.
+        padded = list(itertools.accumulate(padded, max))
+        self._lengths[len(batch.tokens)] = padded
+        each = tuple(length for rows, length in zip(groups, padded, strict=True) for _ in range(rows.start, rows.stop))
+        missing = padded[-1] - batch.tokens.shape[1]
+        tokens = F.pad(batch.tokens, (0, missing)) if missing else batch.tokens
+        if missing and batch.tokens.is_pinned():
             tokens = tokens.pin_memory()
-        return dataclasses.replace(batch, tokens=tokens, lengths=lengths)
+        return dataclasses.replace(batch, tokens=tokens, lengths=each)
 
-    def _may_record(self) -> bool:
-        device = self.update.device
-        if self.recordings >= MOST:
-            self.off = f"the shapes of the batches changed {MOST} times"
-        elif device.peak_bytes() - device.memory_bytes() > SHARE * device.total_bytes():
-            self.off = "a step takes too much of the device's memory to keep it twice"
-        return not self.off
+    def _may_capture(self) -> bool:
+        device = self.train_step.device
+        if self.captures >= MAX_CAPTURES:
+            self.disabled = f"the shapes of the batches changed {MAX_CAPTURES} times"
+        elif device.peak_bytes() - device.memory_bytes() > MAX_MEMORY * device.total_bytes():
+            self.disabled = "the activations of a step take too much of the device's memory to keep them twice"
+        return not self.disabled
 
-    def _record(self, batch: Batch, step: int) -> bool:
-        """Record a step of these shapes; nothing of it is computed yet. False: it cannot be recorded."""
-        update = self.update
-        self.recordings += 1
-        batch = _copied(batch)
-        places = [t for _, t in _inputs(batch)]
+    def _capture(self, batch: Batch, step: int) -> bool:
+        """Capture a step of these shapes, without running it; False if that is impossible."""
+        train_step = self.train_step
+        self.captures += 1
+        batch = _clone(batch)
         graph = torch.cuda.CUDAGraph()
-        update.phases.silent = True
+        train_step.phases.silent = True
         try:
-            # Of this thread alone: another may pin the next batch's memory meanwhile.
+            # This thread only: another one may pin the memory of the next batch meanwhile.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                loss = update.backward(batch, step)
-                figures = loss, update.move(loss)
+                loss = train_step.compute_gradients(batch, step)
+                result = loss, train_step.update_weights(loss)
         except (RuntimeError, MemoryPressure) as error:
-            # Out of memory, or a kernel that cannot be recorded: the plain step knows what to do.
-            self.off = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            update.clear()
+            # Out of memory, or a kernel that cannot be captured: the step without a graph handles both.
+            self.disabled = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            train_step.clear()
             return False
         finally:
-            update.phases.silent = False
-        self._graph, self._places, self._figures = graph, places, figures
+            train_step.phases.silent = False
+        self._graph, self._inputs, self._result = graph, [t for _, t in _tensors(batch)], result
         return True
 
 
-def _inputs(batch: Batch) -> list[tuple[str, Tensor]]:
+def _tensors(batch: Batch) -> list[tuple[str, Tensor]]:
     """What differs from step to step, by name; the views only where they are on the device."""
     found = list(batch.tensors().items())
     if isinstance(batch.views, DeviceViews):
@@ -152,9 +145,9 @@ def _inputs(batch: Batch) -> list[tuple[str, Tensor]]:
     return found
 
 
-def _copied(batch: Batch) -> Batch:
-    """A batch of its own memory, which a recording reads at each replay."""
-    tensors: dict[str, Any] = {name: t.clone() for name, t in _inputs(batch)}
+def _clone(batch: Batch) -> Batch:
+    """A batch in memory of its own, which the graph reads at each replay."""
+    tensors: dict[str, Any] = {name: t.clone() for name, t in _tensors(batch)}
     if isinstance(batch.views, DeviceViews):
         tensors["views"] = dataclasses.replace(batch.views, **{name: tensors.pop(name) for name in VIEWS})
     return dataclasses.replace(batch, **tensors)

@@ -1,13 +1,13 @@
-"""The exact gradient of a large batch in the memory of a small one (GradCache, arXiv 2101.06983).
+"""The exact gradient of a large batch in the memory of a micro-batch (GradCache, arXiv 2101.06983).
 
-A contrastive loss needs all features of the batch at once, but features are small: only the towers' activations are
-large. So every chunk is encoded without a graph, the loss is taken once over all features, and then each chunk is
-encoded again, with a graph, and takes the gradient of its own features back through its tower.
+A contrastive loss needs all features of the batch at once. Features are small; only the towers' activations are large.
+So all micro-batches are encoded without a graph, the loss is computed once over all features, and then each micro-batch
+is encoded again, with a graph, and propagates the gradient of its own features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -16,61 +16,50 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Side:
-    """One tower's part of the work: `encode(rows)` gives the features of those rows of its input.
-
-    It must give the same features each time it is asked: random draws are a function of the rows.
-    """
+class Tower:
+    """One encoder and its input: `encode(rows)` gives the features of those rows, the same ones at each call."""
 
     encode: Callable[[slice], Tensor]
     rows: int
-    chunk: int
+    micro_batch: int
 
-    def chunks(self) -> list[slice]:
-        """All rows in order; the last chunk may be smaller."""
-        return [slice(at, min(at + self.chunk, self.rows)) for at in range(0, self.rows, self.chunk)]
+    def micro_batches(self) -> list[slice]:
+        """All rows in order; the last slice may be smaller."""
+        return [slice(at, min(at + self.micro_batch, self.rows)) for at in range(0, self.rows, self.micro_batch)]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How a chunked backward pass runs its towers."""
+class GradCache:
+    """How the two passes run."""
 
-    context: Callable[[], AbstractContextManager[object]] = nullcontext  # autocast, or nothing
-    no_autocast: Callable[[], AbstractContextManager[object]] = nullcontext  # its opposite, for backward passes
-    scale: Callable[[Tensor], Tensor] = lambda loss: loss  # what an fp16 scaler does to a loss
-    graphs: bool = False  # encode with a graph in the first pass too, where the compiled code would differ
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    no_autocast: Callable[[], AbstractContextManager[object]] = nullcontext  # switches it off for backward passes
+    scale_loss: Callable[[Tensor], Tensor] = lambda loss: loss  # fp16's gradient scaler
     mark: Callable[[str], None] = lambda phase: None
+    first_pass_with_graph: bool = False
 
+    def backward(self, towers: Sequence[Tower], loss_function: Callable[..., Tensor]) -> Tensor:
+        """Add the gradient of `loss_function(*features of each tower)` to every parameter; gives the detached loss.
 
-def chunked_backward(
-    sides: Sequence[Side], loss_of: Callable[[list[Tensor]], Tensor], plan: Plan | None = None
-) -> Tensor:
-    """Add the gradient of `loss_of(features of each side)` to every parameter; gives the loss, detached.
-
-    What `loss_of` reads beside the features (temperature, bias) gets its gradient from the one loss, once.
-    """
-    plan = plan or Plan()
-    plan.mark("forward")
-    # One autocast context a pass: its cache of cast weights saves a cast for each chunk, but casts made without a
-    # graph must not be met again in the pass that needs one.
-    with plan.context(), torch.set_grad_enabled(plan.graphs):
-        whole = [torch.cat([side.encode(rows).detach() for rows in side.chunks()]) for side in sides]
-    features = [rows.requires_grad_() for rows in whole]
-    loss = loss_of(features)
-    plan.mark("backward")
-    plan.scale(loss).backward()
-    with plan.context():
-        for side, wanted in zip(sides, features, strict=True):
-            for rows, gradient in _gradients(side, wanted):
-                plan.mark("forward")
-                again = side.encode(rows)
-                plan.mark("backward")
-                with plan.no_autocast():
-                    again.backward(gradient)
-    return loss.detach()
-
-
-def _gradients(side: Side, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    assert features.grad is not None, "the loss does not depend on the features"
-    for rows in side.chunks():
-        yield rows, features.grad[rows]
+        What the loss reads besides the features (temperature, bias) gets its gradient once, from the one loss.
+        """
+        self.mark("forward")
+        # One autocast context per pass: its cache of cast weights saves a cast per micro-batch, but casts made without
+        # a graph must not be reused in the pass that needs one.
+        with self.autocast(), torch.set_grad_enabled(self.first_pass_with_graph):
+            features = [torch.cat([t.encode(rows).detach() for rows in t.micro_batches()]) for t in towers]
+        for feature in features:
+            feature.requires_grad_()
+        loss = loss_function(*features)
+        self.mark("backward")
+        self.scale_loss(loss).backward()
+        with self.autocast():
+            for tower, feature in zip(towers, features, strict=True):
+                assert feature.grad is not None, "the loss does not depend on the features"
+                for rows in tower.micro_batches():
+                    self.mark("forward")
+                    encoded = tower.encode(rows)
+                    self.mark("backward")
+                    with self.no_autocast():
+                        encoded.backward(feature.grad[rows])
+        return loss.detach()

@@ -1,4 +1,4 @@
-"""The lines of the run log that tell of steps. Tensors stay on the device until a line is written."""
+"""Log lines about steps: loss, speed, time split, hardware, layers. Tensors stay on the device until then."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -25,24 +25,127 @@ from m1clip.training.progress import Screen
 from m1clip.training.setup import Job
 from m1clip.training.step import TrainStep
 
-HEAT_SECONDS = 5.0  # between two readings of a thermometer: some take milliseconds
+TEMPERATURE_SECONDS = 5.0  # between two readings: some sensors take milliseconds
+LAYER_LINES = 40  # per run, unless configured
+BLOCK = re.compile(r"^(?P<tower>[^.]+)_tower\..*?\b(?:blocks|layers?|resblocks|stages)\.(?P<number>\d+)\.")
+
+
+class StepLogger:
+    """Collects what happens between two log lines and writes them."""
+
+    def __init__(self, job: Job, train_step: TrainStep, log: RunLog, screen: Screen, total_steps: int) -> None:
+        self.job, self.train_step, self.log, self.screen = job, train_step, log, screen
+        self.every = job.config.train.log_every or 1
+        self.layers_every = layers_interval(job.config.train.analysis_every, total_steps, self.every)
+        self.telemetry = Telemetry(job.device.kind)
+        self.probe = LayerProbe(train_step.model, train_step.optimizer)
+        self._wrote_memory = self._wrote_graph = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._started = time.perf_counter()
+        self._losses: list[Tensor] = []
+        self._grad_norms: list[Tensor] = []
+        self._data_seconds = 0.0
+
+    def restart(self) -> None:
+        """Ignore what happened since the last line: an evaluation, a checkpoint, steps undone by a rollback."""
+        self.probe.disarm()
+        self.train_step.phases.take()
+        self.telemetry.skip()
+        self._begin()
+
+    def before_step(self, step: int) -> None:
+        """Called before step number `step`, counted from 1."""
+        if self.layers_every and step % self.layers_every == 0:
+            self.probe.arm()
+
+    def after_step(self, waited: float, loss: Tensor, grad_norm: Tensor) -> None:
+        """Called after each step; nothing is read from the device."""
+        self._losses.append(loss)
+        self._grad_norms.append(grad_norm)
+        self._data_seconds += waited
+
+    def write(self, state: TrainState, lr_fraction: float) -> None:
+        """One line for the steps since the last; only here does the host wait for the device."""
+        n = len(self._losses)
+        if n == 0:
+            return
+        values = torch.stack([torch.stack(self._losses).float(), torch.stack(self._grad_norms).float()])
+        (loss, grad_norm), skipped = _finite_means(values)
+        phases = self.train_step.phases.take()
+        seconds = time.perf_counter() - self._started
+        split = time_split(seconds, self._data_seconds, phases)
+        line: dict[str, Any] = {
+            "step": state.step,
+            "epoch": round(state.step / self.job.training.plan.steps_per_epoch, 4),
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": self.job.config.optim.lr * lr_fraction,
+            "temperature": float(1 / self.train_step.model.logit_scale.detach().exp()),
+            "images_per_second": n * self.job.training.plan.batch / seconds,
+            "step_seconds": seconds / n,
+            "data_fraction": split["data"] / seconds,
+            "seconds": {name: round(value / n, 6) for name, value in split.items()},
+            "memory_bytes": self.job.device.memory_bytes(),
+            "elapsed": round(state.seconds, 3),
+            **self.telemetry.read(seconds),
+        }
+        if skipped:
+            line["skipped"] = skipped  # the means are those of the other steps
+        self.log.write("step", **line)
+        if self.layers_every and state.step % self.layers_every == 0:
+            layers = self.probe.take(float(self._grad_norms[-1]))
+            if layers is not None:
+                self.log.write("layers", step=state.step, layers=layers)
+        if not self._wrote_memory:
+            self.log.write("memory", **memory_parts(self.job, self.train_step), meter=self.telemetry.meter)
+            self._wrote_memory = True
+        graph = self.train_step.cuda_graph
+        if graph is not None and graph.disabled and not self._wrote_graph:
+            self.log.write("event", step=state.step, event="CUDA graph disabled", why=graph.disabled)
+            self._wrote_graph = True
+        self.screen.step(line)
+        self._begin()
+
+
+def _finite_means(values: Tensor) -> tuple[list[float], int]:
+    """Means over the finite steps of (2, n), and how many are not finite; one read from the device."""
+    finite = values.isfinite().all(dim=0)
+    usable = torch.where(finite, values, 0.0)
+    count = finite.sum()
+    means = torch.where(count > 0, usable.sum(dim=1) / count.clamp(min=1), values.mean(dim=1))
+    read: list[float] = torch.cat([means, (values.shape[1] - count).float()[None]]).tolist()
+    return read[:2], int(read[2])
+
+
+def time_split(seconds: float, waited: float, phases: dict[str, float]) -> dict[str, float]:
+    """Seconds by what they were spent on; they add up to `seconds`.
+
+    Waiting for data counts only while the device is idle: a host that waits while the device computes costs nothing.
+    """
+    busy = sum(phases.values())
+    scale = min(1.0, seconds / busy) if busy > 0 else 1.0
+    data = min(waited, max(0.0, seconds - busy))
+    parts = {"data": data, **{name: value * scale for name, value in phases.items()}}
+    return {**parts, "rest": max(0.0, seconds - sum(parts.values()))}
 
 
 class Telemetry:
-    """Readings since the last call. What cannot be measured here is left out, never estimated."""
+    """Readings of the machine since the last call. What cannot be measured is left out, never estimated."""
 
     def __init__(self, device_kind: str) -> None:
         self._kind = device_kind
-        self._cpus = _own_cpus()
+        own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        self._cpus = sorted(own)  # the other cores of a shared machine do not matter
         self._meter = open_meter(device_kind)
         self._joules = 0.0
-        self._heat: float | None = temperature(device_kind)
-        self._hot_since = time.monotonic()
-        psutil.cpu_percent(percpu=True)  # the first call only sets the begin of the next
+        self._celsius, self._measured = temperature(device_kind), time.monotonic()
+        psutil.cpu_percent(percpu=True)  # the first call only starts the interval
 
     @property
     def meter(self) -> str | None:
-        """What the energy covers, or None where there is no meter."""
+        """What the energy covers; None without a meter."""
         return None if self._meter is None else f"{self._meter.name}: {self._meter.covers}"
 
     def read(self, seconds: float) -> dict[str, Any]:
@@ -53,51 +156,41 @@ class Telemetry:
             joules = self._meter.joules()
             used, self._joules = joules - self._joules, joules
             values |= {"joules": round(used, 3), "watts": round(used / seconds, 2)}
-        if self._heat is not None and time.monotonic() - self._hot_since > HEAT_SECONDS:
-            self._heat, self._hot_since = temperature(self._kind), time.monotonic()
-        if self._heat is not None:
-            values["celsius"] = round(self._heat, 1)
+        if self._celsius is not None and time.monotonic() - self._measured > TEMPERATURE_SECONDS:
+            self._celsius, self._measured = temperature(self._kind), time.monotonic()
+        if self._celsius is not None:
+            values["celsius"] = round(self._celsius, 1)
         return values
 
     def skip(self) -> None:
-        """What was used since the last reading belongs to no step: an evaluation, a checkpoint."""
+        """Ignore what was used since the last reading."""
         psutil.cpu_percent(percpu=True)
         if self._meter is not None:
             self._joules = self._meter.joules()
 
 
-def memory_parts(job: Job, update: TrainStep) -> dict[str, int]:
-    """Bytes by component. `rest` is what the peak holds beside them: activations, libraries, buffers."""
-    known = {
-        "weights": _bytes(update.model.parameters()) + _bytes(update.model.buffers()),
-        "gradients": _bytes(p for p in update.model.parameters() if p.requires_grad),
-        "optimizer": _bytes(update.optimizer.tensors().values()),
+def memory_parts(job: Job, train_step: TrainStep) -> dict[str, int]:
+    """Bytes by component; `rest` is what else the peak contains: activations, libraries, buffers."""
+
+    def nbytes(tensors: Iterable[Tensor]) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    model = train_step.model
+    parts = {
+        "weights": nbytes(model.parameters()) + nbytes(model.buffers()),
+        "gradients": nbytes(p for p in model.parameters() if p.requires_grad),
+        "optimizer": nbytes(train_step.optimizer.tensors().values()),
     }
-    if update.ema is not None:
-        known["average"] = _bytes(update.ema.weights.values())
+    if train_step.ema is not None:
+        parts["average"] = nbytes(train_step.ema.weights.values())
     if job.device.kind == "cpu":
-        known["images"] = sum(split.images.ram_bytes for split in job.splits.values())
+        parts["images"] = sum(split.images.ram_bytes for split in job.splits.values())
     peak = job.device.peak_bytes()
-    return {**known, "rest": max(0, peak - sum(known.values())), "peak": peak}
-
-
-def _own_cpus() -> list[int]:
-    """Those this process may run on: of a shared machine's other cores nothing is to be said."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-BLOCK = re.compile(r"^(?P<tower>[^.]+)_tower\..*?\b(?:blocks|layers?|resblocks|stages)\.(?P<number>\d+)\.")
-LOOKS = 40  # a run, unless the config says otherwise
+    return {**parts, "rest": max(0, peak - sum(parts.values())), "peak": peak}
 
 
 def layer_of(name: str) -> str:
-    """The layer that a parameter belongs to, in a person's words: image block 3, text stem, image head."""
+    """The layer of a parameter: image block 3, text stem, image head."""
     if name.startswith("logit_"):
         return "temperature"
     block = BLOCK.match(name)
@@ -108,202 +201,100 @@ def layer_of(name: str) -> str:
     return f"{tower} {'head' if head else 'stem'}"
 
 
-def look_every(asked: int | None, total_steps: int, log_every: int) -> int:
-    """Steps between two looks, a multiple of the log's interval so that both read the device at once; 0 = never."""
-    if asked == 0:
+def layers_interval(configured: int | None, total_steps: int, log_every: int) -> int:
+    """Steps between two lines about layers, a multiple of the log's interval; 0 = never."""
+    if configured == 0:
         return 0
-    wish = asked if asked is not None else max(1, total_steps // LOOKS)
-    return -(-wish // log_every) * log_every
+    interval = configured if configured is not None else max(1, total_steps // LAYER_LINES)
+    return -(-interval // log_every) * log_every
+
+
+class _LayerNorms(NamedTuple):
+    """Norms by parameter of one optimizer's step."""
+
+    layers: list[str]
+    gradients: list[Tensor]
+    weights: list[Tensor]
+    updates: list[Tensor]
 
 
 class LayerProbe:
-    """Armed for one step, it reads gradients just before the optimizer moves the weights, and the move just after."""
+    """Armed for one step, it reads gradients just before the optimizer's step and the updates just after."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._names = {id(p): layer_of(name) for name, p in model.named_parameters()}
+        self._layers = {id(p): layer_of(name) for name, p in model.named_parameters()}
         self._handles: list[RemovableHandle] = []
         self._before: list[Tensor] = []
-        self._seen: list[tuple[list[str], list[Tensor], list[Tensor], list[Tensor]]] = []
+        self._norms: list[_LayerNorms] = []
 
     def arm(self) -> None:
-        """Look at the next step."""
+        """Observe the next step."""
         self._optimizer.observed = True
         for part in self._optimizer.parts.values():
-            self._handles.append(part.register_step_pre_hook(self._look_before))
-            self._handles.append(part.register_step_post_hook(self._look_after))
+            self._handles.append(part.register_step_pre_hook(self._before_step))
+            self._handles.append(part.register_step_post_hook(self._after_step))
 
     def disarm(self) -> None:
-        """Look no more, and forget what was seen."""
+        """Stop observing, and forget what was seen."""
         for handle in self._handles:
             handle.remove()
         self._optimizer.observed = False
-        self._handles, self._before, self._seen = [], [], []
+        self._handles, self._before, self._norms = [], [], []
 
     @torch.no_grad()
-    def _look_before(self, part: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        moved = _moving(part)
-        grads = [p.grad for p in moved if p.grad is not None]
-        self._before = [p.detach().clone() for p in moved]
-        names = [self._names[id(p)] for p in moved]
-        norms, weights = torch._foreach_norm(grads), torch._foreach_norm(self._before)
-        self._seen.append((names, list(norms), list(weights), []))
+    def _before_step(self, part: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        params = list(_with_gradient(part))
+        self._before = [p.detach().clone() for p in params]
+        gradients = torch._foreach_norm([p.grad for p in params if p.grad is not None])
+        layers, weights = [self._layers[id(p)] for p in params], torch._foreach_norm(self._before)
+        self._norms.append(_LayerNorms(layers, list(gradients), list(weights), []))
 
     @torch.no_grad()
-    def _look_after(self, part: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        moved = [p.detach() for p in _moving(part)]
-        torch._foreach_sub_(self._before, moved)
-        self._seen[-1][3].extend(torch._foreach_norm(self._before))
+    def _after_step(self, part: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        torch._foreach_sub_(self._before, [p.detach() for p in _with_gradient(part)])
+        self._norms[-1].updates.extend(torch._foreach_norm(self._before))
         self._before = []
 
     def take(self, grad_norm: float) -> dict[str, list[float]] | None:
-        """layer -> [gradient norm before clipping, update / weight]; one read of the device. None: nothing moved."""
-        seen = self._seen
+        """layer -> [gradient norm before clipping, update / weight], read in one go; None if no step was made."""
+        norms = self._norms
         self.disarm()
-        names = [name for part in seen for name in part[0]]
-        columns = (
-            [norm for part in seen for norm in part[1]],
-            [norm for part in seen for norm in part[2]],
-            [norm for part in seen for norm in part[3]],
-        )
-        if not names or len(columns[2]) != len(names):
+        layers = [layer for part in norms for layer in part.layers]
+        columns = [
+            [norm for part in norms for norm in getattr(part, name)] for name in ("gradients", "weights", "updates")
+        ]
+        if not layers or len(columns[2]) != len(layers):
             return None
-        rows = torch.stack([torch.stack([t.float() for t in column]) for column in columns]).square().tolist()
+        squares = torch.stack([torch.stack([t.float() for t in column]) for column in columns]).square().tolist()
         sums: dict[str, list[float]] = {}
-        for name, *squares in zip(names, *rows, strict=True):
-            row = sums.setdefault(name, [0.0, 0.0, 0.0])
-            for place, square in enumerate(squares):
-                row[place] += square
-        # Clipping scaled all gradients alike: the norm before it is known, so that each can be scaled back.
-        clipped = math.sqrt(sum(row[0] for row in sums.values()))
+        for layer, *row in zip(layers, *squares, strict=True):
+            sums[layer] = [a + b for a, b in zip(sums.get(layer, [0.0] * 3), row, strict=True)]
+        # Clipping scaled all gradients by one factor, which follows from the norm before it.
+        clipped = math.sqrt(sum(gradient for gradient, *_ in sums.values()))
         scale = grad_norm / clipped if clipped > 0 and math.isfinite(grad_norm) else 1.0
         return {
-            name: [_short(scale * math.sqrt(grad)), _short(math.sqrt(moved / weight) if weight else 0.0)]
-            for name, (grad, weight, moved) in sums.items()
+            layer: [_rounded(scale * math.sqrt(gradient)), _rounded(math.sqrt(update / weight) if weight else 0.0)]
+            for layer, (gradient, weight, update) in sums.items()
         }
 
 
-def _moving(part: torch.optim.Optimizer) -> list[Tensor]:
-    return [p for group in part.param_groups for p in group["params"] if p.grad is not None]
+def _with_gradient(part: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (p for group in part.param_groups for p in group["params"] if p.grad is not None)
 
 
-def _short(value: float) -> float:
+def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-class StepLogger:
-    """Gathers what happens since the last line, and writes it: figures, time split, machine, layers."""
-
-    def __init__(self, job: Job, update: TrainStep, log: RunLog, screen: Screen, total_steps: int) -> None:
-        self.job, self.update, self.log, self.screen = job, update, log, screen
-        train = job.config.train
-        self.every = train.log_every or 1
-        self.look_every = look_every(train.analysis_every, total_steps, self.every)
-        self.telemetry = Telemetry(job.device.kind)
-        self.probe = LayerProbe(update.model, update.optimizer)
-        self._described = self._told = False
-        self._begin()
-
-    def _begin(self) -> None:
-        self._started = time.perf_counter()
-        self._losses: list[Tensor] = []
-        self._grad_norms: list[Tensor] = []
-        self._data_seconds = 0.0
-
-    def restart(self) -> None:
-        """What came since the last line was no training: an evaluation, a checkpoint, steps that were taken back."""
-        self.probe.disarm()  # a step that was taken back is never written down, and would leave its hooks
-        self.update.phases.take()
-        self.telemetry.skip()
-        self._begin()
-
-    def before(self, step: int) -> None:
-        """Step number `step` (from 1) comes next."""
-        if self.look_every and step % self.look_every == 0:
-            self.probe.arm()
-
-    def after(self, waited: float, loss: Tensor, grad_norm: Tensor) -> None:
-        """A step was given to the device; nothing is read."""
-        self._losses.append(loss)
-        self._grad_norms.append(grad_norm)
-        self._data_seconds += waited
-
-    def write(self, state: TrainState, share: float) -> None:
-        """One line for the steps since the last; here, and only here, the host waits for the device."""
-        n = len(self._losses)
-        if n == 0:
-            return
-        figures = torch.stack([torch.stack(self._losses).float(), torch.stack(self._grad_norms).float()])
-        (loss, grad_norm), skipped = _means(figures)
-        phases = self.update.phases.take()
-        seconds = time.perf_counter() - self._started
-        split = time_split(seconds, self._data_seconds, phases)
-        values: dict[str, Any] = {
-            "step": state.step,
-            "epoch": round(state.step / self.job.training.plan.steps_per_epoch, 4),
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "lr": self.job.config.optim.lr * share,
-            "temperature": float(1 / self.update.model.logit_scale.detach().exp()),
-            "images_per_second": n * self.job.training.plan.batch / seconds,
-            "step_seconds": seconds / n,
-            "data_fraction": split["data"] / seconds,
-            "seconds": {name: round(value / n, 6) for name, value in split.items()},
-            "memory_bytes": self.job.device.memory_bytes(),
-            "elapsed": round(state.seconds, 3),
-            **self.telemetry.read(seconds),
-        }
-        if skipped:
-            values["skipped"] = skipped  # updates; the means are those of the others
-        self.log.write("step", **values)
-        if self.look_every and state.step % self.look_every == 0:
-            layers = self.probe.take(float(self._grad_norms[-1]))
-            if layers is not None:
-                self.log.write("layers", step=state.step, layers=layers)
-        if not self._described:
-            self.log.write("memory", **memory_parts(self.job, self.update), meter=self.telemetry.meter)
-            self._described = True
-        captured = self.update.cuda_graph
-        if captured is not None and captured.off and not self._told:
-            self.log.write("event", step=state.step, event="steps are not replayed", why=captured.off)
-            self._told = True
-        self.screen.step(values)
-        self._begin()
-
-
-def _means(figures: Tensor) -> tuple[list[float], int]:
-    """Means over the steps (2, n) whose figures are all finite, and how many are not; one read from the device."""
-    finite = figures.isfinite().all(dim=0)
-    usable = torch.where(finite, figures, 0.0)
-    count = finite.sum()
-    means = torch.where(count > 0, usable.sum(dim=1) / count.clamp(min=1), figures.mean(dim=1))
-    read: list[float] = torch.cat([means, (figures.shape[1] - count).float()[None]]).tolist()
-    return read[:2], int(read[2])
-
-
-def time_split(seconds: float, waited: float, phases: dict[str, float]) -> dict[str, float]:
-    """Seconds by what they were spent on; they add up to `seconds`.
-
-    Only the wait that the device sat out counts as data: while it still computes, a waiting host costs nothing.
-    """
-    busy = sum(phases.values())
-    shrink = min(1.0, seconds / busy) if busy > 0 else 1.0
-    data = min(waited, max(0.0, seconds - busy))
-    parts = {"data": data, **{name: value * shrink for name, value in phases.items()}}
-    return {**parts, "rest": max(0.0, seconds - sum(parts.values()))}
-
-
-NOT_CURVES = {"v", "step", "time"}
-
-
 def check_sink(name: str) -> None:
-    """A sink that is not installed is an error before anything is trained."""
+    """UserError if the logging backend is not installed, before anything is trained."""
     if name == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
-        raise UserError("--report-to tensorboard: it is not installed; pip install 'm1clip[log]', or leave it out")
+        raise UserError("--report-to tensorboard: not installed; pip install 'm1clip[log]', or leave it out")
 
 
 def open_sink(name: str, run: Path) -> tuple[Sink, Callable[[], None]] | None:
-    """What takes each record, and what ends it; None for the file alone."""
+    """(takes each record, closes it) of a logging backend; None for run.jsonl alone."""
     if name != "tensorboard":
         return None
     from torch.utils.tensorboard import SummaryWriter
@@ -320,7 +311,7 @@ def open_sink(name: str, run: Path) -> tuple[Sink, Callable[[], None]] | None:
 
 
 def scalars(record: Record) -> list[tuple[str, float]]:
-    """Every number of a record under kind/name, nested ones under kind/name/name."""
+    """Every number of a record as kind/name, nested ones as kind/name/name."""
     found: list[tuple[str, float]] = []
 
     def walk(prefix: str, value: Any) -> None:
@@ -328,7 +319,7 @@ def scalars(record: Record) -> list[tuple[str, float]]:
             for key, item in value.items():
                 walk(f"{prefix}/{key}", item)
         elif isinstance(value, list):
-            if prefix.count("/") > 1 and value:  # [share, n] of a group, [gradient, update] of a layer
+            if prefix.count("/") > 1 and value:  # [fraction, n] of a group, [gradient, update] of a layer
                 walk(prefix, value[0])
             else:
                 for place, item in enumerate(value):
@@ -337,6 +328,6 @@ def scalars(record: Record) -> list[tuple[str, float]]:
             found.append((prefix, float(value)))
 
     for key, value in record.items():
-        if key not in NOT_CURVES:
+        if key not in ("v", "step", "time"):
             walk(f"{record['kind']}/{key}", value)
     return found

@@ -155,7 +155,7 @@ def foretell(
         update = TrainStep(clip, plain, host, half, Preprocess(image_size=shape.image_size), autocast(host, half))
 
         update.skip = "never"  # a fake tensor has no value to look at
-        update.in_blocks = kind == "cpu"
+        update.blockwise_loss = kind == "cpu"
 
         def step(samples: Batch) -> None:
             update(samples, 1)

@@ -1,4 +1,7 @@
-"""When memory runs out, a step is done again in smaller chunks: the same batch and gradient, in less memory."""
+"""Out-of-memory handling: a step that does not fit is repeated with half the micro-batch.
+
+The batch and its gradient stay the same (grad_cache.py); only the memory they need becomes less.
+"""
 
 from __future__ import annotations
 
@@ -13,116 +16,116 @@ from m1clip.errors import UserError
 from m1clip.hardware.memory import is_near
 
 Result = TypeVar("Result")
-WORDS = (
+OOM_MESSAGES = (
     "can't allocate memory",
     "not enough memory",
     "out of memory",
-    "could not create a primitive",  # oneDNN, which does not say why; met where memory was short
-)  # what torch says on the CPU and on MPS
-AGAIN = 50  # steps between two that are done again as they were: else each step might be done twice
-HELPS = 0.98  # a smaller chunk that leaves more than this of the memory in use is of no help
+    "could not create a primitive",  # oneDNN gives no reason; seen where memory was short
+)
+RETRY_STEPS = 50  # at least this many steps between two retries with an unchanged micro-batch
+USELESS = 0.98  # a smaller micro-batch that still uses more than this fraction of the memory does not help
 
 
 class MemoryPressure(Exception):
-    """Memory in use came near the limit: no allocation has failed yet."""
+    """Memory in use came close to the limit, but no allocation has failed yet."""
 
 
 @dataclass(frozen=True)
 class MicroBatchChange:
-    """One change of the chunk, or the word that another would not help (`chunk` is then what it was)."""
+    """The micro-batch from a step on; `helps` is False where halving it freed nothing and it was set back."""
 
     step: int
-    chunk: int
-    why: str
+    micro_batch: int
+    reason: str
     helps: bool = True
 
 
 class OOMHandler:
-    """Keeps a step within memory by the size of the chunk, and remembers each change until somebody takes it."""
+    """Holds the micro-batch of a run, halves it when memory runs out, and lists the changes for the log."""
 
-    def __init__(self, chunk: int, read: Callable[[], int], limit: float | None = None) -> None:
-        """`chunk` as in the config (0 = all at once); `read()` gives the bytes in use, `limit` what they may be."""
-        self.chunk, self.read, self.limit = chunk, read, limit
-        self._told: list[MicroBatchChange] = []
-        self._watches = True
-        self._earlier = chunk  # what it was before a change that did not help
-        self._cleared = -AGAIN  # the step that was last done again as it was
-        self._used, self._before = 0, float("inf")  # bytes in use when the limit was near, now and before it
+    def __init__(self, micro_batch: int, used_bytes: Callable[[], int], limit: float | None = None) -> None:
+        """A `micro_batch` of 0 is the complete batch; without a `limit` only failed allocations count."""
+        self.micro_batch, self.used_bytes, self.limit = micro_batch, used_bytes, limit
+        self._changes: list[MicroBatchChange] = []
+        self._checks_limit = True
+        self._previous_micro_batch = micro_batch
+        self._retried_step = -RETRY_STEPS
+        self._used, self._used_before = 0, float("inf")  # bytes, when the limit was last reached and before that
 
-    def look(self) -> None:
-        """At the moment of the most memory, between forward and backward: MemoryPressure if the limit is near."""
-        if self.limit is None or not self._watches:
+    def check(self) -> None:
+        """Raise MemoryPressure near the limit. Call it between forward and backward, where memory peaks."""
+        if self.limit is None or not self._checks_limit:
             return
-        used = self.read()
+        used = self.used_bytes()
         if is_near(used, self.limit):
             self._used = used
-            raise MemoryPressure(f"{used / 1e9:.2f} GB in use, near the limit of {self.limit / 1e9:.2f} GB")
+            raise MemoryPressure(f"{used / 1e9:.2f} GB in use, close to the limit of {self.limit / 1e9:.2f} GB")
 
-    def fit(self, work: Callable[[], Result], clear: Callable[[], None], rows: int, step: int) -> Result:
-        """Do the work; where memory runs out, clear and do it again in chunks of half the size.
+    def run(self, work: Callable[[], Result], clear: Callable[[], None], rows: int, step: int) -> Result:
+        """Do the work; where memory runs out, `clear` and repeat it with half the micro-batch.
 
-        Where it only came near the limit, what was cleared may do: it is first tried again as it was.
+        Near the limit, clearing may be enough: then it is first repeated unchanged.
         """
         while True:
             try:
                 result = work()
-                self._before = float("inf")
+                self._used_before = float("inf")
                 return result
             except MemoryPressure as error:
-                why, failed = str(error), False
+                reason, failed = str(error), False
             except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
                 if not is_out_of_memory(error):
                     raise
-                why, failed = _first_line(error), True
-            clear()  # outside of the except: the error's frames hold on to the tensors
-            if not failed and step - self._cleared >= AGAIN:
-                self._cleared = step
+                reason, failed = _first_line(error), True
+            clear()  # outside the except block: the error's frames keep the tensors alive
+            if not failed and step - self._retried_step >= RETRY_STEPS:
+                self._retried_step = step
                 continue
-            self._shrink(rows, step, why, failed)
+            self._halve(rows, step, reason, failed)
 
-    def take(self) -> list[MicroBatchChange]:
-        """What happened since the last call."""
-        told, self._told = self._told, []
-        return told
+    def take_changes(self) -> list[MicroBatchChange]:
+        """Changes since the last call."""
+        changes, self._changes = self._changes, []
+        return changes
 
-    def _shrink(self, rows: int, step: int, why: str, failed: bool) -> None:
-        now = self.chunk if 0 < self.chunk < rows else rows
-        if failed and now <= 1:
+    def _halve(self, rows: int, step: int, reason: str, failed: bool) -> None:
+        current = self.micro_batch if 0 < self.micro_batch < rows else rows
+        if failed and current <= 1:
             raise UserError(
-                f"out of memory at step {step + 1:,} even with one sample at a time ({why}): take a smaller --model, "
+                f"out of memory at step {step + 1:,} even with one sample at a time ({reason}): use a smaller --model, "
                 f"--grad-checkpointing, or a machine with more memory"
             )
-        useless = self._used > HELPS * self._before
-        if not failed and (now <= 1 or useless):
-            self._watches = False  # what fills the memory is not the chunk: the run goes on as it was
-            self.chunk = self._earlier if useless else self.chunk
-            self._told.append(MicroBatchChange(step + 1, self.chunk, why, helps=False))
+        useless = self._used > USELESS * self._used_before
+        if not failed and (current <= 1 or useless):
+            self._checks_limit = False  # something else fills the memory: continue as before
+            self.micro_batch = self._previous_micro_batch if useless else self.micro_batch
+            self._changes.append(MicroBatchChange(step + 1, self.micro_batch, reason, helps=False))
             return
-        self._before = self._before if failed else self._used
-        smaller = (now + 1) // 2
-        self._earlier = smaller if failed else self.chunk  # a chunk that failed never comes back
-        self.chunk = smaller
-        self._told.append(MicroBatchChange(step + 1, self.chunk, why))
+        self._used_before = self._used_before if failed else self._used
+        half = (current + 1) // 2
+        self._previous_micro_batch = half if failed else self.micro_batch  # never return to a size that failed
+        self.micro_batch = half
+        self._changes.append(MicroBatchChange(step + 1, half, reason))
 
 
 @contextlib.contextmanager
 def oom_as_user_error() -> Iterator[None]:
-    """Where smaller chunks cannot help (optimizer, evaluation), running out of memory is one line for a person."""
+    """Where a smaller micro-batch cannot help (optimizer, evaluation), running out of memory is a UserError."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise UserError(
-            f"out of memory ({_first_line(error)}): close other programs and continue with --resume, or begin again "
+            f"out of memory ({_first_line(error)}): close other programs and continue with --resume, or start again "
             f"with a smaller --model or --batch-size"
         ) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory could not be had, on whichever device."""
+    """Whether an error means that an allocation failed, on any device."""
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or any(words in str(error).lower() for words in WORDS)
+    return known or any(message in str(error).lower() for message in OOM_MESSAGES)
 
 
 def _first_line(error: BaseException) -> str:

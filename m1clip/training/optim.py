@@ -1,8 +1,8 @@
-"""Which parameter moves by which rule: Muon for hidden matrices, AdamW for the rest, decay where it belongs."""
+"""Optimizers: Muon for hidden matrices, AdamW for the rest; and the exponential moving average of the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,29 +11,19 @@ from m1clip.config import OptimConfig
 from m1clip.model.lora import layer_lr_factors
 from m1clip.training.muon import AdamW, Muon
 
-Parameter = tuple[str, Tensor]
-PIXEL_CHANNELS = 3
-BETA1, EPS = 0.9, 1e-6  # of AdamW
+NamedParameter = tuple[str, Tensor]
 TOWERS = ("image_tower", "text_tower")
+BETA1, EPS = 0.9, 1e-6  # of AdamW
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """The weights inside the blocks, and of a conv stem all but the first: what Muon is made for."""
-    inside = parameter.ndim == 2 and ".blocks." in name
-    return inside or (parameter.ndim == 4 and ".patch.convs." in name and parameter.shape[1] > PIXEL_CHANNELS)
-
-
-def decays(parameter: Tensor) -> bool:
-    """Matrices decay; norms, biases and the temperature never."""
-    return parameter.ndim >= 2
-
-
-def _whole(name: str) -> int:
-    return 1
+    """Muon's parameters: matrices inside the blocks, and convolutions of the stem after the first (3 channels)."""
+    in_block = parameter.ndim == 2 and ".blocks." in name
+    return in_block or (parameter.ndim == 4 and ".patch.convs." in name and parameter.shape[1] > 3)
 
 
 class Optimizer:
-    """One or two torch optimizers that step together; its state is a flat dict of tensors by parameter name."""
+    """One or two torch optimizers that step together; the state is a flat dict of tensors by parameter name."""
 
     def __init__(
         self,
@@ -43,53 +33,52 @@ class Optimizer:
         muon_dtype: torch.dtype = torch.bfloat16,
         capturable: bool = False,
     ) -> None:
-        """`muon_dtype` is that of Muon's products. `capturable` keeps the rates on the device, for CUDA graphs."""
+        """`muon_dtype` is that of Muon's products; `capturable` keeps learning rates on the device, for CUDA graphs."""
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         hidden = [(n, p) for n, p in named if config.optimizer == "muon" and is_hidden_matrix(n, p)]
-        chosen = {name for name, _ in hidden}
-        rest = [(n, p) for n, p in named if n not in chosen]
+        hidden_names = {name for name, _ in hidden}
+        rest = [(n, p) for n, p in named if n not in hidden_names]
         device = named[0][1].device
-
-        def start(peak: float) -> float | Tensor:
-            return torch.tensor(peak, device=device) if capturable else peak
-
-        shares = {name: 1.0 for name, _ in named}
+        fractions = {name: 1.0 for name, _ in named}  # of the learning rate
         if config.layer_decay < 1:
-            shares = layer_lr_factors(model, TOWERS, config.layer_decay)
-        groups = [
-            {"params": part, "weight_decay": decay, "share": share, "lr": start(config.lr)}
-            for decay, chosen_by in ((config.wd, True), (0.0, False))
-            for share, part in _by_share([(n, p) for n, p in rest if decays(p) == chosen_by], shares)
-        ]
-        self.parts: dict[str, torch.optim.Optimizer] = {
-            "adamw": AdamW(groups, betas=(BETA1, config.beta2), eps=EPS, fused=fused, capturable=capturable)
-        }
-        self._peak = {"adamw": config.lr, "muon": config.muon_lr}
-        self.observed = False  # whether hooks wait for the next step, which a replayed one would not call
-        if hidden:
-            self.parts["muon"] = Muon(
-                [
-                    {"params": part, "share": share, "lr": start(config.muon_lr)}
-                    for share, part in _by_share(hidden, shares)
-                ],
-                weight_decay=config.muon_wd,
-                dtype=muon_dtype,
-                parts=_whole,
-                quick=True,
-            )
+            fractions = layer_lr_factors(model, TOWERS, config.layer_decay)
 
-    def set_rate(self, share: float) -> None:
-        """Set each part's learning rate to a share of its peak."""
+        def groups(parameters: Sequence[NamedParameter], lr: float, **options: float) -> Iterator[dict[str, object]]:
+            """One group per learning rate, the highest first; at least one group."""
+            for fraction in sorted({fractions[name] for name, _ in parameters}, reverse=True) or [1.0]:
+                members = [(name, p) for name, p in parameters if fractions[name] == fraction]
+                start = torch.tensor(lr, device=device) if capturable else lr
+                yield {"params": members, "lr_fraction": fraction, "lr": start, **options}
+
+        # Matrices decay; norms, biases and the temperature do not.
+        decayed = [(n, p) for n, p in rest if p.ndim >= 2]
+        undecayed = [(n, p) for n, p in rest if p.ndim < 2]
+        adamw_groups = [
+            *groups(decayed, config.lr, weight_decay=config.wd),
+            *groups(undecayed, config.lr, weight_decay=0.0),
+        ]
+        betas = (BETA1, config.beta2)
+        self.parts: dict[str, torch.optim.Optimizer] = {
+            "adamw": AdamW(adamw_groups, betas=betas, eps=EPS, fused=fused, capturable=capturable)
+        }
+        if hidden:
+            muon_groups = list(groups(hidden, config.muon_lr))
+            self.parts["muon"] = Muon(muon_groups, weight_decay=config.muon_wd, dtype=muon_dtype)
+        self._peak_lr = {"adamw": config.lr, "muon": config.muon_lr}
+        self.observed = False  # hooks are waiting for the next step, which a replayed CUDA graph would not call
+
+    def set_lr(self, fraction: float) -> None:
+        """Set each learning rate to a fraction of its peak."""
         for name, part in self.parts.items():
             for group in part.param_groups:
-                lr = self._peak[name] * share * group["share"]
+                lr = self._peak_lr[name] * fraction * group["lr_fraction"]
                 if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(lr)  # in place: a captured step reads this very tensor
+                    group["lr"].fill_(lr)  # in place: a captured step reads this tensor
                 else:
                     group["lr"] = lr
 
     def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
-        """Move the weights; with a scaler, only where its gradients are finite."""
+        """Update the weights; with a scaler, only where its gradients are finite."""
         for part in self.parts.values():
             if scaler is None:
                 part.step()
@@ -97,12 +86,12 @@ class Optimizer:
                 scaler.step(part)
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         for part in self.parts.values():
             part.zero_grad(set_to_none=True)
 
     def drop_state(self) -> None:
-        """Free the moments, twice the size of the weights: nothing will be trained any more."""
+        """Free the moments, which take twice the memory of the weights."""
         for part in self.parts.values():
             part.state.clear()
 
@@ -110,16 +99,16 @@ class Optimizer:
         """All state as part/parameter/key -> tensor."""
         flat = {}
         for part_name, part in self.parts.items():
-            for name, parameter in _named(part):
+            for name, parameter in _named_parameters(part):
                 for key, value in part.state.get(parameter, {}).items():
                     flat[f"{part_name}/{name}/{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
         return flat
 
     def load_tensors(self, flat: dict[str, Tensor]) -> None:
-        """The inverse of `tensors`; torch puts each where its parameter lives."""
+        """The inverse of `tensors`; torch moves each to the device of its parameter."""
         for part_name, part in self.parts.items():
             state: dict[int, dict[str, Tensor]] = {}
-            for index, (name, _) in enumerate(_named(part)):
+            for index, (name, _) in enumerate(_named_parameters(part)):
                 prefix = f"{part_name}/{name}/"
                 values = {key.removeprefix(prefix): t for key, t in flat.items() if key.startswith(prefix)}
                 if values:
@@ -127,52 +116,46 @@ class Optimizer:
             part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
 
 
-def _by_share(named: Sequence[Parameter], shares: dict[str, float]) -> Iterator[tuple[float, list[Parameter]]]:
-    """The parameters in groups of one learning rate, the fastest first; there is always at least one group."""
-    for share in sorted({shares[name] for name, _ in named}, reverse=True) or [1.0]:
-        yield share, [(name, p) for name, p in named if shares[name] == share]
-
-
-def _named(part: torch.optim.Optimizer) -> Iterable[tuple[str, Tensor]]:
+def _named_parameters(part: torch.optim.Optimizer) -> Iterator[NamedParameter]:
     for group in part.param_groups:
         yield from zip(group["param_names"], group["params"], strict=True)
 
 
 class EMA:
-    """A slowly following copy of the weights."""
+    """Exponential moving average of the weights."""
 
     def __init__(self, model: nn.Module, decay: float, capturable: bool = False) -> None:
-        """`capturable` keeps the share of a step on the device, for CUDA graphs."""
+        """`capturable` keeps the weight of a step on the device, for CUDA graphs."""
         self.decay = decay
         self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
         device = next(iter(self.weights.values())).device
-        self.share: float | Tensor = torch.zeros((), device=device) if capturable else 0.0
+        self.new_fraction: float | Tensor = torch.zeros((), device=device) if capturable else 0.0
 
     def set_step(self, step: int) -> None:
-        """How far the next update follows: faster at the start, so that the first steps are soon forgotten."""
-        share = 1 - min(self.decay, (1 + step) / (10 + step))
-        if isinstance(self.share, Tensor):
-            self.share.fill_(share)
+        """Follow faster at the start, so that the first steps are soon forgotten."""
+        fraction = 1 - min(self.decay, (1 + step) / (10 + step))
+        if isinstance(self.new_fraction, Tensor):
+            self.new_fraction.fill_(fraction)
         else:
-            self.share = share
+            self.new_fraction = fraction
 
     @torch.no_grad()
     def update(self, model: nn.Module, skip: Tensor | None = None) -> None:
-        """Follow the weights; a `skip` of 1 on the device leaves the average as it is, without the host knowing."""
+        """Follow the weights; a `skip` of 1 on the device leaves the average unchanged, without the host knowing."""
         live = {name: p.detach() for name, p in model.named_parameters()}
-        # By name: weights read back from a file come in another order.
-        average = [self.weights[name] for name in live]
-        if skip is None and not isinstance(self.share, Tensor):
-            torch._foreach_lerp_(average, list(live.values()), self.share)
+        average = [self.weights[name] for name in live]  # by name: weights from a file come in another order
+        if skip is None and not isinstance(self.new_fraction, Tensor):
+            torch._foreach_lerp_(average, list(live.values()), self.new_fraction)
         else:
-            way = torch._foreach_sub(list(live.values()), average)
-            torch._foreach_mul_(way, self.share if skip is None else self.share * (1 - skip))
-            torch._foreach_add_(average, way)
+            difference = torch._foreach_sub(list(live.values()), average)
+            fraction = self.new_fraction if skip is None else self.new_fraction * (1 - skip)
+            torch._foreach_mul_(difference, fraction)
+            torch._foreach_add_(average, difference)
 
     @torch.no_grad()
     def swap(self, model: nn.Module) -> None:
-        """Exchange the model's weights with the average; a second call exchanges them back."""
+        """Exchange the model's weights with the average; a second call undoes it."""
         for name, p in model.named_parameters():
-            kept = p.detach().clone()
+            live = p.detach().clone()
             p.copy_(self.weights[name])
-            self.weights[name].copy_(kept)
+            self.weights[name].copy_(live)

@@ -1,4 +1,4 @@
-"""What a person sees while it trains: a live line on a terminal, plain lines elsewhere."""
+"""What the user sees during training: a live progress bar on a terminal, lines of text elsewhere."""
 
 from __future__ import annotations
 
@@ -21,62 +21,39 @@ from m1clip.evaluation.statistics import Metric, Scores
 from m1clip.formatting import clock, size
 from m1clip.runlog import MEAN_RECALL, PREPARING, Preparing
 
-RECENT = 25  # lines whose steps tell how long the rest will take
-PLAIN_SECONDS = 15.0  # between two progress lines where there is no terminal
-TICK_SECONDS = 8.0  # between two words about long work before the first step
-
-
-class _Work:
-    """How far some work is, and by its speed so far, how long the rest will take."""
-
-    def __init__(self, title: str) -> None:
-        self.title = title
-        self._first: tuple[float, int] | None = None
-        self._newest = (0, 0)
-
-    def show(self, done: int, total: int) -> None:
-        """So many are done; what the first call says was done before."""
-        self._first = self._first or (time.monotonic(), done)
-        self._newest = (done, total)
-
-    def now(self) -> Preparing:
-        """As it stands at this moment."""
-        done, total = self._newest
-        began, before = self._first or (0.0, 0)
-        if done == before:
-            return Preparing(self.title, done, total)
-        left = (total - done) * (time.monotonic() - began) / (done - before)
-        return Preparing(self.title, done, total, round(left, 1))
+RECENT = 25  # log lines whose speed predicts the time left
+STEP_SECONDS = 15.0  # between two progress lines without a terminal
+PREPARING_SECONDS = 8.0  # between two lines about work before the first step
 
 
 class Screen:
-    """Writes for a person. It never decides anything."""
+    """Prints messages and progress."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False, file=cast(IO[str], _Output()))
+        self.console = console or Console(highlight=False, file=cast(IO[str], _SafeOutput()))
         self.live = self.console.is_terminal
+        self.warned: list[str] = []  # for the run log
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._total = 0
         self._score = ""
-        self._spoke = time.monotonic()
+        self._last_line = time.monotonic()
         self._step_seconds: deque[float] = deque(maxlen=RECENT)
-        self.warned: list[str] = []
 
     def say(self, line: str) -> None:
-        """One line that stays."""
+        """Print one line."""
         self.console.print(line, markup=False, soft_wrap=True)
 
     def warn(self, line: str) -> None:
-        """One line that stays, marked as a warning; kept, so that the run log can tell of it too."""
+        """Print one line as a warning."""
         self.warned.append(line)
         self.say(f"warning: {line}")
 
     @contextmanager
     def counter(self, title: str, run: Path | None = None) -> Iterator[Callable[[int, int], None]]:
-        """Gives a callback (done, total), first called when the work begins; shows how far the work is.
+        """A callback (done, total) that shows progress; first called when the work begins.
 
-        A bar on a terminal, elsewhere a line every few seconds; also in the folder of a run, for `m1clip runs`.
+        A bar on a terminal, elsewhere a line every few seconds; also in a run folder, for `m1clip runs`.
         """
         work, ended = _Work(title), threading.Event()
         bar = self._bar(f"{title}: {{task.completed:,}} of {{task.total:,}}") if self.live else None
@@ -90,7 +67,7 @@ class Screen:
 
         def tick() -> None:
             # A thread: one large image, or a slow disk, can keep the callback silent for longer than this.
-            while not ended.wait(TICK_SECONDS):
+            while not ended.wait(PREPARING_SECONDS):
                 now = work.now()
                 if run is not None:
                     now.write(run)
@@ -121,35 +98,35 @@ class Screen:
             self._progress.start()
 
     def step(self, values: dict[str, Any]) -> None:
-        """Numbers of the newest steps."""
-        # A median: one hour of sleep between two steps says nothing of the steps to come.
+        """Show a log line about steps."""
+        # A median: one hour of sleep between two steps does not predict the steps to come.
         self._step_seconds.append(values["step_seconds"])
         left = statistics.median(self._step_seconds) * (self._total - values["step"])
         text = (
             f"step {values['step']:,}/{self._total:,}  loss {values['loss']:.3f}{self._score}  "
-            f"{values['images_per_second']:,.0f} samples/s  {size(values['memory_bytes'])}  {clock(left)} left"
+            f"{values['images_per_second']:,.0f} images/s  {size(values['memory_bytes'])}  {clock(left)} left"
         )
         if self._progress is not None:
             self._progress.update(self._task, completed=values["step"], text=text)
-        elif time.monotonic() - self._spoke > PLAIN_SECONDS or values["step"] == self._total:
-            self._spoke = time.monotonic()
+        elif time.monotonic() - self._last_line > STEP_SECONDS or values["step"] == self._total:
+            self._last_line = time.monotonic()
             self.say(text)
 
-    def evaluation(self, step: int, scores: Scores, chosen: Metric, best: tuple[float, int] | None) -> None:
-        """The figure that chooses the best model, and `best` (value, step) where an earlier one was better."""
-        self._score = f"  {chosen.label} {100 * chosen.value:.1f}%"
+    def evaluation(self, step: int, scores: Scores, metric: Metric, best: tuple[float, int] | None) -> None:
+        """The metric that selects the best model, and `best` (value, step) if an earlier one was better."""
+        self._score = f"  {metric.label} {100 * metric.value:.1f}%"
         earlier = f"best so far {100 * best[0]:.1f}% at step {best[1]:,}" if best else "best so far"
         line = (
-            f"validation  step {step:,}: {chosen.label} {100 * chosen.value:.1f}% [{100 * chosen.interval.low:.1f}, "
-            f"{100 * chosen.interval.high:.1f}], chance {100 * chosen.chance:.2g}%, {earlier}"
+            f"validation  step {step:,}: {metric.label} {100 * metric.value:.1f}% [{100 * metric.interval.low:.1f}, "
+            f"{100 * metric.interval.high:.1f}], chance {100 * metric.chance:.2g}%, {earlier}"
         )
-        if chosen.name == MEAN_RECALL:
-            there, back = scores["text_to_image/recall@1"], scores["image_to_text/recall@1"]
-            line += f"; recall@1 text to image {100 * there.value:.1f}%, image to text {100 * back.value:.1f}%"
+        if metric.name == MEAN_RECALL:
+            to_image, to_text = scores["text_to_image/recall@1"], scores["image_to_text/recall@1"]
+            line += f"; recall@1 text to image {100 * to_image.value:.1f}%, image to text {100 * to_text.value:.1f}%"
         self.say(line)
 
     def end(self) -> None:
-        """The loop is over, or broken off."""
+        """The loop has ended."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -159,22 +136,43 @@ class Screen:
         return Progress(*columns, console=self.console, transient=True)
 
 
-class _Output:
-    """Standard output that may go away: a pipe's reader has left, its disk is full, the terminal was closed.
+class _Work:
+    """Progress of work before the first step, with the time left by its speed so far."""
 
-    The run goes on and run.jsonl has its figures, so the rest of the output goes to /dev/null.
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self._first: tuple[float, int] | None = None
+        self._newest = (0, 0)
+
+    def show(self, done: int, total: int) -> None:
+        self._first = self._first or (time.monotonic(), done)  # what the first call reports was done before
+        self._newest = (done, total)
+
+    def now(self) -> Preparing:
+        done, total = self._newest
+        began, before = self._first or (0.0, 0)
+        if done == before:
+            return Preparing(self.title, done, total)
+        left = (total - done) * (time.monotonic() - began) / (done - before)
+        return Preparing(self.title, done, total, round(left, 1))
+
+
+class _SafeOutput:
+    """Standard output that may go away: a closed pipe or terminal, a full disk.
+
+    The run continues, and run.jsonl has its values; the rest of the output goes to /dev/null.
     """
 
     def write(self, text: str) -> int:
-        return self._safely("write", text)
+        return self._call("write", text)
 
     def flush(self) -> None:
-        self._safely("flush")
+        self._call("flush")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stdout, name)
 
-    def _safely(self, method: str, *args: str) -> Any:
+    def _call(self, method: str, *args: str) -> Any:
         try:
             return getattr(sys.stdout, method)(*args)
         except OSError:

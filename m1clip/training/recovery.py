@@ -1,8 +1,8 @@
-"""Losses and gradients that are not finite: counted, named, and in the end a way back or a diagnosis.
+"""Recovery from non-finite losses and gradients: count, name the samples, roll back, or stop with a diagnosis.
 
-The update itself skips such a step before any weight moves (train/update.py), on an accelerator without the host
-knowing. Here the host learns of it, where it reads the losses anyway: after each step on the CPU and on MPS, else with
-each line of the log and before each checkpoint. Those moments follow from the step, so a resume sees the same ones.
+TrainStep itself skips such a step before any weight changes, on CUDA without the host knowing. The host finds out here,
+where it reads the losses anyway: after each step on CPU and MPS, else with each log line and before each checkpoint.
+Those moments depend on the step alone, so a resumed run reads at the same ones.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,280 +24,238 @@ from m1clip.errors import UserError
 from m1clip.formatting import amount
 from m1clip.hardware.memory import NEAR, memory_limit, own_bytes
 from m1clip.runlog import RunLog
-from m1clip.training.checkpoint import (
-    CheckpointWriter,
-    Groups,
-    TrainState,
-    load_latest,
-    restore,
-    save_schedule,
-    trained,
-)
+from m1clip.training.checkpoint import CheckpointWriter, TensorGroups, TrainState, load_latest, restore, trained_tensors
 from m1clip.training.oom import OOMHandler
 from m1clip.training.progress import Screen
 from m1clip.training.setup import Job
 from m1clip.training.step import TrainStep
 
-WINDOW, ENOUGH = 64, 16  # losses that make the usual one, and how many it takes at least
-SPIKE_STEPS = 3  # in a row, before a person is told: single batches differ
-SHOWN = 3  # samples on the screen; all are in the log
-SKIP_LIMIT = 8  # updates in a row that are not finite before the run rolls back
-ROLLBACK_FACTOR = 0.5  # of the learning rate, at each rollback
-SPIKE = 8.0  # deviations above the recent median at which a loss is reported as a spike
-HISTORY = 6  # losses of a diagnosis
-TO_NORMAL = 1.4826  # the median absolute deviation of a normal distribution, as its standard deviation
+SKIP_LIMIT = 8  # non-finite steps in a row before a rollback
+ROLLBACK_LR_FACTOR = 0.5  # of the learning rate, at each rollback
+SPIKE = 8.0  # deviations above the recent median at which a loss is reported
+WINDOW, MIN_LOSSES = 64, 16  # losses that define the usual loss, and how many it needs at least
+SPIKE_STEPS = 3  # in a row before a warning: single batches differ
+SHOWN_SAMPLES = 3  # on the screen; the log has all
+DIAGNOSIS_LOSSES = 6
+MAD_TO_STD = 1.4826  # median absolute deviation -> standard deviation of a normal distribution
 
 
 class Rollback(Exception):
-    """Too many updates in a row were not finite: back to the last good checkpoint."""
-
-
-@dataclass(frozen=True)
-class Seen:
-    """One step, its figures perhaps still on the device."""
-
-    step: int  # from 1, as the log counts
-    images: Tensor  # of the batch, on the host
-    loss: Tensor
-    grad_norm: Tensor
+    """Too many steps in a row were not finite: return to the last good checkpoint."""
 
 
 @dataclass
 class SpikeDetector:
-    """Finds losses that stay far above the usual one; by medians, which an outlier cannot move."""
+    """Finds losses that stay far above the usual one, by medians, which an outlier cannot shift."""
 
-    factor: float
-    usual: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    high: int = 0  # such losses in a row
+    factor: float  # 0: off
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    high: int = 0  # high losses in a row
 
     def add(self, loss: float) -> float | None:
-        """The usual loss, once, when the newest few stand far above it; else None."""
-        if self.factor and len(self.usual) >= ENOUGH and loss > self._most():
+        """The usual loss, once, when the last few losses are far above it; else None."""
+        if self.factor and len(self.recent) >= MIN_LOSSES and loss > self._threshold():
             self.high += 1
             if self.high < WINDOW:
-                return statistics.median(self.usual) if self.high == SPIKE_STEPS else None
-            self.usual.clear()  # it has lasted so long that it is the usual now
+                return statistics.median(self.recent) if self.high == SPIKE_STEPS else None
+            self.recent.clear()  # it has lasted so long that it is the usual loss now
         self.high = 0
-        self.usual.append(loss)
+        self.recent.append(loss)
         return None
 
-    def _most(self) -> float:
-        middle = statistics.median(self.usual)
-        deviation = TO_NORMAL * statistics.median(abs(value - middle) for value in self.usual)
-        return middle + self.factor * max(deviation, 0.01 * abs(middle))
+    def _threshold(self) -> float:
+        median = statistics.median(self.recent)
+        deviation = MAD_TO_STD * statistics.median(abs(value - median) for value in self.recent)
+        return median + self.factor * max(deviation, 0.01 * abs(median))
 
 
 class LossGuard:
-    """Looks after each step; speaks only of what went wrong."""
+    """Checks the loss and gradient norm of every step; reports only problems."""
 
     def __init__(
         self,
         write: Callable[..., None],
         warn: Callable[[str], None],
-        name: Callable[[int], str],
-        suspects: Callable[[int], list[int]],
-        scale: Callable[[], float] = lambda: 1.0,
+        sample_name: Callable[[int], str],
+        find_suspects: Callable[[int], list[int]],
+        loss_scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """`name(image)` is for a person; `suspects(step)` are images that alone give no finite vector.
+        """`find_suspects(step)` gives the samples of a step whose features alone are not finite.
 
-        `scale()` is how much fp16 scales the loss up now; it is asked only where a gradient is not finite.
+        `loss_scale()` is fp16's current scale; it is read only where a gradient is not finite.
         """
-        self.scale = scale
-        self.write, self.warn, self.name, self.suspects = write, warn, name, suspects
+        self.write, self.warn = write, warn
+        self.sample_name, self.find_suspects, self.loss_scale = sample_name, find_suspects, loss_scale
         self.spikes = SpikeDetector(SPIKE)
-        self.losses: deque[float] = deque(maxlen=HISTORY)  # the newest finite ones
-        self.named: Counter[str] = Counter()  # samples of skipped updates
-        self._pending: list[Seen] = []
+        self.losses: deque[float] = deque(maxlen=DIAGNOSIS_LOSSES)  # the last finite ones
+        self.suspects: Counter[str] = Counter()  # samples of skipped steps
+        self._unread: list[tuple[int, Tensor, Tensor]] = []  # step from 1, sample ids, (loss, grad norm) on the device
 
-    def after(self, step: int, images: Tensor, loss: Tensor, grad_norm: Tensor) -> None:
-        """A step was given to the device; nothing is read."""
-        self._pending.append(Seen(step, images, loss, grad_norm))
+    def after_step(self, step: int, sample_ids: Tensor, loss: Tensor, grad_norm: Tensor) -> None:
+        """Remember a step; nothing is read from the device."""
+        self._unread.append((step, sample_ids, torch.stack([loss.float(), grad_norm.float()])))
 
-    def look(self, state: TrainState) -> None:
-        """Read what came since the last look, in one go. Rollback after too many in a row that were not finite."""
-        seen, self._pending = self._pending, []
-        for each, (loss, norm) in zip(seen, _figures(seen), strict=True):
+    def read(self, state: TrainState) -> None:
+        """Read all steps since the last call in one transfer; raise Rollback after too many non-finite in a row."""
+        steps, self._unread = self._unread, []
+        values = torch.stack([pair for *_, pair in steps]).tolist() if steps else []
+        for (step, sample_ids, _), (loss, norm) in zip(steps, values, strict=True):
             if math.isfinite(loss) and math.isfinite(norm):
                 state.skipped = 0
                 self.losses.append(loss)
                 usual = self.spikes.add(loss)
                 if usual is not None:
-                    text = f"the loss stays far above the usual {usual:.4g}: {loss:.4g} at step {each.step:,}"
-                    self.write("warning", step=each.step, text=text, loss=loss, usual=usual)
+                    text = f"the loss stays far above the usual {usual:.4g}: {loss:.4g} at step {step:,}"
+                    self.write("warning", step=step, text=text, loss=loss, usual=usual)
                     self.warn(text)
-            elif math.isfinite(loss) and self.scale() > 1:
-                # fp16 looks for its scale in this way: the next step has half of it, and nothing has diverged.
-                self.write("event", step=each.step, event="scale lowered", loss=loss, scale=self.scale())
+            elif math.isfinite(loss) and self.loss_scale() > 1:
+                # How fp16 finds its scale: the next step has half of it, and nothing has diverged.
+                self.write("event", step=step, event="loss scale lowered", loss=loss, scale=self.loss_scale())
             else:
                 state.skipped += 1
-                self._tell(each, loss, norm, first=state.skipped == 1)
+                self._report(step, sample_ids, loss, norm, first=state.skipped == 1)
                 if state.skipped >= SKIP_LIMIT:
                     raise Rollback
 
-    def forget(self) -> None:
-        """The run went back: what was seen since belongs to no step of it."""
-        self._pending.clear()
+    def reset(self) -> None:
+        """After a rollback: forget the steps that were undone."""
+        self._unread.clear()
         self.spikes = SpikeDetector(SPIKE)
 
-    def went_back(self, state: TrainState, failed: int) -> None:
-        """Say that the run is at an earlier step again, with a lower rate."""
-        text = (
-            f"went back from step {failed:,} to step {state.step:,}: {SKIP_LIMIT} updates in a row were "
-            f"not finite; the learning rate is now {state.lr_factor:g} of what was asked "
-            f"(rollback {state.rollbacks})"
-        )
-        self.write("event", step=state.step, event="went back", back_to=state.step, failed=failed,
-                   lr_factor=state.lr_factor, rollbacks=state.rollbacks)  # fmt: skip
-        self.warn(text)
-
-    def diagnosis(self, state: TrainState, failed: int, precision: str) -> UserError:
-        """Why the run cannot go on, in one line."""
-        common = [name for name, _ in self.named.most_common(SHOWN)]
-        before = ", ".join(f"{loss:.4g}" for loss in self.losses) or "none was finite"
-        again = f", and again after {state.rollbacks} returns to a checkpoint" if state.rollbacks else ""
-        half = "" if precision == "fp32" else ", --precision fp32"
+    def diagnosis(self, state: TrainState, failed_step: int, precision: str) -> UserError:
+        """Why the run cannot continue, in one line."""
+        names = ", ".join(name for name, _ in self.suspects.most_common(SHOWN_SAMPLES))
+        losses = ", ".join(f"{loss:.4g}" for loss in self.losses) or "none was finite"
+        rollbacks = f", and again after {state.rollbacks} rollbacks" if state.rollbacks else ""
+        fp32 = "" if precision == "fp32" else ", --precision fp32"
         return UserError(
-            f"training diverged at step {failed:,}: {SKIP_LIMIT} updates in a row had a loss or gradient "
-            f"that is not finite{again}; last finite losses: {before}; samples most often there: {', '.join(common)} "
-            f"(all are named in run.jsonl). Look at these samples, or try a lower --lr and --muon-lr, a "
-            f"longer --warmup{half}"
+            f"training diverged at step {failed_step:,}: {SKIP_LIMIT} steps in a row had a loss or "
+            f"gradient that is not finite{rollbacks}; last finite losses: {losses}; samples most often involved: "
+            f"{names} (run.jsonl names all). Check these samples, or try a lower --lr and --muon-lr, a "
+            f"longer --warmup{fp32}"
         )
 
-    def _tell(self, seen: Seen, loss: float, norm: float, first: bool) -> None:
-        # Only the first of a row is looked at closely: it takes a forward pass, and the others are likely the same.
-        guilty = [self.name(image) for image in self.suspects(seen.step - 1)] if first else []
-        samples = [self.name(image) for image in seen.images.tolist()]
-        named = guilty or samples
-        self.named.update(named)
-        why = "the loss is not finite" if not math.isfinite(loss) else "the gradient is not finite"
-        figures = {"loss": loss, "grad_norm": norm, "samples": samples, "suspects": guilty}
-        self.write("event", step=seen.step, event="update skipped", why=why, **figures)
+    def _report(self, step: int, sample_ids: Tensor, loss: float, norm: float, first: bool) -> None:
+        # Only the first in a row is examined: it takes a forward pass, and the others are likely the same.
+        suspects = [self.sample_name(number) for number in self.find_suspects(step - 1)] if first else []
+        samples = [self.sample_name(number) for number in sample_ids.tolist()]
+        named = suspects or samples
+        self.suspects.update(named)
+        reason = "the loss is not finite" if not math.isfinite(loss) else "the gradient is not finite"
+        values = {"loss": loss, "grad_norm": norm, "samples": samples, "suspects": suspects}
+        self.write("event", step=step, event="update skipped", why=reason, **values)
         if first:
-            found = "these give no finite vector" if guilty else "the batch held"
-            more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
-            self.warn(
-                f"step {seen.step:,}: {why}, so no weight was moved; {found}: {', '.join(named[:SHOWN])}{more} "
-                f"(run.jsonl names all)"
-            )
-
-
-def _figures(seen: list[Seen]) -> Iterable[tuple[float, float]]:
-    """(loss, gradient norm) of each; one read from the device for all."""
-    if not seen:
-        return []
-    both = torch.stack([torch.stack([s.loss.float(), s.grad_norm.float()]) for s in seen])
-    read: list[list[float]] = both.tolist()
-    return [(row[0], row[1]) for row in read]
+            found = "samples without finite features" if suspects else "the batch contained"
+            more = f" and {len(named) - SHOWN_SAMPLES} more" if len(named) > SHOWN_SAMPLES else ""
+            shown = ", ".join(named[:SHOWN_SAMPLES])
+            self.warn(f"step {step:,}: {reason}, so the step was skipped; {found}: {shown}{more} (run.jsonl names all)")
 
 
 class Recovery:
-    """Stands beside the loop: guard, memory and disk, with the log and the screen to tell of them."""
+    """Reports and handles what goes wrong in the loop: non-finite steps, lack of memory, failed writes."""
 
-    def __init__(self, job: Job, update: TrainStep, run: Path, log: RunLog, screen: Screen, total_steps: int) -> None:
-        self.job, self.update, self.run, self.log, self.screen = job, update, run, log, screen
-        config, samples = job.config, job.splits["train"].samples
-        self.guard = LossGuard(log.write, screen.warn, lambda image: samples[image].id, self._suspects, self._scale)
-        schedule = save_schedule(config.train.save_every, total_steps)
-        self.saver = CheckpointWriter(
-            run,
-            config.train.save_total_limit,
-            schedule,
-            config.train.on_save_error,
-            log.write,
-            screen.say,
-            screen.warn,
-            lambda: free_for_a_copy(job.device.kind, update.oom),
-            log.check_folder,
-        )
+    def __init__(
+        self, job: Job, train_step: TrainStep, run: Path, log: RunLog, screen: Screen, writer: CheckpointWriter
+    ) -> None:
+        self.job, self.train_step, self.run, self.log, self.screen = job, train_step, run, log, screen
+        self.writer = writer
+        samples = job.splits["train"].samples
+        self.guard = LossGuard(log.write, screen.warn, lambda n: samples[n].id, self._suspects, self._loss_scale)
 
-    def after(self, state: TrainState, images: Tensor, loss: Tensor, grad_norm: Tensor, look: bool) -> None:
-        """A step is done: tell of less memory, and of an update that was skipped where that is known by now."""
-        self.guard.after(state.step, images, loss, grad_norm)
-        for shrunk in self.update.oom.take() if self.update.oom is not None else ():
-            state.chunk = shrunk.chunk
-            begin = f"memory {'ran' if shrunk.helps else 'stays'} short at step {shrunk.step:,} ({shrunk.why})"
-            text = (
-                f"{begin}: {shrunk.chunk} samples at a time; the batch of {self.job.config.train.batch_size} and "
-                f"its gradient stay the same"
-                if shrunk.helps
-                else f"{begin}, and smaller chunks do not help: going on as before"
+    def after_step(self, state: TrainState, sample_ids: Tensor, loss: Tensor, grad_norm: Tensor, read: bool) -> None:
+        """Report a smaller micro-batch; with `read`, or where it costs nothing, check for skipped steps."""
+        self.guard.after_step(state.step, sample_ids, loss, grad_norm)
+        for change in self.train_step.oom.take_changes() if self.train_step.oom is not None else ():
+            state.micro_batch = change.micro_batch
+            batch = self.job.config.train.batch_size
+            text = f"memory is short at step {change.step:,} ({change.reason}): " + (
+                f"{change.micro_batch} samples at a time; the batch of {batch} and its gradient stay the same"
+                if change.helps
+                else "a smaller micro-batch does not help; continuing as before"
             )
-            self.log.write("event", step=shrunk.step, event="memory short", chunk=shrunk.chunk,
-                           batch=self.job.config.train.batch_size, why=shrunk.why, helps=shrunk.helps)  # fmt: skip
+            self.log.write(
+                "event",
+                step=change.step,
+                event="memory short",
+                micro_batch=change.micro_batch,
+                batch=batch,
+                why=change.reason,
+                helps=change.helps,
+            )
             self.screen.warn(text)
-        if look or self.update.skip == "host":
-            self.look(state)
+        if read or self.train_step.skip == "host":
+            self.guard.read(state)
 
-    def look(self, state: TrainState) -> None:
-        """Read which updates were skipped; Rollback after too many."""
-        self.guard.look(state)
-
-    def go_back(self, state: TrainState) -> None:
-        """Make the run what it was at its newest checkpoint, or at the start, with a lower learning rate."""
-        self.saver.finish()
-        self.saver.forget()
-        self.guard.forget()
-        failed = state.step
-        if state.rollbacks >= self.job.config.train.max_rollbacks:
-            self.log.write("event", step=failed, event="diverged", rollbacks=state.rollbacks)
-            raise self.guard.diagnosis(state, failed, self.job.precision)
-        kept = load_latest(self.run, self.job.device.torch, self.screen.warn, sound=True)
-        begin = TrainState(frozen_sha256=self.update.frozen_sha256)
-        earlier, tensors = kept if kept is not None else (begin, self._start())
+    def roll_back(self, state: TrainState) -> None:
+        """Return to the latest checkpoint, or to the start, with a lower learning rate; UserError after too many."""
+        self.writer.finish()
+        self.writer.reset()
+        self.guard.reset()
+        failed_step, max_rollbacks = state.step, self.job.config.train.max_rollbacks
+        if state.rollbacks >= max_rollbacks:
+            self.log.write("event", step=failed_step, event="diverged", rollbacks=state.rollbacks)
+            raise self.guard.diagnosis(state, failed_step, self.job.precision)
+        loaded = load_latest(self.run, self.job.device.torch, self.screen.warn, without_skips=True)
+        if loaded is None:
+            loaded = TrainState(frozen_sha256=self.train_step.frozen_sha256), self._initial_tensors()
+        earlier, tensors = loaded
         earlier.rollbacks = state.rollbacks + 1
-        earlier.lr_factor = state.lr_factor * ROLLBACK_FACTOR
-        earlier.chunk, earlier.skipped = state.chunk, 0
-        # best/ on the disk stays: a worse model must not take its place.
+        earlier.lr_factor = state.lr_factor * ROLLBACK_LR_FACTOR
+        earlier.micro_batch, earlier.skipped = state.micro_batch, 0
+        # best/ on disk stays: a worse model must not replace it.
         earlier.best, earlier.best_step, earlier.stale = state.best, state.best_step, state.stale
-        if self.update.scaler is not None:  # a scale that was too large then would be too large again
-            earlier.scaler_scale = min(earlier.scaler_scale, self.update.scaler.get_scale())
+        if self.train_step.scaler is not None:  # a scale that was too large then would be too large again
+            earlier.scaler_scale = min(earlier.scaler_scale, self.train_step.scaler.get_scale())
         for item in dataclasses.fields(TrainState):
             setattr(state, item.name, getattr(earlier, item.name))
-        self.update.optimizer.drop_state()
-        restore(self.update, state, tensors)
-        self.update.lr_factor = state.lr_factor
-        self.guard.went_back(state, failed)
+        self.train_step.optimizer.drop_state()
+        restore(self.train_step, state, tensors)
+        self.train_step.lr_factor = state.lr_factor
+        values = {"lr_factor": state.lr_factor, "rollbacks": state.rollbacks}
+        self.log.write("event", step=state.step, event="rolled back", back_to=state.step, failed=failed_step, **values)
+        self.screen.warn(
+            f"rolled back from step {failed_step:,} to step {state.step:,}: {SKIP_LIMIT} steps in a row were "
+            f"not finite; the learning rate is now {state.lr_factor:g} times the configured one (rollback "
+            f"{state.rollbacks} of {max_rollbacks})"
+        )
 
     @contextlib.contextmanager
-    def disk(self, step: int, path: Path) -> Iterator[None]:
-        """A write in the block that fails stops the run, or is told of and left, as configured."""
+    def disk_errors(self, step: int, path: Path) -> Iterator[None]:
+        """A failed write in the block stops the run, or is reported and ignored, as configured."""
         self.log.check_folder()
         try:
             yield
         except OSError as error:
-            self.saver.failed(error, path, step)
+            self.writer.handle_error(error, path, step)
 
     def _suspects(self, step: int) -> list[int]:
-        """Numbers of the images of a step that alone give no finite vector."""
         batch = self.job.training[step]
-        return [int(batch.sample_ids[row]) for row in self.update.suspects(batch)]
+        return [int(batch.sample_ids[row]) for row in self.train_step.nonfinite_rows(batch)]
 
-    def _scale(self) -> float:
-        """How much the loss is scaled up; 1 where it is not."""
-        return 1.0 if self.update.scaler is None else float(self.update.scaler.get_scale())
+    def _loss_scale(self) -> float:
+        return 1.0 if self.train_step.scaler is None else float(self.train_step.scaler.get_scale())
 
-    def _start(self) -> Groups:
-        """The tensors of a run that has not begun."""
+    def _initial_tensors(self) -> TensorGroups:
         model = self.job.build_model()
-        start: Groups = {"weights": trained(model), "optimizer": {}}
-        if self.update.ema is not None:
-            start["ema"] = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-        return start
+        tensors: TensorGroups = {"weights": trained_tensors(model), "optimizer": {}}
+        if self.train_step.ema is not None:
+            tensors["ema"] = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+        return tensors
 
 
 def make_oom_handler(job: Job, state: TrainState) -> OOMHandler:
-    """The watch over a run's memory: within --memory or the machine's; a full GPU says so itself."""
-    train = job.config.train
+    """For a run: the limit is --memory or the machine's; a full CUDA card raises by itself."""
+    train, device = job.config.train, job.device
     limit = amount(train.memory, "B", "--memory") if train.memory else None
-    if job.device.kind == "cpu":
-        return OOMHandler(state.chunk or train.micro_batch, own_bytes, limit or memory_limit())
-    whole = float(job.device.total_bytes()) if job.device.kind == "mps" else None
-    return OOMHandler(state.chunk or train.micro_batch, job.device.memory_bytes, limit or whole)
+    if device.kind == "cpu":
+        return OOMHandler(state.micro_batch or train.micro_batch, own_bytes, limit or memory_limit())
+    total = float(device.total_bytes()) if device.kind == "mps" else None
+    return OOMHandler(state.micro_batch or train.micro_batch, device.memory_bytes, limit or total)
 
 
-def free_for_a_copy(kind: str, room: OOMHandler | None) -> float:
-    """Bytes of main memory that this process could still take without coming near a limit."""
+def free_host_bytes(kind: str, oom: OOMHandler | None) -> float:
+    """Main memory that this process could still use without coming close to a limit."""
     limit, used = memory_limit(), own_bytes()
-    if kind != "cuda" and room is not None and room.limit is not None:  # a GPU's limit is not of main memory
-        limit, used = min(limit, int(room.limit)), max(used, room.read())
+    if kind != "cuda" and oom is not None and oom.limit is not None:  # a card's limit is not about main memory
+        limit, used = min(limit, int(oom.limit)), max(used, oom.used_bytes())
     return float(min(psutil.virtual_memory().available, NEAR * limit - used))

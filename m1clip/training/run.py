@@ -34,9 +34,9 @@ from m1clip.hardware.timing import timing
 from m1clip.inference.encoder import Model, load
 from m1clip.io import matches_schema, read_small, remove_leftovers, write_json, write_text
 from m1clip.runlog import MEAN_RECALL, RunLog, read_log
-from m1clip.training.checkpoint import TrainState, load_latest, restore, save_failure
+from m1clip.training.checkpoint import TrainState, describe_disk_error, load_latest, restore
 from m1clip.training.logger import check_sink, open_sink
-from m1clip.training.loop import encode, evaluate, run_loop
+from m1clip.training.loop import TrainLoop
 from m1clip.training.oom import oom_as_user_error
 from m1clip.training.parity import check_parity
 from m1clip.training.process import (
@@ -53,6 +53,7 @@ from m1clip.training.recovery import make_oom_handler
 from m1clip.training.schedule import warmup_steps
 from m1clip.training.setup import Job, check_transfer, choose_recipe, prepare, run_name
 from m1clip.training.step import TrainStep
+from m1clip.training.validation import encode, evaluate
 
 DEFAULT_EPOCHS = 10.0
 EVALUATIONS = 5  # a run, unless the config says otherwise
@@ -148,15 +149,15 @@ def _step_seconds(job: Job, update: TrainStep, deadline: float, patience: float)
 def _small_batches(job: Job, update: TrainStep) -> float:
     """The seconds of a step with the complete batch, as two small batches predict them."""
     data, plan = copy.copy(job.training), job.training.plan
-    settles, update.settles = update.settles, False  # memory is kept for the sizes of the complete batch
+    keeps, update.keeps_memory = update.keeps_memory, False  # memory is kept for the sizes of the complete batch
     taken = {}
     for size in [min(size, plan.batch) for size in (SMALL[0], *SMALL)]:  # the first step is cold
         data.plan = dataclasses.replace(plan, batch=size)
         start = time.perf_counter()
-        update.eager(data[0], 0)
+        update(data[0], 0)
         job.device.synchronize()
         taken[size] = time.perf_counter() - start
-    update.settles = settles
+    update.keeps_memory = keeps
     (small, first), (large, second) = min(taken.items()), max(taken.items())
     slope = max(0.0, second - first) / max(large - small, 1)
     return second + slope * (plan.batch - large)
@@ -283,7 +284,7 @@ def _go(
         log.write("parity", gradient_difference=difference)
         screen.say(f"parity     gradients on {job.device.kind} differ from the CPU's by {difference:.2%}")
     try:
-        run_loop(job, update, state, steps, folder, log, screen, asked)
+        TrainLoop(job, update, state, folder, log, screen).run_until_stopped(asked)
         return _finish(job, update, folder, log, screen, state)
     except Interrupted as stopped:
         log.write("event", step=state.step, event=str(stopped))
@@ -301,7 +302,7 @@ def _warn_once(screen: Screen, path: Path) -> Callable[[OSError], None]:
 
     def warn(error: OSError) -> None:
         if not said:
-            said.append(save_failure(error, path) or str(error))
+            said.append(describe_disk_error(error, path))
             screen.warn(f"{said[0]}; training goes on, and the log says later how many lines it lacks")
 
     return warn

@@ -60,7 +60,7 @@ def test_learning_rates_fall_with_depth() -> None:
     assert factors["text_tower.transformer.blocks.1.mlp.up.weight"] == 0.5
     for kind in ("adamw", "muon"):
         optimizer = Optimizer(model, OptimConfig(optimizer=kind, lr=1e-3, muon_lr=0.02, layer_decay=0.5), fused=False)  # type: ignore[arg-type]
-        optimizer.set_rate(0.5)
+        optimizer.set_lr(0.5)
         peak = {"adamw": 1e-3, "muon": 0.02}
         seen = {}
         for part, inner in optimizer.parts.items():

@@ -21,7 +21,7 @@ from small_run import small_arguments
 from m1clip.io import PARTIAL, write_text
 from m1clip.runlog import RunLog, read_log
 from m1clip.training.checkpoint import TrainState, save
-from m1clip.training.checkpoint_files import checkpoint_folder, found, verify
+from m1clip.training.checkpoint_files import checkpoint_folder, saved_steps, verify
 
 FORK = multiprocessing.get_context("fork")
 
@@ -47,7 +47,7 @@ def groups(step: int, size: int) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def check_whole(run: Path, steps: list[int]) -> None:
-    assert sorted(found(run)) == steps
+    assert sorted(saved_steps(run)) == steps
     assert all(verify(checkpoint_folder(run, step)) == "" for step in steps)
     assert not list(run.rglob(f"*{PARTIAL}*"))
 
@@ -154,14 +154,14 @@ def test_training_stops_with_one_line_and_can_be_continued(small_disk: Path) -> 
     assert "Traceback" not in ended.stderr
     assert len(ended.stderr.strip().splitlines()) <= 2
     assert "full" in ended.stderr or "No space" in ended.stderr
-    steps = sorted(found(run))
+    steps = sorted(saved_steps(run))
     assert steps
     assert steps[-1] < 24
     check_whole(run, steps)
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
     ended = command("train", "--resume", str(run), cwd=small_disk.parent)
     assert ended.returncode == 0, ended.stderr
-    assert sorted(found(run)) == [4, 8, 12, 16, 20, 24]
+    assert sorted(saved_steps(run)) == [4, 8, 12, 16, 20, 24]
 
 
 @pytest.mark.long  # in this process, with a disk that is patched: tests/train/test_save_schedule.py
@@ -181,5 +181,5 @@ def go_on(small_disk: Path) -> int:
     assert min(failed) < 24, "there was training to go on with"
     assert "could not be saved: the disk is full (step 24)" in ended.stderr
     assert ended.returncode == 2, "it went on to its end, where there was still no room for the last checkpoint"
-    check_whole(run, sorted(found(run)))
+    check_whole(run, sorted(saved_steps(run)))
     return len(failed)

@@ -18,7 +18,7 @@ from reliability_results import recorded
 
 from m1clip.io import PARTIAL, atomic_folder, write_text
 from m1clip.training.checkpoint import TrainState, load_latest, save
-from m1clip.training.checkpoint_files import checkpoint_folder, found, verify
+from m1clip.training.checkpoint_files import checkpoint_folder, saved_steps, verify
 
 KEEP = 2
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def save_for_ever(run: Path, step: int, size: int, done: Path) -> None:
 
 def check_after_kill(run: Path, acknowledged: int, size: int) -> tuple[int, list[str]]:
     """There is always one that loads, it is never a partial one, and nothing half is left; gives step and warnings."""
-    for step in found(run):
+    for step in saved_steps(run):
         assert verify(checkpoint_folder(run, step)) == "", f"step {step} has its name but is not whole"
     warnings: list[str] = []
     kept = load_latest(run, CPU, warnings.append)
@@ -161,7 +161,7 @@ def crash_everywhere(run: Path, replace: bool) -> int:
         process.join()
         assert process.exitcode in (0, CRASH)
         step, _ = check_after_kill(run, step, 100)
-        assert len(found(run)) >= KEEP
+        assert len(saved_steps(run)) >= KEEP
         if process.exitcode == 0:
             assert sorted(path.name for path in run.iterdir() if PARTIAL not in path.name) == [
                 "best", "checkpoints", "note.json",

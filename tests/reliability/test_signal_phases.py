@@ -19,7 +19,7 @@ from reliability_results import recorded
 from small_run import small_arguments
 
 from m1clip.runlog import read_log
-from m1clip.training.checkpoint_files import checkpoint_folder, found, verify
+from m1clip.training.checkpoint_files import checkpoint_folder, saved_steps, verify
 from m1clip.training.process import lock_run
 
 sys.path.append(str(Path(__file__).parents[1] / "data"))
@@ -79,7 +79,7 @@ def signalled(
         return seconds, inside
     assert process.returncode == 128 + number, (output, error)
     assert "continue with: m1clip train --resume run" in output
-    newest = max(found(run))
+    newest = max(saved_steps(run))
     assert verify(checkpoint_folder(run, newest)) == ""
     stopped = [line for line in read_log(run) if line["kind"] == "event"][-1]
     assert stopped["step"] == newest, "the last step is in the checkpoint"
@@ -105,7 +105,7 @@ def test_a_second_signal_stops_at_once_and_loses_no_checkpoint(tmp_path: Path) -
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=20)  # far less than the save would take
     assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
-    assert all(verify(checkpoint_folder(tmp_path / "run", step)) == "" for step in found(tmp_path / "run"))
+    assert all(verify(checkpoint_folder(tmp_path / "run", step)) == "" for step in saved_steps(tmp_path / "run"))
     with lock_run(tmp_path / "run"):
         pass
 

@@ -57,7 +57,7 @@ def check(run: Path, plain: Path, why: str) -> tuple[int, float]:
     """It was told of, the batch stayed, the weights are the same; gives the halvings and the largest difference."""
     told = [line for line in read_log(run) if line.get("event") == "memory short"]
     assert told, "it was never short of memory: this run shows nothing"
-    assert [line["chunk"] for line in told] == [BATCH // 2 ** (n + 1) for n in range(len(told))]
+    assert [line["micro_batch"] for line in told] == [BATCH // 2 ** (n + 1) for n in range(len(told))]
     assert all(line["batch"] == BATCH and line["helps"] for line in told)
     assert told[0]["step"] in (3, 4), "memory is first cleared, and that may do for one step"
     assert all(why in line["why"] for line in told)
@@ -72,7 +72,7 @@ def check(run: Path, plain: Path, why: str) -> tuple[int, float]:
 def squeezed(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     """A run with all the memory it wants, one near its limit, one that is refused memory; gives the counts."""
     plain = trained(folder, "plain", changes)
-    near = check(trained(folder, "near", {**changes, "train.memory": LIMIT}), plain, "near the limit")
+    near = check(trained(folder, "near", {**changes, "train.memory": LIMIT}), plain, "close to the limit")
     fail = check(trained(folder, "fail", changes), plain, "can't allocate memory")
     return {
         "runs": 2,

@@ -13,7 +13,7 @@ from m1clip.errors import UserError
 from m1clip.io import remove_folder
 from m1clip.training import checkpoint
 from m1clip.training.checkpoint import TrainState, load_latest, save
-from m1clip.training.checkpoint_files import checkpoint_folder, found, sha256, verify
+from m1clip.training.checkpoint_files import checkpoint_folder, saved_steps, sha256, verify
 
 CPU = torch.device("cpu")
 
@@ -58,7 +58,7 @@ def test_what_was_saved_comes_back(run: Path) -> None:
 
 def test_only_the_newest_are_kept(run: Path) -> None:
     save(run, TrainState(step=40), tensors(40), keep=2)
-    assert sorted(found(run)) == [30, 40]
+    assert sorted(saved_steps(run)) == [30, 40]
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000030", "step-000040"]
 
 
@@ -112,17 +112,7 @@ def test_two_damaged_ones_lead_to_the_third(run: Path) -> None:
     assert len(warnings) == 2
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[]",
-        "{}",
-        '{"format": 1}',
-        '{"format": "x", "sha256": {}}',
-        '{"format": 1, "sha256": 3}',
-        '{"format": 1, "sha256": {}}',
-    ],
-)
+@pytest.mark.parametrize("text", ["[]", "{}", '{"sha256": 3}', '{"sha256": {}}'])
 def test_a_manifest_that_says_nothing_is_no_reason_to_fall_over(run: Path, text: str) -> None:
     (checkpoint_folder(run, 30) / "manifest.json").write_text(text)
     state, _, _ = load(run)
@@ -152,33 +142,26 @@ def test_a_save_that_fails_leaves_the_old_ones_alone(run: Path, monkeypatch: pyt
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000010", "step-000020", "step-000030"]
 
 
-@pytest.mark.parametrize("version", [-1, 0, "2", 2.0])
-def test_a_checkpoint_with_an_impossible_format_is_passed_over(run: Path, version: object) -> None:
-    manifest = checkpoint_folder(run, 30) / "manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": version}))
-    assert "cannot be read" in verify(checkpoint_folder(run, 30))
-
-
-def test_a_newer_format_is_a_clear_error(run: Path) -> None:
+def rewrite_state(run: Path, version: object) -> None:
+    """Give the checkpoint of step 30 another format, with valid hashes."""
     folder = checkpoint_folder(run, 30)
-    state = {**json.loads((folder / "state.json").read_text()), "format": 99}
+    state = {**json.loads((folder / "state.json").read_text()), "format": version}
     (folder / "state.json").write_text(json.dumps(state))
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["sha256"]["state.json"] = sha256(folder / "state.json")
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("version", [-1, 0, "2", 2.0])
+def test_impossible_format_is_passed_over(run: Path, version: object) -> None:
+    rewrite_state(run, version)
+    assert "cannot be read" in verify(checkpoint_folder(run, 30))
+
+
+def test_newer_format_is_a_clear_error(run: Path) -> None:
+    rewrite_state(run, 99)
     with pytest.raises(UserError, match=r"newer m1clip \(format 99.*upgrade"):
         load(run)
-
-
-def test_one_bit_makes_no_newer_format(run: Path) -> None:
-    path = checkpoint_folder(run, 30) / "manifest.json"
-    text = path.read_bytes()
-    path.write_bytes(text.replace(b'"format": 2', b'"format": 3', 1))
-    assert path.read_bytes() != text
-    state, _, warnings = load(run)
-    assert state is not None
-    assert state.step == 20
-    assert "manifest.json is damaged" in warnings[0]
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors"])
@@ -195,18 +178,18 @@ def test_a_manifest_lists_all_that_is_loaded(run: Path, name: str) -> None:
 def test_checkpoints_of_an_abandoned_future_do_not_count(run: Path) -> None:
     flip_a_bit(checkpoint_folder(run, 30) / "weights.safetensors")
     save(run, TrainState(step=25), tensors(25), keep=2)
-    assert sorted(found(run)) == [20, 25]
+    assert sorted(saved_steps(run)) == [20, 25]
 
 
 def test_a_way_back_leads_to_a_sound_checkpoint(run: Path) -> None:
     for step in (40, 50):
         save(run, TrainState(step=step, skipped=step // 20), tensors(step), keep=9)
-    kept = load_latest(run, CPU, lambda text: None, sound=True)
+    kept = load_latest(run, CPU, lambda text: None, without_skips=True)
     assert kept is not None
     assert kept[0].step == 30
     for step in (10, 20, 30):
         remove_folder(checkpoint_folder(run, step))
-    kept = load_latest(run, CPU, lambda text: None, sound=True)
+    kept = load_latest(run, CPU, lambda text: None, without_skips=True)
     assert kept is not None
     assert kept[0].step == 50, "an unsound one is better than none"
 
@@ -226,7 +209,7 @@ def test_a_run_with_no_whole_checkpoint_is_not_started_again_in_silence(run: Pat
         empty(checkpoint_folder(run, step) / "state.json")
     warnings: list[str] = []
     with pytest.raises(
-        UserError, match=r"none of its checkpoints is whole \(step 10: .*delete .*checkpoints"
+        UserError, match=r"none of its checkpoints is valid \(step 10: .*delete .*checkpoints"
     ) as caught:
         load_latest(run, CPU, warnings.append)
     assert str(run) in str(caught.value)

@@ -73,7 +73,7 @@ def test_a_run_that_went_back_is_shown_from_there(tmp_path: Path) -> None:
     history.add({"kind": "start", "step": 0, "steps": 1000})
     for number in range(1, 9):
         history.add(step(number, 0.1))
-    history.add({"kind": "event", "event": "went back", "step": 3, "back_to": 3})
+    history.add({"kind": "event", "event": "rolled back", "step": 3, "back_to": 3})
     assert history.step == 3
     history.add(step(4, 0.1))
     assert [row["step"] for row in history.steps] == [1, 2, 3, 4]

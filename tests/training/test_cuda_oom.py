@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from small_run import run_small, tensors_of
-from test_update import make
+from test_step import make
 
 from m1clip.data.loader import batches
 from m1clip.runlog import read_log
@@ -83,7 +83,7 @@ def test_a_full_gpu_halves_the_chunk_and_keeps_the_batch(tmp_path: Path, graph: 
             run_small(tmp_path / "short", {**LARGE, **changes})
         told = short_of_memory(tmp_path / "short")
         assert told, "memory did not run out"
-        assert [line["chunk"] for line in told] == [BATCH // 2 ** (n + 1) for n in range(len(told))]
+        assert [line["micro_batch"] for line in told] == [BATCH // 2 ** (n + 1) for n in range(len(told))]
         assert all(line["batch"] == BATCH and line["helps"] for line in told)
         assert told[0]["step"] == 1
         assert "CUDA out of memory" in told[0]["why"]

@@ -41,7 +41,7 @@ def test_a_folder_with_other_things_is_refused_and_an_empty_one_taken(tmp_path: 
     with pytest.raises(UserError, match="exists and is not a run"):
         create_run_folder(tmp_path / "mine", "x")
     (tmp_path / "mine" / "config.toml").touch()
-    with pytest.raises(UserError, match="holds a run already"):
+    with pytest.raises(UserError, match="already contains a run"):
         create_run_folder(tmp_path / "mine", "x")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from small_run import assert_same_bits, resume_quietly, run_small, screen, small_config, tensors_of
-from test_update import make
+from test_step import make
 from torch import Tensor
 
 from m1clip.data.loader import Batch
@@ -22,7 +22,7 @@ from m1clip.evaluation.statistics import selection_metric
 from m1clip.runlog import RunLog, read_log
 from m1clip.training import recovery
 from m1clip.training import step as update_module
-from m1clip.training.checkpoint import Groups, TrainState, save
+from m1clip.training.checkpoint import CheckpointWriter, TensorGroups, TrainState, save
 from m1clip.training.recovery import Recovery
 from m1clip.training.run import train_config
 from m1clip.training.step import TrainStep
@@ -32,13 +32,13 @@ NAN = float("nan")
 
 def poisoned_steps(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int, float], bool]) -> None:
     """The loss of a step is NaN where `bad(step, rate factor)` says so."""
-    real = TrainStep.backward
+    real = TrainStep.compute_gradients
 
     def backward(self: TrainStep, batch: Batch, step: int) -> Tensor:
         loss = real(self, batch, step)
         return loss * NAN if bad(step, self.lr_factor) else loss
 
-    monkeypatch.setattr(update_module.TrainStep, "backward", backward)
+    monkeypatch.setattr(update_module.TrainStep, "compute_gradients", backward)
 
 
 def events(run: Path, name: str) -> list[dict[str, Any]]:
@@ -63,7 +63,7 @@ def test_a_run_goes_back_with_a_lower_rate_and_resumes_exactly(tmp_path: Path, m
     changes = {"train.save_every": 3, "train.save_total_limit": 9}
     run = tmp_path / "run"
     run_small(run, changes)
-    (back,) = events(run, "went back")
+    (back,) = events(run, "rolled back")
     assert (back["failed"], back["back_to"], back["lr_factor"]) == (8, 3, 0.5)
     assert (run / "checkpoints" / "step-000006").exists()
     whole = tensors_of(run, 10)
@@ -86,7 +86,7 @@ def test_a_way_back_from_a_step_that_is_looked_at(tmp_path: Path, monkeypatch: p
     run = tmp_path / "run"
     changes = {"train.log_every": 1, "train.analysis_every": 2, "train.save_every": 3}
     run_small(run, {**changes, "train.steps": 12, "optim.optimizer": "adamw"})
-    assert [line["failed"] for line in events(run, "went back")] == [6]
+    assert [line["failed"] for line in events(run, "rolled back")] == [6]
     looks = [line["step"] for line in read_log(run) if line["kind"] == "layers"]
     assert looks == [2, 4, 4, 6, 8, 10, 12]
     losses = [line["loss"] for line in read_log(run) if line["kind"] == "step"]
@@ -98,17 +98,18 @@ def test_no_checkpoint_among_skipped_updates(tmp_path: Path, monkeypatch: pytest
     """On an accelerator too, where the host learns of them only when it looks; and the best model stays known."""
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 3)
     poisoned_steps(monkeypatch, lambda step, factor: factor == 1.0 and 5 <= step < 8)
-    monkeypatch.setattr(update_module, "skipped_by", lambda kind, one_place: skip)
+    monkeypatch.setattr(update_module, "skip_rule", lambda kind, one_device: skip)
     run = tmp_path / "run"
     changes = {"train.save_every": 2, "train.save_total_limit": 9, "train.eval_every": 3, "train.log_every": 50}
     values = iter([0.9, 0.1, 0.2, 0.3, 0.4])
     monkeypatch.setattr(
-        "m1clip.training.loop.selection_metric", lambda scores: replace(selection_metric(scores), value=next(values))
+        "m1clip.training.validation.selection_metric",
+        lambda scores: replace(selection_metric(scores), value=next(values)),
     )
     run_small(run, {**changes, "train.steps": 8})
     saved = [line["step"] for line in read_log(run) if line["kind"] == "checkpoint"]
     assert saved == [2, 4, 6, 8], "6 and 8 only after the return"
-    (back,) = events(run, "went back")
+    (back,) = events(run, "rolled back")
     assert back["back_to"] == 4
     assert json.loads((run / "checkpoints/step-000008/state.json").read_text())["best_step"] == 3
 
@@ -121,13 +122,14 @@ def test_a_way_back_keeps_the_smaller_scale(tmp_path: Path) -> None:
         run, log = tmp_path / str(saved), RunLog(tmp_path)
         save(run, TrainState(step=3, scaler_scale=saved, best=0.1), groups_of(update), keep=1)
         state = TrainState(step=9, best=0.7, best_step=6, stale=1)
-        Recovery(job, update, run, log, screen(), 10).go_back(state)
+        writer = CheckpointWriter(run, job.config, 10, log, screen(), lambda: 0.0)
+        Recovery(job, update, run, log, screen(), writer).roll_back(state)
         log.close()
         assert (state.step, state.best, state.best_step, state.stale) == (3, 0.7, 6, 1)
         assert (state.scaler_scale, update.scaler.get_scale()) == (wanted, wanted)
 
 
-def groups_of(update: TrainStep) -> Groups:
+def groups_of(update: TrainStep) -> TensorGroups:
     return {"weights": update.model.state_dict(), "optimizer": update.optimizer.tensors()}
 
 
@@ -135,7 +137,7 @@ def test_a_run_without_a_checkpoint_goes_back_to_its_start(tmp_path: Path, monke
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 2)
     poisoned_steps(monkeypatch, lambda step, factor: factor == 1.0 and step >= 2)
     run_small(tmp_path / "run", {"optim.ema": 0.9})
-    (back,) = events(tmp_path / "run", "went back")
+    (back,) = events(tmp_path / "run", "rolled back")
     assert back["back_to"] == 0
 
 
@@ -144,7 +146,7 @@ def test_after_the_last_return_the_run_stops_with_a_diagnosis(tmp_path: Path, mo
     poisoned_steps(monkeypatch, lambda step, factor: step >= 5)
     changes = {"train.save_every": 2, "train.max_rollbacks": 2}
     shown = screen()
-    with pytest.raises(UserError, match=r"diverged at step 7.*after 2 returns.*samples most often"):
+    with pytest.raises(UserError, match=r"diverged at step 7.*after 2 rollbacks.*samples most often"):
         train_config(small_config(changes), tmp_path / "run", shown)
-    assert len(events(tmp_path / "run", "went back")) == 2
-    assert "learning rate is now 0.25 of what was asked" in shown.console.file.getvalue()  # type: ignore[attr-defined]
+    assert len(events(tmp_path / "run", "rolled back")) == 2
+    assert "learning rate is now 0.25 times the configured one" in shown.console.file.getvalue()  # type: ignore[attr-defined]

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from small_run import assert_same_bits
-from test_update import make
+from test_step import make
 from torch import Tensor
 
 from m1clip.data.loader import Batch
 from m1clip.training import recovery
 from m1clip.training.checkpoint import TrainState
 from m1clip.training.recovery import LossGuard, Rollback, SpikeDetector
-from m1clip.training.step import TrainStep, skipped_by
+from m1clip.training.step import TrainStep, skip_rule
 
 NAN = float("nan")
 PARAMETER = "image_tower.transformer.blocks.0.attn.qkv.weight"
@@ -89,12 +89,12 @@ def test_a_finite_step_is_the_same_on_both_ways(optimizer: str) -> None:
 def test_the_guilty_sample_is_found() -> None:
     job, update = make()
     batch = job.training[1]
-    assert update.suspects(batch) == []
+    assert update.nonfinite_rows(batch) == []
     in_the_data(update, batch)
-    assert update.suspects(batch) == [3]
+    assert update.nonfinite_rows(batch) == [3]
     with torch.no_grad():
         update.model.get_parameter(PARAMETER).fill_(NAN)
-    assert update.suspects(batch) == [], "where every vector is broken it is not the samples"
+    assert update.nonfinite_rows(batch) == [], "where every vector is broken it is not the samples"
 
 
 def test_no_number_is_read_on_the_fast_path() -> None:
@@ -141,7 +141,7 @@ def guard() -> tuple[LossGuard, list[dict[str, Any]], list[str]]:
 
 def feed(watch: LossGuard, state: TrainState, losses: list[float], first: int = 1) -> None:
     for step, loss in enumerate(losses, start=first):
-        watch.after(step, torch.tensor([step, 7]), torch.tensor(loss), torch.tensor(1.0))
+        watch.after_step(step, torch.tensor([step, 7]), torch.tensor(loss), torch.tensor(1.0))
 
 
 def test_skipped_updates_are_counted_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,45 +149,45 @@ def test_skipped_updates_are_counted_in_a_row(monkeypatch: pytest.MonkeyPatch) -
     watch, log, said = guard()
     state = TrainState()
     feed(watch, state, [1.0, NAN, math.inf, 1.0, NAN])
-    watch.look(state)
+    watch.read(state)
     assert state.skipped == 1
     assert [line["step"] for line in log if line.get("event") == "update skipped"] == [2, 3, 5]
     assert log[0]["samples"] == ["image 2", "image 7"]
     assert log[0]["suspects"] == ["image 7"]
     assert len(said) == 2, "a person hears of the first of a row only"
-    assert "these give no finite vector: image 7" in said[0]
+    assert "samples without finite features: image 7" in said[0]
     feed(watch, state, [NAN], first=6)
-    watch.look(state)
+    watch.read(state)
     feed(watch, state, [NAN], first=7)
     with pytest.raises(Rollback):
-        watch.look(state)
+        watch.read(state)
 
 
 def test_an_overflow_of_fp16_is_no_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 2)
     scales = [512.0]
     watch, log, said = guard()
-    watch.scale = lambda: scales[0]
+    watch.loss_scale = lambda: scales[0]
     state = TrainState()
     for step in range(1, 4):
-        watch.after(step, torch.tensor([7]), torch.tensor(1.0), torch.tensor(math.inf))
-    watch.look(state)
+        watch.after_step(step, torch.tensor([7]), torch.tensor(1.0), torch.tensor(math.inf))
+    watch.read(state)
     assert (state.skipped, said) == (0, [])
-    assert [line["event"] for line in log] == ["scale lowered"] * 3
+    assert [line["event"] for line in log] == ["loss scale lowered"] * 3
     feed(watch, state, [NAN], first=4)
-    watch.look(state)
+    watch.read(state)
     assert state.skipped == 1, "a loss that is not finite counts at any scale"
     scales[0] = 1.0
-    watch.after(5, torch.tensor([7]), torch.tensor(1.0), torch.tensor(math.inf))
+    watch.after_step(5, torch.tensor([7]), torch.tensor(1.0), torch.tensor(math.inf))
     with pytest.raises(Rollback):
-        watch.look(state)
+        watch.read(state)
 
 
 def test_only_cuda_skips_on_the_device() -> None:
-    assert {kind: skipped_by(kind, one_place=True) for kind in ("cpu", "mps", "cuda")} == {
+    assert {kind: skip_rule(kind, one_device=True) for kind in ("cpu", "mps", "cuda")} == {
         "cpu": "host", "mps": "host", "cuda": "device",
     }  # fmt: skip
-    assert skipped_by("cuda", one_place=False) == "host"  # no flag lies on two devices
+    assert skip_rule("cuda", one_device=False) == "host"  # no flag lies on two devices
 
 
 def test_the_diagnosis_names_samples_losses_and_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,10 +196,10 @@ def test_the_diagnosis_names_samples_losses_and_remedies(monkeypatch: pytest.Mon
     state = TrainState(rollbacks=3)
     feed(watch, state, [3.5, 3.25, NAN, NAN])
     with pytest.raises(Rollback):
-        watch.look(state)
+        watch.read(state)
     text = str(watch.diagnosis(state, 4, "bf16"))
     assert "\n" not in text
-    for part in ("step 4", "3.5, 3.25", "image 7", "after 3 returns", "--lr", "--precision fp32"):
+    for part in ("step 4", "3.5, 3.25", "image 7", "after 3 rollbacks", "--lr", "--precision fp32"):
         assert part in text
 
 

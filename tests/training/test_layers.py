@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from m1clip.config import OptimConfig
-from m1clip.training.logger import LayerProbe, layer_of, look_every
+from m1clip.training.logger import LayerProbe, layer_of, layers_interval
 from m1clip.training.optim import Optimizer
 
 
@@ -23,10 +23,10 @@ def test_parameters_belong_to_layers_with_plain_names() -> None:
 
 
 def test_looks_fall_on_lines_of_the_log() -> None:
-    assert look_every(None, 4000, 10) == 100
-    assert look_every(None, 20, 10) == 10
-    assert look_every(25, 4000, 10) == 30
-    assert look_every(0, 4000, 10) == 0
+    assert layers_interval(None, 4000, 10) == 100
+    assert layers_interval(None, 20, 10) == 10
+    assert layers_interval(25, 4000, 10) == 30
+    assert layers_interval(0, 4000, 10) == 0
 
 
 class Small(nn.Module):

@@ -70,7 +70,7 @@ def test_muon_takes_the_matrices_inside_the_blocks() -> None:
 def test_the_rate_is_a_share_of_each_parts_own_peak() -> None:
     optimizer = Optimizer(clip(), OptimConfig(lr=1e-3, muon_lr=0.02), fused=True)
     for share in (0.5, 0.25):
-        optimizer.set_rate(share)
+        optimizer.set_lr(share)
         assert {g["lr"] for g in optimizer.parts["adamw"].param_groups} == {1e-3 * share}
         assert {g["lr"] for g in optimizer.parts["muon"].param_groups} == {0.02 * share}
 
@@ -105,7 +105,7 @@ def test_state_can_be_put_back_into_another_optimizer(name: str) -> None:
     other.load_tensors(kept)
     assert other.tensors().keys() == kept.keys()
     for m, o in ((model, optimizer), (twin, other)):
-        o.set_rate(0.7)
+        o.set_lr(0.7)
         give_gradients(m, 9)
         o.step()
     for one, same in zip(model.parameters(), twin.parameters(), strict=True):
@@ -170,7 +170,7 @@ def test_a_learning_rate_on_the_device_stays_the_same_tensor() -> None:
     for step, factor in enumerate((0.3, 1.0)):
         for model, optimizer in zip(models, (plain, tensor), strict=True):
             give_gradients(model, step)
-            optimizer.set_rate(factor)
+            optimizer.set_lr(factor)
             optimizer.step()
     assert all(group["lr"] is old for group, old in zip(groups, before, strict=True))
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):

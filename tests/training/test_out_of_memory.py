@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from small_run import assert_same_bits, resume_quietly, run_small, tensors_of
-from test_update import assert_close, make
+from test_step import assert_close, make
 from torch import Tensor
 
 from m1clip.errors import UserError
@@ -46,14 +46,16 @@ def gradients_of(update: TrainStep, step: Callable[[], Tensor]) -> tuple[Tensor,
 def test_the_gradient_of_the_whole_batch_stays_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     job, plain = make()
     batch = job.training[0]
-    loss, wanted = gradients_of(plain, lambda: plain.backward(batch, 0))
+    loss, wanted = gradients_of(plain, lambda: plain.compute_gradients(batch, 0))
     _, update = make()
     little_memory(monkeypatch, most=5)
-    update.encoders = (update.model.encode_image, update.model.encode_text)
+    update.encode_image = update.model.encode_image
     update.oom = OOMHandler(0, lambda: 0)
-    again, found = gradients_of(update, lambda: update._backward_within_room(batch, 0))
-    assert update.oom.chunk == 4, "16, 8, 4"
-    assert [shrunk.chunk for shrunk in update.oom.take()] == [8, 4]
+    again, found = gradients_of(
+        update, lambda: update.oom.run(lambda: update.compute_gradients(batch, 0), update.clear, 16, 0)
+    )
+    assert update.oom.micro_batch == 4, "16, 8, 4"
+    assert [shrunk.micro_batch for shrunk in update.oom.take_changes()] == [8, 4]
     torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
     assert_close(found, wanted, 1e-5)
 
@@ -62,7 +64,7 @@ def test_without_a_watch_the_error_is_the_callers(monkeypatch: pytest.MonkeyPatc
     """compare and --batch-size auto look for the largest batch: for them the error is the answer."""
     job, update = make()
     little_memory(monkeypatch, most=5)
-    update.encoders = (update.model.encode_image, update.model.encode_text)
+    update.encode_image = update.model.encode_image
     with pytest.raises(torch.OutOfMemoryError):
         update(job.training[0], 0)
 
@@ -74,7 +76,7 @@ def test_a_run_goes_on_in_chunks_says_so_and_resumes_with_them(tmp_path: Path, m
     run = tmp_path / "short"
     run_small(run, {"optim.optimizer": "adamw", "train.save_every": 5, "train.save_total_limit": 9})
     told = [line for line in read_log(run) if line.get("event") == "memory short"]
-    assert [(line["step"], line["chunk"], line["batch"]) for line in told] == [(1, 8, 16)]
+    assert [(line["step"], line["micro_batch"], line["batch"]) for line in told] == [(1, 8, 16)]
     assert "CUDA out of memory" in told[0]["why"]
     losses = {name: [r["loss"] for r in read_log(path) if r["kind"] == "step"]
               for name, path in (("whole", whole), ("short", run))}  # fmt: skip
@@ -97,21 +99,21 @@ def test_one_pair_at_a_time_is_the_least(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_limit_that_comes_near_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a reader of memory that counts what a chunk would take: near the limit with more than 4 samples at once."""
+    """Memory use that grows with the micro-batch: close to the limit with more than 4 samples."""
     real = rescue.make_oom_handler
 
     def watched(job: Any, state: Any) -> OOMHandler:
         room = real(job, state)
         room.limit = 1000.0
-        room.read = lambda: 100 + 200 * (room.chunk or 16)
+        room.used_bytes = lambda: 100 + 200 * (room.micro_batch or 16)
         return room
 
     monkeypatch.setattr("m1clip.training.run.make_oom_handler", watched)
     run = tmp_path / "run"
     run_small(run, {"train.steps": 3})
     told = [line for line in read_log(run) if line.get("event") == "memory short"]
-    assert [(line["step"], line["chunk"], line["helps"]) for line in told] == [(1, 8, True), (1, 4, True)]
-    assert "near the limit" in told[0]["why"]
+    assert [(line["step"], line["micro_batch"], line["helps"]) for line in told] == [(1, 8, True), (1, 4, True)]
+    assert "close to the limit" in told[0]["why"]
 
 
 def test_memory_that_chunks_do_not_free_is_left_alone() -> None:
@@ -119,14 +121,14 @@ def test_memory_that_chunks_do_not_free_is_left_alone() -> None:
     room, done = OOMHandler(0, lambda: 990, limit=1000.0), []
 
     def work() -> str:
-        room.look()
-        done.append(room.chunk)
+        room.check()
+        done.append(room.micro_batch)
         return "done"
 
-    assert room.fit(work, lambda: None, rows=16, step=4) == "done"
+    assert room.run(work, lambda: None, rows=16, step=4) == "done"
     assert done == [0], "the chunk is what it was"
-    assert [(shrunk.chunk, shrunk.helps) for shrunk in room.take()] == [(8, True), (0, False)]
-    room.look()  # and is not asked again
+    assert [(shrunk.micro_batch, shrunk.helps) for shrunk in room.take_changes()] == [(8, True), (0, False)]
+    room.check()  # and is not asked again
     assert room.limit == 1000.0, "a copy for a checkpoint still asks for it"
 
 
@@ -136,13 +138,13 @@ def test_near_the_limit_memory_is_cleared_before_chunks_get_smaller() -> None:
     room = OOMHandler(0, lambda: used[0], limit=1000.0)
 
     def work() -> None:
-        tried.append(room.chunk)
-        room.look()
+        tried.append(room.micro_batch)
+        room.check()
 
-    room.fit(work, lambda: used.__setitem__(0, 500), rows=16, step=4)
-    assert (tried, room.take()) == ([0, 0], [])
+    room.run(work, lambda: used.__setitem__(0, 500), rows=16, step=4)
+    assert (tried, room.take_changes()) == ([0, 0], [])
     used[0] = 990
-    room.fit(work, lambda: used.__setitem__(0, 500), rows=16, step=5)
+    room.run(work, lambda: used.__setitem__(0, 500), rows=16, step=5)
     assert tried == [0, 0, 0, 8]
 
 
@@ -152,20 +154,20 @@ def test_a_chunk_that_failed_does_not_come_back() -> None:
     def work() -> int:
         for error in failures:
             raise error
-        room.look()
-        return room.chunk
+        room.check()
+        return room.micro_batch
 
-    assert room.fit(work, lambda: None, rows=16, step=4) == 8
-    assert [(shrunk.chunk, shrunk.helps) for shrunk in room.take()] == [(8, True), (4, True), (8, False)]
+    assert room.run(work, lambda: None, rows=16, step=4) == 8
+    assert [(shrunk.micro_batch, shrunk.helps) for shrunk in room.take_changes()] == [(8, True), (4, True), (8, False)]
 
 
 def test_a_copy_for_a_checkpoint_stays_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rescue, "own_bytes", lambda: 300)
     monkeypatch.setattr(rescue, "memory_limit", lambda: 10_000)
     room = OOMHandler(0, lambda: 400, limit=1000.0)
-    assert rescue.free_for_a_copy("cpu", room) == 950 - 400
-    assert rescue.free_for_a_copy("cuda", room) == 9500 - 300, "a GPU's limit is not of main memory"
-    assert rescue.free_for_a_copy("cpu", None) == 9500 - 300
+    assert rescue.free_host_bytes("cpu", room) == 950 - 400
+    assert rescue.free_host_bytes("cuda", room) == 9500 - 300, "a GPU's limit is not of main memory"
+    assert rescue.free_host_bytes("cpu", None) == 9500 - 300
 
 
 def test_what_is_only_mapped_does_not_count(tmp_path: Path) -> None:
@@ -182,7 +184,7 @@ def test_out_of_memory_in_an_evaluation_is_one_line(tmp_path: Path, monkeypatch:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB\nand more words")
 
-    monkeypatch.setattr("m1clip.training.loop.retrieval", full)
+    monkeypatch.setattr("m1clip.training.validation.retrieval", full)
     with pytest.raises(UserError, match=r"out of memory \(CUDA.*MiB\): .*--resume") as caught:
         run_small(tmp_path / "run", {"train.steps": 1})
     assert "\n" not in str(caught.value)
@@ -195,13 +197,13 @@ def test_another_error_is_not_taken_for_this_one() -> None:
         raise RuntimeError("shapes do not match")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        room.fit(broken, lambda: None, 16, 0)
+        room.run(broken, lambda: None, 16, 0)
     assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
     assert is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 8 GB)"))
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(ValueError("no"))
-    with pytest.raises(MemoryPressure, match="near the limit"):
-        OOMHandler(0, lambda: 96, limit=100.0).look()
+    with pytest.raises(MemoryPressure, match="close to the limit"):
+        OOMHandler(0, lambda: 96, limit=100.0).check()
 
 
 def test_the_limit_is_the_smallest_that_anything_says(tmp_path: Path) -> None:

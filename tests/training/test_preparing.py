@@ -67,7 +67,7 @@ class Ref:
 def test_progress_is_printed_and_listed_while_a_run_prepares(
     tmp_path: Path, work: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(screen_module, "TICK_SECONDS", 0.01)
+    monkeypatch.setattr(screen_module, "PREPARING_SECONDS", 0.01)
     run = tmp_path / "runs" / "a"
     run.mkdir(parents=True)
     waiting = Waiting(run)
@@ -133,7 +133,7 @@ def test_the_time_left_does_not_count_what_was_done_before(monkeypatch: pytest.M
 
 
 def test_reading_the_data_is_reported_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screen_module, "TICK_SECONDS", 0.01)
+    monkeypatch.setattr(screen_module, "PREPARING_SECONDS", 0.01)
     printed, opened = io.StringIO(), fit.open_data
 
     def slow(*words: Any) -> Any:

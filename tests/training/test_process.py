@@ -96,9 +96,9 @@ def test_the_command_line_repeats_a_run_from_its_config(tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert (
         refused.stderr
-        == "m1clip: first: holds a run already; continue it with --resume first, or choose another --run\n"
+        == "m1clip: first: already contains a run; continue it with --resume first, or choose another --run\n"
     )
 
     scored = command("eval", "first", "--split", "val", "--device", "cpu", cwd=tmp_path)
     assert scored.returncode == 0, scored.stderr
-    assert "text_to_image/recall@1" in scored.stdout
+    assert "mean recall" in scored.stdout

@@ -13,9 +13,10 @@ from small_run import run_small
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from m1clip.runlog import read_log
-from m1clip.training import run as run_module
 from m1clip.training.logger import check_sink, open_sink, scalars, time_split
-from m1clip.training.loop import Budget
+from m1clip.training.loop import TrainLoop
+from m1clip.training.process import StopRequest
+from m1clip.training.validation import AnalysisBudget
 
 
 @pytest.fixture(scope="module")
@@ -97,16 +98,16 @@ def test_nothing_is_read_from_the_device_between_two_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
     """The reads of a run do not grow with its steps, only with its lines."""
-    real = run_module.run_loop
+    real = TrainLoop.run_until_stopped
     counts = []
 
-    def counted(*args: Any, **kwargs: Any) -> None:
-        args[1].skip = "device"  # as on an accelerator: the CPU looks at each step, where it costs nothing
+    def counted(self: TrainLoop, stop: StopRequest) -> None:
+        self.train_step.skip = "device"  # as on an accelerator: the CPU reads each step, where it costs nothing
         with Reads() as reads:
-            real(*args, **kwargs)
+            real(self, stop)
         counts.append(reads.count)
 
-    monkeypatch.setattr(run_module, "run_loop", counted)
+    monkeypatch.setattr(TrainLoop, "run_until_stopped", counted)
     common = {"train.eval_every": 0, "train.analysis_every": 0, "optim.optimizer": optimizer, "optim.ema": 0.9,
               "train.label_smoothing": 0.1}  # fmt: skip  # the loss of accelerators; the CPU's looks at the scale
     run_small(tmp_path / "a", {**common, "train.steps": 20, "train.log_every": 20})
@@ -164,17 +165,21 @@ def test_tensorboard_gets_the_same_figures(tmp_path: Path) -> None:
 
 
 def test_the_dear_part_of_the_analysis_keeps_to_its_share_of_the_time() -> None:
-    rich = Budget(trained_before=0.0)
-    assert rich.images(trained=1000.0, per_text=0.001) == 32  # no more than a sample needs
-    poor = Budget(trained_before=0.0)
+    rich = AnalysisBudget(trained_before=0.0)
+    assert rich.images(trained=1000.0, seconds_per_caption=0.001) == 32  # no more than a sample needs
+    poor = AnalysisBudget(trained_before=0.0)
     each = 13 * 0.034  # seconds an image: a large model on a small machine
-    assert poor.images(trained=47.0, per_text=0.034) == 0  # 1.5% of 47 s pay for one: it waits
-    later = poor.images(trained=200.0, per_text=0.034)
+    assert poor.images(trained=47.0, seconds_per_caption=0.034) == 0  # 1.5% of 47 s pay for one: it waits
+    later = poor.images(trained=200.0, seconds_per_caption=0.034)
     assert 4 <= later <= 0.015 * 200 / each
     poor.spent += later * each
-    assert poor.images(trained=210.0, per_text=0.034) == 0
-    assert Budget(trained_before=0.0).images(trained=0.01, per_text=0.0001) == 4  # costs next to nothing
-    assert Budget(trained_before=200.0).images(trained=201.0, per_text=0.034) == 0  # earlier time is spent
+    assert poor.images(trained=210.0, seconds_per_caption=0.034) == 0
+    assert (
+        AnalysisBudget(trained_before=0.0).images(trained=0.01, seconds_per_caption=0.0001) == 4
+    )  # costs next to nothing
+    assert (
+        AnalysisBudget(trained_before=200.0).images(trained=201.0, seconds_per_caption=0.034) == 0
+    )  # earlier time is spent
 
 
 def test_energy_of_a_run_from_what_its_log_says() -> None:

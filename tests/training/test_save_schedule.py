@@ -16,8 +16,9 @@ from m1clip.formatting import steps_or_seconds
 from m1clip.inference.encoder import Model
 from m1clip.runlog import RunLog, read_log
 from m1clip.training import checkpoint as saving
-from m1clip.training.checkpoint import CheckpointWriter, Schedule, TrainState, save_schedule, writes_aside
-from m1clip.training.checkpoint_files import found, verify
+from m1clip.training.checkpoint import CheckpointWriter, SaveSchedule, TrainState
+from m1clip.training.checkpoint_files import saved_steps, verify
+from m1clip.training.progress import Screen
 from m1clip.training.run import train_config
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -40,45 +41,57 @@ def test_anything_else_is_refused(value: str) -> None:
 
 def test_by_the_clock() -> None:
     now = [100.0]
-    schedule = Schedule(0, 60.0, clock=lambda: now[0])
+    schedule = SaveSchedule(0, 60.0, clock=lambda: now[0])
     assert not schedule.due(7)
     now[0] = 159.0
     assert not schedule.due(8)
     now[0] = 161.0
     assert schedule.due(9)
-    schedule.done()
+    schedule.restart()
     assert not schedule.due(10)
     now[0] += 3600  # an hour asleep, where the clock counts it: one checkpoint, not sixty
     assert schedule.due(11)
-    schedule.done()
+    schedule.restart()
     assert not schedule.due(12)
 
 
 def test_by_steps() -> None:
-    assert [step for step in range(1, 12) if save_schedule(4, 10).due(step)] == [4, 8]
-    assert [step for step in range(1, 12) if save_schedule(0, 10).due(step)] == [10]
-    assert save_schedule("10m", 10).seconds == 600
+    assert [step for step in range(1, 12) if SaveSchedule.parse(4, 10).due(step)] == [4, 8]
+    assert [step for step in range(1, 12) if SaveSchedule.parse(0, 10).due(step)] == [10]
+    assert SaveSchedule.parse("10m", 10).seconds == 600
 
 
-def test_a_copy_is_made_only_where_its_memory_is() -> None:
-    assert writes_aside(1_000_000_000, free=100e9)
-    assert not writes_aside(1_000_000_000, free=22e9), "a fiftieth at most"
-    assert writes_aside(50_000_000, free=8e9)
-    assert not writes_aside(1_000, free=1e8)
+class Log:
+    """Collects the records that would go to run.jsonl."""
+
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        self.records = records
+
+    def write(self, kind: str, **values: Any) -> None:
+        self.records.append({"kind": kind, **values})
+
+    def check_folder(self) -> None:
+        pass
 
 
-def saver(run: Path, **options: Any) -> tuple[CheckpointWriter, list[dict[str, Any]], list[str]]:
+def saver(run: Path, free: float = 1e12, **options: Any) -> tuple[CheckpointWriter, list[dict[str, Any]], Screen]:
     log: list[dict[str, Any]] = []
-    said: list[str] = []
+    changes = {f"train.{name}": value for name, value in options.items()}
+    config, shown = small_config({"train.save_every": 5, "train.save_total_limit": 2, **changes}), screen()
+    return CheckpointWriter(run, config, 10, Log(log), shown, lambda: free), log, shown  # type: ignore[arg-type]
 
-    def write(kind: str, **values: Any) -> None:
-        log.append({"kind": kind, **values})
 
-    free = options.pop("free", 1e12)
-    made = CheckpointWriter(
-        run, 2, Schedule(5, 0.0), options.get("on_save_error", "stop"), write, said.append, said.append, lambda: free
-    )
-    return made, log, said
+def text(shown: Screen) -> str:
+    return str(shown.console.file.getvalue())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("floats", "free", "background"), [(250_000, 100e9, True), (250_000, 5e8, False),
+                                                            (25_000_000, 5.4e9, False)])  # fmt: skip
+def test_background_needs_free_memory(tmp_path: Path, floats: int, free: float, background: bool) -> None:
+    writer, log, _ = saver(tmp_path, free=free)
+    writer.save(TrainState(step=5), {"weights": {"a": torch.ones(floats)}})
+    writer.finish()
+    assert [line["background"] for line in log] == [background]
 
 
 def test_what_is_written_aside_is_what_was_true_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,15 +115,9 @@ def test_what_is_written_aside_is_what_was_true_then(tmp_path: Path, monkeypatch
     writer.finish()
     assert_same_bits(tensors_of(tmp_path, 5), {"weights:a": torch.arange(6.0)})
     (line,) = log
-    assert (line["kind"], line["step"], line["aside"]) == ("checkpoint", 5, True)
+    assert (line["kind"], line["step"], line["background"]) == ("checkpoint", 5, True)
     assert line["bytes"] == sum(f.stat().st_size for f in (tmp_path / "checkpoints/step-000005").iterdir())
-    assert "beside the training" in said[0]
-
-
-def test_without_memory_it_is_written_at_once(tmp_path: Path) -> None:
-    writer, log, _ = saver(tmp_path, free=0.0)
-    writer.save(TrainState(step=5), {"weights": {"a": torch.ones(2)}})
-    assert [line["aside"] for line in log] == [False]
+    assert "in the background" in text(said)
 
 
 def test_an_unsound_run_saves_when_it_is_sound_again(tmp_path: Path) -> None:
@@ -137,16 +144,16 @@ def test_a_full_disk_stops_or_goes_on_as_configured(
         stops.save(TrainState(step=10), groups)
         stops.finish()
 
-    with pytest.raises(UserError, match=r"the disk is full \(step 10\); what was saved before is untouched"):
+    with pytest.raises(UserError, match=r"the disk is full \(step 10\); earlier checkpoints are intact"):
         stop()
     goes_on, log, said = saver(tmp_path, free=free, on_save_error="continue")
     goes_on.save(TrainState(step=10), groups)
     goes_on.finish()
     assert log[0]["event"] == "could not save"
-    assert "training goes on" in said[0]
+    assert "training continues" in text(said)
     with pytest.raises(UserError, match="the disk is full"):
         goes_on.save(TrainState(step=15), groups, wait=True)  # the last one must be written
-    assert found(tmp_path) == [5]
+    assert saved_steps(tmp_path) == [5]
     assert verify(tmp_path / "checkpoints" / "step-000005") == ""
 
 
@@ -167,7 +174,7 @@ def test_a_run_by_the_clock_ends_with_the_same_weights(tmp_path: Path) -> None:
     log = [line for line in read_log(tmp_path / "time") if line["kind"] == "checkpoint"]
     assert [line["step"] for line in log] == list(range(1, 11))
     assert all(line["bytes"] > 0 for line in log)
-    assert sorted(found(tmp_path / "time")) == [8, 9, 10]
+    assert sorted(saved_steps(tmp_path / "time")) == [8, 9, 10]
     assert_same_bits(tensors_of(tmp_path / "steps", 10), tensors_of(tmp_path / "time", 10))
 
 
@@ -223,7 +230,7 @@ def test_a_full_disk_stops_the_run_in_one_line_and_a_resume_is_exact(
     monkeypatch.setattr(saving, "save", save)
     with pytest.raises(UserError, match="could not be saved: the disk is full"):
         run_small(run, changes)
-    assert found(run) == [4]
+    assert saved_steps(run) == [4]
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000004"]
     monkeypatch.undo()
     resume_quietly(run)
@@ -248,4 +255,4 @@ def test_a_run_that_ends_by_an_error_still_gets_its_checkpoint(tmp_path: Path, m
     with pytest.raises(UserError, match="the data is gone"):
         ends_badly()
     assert [line["kind"] for line in log] == ["checkpoint"]
-    assert found(tmp_path) == [5]
+    assert saved_steps(tmp_path) == [5]

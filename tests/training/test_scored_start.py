@@ -23,7 +23,8 @@ def test_a_start_that_nothing_beats_is_the_best(tmp_path: Path, monkeypatch: pyt
     assert evaluated(tmp_path / "first") == [2], "random weights are not worth a look"
     recalls = iter([0.5, 0.4, 0.3])
     monkeypatch.setattr(
-        "m1clip.training.loop.selection_metric", lambda scores: replace(selection_metric(scores), value=next(recalls))
+        "m1clip.training.validation.selection_metric",
+        lambda scores: replace(selection_metric(scores), value=next(recalls)),
     )
     run = tmp_path / "tuned"
     run_small(run, {"transfer.init": str(tmp_path / "first"), "train.steps": 4, "train.eval_every": 2})

@@ -15,7 +15,7 @@ import pytest
 from small_run import assert_same_bits, environment, resume_quietly, run_small, small_arguments, tensors_of
 
 from m1clip.runlog import read_log
-from m1clip.training import loop
+from m1clip.training import validation
 from m1clip.training.process import Interrupted, Stopped, stop_on_signals
 
 
@@ -29,10 +29,10 @@ def test_where_nobody_looks_a_signal_leaves_at_once() -> None:
 
 def test_where_somebody_looks_it_waits_and_the_second_has_its_usual_effect() -> None:
     usual = signal.getsignal(signal.SIGINT)  # ignored, where the tests run in a shell's background
-    with stop_on_signals() as asked, asked.looked_at():
+    with stop_on_signals() as asked, asked.deferred():
         os.kill(os.getpid(), signal.SIGINT)
         assert asked.signal == signal.SIGINT
-        with pytest.raises(Interrupted), asked.at_once():
+        with pytest.raises(Interrupted), asked.interrupting():
             raise AssertionError("a block that may be broken off is not begun")
         assert signal.getsignal(signal.SIGINT) is usual
 
@@ -42,7 +42,7 @@ def test_a_signal_breaks_off_the_evaluation_and_the_resume_makes_it(
 ) -> None:
     changes = {"train.eval_every": 4, "train.save_every": 100, "optim.ema": 0.9, "train.steps": 8}
     run_small(tmp_path / "whole", changes)
-    real, calls = loop.encode, []
+    real, calls = validation.encode, []
 
     def encode(*args: Any) -> Any:
         calls.append(1)
@@ -50,7 +50,7 @@ def test_a_signal_breaks_off_the_evaluation_and_the_resume_makes_it(
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*args)
 
-    monkeypatch.setattr(loop, "encode", encode)
+    monkeypatch.setattr(validation, "encode", encode)
     run = tmp_path / "run"
     with pytest.raises(Stopped) as stopped:
         run_small(run, changes)

@@ -17,20 +17,20 @@ from m1clip.training.run import train_config
 
 def test_a_signal_after_the_look_stops_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes while the saver is being asked whether a checkpoint has become whole."""
-    real = loop._Loop._pause
+    real = loop.TrainLoop._between_steps
 
-    def pause(self: Any, last: bool) -> bool:
-        poll = self.saver.poll
+    def between_steps(self: Any) -> bool:
+        poll = self.writer.poll
 
         def late() -> None:
             poll()
             if self.state.step == 3:
-                self.asked.signal = 15
+                self.stop.signal = 15
 
-        monkeypatch.setattr(self.saver, "poll", late)
-        return real(self, last)
+        monkeypatch.setattr(self.writer, "poll", late)
+        return real(self)
 
-    monkeypatch.setattr(loop._Loop, "_pause", pause)
+    monkeypatch.setattr(loop.TrainLoop, "_between_steps", between_steps)
     config = small_config({"train.steps": 8, "train.save_every": 8, "train.eval_every": 8})
     with pytest.raises(Stopped):
         train_config(config, tmp_path / "run")

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from small_run import assert_same_bits
-from test_update import make
+from test_step import make
 
 from m1clip.errors import UserError
-from m1clip.training.checkpoint import Groups, TrainState, groups, restore
+from m1clip.training.checkpoint import TensorGroups, TrainState, checkpoint_tensors, restore
 from m1clip.training.step import TrainStep
 
 QKV = "image_tower.transformer.blocks.0.attn.qkv.weight"
@@ -21,7 +21,7 @@ QKV = "image_tower.transformer.blocks.0.attn.qkv.weight"
 class Damage:
     """What is done to a checkpoint, and what is said of it."""
 
-    do: Callable[[Groups], object]
+    do: Callable[[TensorGroups], object]
     words: str
 
 
@@ -44,7 +44,7 @@ def update() -> TrainStep:
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.words)
 def test_a_checkpoint_that_does_not_fit_is_one_line(update: TrainStep, damage: Damage) -> None:
-    kept = {name: dict(tensors) for name, tensors in groups(update, TrainState()).items()}
+    kept = {name: dict(tensors) for name, tensors in checkpoint_tensors(update, TrainState()).items()}
     before = {name: t.clone() for name, t in update.model.state_dict().items()}
     restore(update, TrainState(step=7), kept)
     damage.do(kept)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from m1clip.data.loader import Batch, batches
 from m1clip.runlog import read_log
-from m1clip.training.cuda_graph import MOST, CapturedStep
+from m1clip.training.cuda_graph import MAX_CAPTURES, CapturedStep
 from m1clip.training.run import decode_plan, resume
 from m1clip.training.setup import Job, prepare_scratch
 from m1clip.training.step import TrainStep
@@ -30,7 +30,7 @@ ON_CUDA |= {
 }
 
 
-def groups(batch: Batch) -> list[torch.Tensor]:
+def groups(batch: Batch) -> list[Tensor]:
     return [batch.texts(rows) for rows in batch.text_rows()]
 
 
@@ -46,9 +46,9 @@ def test_padding_to_the_longest_so_far_changes_no_loss() -> None:
     shapes = []
     for step in range(6):
         batch = job.training[step]
-        fixed = captured._fixed(batch)
+        fixed = captured.pad(batch)
         shapes.append([tuple(group.shape) for group in groups(fixed)])
-        loss, same = update.backward(batch, step), update.backward(fixed, step)
+        loss, same = update.compute_gradients(batch, step), update.compute_gradients(fixed, step)
         torch.testing.assert_close(same, loss, rtol=1e-6, atol=1e-6)
         for own, padded in zip(groups(batch), groups(fixed), strict=True):
             assert torch.equal(padded[:, : own.shape[1]], own)
@@ -59,14 +59,14 @@ def test_padding_to_the_longest_so_far_changes_no_loss() -> None:
 def test_a_step_in_chunks_or_under_a_probe_is_not_replayed() -> None:
     job, update = made({})
     captured, batch = CapturedStep(update), job.training[0]
-    assert captured.takes(batch)
+    assert captured.accepts(batch)
     update.optimizer.observed = True
-    assert not captured.takes(batch)
+    assert not captured.accepts(batch)
     _, chunked = made({"train.micro_batch": 4})
-    assert not CapturedStep(chunked).takes(batch)
-    captured.off = "some reason"
+    assert not CapturedStep(chunked).accepts(batch)
+    captured.disabled = "some reason"
     update.optimizer.observed = False
-    assert not captured.takes(batch)
+    assert not captured.accepts(batch)
 
 
 def test_no_graph_where_the_device_has_none_or_the_person_wants_none() -> None:
@@ -76,7 +76,7 @@ def test_no_graph_where_the_device_has_none_or_the_person_wants_none() -> None:
 
 def assert_replayed(run: Path) -> None:
     records = list(read_log(run))
-    assert not [record for record in records if record.get("event") == "steps are not replayed"]
+    assert not [record for record in records if record.get("event") == "CUDA graph disabled"]
     assert "step" in [record for record in records if record["kind"] == "step"][-1]["seconds"]
 
 
@@ -104,10 +104,10 @@ def test_all_but_the_first_steps_are_replayed() -> None:
     for step, batch in enumerate(batches(job.training, 0, 30, 0, "fork", pin=True)):
         update(batch, step)
         replays += update.cuda_graph._graph is not None
-    assert not update.cuda_graph.off
+    assert not update.cuda_graph.disabled
     # Texts may grow before the first recording, and then the warming up begins again.
     assert replays >= 20
-    assert update.cuda_graph.recordings < MOST
+    assert update.cuda_graph.captures < MAX_CAPTURES
 
 
 @needs_cuda

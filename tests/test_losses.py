@@ -1,0 +1,272 @@
+"""Losses against matrices written by hand, loops in float64 and autograd."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from m1clip import losses
+from m1clip.losses import (
+    MAX_SHARED_SCALE,
+    OBJECTIVES,
+    fused_infonce,
+    infonce,
+    own_pairs,
+    positives,
+    same_pairs,
+    sigmoid,
+    text_contrast,
+    true_places,
+)
+from m1clip.model.clip import Features
+
+
+def features(n: int = 6, scale: float = 5.0, bias: float | None = None) -> Features:
+    torch.manual_seed(0)
+    image, text = (F.normalize(torch.randn(n, 8, dtype=torch.float64), dim=1).requires_grad_() for _ in range(2))
+    scale_, bias_ = (torch.tensor(v or 0.0, dtype=torch.float64, requires_grad=True) for v in (scale, bias))
+    return Features(image, text, scale_, None if bias is None else bias_)
+
+
+def of_logits(logits: list[list[float]]) -> Features:
+    """Features whose product is this matrix."""
+    image = torch.tensor(logits, dtype=torch.float64)
+    one = torch.tensor(1.0, dtype=torch.float64)
+    return Features(image, torch.eye(len(image), dtype=torch.float64), one, 0 * one)
+
+
+def loop_infonce(f: Features, positive: Tensor, smoothing: float) -> float:
+    """Minus the sum of target times log softmax, entry by entry, over both directions."""
+    logits, total = (f.scale * f.image @ f.text.T).detach(), 0.0
+    for matrix, same in ((logits, positive), (logits.T, positive.T)):
+        target = (1 - smoothing) * same.double() / same.sum(1, keepdim=True) + smoothing / len(matrix)
+        for row, wanted in zip(matrix.tolist(), target.tolist(), strict=True):
+            log_sum = math.log(sum(map(math.exp, row)))
+            total -= sum(w * (value - log_sum) for value, w in zip(row, wanted, strict=True)) / len(matrix)
+    return total / 2
+
+
+def autograd_infonce(image: Tensor, text: Tensor, scale: Tensor, positive: Tensor) -> Tensor:
+    logits = scale * image @ text.T
+    target = positive.to(logits.dtype)
+    directions = ((logits, target), (logits.T, target.T))
+    return sum(F.cross_entropy(x, t / t.sum(dim=1, keepdim=True)) for x, t in directions) / 2  # type: ignore[return-value]
+
+
+def unit_vectors(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """7 images, two of them the same, with 16 captions, two of them equal."""
+    torch.manual_seed(seed)
+    image, text = (F.normalize(torch.randn(n, 5, dtype=dtype), dim=1) for n in (7, 16))
+    sample_ids, caption_ids = torch.tensor([0, 1, 2, 3, 4, 0, 6]), torch.arange(16)
+    caption_ids[9] = caption_ids[3]
+    return image, text, positives("multi", sample_ids, caption_ids, torch.arange(16) % 7)
+
+
+NO_DUPLICATES = torch.eye(6, dtype=torch.bool)
+DUPLICATES = same_pairs(torch.tensor([0, 1, 2, 0, 4, 5]), torch.tensor([10, 11, 12, 13, 11, 15]), torch.arange(6))
+
+
+def test_positives_with_several_captions_per_image() -> None:
+    sample_ids, caption_ids = torch.tensor([7, 8, 7]), torch.tensor([1, 2, 3, 2, 4])
+    image_index = torch.tensor([0, 0, 1, 1, 2])
+    own = [[1, 1, 0, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
+    # Rows 0 and 2 are one image; caption 2 belongs to images 7 and 8, so it is a negative of neither.
+    same = [[1, 1, 0, 1, 1], [0, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
+    assert own_pairs(3, image_index).int().tolist() == own
+    assert positives("infonce", sample_ids, caption_ids, image_index).int().tolist() == own
+    for name in ("multi", "sigmoid"):
+        assert positives(name, sample_ids, caption_ids, image_index).int().tolist() == same
+
+
+def test_positives_by_sorting_equal_those_by_comparing_all() -> None:
+    torch.manual_seed(0)
+    for _ in range(20):
+        n, m = 9, 30
+        sample_ids, caption_ids = torch.randint(0, 7, (n,)), torch.randint(0, 18, (m,))
+        image_index = torch.randint(0, n, (m,))
+        same_caption = (caption_ids[:, None] == caption_ids).float()
+        shared = torch.zeros(n, m).index_add_(0, image_index, same_caption) > 0
+        expected = (sample_ids[:, None] == sample_ids[image_index]) | shared
+        assert torch.equal(same_pairs(sample_ids, caption_ids, image_index), expected)
+
+
+def test_matrix_written_by_hand() -> None:
+    logits, positive = [[math.log(2.0), 0.0], [0.0, math.log(4.0)]], torch.eye(2, dtype=torch.bool)
+    # Rows: -log(2/3), -log(4/5); the columns are the same.
+    assert infonce(of_logits(logits), positive).item() == pytest.approx(-(math.log(2 / 3) + math.log(4 / 5)) / 2)
+    # (softplus(-log 2) + softplus(0) + softplus(0) + softplus(-log 4)) / 2
+    expected = (math.log(1.5) + 2 * math.log(2.0) + math.log(1.25)) / 2
+    assert sigmoid(of_logits(logits), positive).item() == pytest.approx(expected)
+    assert infonce(of_logits([[0.0] * 5] * 5), torch.eye(5, dtype=torch.bool)).item() == pytest.approx(math.log(5))
+
+
+@pytest.mark.parametrize("positive", [NO_DUPLICATES, DUPLICATES])
+def test_losses_equal_a_loop(positive: Tensor) -> None:
+    for smoothing in (0.0, 0.1):
+        expected = loop_infonce(features(), positive, smoothing)
+        assert infonce(features(), positive, smoothing).item() == pytest.approx(expected, rel=1e-12)
+    f = features(bias=-3.0)
+    logits = (f.scale * f.image @ f.text.T - 3.0).tolist()
+    pairs = [-logits[i][j] if positive[i, j] else logits[i][j] for i in range(6) for j in range(6)]
+    assert sigmoid(f, positive).item() == pytest.approx(sum(math.log1p(math.exp(x)) for x in pairs) / 6, rel=1e-12)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_infonce_is_cross_entropy_with_one_caption_per_image(smoothing: float) -> None:
+    f, target = features(), torch.arange(6)
+    logits = f.scale * f.image @ f.text.T
+    expected = sum(F.cross_entropy(m, target, label_smoothing=smoothing) for m in (logits, logits.T)) / 2
+    torch.testing.assert_close(infonce(f, NO_DUPLICATES, smoothing), expected)
+
+
+def test_duplicates_are_not_negatives() -> None:
+    f = of_logits([[20.0 if same else -20.0 for same in row] for row in DUPLICATES.tolist()])
+    assert infonce(f, NO_DUPLICATES).item() == pytest.approx(4 / 6 * math.log(2), abs=1e-6)
+    f = f._replace(image=f.image.clone().requires_grad_())
+    infonce(f, DUPLICATES).backward()
+    assert f.image.grad is not None
+    assert f.image.grad.abs().max() < 1e-12
+    assert sigmoid(f, DUPLICATES).item() < 1e-6
+    assert sigmoid(f, NO_DUPLICATES).item() > 10
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_symmetry_and_gradients(name: str) -> None:
+    loss = functools.partial(OBJECTIVES[name], smoothing=0.0)
+    f, order = features(bias=-2.0), torch.tensor([3, 1, 5, 0, 2, 4])
+    expected = loss(f, DUPLICATES)
+    torch.testing.assert_close(loss(f._replace(image=f.text, text=f.image), DUPLICATES.T), expected)
+    shuffled = f._replace(image=f.image[order], text=f.text[order])
+    torch.testing.assert_close(loss(shuffled, DUPLICATES[order][:, order]), expected)
+
+    def of_inputs(*inputs: Tensor) -> Tensor:
+        return loss(Features(*inputs), torch.eye(4, dtype=torch.bool))
+
+    inputs = tuple(features(n=4, bias=-2.0))
+    assert torch.autograd.gradcheck(of_inputs, inputs)
+    used = inputs if name == "sigmoid" else inputs[:3]
+    assert all(gradient.abs().max() > 0 for gradient in torch.autograd.grad(of_inputs(*inputs), used))
+
+
+@pytest.mark.parametrize("scale", [1.0, 14.3, MAX_SHARED_SCALE - 1, MAX_SHARED_SCALE + 1, 100.0])
+def test_fused_infonce_has_the_value_and_gradient_of_autograd(scale: float) -> None:
+    image, text, positive = unit_vectors(3, torch.double)
+    results = []
+    for loss_function in (fused_infonce, autograd_infonce):
+        inputs = [t.clone().requires_grad_() for t in (image, text, torch.tensor(scale, dtype=torch.double))]
+        loss = loss_function(*inputs, positive)
+        (3.0 * loss).backward()
+        results.append([loss.detach(), *(t.grad for t in inputs)])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-10, rtol=1e-8)
+    found = fused_infonce(image.float(), text.float(), torch.tensor(scale), positive)
+    assert float(found) == pytest.approx(float(results[1][0]), rel=2e-6, abs=2e-5)
+
+
+def test_fused_infonce_with_the_smallest_logits() -> None:
+    image, text = torch.tensor([[1.0, 0.0]]).repeat(3, 1), torch.tensor([[-1.0, 0.0]]).repeat(3, 1)
+    for scale in (MAX_SHARED_SCALE, 99.0):
+        loss = infonce(Features(image, text, torch.tensor(scale), None), torch.eye(3, dtype=torch.bool))
+        assert float(loss) == pytest.approx(math.log(3.0), abs=1e-4)
+
+
+def test_fused_infonce_in_fp16_does_not_overflow() -> None:
+    image, text, positive = unit_vectors(2, torch.float32)
+    found = fused_infonce(image, text, torch.tensor(30.0), positive, torch.float16)
+    assert float(found) == pytest.approx(float(autograd_infonce(image, text, torch.tensor(30.0), positive)), rel=2e-3)
+
+
+def test_large_batches_use_the_precision_of_autocast() -> None:
+    torch.manual_seed(0)
+    n, m = 512, 2048
+    image, text = F.normalize(torch.randn(n, 32), dim=1), F.normalize(torch.randn(m, 32), dim=1)
+    positive = torch.arange(n)[:, None] == torch.arange(m) // 4
+    results = []
+    for enabled in (False, True):
+        mine = image.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = infonce(Features(mine, text, torch.tensor(10.0), None), positive)
+        loss.backward()
+        assert loss.dtype == torch.float32
+        assert mine.grad is not None
+        results.append((loss.detach(), mine.grad))
+    exact, rounded = results
+    assert float(rounded[0]) == pytest.approx(float(exact[0]), rel=2e-3)
+    assert 0 < float((rounded[1] - exact[1]).norm() / exact[1].norm()) < 0.02
+
+
+@pytest.mark.parametrize("scale", [14.5, 60.0])  # exact in bf16
+def test_learned_pairs_have_no_gradient_left_in_bf16(scale: float) -> None:
+    """Probability and target are rounded to 1/256 of their size; their difference must not be."""
+    mine, by_scale = torch.eye(64).requires_grad_(), torch.tensor(scale, requires_grad=True)
+    positive = torch.eye(64, dtype=torch.bool)
+    loss = fused_infonce(mine, torch.eye(64), by_scale, positive, torch.bfloat16)
+    loss.backward()
+    exact = autograd_infonce(torch.eye(64), torch.eye(64), torch.tensor(scale), positive)
+    assert float(loss.detach()) == pytest.approx(float(exact), abs=2e-5)
+    assert mine.grad is not None
+    assert by_scale.grad is not None
+    wrong = 63 / (64 + math.exp(scale))  # probability of all wrong captions, about
+    assert float(mine.grad.diagonal().abs().max()) <= 1.1 * scale * wrong / 64 + 1e-7
+    assert abs(float(by_scale.grad)) <= 1.1 * wrong + 1e-6
+
+
+@pytest.mark.parametrize("columns", [64, 61])
+def test_true_places_are_those_of_nonzero(columns: int) -> None:
+    torch.manual_seed(1)
+    for fraction in (0.0, 0.02, 0.6):
+        positive = torch.rand(37, columns) < fraction
+        for mask in (positive, positive.T):
+            for ours, expected in zip(true_places(mask), mask.nonzero(as_tuple=True), strict=True):
+                assert torch.equal(ours, expected)
+
+
+def test_text_contrast_equals_a_loop() -> None:
+    f = features(6)
+    sample_ids, image_index = torch.tensor([7, 8, 7]), torch.tensor([0, 0, 1, 1, 2, 1])
+    caption_ids = torch.tensor([0, 1, 2, 3, 1, 5])  # the second image 7 repeats a caption of the first
+    samples, logits, rows = sample_ids[image_index].tolist(), (f.scale * f.text @ f.text.T).tolist(), []
+    for i in range(6):
+        others = [j for j in range(6) if caption_ids[j] != caption_ids[i]]
+        right = [j for j in others if samples[j] == samples[i]]
+        log_sum = math.log(sum(math.exp(logits[i][j]) for j in others))
+        rows += [sum(log_sum - logits[i][j] for j in right) / len(right)] if right else []
+    loss = text_contrast(f, sample_ids, caption_ids, image_index, blockwise=True)
+    assert loss.item() == pytest.approx(sum(rows) / len(rows))
+
+
+@pytest.mark.parametrize("caption_ids", [[0, 1, 2, 2, 2, 5], [0] * 6])
+def test_text_contrast_without_positives_is_zero(caption_ids: list[int]) -> None:
+    f = features(6)
+    loss = text_contrast(f, torch.arange(6), torch.tensor(caption_ids), torch.arange(6), blockwise=True)
+    loss.backward()
+    assert loss.item() == 0
+    assert f.text.grad is not None
+    assert not f.text.grad.any()
+
+
+@given(st.data())
+def test_blockwise_text_contrast_has_the_value_and_gradient_of_autograd(data: st.DataObject) -> None:
+    m = data.draw(st.integers(2, 12))
+    numbers = st.lists(st.integers(0, 3), min_size=m, max_size=m).map(torch.tensor)
+    sample_ids, caption_ids, image_index = data.draw(numbers), data.draw(numbers), data.draw(numbers) % m
+    block, scale = data.draw(st.integers(1, m * m)), data.draw(st.sampled_from([1.0, 20.0, 100.0]))
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(losses, "TEXT_BLOCK", block)
+        for blockwise in (True, False):
+            f = features(m, scale=scale)
+            loss = text_contrast(f, sample_ids, caption_ids, image_index, blockwise)
+            (3 * loss).backward()
+            assert f.text.grad is not None
+            assert f.scale.grad is not None
+            results.append((loss.detach(), f.text.grad, f.scale.grad))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
