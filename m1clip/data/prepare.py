@@ -47,7 +47,7 @@ def is_synthetic(config: DataConfig) -> bool:
 def augmentation_of(
     config: DataConfig, captions: Iterable[str] = (), whole_images: bool = False, whole_captions: bool = False
 ) -> Augmentation:
-    """The augmentation of the config, or the default for this data; `whole_...`: no patch or word dropout by default."""
+    """The augmentation of the config, or the default for this data; no dropout of patches or words if `whole_...`."""
     synthetic = is_synthetic(config)
     crop, flip, color = (1.0, 0.0, 0.0) if synthetic else (0.6, 0.5, 0.2)
     patches, words = 0.0 if synthetic or whole_images else 0.5, 0.0 if synthetic or whole_captions else 0.3
