@@ -138,11 +138,11 @@ def _plots(document: Document) -> list[Plot]:
     for (model, batch_size), members in jobs.items():
         if len(members) > 2 and len(jobs) <= 4:
             title = f"{model}, batch {batch_size}: images per second"
-            plots.append(Plot("speed", title, "see the table below", partial(_bars, members=members)))
+            plots.append(Plot(title, "see the table below", partial(_bars, members=members)))
     for model in dict.fromkeys(model for model, _ in jobs):
         if len({batch_size for name, batch_size in jobs if name == model}) > 1:
             title = f"{model}: seconds per step; dashed: cost model"
-            plots.append(Plot("growth", title, "see the table below", partial(_growth, document=document, model=model)))
+            plots.append(Plot(title, "see the table below", partial(_growth, document=document, model=model)))
     return plots
 
 

@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import math
+import re
 import shlex
 import statistics
 import time
@@ -84,11 +85,15 @@ class Curve:
 class Plot:
     """A figure that knows how to draw itself on matplotlib axes."""
 
-    name: str  # of its PNG file
     title: str
     alt: str  # what it shows, in words
     draw: Callable[[Any], None]
     height: float = 2.5
+
+    @property
+    def name(self) -> str:
+        """For a file."""
+        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
 
     def render(self, kind: str) -> bytes:
         """The figure as svg or png."""
@@ -124,7 +129,7 @@ def html_plots(plots: Sequence[Plot]) -> str:
     return f"<div class='grid'>{''.join(plot.html() for plot in plots)}</div>" if plots else ""
 
 
-def lines(name: str, title: str, curves: Sequence[Curve], log: bool = False, xlabel: str = "step") -> list[Plot]:
+def lines(title: str, curves: Sequence[Curve], log: bool = False) -> list[Plot]:
     """A plot of curves with their bands; none if nothing was measured."""
     curves = [curve for curve in curves if any(y > 0 or not log for _, y in curve.points)]
 
@@ -143,15 +148,15 @@ def lines(name: str, title: str, curves: Sequence[Curve], log: bool = False, xla
             axes.yaxis.set_major_formatter(lambda value, _: number(value))
             axes.yaxis.set_minor_formatter(lambda value, _: number(value))
         axes.grid(alpha=0.25)
-        axes.set_xlabel(xlabel)
+        axes.set_xlabel("step")
         if len(curves) > 1:
             axes.legend(frameon=False)
 
     alt = "; ".join(f"{c.name} from {number(c.points[0][1])} to {number(c.points[-1][1])}" for c in curves)
-    return [Plot(name, title, alt, draw)] if curves else []
+    return [Plot(title, alt, draw)] if curves else []
 
 
-def bars(name: str, title: str, rows: Sequence[tuple[str, float, str]], top: float | None = None) -> list[Plot]:
+def bars(title: str, rows: Sequence[tuple[str, float, str]], top: float | None = None) -> list[Plot]:
     """Horizontal bars of (label, value, text of the value); none without rows."""
 
     def draw(axes: Any) -> None:
@@ -162,10 +167,10 @@ def bars(name: str, title: str, rows: Sequence[tuple[str, float, str]], top: flo
         axes.invert_yaxis()
 
     alt = "; ".join(f"{label} {text}" for label, _, text in rows)
-    return [Plot(name, title, alt, draw, 0.5 + 0.2 * len(rows))] if rows else []
+    return [Plot(title, alt, draw, 0.5 + 0.2 * len(rows))] if rows else []
 
 
-def heatmap(name: str, title: str, labels: Sequence[str], rows: Sequence[Sequence[float]], alt: str) -> list[Plot]:
+def heatmap(title: str, labels: Sequence[str], rows: Sequence[Sequence[float]], alt: str) -> list[Plot]:
     """Colors from dark (low) to bright (high); none without values."""
 
     def draw(axes: Any) -> None:
@@ -175,7 +180,7 @@ def heatmap(name: str, title: str, labels: Sequence[str], rows: Sequence[Sequenc
         axes.set_yticks(range(len(labels)), [_short(label) for label in labels])
 
     found = any(math.isfinite(value) for row in rows for value in row)
-    return [Plot(name, title, alt, draw, max(2.5, 0.5 + 0.16 * len(labels)))] if found else []
+    return [Plot(title, alt, draw, max(2.5, 0.5 + 0.16 * len(labels)))] if found else []
 
 
 def _short(label: str) -> str:
@@ -214,75 +219,60 @@ def curve_plots(histories: Sequence[History]) -> list[Plot]:
         for i, h in many
     ]
     best = [evaluation_curve(h, h.metric, h.name, i) for i, h in many]
-    return [
-        *lines("loss", "Loss", step_curves(histories, "loss"), log=True),
-        *lines("best", f"{metrics} on validation, % (selects the best model; 95% interval)", best),
-        *lines("recall", "Recall@1 on validation, % (95% interval)", recall),
-        *lines("retention", "Retention (--retention-data), %", retention),
-        *lines("temperature", "Temperature", step_curves(histories, "temperature")),
-        *lines("lr", "Learning rate", step_curves(histories, "lr")),
-        *lines("grad_norm", "Gradient norm", step_curves(histories, "grad_norm"), log=True),
-        *lines("images_per_second", "Images per second", step_curves(histories, "images_per_second")),
-        *lines("memory", "Memory, GB", step_curves(histories, "memory_bytes", 1e-9)),
-        *lines("watts", "Power, W", step_curves(histories, "watts")),
-        *lines("celsius", "Temperature of the machine, °C", step_curves(histories, "celsius")),
+    scores = [
+        *lines("Loss", step_curves(histories, "loss"), log=True),
+        *lines(f"{metrics} on validation, % (selects the best model)", best),
+        *lines("Recall@1 on validation, %", recall),
+        *lines("Retention (--retention-data), %", retention),
+        *lines("Gradient norm", step_curves(histories, "grad_norm"), log=True),
     ]
+    for name, title, factor in STEP_PLOTS:
+        scores += lines(title, step_curves(histories, name, factor))
+    return scores
+
+
+STEP_PLOTS = (
+    ("temperature", "Temperature", 1.0),
+    ("lr", "Learning rate", 1.0),
+    ("images_per_second", "Images per second", 1.0),
+    ("memory_bytes", "Memory, GB", 1e-9),
+    ("watts", "Power, W", 1.0),
+    ("celsius", "Temperature of the machine, °C", 1.0),
+)
+LEVELS = ("easy", "medium", "hard")
+GEOMETRY = ("alignment", "uniformity_image", "uniformity_text", "modality_gap")
 
 
 def analysis_plots(history: History) -> list[Plot]:
     """Difficulty, geometry, groups and layers of one run."""
 
-    def over_time(key: str, names: Sequence[str], factor: float = 100.0) -> list[Curve]:
-        return [
-            evaluation_curve(history, f"{key}/{name}", name.replace("_", " "), i, factor)
-            for i, name in enumerate(names)
-        ]
+    def over_time(key: str, names: Sequence[str], factor: float) -> list[Curve]:
+        labels = [(i, f"{key}/{name}", name.replace("_", " ")) for i, name in enumerate(names)]
+        return [evaluation_curve(history, name, label, i, factor) for i, name, label in labels]
 
     def fractions(values: dict[str, Any]) -> list[tuple[str, float, str]]:
         return [(name, value, f"{percent(value)} of {n:,}") for name, (value, n) in values.items()]
 
-    levels, geometry = ("easy", "medium", "hard"), ("alignment", "uniformity_image", "uniformity_text", "modality_gap")
     analysis = (history.evaluations.last or {}).get("analysis") or {}
-    mark = history.name
     found = [
-        *lines(
-            f"difficulty-{mark}",
-            "Accuracy by similarity of the wrong caption, %",
-            over_time("analysis/difficulty", levels),
-        ),
-        *lines(f"negatives-{mark}", "Accuracy against generated negatives, %", over_time("analysis/negatives", levels)),
-        *lines(f"geometry-{mark}", "Alignment, uniformity, modality gap", over_time("analysis", geometry, 1.0)),
-        *bars(f"length-{mark}", "Recall@1 by caption length", fractions(analysis.get("length") or {}), 1.0),
+        *lines("Accuracy by similarity of the wrong caption, %", over_time("analysis/difficulty", LEVELS, 100.0)),
+        *lines("Accuracy against generated negatives, %", over_time("analysis/negatives", LEVELS, 100.0)),
+        *lines("Alignment, uniformity, modality gap", over_time("analysis", GEOMETRY, 1.0)),
+        *bars("Recall@1 by caption length", fractions(analysis.get("length") or {}), 1.0),
     ]
     groups: dict[str, dict[str, Any]] = {}
     for name, value in (analysis.get("groups") or {}).items():
         attribute, _, word = name.partition("/")
         groups.setdefault(attribute, {})[word] = value
     for attribute, values in groups.items():
-        rows = sorted(fractions(values), key=lambda row: row[1])
-        found += bars(f"groups-{mark}-{len(found)}", f"Recall@1 by {attribute}", rows, 1.0)
-    return found + layer_plots(history)
-
-
-def layer_plots(history: History) -> list[Plot]:
-    """Gradient norm and relative update of each layer over the run."""
-    rows = [row["layers"] for row in history.layers if isinstance(row.get("layers"), dict)]
-    names = list(rows[-1]) if rows else []
-
-    def values(which: int) -> list[list[float]]:
-        return [[_log10(row[name][which]) if name in row else math.nan for row in rows] for name in names]
-
-    def newest(which: int) -> str:
-        return "; ".join(f"{name} {rows[-1][name][which]}" for name in names)
-
-    return [
-        *heatmap(
-            f"gradients-{history.name}", "Gradient norm by layer over the run, log10", names, values(0), newest(0)
-        ),
-        *heatmap(
-            f"updates-{history.name}", "Update / weight by layer over the run, log10", names, values(1), newest(1)
-        ),
-    ]
+        found += bars(f"Recall@1 by {attribute}", sorted(fractions(values), key=lambda row: row[1]), 1.0)
+    layers = [row["layers"] for row in history.layers if isinstance(row.get("layers"), dict)]
+    names = list(layers[-1]) if layers else []
+    for which, title in enumerate(("Gradient norm", "Update / weight")):
+        rows = [[_log10(row[name][which]) if name in row else math.nan for row in layers] for name in names]
+        newest = "; ".join(f"{name} {layers[-1][name][which]}" for name in names)
+        found += heatmap(f"{title} by layer over the run, log10", names, rows, newest)
+    return found
 
 
 def _log10(value: Any) -> float:
@@ -300,8 +290,8 @@ def machine_plots(history: History) -> list[Plot]:
         if name not in ("v", "time", "peak") and numbers([history.memory], name) and value > 0
     ]
     return [
-        *bars(f"time-split-{history.name}", "Where the time of a step goes", phases, 1.0),
-        *bars(f"memory-{history.name}", f"Memory, of a peak of {size(history.memory.get('peak'))}", parts),
+        *bars("Where the time of a step goes", phases, 1.0),
+        *bars(f"Memory, of a peak of {size(history.memory.get('peak'))}", parts),
     ]
 
 
@@ -404,13 +394,13 @@ def write_images(runs: Sequence[Path], folder: Path) -> list[Path]:
     if not has_matplotlib():
         raise UserError(f"--png: {NO_PLOTS}, or leave out --png")
     histories = [History(run).poll() for run in runs]
-    plots = curve_plots(histories)
+    plots = {plot.name: plot for plot in curve_plots(histories)}
     for history in histories:
-        plots += analysis_plots(history) + machine_plots(history)
+        plots |= {f"{history.name}-{plot.name}": plot for plot in analysis_plots(history) + machine_plots(history)}
     folder.mkdir(parents=True, exist_ok=True)
-    for plot in plots:
-        write_bytes(folder / f"{plot.name}.png", plot.render("png"))
-    return [folder / f"{plot.name}.png" for plot in plots]
+    for name, plot in plots.items():
+        write_bytes(folder / f"{name}.png", plot.render("png"))
+    return [folder / f"{name}.png" for name in plots]
 
 
 def _page(histories: Sequence[History], images: bool) -> bytes:
@@ -477,7 +467,7 @@ def _snapshot(history: History) -> str:
     confusions = "".join(_confusion(history.run, each) for each in last["confusions"])
     confusions = confusions or "<p class='hint'>none: every caption finds its own image first</p>"
     return (
-        f"{html_plots(heatmap('similarity', title, [], values, alt))}<p class='hint'>{alt}</p>"
+        f"{html_plots(heatmap(title, [], values, alt))}<p class='hint'>{alt}</p>"
         f"<h3>Nearest confusions, {step}</h3>{confusions}"
     )
 

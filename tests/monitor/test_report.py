@@ -115,13 +115,13 @@ def test_a_run_without_an_evaluation_and_one_without_anything(tmp_path: Path) ->
 
 @needs_matplotlib
 def test_plots_of_odd_values() -> None:
-    assert lines("x", "x", [Curve("a", [(2, -1.0)])], log=True) == lines("x", "x", []) == bars("x", "x", []) == []
-    assert heatmap("x", "x", ["a"], [[float("nan")]], "") == []
-    (single,) = lines("x", "$x^{$", [Curve("$", [(1, 2.0)]), Curve("huge", [(1, 1e100), (2, 1e-100)])], log=True)
+    assert lines("x", [Curve("a", [(2, -1.0)])], log=True) == lines("x", []) == bars("x", []) == []
+    assert heatmap("x", ["a"], [[float("nan")]], "") == []
+    (single,) = lines("$x^{$", [Curve("$", [(1, 2.0)]), Curve("huge", [(1, 1e100), (2, 1e-100)])], log=True)
     assert b"<svg" in single.render("svg")
-    (many,) = lines("x", "x", [Curve("a", [(n, 1.0 + n % 7) for n in range(2000)])])
+    (many,) = lines("x", [Curve("a", [(n, 1.0 + n % 7) for n in range(2000)])])
     assert len(many.render("svg")) < 200_000
-    (zeros,) = bars("x", "x", [("$a", 0.0, "$0")])
+    (zeros,) = bars("x", [("$a", 0.0, "$0")])
     assert zeros.render("png").startswith(b"\x89PNG")
     assert "<x>" not in html_table(["<x>"], [["<x>"]])
 
@@ -132,6 +132,6 @@ def test_the_plots_as_files(tmp_path: Path) -> None:
     append(run, [line("layers", step=102, layers={"image block 1": ["nan", "inf"], "text stem": [2.0, 2e-3]})])
     files = write_images([run], tmp_path / "png")
     names = {file.name for file in files}
-    assert names >= {"loss.png", "recall.png", "temperature.png", "time-split-demo.png", "gradients-demo.png"}
-    assert "watts.png" not in names  # there was no meter
+    assert names >= {"loss.png", "recall-1-on-validation.png", "demo-where-the-time-of-a-step-goes.png"}
+    assert "power-w.png" not in names  # there was no meter
     assert all(Image.open(file).width > 500 for file in files)
