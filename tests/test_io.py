@@ -1,4 +1,4 @@
-"""Files that are either whole or not there."""
+"""Atomic files and folders, bounded reads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_text_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
     assert names(tmp_path / "new") == ["a.txt", "b.json"]
 
 
-def test_a_reader_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_never_sees_a_partial_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_text(tmp_path / "a.txt", "old")
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("power cut")))
     with pytest.raises(OSError, match="power cut"):
@@ -41,7 +41,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "a.txt").read_text() == "old"
 
 
-def test_a_folder_appears_whole(tmp_path: Path) -> None:
+def test_a_folder_appears_complete(tmp_path: Path) -> None:
     target = tmp_path / "model"
     with atomic_folder(target) as folder:
         (folder / "a").write_text("1")
@@ -100,7 +100,7 @@ def test_a_folder_moved_aside_by_a_killed_save_comes_back(tmp_path: Path) -> Non
     assert (tmp_path / "model" / "weights").read_text() == "new"
 
 
-def test_what_came_back_is_named_once(tmp_path: Path) -> None:
+def test_a_restored_folder_is_named_once(tmp_path: Path) -> None:
     made(tmp_path / "best.old.partial", "old")
     assert restore_folders(tmp_path) == ["best"]
     assert restore_folders(tmp_path) == restore_folders(tmp_path / "nowhere") == []
@@ -121,7 +121,7 @@ def test_a_kill_between_the_two_moves_loses_nothing(tmp_path: Path, monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", killed)
-        for _ in range(2):  # the second save, too, must leave the only whole copy alone
+        for _ in range(2):  # the second save, too, must keep the only complete copy
             with pytest.raises(KeyboardInterrupt):
                 save()
     remove_leftovers(tmp_path)

@@ -1,4 +1,4 @@
-"""run.jsonl: whole lines, whatever happens to the writer."""
+"""run.jsonl: complete lines, whatever happens to the writer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_it_is_appended_to(tmp_path: Path) -> None:
     assert [line["number"] for line in read_log(tmp_path)] == [0, 1]
 
 
-def test_a_line_torn_by_a_kill_costs_that_line_alone(tmp_path: Path) -> None:
+def test_a_line_torn_by_a_kill_costs_only_that_line(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.write("start", step=0)
     log.close()
@@ -41,7 +41,7 @@ def test_a_line_torn_by_a_kill_costs_that_line_alone(tmp_path: Path) -> None:
     assert [line["kind"] for line in read_log(tmp_path)] == ["start", "step"]
 
 
-def test_foreign_lines_are_passed_over(tmp_path: Path) -> None:
+def test_invalid_lines_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "run.jsonl").write_bytes(b'\n[1]\n"x"\n{"a": 1}\n\xff\xfe\n{"kind": "end"}\n')
     assert list(read_log(tmp_path)) == [{"kind": "end"}]
 
@@ -58,14 +58,14 @@ def test_every_line_is_json_even_where_numbers_are_not_finite(tmp_path: Path) ->
     assert (record["loss"], record["deep"]) == ("nan", {"list": ["inf", 1.0, ["-inf"]]})
 
 
-def test_a_line_of_a_newer_version_is_passed_over(tmp_path: Path) -> None:
+def test_a_line_of_a_newer_version_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "run.jsonl").write_bytes(
         b'{"v": 2, "kind": "step"}\n{"v": "x", "kind": "step"}\n{"v": 1, "kind": "end"}\n'
     )
     assert [record["kind"] for record in read_log(tmp_path)] == ["end"]
 
 
-def test_others_are_given_each_record_as_it_is_written(tmp_path: Path) -> None:
+def test_sinks_receive_each_record(tmp_path: Path) -> None:
     seen: list[Record] = []
     log = RunLog(tmp_path)
     log.sinks.append(seen.append)

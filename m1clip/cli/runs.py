@@ -30,7 +30,7 @@ def monitor(
     Parameters
     ----------
     runs
-        Run folders, or a folder that holds runs.
+        Run folders, or a folder of runs.
     web
         Open a page at http://127.0.0.1:PORT with plots to zoom, overlaid runs, and retrieval examples.
     port

@@ -28,7 +28,7 @@ class Diagnostic:
 
 
 def diagnose(history: History, now: float, state: str) -> list[Diagnostic]:
-    """Everything that can be said, the worst first."""
+    """All that apply, the worst first."""
     found = [*(check(history) for check in CHECKS), stalled(history, now, state), interrupted(history, state)]
     order = ("error", "warning", "good")
     return sorted((each for each in found if each), key=lambda each: order.index(each.level))

@@ -66,7 +66,7 @@ HELP = (
     "?  this help",
 )
 ARROWS = {"\x1b[C": "n", "\x1b[D": "b", "\x1b[A": "M", "\x1b[B": "m", "\t": "m", "\x03": "q", "\x1b": "q", "\x04": "q"}
-POLL = 0.25  # seconds between two looks at the log
+POLL = 0.25  # seconds between two reads of the log
 REDRAW = 2.0  # seconds after which the screen is drawn even if nothing changed
 
 
@@ -87,7 +87,7 @@ def line(*parts: str | tuple[str, str]) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis")
     for part in parts:
         content, style = (part, "") if isinstance(part, str) else part
-        text.append("".join(letter if letter.isprintable() else " " for letter in content), style)
+        text.append("".join(char if char.isprintable() else " " for char in content), style)
     return text
 
 
@@ -184,7 +184,7 @@ def title_line(history: History, status: Status, view: View, width: int) -> Text
     """The run's folder and state."""
     tail = f"* {status.state}  " + (f"run {view.place}  " if view.place else "") + ("PAUSED" if view.paused else "")
     name, room = str(history.run), max(8, width - len(tail) - 12)
-    name = name if len(name) <= room else "~" + name[-room + 1 :]  # the end of a path says more than its start
+    name = name if len(name) <= room else "~" + name[-room + 1 :]  # the end of a path matters more than its start
     return line((" m1clip ", "reverse"), (f" {name}  ", "bold"), (tail, STATE_STYLES[status.state]))
 
 

@@ -126,10 +126,10 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-REFRESH = 0.5  # seconds between two looks at the logs
-HEARTBEAT = 5.0  # and between two signs of life to a page
+REFRESH = 0.5  # seconds between two reads of the logs
+HEARTBEAT = 5.0  # seconds after which a page is sent its runs even if nothing changed
 BIG = 4096  # bytes from which an answer is compressed
-POLL = 0.05  # seconds between two looks at the waiting connections
+POLL = 0.05  # seconds between two checks of the waiting connections
 IDLE = 10.0  # seconds that a connection may wait for a thread, or keep one waiting
 WAITING = 128  # connections without a thread; macOS allows 256 open files
 THREADS, STREAMS = 32, 24  # requests answered at a time, and how many of them may be streams

@@ -13,7 +13,7 @@ RECALL = "text_to_image/recall@1"
 
 
 def line(kind: str, **values: Any) -> dict[str, Any]:
-    """A record as the log holds it."""
+    """A record of the log."""
     return {"v": 1, "kind": kind, "time": BEGIN, **values}
 
 
@@ -41,15 +41,23 @@ def evaluation(number: int, recall: float, low: float | None = None, **values: A
     """An evaluation with an interval of five points to either side."""
     figures = {}
     for name in ("mean_recall", RECALL, "image_to_text/recall@1"):
-        figures |= {name: recall, f"{name}/low": max(0.0, recall - 0.05) if low is None else low,
-                    f"{name}/high": min(1.0, recall + 0.05), f"{name}/chance": 0.01, f"{name}/n": 500}  # fmt: skip
+        figures |= {
+            name: recall,
+            f"{name}/low": max(0.0, recall - 0.05) if low is None else low,
+            f"{name}/high": min(1.0, recall + 0.05),
+            f"{name}/chance": 0.01,
+            f"{name}/n": 500,
+        }
     analysis = {
-        "alignment": 1.0 - recall / 2, "uniformity_image": -2.0, "uniformity_text": -2.1, "modality_gap": 0.5,
+        "alignment": 1.0 - recall / 2,
+        "uniformity_image": -2.0,
+        "uniformity_text": -2.1,
+        "modality_gap": 0.5,
         "difficulty": {"easy": [0.99, 100], "medium": [0.9, 80], "hard": [0.6, 20]},
         "negatives": {"easy": [0.99, 96], "medium": [0.8, 96], "hard": [0.7, 192], "changed/colour": [0.9, 32]},
         "length": {"short": [0.2, 30], "long": [0.3, 30]},
         "groups": {"colour/red": [0.3, 20], "colour/blue": [0.1, 20], "object/<b>cat</b>": [0.5, 10]},
-    }  # fmt: skip
+    }
     given = {"time": BEGIN + 0.5 * number, "split": "val", "seconds": 2.0, "analysis": analysis}
     return line("eval", step=number, **{**given, **figures, **values})
 
@@ -106,17 +114,27 @@ def full_run(folder: Path, recall: float = 0.4, finished: bool = True) -> Path:
 
 
 def write_example(run: Path, number: int) -> None:
-    """What an evaluation leaves for those who watch; one caption tries to be a script."""
+    """The snapshot of an evaluation; one caption tries to be a script."""
     folder = run / "watch"
     (folder / "thumbs").mkdir(parents=True, exist_ok=True)
     for image in range(4):
         Image.new("RGB", (24, 24), (60 * image, 90, 120)).save(folder / "thumbs" / f"{image}.jpg")
     caption = "<script>alert(1)</script> a red cat"
     content = {
-        "step": number, "split": "val", "images": 4,
-        "queries": [{"caption": caption, "right": 1, "rank": 2, "found": [0, 1, 2],
-                     "correct": [False, True, False], "scores": [0.9, 0.8, 0.1]}],
+        "step": number,
+        "split": "val",
+        "images": 4,
+        "queries": [
+            {
+                "caption": caption,
+                "right": 1,
+                "rank": 2,
+                "found": [0, 1, 2],
+                "correct": [False, True, False],
+                "scores": [0.9, 0.8, 0.1],
+            }
+        ],
         "matrix": {"images": [0, 1], "captions": ["a", "b"], "values": [[0.9, 0.1], [0.2, 0.8]]},
         "confusions": [{"caption": "a red cat", "found": 0, "right": 1, "margin": 0.1, "truth": "a blue dog"}],
-    }  # fmt: skip
+    }
     (folder / f"step-{number:08d}.json").write_text(json.dumps(content))

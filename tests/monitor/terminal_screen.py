@@ -36,7 +36,7 @@ class Screen:
         os.write(self._master, keys.encode())
 
     def resize(self, width: int, height: int) -> None:
-        """As a window manager does it; the system tells the program."""
+        """As a window manager does it."""
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
 
     def until(self, true: Callable[[str], object]) -> str:

@@ -1,4 +1,4 @@
-"""Training in the background: started, listed, stopped, continued; each by a command, as a person does it."""
+"""Training in the background: started, listed, stopped and resumed, each by its command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from m1clip.training.process import without
 LONG: dict[str, Any] = {"train.steps": 3000, "train.log_every": 5, "train.eval_every": 0, "train.save_every": 1000}
 
 
-def test_a_command_line_less_its_own_options() -> None:
+def test_options_are_removed_from_a_command_line() -> None:
     words = ["train", "--run", "x", "--background", "--steps", "5", "--run=y", "--compile"]
     assert without(words, "--background", "--run") == ["train", "--steps", "5", "--compile"]
 
@@ -39,11 +39,11 @@ def wait_until(true: Any, seconds: float = 90.0) -> None:
 
 @pytest.mark.slow
 def test_start_list_stop_continue(tmp_path: Path) -> None:
-    begun = command("train", *small_arguments(LONG), "--run", "run", "--background", cwd=tmp_path)
-    assert begun.returncode == 0, begun.stderr
-    assert begun.stdout.splitlines()[1:] == ["watch      m1clip monitor run", "stop       m1clip stop run"]
+    started = command("train", *small_arguments(LONG), "--run", "run", "--background", cwd=tmp_path)
+    assert started.returncode == 0, started.stderr
+    assert started.stdout.splitlines()[1:] == ["watch      m1clip monitor run", "stop       m1clip stop run"]
     run = tmp_path / "run"
-    process = psutil.Process(int(begun.stdout.split("process ")[1].split(",")[0]))
+    process = psutil.Process(int(started.stdout.split("process ")[1].split(",")[0]))
     try:
         wait_until(lambda: (run / "run.jsonl").is_file() and any(r["kind"] == "step" for r in read_log(run)))
         owner = read_owner(run)
@@ -72,7 +72,7 @@ def test_start_list_stop_continue(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_mistake_is_told_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_mistake_is_reported_at_once_and_leaves_nothing(tmp_path: Path) -> None:
     words = small_arguments({"data.source": "nowhere"})
     refused = command("train", *words, "--run", "run", "--background", cwd=tmp_path)
     if refused.returncode:

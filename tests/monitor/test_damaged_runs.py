@@ -1,4 +1,4 @@
-"""Run folders with damaged or hostile files: every reader works on, skips what is invalid, and never hangs."""
+"""Run folders with damaged or hostile files: every reader continues, skips what is invalid, and never hangs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,26 @@ from m1clip.web.server import Store, key_of
 from .made_runs import append, ended, evaluation, full_run, line, step
 
 # As JSON text, because Python would not write some of them.
-BAD_VALUES = ("9" * 400, "-7", "1e999", "1e308", "5e-324", "NaN", "true", "null", '"x"', '"\\ud800"', "[]", "{}",
-              "[[]]", '{"a": {}}', "[" * 30 + "]" * 30, "1.5", '{"1": ["x", 1]}', '["nan", "nan"]')  # fmt: skip
+BAD_VALUES = (
+    "9" * 400,
+    "-7",
+    "1e999",
+    "1e308",
+    "5e-324",
+    "NaN",
+    "true",
+    "null",
+    '"x"',
+    '"\\ud800"',
+    "[]",
+    "{}",
+    "[[]]",
+    '{"a": {}}',
+    "[" * 30 + "]" * 30,
+    "1.5",
+    '{"1": ["x", 1]}',
+    '["nan", "nan"]',
+)
 RECORDS = (
     step(102, watts=3.0, celsius=50.0),
     evaluation(102, 0.3),
@@ -96,18 +114,24 @@ def test_no_damaged_log_line_breaks_a_reader(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [line("step", step=10**400), step(102, seconds={"data": "x"}), evaluation(102, 0.3, seconds=[]),
-     step(102, time=1e300), line("layers", step=102, layers={"a": 1}), line("event", step=[], event={}),
-     line("step", step=102, loss={})],
-)  # fmt: skip
+    [
+        line("step", step=10**400),
+        step(102, seconds={"data": "x"}),
+        evaluation(102, 0.3, seconds=[]),
+        step(102, time=1e300),
+        line("layers", step=102, layers={"a": 1}),
+        line("event", step=[], event={}),
+        line("step", step=102, loss={}),
+    ],
+)
 def test_an_invalid_line_is_skipped_and_counted(tmp_path: Path, bad: dict[str, Any]) -> None:
     run = full_run(tmp_path / "runs" / "one")
     before = History(run).poll()
     append(run, [bad, bad])
     history = History(run).poll()
     assert (history.follower.invalid, history.step, history.last_time) == (2, before.step, before.last_time)
-    said = [each.message for each in diagnose(history, 0.0, "finished")]
-    assert "2 invalid lines of run.jsonl skipped" in said
+    messages = [each.message for each in diagnose(history, 0.0, "finished")]
+    assert "2 invalid lines of run.jsonl skipped" in messages
     read_everything(run)
 
 
@@ -205,8 +229,11 @@ def test_only_regular_files_inside_the_run_folder_are_opened(
         [sys.executable, "-c", script, str(run), str(tests)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [each for each in ("run.jsonl", "config.toml", "retrieval.png",
-                                   "watch/step-00000100.json", "watch/thumbs/1.jpg") if each != name]  # fmt: skip
+    assert done.stdout.split() == [
+        each
+        for each in ("run.jsonl", "config.toml", "retrieval.png", "watch/step-00000100.json", "watch/thumbs/1.jpg")
+        if each != name
+    ]
 
 
 def read_outside(run: Path) -> None:
@@ -237,9 +264,13 @@ def test_a_thumbs_folder_that_links_outside_is_not_served(tmp_path: Path) -> Non
 
 def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "m1clip", *words], capture_output=True, text=True, timeout=120, check=False,
+        [sys.executable, "-m", "m1clip", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
         env={**os.environ, **environment},
-    )  # fmt: skip
+    )
 
 
 def test_an_ascii_locale_can_show_a_run(tmp_path: Path) -> None:

@@ -220,9 +220,12 @@ def test_a_real_training_process_is_shown(visit: Any, tmp_path: Path) -> None:
     page.wait_for_selector("#empty:not([hidden])")
     words = small_arguments({"train.steps": 60, "train.log_every": 2, "train.eval_every": 20})
     training = subprocess.Popen(
-        [sys.executable, "-m", "m1clip", "train", *words, "--run", "runs/real"], cwd=tmp_path, env=environment(),
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        [sys.executable, "-m", "m1clip", "train", *words, "--run", "runs/real"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         page.wait_for_selector("#run:not([hidden])")  # it appeared by itself
         wait_for_points(page, 5)
