@@ -22,10 +22,10 @@ from m1clip.config import Config, load_config, to_toml
 from m1clip.data.images import BadImage, Preprocess, decode
 from m1clip.data.sources import open_source
 from m1clip.errors import UserError
-from m1clip.inference.encoder import _read_config
 from m1clip.io import read_owner
-from m1clip.model.convert import read_tensors
+from m1clip.model.folder import _read_config
 from m1clip.model.presets import preset
+from m1clip.model.weights import read_tensors
 from m1clip.runlog import NAME, read_log
 from m1clip.text.tokenizers import load_tokenizer
 from m1clip.training.checkpoint import TrainState, load_latest, save

@@ -30,9 +30,9 @@ from m1clip.errors import UserError
 from m1clip.export.layouts import export
 from m1clip.inference.encoder import Model, load, read_model
 from m1clip.model.clip import build_clip
-from m1clip.model.convert import read_checkpoint, write_tensors
 from m1clip.model.presets import CLIPConfig, PretrainedTextConfig, with_fields
 from m1clip.model.pretrained import check_settings
+from m1clip.model.weights import read_checkpoint, write_tensors
 from m1clip.runlog import read_log
 from m1clip.text.bpe import BpeTokenizer
 from m1clip.text.tokenizers import load_tokenizer
