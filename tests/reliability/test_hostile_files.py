@@ -306,7 +306,7 @@ def test_weights_that_are_not_finite_are_refused(
     for read in (load, read_model):
         told = bounded(lambda read=read: read(tmp_path / "model"))
         must_refuse(told, proof)
-        assert "'text.tokens.weight' holds NaN or infinity" in told
+        assert "'text_tower.tokens.weight' contains NaN or infinity" in told
 
 
 def test_names_that_point_outside(tmp_path: Path, proof: Path) -> None:
