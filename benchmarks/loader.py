@@ -32,7 +32,7 @@ from m1clip.data.augment import render
 from m1clip.data.cache import LiveImages
 from m1clip.data.loader import TrainingSet, batches
 from m1clip.hardware.timing import Timing, timing
-from m1clip.training.setup import Job
+from m1clip.training.setup import Setup
 
 SIZE, PREFETCH = 112, 2
 PEER = Path(__file__).parent / "peers" / "open_clip_csv.py"
@@ -51,7 +51,7 @@ def batch_seconds(feed: Iterator[Any], count: int, ready: int, finish: Callable[
     return (time.perf_counter() - start) / count
 
 
-def ours(job: Job, data: TrainingSet, workers: int, count: int, rendered: bool) -> Round:
+def ours(job: Setup, data: TrainingSet, workers: int, count: int, rendered: bool) -> Round:
     """Our loader, with or without the rendering that the training step does."""
     feed = batches(data, 0, 10**6, workers, job.device.rules.worker_start, False)
     finish = (lambda b: render(b.pixels(), b.views, job.preprocess)) if rendered else None
@@ -62,7 +62,7 @@ def ours(job: Job, data: TrainingSet, workers: int, count: int, rendered: bool) 
 class PerSample(Dataset[tuple[Tensor, Tensor]]):
     """Pillow and transforms sample by sample, as in most training scripts: random crop, resize, flip, normalize."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Setup) -> None:
         self.paths = [str(sample.image) for sample in job.splits["train"].samples]
         self.captions, self.size = job.splits["train"].captions, job.preprocess.image_size
         self.mean = torch.tensor(job.preprocess.mean).view(3, 1, 1)
@@ -86,7 +86,7 @@ class PerSample(Dataset[tuple[Tensor, Tensor]]):
         return (pixels - self.mean) / self.std, torch.from_numpy(tokens.astype(np.int64))
 
 
-def plain_torch(job: Job, workers: int, count: int) -> Round:
+def plain_torch(job: Setup, workers: int, count: int) -> Round:
     """torch's DataLoader, without an end of the epoch, where it would start its workers again."""
     data = PerSample(job)
     sampler = RandomSampler(data, replacement=True, num_samples=10**7)
@@ -96,7 +96,7 @@ def plain_torch(job: Job, workers: int, count: int) -> Round:
     return lambda: batch_size / batch_seconds(feed, count, PREFETCH * workers)
 
 
-def tiny_step(job: Job, count: int) -> Round:
+def tiny_step(job: Setup, count: int) -> Round:
     """What the step consumes: forward, backward and update on batches that lie ready."""
     update = training_step(job)
     ready = list(batches(job.training, 0, count, 0, "fork", False))
@@ -142,7 +142,7 @@ class Peer:
         self.process.wait(timeout=60)
 
 
-def write_table(job: Job, path: Path) -> None:
+def write_table(job: Setup, path: Path) -> None:
     """The train samples as open_clip reads them: one row per caption."""
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file, delimiter="\t")

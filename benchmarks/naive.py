@@ -24,7 +24,7 @@ from m1clip.config import Config, from_dict, read_preset
 from m1clip.data.prepare import Split
 from m1clip.evaluation.statistics import Metric
 from m1clip.model.presets import CLIPConfig
-from m1clip.training.setup import Job
+from m1clip.training.setup import Setup
 
 PARAMETERS = 76_736_001  # of the prior art's run
 DROPOUT = 0.1
@@ -134,7 +134,7 @@ class NaivePairs(Dataset[tuple[Tensor, Tensor]]):
 class NaiveTrainer:
     """The baseline's step, on its own data path."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Setup) -> None:
         torch.manual_seed(job.config.seed)
         self.device, optim = job.device.torch, job.config.optim
         self.model = NaiveClip(job.shape, job.tokenizer.eot_id).to(self.device).train()
@@ -180,7 +180,7 @@ class NaiveTrainer:
         )
 
 
-def prior_art_job(config: Config, device: str = "cpu") -> Job:
+def prior_art_job(config: Config, device: str = "cpu") -> Setup:
     """The data, tokenizer and shape of the job; nothing is measured, the baseline has no choices."""
     config = dataclasses.replace(
         config,
@@ -190,7 +190,7 @@ def prior_art_job(config: Config, device: str = "cpu") -> Job:
     return set_up(config)
 
 
-def train(job: Job, epochs: int) -> list[dict[str, float]]:
+def train(job: Setup, epochs: int) -> list[dict[str, float]]:
     """Train as described; one record an epoch, printed as it comes."""
     trainer, records = NaiveTrainer(job), []
     for epoch in range(1, epochs + 1):

@@ -49,10 +49,10 @@ def answers_of(side: str, config: Config) -> dict[str, Callable[[], Any]]:
     from m1clip.training.progress import Screen
     from m1clip.training.run import decode_plan
     from m1clip.training.schedule import lr_schedule
-    from m1clip.training.setup import prepare_scratch
+    from m1clip.training.setup import prepare
     from m1clip.training.step import TrainStep
 
-    job = prepare_scratch(config, lambda line: None, decode_plan(Screen()))
+    job = prepare(config, lambda line: None, decode_plan(Screen()))
     update = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
     total_steps = round((config.train.epochs or 1) * job.training.plan.steps_per_epoch)
     update.schedule = lr_schedule(config.optim, total_steps)

@@ -18,6 +18,7 @@ from m1clip.hardware.measure import bf16_speedup, gemm_rate
 from m1clip.model.clip import count_parameters
 from m1clip.model.presets import flops_per_pair
 from m1clip.training.memory import forecast, foretold_peak, tensor_limit, tracer, warm_process
+from m1clip.training.transfer import Start
 
 ASSUMED_GEMM_FRACTION = 0.5  # of the matrix product rate, where no step was measured; the plan says so
 GEMM_SIZE = {"cpu": 1536, "mps": 4096, "cuda": 8192}
@@ -64,7 +65,7 @@ def plan_memory(c: Configuration, device: Device, facts: Facts, images: int, lim
     data = data if data <= RAM_FRACTION * facts.memory_bytes else 0  # a larger set stays on disk
     precision: Any = c.precision
     traces = [
-        tracer(config.train_config(), shape, device.kind, precision, facts, tokens)
+        tracer(config.train_config(), Start(shape), device.kind, precision, facts, tokens)
         for config in (c, dataclasses.replace(c, grad_checkpointing=True))
     ]
     parts = foretold_peak(traces[0](c.batch_size), device.kind, process, data)

@@ -152,8 +152,8 @@ class Measurements:
         preprocess = Preprocess(image_size=shape.image_size)
         self.device, self.number, self.peak_is_known = device, 0, peak_is_known
         self.step = TrainStep(model, config, device, precision, preprocess, autocast(device, precision))
-        self.batch = stand_in(shape, configuration.batch_size, tokens, eot_id=0)
-        self.parity_batch = stand_in(shape, PARITY_IMAGES, tokens, eot_id=0)
+        self.batch = stand_in(shape, configuration.batch_size, tokens)
+        self.parity_batch = stand_in(shape, PARITY_IMAGES, tokens)
         taken = [self._run_step()]
         while len(taken) < MAX_WARM_STEPS and sum(taken) < seconds and not (len(taken) > 2 and is_settled(taken)):
             taken.append(self._run_step())

@@ -21,7 +21,7 @@ from m1clip.config import Config
 from m1clip.data.cache import DecodePlan, user_cache
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import BatchPlan
-from m1clip.data.prepare import Split, open_data
+from m1clip.data.prepare import open_data
 from m1clip.data.types import Source
 from m1clip.errors import UserError
 from m1clip.formatting import amount
@@ -41,9 +41,8 @@ from m1clip.hardware.memory import map_large_blocks, return_freed_memory
 from m1clip.hardware.precision import autocast
 from m1clip.hardware.timing import BUSY, Load, Timing, alternate, timing
 from m1clip.io import read_small, write_json
-from m1clip.model.clip import CLIP, build_clip
+from m1clip.model.clip import CLIP
 from m1clip.model.layers import AttentionKind, attention
-from m1clip.model.presets import CLIPConfig, with_fields
 from m1clip.training.memory import (
     Forecast,
     Parts,
@@ -56,6 +55,7 @@ from m1clip.training.memory import (
 )
 from m1clip.training.parity import PAIRS, TOLERANCE, few, gradient, relative_difference
 from m1clip.training.step import TrainStep
+from m1clip.training.transfer import Start
 
 MOST_SECONDS = 30.0
 SHARE = 0.05  # of --minutes, at most
@@ -134,7 +134,7 @@ def candidates(device: str, precision: str, facts: Facts) -> list[tuple[Kind, Pr
 
 
 def choose(
-    config: Config, shape: CLIPConfig, eot_id: int, facts: Facts, text_tokens: int, folder: Path | None = None,
+    config: Config, start: Start, facts: Facts, text_tokens: int, folder: Path | None = None,
     measure: Callable[..., Tried] | None = None,
 ) -> Choice:  # fmt: skip
     """The fastest device and precision for this model; measured for at most half a minute, or read from the cache."""
@@ -143,16 +143,16 @@ def choose(
         return Choice(*options[0])
     # Half of the run's: fp32 keeps twice as much as bf16, and measuring should not take more memory than the run.
     batch = min(-(-(config.train.batch_size or 0) // 2) or PROBE_BATCH, PROBE_BATCH)
-    path = (folder or user_cache()) / "choices" / f"{_key(config, shape, facts, batch, text_tokens, options)}.json"
+    path = (folder or user_cache()) / "choices" / f"{_key(config, start, facts, batch, text_tokens, options)}.json"
     kept = _read(path, options)
     if kept is not None:
         return kept
     if measure is not None:
-        tried = [measure(config, shape, eot_id, facts, kind, precision) for kind, precision in options]
+        tried = [measure(config, start, facts, kind, precision) for kind, precision in options]
     else:
         minutes = config.train.minutes
         most = MOST_SECONDS if minutes is None else min(MOST_SECONDS, SHARE * 60 * minutes)
-        found = _measured(config, shape, eot_id, facts, options, text_tokens, batch, most)
+        found = _measured(config, start, facts, options, text_tokens, batch, most)
         if found is None:
             return Choice(*options[0])
         tried, batch = found
@@ -175,7 +175,7 @@ def affordable(batch: int, pair_seconds: float, options: int, seconds: float = M
 
 
 def _measured(
-    config: Config, shape: CLIPConfig, eot_id: int, facts: Facts, options: list[tuple[Kind, Precision]],
+    config: Config, start: Start, facts: Facts, options: list[tuple[Kind, Precision]],
     text_tokens: int, batch: int, most: float,
 ) -> tuple[list[Tried], int] | None:  # fmt: skip
     """Gradients of all candidates first, then their steps: so the peak of memory is that of a step.
@@ -186,35 +186,35 @@ def _measured(
     map_large_blocks()
     several = config.data.captions_per_step or 1
     torch.manual_seed(config.seed)
-    samples = stand_in(shape, PAIRS, text_tokens, eot_id, several)
-    truth = _reference(config, shape, eot_id, facts, samples)
+    samples = stand_in(start.config, PAIRS, text_tokens, several)
+    truth = _reference(config, start, facts, samples)
     spent = time.monotonic() - begin
     if spent * (1 + len(options)) > most:
         return None
     batch = affordable(batch, spent / PAIRS, len(options), most)
-    checked = [
-        check_gradient(config, shape, eot_id, facts, kind, precision, samples, truth) for kind, precision in options
-    ]
+    checked = [check_gradient(config, start, facts, kind, precision, samples, truth) for kind, precision in options]
     del truth
     return_freed_memory()
-    work = stand_in(shape, batch, text_tokens, eot_id, several)
+    work = stand_in(start.config, batch, text_tokens, several)
     tried = []
     for index, candidate in enumerate(checked):
         share = (most - (time.monotonic() - begin)) / (len(checked) - index)
-        tried.append(candidate if candidate.out else time_step(config, shape, eot_id, facts, candidate, work, share))
+        tried.append(candidate if candidate.out else time_step(config, start, facts, candidate, work, share))
     return tried, batch
 
 
 def check_gradient(
-    config: Config, shape: CLIPConfig, eot_id: int, facts: Facts, kind: Kind, precision: Precision, samples: Any,
+    config: Config, start: Start, facts: Facts, kind: Kind, precision: Precision, samples: Any,
     truth: torch.Tensor,
 ) -> Tried:  # fmt: skip
     """A candidate, with how far its gradient is from the true one; out where that is too far."""
     device = Device(kind, facts)
 
     def apart() -> float:
-        model = _model(config, shape, eot_id, device, precision)
-        here = gradient(model, few(samples), Preprocess(image_size=shape.image_size), autocast(device, precision))
+        model = _model(config, start, device, precision)
+        here = gradient(
+            model, few(samples), Preprocess(image_size=start.config.image_size), autocast(device, precision)
+        )
         del model
         return relative_difference(here, truth)
 
@@ -224,9 +224,7 @@ def check_gradient(
     return found
 
 
-def time_step(
-    config: Config, shape: CLIPConfig, eot_id: int, facts: Facts, candidate: Tried, work: Any, seconds: float
-) -> Tried:
+def time_step(config: Config, start: Start, facts: Facts, candidate: Tried, work: Any, seconds: float) -> Tried:
     """The real step of a candidate, as many times as fit."""
     kind, precision = candidate.device, candidate.precision
     device = Device(kind, facts)
@@ -235,8 +233,8 @@ def time_step(
         plain = dataclasses.replace(plain, train=dataclasses.replace(plain.train, batch_size=len(work)))
 
     def timed() -> Tried:
-        model = _model(config, shape, eot_id, device, precision)
-        preprocess = Preprocess(image_size=shape.image_size)
+        model = _model(config, start, device, precision)
+        preprocess = Preprocess(image_size=start.config.image_size)
         update = TrainStep(model, plain, device, precision, preprocess, autocast(device, precision))
         update.keeps_memory = False  # blocks stay mapped one by one: kept ones would lie scattered when the run begins
         load = Load()
@@ -277,29 +275,36 @@ def _timed(update: TrainStep, samples: Any, device: Device, seconds: float) -> t
     return timing(taken[1:] or taken).low, timing(used[1:] or used).low
 
 
-def _model(config: Config, shape: CLIPConfig, eot_id: int, device: Device, precision: Precision) -> CLIP:
+def _model(config: Config, start: Start, device: Device, precision: Precision) -> CLIP:
     torch.manual_seed(config.seed)
     attention: AttentionKind = "sdpa" if device.kind != "cpu" or precision == "fp32" else "bmm"
-    # CLIP's start values, not zeros: behind silent branches the gradient is nothing but rounding (parity.stirred).
-    model = build_clip(with_fields(shape, dropout=0.0, init="clip")).to(device.torch)
+    # CLIP's initialization: behind residual branches at zero the gradient is nothing but rounding.
+    changes = {
+        name: dataclasses.replace(tower, init="clip")
+        for name in ("image_tower", "text_tower")
+        if hasattr(tower := getattr(start.config, name), "init")
+    }
+    shape = dataclasses.replace(start.config, **changes)
+    model = dataclasses.replace(start, config=shape).build().to(device.torch).eval()
     model.set_attention(attention, attention)
     model.set_activation_checkpointing(config.model.grad_checkpointing)
     return model
 
 
-def _reference(config: Config, shape: CLIPConfig, eot_id: int, facts: Facts, samples: Any) -> torch.Tensor:
+def _reference(config: Config, start: Start, facts: Facts, samples: Any) -> torch.Tensor:
     """The gradient that the others must have: the CPU's in fp32."""
-    host = _model(config, shape, eot_id, Device("cpu", facts), "fp32")
-    return gradient(host, few(samples), Preprocess(image_size=shape.image_size), contextlib.nullcontext)
+    host = _model(config, start, Device("cpu", facts), "fp32")
+    return gradient(host, few(samples), Preprocess(image_size=start.config.image_size), contextlib.nullcontext)
 
 
 def _key(
-    config: Config, shape: CLIPConfig, facts: Facts, batch: int, text_tokens: int, options: list[tuple[Kind, Precision]]
+    config: Config, start: Start, facts: Facts, batch: int, text_tokens: int, options: list[tuple[Kind, Precision]]
 ) -> str:
     """This machine, this model, these versions: anything else measures anew."""
     values = {
         "format": 2,  # choices of the first may have been made beside other programs
-        "facts": facts.to_dict(), "shape": shape.to_dict(), "batch": batch, "tokens": text_tokens,
+        "facts": facts.to_dict(), "shape": start.config.to_dict(), "trainable": start.trainable,
+        "batch": batch, "tokens": text_tokens,
         "options": options, "optim": config.optim.optimizer, "recompute": config.model.grad_checkpointing,
         "chunk": config.train.micro_batch, "several": config.data.captions_per_step,
         "threads": torch.get_num_threads(), "m1clip": __version__,
@@ -321,7 +326,9 @@ SAFE = 0.8  # of the memory that is free, where no limit is given: other program
 MOST_AUTO = 1024  # samples; more is a matter of taste, and of the learning rate
 MIN_STEPS = 8  # an epoch must have so many, so that a small set is not one batch
 LEAST_CHUNK = 2
-USUAL_BATCH = {"scratch": 64, "frozen": 512, "unfreeze": 128}
+DEFAULT_BATCH = 64
+HEADS_BATCH = 512  # with new heads on pretrained towers
+TOWERS_BATCH = 128  # to fine-tune pretrained towers
 SMALL_BATCH = 8  # with fewer negatives a step teaches little
 TINY_SET = 100  # images; a run on fewer warns
 
@@ -349,12 +356,17 @@ def largest_batch(images: int) -> int:
     return min(images, max(SMALL_BATCH, power_of_two(images // MIN_STEPS)))
 
 
-def with_batch(config: Config, usual: int, images: int) -> Config:
-    """The config with the usual batch of its recipe where the user named none, and no more than fits the images."""
-    train = config.train
-    batch = train.batch_size or min(usual, largest_batch(images))
-    chunk = train.micro_batch if train.micro_batch < batch or train.batch_size else 0
-    return dataclasses.replace(config, train=dataclasses.replace(train, batch_size=batch, micro_batch=chunk))
+def choose_batch(config: Config, start: Start, images: int) -> Config:
+    """The config with the default batch of its recipe, if the user gave none; `auto` is left to `choose_hardware`."""
+    if config.train.batch_size is not None:
+        return config
+    default = HEADS_BATCH if start.new_heads else DEFAULT_BATCH
+    if not start.new_heads and start.config.image_head.kind != "projection":
+        default = TOWERS_BATCH
+    batch = min(default, largest_batch(images))
+    micro_batch = config.train.micro_batch if config.train.micro_batch < batch else 0
+    train = dataclasses.replace(config.train, batch_size=batch, micro_batch=micro_batch)
+    return dataclasses.replace(config, train=train)
 
 
 @dataclass(frozen=True)
@@ -368,7 +380,7 @@ class Fit:
 
 
 def fit_memory(
-    config: Config, shape: CLIPConfig, device: Device, precision: Precision, facts: Facts, text_tokens: int,
+    config: Config, start: Start, device: Device, precision: Precision, facts: Facts, text_tokens: int,
     images: int,
 ) -> Fit | None:  # fmt: skip
     """The batch and means that fit; None where nothing was left open and no limit was given."""
@@ -377,7 +389,8 @@ def fit_memory(
         return None
     process = warm_process(facts) if device.kind == "cpu" else 0
     limit = amount(train.memory, "B", "--memory") if train.memory else SAFE * device.free_bytes() + process
-    data = images * shape.image_size**2 * 3 if device.kind == "cpu" else 0
+    cached = device.kind == "cpu" and start.trainable.image
+    data = images * start.config.image_size**2 * 3 if cached else 0
 
     first: list[Forecast] = []
 
@@ -387,7 +400,7 @@ def fit_memory(
             model=dataclasses.replace(config.model, grad_checkpointing=recompute),
             train=dataclasses.replace(train, batch_size=2, micro_batch=0),
         )
-        trace = tracer(wanted, shape, device.kind, precision, facts, text_tokens)
+        trace = tracer(wanted, start, device.kind, precision, facts, text_tokens)
         first.append(forecast(trace, first[0] if first else None))  # the second one shares logits and optimizer
         return first[-1]
 
@@ -437,31 +450,27 @@ def _at(line: Forecast, batch: int) -> Parts:
     return {"tensors": int(line.total(batch))}
 
 
-def choice(fit: Fit | None) -> dict[str, Any] | None:
-    """For the run's log."""
-    return None if fit is None else dataclasses.asdict(fit)
+MAX_CAPTIONS = 5  # of an image in one step, by default; docs/recipe.md
 
 
-MOST_CAPTIONS = 5  # of an image in one step, unless asked for; docs/recipe.md
+def default_captions(config: Config, counts: list[int]) -> int:
+    """Captions of an image in one step: what most images have, unless the config says."""
+    return config.data.captions_per_step or max(1, min(int(np.median(counts)), MAX_CAPTIONS))
 
 
-def usual_captions(config: Config, train: Split) -> int:
-    """Captions of an image in one step, before the device has its say."""
-    usual = min(int(np.median(np.diff(train.captions.first))), MOST_CAPTIONS)
-    return config.data.captions_per_step or max(1, usual)
-
-
-def fitted(
-    config: Config, shape: CLIPConfig, eot_id: int, facts: Facts, train: Split, say: Callable[[str], None],
+def choose_hardware(
+    config: Config,
+    start: Start,
+    facts: Facts,
+    text_tokens: int,
+    images: int,
+    say: Callable[[str], None],
     choices: dict[str, Any],
-) -> tuple[Config, Device, Precision]:  # fmt: skip
-    """The config with a batch that fits, the device and the precision; says and records why."""
+) -> tuple[Config, Device, Precision]:
+    """Device and precision by measurement, and the config with a batch that fits; reports and records why."""
     torch.set_num_threads(threads(config.train.threads, facts))
-    longest = min(-(-int(train.captions.lengths.max()) // 8) * 8, shape.context_length)
-    several = usual_captions(config, train)
-    whole = dataclasses.replace(config, data=dataclasses.replace(config.data, captions_per_step=several))
     auto = "auto" in (config.train.device, config.train.precision)
-    found = choose(whole, shape, eot_id, facts, longest) if auto else None
+    found = choose(config, start, facts, text_tokens) if auto else None
     if found is not None:
         kind, precision = found.device, found.precision
         choices["hardware"] = found.to_dict()
@@ -472,9 +481,9 @@ def fitted(
     if config.model.compile:
         check_compile(kind)
     say(hardware_line(device, facts, precision, found.why if found else ""))
-    fit = fit_memory(whole, shape, device, precision, facts, longest, len(train.samples))
+    fit = fit_memory(config, start, device, precision, facts, text_tokens, images)
     if fit is not None:
-        choices["memory"] = choice(fit)
+        choices["memory"] = dataclasses.asdict(fit)
         say(f"memory     {fit.why}")
         config = dataclasses.replace(
             config,

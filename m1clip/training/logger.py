@@ -22,7 +22,7 @@ from m1clip.runlog import Record, RunLog, Sink
 from m1clip.training.checkpoint import TrainState
 from m1clip.training.optim import Optimizer
 from m1clip.training.progress import Screen
-from m1clip.training.setup import Job
+from m1clip.training.setup import Setup
 from m1clip.training.step import TrainStep
 
 TEMPERATURE_SECONDS = 5.0  # between two readings: some sensors take milliseconds
@@ -33,7 +33,7 @@ BLOCK = re.compile(r"^(?P<tower>[^.]+)_tower\..*?\b(?:blocks|layers?|resblocks|s
 class StepLogger:
     """Collects what happens between two log lines and writes them."""
 
-    def __init__(self, job: Job, train_step: TrainStep, log: RunLog, screen: Screen, total_steps: int) -> None:
+    def __init__(self, job: Setup, train_step: TrainStep, log: RunLog, screen: Screen, total_steps: int) -> None:
         self.job, self.train_step, self.log, self.screen = job, train_step, log, screen
         self.every = job.config.train.log_every or 1
         self.layers_every = layers_interval(job.config.train.analysis_every, total_steps, self.every)
@@ -169,7 +169,7 @@ class Telemetry:
             self._joules = self._meter.joules()
 
 
-def memory_parts(job: Job, train_step: TrainStep) -> dict[str, int]:
+def memory_parts(job: Setup, train_step: TrainStep) -> dict[str, int]:
     """Bytes by component; `rest` is what else the peak contains: activations, libraries, buffers."""
 
     def nbytes(tensors: Iterable[Tensor]) -> int:

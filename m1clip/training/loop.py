@@ -15,7 +15,7 @@ from m1clip.training.logger import StepLogger
 from m1clip.training.process import Stopped, StopRequest
 from m1clip.training.progress import Screen
 from m1clip.training.recovery import Recovery, Rollback, free_host_bytes
-from m1clip.training.setup import Job
+from m1clip.training.setup import Setup
 from m1clip.training.step import TrainStep
 from m1clip.training.validation import Validator
 
@@ -24,7 +24,7 @@ class TrainLoop:
     """Trains from `state.step` to the end of the run, or until stopped: log, evaluate, save, recover."""
 
     def __init__(
-        self, job: Job, train_step: TrainStep, state: TrainState, run: Path, log: RunLog, screen: Screen
+        self, job: Setup, train_step: TrainStep, state: TrainState, run: Path, log: RunLog, screen: Screen
     ) -> None:
         self.job, self.train_step, self.state, self.run = job, train_step, state, run
         self.log, self.screen = log, screen

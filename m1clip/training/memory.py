@@ -26,6 +26,7 @@ from m1clip.hardware.precision import autocast
 from m1clip.model.clip import build_clip
 from m1clip.model.presets import CLIPConfig, with_fields
 from m1clip.training.step import TrainStep
+from m1clip.training.transfer import Start
 
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "batch", "temporaries")
 
@@ -117,21 +118,29 @@ def watched(update: TrainStep, batch: Batch, step: Callable[[Batch], object]) ->
         ledger.close()
 
 
-def stand_in(shape: CLIPConfig, batch: int, text_tokens: int, eot_id: int, several: int = 1) -> Batch:
-    """A batch of nothing in particular, in the shapes of a real one."""
-    views = whole_views(batch)
-    tokens = torch.randint(0, shape.vocab_size, (batch * several, text_tokens))
-    tokens[:, -1] = eot_id
-    side = shape.image_size
-    pixels = torch.randint(0, 256, (batch, side, side, 3), dtype=torch.uint8)
-    rows = torch.arange(batch)
-    image_index = rows.repeat_interleave(several)
-    texts = torch.arange(batch * several)
-    return Batch(sample_ids=rows, caption_ids=texts, image_index=image_index, images=pixels, tokens=tokens, views=views)
+def stand_in(
+    shape: CLIPConfig, batch: int, text_tokens: int, captions_per_image: int = 1, frozen: tuple[int, int] = (0, 0)
+) -> Batch:
+    """A random batch in the shapes of a real one; `frozen` are the widths of the features of frozen towers."""
+    rows, captions = torch.arange(batch), batch * captions_per_image
+    fields: dict[str, Any] = {}
+    if frozen[0]:
+        fields["image_features"] = torch.randn(batch, frozen[0])
+    else:
+        size = (batch, shape.image_size, shape.image_size, 3)
+        fields |= {"images": torch.randint(0, 256, size, dtype=torch.uint8), "views": whole_views(batch)}
+    if frozen[1]:
+        fields["text_features"] = torch.randn(captions, frozen[1])
+    else:
+        tokens = torch.randint(1, shape.vocab_size, (captions, text_tokens))
+        tokens[:, -1] = getattr(shape.text_tower, "eot_id", 1)
+        fields["tokens"] = tokens
+    image_index = rows.repeat_interleave(captions_per_image)
+    return Batch(sample_ids=rows, caption_ids=torch.arange(captions), image_index=image_index, **fields)
 
 
 def foretell(
-    config: Config, shape: CLIPConfig, kind: Kind, precision: Precision, facts: Facts, batch: int, text_tokens: int
+    config: Config, start: Start, kind: Kind, precision: Precision, facts: Facts, batch: int, text_tokens: int
 ) -> Parts:
     """The components of the real step, made with fake tensors: all shapes, no memory, no arithmetic."""
     several = config.data.captions_per_step or 1
@@ -147,12 +156,14 @@ def foretell(
     host = Device("cpu", facts)  # fake tensors of an absent device cannot be made, and shapes are the same there
     warm_process(facts)  # private operations are tried out at their first use, which must not be a fake one
     with FakeTensorMode(), _WithoutShapes():
-        clip = build_clip(shape)
+        clip = start.build(load_weights=False)
         kinds = (config.model.attention_image, config.model.attention_text)
         clip.set_attention(*("sdpa" if wish == "auto" else wish for wish in kinds))
         clip.set_activation_checkpointing(config.model.grad_checkpointing)
         half: Precision = "bf16" if precision == "fp16" else precision  # the same size; no fp16 on the CPU
-        update = TrainStep(clip, plain, host, half, Preprocess(image_size=shape.image_size), autocast(host, half))
+        update = TrainStep(
+            clip, plain, host, half, Preprocess(image_size=start.config.image_size), autocast(host, half)
+        )
 
         update.skip = "never"  # a fake tensor has no value to look at
         update.blockwise_loss = kind == "cpu"
@@ -160,12 +171,14 @@ def foretell(
         def step(samples: Batch) -> None:
             update(samples, 1)
 
-        samples = stand_in(shape, batch, text_tokens, eot_id=0, several=several)
+        widths = (clip.image_tower.width, clip.text_tower.width)
+        image, text = (0 if trained else width for trained, width in zip(start.trainable, widths, strict=True))
+        samples = stand_in(start.config, batch, text_tokens, several, (image, text))
         step(samples)  # makes the optimizer's state
         parts = watched(update, samples, step)
     if kind != "cpu" and not config.model.grad_checkpointing:
         chunk = config.train.micro_batch if 0 < config.train.micro_batch < batch else batch
-        parts["activations"] += kept_by_mlp(shape, chunk, several * text_tokens, 4 if precision == "fp32" else 2)
+        parts["activations"] += kept_by_mlp(start, chunk, several * text_tokens, 4 if precision == "fp32" else 2)
     return parts
 
 
@@ -211,16 +224,19 @@ def warm_process(facts: Facts) -> int:
     kinds: tuple[Precision, ...] = ("fp32", "bf16")
     for kind in kinds:
         update = TrainStep(build_clip(toy), Config(), host, kind, Preprocess(image_size=32), autocast(host, kind))
-        update(stand_in(toy, 4, 16, 0), 1)
+        update(stand_in(toy, 4, 16), 1)
     torch.set_rng_state(state)
     return int(psutil.Process().memory_info().rss)
 
 
-def kept_by_mlp(shape: CLIPConfig, batch: int, text_tokens: int, size: int) -> int:
-    """What the MLPs keep on an accelerator, and compute again on the CPU (model/mlp.py): their activation."""
-    vision, text = shape.own_towers
-    numbers = vision.layers * vision.tokens * vision.width * vision.mlp_ratio
-    numbers += text.layers * text_tokens * text.width * text.mlp_ratio
+def kept_by_mlp(start: Start, batch: int, text_tokens: int, size: int) -> int:
+    """What the MLPs of our towers keep on an accelerator and recompute on the CPU: their activation."""
+    towers: Any = zip((start.config.image_tower, start.config.text_tower), start.trainable, strict=True)
+    numbers = 0.0
+    for tower, trained in towers:
+        if trained and tower.kind in ("vit", "transformer"):
+            tokens = tower.tokens if tower.kind == "vit" else text_tokens
+            numbers += tower.layers * tokens * tower.width * tower.mlp_ratio
     return int(batch * numbers * size)
 
 
@@ -265,6 +281,6 @@ def forecast(trace: Callable[[int], Parts], like: Forecast | None = None) -> For
     return Forecast(least, third - slope * high - square * high**2, slope, square)
 
 
-def tracer(config: Config, shape: CLIPConfig, kind: Kind, precision: Precision, facts: Facts, text_tokens: int) -> Any:
+def tracer(config: Config, start: Start, kind: Kind, precision: Precision, facts: Facts, text_tokens: int) -> Any:
     """`foretell` as a function of the batch alone, remembering its answers."""
-    return functools.cache(lambda batch: foretell(config, shape, kind, precision, facts, batch, text_tokens))
+    return functools.cache(lambda batch: foretell(config, start, kind, precision, facts, batch, text_tokens))

@@ -20,7 +20,7 @@ from m1clip.model.clip import CLIP, Features
 from m1clip.training.step import normalized_pixels
 
 if TYPE_CHECKING:  # setup asks this module too, when it chooses a device
-    from m1clip.training.setup import Job
+    from m1clip.training.setup import Setup
 
 PAIRS = 8
 MOST = 1 << 22  # numbers of a gradient that are compared: a whole one, several times over, would be the peak of a run
@@ -28,7 +28,7 @@ MOST = 1 << 22  # numbers of a gradient that are compared: a whole one, several 
 TOLERANCE: dict[Precision, float] = {"fp32": 0.02, "bf16": 0.15, "fp16": 0.05}
 
 
-def check_parity(job: Job, model: CLIP) -> float | None:
+def check_parity(job: Setup, model: CLIP) -> float | None:
     """Relative difference of the gradients; a device that computes something else is refused. None on the CPU."""
     if job.device.kind == "cpu":
         return None

@@ -27,7 +27,7 @@ from m1clip.runlog import RunLog
 from m1clip.training.checkpoint import CheckpointWriter, TensorGroups, TrainState, load_latest, restore, trained_tensors
 from m1clip.training.oom import OOMHandler
 from m1clip.training.progress import Screen
-from m1clip.training.setup import Job
+from m1clip.training.setup import Setup
 from m1clip.training.step import TrainStep
 
 SKIP_LIMIT = 8  # non-finite steps in a row before a rollback
@@ -155,7 +155,7 @@ class Recovery:
     """Reports and handles what goes wrong in the loop: non-finite steps, lack of memory, failed writes."""
 
     def __init__(
-        self, job: Job, train_step: TrainStep, run: Path, log: RunLog, screen: Screen, writer: CheckpointWriter
+        self, job: Setup, train_step: TrainStep, run: Path, log: RunLog, screen: Screen, writer: CheckpointWriter
     ) -> None:
         self.job, self.train_step, self.run, self.log, self.screen = job, train_step, run, log, screen
         self.writer = writer
@@ -243,7 +243,7 @@ class Recovery:
         return tensors
 
 
-def make_oom_handler(job: Job, state: TrainState) -> OOMHandler:
+def make_oom_handler(job: Setup, state: TrainState) -> OOMHandler:
     """For a run: the limit is --memory or the machine's; a full CUDA card raises by itself."""
     train, device = job.config.train, job.device
     limit = amount(train.memory, "B", "--memory") if train.memory else None

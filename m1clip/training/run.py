@@ -51,7 +51,7 @@ from m1clip.training.process import (
 from m1clip.training.progress import Screen
 from m1clip.training.recovery import make_oom_handler
 from m1clip.training.schedule import warmup_steps
-from m1clip.training.setup import Job, check_transfer, choose_recipe, prepare, run_name
+from m1clip.training.setup import Setup, check_transfer, choose_recipe, prepare, run_name
 from m1clip.training.step import TrainStep
 from m1clip.training.validation import encode, evaluate
 
@@ -76,7 +76,7 @@ class Length(NamedTuple):
     evaluations: int = EVALUATIONS
 
 
-def run_length(job: Job, warn: Callable[[str], None]) -> Length:
+def run_length(job: Setup, warn: Callable[[str], None]) -> Length:
     """The length of the run, from --steps, --epochs or --minutes."""
     train, plan = job.config.train, job.training.plan
     if train.steps is not None:
@@ -90,7 +90,7 @@ def run_length(job: Job, warn: Callable[[str], None]) -> Length:
     return Length(steps)
 
 
-def calibrate(job: Job, seconds: float, warn: Callable[[str], None]) -> Length:
+def calibrate(job: Setup, seconds: float, warn: Callable[[str], None]) -> Length:
     """How many steps fit into the time: a throw-away model makes a few real ones and evaluates.
 
     What would take more than CALIBRATION of the time is estimated from smaller batches and fewer images.
@@ -124,7 +124,7 @@ def calibrate(job: Job, seconds: float, warn: Callable[[str], None]) -> Length:
     return Length(steps, evaluations)
 
 
-def _step_seconds(job: Job, update: TrainStep, deadline: float, patience: float) -> tuple[float, float]:
+def _step_seconds(job: Setup, update: TrainStep, deadline: float, patience: float) -> tuple[float, float]:
     """(seconds of a step, seconds in which the machine paused); no step that would pass the deadline is made."""
     plan = job.training.plan
     most = max(WARM_STEPS + TIMED_STEPS, plan.steps_per_epoch)
@@ -146,7 +146,7 @@ def _step_seconds(job: Job, update: TrainStep, deadline: float, patience: float)
     return per_step, sum(timed) - without_pauses(timed, per_step)
 
 
-def _small_batches(job: Job, update: TrainStep) -> float:
+def _small_batches(job: Setup, update: TrainStep) -> float:
     """The seconds of a step with the complete batch, as two small batches predict them."""
     data, plan = copy.copy(job.training), job.training.plan
     keeps, update.keeps_memory = update.keeps_memory, False  # memory is kept for the sizes of the complete batch
@@ -163,7 +163,7 @@ def _small_batches(job: Job, update: TrainStep) -> float:
     return second + slope * (plan.batch - large)
 
 
-def _evaluation_seconds(job: Job, update: TrainStep, deadline: float) -> float:
+def _evaluation_seconds(job: Setup, update: TrainStep, deadline: float) -> float:
     """Seconds of an evaluation: measured, or estimated from a few images where that would pass the deadline."""
     images = len(job.splits["val"].samples)
     few = min(images, SAMPLE_IMAGES)
@@ -255,7 +255,7 @@ def resume(run: str | Path, screen: Screen | None = None) -> Run:
 
 @oom_as_user_error()
 def _go(
-    job: Job,
+    job: Setup,
     folder: Path,
     screen: Screen,
     state: TrainState,
@@ -308,7 +308,7 @@ def _warn_once(screen: Screen, path: Path) -> Callable[[OSError], None]:
     return warn
 
 
-def _failure_log(job: Job, folder: Path, log: RunLog, screen: Screen) -> FailureLog:
+def _failure_log(job: Setup, folder: Path, log: RunLog, screen: Screen) -> FailureLog:
     """Names each image that cannot be read once in the run log, those found before training first."""
     named = [str(record.get("where")) for record in read_log(folder) if record["kind"] == "skipped"]
     failures = FailureLog(job.training.plan.images, job.config.data.max_bad, log.write, screen.warn, named)
@@ -317,7 +317,7 @@ def _failure_log(job: Job, folder: Path, log: RunLog, screen: Screen) -> Failure
     return failures
 
 
-def _finish(job: Job, update: TrainStep, folder: Path, log: RunLog, screen: Screen, state: TrainState) -> Run:
+def _finish(job: Setup, update: TrainStep, folder: Path, log: RunLog, screen: Screen, state: TrainState) -> Run:
     """Keep the last model too, and report the test split once, with the model that validation chose."""
     if update.ema is not None:
         update.ema.swap(update.model)
@@ -325,7 +325,7 @@ def _finish(job: Job, update: TrainStep, folder: Path, log: RunLog, screen: Scre
     Model(update.model, job.tokenizer, job.preprocess).save(folder / "model")
     update.optimizer.drop_state()  # makes room for the second model
     return_freed_memory()
-    job.polish(folder, screen.say, log.write)
+    job.finish(folder, screen.say, log.write)
     best = load(folder, device=job.device.kind)
     best.clip.set_attention(job.config.model.attention_image, job.config.model.attention_text)  # type: ignore[arg-type]
     split = next((name for name in ("test", "val") if name in job.splits), "train")
@@ -358,7 +358,7 @@ def energy_figures(steps: Sequence[dict[str, Any]], epochs: float, recall: float
     }
 
 
-def _with_steps(job: Job, warn: Callable[[str], None]) -> Job:
+def _with_steps(job: Setup, warn: Callable[[str], None]) -> Setup:
     """Turn the duration into steps, and write down what follows from their number."""
     steps, evaluations = run_length(job, warn)
     warmup_steps(job.config.optim.warmup, steps)  # refuses a run that would never leave warm-up
@@ -372,7 +372,7 @@ def _with_steps(job: Job, warn: Callable[[str], None]) -> Job:
     return dataclasses.replace(job, config=dataclasses.replace(job.config, train=train))
 
 
-def _describe(job: Job, screen: Screen) -> None:
+def _describe(job: Setup, screen: Screen) -> None:
     shape, train = job.shape, job.config.train
     counts = ", ".join(f"{len(split.samples):,} {name}" for name, split in job.splits.items())
     screen.say(f"data       {', '.join(job.config.data.source)}: {counts} images of {shape.image_size} px")
@@ -386,14 +386,14 @@ def _describe(job: Job, screen: Screen) -> None:
     )
 
 
-def _write_head(job: Job, folder: Path) -> None:
+def _write_head(job: Setup, folder: Path) -> None:
     job.tokenizer.save(folder)
     environment = {"m1clip": __version__, "command": sys.argv, "data": _fingerprint(job), "facts": job.facts.to_dict()}
     write_json(folder / "environment.json", environment)
     write_text(folder / "config.toml", to_toml(job.config))  # last: a folder with a config is a whole run
 
 
-def _check_same_data(job: Job, folder: Path) -> None:
+def _check_same_data(job: Setup, folder: Path) -> None:
     try:
         known = json.loads(read_small(folder / "environment.json")).get("data")
     except (OSError, ValueError, AttributeError):
@@ -405,7 +405,7 @@ def _check_same_data(job: Job, folder: Path) -> None:
         )
 
 
-def _fingerprint(job: Job) -> str:
+def _fingerprint(job: Setup) -> str:
     """What the training samples are: names and captions in order."""
     digest = hashlib.sha256()
     for sample in job.splits["train"].samples:

@@ -28,7 +28,7 @@ from m1clip.training.grad_cache import GradCache, Tower
 from m1clip.training.oom import OOMHandler
 from m1clip.training.optim import EMA, Optimizer
 from m1clip.training.schedule import lr_schedule
-from m1clip.training.teacher import Teacher
+from m1clip.training.transfer import Teacher
 
 INTEGER_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 DROPOUT_ATTRIBUTES = ("p", "drop_prob", "dropout", "dropout_prob", "attention_dropout", "layerdrop")

@@ -18,7 +18,7 @@ from m1clip.training.checkpoint import TrainState
 from m1clip.training.process import Interrupted, StopRequest
 from m1clip.training.progress import Screen
 from m1clip.training.recovery import Recovery
-from m1clip.training.setup import Job
+from m1clip.training.setup import Setup
 from m1clip.training.step import TrainStep
 
 ANALYSIS_FRACTION = 0.015  # of the training time, for encoding generated captions
@@ -27,12 +27,12 @@ MIN_IMAGES = 4
 CHEAP_SECONDS = 0.25
 
 
-def encode(job: Job, model: CLIP, split: str, images: int | None = None) -> SplitFeatures:
+def encode(job: Setup, model: CLIP, split: str, images: int | None = None) -> SplitFeatures:
     """Features of a split, or of its first `images`, in the precision of the run."""
     return encode_split(model, job.splits[split], job.preprocess, eval_batch_size(model), job.autocast, images)
 
 
-def evaluate(job: Job, model: CLIP, split: str) -> Scores:
+def evaluate(job: Setup, model: CLIP, split: str) -> Scores:
     """All retrieval metrics of a split."""
     return retrieval(*encode(job, model, split))
 
@@ -58,7 +58,7 @@ class Validator:
 
     def __init__(
         self,
-        job: Job,
+        job: Setup,
         train_step: TrainStep,
         state: TrainState,
         run: Path,
@@ -108,7 +108,7 @@ class Validator:
                 write_snapshot(self.run, state.step, "val", data, features)
             found["analysis_seconds"] = round(time.perf_counter() - begin, 4)
             self.budget.spent += found["analysis_seconds"]
-        found |= job.also_measured(model, self.screen.say)
+        found |= job.evaluate_retention(model, self.screen.say)
         values = {"split": "val", "seconds": round(seconds, 4), **found, **scores.as_dict()}
         self.log.write("eval", step=state.step, **values)
         better = None if metric.value > state.best else (state.best, state.best_step)

@@ -12,7 +12,7 @@ import torch
 
 from m1clip.model.clip import count_parameters
 from m1clip.model.presets import CLIPConfig, preset, with_fields
-from m1clip.training.setup import Job
+from m1clip.training.setup import Setup
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -28,7 +28,7 @@ def naive() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def job(naive: ModuleType) -> Job:
+def job(naive: ModuleType) -> Setup:
     """The prior art's data in small: 24 + 12 images of 32 px, towers of one narrow block."""
     from m1clip.config import from_dict, read_preset
 
@@ -97,7 +97,7 @@ def test_its_attention_is_attention(naive: ModuleType) -> None:
     torch.testing.assert_close(layer(x), layer.out(mixed))
 
 
-def test_its_samples_are_float_images_and_captions_of_full_length(naive: ModuleType, job: Job) -> None:
+def test_its_samples_are_float_images_and_captions_of_full_length(naive: ModuleType, job: Setup) -> None:
     samples = naive.NaivePairs(job.splits["train"])
     image, ids = samples[3]
     assert len(samples) == 24
@@ -110,7 +110,7 @@ def test_its_samples_are_float_images_and_captions_of_full_length(naive: ModuleT
     assert any((row == ids.numpy()).all() for row in rows)
 
 
-def test_the_baseline_learns(naive: ModuleType, job: Job) -> None:
+def test_the_baseline_learns(naive: ModuleType, job: Setup) -> None:
     trainer = naive.NaiveTrainer(job)
     batch = next(iter(trainer.loader))
     losses = [trainer.step(batch)[0] for _ in range(100)]
@@ -118,7 +118,7 @@ def test_the_baseline_learns(naive: ModuleType, job: Job) -> None:
 
 
 def test_an_epoch_gives_a_record_with_the_validation_accuracy(
-    naive: ModuleType, job: Job, capsys: pytest.CaptureFixture[str]
+    naive: ModuleType, job: Setup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = naive.train(job, epochs=2)
     assert [record["epoch"] for record in records] == [1, 2]

@@ -426,10 +426,10 @@ def test_images_go_to_the_device_if_they_leave_room() -> None:
 
 def test_step_is_the_same_with_images_on_the_device() -> None:
     from m1clip.training.run import decode_plan
-    from m1clip.training.setup import prepare_scratch
+    from m1clip.training.setup import prepare
     from m1clip.training.step import TrainStep
 
-    job = prepare_scratch(small_config({"data.crop_min": 0.5}), lambda line: None, decode_plan(screen()))
+    job = prepare(small_config({"data.crop_min": 0.5}), lambda line: None, decode_plan(screen()))
     plain, there = job.training, copy.copy(job.training)
     there.device_images = plain.images.to_device(HOST, 10**9)
     step = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)

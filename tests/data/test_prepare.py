@@ -17,7 +17,7 @@ from m1clip.data.prepare import Split, load_split, look_first, open_data
 from m1clip.errors import UserError
 from m1clip.text.bpe import BpeTokenizer
 from m1clip.training.run import decode_plan
-from m1clip.training.setup import prepare_scratch
+from m1clip.training.setup import prepare
 
 
 def loaded(folder: Path | None, split: str, **more: object) -> Split:
@@ -113,5 +113,5 @@ def test_the_commands_lint_and_pack(tmp_path: Path) -> None:
 def test_char_tokenizer_has_no_word_dropout(tmp_path: Path, tokenizer: str, share: float) -> None:
     folder = make_set(tmp_path / "set", train=16, val=2, test=2)
     config = small_config({"data.source": str(folder), "data.cache": "ram", "model.tokenizer": tokenizer})
-    job = prepare_scratch(config, lambda line: None, decode_plan(screen()))
+    job = prepare(config, lambda line: None, decode_plan(screen()))
     assert job.config.data.word_dropout == job.training.augmentation.word_dropout == share

@@ -42,6 +42,7 @@ from m1clip.training.memory import (
     watched,
 )
 from m1clip.training.step import TrainStep
+from m1clip.training.transfer import Start
 
 H200 = Facts(system="Linux", machine="x86_64", cpu="Intel Xeon", cores=48, performance_cores=48, memory_bytes=2**38,
              cuda="NVIDIA H200", cuda_capability=(9, 0))  # fmt: skip
@@ -71,6 +72,7 @@ def auto(**changes: Any) -> Any:
 
 
 SHAPE = clip_config(small_config().model, vocab_size=64)
+START = Start(SHAPE)
 
 
 @pytest.fixture
@@ -97,10 +99,10 @@ def measured(seconds: dict[str, float | None]) -> Any:
 @pytest.mark.usefixtures("unhurried")
 def test_the_fastest_wins_and_is_remembered(tmp_path: Path) -> None:
     measure = measured({"cuda bf16": 0.1, "cpu fp32": 3.0, "cpu bf16": 2.0})
-    first = choose(auto(), SHAPE, 0, H200, 16, tmp_path, measure)
+    first = choose(auto(), START, H200, 16, tmp_path, measure)
     assert (first.device, first.precision, first.cached) == ("cuda", "bf16", False)
     assert "step of 8 measured: 30.0x cpu fp32, 20.0x cpu bf16" in first.why
-    again = choose(auto(), SHAPE, 0, H200, 16, tmp_path, measured({}))
+    again = choose(auto(), START, H200, 16, tmp_path, measured({}))
     assert (again.device, again.cached) == ("cuda", True)
     assert "measured before" in again.why
 
@@ -111,7 +113,7 @@ def test_the_fastest_wins_and_is_remembered(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_another_machine_model_or_version_is_measured_anew(tmp_path: Path, change: dict[str, Any]) -> None:
     table = {"cuda bf16": 0.1, "cpu fp32": 3.0, "cpu bf16": 2.0}
-    choose(auto(), SHAPE, 0, H200, 16, tmp_path, measured(table))
+    choose(auto(), START, H200, 16, tmp_path, measured(table))
     measure = measured(table)
     facts, shape = change.get("facts", H200), change.get("shape", SHAPE)
     choose(change.get("config", auto()), shape, 0, facts, change.get("tokens", 16), tmp_path, measure)
@@ -120,12 +122,12 @@ def test_another_machine_model_or_version_is_measured_anew(tmp_path: Path, chang
 
 def test_a_device_with_wrong_gradients_is_out(tmp_path: Path) -> None:
     measure = measured({"cuda bf16": None, "cpu fp32": 3.0, "cpu bf16": 2.0})
-    found = choose(auto(), SHAPE, 0, H200, 16, tmp_path, measure)
+    found = choose(auto(), START, H200, 16, tmp_path, measure)
     assert (found.device, found.precision) == ("cpu", "bf16")
     assert "cuda bf16 out: gradients 90% off" in found.why
     nobody = measured({"cuda bf16": None, "cpu fp32": None, "cpu bf16": None})
     with pytest.raises(UserError, match="no device passed its test"):
-        choose(auto(), SHAPE, 1, H200, 24, tmp_path / "other", nobody)
+        choose(auto(), START, H200, 24, tmp_path / "other", nobody)
 
 
 CPU_ONLY = dataclasses.replace(H200, cuda=None, cuda_capability=None)
@@ -147,26 +149,26 @@ def disturbed(table: dict[str, tuple[float, float, float]]) -> Any:
 def test_beside_other_programs_processor_time_decides_and_nothing_is_remembered(tmp_path: Path) -> None:
     # The other program came when bf16 had its turn: by the clock it looks slower than it is.
     table = {"cpu fp32": (2.0, 2.6, 0.02), "cpu bf16": (2.6, 2.0, 0.5)}
-    found = choose(auto(), SHAPE, 0, CPU_ONLY, 16, tmp_path, disturbed(table))
+    found = choose(auto(), START, CPU_ONLY, 16, tmp_path, disturbed(table))
     assert found.precision == "bf16"
     assert "measured beside other programs: 1.3x cpu fp32" in found.why
     assert not (tmp_path / "choices").exists()
     quiet = {"cpu fp32": (2.0, 4.0, 0.02), "cpu bf16": (1.1, 2.0, 0.0)}
-    assert "1.8x cpu fp32" in choose(auto(), SHAPE, 0, CPU_ONLY, 16, tmp_path, disturbed(quiet)).why
-    assert choose(auto(), SHAPE, 0, CPU_ONLY, 16, tmp_path, measured({})).cached
+    assert "1.8x cpu fp32" in choose(auto(), START, CPU_ONLY, 16, tmp_path, disturbed(quiet)).why
+    assert choose(auto(), START, CPU_ONLY, 16, tmp_path, measured({})).cached
 
 
 @pytest.mark.usefixtures("unhurried")
 def test_an_accelerator_is_judged_by_the_clock_on_a_busy_machine_too(tmp_path: Path) -> None:
     table = {"cuda bf16": (0.1, 0.1, 0.5), "cpu fp32": (3.0, 0.05, 0.5), "cpu bf16": (2.0, 0.05, 0.5)}
-    found = choose(auto(), SHAPE, 0, H200, 16, tmp_path, disturbed(table))
+    found = choose(auto(), START, H200, 16, tmp_path, disturbed(table))
     assert found.device == "cuda"
     assert "20.0x cpu bf16" in found.why
-    assert choose(auto(), SHAPE, 0, H200, 16, tmp_path, measured({})).cached  # clear all the same
+    assert choose(auto(), START, H200, 16, tmp_path, measured({})).cached  # clear all the same
 
 
 def test_one_possibility_is_not_measured(tmp_path: Path) -> None:
-    found = choose(auto(**{"train.device": "cuda"}), SHAPE, 0, H200, 16, tmp_path, measured({}))
+    found = choose(auto(**{"train.device": "cuda"}), START, H200, 16, tmp_path, measured({}))
     assert found == Choice("cuda", "bf16")
     assert found.why == ""
     assert list(tmp_path.iterdir()) == []
@@ -181,17 +183,17 @@ def test_the_time_is_kept_by_a_smaller_batch() -> None:
 
 def test_a_torn_cache_is_measured_again(tmp_path: Path) -> None:
     table = {"cuda bf16": 0.1, "cpu fp32": 3.0, "cpu bf16": 2.0}
-    choose(auto(), SHAPE, 0, H200, 16, tmp_path, measured(table))
+    choose(auto(), START, H200, 16, tmp_path, measured(table))
     for path in (tmp_path / "choices").iterdir():
         path.write_text('{"device": "cuda"')
     measure = measured(table)
-    choose(auto(), SHAPE, 0, H200, 16, tmp_path, measure)
+    choose(auto(), START, H200, 16, tmp_path, measure)
     assert len(measure.asked) == 3
 
 
 def test_the_cpu_is_really_measured(tmp_path: Path) -> None:
     facts = dataclasses.replace(read_facts(), cuda=None, mps=False)
-    found = choose(auto(), SHAPE, 0, facts, 16, tmp_path)
+    found = choose(auto(), START, facts, 16, tmp_path)
     assert found.device == "cpu"
     assert {(t.precision, t.out) for t in found.tried} == {("fp32", ""), ("bf16", "")}
     assert all((t.gradient_difference or 0.0) < 0.1 for t in found.tried)
@@ -199,9 +201,9 @@ def test_the_cpu_is_really_measured(tmp_path: Path) -> None:
 
 def test_a_gradient_that_is_off_refuses_the_step() -> None:
     facts = read_facts()
-    samples = stand_in(SHAPE, 8, 16, 0)
+    samples = stand_in(SHAPE, 8, 16)
     count = count_parameters(SHAPE)
-    found = check_gradient(small_config(), SHAPE, 0, facts, "cpu", "fp32", samples, torch.ones(count))
+    found = check_gradient(small_config(), START, facts, "cpu", "fp32", samples, torch.ones(count))
     assert found.step_seconds is None
     assert "off the CPU's" in found.out
 
@@ -242,11 +244,11 @@ def test_what_is_foretold_is_what_is_watched() -> None:
     facts, config = read_facts(), small_config()
     host = Device("cpu", facts)
     for precision in ("fp32", "bf16"):
-        foretold = foretell(config, SHAPE, "cpu", precision, facts, 16, 16)  # type: ignore[arg-type]
+        foretold = foretell(config, START, "cpu", precision, facts, 16, 16)  # type: ignore[arg-type]
         model = build_clip(with_fields(SHAPE, eot_id=0))
         model.set_attention("bmm", "sdpa")
         update = TrainStep(model, config, host, precision, Preprocess(image_size=32), autocast(host, precision))  # type: ignore[arg-type]
-        samples = stand_in(SHAPE, 16, 16, 0)
+        samples = stand_in(SHAPE, 16, 16)
         update(samples, 1)
         real = watched(update, samples, lambda batch: update(batch, 2))  # noqa: B023
         assert sum(foretold.values()) == pytest.approx(sum(real.values()), rel=0.05)
@@ -258,11 +260,11 @@ def test_the_captions_against_each_other_are_foretold_where_they_are_made_at_onc
     facts, config = read_facts(), small_config({"data.captions_per_step": 5, "train.batch_size": 64})
     m = 5 * 64
     found = {
-        kind: sum(foretell(config, SHAPE, kind, "fp32", facts, 64, 16).values())  # type: ignore[arg-type]
+        kind: sum(foretell(config, START, kind, "fp32", facts, 64, 16).values())  # type: ignore[arg-type]
         for kind in ("cpu", "cuda")
     }
     alone = dataclasses.replace(config, train=dataclasses.replace(config.train, text_contrast=0.0))
-    without = sum(foretell(alone, SHAPE, "cuda", "fp32", facts, 64, 16).values())
+    without = sum(foretell(alone, START, "cuda", "fp32", facts, 64, 16).values())
     assert found["cuda"] - without > 2 * m * m * 4
     assert found["cuda"] > found["cpu"]
 
@@ -272,21 +274,21 @@ def test_memory_grows_with_the_batch_and_shrinks_with_recomputation_and_chunks()
 
     def total(batch: int, **changes: Any) -> int:
         wanted = small_config({"train.batch_size": batch, **changes})
-        return sum(foretell(wanted, SHAPE, "cpu", "fp32", facts, batch, 16).values())
+        return sum(foretell(wanted, START, "cpu", "fp32", facts, batch, 16).values())
 
     assert total(64) > total(32)
     assert total(64, **{"model.grad_checkpointing": True}) < total(64)
     assert total(64, **{"train.micro_batch": 8}) < total(64)
-    line = forecast(lambda batch: foretell(config, SHAPE, "cpu", "fp32", facts, batch, 16))
+    line = forecast(lambda batch: foretell(config, START, "cpu", "fp32", facts, batch, 16))
     assert line.total(64) == pytest.approx(total(64), rel=0.05)
     assert line.largest(line.total(100), 4096) in (99, 100, 101)
 
 
 def test_an_accelerator_keeps_what_the_cpu_computes_again() -> None:
     facts, config = read_facts(), small_config()
-    here = foretell(config, SHAPE, "cpu", "fp32", facts, 8, 16)
-    there = foretell(config, SHAPE, "cuda", "fp32", facts, 8, 16)
-    assert there["activations"] - here["activations"] == kept_by_mlp(SHAPE, 8, 16, 4)
+    here = foretell(config, START, "cpu", "fp32", facts, 8, 16)
+    there = foretell(config, START, "cuda", "fp32", facts, 8, 16)
+    assert there["activations"] - here["activations"] == kept_by_mlp(START, 8, 16, 4)
 
 
 def test_the_limit_is_the_inverse_of_the_peak() -> None:
@@ -299,13 +301,13 @@ def test_the_limit_is_the_inverse_of_the_peak() -> None:
 def test_a_limit_is_kept_or_refused() -> None:
     facts = read_facts()
     host = Device("cpu", facts)
-    assert fit_memory(small_config(), SHAPE, host, "fp32", facts, 16, 100) is None
-    free = fit_memory(small_config({"train.batch_size": 0}), SHAPE, host, "fp32", facts, 16, 4000)
+    assert fit_memory(small_config(), START, host, "fp32", facts, 16, 100) is None
+    free = fit_memory(small_config({"train.batch_size": 0}), START, host, "fp32", facts, 16, 4000)
     assert free is not None
     assert free.batch == 256  # a power of two that leaves eight steps an epoch
     tight = small_config({"train.memory": "1MB"})
     with pytest.raises(UserError, match=r"--memory 1MB: .* needs at least"):
-        fit_memory(tight, SHAPE, host, "fp32", facts, 16, 100)
+        fit_memory(tight, START, host, "fp32", facts, 16, 100)
 
 
 def test_the_words_of_the_config() -> None:
@@ -319,5 +321,5 @@ def test_the_words_of_the_config() -> None:
 def test_the_peak_of_measuring_is_not_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     forgotten: list[str] = []
     monkeypatch.setattr(Device, "reset_peak", lambda self: forgotten.append(self.kind) or True)
-    choose(auto(), SHAPE, 0, dataclasses.replace(read_facts(), cuda=None, mps=False), 16, tmp_path)
+    choose(auto(), START, dataclasses.replace(read_facts(), cuda=None, mps=False), 16, tmp_path)
     assert forgotten == ["cpu"] * 4  # two candidates, their gradients and their steps

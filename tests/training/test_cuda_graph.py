@@ -15,7 +15,7 @@ from m1clip.data.loader import Batch, batches
 from m1clip.runlog import read_log
 from m1clip.training.cuda_graph import MAX_CAPTURES, CapturedStep
 from m1clip.training.run import decode_plan, resume
-from m1clip.training.setup import Job, prepare_scratch
+from m1clip.training.setup import Setup, prepare
 from m1clip.training.step import TrainStep
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
@@ -34,8 +34,8 @@ def groups(batch: Batch) -> list[Tensor]:
     return [batch.texts(rows) for rows in batch.text_rows()]
 
 
-def made(changes: dict[str, Any]) -> tuple[Job, TrainStep]:
-    job = prepare_scratch(small_config({**VARIED, **changes}), lambda line: None, decode_plan(screen()))
+def made(changes: dict[str, Any]) -> tuple[Setup, TrainStep]:
+    job = prepare(small_config({**VARIED, **changes}), lambda line: None, decode_plan(screen()))
     update = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
     return job, update
 

@@ -20,7 +20,7 @@ from m1clip.runlog import read_log
 from m1clip.training.run import decode_plan, train_config
 from m1clip.training.setup import prepare
 from m1clip.training.step import TrainStep
-from m1clip.training.teacher import Teacher
+from m1clip.training.transfer import Teacher
 
 
 @pytest.fixture(scope="module")

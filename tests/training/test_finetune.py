@@ -19,9 +19,9 @@ from m1clip.model.lora import add_lora, merged_state
 from m1clip.model.presets import CLIPConfig, with_fields
 from m1clip.model.pretrained import EfficientNetLite0
 from m1clip.runlog import read_log
-from m1clip.training import setup as finetune
 from m1clip.training.run import decode_plan, train_config
-from m1clip.training.setup import mixed, prepare_init
+from m1clip.training.setup import prepare
+from m1clip.training.transfer import interpolated
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +52,18 @@ def moved(first: Path, run: Path) -> set[str]:
     return {name for name in old if not torch.equal(old[name], new[name])}
 
 
-def test_what_helps_random_weights_is_off_unless_asked_for() -> None:
-    plain = finetune._gently(small_config())
+def test_what_helps_random_weights_is_off_unless_asked_for(first: Path) -> None:
+    init = {"transfer.init": str(first), "data.captions_per_step": 2}
+    plain = prepare(small_config(init), lambda line: None, decode_plan(screen())).config
     assert (plain.data.word_dropout, plain.data.patch_dropout, plain.train.text_contrast) == (0.0, 0.0, 0.0)
-    asked = small_config({"data.word_dropout": 0.1, "data.patch_dropout": 0.2, "train.text_contrast": 0.3})
-    assert finetune._gently(asked) == asked
+    asked = {"data.word_dropout": 0.1, "data.patch_dropout": 0.2, "train.text_contrast": 0.3}
+    found = prepare(small_config({**init, **asked}), lambda line: None, decode_plan(screen())).config
+    assert (found.data.word_dropout, found.data.patch_dropout, found.train.text_contrast) == (0.1, 0.2, 0.3)
 
 
 def test_it_starts_from_the_model(first: Path) -> None:
     config = small_config({"transfer.init": str(first)})
-    job = prepare_init(config, lambda line: None, decode_plan(screen()))
+    job = prepare(config, lambda line: None, decode_plan(screen()))
     assert all(torch.equal(t, weights(first, "best")[name]) for name, t in job.build_model().state_dict().items())
     assert job.config.train.text_contrast == 0.0
     with pytest.raises(UserError, match=r"no trained model there"):
@@ -142,7 +144,7 @@ def test_wise_and_forgetting(first: Path, tmp_path: Path) -> None:
     assert forgetting["before"] == next(r["before"] for r in read_log(old) if r["kind"] == "forgetting")
     chosen = max(tried, key=lambda share: (tried[share], share))
     new = {name: t for name, t in tensors_of(found, 4).items() if name.startswith("weights:")}
-    wanted = mixed(weights(first, "best"), {n.removeprefix("weights:"): t for n, t in new.items()}, chosen)
+    wanted = interpolated(weights(first, "best"), {n.removeprefix("weights:"): t for n, t in new.items()}, chosen)
     assert all(torch.allclose(weights(found, "best")[name], wanted[name], atol=1e-6) for name in wanted)
 
 

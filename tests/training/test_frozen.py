@@ -22,8 +22,8 @@ from m1clip.inference.encoder import Encoder, encode_split
 from m1clip.inference.feature_cache import Maker
 from m1clip.model import pretrained
 from m1clip.runlog import read_log
-from m1clip.training import setup
-from m1clip.training import setup as frozen
+from m1clip.model import pretrained
+from m1clip.training import autotune, setup
 from m1clip.training.run import decode_plan, train_config
 
 
@@ -47,7 +47,7 @@ def test_a_run_on_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     saved = load_file(run / "model" / "model.safetensors")
     for name, tensor in pretrained.package_weights("efficientnet-lite0").items():
         assert torch.equal(saved[f"image_tower.{name}"], tensor)
-    job = frozen.prepare_frozen(config, lambda line: None, decode_plan(screen()))
+    job = setup.prepare(config, lambda line: None, decode_plan(screen()))
     fresh = job.build_model().state_dict()
     assert not torch.equal(fresh["image_head.project.weight"], saved["image_head.project.weight"])
     assert torch.equal(fresh["image_head.mean"], saved["image_head.mean"])
@@ -90,7 +90,7 @@ def test_a_run_on_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_only_new_views_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def prepared(views: int) -> FeatureTable:
         config = frozen_config(tmp_path, **{"transfer.views": views})
-        images = frozen.prepare_frozen(config, lambda line: None, decode_plan(screen())).splits["train"].image_features
+        images = setup.prepare(config, lambda line: None, decode_plan(screen())).splits["train"].image_features
         assert images is not None
         return images
 
@@ -111,20 +111,20 @@ def test_only_new_views_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_every_caption_of_a_image_is_in_its_step(tmp_path: Path) -> None:
-    job = frozen.prepare_frozen(frozen_config(tmp_path), lambda line: None, decode_plan(screen()))
+    job = setup.prepare(frozen_config(tmp_path), lambda line: None, decode_plan(screen()))
     batch = job.training[0]
-    assert batch.image_features.shape == (16, job.towers.image_tower.width)
+    assert batch.image_features.shape == (16, job.build_model().image_tower.width)
     assert len(batch.text_features) == 32
     assert torch.bincount(batch.image_index).tolist() == [2] * 16
 
 
 def test_compiled_code_sees_captions_of_one_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "check_compile", lambda kind: None)
+    monkeypatch.setattr(autotune, "check_compile", lambda kind: None)
     asked = {"transfer.text_tower": "text", "model.context_length": 40}
     lengths = []
     for compiled in (True, False):
         config = frozen_config(tmp_path, **asked, **{"model.compile": compiled})
-        job = frozen.prepare_frozen(config, lambda line: None, decode_plan(screen()))
+        job = setup.prepare(config, lambda line: None, decode_plan(screen()))
         lengths.append(job.training[0].tokens.shape[1])
     assert lengths[0] == 40 > lengths[1]
 
@@ -141,7 +141,7 @@ def test_the_batch_fits_the_data_unless_the_user_named_it(tmp_path: Path, batch:
 def test_a_batch_that_the_images_cannot_fill_is_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frozen, "pretrained_towers", forbidden)
+    monkeypatch.setattr(setup, "_from_towers", forbidden)
     with pytest.raises(UserError, match="40 training images do not fill one batch of 64"):
         train_config(frozen_config(tmp_path, **{"train.batch_size": 64}), tmp_path / "run", screen())
 
@@ -160,7 +160,7 @@ def test_broken_images_are_left_out_and_named(tmp_path: Path) -> None:
     train_config(frozen_config(tmp_path, **changes), tmp_path / "run", said)
     skipped = [record for record in read_log(tmp_path / "run") if record["kind"] == "skipped"]
     assert [Path(record["where"]).name for record in skipped] == ["3.png"]
-    job = frozen.prepare_frozen(frozen_config(tmp_path, **changes), lambda line: None, decode_plan(said))
+    job = setup.prepare(frozen_config(tmp_path, **changes), lambda line: None, decode_plan(said))
     assert [sample.id for sample in job.splits["train"].samples] == [f"{n}.png" for n in range(8) if n != 3]
     with pytest.raises(UserError, match=r"1 of 8 train images cannot be read"):
         train_config(frozen_config(tmp_path, **{**changes, "data.max_bad": 0.0}), tmp_path / "strict", screen())

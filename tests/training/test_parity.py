@@ -15,7 +15,7 @@ from m1clip.training import parity
 from m1clip.training.memory import stand_in
 from m1clip.training.parity import TOLERANCE, few, gradient, judge, relative_difference, stirred
 from m1clip.training.run import decode_plan
-from m1clip.training.setup import prepare_scratch
+from m1clip.training.setup import prepare
 
 
 def test_difference_is_relative_and_nan_is_infinitely_far() -> None:
@@ -43,7 +43,7 @@ def test_rounding_to_bf16_passes_and_a_lost_part_does_not() -> None:
 
 
 def test_of_a_large_model_some_numbers_of_every_parameter_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = prepare_scratch(small_config(), lambda line: None, decode_plan(screen()))
+    job = prepare(small_config(), lambda line: None, decode_plan(screen()))
     batch, model = few(job.training[0]), job.build_model()
     whole = gradient(model, batch, job.preprocess, nullcontext)
     grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
@@ -58,9 +58,9 @@ def test_of_a_large_model_some_numbers_of_every_parameter_are_compared(monkeypat
 def test_a_start_whose_gradient_is_rounding_is_not_held_against_a_device() -> None:
     """Behind silent branches every image has the same class token, and every text the same end mark."""
     changes = {"model.pooling": "cls", "train.precision": "bf16"}
-    job = prepare_scratch(small_config(changes), lambda line: None, decode_plan(screen()))
+    job = prepare(small_config(changes), lambda line: None, decode_plan(screen()))
     torch.manual_seed(0)
-    batch = few(stand_in(job.shape, 8, 12, job.tokenizer.eot_id))
+    batch = few(stand_in(job.shape, 8, 12))
 
     def apart(model: CLIP) -> float:
         rough = gradient(copy.deepcopy(model), batch, job.preprocess, job.autocast)

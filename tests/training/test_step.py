@@ -16,15 +16,15 @@ from m1clip.data.loader import Batch
 from m1clip.losses import positives
 from m1clip.model.clip import Features
 from m1clip.training.run import decode_plan
-from m1clip.training.setup import Job, prepare_scratch
+from m1clip.training.setup import Setup, prepare
 from m1clip.training.step import TrainStep
 
 AUGMENTED = {"data.crop_min": 0.5, "data.flip": 0.5, "data.color_jitter": 0.3}
 PHASES = {"copy", "forward", "backward", "optimizer"}
 
 
-def make(changes: dict[str, Any] | None = None) -> tuple[Job, TrainStep]:
-    job = prepare_scratch(small_config({**AUGMENTED, **(changes or {})}), lambda line: None, decode_plan(screen()))
+def make(changes: dict[str, Any] | None = None) -> tuple[Setup, TrainStep]:
+    job = prepare(small_config({**AUGMENTED, **(changes or {})}), lambda line: None, decode_plan(screen()))
     model = job.build_model()
     with torch.no_grad():  # no parameter at a start value that would hide its gradient
         for p in model.parameters():

@@ -1,0 +1,332 @@
+"""Transfer learning: frozen and fine-tuned towers, LoRA, distillation, WiSE-FT, and what a model forgets."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from m1clip.config import Config
+from m1clip.data.augment import Augmentation
+from m1clip.data.cache import DecodePlan, cache_folder, data_folders
+from m1clip.data.images import Preprocess
+from m1clip.data.loader import Batch
+from m1clip.data.prepare import Split, augmentation_of, load_split, open_data, with_classes
+from m1clip.data.types import Source
+from m1clip.errors import UserError
+from m1clip.evaluation.retrieval import retrieval
+from m1clip.evaluation.statistics import selection_metric
+from m1clip.evaluation.zeroshot import zero_shot
+from m1clip.hardware.device import Device, Precision
+from m1clip.hardware.precision import autocast
+from m1clip.inference.encoder import Model, encode_split, load
+from m1clip.inference.feature_cache import Maker, Side, feature_captions, feature_images, token_captions
+from m1clip.losses import distillation
+from m1clip.model.clip import CLIP, Features, build_clip
+from m1clip.model.heads import Head
+from m1clip.model.lora import ALL, unfreeze
+from m1clip.model.presets import CLIPConfig
+from m1clip.model.pretrained import weights_hash
+from m1clip.model.weights import Tensors, assign_weights
+from m1clip.runlog import MEAN_RECALL, SELECTION, TOP1
+from m1clip.text.base import Tokenizer
+from m1clip.text.tokenizers import CharTokenizer
+
+LORA_ALPHA = 16.0
+EVAL_BATCH = 128
+MAX_CLASS_IMAGES = 1000  # of class folders: they are decoded at each evaluation
+STATISTICS_ROWS = 50_000  # from which the mean and deviation of features are computed
+WISE_FT_GRID = (0.0, 0.25, 0.5, 0.75, 1.0)  # weights of the new model that `--wise-ft search` tries
+Context = Callable[[], AbstractContextManager[object]]
+
+
+class Trainable(NamedTuple):
+    """Which towers are trained; the features of the others come from the cache."""
+
+    image: bool = True
+    text: bool = True
+
+
+BOTH = Trainable()
+
+
+@dataclass(frozen=True)
+class Start:
+    """The model that a run trains, before its first step."""
+
+    config: CLIPConfig
+    weights: Tensors = field(default_factory=dict)  # of the model, or of its pretrained towers; the rest is random
+    trainable: Trainable = BOTH
+    unfreeze: tuple[int, int] = (ALL, ALL)  # blocks to train of each trainable tower
+    lora_rank: int = 0
+    new_heads: bool = False  # they standardize the features of frozen towers
+
+    def build(self, load_weights: bool = True) -> CLIP:
+        """The model on the CPU from torch's random state, with its weights and with gradients where it is trained."""
+        model = build_clip(self.config)
+        if load_weights and self.weights:
+            for name in ("image_tower", "text_tower") if self.new_heads else ("",):
+                part = {
+                    key.removeprefix(f"{name}."): value for key, value in self.weights.items() if key.startswith(name)
+                }
+                if part:
+                    assign_weights(model.get_submodule(name), part, name or "the model to start from")
+        options = ("--unfreeze-image", "--unfreeze-text")
+        towers = (model.image_tower, model.text_tower)
+        for tower, trained, count, option in zip(towers, self.trainable, self.unfreeze, options, strict=True):
+            unfreeze(tower, count if trained else 0, option, self.lora_rank, LORA_ALPHA)
+        for head in (model.image_head, model.text_head):
+            if isinstance(head, Head) and not self.new_heads:
+                head.spare_dead_channels()
+        return model
+
+
+def standardize_heads(model: CLIP, train: Split) -> None:
+    """Give new heads the mean and deviation of the training features; a tower of ours ends in a norm already."""
+    for head, table in ((model.image_head, train.image_features), (model.text_head, train.captions.features)):
+        if table is not None and isinstance(head, Head):
+            head.standardize(*moments(table.array, table.rows.reshape(len(table.rows), -1)[:, 0]))
+
+
+def moments(table: np.ndarray, at: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each feature over the rows `at`, or an even sample of many."""
+    chosen = at[:: max(1, len(at) // STATISTICS_ROWS)]
+    rows = torch.from_numpy(table[np.sort(chosen)].astype(np.float32))
+    return rows.mean(dim=0), rows.std(dim=0, correction=0)
+
+
+def augmentation_for(config: Config, captions: list[str], start: Start, tokenizer: Tokenizer) -> Augmentation:
+    """Augmentation of what the trainable towers read: strong for our own towers from random weights, else gentle."""
+    image, text, tuned = start.config.image_tower, start.config.text_tower, bool(start.weights) and not start.new_heads
+    patches = bool(image.patches)  # a third-party tower has none that could be dropped
+    whole_images = tuned or not patches or getattr(image, "stem", "") == "conv"
+    whole_captions = tuned or text.kind != "transformer" or isinstance(tokenizer, CharTokenizer)
+    found = augmentation_of(config.data, captions, whole_images, whole_captions)
+    words = found.word_dropout if start.trainable.text else 0.0
+    if not start.trainable.image:
+        return Augmentation(word_dropout=words)
+    return dataclasses.replace(found, patch_dropout=found.patch_dropout if patches else 0.0, word_dropout=words)
+
+
+def feature_maker(
+    start: Start,
+    tokenizer: Tokenizer,
+    preprocess: Preprocess,
+    config: Config,
+    source: Source,
+    device: Device,
+    precision: Precision,
+    plan: DecodePlan,
+) -> Maker:
+    """What computes the features of frozen towers."""
+    model = start.build().to(device.torch).eval() if not all(start.trainable) else None
+    sides = []
+    for name, trained in zip(("image_tower", "text_tower"), start.trainable, strict=True):
+        tower: Any = None if model is None or trained else getattr(model, name)
+        settings = json.dumps(dataclasses.asdict(getattr(start.config, name)), sort_keys=True)
+        key = () if tower is None else (weights_hash(tower.state_dict()), settings)
+        sides.append(Side(tower, 0 if tower is None else tower.width, key))
+    folders = data_folders(source)
+    return Maker(
+        image=sides[0],
+        text=sides[1],
+        tokenizer=tokenizer,
+        context_length=start.config.context_length,
+        preprocess=preprocess,
+        views=config.transfer.views,
+        folder=cache_folder(config.data.cache_dir, folders),
+        roots=folders,
+        device=device.torch,
+        precision=precision,
+        autocast=autocast(device, precision),
+        plan=plan,
+    )
+
+
+def load_features(maker: Maker, config: Config, source: Source, split: str, start: Start, margin: float = 1.0) -> Split:
+    """A split of the data, with the features of frozen towers instead of images or tokens."""
+    if start.trainable.image:
+        found = load_split(
+            source, split, config.data, maker.tokenizer, maker.context_length, maker.preprocess, margin, maker.plan
+        )
+        if start.trainable.text:
+            return found
+        return dataclasses.replace(found, captions=with_classes(feature_captions(maker, found.samples, split), source))
+    wanted = maker if split == "train" else dataclasses.replace(maker, views=1)
+    images, features, kept, failures = feature_images(wanted, source.samples(split), split, config.data.max_bad)
+    captions = token_captions(maker, kept) if start.trainable.text else feature_captions(maker, kept, split)
+    return Split(images, with_classes(captions, source), kept, failures, "features", features)
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Distillation: unit vectors of every training image and caption from another model, and its temperature."""
+
+    image: np.ndarray  # (rows, d) float16
+    image_rows: np.ndarray  # (images,) row of each sample id
+    text: np.ndarray  # (rows, d) float16
+    text_rows: np.ndarray  # (captions,) row of each caption id
+    scale: float
+    weight: float
+
+    def logits(self, sample_ids: Tensor, caption_ids: Tensor) -> Tensor:
+        """(n, m) of the images and captions of a batch, on their device, in float32."""
+        image = self.image[self.image_rows[sample_ids.cpu().numpy()]].astype(np.float32)
+        text = self.text[self.text_rows[caption_ids.cpu().numpy()]].astype(np.float32)
+        device = sample_ids.device
+        return self.scale * torch.from_numpy(image).to(device) @ torch.from_numpy(text).to(device).T
+
+    def taught(self, loss: Tensor, features: Features, batch: Batch) -> Tensor:
+        """The loss, combined with the distillation loss."""
+        second = distillation(features, self.logits(batch.sample_ids, batch.caption_ids))
+        return (1 - self.weight) * loss + self.weight * second
+
+
+def load_teacher(
+    config: Config, source: Source, train: Split, device: Device, precision: Precision, plan: DecodePlan
+) -> Teacher:
+    """The teacher's vectors of the training set, from the cache where they are known."""
+    transfer = config.transfer
+    teacher = load(Path(transfer.teacher or ""), device.kind, activation=config.model.activation)
+    clip = teacher.clip
+    # The same weights make other vectors with another activation, or fewer heads.
+    key = (weights_hash(clip.state_dict()), json.dumps(clip.config.to_dict(), sort_keys=True), "unit vectors")
+    folders = data_folders(source)
+    maker = Maker(
+        image=Side(clip.encode_image, clip.config.embed_dim, key),
+        text=Side(clip.encode_text, clip.config.embed_dim, key),
+        tokenizer=teacher.tokenizer,
+        context_length=clip.config.context_length,
+        preprocess=teacher.preprocess,
+        views=1,
+        folder=cache_folder(config.data.cache_dir, folders),
+        roots=folders,
+        device=device.torch,
+        precision=precision,
+        autocast=autocast(device, precision),
+        plan=plan,
+    )
+    _, images, kept, _ = feature_images(maker, train.samples, "train", 0.0)
+    if len(kept) != len(train.samples):
+        raise UserError(f"{transfer.teacher}: cannot read {len(train.samples) - len(kept)} of the training images")
+    texts = feature_captions(maker, train.samples, "train").features
+    assert texts is not None
+    _, first = np.unique(train.captions.keys, return_index=True)  # keys are 0, 1, 2, ...
+    scale = float(clip.scale().detach())
+    return Teacher(images.array, images.rows[:, 0], texts.array, texts.rows[first], scale, transfer.teacher_weight)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One figure of a model between 0 and 1: zero-shot top-1 of class folders, or mean recall of a split."""
+
+    name: str
+    metric: str  # its name in run.jsonl
+    run: Callable[[Model], float]
+
+
+def split_measure(split: Split, context: Context) -> Measure:
+    """The figure that chooses the best model, on a split."""
+    metric = TOP1 if split.captions.classes else MEAN_RECALL
+
+    def run(model: Model) -> float:
+        return selection_metric(
+            retrieval(*encode_split(model.clip, split, model.preprocess, EVAL_BATCH, context))
+        ).value
+
+    return Measure(SELECTION[metric], metric, run)
+
+
+def class_measure(folder: Path, context: Context) -> Measure:
+    """Zero-shot top-1 over a folder of class folders, or an even sample of it; the folder names are the classes."""
+
+    def run(model: Model) -> float:
+        training = model.clip.training
+        with context():
+            scores = zero_shot(model, folder, limit=MAX_CLASS_IMAGES).scores
+        model.clip.train(training)
+        return scores["zero_shot/top1"].value
+
+    return Measure("zero-shot top-1", TOP1, run)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Data that the model should not forget, and what it scored on it before training."""
+
+    data: str
+    measure: Measure
+    before: float
+
+    def evaluate(self, model: Model, say: Callable[[str], None]) -> dict[str, Any]:
+        """For the evaluation's record in run.jsonl."""
+        now = self.measure.run(model)
+        say(f"retention   {self.measure.name} on {self.data}: {now:.1%} ({self.before:.1%} before)")
+        return {"retention": now, "retention_before": self.before, "retention_metric": self.measure.name}
+
+
+def measure_retention(
+    config: Config, start: Start, model: Model, device: Device, precision: Precision, plan: DecodePlan
+) -> Retention:
+    """Open the retention data and measure the model before training."""
+    names, context = config.transfer.retention_data, autocast(device, precision)
+    data = dataclasses.replace(config, data=dataclasses.replace(config.data, source=names))
+    source = open_data(data.data, model.preprocess.image_size, config.seed)
+    if source.class_captions:
+        measure = class_measure(Path(names[0]), context)
+    else:
+        split = next(name for name in ("test", "val", "train") if name in source.splits())
+        maker = feature_maker(start, model.tokenizer, model.preprocess, data, source, device, precision, plan)
+        measure = split_measure(load_features(maker, data, source, split, start), context)
+    return Retention(", ".join(names), measure, measure.run(model))
+
+
+def interpolated(old: Tensors, new: Tensors, weight: float) -> Tensors:
+    """WiSE-FT: each weight on the line from the old (0) to the new (1)."""
+    return {
+        name: old[name].to(tensor).lerp(tensor, weight) if tensor.is_floating_point() else tensor
+        for name, tensor in new.items()
+    }
+
+
+def finish_transfer(
+    config: Config,
+    start: Start,
+    retention: Retention | None,
+    val: Split | None,
+    folder: Path,
+    device: Device,
+    precision: Precision,
+    say: Callable[[str], None],
+    write: Callable[..., Any],
+) -> None:
+    """Interpolate old and new weights as asked, keep the best on validation, and report what was forgotten."""
+    best, wish = load(folder, device=device.kind), config.transfer.wise_ft
+    if wish != "off":
+        new = {name: tensor.clone() for name, tensor in best.clip.state_dict().items()}
+        measure = None if val is None else split_measure(val, autocast(device, precision))
+        found: list[tuple[float, float]] = []
+        for weight in WISE_FT_GRID if wish == "search" else (float(wish),):
+            best.clip.load_state_dict(interpolated(start.weights, new, weight))
+            score = 0.0 if measure is None else measure.run(best)
+            found.append((score, weight))
+            write("wise", share=weight, **({} if measure is None else {f"val_{measure.metric}": score}))
+        score, weight = max(found)
+        best.clip.load_state_dict(interpolated(start.weights, new, weight))
+        shown = "" if measure is None else f": validation {measure.name} {100 * score:.1f}%"
+        say(f"WiSE-FT    {weight:.2f} of the new weights, {1 - weight:.2f} of the old{shown}")
+        best.save(folder / "best")
+    if retention is not None:
+        after = retention.measure.run(best)
+        write("forgetting", before=retention.before, after=after, metric=retention.measure.name)
+        say(
+            f"forgetting {retention.measure.name} on {retention.data}: {retention.before:.1%} before, {after:.1%} after"
+        )
