@@ -20,7 +20,7 @@ from m1clip.model.presets import CLIPConfig, flops_per_pair
 if TYPE_CHECKING:
     from m1clip.config import Config
     from m1clip.data.loader import Batch
-    from m1clip.training.setup import Job
+    from m1clip.training.setup import Setup
     from m1clip.training.step import TrainStep
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
@@ -55,16 +55,16 @@ class Side:
         self.process.communicate()  # the end of its input ends it
 
 
-def set_up(config: Config) -> Job:
+def set_up(config: Config) -> Setup:
     """Everything that a run of this config needs, as `m1clip train` prepares it."""
     from m1clip.training.progress import Screen
     from m1clip.training.run import decode_plan
-    from m1clip.training.setup import prepare_scratch
+    from m1clip.training.setup import prepare
 
-    return prepare_scratch(config, lambda line: None, decode_plan(Screen()))
+    return prepare(config, lambda line: None, decode_plan(Screen()))
 
 
-def training_step(job: Job) -> TrainStep:
+def training_step(job: Setup) -> TrainStep:
     """The product's training step."""
     from m1clip.training.step import TrainStep
 

@@ -43,7 +43,8 @@ class Ledger(TorchDispatchMode):
         self._kind = next(model.parameters()).device.type  # what lies elsewhere is not in this device's memory
         self.phase = "activations"  # what a new tensor is, unless it is claimed for something else
         self.claim("weights", (*model.parameters(), *model.buffers()))
-        self._handles = [p.register_post_accumulate_grad_hook(self._take_gradient) for p in model.parameters()]
+        trained = (p for p in model.parameters() if p.requires_grad)
+        self._handles = [p.register_post_accumulate_grad_hook(self._take_gradient) for p in trained]
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[Any], args: Any = (), kwargs: Any = None

@@ -17,7 +17,7 @@ from m1clip.hardware.device import Device
 from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.precision import autocast
 from m1clip.model.clip import build_clip, count_parameters
-from m1clip.model.presets import CLIPConfig, clip_config, with_fields
+from m1clip.model.presets import clip_config, with_fields
 from m1clip.training import autotune as choose_module
 from m1clip.training.autotune import (
     Choice,
@@ -85,9 +85,7 @@ def measured(seconds: dict[str, float | None]) -> Any:
     """A measurement that answers from a table, and notes what it was asked."""
     asked = []
 
-    def measure(
-        config: Any, shape: CLIPConfig, eot_id: int, facts: Facts, kind: Any, precision: Any, *rest: Any
-    ) -> Tried:
+    def measure(config: Any, start: Start, facts: Facts, kind: Any, precision: Any, *rest: Any) -> Tried:
         asked.append(f"{kind} {precision}")
         value = seconds[asked[-1]]
         return Tried(kind, precision, value, 0.0, "" if value else "gradients 90% off the CPU's")
@@ -108,15 +106,15 @@ def test_the_fastest_wins_and_is_remembered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"facts": dataclasses.replace(H200, torch="9.9")}, {"shape": with_fields(SHAPE, embed_dim=64)},
+    "change", [{"facts": dataclasses.replace(H200, torch="9.9")}, {"start": Start(with_fields(SHAPE, embed_dim=64))},
                {"config": auto(**{"optim.optimizer": "adamw"})}, {"tokens": 24}]
 )  # fmt: skip
 def test_another_machine_model_or_version_is_measured_anew(tmp_path: Path, change: dict[str, Any]) -> None:
     table = {"cuda bf16": 0.1, "cpu fp32": 3.0, "cpu bf16": 2.0}
     choose(auto(), START, H200, 16, tmp_path, measured(table))
     measure = measured(table)
-    facts, shape = change.get("facts", H200), change.get("shape", SHAPE)
-    choose(change.get("config", auto()), shape, 0, facts, change.get("tokens", 16), tmp_path, measure)
+    facts, start = change.get("facts", H200), change.get("start", START)
+    choose(change.get("config", auto()), start, facts, change.get("tokens", 16), tmp_path, measure)
     assert len(measure.asked) == 3
 
 
@@ -136,9 +134,7 @@ CPU_ONLY = dataclasses.replace(H200, cuda=None, cuda_capability=None)
 def disturbed(table: dict[str, tuple[float, float, float]]) -> Any:
     """A measurement beside other programs: (seconds, processor seconds, their share) of each candidate."""
 
-    def measure(
-        config: Any, shape: CLIPConfig, eot_id: int, facts: Facts, kind: Any, precision: Any, *rest: Any
-    ) -> Tried:
+    def measure(config: Any, start: Start, facts: Facts, kind: Any, precision: Any, *rest: Any) -> Tried:
         taken, used, others = table[f"{kind} {precision}"]
         return Tried(kind, precision, taken, 0.0, processor_seconds=used, others=others)
 
@@ -311,7 +307,7 @@ def test_a_limit_is_kept_or_refused() -> None:
 
 
 def test_the_words_of_the_config() -> None:
-    assert TrainConfig(batch_size=0, micro_batch=64).batch == 0
+    assert TrainConfig(batch_size=0, micro_batch=64).batch_size == 0
     with pytest.raises(UserError, match="or auto, not 1"):
         TrainConfig(batch_size=1)
     with pytest.raises(UserError, match="--memory lots"):

@@ -22,7 +22,6 @@ from m1clip.inference.encoder import Encoder, encode_split
 from m1clip.inference.feature_cache import Maker
 from m1clip.model import pretrained
 from m1clip.runlog import read_log
-from m1clip.model import pretrained
 from m1clip.training import autotune, setup
 from m1clip.training.run import decode_plan, train_config
 
