@@ -13,7 +13,7 @@ from m1clip.bench.configurations import Configuration
 from m1clip.bench.cost_model import CostModel, Result, by_device
 from m1clip.bench.verdict import gradient_is_right
 from m1clip.formatting import duration, number, percent, size, table
-from m1clip.monitor.report import Plot, html_page, html_plots, html_table
+from m1clip.monitor.report import Plot, bars, html_page, html_plots, html_table
 
 Document = dict[str, Any]
 HEAD = ("configuration", "step", "quartiles", "n", "images/s", "of GEMM", "memory", "energy", "gradient")
@@ -138,20 +138,14 @@ def _plots(document: Document) -> list[Plot]:
     for (model, batch_size), members in jobs.items():
         if len(members) > 2 and len(jobs) <= 4:
             title = f"{model}, batch {batch_size}: images per second"
-            plots.append(Plot(title, "see the table below", partial(_bars, members=members)))
+            fastest = sorted(members, key=lambda r: -r["images_per_second"])[:MAX_BARS]
+            variants = [(Configuration(**r["configuration"]).variant, r["images_per_second"]) for r in fastest]
+            plots += bars(title, [(name, speed, number(speed)) for name, speed in variants])
     for model in dict.fromkeys(model for model, _ in jobs):
         if len({batch_size for name, batch_size in jobs if name == model}) > 1:
             title = f"{model}: seconds per step; dashed: cost model"
             plots.append(Plot(title, "see the table below", partial(_growth, document=document, model=model)))
     return plots
-
-
-def _bars(axes: Any, members: list[Result]) -> None:
-    shown = sorted(members, key=lambda r: r["images_per_second"])[-MAX_BARS:]
-    batch_size = shown[0]["configuration"]["batch_size"]
-    values = np.array([[batch_size / r["seconds"][key] for key in ("median", "high", "low")] for r in shown])
-    spread = np.abs(values[:, 1:] - values[:, :1]).T
-    axes.barh([Configuration(**r["configuration"]).variant for r in shown], values[:, 0], xerr=spread, capsize=2)
 
 
 def _growth(axes: Any, document: Document, model: str) -> None:
