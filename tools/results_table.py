@@ -200,21 +200,21 @@ def large_batch_rows(result: dict[str, Any]) -> Iterator[Row]:
 
 
 def memory_rows(result: dict[str, Any]) -> Iterator[Row]:
-    """Peak memory of whole runs."""
+    """Peak memory of complete runs."""
     for name, row in result["rows"].items():
         peaks = [value / 1e9 for value in row["peak_bytes"]]
         first = ", the first run of a model" if name.startswith("first") else ""
         yield Row(
-            f"peak memory of `m1clip train {' '.join(row['flags'])}`{first}",
+            f"peak memory of `m1clip train {row['flags']}`{first}",
             f"{max(peaks):.2f} GB, the most",
             str(len(peaks)),
-            f"{row['goal_bytes'] / 1e9:.1f} GB",
+            "",
             "python benchmarks/memory.py",
         )
 
 
 def cuda_rows(result: dict[str, Any]) -> Iterator[Row]:
-    """Steps on a GPU: ratios as that script words them, and the best share of the matrix product rate."""
+    """Steps on a GPU: ratios as that script words them, and the best fraction of the matrix product rate."""
     goals = {"ViT-B-16": "1.3 compiled, 60%", "ViT-B-32": "1.5 compiled", "tiny": "5 eager"}
     for model, found in result["models"].items():
         done = [line for line in found["lines"] if "seconds" in line]

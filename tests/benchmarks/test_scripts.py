@@ -304,10 +304,7 @@ def neighbours(machine: Any) -> dict[str, Any]:
             "gradients": gradients,
             "peer": None,
         },
-        "memory": {
-            "machine": machine,
-            "rows": {"default": {"flags": ["--steps", "4"], "goal_bytes": 2e9, "peak_bytes": [1.8e9, 1.9e9]}},
-        },
+        "memory": {"machine": machine, "rows": {"default": {"flags": "--steps 4", "peak_bytes": [1.8e9, 1.9e9]}}},
         "cuda_step": {
             "facts": {"cuda": "a card", "cores": 8, "torch": "2"},
             "models": {"ViT-B-16": {"lines": [line, {"skipped": "no time left"}], "ratios": ["batch 512: 1.40 times"]}},
