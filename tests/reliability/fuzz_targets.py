@@ -136,7 +136,7 @@ def targets(folder: Path) -> dict[str, Target]:
     kept = {"version": 1, "kind": "bpe-cut", "kept": [512, 600, 700]}
     dumped = tuple(json.dumps(each).encode() for each in tokenizers)
     toml = to_toml(Config()).encode()
-    short = b'seed = 3\n[model]\npreset = "tiny"\n[train]\nsteps = 5\nbatch = 16\n[data]\nsource = ["a", "b:0.5"]\n'
+    short = b'seed = 3\n[model]\nname = "tiny"\n[train]\nsteps = 5\nbatch_size = 16\n[data]\nsource = ["a", "b:0.5"]\n'
     found = {
         "config": Target("config.toml", (short, short, toml), lambda f: load_config(f / "config.toml"), 1.5),
         "run log": Target(NAME, (log,), lambda f: list(read_log(f)), 2.0),
@@ -167,9 +167,7 @@ def _resumed(folder: Path) -> object:
 
     place = folder / "checkpoints" / "step-000007"
     manifest = json.loads((place / "manifest.json").read_text())
-    known = manifest["sha256"]["state.json"]
-    value = sha256(place / "state.json")
-    manifest["sha256"]["state.json"] = {**known, "sha256": value} if isinstance(known, dict) else value
+    manifest["sha256"]["state.json"] = sha256(place / "state.json")
     (place / "manifest.json").write_text(json.dumps(manifest))
     return load_latest(folder, torch.device("cpu"), lambda line: None)
 

@@ -39,19 +39,19 @@ class Squeeze:
 
     def install(self) -> None:
         """From now on each step, and each look at the memory, goes through here."""
-        usual_step, usual_look = TrainStep.__call__, OOMHandler.look
+        usual_step, usual_look = TrainStep.__call__, OOMHandler.check
 
         def step(update: TrainStep, batch: Any, number: int, *rest: Any, **named: Any) -> Any:
             self.before(number, update)
             return usual_step(update, batch, number, *rest, **named)
 
         def look(room: OOMHandler) -> None:
-            self.most = max(self.most, room.read())
+            self.most = max(self.most, room.used_bytes())
             self.wanted = max(self.wanted, address_space() - self.begin)
             usual_look(room)
 
         TrainStep.__call__ = step  # type: ignore[method-assign]
-        OOMHandler.look = look  # type: ignore[method-assign]
+        OOMHandler.check = look  # type: ignore[method-assign]
         if self.how == "fail":  # oneDNN says of memory that it cannot have: "could not create a primitive"
             torch.backends.mkldnn.set_flags(_enabled=False)
 

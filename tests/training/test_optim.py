@@ -77,7 +77,7 @@ def test_the_rate_is_a_share_of_each_parts_own_peak() -> None:
 
 def test_the_first_step_of_adamw_is_the_formula() -> None:
     model = clip()
-    optimizer = Optimizer(model, OptimConfig(optimizer="adamw", lr=0.1, wd=0.5, eps=1e-8), fused=True)
+    optimizer = Optimizer(model, OptimConfig(optimizer="adamw", lr=0.1, wd=0.5), fused=True)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     give_gradients(model, 1)
     optimizer.step()
