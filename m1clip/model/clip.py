@@ -35,8 +35,6 @@ def normalize(x: Tensor) -> Tensor:
 class CLIP(nn.Module):
     """An image and a sentence that belong together get vectors that point the same way."""
 
-    text_first = True  # the order in which a training step encodes
-
     def __init__(
         self,
         image_tower: Tower,

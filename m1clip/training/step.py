@@ -120,10 +120,9 @@ class TrainStep:
             torch.manual_seed(self.config.seed * 1_000_003 + step)  # dropout, too, is a function of the step
         with self.autocast():
             # Text first: the backward pass then starts with the larger tower and frees its activations.
-            image = None if self.model.text_first else self._encode_images(batch)
             texts = [self._encode_texts(batch, rows) for rows in batch.text_rows()]
             text = texts[0] if len(texts) == 1 else torch.cat(texts)
-            image = self._encode_images(batch) if image is None else image
+            image = self._encode_images(batch)
         loss = self._loss(image, text, positive, batch)
         self._mark("backward")
         self.scale_loss(loss).backward()
