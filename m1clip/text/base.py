@@ -93,3 +93,6 @@ class Tokenizer(ABC):
 
     def __hash__(self) -> int:
         return hash((type(self), self.vocab_size))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(vocab_size={self.vocab_size})"
