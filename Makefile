@@ -12,12 +12,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 PYTHON ?= python3
 
 help:
-	@echo "make demo   train a small CLIP on synthetic pictures and show what it finds (about 5 minutes)"
+	@echo "make demo   train a small CLIP on synthetic images and show what it finds (about 5 minutes)"
 	@echo "make test   ruff, mypy, import-linter, pytest"
 	@echo "make test-long  kills, full disks, hostile files and fuzzing with large counts, on all cores, then a soak of an hour"
 	@echo "make bench  speed as ratios against baselines, on this machine (DATA=folder: loaders too; PEERS=python: open_clip too)"
 	@echo "make speedrun DATA=folder   recall after ten minutes, three seeds (PEERS=python: open_clip beside it; 90 minutes)"
-	@echo "make scaling  pairs a second against batch, resolution, tokens, model and threads (about 10 minutes)"
+	@echo "make scaling  images per second against batch, resolution, tokens, model and threads (about 10 minutes)"
 	@echo "make parity PEERS=python  features against installed open_clip and transformers, both directions"
 	@echo "make clean  remove the virtual environment"
 
@@ -57,7 +57,7 @@ test-long: $(DEV)
 	@$(BIN)/python tests/reliability/soak.py --minutes $(SOAK_MINUTES) --record $(LONG)/rows.json --json docs/results/soak.json
 	@$(BIN)/python tests/reliability/reliability_merge.py $(LONG)/rows.json
 
-# PEERS: the Python of an environment with open_clip and transformers (benchmarks/README.md). DATA: a set of pictures.
+# PEERS: the Python of an environment with open_clip and transformers (benchmarks/README.md). DATA: a set of images.
 bench: $(READY)
 	@$(BIN)/python benchmarks/step.py --json docs/results/step.json
 	@$(BIN)/python benchmarks/same_work.py --peers "$(PEERS)" --data "$(DATA)" --json docs/results/same_work.json

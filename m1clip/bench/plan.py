@@ -17,7 +17,7 @@ from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.measure import bf16_speedup, gemm_rate
 from m1clip.model.clip import count_parameters
 from m1clip.model.presets import flops_per_pair
-from m1clip.training.memory import forecast, foretold_peak, tensor_limit, tracer, warm_process
+from m1clip.training.memory import forecast, predicted_peak, tensor_limit, tracer, warm_process
 from m1clip.training.transfer import Start
 
 ASSUMED_GEMM_FRACTION = 0.5  # of the matrix product rate, where no step was measured; the plan says so
@@ -68,7 +68,7 @@ def plan_memory(c: Configuration, device: Device, facts: Facts, images: int, lim
         tracer(config.train_config(), Start(shape), device.kind, precision, facts, tokens)
         for config in (c, dataclasses.replace(c, grad_checkpointing=True))
     ]
-    parts = foretold_peak(traces[0](c.batch_size), device.kind, process, data)
+    parts = predicted_peak(traces[0](c.batch_size), device.kind, process, data)
     available = tensor_limit(limit, device.kind, process, data)
     usual = forecast(traces[0])
     return {

@@ -186,9 +186,9 @@ class Measurements:
 
     def gradient_difference(self) -> float:
         """Relative difference of the gradient of a few images from the CPU's in fp32."""
-        from m1clip.training.parity import gradient, relative_difference, stirred
+        from m1clip.training.parity import gradient, perturbed, relative_difference
 
-        twin = stirred(self.step.model).eval()
+        twin = perturbed(self.step.model).eval()
         there = gradient(twin, self.parity_batch, self.step.preprocess, self.step.autocast)
         twin.zero_grad(set_to_none=True)
         twin.set_attention("bmm", "bmm")

@@ -1,4 +1,4 @@
-"""The answers to `auto`: device, precision, batch, and what a memory limit asks for, in this order."""
+"""Resolve `auto`: device and precision by measurement, batch size and micro-batches by predicted memory, attention."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from m1clip.training.memory import (
     Forecast,
     Parts,
     forecast,
-    foretold_peak,
+    predicted_peak,
     stand_in,
     tensor_limit,
     tracer,
@@ -58,7 +58,7 @@ from m1clip.training.step import TrainStep
 from m1clip.training.transfer import Start
 
 MOST_SECONDS = 30.0
-SHARE = 0.05  # of --minutes, at most
+MINUTES_FRACTION = 0.05  # of --minutes, at most
 LEAST_STEPS, MOST_STEPS = 2, 5
 CLEAR = 1.5  # times faster: other programs do not make up that much
 PROBE_BATCH = 64  # a larger one tells nothing new, and takes longer
@@ -66,7 +66,7 @@ PROBE_BATCH = 64  # a larger one tells nothing new, and takes longer
 
 @dataclass(frozen=True)
 class Tried:
-    """One device and precision: its step, or why it is out."""
+    """One device and precision: the time of its step, or why it was rejected."""
 
     device: Kind
     precision: Precision
@@ -74,11 +74,11 @@ class Tried:
     gradient_difference: float | None
     out: str = ""
     processor_seconds: float | None = None  # of a step, over all threads
-    others: float | None = None  # share of the processors that other programs took meanwhile
+    others: float | None = None  # fraction of the processors that other programs used meanwhile
 
 
 def paces(tried: Sequence[Tried]) -> tuple[dict[Tried, float], bool]:
-    """What those who passed are judged by, and whether the machine was busy.
+    """What the candidates that passed are compared by, and whether the machine was busy.
 
     Seconds; beside other programs, where only the CPU is tried, its processor time: they were measured one after
     another, and the others may have come in between.
@@ -111,7 +111,7 @@ class Choice:
         words = []
         for t in others:
             one = f"{t.device} {t.precision}"
-            words.append(f"{pace[t] / pace[mine]:.1f}x {one}" if t in pace else f"{one} out: {t.out}")
+            words.append(f"{pace[t] / pace[mine]:.1f}x {one}" if t in pace else f"{one} rejected: {t.out}")
         when = " before" if self.cached else " beside other programs" if busy else ""
         return f"step of {self.batch} measured{when}: {', '.join(words)}"
 
@@ -121,7 +121,7 @@ class Choice:
 
 
 def candidates(device: str, precision: str, facts: Facts) -> list[tuple[Kind, Precision]]:
-    """What may be chosen among: a named device or precision leaves one, and what the rules know is not measured."""
+    """The candidates: a named device or precision leaves one, and what the device rules decide is not measured."""
     found: list[tuple[Kind, Precision]] = []
     for kind in available(facts):
         if device not in ("auto", kind):
@@ -134,9 +134,13 @@ def candidates(device: str, precision: str, facts: Facts) -> list[tuple[Kind, Pr
 
 
 def choose(
-    config: Config, start: Start, facts: Facts, text_tokens: int, folder: Path | None = None,
+    config: Config,
+    start: Start,
+    facts: Facts,
+    text_tokens: int,
+    folder: Path | None = None,
     measure: Callable[..., Tried] | None = None,
-) -> Choice:  # fmt: skip
+) -> Choice:
     """The fastest device and precision for this model; measured for at most half a minute, or read from the cache."""
     options = candidates(config.train.device, config.train.precision, facts)
     if len(options) == 1:
@@ -151,7 +155,7 @@ def choose(
         tried = [measure(config, start, facts, kind, precision) for kind, precision in options]
     else:
         minutes = config.train.minutes
-        most = MOST_SECONDS if minutes is None else min(MOST_SECONDS, SHARE * 60 * minutes)
+        most = MOST_SECONDS if minutes is None else min(MOST_SECONDS, MINUTES_FRACTION * 60 * minutes)
         found = _measured(config, start, facts, options, text_tokens, batch, most)
         if found is None:
             return Choice(*options[0])
@@ -175,9 +179,14 @@ def affordable(batch: int, pair_seconds: float, options: int, seconds: float = M
 
 
 def _measured(
-    config: Config, start: Start, facts: Facts, options: list[tuple[Kind, Precision]],
-    text_tokens: int, batch: int, most: float,
-) -> tuple[list[Tried], int] | None:  # fmt: skip
+    config: Config,
+    start: Start,
+    facts: Facts,
+    options: list[tuple[Kind, Precision]],
+    text_tokens: int,
+    batch: int,
+    most: float,
+) -> tuple[list[Tried], int] | None:
     """Gradients of all candidates first, then their steps: so the peak of memory is that of a step.
 
     None where the gradients alone would take more than `most` seconds.
@@ -204,10 +213,9 @@ def _measured(
 
 
 def check_gradient(
-    config: Config, start: Start, facts: Facts, kind: Kind, precision: Precision, samples: Any,
-    truth: torch.Tensor,
-) -> Tried:  # fmt: skip
-    """A candidate, with how far its gradient is from the true one; out where that is too far."""
+    config: Config, start: Start, facts: Facts, kind: Kind, precision: Precision, samples: Any, truth: torch.Tensor
+) -> Tried:
+    """A candidate with the error of its gradient; rejected if that is too large."""
     device = Device(kind, facts)
 
     def apart() -> float:
@@ -220,12 +228,12 @@ def check_gradient(
 
     found = _within_reason(device, precision, lambda: Tried(kind, precision, None, apart()))
     if found.gradient_difference is not None and found.gradient_difference > TOLERANCE[precision]:
-        return dataclasses.replace(found, out=f"gradients {found.gradient_difference:.0%} off the CPU's")
+        return dataclasses.replace(found, out=f"gradients {found.gradient_difference:.0%} different from the CPU's")
     return found
 
 
 def time_step(config: Config, start: Start, facts: Facts, candidate: Tried, work: Any, seconds: float) -> Tried:
-    """The real step of a candidate, as many times as fit."""
+    """Time the real step of a candidate, as often as fits."""
     kind, precision = candidate.device, candidate.precision
     device = Device(kind, facts)
     plain = dataclasses.replace(config, model=dataclasses.replace(config.model, compile=False))
@@ -245,7 +253,7 @@ def time_step(config: Config, start: Start, facts: Facts, candidate: Tried, work
 
 
 def _within_reason(device: Device, precision: Precision, work: Callable[[], Tried]) -> Tried:
-    """What comes of it, or why a device cannot do it; its memory is given back, and its peak forgotten."""
+    """The result, or why a device cannot compute it; its memory is released and its peak reset."""
     try:
         return work()
     except torch.OutOfMemoryError:
@@ -292,7 +300,7 @@ def _model(config: Config, start: Start, device: Device, precision: Precision) -
 
 
 def _reference(config: Config, start: Start, facts: Facts, samples: Any) -> torch.Tensor:
-    """The gradient that the others must have: the CPU's in fp32."""
+    """The reference gradient: the CPU's in fp32."""
     host = _model(config, start, Device("cpu", facts), "fp32")
     return gradient(host, few(samples), Preprocess(image_size=start.config.image_size), contextlib.nullcontext)
 
@@ -300,15 +308,22 @@ def _reference(config: Config, start: Start, facts: Facts, samples: Any) -> torc
 def _key(
     config: Config, start: Start, facts: Facts, batch: int, text_tokens: int, options: list[tuple[Kind, Precision]]
 ) -> str:
-    """This machine, this model, these versions: anything else measures anew."""
+    """Identifies machine, model and versions: a change in any of them is measured again."""
     values = {
         "format": 2,  # choices of the first may have been made beside other programs
-        "facts": facts.to_dict(), "shape": start.config.to_dict(), "trainable": start.trainable,
-        "batch": batch, "tokens": text_tokens,
-        "options": options, "optim": config.optim.optimizer, "recompute": config.model.grad_checkpointing,
-        "chunk": config.train.micro_batch, "several": config.data.captions_per_step,
-        "threads": torch.get_num_threads(), "m1clip": __version__,
-    }  # fmt: skip
+        "facts": facts.to_dict(),
+        "shape": start.config.to_dict(),
+        "trainable": start.trainable,
+        "batch": batch,
+        "tokens": text_tokens,
+        "options": options,
+        "optim": config.optim.optimizer,
+        "recompute": config.model.grad_checkpointing,
+        "chunk": config.train.micro_batch,
+        "several": config.data.captions_per_step,
+        "threads": torch.get_num_threads(),
+        "m1clip": __version__,
+    }
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -334,7 +349,7 @@ TINY_SET = 100  # images; a run on fewer warns
 
 
 def open_training_data(config: Config, image_size: int, plan: DecodePlan) -> Source:
-    """The data of a run; a batch that the images cannot fill is refused here, before any work."""
+    """The data of a run; a batch size that the images cannot fill is refused here."""
     with plan.progress("reading the data"):
         source = open_data(config.data, image_size, config.seed)
         images, names = len(source.samples("train")), ", ".join(config.data.source)
@@ -371,7 +386,7 @@ def choose_batch(config: Config, start: Start, images: int) -> Config:
 
 @dataclass(frozen=True)
 class Fit:
-    """What was decided, and why in a sentence."""
+    """The batch size and means that fit the memory, and why."""
 
     batch: int
     chunk: int
@@ -380,10 +395,9 @@ class Fit:
 
 
 def fit_memory(
-    config: Config, start: Start, device: Device, precision: Precision, facts: Facts, text_tokens: int,
-    images: int,
-) -> Fit | None:  # fmt: skip
-    """The batch and means that fit; None where nothing was left open and no limit was given."""
+    config: Config, start: Start, device: Device, precision: Precision, facts: Facts, text_tokens: int, images: int
+) -> Fit | None:
+    """The batch size and means that fit; None if the batch size is given and there is no limit."""
     train = config.train
     if train.batch_size and not train.memory:
         return None
@@ -408,7 +422,7 @@ def fit_memory(
     most = max(2, min(MOST_AUTO, largest_batch(images)))
     fit = decide(train.batch_size or 0, train.micro_batch, config.model.grad_checkpointing, most, room, line)
     if fit is None:
-        smallest = foretold_peak(_at(line(True), LEAST_CHUNK), device.kind, process, data)
+        smallest = predicted_peak(_at(line(True), LEAST_CHUNK), device.kind, process, data)
         raise UserError(
             f"--memory {train.memory or 'of this machine'}: {config.model.name} needs at least "
             f"{sum(smallest.values()) / 1e9:.1f} GB of {limit / 1e9:.1f} GB; take a smaller --model"
@@ -419,7 +433,7 @@ def fit_memory(
 def decide(
     batch: int, chunk: int, recompute: bool, most: int, room: float, line: Callable[[bool], Forecast]
 ) -> Fit | None:
-    """Pure: `line(recompute)` foretells bytes by batch. A batch of 0 is to be chosen, others are kept."""
+    """Pure: `line(recompute)` predicts bytes by batch size. A batch of 0 is chosen, any other is kept."""
     kept = line(recompute)
     if not batch:
         largest = power_of_two(kept.largest(room, most))
@@ -428,16 +442,16 @@ def decide(
         batch = 2
     part = chunk or batch
     if kept.total(part) <= room:
-        return Fit(batch, chunk, recompute, f"batch {batch} fits" + (f" in chunks of {chunk}" if chunk else ""))
+        return Fit(batch, chunk, recompute, f"batch {batch} fits" + (f" in micro-batches of {chunk}" if chunk else ""))
     frugal = line(True)
     if not chunk and frugal.total(batch) <= room:
-        return Fit(batch, 0, True, f"batch {batch} fits with recomputation")
-    # Both cost about one more forward pass; chunks shrink further than recomputation does.
+        return Fit(batch, 0, True, f"batch {batch} fits with gradient checkpointing")
+    # Both cost about one more forward pass; micro-batches can save more than gradient checkpointing.
     for again, forecast_of in ((recompute, kept), (True, frugal)):
         largest = power_of_two(forecast_of.largest(room, batch))
         if largest >= LEAST_CHUNK:
-            words = " and recomputation" if again and not recompute else ""
-            return Fit(batch, min(largest, batch), again, f"batch {batch} fits in chunks of {largest}{words}")
+            words = " and gradient checkpointing" if again and not recompute else ""
+            return Fit(batch, min(largest, batch), again, f"batch {batch} fits in micro-batches of {largest}{words}")
     return None
 
 
@@ -494,7 +508,7 @@ def choose_hardware(
 
 
 def hardware_line(device: Device, facts: Facts, precision: Precision, why: str) -> str:
-    """What the run computes on, for a person."""
+    """What the run computes on, in one line."""
     name = facts.cuda if device.kind == "cuda" else facts.cpu
     cores = f", {torch.get_num_threads()} threads" if device.kind == "cpu" else ""
     return f"device     {device.kind}: {name}{cores}, {precision}{f' ({why})' if why else ''}"

@@ -1,4 +1,4 @@
-"""How much memory a step takes, by component: watched while it runs, or foretold without taking it."""
+"""Memory of a training step by component: measured while it runs, or predicted with fake tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COMPONENTS = ("weights", "gradients", "optimizer", "activations", "batch", "temp
 
 
 class Ledger(TorchDispatchMode):
-    """Counts storages from the operation that makes them until the last tensor on them is gone."""
+    """Tracks storages from the operation that creates them until their last tensor is freed."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def stand_in(
     return Batch(sample_ids=rows, caption_ids=torch.arange(captions), image_index=image_index, **fields)
 
 
-def foretell(
+def predict_memory(
     config: Config, start: Start, kind: Kind, precision: Precision, facts: Facts, batch: int, text_tokens: int
 ) -> Parts:
     """The components of the real step, made with fake tensors: all shapes, no memory, no arithmetic."""
@@ -183,8 +183,8 @@ def foretell(
     return parts
 
 
-def foretold_peak(parts: Parts, kind: Kind, process: int, data: int) -> Parts:
-    """All of the peak that a person will see: on the CPU with the process, its data and the allocator's share."""
+def predicted_peak(parts: Parts, kind: Kind, process: int, data: int) -> Parts:
+    """The peak that the user sees: on the CPU with the process, its data and the allocator's overhead."""
     if kind != "cpu":
         return parts
     tensors = sum(parts.values())
@@ -192,7 +192,7 @@ def foretold_peak(parts: Parts, kind: Kind, process: int, data: int) -> Parts:
 
 
 def tensor_limit(limit: float, kind: Kind, process: int, data: int) -> float:
-    """What a limit leaves for the tensors of a step: the inverse of `foretold_peak`."""
+    """What a limit leaves for the tensors of a step: the inverse of `predicted_peak`."""
     return limit if kind != "cpu" else (limit - process - data - HEAP_BASE) / HEAP_SLACK
 
 
@@ -269,7 +269,7 @@ class Forecast:
 
 
 def forecast(trace: Callable[[int], Parts], like: Forecast | None = None) -> Forecast:
-    """From steps foretold at large batches, and at two; `like` is a forecast with the same logits and optimizer."""
+    """From steps predicted at large batches, and at two; `like` is a forecast with the same logits and optimizer."""
     low, middle, high = 128, 256, 512
     second, third = (float(sum(trace(batch).values())) for batch in (middle, high))
     if like is None:
@@ -283,5 +283,5 @@ def forecast(trace: Callable[[int], Parts], like: Forecast | None = None) -> For
 
 
 def tracer(config: Config, start: Start, kind: Kind, precision: Precision, facts: Facts, text_tokens: int) -> Any:
-    """`foretell` as a function of the batch alone, remembering its answers."""
-    return functools.cache(lambda batch: foretell(config, start, kind, precision, facts, batch, text_tokens))
+    """`predict_memory` as a function of the batch alone, remembering its answers."""
+    return functools.cache(lambda batch: predict_memory(config, start, kind, precision, facts, batch, text_tokens))

@@ -33,7 +33,7 @@ def check_parity(job: Setup, model: CLIP) -> float | None:
     if job.device.kind == "cpu":
         return None
     batch = few(job.training[0])
-    twin = stirred(model).eval()  # dropout would draw other masks there
+    twin = perturbed(model).eval()  # dropout would draw other masks there
     there = gradient(twin, batch, job.preprocess, job.autocast)
     twin.zero_grad(set_to_none=True)
     here = gradient(twin.to("cpu"), batch, job.preprocess, contextlib.nullcontext)
@@ -41,7 +41,7 @@ def check_parity(job: Setup, model: CLIP) -> float | None:
 
 
 @torch.no_grad()
-def stirred(model: CLIP) -> CLIP:
+def perturbed(model: CLIP) -> CLIP:
     """A copy with small numbers in the place of matrices that are all zero, as branches are at the start of a run.
 
     Behind such branches a class token is the same for every image: the true gradient is then next to nothing, and

@@ -1,4 +1,4 @@
-"""A run is a folder. Begin one, or continue one from its newest checkpoint."""
+"""Train in a new run folder, or resume a run from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ DEFAULT_EPOCHS = 10.0
 EVALUATIONS = 5  # a run, unless the config says otherwise
 WARM_STEPS, TIMED_STEPS = 2, 5
 # Steps that differ by more than this between their quartiles were disturbed: more of them are timed, for at most this
-# share of the time.
+# fraction of the time.
 STEADY, PATIENCE = 1.25, 0.05
-CALIBRATION = 0.05  # of the time, at most; --device auto takes as much again (train/choose.py)
+CALIBRATION = 0.05  # of the time, at most; --device auto takes as much again (autotune.py)
 EVALUATING = 0.3  # of the time, at most: a short run evaluates less often
 FEW_STEPS = 10
 SMALL = (2, 8)  # images in the steps that predict what one with the complete batch takes
@@ -237,7 +237,7 @@ def train_config(
 
 
 def resume(run: str | Path, screen: Screen | None = None) -> Run:
-    """Continue a run from its newest whole checkpoint, exactly as if it had never stopped."""
+    """Continue a run from its newest valid checkpoint, exactly as if it had not stopped."""
     screen, folder = screen or Screen(), Path(run)
     if not (folder / "config.toml").is_file():
         raise UserError(f"{folder}: no run there (no config.toml)")
@@ -318,7 +318,7 @@ def _failure_log(job: Setup, folder: Path, log: RunLog, screen: Screen) -> Failu
 
 
 def _finish(job: Setup, update: TrainStep, folder: Path, log: RunLog, screen: Screen, state: TrainState) -> Run:
-    """Keep the last model too, and report the test split once, with the model that validation chose."""
+    """Save the last model too, and score the test split once, with the best model on validation."""
     if update.ema is not None:
         update.ema.swap(update.model)
     log.check_folder()
@@ -340,9 +340,17 @@ def _finish(job: Setup, update: TrainStep, folder: Path, log: RunLog, screen: Sc
     steps = [record for record in read_log(folder) if record["kind"] == "step"]
     shares = [record["data_fraction"] for record in steps if matches_schema(record.get("data_fraction"), float)]
     epochs = state.step / job.training.plan.steps_per_epoch
-    log.write("end", step=state.step, split=split, best_step=state.best_step, seconds=state.seconds,
-              data_fraction=sum(shares) / max(len(shares), 1), peak_bytes=job.device.peak_bytes(),
-              **energy_figures(steps, epochs, scores[MEAN_RECALL].value), **scores.as_dict())  # fmt: skip
+    log.write(
+        "end",
+        step=state.step,
+        split=split,
+        best_step=state.best_step,
+        seconds=state.seconds,
+        data_fraction=sum(shares) / max(len(shares), 1),
+        peak_bytes=job.device.peak_bytes(),
+        **energy_figures(steps, epochs, scores[MEAN_RECALL].value),
+        **scores.as_dict(),
+    )
     return Run(folder, scores, split, grid)
 
 
@@ -359,7 +367,7 @@ def energy_figures(steps: Sequence[dict[str, Any]], epochs: float, recall: float
 
 
 def _with_steps(job: Setup, warn: Callable[[str], None]) -> Setup:
-    """Turn the duration into steps, and write down what follows from their number."""
+    """Turn the duration into steps, and resolve what depends on their number."""
     steps, evaluations = run_length(job, warn)
     warmup_steps(job.config.optim.warmup, steps)  # refuses a run that would never leave warm-up
     train = job.config.train

@@ -15,7 +15,7 @@ from m1clip.errors import UserError
 from m1clip.hardware.device import Device
 from m1clip.hardware.facts import read_facts
 from m1clip.model.presets import PRESETS, with_fields
-from m1clip.training.memory import foretell, foretold_peak
+from m1clip.training.memory import predict_memory, predicted_peak
 from m1clip.training.transfer import Start
 
 from .examples import configuration, result
@@ -56,8 +56,8 @@ def test_the_largest_batch_size_fills_the_memory() -> None:
     memory = make_plan(options)["memory"]
     shape, tokens = model_shape("tiny")
     config = configuration(precision="fp32").train_config()
-    parts = foretell(config, Start(shape), "cpu", "fp32", read_facts(), memory["max_batch_size"], tokens)
-    peak = foretold_peak(parts, "cpu", memory["parts"]["process"], memory["parts"]["data"])
+    parts = predict_memory(config, Start(shape), "cpu", "fp32", read_facts(), memory["max_batch_size"], tokens)
+    peak = predicted_peak(parts, "cpu", memory["parts"]["process"], memory["parts"]["data"])
     assert sum(peak.values()) == pytest.approx(2e9, rel=0.02)
 
 

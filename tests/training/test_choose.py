@@ -34,9 +34,9 @@ from m1clip.training.autotune import (
 from m1clip.training.memory import (
     Forecast,
     forecast,
-    foretell,
-    foretold_peak,
     kept_by_mlp,
+    predict_memory,
+    predicted_peak,
     stand_in,
     tensor_limit,
     watched,
@@ -88,7 +88,7 @@ def measured(seconds: dict[str, float | None]) -> Any:
     def measure(config: Any, start: Start, facts: Facts, kind: Any, precision: Any, *rest: Any) -> Tried:
         asked.append(f"{kind} {precision}")
         value = seconds[asked[-1]]
-        return Tried(kind, precision, value, 0.0, "" if value else "gradients 90% off the CPU's")
+        return Tried(kind, precision, value, 0.0, "" if value else "gradients 90% different from the CPU's")
 
     measure.asked = asked  # type: ignore[attr-defined]
     return measure
@@ -122,7 +122,7 @@ def test_a_device_with_wrong_gradients_is_out(tmp_path: Path) -> None:
     measure = measured({"cuda bf16": None, "cpu fp32": 3.0, "cpu bf16": 2.0})
     found = choose(auto(), START, H200, 16, tmp_path, measure)
     assert (found.device, found.precision) == ("cpu", "bf16")
-    assert "cuda bf16 out: gradients 90% off" in found.why
+    assert "cuda bf16 rejected: gradients 90% different" in found.why
     nobody = measured({"cuda bf16": None, "cpu fp32": None, "cpu bf16": None})
     with pytest.raises(UserError, match="no device passed its test"):
         choose(auto(), START, H200, 24, tmp_path / "other", nobody)
@@ -201,7 +201,7 @@ def test_a_gradient_that_is_off_refuses_the_step() -> None:
     count = count_parameters(SHAPE)
     found = check_gradient(small_config(), START, facts, "cpu", "fp32", samples, torch.ones(count))
     assert found.step_seconds is None
-    assert "off the CPU's" in found.out
+    assert "different from the CPU's" in found.out
 
 
 LINE = Forecast(least=1.01e9, fixed=1e9, per_pair=1e7)
@@ -218,11 +218,11 @@ def lines(recompute: bool) -> Forecast:
         (128, 0, 3e9, Fit(128, 0, False, "batch 128 fits")),
         (0, 0, 3e9, Fit(128, 0, False, "batch 128 fits")),  # 200 would fit: the power of two below
         (0, 0, 1e12, Fit(1024, 0, False, "batch 1024 fits")),
-        (128, 0, 2e9, Fit(128, 0, True, "batch 128 fits with recomputation")),
-        (128, 0, 1.4e9, Fit(128, 32, False, "batch 128 fits in chunks of 32")),
-        (128, 0, 1.015e9, Fit(128, 2, True, "batch 128 fits in chunks of 2 and recomputation")),
-        (128, 16, 1.2e9, Fit(128, 16, False, "batch 128 fits in chunks of 16")),
-        (128, 64, 1.2e9, Fit(128, 16, False, "batch 128 fits in chunks of 16")),
+        (128, 0, 2e9, Fit(128, 0, True, "batch 128 fits with gradient checkpointing")),
+        (128, 0, 1.4e9, Fit(128, 32, False, "batch 128 fits in micro-batches of 32")),
+        (128, 0, 1.015e9, Fit(128, 2, True, "batch 128 fits in micro-batches of 2 and gradient checkpointing")),
+        (128, 16, 1.2e9, Fit(128, 16, False, "batch 128 fits in micro-batches of 16")),
+        (128, 64, 1.2e9, Fit(128, 16, False, "batch 128 fits in micro-batches of 16")),
         (128, 0, 0.9e9, None),
         (0, 0, 0.9e9, None),
     ],
@@ -240,15 +240,15 @@ def test_what_is_foretold_is_what_is_watched() -> None:
     facts, config = read_facts(), small_config()
     host = Device("cpu", facts)
     for precision in ("fp32", "bf16"):
-        foretold = foretell(config, START, "cpu", precision, facts, 16, 16)  # type: ignore[arg-type]
+        predicted = predict_memory(config, START, "cpu", precision, facts, 16, 16)  # type: ignore[arg-type]
         model = build_clip(with_fields(SHAPE, eot_id=0))
         model.set_attention("bmm", "sdpa")
         update = TrainStep(model, config, host, precision, Preprocess(image_size=32), autocast(host, precision))  # type: ignore[arg-type]
         samples = stand_in(SHAPE, 16, 16)
         update(samples, 1)
         real = watched(update, samples, lambda batch: update(batch, 2))  # noqa: B023
-        assert sum(foretold.values()) == pytest.approx(sum(real.values()), rel=0.05)
-        assert foretold["weights"] == real["weights"]
+        assert sum(predicted.values()) == pytest.approx(sum(real.values()), rel=0.05)
+        assert predicted["weights"] == real["weights"]
 
 
 def test_the_captions_against_each_other_are_foretold_where_they_are_made_at_once() -> None:
@@ -256,11 +256,11 @@ def test_the_captions_against_each_other_are_foretold_where_they_are_made_at_onc
     facts, config = read_facts(), small_config({"data.captions_per_step": 5, "train.batch_size": 64})
     m = 5 * 64
     found = {
-        kind: sum(foretell(config, START, kind, "fp32", facts, 64, 16).values())  # type: ignore[arg-type]
+        kind: sum(predict_memory(config, START, kind, "fp32", facts, 64, 16).values())  # type: ignore[arg-type]
         for kind in ("cpu", "cuda")
     }
     alone = dataclasses.replace(config, train=dataclasses.replace(config.train, text_contrast=0.0))
-    without = sum(foretell(alone, START, "cuda", "fp32", facts, 64, 16).values())
+    without = sum(predict_memory(alone, START, "cuda", "fp32", facts, 64, 16).values())
     assert found["cuda"] - without > 2 * m * m * 4
     assert found["cuda"] > found["cpu"]
 
@@ -270,28 +270,28 @@ def test_memory_grows_with_the_batch_and_shrinks_with_recomputation_and_chunks()
 
     def total(batch: int, **changes: Any) -> int:
         wanted = small_config({"train.batch_size": batch, **changes})
-        return sum(foretell(wanted, START, "cpu", "fp32", facts, batch, 16).values())
+        return sum(predict_memory(wanted, START, "cpu", "fp32", facts, batch, 16).values())
 
     assert total(64) > total(32)
     assert total(64, **{"model.grad_checkpointing": True}) < total(64)
     assert total(64, **{"train.micro_batch": 8}) < total(64)
-    line = forecast(lambda batch: foretell(config, START, "cpu", "fp32", facts, batch, 16))
+    line = forecast(lambda batch: predict_memory(config, START, "cpu", "fp32", facts, batch, 16))
     assert line.total(64) == pytest.approx(total(64), rel=0.05)
     assert line.largest(line.total(100), 4096) in (99, 100, 101)
 
 
 def test_an_accelerator_keeps_what_the_cpu_computes_again() -> None:
     facts, config = read_facts(), small_config()
-    here = foretell(config, START, "cpu", "fp32", facts, 8, 16)
-    there = foretell(config, START, "cuda", "fp32", facts, 8, 16)
+    here = predict_memory(config, START, "cpu", "fp32", facts, 8, 16)
+    there = predict_memory(config, START, "cuda", "fp32", facts, 8, 16)
     assert there["activations"] - here["activations"] == kept_by_mlp(START, 8, 16, 4)
 
 
 def test_the_limit_is_the_inverse_of_the_peak() -> None:
     parts = {"weights": 400_000_000, "activations": 600_000_000}
-    peak = sum(foretold_peak(parts, "cpu", 300_000_000, 50_000_000).values())
+    peak = sum(predicted_peak(parts, "cpu", 300_000_000, 50_000_000).values())
     assert tensor_limit(peak, "cpu", 300_000_000, 50_000_000) == pytest.approx(1e9, rel=1e-6)
-    assert foretold_peak(parts, "cuda", 1, 1) == parts
+    assert predicted_peak(parts, "cuda", 1, 1) == parts
 
 
 def test_a_limit_is_kept_or_refused() -> None:

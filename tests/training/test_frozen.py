@@ -82,7 +82,7 @@ def test_a_run_on_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.undo()
     patch_towers(monkeypatch)
     monkeypatch.setattr(pretrained, "package_weights", lambda name: real(name) if name == "minilm" else dict(other))
-    with pytest.raises(UserError, match="the frozen weights are not those that it began with"):
+    with pytest.raises(UserError, match="the frozen weights are not those it started with"):
         resume_quietly(run)
 
 

@@ -13,7 +13,7 @@ from m1clip.errors import UserError
 from m1clip.model.clip import CLIP
 from m1clip.training import parity
 from m1clip.training.memory import stand_in
-from m1clip.training.parity import TOLERANCE, few, gradient, judge, relative_difference, stirred
+from m1clip.training.parity import TOLERANCE, few, gradient, judge, perturbed, relative_difference
 from m1clip.training.run import decode_plan
 from m1clip.training.setup import prepare
 
@@ -67,7 +67,7 @@ def test_a_start_whose_gradient_is_rounding_is_not_held_against_a_device() -> No
         return relative_difference(rough, gradient(model, batch, job.preprocess, nullcontext))
 
     model = job.build_model()
-    twin = stirred(model)
+    twin = perturbed(model)
     assert apart(copy.deepcopy(model)) > TOLERANCE["bf16"]
     assert apart(twin) < TOLERANCE["bf16"] / 2
     weights = dict(model.named_parameters())
