@@ -130,7 +130,7 @@ def targets(folder: Path) -> dict[str, Target]:
     marks = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "##b"]
     tokenizers = [
         {"version": 1, "kind": "char", "alphabet": "abc .,"},
-        {"version": 1, "kind": "wordpiece", "pieces": marks},
+        {"version": 1, "kind": "wordpiece", "vocabulary": marks},
         fast_tokenizer(),
     ]
     kept = {"version": 1, "kind": "bpe-cut", "kept": [512, 600, 700]}
