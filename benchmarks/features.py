@@ -67,7 +67,7 @@ def feature_set(folder: Path, count: int, batch: int, image_width: int, text_wid
     captions = CaptionTable(
         tokens=np.zeros((texts, 1), np.int32),
         lengths=np.ones(texts, np.int32),
-        keys=np.arange(texts, dtype=np.int64),
+        caption_ids=np.arange(texts, dtype=np.int64),
         first=np.arange(0, texts + 1, CAPTIONS),
         pad_id=0,
         features=FeatureTable(mapped(folder, "text", texts, text_width, draw), draw.permutation(texts)),

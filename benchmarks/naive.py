@@ -176,7 +176,10 @@ class NaiveTrainer:
         text = torch.cat([self.model.encode_text(part.to(self.device)) for part in ids.split(48)])
         self.model.train()
         return in_batch_accuracy(
-            image.cpu(), text.cpu(), torch.from_numpy(split.captions.owner), torch.from_numpy(split.captions.keys)
+            image.cpu(),
+            text.cpu(),
+            torch.from_numpy(split.captions.image_index),
+            torch.from_numpy(split.captions.caption_ids),
         )
 
 

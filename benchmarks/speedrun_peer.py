@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from speedrun_own import Plan, recalls
 
-from m1clip.data.captions import caption_keys
+from m1clip.data.captions import caption_ids_of
 from m1clip.data.sources import open_sources
 from m1clip.data.types import Source
 from m1clip.evaluation.retrieval import retrieval
@@ -159,7 +159,7 @@ class OpenClip:
         self.version = result.stdout.split()[-1]
         image, text = (torch.from_numpy(np.load(out / f"{kind}.npy")) for kind in ("image", "text"))
         owner = torch.tensor([index for index, sample in enumerate(samples) for _ in sample.captions])
-        keys = caption_keys([caption for sample in samples for caption in sample.captions])
+        keys = caption_ids_of([caption for sample in samples for caption in sample.captions])
         return recalls(dict(retrieval(image, text, owner, torch.from_numpy(keys))))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from m1clip.bench.options import CompareOptions
 from m1clip.config import Config, ModelConfig, OptimConfig, TrainConfig
-from m1clip.data.captions import tokenise
+from m1clip.data.captions import tokenize_captions
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.hardware.device import Kind, Precision, rules
 from m1clip.hardware.facts import Facts
@@ -85,7 +85,7 @@ def model_shape(model: str) -> tuple[CLIPConfig, int]:
     captions = [caption for sample in samples for caption in sample.captions]
     tokenizer = make_tokenizer(kind, captions, alphabet)
     shape = clip_config(ModelConfig(name=model), tokenizer)
-    longest = int(tokenise([tuple(captions)], tokenizer, shape.context_length).lengths.max())
+    longest = int(tokenize_captions([tuple(captions)], tokenizer, shape.context_length).lengths.max())
     return shape, min(-(-longest // 8) * 8, shape.context_length)
 
 

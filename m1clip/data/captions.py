@@ -15,25 +15,25 @@ BUCKET = 4  # text lengths are rounded up to a multiple of this, to limit the nu
 
 @dataclass(frozen=True)
 class CaptionTable:
-    """`tokens[first[i] : first[i + 1]]` are the captions of image i; equal captions share a `key`."""
+    """`tokens[first[i] : first[i + 1]]` are the captions of image i; equal captions share an id."""
 
     tokens: np.ndarray  # (captions, context) int32
     lengths: np.ndarray  # (captions,) including the EOT token
-    keys: np.ndarray  # (captions,) int64
+    caption_ids: np.ndarray  # (captions,) int64
     first: np.ndarray  # (images + 1,)
     pad_id: int
     classes: bool = False  # made from class names: equal first captions are one class
     features: FeatureTable | None = None  # of a frozen text tower, one row per caption
 
     @property
-    def owner(self) -> np.ndarray:
+    def image_index(self) -> np.ndarray:
         """(captions,) the image that each caption describes."""
         return np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
 
     @property
     def labels(self) -> np.ndarray | None:
         """(images,) the class of each image, numbered from 0; None where captions are not made from classes."""
-        return np.unique(self.keys[self.first[:-1]], return_inverse=True)[1] if self.classes else None
+        return np.unique(self.caption_ids[self.first[:-1]], return_inverse=True)[1] if self.classes else None
 
     def pick(self, images: np.ndarray, draws: np.ndarray, count: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Up to `count` different captions of each image from 64-bit draws: (rows of `images`, captions)."""
@@ -67,16 +67,16 @@ def rounded(length: int, context: int) -> int:
     return min(-(-length // BUCKET) * BUCKET, context)
 
 
-def caption_keys(captions: Sequence[str]) -> np.ndarray:
+def caption_ids_of(captions: Sequence[str]) -> np.ndarray:
     """(n,) int64: captions that differ only in case and outer spaces have equal ids."""
     number: dict[str, int] = {}
     return np.array([number.setdefault(caption.strip().lower(), len(number)) for caption in captions], np.int64)
 
 
-def tokenise(captions: Sequence[tuple[str, ...]], tokenizer: Tokenizer, context_length: int) -> CaptionTable:
+def tokenize_captions(captions: Sequence[tuple[str, ...]], tokenizer: Tokenizer, context_length: int) -> CaptionTable:
     """Tokenize every caption of every image."""
     flat = [caption for group in captions for caption in group]
     first = np.concatenate([[0], np.cumsum([len(group) for group in captions])]).astype(np.int64)
     tokens = tokenizer.tokenize(flat, context_length)
     lengths = (tokens == tokenizer.eot_id).argmax(axis=1) + 1
-    return CaptionTable(tokens, lengths.astype(np.int32), caption_keys(flat), first, tokenizer.pad_id)
+    return CaptionTable(tokens, lengths.astype(np.int32), caption_ids_of(flat), first, tokenizer.pad_id)

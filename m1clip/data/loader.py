@@ -163,7 +163,7 @@ class TrainingSet(Dataset[Batch]):
         ids = members if self.identity is None else self.identity[members]
         return Batch(
             sample_ids=torch.from_numpy(ids.astype(np.int64)),
-            caption_ids=torch.from_numpy(self.captions.keys[chosen]),
+            caption_ids=torch.from_numpy(self.captions.caption_ids[chosen]),
             image_index=torch.from_numpy(image_index),
             **fields,
         )

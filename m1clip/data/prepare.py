@@ -10,7 +10,7 @@ from typing import Any
 from m1clip.config import DataConfig
 from m1clip.data.augment import Augmentation
 from m1clip.data.cache import DecodePlan, Failure, FeatureTable, Images, cache_split
-from m1clip.data.captions import CaptionTable, tokenise
+from m1clip.data.captions import CaptionTable, tokenize_captions
 from m1clip.data.images import Preprocess
 from m1clip.data.lint import QUICK, lint
 from m1clip.data.sources import open_sources
@@ -44,7 +44,7 @@ def is_synthetic(config: DataConfig) -> bool:
     return all(name == "synthetic" for name in config.source)
 
 
-def augmentation_of(
+def choose_augmentation(
     config: DataConfig, captions: Iterable[str] = (), whole_images: bool = False, whole_captions: bool = False
 ) -> Augmentation:
     """The augmentation of the config, or the default for this data; no dropout of patches or words if `whole_...`."""
@@ -93,7 +93,7 @@ def load_split(
     if not len(images):
         total = len(source.samples(split))
         raise UserError(f"none of the {total:,} {split} images can be read; m1clip data lint says why")
-    captions = tokenise([sample.captions for sample in samples], tokenizer, context_length)
+    captions = tokenize_captions([sample.captions for sample in samples], tokenizer, context_length)
     return Split(images, with_classes(captions, source), samples, failures, cache)
 
 
@@ -102,7 +102,7 @@ def with_classes(captions: CaptionTable, source: Source) -> CaptionTable:
     return replace(captions, classes=source.class_captions)
 
 
-def look_first(
+def quick_check(
     source: Source, image_size: int, context_length: int, say: Callable[[str], None], warn: Callable[[str], None]
 ) -> dict[str, Any]:
     """The quick check before each run: prints the first findings, returns all warnings and problems for the log."""

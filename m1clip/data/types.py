@@ -35,7 +35,7 @@ class Sample:
     id: str
 
 
-def identities(samples: Sequence[Sample]) -> np.ndarray:
+def sample_ids_of(samples: Sequence[Sample]) -> np.ndarray:
     """(n,) int64: the index of the first sample with the same image."""
     first: dict[ImageRef, int] = {}
     numbers = np.arange(len(samples))

@@ -215,7 +215,7 @@ def eval_batch_size(model: CLIP) -> int:
 
 def caption_text(data: Split, caption: int) -> str:
     """The text of a caption, by its index."""
-    image = int(data.captions.owner[caption])
+    image = int(data.captions.image_index[caption])
     return data.samples[image].captions[caption - int(data.captions.first[image])]
 
 

@@ -19,7 +19,7 @@ class Facts:
 
     system: str  # "Darwin", "Linux", "Windows"
     machine: str  # "arm64", "x86_64"
-    cpu: str  # the name its maker gives it
+    cpu: str  # its product name
     cores: int  # physical
     performance_cores: int  # the fast ones, where cores differ; else all
     memory_bytes: int

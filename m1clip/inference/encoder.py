@@ -138,7 +138,7 @@ def encode_split(
             parts = [captions.features.read(rows[at : at + 4 * batch]) for at in range(0, texts, 4 * batch)]
             text = torch.cat([model.project_text(torch.from_numpy(part).to(device)).cpu() for part in parts])
     model.train(training)
-    image_index, caption_ids = (torch.from_numpy(each[:texts]) for each in (captions.owner, captions.keys))
+    image_index, caption_ids = (torch.from_numpy(each[:texts]) for each in (captions.image_index, captions.caption_ids))
     labels = None if captions.labels is None else torch.from_numpy(captions.labels[:image_rows])
     return SplitFeatures(torch.cat(image), text, image_index, caption_ids, labels)
 

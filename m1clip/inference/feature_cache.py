@@ -21,7 +21,7 @@ from m1clip.data.cache import (
     image_names,
     row_name,
 )
-from m1clip.data.captions import CaptionTable, tokenise
+from m1clip.data.captions import CaptionTable, tokenize_captions
 from m1clip.data.images import Preprocess
 from m1clip.data.types import Sample
 from m1clip.errors import UserError
@@ -31,7 +31,7 @@ from m1clip.text.tokenizers import fingerprint
 
 
 @dataclass(frozen=True)
-class Side:
+class FrozenTower:
     """A frozen tower, the width of its features, and what identifies it."""
 
     tower: Tower
@@ -40,11 +40,11 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Maker:
-    """Everything that features depend on, and where they are cached."""
+class FeatureCache:
+    """Features of the images and captions of a dataset, computed where they are not in the cache yet."""
 
-    image: Side
-    text: Side
+    image: FrozenTower
+    text: FrozenTower
     tokenizer: Tokenizer
     context_length: int
     preprocess: Preprocess
@@ -61,64 +61,53 @@ class Maker:
         """What computes the features."""
         return Encoder(self.image.tower, self.text.tower, self.preprocess, self.device, self.autocast)
 
-    def image_cache(self) -> RowCache:
-        """Keyed by the tower's weights, the preprocessing and the precision."""
+    def images(
+        self, samples: Sequence[Sample], split: str, max_bad: float
+    ) -> tuple[LiveImages, FeatureTable, list[Sample], tuple[Failure, ...]]:
+        """(images, their features in each view, the samples that can be read, the failures)."""
         seen = f"{sorted(self.preprocess.to_dict().items())}|{self.precision}"
-        return RowCache(self.folder, f"image-{_key(*self.image.key, seen)}", (self.image.width,), np.float16)
+        cache = self._cache("image", self.image, seen)
+        refs, bad = [sample.image for sample in samples], dict[int, str]()
 
-    def text_cache(self) -> RowCache:
-        """Keyed by the tower's weights, the tokenizer, the context length and the precision."""
-        read = f"{fingerprint(self.tokenizer)}|{self.context_length}|{self.precision}"
-        return RowCache(self.folder, f"text-{_key(*self.text.key, read)}", (self.text.width,), np.float16)
+        def fill(view: int) -> np.ndarray:
+            def compute(wanted: list[int]) -> Computed:
+                failed: dict[int, str] = {}
+                with self.plan.progress(f"computing features of {split} images") as show:
+                    for items, rows in self.encoder.files([refs[item] for item in wanted], failed, show, view):
+                        yield [wanted[item] for item in items], rows.numpy()
+                bad.update({wanted[item]: reason for item, reason in failed.items()})
 
+            return cache.fill(image_names(samples, self.roots, str(view)), compute, bad, self.plan.warn)
 
-def feature_images(
-    maker: Maker, samples: Sequence[Sample], split: str, max_bad: float
-) -> tuple[LiveImages, FeatureTable, list[Sample], tuple[Failure, ...]]:
-    """(images, their features in each view, the samples that can be read, the failures)."""
-    cache, refs, bad = maker.image_cache(), [sample.image for sample in samples], dict[int, str]()
+        rows = np.stack([fill(view) for view in range(self.views)], axis=1)  # (images, views)
+        failures = check_failures(bad, refs, split, len(samples), max_bad, self.plan.warn)
+        good = np.flatnonzero((rows >= 0).all(axis=1)).tolist()
+        if not good:
+            raise UserError(f"none of the {len(samples):,} {split} images can be read; m1clip data lint says why")
+        images = LiveImages([refs[item] for item in good], self.preprocess.image_size, self.preprocess.resize)
+        return images, cache.table(FeatureTable, rows[good]), [samples[item] for item in good], failures
 
-    def fill(view: int) -> np.ndarray:
+    def captions(self, samples: Sequence[Sample], split: str) -> CaptionTable:
+        """The captions of the samples with their features."""
+        table = self.tokens(samples)
+        names = [row_name(caption) for sample in samples for caption in sample.captions]
+        cache = self._cache("text", self.text, f"{fingerprint(self.tokenizer)}|{self.context_length}|{self.precision}")
+
         def compute(wanted: list[int]) -> Computed:
-            failed: dict[int, str] = {}
-            with maker.plan.progress(f"computing features of {split} images") as show:
-                for items, rows in maker.encoder.files([refs[item] for item in wanted], failed, show, view):
-                    yield [wanted[item] for item in items], rows.numpy()
-            bad.update({wanted[item]: reason for item, reason in failed.items()})
+            tokens, done = table.tokens[wanted], 0
+            with self.plan.progress(f"computing features of {split} captions") as show:
+                show(0, len(wanted))
+                for rows, vectors in self.encoder.tokens(tokens, self.tokenizer.lengths(tokens)):
+                    yield [wanted[row] for row in rows.tolist()], vectors.numpy()
+                    done += len(rows)
+                    show(done, len(wanted))
 
-        return cache.fill(image_names(samples, maker.roots, str(view)), compute, bad, maker.plan.warn)
+        return replace(table, features=cache.table(FeatureTable, cache.fill(names, compute, {}, self.plan.warn)))
 
-    rows = np.stack([fill(view) for view in range(maker.views)], axis=1)  # (images, views)
-    failures = check_failures(bad, refs, split, len(samples), max_bad, maker.plan.warn)
-    good = np.flatnonzero((rows >= 0).all(axis=1)).tolist()
-    if not good:
-        raise UserError(f"none of the {len(samples):,} {split} images can be read; m1clip data lint says why")
-    images = LiveImages([refs[item] for item in good], maker.preprocess.image_size, maker.preprocess.resize)
-    return images, cache.table(FeatureTable, rows[good]), [samples[item] for item in good], failures
+    def tokens(self, samples: Sequence[Sample]) -> CaptionTable:
+        """The captions of the samples as tokens, for a text tower that is trained."""
+        return tokenize_captions([sample.captions for sample in samples], self.tokenizer, self.context_length)
 
-
-def feature_captions(maker: Maker, samples: Sequence[Sample], split: str) -> CaptionTable:
-    """The captions of the samples with their features."""
-    table = token_captions(maker, samples)
-    names = [row_name(caption) for sample in samples for caption in sample.captions]
-
-    def compute(wanted: list[int]) -> Computed:
-        tokens, done = table.tokens[wanted], 0
-        with maker.plan.progress(f"computing features of {split} captions") as show:
-            show(0, len(wanted))
-            for rows, vectors in maker.encoder.tokens(tokens, maker.tokenizer.lengths(tokens)):
-                yield [wanted[row] for row in rows.tolist()], vectors.numpy()
-                done += len(rows)
-                show(done, len(wanted))
-
-    cache = maker.text_cache()
-    return replace(table, features=cache.table(FeatureTable, cache.fill(names, compute, {}, maker.plan.warn)))
-
-
-def token_captions(maker: Maker, samples: Sequence[Sample]) -> CaptionTable:
-    """The captions of the samples as tokens, for a text tower that is trained."""
-    return tokenise([sample.captions for sample in samples], maker.tokenizer, maker.context_length)
-
-
-def _key(*words: str) -> str:
-    return hashlib.sha256("\x1f".join(words).encode()).hexdigest()[:24]
+    def _cache(self, name: str, tower: FrozenTower, settings: str) -> RowCache:
+        key = hashlib.sha256("\x1f".join((*tower.key, settings)).encode()).hexdigest()[:24]
+        return RowCache(self.folder, f"{name}-{key}", (tower.width,), np.float16)

@@ -13,11 +13,11 @@ import torch
 
 from m1clip.config import Config, TransferConfig
 from m1clip.data.cache import DecodePlan
-from m1clip.data.captions import tokenise
+from m1clip.data.captions import tokenize_captions
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import BatchPlan, TrainingSet
-from m1clip.data.prepare import CROP_MARGIN, Split, is_synthetic, look_first, open_data
-from m1clip.data.types import Source, identities
+from m1clip.data.prepare import CROP_MARGIN, Split, is_synthetic, open_data, quick_check
+from m1clip.data.types import Source, sample_ids_of
 from m1clip.errors import UserError
 from m1clip.evaluation.analysis import even_indices
 from m1clip.hardware.device import Device, Precision, choose_device
@@ -45,11 +45,11 @@ from m1clip.training.transfer import (
     Teacher,
     Trainable,
     augmentation_for,
-    feature_maker,
     finish_transfer,
     load_features,
     load_teacher,
     measure_retention,
+    open_feature_cache,
     standardize_heads,
 )
 
@@ -166,7 +166,7 @@ def prepare(
     shape = start.config
     lint = None
     if not is_synthetic(config.data):
-        lint = look_first(source, preprocess.image_size, shape.context_length, say, plan.warn)
+        lint = quick_check(source, preprocess.image_size, shape.context_length, say, plan.warn)
 
     per_step = default_captions(config, [len(sample.captions) for sample in samples])
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, captions_per_step=per_step))
@@ -176,16 +176,16 @@ def prepare(
     config = choose_batch(config, start, len(samples))
     config, device, precision = choose_hardware(config, start, facts, tokens, len(samples), say, choices)
 
-    maker = feature_maker(start, tokenizer, preprocess, config, source, device, precision, plan)
+    cache = open_feature_cache(start, tokenizer, preprocess, config, source, device, precision, plan)
     augmentation = augmentation_for(config, captions, start, tokenizer)
     splits: dict[str, Split] = {}
     for name in (name for name in ("train", "val", "test") if name in source.splits()):
         margin = CROP_MARGIN if name == "train" and augmentation.crop_min < 1 else 1.0
-        splits[name] = load_features(maker, config, source, name, start, margin)
+        splits[name] = load_features(cache, config, source, name, start, margin)
     choices["cache"] = {name: split.cache for name, split in splits.items()}
     if not all(start.trainable):
-        choices["features"] = str(maker.folder)
-    del maker
+        choices["features"] = str(cache.folder)
+    del cache
 
     train = splits["train"]
     batch = config.train.batch_size or 0
@@ -216,7 +216,7 @@ def prepare(
         image_features=train.image_features,
         device_images=train.images.to_device(device.torch, device.free_bytes()) if resident else None,
         full_length=device.rules.fixed_shapes or config.model.compile,
-        identity=identities(train.samples),
+        identity=sample_ids_of(train.samples),
         captions_per_image=per_step,
         patches=shape.image_tower.patches,
     )
@@ -331,7 +331,7 @@ def _check_memory(shape: CLIPConfig, facts: Facts) -> None:
 def _longest(captions: list[str], tokenizer: Tokenizer, context_length: int) -> int:
     """Tokens of the longest caption, rounded up to 8."""
     sample = [captions[place] for place in even_indices(len(captions), SAMPLED_CAPTIONS)]
-    longest = int(tokenise([tuple(sample)], tokenizer, context_length).lengths.max())
+    longest = int(tokenize_captions([tuple(sample)], tokenizer, context_length).lengths.max())
     return min(-(-longest // 8) * 8, context_length)
 
 

@@ -19,7 +19,7 @@ from m1clip.data.augment import Augmentation
 from m1clip.data.cache import DecodePlan, cache_folder, data_folders
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
-from m1clip.data.prepare import Split, augmentation_of, load_split, open_data, with_classes
+from m1clip.data.prepare import Split, choose_augmentation, load_split, open_data, with_classes
 from m1clip.data.types import Source
 from m1clip.errors import UserError
 from m1clip.evaluation.retrieval import retrieval
@@ -28,7 +28,7 @@ from m1clip.evaluation.zeroshot import zero_shot
 from m1clip.hardware.device import Device, Precision
 from m1clip.hardware.precision import autocast
 from m1clip.inference.encoder import Model, encode_split, load
-from m1clip.inference.feature_cache import Maker, Side, feature_captions, feature_images, token_captions
+from m1clip.inference.feature_cache import FeatureCache, FrozenTower
 from m1clip.losses import distillation
 from m1clip.model.clip import CLIP, Features, build_clip
 from m1clip.model.heads import Head
@@ -109,14 +109,14 @@ def augmentation_for(config: Config, captions: list[str], start: Start, tokenize
     patches = bool(image.patches)  # a third-party tower has none that could be dropped
     whole_images = tuned or not patches or getattr(image, "stem", "") == "conv"
     whole_captions = tuned or text.kind != "transformer" or isinstance(tokenizer, CharTokenizer)
-    found = augmentation_of(config.data, captions, whole_images, whole_captions)
+    found = choose_augmentation(config.data, captions, whole_images, whole_captions)
     words = found.word_dropout if start.trainable.text else 0.0
     if not start.trainable.image:
         return Augmentation(word_dropout=words)
     return dataclasses.replace(found, patch_dropout=found.patch_dropout if patches else 0.0, word_dropout=words)
 
 
-def feature_maker(
+def open_feature_cache(
     start: Start,
     tokenizer: Tokenizer,
     preprocess: Preprocess,
@@ -125,7 +125,7 @@ def feature_maker(
     device: Device,
     precision: Precision,
     plan: DecodePlan,
-) -> Maker:
+) -> FeatureCache:
     """What computes the features of frozen towers."""
     model = start.build().to(device.torch).eval() if not all(start.trainable) else None
     sides = []
@@ -133,9 +133,9 @@ def feature_maker(
         tower: Any = None if model is None or trained else getattr(model, name)
         settings = json.dumps(dataclasses.asdict(getattr(start.config, name)), sort_keys=True)
         key = () if tower is None else (weights_hash(tower.state_dict()), settings)
-        sides.append(Side(tower, 0 if tower is None else tower.width, key))
+        sides.append(FrozenTower(tower, 0 if tower is None else tower.width, key))
     folders = data_folders(source)
-    return Maker(
+    return FeatureCache(
         image=sides[0],
         text=sides[1],
         tokenizer=tokenizer,
@@ -151,18 +151,20 @@ def feature_maker(
     )
 
 
-def load_features(maker: Maker, config: Config, source: Source, split: str, start: Start, margin: float = 1.0) -> Split:
+def load_features(
+    cache: FeatureCache, config: Config, source: Source, split: str, start: Start, margin: float = 1.0
+) -> Split:
     """A split of the data, with the features of frozen towers instead of images or tokens."""
     if start.trainable.image:
         found = load_split(
-            source, split, config.data, maker.tokenizer, maker.context_length, maker.preprocess, margin, maker.plan
+            source, split, config.data, cache.tokenizer, cache.context_length, cache.preprocess, margin, cache.plan
         )
         if start.trainable.text:
             return found
-        return dataclasses.replace(found, captions=with_classes(feature_captions(maker, found.samples, split), source))
-    wanted = maker if split == "train" else dataclasses.replace(maker, views=1)
-    images, features, kept, failures = feature_images(wanted, source.samples(split), split, config.data.max_bad)
-    captions = token_captions(maker, kept) if start.trainable.text else feature_captions(maker, kept, split)
+        return dataclasses.replace(found, captions=with_classes(cache.captions(found.samples, split), source))
+    wanted = cache if split == "train" else dataclasses.replace(cache, views=1)
+    images, features, kept, failures = wanted.images(source.samples(split), split, config.data.max_bad)
+    captions = cache.tokens(kept) if start.trainable.text else cache.captions(kept, split)
     return Split(images, with_classes(captions, source), kept, failures, "features", features)
 
 
@@ -200,9 +202,9 @@ def load_teacher(
     # The same weights make other vectors with another activation, or fewer heads.
     key = (weights_hash(clip.state_dict()), json.dumps(clip.config.to_dict(), sort_keys=True), "unit vectors")
     folders = data_folders(source)
-    maker = Maker(
-        image=Side(clip.encode_image, clip.config.embed_dim, key),
-        text=Side(clip.encode_text, clip.config.embed_dim, key),
+    cache = FeatureCache(
+        image=FrozenTower(clip.encode_image, clip.config.embed_dim, key),
+        text=FrozenTower(clip.encode_text, clip.config.embed_dim, key),
         tokenizer=teacher.tokenizer,
         context_length=clip.config.context_length,
         preprocess=teacher.preprocess,
@@ -214,12 +216,12 @@ def load_teacher(
         autocast=autocast(device, precision),
         plan=plan,
     )
-    _, images, kept, _ = feature_images(maker, train.samples, "train", 0.0)
+    _, images, kept, _ = cache.images(train.samples, "train", 0.0)
     if len(kept) != len(train.samples):
         raise UserError(f"{transfer.teacher}: cannot read {len(train.samples) - len(kept)} of the training images")
-    texts = feature_captions(maker, train.samples, "train").features
+    texts = cache.captions(train.samples, "train").features
     assert texts is not None
-    _, first = np.unique(train.captions.keys, return_index=True)  # keys are 0, 1, 2, ...
+    _, first = np.unique(train.captions.caption_ids, return_index=True)  # keys are 0, 1, 2, ...
     scale = float(clip.scale().detach())
     return Teacher(images.array, images.rows[:, 0], texts.array, texts.rows[first], scale, transfer.teacher_weight)
 
@@ -284,8 +286,8 @@ def measure_retention(
         measure = class_measure(Path(names[0]), context)
     else:
         split = next(name for name in ("test", "val", "train") if name in source.splits())
-        maker = feature_maker(start, model.tokenizer, model.preprocess, data, source, device, precision, plan)
-        measure = split_measure(load_features(maker, data, source, split, start), context)
+        cache = open_feature_cache(start, model.tokenizer, model.preprocess, data, source, device, precision, plan)
+        measure = split_measure(load_features(cache, data, source, split, start), context)
     return Retention(", ".join(names), measure, measure.run(model))
 
 

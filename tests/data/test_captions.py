@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m1clip.data import randomness as rnd
-from m1clip.data.captions import CaptionTable, drop_tokens, tokenise
+from m1clip.data.captions import CaptionTable, drop_tokens, tokenize_captions
 from m1clip.text.tokenizers import make_tokenizer
 
 GROUPS = [("a cat",), ("a dog", "the dog", "A Dog "), ("a dog", "a much longer caption")]
@@ -15,18 +15,18 @@ GROUPS = [("a cat",), ("a dog", "the dog", "A Dog "), ("a dog", "a much longer c
 
 def table(context: int = 32) -> CaptionTable:
     tokenizer = make_tokenizer("char", [caption for group in GROUPS for caption in group])
-    return tokenise(GROUPS, tokenizer, context)
+    return tokenize_captions(GROUPS, tokenizer, context)
 
 
 def test_image_of_each_caption() -> None:
-    assert table().owner.tolist() == [0, 1, 1, 1, 2, 2]
+    assert table().image_index.tolist() == [0, 1, 1, 1, 2, 2]
     assert table().first.tolist() == [0, 1, 4, 6]
 
 
 def test_equal_captions_share_an_id_whatever_their_case_and_spaces() -> None:
-    keys = table().keys
-    assert keys[1] == keys[3] == keys[4]
-    assert len(set(keys.tolist())) == 4
+    ids = table().caption_ids
+    assert ids[1] == ids[3] == ids[4]
+    assert len(set(ids.tolist())) == 4
 
 
 def test_lengths_include_the_eot_token() -> None:
@@ -39,7 +39,7 @@ def test_picked_caption_belongs_to_its_image_and_choice_is_even() -> None:
     draws = rnd.bits(0, 0, np.arange(9000), rnd.CAPTION)
     rows, chosen = captions.pick(images, draws)
     assert (rows == np.arange(9000)).all()
-    assert (captions.owner[chosen] == images).all()
+    assert (captions.image_index[chosen] == images).all()
     assert (chosen == captions.pick(images, draws)[1]).all()
     counts = np.bincount(chosen, minlength=6)
     expected = np.array([3000, 1000, 1000, 1000, 1500, 1500])
@@ -51,7 +51,7 @@ def test_picked_captions_of_an_image_are_distinct() -> None:
     images = np.tile(np.arange(3), 2000)
     rows, chosen = captions.pick(images, rnd.bits(0, 0, np.arange(6000), rnd.CAPTION), count=2)
     assert np.bincount(rows).tolist() == [1, 2, 2] * 2000
-    assert (captions.owner[chosen] == images[rows]).all()
+    assert (captions.image_index[chosen] == images[rows]).all()
     assert len({*zip(rows.tolist(), chosen.tolist(), strict=True)}) == len(rows)
     counts = np.bincount(chosen, minlength=6)  # of three captions two are taken: each in 2/3 of the cases
     assert counts[[0, 4, 5]].tolist() == [2000] * 3

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from m1clip.data.augment import Augmentation
 from m1clip.data.cache import CachedImages, FeatureTable
-from m1clip.data.captions import BUCKET, CaptionTable, tokenise
+from m1clip.data.captions import BUCKET, CaptionTable, tokenize_captions
 from m1clip.data.images import FileImage
 from m1clip.data.loader import Batch, BatchPlan, TrainingSet, _start_worker, batches
-from m1clip.data.types import ImageRef, Sample, identities
+from m1clip.data.types import ImageRef, Sample, sample_ids_of
 from m1clip.text.tokenizers import make_tokenizer
 
 PLANS = st.integers(2, 200).flatmap(
@@ -57,7 +57,7 @@ def training_set(full_length: bool = False) -> TrainingSet:
     tokenizer = make_tokenizer("char", [caption for group in groups for caption in group])
     pixels = np.random.default_rng(0).integers(0, 256, (37, 12, 12, 3), np.uint8)
     varied = Augmentation(crop_min=0.5, flip=0.5, color_jitter=0.3)
-    captions = tokenise(groups, tokenizer, 64)
+    captions = tokenize_captions(groups, tokenizer, 64)
     return TrainingSet(CachedImages(pixels), captions, BatchPlan(37, 8, 3), varied, full_length=full_length)
 
 
@@ -91,7 +91,7 @@ def test_captions_of_a_batch_belong_to_its_images() -> None:
     batch = data[6]
     images = batch.sample_ids.numpy()
     assert np.array_equal(batch.images.numpy(), data.images.read(images))
-    owner_of_key = dict(zip(data.captions.keys.tolist(), data.captions.owner.tolist(), strict=True))
+    owner_of_key = dict(zip(data.captions.caption_ids.tolist(), data.captions.image_index.tolist(), strict=True))
     image_index = batch.image_index.numpy()
     assert sorted(image_index) == list(range(8))
     assert [owner_of_key[key] for key in batch.caption_ids.tolist()] == images[image_index].tolist()
@@ -160,9 +160,9 @@ def test_images_in_memory_are_not_copied_to_workers(method: str, monkeypatch: py
 def test_copies_of_an_image_share_an_id() -> None:
     refs = [FileImage("a.png"), FileImage("b.png"), FileImage("a.png"), FileImage("c.png"), FileImage("b.png")]
     samples = [Sample(ref, ("x",), str(number)) for number, ref in enumerate(refs)]
-    assert identities(samples).tolist() == [0, 1, 0, 3, 1]
-    assert identities(samples[:2]).tolist() == [0, 1]
-    assert identities([]).tolist() == []
+    assert sample_ids_of(samples).tolist() == [0, 1, 0, 3, 1]
+    assert sample_ids_of(samples[:2]).tolist() == [0, 1]
+    assert sample_ids_of([]).tolist() == []
 
 
 def test_unhashable_image_has_its_own_id() -> None:
@@ -170,7 +170,7 @@ def test_unhashable_image_has_its_own_id() -> None:
         __hash__ = None  # type: ignore[assignment]
 
     refs: list[ImageRef] = [Odd("a.png"), Odd("a.png"), FileImage("b.png"), FileImage("b.png")]
-    assert identities([Sample(ref, ("x",), str(n)) for n, ref in enumerate(refs)]).tolist() == [0, 1, 2, 2]
+    assert sample_ids_of([Sample(ref, ("x",), str(n)) for n, ref in enumerate(refs)]).tolist() == [0, 1, 2, 2]
 
 
 def test_sample_ids_of_a_batch_are_the_shared_ids() -> None:
@@ -214,7 +214,7 @@ def test_killed_worker_is_restarted_and_the_batches_are_the_same(method: str, tm
 
 def test_word_dropout_depends_on_the_epoch_and_is_reproducible() -> None:
     texts = [(f"a caption of many words for image number {i} of all",) for i in range(12)]
-    captions = tokenise(texts, make_tokenizer("char", [t[0] for t in texts]), 64)
+    captions = tokenize_captions(texts, make_tokenizer("char", [t[0] for t in texts]), 64)
     images = CachedImages(np.zeros((12, 4, 4, 3), np.uint8))
 
     def data(share: float) -> TrainingSet:
@@ -243,7 +243,7 @@ def feature_set() -> TrainingSet:
     captions = CaptionTable(
         tokens=np.zeros((texts, 1), np.int32),
         lengths=np.ones(texts, np.int32),
-        keys=np.arange(texts, dtype=np.int64),
+        caption_ids=np.arange(texts, dtype=np.int64),
         first=np.arange(0, texts + 1, FEATURE_CAPTIONS),
         pad_id=0,
         features=FeatureTable(draw.standard_normal((texts, 5)).astype(np.float16), draw.permutation(texts)),

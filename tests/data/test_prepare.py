@@ -13,7 +13,7 @@ from small_run import command, screen, small_config
 from m1clip.config import DataConfig
 from m1clip.data.cache import CachedImages, LiveImages
 from m1clip.data.images import Preprocess
-from m1clip.data.prepare import Split, load_split, look_first, open_data
+from m1clip.data.prepare import Split, load_split, open_data, quick_check
 from m1clip.errors import UserError
 from m1clip.text.bpe import BpeTokenizer
 from m1clip.training.run import decode_plan
@@ -81,9 +81,9 @@ def test_quick_check_is_short_on_screen_and_complete_in_the_log(tmp_path: Path) 
     said: list[str] = []
     notes: list[str] = []
     source = open_data(DataConfig(source=(str(folder),)), 24, 0)
-    report = look_first(source, 24, 32, notes.append, said.append)
+    report = quick_check(source, 24, 32, notes.append, said.append)
     assert len(said) == 3
-    assert look_first(source, 24, 4, notes.append, lambda line: None)["findings"] != report["findings"]
+    assert quick_check(source, 24, 4, notes.append, lambda line: None)["findings"] != report["findings"]
     assert said[2] == "data: 1 more kinds of finding; m1clip data lint shows all"
     assert report["verdict"] == "problems"
     assert {found["code"] for found in report["findings"]} == {"missing", "empty", "not-an-image"}

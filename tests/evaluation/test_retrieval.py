@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from m1clip.data.captions import caption_keys
+from m1clip.data.captions import caption_ids_of
 from m1clip.evaluation.analysis import confusions, difficulty_by_similarity
 from m1clip.evaluation.retrieval import median_rank_chance, nearest, ranks, recall_chance, retrieval
 
@@ -202,7 +202,7 @@ def test_equal_captions_are_equally_right() -> None:
 def test_a_wrong_caption_counts_once_however_often_it_occurs() -> None:
     image = torch.tensor([[0.6, 0.8], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
     text = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
-    keys = torch.from_numpy(caption_keys(["a cat", "a dog", " A Dog", "a dog"]))
+    keys = torch.from_numpy(caption_ids_of(["a cat", "a dog", " A Dog", "a dog"]))
     assert ranks(image, text, torch.arange(4), keys).image_to_text.tolist() == [2, 1, 1, 1]
 
 

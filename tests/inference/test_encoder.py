@@ -19,7 +19,7 @@ from tiny_model import tiny_clip
 
 import m1clip
 from m1clip.data.cache import LiveImages
-from m1clip.data.captions import tokenise
+from m1clip.data.captions import tokenize_captions
 from m1clip.data.images import BadImage, FileImage, Preprocess
 from m1clip.data.prepare import Split
 from m1clip.errors import UserError
@@ -87,7 +87,7 @@ def test_texts_are_unit_vectors_and_batches_do_not_matter(model: Model, images: 
 def test_encode_images_sees_what_trainings_evaluation_sees(model: Model, images: list[Path]) -> None:
     """Also for JPEG, which is decoded at a smaller size when it is large."""
     refs = [FileImage(str(path)) for path in images]
-    table = tokenise(CAPTIONS, model.tokenizer, 24)
+    table = tokenize_captions(CAPTIONS, model.tokenizer, 24)
     image, text, owner, *_ = encode_split(
         model.clip, Split(LiveImages(refs, 32), table, []), model.preprocess, 2, contextlib.nullcontext
     )
@@ -98,7 +98,7 @@ def test_encode_images_sees_what_trainings_evaluation_sees(model: Model, images:
 
 
 def test_encoding_leaves_the_model_as_it_was(model: Model, images: list[Path]) -> None:
-    table = tokenise(CAPTIONS, model.tokenizer, 24)
+    table = tokenize_captions(CAPTIONS, model.tokenizer, 24)
     refs = LiveImages([FileImage(str(path)) for path in images], 32)
     model.clip.train()
     encode_split(model.clip, Split(refs, table, []), model.preprocess, 2, contextlib.nullcontext)

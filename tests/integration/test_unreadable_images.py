@@ -14,7 +14,7 @@ from small_run import run_small, screen, small_config
 
 from m1clip.data.augment import Augmentation
 from m1clip.data.cache import LiveImages, read_or_replace
-from m1clip.data.captions import tokenise
+from m1clip.data.captions import tokenize_captions
 from m1clip.data.loader import Batch, BatchPlan, TrainingSet, batches
 from m1clip.data.sources import open_source
 from m1clip.errors import UserError
@@ -28,7 +28,7 @@ STEPS = 12
 def live_set(folder: Path, batch: int = 8) -> TrainingSet:
     samples = open_source(str(folder)).samples("train")
     captions = [sample.captions for sample in samples]
-    table = tokenise(captions, CharTokenizer.from_captions(c for group in captions for c in group), 64)
+    table = tokenize_captions(captions, CharTokenizer.from_captions(c for group in captions for c in group), 64)
     images = LiveImages([sample.image for sample in samples], 24)
     return TrainingSet(images, table, BatchPlan(len(samples), batch, 3), Augmentation(0.5, 0.5, 0.2))
 
@@ -85,7 +85,7 @@ def test_replacement_brings_its_own_captions_and_id(broken_set: Path) -> None:
             own = range(data.captions.first[image], data.captions.first[image + 1])
             given = batch.caption_ids[batch.image_index == place].tolist()
             assert len(given) == 1
-            assert given[0] in {int(data.captions.keys[caption]) for caption in own}
+            assert given[0] in {int(data.captions.caption_ids[caption]) for caption in own}
 
 
 def _left_over(data: TrainingSet) -> list[int]:

@@ -67,7 +67,7 @@ def test_a_teacher_is_asked_about_the_pairs_of_the_step(teacher: Path, tmp_path:
     found = job.teacher.logits(batch.sample_ids, batch.caption_ids)
     bundle, train_split = m1clip.load(teacher), job.splits["train"]
     captions = [caption for sample in train_split.samples for caption in sample.captions]
-    sentences = [captions[int(np.flatnonzero(train_split.captions.keys == key)[0])] for key in batch.caption_ids]
+    sentences = [captions[int(np.flatnonzero(train_split.captions.caption_ids == key)[0])] for key in batch.caption_ids]
     images = [train_split.samples[int(number)].image.open() for number in batch.sample_ids]
     wanted = float(bundle.clip.scale().detach()) * bundle.encode_image(images) @ bundle.encode_text(sentences).T
     torch.testing.assert_close(found, wanted, atol=0.05, rtol=0.01)  # kept as float16

@@ -19,7 +19,7 @@ from m1clip.config import load_config
 from m1clip.data.cache import FeatureTable
 from m1clip.errors import UserError
 from m1clip.inference.encoder import Encoder, encode_split
-from m1clip.inference.feature_cache import Maker
+from m1clip.inference.feature_cache import FeatureCache
 from m1clip.model import pretrained
 from m1clip.runlog import read_log
 from m1clip.training import autotune, setup
@@ -64,7 +64,7 @@ def test_a_run_on_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert {"weights:image_head.project.weight", "weights:logit_scale"} <= kept.keys()
 
     # A second run finds every feature, and is the same run.
-    monkeypatch.setattr(Maker, "encoder", property(forbidden))
+    monkeypatch.setattr(FeatureCache, "encoder", property(forbidden))
     train_config(config, tmp_path / "again", screen())
     assert_same_bits(tensors_of(tmp_path / "again", 6), tensors_of(run, 6))
 

@@ -78,10 +78,10 @@ def test_a_start_whose_gradient_is_rounding_is_not_held_against_a_device() -> No
 
 def test_captions_that_tell_left_from_right_forbid_mirrors() -> None:
     from m1clip.config import DataConfig
-    from m1clip.data.prepare import augmentation_of
+    from m1clip.data.prepare import choose_augmentation
 
     photos = DataConfig(source=("photos",))
     everyday = ["a dog runs"] * 99 + ["a man turns left"]
-    assert augmentation_of(photos, everyday).flip == 0.5
-    assert augmentation_of(photos, ["two cats on the left", "a red car on the right"]).flip == 0.0
-    assert augmentation_of(DataConfig(source=("photos",), flip=0.3), ["on the left"]).flip == 0.3
+    assert choose_augmentation(photos, everyday).flip == 0.5
+    assert choose_augmentation(photos, ["two cats on the left", "a red car on the right"]).flip == 0.0
+    assert choose_augmentation(DataConfig(source=("photos",), flip=0.3), ["on the left"]).flip == 0.3

@@ -22,7 +22,7 @@ from m1clip.data.cache import cache_split
 from m1clip.data.images import Preprocess
 from m1clip.data.types import Sample
 from m1clip.hardware.facts import read_facts
-from m1clip.inference.feature_cache import Maker, Side, feature_captions, feature_images
+from m1clip.inference.feature_cache import FeatureCache, FrozenTower
 from m1clip.monitor.status import as_json, as_table, list_runs
 from m1clip.runlog import PREPARING, Preparing, read_preparing
 from m1clip.text.tokenizers import CharTokenizer
@@ -82,8 +82,8 @@ def test_progress_is_printed_and_listed_while_a_run_prepares(
             waiting.wait()
         return torch.zeros(len(rows), 4)
 
-    side = Side(tower, 4, ("tower",))
-    maker: Any = Maker(side, side, CharTokenizer("caption 0123456789"), 16, Preprocess(image_size=8), 1,
+    side = FrozenTower(tower, 4, ("tower",))
+    features: Any = FeatureCache(side, side, CharTokenizer("caption 0123456789"), 16, Preprocess(image_size=8), 1,
                        tmp_path / "cache", (), torch.device("cpu"), "fp32", nullcontext, plan)  # fmt: skip
     with lock_run(run):
         if work in ("disk", "ram"):
@@ -92,10 +92,10 @@ def test_progress_is_printed_and_listed_while_a_run_prepares(
             cache_split(source, "train", 8, "squash", config, plan)
             title = "preparing train images"
         elif work == "image features":
-            feature_images(maker, samples, "train", 0.1)
+            features.images(samples, "train", 0.1)
             title = "computing features of train images"
         else:
-            feature_captions(maker, samples, "train")
+            features.captions(samples, "train")
             title = "computing features of train captions"
         assert re.search(f"{title}: {FIRST}", waiting.printed.getvalue())
         assert re.search(f"preparing  {title}: {FIRST}", waiting.listed)
