@@ -24,7 +24,7 @@ from m1clip.data.loader import BatchPlan
 from m1clip.data.prepare import open_data
 from m1clip.data.types import Source
 from m1clip.errors import UserError
-from m1clip.formatting import amount
+from m1clip.formatting import amount, plural
 from m1clip.hardware.device import (
     Device,
     Kind,
@@ -111,9 +111,9 @@ class Choice:
         words = []
         for t in others:
             one = f"{t.device} {t.precision}"
-            words.append(f"{pace[t] / pace[mine]:.1f}x {one}" if t in pace else f"{one} rejected: {t.out}")
-        when = " before" if self.cached else " beside other programs" if busy else ""
-        return f"step of {self.batch} measured{when}: {', '.join(words)}"
+            words.append(f"{pace[t] / pace[mine]:.1f}x as fast as {one}" if t in pace else f"{one} rejected: {t.out}")
+        when = " in an earlier run" if self.cached else " while other programs ran" if busy else ""
+        return f"{', '.join(words)}; measured with batch {self.batch}{when}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for the run's log and the cache."""
@@ -510,7 +510,7 @@ def choose_hardware(
 def hardware_line(device: Device, facts: Facts, precision: Precision, why: str) -> str:
     """What the run computes on, in one line."""
     name = facts.cuda if device.kind == "cuda" else facts.cpu
-    cores = f", {torch.get_num_threads()} threads" if device.kind == "cpu" else ""
+    cores = f", {plural(torch.get_num_threads(), 'thread')}" if device.kind == "cpu" else ""
     return f"device     {device.kind}: {name}{cores}, {precision}{f' ({why})' if why else ''}"
 
 

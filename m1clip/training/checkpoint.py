@@ -264,7 +264,7 @@ class CheckpointWriter:
             self._announced = True
             how = "in the background" if background else "while training waits"
             keep = self.config.train.save_total_limit
-            self.screen.say(f"checkpoint  step {job.step:,}: {size(nbytes)}, written {how}; {keep} are kept")
+            self.screen.say(f"checkpoint step {job.step:,}: {size(nbytes)}, saved {how}; the newest {keep} are kept")
 
 
 def describe_disk_error(error: OSError, path: Path) -> str:

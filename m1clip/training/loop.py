@@ -97,7 +97,7 @@ class TrainLoop:
             raise Stopped(str(self.run), state.step, signal)
         if early and not last:
             reason = f"{state.stale} evaluations without a better {self.validator.metric_label}"
-            self.screen.say(f"stopped     after {reason}")
+            self.screen.say(f"stopped    after {reason}")
             self.log.write("event", step=state.step, event="early stop", reason=reason)
         return early
 

@@ -117,7 +117,7 @@ class Screen:
         self._score = f"  {metric.label} {100 * metric.value:.1f}%"
         earlier = f"best so far {100 * best[0]:.1f}% at step {best[1]:,}" if best else "best so far"
         line = (
-            f"validation  step {step:,}: {metric.label} {100 * metric.value:.1f}% [{100 * metric.interval.low:.1f}, "
+            f"validation step {step:,}: {metric.label} {100 * metric.value:.1f}% [{100 * metric.interval.low:.1f}, "
             f"{100 * metric.interval.high:.1f}], chance {100 * metric.chance:.2g}%, {earlier}"
         )
         if metric.name == MEAN_RECALL:

@@ -249,7 +249,7 @@ def resume(run: str | Path, screen: Screen | None = None) -> Run:
         _describe(job, screen)
         kept = load_latest(folder, job.device.torch, screen.warn)
         state, tensors = kept if kept is not None else (TrainState(), None)
-        screen.say(f"resume     step {state.step:,} of {job.config.train.steps:,}")
+        screen.say(f"resume     from step {state.step:,} of {job.config.train.steps:,}")
         return _go(job, folder, screen, state, tensors, asked)
 
 
@@ -303,7 +303,7 @@ def _warn_once(screen: Screen, path: Path) -> Callable[[OSError], None]:
     def warn(error: OSError) -> None:
         if not said:
             said.append(describe_disk_error(error, path))
-            screen.warn(f"{said[0]}; training goes on, and the log says later how many lines it lacks")
+            screen.warn(f"{said[0]}; training continues, and run.jsonl will say how many lines are missing")
 
     return warn
 
@@ -468,10 +468,10 @@ def train(
         check_unused(Path(run))  # before the first stage takes minutes
     options = _flat(config, preset) | options
     if settings.transfer.init is None:
-        screen.say("stage 1    heads on frozen towers")
+        screen.say("stage 1    training heads on frozen towers")
         folder = None if run is None else Path(f"{run}-frozen")
         first = train_config(make_config(frozen_options(options)), folder, screen)
-        screen.say(f"stage 2    the towers too, from {first.path}")
+        screen.say(f"stage 2    training the towers too, starting from {first.path}")
         options["init"] = str(first.path)
     return train_config(make_config(options | {"recipe": "scratch"}), run, screen, preset)
 

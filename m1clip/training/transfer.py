@@ -271,7 +271,7 @@ class Retention:
     def evaluate(self, model: Model, say: Callable[[str], None]) -> dict[str, Any]:
         """For the evaluation's record in run.jsonl."""
         now = self.measure.run(model)
-        say(f"retention   {self.measure.name} on {self.data}: {now:.1%} ({self.before:.1%} before)")
+        say(f"retention  {self.measure.name} on {self.data}: {now:.1%} ({self.before:.1%} before)")
         return {"retention": now, "retention_before": self.before, "retention_metric": self.measure.name}
 
 

@@ -40,7 +40,7 @@ def class_folders(folder: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _every_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("m1clip.training.progress.PLAIN_SECONDS", -1.0)
+    monkeypatch.setattr("m1clip.training.progress.STEP_SECONDS", -1.0)
 
 
 def trained(folder: Path, changes: dict[str, object]) -> tuple[Path, str]:
@@ -92,7 +92,7 @@ def assert_one_name(run: Path, printed: str, label: str, best: float) -> None:
     last = next(read for read in reversed(list(read_log(run))) if read["kind"] == "eval")
     history = History(run).poll()
     now = f"{label} {100 * last[history.metric]:.1f}%"
-    assert re.search(rf"^validation  step [\d,]+: {label} {value} .*best so far", printed, re.MULTILINE)
+    assert re.search(rf"^validation step [\d,]+: {label} {value} .*best so far", printed, re.MULTILINE)
     assert f"best       step {history.end['best_step']:,}: validation {label} {value}" in printed
     assert re.search(rf"^step .*  {label} [\d.]+%  ", printed, re.MULTILINE), "the live line"
     assert re.search(rf"^ *{label} +{100 * history.end[history.metric]:.1f}%", printed, re.MULTILINE), "final table"

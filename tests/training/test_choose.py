@@ -99,10 +99,10 @@ def test_the_fastest_wins_and_is_remembered(tmp_path: Path) -> None:
     measure = measured({"cuda bf16": 0.1, "cpu fp32": 3.0, "cpu bf16": 2.0})
     first = choose(auto(), START, H200, 16, tmp_path, measure)
     assert (first.device, first.precision, first.cached) == ("cuda", "bf16", False)
-    assert "step of 8 measured: 30.0x cpu fp32, 20.0x cpu bf16" in first.why
+    assert "30.0x as fast as cpu fp32, 20.0x as fast as cpu bf16; measured with batch 8" in first.why
     again = choose(auto(), START, H200, 16, tmp_path, measured({}))
     assert (again.device, again.cached) == ("cuda", True)
-    assert "measured before" in again.why
+    assert "in an earlier run" in again.why
 
 
 @pytest.mark.parametrize(
@@ -147,10 +147,11 @@ def test_beside_other_programs_processor_time_decides_and_nothing_is_remembered(
     table = {"cpu fp32": (2.0, 2.6, 0.02), "cpu bf16": (2.6, 2.0, 0.5)}
     found = choose(auto(), START, CPU_ONLY, 16, tmp_path, disturbed(table))
     assert found.precision == "bf16"
-    assert "measured beside other programs: 1.3x cpu fp32" in found.why
+    assert found.why.startswith("1.3x as fast as cpu fp32; measured")
+    assert found.why.endswith("while other programs ran")
     assert not (tmp_path / "choices").exists()
     quiet = {"cpu fp32": (2.0, 4.0, 0.02), "cpu bf16": (1.1, 2.0, 0.0)}
-    assert "1.8x cpu fp32" in choose(auto(), START, CPU_ONLY, 16, tmp_path, disturbed(quiet)).why
+    assert "1.8x as fast as cpu fp32" in choose(auto(), START, CPU_ONLY, 16, tmp_path, disturbed(quiet)).why
     assert choose(auto(), START, CPU_ONLY, 16, tmp_path, measured({})).cached
 
 
@@ -159,7 +160,7 @@ def test_an_accelerator_is_judged_by_the_clock_on_a_busy_machine_too(tmp_path: P
     table = {"cuda bf16": (0.1, 0.1, 0.5), "cpu fp32": (3.0, 0.05, 0.5), "cpu bf16": (2.0, 0.05, 0.5)}
     found = choose(auto(), START, H200, 16, tmp_path, disturbed(table))
     assert found.device == "cuda"
-    assert "20.0x cpu bf16" in found.why
+    assert "20.0x as fast as cpu bf16" in found.why
     assert choose(auto(), START, H200, 16, tmp_path, measured({})).cached  # clear all the same
 
 
