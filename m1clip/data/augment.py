@@ -49,8 +49,8 @@ class Views:
             return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
         crops = bool((self.boxes[:, 2:] != 1).any() or self.flips.any())
-        colours = bool((self.gains != 1).any())
-        return DeviceViews(sent(self.boxes), sent(self.flips), sent(self.gains), crops, colours)
+        colors = bool((self.gains != 1).any())
+        return DeviceViews(sent(self.boxes), sent(self.flips), sent(self.gains), crops, colors)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class DeviceViews:
     flips: Tensor
     gains: Tensor
     crops: bool
-    colours: bool
+    colors: bool
 
     def on(self, device: torch.device) -> DeviceViews:
         """The same: they are on a device."""
@@ -69,7 +69,7 @@ class DeviceViews:
 
     def rows(self, rows: slice | np.ndarray) -> DeviceViews:
         """The choices of some samples."""
-        return DeviceViews(self.boxes[rows], self.flips[rows], self.gains[rows], self.crops, self.colours)
+        return DeviceViews(self.boxes[rows], self.flips[rows], self.gains[rows], self.crops, self.colors)
 
 
 def draw_views(augmentation: Augmentation, seed: int, epoch: int, samples: np.ndarray) -> Views:
@@ -96,20 +96,20 @@ def draw_patches(dropout: float, count: int, seed: int, epoch: int, samples: np.
 
 
 def render(pixels: Tensor, views: Views | DeviceViews | None, preprocess: Preprocess) -> Tensor:
-    """(n, side, side, 3) uint8 -> (n, 3, size, size) float32, cropped, resized, coloured and normalised.
+    """(n, side, side, 3) uint8 -> (n, 3, size, size) float32, cropped, resized, recolored and normalized.
 
     Under autocast the two products run in its precision, whose rounding is that of the 8 bits of a pixel.
     """
     size, side = preprocess.image_size, pixels.shape[1]
     if views is None and side != size:
         views = whole_views(len(pixels))
-    drawn = None if views is None else views.on(pixels.device)
+    shown = None if views is None else views.on(pixels.device)
     x = pixels.permute(0, 3, 1, 2).contiguous()  # (n, 3, side, side), while they are bytes
-    if drawn is not None and (side != size or drawn.crops):
-        x = _resample(x, drawn, size)
+    if shown is not None and (side != size or shown.crops):
+        x = _resample(x, shown, size)
     x = x.float() / 255
-    if drawn is not None and drawn.colours:
-        brightness, contrast = drawn.gains.view(-1, 2, 1, 1, 1).unbind(1)
+    if shown is not None and shown.colors:
+        brightness, contrast = shown.gains.view(-1, 2, 1, 1, 1).unbind(1)
         middle = x.mean(dim=(1, 2, 3), keepdim=True)
         # ((x * b) - (middle * b)) * c + middle * b, in one pass over the pixels
         x = x.mul_(brightness * contrast).add_(middle * brightness * (1 - contrast)).clamp_(0, 1)

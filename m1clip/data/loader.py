@@ -41,7 +41,7 @@ class Batch:
     image_features: Tensor | None = None  # (n, width) float32, from a frozen image tower
     tokens: Tensor | None = None  # (m, length) int64, sorted by length
     text_features: Tensor | None = None  # (m, width) float32, from a frozen text tower
-    views: Views | DeviceViews | None = None  # crop, flip and colour of each image; None with features
+    views: Views | DeviceViews | None = None  # crop, flip and color of each image; None with features
     kept_patches: Tensor | None = None  # (n, kept) patches that the image tower sees; None: all
     lengths: tuple[int, ...] = ()  # of each caption, on the host; empty: every caption has the full length
     failed: tuple[Failure, ...] = ()  # images that could not be read; others replace them

@@ -63,7 +63,7 @@ class CapturedStep:
         train_step = self.train_step
         views = batch.views.on(train_step.device.torch) if batch.views is not None else None
         shapes = [(name, tuple(t.shape), t.dtype) for name, t in _tensors(batch)]
-        key = (*shapes, batch.lengths, views and (views.crops, views.colours))
+        key = (*shapes, batch.lengths, views and (views.crops, views.colors))
         if key != self._shapes:
             self.reset()
             self._shapes = key
