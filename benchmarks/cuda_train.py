@@ -84,7 +84,7 @@ def line(options: argparse.Namespace, model: str, batch: int, variant: str) -> d
 
 
 def rows(lines: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """What benchmarks/table.py shows: each variant against the eager step."""
+    """What tools/results_table.py shows: each variant against the eager step."""
     found = []
     plain = {(one["model"], one["batch"]): one["seconds"]["median"] for one in lines if one["variant"] == "eager"}
     for one in lines:

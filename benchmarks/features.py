@@ -136,7 +136,7 @@ def main() -> None:
 
 
 def table_row(row: dict[str, Any]) -> dict[str, str]:
-    """The line that benchmarks/table.py prints."""
+    """The line that tools/results_table.py prints."""
     return {
         "what": f"a step on cached features, {row['batch']} images, {CAPTIONS} captions each, {row['precision']}",
         "figure": f"{row['median']:,} images/s ({row['slowest']:,} to {row['fastest']:,})",
