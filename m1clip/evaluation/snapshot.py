@@ -19,7 +19,7 @@ from m1clip.evaluation.retrieval import is_match, nearest, ranks
 from m1clip.inference.encoder import SplitFeatures
 from m1clip.io import read_small, write_bytes, write_text
 
-FOLDER, THUMBNAILS = "watch", "thumbs"
+FOLDER, THUMBNAILS = "snapshots", "thumbnails"
 QUERIES, RETRIEVED, MATRIX, CONFUSIONS = 8, 5, 24, 6
 MAX_SNAPSHOTS = 24  # per run
 THUMBNAIL_SIDE = 72

@@ -287,7 +287,7 @@ SNAPSHOT: dict[str, Any] = {
 
 def snapshot_steps(run: Path) -> dict[int, Path]:
     """The step of each snapshot file, in order."""
-    matches = [(SNAPSHOT_NAME.fullmatch(path.name), path) for path in (run / "watch").glob("step-*.json")]
+    matches = [(SNAPSHOT_NAME.fullmatch(path.name), path) for path in (run / "snapshots").glob("step-*.json")]
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
@@ -309,6 +309,6 @@ def read_snapshot(run: Path, step: int) -> dict[str, Any] | None:
 def read_thumbnail(run: Path, image: int) -> bytes | None:
     """A thumbnail by the number of its image; None where there is none inside the run folder."""
     try:
-        return read_small(run / "watch" / "thumbs" / f"{image}.jpg", MAX_BYTES, inside=run)
+        return read_small(run / "snapshots" / "thumbnails" / f"{image}.jpg", MAX_BYTES, inside=run)
     except OSError:
         return None

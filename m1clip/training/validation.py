@@ -101,7 +101,7 @@ class Validator:
         if job.config.train.analysis_every != 0:
             images = self.budget.images(state.seconds, seconds_per_caption)
             begin, training = time.perf_counter(), model.training
-            with self.recovery.disk_errors(state.step, self.run / "watch"):
+            with self.recovery.disk_errors(state.step, self.run / "snapshots"):
                 bundle = Model(model, job.tokenizer, job.preprocess)
                 found["analysis"] = Evaluator(bundle, job.source, "val", data, job.autocast).analysis(features, images)
                 model.train(training)

@@ -115,10 +115,10 @@ def full_run(folder: Path, recall: float = 0.4, finished: bool = True) -> Path:
 
 def write_example(run: Path, number: int) -> None:
     """The snapshot of an evaluation; one caption tries to be a script."""
-    folder = run / "watch"
-    (folder / "thumbs").mkdir(parents=True, exist_ok=True)
+    folder = run / "snapshots"
+    (folder / "thumbnails").mkdir(parents=True, exist_ok=True)
     for image in range(4):
-        Image.new("RGB", (24, 24), (60 * image, 90, 120)).save(folder / "thumbs" / f"{image}.jpg")
+        Image.new("RGB", (24, 24), (60 * image, 90, 120)).save(folder / "thumbnails" / f"{image}.jpg")
     caption = "<script>alert(1)</script> a red cat"
     content = {
         "step": number,

@@ -145,7 +145,7 @@ def test_a_log_line_may_hold_what_training_writes(tmp_path: Path) -> None:
 
 def test_no_damaged_snapshot_is_used(tmp_path: Path) -> None:
     run = full_run(tmp_path / "runs" / "one")
-    path = run / "watch" / "step-00000100.json"
+    path = run / "snapshots" / "step-00000100.json"
     snapshot = json.loads(path.read_text())
     assert read_snapshot(run, 100) == snapshot
     needed = [*snapshot["queries"][0], *snapshot["confusions"][0], "values", "captions", "queries", "matrix", "step"]
@@ -191,7 +191,7 @@ def test_a_report_leaves_out_images_that_cannot_be_decoded(tmp_path: Path, paddi
     run = full_run(tmp_path / "runs" / "one")
     for data in (huge_png() + bytes(padding), b"\x89PNG" + bytes(padding), b"\xff\xd8" + bytes(padding), b""):
         (run / "retrieval.png").write_bytes(data)
-        (run / "watch" / "thumbs" / "1.jpg").write_bytes(data)
+        (run / "snapshots" / "thumbnails" / "1.jpg").write_bytes(data)
         page = write_report([run], tmp_path / "report.html").read_text()
         assert "retrieval.png left out" in page
         assert page.count("src='data:image/jpeg") == 1  # the other thumbnail of the confusion
@@ -211,7 +211,14 @@ def replaced_by_link(path: Path, outside: Path) -> None:
 @pytest.mark.parametrize("replace", [replaced_by_fifo, replaced_by_link])
 @pytest.mark.parametrize(
     "name",
-    ["config.toml", "environment.json", "run.jsonl", "retrieval.png", "watch/step-00000100.json", "watch/thumbs/1.jpg"],
+    [
+        "config.toml",
+        "environment.json",
+        "run.jsonl",
+        "retrieval.png",
+        "snapshots/step-00000100.json",
+        "snapshots/thumbnails/1.jpg",
+    ],
 )
 def test_only_regular_files_inside_the_run_folder_are_opened(
     tmp_path: Path, name: str, replace: Callable[[Path, Path], None]
@@ -231,7 +238,13 @@ def test_only_regular_files_inside_the_run_folder_are_opened(
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [
         each
-        for each in ("run.jsonl", "config.toml", "retrieval.png", "watch/step-00000100.json", "watch/thumbs/1.jpg")
+        for each in (
+            "run.jsonl",
+            "config.toml",
+            "retrieval.png",
+            "snapshots/step-00000100.json",
+            "snapshots/thumbnails/1.jpg",
+        )
         if each != name
     ]
 
@@ -248,17 +261,17 @@ def read_outside(run: Path) -> None:
         page = "20211 class='wide'"
     print("config.toml" if "20211" in page and (history.config or not history.start) else "")
     print("retrieval.png" if "class='wide'" in page else "")
-    print("watch/step-00000100.json" if read_snapshot(run, 100) else "")
-    print("watch/thumbs/1.jpg" if read_thumbnail(run, 1) else "")
+    print("snapshots/step-00000100.json" if read_snapshot(run, 100) else "")
+    print("snapshots/thumbnails/1.jpg" if read_thumbnail(run, 1) else "")
 
 
 def test_a_thumbs_folder_that_links_outside_is_not_served(tmp_path: Path) -> None:
     run = full_run(tmp_path / "runs" / "one")
-    shutil.move(run / "watch" / "thumbs", tmp_path / "elsewhere")
-    (run / "watch" / "thumbs").symlink_to(tmp_path / "elsewhere")
+    shutil.move(run / "snapshots" / "thumbnails", tmp_path / "elsewhere")
+    (run / "snapshots" / "thumbnails").symlink_to(tmp_path / "elsewhere")
     assert read_thumbnail(run, 1) is None
-    shutil.move(run / "watch", tmp_path / "watch")
-    (run / "watch").symlink_to(tmp_path / "watch")
+    shutil.move(run / "snapshots", tmp_path / "snapshots")
+    (run / "snapshots").symlink_to(tmp_path / "snapshots")
     assert read_snapshot(run, 100) is None
 
 

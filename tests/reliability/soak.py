@@ -196,13 +196,15 @@ def dashboard(run: Path, folder: Path, ended: threading.Event, polls: dict[str, 
             with contextlib.suppress(OSError, ValueError):
                 with urllib.request.urlopen(f"{url}api/runs", timeout=10) as answer:
                     body = answer.read()
-                key = json.loads(body)[0]["id"]
+                summary = json.loads(body)[0]
+                key = summary["id"]
                 with urllib.request.urlopen(f"{url}api/live?runs={key}", timeout=10) as stream:
                     until = time.monotonic() + 2
                     while time.monotonic() < until and not ended.is_set():
                         polls["bytes"] += len(stream.readline())
-                with urllib.request.urlopen(f"{url}api/snapshots?run={key}", timeout=10) as answer:
-                    polls["bytes"] += len(body) + len(answer.read())
+                for step in summary["snapshots"][-1:]:
+                    with urllib.request.urlopen(f"{url}api/snapshot?run={key}&index={step}", timeout=10) as answer:
+                        polls["bytes"] += len(body) + len(answer.read())
                 polls["pages"] += 1
             ended.wait(0.5)
 

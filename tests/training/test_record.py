@@ -63,13 +63,13 @@ def test_layers_memory_and_analysis_are_told(log: list[dict[str, Any]]) -> None:
 
 
 def test_examples_are_left_for_those_who_watch(log: list[dict[str, Any]]) -> None:
-    folder = log[0]["folder"] / "watch"
+    folder = log[0]["folder"] / "snapshots"
     names = sorted(path.name for path in folder.glob("*.json"))
     assert names == ["step-00000005.json", "step-00000010.json"]
     content = json.loads((folder / names[-1]).read_text())
     assert len(content["matrix"]["values"]) == 12
     shown = set(content["matrix"]["images"]).union(*(query["found"] for query in content["queries"]))
-    assert all((folder / "thumbs" / f"{image}.jpg").is_file() for image in shown)
+    assert all((folder / "thumbnails" / f"{image}.jpg").is_file() for image in shown)
     for query in content["queries"]:
         assert (query["rank"] == 1) == (query["found"][0] == query["right"])
 
@@ -79,7 +79,7 @@ def test_analysis_can_be_switched_off(tmp_path: Path) -> None:
     kinds = Counter(record["kind"] for record in read_log(tmp_path / "run"))
     assert kinds["layers"] == 0
     assert kinds["eval"] == 2
-    assert not (tmp_path / "run" / "watch").exists()
+    assert not (tmp_path / "run" / "snapshots").exists()
 
 
 class Reads(TorchDispatchMode):

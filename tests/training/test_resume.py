@@ -160,10 +160,10 @@ def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
 def test_what_a_kill_left_among_the_snapshots_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     run_small(run, {"train.steps": 2})
-    thumbs = run / "watch" / "thumbs"
+    thumbs = run / "snapshots" / "thumbnails"
     kept = {path.name for path in thumbs.iterdir()}
     assert kept
-    left = [thumbs / "3.jpg.77.partial", run / "watch" / "step-00000002.json.77.partial"]
+    left = [thumbs / "3.jpg.77.partial", run / "snapshots" / "step-00000002.json.77.partial"]
     for path in left:
         path.write_bytes(b"half")
     resume_quietly(run)

@@ -22,7 +22,7 @@ from m1clip.web.server import Handler, Server, Store, key_of
 def server(tmp_path: Path) -> Iterator[Server]:
     full_run(tmp_path / "runs" / "one")
     (tmp_path / "secret.txt").write_text("secret")
-    (tmp_path / "runs" / "one" / "watch" / "thumbs" / "9.jpg").symlink_to(tmp_path / "secret.txt")
+    (tmp_path / "runs" / "one" / "snapshots" / "thumbnails" / "9.jpg").symlink_to(tmp_path / "secret.txt")
     made = Server(Store([tmp_path / "runs"]), 0)
     thread = threading.Thread(target=made.serve_forever, args=(0.05,), daemon=True)
     thread.start()
