@@ -180,7 +180,7 @@ def check_resources(m: Machine) -> Iterator[Finding]:
     if free < 1:
         yield Finding("problem", "disk", text, "free some space: checkpoints of `small` take about 0.9 GB each")
     elif free < 5:
-        yield Finding("warning", "disk", text, "keep fewer checkpoints (--keep 1), or free some space")
+        yield Finding("warning", "disk", text, "keep fewer checkpoints (--save-total-limit 1), or free some space")
     else:
         yield Finding("ok", "disk", text)
     if m.shared_memory_free is not None and m.shared_memory_free < GIB // 4:

@@ -104,7 +104,7 @@ def test_findings_name_what_the_machine_has() -> None:
         (AMX, {"memory_available": GIB // 2}, "memory", "problem", "close other programs"),
         (AMX, {"memory_available": 6 * GIB}, "memory", "warning", "--memory"),
         (AMX, {"disk_free": GIB // 2}, "disk", "problem", "free some space"),
-        (AMX, {"disk_free": 3 * GIB}, "disk", "warning", "--keep"),
+        (AMX, {"disk_free": 3 * GIB}, "disk", "warning", "--save-total-limit"),
         (AMX, {"shared_memory_free": 64 * 2**20}, "shared memory", "warning", "--shm-size"),
         (AMX, {"load": 12.0}, "load", "warning", "stop other programs"),
         (AMX, {"temperature": 95.0}, "temperature", "warning", "cool"),
