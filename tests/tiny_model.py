@@ -10,9 +10,18 @@ from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.presets import CLIPConfig, with_fields
 
 TINY: dict[str, Any] = {
-    "image_size": 32, "patch_size": 8, "vision_width": 32, "vision_layers": 2, "vision_heads": 2, "text_width": 32,
-    "text_layers": 2, "text_heads": 2, "context_length": 16, "vocab_size": 20, "embed_dim": 16,
-}  # fmt: skip
+    "image_size": 32,
+    "patch_size": 8,
+    "vision_width": 32,
+    "vision_layers": 2,
+    "vision_heads": 2,
+    "text_width": 32,
+    "text_layers": 2,
+    "text_heads": 2,
+    "context_length": 16,
+    "vocab_size": 20,
+    "embed_dim": 16,
+}
 
 
 def tiny_config(**changes: Any) -> CLIPConfig:

@@ -81,9 +81,14 @@ def _write_openclip(folder: Path, saved: SavedModel) -> None:
     write_tensors(folder / OPENCLIP_WEIGHTS[0], weights, {"format": "pt"})
     seen = saved.preprocess
     preprocess = {
-        "size": seen.image_size, "mode": "RGB", "mean": list(seen.mean), "std": list(seen.std),
-        "interpolation": "bicubic", "resize_mode": seen.resize.removesuffix("-floor"), "fill_color": 0,
-    }  # fmt: skip
+        "size": seen.image_size,
+        "mode": "RGB",
+        "mean": list(seen.mean),
+        "std": list(seen.std),
+        "interpolation": "bicubic",
+        "resize_mode": seen.resize.removesuffix("-floor"),
+        "fill_color": 0,
+    }
     write_json(folder / OPENCLIP_CONFIG, {"model_cfg": openclip_config(saved.config), "preprocess_cfg": preprocess})
 
 
@@ -96,11 +101,19 @@ def _write_hf(folder: Path, saved: SavedModel) -> None:
     write_json(folder / "config.json", hf_config(saved.config, tokenizer.sot_id, tokenizer.eot_id))
     size = seen.image_size
     preprocess = {
-        "image_processor_type": "CLIPImageProcessor", "do_resize": True, "size": {"shortest_edge": size},
-        "resample": BICUBIC, "do_center_crop": True, "crop_size": {"height": size, "width": size},
-        "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "do_convert_rgb": True,
-        "image_mean": list(seen.mean), "image_std": list(seen.std),
-    }  # fmt: skip
+        "image_processor_type": "CLIPImageProcessor",
+        "do_resize": True,
+        "size": {"shortest_edge": size},
+        "resample": BICUBIC,
+        "do_center_crop": True,
+        "crop_size": {"height": size, "width": size},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "do_convert_rgb": True,
+        "image_mean": list(seen.mean),
+        "image_std": list(seen.std),
+    }
     write_json(folder / "preprocessor_config.json", preprocess)
     for name, text in hugging_face_files(saved.config.context_length).items():
         write_text(folder / name, text)

@@ -71,9 +71,12 @@ class Format(NamedTuple):
 
 # The last three are in OpenAI's own files.
 OPENCLIP = Format(
-    _OPENCLIP, _OPENCLIP_BLOCK, "visual.transformer.resblocks.{i}", "transformer.resblocks.{i}",
+    _OPENCLIP,
+    _OPENCLIP_BLOCK,
+    "visual.transformer.resblocks.{i}",
+    "transformer.resblocks.{i}",
     ("attn_mask", "input_resolution", "context_length", "vocab_size"),
-)  # fmt: skip
+)
 HUGGING_FACE = Format(
     _HF, _HF_BLOCK, "vision_model.encoder.layers.{i}", "text_model.encoder.layers.{i}", ("embeddings.position_ids",)
 )
@@ -134,11 +137,8 @@ def to_ours(weights: Tensors, names: Format, config: CLIPConfig, where: str) -> 
         if missing:
             raise UserError(f"{where}: missing tensor '{missing[0]}'")
         used.update(row.theirs)
-        tensor = (
-            torch.cat([weights[name].float() for name in row.theirs])
-            if len(row.theirs) > 1
-            else weights[row.theirs[0]].float()
-        )
+        parts = [weights[name].float() for name in row.theirs]
+        tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
         ours[row.ours] = tensor.T.contiguous() if row.transposed else tensor
     for name in sorted(set(weights) - used):
         if not name.endswith(names.ignored):
@@ -161,25 +161,51 @@ NORM_EPS = 1e-5
 OPENCLIP_VISION = {"layers", "width", "head_width", "mlp_ratio", "patch_size", "image_size"}
 OPENCLIP_TEXT = {"context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio"}
 OPENCLIP_MODEL = {
-    "embed_dim", "quick_gelu", "vision_cfg", "text_cfg", "init_logit_bias", "init_logit_scale", "custom_text",
-}  # fmt: skip
+    "embed_dim",
+    "quick_gelu",
+    "vision_cfg",
+    "text_cfg",
+    "init_logit_bias",
+    "init_logit_scale",
+    "custom_text",
+}
 # Settings of open_clip that change nothing at these values, or are true of every model here.
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    "ls_init_value": (None,), "patch_dropout": (0, 0.0), "attentional_pool": (False,), "timm_model_name": (None, ""),
-    "hf_model_name": (None, ""), "hf_tokenizer_name": (None, ""), "no_ln_pre": (False,), "pool_type": ("tok", "argmax"),
-    "pos_embed_type": ("learnable",), "final_ln_after_pool": (False,), "output_tokens": (False,), "embed_cls": (False,),
-    "pad_id": (0,), "no_causal_mask": (False,), "proj_bias": (False,), "tokenizer_kwargs": (None,),
-    "hf_model_pretrained": (True, False, None), "cast_dtype": (None,), "tokenizer_mode": (None,),
-}  # fmt: skip
+    "ls_init_value": (None,),
+    "patch_dropout": (0, 0.0),
+    "attentional_pool": (False,),
+    "timm_model_name": (None, ""),
+    "hf_model_name": (None, ""),
+    "hf_tokenizer_name": (None, ""),
+    "no_ln_pre": (False,),
+    "pool_type": ("tok", "argmax"),
+    "pos_embed_type": ("learnable",),
+    "final_ln_after_pool": (False,),
+    "output_tokens": (False,),
+    "embed_cls": (False,),
+    "pad_id": (0,),
+    "no_causal_mask": (False,),
+    "proj_bias": (False,),
+    "tokenizer_kwargs": (None,),
+    "hf_model_pretrained": (True, False, None),
+    "cast_dtype": (None,),
+    "tokenizer_mode": (None,),
+}
 # Hugging Face's setting -> ours; the defaults are what transformers assumes where a config is silent.
 HF_VISION = {
-    "hidden_size": ("vision_width", 768), "num_hidden_layers": ("vision_layers", 12), "image_size": ("image_size", 224),
-    "num_attention_heads": ("vision_heads", 12), "patch_size": ("patch_size", 32),
-}  # fmt: skip
+    "hidden_size": ("vision_width", 768),
+    "num_hidden_layers": ("vision_layers", 12),
+    "image_size": ("image_size", 224),
+    "num_attention_heads": ("vision_heads", 12),
+    "patch_size": ("patch_size", 32),
+}
 HF_TEXT = {
-    "hidden_size": ("text_width", 512), "num_hidden_layers": ("text_layers", 12), "vocab_size": ("vocab_size", 49408),
-    "num_attention_heads": ("text_heads", 8), "max_position_embeddings": ("context_length", 77),
-}  # fmt: skip
+    "hidden_size": ("text_width", 512),
+    "num_hidden_layers": ("text_layers", 12),
+    "vocab_size": ("vocab_size", 49408),
+    "num_attention_heads": ("text_heads", 8),
+    "max_position_embeddings": ("context_length", 77),
+}
 
 
 def config_from_openclip(config: dict[str, Any], where: str) -> CLIPConfig:
@@ -199,14 +225,22 @@ def config_from_openclip(config: dict[str, Any], where: str) -> CLIPConfig:
         ratios = float(vision.get("mlp_ratio", 4.0)), float(text.get("mlp_ratio", 4.0))
         _check_ratios(*ratios, where)
         return with_fields(
-            CLIPConfig(), image_size=int(sides.pop()), patch_size=int(vision["patch_size"]), vision_width=width,
-            vision_layers=int(vision["layers"]), vision_heads=width // int(vision.get("head_width", HEAD_WIDTH)),
-            text_width=int(text["width"]), text_layers=int(text["layers"]), text_heads=int(text["heads"]),
-            context_length=int(text.get("context_length", 77)), vocab_size=int(text.get("vocab_size", 49408)),
-            embed_dim=int(config["embed_dim"]), mlp_ratio=ratios[0],
+            CLIPConfig(),
+            image_size=int(sides.pop()),
+            patch_size=int(vision["patch_size"]),
+            vision_width=width,
+            vision_layers=int(vision["layers"]),
+            vision_heads=width // int(vision.get("head_width", HEAD_WIDTH)),
+            text_width=int(text["width"]),
+            text_layers=int(text["layers"]),
+            text_heads=int(text["heads"]),
+            context_length=int(text.get("context_length", 77)),
+            vocab_size=int(text.get("vocab_size", 49408)),
+            embed_dim=int(config["embed_dim"]),
+            mlp_ratio=ratios[0],
             activation="quick_gelu" if config.get("quick_gelu") else "gelu",
             logit_bias=config.get("init_logit_bias") is not None,
-        )  # fmt: skip
+        )
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f"{where}: not a complete open_clip config ({type(error).__name__}: {error})") from None
 
@@ -223,13 +257,22 @@ def config_from_tensors(weights: Tensors, activation: Activation, where: str) ->
         width, text_width = patch.shape[0], table.shape[1]
         hidden = weights["visual.transformer.resblocks.0.mlp.c_fc.weight"].shape[0]
         return with_fields(
-            CLIPConfig(), image_size=round(tokens**0.5) * patch.shape[2], patch_size=patch.shape[2],
-            vision_width=width, vision_layers=blocks("visual.transformer.resblocks."),
-            vision_heads=width // HEAD_WIDTH, text_width=text_width, text_layers=blocks("transformer.resblocks."),
-            text_heads=text_width // HEAD_WIDTH, context_length=weights["positional_embedding"].shape[0],
-            vocab_size=table.shape[0], embed_dim=weights["text_projection"].shape[1], mlp_ratio=hidden / width,
-            activation=activation, logit_bias="logit_bias" in weights,
-        )  # fmt: skip
+            CLIPConfig(),
+            image_size=round(tokens**0.5) * patch.shape[2],
+            patch_size=patch.shape[2],
+            vision_width=width,
+            vision_layers=blocks("visual.transformer.resblocks."),
+            vision_heads=width // HEAD_WIDTH,
+            text_width=text_width,
+            text_layers=blocks("transformer.resblocks."),
+            text_heads=text_width // HEAD_WIDTH,
+            context_length=weights["positional_embedding"].shape[0],
+            vocab_size=table.shape[0],
+            embed_dim=weights["text_projection"].shape[1],
+            mlp_ratio=hidden / width,
+            activation=activation,
+            logit_bias="logit_bias" in weights,
+        )
     except (KeyError, IndexError, ZeroDivisionError) as error:
         raise UserError(f"{where}: missing or misshapen tensor ({error}); is it an open_clip ViT?") from None
 
@@ -299,14 +342,22 @@ def openclip_config(config: CLIPConfig) -> dict[str, Any]:
         "embed_dim": config.embed_dim,
         "quick_gelu": vision.activation == "quick_gelu",
         "vision_cfg": {
-            "image_size": vision.image_size, "layers": vision.layers, "width": vision.width,
-            "head_width": vision.width // vision.heads, "patch_size": vision.patch_size, "mlp_ratio": vision.mlp_ratio,
+            "image_size": vision.image_size,
+            "layers": vision.layers,
+            "width": vision.width,
+            "head_width": vision.width // vision.heads,
+            "patch_size": vision.patch_size,
+            "mlp_ratio": vision.mlp_ratio,
         },
         "text_cfg": {
-            "context_length": text.context_length, "vocab_size": text.vocab_size, "width": text.width,
-            "heads": text.heads, "layers": text.layers, "mlp_ratio": text.mlp_ratio,
+            "context_length": text.context_length,
+            "vocab_size": text.vocab_size,
+            "width": text.width,
+            "heads": text.heads,
+            "layers": text.layers,
+            "mlp_ratio": text.mlp_ratio,
         },
-    }  # fmt: skip
+    }
     if config.logit_bias:
         made["init_logit_bias"] = -10.0
     return made
@@ -317,18 +368,29 @@ def hf_config(config: CLIPConfig, sot_id: int, eot_id: int) -> dict[str, Any]:
     vision, text = config.own_towers
     parts: list[dict[str, Any]] = [
         {
-            "hidden_size": tower.width, "intermediate_size": int(tower.width * tower.mlp_ratio),
-            "num_hidden_layers": tower.layers, "num_attention_heads": tower.heads, "hidden_act": tower.activation,
-            "layer_norm_eps": NORM_EPS, "projection_dim": config.embed_dim,
+            "hidden_size": tower.width,
+            "intermediate_size": int(tower.width * tower.mlp_ratio),
+            "num_hidden_layers": tower.layers,
+            "num_attention_heads": tower.heads,
+            "hidden_act": tower.activation,
+            "layer_norm_eps": NORM_EPS,
+            "projection_dim": config.embed_dim,
         }
         for tower in (vision, text)
-    ]  # fmt: skip
+    ]
     parts[0] |= {"model_type": "clip_vision_model", "image_size": vision.image_size, "patch_size": vision.patch_size}
     parts[1] |= {
-        "model_type": "clip_text_model", "max_position_embeddings": text.context_length, "vocab_size": text.vocab_size,
-        "bos_token_id": sot_id, "eos_token_id": eot_id, "pad_token_id": eot_id,
-    }  # fmt: skip
+        "model_type": "clip_text_model",
+        "max_position_embeddings": text.context_length,
+        "vocab_size": text.vocab_size,
+        "bos_token_id": sot_id,
+        "eos_token_id": eot_id,
+        "pad_token_id": eot_id,
+    }
     return {
-        "architectures": ["CLIPModel"], "model_type": "clip", "projection_dim": config.embed_dim,
-        "vision_config": parts[0], "text_config": parts[1],
-    }  # fmt: skip
+        "architectures": ["CLIPModel"],
+        "model_type": "clip",
+        "projection_dim": config.embed_dim,
+        "vision_config": parts[0],
+        "text_config": parts[1],
+    }

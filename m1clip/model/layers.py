@@ -118,9 +118,13 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 
 def layer_norm_backward(
-    grad: Tensor | None, x: Tensor, stats: Sequence[Tensor], weight: Tensor | None, bias: Tensor | None,
+    grad: Tensor | None,
+    x: Tensor,
+    stats: Sequence[Tensor],
+    weight: Tensor | None,
+    bias: Tensor | None,
     needs: list[bool],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:
     """Gradients of the norm's input, weight and bias for that of its output."""
     if weight is None or grad is None:
         return grad, None, None
@@ -132,9 +136,15 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm: Tensor | None,
-        norm_bias: Tensor | None, eps: float,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        norm: Tensor | None,
+        norm_bias: Tensor | None,
+        eps: float,
+    ) -> Tensor:
         flat, weight_bf16 = x.flatten(0, -2), to_bf16(weight)
         ctx.save_for_backward(flat, saved_weight(weight, weight_bf16), norm, norm_bias)
         ctx.dtype, ctx.eps = weight.dtype, eps

@@ -449,10 +449,9 @@ def load_text_tower(name: str, context_length: int = 64, download: bool = False)
     """A text tower by name: minilm, or a model of transformers."""
     if name in PACKAGES:
         tokenizer: Tokenizer = WordPieceTokenizer(wordpieces())
-        settings, weights, kind = "", package_weights(name), "minilm"
+        settings, weights = "", package_weights(name)
     else:
         settings, weights, pad_id = _load_transformers(name, "text", download)
-        kind = "transformers"
         file = _tower_file(name, "tokenizer.json", download)
         if file is None:
             raise UserError(f"{name}: has no tokenizer.json; save it with transformers' fast tokenizer first")
@@ -461,9 +460,13 @@ def load_text_tower(name: str, context_length: int = 64, download: bool = False)
         except ValueError as error:
             raise UserError(f"{file}: {error}") from None
     config = PretrainedTextConfig(
-        kind=kind, name=name, settings=settings, context_length=context_length,  # type: ignore[arg-type]
-        vocab_size=tokenizer.vocab_size, pad_id=tokenizer.pad_id,
-    )  # fmt: skip
+        kind="minilm" if name in PACKAGES else "transformers",
+        name=name,
+        settings=settings,
+        context_length=context_length,
+        vocab_size=tokenizer.vocab_size,
+        pad_id=tokenizer.pad_id,
+    )
     return TextTowerFiles(config, weights, tokenizer)
 
 

@@ -48,9 +48,16 @@ def _gelu_kernel(x_at, out_at, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gelu_backward_kernel(
-    grad_at, x_at, dx_at, sums_at, rows, columns,
-    ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    grad_at,
+    x_at,
+    dx_at,
+    sums_at,
+    rows,
+    columns,
+    ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
     column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     first = tl.program_id(1) * ROWS
     total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
@@ -107,9 +114,16 @@ def _softmax_of_two(scores, others):
 
 @triton.jit
 def _attention_kernel(
-    qkv_at, out_at, length, scale, HEADS: tl.constexpr, D: tl.constexpr, T: tl.constexpr, REST: tl.constexpr,
+    qkv_at,
+    out_at,
+    length,
+    scale,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    T: tl.constexpr,
+    REST: tl.constexpr,
     CAUSAL: tl.constexpr,
-):  # fmt: skip
+):
     sequence, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
     width = HEADS * D
     here = qkv_at + sequence * length * 3 * width + head * D
@@ -139,9 +153,18 @@ def _attention_kernel(
 
 @triton.jit
 def _attention_backward_kernel(
-    qkv_at, grad_at, dqkv_at, sums_at, length, scale, HEADS: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
-    REST: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
+    qkv_at,
+    grad_at,
+    dqkv_at,
+    sums_at,
+    length,
+    scale,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    T: tl.constexpr,
+    REST: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
     sequence, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
     width = HEADS * D
     here = qkv_at + sequence * length * 3 * width + head * D
@@ -224,9 +247,8 @@ def gelu_backward(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     parts = triton.cdiv(rows, ROWS)
     sums = torch.empty(parts, columns, device=x.device, dtype=torch.float32)
     _gelu_backward_kernel[(triton.cdiv(columns, TILE_COLUMNS), parts)](
-        grad, x, dx, sums, rows, columns,
-        ROWS=ROWS, TILE_ROWS=TILE_ROWS, TILE_COLUMNS=TILE_COLUMNS, num_warps=8,
-    )  # fmt: skip
+        grad, x, dx, sums, rows, columns, ROWS=ROWS, TILE_ROWS=TILE_ROWS, TILE_COLUMNS=TILE_COLUMNS, num_warps=8
+    )
     return dx, sums.sum(0)
 
 
@@ -259,9 +281,8 @@ def attention_backward(grad: Tensor, qkv: Tensor, sequences: int, heads: int, ca
     dqkv, dim, (tile, rest) = torch.empty_like(qkv), width // heads, tiles_of(length)
     sums = torch.empty(sequences, 3 * width, device=qkv.device, dtype=torch.float32)
     _attention_backward_kernel[(heads * sequences,)](
-        qkv, grad, dqkv, sums, length, dim**-0.5,
-        HEADS=heads, D=dim, T=tile, REST=rest, CAUSAL=causal, num_warps=4,
-    )  # fmt: skip
+        qkv, grad, dqkv, sums, length, dim**-0.5, HEADS=heads, D=dim, T=tile, REST=rest, CAUSAL=causal, num_warps=4
+    )
     return dqkv, sums.sum(0)
 
 

@@ -127,9 +127,13 @@ def test_bert_is_transformers_bert() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
         max_position_embeddings=12,
-    )  # fmt: skip
+    )
     theirs = transformers.BertModel(config, add_pooling_layer=False).eval()
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.3)

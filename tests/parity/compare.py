@@ -35,10 +35,21 @@ from m1clip.text.bpe import BpeTokenizer
 
 PEER = Path(__file__).with_name("peer.py")
 QUICK = {"activation": "quick_gelu"}
-TINY = with_fields(CLIPConfig(),
-    image_size=32, patch_size=8, vision_width=32, vision_layers=2, vision_heads=2, text_width=32, text_layers=2,
-    text_heads=2, context_length=24, embed_dim=16, mlp_ratio=3.0, activation="quick_gelu",
-)  # fmt: skip
+TINY = with_fields(
+    CLIPConfig(),
+    image_size=32,
+    patch_size=8,
+    vision_width=32,
+    vision_layers=2,
+    vision_heads=2,
+    text_width=32,
+    text_layers=2,
+    text_heads=2,
+    context_length=24,
+    embed_dim=16,
+    mlp_ratio=3.0,
+    activation="quick_gelu",
+)
 MODELS = {
     "ViT-S-16": PRESETS["ViT-S-16"],
     "ViT-B-32-quickgelu": dataclasses.replace(PRESETS["ViT-B-32"], **QUICK),  # type: ignore[arg-type]
@@ -137,8 +148,14 @@ def record(python: str, path: Path) -> None:
             made = dict(np.load(work / "m.npz"))
             numbers = {key: made[key].astype(np.float64).round(8).tolist() for key in ("image", "text", "scale")}
             corner = made["pixels"][:, :, ::7, ::5].astype(np.float64).round(6).tolist()
-            fixture[kind] = {"version": str(made["version"]), "config": config, "tensors": shapes,
-                             "pixels_7_5": corner, "ids": made["ids"].tolist(), **numbers}  # fmt: skip
+            fixture[kind] = {
+                "version": str(made["version"]),
+                "config": config,
+                "tensors": shapes,
+                "pixels_7_5": corner,
+                "ids": made["ids"].tolist(),
+                **numbers,
+            }
     path.write_text(json.dumps(fixture) + "\n")
 
 
@@ -160,8 +177,11 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 found = check(asked.peers, name, kind, Path(folder))
             for row in found:
-                print(f"{name:20} {row['direction']:24} {row['ids']:4.0f} " + " ".join(
-                    f"{row[key]:9.1e}" for key in ("pixels", "image", "text", "scale")), flush=True)  # fmt: skip
+                print(
+                    f"{name:20} {row['direction']:24} {row['ids']:4.0f} "
+                    + " ".join(f"{row[key]:9.1e}" for key in ("pixels", "image", "text", "scale")),
+                    flush=True,
+                )
             rows += found
     if asked.json:
         asked.json.parent.mkdir(parents=True, exist_ok=True)

@@ -74,10 +74,13 @@ def encode_openclip(folder: Path) -> dict[str, Any]:
     tokens = open_clip.get_tokenizer(f"local-dir:{folder}")(inputs.TEXTS)
     pixels = torch.stack([preprocess(image) for image in inputs.images()])
     return {
-        "pixels": pixels, "ids": tokens, "image": model.encode_image(pixels, normalize=True),
-        "text": model.encode_text(tokens, normalize=True), "scale": model.logit_scale.exp(),
+        "pixels": pixels,
+        "ids": tokens,
+        "image": model.encode_image(pixels, normalize=True),
+        "text": model.encode_text(tokens, normalize=True),
+        "scale": model.logit_scale.exp(),
         "version": open_clip.__version__,
-    }  # fmt: skip
+    }
 
 
 def encode_hf(folder: Path) -> dict[str, Any]:
@@ -101,9 +104,12 @@ def encode_hf(folder: Path) -> dict[str, Any]:
     text = model.text_head(model.text_model(ids).pooler_output)
     unit = torch.nn.functional.normalize
     return found | {
-        "pixels": pixels, "ids": ids, "image": unit(image, dim=-1), "text": unit(text, dim=-1),
+        "pixels": pixels,
+        "ids": ids,
+        "image": unit(image, dim=-1),
+        "text": unit(text, dim=-1),
         "scale": model.logit_scale.exp(),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":
