@@ -65,7 +65,7 @@ def test_settings_of_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_folder_in_use_is_refused_before_the_first_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.toml").touch()
-    with pytest.raises(UserError, match="holds a run already"):
+    with pytest.raises(UserError, match="already contains a run"):
         stages(monkeypatch, recipe="finetune", run=tmp_path)
 
 
