@@ -1,4 +1,4 @@
-"""Everything that differs between devices: first the rules, as pure functions of facts, then the device itself."""
+"""Everything that differs between devices: the rules, as pure functions of facts, and the device itself."""
 
 from __future__ import annotations
 
@@ -22,29 +22,25 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How a device wants to be used."""
+    """How to use a device. The defaults are those of a CPU on Linux."""
 
-    precisions: tuple[Precision, ...]  # that work there
-    bf16: Literal["yes", "no", "measure"]  # is bf16 faster? known, or to be measured
-    attention: Literal["sdpa", "measure"]
-    non_blocking: bool  # may copies overlap?
-    pin_memory: bool
-    fixed_shapes: bool  # every batch the same shape
-    fused_optimizer: bool
-    worker_start: Literal["fork", "spawn", "forkserver"]
-    float64: bool
-    graphs: bool = False  # may a whole step be recorded and replayed?
-    resident: bool = False  # has it a memory of its own, worth filling with the images?
+    precisions: tuple[Precision, ...] = ("fp32", "bf16")  # that work
+    bf16: Literal["yes", "no", "measure"] = "measure"  # whether bf16 is faster
+    attention: Literal["sdpa", "measure"] = "measure"
+    non_blocking: bool = False  # copies overlap with computation
+    pin_memory: bool = False
+    fixed_shapes: bool = False  # every batch has the same shape
+    fused_optimizer: bool = True
+    worker_start: Literal["fork", "spawn", "forkserver"] = "fork"
+    float64: bool = True
+    graphs: bool = False  # CUDA graphs
+    resident: bool = False  # images fit into the device's own memory
 
 
 def available(facts: Facts) -> tuple[Kind, ...]:
-    """Devices of this machine, the usual favourite first."""
-    kinds: list[Kind] = []
-    if facts.cuda:
-        kinds.append("cuda")
-    if facts.mps:
-        kinds.append("mps")
-    return (*kinds, "cpu")
+    """Devices of this machine, the usually fastest first."""
+    kinds: dict[Kind, bool] = {"cuda": facts.cuda is not None, "mps": facts.mps, "cpu": True}
+    return tuple(kind for kind, there in kinds.items() if there)
 
 
 def choose_device(asked: str, facts: Facts) -> Kind:
@@ -59,7 +55,7 @@ def choose_device(asked: str, facts: Facts) -> Kind:
 
 
 def rules(kind: Kind, facts: Facts) -> Rules:
-    """The rules of DESIGN.md for one device of one machine."""
+    """The rules for one device of one machine."""
     if kind == "cuda":
         modern = facts.cuda_capability >= (8, 0)  # bf16 tensor cores came with Ampere
         return Rules(
@@ -68,42 +64,24 @@ def rules(kind: Kind, facts: Facts) -> Rules:
             attention="sdpa",
             non_blocking=True,
             pin_memory=True,
-            fixed_shapes=False,
-            fused_optimizer=True,
             worker_start="forkserver",  # a forked child must not inherit a CUDA context
-            float64=True,
             graphs=True,
             resident=True,
         )
     if kind == "mps":
         # Non-blocking copies from pageable memory have corrupted data, and changing shapes leak memory.
-        old = any(chip in facts.cpu for chip in ("M1", "M2"))
         return Rules(
             precisions=("fp32", "bf16", "fp16"),
-            bf16="no" if old else "measure",
-            attention="measure",
-            non_blocking=False,
-            pin_memory=False,
+            bf16="no" if any(chip in facts.cpu for chip in ("M1", "M2")) else "measure",
             fixed_shapes=True,
-            fused_optimizer=True,
             worker_start="spawn",
             float64=False,
         )
-    return Rules(
-        precisions=("fp32", "bf16"),
-        bf16="measure",
-        attention="measure",
-        non_blocking=False,
-        pin_memory=False,
-        fixed_shapes=False,
-        fused_optimizer=True,
-        worker_start="fork" if facts.system == "Linux" else "spawn",
-        float64=True,
-    )
+    return Rules(worker_start="fork" if facts.system == "Linux" else "spawn")
 
 
 def choose_precision(asked: str, kind: Kind, facts: Facts, bf16_speedup: float | None) -> Precision:
-    """`bf16_speedup` is the measured bf16 / fp32 rate where the rules ask for a measurement."""
+    """`bf16_speedup` is how many times faster bf16 products are, where the rules ask to measure it."""
     rule = rules(kind, facts)
     if asked == "auto":
         faster = rule.bf16 == "yes" or (rule.bf16 == "measure" and (bf16_speedup or 0.0) > 1.1)
@@ -115,19 +93,19 @@ def choose_precision(asked: str, kind: Kind, facts: Facts, bf16_speedup: float |
 
 
 def threads(asked: int, facts: Facts) -> int:
-    """One thread a physical core; the fast cores alone where cores differ."""
+    """One thread per physical core; only the fast cores where cores differ."""
     return asked or facts.performance_cores
 
 
 def environment(system: str, current: Mapping[str, str]) -> dict[str, str]:
-    """Variables to set before torch is imported, left alone where the person has set them."""
-    # Threads that wait by spinning fight any other program for the cores: 2 to 3 times slower on a busy machine.
+    """Environment variables to set before torch is imported, unless the user has set them."""
+    # Threads that spin while they wait take cores from other programs: 2 to 3 times slower on a busy machine.
     wanted = {"OMP_WAIT_POLICY": "passive"}
     if system == "Linux" and current.get("OMP_WAIT_POLICY", "passive").lower() == "passive":
-        # Up to about 0.1 ms they may: between the operations of a small model a sleep and a wake-up cost more.
+        # Up to about 0.1 ms they may spin: between operations of a small model, sleeping costs more.
         wanted["GOMP_SPINCOUNT"] = "10000"
     if system == "Darwin":
-        wanted["PYTORCH_MPS_HIGH_WATERMARK_RATIO"] = "1.0"  # fail before the whole Mac starts to swap
+        wanted["PYTORCH_MPS_HIGH_WATERMARK_RATIO"] = "1.0"  # fail before the Mac starts to swap
     return {name: value for name, value in wanted.items() if name not in current}
 
 
@@ -147,11 +125,11 @@ class Device:
         self.rules = rules(kind, facts)
         self.torch = torch.device(kind)
         self._backend: Any = {"cuda": torch.cuda, "mps": torch.mps}.get(kind)
-        self._most_seen = 0  # MPS keeps no peak: the most that was seen when somebody looked
-        self._peak_file: Path | None = None  # Linux, once the peak was reset: rusage never forgets
+        self._most_seen = 0  # MPS keeps no peak: the most that memory_bytes() has seen
+        self._peak_file: Path | None = None  # Linux, after reset_peak: rusage cannot be reset
 
     def synchronize(self) -> None:
-        """Wait until all work given to the device is done; nothing to wait for on the CPU."""
+        """Wait until the device has finished all work."""
         if self._backend is not None:
             self._backend.synchronize()
 
@@ -166,7 +144,7 @@ class Device:
         return int(psutil.Process().memory_info().rss)
 
     def peak_bytes(self) -> int:
-        """The most memory used so far by this process, or since `reset_peak` where the system can forget."""
+        """The most memory used so far by this process, or since `reset_peak`."""
         if self.kind == "cuda":
             return int(self._backend.max_memory_allocated())
         if self.kind == "mps":
@@ -181,7 +159,7 @@ class Device:
         return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux, bytes on macOS
 
     def reset_peak(self) -> bool:
-        """Give free memory back and begin a new peak; false where only a new process could (CPU, not Linux)."""
+        """Free cached memory and start a new peak; False where only a new process could (CPU, not Linux)."""
         if self._backend is not None:
             self._backend.empty_cache()
             self._most_seen = 0
@@ -199,14 +177,14 @@ class Device:
         return True
 
     def release(self) -> None:
-        """Give memory that is free but kept back to the system."""
+        """Return cached free memory to the system."""
         if self._backend is not None:
             self._backend.empty_cache()
         else:
             return_freed_memory()
 
     def total_bytes(self) -> int:
-        """All memory of the device; the machine's own for the CPU and for unified memory."""
+        """All memory of the device; that of the machine for CPU and unified memory."""
         if self.kind == "cuda":
             return int(self._backend.get_device_properties(self.torch).total_memory)
         return int(psutil.virtual_memory().total)
@@ -219,15 +197,15 @@ class Device:
 
 
 def compile_obstacle(kind: str, torch_folder: str, compiler: str | None, triton: bool) -> str:
-    """Why torch.compile cannot work for a device, in words; empty when nothing is known against it."""
+    """Why torch.compile cannot work for a device; "" if nothing is known against it."""
     if kind == "cuda" and not triton:
-        return "it needs triton, which torch brings on Linux (Windows: pip install triton-windows)"
+        return "it needs triton, which comes with torch on Linux (Windows: pip install triton-windows)"
     if kind != "cpu":
         return ""  # Metal brings its own compiler
     if compiler is None:
         return "it needs a C++ compiler, and none is installed (Linux: g++; macOS: xcode-select --install)"
     if any(letter.isspace() for letter in torch_folder):
-        return f"torch hands its own path to the linker, and {torch_folder} has a space in it"
+        return f"torch passes its own path to the linker, and {torch_folder} contains a space"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Joules, from a meter that the machine has: never estimated. Where there is none, there is no number."""
+"""Energy and temperature from the machine's own sensors; not estimated where there are none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ APPLE_PARTS = ("cpu_total_mj", "gpu_mj", "gpu_sram_mj", "dram_mj", "ane_mj")
 
 
 class EnergyMeter:
-    """Joules used since it was opened. `covers` says by what: a card alone, or the processor packages."""
+    """Joules used since it was opened. `covers` is what it measures: the card alone, or the processor packages."""
 
     def __init__(self, name: str, covers: str, read: Callable[[], float]) -> None:
         """`read` gives joules since some fixed moment."""
@@ -29,7 +29,7 @@ class EnergyMeter:
 
 
 def open_meter(kind: str) -> EnergyMeter | None:
-    """The meter for a kind of device (cpu, mps, cuda), or None where this machine lets nobody read one."""
+    """The meter for a kind of device (cpu, mps, cuda), or None where none is readable."""
     if kind == "cuda":
         return _open_nvml()
     if sys.platform == "darwin":
@@ -38,7 +38,7 @@ def open_meter(kind: str) -> EnergyMeter | None:
 
 
 def open_rapl(folder: Path) -> EnergyMeter | None:
-    """All processor packages under a powercap folder; None where one cannot be read (often: only root may)."""
+    """All processor packages under a powercap folder; None where one is not readable (often only root may)."""
     packages = sorted(
         zone for zone in folder.glob("intel-rapl:*") if zone.name.count(":") == 1
     )  # a second colon names a part of a package, already counted in it
@@ -52,7 +52,7 @@ def open_rapl(folder: Path) -> EnergyMeter | None:
 
 
 class _Counter:
-    """One RAPL counter. It starts again from 0 after some minutes of load, which must not lose energy."""
+    """One RAPL counter. It wraps around after some minutes of load."""
 
     def __init__(self, zone: Path) -> None:
         self._file = zone / "energy_uj"
@@ -63,7 +63,7 @@ class _Counter:
         return int(self._file.read_text())
 
     def joules(self) -> float:
-        """Joules since boot, or since the turn at which it was first read."""
+        """Joules since some fixed moment."""
         now = self._now()
         if now < self._last:
             self._turns += 1
@@ -112,7 +112,7 @@ def _open_apple() -> EnergyMeter | None:
 
 
 def apple_meter(monitor: Any) -> EnergyMeter:
-    """A meter over an AppleEnergyMonitor; a part that a chip does not report counts as nothing."""
+    """A meter over an AppleEnergyMonitor; a part that a chip does not report counts as 0."""
 
     def read() -> float:
         metrics = monitor.get_cumulative_energy()

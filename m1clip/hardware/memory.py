@@ -1,4 +1,4 @@
-"""How the C library keeps freed memory: training frees and asks for the same sizes in every step."""
+"""malloc settings for training, which frees and allocates the same sizes in every step; and memory limits."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LARGE = 512 * 2**10
 
 
 def keep_freed_memory() -> bool:
-    """Ask glibc to use freed blocks again instead of giving them back: true if it agreed, false elsewhere.
+    """Ask glibc to reuse freed blocks instead of returning them to the system; True if it does.
 
-    By default each block of some megabytes goes back to the system when it is freed, and its pages are cleared
-    and mapped anew at the next use: 110,000 page faults in one step of the 76.7M model (docs/speed.md).
+    By default each block of some megabytes is unmapped when freed, and its pages are cleared and mapped again at the
+    next use: 110,000 page faults in one step of the 76.7M model (docs/speed.md).
     """
     mallopt = _mallopt()
     if mallopt is None:
@@ -33,10 +33,10 @@ def keep_freed_memory() -> bool:
 
 
 def map_large_blocks() -> bool:
-    """Ask glibc to map each large block by itself, as in the first step: true if it agreed, false elsewhere.
+    """Ask glibc to map each large block separately, for the first step; True if it does.
 
-    In that step oneDNN makes its kernels, 258 kB each, which stay. Between tensors that come and go they would lie
-    scattered for good, and what is free around them would be too small for the tensors of the next step.
+    In that step oneDNN allocates its kernels, 258 kB each, which stay. Between tensors that are freed again they would
+    fragment the heap for good.
     """
     mallopt = _mallopt()
     return bool(mallopt is not None and mallopt(_M_MMAP_THRESHOLD, _LARGE))
@@ -44,47 +44,47 @@ def map_large_blocks() -> bool:
 
 def _mallopt() -> Any:
     if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
-        return None  # who has set MALLOC_... variables has chosen already
+        return None  # the user has chosen with MALLOC_... variables
     return getattr(ctypes.CDLL(None), "mallopt", None)
 
 
 def return_freed_memory() -> bool:
-    """Give what is free now back to the system, once: between training and what comes after it."""
-    gc.collect()  # a model that was given up may hang in a circle with what used it
+    """Return free memory to the system once."""
+    gc.collect()  # a discarded model may be part of a reference cycle
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     return bool(trim is not None and trim(0))
 
 
-NEAR = 0.95  # of the limit: what is missing is left for the backward pass and for others
+NEAR = 0.95  # fraction of the limit; the rest is for the backward pass and other programs
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def smallest_limit(physical: int, told: list[str]) -> int:
-    """The machine's memory, or less where a container's file says a number below it ("max" is none)."""
-    numbers = [int(text) for text in (line.strip() for line in told) if text.isascii() and text.isdigit()]
+def smallest_limit(physical: int, limits: list[str]) -> int:
+    """The machine's memory, or less where the files of a container contain a smaller number ("max" is none)."""
+    numbers = [int(text) for text in (line.strip() for line in limits) if text.isascii() and text.isdigit()]
     return min([physical, *(number for number in numbers if number > 0)])
 
 
 def memory_limit(files: tuple[str, ...] = CGROUPS) -> int:
-    """Bytes that the process can have at most before the system stops it, or swaps."""
-    told = []
+    """Bytes that the process can use before the system kills it, or swaps."""
+    limits = []
     for name in files:
         try:
-            told.append(Path(name).read_text(encoding="ascii"))
+            limits.append(Path(name).read_text(encoding="ascii"))
         except (OSError, ValueError):
             continue
-    return smallest_limit(int(psutil.virtual_memory().total), told)
+    return smallest_limit(int(psutil.virtual_memory().total), limits)
 
 
-_process = cache(psutil.Process)  # by number: asked in each step
+_process = cache(psutil.Process)  # by process id: called in each step
 
 
 def own_bytes() -> int:
-    """Memory of this process that nobody else could use; files that are only mapped, such as images, do not count."""
+    """Private memory of this process; mapped files, such as cached images, do not count."""
     facts = _process(os.getpid()).memory_info()
-    return int(facts.rss - getattr(facts, "shared", 0))  # only Linux tells of what is shared
+    return int(facts.rss - getattr(facts, "shared", 0))  # only Linux reports shared memory
 
 
 def is_near(used: float, limit: float) -> bool:
-    """Whether so much memory is too near to a limit to go on in the same way."""
+    """Whether memory in use is too close to a limit."""
     return used > NEAR * limit

@@ -1,4 +1,4 @@
-"""One clock for every measurement: warm up, synchronise, repeat, give the median with its spread."""
+"""Timing: warm up, synchronize, repeat, report the median with its spread; and the phases of a step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Protocol, Self
 
 import psutil
 
-DRIFT = 0.08  # more than this between the first and the last third is said beside the number
-BUSY = 0.10  # so is a larger share of the processors taken by other programs
+DRIFT = 0.08  # a larger change between the first and the last third is reported
+BUSY = 0.10  # so is a larger fraction of the processors used by other programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def alternate(
     calls: Mapping[Any, Callable[[], object]], synchronize: Callable[[], None], *, rounds: int = 5, warmup: int = 1,
     seconds: float = float("inf"),
 ) -> dict[str, Timing]:  # fmt: skip
-    """Time several calls in turn, so that a busy moment of the machine falls on all of them alike.
+    """Time several calls in turn, so that a busy moment of the machine affects all of them.
 
     Stops after `rounds` rounds, or after `seconds` once each call has been timed.
     """
@@ -62,7 +62,7 @@ def alternate(
 
 
 def is_settled(seconds: Sequence[float], tolerance: float = 0.1) -> bool:
-    """Whether warming up is over: the last two calls took the same time, within a tolerance."""
+    """Whether the warm-up is over: the last two calls took the same time, within a tolerance."""
     return len(seconds) >= 2 and abs(seconds[-1] - seconds[-2]) <= tolerance * seconds[-2]
 
 
@@ -75,41 +75,34 @@ def drift(seconds: Sequence[float]) -> float | None:
 
 
 def remarks(seconds: Sequence[float], others: float | None) -> list[str]:
-    """What stands beside a number that cannot be trusted fully; `others` is the CPU share of other programs."""
+    """Warnings about a measurement; `others` is the CPU fraction of other programs."""
     found = []
     moved = drift(seconds)
     if moved is not None and moved > DRIFT:
-        found.append(f"slowed down by {moved:.0%} on the way: throttled, or disturbed")
+        found.append(f"slowed down by {moved:.0%} during the measurement: throttled, or disturbed")
     if moved is not None and moved < -DRIFT:
-        found.append(f"still got {-moved:.0%} faster on the way: not warmed up, or disturbed before")
+        found.append(f"became {-moved:.0%} faster during the measurement: not warmed up, or disturbed")
     if others is not None and others > BUSY:
-        found.append(f"other programs took {others:.0%} of the processors meanwhile")
+        found.append(f"other programs used {others:.0%} of the processors")
     if len(seconds) < 3:
         found.append(f"only {len(seconds)} measured")
     return found
 
 
-_FOLD_AT = 4096  # marks kept before those that are done are added up: memory stays bounded if nobody ever asks
+_FOLD_AT = 4096  # marks kept before they are summed, so that memory stays bounded
 
 
 class Stamp(Protocol):
-    """A moment on a device; torch.cuda.Event is one, and so is the host's clock below."""
+    """A moment in time, as torch.cuda.Event measures it on a device."""
 
-    def record(self) -> None:
-        """Set the moment to now, or to when the device gets there."""
-
-    def query(self) -> bool:
-        """Has the device got there?"""
-
-    def synchronize(self) -> None:
-        """Wait until it has."""
-
-    def elapsed_time(self, end_event: Self, /) -> float:
-        """Milliseconds from this moment to a later one."""
+    def record(self) -> None: ...
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end_event: Self, /) -> float: ...
 
 
 class HostStamp:
-    """A moment on the host, where work is done when the call returns."""
+    """The same on the host, where work is done when the call returns; milliseconds, as in CUDA."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -126,19 +119,19 @@ class HostStamp:
         """Nothing to wait for."""
 
     def elapsed_time(self, end_event: HostStamp, /) -> float:
-        """Milliseconds, as CUDA counts them."""
+        """Milliseconds to a later moment."""
         return (end_event.seconds - self.seconds) * 1e3
 
 
 def stamps_of(kind: str) -> Callable[[], Stamp] | None:
-    """What makes moments for a device; None where none can be had without making the host wait."""
+    """The stamps of a device; None where they would make the host wait."""
     if kind == "cpu":
         return HostStamp
     if kind == "cuda":
         import torch
 
         return lambda: torch.cuda.Event(enable_timing=True)
-    return None  # MPS: the host's clock would show when work was handed over, not when it was done
+    return None  # MPS: the host's clock would show when work was queued, not when it was done
 
 
 class Phases:
@@ -147,13 +140,13 @@ class Phases:
     def __init__(self, kind: str = "cpu", stamps: Callable[[], Stamp] | None = None) -> None:
         """For a kind of device, or with other `stamps` than its own."""
         self._new = stamps or stamps_of(kind)
-        self._marks: list[tuple[str, Stamp]] = []  # in time; the name "" is no phase
+        self._marks: list[tuple[str, Stamp]] = []  # in order; "" is no phase
         self._free: list[Stamp] = []
         self._seconds: dict[str, float] = {}
-        self.silent = False  # while a step is recorded for replay: marks would become part of it
+        self.silent = False  # while a CUDA graph is captured: marks would become part of it
 
     def mark(self, name: str) -> None:
-        """The phase `name` begins here, and the one before ends; the host does not wait."""
+        """Start the phase `name` and end the one before; the host does not wait."""
         if self._new is None or self.silent or (self._marks and self._marks[-1][0] == name):
             return
         stamp = self._free.pop() if self._free else self._new()
@@ -163,11 +156,11 @@ class Phases:
             self._fold()
 
     def stop(self) -> None:
-        """What follows belongs to no phase."""
+        """End the current phase."""
         self.mark("")
 
     def take(self) -> dict[str, float]:
-        """Seconds of each phase since the last call; {} where the device cannot tell. Waits for the device."""
+        """Seconds of each phase since the last call; {} where it cannot be measured. Waits for the device."""
         if self._marks:
             self._marks[-1][1].synchronize()
             self._fold()
@@ -175,7 +168,7 @@ class Phases:
         return taken
 
     def _fold(self) -> None:
-        """Add up all phases that have ended; the last mark stays, as the begin of the next."""
+        """Sum all phases that have ended; the last mark stays, as the start of the next."""
         for (name, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
             if name:
                 self._seconds[name] = self._seconds.get(name, 0.0) + begin.elapsed_time(end) / 1e3
@@ -184,14 +177,14 @@ class Phases:
 
 
 class Load:
-    """The processor time that other programs take, from the moment this is made."""
+    """Processor time used by other programs since this was created."""
 
     def __init__(self) -> None:
         self._all, self._idle = _machine()
         self._own = _own()
 
     def others(self) -> float | None:
-        """Share of all processors taken by others since then; None over too short a time to tell."""
+        """Fraction of all processors used by others; None if too little time has passed."""
         total, idle = (now - then for now, then in zip(_machine(), (self._all, self._idle), strict=True))
         if total < 0.5:  # clock ticks are hundredths of a second
             return None
@@ -200,7 +193,7 @@ class Load:
 
 def _machine() -> tuple[float, float]:
     times = psutil.cpu_times()
-    return sum(times[:8]), times.idle + getattr(times, "iowait", 0.0)  # guests are counted in user already
+    return sum(times[:8]), times.idle + getattr(times, "iowait", 0.0)  # guest time is part of user time
 
 
 def _own() -> float:

@@ -69,12 +69,12 @@ PROMISES = (
         lambda rows: f"{rows[0]['rounds']} rounds of {rows[0]['processes a round']} processes, holder killed each time",
     ),
     Promise(
-        "7", "NaN and spikes", "train/test_guard.py, train/test_go_back.py, test_nan.py", ("nan and spikes",),
+        "7", "NaN and spikes", "training/test_recovery.py, test_nan.py", ("nan and spikes",),
         lambda rows: f"{rows[0]['runs']} runs, {rows[0]['poisoned steps']} poisoned steps",
         "nan in the data",
     ),
     Promise(
-        "8", "Out of memory", "train/test_out_of_memory.py, test_tight_memory.py, train/test_cuda_oom.py",
+        "8", "Out of memory", "training/test_oom.py, test_tight_memory.py, training/test_oom_cuda.py",
         ("out of memory, CPU", "out of memory, CUDA"),
         lambda rows: f"{_sum(rows, 'runs')} runs really short of memory, chunks halved {_sum(rows, 'halvings')} times; "
         f"weights differ by {max(row['largest relative difference'] for row in rows):.1e} at most",

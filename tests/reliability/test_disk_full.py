@@ -164,7 +164,7 @@ def test_training_stops_with_one_line_and_can_be_continued(small_disk: Path) -> 
     assert sorted(saved_steps(run)) == [4, 8, 12, 16, 20, 24]
 
 
-@pytest.mark.long  # in this process, with a disk that is patched: tests/train/test_save_schedule.py
+@pytest.mark.long  # in this process, with a disk that is patched: tests/training/test_checkpoint.py
 def test_training_goes_on_where_that_is_asked_for(small_disk: Path) -> None:
     with recorded("disk full, training goes on") as counts:
         counts["saves without room"] = go_on(small_disk)

@@ -1,4 +1,4 @@
-"""Promise 7, with counts: images that become NaN at steps of chance. The guard itself: tests/train/test_guard.py."""
+"""Promise 7 with counts: images become NaN at random steps. The guard itself: tests/training/test_recovery.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Real processes: killed, interrupted, repeated."""
+"""Run folders, locks and signals, in real processes."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,12 +11,34 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from small_run import command, environment, small_arguments, weights_sha256
+from small_run import (
+    assert_same_bits,
+    command,
+    environment,
+    resume_quietly,
+    run_small,
+    small_arguments,
+    small_config,
+    tensors_of,
+    weights_sha256,
+)
 
-from m1clip.runlog import read_log
-
-pytestmark = pytest.mark.slow
+from m1clip.errors import UserError
+from m1clip.io import LOCK
+from m1clip.runlog import NAME, RunLog, read_log
+from m1clip.training import loop, validation
+from m1clip.training.checkpoint_files import verify
+from m1clip.training.process import (
+    Interrupted,
+    Stopped,
+    create_run_folder,
+    lock_run,
+    remove_unused_folder,
+    stop_on_signals,
+)
+from m1clip.training.run import train_config
 
 LONG = {"train.steps": 60, "train.save_every": 7, "data.workers": 2, "model.dropout": 0.1}
 
@@ -44,6 +67,7 @@ def kinds(run: Path) -> list[Any]:
     return [line["kind"] for line in read_log(run)]
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
     whole = command("train", *small_arguments(LONG), "--run", "whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
@@ -63,6 +87,7 @@ def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) 
     assert weights_sha256(run) == weights_sha256(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "number"), [(0, signal.SIGTERM), (2, signal.SIGINT)])
 def test_a_signal_saves_the_step_and_a_resume_goes_on_from_it(
     tmp_path: Path, workers: int, number: signal.Signals
@@ -83,6 +108,7 @@ def test_a_signal_saves_the_step_and_a_resume_goes_on_from_it(
     assert said in output.splitlines()
 
 
+@pytest.mark.slow
 def test_the_command_line_repeats_a_run_from_its_config(tmp_path: Path) -> None:
     first = command("train", *small_arguments(), "--run", "first", cwd=tmp_path)
     assert first.returncode == 0, first.stderr
@@ -102,3 +128,174 @@ def test_the_command_line_repeats_a_run_from_its_config(tmp_path: Path) -> None:
     scored = command("eval", "first", "--split", "val", "--device", "cpu", cwd=tmp_path)
     assert scored.returncode == 0, scored.stderr
     assert "mean recall" in scored.stdout
+
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from m1clip.training.process import lock_run
+with lock_run(Path(sys.argv[1])):
+    if os.fork() == 0:  # a data worker, which outlives its parent for a while
+        time.sleep(60)
+        os._exit(0)
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_names_are_claimed_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [create_run_folder(None, "tiny").name for _ in range(3)] == ["tiny", "tiny-2", "tiny-3"]
+
+
+def test_a_folder_with_other_things_is_refused_and_an_empty_one_taken(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    assert create_run_folder(tmp_path / "mine", "x") == tmp_path / "mine"
+    (tmp_path / "mine" / "photo.jpg").touch()
+    with pytest.raises(UserError, match="exists and is not a run"):
+        create_run_folder(tmp_path / "mine", "x")
+    (tmp_path / "mine" / "config.toml").touch()
+    with pytest.raises(UserError, match="already contains a run"):
+        create_run_folder(tmp_path / "mine", "x")
+
+
+def test_a_run_that_never_began_gives_its_folder_back(tmp_path: Path) -> None:
+    folder = create_run_folder(tmp_path / "run", "x")
+    with lock_run(folder):
+        remove_unused_folder(folder)
+    assert not folder.exists()
+    kept = create_run_folder(tmp_path / "kept", "x")
+    (kept / "run.jsonl").touch()
+    remove_unused_folder(kept)
+    assert (kept / "run.jsonl").exists()
+
+
+def test_a_second_writer_is_told_who_holds_the_run_and_a_dead_one_holds_nothing(tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(UserError, match=f"process {holder.pid} is training there"), lock_run(tmp_path):
+        pass
+    holder.kill()
+    holder.wait(timeout=30)
+    with lock_run(tmp_path):
+        assert (tmp_path / LOCK).read_text().splitlines()[0] == str(os.getpid())
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(holder.pid, signal.SIGKILL)
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    """A lock or log that leads elsewhere, as a folder from a stranger may have it."""
+    precious = tmp_path / "precious.txt"
+    precious.write_text("mine")
+    run = tmp_path / "run"
+    run.mkdir()
+    for name, opened in ((LOCK, lambda: lock_run(run).__enter__()), (NAME, lambda: RunLog(run))):
+        (run / name).symlink_to(precious)
+        with pytest.raises(UserError, match=rf"{name}: is a link"):
+            opened()
+    assert precious.read_text() == "mine"
+
+
+def test_where_nobody_looks_a_signal_leaves_at_once() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Interrupted) as caught, stop_on_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert caught.value.exit_code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_where_somebody_looks_it_waits_and_the_second_has_its_usual_effect() -> None:
+    usual = signal.getsignal(signal.SIGINT)  # ignored, where the tests run in a shell's background
+    with stop_on_signals() as asked, asked.deferred():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert asked.signal == signal.SIGINT
+        with pytest.raises(Interrupted), asked.interrupting():
+            raise AssertionError("a block that may be broken off is not begun")
+        assert signal.getsignal(signal.SIGINT) is usual
+
+
+def test_a_signal_breaks_off_the_evaluation_and_the_resume_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"train.eval_every": 4, "train.save_every": 100, "optim.ema": 0.9, "train.steps": 8}
+    run_small(tmp_path / "whole", changes)
+    real, calls = validation.encode, []
+
+    def encode(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    monkeypatch.setattr(validation, "encode", encode)
+    run = tmp_path / "run"
+    with pytest.raises(Stopped) as stopped:
+        run_small(run, changes)
+    assert stopped.value.exit_code == 143
+    assert [line["kind"] for line in read_log(run)][-2:] == ["checkpoint", "event"]
+    assert "eval" not in [line["kind"] for line in read_log(run)]
+    resume_quietly(run)
+
+    def evaluations(path: Path) -> list[tuple[int, float]]:
+        return [(line["step"], line["mean_recall"]) for line in read_log(path) if line["kind"] == "eval"]
+
+    assert evaluations(run) == evaluations(tmp_path / "whole")
+    assert_same_bits(tensors_of(run, 8), tensors_of(tmp_path / "whole", 8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_helper_outlives_a_run_that_prepares_its_data(tmp_path: Path, number: signal.Signals) -> None:
+    words = small_arguments({"data.train_count": 20_000, "model.image_size": 64})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "m1clip", "train", *words, "--run", "run"],
+        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    helpers: list[psutil.Process] = []
+    deadline = time.monotonic() + 60
+    while not helpers and process.poll() is None and time.monotonic() < deadline:
+        helpers = psutil.Process(process.pid).children(recursive=True)
+        time.sleep(0.02)
+    if not helpers:
+        process.kill()
+        pytest.skip("one core: no helpers here")
+    time.sleep(0.3)  # so that they have begun
+    if number == signal.SIGTERM:
+        os.killpg(process.pid, number)  # as a batch system does it: to the helpers too
+    else:
+        process.kill()
+    output, error = process.communicate(timeout=60)
+    _, alive = psutil.wait_procs(helpers, timeout=30)
+    assert alive == []
+    if number == signal.SIGTERM:
+        assert (process.returncode, error) == (143, "")
+        assert "stopped by signal 15" in output
+        assert not (tmp_path / "run").exists(), "nothing had begun: the same command works again"
+
+
+def test_a_signal_after_the_look_stops_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while the saver is being asked whether a checkpoint has become whole."""
+    real = loop.TrainLoop._between_steps
+
+    def between_steps(self: Any) -> bool:
+        poll = self.writer.poll
+
+        def late() -> None:
+            poll()
+            if self.state.step == 3:
+                self.stop.signal = 15
+
+        monkeypatch.setattr(self.writer, "poll", late)
+        return real(self)
+
+    monkeypatch.setattr(loop.TrainLoop, "_between_steps", between_steps)
+    config = small_config({"train.steps": 8, "train.save_every": 8, "train.eval_every": 8})
+    with pytest.raises(Stopped):
+        train_config(config, tmp_path / "run")
+    (event,) = [line for line in read_log(tmp_path / "run") if line["kind"] == "event"]
+    assert event["step"] == 4
+    assert verify(tmp_path / "run" / "checkpoints" / "step-000004") == ""

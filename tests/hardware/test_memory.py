@@ -13,7 +13,7 @@ from m1clip.hardware import memory as heap
 # Writes to a fresh block of 16 MB ten times, and counts the page faults of the last nine rounds.
 FAULTS = """
 import resource, sys
-from m1clip.hardware.heap import keep_freed_memory, return_freed_memory
+from m1clip.hardware.memory import keep_freed_memory, return_freed_memory
 kept = keep_freed_memory()
 def rounds(n):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

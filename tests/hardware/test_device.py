@@ -1,4 +1,4 @@
-"""The device rules as functions of facts: any machine is a test case."""
+"""Device rules as functions of facts, and what stops torch.compile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ import pytest
 import torch
 
 from m1clip.errors import UserError
-from m1clip.hardware.device import Device, available, choose_device, choose_precision, environment, rules, threads
+from m1clip.hardware import device as compiler
+from m1clip.hardware.device import (
+    Device,
+    available,
+    check_compile,
+    choose_device,
+    choose_precision,
+    compile_obstacle,
+    environment,
+    rules,
+    threads,
+)
 from m1clip.hardware.facts import Facts, read_facts, usable_cpus
 from m1clip.hardware.measure import bf16_speedup, gemm_rate, gemm_timings
 
@@ -144,3 +155,20 @@ def test_the_rate_of_a_product_is_measured() -> None:
     assert [times[name].n for name in ("fp32", "bf16")] == [3, 3]
     assert gemm_rate(device, "fp32", size=64, rounds=3) > 1e6
     assert bf16_speedup(device) > 0
+
+
+def test_the_obstacles() -> None:
+    assert compile_obstacle("cpu", "/opt/venv/torch", "g++", triton=False) == ""
+    assert "C++ compiler" in compile_obstacle("cpu", "/opt/venv/torch", None, triton=False)
+    assert "contains a space" in compile_obstacle("cpu", "/home/me/my code/torch", "g++", triton=False)
+    assert compile_obstacle("cuda", "/home/me/my code/torch", None, triton=True) == ""
+    assert "triton" in compile_obstacle("cuda", "/opt/venv/torch", "g++", triton=False)
+    assert compile_obstacle("mps", "/opt/venv/torch", None, triton=False) == ""
+
+
+def test_a_missing_compiler_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
+    with pytest.raises(UserError, match="cannot work here: it needs a C"):
+        check_compile("cpu")
+    check_compile("mps")
