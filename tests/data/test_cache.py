@@ -105,12 +105,12 @@ def test_torn_end_is_cut_off_and_filled_again(tmp_path: Path, torn: str) -> None
 
 
 @pytest.mark.parametrize("name", ["rows.bin", "names.bin"])
-def test_link_or_pipe_from_a_stranger_is_never_written(tmp_path: Path, name: str) -> None:
+def test_untrusted_link_or_pipe_is_never_written(tmp_path: Path, name: str) -> None:
     """A data set may bring its own cache folder."""
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / name).symlink_to(tmp_path / "precious")
-    with pytest.raises(UserError, match="is a link"):
+    with pytest.raises(UserError, match="is a symbolic link"):
         fill(row_cache(tmp_path), ["w1"])
     assert (tmp_path / "precious").read_text() == "mine"
     (tmp_path / "a" / name).unlink()
@@ -439,7 +439,7 @@ def test_step_is_the_same_with_images_on_the_device() -> None:
         assert other.images is None
         assert torch.equal(other.pixels(), one.images)
         assert torch.equal(other.pixels(slice(2, 5)), one.images[2:5])
-        assert torch.equal(step.backward(one, number), step.backward(other, number))
+        assert torch.equal(step.compute_gradients(one, number), step.compute_gradients(other, number))
 
 
 def test_each_failure_is_logged_once_and_too_many_stop_the_run() -> None:
