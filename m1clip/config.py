@@ -229,7 +229,7 @@ class TrainConfig(Section):
     loss: Literal["infonce", "sigmoid", "multi"] = "multi"
     "infonce; sigmoid (SigLIP); or multi: infonce in which captions of the same image, or equal ones, are positives."
     text_contrast: NotNegative | None = None
-    "Weight of a second loss between captions of the same image. Default: 0.2 if a step has several per image."
+    "Weight of a second loss between captions of one image. Default: 0.2 from scratch with several of them, else 0."
     label_smoothing: Annotated[float, Range(0, 1, below=True)] = 0.0
     "Fraction of the target spread over the batch (infonce, multi)."
     device: Annotated[Literal["auto", "cpu", "mps", "cuda"], Parameter(group=COMMON)] = "auto"
