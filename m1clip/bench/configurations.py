@@ -15,9 +15,8 @@ from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.hardware.device import Kind, Precision, rules
 from m1clip.hardware.facts import Facts
 from m1clip.model.presets import CLIPConfig, clip_config, preset
-from m1clip.text.tokenizers import make_tokenizer
+from m1clip.text.tokenizers import LETTERS, make_tokenizer
 
-PRIOR_ART_ALPHABET = "abcdefghijklmnopqrstuvwxyz ,."  # with four special tokens: a vocabulary of 33
 SAMPLED_CAPTIONS = 64  # synthetic images, for the usual length of a caption
 ATTENTION = {"cpu": ("bmm", "sdpa"), "mps": ("sdpa", "bmm"), "cuda": ("sdpa", "bmm")}  # the usual one first
 
@@ -78,12 +77,12 @@ class Configuration:
 @functools.cache
 def model_shape(model: str) -> tuple[CLIPConfig, int]:
     """The model with the vocabulary of its tokenizer, and the length of the longest synthetic caption in tokens."""
-    kind, alphabet = "bpe-cut" if model == "tiny" else "bpe", None
-    if preset(model).vocab_size == len(PRIOR_ART_ALPHABET) + 4:
-        kind, alphabet = "char", PRIOR_ART_ALPHABET
+    kind = "bpe-cut" if model == "tiny" else "bpe"
+    if preset(model).vocab_size == len(LETTERS) + 4:
+        kind = "char"
     samples = SyntheticSource(32, SAMPLED_CAPTIONS, 1, 1, seed=0).samples("train")
     captions = [caption for sample in samples for caption in sample.captions]
-    tokenizer = make_tokenizer(kind, captions, alphabet)
+    tokenizer = make_tokenizer(kind, captions)
     shape = clip_config(ModelConfig(name=model), tokenizer)
     longest = int(tokenize_captions([tuple(captions)], tokenizer, shape.context_length).lengths.max())
     return shape, min(-(-longest // 8) * 8, shape.context_length)

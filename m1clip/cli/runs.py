@@ -141,7 +141,7 @@ def ls(run: Path, /, *, json: Flag = False) -> None:
     json
         Print JSON.
     """
-    from m1clip.training.checkpoint_files import checkpoints_as_json, checkpoints_as_text, list_checkpoints
+    from m1clip.training.checkpoint_list import checkpoints_as_json, checkpoints_as_text, list_checkpoints
 
     found = list_checkpoints(run)
     print(checkpoints_as_json(found) if json else checkpoints_as_text(run, found))
@@ -160,7 +160,7 @@ def verify(run: Path, /, *, json: Flag = False) -> None:
     json
         Print JSON.
     """
-    from m1clip.training.checkpoint_files import checkpoints_as_json, checkpoints_as_text, list_checkpoints
+    from m1clip.training.checkpoint_list import checkpoints_as_json, checkpoints_as_text, list_checkpoints
 
     found = list_checkpoints(run, verified=True)
     print(checkpoints_as_json(found) if json else checkpoints_as_text(run, found))
@@ -179,6 +179,6 @@ def prune(run: Path, /, *, keep: int = 1) -> None:
     keep
         How many to keep, at least 1.
     """
-    from m1clip.training.checkpoint_files import prune_checkpoints
+    from m1clip.training.checkpoint_list import prune_checkpoints
 
     print(prune_checkpoints(run, keep))

@@ -22,7 +22,7 @@ from m1clip.io import read_small
 from m1clip.text.base import FILE_NAME, VERSION, Tokenizer
 from m1clip.text.bpe import BASE_COUNT, FULL_SOT_ID, BpeTokenizer
 
-PRIOR_ART_ALPHABET = string.ascii_lowercase + " ,."
+LETTERS = string.ascii_lowercase + " ,."
 UNKNOWN_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 SPECIAL_COUNT = 4  # pad, start, EOT, unknown
 PAD, UNKNOWN, START, END = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
@@ -52,8 +52,9 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def from_captions(cls, captions: Iterable[str]) -> CharTokenizer:
-        """The sorted set of lower-cased characters in the captions."""
-        return cls("".join(sorted({c for caption in captions for c in caption.lower()})))
+        """a to z, space, comma and full stop, then any other lower-cased characters of the captions, sorted."""
+        others = {c for caption in captions for c in caption.lower()} - set(LETTERS)
+        return cls(LETTERS + "".join(sorted(others)))
 
     def encode_batch(self, texts: Iterable[str]) -> Iterable[list[int]]:
         """One id per character of the lower-cased text."""
@@ -155,20 +156,17 @@ class FastTokenizer(Tokenizer):
         return FastTokenizer, (self.text, self.pad_id)
 
 
-def make_tokenizer(kind: str, captions: Iterable[str], alphabet: str | None = None) -> Tokenizer:
-    """A tokenizer for these training captions; `alphabet` fixes the characters of kind "char"."""
+def make_tokenizer(kind: str, captions: Iterable[str]) -> Tokenizer:
+    """A tokenizer for these training captions."""
     if kind not in KINDS:
         near = get_close_matches(kind, KINDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(KINDS)}"
         raise UserError(f"unknown tokenizer {kind!r}: {hint}")
     if kind == "char":
         try:
-            return CharTokenizer.from_captions(captions) if alphabet is None else CharTokenizer(alphabet)
-        except ValueError as error:
-            remedy = "give captions with text" if alphabet is None else "give each lower-case character once"
-            raise UserError(f"no character tokenizer: {error}; {remedy}") from error
-    if alphabet is not None:
-        raise UserError(f"tokenizer {kind!r} has no alphabet: leave the alphabet out, or choose 'char'")
+            return CharTokenizer.from_captions(captions)
+        except ValueError as error:  # lower-casing can give a character that is not lower case, such as "İ"
+            raise UserError(f"no character tokenizer: {error}; use --tokenizer bpe-cut") from error
     return BpeTokenizer() if kind == "bpe" else BpeTokenizer().cut_to(captions)
 
 

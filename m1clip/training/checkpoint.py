@@ -20,7 +20,7 @@ from m1clip.formatting import size, steps_or_seconds
 from m1clip.io import atomic_folder, read_small, remove_folder, remove_leftovers, restore_folders, validated, write_json
 from m1clip.model.weights import read_tensors, write_tensors
 from m1clip.runlog import RunLog
-from m1clip.training.checkpoint_files import (
+from m1clip.training.checkpoint_list import (
     FOLDER,
     FORMAT,
     MANIFEST,

@@ -29,7 +29,7 @@ from m1clip.model.weights import read_tensors
 from m1clip.runlog import NAME, read_log
 from m1clip.text.tokenizers import load_tokenizer
 from m1clip.training.checkpoint import TrainState, load_latest, save
-from m1clip.training.checkpoint_files import verify
+from m1clip.training.checkpoint_list import verify
 
 ALLOWED = (UserError, BadImage)  # a person's one line; an image that is skipped and named
 
@@ -163,7 +163,7 @@ def targets(folder: Path) -> dict[str, Target]:
 
 def _resumed(folder: Path) -> object:
     """The state behind right hashes, as whoever writes both could make it."""
-    from m1clip.training.checkpoint_files import sha256
+    from m1clip.training.checkpoint_list import sha256
 
     place = folder / "checkpoints" / "step-000007"
     manifest = json.loads((place / "manifest.json").read_text())

@@ -123,7 +123,7 @@ def test_in_the_place_of_a_checkpoint(tmp_path: Path, proof: Path, fake: Callabl
     folder = tmp_path / "checkpoints" / "step-000001"
     (folder / "weights.safetensors").write_bytes(fake(proof))
     if honest:  # whoever writes the file can write its hash too
-        from m1clip.training.checkpoint_files import sha256
+        from m1clip.training.checkpoint_list import sha256
 
         manifest = json.loads((folder / "manifest.json").read_text())
         known = json.dumps(manifest)

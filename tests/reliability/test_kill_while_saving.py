@@ -18,7 +18,7 @@ from reliability_results import recorded
 
 from m1clip.io import PARTIAL, atomic_folder, write_text
 from m1clip.training.checkpoint import TrainState, load_latest, save
-from m1clip.training.checkpoint_files import checkpoint_folder, saved_steps, verify
+from m1clip.training.checkpoint_list import checkpoint_folder, saved_steps, verify
 
 KEEP = 2
 CPU = torch.device("cpu")

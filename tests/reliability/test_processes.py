@@ -22,7 +22,7 @@ from small_run import command, environment, run_small, small_arguments, weights_
 from m1clip.data.loader import TrainingSet
 from m1clip.errors import UserError
 from m1clip.runlog import read_log
-from m1clip.training.checkpoint_files import verify
+from m1clip.training.checkpoint_list import verify
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import torch
 from reliability_results import recorded
 
 from m1clip.training.checkpoint import TrainState, load_latest, save
-from m1clip.training.checkpoint_files import checkpoint_folder
+from m1clip.training.checkpoint_list import checkpoint_folder
 
 CPU = torch.device("cpu")
 Damage = Callable[[Path, random.Random], None]

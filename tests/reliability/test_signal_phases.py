@@ -19,7 +19,7 @@ from reliability_results import recorded
 from small_run import small_arguments
 
 from m1clip.runlog import read_log
-from m1clip.training.checkpoint_files import checkpoint_folder, saved_steps, verify
+from m1clip.training.checkpoint_list import checkpoint_folder, saved_steps, verify
 from m1clip.training.process import lock_run
 
 sys.path.append(str(Path(__file__).parents[1] / "data"))

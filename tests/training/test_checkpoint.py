@@ -32,7 +32,7 @@ from m1clip.training.checkpoint import (
     restore,
     save,
 )
-from m1clip.training.checkpoint_files import checkpoint_folder, saved_steps, sha256, verify
+from m1clip.training.checkpoint_list import checkpoint_folder, saved_steps, sha256, verify
 from m1clip.training.progress import Screen
 from m1clip.training.run import train_config
 from m1clip.training.step import TrainStep

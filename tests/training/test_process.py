@@ -29,7 +29,7 @@ from m1clip.errors import UserError
 from m1clip.io import LOCK
 from m1clip.runlog import NAME, RunLog, read_log
 from m1clip.training import loop, validation
-from m1clip.training.checkpoint_files import verify
+from m1clip.training.checkpoint_list import verify
 from m1clip.training.process import (
     Interrupted,
     Stopped,

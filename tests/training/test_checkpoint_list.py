@@ -11,7 +11,7 @@ import torch
 
 from m1clip.cli.main import main
 from m1clip.training.checkpoint import TrainState, save
-from m1clip.training.checkpoint_files import MANIFEST, checkpoint_folder, saved_steps, sha256
+from m1clip.training.checkpoint_list import MANIFEST, checkpoint_folder, saved_steps, sha256
 
 
 @pytest.fixture
