@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -83,7 +82,7 @@ def gradients(
 
 @pytest.mark.parametrize("way", [lambda encode: encode, torch.compile], ids=["eager", "compiled"])
 def test_a_model_with_the_kernels_learns_the_same(way: Callable[[Any], Any]) -> None:
-    shape = dataclasses.replace(PRESETS["ViT-B-32"], vision_layers=3, text_layers=3, vocab_size=500)
+    shape = with_fields(PRESETS["ViT-B-32"], vision_layers=3, text_layers=3, vocab_size=500)
     torch.manual_seed(0)
     model = build_clip(with_fields(shape, eot_id=499)).cuda()
     ids = torch.randint(1, 499, (8, 77), device="cuda")
@@ -102,7 +101,7 @@ def test_another_batch_is_not_compiled_anew_each_time() -> None:
     """The number of captions may differ from step to step; past some recompilations torch gives up compiling."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    shape = dataclasses.replace(PRESETS["ViT-B-32"], vision_layers=1, text_layers=2, vocab_size=500)
+    shape = with_fields(PRESETS["ViT-B-32"], vision_layers=1, text_layers=2, vocab_size=500)
     model = build_clip(with_fields(shape, eot_id=499)).cuda()
     model.use_triton()
     counter = CompileCounterWithBackend("aot_eager")

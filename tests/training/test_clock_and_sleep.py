@@ -25,7 +25,7 @@ def test_the_time_left_is_not_spoiled_by_a_pause() -> None:
     shown.begin(0, 1000)
     for number in range(1, 11):
         shown.step(step(number, 360.0 if number == 5 else 0.1))  # ten steps of it slept for an hour
-    shown._spoke = -1e9
+    shown._last_line = -1e9
     shown.step(step(11, 0.1))
     said = shown.console.file.getvalue().splitlines()[-1]  # type: ignore[attr-defined]
     assert said.endswith("1:39 left")

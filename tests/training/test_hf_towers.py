@@ -71,7 +71,7 @@ def test_a_run_on_towers_of_transformers(towers: tuple[Path, Path], tmp_path: Pa
         shutil.rmtree(folder)  # the saved model is whole
     bundle = m1clip.load(tmp_path / "run")
     assert (bundle.preprocess.image_size, bundle.preprocess.mean) == (32, (0.4, 0.5, 0.6))
-    assert bundle.encode_image([torch.zeros(9, 9, 3, dtype=torch.uint8).numpy()]).shape == (1, 256)
+    assert bundle.encode_image([torch.zeros(9, 9, 3, dtype=torch.uint8).numpy()]).shape == (1, 32)
     ids = torch.from_numpy(bundle.tokenizer.tokenize(["a red ball", "cat"], 12)).long()
     mask = (ids != 0).float()
     with torch.inference_mode():
@@ -128,7 +128,7 @@ def test_the_tokenizer_of_a_tower(tmp_path: Path) -> None:
     assert (tokenizer.sot_id, tokenizer.eot_id, tokenizer.vocab_size) == (2, 3, len(PIECES))
     assert tokenizer.encode("ab") == [4, 31]
     tokenizer.save(tmp_path)
-    assert load_tokenizer(tmp_path)(["ab"], 5).tolist() == [[2, 4, 31, 3, 0]]
+    assert load_tokenizer(tmp_path).tokenize(["ab"], 5).tolist() == [[2, 4, 31, 3, 0]]
     assert FastTokenizer(tokenizer_json(), 3).pad_id == 0
     with pytest.raises(ValueError, match="not a tokenizer"):
         FastTokenizer("{}", 0)

@@ -92,7 +92,7 @@ def test_a_run_that_cannot_work_is_refused_before_it_leaves_a_trace(
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(run: Path) -> None:
-    with pytest.raises(UserError, match="holds a run already; continue it with --resume"):
+    with pytest.raises(UserError, match="already contains a run; continue it with --resume"):
         run_small(run)
 
 
