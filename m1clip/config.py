@@ -31,7 +31,7 @@ MAX_VIEWS = 6
 
 
 class Range(NamedTuple):
-    """The values that a number may have."""
+    """The allowed values of a number."""
 
     low: float
     high: float = math.inf
@@ -39,7 +39,7 @@ class Range(NamedTuple):
     below: bool = False  # `high` itself is excluded
 
     def check(self, option: str, value: float) -> None:
-        """Refuse a value outside of the range, and anything that is not a finite number."""
+        """Raise UserError for a value outside of the range or not finite."""
         inside = (value > self.low if self.above else value >= self.low) and (
             value < self.high if self.below else value <= self.high
         )
@@ -59,7 +59,7 @@ Choice = Literal["auto", "bmm", "sdpa"]
 
 
 class Section:
-    """Checks the numbers of a section against their ranges."""
+    """Base class of sections: checks each number against its range."""
 
     def __post_init__(self) -> None:
         for name, hint in typing.get_type_hints(type(self), include_extras=True).items():
@@ -85,50 +85,50 @@ def _ranges(hint: Any) -> Iterator[Range]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
-    """A model from the table, and what to change in it."""
+    """A model preset and overrides of its shape."""
 
     name: Annotated[str, Parameter(name="--model", group=COMMON)] = "tiny"
     "Model: tiny, small, documented, ViT-S-16, ViT-B-32, ViT-B-16, ViT-L-14, 200M, 500M, 1B."
     image_size: int | None = None
-    "Side of the square image in pixels, a multiple of the patch size."
+    "Image height and width in pixels, a multiple of the patch size."
     patch_size: int | None = None
-    "Side of a patch in pixels."
+    "Patch height and width in pixels."
     vision_width: int | None = None
     "Width of the image tower."
     vision_layers: int | None = None
-    "Blocks of the image tower."
+    "Number of transformer blocks in the image tower."
     vision_heads: int | None = None
-    "Attention heads of the image tower."
+    "Number of attention heads in the image tower."
     text_width: int | None = None
     "Width of the text tower."
     text_layers: int | None = None
-    "Blocks of the text tower."
+    "Number of transformer blocks in the text tower."
     text_heads: int | None = None
-    "Attention heads of the text tower."
+    "Number of attention heads in the text tower."
     context_length: int | None = None
-    "Longest caption in tokens, start and EOT tokens included."
+    "Maximum caption length in tokens, including start and EOT tokens."
     embed_dim: int | None = None
     "Dimension of the shared embedding space."
     pooling: Literal["cls", "mean"] | None = None
     "Image feature: a class token, or the mean over patches."
     stem: Literal["patch", "conv"] | None = None
-    "First layer of the image tower: CLIP's patch projection, or convolutions, which learn more from few images."
+    "First layer of the image tower: CLIP's patch projection, or convolutions, which work better on small datasets."
     activation: Literal["gelu", "quick_gelu"] | None = None
-    "GELU, or the quick GELU of OpenAI's weights. With --init, for weights that come without a config."
+    "GELU, or the QuickGELU of OpenAI's weights. With --init, only for weights without a config."
     dropout: Annotated[float | None, Range(0, 1, below=True)] = None
     "Dropout on each residual branch."
     tokenizer: Literal["char", "bpe", "bpe-cut"] = "bpe-cut"
-    "Characters; CLIP's BPE with 49,408 tokens; or only those of its tokens that occur in the training captions."
+    "Characters; CLIP's BPE with 49,408 tokens; or BPE with only the tokens that occur in the training captions."
     attention_image: Choice = "auto"
     "Attention implementation of the image tower; auto measures both."
     attention_text: Choice = "auto"
     "Attention implementation of the text tower; auto measures both."
     grad_checkpointing: bool = False
-    "Recompute activations in the backward pass: less memory, about a third more work, the same result."
+    "Recompute activations in the backward pass: less memory, about a third more compute, the same result."
     compile: bool = False
     "Run the model through torch.compile: slow to start, often faster afterwards."
     cuda_graph: bool = True
-    "CUDA: capture the step of a small model once and replay it, so that the host does not limit the speed."
+    "CUDA graphs: capture the step of a small model once and replay it, to avoid launch overhead."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,42 +136,42 @@ class DataConfig(Section):
     """Images, captions and augmentation."""
 
     source: Annotated[tuple[str, ...], Parameter(name="--data", negative="", group=COMMON)] = ("synthetic",)
-    "Path to images and captions, or synthetic. Repeat it to mix several: b:0.3 takes 30% from b."
+    "Path to images and captions, or synthetic. Repeat it to mix datasets: b:0.3 takes 30% of the samples from b."
     train_count: Count = 8000
-    "Synthetic data: training images."
+    "Synthetic data: number of training images."
     val_count: Count = 600
-    "Synthetic data: validation images, showing combinations that do not occur in training."
+    "Synthetic data: number of validation images; they show combinations that do not occur in training."
     test_count: Count = 600
-    "Synthetic data: test images."
+    "Synthetic data: number of test images."
     captions_per_image: Annotated[int, Range(1, 1000)] = 5
-    "Synthetic data: captions of each image."
+    "Synthetic data: captions per image."
     image_column: str | None = None
-    "Tables: column with the path of the image (default: found by its name)."
+    "Tables: column with the image path (default: detected by name)."
     caption_column: Annotated[tuple[str, ...], Parameter(negative="")] = ()
-    "Tables: caption columns (default: found by name)."
+    "Tables: caption columns (default: detected by name)."
     cache: Literal["auto", "ram", "disk", "off"] = "auto"
-    "Decode images once and keep them in memory, on disk, or not at all; auto decides by size."
+    "Decode images once and cache them in memory or on disk, or do not cache; auto decides by size."
     cache_dir: str | None = None
-    "Folder of the disk cache (default: beside the data, or the user's cache folder)."
+    "Folder of the disk cache (default: next to the data, or the user's cache folder)."
     max_bad: Fraction = 0.10
     "Stop before training if a larger fraction of the images cannot be read."
     workers: Annotated[int, Parameter(group=COMMON), Range(0, 256)] = 0
-    "Processes that prepare batches; 0 prepares them in the training process."
+    "Number of data loader processes; 0 loads data in the training process."
     captions_per_step: Annotated[int | None, Range(1, 1000)] = None
-    "Captions of each image in a step; the image is encoded once. Default: what most images have, at most 5."
+    "Captions per image in a step; the image is encoded once. Default: what most images have, at most 5."
     crop_min: Annotated[float | None, Range(0, 1, above=True)] = None
-    "Random crops keep at least this fraction of the area. Default: 0.6; 1 if captions mention left and right."
+    "Minimum area fraction of random crops. Default: 0.6; 1 if captions mention left and right."
     flip: Fraction | None = None
-    "Probability of a mirrored image. Default: 0.5; 0 if captions mention left and right."
+    "Probability of a horizontal flip. Default: 0.5; 0 if captions mention left and right."
     color_jitter: Fraction | None = None
     "Strength of random brightness and contrast. Default: 0.2; 0 for synthetic data."
     patch_dropout: Annotated[float | None, Range(0, 1, below=True)] = None
-    "Fraction of the patches that a step leaves out. Default: 0.5; 0 for synthetic data, a conv stem and --init."
+    "Fraction of patches to drop in each step. Default: 0.5; 0 for synthetic data, a conv stem and --init."
     word_dropout: Fraction | None = None
-    "Fraction of a caption's tokens that a step leaves out. Default: 0.3; 0 for synthetic data, char and --init."
+    "Fraction of caption tokens to drop in each step. Default: 0.3; 0 for synthetic data, char and --init."
 
     def check(self) -> None:
-        """Names must fit into config.toml, or the run could not be resumed."""
+        """Require names that config.toml can store, or the run could not be resumed."""
         if not self.source:
             raise UserError("--data is empty: give a path or 'synthetic'")
         for name in (*self.source, self.cache_dir or ""):
@@ -186,11 +186,11 @@ class OptimConfig(Section):
     optimizer: Literal["muon", "adamw"] = "muon"
     "muon (hidden matrices with Muon, everything else with AdamW), or adamw for all."
     lr: Annotated[float, Parameter(alias="--learning-rate", group=COMMON), Range(0, above=True)] = 5e-4
-    "Peak learning rate of AdamW. The matrices that Muon trains have their own, --muon-lr."
+    "Peak learning rate of AdamW. The matrices that Muon trains use --muon-lr."
     muon_lr: Positive = 0.01
     "Peak learning rate of Muon."
     wd: Annotated[float, Parameter(alias="--weight-decay"), Range(0)] = 0.1
-    "Weight decay of AdamW; norms, biases and the temperature have none."
+    "Weight decay of AdamW; not applied to norms, biases and the temperature."
     muon_wd: NotNegative = 0.3
     "Weight decay of Muon."
     beta2: Annotated[float, Range(0, 1, below=True)] = 0.98
@@ -198,16 +198,16 @@ class OptimConfig(Section):
     warmup: NotNegative = 0.05
     "Warm-up: a fraction of all steps if below 1, else a number of steps."
     layer_decay: Annotated[float, Range(0, 1, above=True)] = 1.0
-    "Learning rate of each block as a fraction of that of the block above it."
+    "Layer-wise learning rate decay: each block's learning rate as a fraction of that of the block above it."
     grad_clip_norm: NotNegative = 1.0
-    "Largest gradient norm; 0 = no clipping."
+    "Maximum gradient norm; 0 = no clipping."
     ema: Annotated[float, Range(0, 1, below=True)] = 0.0
-    "Decay of an average of the weights, which is evaluated and saved instead of them; 0 = off."
+    "Decay of an exponential moving average of the weights, which is evaluated and saved instead of them; 0 = off."
 
     def check(self) -> None:
-        """A warm-up is a fraction or a number of steps."""
+        """Validate the warm-up: a fraction or a number of steps."""
         if self.warmup >= 1 and self.warmup != int(self.warmup):
-            raise UserError(f"--warmup is a fraction below 1 or a whole number of steps, not {self.warmup}")
+            raise UserError(f"--warmup must be a fraction below 1 or an integer number of steps, not {self.warmup}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,17 +221,17 @@ class TrainConfig(Section):
     steps: Annotated[int | None, Parameter(group=COMMON), Range(0, above=True)] = None
     "Train for this many steps."
     batch_size: Annotated[int | None, Parameter(group=COMMON, converter=number_or_auto), Range(0)] = None
-    "Images in a step. Default: 64 (512 with frozen towers), fewer for few images. auto: as many as fit the memory."
+    "Images per step. Default: 64 (512 with frozen towers), fewer for small datasets. auto: as many as fit in memory."
     micro_batch: Annotated[int, Parameter(group=COMMON), Range(0)] = 0
-    "Encode this many images at a time: the gradient of the complete batch in less memory; 0 = all at once."
+    "Encode this many images at a time: the gradient of the full batch in less memory; 0 = all at once."
     memory: Annotated[str | None, Parameter(group=COMMON)] = None
-    "Stay within this much memory, such as 8GB: a smaller batch if that is auto, gradient checkpointing, micro-batches."
+    "Memory limit, such as 8GB: uses a smaller batch (if auto), gradient checkpointing or micro-batches to fit."
     loss: Literal["infonce", "sigmoid", "multi"] = "multi"
     "infonce; sigmoid (SigLIP); or multi: infonce in which captions of the same image, or equal ones, are positives."
     text_contrast: NotNegative | None = None
     "Weight of a second loss between captions of one image. Default: 0.2 from scratch with several of them, else 0."
     label_smoothing: Annotated[float, Range(0, 1, below=True)] = 0.0
-    "Fraction of the target spread over the batch (infonce, multi)."
+    "Label smoothing: fraction of the target spread over the batch (infonce, multi)."
     device: Annotated[Literal["auto", "cpu", "mps", "cuda"], Parameter(group=COMMON)] = "auto"
     "auto measures and chooses; a named device that is missing is an error."
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Parameter(group=COMMON)] = "auto"
@@ -239,7 +239,7 @@ class TrainConfig(Section):
     threads: Annotated[int, Range(0, 1024)] = 0
     "CPU threads; 0 = one per physical core."
     log_every: Annotated[int | None, Range(1)] = None
-    "Steps between two lines of run.jsonl. Default: 10, fewer in a short run."
+    "Steps between two log lines in run.jsonl. Default: 10, fewer in a short run."
     report_to: Literal["none", "tensorboard"] = "none"
     "Also send the metrics to TensorBoard (pip install 'm1clip[log]'). run.jsonl is always written."
     analysis_every: Annotated[int | None, Range(0)] = None
@@ -249,29 +249,29 @@ class TrainConfig(Section):
     patience: Annotated[int, Range(0)] = 0
     "Stop after this many evaluations without improvement of the mean recall (class folders: top-1); 0 = never."
     save_every: Annotated[int | str | None, Parameter(group=COMMON, converter=steps_or_time)] = None
-    "Save a checkpoint every so many steps, or every 30s, 10m, 1h. Default: at each evaluation."
+    "Save a checkpoint every N steps, or every 30s, 10m, 1h. Default: at each evaluation."
     save_total_limit: Annotated[int, Range(1)] = 2
     "Checkpoints to keep; the best model is kept too, in best/."
     on_save_error: Literal["stop", "continue"] = "stop"
     "If a checkpoint cannot be written (disk full): stop, or warn, continue and try again."
     max_rollbacks: Annotated[int, Range(0)] = 3
-    "How often a run that diverges may roll back to its last checkpoint, at half the learning rate, before it stops."
+    "How many times a diverging run may roll back to its last checkpoint, at half the learning rate, before it stops."
 
     def check(self) -> None:
-        """Settings that exclude each other."""
+        """Reject settings that exclude each other."""
         given = [f"--{name}" for name in DURATIONS if getattr(self, name) is not None]
         rules = {
             f"give one of --minutes, --epochs and --steps, not {' and '.join(given)}": len(given) <= 1,
-            f"--batch-size must be at least 2 (a contrast needs two samples), or auto, not {self.batch_size}": (
+            f"--batch-size must be at least 2 (a contrastive loss needs two samples) or auto, not {self.batch_size}": (
                 self.batch_size != 1
             ),
             f"--micro-batch {self.micro_batch} is more than --batch-size {self.batch_size}": (
                 not self.batch_size or self.micro_batch <= self.batch_size
             ),
-            "--label-smoothing goes with the losses infonce and multi, not with sigmoid": (
+            "--label-smoothing works with the losses infonce and multi, not with sigmoid": (
                 self.loss != "sigmoid" or not self.label_smoothing
             ),
-            "--patience counts evaluations, and --eval-every 0 makes none before the end": (
+            "--patience counts evaluations, but --eval-every 0 runs none before the end": (
                 not self.patience or self.eval_every != 0
             ),
             "--precision fp16 has no fast path on the CPU: use bf16, fp32 or auto": (
@@ -292,17 +292,17 @@ class TransferConfig(Section):
     """Pretrained towers, fine-tuning and distillation."""
 
     recipe: Annotated[Literal["scratch", "frozen", "finetune", "auto"], Parameter(group=COMMON)] = "scratch"
-    "scratch; frozen: train heads on pretrained towers; finetune: then the towers too; auto: choose by the data."
+    "scratch; frozen: train heads on frozen pretrained towers; finetune: then the towers too; auto: choose by the data."
     image_tower: str = "efficientnet-lite0"
-    "frozen: efficientnet-lite0; a transformers vision model (folder or hub name); timm:NAME; vit: ours, trained."
+    "frozen: efficientnet-lite0; a transformers vision model (folder or hub name); timm:NAME; vit: from scratch."
     text_tower: str = "minilm"
-    "frozen: minilm (all-MiniLM-L6-v2); a transformers text model (folder or hub name); text: ours, trained."
+    "frozen: minilm (all-MiniLM-L6-v2); a transformers text model (folder or hub name); text: from scratch."
     download: bool = False
     "Download a named tower from the hub; nothing is downloaded without this."
     head: Literal["linear", "mlp", "adapter"] = "adapter"
-    "frozen: a linear projection, an MLP, or a projection with a residual MLP beside it."
+    "frozen: a linear projection, an MLP, or a projection with a parallel residual MLP."
     views: Annotated[int, Range(1, MAX_VIEWS)] = 1
-    "frozen: views of each training image; those after the first are flipped and cropped."
+    "frozen: augmented views of each training image; all but the first are flipped and cropped."
     init: Annotated[str | None, Parameter(group=COMMON)] = None
     "Fine-tune this model: a run, a model folder, or an open_clip or Hugging Face checkpoint."
     unfreeze_image: Annotated[int, Range(-1)] = -1
@@ -321,7 +321,7 @@ class TransferConfig(Section):
     "init: data whose recall (class folders: zero-shot top-1) is measured at each evaluation, to detect forgetting."
 
     def check(self) -> None:
-        """The weight of WiSE-FT, and recipes that exclude each other."""
+        """Validate the WiSE-FT weight, and reject recipes that exclude each other."""
         if self.wise_ft not in ("off", "search"):
             try:
                 Range(0, 1).check("--wise-ft", float(self.wise_ft))
@@ -351,7 +351,7 @@ class Config:
         default_factory=TransferConfig
     )
     seed: Annotated[int, Parameter(group=COMMON)] = 0
-    "Seed of initialization, order, crops and captions."
+    "Random seed for initialization, data order, crops and captions."
 
     def __post_init__(self) -> None:
         Range(0, 2**31, below=True).check("--seed", self.seed)
@@ -372,7 +372,7 @@ NAMES = {
     for item in dataclasses.fields(kind)  # type: ignore[arg-type]
 } | {"seed": ("", "seed")}
 ALIASES = {"weight_decay": "wd", "learning_rate": "lr"}
-# How a model is computed, not what it is: another --model keeps these.
+# How a model is computed, not what it is: these survive a change of --model.
 NOT_SHAPE = ("tokenizer", "attention_image", "attention_text", "grad_checkpointing", "compile", "cuda_graph")
 
 
@@ -383,11 +383,11 @@ def option_of(kind: type, name: str) -> str:
 
 
 def make_config(options: Mapping[str, Any], file: str | Path | None = None, preset: str | None = None) -> Config:
-    """The config of a run: its recipe's settings, then those of a TOML file or a preset, then flat `options`."""
+    """Merge the settings of a run: the recipe's, then those of a TOML file or a preset, then flat `options`."""
     if file is not None and preset is not None:
-        raise UserError("give --config or --preset, not both: each has all settings of a run")
+        raise UserError("use either --config or --preset, not both")
     values = read_toml(Path(file)) if file is not None else read_preset(preset) if preset is not None else {}
-    from_dict(values, str(file or preset))  # a mistake is reported with the name of the file
+    from_dict(values, str(file or preset))  # so that an error names the file
     given = _nested(options)
     merged = _merged(values, given)
     recipe = recipe_preset(from_dict(merged, "options"))
@@ -395,7 +395,7 @@ def make_config(options: Mapping[str, Any], file: str | Path | None = None, pres
 
 
 def recipe_preset(config: Config) -> str | None:
-    """The preset below the settings of a recipe."""
+    """The preset with the defaults of a recipe."""
     transfer = config.transfer
     if transfer.init is not None:
         return init_preset(Path(transfer.init))
@@ -403,7 +403,7 @@ def recipe_preset(config: Config) -> str | None:
 
 
 def init_preset(model: Path) -> str:
-    """The settings to start from a model; on pretrained towers only heads were trained, so that they differ."""
+    """The preset for training from a model; one with pretrained towers, where only heads were trained, has its own."""
     for folder in (model, model / "best", model / "model"):
         try:
             kind = json.loads(read_small(folder / "config.json"))["model"]["image_head"]["kind"]
@@ -416,7 +416,7 @@ def init_preset(model: Path) -> str:
 
 
 def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Flat options by section; an unknown name is an error with the nearest known one."""
+    """Group flat options by section; the error for an unknown name suggests the nearest one."""
     nested: dict[str, Any] = {}
     for name, value in options.items():
         known = ALIASES.get(name, name)
@@ -429,7 +429,7 @@ def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
-    """Two layers of settings. A duration replaces one of another kind, another model the shape below it."""
+    """Merge two layers of settings. A duration replaces one of another kind; a new model resets shape overrides."""
     merged = {section: dict(values) if isinstance(values, dict) else values for section, values in lower.items()}
     if any(name in upper.get("train", {}) for name in DURATIONS):
         merged["train"] = {key: value for key, value in merged.get("train", {}).items() if key not in DURATIONS}
@@ -486,7 +486,7 @@ def from_dict(values: dict[str, Any], where: str) -> Config:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Nested plain values; None (not given) is left out, so that TOML can hold the result."""
+    """Nested plain values without None (not given), which TOML cannot represent."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -510,7 +510,7 @@ def _literal(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON's escapes are TOML's, except for DEL.
+        # TOML uses the same escapes as JSON, except for DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
         return "[" + ", ".join(_literal(item) for item in value) + "]"
@@ -558,7 +558,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if isinstance(value, Path) and hint is str:
         return str(value)
     if type(value) is int and abs(value) >= 2**63:
-        raise UserError(f"{key} is larger than TOML's numbers may be")
+        raise UserError(f"{key} is too large for a TOML integer")
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
@@ -566,7 +566,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     return value
 
 
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes"}
+_KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text in quotes"}
 
 
 def _name(value: Any) -> str:

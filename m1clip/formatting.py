@@ -10,7 +10,7 @@ from typing import Any
 
 from m1clip.errors import UserError
 
-MISSING = "-"  # what every formatter gives for None
+MISSING = "-"  # shown for None
 
 
 def clock(seconds: float | None) -> str:
@@ -37,7 +37,7 @@ def size(count: float | None) -> str:
 
 
 def _with_unit(value: float | None, units: Sequence[tuple[str, float]], least: float) -> str:
-    """Three significant digits in the first unit of which there is at least `least`, or in the last unit."""
+    """Three significant digits in the first unit in which the value is at least `least`, or in the last unit."""
     if value is None:
         return MISSING
     unit, scale = next((each for each in units if value >= least * each[1]), units[-1])
@@ -67,7 +67,7 @@ def when(seconds: float) -> str:
     """The local time of day, with the date unless it is today's."""
     try:
         then, now = time.localtime(seconds), time.localtime()
-    except (OverflowError, ValueError, OSError):  # beyond the calendar of the C library
+    except (OverflowError, ValueError, OSError):  # out of range for the C library
         return "?"
     return time.strftime("%H:%M" if then[:3] == now[:3] else "%d %b %H:%M", then)
 
@@ -87,7 +87,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns as wide as their content; the first and those of words left-aligned, those of numbers right-aligned.
+    """A text table; the first column and columns of words are left-aligned, columns of numbers right-aligned.
 
     An empty row becomes an empty line.
     """
@@ -112,39 +112,39 @@ SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def amount(text: str, unit: str, option: str) -> float:
-    """The number of a text such as 8GB; `unit` is B or FLOP, and may be left out after K, M, G, T."""
+    """Parse a quantity such as 8GB; `unit` is B or FLOP, and optional after K, M, G, T."""
     found = re.fullmatch(rf"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGTP]?I?)({unit}(?:S|/S)?)?\s*", text.upper())
     scale = SCALE.get(found.group(2)) if found else None
-    # A bare number is refused: 8 for 8 GB would be eight bytes.
+    # A bare number is rejected: 8, meant as 8 GB, would be eight bytes.
     if found is None or scale is None or not any(found.group(2, 3)) or float(found.group(1)) <= 0:
         raise UserError(f"{option} {text}: give a number with a unit, such as 8G{unit}")
     return float(found.group(1)) * scale
 
 
 def number_or_auto(hint: Any, tokens: Sequence[Any]) -> int:
-    """For cyclopts: a whole number, or the word auto, which is 0."""
+    """Converter for cyclopts: an integer, or auto, which becomes 0."""
     value = str(tokens[0].value)
     if value == "auto":
         return 0
     try:
         return int(value)
     except ValueError:
-        raise UserError(f"{tokens[0].keyword or '--batch-size'} {value}: give a whole number, or auto") from None
+        raise UserError(f"{tokens[0].keyword or '--batch-size'} {value}: give an integer, or auto") from None
 
 
 def steps_or_seconds(value: int | str, option: str) -> tuple[int, float]:
-    """(steps, 0.0) of a whole number, (0, seconds) of a time such as 30s, 10m or 1h."""
+    """(steps, 0.0) for an integer, (0, seconds) for a time such as 30s, 10m or 1h."""
     text = str(value).strip().lower()
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh])", text, re.ASCII)
     if found is not None and float(found.group(1)) > 0:
         return 0, float(found.group(1)) * SECONDS[found.group(2)]
     if re.fullmatch(r"\d{1,12}", text, re.ASCII) and not isinstance(value, bool):
         return int(text), 0.0
-    raise UserError(f"{option} {value}: give a whole number of steps, or a time such as 30s, 10m or 1h")
+    raise UserError(f"{option} {value}: give an integer number of steps, or a time such as 30s, 10m or 1h")
 
 
 def steps_or_time(hint: Any, tokens: Sequence[Any]) -> int | str:
-    """For cyclopts: a whole number of steps stays a number, a time stays text."""
+    """Converter for cyclopts: steps become an int, a time stays text."""
     value = str(tokens[0].value)
     steps_or_seconds(value, str(tokens[0].keyword or "--save-every"))
     return int(value) if value.strip().isdecimal() else value.strip()

@@ -30,8 +30,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, data: bytes, sync: bool = True) -> None:
-    """The same for bytes; with `sync` they survive a power cut once this returns."""
-    if not path.parent.name.endswith(PARTIAL):  # a folder being filled that is gone was removed: do not recreate it
+    """Replace a file atomically; with `sync` it survives a power loss once this returns."""
+    if not path.parent.name.endswith(PARTIAL):  # do not recreate a partial folder that was deleted
         path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
@@ -41,34 +41,34 @@ def write_bytes(path: Path, data: bytes, sync: bool = True) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException as error:  # a full disk: the partial file must not take up the space that is left
+    except BaseException as error:  # on a full disk, the partial file must not use up the remaining space
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename:
-            error.filename = str(path)  # the name that the user knows
+            error.filename = str(path)  # not the temporary name
         raise
     if sync:
         sync_folder(path.parent)
 
 
 def open_for_write(path: Path, flags: int) -> int:
-    """Open a file to write; a symbolic link in its place, which could lead anywhere, is refused."""
+    """Open a file for writing; UserError for a symbolic link, which could point anywhere."""
     try:
         return os.open(path, flags | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):
-            raise UserError(f"{path}: is a symbolic link, and nothing is written through one; delete it") from None
+            raise UserError(f"{path}: is a symbolic link, and m1clip does not write through links; delete it") from None
         raise
 
 
 def write_json(path: Path, value: Any) -> None:
-    """The same for a JSON value."""
+    """Write a JSON file atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Write into the folder this yields; when the block ends without an error, it replaces `path`."""
+    """Yield a temporary folder to write into; it replaces `path` when the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -85,14 +85,14 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     old = path.with_name(f"{path.name}{OLD}")
     if path.exists():
         shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)  # a kill after this line: `restore_folders` brings it back
+        path.rename(old)  # if killed after this line, `restore_folders` undoes it
     temporary.rename(path)
     sync_folder(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder, so that its name never refers to a part of it: it is renamed first."""
+    """Delete a folder; it is renamed first, so that its name never refers to a partial folder."""
     doomed = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
@@ -100,7 +100,7 @@ def remove_folder(path: Path) -> None:
 
 
 def open_regular(path: str | Path, inside: Path | None = None) -> BinaryIO:
-    """Open a regular file to read; a FIFO, device or folder, or a link out of the folder `inside`, is an OSError."""
+    """Open a regular file for reading; OSError for a FIFO, device or folder, or a link out of the folder `inside`."""
     if inside is not None and not Path(path).resolve().is_relative_to(inside.resolve()):
         raise OSError(errno.EPERM, f"a link out of {inside}", str(path))
     # Non-blocking: opening a FIFO would otherwise wait for a writer before its kind can be checked.
@@ -115,7 +115,7 @@ def open_regular(path: str | Path, inside: Path | None = None) -> BinaryIO:
 
 
 def read_small(path: str | Path, limit: int = SMALL, inside: Path | None = None) -> bytes:
-    """All bytes of a regular file (see `open_regular`); more than `limit` bytes is an OSError, and never read."""
+    """Read a regular file (see `open_regular`); OSError for more than `limit` bytes."""
     with open_regular(path, inside) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
@@ -124,15 +124,15 @@ def read_small(path: str | Path, limit: int = SMALL, inside: Path | None = None)
 
 
 def format_version(record: Any) -> int:
-    """The "format" of a file that m1clip wrote; KeyError, TypeError or ValueError where it has none."""
+    """The "format" field of a file that m1clip wrote; KeyError, TypeError or ValueError if it is missing or invalid."""
     version = record["format"]
     if type(version) is not int or version < 1:
-        raise ValueError(f"format must be a whole number from 1 on, not {str(version)[:40]}")
+        raise ValueError(f"format must be an integer of at least 1, not {str(version)[:40]}")
     return version
 
 
 def sync_folder(path: Path) -> None:
-    """Make a rename in this folder survive a power cut."""
+    """Make a rename in this folder survive a power loss."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -141,7 +141,7 @@ def sync_folder(path: Path) -> None:
 
 
 def restore_folders(folder: Path) -> list[str]:
-    """Put back folders that a kill between the two moves of `atomic_folder` left aside; returns their names."""
+    """Restore folders that `atomic_folder` had moved aside when it was killed; returns their names."""
     names = []
     for old in sorted(folder.glob(f"*{OLD}")) if folder.is_dir() else ():
         target = old.with_name(old.name.removesuffix(OLD))
@@ -154,7 +154,7 @@ def restore_folders(folder: Path) -> list[str]:
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Put back what a killed process had moved aside, delete what it was writing; returns the deleted names."""
+    """Restore what a killed process had moved aside and delete its partial files; returns the deleted names."""
     restore_folders(folder)
     names = []
     for item in folder.glob(f"*{PARTIAL}") if folder.is_dir() else ():
@@ -166,7 +166,7 @@ def remove_leftovers(folder: Path) -> list[str]:
     return names
 
 
-# Larger than any published model: what is beyond is a mistake, or a file made to fill the memory.
+# Larger than any published model: anything above is a mistake, or a malicious file.
 LIMITS: dict[str, float] = {
     **{"image_size": 4096, "patch_size": 1024, "context_length": 4096, "vocab_size": 2**21, "mlp_ratio": 64},
     **dict.fromkeys(("width", "vision_width", "text_width", "embed_dim", "hidden"), 2**14),
@@ -177,7 +177,7 @@ LIMITS: dict[str, float] = {
 
 
 def check_limits(values: object, prefix: str) -> None:
-    """UserError for a size above LIMITS, before anything is built from it."""
+    """Raise UserError for a size above LIMITS, before anything is built from it."""
     for name, most in LIMITS.items():
         value = getattr(values, name, None)
         if value is not None and value > most:
@@ -198,12 +198,12 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if origin is tuple and isinstance(value, list | tuple) and len(value) == len(parts):
         return tuple(_value(part, item, where) for part, item in zip(parts, value, strict=True))
     if origin is Literal:
-        # By type too: True == 1.
+        # Compare types too: True == 1.
         expected, valid = f"one of {', '.join(parts)}", any(type(value) is type(e) and value == e for e in parts)
     elif origin is tuple:
         expected, valid = f"{len(parts)} numbers", False
     else:
-        expected = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}.get(hint, "")
+        expected = {str: "text", bool: "true or false", int: "an integer", float: "a number"}.get(hint, "")
         kinds = (int, float) if hint is float else hint
         valid = not expected or (isinstance(value, kinds) and (hint is bool or not isinstance(value, bool)))
         valid = valid and (hint is not float or abs(value) <= MAX_FLOAT)  # NaN is not
@@ -218,7 +218,7 @@ LARGEST, SMALLEST, DEEPEST = 1e100, 1e-100, 16
 
 
 def is_well_formed(value: Any, depth: int = DEEPEST) -> bool:
-    """Whether arithmetic and UTF-8 can handle every part: no number beyond 1e100, lone surrogate or deep nesting."""
+    """Whether a value is safe to process: no number beyond 1e100, lone surrogate or deep nesting."""
     if isinstance(value, bool) or value is None:
         return True
     if isinstance(value, int | float):  # False for NaN, too
@@ -234,7 +234,7 @@ def is_well_formed(value: Any, depth: int = DEEPEST) -> bool:
 def matches_schema(value: Any, schema: Any) -> bool:
     """Whether a JSON value matches: a type, a predicate, [schema of each item], (schema, schema) or {key: schema}.
 
-    float accepts any number, int a whole number from 0 on. {str: schema} accepts any keys; other dicts may have
+    float accepts any number, int a non-negative integer. {str: schema} accepts any keys; other dicts may have
     more keys than the schema.
     """
     if isinstance(schema, list):
@@ -257,7 +257,7 @@ def matches_schema(value: Any, schema: Any) -> bool:
 
 
 LOCK = "run.lock"
-SAME_START = 2.0  # seconds: the boot time, from which a start time is computed, is known to about a second
+SAME_START = 2.0  # seconds: start times are relative to the boot time, which is accurate to about a second
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class Owner:
     pid: int
     started: float  # seconds since 1970
     host: str
-    start_id: str = ""  # see `process_start_id`; no change of the clock affects it
+    start_id: str = ""  # see `process_start_id`; unaffected by clock changes
 
     @property
     def here(self) -> bool:
@@ -275,30 +275,30 @@ class Owner:
         return self.host == platform.node()
 
     def process(self) -> psutil.Process | None:
-        """The living process, if it is this one and not a later one with the same number."""
+        """The running process, unless its process id was reused by a later one."""
         if not self.here:
             return None
         try:
             process = psutil.Process(self.pid)
             start_id = process_start_id(self.pid) if self.start_id else ""
-            # Setting the clock moves create_time.
+            # Setting the clock changes create_time.
             same = start_id == self.start_id if start_id else abs(process.create_time() - self.started) < SAME_START
             return process if same and process.status() != psutil.STATUS_ZOMBIE else None
-        except (psutil.Error, OverflowError, ValueError):  # the last two: not the number of a process
+        except (psutil.Error, OverflowError, ValueError):  # the last two: not a valid process id
             return None
 
 
 def lock_content() -> str:
-    """What this process writes into the lock of its run: four lines."""
+    """The four lines that this process writes to the lock of its run."""
     started, start_id = psutil.Process().create_time(), process_start_id(os.getpid())
     return f"{os.getpid()}\n{started:.3f}\n{platform.node()}\n{start_id}\n"
 
 
 def process_start_id(pid: int) -> str:
-    """The id of the boot, and the clock tick after it at which a process started; "" where this is unknown."""
+    """The boot id and the clock tick at which a process started; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        # The program's name is in brackets and may contain anything: count from its end.
+        # The program name is in parentheses and may contain anything: parse from its end.
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return f"{boot} {int(fields[19])}"
     except (OSError, ValueError, IndexError):
@@ -316,7 +316,7 @@ def read_owner(run: Path) -> Owner | None:
 
 @contextlib.contextmanager
 def locked(path: Path, waiting: Callable[[], None]) -> Iterator[bool]:
-    """Hold the lock of this file; `waiting` is called once if another process has it. False: the disk has no locks."""
+    """Hold a file lock; `waiting` is called once if another process has it. Yields False if locks are unsupported."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path, fallback_to_soft=False)  # a soft lock would outlive a killed process

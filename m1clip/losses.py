@@ -1,4 +1,4 @@
-"""Losses: InfoNCE, sigmoid, multi-positive, text-text and distillation, as functions of features alone."""
+"""Losses: InfoNCE, sigmoid, multi-positive, text-text and distillation, as pure functions of features."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch.autograd.function import once_differentiable
 
 from m1clip.model.clip import Features
 
-TEXT_BLOCK = 1 << 20  # logits of a block of the text-text loss: 4 MB of float32
+TEXT_BLOCK = 1 << 20  # logits per block of the text-text loss: 4 MB of float32
 INFONCE_BLOCK = 1 << 19  # logits: 1 MB of bf16, which stays in the processor's cache
 # Up to this scale exp(logit) and its sums are normal float32 numbers; above it each row needs its own offset.
 MAX_SHARED_SCALE = 75.0
-HALF_PRECISION_PAIRS = 1 << 20  # from this many pairs on, InfoNCE's products use autocast's precision, if that is on
+HALF_PRECISION_PAIRS = 1 << 20  # from this many pairs on, InfoNCE's products use autocast's precision, if enabled
 FLAGS_PER_WORD = 8  # bools in an int64
 
 
 def infonce(features: Features, positive: Tensor, smoothing: float = 0.0) -> Tensor:
     """CLIP's loss; targets are spread evenly over all positives (n, m) of an image or caption."""
-    # The fused loss reads values: on a device the host would wait for them, and a fake tensor (memory.py) has none.
+    # The fused loss reads values: on an accelerator this would synchronize, and a fake tensor (memory.py) has none.
     if smoothing == 0 and features.image.device.type == "cpu" and not is_fake(features.image):
         half = torch.is_autocast_enabled("cpu") and positive.numel() >= HALF_PRECISION_PAIRS
         dtype = torch.get_autocast_dtype("cpu") if half else None
@@ -59,23 +59,23 @@ OBJECTIVES = {"infonce": infonce, "multi": infonce, "sigmoid": sigmoid}
 
 
 def positives(objective: str, sample_ids: Tensor, caption_ids: Tensor, image_index: Tensor) -> Tensor:
-    """(n, m) bool: which pairs are positive; for plain infonce only those given together."""
+    """(n, m) bool: which pairs are positive; for plain infonce only each image's own captions."""
     if objective == "infonce":
         return own_pairs(len(sample_ids), image_index)
     return same_pairs(sample_ids, caption_ids, image_index)
 
 
 def own_pairs(images: int, image_index: Tensor) -> Tensor:
-    """(n, m) bool: caption j was given to image i."""
+    """(n, m) bool: caption j belongs to image i."""
     return torch.arange(images, device=image_index.device)[:, None] == image_index
 
 
 def same_pairs(sample_ids: Tensor, caption_ids: Tensor, image_index: Tensor) -> Tensor:
-    """(n, m) bool: caption j also describes image i, because the image or one of its captions here is the same."""
+    """(n, m) bool: caption j describes image i, because its image or one of that image's captions is the same."""
     if image_index.device.type == "cpu" and not is_fake(image_index):
         return _same_pairs_by_repeats(sample_ids, caption_ids, image_index)
     same_image = sample_ids[:, None] == sample_ids[image_index]
-    # Equal captions get one number below m without counting them: a count would make the host wait.
+    # Equal captions get the same number below m without counting them: a count would synchronize.
     order = caption_ids.argsort()
     changes = caption_ids[order].diff(prepend=caption_ids[order[:1]]) != 0
     number = torch.empty_like(order).scatter_(0, order, changes.cumsum(0))
@@ -85,7 +85,7 @@ def same_pairs(sample_ids: Tensor, caption_ids: Tensor, image_index: Tensor) -> 
 
 
 def _same_pairs_by_repeats(sample_ids: Tensor, caption_ids: Tensor, image_index: Tensor) -> Tensor:
-    """The same where reading values costs nothing: only images and captions that occur twice are compared."""
+    """`same_pairs` where reading values is free (CPU): only images and captions that occur twice are compared."""
     positive = torch.zeros(len(sample_ids), len(caption_ids), dtype=torch.bool)
     positive[image_index, torch.arange(len(caption_ids))] = True
     repeats = _repeated(sample_ids)
@@ -99,7 +99,7 @@ def _same_pairs_by_repeats(sample_ids: Tensor, caption_ids: Tensor, image_index:
 
 
 def _repeated(values: Tensor) -> Tensor:
-    """Places of the values that occur more than once."""
+    """Indices of the values that occur more than once."""
     _, number, counts = values.unique(return_inverse=True, return_counts=True)
     return (counts[number] > 1).nonzero().view(-1)
 
@@ -107,9 +107,9 @@ def _repeated(values: Tensor) -> Tensor:
 def fused_infonce(
     image: Tensor, text: Tensor, scale: Tensor, positive: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`infonce` without smoothing for unit vectors (n, d) and (m, d), its gradient computed in place of the logits.
+    """`infonce` without smoothing for unit vectors (n, d) and (m, d); the gradient overwrites the logits.
 
-    Products and exponentials are in `dtype`, sums always in that of the scale.
+    Products and exponentials are in `dtype`, sums in the dtype of the scale.
     """
     loss: Tensor = _FusedInfoNCE.apply(image, text, scale, positive, dtype or image.dtype)
     return loss
@@ -118,7 +118,7 @@ def fused_infonce(
 class _FusedInfoNCE(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, image: Tensor, text: Tensor, scale: Tensor, positive: Tensor, dtype: torch.dtype) -> Tensor:
-        with torch.autocast(image.device.type, enabled=False):  # `dtype` alone decides
+        with torch.autocast(image.device.type, enabled=False):  # use exactly `dtype`
             scaled, text = (scale * image).to(dtype), text.to(dtype)
             logits = scaled @ text.T
         n, m = positive.shape
@@ -142,16 +142,16 @@ class _FusedInfoNCE(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient by the logits is there already; two products propagate it to the features."""
+        """Propagate the gradient of the logits, computed in forward, to the features."""
         scaled, text, scale, gradient = ctx.saved_tensors
         by_scaled, by_text = (gradient @ text).to(scale.dtype), (gradient.T @ scaled).to(scale.dtype)
-        # By the scale: the sum of each gradient times its cosine, which these products contain.
+        # Gradient of the scale: the sum of each gradient times its cosine, which these products contain.
         by_scale = (by_scaled * scaled).sum() / scale
         return by_scaled.mul_(grad * scale), by_text.mul_(grad), by_scale * grad, None, None
 
 
 def true_places(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and columns of the true values of a sparse mask (n, m), row by row, reading eight flags at a time."""
+    """`mask.nonzero()` for a sparse mask (n, m), in row order, reading eight flags at a time."""
     m = mask.shape[1]
     if m % FLAGS_PER_WORD or not mask.is_contiguous():
         return mask.nonzero(as_tuple=True)  # type: ignore[return-value]
@@ -162,7 +162,7 @@ def true_places(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _softmax_shared(logits: Tensor, dtype: torch.dtype, rows: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
-    """(logits at some places, log-sum-exp of each row, of each column, gradient of their means by the logits).
+    """(logits at (rows, columns), log-sum-exp of each row and of each column, gradient of their means).
 
     The gradient replaces the logits, in their precision; sums are in `dtype`.
     """
@@ -174,7 +174,7 @@ def _softmax_shared(logits: Tensor, dtype: torch.dtype, rows: Tensor, columns: T
         exponentials = logits[block].exp_()
         torch.sum(exponentials, dim=1, dtype=dtype, out=row_sums[block])
         column_sums += exponentials.sum(dim=0, dtype=dtype)
-    # From the rounded exponentials, like the sums: a pair told apart from all others has a probability of exactly 1.
+    # From the rounded exponentials, like the sums: a perfectly separated pair has a probability of exactly 1.
     chosen = logits[rows, columns].to(dtype).log()
     by_row, by_column = 0.5 / n / row_sums[:, None], 0.5 / m / column_sums
     for block in blocks:
@@ -183,7 +183,7 @@ def _softmax_shared(logits: Tensor, dtype: torch.dtype, rows: Tensor, columns: T
 
 
 def _softmax_by_row(logits: Tensor, dtype: torch.dtype, rows: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
-    """The same at a scale where each row and column needs its own offset."""
+    """`_softmax_shared` at a scale where each row and column needs its own offset."""
     n, m = logits.shape
     wide = logits.to(dtype)
     gradient = wide.softmax(dim=1).mul_(0.5 / n).add_(wide.softmax(dim=0), alpha=0.5 / m)
@@ -193,15 +193,15 @@ def _softmax_by_row(logits: Tensor, dtype: torch.dtype, rows: Tensor, columns: T
 def text_contrast(
     features: Features, sample_ids: Tensor, caption_ids: Tensor, image_index: Tensor, blockwise: bool
 ) -> Tensor:
-    """Contrastive loss among captions: those of one image are positives. Mean over captions that have a positive."""
+    """Contrastive loss between captions: those of one image are positives. Mean over captions that have a positive."""
     if blockwise:
         loss: Tensor = _BlockwiseTextContrast.apply(features.text, features.scale, sample_ids[image_index], caption_ids)
         return loss
     same_image = sample_ids[image_index][:, None] == sample_ids[image_index]
-    same_caption = caption_ids[:, None] == caption_ids  # itself and equal ones: neither positive nor negative
+    same_caption = caption_ids[:, None] == caption_ids  # itself and duplicates: neither positive nor negative
     positive = same_image & ~same_caption
     counts = positive.sum(dim=1)
-    # A row that does not count keeps its logits: with nothing but -inf in it, its gradient would be NaN.
+    # A row without positives keeps its logits: a row of only -inf would have a NaN gradient.
     ignored = same_caption & (counts > 0)[:, None]
     logits = (features.scale * features.text @ features.text.T).masked_fill(ignored, float("-inf"))
     log_probability = logits.log_softmax(dim=1).masked_fill(~positive, 0.0)
@@ -210,7 +210,7 @@ def text_contrast(
 
 
 class _BlockwiseTextContrast(torch.autograd.Function):
-    """The same, some rows at a time; the gradient is computed with the loss, so no logits are kept."""
+    """`text_contrast` in blocks of rows; the gradient is computed with the loss, so no logits are stored."""
 
     @staticmethod
     def forward(ctx: Any, text: Tensor, scale: Tensor, sample_ids: Tensor, caption_ids: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ from m1clip.errors import UserError
 from m1clip.formatting import clock
 from m1clip.io import PARTIAL, is_well_formed, matches_schema, open_for_write, open_regular, read_small
 
-VERSION = 1  # raised when a field changes its meaning; a new field is no new version
+VERSION = 1  # incremented when the meaning of a field changes, not for a new field
 NAME = "run.jsonl"
-PREPARING = "preparing.json"  # there only while the data of a run is prepared
+PREPARING = "preparing.json"  # exists only while the data of a run is being prepared
 PREPARING_PARTIAL = PREPARING + PARTIAL
 LONGEST_LINE = 2**24
 
@@ -38,18 +38,16 @@ def selection_metric(record: Record) -> str:
 
 
 class RunLog:
-    """Appends to a run's log. Each line is one write, so that a reader sees complete lines."""
+    """Appends to a run's log. Each line is one write, so readers see complete lines."""
 
     def __init__(self, run: Path) -> None:
         self.path = run / NAME
         handle = open_for_write(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._file = os.fdopen(handle, "ab", buffering=0)
         _end_torn_line(handle)
-        self.on_full: Callable[[OSError], None] | None = (
-            None  # called with the error of a line that the disk did not take
-        )
-        self.lost = 0  # such lines since the last one that was written
-        self.sinks: list[Sink] = []  # called with each record too, such as TensorBoard's
+        self.on_full: Callable[[OSError], None] | None = None  # called with the error when a line could not be written
+        self.lost = 0  # lines lost since the last successful write
+        self.sinks: list[Sink] = []  # also called with each record, such as TensorBoard's
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one record; kinds are start, step, eval, layers, memory, checkpoint, event, warning, skipped, end."""
@@ -70,7 +68,7 @@ class RunLog:
             sink(record)
 
     def check_folder(self) -> None:
-        """UserError if the run folder was moved or removed; called before anything is written there."""
+        """Raise UserError if the run folder was moved or removed; call before writing to it."""
         try:
             there = os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
         except FileNotFoundError:
@@ -78,11 +76,11 @@ class RunLog:
         if not there:
             raise UserError(
                 f"{self.path.parent}: the run folder (or its {NAME}) was removed or renamed during training, so "
-                f"the run stopped and wrote no more; if it was renamed, continue it with m1clip train --resume NEW_NAME"
+                f"the run stopped; if it was renamed, continue it with m1clip train --resume NEW_NAME"
             )
 
     def _append(self, line: bytes) -> None:
-        """The complete line or, on a full disk, nothing and an OSError: a part of a line would spoil the next."""
+        """Append the complete line, or nothing and raise OSError: a partial line would corrupt the next one."""
         handle = self._file.fileno()
         before = os.fstat(handle).st_size
         try:
@@ -93,7 +91,7 @@ class RunLog:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def close(self) -> None:
-        """Close the file; what was written is already there."""
+        """Close the file."""
         self._file.close()
 
 
@@ -103,9 +101,9 @@ def _line(record: Record) -> bytes:
 
 
 def read_log(run: Path) -> Iterator[Record]:
-    """All valid lines of a run's log; others are skipped."""
+    """Yield the records of all valid lines of a run's log."""
     with open_regular(run / NAME) as file:
-        # A line without end, which no run writes, comes in parts, each of them an invalid line.
+        # An oversized line, which no run writes, is read in chunks, each of them an invalid line.
         while line := file.readline(LONGEST_LINE):
             record = parse(line)
             if record is not None:
@@ -113,7 +111,7 @@ def read_log(run: Path) -> Iterator[Record]:
 
 
 def parse(line: bytes) -> Record | None:
-    """The record of one line; None if it is torn, of a newer version, or has a field of the wrong type."""
+    """The record of one line; None if it is truncated, of a newer version, or has a field of the wrong type."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -144,7 +142,7 @@ FIGURES = (
     *("memory_bytes", "watts", "celsius", "elapsed", "joules", "joules_per_epoch", "recall_per_watt_hour"),
     *("retention", "retention_before", "gradient_difference"),
 )
-# The schema of each field that some reader uses, and of those that differ between kinds of record.
+# The schema of each field that readers use, and of those that differ between kinds of record.
 SCHEMAS: dict[str, Any] = {
     **dict.fromkeys(FIGURES, _figure),
     **dict.fromkeys(("step", "steps", "best_step", "back_to"), int),
@@ -174,7 +172,7 @@ def _valid(record: Record) -> bool:
 
 
 def json_safe(value: Any) -> Any:
-    """JSON has no NaN: a number that is not finite becomes text."""
+    """Convert non-finite numbers to text, since JSON has no NaN."""
     if isinstance(value, dict):
         return {key: json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -185,7 +183,7 @@ def json_safe(value: Any) -> Any:
 
 
 def _end_torn_line(handle: int) -> None:
-    """A killed writer may leave a part of a line: end it, so that the next record starts on a new one."""
+    """End a partial line left by a killed writer, so that the next record starts on a new line."""
     size = os.fstat(handle).st_size
     if size and os.pread(handle, 1, size - 1) != b"\n":
         os.write(handle, b"\n")
@@ -207,7 +205,7 @@ class Preparing:
         return self.title + count + left
 
     def write(self, run: Path) -> None:
-        """For `m1clip runs` and `monitor`; if the folder is gone or the disk full, nothing is written."""
+        """Write the progress for `m1clip runs` and `monitor`; ignores a missing folder or full disk."""
         with contextlib.suppress(OSError, UserError):
             handle = open_for_write(run / PREPARING_PARTIAL, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             with os.fdopen(handle, "wb") as file:

@@ -141,12 +141,12 @@ MISTAKES = [
     (("train", "--data", ""), "--data: the value is empty"),
     (("train", "--data="), "--data: the value is empty"),
     (("eval", "runs/x", "--data", ""), "--data: the value is empty"),
-    (("train", "--steps", "2.5"), "must be a whole number"),
-    (("train", "--batch-size=12.7"), "whole number"),
-    (("train", "--train-count", "1.0"), "must be a whole number"),
+    (("train", "--steps", "2.5"), "must be an integer"),
+    (("train", "--batch-size=12.7"), "integer"),
+    (("train", "--train-count", "1.0"), "must be an integer"),
     (("train", "--resume", "runs/x", "--steps", "9"), "leave out --steps"),
     (("train", "--config", "a", "--preset", "demo"), "not both"),
-    (("train", "--steps", "3", "photos"), "right after train, or with --data"),
+    (("train", "--steps", "3", "photos"), "right after train, or use --data"),
     (("train", "photos", "--steps", "3"), "photos: no such file or folder"),
     (("similar", "a.jpg", "--in", ".", "--count", "-1"), "--count"),
     (("data", "make", "x", "--captions", "0"), "--captions"),
@@ -158,7 +158,7 @@ MISTAKES = [
     (("train", "--seed", "-1"), "seed"),
     (("train", "--resume", "nowhere"), "nowhere: no run there"),
     (("train", "--model", "tinny", "--steps", "3"), "did you mean 'tiny'"),
-    (("train", "--device", "cuda", "--steps", "3"), "this machine has none"),
+    (("train", "--device", "cuda", "--steps", "3"), "not available on this machine"),
     (("trian",), "train"),
     (("eval", "nowhere"), "nowhere"),
     (("data", "make"), "FOLDER"),
@@ -213,4 +213,4 @@ def test_help_of_train_names_every_option(tmp_path: Path) -> None:
 def test_a_mistake_in_a_real_process_is_one_line(tmp_path: Path) -> None:
     done = command("train", "--batch-size", "x", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "m1clip: --batch-size x: give a whole number, or auto\n"
+    assert done.stderr == "m1clip: --batch-size x: give an integer, or auto\n"

@@ -1,4 +1,4 @@
-"""m1clip compare: measure the training step in many configurations within a time budget, and conclude from it."""
+"""m1clip compare: measure the training step in many configurations within a time budget."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from m1clip.model.presets import flops_per_pair, preset
 from m1clip.runlog import json_safe
 
 FORMAT, VERSION = "m1clip-comparison", 2
-ABSENT = {"cuda": "no CUDA card that torch can use", "mps": "no Apple GPU (MPS) that torch can use"}
-MAX_STEPS = 20  # of one round
+ABSENT = {"cuda": "no CUDA GPU that torch can use", "mps": "no Apple GPU (MPS) that torch can use"}
+MAX_STEPS = 20  # per round
 MIN_ROUNDS, MAX_ROUNDS, MAX_SWEEP_ROUNDS = 3, 15, 4
-ROUND_SECONDS, SWEEP_ROUND_SECONDS = 1.0, 0.3  # of a configuration in one round: one slow step, or many fast ones
+ROUND_SECONDS, SWEEP_ROUND_SECONDS = 1.0, 0.3  # per configuration in one round: one slow step, or many fast ones
 COMPILE_SECONDS = 60.0  # a guess
-ALWAYS_SECONDS = 2.0  # a configuration that needs less than this is measured as long as there is time at all
-ASSUMED_GEMM_FRACTION = 0.3  # of the matrix product rate, before a model was measured on a device
+ALWAYS_SECONDS = 2.0  # a configuration that needs less than this is measured as long as any time is left
+ASSUMED_GEMM_FRACTION = 0.3  # of the GEMM rate, until a model has been measured on a device
 BYTES_PER_PARAMETER = 20  # weights, gradients, optimizer state and a half-precision copy
-MAX_MEMORY, MIN_FREE_MEMORY = 0.85, 0.35  # of what is free, for one configuration; of all, to open another beside it
+MAX_MEMORY, MIN_FREE_MEMORY = 0.85, 0.35  # of free memory, for one configuration; of total memory, to open another one
 
 
 def compare(options: CompareOptions, folder: Path, show: Callable[[str, float], None]) -> dict[str, Any]:
-    """Run a comparison and write comparison.json; `show` gets what is measured now and the fraction of time used."""
+    """Run a comparison and write comparison.json; `show` receives a message and the fraction of time used."""
     facts = read_facts()
     for name in options.model:
-        preset(name)  # an unknown one is an error that offers the nearest
+        preset(name)  # raises for an unknown name
     for name in options.device:
         if name not in available(facts):
-            raise UserError(f"--device {name}: this machine has none (found: {', '.join(available(facts))})")
+            raise UserError(f"--device {name}: not available on this machine (found: {', '.join(available(facts))})")
     folder.mkdir(parents=True, exist_ok=True)
     session = Session(options, facts, folder, show)
     try:
@@ -66,7 +66,7 @@ def compare(options: CompareOptions, folder: Path, show: Callable[[str, float], 
 
 @dataclass
 class Open:
-    """A configuration that is ready in its process."""
+    """A configuration loaded in its worker process."""
 
     configuration: Configuration
     worker: Worker
@@ -80,12 +80,12 @@ class Open:
 
     @property
     def step_seconds(self) -> float:
-        """The newest time of a step."""
+        """The most recent step time."""
         return self.samples[-1]["seconds"] if self.rounds else self.facts["last_warm_step_seconds"]
 
 
 class Session:
-    """One comparison: the document, the clock, and a process for each variant."""
+    """One comparison: the results, the time budget, and a worker process for each variant."""
 
     def __init__(self, options: CompareOptions, facts: Facts, folder: Path, show: Callable[[str, float], None]) -> None:
         self.options, self.facts, self.folder = options, facts, folder
@@ -94,7 +94,7 @@ class Session:
         self.log = folder / "workers.log"
         self.log.write_bytes(b"")
         self.workers: dict[str, Worker] = {}
-        self.start_seconds = 6.0  # from the start of a process to its first step: a guess, then the last one's
+        self.start_seconds = 6.0  # from process start to first step: a guess, then the last measured one
         self.measured: dict[tuple[str, str], list[Result]] = {}  # by model and variant, from small batches to large
         self.failed: dict[tuple[str, str], int] = {}  # the batch size that did not fit
         missing = {"cuda": facts.cuda is None, "mps": not facts.mps}
@@ -114,15 +114,15 @@ class Session:
 
     @property
     def left(self) -> float:
-        """Seconds of the budget that are left."""
+        """Seconds left in the budget."""
         return self.seconds - (time.monotonic() - self.begin)
 
     def device(self, kind: str) -> dict[str, Any]:
-        """What `probe` measured of a device."""
+        """The results of `probe` for a device."""
         return next(device for device in self.document["devices"] if device["device"] == kind)
 
     def run(self) -> None:
-        """Devices first, then each group of configurations."""
+        """Measure the devices, then each group of configurations."""
         for kind in available(self.facts):
             if kind in (self.options.device or available(self.facts)):
                 self.probe(kind, precisions_of(self.facts, kind, self.options.precision))
@@ -139,8 +139,8 @@ class Session:
                     self.workers.pop(variant).close()
 
     def probe(self, kind: str, precisions: Sequence[str]) -> None:
-        """Measure a device by itself."""
-        self.show(f"{kind}: matrix products, memory bandwidth, launch")
+        """Measure raw device speed."""
+        self.show(f"{kind}: matrix multiplication, memory bandwidth, kernel launch")
         worker = Worker(self.log)
         try:
             self.document["devices"].append(worker.call("probe", max(60.0, self.left), kind, precisions))
@@ -150,7 +150,7 @@ class Session:
             worker.close()
 
     def open_group(self, group: list[Configuration], waiting: int) -> tuple[list[Open], list[Configuration], int]:
-        """Open as many configurations as fit into memory side by side; also returns the rest and what is waiting."""
+        """Open as many configurations as fit in memory together; also returns the rest and the number still waiting."""
         opened: list[Open] = []
         for index, configuration in enumerate(group):
             memory = psutil.virtual_memory()
@@ -165,7 +165,7 @@ class Session:
         return opened, [], waiting
 
     def obstacle(self, c: Configuration, fair: float) -> tuple[str, str] | None:
-        """Why a configuration is not tried: (kind, reason); `fair` is the average time of those that wait."""
+        """Why to skip a configuration: (kind, reason); `fair` is the average time left per waiting configuration."""
         if (failed := self.failed.get((c.model, c.variant))) is not None:
             return "memory", f"batch {failed} did not fit"
         seconds, size = self.predict(c)
@@ -181,20 +181,20 @@ class Session:
         return None
 
     def predict(self, c: Configuration) -> tuple[float, float]:
-        """Seconds of a step and bytes at its peak, from smaller batches of the same model or from its operations."""
+        """Predicted step seconds and peak bytes, from smaller batches of the same model or from its FLOPs."""
         shape, tokens = model_shape(c.model)
         rate = ASSUMED_GEMM_FRACTION * self.device(c.device)["gemm_flops"][c.precision]
         seconds = c.batch_size * flops_per_pair(shape, tokens) / rate
         size = float(BYTES_PER_PARAMETER * count_parameters(shape))
         if before := self.measured.get((c.model, c.variant)):
             taken, grow = before[-1]["seconds"]["median"], c.batch_size / before[-1]["configuration"]["batch_size"]
-            # A small step is mostly fixed cost: it grows by its operations, and at most in proportion.
+            # A small step is mostly fixed cost: it grows with its FLOPs, at most in proportion.
             seconds = min(grow * taken, taken + seconds * (1 - 1 / grow))
             size += grow * max(0.0, (before[-1]["peak_bytes"] or 0) - size)
         return seconds, size
 
     def open(self, configuration: Configuration) -> Open | None:
-        """A configuration in its process, warmed up; None, with the reason recorded, if it fails."""
+        """Open a configuration in its worker and warm it up; None, with the reason recorded, if it fails."""
         self.show(f"{configuration.label}: first steps")
         worker, begin = self.workers.get(configuration.variant), time.monotonic()
         is_new = worker is None or not worker.alive
@@ -210,7 +210,7 @@ class Session:
         return Open(configuration, worker, facts)
 
     def measure(self, group: list[Open], seconds: float, is_sweep: bool) -> None:
-        """At least three rounds in alternating order, more within `seconds`; then the gradients."""
+        """Run at least three rounds in alternating order, more within `seconds`; then check the gradients."""
         deadline = self.left - seconds
         for number in range(MAX_SWEEP_ROUNDS if is_sweep else MAX_ROUNDS):
             needed = sum(max(1.0, item.step_seconds) for item in group)
@@ -246,14 +246,14 @@ class Session:
         self.write()
 
     def skip(self, configuration: Configuration, kind: str, reason: str) -> None:
-        """Record what was not measured, and why."""
+        """Record why a configuration was not measured."""
         if kind == "memory":
             self.failed.setdefault((configuration.model, configuration.variant), configuration.batch_size)
         self.document["skipped"].append({"label": configuration.label, "kind": kind, "reason": reason})
         self.write()
 
     def write(self, complete: bool = False) -> None:
-        """Conclude from what is measured so far, and write it all."""
+        """Write all results so far, with their verdict."""
         document = self.document
         document["complete"] = complete
         document["cost_models"] = cost_models(document["results"])

@@ -17,13 +17,13 @@ from m1clip.hardware.facts import Facts
 from m1clip.model.presets import CLIPConfig, clip_config, preset
 from m1clip.text.tokenizers import LETTERS, make_tokenizer
 
-SAMPLED_CAPTIONS = 64  # synthetic images, for the usual length of a caption
-ATTENTION = {"cpu": ("bmm", "sdpa"), "mps": ("sdpa", "bmm"), "cuda": ("sdpa", "bmm")}  # the usual one first
+SAMPLED_CAPTIONS = 64  # synthetic images, to estimate the caption length
+ATTENTION = {"cpu": ("bmm", "sdpa"), "mps": ("sdpa", "bmm"), "cuda": ("sdpa", "bmm")}  # the default first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """One way to compute a training step."""
+    """One configuration of the training step."""
 
     model: str
     batch_size: int
@@ -38,7 +38,7 @@ class Configuration:
 
     @property
     def variant(self) -> str:
-        """Everything but model and batch size, in words."""
+        """Everything but model and batch size, as text."""
         words = [self.device, self.precision, self.attention]
         words += ["compiled"] if self.compile else []
         words += ["CUDA graph"] if self.cuda_graph else []
@@ -53,7 +53,7 @@ class Configuration:
 
     @property
     def is_default(self) -> bool:
-        """Whether the step is computed as `train` does it by default on this device and precision."""
+        """Whether these are the defaults of `train` for this device and precision."""
         graph = self.cuda_graph or self.device != "cuda"
         return graph and not (self.compile or self.threads or self.grad_checkpointing)
 
@@ -62,7 +62,7 @@ class Configuration:
         return asdict(self)
 
     def train_config(self) -> Config:
-        """The same settings as a run would have them."""
+        """The equivalent settings of a run."""
         model: dict[str, Any] = {"attention_image": self.attention, "attention_text": self.attention}
         model |= {"compile": self.compile, "cuda_graph": self.cuda_graph, "grad_checkpointing": self.grad_checkpointing}
         train: dict[str, Any] = {"device": self.device, "precision": self.precision, "threads": self.threads}
@@ -91,7 +91,7 @@ def model_shape(model: str) -> tuple[CLIPConfig, int]:
 def default_configuration(
     model: str, batch_size: int, device: Kind, precision: Precision, optimizer: str
 ) -> Configuration:
-    """The step as `train` usually computes it."""
+    """The default configuration of `train`."""
     return Configuration(
         model=model,
         batch_size=batch_size,
@@ -104,13 +104,13 @@ def default_configuration(
 
 
 def precisions_of(facts: Facts, device: Kind, asked: Sequence[str]) -> list[Precision]:
-    """The precisions to measure on a device, the likely fastest first; fp16 only where it is asked for."""
+    """The precisions to measure on a device, the likely fastest first; fp16 only if requested."""
     possible = rules(device, facts).precisions[::-1]
     return [name for name in possible if (name in asked if asked else name != "fp16")]
 
 
 def groups(facts: Facts, options: CompareOptions, devices: Sequence[Kind]) -> list[list[Configuration]]:
-    """Configurations to be measured in turn, by model and batch size from small to large.
+    """Configurations to measure in alternation, grouped by model and batch size from small to large.
 
     Every device and precision; for a single model also one change at a time from each device's likely fastest.
     """
@@ -137,6 +137,6 @@ def _one_change_each(facts: Facts, base: list[Configuration]) -> list[Configurat
             [{"threads": facts.performance_cores // 2}] if device == "cpu" and facts.performance_cores > 1 else []
         )
         changes += [{"cuda_graph": False}] if device == "cuda" else []
-        changes += [{"compile": True}]  # last: the compiler alone takes a minute or two
+        changes += [{"compile": True}]  # last: compiling takes a minute or two
         extras += [dataclasses.replace(likely, **change) for change in changes]
     return extras

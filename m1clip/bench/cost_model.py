@@ -1,4 +1,4 @@
-"""What a step costs as a function of model and batch size, fitted to measured steps; and the steps measured so far."""
+"""Step time as a function of model and batch size, fitted to measured steps; and the store of measured steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from m1clip.data.cache import user_cache
 from m1clip.hardware.facts import Facts
 from m1clip.io import read_small, write_json
 
-Result = dict[str, Any]  # one measured configuration, as comparison.json holds it
+Result = dict[str, Any]  # one measured configuration, as stored in comparison.json
 SAVED = ("configuration", "parameters", "flops", "seconds", "joules_per_step")
 
 
@@ -40,7 +40,9 @@ def fit(results: Sequence[Result]) -> CostModel | None:
     if len(results) < 3:
         return None
     columns = np.array([[1.0, r["parameters"], r["flops"]] for r in results])
-    scaled = columns / np.array([[r["seconds"]["median"]] for r in results])  # 10 ms count as much as 10 s
+    scaled = columns / np.array(
+        [[r["seconds"]["median"]] for r in results]
+    )  # relative error: 10 ms count as much as 10 s
     size = np.maximum(scaled.max(axis=0), 1e-300)  # the columns differ by 12 orders of magnitude
     scaled /= size
     best, least = np.zeros(3), float("inf")
@@ -60,7 +62,7 @@ def errors(model: CostModel, results: Sequence[Result]) -> list[float]:
 
 
 def cost_models(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """A fit per device and precision, with its error and its error on each model size that the fit left out."""
+    """One fit per device and precision, with its error and its leave-one-model-out error."""
     found = []
     for (device, precision), members in by_device(results).items():
         model = fit(members)
@@ -87,7 +89,7 @@ def cost_models(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def by_device(results: Sequence[Result]) -> dict[tuple[str, str], list[Result]]:
-    """Results of default steps by device and precision; the fastest one for each model and batch size."""
+    """Results of default configurations by device and precision; the fastest one for each model and batch size."""
     found: dict[tuple[str, str], dict[tuple[str, int], Result]] = {}
     for r in sorted(results, key=lambda r: -r["seconds"]["median"]):
         c = Configuration(**r["configuration"])
@@ -98,9 +100,9 @@ def by_device(results: Sequence[Result]) -> dict[tuple[str, str], list[Result]]:
 
 
 def crossovers(results: Sequence[Result], models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Up to which batch size the CPU is faster than each accelerator, by model and precision.
+    """The batch size up to which the CPU is faster than each accelerator, by model and precision.
 
-    Times count as different only where their quartiles do not overlap; `predicted` is where the cost models meet.
+    Times count as different only where their quartiles do not overlap; `predicted` is where the cost models intersect.
     """
     found = []
     series = by_device(results)
@@ -137,25 +139,25 @@ def crossovers(results: Sequence[Result], models: Sequence[dict[str, Any]]) -> l
 
 
 def crossing(first: CostModel, second: CostModel, parameters: float, flops_per_image: float) -> float | None:
-    """The batch size at which two devices take the same time; None where one is faster at every batch size."""
+    """The batch size at which two devices take the same time; None if one is faster at every batch size."""
     start = first.seconds(parameters, 0) - second.seconds(parameters, 0)
     slope = (second.per_flop - first.per_flop) * flops_per_image
     return start / slope if slope and start / slope > 0 else None
 
 
 def save_measured(facts: Facts, results: Sequence[Result], folder: Path | None = None) -> None:
-    """Add to the steps measured on this machine; a newer one of the same configuration replaces the older."""
+    """Save steps measured on this machine; a newer measurement of the same configuration replaces the older one."""
     kept = {json.dumps(r["configuration"], sort_keys=True): r for r in load_measured(facts, folder)}
     for r in results:
         kept[json.dumps(r["configuration"], sort_keys=True)] = {key: r[key] for key in SAVED}
     try:
         write_json(_path(facts, folder), list(kept.values()))
     except OSError:
-        return  # a cache folder that cannot be written: comparison.json has the figures
+        return  # the cache folder is not writable; comparison.json has the results
 
 
 def load_measured(facts: Facts, folder: Path | None = None) -> list[Result]:
-    """The steps measured on this machine with this torch; empty where there are none."""
+    """The steps measured on this machine with this torch version."""
     try:
         values = list(json.loads(read_small(_path(facts, folder), 2**26)))
     except (OSError, ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""m1clip doctor: facts of this machine are read in one place, so that every check is a function of a record."""
+"""m1clip doctor: the machine is read in one place, so that every check is a pure function of one record."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine and its software. None: this machine does not report it."""
+    """A machine and its software; None if not reported."""
 
     facts: Facts
     torch_cuda_build: str | None = None
-    nvidia_driver: bool = False  # the system has a card and its driver, whatever torch was built for
-    kernel_failures: dict[str, str] = field(default_factory=dict)  # device -> "" where a kernel gave the right gradient
+    nvidia_driver: bool = False  # the system has an NVIDIA GPU and driver, regardless of the torch build
+    kernel_failures: dict[str, str] = field(
+        default_factory=dict
+    )  # device -> "" if a kernel computed the correct gradient
     gemm_flops: dict[str, dict[str, float]] = field(default_factory=dict)  # device -> precision -> FLOP/s
     variables: dict[str, str] = field(default_factory=dict)
     usable_cpus: int = 1
@@ -42,12 +44,12 @@ class Machine:
     speed_limit: int | None = None  # percent, macOS
     temperature: float | None = None
     rosetta: bool = False
-    load: float = 0.0  # programs that wanted a processor in the last minute
+    load: float = 0.0  # load average of the last minute
     meters: dict[str, str | None] = field(default_factory=dict)
 
 
 def read_machine() -> Machine:
-    """Look at this machine. Takes a few seconds: a kernel runs on each device."""
+    """Inspect this machine. Takes a few seconds: a kernel runs on each device."""
     import torch
 
     facts, load = read_facts(), os.getloadavg()[0]
@@ -78,7 +80,7 @@ def read_machine() -> Machine:
 
 
 def try_kernel(device: Device) -> str:
-    """Empty if a product and its gradient come out as on the CPU; else what happened."""
+    """Empty if a matrix multiplication and its gradient match the CPU's; else what happened."""
     import torch
 
     def gradient(place: torch.device) -> torch.Tensor:
@@ -94,7 +96,7 @@ def try_kernel(device: Device) -> str:
 
 
 def cpu_quota(path: Path) -> float | None:
-    """CPUs that a container may use on average (cgroup 2); None without a limit."""
+    """CPU quota of a container (cgroup 2); None without a limit."""
     try:
         quota, period = path.read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -111,7 +113,7 @@ def _gemm_flops(device: Device, facts: Facts) -> dict[str, float]:
 
 
 def _low_power() -> bool | None:
-    """macOS: Low Power Mode; Linux: a governor or profile that saves power."""
+    """macOS: Low Power Mode; Linux: a power-saving governor or profile."""
     if sys.platform == "darwin":
         found = re.search(r"lowpowermode\s+(\d)", _macos("/usr/bin/pmset", "-g"))
         return None if found is None else found.group(1) == "1"
@@ -124,7 +126,7 @@ def _low_power() -> bool | None:
 
 
 def _macos(*command: str) -> str:
-    """What a macOS tool prints; nothing elsewhere."""
+    """Output of a macOS tool; empty on other systems."""
     if sys.platform != "darwin":
         return ""
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
@@ -132,7 +134,7 @@ def _macos(*command: str) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor."""
+    """The result of one check."""
 
     level: Literal["ok", "warning", "problem"]
     name: str
@@ -152,14 +154,18 @@ def check_software(m: Machine) -> Iterator[Finding]:
     yield Finding("ok", "python", f"{facts.python}, {facts.system} {facts.machine}")
     if m.rosetta:
         remedy = "install an arm64 Python (python.org universal2, or Homebrew in /opt/homebrew) and a new venv"
-        yield Finding("problem", "rosetta", "this is an Intel Python, translated on an Apple chip", remedy)
+        yield Finding(
+            "problem", "rosetta", "this is an Intel build of Python, running under Rosetta on Apple silicon", remedy
+        )
     if m.nvidia_driver and facts.cuda is None:
-        reason = "cannot use the NVIDIA card: driver too old, or CUDA_VISIBLE_DEVICES hides it"
-        reason = reason if m.torch_cuda_build else "was built without CUDA, and this machine has an NVIDIA driver"
-        remedy = "install the CUDA build of torch that fits the driver (nvidia-smi shows it)"
+        reason = "cannot use the NVIDIA GPU: driver too old, or hidden by CUDA_VISIBLE_DEVICES"
+        reason = reason if m.torch_cuda_build else "was built without CUDA, but this machine has an NVIDIA driver"
+        remedy = "install the CUDA build of torch that matches the driver (nvidia-smi shows its version)"
         yield Finding("problem", "torch", f"torch {facts.torch} {reason}", remedy)
     elif facts.system == "Darwin" and facts.machine == "arm64" and not facts.mps and not m.rosetta:
-        yield Finding("warning", "torch", f"{facts.torch}, without the Apple GPU", "MPS needs macOS 14 or newer")
+        yield Finding(
+            "warning", "torch", f"{facts.torch}, without support for the Apple GPU", "MPS needs macOS 14 or newer"
+        )
     else:
         build = f"CUDA {m.torch_cuda_build}" if m.torch_cuda_build else "no CUDA in this build"
         yield Finding("ok", "torch", f"{facts.torch} ({build})")
@@ -172,7 +178,7 @@ def check_resources(m: Machine) -> Iterator[Finding]:
     if free < 1:
         yield Finding("problem", "memory", text, "close other programs: even the tiny model needs about 1 GB")
     elif free < 0.25 * total:
-        yield Finding("warning", "memory", text, "close other programs, or train with --memory to stay within a limit")
+        yield Finding("warning", "memory", text, "close other programs, or train with --memory to set a limit")
     else:
         yield Finding("ok", "memory", text)
     free = m.disk_free / GIB
@@ -191,7 +197,7 @@ def check_resources(m: Machine) -> Iterator[Finding]:
 def check_power(m: Machine) -> Iterator[Finding]:
     """Power supply, temperature and other programs."""
     if m.low_power:
-        remedy = "switch Low Power Mode (or the powersave governor) off"
+        remedy = "turn off Low Power Mode (or the powersave governor)"
         yield Finding("warning", "power", "power saving is on, which slows the machine down", remedy)
     elif m.on_battery:
         yield Finding("warning", "power", "running on battery", "plug in: many laptops are slower on battery")
@@ -200,60 +206,62 @@ def check_power(m: Machine) -> Iterator[Finding]:
     else:
         yield Finding("ok", "power", "plugged in" if m.on_battery is False else "no power saving")
     if m.speed_limit is not None and m.speed_limit < 100:
-        text = f"the system limits the processor to {m.speed_limit}%"
-        yield Finding("warning", "temperature", text, "let it cool; put it on a hard surface")
+        text = f"the system limits the CPU to {m.speed_limit}% of its speed"
+        yield Finding("warning", "temperature", text, "let the machine cool down; put it on a hard surface")
     elif m.temperature is None:
         yield Finding("ok", "temperature", "not reported")
     elif m.temperature >= 90:
-        yield Finding("warning", "temperature", f"{m.temperature:.0f} °C", "let it cool: hot chips slow down")
+        yield Finding(
+            "warning", "temperature", f"{m.temperature:.0f} °C", "let the machine cool down: hot chips slow down"
+        )
     else:
         yield Finding("ok", "temperature", f"{m.temperature:.0f} °C")
-    text = f"{m.load:.1f} programs wanted a processor in the last minute, on {m.facts.cores} cores"
+    text = f"load average {m.load:.1f} in the last minute, on {m.facts.cores} cores"
     if m.load > max(1.0, 0.5 * m.facts.cores):
-        yield Finding("warning", "load", text, "stop other programs: they share the cores with training")
+        yield Finding("warning", "load", text, "stop other programs: they compete with training for the cores")
     else:
         yield Finding("ok", "load", text)
     meters = [f"{kind} by {name}" for kind, name in m.meters.items() if name]
-    text = "no meter can be read: runs report 'not measured' (pip install 'm1clip[energy]' may add one)"
+    text = "no energy meter available: runs report 'not measured' (pip install 'm1clip[energy]' may add one)"
     yield Finding("ok", "energy", ", ".join(meters) or text)
 
 
 def check_threads(m: Machine) -> Iterator[Finding]:
-    """Threads per core, and variables or containers that interfere."""
+    """Threads per core, and environment variables or containers that interfere."""
     cores = m.facts.performance_cores
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         value = m.variables.get(name, "")
         if value.isdigit() and int(value) > m.usable_cpus:
-            text = f"{name}={value} is more than the {m.usable_cpus} processors"
+            text = f"{name}={value} is more than the {m.usable_cpus} CPUs"
             yield Finding("warning", "threads", text, f"unset {name}")
             return
     if m.cpu_quota is not None and m.cpu_quota < cores:
-        text = f"the container may use {m.cpu_quota:.1f} CPUs, but {cores} are visible"
+        text = f"the container is limited to {m.cpu_quota:.1f} CPUs, but {cores} are visible"
         yield Finding("warning", "threads", text, f"train with --threads {max(1, int(m.cpu_quota))}")
         return
     kind = "fast core" if cores < m.facts.cores else "physical core"
-    yield Finding("ok", "threads", f"{cores}, one per {kind}, of {m.usable_cpus} processors")
+    yield Finding("ok", "threads", f"{cores}, one per {kind}, of {m.usable_cpus} CPUs")
 
 
 def check_devices(m: Machine) -> Iterator[Finding]:
-    """A kernel on each device gave the right gradient, and which precision is fastest there."""
+    """Whether kernels compute correct gradients on each device, and which precision is fastest."""
     if m.facts.mps and m.variables.get("PYTORCH_ENABLE_MPS_FALLBACK") == "1":
-        text = "PYTORCH_ENABLE_MPS_FALLBACK=1: operations may run on the CPU without notice"
+        text = "PYTORCH_ENABLE_MPS_FALLBACK=1: operations may silently run on the CPU"
         yield Finding("warning", "fallback", text, "unset it: m1clip needs no fallback")
     for kind, failure in m.kernel_failures.items():
         if failure:
-            remedy = f"do not train on {kind}: use --device cpu; try another torch, or update the driver"
+            remedy = "use --device cpu; or try another torch version, or update the driver"
             yield Finding("problem", kind, f"a kernel failed: {failure}", remedy)
             continue
         name = m.facts.cuda if kind == "cuda" else m.facts.cpu
-        yield Finding("ok", kind, f"{name}: a matrix product and its gradient are right")
+        yield Finding("ok", kind, f"{name}: a matrix multiplication and its gradient are correct")
     for kind, rates in m.gemm_flops.items():
         text = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in rates.items())
         yield Finding("ok", f"{kind} speed", f"{text}; {max(rates, key=rates.__getitem__)} is the fastest")
 
 
 def doctor_text(findings: list[Finding]) -> str:
-    """One line per check, and the remedy under what is wrong."""
+    """One line per check, followed by the remedy if something is wrong."""
     lines = []
     for finding in findings:
         lines.append(f"{finding.level:8} {finding.name}: {finding.text}")

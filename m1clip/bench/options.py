@@ -1,4 +1,4 @@
-"""What the user asks `compare` and `plan`; imports nothing heavy, since --help reads it."""
+"""Options of `compare` and `plan`; imports nothing slow, since --help reads them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class CompareOptions:
     """What to compare."""
 
     model: Annotated[tuple[str, ...], Several] = ("tiny",)
-    """Model sizes: tiny, small, ViT-B-32, ... Several: only device and precision vary."""
+    """Model presets: tiny, small, ViT-B-32, ... With more than one, only device and precision vary."""
     batch_size: Annotated[tuple[int, ...], Several] = (64,)
-    """Images per step, one number or several."""
+    """Images per step, one or more values."""
     device: Annotated[tuple[str, ...], Several] = ()
     """Only these devices, such as cpu cuda."""
     precision: Annotated[tuple[str, ...], Several] = ()
-    """Only these precisions, such as fp32 bf16; fp16 is measured only when named."""
+    """Only these precisions, such as fp32 bf16; fp16 is measured only if listed."""
     optimizer: Optimizer = "muon"
     """As in train."""
     minutes: float = 4.7
-    """Time budget. What does not fit is skipped and listed."""
+    """Time budget in minutes. Configurations that do not fit are skipped and listed."""
 
     def __post_init__(self) -> None:
         if not self.batch_size or min(self.batch_size) < 1:
-            raise UserError("--batch-size: give whole numbers of 1 or more, such as --batch-size 1 8 64")
+            raise UserError("--batch-size: give integers of at least 1, such as --batch-size 1 8 64")
         if not self.minutes > 0:
             raise UserError(f"--minutes must be above 0, not {self.minutes:g}")
 
@@ -42,13 +42,13 @@ class PlanOptions:
     """A training run to plan."""
 
     model: str = "tiny"
-    """Model size: tiny, small, ViT-B-32, 200M, 500M, 1B, ..."""
+    """Model preset: tiny, small, ViT-B-32, 200M, 500M, 1B, ..."""
     batch_size: int = 64
     """Images per step."""
     images: int = 8000
-    """Training images."""
+    """Number of training images."""
     epochs: float = 10.0
-    """Passes over them."""
+    """Number of epochs."""
     device: Literal["auto", "cpu", "mps", "cuda"] = "auto"
     """As in train."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -56,11 +56,11 @@ class PlanOptions:
     optimizer: Optimizer = "muon"
     """As in train."""
     rate: str | None = None
-    """Matrix product rate of another machine, such as 2.6TFLOP."""
+    """Matrix multiplication speed of another machine, such as 2.6TFLOP."""
     watts: float | None = None
-    """Power of the machine under load, for the energy. Default: a meter's reading, or "not measured"."""
+    """Power of the machine under load, to compute energy. Default: a meter's reading, or "not measured"."""
     memory: str | None = None
-    """Memory limit, such as 8GB. Default: all of the device's."""
+    """Memory limit, such as 8GB. Default: all memory of the device."""
 
     def __post_init__(self) -> None:
         for name, least in (("batch_size", 2), ("images", 2), ("epochs", 1e-9)):

@@ -1,4 +1,4 @@
-"""m1clip plan: memory, time and energy of a training run, before it is started."""
+"""m1clip plan: predict the memory, time and energy of a training run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from m1clip.model.presets import flops_per_pair
 from m1clip.training.memory import forecast, predicted_peak, tensor_limit, tracer, warm_process
 from m1clip.training.transfer import Start
 
-ASSUMED_GEMM_FRACTION = 0.5  # of the matrix product rate, where no step was measured; the plan says so
+ASSUMED_GEMM_FRACTION = 0.5  # of the GEMM rate, if no step was measured; the plan reports it
 GEMM_SIZE = {"cpu": 1536, "mps": 4096, "cuda": 8192}
 MAX_BATCH_SIZE = 65_536
 
 
 def make_plan(job: PlanOptions) -> dict[str, Any]:
-    """What a run will take, without running it."""
+    """Predict what a run will take."""
     rate = amount(job.rate, "FLOP", "--rate") if job.rate else None
     limit = amount(job.memory, "B", "--memory") if job.memory else None
     facts = read_facts()
@@ -62,7 +62,7 @@ def plan_memory(c: Configuration, device: Device, facts: Facts, images: int, lim
     shape, tokens = model_shape(c.model)
     process = warm_process(facts) if device.kind == "cpu" else 0
     data = images * shape.image_size**2 * 3
-    data = data if data <= RAM_FRACTION * facts.memory_bytes else 0  # a larger set stays on disk
+    data = data if data <= RAM_FRACTION * facts.memory_bytes else 0  # a larger dataset stays on disk
     precision: Any = c.precision
     traces = [
         tracer(config.train_config(), Start(shape), device.kind, precision, facts, tokens)
@@ -84,7 +84,7 @@ def plan_memory(c: Configuration, device: Device, facts: Facts, images: int, lim
 def step_time(
     c: Configuration, facts: Facts, device: Device, flops: float, rate: float | None
 ) -> tuple[float, str, float | None]:
-    """Seconds of a step, where they come from, and joules of a step if a meter was read."""
+    """Step seconds, their source, and joules per step if a meter was available."""
     if rate is None:
         same = ("device", "precision", "optimizer", "compile", "grad_checkpointing", "threads")
         mine = [r for r in load_measured(facts) if all(r["configuration"].get(key) == getattr(c, key) for key in same)]
@@ -93,29 +93,29 @@ def step_time(
             near = min(exact, key=lambda r: abs(r["configuration"]["batch_size"] - c.batch_size))
             scale = flops / near["flops"]
             joules = near["joules_per_step"] * scale if near["joules_per_step"] is not None else None
-            source = f"measured here at batch {near['configuration']['batch_size']}"
+            source = f"measured on this machine at batch {near['configuration']['batch_size']}"
             return near["seconds"]["median"] * scale, source, joules
         model = fit(mine)
         if model is not None:
             parameters = count_parameters(model_shape(c.model)[0])
-            return model.seconds(parameters, flops), f"cost model of {len(mine)} steps measured here", None
+            return model.seconds(parameters, flops), f"cost model of {len(mine)} steps measured on this machine", None
     measured = rate or gemm_rate(device, c.precision, GEMM_SIZE[device.kind])
     source = f"assuming {ASSUMED_GEMM_FRACTION:.0%} of {measured / 1e12:.3g} TFLOP/s"
-    source += "" if rate else " measured here; m1clip compare measures the step itself"
+    source += "" if rate else " measured on this machine; m1clip compare measures the step itself"
     return flops / (measured * ASSUMED_GEMM_FRACTION), source, None
 
 
 def energy(joules: float | None, watts: float | None, step_seconds: float, steps: int) -> str:
-    """Watt-hours from a meter or from the power given; never estimated."""
+    """Watt-hours from a meter or from --watts; never estimated."""
     if joules is not None:
-        return f"{joules * steps / 3600:.3g} Wh (from the joules per step that m1clip compare measured here)"
+        return f"{joules * steps / 3600:.3g} Wh (from the joules per step measured by m1clip compare)"
     if watts is not None:
         return f"{watts * step_seconds * steps / 3600:.3g} Wh at the given {watts:g} W"
-    return "not measured (no meter was read here; --watts gives the power)"
+    return "not measured (no energy meter; set the power with --watts)"
 
 
 def plan_text(plan: dict[str, Any]) -> str:
-    """A plan in lines."""
+    """A plan as text."""
     memory = plan["memory"]
     parts = ", ".join(f"{name} {size(value)}" for name, value in memory["parts"].items() if value >= 5e5)
     fits = "fits" if memory["fits"] else "does NOT fit"
@@ -127,7 +127,7 @@ def plan_text(plan: dict[str, Any]) -> str:
         f"{plan['optimizer']}: {parts}\n"
         f"           {fits} in {size(memory['limit'])}; largest batch {memory['max_batch_size']:,}, {checkpointing}, "
         "any with --micro-batch\n"
-        f"time       {duration(plan['step_seconds'])} a step, {plan['steps']:,} steps: {clock(plan['seconds'])} "
+        f"time       {duration(plan['step_seconds'])} per step, {plan['steps']:,} steps: {clock(plan['seconds'])} "
         f"({plan['time_source']})\n"
         f"energy     {plan['energy']}"
     )

@@ -1,4 +1,4 @@
-"""A comparison on the screen, and as comparison.html: one file that needs no network."""
+"""A comparison as text and as comparison.html, a self-contained file."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ HEAD = ("configuration", "step", "quartiles", "n", "images/s", "of GEMM", "memor
 MAX_BARS = 16
 METHOD = (
     "Each figure is the training step of m1clip train (copy, forward, backward, clipping, optimizer) on random images "
-    "with one caption each, which lie ready in memory. The device is synchronized after each step. Steps repeat until "
-    "two agree within 10%, then configurations take turns in alternating order. Times are medians with quartiles. Of "
-    "GEMM: the model's operations per second as a fraction of a large matrix product's on that device. Memory: the "
+    "with one caption each, preloaded in memory. The device is synchronized after each step. Steps repeat until "
+    "two agree within 10%, then configurations alternate. Times are medians with quartiles. Of "
+    "GEMM: the model's FLOP/s as a fraction of those of a large matrix multiplication on that device. Memory: the "
     "peak of a process on the CPU, of the allocator on an accelerator. Gradient: its relative difference from the "
     "CPU's in fp32."
 )
 
 
 def rows(document: Document) -> list[list[str]]:
-    """Every figure, under `HEAD`."""
+    """All results as table rows with the columns `HEAD`."""
     found = []
     for r in document["results"]:
         t, joules = r["seconds"], r["joules_per_step"]
@@ -51,7 +51,7 @@ def rows(document: Document) -> list[list[str]]:
 
 
 def text(document: Document) -> str:
-    """The figures, the verdict, and what to know beside them."""
+    """The results, the verdict, warnings and skipped configurations."""
     lines = [table(HEAD, rows(document)), "", *(f"- {line}" for line in document["verdict"])]
     for r in document["results"]:
         label = Configuration(**r["configuration"]).label
@@ -73,7 +73,7 @@ def page(document: Document) -> str:
         f"<h1>{escape(title)}</h1><p class='hint'>{escape(about)}<br>{escape(' '.join(document['command']))}</p>",
         _list(document["verdict"]),
         html_plots(_plots(document)),
-        "<h2>All figures</h2>" + html_table(HEAD, rows(document)) + (_list(warnings) if warnings else ""),
+        "<h2>All results</h2>" + html_table(HEAD, rows(document)) + (_list(warnings) if warnings else ""),
         _cost_models(document) if document["cost_models"] else "",
         _devices(document),
         "<h2>Skipped</h2>" + html_table(("configuration", "reason", ""), skipped) if skipped else "",
@@ -83,7 +83,7 @@ def page(document: Document) -> str:
 
 
 def machine(document: Document) -> str:
-    """A machine in a few words."""
+    """A short description of the machine."""
     facts = document["facts"]
     return f"{facts['cuda'] + ' + ' if facts['cuda'] else ''}{facts['cpu']}, {facts['cores']} cores"
 
@@ -97,7 +97,7 @@ def _cost_models(document: Document) -> str:
     for m in document["cost_models"]:
         held_out = sorted(abs(error) for values in m["held_out_errors"].values() for error in values)
         unseen = (
-            f"{held_out[len(held_out) // 2]:.0%} median, {held_out[-1]:.0%} worst" if held_out else "one model only"
+            f"{held_out[len(held_out) // 2]:.0%} median, {held_out[-1]:.0%} worst" if held_out else "only one model"
         )
         rate = f"{1 / m['per_flop'] / 1e12:.3g} TFLOP/s" if m["per_flop"] else "-"
         cells.append(
@@ -111,8 +111,8 @@ def _cost_models(document: Document) -> str:
                 unseen,
             ]
         )
-    head = ("", "fixed", "per 100M parameters", "rate", "points", "error of the fit", "error on a model left out")
-    words = "<p>Seconds of a step = fixed + a cost per parameter (the optimizer) + operations / rate.</p>"
+    head = ("", "fixed", "per 100M parameters", "rate", "points", "fit error", "leave-one-model-out error")
+    words = "<p>Seconds per step = fixed cost + cost per parameter (optimizer) + FLOPs / rate.</p>"
     return f"<h2>Cost model</h2>{words}{html_table(head, cells)}"
 
 
@@ -126,11 +126,11 @@ def _devices(document: Document) -> str:
         ]
         for d in document["devices"]
     ]
-    return "<h2>Devices</h2>" + html_table(("", "matrix products", "memory copy", "kernel launch"), cells)
+    return "<h2>Devices</h2>" + html_table(("", "matrix multiplication", "memory copy", "kernel launch"), cells)
 
 
 def _plots(document: Document) -> list[Plot]:
-    """Speed of each configuration, and seconds against batch size where several were measured."""
+    """Speed of each configuration, and step time by batch size if several were measured."""
     jobs: dict[tuple[str, int], list[Result]] = {}
     for r in document["results"]:
         jobs.setdefault((r["configuration"]["model"], r["configuration"]["batch_size"]), []).append(r)

@@ -1,4 +1,4 @@
-"""A comparison in sentences, each one made from measured figures."""
+"""The conclusions of a comparison as sentences."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from m1clip.bench.cost_model import Result
 from m1clip.formatting import duration
 from m1clip.training.parity import TOLERANCE
 
-SMALL_DIFFERENCE = 1.03  # below this two medians count as equal, whatever their quartiles
-DETAILED = 4  # models and batch sizes that each get sentences; of more, each model's largest batch
+SMALL_DIFFERENCE = 1.03  # below this ratio two medians count as equal, regardless of their quartiles
+DETAILED = 4  # models and batch sizes described individually; beyond that, only each model's largest batch
 
 
 def gradient_is_right(result: Result) -> bool:
-    """Whether the gradient agrees with the CPU's in fp32 as far as the precision allows, or was not checked."""
+    """Whether the gradient matches the CPU's in fp32 within the precision's tolerance, or was not checked."""
     difference = result["gradient_difference"]
     return difference is None or difference <= TOLERANCE[Configuration(**result["configuration"]).precision]
 
 
 def speedup(slow: Result, fast: Result) -> tuple[float, float, float]:
-    """Ratio of the medians, and the least and the most that the quartiles allow."""
+    """Ratio of the medians, with its lower and upper bounds from the quartiles."""
     a, b = slow["seconds"], fast["seconds"]
     return a["median"] / b["median"], a["low"] / b["high"], a["high"] / b["low"]
 
@@ -34,7 +34,7 @@ def verdict(document: dict[str, Any]) -> list[str]:
             c = Configuration(**r["configuration"])
             lines.append(
                 f"{c.label}: gradients differ from the CPU's in fp32 by {r['gradient_difference']:.1%} "
-                f"({TOLERANCE[c.precision]:.0%} allowed), so it is left out of the verdict."
+                f"({TOLERANCE[c.precision]:.0%} allowed), so it is excluded from the verdict."
             )
     results = [r for r in document["results"] if gradient_is_right(r)]
     lines += [_crossover(item) for item in document["crossovers"]]
@@ -65,7 +65,7 @@ def _fastest(group: list[Result]) -> list[str]:
     best, *others = sorted(group, key=lambda r: r["seconds"]["median"])
     c, t = Configuration(**best["configuration"]), best["seconds"]
     lines = [
-        f"{c.model}, batch {c.batch_size}: {c.variant} is the fastest of {len(group)}, {duration(t['median'])} a "
+        f"{c.model}, batch {c.batch_size}: {c.variant} is the fastest of {len(group)}, {duration(t['median'])} per "
         f"step [{duration(t['low'])}, {duration(t['high'])}], n={t['n']}, {best['images_per_second']:,.1f} "
         "images/s."
     ]
@@ -78,7 +78,7 @@ def _fastest(group: list[Result]) -> list[str]:
 
 
 def _one_change(best: Result, other: Result) -> str:
-    """What one setting gains, where two results differ in that setting alone."""
+    """The gain from one setting, if two results differ only in that setting."""
     a, b = best["configuration"], other["configuration"]
     changed = [key for key in a if a[key] != b[key]]
     if len(changed) != 1 or changed[0] == "device":
@@ -118,10 +118,10 @@ def _crossover(item: dict[str, Any]) -> str:
 
 
 def _limit(device: dict[str, Any], results: Sequence[Result]) -> str:
-    """How near the fastest step of a device is to the rate of a large matrix product."""
+    """How close the fastest step of a device comes to the rate of a large matrix multiplication."""
     best = max(_of_device(device, results), key=lambda r: r["images_per_second"])
     c = Configuration(**best["configuration"])
     return (
-        f"On {c.device}, {c.label} reaches {best['gemm_fraction']:.0%} of the measured {c.precision} matrix product "
+        f"On {c.device}, {c.label} reaches {best['gemm_fraction']:.0%} of the measured {c.precision} GEMM "
         f"rate; one kernel launch takes {device['launch_seconds'] * 1e6:.1f} µs."
     )

@@ -1,4 +1,4 @@
-"""A process that measures training steps: peak memory, thread counts and a crashing kernel all belong to a process."""
+"""Worker processes that measure training steps: peak memory, thread counts and crashes are per process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from m1clip.hardware.facts import read_facts
 from m1clip.hardware.timing import Load, is_settled
 
 GEMM_SIZE = {"cpu": 1536, "mps": 4096, "cuda": 8192}  # large enough to reach the device's peak rate
-MAX_WARM_STEPS, MAX_CAPTURE_STEPS = 4, 24  # a CUDA graph is captured after some steps
+MAX_WARM_STEPS, MAX_CAPTURE_STEPS = 4, 24  # a CUDA graph is captured after a few steps
 PARITY_IMAGES = 4
 
 
@@ -33,7 +33,7 @@ class MeasurementError(Exception):
 
 
 class Worker:
-    """The measuring process, seen from outside."""
+    """Handle of a worker process."""
 
     def __init__(self, log: Path) -> None:
         """`log` receives what the process and its libraries print."""
@@ -44,25 +44,25 @@ class Worker:
         theirs.close()
 
     def call(self, method: str, timeout: float, *arguments: Any) -> Any:
-        """Call a method of `Measurements` over there; MeasurementError where it fails, crashes or takes too long."""
+        """Call a method of `Measurements` in the worker; MeasurementError if it fails, crashes or times out."""
         try:
             self._pipe.send((method, arguments))
             if not self._pipe.poll(timeout):
                 self.close()
-                raise MeasurementError("time", f"no answer within {timeout:.0f} s")
+                raise MeasurementError("time", f"timed out after {timeout:.0f} s")
             ok, value = self._pipe.recv()
         except (EOFError, OSError):
             self.close()
             code = self._process.exitcode
-            reason = "killed, probably for lack of memory" if code == -9 else f"ended with exit code {code}"
-            raise MeasurementError("crash", f"the measuring process was {reason}") from None
+            reason = "was killed, probably out of memory" if code == -9 else f"ended with exit code {code}"
+            raise MeasurementError("crash", f"the worker process {reason}") from None
         if not ok:
             raise MeasurementError(*value)
         return value
 
     @property
     def alive(self) -> bool:
-        """Whether it can be called."""
+        """Whether the process is running."""
         return self._process.is_alive()
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class Worker:
 
 
 def _serve(pipe: Connection, log: str) -> None:
-    """Answer calls until the other end closes. Everything printed goes to the log."""
+    """Serve calls until the other end closes. Everything printed goes to the log."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -99,7 +99,7 @@ def _answer(method: Any, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
 
 
 class Measurements:
-    """One open configuration at a time, on the step that `train` runs, with inputs that lie ready in memory."""
+    """Measures one open configuration at a time: the step of `train`, with inputs preloaded in memory."""
 
     def __init__(self) -> None:
         self.facts = read_facts()
@@ -107,7 +107,7 @@ class Measurements:
         self.step: Any = None
 
     def probe(self, kind: Any, precisions: list[Any]) -> dict[str, Any]:
-        """A device by itself: matrix product rates, memory bandwidth, the cost of one kernel launch."""
+        """Raw device speed: matrix multiplication, memory bandwidth, kernel launch."""
         import torch
 
         from m1clip.hardware.measure import copy_bandwidth, gemm_rate, launch_seconds
@@ -124,7 +124,7 @@ class Measurements:
         }
 
     def open(self, configuration: Configuration, seconds: float) -> dict[str, Any]:
-        """Build the step of a configuration and run it until two steps agree, or for some seconds."""
+        """Build the step of a configuration and warm up until two steps agree, or for `seconds`."""
         import torch
 
         from m1clip.data.images import Preprocess
@@ -171,7 +171,7 @@ class Measurements:
         }
 
     def steps(self, count: int, seconds: float) -> dict[str, Any]:
-        """Up to `count` timed steps, each one synchronised; no new one after `seconds`."""
+        """Time up to `count` steps, each one synchronized; starts none after `seconds`."""
         meter, load = open_meter(self.device.kind), Load()
         samples: list[dict[str, float]] = []
         self.step.phases.take()
@@ -185,7 +185,7 @@ class Measurements:
         }
 
     def gradient_difference(self) -> float:
-        """Relative difference of the gradient of a few images from the CPU's in fp32."""
+        """Relative difference between the gradient of a few images and the CPU's in fp32."""
         from m1clip.training.parity import gradient, perturbed, relative_difference
 
         twin = perturbed(self.step.model).eval()

@@ -1,4 +1,4 @@
-"""The app that all commands are added to. A command imports what it needs when it is called: --help stays fast."""
+"""The app that all commands register with. Each command imports what it needs when called, so --help stays fast."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from m1clip.cli.app import Count, app
 data = App(name="data", help="Make, check and pack image-caption datasets.")
 app.command(data)
 
-ImageColumn = Annotated[str | None, Parameter(help="Tables only: the column with the path of the image.")]
+ImageColumn = Annotated[str | None, Parameter(help="Tables only: the column with the image path.")]
 CaptionColumn = Annotated[tuple[str, ...], Parameter(negative="", help="Tables only: the caption columns.")]
 
 
@@ -29,7 +29,7 @@ def data_make(
     folder
         A new or empty folder.
     count
-        Number of images; a tenth each go to validation and test.
+        Number of images; 10% each go to validation and test.
     image_size
         Side in pixels, 32 to 224.
     seed
@@ -67,11 +67,11 @@ def data_lint(
     json
         Print the complete report as JSON.
     image_size
-        The size to train at: smaller images are counted.
+        The image size to train at; smaller images are reported.
     context_length
-        Tokens that the model reads (tiny 32, others 77): captions that will be truncated are counted.
+        Context length of the model (tiny 32, others 77); captions that will be truncated are reported.
     quick
-        Check only 64 images, as before each run.
+        Check only 64 images, as training does before each run.
     """
     from m1clip.data.lint import QUICK, lint
     from m1clip.data.sources import Options, open_sources
@@ -115,7 +115,7 @@ def data_pack(
     shard_size
         Images per shard.
     image_size
-        Resize larger images to this short side, as JPEG; without it all bytes stay as they are.
+        Resize larger images to this short side and save them as JPEG. Default: copy the files unchanged.
     """
     from m1clip.data.pack import pack
     from m1clip.data.sources import Options, open_sources

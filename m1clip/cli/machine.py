@@ -1,4 +1,4 @@
-"""compare, doctor and plan: what this machine can do, what is wrong with it, what a run will take."""
+"""Commands about this machine: compare, doctor and plan."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def compare(options: Annotated[CompareOptions, Flat] | None = None, *, out: Path
     write_text(out / "comparison.html", page(document))
     print(text(document))
     print(f"report     {out / 'comparison.html'}")
-    print(f"figures    {out / 'comparison.json'}")
+    print(f"data       {out / 'comparison.json'}")
 
 
 @app.command
 def doctor(*, json: Json = False) -> None:
-    """Check this machine for what slows down or breaks training; exit code 1 if there is a problem.
+    """Check this machine for anything that slows down or breaks training; exit code 1 if there is a problem.
 
-    Each line is ok, a warning or a problem, with the remedy. docs/troubleshooting.md explains every one of them.
+    Each line is ok, a warning or a problem with its fix. docs/troubleshooting.md explains each of them.
 
     Parameters
     ----------
     json
-        All facts and findings as JSON, for a program or a bug report.
+        Print everything as JSON, for scripts and bug reports.
     """
     from dataclasses import asdict
 
@@ -77,12 +77,12 @@ def doctor(*, json: Json = False) -> None:
 def plan(options: Annotated[PlanOptions, Flat] | None = None, *, json: Json = False) -> None:
     """Predict what a training run will take: memory by component, the largest batch size, time and energy.
 
-    Uses the steps that m1clip compare has measured here, or measures the matrix product rate now.
+    Uses the step times that m1clip compare measured on this machine, or else measures matrix multiplication speed.
 
     Parameters
     ----------
     json
-        The plan as JSON.
+        Print the plan as JSON.
     """
     from m1clip.bench.plan import make_plan, plan_text
 

@@ -1,4 +1,4 @@
-"""Entry point of the command line: arguments in, exit code out; a mistake of the user is one line."""
+"""Command-line entry point. A user error is printed as one line."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from m1clip.errors import UserError
 
 
 def normalized(words: list[str]) -> list[str]:
-    """The command line as cyclopts expects it; `train photos` is `train --data photos`."""
+    """Rewrite the command line for cyclopts: `train photos` becomes `train --data photos`."""
     for option, word in zip(["", *words], words, strict=False):
         if word == "" or (word.startswith("--") and word.endswith("=")):
             name = word.rstrip("=") or option
-            raise UserError(f"{name}: the value is empty, as of a shell variable that is not set ('.' is this folder)")
+            raise UserError(f"{name}: the value is empty (an unset shell variable?); use '.' for the current folder")
     gpu = "mps" if platform.system() == "Darwin" else "cuda"
     words = [
         word.removesuffix("gpu") + gpu if word == "--device=gpu" or (word == "gpu" and option == "--device") else word
@@ -43,20 +43,20 @@ def normalized(words: list[str]) -> list[str]:
     return ["train", *sources, *words[first_option:]]
 
 
-FAMILIES = (train, runs, data, models, machine)  # importing a module adds its commands to the app
-INTERRUPTED = 130  # the shell's code for Ctrl-C
+FAMILIES = (train, runs, data, models, machine)  # importing a module registers its commands
+INTERRUPTED = 130  # exit code of shells for Ctrl-C
 _leaving = threading.Event()  # set once the process is about to end
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-    """Run a command; a mistake of the user is one line and exit code 2, without a traceback (unless --debug)."""
+    """Run a command. A user error prints one line and exits with code 2; --debug adds the traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         _open_standard_streams()
         signal.signal(signal.SIGINT, _on_interrupt)
     debug = "--debug" in words
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="replace")  # in an ASCII locale, "?" for what it cannot show
+        sys.stdout.reconfigure(errors="replace")  # an ASCII locale prints "?" for other characters
     try:
         words = normalized([word for word in words if word != "--debug"])
         if not {"--help", "-h", "--version"} & set(words):
@@ -68,11 +68,11 @@ def main(argv: list[str] | None = None) -> NoReturn:
             traceback.print_exc()
         hint = ""
         if isinstance(error, UnusedCliTokensError) and words[0] == "train":
-            hint = " Name your images right after train, or with --data."
+            hint = " Put the path of your images right after train, or use --data."
         print(f"m1clip: {_one_line(error)}{hint}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        if isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has left
+        if isinstance(error, BrokenPipeError):  # the reader of the pipe, such as head, has exited
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
         if debug:
@@ -89,17 +89,17 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt once; a later Ctrl-C, while that is handled, ends the process without a traceback."""
+    """Raise KeyboardInterrupt once; a second Ctrl-C during cleanup exits without a traceback."""
     if _leaving.is_set():
         if sys.stdout.isatty():
-            os.write(sys.stdout.fileno(), b"\x1b[?25h")  # show the cursor, which a progress bar hides
+            os.write(sys.stdout.fileno(), b"\x1b[?25h")  # show the cursor again: progress bars hide it
         os._exit(INTERRUPTED)
     _leaving.set()
     raise KeyboardInterrupt
 
 
 def _open_standard_streams() -> None:
-    """Where the shell closed one (>&-), /dev/null takes its place; else the next file opened would get its number."""
+    """Replace streams that the shell closed (>&-) with /dev/null, or the next open file would get their number."""
     while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(handle)
@@ -108,7 +108,7 @@ def _open_standard_streams() -> None:
 
 
 def _set_environment() -> None:
-    """torch reads these once, when it is imported; no command has imported it yet."""
+    """Set the variables that torch reads at import time; no command has imported it yet."""
     from m1clip.hardware.device import environment
 
     os.environ.update(environment(platform.system(), os.environ))

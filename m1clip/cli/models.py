@@ -1,4 +1,4 @@
-"""eval, classify, similar and export: using a trained model."""
+"""Commands that use a trained model: eval, classify, similar and export."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ def evaluate(
     classes
         A folder of class folders, for zero-shot accuracy and a confusion matrix.
     class_names
-        With --classes: a text file with one name per line, in the order of the sorted folders; default: their names.
+        With --classes: a text file with one class name per line, in sorted folder order; default: the folder names.
     template
-        With --classes: a sentence with {} for the class name; repeat the option to average several.
+        With --classes: a sentence with {} for the class name; repeat the option to average several templates.
     probe
-        With --classes: also train a linear classifier on two thirds of the vectors and evaluate it on the rest.
+        With --classes: also train a linear probe on two thirds of the image features and evaluate it on the rest.
     analysis
-        Also show what the model has learned and confuses: by difficulty and length of the caption, by content of the
-        image (synthetic images), the geometry of the embedding space, and an image of the worst confusions.
+        Also show what the model gets right and wrong: by caption difficulty and length, by image content (synthetic
+        images), the geometry of the embedding space, and an image of the worst confusions.
     device
-        Where to compute.
+        Device to run on.
     """
     from m1clip.evaluation.evaluate import open_split
     from m1clip.training.progress import Screen
     from m1clip.training.run import decode_plan
 
     screen = Screen()
-    folder = model if (model / "config.toml").is_file() else Path()  # figures lie in the run, or here
+    folder = model if (model / "config.toml").is_file() else Path()  # figures go to the run, or to the current folder
     if classes is not None:
         _zero_shot(screen, model, classes, class_names, template, probe, device, folder)
         return
@@ -114,7 +114,7 @@ def _zero_shot(
         screen.warn(f"skipped {reason}")
     screen.say(f"\n{model}, classes of {classes}\n\n{result.scores}\n")
     if find_spec("matplotlib") is None:
-        screen.say("note       for an image of the confusion matrix: pip install 'm1clip[plot]'")
+        screen.say("note       to plot the confusion matrix: pip install 'm1clip[plot]'")
         return
     path = folder / f"confusion-{classes.name or 'classes'}.png"
     confusion_figure(result.confusion, result.names, path, f"Zero-shot classification of {classes.name}")
@@ -143,7 +143,7 @@ def classify(
     model
         A run, a model folder, or an open_clip or Hugging Face model; default: the newest run in runs/.
     template
-        A sentence with {} for the label; repeat the option to average several. Default: the label alone.
+        A sentence with {} for the label; repeat the option to average several templates. Default: the label alone.
     """
     from m1clip.data.images import BadImage
     from m1clip.inference.encoder import load
@@ -151,7 +151,7 @@ def classify(
 
     names = [name.strip() for name in labels.split(",") if name.strip()]
     if len(names) < 2:
-        raise UserError("--labels: give two or more, separated by commas")
+        raise UserError("--labels: give two or more labels, separated by commas")
     try:
         (ranked,) = load(model or newest_run()).classify(image, names, template or ("{}",))
     except BadImage as error:
@@ -177,7 +177,7 @@ def similar(
     model
         A run, a model folder, or an open_clip or Hugging Face model; default: the newest run in runs/.
     count
-        How many to list.
+        Number of images to list.
     """
     from m1clip.evaluation.zeroshot import similar as most_similar
     from m1clip.inference.encoder import load
@@ -202,7 +202,7 @@ def export(
     image_size: Count | None = None,
     activation: Literal["gelu", "quick_gelu"] | None = None,
 ) -> None:
-    """Convert a model for another library, or a model of another library for m1clip.
+    """Convert a model to or from another library's format.
 
     m1clip export runs/demo --to openclip writes a folder for open_clip.create_model("local-dir:FOLDER"),
     --to hf one for transformers' CLIPModel.from_pretrained, --to safetensors m1clip's own model folder.
@@ -210,7 +210,7 @@ def export(
     Parameters
     ----------
     model
-        A run, a model folder, an open_clip or Hugging Face CLIPModel folder, or a file of open_clip weights.
+        A run, a model folder, an open_clip or Hugging Face CLIPModel folder, or an open_clip weights file.
     to
         The format to write.
     out
@@ -218,7 +218,7 @@ def export(
     image_size
         Convert for another image size: learned position embeddings are interpolated.
     activation
-        Only for a file of weights without a config: the activation it was trained with.
+        Only for a weights file without a config: the activation it was trained with.
     """
     from m1clip.export.layouts import export as write
     from m1clip.training.progress import Screen

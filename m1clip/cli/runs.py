@@ -1,4 +1,4 @@
-"""monitor, runs, stop, report and checkpoint: commands on run folders. monitor, runs, stop and report need no torch."""
+"""Commands on run folders. monitor, runs, stop and report do not import torch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def monitor(
     browser: Annotated[bool, Parameter(negative="--no-browser")] = True,
     once: Flag = False,
 ) -> None:
-    """Monitor runs while they train, or look at finished ones: in this terminal, or with --web in a browser.
+    """Monitor running or finished runs, in this terminal or with --web in a browser.
 
-    Without a name it shows the run that is training now, else the newest in runs/. Closing it never disturbs
+    Without a name it shows the run that is training now, or else the newest in runs/. Closing it never affects
     the run. Keys in the terminal: q quit, p pause, m next metric, r next recall, l log scale, n next run, ? help.
 
     Parameters
@@ -32,13 +32,13 @@ def monitor(
     runs
         Run folders, or a folder of runs.
     web
-        Open a page at http://127.0.0.1:PORT with plots to zoom, overlaid runs, and retrieval examples.
+        Serve a page at http://127.0.0.1:PORT with zoomable plots, overlaid runs and retrieval examples.
     port
-        Port for --web; 0 takes a free one.
+        Port for --web; 0 picks a free port.
     browser
         With --web, open the page in your browser.
     once
-        Print the screen once as plain text, for a pipe or a log.
+        Print the screen once as plain text, for pipes and logs.
     """
     from m1clip.monitor.status import find_runs, newest_run, require_run
 
@@ -64,7 +64,7 @@ def runs(folder: Path = RUNS, /, *, json: Flag = False) -> None:
     Parameters
     ----------
     folder
-        The folder of the runs.
+        The folder that contains the runs.
     json
         Print JSON.
     """
@@ -83,7 +83,7 @@ def stop(run: Path, /, *, wait: float = 120.0) -> None:
     run
         The run folder.
     wait
-        How many seconds to wait until it has stopped.
+        Seconds to wait for the run to stop.
     """
     from m1clip.monitor.status import stop_run
 
@@ -96,13 +96,13 @@ def report(
 ) -> None:
     """Write one HTML file with everything about a run: scores against chance, curves, examples, settings.
 
-    It opens without a network and prints well. Several runs are overlaid, with a table of differences. Plots need
+    The file is self-contained. Several runs are overlaid, with a table of their differences. Plots need
     matplotlib (pip install 'm1clip[plot]').
 
     Parameters
     ----------
     runs
-        Run folders, the one to compare against first.
+        Run folders; the first is the baseline.
     out
         The file to write; default: report.html in the first run's folder.
     png
@@ -114,7 +114,7 @@ def report(
     from m1clip.monitor.status import require_run
 
     if not runs:
-        raise UserError("name a run: m1clip report runs/demo")
+        raise UserError("no run given; for example: m1clip report runs/demo")
     for run in runs:
         require_run(run)
     path = write_report(list(runs), out or runs[0] / "report.html")
@@ -149,9 +149,9 @@ def ls(run: Path, /, *, json: Flag = False) -> None:
 
 @checkpoint.command
 def verify(run: Path, /, *, json: Flag = False) -> None:
-    """Compare every checkpoint of a run with its hashes; exit code 1 if one is damaged.
+    """Check the hashes of every checkpoint of a run; exit code 1 if one is damaged.
 
-    Nothing is changed: --resume skips a damaged checkpoint and takes the one before it.
+    Nothing is modified: --resume skips a damaged checkpoint and uses the one before it.
 
     Parameters
     ----------
@@ -177,7 +177,7 @@ def prune(run: Path, /, *, keep: int = 1) -> None:
     run
         A run folder.
     keep
-        How many to keep, at least 1.
+        Number of checkpoints to keep, at least 1.
     """
     from m1clip.training.checkpoint_list import prune_checkpoints
 

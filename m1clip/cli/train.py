@@ -1,4 +1,4 @@
-"""The command train."""
+"""The train command."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ def train(
     runs/tiny continues a run that was stopped or killed.
 
     Ctrl-C, SIGTERM or a closed terminal (SIGHUP) finishes the step, saves a checkpoint and exits with code 130, 143 or
-    129; a second one exits at once. Other exit codes: 0 trained to the end, 2 an error that you can fix, in one line.
+    129; a second signal exits immediately. Other exit codes: 0 training finished, 2 a user error, reported in one line.
 
     Parameters
     ----------
     preset
-        Settings of a complete run: demo, prior-art.
+        Built-in settings for a complete run: demo, prior-art.
     config_file
-        Settings from a TOML file; the config.toml of a run repeats that run.
+        Settings from a TOML file; the config.toml of a run reproduces that run.
     run
         Folder of the new run; default runs/MODEL, runs/MODEL-2, ...
     resume
         Continue the run in this folder from its newest checkpoint, with its settings.
     background
-        Train in a process that continues when this terminal is closed.
+        Train in a background process that survives closing this terminal.
     """
     if resume is not None:
         others = [word for word in commands.words if word.startswith("--")]
         others = [word for word in others if word.partition("=")[0] not in ("--resume", "--background")]
         if others:
-            raise UserError(f"--resume takes its settings from the run; leave out {others[0]}, or begin a new run")
+            raise UserError(f"--resume uses the settings of the run; remove {others[0]}, or start a new run")
     options = given_options(config, commands.words)
     if background:
         if resume is None:
-            make_config(options, config_file, preset)  # a mistake is reported here
+            make_config(options, config_file, preset)  # fail here, not in the background
         _in_background(preset or config.model.name, run, resume)
         return
     from m1clip.training import run as runs
@@ -76,7 +76,7 @@ def train(
         screen.say(str(stopped))
         sys.exit(stopped.exit_code)
     except Interrupted as interrupted:
-        screen.say(f"{interrupted} outside of training; m1clip train --resume continues a run that had begun")
+        screen.say(f"{interrupted} outside of training; m1clip train --resume continues a run that had started")
         sys.exit(interrupted.exit_code)
     screen.say(f"\n{SPLITS[result.split]}\n\n{result.scores}\n")
     screen.say(f"model      {result.path}")
@@ -84,7 +84,7 @@ def train(
 
 
 def given_options(config: Config, words: list[str]) -> dict[str, Any]:
-    """The settings that the command line contains, by their flat names, with the values that cyclopts parsed."""
+    """Settings given on the command line: flat name -> value parsed by cyclopts."""
     options: dict[str, Any] = {}
     for option, word in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = option.partition("=")
@@ -99,7 +99,7 @@ def given_options(config: Config, words: list[str]) -> dict[str, Any]:
         options[flat] = getattr(kind, key)
         typed = value if equals else word
         if type(options[flat]) is int and not typed.lstrip("-").isdecimal() and typed != "auto":
-            raise UserError(f"{name} must be a whole number, not {typed}")  # cyclopts makes 2 of 2.5
+            raise UserError(f"{name} must be an integer, not {typed}")  # cyclopts turns 2.5 into 2
     return options
 
 

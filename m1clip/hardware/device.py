@@ -1,4 +1,4 @@
-"""Everything that differs between devices: the rules, as pure functions of facts, and the device itself."""
+"""Device differences: rules as pure functions of machine facts, and the device itself."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How to use a device. The defaults are those of a CPU on Linux."""
+    """How to use a device. The defaults are for a CPU on Linux."""
 
-    precisions: tuple[Precision, ...] = ("fp32", "bf16")  # that work
+    precisions: tuple[Precision, ...] = ("fp32", "bf16")  # supported
     bf16: Literal["yes", "no", "measure"] = "measure"  # whether bf16 is faster
     attention: Literal["sdpa", "measure"] = "measure"
     non_blocking: bool = False  # copies overlap with computation
@@ -38,20 +38,20 @@ class Rules:
 
 
 def available(facts: Facts) -> tuple[Kind, ...]:
-    """Devices of this machine, the usually fastest first."""
+    """Devices of this machine, usually the fastest first."""
     kinds: dict[Kind, bool] = {"cuda": facts.cuda is not None, "mps": facts.mps, "cpu": True}
     return tuple(kind for kind, there in kinds.items() if there)
 
 
 def choose_device(asked: str, facts: Facts) -> Kind:
-    """The device to use. A named device that is missing is an error: only `auto` may choose."""
+    """The device to use; UserError if a named device is missing."""
     kinds = available(facts)
     if asked == "auto":
         return kinds[0]
     for kind in kinds:
         if kind == asked:
             return kind
-    raise UserError(f"--device {asked}: this machine has none (found: {', '.join(kinds)}); use --device auto")
+    raise UserError(f"--device {asked}: not available on this machine (found: {', '.join(kinds)}); use --device auto")
 
 
 def rules(kind: Kind, facts: Facts) -> Rules:
@@ -81,7 +81,7 @@ def rules(kind: Kind, facts: Facts) -> Rules:
 
 
 def choose_precision(asked: str, kind: Kind, facts: Facts, bf16_speedup: float | None) -> Precision:
-    """`bf16_speedup` is how many times faster bf16 products are, where the rules ask to measure it."""
+    """The precision to use; `bf16_speedup` is the measured speedup of bf16 products, where the rules ask for it."""
     rule = rules(kind, facts)
     if asked == "auto":
         faster = rule.bf16 == "yes" or (rule.bf16 == "measure" and (bf16_speedup or 0.0) > 1.1)
@@ -89,20 +89,20 @@ def choose_precision(asked: str, kind: Kind, facts: Facts, bf16_speedup: float |
     for precision in rule.precisions:
         if precision == asked:
             return precision
-    raise UserError(f"--precision {asked}: not on {kind} (possible: {', '.join(rule.precisions)}, auto)")
+    raise UserError(f"--precision {asked}: not supported on {kind} (choose from {', '.join(rule.precisions)}, auto)")
 
 
 def threads(asked: int, facts: Facts) -> int:
-    """One thread per physical core; only the fast cores where cores differ."""
+    """One thread per physical core; only performance cores where cores differ."""
     return asked or facts.performance_cores
 
 
 def environment(system: str, current: Mapping[str, str]) -> dict[str, str]:
     """Environment variables to set before torch is imported, unless the user has set them."""
-    # Threads that spin while they wait take cores from other programs: 2 to 3 times slower on a busy machine.
+    # Threads that spin while waiting compete with other programs: 2 to 3 times slower on a busy machine.
     wanted = {"OMP_WAIT_POLICY": "passive"}
     if system == "Linux" and current.get("OMP_WAIT_POLICY", "passive").lower() == "passive":
-        # Up to about 0.1 ms they may spin: between operations of a small model, sleeping costs more.
+        # Spin for up to about 0.1 ms: between operations of a small model, sleeping costs more.
         wanted["GOMP_SPINCOUNT"] = "10000"
     if system == "Darwin":
         wanted["PYTORCH_MPS_HIGH_WATERMARK_RATIO"] = "1.0"  # fail before the Mac starts to swap
@@ -110,7 +110,7 @@ def environment(system: str, current: Mapping[str, str]) -> dict[str, str]:
 
 
 def peak_of_status(text: str) -> int:
-    """The peak in Linux's /proc/PID/status, in bytes."""
+    """Peak memory from Linux's /proc/PID/status, in bytes."""
     line = next(line for line in text.splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
@@ -125,7 +125,7 @@ class Device:
         self.rules = rules(kind, facts)
         self.torch = torch.device(kind)
         self._backend: Any = {"cuda": torch.cuda, "mps": torch.mps}.get(kind)
-        self._most_seen = 0  # MPS keeps no peak: the most that memory_bytes() has seen
+        self._most_seen = 0  # MPS tracks no peak: the maximum returned by memory_bytes()
         self._peak_file: Path | None = None  # Linux, after reset_peak: rusage cannot be reset
 
     def synchronize(self) -> None:
@@ -144,7 +144,7 @@ class Device:
         return int(psutil.Process().memory_info().rss)
 
     def peak_bytes(self) -> int:
-        """The most memory used so far by this process, or since `reset_peak`."""
+        """Peak memory of this process so far, or since `reset_peak`."""
         if self.kind == "cuda":
             return int(self._backend.max_memory_allocated())
         if self.kind == "mps":
@@ -159,7 +159,7 @@ class Device:
         return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux, bytes on macOS
 
     def reset_peak(self) -> bool:
-        """Free cached memory and start a new peak; False where only a new process could (CPU, not Linux)."""
+        """Free cached memory and reset the peak; False where this is not possible (CPU, except on Linux)."""
         if self._backend is not None:
             self._backend.empty_cache()
             self._most_seen = 0
@@ -184,20 +184,20 @@ class Device:
             return_freed_memory()
 
     def total_bytes(self) -> int:
-        """All memory of the device; that of the machine for CPU and unified memory."""
+        """Total memory of the device; of the machine for CPU and unified memory."""
         if self.kind == "cuda":
             return int(self._backend.get_device_properties(self.torch).total_memory)
         return int(psutil.virtual_memory().total)
 
     def free_bytes(self) -> int:
-        """Memory that this process could still get."""
+        """Memory that this process could still allocate."""
         if self.kind == "cuda":
             return int(self._backend.mem_get_info()[0])
         return int(psutil.virtual_memory().available)
 
 
 def compile_obstacle(kind: str, torch_folder: str, compiler: str | None, triton: bool) -> str:
-    """Why torch.compile cannot work for a device; "" if nothing is known against it."""
+    """Why torch.compile cannot work for a device; "" if no reason is known."""
     if kind == "cuda" and not triton:
         return "it needs triton, which comes with torch on Linux (Windows: pip install triton-windows)"
     if kind != "cpu":
@@ -210,11 +210,11 @@ def compile_obstacle(kind: str, torch_folder: str, compiler: str | None, triton:
 
 
 def check_compile(kind: str) -> None:
-    """Refuse --compile where it would fail."""
+    """Raise UserError where --compile would fail."""
     import torch
 
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     triton = importlib.util.find_spec("triton") is not None
     obstacle = compile_obstacle(kind, os.path.dirname(torch.__file__), compiler, triton)
     if obstacle:
-        raise UserError(f"--compile cannot work here: {obstacle}; leave it out, or mend that")
+        raise UserError(f"--compile does not work here: {obstacle}; fix that, or remove --compile")

@@ -1,4 +1,4 @@
-"""Energy and temperature from the machine's own sensors; not estimated where there are none."""
+"""Energy and temperature from the machine's own sensors; never estimated."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ APPLE_PARTS = ("cpu_total_mj", "gpu_mj", "gpu_sram_mj", "dram_mj", "ane_mj")
 
 
 class EnergyMeter:
-    """Joules used since it was opened. `covers` is what it measures: the card alone, or the processor packages."""
+    """Joules used since it was opened. `covers` is what it measures: only the GPU, or the processor packages."""
 
     def __init__(self, name: str, covers: str, read: Callable[[], float]) -> None:
-        """`read` gives joules since some fixed moment."""
+        """`read` returns joules since some fixed moment."""
         self.name, self.covers = name, covers
         self._read = read
         self._begin = read()
@@ -29,7 +29,7 @@ class EnergyMeter:
 
 
 def open_meter(kind: str) -> EnergyMeter | None:
-    """The meter for a kind of device (cpu, mps, cuda), or None where none is readable."""
+    """The meter for a kind of device (cpu, mps, cuda), or None if none can be read."""
     if kind == "cuda":
         return _open_nvml()
     if sys.platform == "darwin":
@@ -38,10 +38,10 @@ def open_meter(kind: str) -> EnergyMeter | None:
 
 
 def open_rapl(folder: Path) -> EnergyMeter | None:
-    """All processor packages under a powercap folder; None where one is not readable (often only root may)."""
+    """All processor packages under a powercap folder; None if one cannot be read (often only root can)."""
     packages = sorted(
         zone for zone in folder.glob("intel-rapl:*") if zone.name.count(":") == 1
-    )  # a second colon names a part of a package, already counted in it
+    )  # a second colon marks a part of a package, which is already included in it
     if not packages:
         return None
     try:
@@ -72,29 +72,29 @@ class _Counter:
 
 
 def _open_nvml() -> EnergyMeter | None:
-    """The CUDA card's own counter (Volta and later), through nvidia-ml-py."""
+    """The GPU's own counter (Volta and later), through nvidia-ml-py."""
     nvml, handle = nvml_handle()
     if nvml is None:
         return None
     try:
-        return EnergyMeter("NVML", "the card alone", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
-    except nvml.NVMLError:  # an older card, or a virtual one
+        return EnergyMeter("NVML", "GPU only", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
+    except nvml.NVMLError:  # an older or virtual GPU
         return None
 
 
 def nvml_handle() -> tuple[Any, Any]:
-    """(the library, the handle of torch's current card), or (None, None) where either is missing."""
+    """(the library, the handle of torch's current GPU), or (None, None) if either is missing."""
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
     except ImportError:
         return None, None
-    except Exception:  # noqa: BLE001  NVMLError exists only once the library is there; no driver is no meter
+    except Exception:  # noqa: BLE001  NVMLError exists only if the library is installed; no driver means no meter
         return None, None
     import torch
 
     try:
-        # By its UUID: CUDA_VISIBLE_DEVICES changes what "card 0" means for torch, but not for NVML.
+        # By UUID: CUDA_VISIBLE_DEVICES changes what "device 0" means for torch, but not for NVML.
         uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
         return nvml, nvml.nvmlDeviceGetHandleByUUID(name)
@@ -112,7 +112,7 @@ def _open_apple() -> EnergyMeter | None:
 
 
 def apple_meter(monitor: Any) -> EnergyMeter:
-    """A meter over an AppleEnergyMonitor; a part that a chip does not report counts as 0."""
+    """A meter from an AppleEnergyMonitor; components that a chip does not report count as 0."""
 
     def read() -> float:
         metrics = monitor.get_cumulative_energy()
@@ -125,7 +125,7 @@ CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")  # Li
 
 
 def temperature(kind: str) -> float | None:
-    """Degrees Celsius of a device now; None where nothing can be read (most virtual machines, macOS)."""
+    """Current temperature of a device in Celsius; None if it cannot be read (most virtual machines, macOS)."""
     if kind == "cuda":
         nvml, handle = nvml_handle()
         if nvml is None:

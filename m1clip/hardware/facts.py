@@ -1,4 +1,4 @@
-"""What this machine is, as one plain record. Rules elsewhere are functions of it, so any machine is a test case."""
+"""A description of this machine as one record. Rules elsewhere are pure functions of it, which makes them testable."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import psutil
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The machine and its torch, as far as a rule may depend on them."""
+    """The machine and its torch build, as far as rules depend on them."""
 
     system: str  # "Darwin", "Linux", "Windows"
     machine: str  # "arm64", "x86_64"
-    cpu: str  # its product name
+    cpu: str  # product name
     cores: int  # physical
-    performance_cores: int  # the fast ones, where cores differ; else all
+    performance_cores: int  # all cores if they do not differ
     memory_bytes: int
-    cuda: str | None = None  # name of the card
+    cuda: str | None = None  # GPU name
     cuda_capability: tuple[int, int] = (0, 0)
     mps: bool = False
     torch: str = ""
@@ -35,7 +35,7 @@ class Facts:
 
 
 def read_facts() -> Facts:
-    """Look at this machine. Imports torch."""
+    """Inspect this machine. Imports torch."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -56,7 +56,7 @@ def read_facts() -> Facts:
 
 
 def usable_cpus() -> int:
-    """CPUs this process may run on: containers and batch systems often allow fewer than there are."""
+    """CPUs available to this process: containers and batch systems often allow fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""What this machine's arithmetic can do, measured: the matrix product rate in each precision."""
+"""Measured speed of this machine: matrix multiplication in each precision, memory copies, kernel launches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 def gemm_timings(
     device: Device, precisions: tuple[Precision, ...], size: int = 1536, rounds: int = 5
 ) -> dict[str, Timing]:
-    """Time a square matrix product in each precision, in turn."""
+    """Time a square matrix multiplication in each precision, alternating between them."""
     calls = {}
     for precision in precisions:
         a = torch.randn(size, size, device=device.torch).to(DTYPES[precision])
@@ -25,21 +25,21 @@ def gemm_timings(
 
 
 def gemm_rate(device: Device, precision: Precision, size: int = 1536, rounds: int = 7) -> float:
-    """Floating-point operations a second of a large matrix product: the ceiling for a training step."""
+    """FLOP/s of a large matrix multiplication: the upper bound for a training step."""
     return 2 * size**3 / gemm_timings(device, (precision,), size, rounds)[precision].low
 
 
 def bf16_speedup(device: Device) -> float:
-    """How many times faster a bf16 product is than an fp32 one. Takes well under a second on a CPU."""
+    """Speedup of bf16 over fp32 matrix multiplication. Takes well under a second on a CPU."""
     times = gemm_timings(device, ("fp32", "bf16"), size=768)
     return times["fp32"].median / times["bf16"].median
 
 
-COPY_BYTES = {"cpu": 2**28, "mps": 2**28, "cuda": 2**30}  # well beyond any cache
+COPY_BYTES = {"cpu": 2**28, "mps": 2**28, "cuda": 2**30}  # much larger than any cache
 
 
 def copy_bandwidth(device: Device, rounds: int = 9, size: int | None = None) -> float:
-    """Bytes a second of a copy within the device: what is read and what is written both count."""
+    """Bytes per second of a copy within the device, counting both reads and writes."""
     size = size or COPY_BYTES[device.kind]
     source = torch.ones(size // 4, device=device.torch)
     target = torch.empty_like(source)
@@ -51,7 +51,7 @@ LAUNCHES = 200
 
 
 def launch_seconds(device: Device, rounds: int = 9) -> float:
-    """Seconds to launch one small kernel, as one of many."""
+    """Seconds per launch of a small kernel, averaged over many."""
     one = torch.ones(1, device=device.torch)
 
     def launch() -> None:

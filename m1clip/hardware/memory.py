@@ -14,12 +14,12 @@ import psutil
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _ALL = 2**31 - 1
-_OLD_LIMIT = 32 * 2**20  # the most that glibc before 2.35 takes for the second
+_OLD_LIMIT = 32 * 2**20  # maximum of the second in glibc before 2.35
 _LARGE = 512 * 2**10
 
 
 def keep_freed_memory() -> bool:
-    """Ask glibc to reuse freed blocks instead of returning them to the system; True if it does.
+    """Tell glibc to reuse freed blocks instead of returning them to the system; True if supported.
 
     By default each block of some megabytes is unmapped when freed, and its pages are cleared and mapped again at the
     next use: 110,000 page faults in one step of the 76.7M model (docs/speed.md).
@@ -33,10 +33,10 @@ def keep_freed_memory() -> bool:
 
 
 def map_large_blocks() -> bool:
-    """Ask glibc to map each large block separately, for the first step; True if it does.
+    """Tell glibc to map each large block separately, for the first step; True if supported.
 
-    In that step oneDNN allocates its kernels, 258 kB each, which stay. Between tensors that are freed again they would
-    fragment the heap for good.
+    In that step oneDNN allocates its kernels, 258 kB each, permanently. In between tensors that are freed they would
+    fragment the heap.
     """
     mallopt = _mallopt()
     return bool(mallopt is not None and mallopt(_M_MMAP_THRESHOLD, _LARGE))
@@ -60,13 +60,13 @@ CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 
 def smallest_limit(physical: int, limits: list[str]) -> int:
-    """The machine's memory, or less where the files of a container contain a smaller number ("max" is none)."""
+    """The machine's memory, or the smaller limit of a container's cgroup files ("max" means no limit)."""
     numbers = [int(text) for text in (line.strip() for line in limits) if text.isascii() and text.isdigit()]
     return min([physical, *(number for number in numbers if number > 0)])
 
 
 def memory_limit(files: tuple[str, ...] = CGROUPS) -> int:
-    """Bytes that the process can use before the system kills it, or swaps."""
+    """Bytes that the process can use before the system swaps or kills it."""
     limits = []
     for name in files:
         try:
@@ -80,7 +80,7 @@ _process = cache(psutil.Process)  # by process id: called in each step
 
 
 def own_bytes() -> int:
-    """Private memory of this process; mapped files, such as cached images, do not count."""
+    """Private memory of this process, without mapped files such as cached images."""
     facts = _process(os.getpid()).memory_info()
     return int(facts.rss - getattr(facts, "shared", 0))  # only Linux reports shared memory
 

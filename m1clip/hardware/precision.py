@@ -1,4 +1,4 @@
-"""Arithmetic of the towers: a context to run them in, and the scaler that fp16 needs."""
+"""Mixed precision: autocast contexts, and the gradient scaler for fp16."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from m1clip.hardware.measure import DTYPES
 
 
 def autocast(device: Device, precision: Precision) -> Callable[[], AbstractContextManager[object]]:
-    """Makes the context in which forward passes run; fp32 needs none."""
+    """Factory of the autocast context for forward passes; fp32 needs none."""
     if precision == "fp32":
         return contextlib.nullcontext
     return lambda: torch.autocast(device.kind, dtype=DTYPES[precision])
 
 
 def no_autocast(device: Device, precision: Precision) -> Callable[[], AbstractContextManager[object]]:
-    """Makes the context for a backward pass inside `autocast`: off, but its cast weights are kept for what follows."""
+    """Factory of a context that disables `autocast` for a backward pass inside it, but keeps its cast weights."""
     if precision == "fp32":
         return contextlib.nullcontext
     return lambda: torch.autocast(device.kind, enabled=False)
 
 
 def grad_scaler(device: Device, precision: Precision) -> torch.amp.GradScaler | None:
-    """fp16 gradients underflow without one; the wider range of bf16 needs none."""
+    """The gradient scaler for fp16, whose gradients would underflow; None for other precisions."""
     return torch.amp.GradScaler(device.kind) if precision == "fp16" else None

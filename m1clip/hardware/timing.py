@@ -11,8 +11,8 @@ from typing import Any, Protocol, Self
 
 import psutil
 
-DRIFT = 0.08  # a larger change between the first and the last third is reported
-BUSY = 0.10  # so is a larger fraction of the processors used by other programs
+DRIFT = 0.08  # report a larger relative change between the first and the last third
+BUSY = 0.10  # report a larger fraction of CPU time used by other programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def alternate(
     calls: Mapping[Any, Callable[[], object]], synchronize: Callable[[], None], *, rounds: int = 5, warmup: int = 1,
     seconds: float = float("inf"),
 ) -> dict[str, Timing]:  # fmt: skip
-    """Time several calls in turn, so that a busy moment of the machine affects all of them.
+    """Time several calls in alternation, so that a busy moment affects all of them.
 
     Stops after `rounds` rounds, or after `seconds` once each call has been timed.
     """
@@ -79,17 +79,17 @@ def remarks(seconds: Sequence[float], others: float | None) -> list[str]:
     found = []
     moved = drift(seconds)
     if moved is not None and moved > DRIFT:
-        found.append(f"slowed down by {moved:.0%} during the measurement: throttled, or disturbed")
+        found.append(f"slowed down by {moved:.0%} during the measurement: thermal throttling, or other programs")
     if moved is not None and moved < -DRIFT:
-        found.append(f"became {-moved:.0%} faster during the measurement: not warmed up, or disturbed")
+        found.append(f"became {-moved:.0%} faster during the measurement: not warmed up, or other programs")
     if others is not None and others > BUSY:
-        found.append(f"other programs used {others:.0%} of the processors")
+        found.append(f"other programs used {others:.0%} of the CPU")
     if len(seconds) < 3:
-        found.append(f"only {len(seconds)} measured")
+        found.append(f"only {len(seconds)} steps measured")
     return found
 
 
-_FOLD_AT = 4096  # marks kept before they are summed, so that memory stays bounded
+_FOLD_AT = 4096  # marks stored before they are summed, to bound memory
 
 
 class Stamp(Protocol):
@@ -102,7 +102,7 @@ class Stamp(Protocol):
 
 
 class HostStamp:
-    """The same on the host, where work is done when the call returns; milliseconds, as in CUDA."""
+    """A timestamp on the host, where work is done when the call returns; milliseconds, as in CUDA."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -112,7 +112,7 @@ class HostStamp:
         self.seconds = time.perf_counter()
 
     def query(self) -> bool:
-        """The host is always there."""
+        """Always complete on the host."""
         return True
 
     def synchronize(self) -> None:
@@ -124,7 +124,7 @@ class HostStamp:
 
 
 def stamps_of(kind: str) -> Callable[[], Stamp] | None:
-    """The stamps of a device; None where they would make the host wait."""
+    """Timestamp type of a device; None where reading it would synchronize."""
     if kind == "cpu":
         return HostStamp
     if kind == "cuda":
@@ -143,7 +143,7 @@ class Phases:
         self._marks: list[tuple[str, Stamp]] = []  # in order; "" is no phase
         self._free: list[Stamp] = []
         self._seconds: dict[str, float] = {}
-        self.silent = False  # while a CUDA graph is captured: marks would become part of it
+        self.silent = False  # set while a CUDA graph is captured: marks would become part of it
 
     def mark(self, name: str) -> None:
         """Start the phase `name` and end the one before; the host does not wait."""
@@ -160,7 +160,7 @@ class Phases:
         self.mark("")
 
     def take(self) -> dict[str, float]:
-        """Seconds of each phase since the last call; {} where it cannot be measured. Waits for the device."""
+        """Seconds of each phase since the last call; {} if it cannot be measured. Synchronizes."""
         if self._marks:
             self._marks[-1][1].synchronize()
             self._fold()
@@ -168,7 +168,7 @@ class Phases:
         return taken
 
     def _fold(self) -> None:
-        """Sum all phases that have ended; the last mark stays, as the start of the next."""
+        """Sum all phases that have ended; keep the last mark as the start of the next."""
         for (name, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
             if name:
                 self._seconds[name] = self._seconds.get(name, 0.0) + begin.elapsed_time(end) / 1e3
@@ -177,14 +177,14 @@ class Phases:
 
 
 class Load:
-    """Processor time used by other programs since this was created."""
+    """CPU time used by other programs since this was created."""
 
     def __init__(self) -> None:
         self._all, self._idle = _machine()
         self._own = _own()
 
     def others(self) -> float | None:
-        """Fraction of all processors used by others; None if too little time has passed."""
+        """Fraction of total CPU time used by other programs; None if too little time has passed."""
         total, idle = (now - then for now, then in zip(_machine(), (self._all, self._idle), strict=True))
         if total < 0.5:  # clock ticks are hundredths of a second
             return None

@@ -294,16 +294,16 @@ def config_from_hf(config: dict[str, Any], where: str) -> CLIPConfig:
         values = {ours: part.get(theirs, default) for theirs, (ours, default) in table.items()}
         for name, value in values.items():
             if type(value) is not int or value < 1:
-                raise UserError(f"{where}: {name} must be a whole number above 0, not {str(value)[:40]}")
+                raise UserError(f"{where}: {name} must be an integer above 0, not {str(value)[:40]}")
         width = part.get("hidden_size", table["hidden_size"][1])
         hidden = part.get("intermediate_size", 4 * table["hidden_size"][1])
         if type(hidden) is not int:
-            raise UserError(f"{where}: intermediate_size must be a whole number, not {str(hidden)[:40]}")
+            raise UserError(f"{where}: intermediate_size must be an integer, not {str(hidden)[:40]}")
         ratios.append(hidden / width)
         given |= values
     _check_ratios(ratios[0], ratios[1], where)
     if type(given["embed_dim"]) is not int:
-        raise UserError(f"{where}: projection_dim must be a whole number, not {str(given['embed_dim'])[:40]}")
+        raise UserError(f"{where}: projection_dim must be an integer, not {str(given['embed_dim'])[:40]}")
     return with_fields(CLIPConfig(), mlp_ratio=ratios[0], **given)
 
 

@@ -122,7 +122,7 @@ def test_only_devices_that_nobody_named_are_reported_absent(tmp_path: Path) -> N
     ("values", "message"),
     [
         ({"model": ("smal",)}, "did you mean 'small'"),
-        ({"device": ("mps",)}, "--device mps: this machine has none"),
+        ({"device": ("mps",)}, "--device mps: not available on this machine"),
         ({"batch_size": (0,)}, "--batch-size"),
         ({"batch_size": ()}, "--batch-size"),
         ({"minutes": 0.0}, "--minutes"),
@@ -152,11 +152,11 @@ def test_a_worker_measures_the_training_step(tmp_path: Path) -> None:
         with pytest.raises(MeasurementError, match="fp16"):
             worker.call("open", 300, dataclasses.replace(one, precision="fp16"), 60.0)
         assert worker.alive
-        with pytest.raises(MeasurementError, match="no answer within"):
+        with pytest.raises(MeasurementError, match="timed out after"):
             worker.call("open", 0.0, one, 60.0)
     finally:
         worker.close()
-    with pytest.raises(MeasurementError, match="measuring process"):
+    with pytest.raises(MeasurementError, match="worker process"):
         worker.call("open", 5, one, 60.0)
 
 

@@ -68,7 +68,7 @@ def test_time_comes_from_steps_measured_here() -> None:
     save_measured(facts, [measured])
     seconds, source, joules = step_time(configuration(batch_size=16), facts, device, 2 * measured["flops"], None)
     assert (seconds, joules) == (pytest.approx(4.0), pytest.approx(60.0))
-    assert source == "measured here at batch 8"
+    assert source == "measured on this machine at batch 8"
     others = {"tiny": 0.02, "small": 0.6, "ViT-B-32": 0.3}
     save_measured(facts, [result(configuration(model, precision="fp32"), s) for model, s in others.items()])
     seconds, source, joules = step_time(configuration("200M", precision="fp32"), facts, device, 1.5e12, None)
@@ -81,7 +81,7 @@ def test_without_measurements_the_rate_is_measured() -> None:
     facts = read_facts()
     seconds, source, joules = step_time(configuration(precision="fp32"), facts, Device("cpu", facts), 1e9, None)
     assert seconds > 0
-    assert "measured here; m1clip compare measures the step itself" in source
+    assert "measured on this machine; m1clip compare measures the step itself" in source
     assert joules is None
 
 

@@ -95,7 +95,7 @@ def test_a_card_with_and_without_a_counter(monkeypatch: pytest.MonkeyPatch, coun
         return
     assert meter is not None
     nvml.millijoules = 4500
-    assert (meter.joules(), meter.covers) == (3.5, "the card alone")
+    assert (meter.joules(), meter.covers) == (3.5, "GPU only")
 
 
 def test_without_the_library_there_is_no_meter(monkeypatch: pytest.MonkeyPatch) -> None:

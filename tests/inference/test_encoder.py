@@ -211,7 +211,7 @@ def test_broken_folders_are_one_clear_line(folder: Path, tmp_path: Path) -> None
     refused(r"newer m1clip \(format 99")
     for version in (-1, 0, 1.5, "1", True):
         edit_config(folder, format=version)
-        refused("format must be a whole number from 1 on")
+        refused("format must be an integer of at least 1")
     for text in ("", "[]", "{", '{"format": 1}', '{"format": 1, "model": 3, "preprocess": {}}'):
         (folder / "config.json").write_text(text)
         refused("not a model config")
