@@ -144,7 +144,7 @@ MISTAKES = [
     (("train", "--steps", "2.5"), "must be an integer"),
     (("train", "--batch-size=12.7"), "integer"),
     (("train", "--train-count", "1.0"), "must be an integer"),
-    (("train", "--resume", "runs/x", "--steps", "9"), "leave out --steps"),
+    (("train", "--resume", "runs/x", "--steps", "9"), "remove --steps"),
     (("train", "--config", "a", "--preset", "demo"), "not both"),
     (("train", "--steps", "3", "photos"), "right after train, or use --data"),
     (("train", "photos", "--steps", "3"), "photos: no such file or folder"),

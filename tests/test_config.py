@@ -122,7 +122,7 @@ MISTAKES = [
     ({"train": {"minutes": float("inf")}}, ["--minutes must be a finite number"]),
     ({"optim": {"warmup": float("inf")}}, ["--warmup must be a finite number"]),
     ({"optim": {"lr": float("nan")}}, ["--lr must be a finite number"]),
-    ({"optim": {"warmup": 2.5}}, ["--warmup", "integer of steps"]),
+    ({"optim": {"warmup": 2.5}}, ["--warmup", "integer number of steps"]),
     ({"optim": {"beta2": 1.0}}, ["--beta2 must be", "below 1"]),
     ({"optim": {"lr": 0.0}}, ["--lr must be a finite number above 0"]),
     ({"data": {"crop_min": 0.0}}, ["--crop-min must be a finite number above 0"]),

@@ -85,7 +85,7 @@ def remarks(seconds: Sequence[float], others: float | None) -> list[str]:
     if others is not None and others > BUSY:
         found.append(f"other programs used {others:.0%} of the CPU")
     if len(seconds) < 3:
-        found.append(f"only {len(seconds)} steps measured")
+        found.append(f"too few measurements ({len(seconds)})")
     return found
 
 

@@ -81,7 +81,7 @@ def test_a_named_precision_is_taken_or_refused() -> None:
     assert choose_precision("fp16", "cuda", PASCAL, None) == "fp16"
     assert choose_precision("bf16", "mps", M1, None) == "bf16"
     assert choose_precision("fp32", "cuda", H200, None) == "fp32"
-    with pytest.raises(UserError, match="bf16: not on cuda"):
+    with pytest.raises(UserError, match="bf16: not supported on cuda"):
         choose_precision("bf16", "cuda", TURING, None)
     with pytest.raises(UserError, match=r"fp16: not on cpu \(possible: fp32, bf16, auto\)"):
         choose_precision("fp16", "cpu", XEON, None)

@@ -71,7 +71,7 @@ def test_remarks_stand_beside_a_doubtful_number() -> None:
     assert "slowed down by 50%" in clock.remarks([1.0, 1.0, 1.2, 1.2, 1.5, 1.5], None)[0]
     assert "became 33% faster" in clock.remarks([1.5, 1.5, 1.2, 1.2, 1.0, 1.0], None)[0]
     assert clock.remarks([1.0] * 9, others=0.4) == ["other programs used 40% of the CPU"]
-    assert clock.remarks([1.0], None) == ["only 1 measured"]
+    assert clock.remarks([1.0], None) == ["too few measurements (1)"]
 
 
 class Clock:
