@@ -83,7 +83,7 @@ def test_a_named_precision_is_taken_or_refused() -> None:
     assert choose_precision("fp32", "cuda", H200, None) == "fp32"
     with pytest.raises(UserError, match="bf16: not supported on cuda"):
         choose_precision("bf16", "cuda", TURING, None)
-    with pytest.raises(UserError, match=r"fp16: not on cpu \(possible: fp32, bf16, auto\)"):
+    with pytest.raises(UserError, match=r"fp16: not supported on cpu \(choose from fp32, bf16, auto\)"):
         choose_precision("fp16", "cpu", XEON, None)
 
 
