@@ -101,7 +101,8 @@ def remove_folder(path: Path) -> None:
 
 def open_regular(path: str | Path, inside: Path | None = None) -> BinaryIO:
     """Open a regular file for reading; OSError for a FIFO, device or folder, or a link out of the folder `inside`."""
-    if inside is not None and not Path(path).resolve().is_relative_to(inside.resolve()):
+    # realpath, as Path.resolve raises RuntimeError for a link to itself; opening it is an OSError.
+    if inside is not None and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(inside)):
         raise OSError(errno.EPERM, f"a link out of {inside}", str(path))
     # Non-blocking: opening a FIFO would otherwise wait for a writer before its kind can be checked.
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))

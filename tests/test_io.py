@@ -170,3 +170,6 @@ def test_read_small_follows_no_link_out_of_a_folder(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="a link out of"):
             read_small(run / name, inside=run)
     assert read_small(run / "near", inside=run) == b"own"
+    (run / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="symbolic links"):
+        read_small(run / "loop", inside=run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,8 +159,8 @@ def similar(model: Model, image: Path, folder: Path, count: int) -> tuple[list[t
     """((path, cosine similarity), most similar first; why some files could not be read), without the image itself."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
-    own = image.resolve()
-    paths = [path for path in (folder / name for name in walk_images(folder)) if path.resolve() != own]
+    own = os.path.realpath(image)  # Path.resolve raises RuntimeError for a link to itself
+    paths = [path for path in (folder / name for name in walk_images(folder)) if os.path.realpath(path) != own]
     if not paths:
         raise UserError(f"{folder}: contains no other images")
     query, _, _ = encode_readable(model, [image])

@@ -172,12 +172,12 @@ class Model:
         An image is a path, a PIL image, a (height, width, 3) uint8 array, or a uint8 tensor of that shape or of
         (3, height, width). Many are a list or other iterable of these, or an array or tensor with one more dimension.
         """
-        encoder, many = self.encoder(batch_size), _many(images, ImageInput, IMAGES)
+        encoder, many = self.encoder(_count(batch_size)), _many(images, ImageInput, IMAGES)
         parts = [
             encoder.pixels(np.stack([self.square(image) for image in many[start : start + batch_size]]))
             for start in range(0, len(many), batch_size)
         ]
-        return torch.cat(parts) if parts else torch.empty(0, self.clip.config.embed_dim)
+        return _finite(torch.cat(parts)) if parts else torch.empty(0, self.clip.config.embed_dim)
 
     def encode_text(self, texts: str | Iterable[str], batch_size: int = 256) -> Tensor:
         """(n, embed_dim) float32 unit vectors of one text (n = 1) or many."""
@@ -186,7 +186,7 @@ class Model:
             return torch.empty(0, self.clip.config.embed_dim)
         tokens = self.tokenizer.tokenize(many, self.clip.config.context_length)
         lengths = self.tokenizer.lengths(tokens)
-        return in_order(self.encoder(text_batch=batch_size).tokens(tokens, lengths))
+        return _finite(in_order(self.encoder(text_batch=_count(batch_size)).tokens(tokens, lengths)))
 
     def similarity(self, images: ImageInput | Iterable[ImageInput], texts: str | Iterable[str]) -> Tensor:
         """(images, texts) cosine similarities."""
@@ -199,7 +199,8 @@ class Model:
 
         A template is a sentence with {} for the label; several are averaged.
         """
-        if isinstance(labels, str) or len(labels) < 2:
+        labels = _many(labels, str, "classify takes a list of labels")
+        if len(labels) < 2:
             raise UserError("classify needs two or more labels")
         logits = self.clip.scale().detach().cpu() * self.encode_image(images) @ self.class_vectors(labels, templates).T
         return [
@@ -209,6 +210,7 @@ class Model:
 
     def class_vectors(self, names: Sequence[str], templates: Sequence[str]) -> Tensor:
         """(classes, embed_dim) unit vectors: the mean over the templates, each of which must contain {}."""
+        templates = _many(templates, str, "templates are a list of sentences") or ["{}"]
         for template in templates:
             if "{}" not in template:
                 raise UserError(f"template '{template}': has no {{}} for the name of the class")
@@ -263,6 +265,18 @@ def _many(values: Any, kind: Any, takes: str) -> list[Any]:
         if not isinstance(item, kind):
             raise UserError(f"{takes}; number {number} of {len(items)} is of type {type(item).__name__}")
     return items
+
+
+def _count(batch_size: int) -> int:
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise UserError(f"batch_size must be a whole number from 1 on, not {batch_size!r}")
+    return batch_size
+
+
+def _finite(vectors: Tensor) -> Tensor:
+    if not vectors.isfinite().all():
+        raise UserError("the model computes NaN: its weights are too large or damaged; use another model")
+    return vectors
 
 
 def _array(image: np.ndarray | Tensor) -> np.ndarray:

@@ -63,7 +63,11 @@ class SavedModel:
     def build(self, device: str = "cpu") -> CLIP:
         """The model on a device, in evaluation mode."""
         try:
-            model = empty_clip(self.config, torch.device(device))
+            place = torch.empty(0, device=device).device
+        except (RuntimeError, AssertionError, TypeError):  # the second: a torch without CUDA
+            raise UserError(f"device {device!r}: not available here; give cpu, cuda or mps") from None
+        try:
+            model = empty_clip(self.config, place)
         except UserError:
             raise
         except Exception as error:  # libraries raise nearly anything for settings that make no sense

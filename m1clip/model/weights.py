@@ -128,6 +128,8 @@ def check_weights(model: nn.Module, weights: Tensors, where: str) -> None:
     for name, tensor in weights.items():
         if own[name].shape != tensor.shape:
             raise UserError(f"{where}: '{name}' is {tuple(tensor.shape)}, the model wants {tuple(own[name].shape)}")
+        if own[name].is_floating_point() and not tensor.is_floating_point():
+            raise UserError(f"{where}: '{name}' is {tensor.dtype}, the model wants floating-point numbers")
         if not _is_finite(tensor):
             raise UserError(
                 f"{where}: '{name}' contains NaN or infinity; the training diverged or the file is damaged: use "
@@ -140,7 +142,7 @@ def _is_finite(tensor: Tensor) -> bool:
         return True
     # NaN passes through aminmax, which needs no second tensor of this size; it is missing for float8.
     lowest, highest = (tensor if tensor.element_size() > 1 else tensor.float()).aminmax()
-    return bool(lowest.isfinite() & highest.isfinite())
+    return bool(lowest.float().isfinite() & highest.float().isfinite())  # float64 holds more than the model can
 
 
 def assign_weights(model: nn.Module, weights: Tensors, where: str) -> None:

@@ -238,6 +238,11 @@ def test_broken_folders_are_one_clear_line(folder: Path, tmp_path: Path) -> None
     refused("unknown tensor 'odd'")
     save_file({**weights, "text_tower.norm.weight": torch.zeros(3)}, folder / "model.safetensors")
     refused(r"'text_tower.norm.weight' is \(3,\), the model wants \(32,\)")
+    table = weights["text_tower.tokens.weight"]
+    save_file({**weights, "text_tower.tokens.weight": table.int()}, folder / "model.safetensors")
+    refused("'text_tower.tokens.weight' is torch.int32, the model wants floating-point numbers")
+    save_file({**weights, "text_tower.tokens.weight": table.double() * 1e300}, folder / "model.safetensors")
+    refused("'text_tower.tokens.weight' contains NaN or infinity")
     (folder / "model.safetensors").write_bytes(b"\x00" * 200)
     refused("not a readable safetensors file")
 
@@ -290,6 +295,32 @@ def test_similarity_and_classify(model: Model, images: list[Path]) -> None:
             model.classify(images, wrong)
     with pytest.raises(UserError, match=r"has no \{\}"):
         model.classify(images, labels, templates=["a"])
+    assert model.classify(images, labels, templates="{}") == model.classify(images, labels, templates=())
+    for wrong in (None, 3, ["night", None]):
+        with pytest.raises(UserError, match="classify takes a list of labels"):
+            model.classify(images, wrong)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, None, "8"])
+def test_a_wrong_batch_size_is_one_clear_line(model: Model, images: list[Path], size: Any) -> None:
+    for encode, values in ((model.encode_image, images), (model.encode_text, ["night"])):
+        with pytest.raises(UserError, match="batch_size must be a whole number from 1 on"):
+            encode(values, batch_size=size)
+
+
+def test_vectors_that_are_not_finite_are_an_error(folder: Path, images: list[Path]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: torch.full_like(value, 3e38) for name, value in weights.items()}, folder / "model.safetensors")
+    huge = load(folder)  # every weight is finite
+    for encode, values in ((huge.encode_image, images), (huge.encode_text, ["night"])):
+        with pytest.raises(UserError, match="computes NaN"):
+            encode(values)
+
+
+@pytest.mark.parametrize("device", ["gpu", "", "CPU", "cuda:99"])
+def test_a_device_that_is_not_there_is_named(folder: Path, device: str) -> None:
+    with pytest.raises(UserError, match=f"device {device!r}: not available here"):
+        load(folder, device=device)
 
 
 def test_the_public_names_keep_their_kind_after_every_import() -> None:
