@@ -1,4 +1,4 @@
-"""Resolve `auto`: device and precision by measurement, batch size and micro-batches by predicted memory, attention."""
+"""Resolve `auto` settings: device, precision and attention by measurement, batch sizes by predicted memory."""
 
 from __future__ import annotations
 
@@ -60,28 +60,28 @@ from m1clip.training.transfer import Start
 MOST_SECONDS = 30.0
 MINUTES_FRACTION = 0.05  # of --minutes, at most
 LEAST_STEPS, MOST_STEPS = 2, 5
-CLEAR = 1.5  # times faster: other programs do not make up that much
-PROBE_BATCH = 64  # a larger one tells nothing new, and takes longer
+CLEAR = 1.5  # speedup that cannot be explained by other programs
+PROBE_BATCH = 64  # a larger batch takes longer and changes no decision
 
 
 @dataclass(frozen=True)
 class Tried:
-    """One device and precision: the time of its step, or why it was rejected."""
+    """One device and precision: its step time, or why it was rejected."""
 
     device: Kind
     precision: Precision
     step_seconds: float | None
     gradient_difference: float | None
     out: str = ""
-    processor_seconds: float | None = None  # of a step, over all threads
-    others: float | None = None  # fraction of the processors that other programs used meanwhile
+    processor_seconds: float | None = None  # CPU time of a step, over all threads
+    others: float | None = None  # fraction of CPU time used by other programs during the measurement
 
 
 def paces(tried: Sequence[Tried]) -> tuple[dict[Tried, float], bool]:
-    """What the candidates that passed are compared by, and whether the machine was busy.
+    """The time by which the accepted candidates are compared, and whether the machine was busy.
 
-    Seconds; beside other programs, where only the CPU is tried, its processor time: they were measured one after
-    another, and the others may have come in between.
+    Wall time; on a busy machine, if only the CPU is tried, its CPU time: candidates are measured one after another,
+    so other programs may affect only some of them.
     """
     good = [t for t in tried if t.step_seconds is not None]
     busy = any(t.others is not None and t.others > BUSY for t in good)
@@ -92,7 +92,7 @@ def paces(tried: Sequence[Tried]) -> tuple[dict[Tried, float], bool]:
 
 @dataclass(frozen=True)
 class Choice:
-    """What to use, and the measurements behind it (none where there was nothing to choose)."""
+    """The choice and the measurements behind it (none if there was nothing to choose)."""
 
     device: Kind
     precision: Precision
@@ -102,7 +102,7 @@ class Choice:
 
     @property
     def why(self) -> str:
-        """In brackets behind the device's name; empty where nothing was measured."""
+        """The reason, shown after the device name; empty if nothing was measured."""
         pace, busy = paces(self.tried)
         mine = next((t for t in pace if (t.device, t.precision) == (self.device, self.precision)), None)
         others = [t for t in self.tried if t is not mine]
@@ -116,12 +116,12 @@ class Choice:
         return f"{', '.join(words)}; measured with batch {self.batch}{when}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for the run's log and the cache."""
+        """Plain values, for the run log and the cache."""
         return {**dataclasses.asdict(self), "tried": [dataclasses.asdict(t) for t in self.tried]}
 
 
 def candidates(device: str, precision: str, facts: Facts) -> list[tuple[Kind, Precision]]:
-    """The candidates: a named device or precision leaves one, and what the device rules decide is not measured."""
+    """The candidates to measure, unless the user or the device rules have already decided."""
     found: list[tuple[Kind, Precision]] = []
     for kind in available(facts):
         if device not in ("auto", kind):
@@ -145,7 +145,7 @@ def choose(
     options = candidates(config.train.device, config.train.precision, facts)
     if len(options) == 1:
         return Choice(*options[0])
-    # Half of the run's: fp32 keeps twice as much as bf16, and measuring should not take more memory than the run.
+    # Half of the run's batch: fp32 needs twice the memory of bf16, and measuring should not need more than the run.
     batch = min(-(-(config.train.batch_size or 0) // 2) or PROBE_BATCH, PROBE_BATCH)
     path = (folder or user_cache()) / "choices" / f"{_key(config, start, facts, batch, text_tokens, options)}.json"
     kept = _read(path, options)
@@ -166,14 +166,14 @@ def choose(
     best = min(pace, key=lambda t: pace[t])
     choice = Choice(best.device, best.precision, tuple(tried), batch)
     clear = all(seconds >= CLEAR * pace[best] for t, seconds in pace.items() if t is not best)
-    if clear or not busy:  # else it holds for this run, and the next one measures again
-        with contextlib.suppress(OSError):  # a home that cannot be written: it will be measured again
+    if clear or not busy:  # otherwise use it for this run only; the next one measures again
+        with contextlib.suppress(OSError):  # the cache folder is not writable: measure again next time
             write_json(path, choice.to_dict())
     return choice
 
 
 def affordable(batch: int, pair_seconds: float, options: int, seconds: float = MOST_SECONDS) -> int:
-    """A batch small enough for three steps of each option within the time, if all were as slow as the CPU in fp32."""
+    """A batch size that allows three steps of each option in the time, if all were as slow as the CPU in fp32."""
     most = int(seconds / (3 * options) / max(pair_seconds, 1e-9))
     return max(min(batch, PAIRS), min(batch, most))
 
@@ -187,9 +187,9 @@ def _measured(
     batch: int,
     most: float,
 ) -> tuple[list[Tried], int] | None:
-    """Gradients of all candidates first, then their steps: so the peak of memory is that of a step.
+    """Check the gradients of all candidates, then time their steps, so that peak memory is that of a step.
 
-    None where the gradients alone would take more than `most` seconds.
+    None if the gradients alone would take more than `most` seconds.
     """
     begin = time.monotonic()
     map_large_blocks()
@@ -215,7 +215,7 @@ def _measured(
 def check_gradient(
     config: Config, start: Start, facts: Facts, kind: Kind, precision: Precision, samples: Any, truth: torch.Tensor
 ) -> Tried:
-    """A candidate with the error of its gradient; rejected if that is too large."""
+    """The candidate with its gradient error; rejected if the error is too large."""
     device = Device(kind, facts)
 
     def apart() -> float:
@@ -233,7 +233,7 @@ def check_gradient(
 
 
 def time_step(config: Config, start: Start, facts: Facts, candidate: Tried, work: Any, seconds: float) -> Tried:
-    """Time the real step of a candidate, as often as fits."""
+    """Time the training step of a candidate, as many times as fit in `seconds`."""
     kind, precision = candidate.device, candidate.precision
     device = Device(kind, facts)
     plain = dataclasses.replace(config, model=dataclasses.replace(config.model, compile=False))
@@ -244,7 +244,7 @@ def time_step(config: Config, start: Start, facts: Facts, candidate: Tried, work
         model = _model(config, start, device, precision)
         preprocess = Preprocess(image_size=start.config.image_size)
         update = TrainStep(model, plain, device, precision, preprocess, autocast(device, precision))
-        update.keeps_memory = False  # blocks stay mapped one by one: kept ones would lie scattered when the run begins
+        update.keeps_memory = False  # cached blocks would fragment the heap before the run starts
         load = Load()
         taken, used = _timed(update, work, device, seconds)
         return dataclasses.replace(candidate, step_seconds=taken, processor_seconds=used, others=load.others())
@@ -253,20 +253,20 @@ def time_step(config: Config, start: Start, facts: Facts, candidate: Tried, work
 
 
 def _within_reason(device: Device, precision: Precision, work: Callable[[], Tried]) -> Tried:
-    """The result, or why a device cannot compute it; its memory is released and its peak reset."""
+    """The result, or why the device failed; then release its memory and reset its peak."""
     try:
         return work()
     except torch.OutOfMemoryError:
-        return Tried(device.kind, precision, None, None, "does not fit its memory")
+        return Tried(device.kind, precision, None, None, "does not fit in its memory")
     except RuntimeError as error:
         return Tried(device.kind, precision, None, None, str(error).strip().splitlines()[0][:120])
     finally:
         return_freed_memory()
-        device.reset_peak()  # the run reports its own
+        device.reset_peak()  # the run reports its own peak
 
 
 def _timed(update: TrainStep, samples: Any, device: Device, seconds: float) -> tuple[float, float]:
-    """Seconds and processor seconds of a step."""
+    """Wall seconds and CPU seconds of a step."""
     begin, taken, used = time.monotonic(), [], []
     for number in range(1 + MOST_STEPS):
         start, before = time.perf_counter(), time.process_time()
@@ -274,19 +274,19 @@ def _timed(update: TrainStep, samples: Any, device: Device, seconds: float) -> t
         device.synchronize()
         taken.append(time.perf_counter() - start)
         used.append(time.process_time() - before)
-        # The first is cold; it counts only where there is no time for another.
+        # The first step is cold; it counts only if there is no time for another.
         if len(taken) > LEAST_STEPS and time.monotonic() - begin + taken[-1] > seconds:
             break
         if time.monotonic() - begin > seconds:
             break
-    # On a busy machine the low quartile says more about the device than the median.
+    # On a busy machine the lower quartile is a better estimate than the median.
     return timing(taken[1:] or taken).low, timing(used[1:] or used).low
 
 
 def _model(config: Config, start: Start, device: Device, precision: Precision) -> CLIP:
     torch.manual_seed(config.seed)
     attention: AttentionKind = "sdpa" if device.kind != "cpu" or precision == "fp32" else "bmm"
-    # CLIP's initialization: behind residual branches at zero the gradient is nothing but rounding.
+    # CLIP's initialization: with zero-initialized residual branches the gradient would be mostly rounding error.
     changes = {
         name: dataclasses.replace(tower, init="clip")
         for name in ("image_tower", "text_tower")
@@ -308,9 +308,9 @@ def _reference(config: Config, start: Start, facts: Facts, samples: Any) -> torc
 def _key(
     config: Config, start: Start, facts: Facts, batch: int, text_tokens: int, options: list[tuple[Kind, Precision]]
 ) -> str:
-    """Identifies machine, model and versions: a change in any of them is measured again."""
+    """Cache key of machine, model and versions; a change in any of them causes a new measurement."""
     values = {
-        "format": 2,  # choices of the first may have been made beside other programs
+        "format": 2,  # format 1 did not account for other programs
         "facts": facts.to_dict(),
         "shape": start.config.to_dict(),
         "trainable": start.trainable,
@@ -337,42 +337,42 @@ def _read(path: Path, options: list[tuple[Kind, Precision]]) -> Choice | None:
     return Choice(*chosen, tried, batch, cached=True) if chosen in options else None
 
 
-SAFE = 0.8  # of the memory that is free, where no limit is given: other programs want some too
-MOST_AUTO = 1024  # samples; more is a matter of taste, and of the learning rate
-MIN_STEPS = 8  # an epoch must have so many, so that a small set is not one batch
+SAFE = 0.8  # fraction of free memory to use without --memory; the rest is for other programs
+MOST_AUTO = 1024  # samples; larger batches would need another learning rate
+MIN_STEPS = 8  # per epoch, so that a small dataset is not one batch
 LEAST_CHUNK = 2
 DEFAULT_BATCH = 64
 HEADS_BATCH = 512  # with new heads on pretrained towers
 TOWERS_BATCH = 128  # to fine-tune pretrained towers
-SMALL_BATCH = 8  # with fewer negatives a step teaches little
-TINY_SET = 100  # images; a run on fewer warns
+SMALL_BATCH = 8  # with fewer negatives the loss is a weak signal
+TINY_SET = 100  # images; fewer cause a warning
 
 
 def open_training_data(config: Config, image_size: int, plan: DecodePlan) -> Source:
-    """The data of a run; a batch size that the images cannot fill is refused here."""
+    """Open the data of a run; UserError if the images cannot fill a batch."""
     with plan.progress("reading the data"):
         source = open_data(config.data, image_size, config.seed)
         images, names = len(source.samples("train")), ", ".join(config.data.source)
     if not images:
         raise UserError(f"{names}: no training samples found")
     if images == 1:
-        raise UserError(f"{names}: one training image; training compares images, so it needs at least 2")
+        raise UserError(f"{names}: only one training image; contrastive training needs at least 2")
     BatchPlan.full(images, config.train.batch_size or 2, config.seed)
     if images < TINY_SET:
         plan.warn(
-            f"{images} training images are very few: the run shows that everything works, but the model will "
-            f"overfit them; expect scores near chance on other images, and bring a few hundred images or more"
+            f"only {images} training images: the run will show that everything works, but the model will "
+            f"overfit; expect scores near chance on other images, and use at least a few hundred images"
         )
     return source
 
 
 def largest_batch(images: int) -> int:
-    """The largest batch for so many images: an epoch has several steps, unless the batch would be too small."""
+    """The largest batch size for this many images: an epoch has several steps, unless the batch would be too small."""
     return min(images, max(SMALL_BATCH, power_of_two(images // MIN_STEPS)))
 
 
 def choose_batch(config: Config, start: Start, images: int) -> Config:
-    """The config with the default batch of its recipe, if the user gave none; `auto` is left to `choose_hardware`."""
+    """The config with its recipe's default batch size, if none was given; `choose_hardware` resolves `auto`."""
     if config.train.batch_size is not None:
         return config
     default = HEADS_BATCH if start.new_heads else DEFAULT_BATCH
@@ -386,7 +386,7 @@ def choose_batch(config: Config, start: Start, images: int) -> Config:
 
 @dataclass(frozen=True)
 class Fit:
-    """The batch size and means that fit the memory, and why."""
+    """A batch size, micro-batch and checkpointing that fit in memory, and why."""
 
     batch: int
     chunk: int
@@ -397,7 +397,7 @@ class Fit:
 def fit_memory(
     config: Config, start: Start, device: Device, precision: Precision, facts: Facts, text_tokens: int, images: int
 ) -> Fit | None:
-    """The batch size and means that fit; None if the batch size is given and there is no limit."""
+    """Find settings that fit in memory; None if the batch size is given and there is no limit."""
     train = config.train
     if train.batch_size and not train.memory:
         return None
@@ -415,7 +415,7 @@ def fit_memory(
             train=dataclasses.replace(train, batch_size=2, micro_batch=0),
         )
         trace = tracer(wanted, start, device.kind, precision, facts, text_tokens)
-        first.append(forecast(trace, first[0] if first else None))  # the second one shares logits and optimizer
+        first.append(forecast(trace, first[0] if first else None))  # the second one has the same logits and optimizer
         return first[-1]
 
     room = tensor_limit(limit, device.kind, process, data)
@@ -425,7 +425,7 @@ def fit_memory(
         smallest = predicted_peak(_at(line(True), LEAST_CHUNK), device.kind, process, data)
         raise UserError(
             f"--memory {train.memory or 'of this machine'}: {config.model.name} needs at least "
-            f"{sum(smallest.values()) / 1e9:.1f} GB of {limit / 1e9:.1f} GB; take a smaller --model"
+            f"{sum(smallest.values()) / 1e9:.1f} GB of {limit / 1e9:.1f} GB; use a smaller --model"
         )
     return dataclasses.replace(fit, why=f"{fit.why}, within {limit / 1e9:.1f} GB")
 
@@ -433,7 +433,7 @@ def fit_memory(
 def decide(
     batch: int, chunk: int, recompute: bool, most: int, room: float, line: Callable[[bool], Forecast]
 ) -> Fit | None:
-    """Pure: `line(recompute)` predicts bytes by batch size. A batch of 0 is chosen, any other is kept."""
+    """Pure function: `line(recompute)` predicts bytes by batch size; a batch of 0 is to be chosen."""
     kept = line(recompute)
     if not batch:
         largest = power_of_two(kept.largest(room, most))
@@ -446,7 +446,7 @@ def decide(
     frugal = line(True)
     if not chunk and frugal.total(batch) <= room:
         return Fit(batch, 0, True, f"batch {batch} fits with gradient checkpointing")
-    # Both cost about one more forward pass; micro-batches can save more than gradient checkpointing.
+    # Both cost about one extra forward pass; micro-batches can save more than gradient checkpointing.
     for again, forecast_of in ((recompute, kept), (True, frugal)):
         largest = power_of_two(forecast_of.largest(room, batch))
         if largest >= LEAST_CHUNK:
@@ -456,7 +456,7 @@ def decide(
 
 
 def power_of_two(number: int) -> int:
-    """The largest power of two up to a number; 0 for 0."""
+    """The largest power of two that is at most `number`; 0 for 0."""
     return 1 << (number.bit_length() - 1) if number > 0 else 0
 
 
@@ -464,11 +464,11 @@ def _at(line: Forecast, batch: int) -> Parts:
     return {"tensors": int(line.total(batch))}
 
 
-MAX_CAPTIONS = 5  # of an image in one step, by default; docs/recipe.md
+MAX_CAPTIONS = 5  # per image and step, by default; docs/recipe.md
 
 
 def default_captions(config: Config, counts: list[int]) -> int:
-    """Captions of an image in one step: what most images have, unless the config says."""
+    """Captions per image and step: what most images have, unless configured."""
     return config.data.captions_per_step or max(1, min(int(np.median(counts)), MAX_CAPTIONS))
 
 
@@ -481,7 +481,7 @@ def choose_hardware(
     say: Callable[[str], None],
     choices: dict[str, Any],
 ) -> tuple[Config, Device, Precision]:
-    """Device and precision by measurement, and the config with a batch that fits; reports and records why."""
+    """Choose device and precision by measurement and a batch size that fits; prints and records the reasons."""
     torch.set_num_threads(threads(config.train.threads, facts))
     auto = "auto" in (config.train.device, config.train.precision)
     found = choose(config, start, facts, text_tokens) if auto else None
@@ -508,7 +508,7 @@ def choose_hardware(
 
 
 def hardware_line(device: Device, facts: Facts, precision: Precision, why: str) -> str:
-    """What the run computes on, in one line."""
+    """The line that reports device and precision."""
     name = facts.cuda if device.kind == "cuda" else facts.cpu
     cores = f", {plural(torch.get_num_threads(), 'thread')}" if device.kind == "cpu" else ""
     return f"device     {device.kind}: {name}{cores}, {precision}{f' ({why})' if why else ''}"
@@ -521,7 +521,7 @@ KINDS: tuple[AttentionKind, ...] = ("bmm", "sdpa")
 def attention_timings(
     device: Device, dtype: torch.dtype, batch: int, heads: int, length: int, dim: int, causal: bool
 ) -> dict[str, Timing]:
-    """Forward and backward of each implementation, in turn; a batch beyond 64 tells nothing new."""
+    """Time forward and backward of each implementation in alternation; batches above 64 change no decision."""
     shape = (min(batch, 64), heads, length, dim)
     q, k, v = (torch.randn(shape, device=device.torch, dtype=dtype, requires_grad=True) for _ in range(3))
     cotangent = torch.randn(shape, device=device.torch, dtype=dtype)
@@ -536,12 +536,12 @@ def attention_timings(
 def choose_attention(
     asked: str, device: Device, dtype: torch.dtype, batch: int, heads: int, length: int, dim: int, causal: bool
 ) -> tuple[AttentionKind, dict[str, Timing]]:
-    """The implementation to use, and the timings behind it (empty where nothing had to be measured)."""
+    """The implementation to use, and the timings behind it (empty if nothing was measured)."""
     for kind in KINDS:
         if asked == kind:
             return kind, {}
     if device.rules.attention == "sdpa":
         return "sdpa", {}
     times = attention_timings(device, dtype, batch, heads, length, dim, causal)
-    # The lower quartile: on a busy machine it says more about the code than the median does.
+    # On a busy machine the lower quartile is a better estimate than the median.
     return min(KINDS, key=lambda kind: times[kind].low), times

@@ -38,26 +38,26 @@ from m1clip.training.step import TrainStep
 
 TensorGroups = dict[str, dict[str, Tensor]]  # file name without extension -> tensors
 
-# Checkpoints are written in the background only where this many copies, and these bytes besides, are free: a save takes
+# Checkpoints are written in the background only if this many copies plus these bytes are free: a save takes
 # a second or two, and a higher memory peak costs more (76.7M parameters: 0.9 GB; benchmarks/step.py).
 FREE_COPIES, FREE_BYTES = 50, 512_000_000
 
 
 @dataclass
 class TrainState:
-    """What a resume needs besides the tensors. Random numbers are not here: they are a function of the step."""
+    """What resuming needs besides the tensors. No random state: random numbers are a function of the step."""
 
     step: int = 0
     best: float = -1.0
     best_step: int = -1
-    stale: int = 0  # evaluations since the best
+    stale: int = 0  # evaluations since the best one
     seconds: float = 0.0  # trained so far, over all sessions
     scaler_scale: float = 65536.0
     scaler_growth: int = 0
     skipped: int = 0  # non-finite steps in a row
     rollbacks: int = 0
     lr_factor: float = 1.0  # lowered by each rollback
-    micro_batch: int = 0  # smaller than the config's where memory was short; 0: the config's
+    micro_batch: int = 0  # reduced after running out of memory; 0: as configured
     frozen_sha256: str = ""  # of the frozen weights, which are not in the checkpoint
     evaluation_due: bool = False  # a signal interrupted the evaluation of this step
 
@@ -81,13 +81,13 @@ def load_latest(
 ) -> tuple[TrainState, TensorGroups] | None:
     """The latest valid checkpoint; `without_skips` prefers the latest one saved after a finite step.
 
-    A damaged one is reported and passed over. None if there are none; UserError if there are but none is valid: hours
+    A damaged checkpoint is reported and skipped. None if there are none; UserError if none is valid, so that hours
     of work are not dropped silently.
     """
     for name in restore_folders(run / FOLDER):
-        warn(f"{run / FOLDER / name}: was being replaced when the run was killed; the old one is back")
+        warn(f"{run / FOLDER / name}: was being replaced when the run was killed; restored the old one")
     for name in remove_leftovers(run / FOLDER):
-        warn(f"{run / FOLDER / name}: an unfinished save, removed")
+        warn(f"{run / FOLDER / name}: removed an unfinished save")
     steps = saved_steps(run)
     chosen: Path | None = None
     for step in reversed(steps):
@@ -96,7 +96,7 @@ def load_latest(
         if problem and step == steps[0] and chosen is None:
             raise UserError(
                 f"{run}: none of its checkpoints is valid (step {step}: {problem}). Restore one from a backup, "
-                f"or delete {run / FOLDER} to train from the start"
+                f"or delete {run / FOLDER} to train from scratch"
             )
         if problem:
             warn(f"{folder}: {problem}; using the checkpoint before it")
@@ -124,7 +124,7 @@ def _read_state(path: Path) -> TrainState:
 
 @dataclass
 class SaveSchedule:
-    """Due every so many steps, or after so many seconds of a clock that neither jumps nor counts sleep."""
+    """Due every N steps, or every N seconds of a monotonic clock that excludes sleep."""
 
     steps: int
     seconds: float
@@ -136,7 +136,7 @@ class SaveSchedule:
 
     @classmethod
     def parse(cls, every: int | str | None, total_steps: int) -> SaveSchedule:
-        """From train.save_every; 0 means once, at the end."""
+        """Parse train.save_every; 0 means only at the end."""
         return cls(*steps_or_seconds(every or total_steps, "train.save_every"))
 
     def due(self, step: int) -> bool:
@@ -146,17 +146,17 @@ class SaveSchedule:
         return bool(self.steps) and step > 0 and step % self.steps == 0
 
     def restart(self) -> None:
-        """A save has started."""
+        """Start a new interval."""
         self._last = self.clock()
 
 
 @dataclass
 class _Save:
-    """A checkpoint that is being written, or was."""
+    """A checkpoint being written, or just written."""
 
     step: int
     started: float
-    thread: threading.Thread | None = None  # None: written while training waits
+    thread: threading.Thread | None = None  # None: written in the training thread
     path: Path | None = None
     error: BaseException | None = None
     seconds: float = 0.0
@@ -168,23 +168,23 @@ class CheckpointWriter:
     def __init__(
         self, run: Path, config: Config, total_steps: int, log: RunLog, screen: Screen, free_bytes: Callable[[], float]
     ) -> None:
-        """`free_bytes()` is the main memory that a copy of the tensors could take."""
+        """`free_bytes()` is the main memory available for a copy of the tensors."""
         self.run, self.config, self.log, self.screen, self.free_bytes = run, config, log, screen, free_bytes
         self.schedule = SaveSchedule.parse(config.train.save_every, total_steps)
         self._save: _Save | None = None
         self._due = self._announced = False
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is due; stays true until `save`, because a run with skipped steps delays it."""
+        """Whether a checkpoint is due; stays true until `save`, because skipped steps delay it."""
         self._due = self._due or self.schedule.due(step)
         return self._due
 
     def reset(self) -> None:
-        """After a rollback nothing is due."""
+        """Clear what is due, after a rollback."""
         self._due = False
 
     def save(self, state: TrainState, groups: TensorGroups, wait: bool = False) -> None:
-        """Start a checkpoint; with `wait` it is on disk, or an error, when this returns."""
+        """Start saving a checkpoint; with `wait`, return only once it is on disk or has failed."""
         self.finish()
         self.schedule.restart()
         self._due = False
@@ -197,7 +197,7 @@ class CheckpointWriter:
                 name: {key: t.detach().to("cpu", copy=True) for key, t in group.items()}
                 for name, group in groups.items()
             }
-            # A daemon: a second signal does not wait for the disk, and an unfinished checkpoint is never used.
+            # A daemon thread: a second signal does not wait for the disk, and an unfinished checkpoint is never used.
             save.thread = threading.Thread(target=self._write, args=(save, state, groups), daemon=True)
             save.thread.start()
         else:
@@ -205,12 +205,12 @@ class CheckpointWriter:
             self._report(save, must=wait)
 
     def poll(self) -> None:
-        """Report a finished background save; costs nothing otherwise."""
+        """Report a background save once it has finished."""
         if self._save is not None and self._save.thread is not None and not self._save.thread.is_alive():
             self._report(self._save)
 
     def finish(self, must: bool = False) -> None:
-        """Wait for the save in progress; with `must` its failure is an error whatever the config says."""
+        """Wait for the save in progress; with `must` its failure always raises, regardless of the config."""
         if self._save is not None and self._save.thread is not None:
             self._save.thread.join()
             self._report(self._save, must)
@@ -219,15 +219,15 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """A run that ends with an error still completes its last checkpoint; a second signal does not wait for it."""
+        """Complete the last checkpoint even if the run failed, unless a second signal arrived."""
         if kind is None:
             self.finish(must=True)
         elif issubclass(kind, Exception):
-            with contextlib.suppress(Exception):  # report the error that ended the run
+            with contextlib.suppress(Exception):  # the error that ended the run is reported instead
                 self.finish()
 
     def handle_error(self, error: BaseException, path: Path, step: int, must: bool = False) -> None:
-        """A disk error stops the run, or is reported and ignored, as configured; other errors are raised."""
+        """Stop the run on a disk error, or warn and continue, as configured; other errors are raised."""
         self.log.check_folder()
         if not isinstance(error, OSError):
             raise error
@@ -238,7 +238,7 @@ class CheckpointWriter:
                 f"m1clip train --resume {self.run}"
             ) from None
         self.log.write("event", step=step, event="could not save", why=text)
-        self.screen.warn(f"{text} (step {step:,}); training continues, and the next save tries again")
+        self.screen.warn(f"{text} (step {step:,}); training continues and will retry at the next save")
 
     def _write(self, job: _Save, state: TrainState, groups: TensorGroups) -> None:
         try:
@@ -262,25 +262,25 @@ class CheckpointWriter:
         self.log.write("checkpoint", step=job.step, **values)
         if not self._announced:
             self._announced = True
-            how = "in the background" if background else "while training waits"
+            how = "in the background" if background else "while training waited"
             keep = self.config.train.save_total_limit
-            self.screen.say(f"checkpoint step {job.step:,}: {size(nbytes)}, saved {how}; the newest {keep} are kept")
+            self.screen.say(f"checkpoint step {job.step:,}: {size(nbytes)}, saved {how}; keeping the newest {keep}")
 
 
 def describe_disk_error(error: OSError, path: Path) -> str:
-    """What a failed write means, in words."""
+    """A failed write as a message."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return f"{path}: could not be saved: {'the disk is full' if full else error.strerror or error}"
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All buffers, and the weights that are not frozen."""
+    """All buffers and trainable weights."""
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 
 def checkpoint_tensors(train_step: TrainStep, state: TrainState) -> TensorGroups:
-    """All tensors of a checkpoint by file; the scaler's two numbers go into the state."""
+    """The tensors of a checkpoint by file; the scaler's two numbers go into the state."""
     if train_step.scaler is not None:
         scaler = train_step.scaler.state_dict()
         state.scaler_scale, state.scaler_growth = float(scaler["scale"]), int(scaler["_growth_tracker"])
@@ -292,15 +292,15 @@ def checkpoint_tensors(train_step: TrainStep, state: TrainState) -> TensorGroups
 
 
 def restore(train_step: TrainStep, state: TrainState, groups: TensorGroups) -> None:
-    """Load a checkpoint's tensors; UserError, before anything is changed, if they are not this model's."""
+    """Load a checkpoint's tensors; UserError, before anything is changed, if they do not match the model."""
     mismatch = _mismatch(train_step, state, groups)
     if mismatch:
         raise UserError(
-            f"the checkpoint of step {state.step:,} does not fit the run: {mismatch}. Restore an earlier one from a "
+            f"the checkpoint of step {state.step:,} does not match the run: {mismatch}. Restore an earlier one from a "
             f"backup, or start a new run"
         )
     train_step.reset_graph()
-    train_step.model.load_state_dict(groups["weights"], strict=False)  # without the frozen ones
+    train_step.model.load_state_dict(groups["weights"], strict=False)  # frozen weights are not saved
     train_step.optimizer.load_tensors(groups["optimizer"])
     if train_step.ema is not None:
         train_step.ema.weights |= groups["ema"]
@@ -312,7 +312,7 @@ def restore(train_step: TrainStep, state: TrainState, groups: TensorGroups) -> N
 def _mismatch(train_step: TrainStep, state: TrainState, groups: TensorGroups) -> str:
     """The first tensor that is missing, unknown or of another shape; "" if all fit."""
     if state.frozen_sha256 != train_step.frozen_sha256:
-        return "the frozen weights are not those it started with"
+        return "the frozen weights have changed since the run started"
     trained = {name: p.detach() for name, p in train_step.model.named_parameters() if p.requires_grad}
     expected = {"weights": trained_tensors(train_step.model)} | ({} if train_step.ema is None else {"ema": trained})
     for group, tensors in expected.items():

@@ -1,4 +1,4 @@
-"""List, verify and delete the checkpoints of a run by names, sizes and hashes alone: no torch needed."""
+"""List, verify and delete the checkpoints of a run by names, sizes and hashes; does not import torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_JSON_BYTES = 2**24
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One checkpoint; `problem` is None where it was not verified, and empty where it is valid."""
+    """One checkpoint; `problem` is None if it was not verified, and empty if it is valid."""
 
     step: int
     path: str
@@ -35,7 +35,7 @@ class CheckpointInfo:
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
-    """The folder of a step's checkpoint."""
+    """The checkpoint folder of a step."""
     return run / FOLDER / f"step-{step:06d}"
 
 
@@ -76,7 +76,7 @@ def verify(folder: Path) -> str:
         except (OSError, ValueError) as error:  # a failing disk; a name that no file can have
             return f"{name[:80]!a} cannot be read ({type(error).__name__})"
     try:
-        # Only here, behind its hash: a flipped bit never looks like a newer format.
+        # Only after the hash check: a flipped bit must not look like a newer format.
         version = format_version(json.loads(read_small(folder / STATE, MAX_JSON_BYTES)))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"its {STATE} cannot be read ({type(error).__name__})"
@@ -86,7 +86,7 @@ def verify(folder: Path) -> str:
 
 
 def list_checkpoints(run: Path, verified: bool = False) -> list[CheckpointInfo]:
-    """The checkpoints of a run, oldest first; with `verified` each is read and compared with its hashes."""
+    """The checkpoints of a run, oldest first; with `verified`, check the hashes of each."""
     if not (run / "config.toml").is_file() and not (run / FOLDER).is_dir():
         raise UserError(f"{run}: not a run (no config.toml, no {FOLDER}/)")
     folders = [(step, checkpoint_folder(run, step)) for step in saved_steps(run)]
@@ -95,7 +95,7 @@ def list_checkpoints(run: Path, verified: bool = False) -> list[CheckpointInfo]:
 
 
 def delete_old(run: Path, keep: int, keep_valid: bool = False) -> list[int]:
-    """Delete all but the newest `keep`; with `keep_valid` also keep the newest valid one. Gives the deleted steps."""
+    """Delete all but the newest `keep`; with `keep_valid` also keep the newest valid one. Returns the deleted steps."""
     steps = saved_steps(run)
     old = steps[:-keep] if keep > 0 else steps
     if keep_valid:
@@ -107,9 +107,9 @@ def delete_old(run: Path, keep: int, keep_valid: bool = False) -> list[int]:
 
 
 def prune_checkpoints(run: Path, keep: int) -> str:
-    """Delete all but the newest `keep` of a run that is not training; says what was done."""
+    """Delete all but the newest `keep` of a run that is not training; returns a summary."""
     if keep < 1:
-        raise UserError(f"--keep must be at least 1, not {keep}: without a checkpoint the run starts again")
+        raise UserError(f"--keep must be at least 1, not {keep}: without a checkpoint the run would start over")
     before = {row.step: row.bytes for row in list_checkpoints(run)}
     with lock_run(run):
         deleted = delete_old(run, keep, keep_valid=True)
@@ -120,12 +120,12 @@ def prune_checkpoints(run: Path, keep: int) -> str:
 
 
 def checkpoints_as_json(rows: list[CheckpointInfo]) -> str:
-    """For a program."""
+    """JSON for scripts."""
     return json.dumps([asdict(row) for row in rows], indent=2)
 
 
 def checkpoints_as_text(run: Path, rows: list[CheckpointInfo]) -> str:
-    """For a terminal."""
+    """A table for the terminal."""
     if not rows:
         return f"{run}: no checkpoints yet"
     cells = []

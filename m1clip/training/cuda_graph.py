@@ -1,8 +1,8 @@
-"""CUDA graphs: a step is captured once and then replayed with a single launch.
+"""CUDA graphs: capture a step once, then replay it with a single launch.
 
-The step of a small model is a thousand short kernels, which the host launches more slowly than the device runs them. A
-graph needs fixed shapes (texts are padded to the longest seen at their place in the batch), learning rates on the
-device, and no reads by the host in between.
+The step of a small model has a thousand short kernels, which the host launches more slowly than the GPU runs them. A
+graph needs fixed shapes (texts are padded to the longest so far in their group), learning rates on the
+device, and no synchronization.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from m1clip.training.oom import MemoryPressure
 if TYPE_CHECKING:
     from m1clip.training.step import TrainStep
 
-WARMUP_STEPS = 3  # before the capture: they create the optimizer state, and compile what is compiled
-MAX_CAPTURES = 8  # then the shapes keep changing: images have different numbers of captions
-MAX_MEMORY = 0.25  # fraction of the device's memory for activations: the graph keeps a second set of them
+WARMUP_STEPS = 3  # before the capture: they create the optimizer state and trigger compilation
+MAX_CAPTURES = 8  # after that, assume that shapes keep changing: images have different numbers of captions
+MAX_MEMORY = 0.25  # fraction of device memory for activations: the graph holds a second set of them
 VIEWS = ("boxes", "flips", "gains")
 StepResult = tuple[Tensor, Tensor]  # loss and gradient norm
 
 
 class CapturedStep:
-    """Replays the steps of a TrainStep, from the fourth with the same shapes on."""
+    """Replays the steps of a TrainStep, starting with the fourth step of the same shapes."""
 
     def __init__(self, train_step: TrainStep) -> None:
         self.train_step = train_step
-        self.disabled = ""  # why no more steps are captured
+        self.disabled = ""  # the reason why capturing is disabled
         self.captures = 0
         self._lengths: dict[int, list[int]] = {}  # number of captions -> padded length of each group
         self.reset()
 
     def reset(self) -> None:
-        """Drop the graph: the tensors it refers to are being replaced."""
+        """Drop the graph, because the tensors it refers to are being replaced."""
         self._shapes: tuple[Any, ...] = ()
         self._steps = 0  # with these shapes
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -50,16 +50,16 @@ class CapturedStep:
 
     @property
     def settled(self) -> bool:
-        """Whether steps are replayed now, or never will be."""
+        """Whether steps are being replayed, or capturing is disabled."""
         return self._graph is not None or bool(self.disabled)
 
     def accepts(self, batch: Batch) -> bool:
-        """Whether this step may be replayed: not in micro-batches, and not observed by hooks."""
+        """Whether this step can be replayed: no micro-batches, no hooks."""
         one_pass = not 0 < self.train_step.micro_batch < len(batch)
         return not self.disabled and one_pass and not self.train_step.optimizer.observed
 
     def replay(self, batch: Batch, step: int) -> StepResult | None:
-        """Loss and gradient norm of a padded batch, on the device; None: run it without a graph."""
+        """Loss and gradient norm of a padded batch, on the device; None if it must run without a graph."""
         train_step = self.train_step
         views = batch.views.on(train_step.device.torch) if batch.views is not None else None
         shapes = [(name, tuple(t.shape), t.dtype) for name, t in _tensors(batch)]
@@ -85,18 +85,18 @@ class CapturedStep:
         return loss, grad_norm
 
     def pad(self, batch: Batch) -> Batch:
-        """The batch with each group of texts padded to the longest it has had; no caption sees its padding."""
+        """The batch with each group of texts padded to its longest length so far; padding does not affect features."""
         if batch.tokens is None or not batch.lengths:
             return batch
         groups, context = batch.text_rows(), self.train_step.model.config.context_length
         lengths = [rounded(max(batch.lengths[rows]), context) for rows in groups]
         known = self._lengths.get(len(batch.tokens), [0] * len(lengths))
-        # One bucket more than needed: each time a group grows, the step has to be captured again.
+        # One bucket more than needed: whenever a group grows, the step has to be recaptured.
         padded = [
             most if length <= most else rounded(length + BUCKET, context)
             for length, most in zip(lengths, known, strict=True)
         ]
-        # Texts are sorted by length and cut after the longest of their group: no group may be shorter than the last.
+        # Texts are sorted by length and truncated to the longest of their group: no group may be shorter than the last.
         padded = list(itertools.accumulate(padded, max))
         self._lengths[len(batch.tokens)] = padded
         each = tuple(length for rows, length in zip(groups, padded, strict=True) for _ in range(rows.start, rows.stop))
@@ -111,18 +111,18 @@ class CapturedStep:
         if self.captures >= MAX_CAPTURES:
             self.disabled = f"the shapes of the batches changed {MAX_CAPTURES} times"
         elif device.peak_bytes() - device.memory_bytes() > MAX_MEMORY * device.total_bytes():
-            self.disabled = "the activations of a step take too much of the device's memory to keep them twice"
+            self.disabled = "the activations of a step use too much device memory to hold them twice"
         return not self.disabled
 
     def _capture(self, batch: Batch, step: int) -> bool:
-        """Capture a step of these shapes, without running it; False if that is impossible."""
+        """Capture a step of these shapes without running it; False if that fails."""
         train_step = self.train_step
         self.captures += 1
         batch = _clone(batch)
         graph = torch.cuda.CUDAGraph()
         train_step.phases.silent = True
         try:
-            # This thread only: another one may pin the memory of the next batch meanwhile.
+            # This thread only: another thread may be pinning the memory of the next batch.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 loss = train_step.compute_gradients(batch, step)
                 result = loss, train_step.update_weights(loss)
@@ -138,7 +138,7 @@ class CapturedStep:
 
 
 def _tensors(batch: Batch) -> list[tuple[str, Tensor]]:
-    """What differs from step to step, by name; the views only where they are on the device."""
+    """The tensors that differ between steps, by name; views only if they are on the device."""
     found = list(batch.tensors().items())
     if isinstance(batch.views, DeviceViews):
         found += [(name, getattr(batch.views, name)) for name in VIEWS]
@@ -146,7 +146,7 @@ def _tensors(batch: Batch) -> list[tuple[str, Tensor]]:
 
 
 def _clone(batch: Batch) -> Batch:
-    """A batch in memory of its own, which the graph reads at each replay."""
+    """A copy of a batch, from which the graph reads at each replay."""
     tensors: dict[str, Any] = {name: t.clone() for name, t in _tensors(batch)}
     if isinstance(batch.views, DeviceViews):
         tensors["views"] = dataclasses.replace(batch.views, **{name: tensors.pop(name) for name in VIEWS})

@@ -2,7 +2,7 @@
 
 A contrastive loss needs all features of the batch at once. Features are small; only the towers' activations are large.
 So all micro-batches are encoded without a graph, the loss is computed once over all features, and then each micro-batch
-is encoded again, with a graph, and propagates the gradient of its own features.
+is re-encoded with a graph and backpropagates the gradient of its features.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tower:
-    """One encoder and its input: `encode(rows)` gives the features of those rows, the same ones at each call."""
+    """One encoder and its input: `encode(rows)` returns the features of those rows and must be deterministic."""
 
     encode: Callable[[slice], Tensor]
     rows: int
@@ -30,18 +30,18 @@ class Tower:
 
 @dataclass(frozen=True)
 class GradCache:
-    """How the two passes run."""
+    """Runs the two passes."""
 
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext
-    no_autocast: Callable[[], AbstractContextManager[object]] = nullcontext  # switches it off for backward passes
+    no_autocast: Callable[[], AbstractContextManager[object]] = nullcontext  # disables it for backward passes
     scale_loss: Callable[[Tensor], Tensor] = lambda loss: loss  # fp16's gradient scaler
     mark: Callable[[str], None] = lambda phase: None
     first_pass_with_graph: bool = False
 
     def backward(self, towers: Sequence[Tower], loss_function: Callable[..., Tensor]) -> Tensor:
-        """Add the gradient of `loss_function(*features of each tower)` to every parameter; gives the detached loss.
+        """Add the gradient of `loss_function(*features of each tower)` to every parameter; returns the detached loss.
 
-        What the loss reads besides the features (temperature, bias) gets its gradient once, from the one loss.
+        Other inputs of the loss (temperature, bias) get their gradient once, from the single loss.
         """
         self.mark("forward")
         # One autocast context per pass: its cache of cast weights saves a cast per micro-batch, but casts made without

@@ -1,4 +1,4 @@
-"""Log lines about steps: loss, speed, time split, hardware, layers. Tensors stay on the device until then."""
+"""Logging of training steps: loss, speed, time split, hardware, layers. Values are read only when a line is written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BLOCK = re.compile(r"^(?P<tower>[^.]+)_tower\..*?\b(?:blocks|layers?|resblocks|s
 
 
 class StepLogger:
-    """Collects what happens between two log lines and writes them."""
+    """Accumulates values between two log lines and writes the lines."""
 
     def __init__(self, job: Setup, train_step: TrainStep, log: RunLog, screen: Screen, total_steps: int) -> None:
         self.job, self.train_step, self.log, self.screen = job, train_step, log, screen
@@ -49,7 +49,7 @@ class StepLogger:
         self._data_seconds = 0.0
 
     def restart(self) -> None:
-        """Ignore what happened since the last line: an evaluation, a checkpoint, steps undone by a rollback."""
+        """Discard everything since the last line, such as an evaluation, a checkpoint or rolled-back steps."""
         self.probe.disarm()
         self.train_step.phases.take()
         self.telemetry.skip()
@@ -67,7 +67,7 @@ class StepLogger:
         self._data_seconds += waited
 
     def write(self, state: TrainState, lr_fraction: float) -> None:
-        """One line for the steps since the last; only here does the host wait for the device."""
+        """Write one line for the steps since the last; the only place that synchronizes."""
         n = len(self._losses)
         if n == 0:
             return
@@ -92,7 +92,7 @@ class StepLogger:
             **self.telemetry.read(seconds),
         }
         if skipped:
-            line["skipped"] = skipped  # the means are those of the other steps
+            line["skipped"] = skipped  # the means exclude them
         self.log.write("step", **line)
         if self.layers_every and state.step % self.layers_every == 0:
             layers = self.probe.take(float(self._grad_norms[-1]))
@@ -110,7 +110,7 @@ class StepLogger:
 
 
 def _finite_means(values: Tensor) -> tuple[list[float], int]:
-    """Means over the finite steps of (2, n), and how many are not finite; one read from the device."""
+    """Means over the finite steps of (2, n), and the number of non-finite ones, in one transfer."""
     finite = values.isfinite().all(dim=0)
     usable = torch.where(finite, values, 0.0)
     count = finite.sum()
@@ -120,9 +120,9 @@ def _finite_means(values: Tensor) -> tuple[list[float], int]:
 
 
 def time_split(seconds: float, waited: float, phases: dict[str, float]) -> dict[str, float]:
-    """Seconds by what they were spent on; they add up to `seconds`.
+    """Seconds by phase; they add up to `seconds`.
 
-    Waiting for data counts only while the device is idle: a host that waits while the device computes costs nothing.
+    Waiting for data counts only while the device is idle: waiting while the device computes costs nothing.
     """
     busy = sum(phases.values())
     scale = min(1.0, seconds / busy) if busy > 0 else 1.0
@@ -132,12 +132,12 @@ def time_split(seconds: float, waited: float, phases: dict[str, float]) -> dict[
 
 
 class Telemetry:
-    """Readings of the machine since the last call. What cannot be measured is left out, never estimated."""
+    """Hardware readings since the last call. Values that cannot be measured are omitted, never estimated."""
 
     def __init__(self, device_kind: str) -> None:
         self._kind = device_kind
         own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-        self._cpus = sorted(own)  # the other cores of a shared machine do not matter
+        self._cpus = sorted(own)  # ignore cores that this process may not use
         self._meter = open_meter(device_kind)
         self._joules = 0.0
         self._celsius, self._measured = temperature(device_kind), time.monotonic()
@@ -145,11 +145,11 @@ class Telemetry:
 
     @property
     def meter(self) -> str | None:
-        """What the energy covers; None without a meter."""
+        """What the energy meter covers; None without a meter."""
         return None if self._meter is None else f"{self._meter.name}: {self._meter.covers}"
 
     def read(self, seconds: float) -> dict[str, Any]:
-        """Core use in percent; joules and mean watts of the last `seconds`; degrees."""
+        """CPU usage per core in percent, joules and mean watts of the last `seconds`, temperature."""
         use = psutil.cpu_percent(percpu=True)
         values: dict[str, Any] = {"cores": [round(use[n]) for n in self._cpus if n < len(use)]}
         if self._meter is not None:
@@ -163,14 +163,14 @@ class Telemetry:
         return values
 
     def skip(self) -> None:
-        """Ignore what was used since the last reading."""
+        """Discard everything since the last reading."""
         psutil.cpu_percent(percpu=True)
         if self._meter is not None:
             self._joules = self._meter.joules()
 
 
 def memory_parts(job: Setup, train_step: TrainStep) -> dict[str, int]:
-    """Bytes by component; `rest` is what else the peak contains: activations, libraries, buffers."""
+    """Bytes by component; `rest` is everything else in the peak: activations, libraries, buffers."""
 
     def nbytes(tensors: Iterable[Tensor]) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -202,7 +202,7 @@ def layer_of(name: str) -> str:
 
 
 def layers_interval(configured: int | None, total_steps: int, log_every: int) -> int:
-    """Steps between two lines about layers, a multiple of the log's interval; 0 = never."""
+    """Steps between two layer analyses, a multiple of the log interval; 0 = never."""
     if configured == 0:
         return 0
     interval = configured if configured is not None else max(1, total_steps // LAYER_LINES)
@@ -219,7 +219,7 @@ class _LayerNorms(NamedTuple):
 
 
 class LayerProbe:
-    """Armed for one step, it reads gradients just before the optimizer's step and the updates just after."""
+    """When armed for a step, reads gradients right before the optimizer step and updates right after it."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -236,7 +236,7 @@ class LayerProbe:
             self._handles.append(part.register_step_post_hook(self._after_step))
 
     def disarm(self) -> None:
-        """Stop observing, and forget what was seen."""
+        """Stop observing and discard the values."""
         for handle in self._handles:
             handle.remove()
         self._optimizer.observed = False
@@ -257,7 +257,7 @@ class LayerProbe:
         self._before = []
 
     def take(self, grad_norm: float) -> dict[str, list[float]] | None:
-        """layer -> [gradient norm before clipping, update / weight], read in one go; None if no step was made."""
+        """layer -> [gradient norm before clipping, update / weight], read in one transfer; None if no step was made."""
         norms = self._norms
         self.disarm()
         layers = [layer for part in norms for layer in part.layers]
@@ -270,7 +270,7 @@ class LayerProbe:
         sums: dict[str, list[float]] = {}
         for layer, *row in zip(layers, *squares, strict=True):
             sums[layer] = [a + b for a, b in zip(sums.get(layer, [0.0] * 3), row, strict=True)]
-        # Clipping scaled all gradients by one factor, which follows from the norm before it.
+        # Clipping scaled all gradients by one factor, which follows from the norm before clipping.
         clipped = math.sqrt(sum(gradient for gradient, *_ in sums.values()))
         scale = grad_norm / clipped if clipped > 0 and math.isfinite(grad_norm) else 1.0
         return {
@@ -288,13 +288,13 @@ def _rounded(value: float) -> float:
 
 
 def check_sink(name: str) -> None:
-    """UserError if the logging backend is not installed, before anything is trained."""
+    """Raise UserError if the logging backend is not installed."""
     if name == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
-        raise UserError("--report-to tensorboard: not installed; pip install 'm1clip[log]', or leave it out")
+        raise UserError("--report-to tensorboard: not installed; run pip install 'm1clip[log]', or remove the option")
 
 
 def open_sink(name: str, run: Path) -> tuple[Sink, Callable[[], None]] | None:
-    """(takes each record, closes it) of a logging backend; None for run.jsonl alone."""
+    """(write, close) functions of a logging backend; None for only run.jsonl."""
     if name != "tensorboard":
         return None
     from torch.utils.tensorboard import SummaryWriter

@@ -38,9 +38,9 @@ class TrainLoop:
         self.started = time.perf_counter() - state.seconds
 
     def run_until_stopped(self, stop: StopRequest) -> None:
-        """The whole loop; raises Stopped after a signal, with a checkpoint saved."""
+        """Run the loop; raises Stopped after a signal, once a checkpoint is saved."""
         if self._out_of_patience():
-            return  # resumed after its early stop
+            return  # resumed after an early stop
         self.stop = stop
         self.screen.begin(self.state.step, self.total_steps)
         with stop.deferred(), self.writer:
@@ -75,7 +75,7 @@ class TrainLoop:
                     break
 
     def _between_steps(self) -> bool:
-        """Evaluate, save and stop where due; whether the run is over before its last step."""
+        """Evaluate, save and stop if due; returns whether the run ends early."""
         state = self.state
         if state.evaluation_due:
             paused = time.perf_counter()
@@ -83,11 +83,11 @@ class TrainLoop:
             self.started += time.perf_counter() - paused  # not training time
             self.logger.restart()
         last, early = state.step == self.total_steps, self._out_of_patience()
-        # Read once: a signal that arrives from here on belongs to the next step, which then saves too.
+        # Read once: a signal that arrives later is handled after the next step, which then saves too.
         signal = self.stop.signal
         due, ends = self.writer.due(state.step), last or early or bool(signal)
         if due or ends:
-            self.recovery.guard.read(state)  # on CUDA only now is it known whether the last steps were skipped
+            self.recovery.guard.read(state)  # on CUDA, skipped steps are only detected here
         if ends or (due and state.skipped == 0):
             self.writer.save(state, checkpoint_tensors(self.train_step, state), wait=ends)
             self.logger.restart()
@@ -96,7 +96,7 @@ class TrainLoop:
             self.log.write("event", step=state.step, event=f"stopped by signal {signal}")
             raise Stopped(str(self.run), state.step, signal)
         if early and not last:
-            reason = f"{state.stale} evaluations without a better {self.validator.metric_label}"
+            reason = f"{state.stale} evaluations without improvement of {self.validator.metric_label}"
             self.screen.say(f"stopped    after {reason}")
             self.log.write("event", step=state.step, event="early stop", reason=reason)
         return early
@@ -106,9 +106,9 @@ class TrainLoop:
         return bool(patience) and self.state.stale >= patience
 
     def _evaluate_first(self) -> bool:
-        """Whether to evaluate before the first step: interrupted by a signal, or to score the --init model.
+        """Whether to evaluate before the first step: after an interrupted evaluation, or to score the --init model.
 
-        Training may only make that one worse; but --wise-ft interpolates, and needs a trained model.
+        Training may only make the --init model worse; but --wise-ft interpolates, and needs a trained model.
         """
         state, transfer = self.state, self.job.config.transfer
         scores_start = transfer.init is not None and transfer.wise_ft == "off"
@@ -117,7 +117,7 @@ class TrainLoop:
         return state.evaluation_due
 
     def _next(self, feed: Iterator[tuple[float, Batch]]) -> tuple[float, Batch]:
-        """The next batch; if the data fails, the run is saved before it ends."""
+        """The next batch; if loading fails, save a checkpoint before raising."""
         try:
             return next(feed)
         except UserError as error:
@@ -130,7 +130,7 @@ class TrainLoop:
             ) from None
 
     def _timed_batches(self) -> Generator[tuple[float, Batch], None, None]:
-        """Batches with the seconds that the loop waited for each."""
+        """Batches with the seconds spent waiting for each."""
         job, rules = self.job, self.job.device.rules
         start, workers = self.state.step, job.config.data.workers
         feed = batches(job.training, start, self.total_steps, workers, rules.worker_start, rules.pin_memory, self._warn)

@@ -36,12 +36,12 @@ class Ledger(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._live: dict[int, tuple[str, int, int]] = {}  # storage -> component, bytes, number of its birth
+        self._live: dict[int, tuple[str, int, int]] = {}  # storage -> component, bytes, creation index
         self._now = dict.fromkeys(COMPONENTS, 0)
         self._total = self._most = self._born = self._peak_at = 0
         self.peak: dict[str, int] = dict(self._now)
-        self._kind = next(model.parameters()).device.type  # what lies elsewhere is not in this device's memory
-        self.phase = "activations"  # what a new tensor is, unless it is claimed for something else
+        self._kind = next(model.parameters()).device.type  # only tensors on this device count
+        self.phase = "activations"  # component of new tensors, unless claimed by another
         self.claim("weights", (*model.parameters(), *model.buffers()))
         trained = (p for p in model.parameters() if p.requires_grad)
         self._handles = [p.register_post_accumulate_grad_hook(self._take_gradient) for p in trained]
@@ -49,7 +49,7 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[Any], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run the operation, and enter what it has made."""
+        """Run the operation and track its outputs."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.device.type == self._kind:
@@ -57,26 +57,26 @@ class Ledger(TorchDispatchMode):
         return result
 
     def claim(self, component: str, tensors: Iterable[Tensor]) -> None:
-        """These belong to a component, whatever made them."""
+        """Assign these tensors to a component."""
         for tensor in (tensor for tensor in tensors if tensor.device.type == self._kind):
             key = self._enter(tensor, component)
             known, size, born = self._live[key]
             if known == component:
                 continue
             self._live[key] = (component, size, born)
-            # Whoever was there at the peak, and lives still, gets its right name there too.
+            # Reassign in the recorded peak too, if the tensor existed then and still does.
             for counts in (self._now, self.peak) if born <= self._peak_at else (self._now,):
                 counts[known] -= size
                 counts[component] += size
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
 
     def _take_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self.phase = "temporaries"  # the backward pass has begun: nothing new is kept for it
+            self.phase = "temporaries"  # the backward pass has started: no new tensor is saved for it
             self.claim("gradients", [parameter.grad])
 
     def _enter(self, tensor: Tensor, component: str) -> int:
@@ -100,12 +100,12 @@ class Ledger(TorchDispatchMode):
 
 
 Parts = dict[str, int]
-# RSS over live tensors on the CPU: what glibc holds between two uses, and oneDNN's workspace (docs/compare.md).
+# RSS relative to live tensors on the CPU: glibc's cached blocks and oneDNN's workspace (docs/compare.md).
 HEAP_BASE, HEAP_SLACK = 170_000_000, 1.10
 
 
 def watched(update: TrainStep, batch: Batch, step: Callable[[Batch], object]) -> Parts:
-    """Bytes of one step by component, at the moment of the most. The optimizer's state must be there already."""
+    """Bytes of one step by component, at its peak. The optimizer state must already exist."""
     ledger = Ledger(update.model)
     try:
         ledger.claim("optimizer", update.optimizer.tensors().values())
@@ -122,7 +122,7 @@ def watched(update: TrainStep, batch: Batch, step: Callable[[Batch], object]) ->
 def stand_in(
     shape: CLIPConfig, batch: int, text_tokens: int, captions_per_image: int = 1, frozen: tuple[int, int] = (0, 0)
 ) -> Batch:
-    """A random batch in the shapes of a real one; `frozen` are the widths of the features of frozen towers."""
+    """A random batch with realistic shapes; `frozen` are the feature widths of frozen towers."""
     rows, captions = torch.arange(batch), batch * captions_per_image
     fields: dict[str, Any] = {}
     if frozen[0]:
@@ -143,19 +143,19 @@ def stand_in(
 def predict_memory(
     config: Config, start: Start, kind: Kind, precision: Precision, facts: Facts, batch: int, text_tokens: int
 ) -> Parts:
-    """The components of the real step, made with fake tensors: all shapes, no memory, no arithmetic."""
+    """Memory of the training step by component, predicted with fake tensors, which allocate and compute nothing."""
     several = config.data.captions_per_step or 1
-    model = dataclasses.replace(config.model, compile=False)  # the compiler would not take fake tensors
+    model = dataclasses.replace(config.model, compile=False)  # the compiler does not support fake tensors
     contrast = config.train.text_contrast
     train = dataclasses.replace(
         config.train,
         batch_size=max(batch, 2),
         micro_batch=min(config.train.micro_batch, batch),
-        text_contrast=float(several > 1) if contrast is None else contrast,  # any weight takes the same memory
+        text_contrast=float(several > 1) if contrast is None else contrast,  # memory does not depend on the weight
     )
     plain = dataclasses.replace(config, model=model, train=train)
-    host = Device("cpu", facts)  # fake tensors of an absent device cannot be made, and shapes are the same there
-    warm_process(facts)  # private operations are tried out at their first use, which must not be a fake one
+    host = Device("cpu", facts)  # fake tensors cannot be on a missing device, and the shapes are the same
+    warm_process(facts)  # private operations are probed at first use, which must not be with fake tensors
     with FakeTensorMode(), _WithoutShapes():
         clip = start.build(load_weights=False)
         kinds = (config.model.attention_image, config.model.attention_text)
@@ -166,7 +166,7 @@ def predict_memory(
             clip, plain, host, half, Preprocess(image_size=start.config.image_size), autocast(host, half)
         )
 
-        update.skip = "never"  # a fake tensor has no value to look at
+        update.skip = "never"  # fake tensors have no values to check
         update.blockwise_loss = kind == "cpu"
 
         def step(samples: Batch) -> None:
@@ -175,7 +175,7 @@ def predict_memory(
         widths = (clip.image_tower.width, clip.text_tower.width)
         image, text = (0 if trained else width for trained, width in zip(start.trainable, widths, strict=True))
         samples = stand_in(start.config, batch, text_tokens, several, (image, text))
-        step(samples)  # makes the optimizer's state
+        step(samples)  # creates the optimizer state
         parts = watched(update, samples, step)
     if kind != "cpu" and not config.model.grad_checkpointing:
         chunk = config.train.micro_batch if 0 < config.train.micro_batch < batch else batch
@@ -184,7 +184,7 @@ def predict_memory(
 
 
 def predicted_peak(parts: Parts, kind: Kind, process: int, data: int) -> Parts:
-    """The peak that the user sees: on the CPU with the process, its data and the allocator's overhead."""
+    """The peak that the user sees: on the CPU it includes the process, its data and allocator overhead."""
     if kind != "cpu":
         return parts
     tensors = sum(parts.values())
@@ -192,12 +192,12 @@ def predicted_peak(parts: Parts, kind: Kind, process: int, data: int) -> Parts:
 
 
 def tensor_limit(limit: float, kind: Kind, process: int, data: int) -> float:
-    """What a limit leaves for the tensors of a step: the inverse of `predicted_peak`."""
+    """Bytes left for the tensors of a step within a limit: the inverse of `predicted_peak`."""
     return limit if kind != "cpu" else (limit - process - data - HEAP_BASE) / HEAP_SLACK
 
 
 class _WithoutShapes(TorchDispatchMode):
-    """Says what oneDNN's fused product returns: torch knows no shape rule for that private operation."""
+    """Provides the output shape of oneDNN's fused linear layer, a private operation without a shape rule in torch."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name().startswith("mkldnn::_linear_pointwise"):
@@ -208,7 +208,7 @@ class _WithoutShapes(TorchDispatchMode):
 
 @functools.cache
 def warm_process(facts: Facts) -> int:
-    """Bytes of this process once it has trained anything at all: a toy step loads the libraries' code pages."""
+    """Bytes of this process after a toy training step, which loads the libraries' code pages."""
     host, state = Device("cpu", facts), torch.get_rng_state()
     toy = with_fields(
         CLIPConfig(),
@@ -231,7 +231,7 @@ def warm_process(facts: Facts) -> int:
 
 
 def kept_by_mlp(start: Start, batch: int, text_tokens: int, size: int) -> int:
-    """What the MLPs of our towers keep on an accelerator and recompute on the CPU: their activation."""
+    """Bytes of the MLP activations of our towers, which accelerators store and the CPU recomputes."""
     towers: Any = zip((start.config.image_tower, start.config.text_tower), start.trainable, strict=True)
     numbers = 0.0
     for tower, trained in towers:
@@ -243,9 +243,9 @@ def kept_by_mlp(start: Start, batch: int, text_tokens: int, size: int) -> int:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes as a function of the batch: linear for activations, square for logits, never less than a step of two.
+    """Bytes as a function of batch size: linear for activations, quadratic for logits, at least that of a batch of two.
 
-    Below some batch the peak is the optimizer's, and does not move.
+    Below some batch size the peak is in the optimizer and stays constant.
     """
 
     least: float
@@ -254,11 +254,11 @@ class Forecast:
     square: float = 0.0
 
     def total(self, batch: int) -> float:
-        """Bytes of the step's tensors at a batch."""
+        """Bytes of the step's tensors for a batch size."""
         return max(self.least, self.fixed + self.per_pair * batch + self.square * batch * batch)
 
     def largest(self, limit: float, most: int) -> int:
-        """The largest batch, up to `most`, whose step stays within a limit; 0 if none does."""
+        """The largest batch size, up to `most`, whose step stays within a limit; 0 if none does."""
         if self.total(most) <= limit:
             return most
         low, high = 0, most
@@ -269,7 +269,7 @@ class Forecast:
 
 
 def forecast(trace: Callable[[int], Parts], like: Forecast | None = None) -> Forecast:
-    """From steps predicted at large batches, and at two; `like` is a forecast with the same logits and optimizer."""
+    """Fit a forecast to predicted steps; `like` is a forecast with the same logits and optimizer."""
     low, middle, high = 128, 256, 512
     second, third = (float(sum(trace(batch).values())) for batch in (middle, high))
     if like is None:
@@ -283,5 +283,5 @@ def forecast(trace: Callable[[int], Parts], like: Forecast | None = None) -> For
 
 
 def tracer(config: Config, start: Start, kind: Kind, precision: Precision, facts: Facts, text_tokens: int) -> Any:
-    """`predict_memory` as a function of the batch alone, remembering its answers."""
+    """`predict_memory` as a cached function of the batch size."""
     return functools.cache(lambda batch: predict_memory(config, start, kind, precision, facts, batch, text_tokens))

@@ -1,6 +1,6 @@
-"""Muon: orthogonalized momentum as the update of hidden matrices. The rule of torch.optim.Muon, batched.
+"""Muon: orthogonalized momentum updates for hidden matrices, like torch.optim.Muon but batched.
 
-Newton-Schulz runs once for all matrices of a shape, as batched products: many small products leave a processor half
+Newton-Schulz runs once for all matrices of a shape, as batched products: many small products leave a CPU half
 idle (256 x 256 on two cores: 200 GFLOP/s one by one, 380 batched).
 """
 
@@ -63,7 +63,7 @@ def orthogonalize(x: Tensor) -> Tensor:
     wide = x.shape[2] >= 2 * x.shape[1]
     for number, quintic in enumerate(QUINTICS[1:], start=1):
         if wide and number % 2:
-            # Two iterations on the small Gram matrix before the wide one is touched; more would lose bf16's digits.
+            # Two iterations on the small Gram matrix before using the wide one; more would lose precision in bf16.
             gram = torch.bmm(torch.bmm(factor, gram), factor) * (bound if number == 1 else 1)
             factor = torch.bmm(_quintic_factor(gram, torch.bmm(gram, gram), quintic), factor)
             continue
@@ -135,7 +135,7 @@ class Muon(CompilableOptimizer):
         if skip is None:
             torch._foreach_lerp_(buffers, grads, 1 - momentum)
         else:
-            # The same, with a weight that is 0 on the device where the step is skipped; gradients are 0 there.
+            # The same with a weight on the device that is 0 if the step is skipped; gradients are then 0.
             torch._foreach_mul_(buffers, 1 - (1 - momentum) * (1 - skip))
             torch._foreach_add_(buffers, grads, alpha=1 - momentum)
         decay = lr * group["weight_decay"]
@@ -143,12 +143,12 @@ class Muon(CompilableOptimizer):
 
         stacks: _Stacks = {}
         for p, grad, buffer in zip(params, grads, buffers, strict=True):
-            # A convolution is a matrix from everything a position sees to its channels.
+            # A convolution is a matrix from its receptive field to its output channels.
             matrix = _Matrix(p.flatten(1), grad.flatten(1), buffer.flatten(1))
             stacks.setdefault((matrix.sides, p.device), []).append(matrix)
         for sides, matrices in _bounded(stacks):
             x = torch.empty((len(matrices), *sides), dtype=self.dtype, device=matrices[0].weight.device)
-            # Nesterov momentum for one shape at a time: for all it would be one more gradient in memory.
+            # Nesterov momentum for one shape at a time: for all at once it would need the memory of one more gradient.
             nesterov = torch._foreach_lerp([m.grad for m in matrices], [m.momentum for m in matrices], momentum)
             # Cast, and transposed where tall, in one pass.
             torch._foreach_copy_(list(x), [u.t() if m.tall else u for m, u in zip(matrices, nesterov, strict=True)])
@@ -167,7 +167,7 @@ _Stacks = dict[tuple[tuple[int, int], torch.device], list[_Matrix]]
 
 
 def _bounded(stacks: _Stacks) -> Iterator[tuple[tuple[int, int], list[_Matrix]]]:
-    """The stacks, on the CPU in parts of bounded size: a stack and its products are several copies of its matrices."""
+    """The stacks, split on the CPU to bound memory: a stack and its products are several copies of its matrices."""
     for (sides, device), matrices in stacks.items():
         most = max(1, MAX_CPU_STACK // math.prod(sides)) if device.type == "cpu" else len(matrices)
         for start in range(0, len(matrices), most):
@@ -175,7 +175,7 @@ def _bounded(stacks: _Stacks) -> Iterator[tuple[tuple[int, int], list[_Matrix]]]
 
 
 def _add_updates(matrices: list[_Matrix], x: Tensor, lr: float | Tensor) -> None:
-    """Add the stack `x` to the weights; a tall matrix gets more, so that all have the same effect on their output."""
+    """Add the stack `x` to the weights; updates of tall matrices are scaled up to have the same effect on the output."""
     for tall in (False, True):
         chosen = [(matrix, row) for matrix, row in zip(matrices, x, strict=True) if matrix.tall is tall]
         if not chosen:

@@ -1,6 +1,6 @@
 """Out-of-memory handling: a step that does not fit is repeated with half the micro-batch.
 
-The batch and its gradient stay the same (grad_cache.py); only the memory they need becomes less.
+The batch and its gradient stay the same (grad_cache.py) but need less memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OOM_MESSAGES = (
     "can't allocate memory",
     "not enough memory",
     "out of memory",
-    "could not create a primitive",  # oneDNN gives no reason; seen where memory was short
+    "could not create a primitive",  # oneDNN's error when memory is short
 )
 RETRY_STEPS = 50  # at least this many steps between two retries with an unchanged micro-batch
 USELESS = 0.98  # a smaller micro-batch that still uses more than this fraction of the memory does not help
@@ -32,7 +32,7 @@ class MemoryPressure(Exception):
 
 @dataclass(frozen=True)
 class MicroBatchChange:
-    """The micro-batch from a step on; `helps` is False where halving it freed nothing and it was set back."""
+    """A new micro-batch size; `helps` is False if halving freed no memory and was undone."""
 
     step: int
     micro_batch: int
@@ -41,10 +41,10 @@ class MicroBatchChange:
 
 
 class OOMHandler:
-    """Holds the micro-batch of a run, halves it when memory runs out, and lists the changes for the log."""
+    """Halves the micro-batch of a run when memory runs out, and lists the changes for the log."""
 
     def __init__(self, micro_batch: int, used_bytes: Callable[[], int], limit: float | None = None) -> None:
-        """A `micro_batch` of 0 is the complete batch; without a `limit` only failed allocations count."""
+        """A `micro_batch` of 0 is the full batch; without a `limit` only failed allocations count."""
         self.micro_batch, self.used_bytes, self.limit = micro_batch, used_bytes, limit
         self._changes: list[MicroBatchChange] = []
         self._checks_limit = True
@@ -53,7 +53,7 @@ class OOMHandler:
         self._used, self._used_before = 0, float("inf")  # bytes, when the limit was last reached and before that
 
     def check(self) -> None:
-        """Raise MemoryPressure near the limit. Call it between forward and backward, where memory peaks."""
+        """Raise MemoryPressure near the limit. Call between forward and backward, where memory peaks."""
         if self.limit is None or not self._checks_limit:
             return
         used = self.used_bytes()
@@ -62,9 +62,9 @@ class OOMHandler:
             raise MemoryPressure(f"{used / 1e9:.2f} GB in use, close to the limit of {self.limit / 1e9:.2f} GB")
 
     def run(self, work: Callable[[], Result], clear: Callable[[], None], rows: int, step: int) -> Result:
-        """Do the work; where memory runs out, `clear` and repeat it with half the micro-batch.
+        """Run `work`; if memory runs out, `clear` and retry with half the micro-batch.
 
-        Near the limit, clearing may be enough: then it is first repeated unchanged.
+        Near the limit, clearing may be enough, so the first retry is unchanged.
         """
         while True:
             try:
@@ -97,7 +97,7 @@ class OOMHandler:
             )
         useless = self._used > USELESS * self._used_before
         if not failed and (current <= 1 or useless):
-            self._checks_limit = False  # something else fills the memory: continue as before
+            self._checks_limit = False  # something else uses the memory: continue as before
             self.micro_batch = self._previous_micro_batch if useless else self.micro_batch
             self._changes.append(MicroBatchChange(step + 1, self.micro_batch, reason, helps=False))
             return
@@ -110,14 +110,14 @@ class OOMHandler:
 
 @contextlib.contextmanager
 def oom_as_user_error() -> Iterator[None]:
-    """Where a smaller micro-batch cannot help (optimizer, evaluation), running out of memory is a UserError."""
+    """Turn out-of-memory errors into a UserError where a smaller micro-batch cannot help (optimizer, evaluation)."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise UserError(
-            f"out of memory ({_first_line(error)}): close other programs and continue with --resume, or start again "
+            f"out of memory ({_first_line(error)}): close other programs and continue with --resume, or start over "
             f"with a smaller --model or --batch-size"
         ) from None
 

@@ -65,7 +65,7 @@ class Optimizer:
             muon_groups = list(groups(hidden, config.muon_lr))
             self.parts["muon"] = Muon(muon_groups, weight_decay=config.muon_wd, dtype=muon_dtype)
         self._peak_lr = {"adamw": config.lr, "muon": config.muon_lr}
-        self.observed = False  # hooks are waiting for the next step, which a replayed CUDA graph would not call
+        self.observed = False  # hooks observe the next step; a replayed CUDA graph would not call them
 
     def set_lr(self, fraction: float) -> None:
         """Set each learning rate to a fraction of its peak."""
@@ -78,7 +78,7 @@ class Optimizer:
                     group["lr"] = lr
 
     def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
-        """Update the weights; with a scaler, only where its gradients are finite."""
+        """Update the weights; with a scaler, only if the gradients are finite."""
         for part in self.parts.values():
             if scaler is None:
                 part.step()
@@ -86,17 +86,17 @@ class Optimizer:
                 scaler.step(part)
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
+        """Clear the gradients."""
         for part in self.parts.values():
             part.zero_grad(set_to_none=True)
 
     def drop_state(self) -> None:
-        """Free the moments, which take twice the memory of the weights."""
+        """Free the optimizer state, which takes up to twice the memory of the weights."""
         for part in self.parts.values():
             part.state.clear()
 
     def tensors(self) -> dict[str, Tensor]:
-        """All state as part/parameter/key -> tensor."""
+        """The state as part/parameter/key -> tensor."""
         flat = {}
         for part_name, part in self.parts.items():
             for name, parameter in _named_parameters(part):
@@ -132,7 +132,7 @@ class EMA:
         self.new_fraction: float | Tensor = torch.zeros((), device=device) if capturable else 0.0
 
     def set_step(self, step: int) -> None:
-        """Follow faster at the start, so that the first steps are soon forgotten."""
+        """Set the decay for a step; it is lower at the start, so that the first steps are soon forgotten."""
         fraction = 1 - min(self.decay, (1 + step) / (10 + step))
         if isinstance(self.new_fraction, Tensor):
             self.new_fraction.fill_(fraction)
@@ -141,9 +141,9 @@ class EMA:
 
     @torch.no_grad()
     def update(self, model: nn.Module, skip: Tensor | None = None) -> None:
-        """Follow the weights; a `skip` of 1 on the device leaves the average unchanged, without the host knowing."""
+        """Update the average; a `skip` of 1 on the device leaves it unchanged, without synchronization."""
         live = {name: p.detach() for name, p in model.named_parameters()}
-        average = [self.weights[name] for name in live]  # by name: weights from a file come in another order
+        average = [self.weights[name] for name in live]  # by name: weights from a file may be in another order
         if skip is None and not isinstance(self.new_fraction, Tensor):
             torch._foreach_lerp_(average, list(live.values()), self.new_fraction)
         else:
@@ -154,7 +154,7 @@ class EMA:
 
     @torch.no_grad()
     def swap(self, model: nn.Module) -> None:
-        """Exchange the model's weights with the average; a second call undoes it."""
+        """Swap the model's weights with the average; a second call undoes it."""
         for name, p in model.named_parameters():
             live = p.detach().clone()
             p.copy_(self.weights[name])

@@ -1,4 +1,4 @@
-"""Before a run on an accelerator: gradients of a few samples compared with the CPU's."""
+"""Gradient check before a run on an accelerator: a few samples, compared with the CPU."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from m1clip.losses import infonce, same_pairs
 from m1clip.model.clip import CLIP, Features
 from m1clip.training.step import normalized_pixels
 
-if TYPE_CHECKING:  # setup asks this module too, when it chooses a device
+if TYPE_CHECKING:  # setup imports this module too
     from m1clip.training.setup import Setup
 
 PAIRS = 8
-MOST = 1 << 22  # numbers of a gradient that are compared: a whole one, several times over, would be the peak of a run
-# Relative error of the whole gradient. A wrong kernel gives errors near or above 1, rounding stays far below these.
+MOST = 1 << 22  # gradient entries to compare: several copies of a complete gradient would be the memory peak of a run
+# Relative error of the complete gradient. A wrong kernel gives errors near or above 1; rounding stays far below these.
 TOLERANCE: dict[Precision, float] = {"fp32": 0.02, "bf16": 0.15, "fp16": 0.05}
 
 
 def check_parity(job: Setup, model: CLIP) -> float | None:
-    """Relative difference of the gradients; a device that computes something else is refused. None on the CPU."""
+    """Relative difference of the gradients; UserError if it is too large. None on the CPU."""
     if job.device.kind == "cpu":
         return None
     batch = few(job.training[0])
-    twin = perturbed(model).eval()  # dropout would draw other masks there
+    twin = perturbed(model).eval()  # dropout masks would differ between devices
     there = gradient(twin, batch, job.preprocess, job.autocast)
     twin.zero_grad(set_to_none=True)
     here = gradient(twin.to("cpu"), batch, job.preprocess, contextlib.nullcontext)
@@ -42,10 +42,10 @@ def check_parity(job: Setup, model: CLIP) -> float | None:
 
 @torch.no_grad()
 def perturbed(model: CLIP) -> CLIP:
-    """A copy with small numbers in the place of matrices that are all zero, as branches are at the start of a run.
+    """A copy with small random values in matrices that are all zero, such as zero-initialized residual branches.
 
-    Behind such branches a class token is the same for every image: the true gradient is then next to nothing, and
-    what two devices make of it differs by rounding alone.
+    With such branches the class token is the same for every image: the true gradient is then almost zero, and
+    the difference between devices is all rounding error.
     """
     twin = copy.deepcopy(model)
     draw = torch.Generator().manual_seed(0)
@@ -56,17 +56,17 @@ def perturbed(model: CLIP) -> CLIP:
 
 
 def relative_difference(a: Tensor, b: Tensor) -> float:
-    """|a - b| / |b| of two vectors; anything not finite counts as infinitely far."""
+    """|a - b| / |b| of two vectors; infinite if anything is not finite."""
     difference = float((a - b).norm() / b.norm().clamp(min=1e-12))
     return difference if difference == difference else float("inf")
 
 
 def judge(difference: float, precision: Precision, kind: str) -> float:
-    """Give the difference back, or refuse it."""
+    """Return the difference, or raise UserError if it exceeds the tolerance."""
     if difference > TOLERANCE[precision]:
         raise UserError(
             f"{kind} computes gradients that differ from the CPU's by {difference:.1%} ({precision} allows "
-            f"{TOLERANCE[precision]:.0%}): a kernel there is wrong for this model; use --device cpu, another "
+            f"{TOLERANCE[precision]:.0%}): a kernel gives wrong results for this model; use --device cpu, another "
             f"--precision, or another version of torch"
         )
     return difference
@@ -75,7 +75,7 @@ def judge(difference: float, precision: Precision, kind: str) -> float:
 def gradient(
     model: CLIP, batch: Batch, preprocess: Preprocess, context: Callable[[], AbstractContextManager[object]]
 ) -> Tensor:
-    """The gradient of every parameter as one float32 vector on the CPU; of a large model some numbers of each."""
+    """The gradient of every parameter as one float32 vector on the CPU; subsampled for a large model."""
     batch = batch.to(model.logit_scale.device)
     with context():
         if batch.image_features is None:
@@ -87,7 +87,7 @@ def gradient(
         else:
             text = model.project_text(batch.text_features)
         features = Features(image, text, model.scale(), model.logit_bias)
-    # Not the run's own objective: this one needs nothing of the model and asks the same of every kernel.
+    # Not the run's own objective: this one works for every model and exercises the same kernels.
     infonce(features, same_pairs(batch.sample_ids, batch.caption_ids, batch.image_index)).backward()
     grads = [p.grad.detach().flatten() for p in model.parameters() if p.grad is not None]
     every = -(-sum(g.numel() for g in grads) // MOST)
@@ -95,7 +95,7 @@ def gradient(
 
 
 def few(batch: Batch, samples: int = PAIRS) -> Batch:
-    """A few captions of a batch, the shortest, with their images."""
+    """The shortest few captions of a batch, with their images."""
     image_index = batch.image_index[:samples]
     has_images, has_tokens = batch.image_features is None, batch.text_features is None
     return Batch(

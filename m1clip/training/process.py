@@ -1,4 +1,4 @@
-"""The process of a run: its folder and lock, signals that stop it, and runs in the background."""
+"""The process of a run: its folder and lock, stop signals, and background runs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from m1clip.errors import UserError
 from m1clip.io import LOCK, lock_content, open_for_write, open_regular, read_owner
 from m1clip.runlog import NAME, PREPARING, PREPARING_PARTIAL
 
-OUTPUT = "train.log"  # of a run in the background
-START_SECONDS = 30.0  # for imports and taking the folder, at most
-FAILURE_SECONDS = 5.0  # after that, in which a run that cannot work is noticed
-LAST_OUTPUT = 2**16  # bytes that contain the reason
+OUTPUT = "train.log"  # of a background run
+START_SECONDS = 30.0  # at most, for imports and creating the folder
+FAILURE_SECONDS = 5.0  # after that, to detect a run that fails at once
+LAST_OUTPUT = 2**16  # bytes searched for the reason
 
 
 def create_run_folder(path: Path | None, name: str) -> Path:
@@ -42,7 +42,7 @@ def create_run_folder(path: Path | None, name: str) -> Path:
 
 
 def check_unused(path: Path) -> None:
-    """UserError if a folder contains a run, or anything else."""
+    """Raise UserError if a folder contains a run or anything else."""
     if (path / "config.toml").exists():
         raise UserError(f"{path}: already contains a run; continue it with --resume {path}, or choose another --run")
     if path.exists() and (not path.is_dir() or _contents(path)):
@@ -66,35 +66,37 @@ def _contents(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
-    """Be the only writer of a run; the system releases the lock when this process ends, however it ends."""
+    """Hold the lock of a run; the system releases it when this process ends for any reason."""
     handle = open_for_write(folder / LOCK, os.O_RDWR | os.O_CREAT)
     try:
         try:
-            # Not flock: forked data workers would share it, and outlive a killed parent by some seconds.
+            # Not flock: forked data workers would inherit it and outlive a killed parent by some seconds.
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             owner = os.read(handle, 64).decode("utf-8", "replace").partition("\n")[0].strip() or "unknown"
-            raise UserError(f"{folder}: process {owner} is training there; wait for it, or stop it first") from None
+            raise UserError(
+                f"{folder}: process {owner} is training in this folder; wait for it, or stop it first"
+            ) from None
         except OSError:
             pass  # a file system without locks (some network mounts)
         os.truncate(handle, 0)
         os.write(handle, lock_content().encode())
-        (folder / PREPARING).unlink(missing_ok=True)  # of a killed process
+        (folder / PREPARING).unlink(missing_ok=True)  # left by a killed process
         yield
     finally:
         os.close(handle)
 
 
 class Stopped(Exception):
-    """The run was asked to stop; a checkpoint of its last step is saved."""
+    """The run was stopped by a signal; a checkpoint of its last step is saved."""
 
     def __init__(self, run: str, step: int, signal_number: int) -> None:
         super().__init__(f"stopped at step {step:,}; continue with: m1clip train --resume {run}")
-        self.exit_code = 128 + signal_number  # as a shell reports a signal
+        self.exit_code = 128 + signal_number  # shell convention for signals
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal arrived where there is no step to finish: while data is prepared, or a model evaluated."""
+    """A signal arrived outside of a step, during data preparation or evaluation."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(f"stopped by signal {signal_number}")
@@ -103,7 +105,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopRequest:
-    """The signal that asked the run to stop, or 0, and whether it interrupts the running code."""
+    """The stop signal received, or 0, and whether it interrupts the running code."""
 
     def __init__(self) -> None:
         self.signal = 0
@@ -111,7 +113,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """The block checks `signal` itself, so that a step and a save are finished first."""
+        """Do not interrupt the block: it checks `signal` itself, after finishing a step or save."""
         before, self.interrupts = self.interrupts, False
         try:
             yield
@@ -120,7 +122,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """A signal raises `Interrupted` in the block: it may be long, and can be repeated."""
+        """Raise `Interrupted` on a signal, for a block that may take long and can be repeated."""
         before, self.interrupts = self.interrupts, True
         try:
             if self.signal:
@@ -132,7 +134,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Catch the first SIGINT, SIGTERM or SIGHUP while the block runs; the second has its usual effect."""
+    """Catch the first SIGINT, SIGTERM or SIGHUP while the block runs; a second one has its default effect."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request  # Python allows signal handlers in the main thread only
@@ -141,7 +143,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
     owner = os.getpid()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner:  # inherited by a forked worker: there a signal has its usual effect
+        if os.getpid() != owner:  # inherited by a forked worker, where signals have their default effect
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -152,7 +154,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
             raise Interrupted(number)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    if before[signal.SIGHUP] == signal.SIG_IGN:  # started with nohup: a closed terminal changes nothing
+    if before[signal.SIGHUP] == signal.SIG_IGN:  # started with nohup: ignore a closed terminal
         del before[signal.SIGHUP]
     for number in before:
         signal.signal(number, handle)
@@ -164,7 +166,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
 
 
 def start_in_background(arguments: list[str], run: Path | None, name: str, resume: Path | None) -> tuple[Path, int]:
-    """Start `m1clip` with these arguments, without --background, in the background; gives its folder and process id."""
+    """Start `m1clip` with these arguments as a background process; returns the run folder and process id."""
     folder = resume if resume is not None else create_run_folder(run, name)
     if resume is not None and not (folder / "config.toml").is_file():
         raise UserError(f"{folder}: not a run (no config.toml)")
@@ -172,7 +174,7 @@ def start_in_background(arguments: list[str], run: Path | None, name: str, resum
     command += [] if resume is not None else ["--run", str(folder)]
     output = folder / OUTPUT
     with os.fdopen(open_for_write(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
-        # A new session has no terminal: closing the window sends it nothing.
+        # A new session has no terminal, so closing the window sends no signal.
         streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
         process = subprocess.Popen(command, start_new_session=True, **streams)  # type: ignore[call-overload]
     before = _log_bytes(folder)
@@ -196,7 +198,7 @@ def start_in_background(arguments: list[str], run: Path | None, name: str, resum
 
 
 def _log_bytes(folder: Path) -> int:
-    """Grows once the run has begun."""
+    """Size of the run log; grows once the run has started."""
     log = folder / NAME
     return log.stat().st_size if log.is_file() else 0
 

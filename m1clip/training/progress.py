@@ -1,4 +1,4 @@
-"""What the user sees during training: a live progress bar on a terminal, lines of text elsewhere."""
+"""Output during training: a live progress bar on a terminal, lines of text otherwise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from m1clip.runlog import MEAN_RECALL, PREPARING, Preparing
 
 RECENT = 25  # log lines whose speed predicts the time left
 STEP_SECONDS = 15.0  # between two progress lines without a terminal
-PREPARING_SECONDS = 8.0  # between two lines about work before the first step
+PREPARING_SECONDS = 8.0  # between two lines about data preparation
 
 
 class Screen:
@@ -51,9 +51,9 @@ class Screen:
 
     @contextmanager
     def counter(self, title: str, run: Path | None = None) -> Iterator[Callable[[int, int], None]]:
-        """A callback (done, total) that shows progress; first called when the work begins.
+        """Yield a callback (done, total) that shows progress; first call it when the work starts.
 
-        A bar on a terminal, elsewhere a line every few seconds; also in a run folder, for `m1clip runs`.
+        Shows a bar on a terminal, otherwise a line every few seconds; also written to `run`, for `m1clip runs`.
         """
         work, ended = _Work(title), threading.Event()
         bar = self._bar(f"{title}: {{task.completed:,}} of {{task.total:,}}") if self.live else None
@@ -66,7 +66,7 @@ class Screen:
                 bar.update(task, completed=done, total=total)
 
         def tick() -> None:
-            # A thread: one large image, or a slow disk, can keep the callback silent for longer than this.
+            # In a thread: a large image or slow disk can delay the callback for longer than this.
             while not ended.wait(PREPARING_SECONDS):
                 now = work.now()
                 if run is not None:
@@ -89,7 +89,7 @@ class Screen:
                 (run / PREPARING).unlink(missing_ok=True)
 
     def begin(self, step: int, total: int) -> None:
-        """The loop starts."""
+        """Start the progress display."""
         self._total = total
         self._step_seconds.clear()
         if self.live:
@@ -99,7 +99,7 @@ class Screen:
 
     def step(self, values: dict[str, Any]) -> None:
         """Show a log line about steps."""
-        # A median: one hour of sleep between two steps does not predict the steps to come.
+        # The median ignores outliers such as an hour of sleep between two steps.
         self._step_seconds.append(values["step_seconds"])
         left = statistics.median(self._step_seconds) * (self._total - values["step"])
         text = (
@@ -113,7 +113,7 @@ class Screen:
             self.say(text)
 
     def evaluation(self, step: int, scores: Scores, metric: Metric, best: tuple[float, int] | None) -> None:
-        """The metric that selects the best model, and `best` (value, step) if an earlier one was better."""
+        """Show the metric that selects the best model, and `best` (value, step) if an earlier one was better."""
         self._score = f"  {metric.label} {100 * metric.value:.1f}%"
         earlier = f"best so far {100 * best[0]:.1f}% at step {best[1]:,}" if best else "best so far"
         line = (
@@ -126,7 +126,7 @@ class Screen:
         self.say(line)
 
     def end(self) -> None:
-        """The loop has ended."""
+        """Stop the progress display."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -137,7 +137,7 @@ class Screen:
 
 
 class _Work:
-    """Progress of work before the first step, with the time left by its speed so far."""
+    """Progress of data preparation, with an estimate of the time left."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -145,7 +145,7 @@ class _Work:
         self._newest = (0, 0)
 
     def show(self, done: int, total: int) -> None:
-        self._first = self._first or (time.monotonic(), done)  # what the first call reports was done before
+        self._first = self._first or (time.monotonic(), done)  # items in the first call were already done
         self._newest = (done, total)
 
     def now(self) -> Preparing:
@@ -158,9 +158,9 @@ class _Work:
 
 
 class _SafeOutput:
-    """Standard output that may go away: a closed pipe or terminal, a full disk.
+    """Standard output that survives a closed pipe or terminal, or a full disk.
 
-    The run continues, and run.jsonl has its values; the rest of the output goes to /dev/null.
+    The run continues and still writes run.jsonl; the rest of the output goes to /dev/null.
     """
 
     def write(self, text: str) -> int:
@@ -176,7 +176,7 @@ class _SafeOutput:
         try:
             return getattr(sys.stdout, method)(*args)
         except OSError:
-            with contextlib.suppress(OSError):  # no file behind it
+            with contextlib.suppress(OSError):  # not backed by a file
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, sys.stdout.fileno())
                 os.close(null)

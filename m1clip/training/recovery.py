@@ -1,8 +1,8 @@
-"""Recovery from non-finite losses and gradients: count, name the samples, roll back, or stop with a diagnosis.
+"""Recovery from non-finite losses and gradients: report the samples, roll back, or stop with a diagnosis.
 
-TrainStep itself skips such a step before any weight changes, on CUDA without the host knowing. The host finds out here,
+TrainStep skips such a step before any weight changes, on CUDA without synchronization. The host detects it here,
 where it reads the losses anyway: after each step on CPU and MPS, else with each log line and before each checkpoint.
-Those moments depend on the step alone, so a resumed run reads at the same ones.
+These points depend only on the step, so a resumed run reads at the same ones.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from m1clip.training.setup import Setup
 from m1clip.training.step import TrainStep
 
 SKIP_LIMIT = 8  # non-finite steps in a row before a rollback
-ROLLBACK_LR_FACTOR = 0.5  # of the learning rate, at each rollback
-SPIKE = 8.0  # deviations above the recent median at which a loss is reported
-WINDOW, MIN_LOSSES = 64, 16  # losses that define the usual loss, and how many it needs at least
+ROLLBACK_LR_FACTOR = 0.5  # applied to the learning rate at each rollback
+SPIKE = 8.0  # deviations above the recent median that count as a spike
+WINDOW, MIN_LOSSES = 64, 16  # losses used for the median, and the minimum number
 SPIKE_STEPS = 3  # in a row before a warning: single batches differ
 SHOWN_SAMPLES = 3  # on the screen; the log has all
 DIAGNOSIS_LOSSES = 6
@@ -41,24 +41,24 @@ MAD_TO_STD = 1.4826  # median absolute deviation -> standard deviation of a norm
 
 
 class Rollback(Exception):
-    """Too many steps in a row were not finite: return to the last good checkpoint."""
+    """Too many non-finite steps in a row: return to the last good checkpoint."""
 
 
 @dataclass
 class SpikeDetector:
-    """Finds losses that stay far above the usual one, by medians, which an outlier cannot shift."""
+    """Detects losses that stay far above the recent median, which is robust to outliers."""
 
     factor: float  # 0: off
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     high: int = 0  # high losses in a row
 
     def add(self, loss: float) -> float | None:
-        """The usual loss, once, when the last few losses are far above it; else None."""
+        """Return the median loss, once, when the last few losses are far above it; else None."""
         if self.factor and len(self.recent) >= MIN_LOSSES and loss > self._threshold():
             self.high += 1
             if self.high < WINDOW:
                 return statistics.median(self.recent) if self.high == SPIKE_STEPS else None
-            self.recent.clear()  # it has lasted so long that it is the usual loss now
+            self.recent.clear()  # after this long it is the new normal
         self.high = 0
         self.recent.append(loss)
         return None
@@ -80,9 +80,9 @@ class LossGuard:
         find_suspects: Callable[[int], list[int]],
         loss_scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """`find_suspects(step)` gives the samples of a step whose features alone are not finite.
+        """`find_suspects(step)` returns the samples of a step whose own features are not finite.
 
-        `loss_scale()` is fp16's current scale; it is read only where a gradient is not finite.
+        `loss_scale()` is fp16's current scale; it is read only if a gradient is not finite.
         """
         self.write, self.warn = write, warn
         self.sample_name, self.find_suspects, self.loss_scale = sample_name, find_suspects, loss_scale
@@ -92,7 +92,7 @@ class LossGuard:
         self._unread: list[tuple[int, Tensor, Tensor]] = []  # step from 1, sample ids, (loss, grad norm) on the device
 
     def after_step(self, step: int, sample_ids: Tensor, loss: Tensor, grad_norm: Tensor) -> None:
-        """Remember a step; nothing is read from the device."""
+        """Record a step without synchronizing."""
         self._unread.append((step, sample_ids, torch.stack([loss.float(), grad_norm.float()])))
 
     def read(self, state: TrainState) -> None:
@@ -105,11 +105,11 @@ class LossGuard:
                 self.losses.append(loss)
                 usual = self.spikes.add(loss)
                 if usual is not None:
-                    text = f"the loss stays far above the usual {usual:.4g}: {loss:.4g} at step {step:,}"
+                    text = f"the loss stays far above its recent median of {usual:.4g}: {loss:.4g} at step {step:,}"
                     self.write("warning", step=step, text=text, loss=loss, usual=usual)
                     self.warn(text)
             elif math.isfinite(loss) and self.loss_scale() > 1:
-                # How fp16 finds its scale: the next step has half of it, and nothing has diverged.
+                # Normal in fp16: the scaler halves its scale for the next step; nothing has diverged.
                 self.write("event", step=step, event="loss scale lowered", loss=loss, scale=self.loss_scale())
             else:
                 state.skipped += 1
@@ -118,25 +118,25 @@ class LossGuard:
                     raise Rollback
 
     def reset(self) -> None:
-        """After a rollback: forget the steps that were undone."""
+        """Discard the steps undone by a rollback."""
         self._unread.clear()
         self.spikes = SpikeDetector(SPIKE)
 
     def diagnosis(self, state: TrainState, failed_step: int, precision: str) -> UserError:
-        """Why the run cannot continue, in one line."""
+        """The error for a run that cannot continue."""
         names = ", ".join(name for name, _ in self.suspects.most_common(SHOWN_SAMPLES))
-        losses = ", ".join(f"{loss:.4g}" for loss in self.losses) or "none was finite"
+        losses = ", ".join(f"{loss:.4g}" for loss in self.losses) or "none"
         rollbacks = f", and again after {state.rollbacks} rollbacks" if state.rollbacks else ""
         fp32 = "" if precision == "fp32" else ", --precision fp32"
         return UserError(
             f"training diverged at step {failed_step:,}: {SKIP_LIMIT} steps in a row had a loss or "
             f"gradient that is not finite{rollbacks}; last finite losses: {losses}; samples most often involved: "
-            f"{names} (run.jsonl names all). Check these samples, or try a lower --lr and --muon-lr, a "
+            f"{names} (run.jsonl lists all). Check these samples, or try a lower --lr and --muon-lr, a "
             f"longer --warmup{fp32}"
         )
 
     def _report(self, step: int, sample_ids: Tensor, loss: float, norm: float, first: bool) -> None:
-        # Only the first in a row is examined: it takes a forward pass, and the others are likely the same.
+        # Only the first in a row is examined: it takes a forward pass, and the others are likely similar.
         suspects = [self.sample_name(number) for number in self.find_suspects(step - 1)] if first else []
         samples = [self.sample_name(number) for number in sample_ids.tolist()]
         named = suspects or samples
@@ -145,14 +145,14 @@ class LossGuard:
         values = {"loss": loss, "grad_norm": norm, "samples": samples, "suspects": suspects}
         self.write("event", step=step, event="update skipped", why=reason, **values)
         if first:
-            found = "samples without finite features" if suspects else "the batch contained"
+            found = "samples with non-finite features" if suspects else "the batch contained"
             more = f" and {len(named) - SHOWN_SAMPLES} more" if len(named) > SHOWN_SAMPLES else ""
             shown = ", ".join(named[:SHOWN_SAMPLES])
-            self.warn(f"step {step:,}: {reason}, so the step was skipped; {found}: {shown}{more} (run.jsonl names all)")
+            self.warn(f"step {step:,}: {reason}, so the step was skipped; {found}: {shown}{more} (run.jsonl lists all)")
 
 
 class Recovery:
-    """Reports and handles what goes wrong in the loop: non-finite steps, lack of memory, failed writes."""
+    """Reports and handles failures in the loop: non-finite steps, out of memory, failed writes."""
 
     def __init__(
         self, job: Setup, train_step: TrainStep, run: Path, log: RunLog, screen: Screen, writer: CheckpointWriter
@@ -163,13 +163,13 @@ class Recovery:
         self.guard = LossGuard(log.write, screen.warn, lambda n: samples[n].id, self._suspects, self._loss_scale)
 
     def after_step(self, state: TrainState, sample_ids: Tensor, loss: Tensor, grad_norm: Tensor, read: bool) -> None:
-        """Report a smaller micro-batch; with `read`, or where it costs nothing, check for skipped steps."""
+        """Report a smaller micro-batch; with `read`, or where it is free, check for skipped steps."""
         self.guard.after_step(state.step, sample_ids, loss, grad_norm)
         for change in self.train_step.oom.take_changes() if self.train_step.oom is not None else ():
             state.micro_batch = change.micro_batch
             batch = self.job.config.train.batch_size
-            text = f"memory is short at step {change.step:,} ({change.reason}): " + (
-                f"{change.micro_batch} samples at a time; the batch of {batch} and its gradient stay the same"
+            text = f"low memory at step {change.step:,} ({change.reason}): " + (
+                f"using micro-batches of {change.micro_batch}; the batch of {batch} and its gradient stay the same"
                 if change.helps
                 else "a smaller micro-batch does not help; continuing as before"
             )
@@ -202,9 +202,9 @@ class Recovery:
         earlier.rollbacks = state.rollbacks + 1
         earlier.lr_factor = state.lr_factor * ROLLBACK_LR_FACTOR
         earlier.micro_batch, earlier.skipped = state.micro_batch, 0
-        # best/ on disk stays: a worse model must not replace it.
+        # Keep best/ on disk: a worse model must not replace it.
         earlier.best, earlier.best_step, earlier.stale = state.best, state.best_step, state.stale
-        if self.train_step.scaler is not None:  # a scale that was too large then would be too large again
+        if self.train_step.scaler is not None:  # the restored scale would be too large again
             earlier.scaler_scale = min(earlier.scaler_scale, self.train_step.scaler.get_scale())
         for item in dataclasses.fields(TrainState):
             setattr(state, item.name, getattr(earlier, item.name))
@@ -221,7 +221,7 @@ class Recovery:
 
     @contextlib.contextmanager
     def disk_errors(self, step: int, path: Path) -> Iterator[None]:
-        """A failed write in the block stops the run, or is reported and ignored, as configured."""
+        """Stop the run on a failed write in the block, or warn and continue, as configured."""
         self.log.check_folder()
         try:
             yield
@@ -244,7 +244,7 @@ class Recovery:
 
 
 def make_oom_handler(job: Setup, state: TrainState) -> OOMHandler:
-    """For a run: the limit is --memory or the machine's; a full CUDA card raises by itself."""
+    """The handler of a run: the limit is --memory or the machine's memory; CUDA raises its own errors."""
     train, device = job.config.train, job.device
     limit = amount(train.memory, "B", "--memory") if train.memory else None
     if device.kind == "cpu":
@@ -256,6 +256,6 @@ def make_oom_handler(job: Setup, state: TrainState) -> OOMHandler:
 def free_host_bytes(kind: str, oom: OOMHandler | None) -> float:
     """Main memory that this process could still use without coming close to a limit."""
     limit, used = memory_limit(), own_bytes()
-    if kind != "cuda" and oom is not None and oom.limit is not None:  # a card's limit is not about main memory
+    if kind != "cuda" and oom is not None and oom.limit is not None:  # a GPU limit does not apply to main memory
         limit, used = min(limit, int(oom.limit)), max(used, oom.used_bytes())
     return float(min(psutil.virtual_memory().available, NEAR * limit - used))

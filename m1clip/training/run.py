@@ -56,21 +56,23 @@ from m1clip.training.step import TrainStep
 from m1clip.training.validation import encode, evaluate
 
 DEFAULT_EPOCHS = 10.0
-EVALUATIONS = 5  # a run, unless the config says otherwise
+EVALUATIONS = 5  # per run, unless configured
 WARM_STEPS, TIMED_STEPS = 2, 5
-# Steps that differ by more than this between their quartiles were disturbed: more of them are timed, for at most this
+# Steps with a larger relative spread between quartiles were disturbed: more are timed, for at most this
 # fraction of the time.
 STEADY, PATIENCE = 1.25, 0.05
-CALIBRATION = 0.05  # of the time, at most; --device auto takes as much again (autotune.py)
+CALIBRATION = 0.05  # of the time, at most; --device auto may take as much again (autotune.py)
 EVALUATING = 0.3  # of the time, at most: a short run evaluates less often
 FEW_STEPS = 10
-SMALL = (2, 8)  # images in the steps that predict what one with the complete batch takes
+SMALL = (2, 8)  # batch sizes used to extrapolate the time of a full step
 SAMPLE_IMAGES = 16
-PAUSE = 50  # a step that takes so many times the usual was no step: the machine slept, or was stopped
+PAUSE = (
+    50  # a step that takes this many times the median contains a pause: the machine slept, or the process was stopped
+)
 
 
 class Length(NamedTuple):
-    """How long a run is, and how often it evaluates unless the config says."""
+    """Number of steps, and the default interval between evaluations."""
 
     steps: int
     evaluations: int = EVALUATIONS
@@ -86,14 +88,14 @@ def run_length(job: Setup, warn: Callable[[str], None]) -> Length:
     epochs = DEFAULT_EPOCHS if train.epochs is None else train.epochs
     steps = round(epochs * plan.steps_per_epoch)
     if steps < 1:
-        raise UserError(f"--epochs {epochs:g} is less than one step of this data: give a larger number, or --steps")
+        raise UserError(f"--epochs {epochs:g} is less than one step of this data: use a larger number, or --steps")
     return Length(steps)
 
 
 def calibrate(job: Setup, seconds: float, warn: Callable[[str], None]) -> Length:
-    """How many steps fit into the time: a throw-away model makes a few real ones and evaluates.
+    """Number of steps that fit in the time, measured by training and evaluating a temporary model.
 
-    What would take more than CALIBRATION of the time is estimated from smaller batches and fewer images.
+    If that would take more than CALIBRATION of the time, it is estimated from smaller batches and fewer images.
     """
     begin = time.perf_counter()
     deadline = begin + CALIBRATION * seconds
@@ -107,28 +109,28 @@ def calibrate(job: Setup, seconds: float, warn: Callable[[str], None]) -> Length
     if train.eval_every is None:
         affordable = int(EVALUATING * seconds / max(evaluation_seconds, 1e-9)) - 1
         evaluations = max(1, min(EVALUATIONS, affordable))
-        left -= (evaluations + 1) * evaluation_seconds  # and one of the test split at the end
+        left -= (evaluations + 1) * evaluation_seconds  # plus the test split at the end
     elif train.eval_every:
         left -= evaluation_seconds
         per_step += evaluation_seconds / train.eval_every
     update.reset_graph()
-    del update  # it hangs in a circle with what holds on to it
+    del update  # it is part of a reference cycle
     gc.collect()
     job.device.release()
     steps = max(1, int(left / per_step))
     if steps < FEW_STEPS:
         warn(
-            f"{seconds / 60:g} minutes are only {steps} steps of {per_step:.1f} s here, too few to learn much; "
-            f"give more minutes, a smaller --batch-size or a smaller --model"
+            f"{seconds / 60:g} minutes are only {steps} steps of {per_step:.1f} s each, too few to learn much; "
+            f"use more --minutes, a smaller --batch-size or a smaller --model"
         )
     return Length(steps, evaluations)
 
 
 def _step_seconds(job: Setup, update: TrainStep, deadline: float, patience: float) -> tuple[float, float]:
-    """(seconds of a step, seconds in which the machine paused); no step that would pass the deadline is made."""
+    """(seconds per step, seconds in which the machine paused); does not start a step that would miss the deadline."""
     plan = job.training.plan
     most = max(WARM_STEPS + TIMED_STEPS, plan.steps_per_epoch)
-    # A compiled model compiles anew for each shape, and its first steps tell nothing.
+    # A compiled model recompiles for each shape, so its first steps are not representative.
     least = WARM_STEPS + 1 if job.config.model.compile else 0
     expected = 0.0 if least else _small_batches(job, update)
     taken: list[float] = []
@@ -147,11 +149,11 @@ def _step_seconds(job: Setup, update: TrainStep, deadline: float, patience: floa
 
 
 def _small_batches(job: Setup, update: TrainStep) -> float:
-    """The seconds of a step with the complete batch, as two small batches predict them."""
+    """Seconds of a full step, extrapolated from two small batches."""
     data, plan = copy.copy(job.training), job.training.plan
-    keeps, update.keeps_memory = update.keeps_memory, False  # memory is kept for the sizes of the complete batch
+    keeps, update.keeps_memory = update.keeps_memory, False  # only the sizes of the full batch should be cached
     taken = {}
-    for size in [min(size, plan.batch) for size in (SMALL[0], *SMALL)]:  # the first step is cold
+    for size in [min(size, plan.batch) for size in (SMALL[0], *SMALL)]:  # the first step is a warm-up
         data.plan = dataclasses.replace(plan, batch=size)
         start = time.perf_counter()
         update(data[0], 0)
@@ -164,7 +166,7 @@ def _small_batches(job: Setup, update: TrainStep) -> float:
 
 
 def _evaluation_seconds(job: Setup, update: TrainStep, deadline: float) -> float:
-    """Seconds of an evaluation: measured, or estimated from a few images where that would pass the deadline."""
+    """Seconds of an evaluation: measured, or estimated from a few images if that would miss the deadline."""
     images = len(job.splits["val"].samples)
     few = min(images, SAMPLE_IMAGES)
     start = time.perf_counter()
@@ -178,7 +180,7 @@ def _evaluation_seconds(job: Setup, update: TrainStep, deadline: float) -> float
 
 
 def enough(timed: list[float], patience: float) -> bool:
-    """Whether the timed steps tell how long a step takes: there are several, and they agree or time is up."""
+    """Whether enough steps were timed: there are several, and they agree or time is up."""
     if len(timed) < TIMED_STEPS:
         return False
     found = timing(timed)
@@ -186,18 +188,18 @@ def enough(timed: list[float], patience: float) -> bool:
 
 
 def usual(timed: list[float]) -> float:
-    """Seconds of a step: the median of steps that agree, else their lower quartile, which others disturbed least."""
+    """Seconds of a step: the median if the steps agree, else their lower quartile, which is disturbed least."""
     found = timing(timed)
     return found.median if found.high <= STEADY * found.low else found.low
 
 
 def without_pauses(step_seconds: list[float], usual: float) -> float:
-    """Seconds that the steps took together; a pause of the machine in one of them does not eat up the budget."""
+    """Total seconds of the steps, without pauses of the machine."""
     return sum(seconds if seconds < PAUSE * usual else usual for seconds in step_seconds)
 
 
 JOULES_PER_WATT_HOUR = 3600.0
-LOG_EVERY, LOG_LINES = 10, 50  # steps between two log lines at most, lines of a run at least
+LOG_EVERY, LOG_LINES = 10, 50  # maximum steps between two log lines, minimum lines per run
 
 
 @dataclass(frozen=True)
@@ -206,8 +208,8 @@ class Run:
 
     path: Path
     scores: Scores  # of the best model
-    split: str  # that it was scored on: test, or val or train if the data has no other
-    grid: Path  # an image of what it retrieves
+    split: str  # the evaluated split: test, or val or train if the data has no other
+    grid: Path  # an image with retrieval examples
 
     @functools.cached_property
     def model(self) -> Model:
@@ -223,7 +225,7 @@ def train_config(
     check_sink(config.train.report_to)
     most = max(16, 4 * usable_cpus())
     if config.data.workers > most:
-        raise UserError(f"--workers {config.data.workers}: {usable_cpus()} CPUs here; give at most {most}")
+        raise UserError(f"--workers {config.data.workers}: this machine has {usable_cpus()} CPUs; use at most {most}")
     folder = create_run_folder(Path(run) if run is not None else None, name or run_name(config))
     with lock_run(folder), stop_on_signals() as asked:
         try:
@@ -240,7 +242,7 @@ def resume(run: str | Path, screen: Screen | None = None) -> Run:
     """Continue a run from its newest valid checkpoint, exactly as if it had not stopped."""
     screen, folder = screen or Screen(), Path(run)
     if not (folder / "config.toml").is_file():
-        raise UserError(f"{folder}: no run there (no config.toml)")
+        raise UserError(f"{folder}: not a run folder (no config.toml)")
     with lock_run(folder), stop_on_signals() as asked:
         for part in (folder, folder / WATCH, folder / WATCH / THUMBNAILS):
             remove_leftovers(part)
@@ -297,19 +299,19 @@ def _go(
 
 
 def _warn_once(screen: Screen, path: Path) -> Callable[[OSError], None]:
-    """What to do with a line of the log that the disk did not take, where the run is to go on."""
+    """The handler for failed log writes in a run that continues despite them."""
     said: list[str] = []
 
     def warn(error: OSError) -> None:
         if not said:
             said.append(describe_disk_error(error, path))
-            screen.warn(f"{said[0]}; training continues, and run.jsonl will say how many lines are missing")
+            screen.warn(f"{said[0]}; training continues, and run.jsonl will record how many lines are missing")
 
     return warn
 
 
 def _failure_log(job: Setup, folder: Path, log: RunLog, screen: Screen) -> FailureLog:
-    """Names each image that cannot be read once in the run log, those found before training first."""
+    """Records each unreadable image once in the run log, starting with those found before training."""
     named = [str(record.get("where")) for record in read_log(folder) if record["kind"] == "skipped"]
     failures = FailureLog(job.training.plan.images, job.config.data.max_bad, log.write, screen.warn, named)
     for name, split in job.splits.items():
@@ -318,12 +320,12 @@ def _failure_log(job: Setup, folder: Path, log: RunLog, screen: Screen) -> Failu
 
 
 def _finish(job: Setup, update: TrainStep, folder: Path, log: RunLog, screen: Screen, state: TrainState) -> Run:
-    """Save the last model too, and score the test split once, with the best model on validation."""
+    """Save the last model, then evaluate the best validation model once on the test split."""
     if update.ema is not None:
         update.ema.swap(update.model)
     log.check_folder()
     Model(update.model, job.tokenizer, job.preprocess).save(folder / "model")
-    update.optimizer.drop_state()  # makes room for the second model
+    update.optimizer.drop_state()  # free memory for the second model
     return_freed_memory()
     job.finish(folder, screen.say, log.write)
     best = load(folder, device=job.device.kind)
@@ -355,7 +357,7 @@ def _finish(job: Setup, update: TrainStep, folder: Path, log: RunLog, screen: Sc
 
 
 def energy_figures(steps: Sequence[dict[str, Any]], epochs: float, recall: float) -> dict[str, float]:
-    """Energy of the training and of one epoch, and mean recall in percent per watt-hour; {} if it was not measured."""
+    """Energy of training and of one epoch, and mean recall in percent per watt-hour; {} if not measured."""
     joules = sum(float(record.get("joules", 0.0)) for record in steps)
     if not joules or not epochs:
         return {}
@@ -367,9 +369,9 @@ def energy_figures(steps: Sequence[dict[str, Any]], epochs: float, recall: float
 
 
 def _with_steps(job: Setup, warn: Callable[[str], None]) -> Setup:
-    """Turn the duration into steps, and resolve what depends on their number."""
+    """Convert the duration to steps, and resolve the settings that depend on it."""
     steps, evaluations = run_length(job, warn)
-    warmup_steps(job.config.optim.warmup, steps)  # refuses a run that would never leave warm-up
+    warmup_steps(job.config.optim.warmup, steps)  # raises if the run would never leave warm-up
     train = job.config.train
     every = train.eval_every if train.eval_every is not None else max(1, -(-steps // evaluations))
     logs = train.log_every or max(1, min(LOG_EVERY, steps // LOG_LINES))
@@ -398,7 +400,7 @@ def _write_head(job: Setup, folder: Path) -> None:
     job.tokenizer.save(folder)
     environment = {"m1clip": __version__, "command": sys.argv, "data": _fingerprint(job), "facts": job.facts.to_dict()}
     write_json(folder / "environment.json", environment)
-    write_text(folder / "config.toml", to_toml(job.config))  # last: a folder with a config is a whole run
+    write_text(folder / "config.toml", to_toml(job.config))  # last: a folder with a config is a complete run
 
 
 def _check_same_data(job: Setup, folder: Path) -> None:
@@ -408,13 +410,13 @@ def _check_same_data(job: Setup, folder: Path) -> None:
         known = None
     if known != _fingerprint(job):
         raise UserError(
-            f"{folder}: the training data is not what it was when the run began, so it cannot be continued exactly; "
-            f"bring the data back, or begin a new run with --config {folder / 'config.toml'}"
+            f"{folder}: the training data has changed since the run started, so it cannot be continued exactly; "
+            f"restore the data, or start a new run with --config {folder / 'config.toml'}"
         )
 
 
 def _fingerprint(job: Setup) -> str:
-    """What the training samples are: names and captions in order."""
+    """Hash of the names and captions of the training samples, in order."""
     digest = hashlib.sha256()
     for sample in job.splits["train"].samples:
         digest.update("\x1f".join((sample.id, *sample.captions, "\x1e")).encode("utf-8", "surrogatepass"))
@@ -422,7 +424,7 @@ def _fingerprint(job: Setup) -> str:
 
 
 def decode_plan(screen: Screen, run: Path | None = None) -> Callable[[Facts], DecodePlan]:
-    """How this machine decodes images, with progress on the screen and in the folder of a run."""
+    """Image decoding settings for this machine, with progress on the screen and in the run folder."""
 
     def plan(facts: Facts) -> DecodePlan:
         def progress(title: str) -> AbstractContextManager[Progress]:
@@ -434,7 +436,7 @@ def decode_plan(screen: Screen, run: Path | None = None) -> Callable[[Facts], De
     return plan
 
 
-# Settings of a fine-tuning that its first stage, on frozen towers, has too; the others are for the second.
+# Fine-tuning settings that also apply to the first stage, on frozen towers; the others are for the second.
 FIRST_STAGE = {"batch_size", "device", "precision", "threads", "report_to", "loss", "label_smoothing"}
 SECOND_STAGE = ("retention_data", "wise_ft", "lora_rank", "unfreeze_image", "unfreeze_text")
 
@@ -451,7 +453,7 @@ def train(
 ) -> Run:
     """Train in a new run folder: `run`, or runs/NAME. `options` are those of `m1clip train`, such as batch_size=64.
 
-    `config` is a TOML file, `preset` the name of a shipped one; options override it.
+    `config` is a TOML file, `preset` the name of a built-in one; options override it.
     """
     options |= {name: value for name, value in (("data", data), ("minutes", minutes)) if value is not None}
     screen = screen or Screen()
@@ -465,7 +467,7 @@ def train(
     if settings.transfer.recipe != "finetune":
         return train_config(settings, run, screen, preset)
     if run is not None:
-        check_unused(Path(run))  # before the first stage takes minutes
+        check_unused(Path(run))  # fail before the first stage, which takes minutes
     options = _flat(config, preset) | options
     if settings.transfer.init is None:
         screen.say("stage 1    training heads on frozen towers")
@@ -477,7 +479,7 @@ def train(
 
 
 def frozen_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of the first stage: its own duration and optimizer; data, heads, towers and hardware as given."""
+    """The options of the first stage: default duration and optimizer; data, heads, towers and hardware as given."""
     kept = {}
     for name, value in options.items():
         section = NAMES[ALIASES.get(name, name)][0]

@@ -10,7 +10,7 @@ from m1clip.errors import UserError
 
 
 def warmup_steps(warmup: float, total_steps: int) -> int:
-    """A fraction below 1 of all steps, or a number of steps; a run that never leaves warm-up is refused."""
+    """Number of warm-up steps, given as a fraction of all steps or a number; UserError if warm-up would never end."""
     steps = round(warmup * total_steps) if warmup < 1 else int(warmup)
     if steps >= total_steps:
         raise UserError(
@@ -29,7 +29,7 @@ def lr_fraction(step: int, warmup: int, total_steps: int) -> float:
 
 
 def lr_schedule(config: OptimConfig, total_steps: int | None) -> Callable[[int], float]:
-    """The schedule of a run as a function of the step; constant where the run has no length yet."""
+    """The learning rate schedule of a run; constant if its length is not known yet."""
     if total_steps is None:
         return lambda step: 1.0
     warmup = warmup_steps(config.warmup, total_steps)

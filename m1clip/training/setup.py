@@ -1,4 +1,4 @@
-"""Everything that is decided before the first step, for every recipe: model, data, device, memory, attention."""
+"""Resolve all settings before the first step, for every recipe: model, data, device, memory, attention."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ HEAD_WIDTH, HEAD_DROPOUT = 512, 0.3  # of the hidden layer of a head
 TOWER_SIZE, TOWER_CONTEXT, TOWER_EMBED = 224, 64, 256  # defaults on pretrained towers
 BYTES_PER_PARAMETER = 12  # weight, gradient and one moment of the optimizer in float32
 TEXT_CONTRAST = 0.2  # docs/recipe.md
-SAMPLED_CAPTIONS = 20_000  # from which the longest is taken
-# These three are judgement: the recipes were measured on one data set, of 6,000 images (docs/finetune.md).
+SAMPLED_CAPTIONS = 20_000  # to find the longest caption
+# These three are rules of thumb: the recipes were measured on one dataset of 6,000 images (docs/finetune.md).
 LONG_MINUTES = 10  # enough to fine-tune the towers after the heads
 ENOUGH_TO_FINETUNE = 2_000  # images; with fewer, trainable towers may overfit
 FEW_IMAGES = 100_000  # below this, pretrained towers are used if they are installed
@@ -90,7 +90,7 @@ class Setup:
         return self.start.config
 
     def build_model(self) -> CLIP:
-        """The model before its first step, from the seed, on the device."""
+        """The initialized model on the device."""
         return _build(self.config, self.start, self.splits["train"], self.device)
 
     def describe_model(self) -> str:
@@ -114,13 +114,13 @@ class Setup:
         return name + (f", attention {' '.join(attention)}" if attention else "")
 
     def evaluate_retention(self, model: CLIP, say: Callable[[str], None]) -> dict[str, Any]:
-        """What is measured at each evaluation beside the validation split."""
+        """Evaluate on the retention data, in addition to the validation split."""
         if self.retention is None:
             return {}
         return self.retention.evaluate(Model(model, self.tokenizer, self.preprocess), say)
 
     def finish(self, folder: Path, say: Callable[[str], None], write: Callable[..., Any]) -> None:
-        """What fine-tuning does with the best model at the end: WiSE-FT and the report on forgetting."""
+        """Finish fine-tuning with the best model: WiSE-FT and the forgetting report."""
         if self.config.transfer.init is not None:
             finish_transfer(
                 self.config,
@@ -138,11 +138,11 @@ class Setup:
 def prepare(
     config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan], saved: Path | None = None
 ) -> Setup:
-    """Resolve every setting of a run, whichever recipe it follows. `saved` is the folder of a run that is resumed."""
+    """Resolve every setting of a run, for any recipe. `saved` is the folder of a resumed run."""
     if config.transfer.recipe == "finetune":
-        raise UserError("--recipe finetune is two runs: m1clip.train makes them")
+        raise UserError("--recipe finetune consists of two runs: use m1clip.train")
     facts = read_facts()
-    choose_device(config.train.device, facts)  # a missing device is reported before the data is read
+    choose_device(config.train.device, facts)  # report a missing device before reading the data
     plan = decode(facts)
     recipe = "init" if config.transfer.init is not None else config.transfer.recipe
     if recipe == "init":
@@ -191,7 +191,7 @@ def prepare(
     batch = config.train.batch_size or 0
     if open_batch:
         batch = min(batch, largest_batch(len(train.samples)))  # some images may be unreadable
-    if device.rules.fixed_shapes:  # an image with fewer captions would change the shape of its batch
+    if device.rules.fixed_shapes:  # images with fewer captions would change the batch shape
         fewest = min(len(sample.captions) for sample in train.samples)
         per_step = min(per_step, fewest)
     contrast = config.train.text_contrast
@@ -258,17 +258,17 @@ def _build(config: Config, start: Start, train: Split, device: Device) -> CLIP:
 
 
 def _from_model(config: Config) -> tuple[Start, Tokenizer, Preprocess]:
-    """A run that starts from a complete model."""
+    """Start from a complete model."""
     transfer = config.transfer
     saved = read_model(Path(transfer.init or ""), config.model.activation)
     if saved.config.image_head.kind != "projection" and config.model.image_size not in (None, saved.config.image_size):
         raise UserError(
-            f"{transfer.init}: a model on pretrained towers keeps its image size, {saved.config.image_size}"
+            f"{transfer.init}: the image size of a model with pretrained towers is fixed, {saved.config.image_size}"
         )
     saved = saved.resized(config.model.image_size)
     if config.train.loss == "sigmoid" and not saved.config.logit_bias:
         raise UserError(
-            f"{transfer.init}: has no bias for --loss sigmoid; choose multi, or train it with sigmoid first"
+            f"{transfer.init}: has no logit bias for --loss sigmoid; use --loss multi, or a model trained with sigmoid"
         )
     preprocess = saved.preprocess
     if preprocess.resize != "squash":
@@ -284,11 +284,11 @@ def _from_model(config: Config) -> tuple[Start, Tokenizer, Preprocess]:
 
 
 def _from_towers(config: Config, captions: list[str], saved: Path | None) -> tuple[Start, Tokenizer, Preprocess]:
-    """A run on pretrained towers with new heads; a tower of ours beside one is trained from random weights (LiT)."""
+    """Start from pretrained towers with new heads; one of our own towers may be trained from scratch (LiT)."""
     transfer, context = config.transfer, config.model.context_length or TOWER_CONTEXT
     trainable = Trainable(transfer.image_tower == OWN_IMAGE, transfer.text_tower == OWN_TEXT)
     if all(trainable):
-        raise UserError("--image-tower vit --text-tower text: nothing is pretrained; that is --recipe scratch")
+        raise UserError("--image-tower vit --text-tower text: neither tower is pretrained; use --recipe scratch")
     weights: dict[str, Any] = {}
     image_tower: Any
     text_tower: Any
@@ -318,7 +318,7 @@ def _from_towers(config: Config, captions: list[str], saved: Path | None) -> tup
 
 
 def _check_memory(shape: CLIPConfig, facts: Facts) -> None:
-    """Refuse a model that no batch size can make fit this machine, before the data is read."""
+    """Raise UserError, before reading the data, for a model that does not fit this machine at any batch size."""
     count = count_parameters(shape)
     memory = max(facts.memory_bytes, torch.cuda.mem_get_info()[1] if facts.cuda else 0)
     if count * BYTES_PER_PARAMETER > memory:
@@ -329,7 +329,7 @@ def _check_memory(shape: CLIPConfig, facts: Facts) -> None:
 
 
 def _longest(captions: list[str], tokenizer: Tokenizer, context_length: int) -> int:
-    """Tokens of the longest caption, rounded up to 8."""
+    """Tokens of the longest caption, rounded up to a multiple of 8."""
     sample = [captions[place] for place in even_indices(len(captions), SAMPLED_CAPTIONS)]
     longest = int(tokenize_captions([tuple(sample)], tokenizer, context_length).lengths.max())
     return min(-(-longest // 8) * 8, context_length)
@@ -338,7 +338,7 @@ def _longest(captions: list[str], tokenizer: Tokenizer, context_length: int) -> 
 def _attention(
     config: Config, start: Start, device: Device, precision: Precision, tokens: int, choices: dict[str, Any]
 ) -> dict[str, Any]:
-    """Measure both implementations for each of our own towers that is trained, unless the config names one."""
+    """Measure both attention implementations for each of our own trainable towers, unless configured."""
     kinds: dict[str, Any] = {}
     towers = (start.config.image_tower, start.config.text_tower)
     for side, tower, trained in zip(Trainable._fields, towers, start.trainable, strict=True):
@@ -362,36 +362,36 @@ def _attention(
 
 
 def run_name(config: Config) -> str:
-    """The name of a run's folder, if the user gives none."""
+    """The default name of a run folder."""
     if config.transfer.init is not None:
         return "finetune"
     return config.model.name if config.transfer.recipe == "scratch" else config.transfer.recipe
 
 
 def check_transfer(transfer: TransferConfig) -> None:
-    """Refuse options that have no meaning in a recipe."""
+    """Raise UserError for options that do not apply to the recipe."""
     if transfer.init is not None or transfer.recipe == "finetune":
         return
     default = TransferConfig()
     for name in FINETUNE_OPTIONS:
         if getattr(transfer, name) != getattr(default, name):
             option = "--" + name.replace("_", "-")
-            raise UserError(f"{option} goes with --init or --recipe finetune, not with --recipe {transfer.recipe}")
+            raise UserError(f"{option} works with --init or --recipe finetune, not with --recipe {transfer.recipe}")
 
 
 def choose_recipe(config: Config) -> tuple[str, str]:
-    """(recipe, reason): by the kind and size of the data, by what is installed, and by the time that was given."""
+    """(recipe, reason): by the kind and size of the data, the installed packages, and the time budget."""
     if config.transfer.init is not None:
-        return "scratch", f"starts from {config.transfer.init}, so it is fine-tuned"
+        return "scratch", f"fine-tuning {config.transfer.init}"
     if is_synthetic(config.data):
-        return "scratch", "synthetic images are unlike what the pretrained towers have seen"
+        return "scratch", "synthetic images differ from what the pretrained towers were trained on"
     images = len(open_data(config.data, config.model.image_size or TOWER_SIZE, config.seed).samples("train"))
     if images >= FEW_IMAGES:
-        return "scratch", f"{images:,} images are enough to learn from random weights"
+        return "scratch", f"{images:,} images are enough to train from scratch"
     missing = [t for t in (config.transfer.image_tower, config.transfer.text_tower) if not installed(t)]
     if missing:
         return "scratch", f"{images:,} images are few, but {missing[0]} is not installed: {remedy(missing[0])}"
-    reason = f"{images:,} images are too few for random weights, and the pretrained towers are installed"
+    reason = f"{images:,} images are too few to train from scratch, and the pretrained towers are installed"
     minutes = config.train.minutes or 0
     if minutes >= LONG_MINUTES and images >= ENOUGH_TO_FINETUNE:
         return "finetune", f"{reason}; {minutes:g} minutes are enough to fine-tune them after the heads"

@@ -32,8 +32,8 @@ from m1clip.training.transfer import Teacher
 
 INTEGER_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 DROPOUT_ATTRIBUTES = ("p", "drop_prob", "dropout", "dropout_prob", "attention_dropout", "layerdrop")
-DROPOUT_STREAM = 1 << 16  # random numbers of its own, far from those of the data
-INSPECTED_ROWS = 32  # at a time, of a step that was not finite
+DROPOUT_STREAM = 1 << 16  # a random stream separate from the data's
+INSPECTED_ROWS = 32  # rows of a non-finite step to inspect at a time
 
 
 class TrainStep:
@@ -58,20 +58,20 @@ class TrainStep:
         self.skip: Literal["host", "device", "never"] = skip_rule(device.kind, one_device)
         graph = config.model.cuda_graph and device.rules.graphs and self.scaler is None and not self.has_dropout
         graph = graph and model.image_tower.capturable and model.text_tower.capturable and teacher is None
-        # Where bf16 is slow, so are Muon's products in it.
+        # Muon's products use bf16 only where it is fast.
         muon_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.optimizer = Optimizer(model, config.optim, device.rules.fused_optimizer, muon_dtype, graph)
         self.ema = EMA(model, config.optim.ema, graph) if config.optim.ema else None
         self.schedule = lr_schedule(config.optim, config.train.steps)
         self.lr_factor = 1.0  # lowered by each rollback
         self.cuda_graph = CapturedStep(self) if graph else None
-        self.oom: OOMHandler | None = None  # reduces the micro-batch when memory runs out; None: the error is raised
+        self.oom: OOMHandler | None = None  # reduces the micro-batch when memory runs out; None: raise
         self.phases = Phases(device.kind)
         if device.kind == "cpu":
             map_large_blocks()
-        # After the first step, freed memory is kept for the next; activation checkpointing prefers less memory.
+        # After the first step, reuse freed memory; with activation checkpointing, return it instead.
         self.keeps_memory = device.kind == "cpu" and not config.model.grad_checkpointing
-        # What the compiler needs is what our kernels need.
+        # Our kernels have the same requirements as the compiler.
         model.use_triton(config.model.compile and device.kind == "cuda" and precision == "bf16")
         compiled: Callable[[Any], Any] = torch.compile if config.model.compile else lambda function: function
         self.encode_image, self.encode_text = compiled(model.encode_image), compiled(model.encode_text)
@@ -79,15 +79,15 @@ class TrainStep:
         self.scale_loss: Callable[[Tensor], Tensor] = lambda loss: loss
         if self.scaler is not None:
             self.scale_loss = self.scaler.scale
-        # Compiled code without an autograd graph may draw other dropout masks than the same code with one.
+        # Compiled code may draw different dropout masks with and without an autograd graph.
         with_graph = config.model.compile and self.has_dropout
         self.grad_cache = GradCache(autocast, no_autocast(device, precision), self.scale_loss, self._mark, with_graph)
         self.parameters = list(model.parameters())
-        self.blockwise_loss = device.kind == "cpu"  # the text-text loss; elsewhere all its logits are made at once
+        self.blockwise_loss = device.kind == "cpu"  # for the text-text loss; other devices compute all logits at once
         model.train()
 
     def __call__(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
-        """Train on one batch. Loss and gradient norm stay on the device: reading them would make the host wait."""
+        """Train on one batch. Loss and gradient norm stay on the device to avoid synchronization."""
         self.optimizer.set_lr(self.schedule(step) * self.lr_factor)
         if self.ema is not None:
             self.ema.set_step(step)
@@ -106,18 +106,18 @@ class TrainStep:
         grad_norm = self.update_weights(loss)
         if self.keeps_memory:
             self.keeps_memory = False
-            keep_freed_memory()  # all sizes are known now
+            keep_freed_memory()  # all block sizes have been allocated once
         self.phases.stop()
         return loss, grad_norm
 
     def compute_gradients(self, batch: Batch, step: int) -> Tensor:
-        """Forward and backward of a batch on the device: gradients in the parameters, and the detached loss."""
+        """Forward and backward of a batch on the device; returns the detached loss."""
         positive = positives(self.config.train.loss, batch.sample_ids, batch.caption_ids, batch.image_index)
         if 0 < self.micro_batch < len(batch):
             return self._micro_batched_gradients(batch, positive, step)
         self.phases.mark("forward")
         if self.has_dropout:
-            torch.manual_seed(self.config.seed * 1_000_003 + step)  # dropout, too, is a function of the step
+            torch.manual_seed(self.config.seed * 1_000_003 + step)  # dropout is a function of the step
         with self.autocast():
             # Text first: the backward pass then starts with the larger tower and frees its activations.
             texts = [self._encode_texts(batch, rows) for rows in batch.text_rows()]
@@ -130,7 +130,7 @@ class TrainStep:
 
     def _loss(self, image: Tensor, text: Tensor, positive: Tensor, batch: Batch) -> Tensor:
         features = Features(image, text, self.model.scale(), self.model.logit_bias)
-        # With cached features the loss is most of a step; with towers, autocast would not be worth the rounding.
+        # With cached features the loss dominates the step; with towers, autocast is not worth the rounding error.
         with self.autocast() if batch.image_features is not None else nullcontext():
             loss = self.objective(features, positive, self.config.train.label_smoothing)
         if self.config.train.text_contrast:
@@ -141,9 +141,9 @@ class TrainStep:
         return loss if self.teacher is None else self.teacher.taught(loss, features, batch)
 
     def update_weights(self, loss: Tensor) -> Tensor:
-        """Clip the gradients, step the optimizer and the average; gives the gradient norm.
+        """Clip the gradients, update the weights and their average; returns the gradient norm.
 
-        Where the loss or norm is not finite nothing changes: no weight, no optimizer state, no average.
+        If the loss or norm is not finite, nothing changes: no weight, no optimizer state, no average.
         """
         if self.scaler is not None:
             for part in self.optimizer.parts.values():
@@ -155,7 +155,7 @@ class TrainStep:
         grad_norm = grad_norm.detach()
         finite = loss.isfinite() & grad_norm.isfinite()
         on_device = self.scaler is None and self.skip == "device"
-        # An fp16 overflow must stop both optimizers: the scaler by itself would skip only the one that has it.
+        # An fp16 overflow must stop both optimizers: the scaler by itself would skip only the affected one.
         updates = on_device or self.skip == "never" or bool(finite)
         if on_device:
             self._step_if(finite, grads)
@@ -171,8 +171,8 @@ class TrainStep:
 
     @torch.no_grad()
     def _step_if(self, finite: Tensor, grads: list[Tensor]) -> None:
-        """Step the optimizer if a flag on the device says so; the host does not wait for it."""
-        # NaN times 0 is NaN, but its bits as an integer times 0 are 0.
+        """Step the optimizer if a flag on the device is set, without synchronization."""
+        # NaN * 0 is NaN, but the bits of NaN as an integer, times 0, are 0.
         for size in {grad.element_size() for grad in grads}:
             bits = [grad.view(INTEGER_DTYPES[size]) for grad in grads if grad.element_size() == size]
             torch._foreach_mul_(bits, finite.to(INTEGER_DTYPES[size]))
@@ -188,7 +188,7 @@ class TrainStep:
 
     @property
     def micro_batch(self) -> int:
-        """Samples encoded at a time; 0: the complete batch."""
+        """Samples encoded at a time; 0: the full batch."""
         return self.config.train.micro_batch if self.oom is None else self.oom.micro_batch
 
     def _encode_images(self, batch: Batch, rows: slice = slice(None)) -> Tensor:
@@ -219,7 +219,7 @@ class TrainStep:
         return self.grad_cache.backward(towers, lambda image, text: self._loss(image, text, positive, batch))
 
     def _seed_dropout(self, step: int, draw: int) -> None:
-        """Masks of a micro-batch are a function of the step and its place: the second pass repeats the first."""
+        """Make the dropout masks of a micro-batch a function of step and position, so that both passes agree."""
         if self.has_dropout:
             torch.manual_seed(int(rnd.bits(self.config.seed, step, np.array(draw), DROPOUT_STREAM)))
 
@@ -229,13 +229,13 @@ class TrainStep:
         self.phases.mark(phase)
 
     def clear(self) -> None:
-        """Drop an interrupted step and free its memory."""
+        """Discard an interrupted step and free its memory."""
         self.reset_graph()
         self.optimizer.zero_grad()
         self.device.release()
 
     def reset_graph(self) -> None:
-        """Drop the captured CUDA graph: it refers to tensors that are replaced now."""
+        """Drop the captured CUDA graph, because the tensors it refers to are being replaced."""
         if self.cuda_graph is not None:
             self.cuda_graph.reset()
 
@@ -247,7 +247,7 @@ class TrainStep:
 
     @torch.no_grad()
     def nonfinite_rows(self, batch: Batch) -> list[int]:
-        """Rows whose image or captions have non-finite features; [] if all rows do: then it is the model."""
+        """Rows whose image or captions have non-finite features; [] if all rows do: then the model is at fault."""
         batch = batch.to(self.device.torch)
         rows = len(batch)
         bad = torch.zeros(rows, dtype=torch.bool, device=self.device.torch)
@@ -264,15 +264,15 @@ class TrainStep:
 
 
 def normalized_pixels(batch: Batch, preprocess: Preprocess, rows: slice = slice(None)) -> Tensor:
-    """(n, 3, size, size): what the image tower takes."""
+    """(n, 3, size, size): the input of the image tower."""
     views = batch.views if batch.views is None or rows == slice(None) else batch.views.rows(rows)
     return render(batch.pixels(rows), views, preprocess)
 
 
 def skip_rule(kind: str, one_device: bool) -> Literal["host", "device"]:
-    """Who decides to skip a non-finite step: on CUDA the device, so that the host need not wait."""
-    # torch's fused AdamW accepts found_inf on MPS too, but changes the weights all the same: there the host decides.
-    # It does so as well for towers on two devices, where no flag is on both.
+    """Where to decide to skip a non-finite step: on CUDA on the device, to avoid synchronization."""
+    # On MPS, torch's fused AdamW accepts found_inf but updates the weights anyway, so the host decides.
+    # It also does for towers on two devices, since no flag is on both.
     return "device" if kind == "cuda" and one_device else "host"
 
 

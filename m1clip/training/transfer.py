@@ -1,4 +1,4 @@
-"""Transfer learning: frozen and fine-tuned towers, LoRA, distillation, WiSE-FT, and what a model forgets."""
+"""Transfer learning: frozen and fine-tuned towers, LoRA, distillation, WiSE-FT and forgetting."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from m1clip.text.tokenizers import CharTokenizer
 LORA_ALPHA = 16.0
 EVAL_BATCH = 128
 MAX_CLASS_IMAGES = 1000  # of class folders: they are decoded at each evaluation
-STATISTICS_ROWS = 50_000  # from which the mean and deviation of features are computed
-WISE_FT_GRID = (0.0, 0.25, 0.5, 0.75, 1.0)  # weights of the new model that `--wise-ft search` tries
+STATISTICS_ROWS = 50_000  # used to compute the mean and deviation of features
+WISE_FT_GRID = (0.0, 0.25, 0.5, 0.75, 1.0)  # interpolation weights that `--wise-ft search` tries
 Context = Callable[[], AbstractContextManager[object]]
 
 
 class Trainable(NamedTuple):
-    """Which towers are trained; the features of the others come from the cache."""
+    """Which towers are trainable; the features of frozen ones are cached."""
 
     image: bool = True
     text: bool = True
@@ -60,17 +60,19 @@ BOTH = Trainable()
 
 @dataclass(frozen=True)
 class Start:
-    """The model that a run trains, before its first step."""
+    """The initial model of a run."""
 
     config: CLIPConfig
-    weights: Tensors = field(default_factory=dict)  # of the model, or of its pretrained towers; the rest is random
+    weights: Tensors = field(
+        default_factory=dict
+    )  # of the model, or of its pretrained towers; the rest is randomly initialized
     trainable: Trainable = BOTH
     unfreeze: tuple[int, int] = (ALL, ALL)  # blocks to train of each trainable tower
     lora_rank: int = 0
-    new_heads: bool = False  # they standardize the features of frozen towers
+    new_heads: bool = False  # new heads standardize the features of frozen towers
 
     def build(self, load_weights: bool = True) -> CLIP:
-        """The model on the CPU from torch's random state, with its weights and with gradients where it is trained."""
+        """Build the model on the CPU, load its weights and freeze what is not trainable."""
         model = build_clip(self.config)
         if load_weights and self.weights:
             for name in ("image_tower", "text_tower") if self.new_heads else ("",):
@@ -90,23 +92,23 @@ class Start:
 
 
 def standardize_heads(model: CLIP, train: Split) -> None:
-    """Give new heads the mean and deviation of the training features; a tower of ours ends in a norm already."""
+    """Set the feature statistics of new heads; our own towers already end in a norm."""
     for head, table in ((model.image_head, train.image_features), (model.text_head, train.captions.features)):
         if table is not None and isinstance(head, Head):
             head.standardize(*moments(table.array, table.rows.reshape(len(table.rows), -1)[:, 0]))
 
 
 def moments(table: np.ndarray, at: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each feature over the rows `at`, or an even sample of many."""
+    """Mean and standard deviation of each feature over the rows `at`, subsampled if there are many."""
     chosen = at[:: max(1, len(at) // STATISTICS_ROWS)]
     rows = torch.from_numpy(table[np.sort(chosen)].astype(np.float32))
     return rows.mean(dim=0), rows.std(dim=0, correction=0)
 
 
 def augmentation_for(config: Config, captions: list[str], start: Start, tokenizer: Tokenizer) -> Augmentation:
-    """Augmentation of what the trainable towers read: strong for our own towers from random weights, else gentle."""
+    """Augmentation for the trainable towers: strong for our own towers trained from scratch, else mild."""
     image, text, tuned = start.config.image_tower, start.config.text_tower, bool(start.weights) and not start.new_heads
-    patches = bool(image.patches)  # a third-party tower has none that could be dropped
+    patches = bool(image.patches)  # third-party towers do not support patch dropout
     whole_images = tuned or not patches or getattr(image, "stem", "") == "conv"
     whole_captions = tuned or text.kind != "transformer" or isinstance(tokenizer, CharTokenizer)
     found = choose_augmentation(config.data, captions, whole_images, whole_captions)
@@ -126,7 +128,7 @@ def open_feature_cache(
     precision: Precision,
     plan: DecodePlan,
 ) -> FeatureCache:
-    """What computes the features of frozen towers."""
+    """The cache that computes and stores the features of frozen towers."""
     model = start.build().to(device.torch).eval() if not all(start.trainable) else None
     sides = []
     for name, trained in zip(("image_tower", "text_tower"), start.trainable, strict=True):
@@ -195,11 +197,11 @@ class Teacher:
 def load_teacher(
     config: Config, source: Source, train: Split, device: Device, precision: Precision, plan: DecodePlan
 ) -> Teacher:
-    """The teacher's vectors of the training set, from the cache where they are known."""
+    """The teacher's vectors of the training set, cached."""
     transfer = config.transfer
     teacher = load(Path(transfer.teacher or ""), device.kind, activation=config.model.activation)
     clip = teacher.clip
-    # The same weights make other vectors with another activation, or fewer heads.
+    # The config is part of the key: another activation or number of heads changes the vectors.
     key = (weights_hash(clip.state_dict()), json.dumps(clip.config.to_dict(), sort_keys=True), "unit vectors")
     folders = data_folders(source)
     cache = FeatureCache(
@@ -228,7 +230,7 @@ def load_teacher(
 
 @dataclass(frozen=True)
 class Measure:
-    """One figure of a model between 0 and 1: zero-shot top-1 of class folders, or mean recall of a split."""
+    """One metric between 0 and 1: zero-shot top-1 of class folders, or mean recall of a split."""
 
     name: str
     metric: str  # its name in run.jsonl
@@ -236,7 +238,7 @@ class Measure:
 
 
 def split_measure(split: Split, context: Context) -> Measure:
-    """The figure that chooses the best model, on a split."""
+    """The metric that selects the best model, on a split."""
     metric = TOP1 if split.captions.classes else MEAN_RECALL
 
     def run(model: Model) -> float:
@@ -248,7 +250,7 @@ def split_measure(split: Split, context: Context) -> Measure:
 
 
 def class_measure(folder: Path, context: Context) -> Measure:
-    """Zero-shot top-1 over a folder of class folders, or an even sample of it; the folder names are the classes."""
+    """Zero-shot top-1 on class folders, or on an even sample of their images; the folder names are the classes."""
 
     def run(model: Model) -> float:
         training = model.clip.training
@@ -262,14 +264,14 @@ def class_measure(folder: Path, context: Context) -> Measure:
 
 @dataclass(frozen=True)
 class Retention:
-    """Data that the model should not forget, and what it scored on it before training."""
+    """Data to measure forgetting, and the score on it before training."""
 
     data: str
     measure: Measure
     before: float
 
     def evaluate(self, model: Model, say: Callable[[str], None]) -> dict[str, Any]:
-        """For the evaluation's record in run.jsonl."""
+        """Evaluate the model; returns fields for the eval record in run.jsonl."""
         now = self.measure.run(model)
         say(f"retention  {self.measure.name} on {self.data}: {now:.1%} ({self.before:.1%} before)")
         return {"retention": now, "retention_before": self.before, "retention_metric": self.measure.name}
@@ -292,7 +294,7 @@ def measure_retention(
 
 
 def interpolated(old: Tensors, new: Tensors, weight: float) -> Tensors:
-    """WiSE-FT: each weight on the line from the old (0) to the new (1)."""
+    """WiSE-FT: linear interpolation of each weight from old (0) to new (1)."""
     return {
         name: old[name].to(tensor).lerp(tensor, weight) if tensor.is_floating_point() else tensor
         for name, tensor in new.items()
@@ -310,7 +312,7 @@ def finish_transfer(
     say: Callable[[str], None],
     write: Callable[..., Any],
 ) -> None:
-    """Interpolate old and new weights as asked, keep the best on validation, and report what was forgotten."""
+    """Interpolate old and new weights as configured, save the best on validation, and report forgetting."""
     best, wish = load(folder, device=device.kind), config.transfer.wise_ft
     if wish != "off":
         new = {name: tensor.clone() for name, tensor in best.clip.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Evaluation during training: score the validation split, analyse it within a time budget, keep the best model."""
+"""Evaluation during training: score the validation split, analyze it within a time budget, save the best model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class AnalysisBudget:
     spent: float = 0.0  # seconds of analysis in this session
 
     def images(self, trained: float, seconds_per_caption: float) -> int:
-        """How many images may be analysed now; a few cheap ones are always allowed."""
+        """Number of images to analyze now; a few cheap ones are always allowed."""
         each = max(seconds_per_caption, 1e-9) * CAPTIONS_PER_IMAGE
         left = ANALYSIS_FRACTION * (trained - self.trained_before) - self.spent
         least = MIN_IMAGES if MIN_IMAGES * each < CHEAP_SECONDS else 0
@@ -72,7 +72,7 @@ class Validator:
         self.metric_label = ""  # of the metric that selects the best model
 
     def run_due(self, stop: StopRequest) -> None:
-        """Evaluate, with the averaged weights if there are any; a signal interrupts it, and it stays due."""
+        """Evaluate, using the averaged weights if any; if interrupted by a signal, the evaluation stays due."""
         ema, model = self.train_step.ema, self.train_step.model
         if ema is not None:
             ema.swap(model)
@@ -88,7 +88,7 @@ class Validator:
                 ema.swap(model)
 
     def _score(self) -> Metric:
-        """Score the validation split; all metrics go to the log. Gives the one that selects the best model."""
+        """Score the validation split; all metrics are logged. Returns the one that selects the best model."""
         job, state, model, data = self.job, self.state, self.train_step.model, self.job.splits["val"]
         begin = time.perf_counter()
         features = encode(job, model, "val")
@@ -116,7 +116,7 @@ class Validator:
         return metric
 
     def _save_if_best(self, metric: Metric) -> None:
-        """Save the best model so far; if the write fails it is not the best, so that the next one is tried."""
+        """Save the model if it is the best so far; a failed write does not count, so that the next one is tried."""
         state, job = self.state, self.job
         if metric.value <= state.best:
             state.stale += 1

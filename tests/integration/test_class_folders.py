@@ -81,7 +81,7 @@ def test_class_folders_with_frozen_towers(tmp_path: Path, monkeypatch: pytest.Mo
 def test_captions_are_selected_by_mean_recall(tmp_path: Path) -> None:
     run, printed = trained(tmp_path / "run", {"train.patience": 1, "train.steps": 60, "optim.lr": 1.0})
     evaluations = [line["mean_recall"] for line in read_log(run) if line["kind"] == "eval"]
-    assert re.search(r"stopped +after 1 evaluations without a better mean recall", printed)
+    assert re.search(r"stopped +after 1 evaluations without improvement of mean recall", printed)
     assert "early stop at step" in once(run, (120, 50))
     assert_one_name(run, printed, "mean recall", max(evaluations))
 

@@ -54,7 +54,7 @@ def test_start_list_stop_continue(tmp_path: Path) -> None:
         assert (row["state"], row["pid"], row["steps"]) == ("running", owner.pid, 3000)
         again = command("train", "--resume", "run", cwd=tmp_path)
         assert again.returncode == 2
-        assert f"process {owner.pid} is training there" in again.stderr
+        assert f"process {owner.pid} is training in this folder" in again.stderr
 
         stopped = command("stop", "run", cwd=tmp_path)
         assert stopped.returncode == 0, stopped.stderr
@@ -82,4 +82,4 @@ def test_a_mistake_is_reported_at_once_and_leaves_nothing(tmp_path: Path) -> Non
     else:  # a slow machine needs longer than the first look: then the run's own output has it
         wait_until(lambda: "nowhere" in (tmp_path / "run" / "train.log").read_text())
     missing = command("train", "--resume", "none", "--background", cwd=tmp_path)
-    assert missing.stderr == "m1clip: none: no run there (no config.toml)\n"
+    assert missing.stderr == "m1clip: none: not a run folder (no config.toml)\n"

@@ -48,9 +48,9 @@ def one_round(run: Path, contenders: int) -> None:
     told = [here.recv() for here, _ in pipes]
     winners = [pid for word, pid in told if word == "held"]
     assert len(winners) == 1
-    assert all("is training there" in text for word, text in told if word == "refused")
+    assert all("is training in this folder" in text for word, text in told if word == "refused")
     # The winner has said that it holds the run, so its name stands there by now.
-    with pytest.raises(UserError, match=f"process {winners[0]} is training there"), lock_run(run):
+    with pytest.raises(UserError, match=f"process {winners[0]} is training in this folder"), lock_run(run):
         pass
     os.kill(winners[0], signal.SIGKILL)
     for process in processes:
@@ -115,7 +115,9 @@ def test_a_second_training_process_is_refused(tmp_path: Path) -> None:
             assert first.poll() is None
         second = command("train", "--resume", "run", cwd=tmp_path)
         assert second.returncode == 2
-        assert second.stderr == (f"m1clip: run: process {first.pid} is training there; wait for it, or stop it first\n")
+        assert second.stderr == (
+            f"m1clip: run: process {first.pid} is training in this folder; wait for it, or stop it first\n"
+        )
     finally:
         first.kill()
         first.wait()

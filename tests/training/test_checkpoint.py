@@ -244,7 +244,7 @@ def test_a_checkpoint_that_was_being_replaced_comes_back(run: Path) -> None:
     assert state is not None
     assert state.step == 30
     assert len(warnings) == 1
-    assert "the old one is back" in warnings[0]
+    assert "restored the old one" in warnings[0]
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -518,6 +518,6 @@ def test_a_checkpoint_that_does_not_fit_is_one_line(update: TrainStep, damage: D
     before = {name: t.clone() for name, t in update.model.state_dict().items()}
     restore(update, TrainState(step=7), kept)
     damage.do(kept)
-    with pytest.raises(UserError, match=rf"checkpoint of step 7 does not fit the run: .*{damage.words}"):
+    with pytest.raises(UserError, match=rf"checkpoint of step 7 does not match the run: .*{damage.words}"):
         restore(update, TrainState(step=7), kept)
     assert_same_bits(dict(update.model.state_dict()), before)

@@ -35,6 +35,6 @@ def test_the_batch_fits_the_images(images: int, start: Start, batch: int) -> Non
 def test_few_images_train_from_scratch_and_one_cannot(tmp_path: Path) -> None:
     changes = {"train.batch_size": None, "data.train_count": 20, "train.steps": 2}
     assert load_config(run_small(tmp_path / "run", changes).path / "config.toml").train.batch_size == 8
-    with pytest.raises(UserError, match="one training image; training compares images"):
+    with pytest.raises(UserError, match="only one training image; contrastive training"):
         run_small(tmp_path / "one", {**changes, "data.train_count": 1})
     assert not (tmp_path / "one").exists()

@@ -82,7 +82,7 @@ def test_a_run_on_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.undo()
     patch_towers(monkeypatch)
     monkeypatch.setattr(pretrained, "package_weights", lambda name: real(name) if name == "minilm" else dict(other))
-    with pytest.raises(UserError, match="the frozen weights are not those it started with"):
+    with pytest.raises(UserError, match="the frozen weights have changed since the run started"):
         resume_quietly(run)
 
 
@@ -134,7 +134,7 @@ def test_the_batch_fits_the_data_unless_the_user_named_it(tmp_path: Path, batch:
     changes = {"train.batch_size": batch, "data.train_count": 20, "train.steps": 3, "train.micro_batch": 64}
     result = train_config(frozen_config(tmp_path, **changes), tmp_path / "run", shown)
     assert load_config(result.path / "config.toml").train.batch_size == 8
-    assert shown.warned[0].startswith("20 training images are very few")
+    assert shown.warned[0].startswith("only 20 training images")
 
 
 def test_a_batch_that_the_images_cannot_fill_is_refused_before_any_work(

@@ -148,12 +148,12 @@ def test_changed_data_is_refused(tmp_path: Path) -> None:
     run_small(run, {"train.steps": 2})
     config = small_config({"train.steps": 2, "data.train_count": 80, "train.save_every": 2})
     (run / "config.toml").write_text(to_toml(config))
-    with pytest.raises(UserError, match="the training data is not what it was"):
+    with pytest.raises(UserError, match="the training data has changed"):
         resume_quietly(run)
 
 
 def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no run there"):
+    with pytest.raises(UserError, match="not a run folder"):
         resume_quietly(tmp_path)
 
 

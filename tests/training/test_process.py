@@ -176,7 +176,7 @@ def test_a_second_writer_is_told_who_holds_the_run_and_a_dead_one_holds_nothing(
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(UserError, match=f"process {holder.pid} is training there"), lock_run(tmp_path):
+    with pytest.raises(UserError, match=f"process {holder.pid} is training in this folder"), lock_run(tmp_path):
         pass
     holder.kill()
     holder.wait(timeout=30)

@@ -164,7 +164,7 @@ def test_skipped_updates_are_counted_in_a_row(monkeypatch: pytest.MonkeyPatch) -
     assert log[0]["samples"] == ["image 2", "image 7"]
     assert log[0]["suspects"] == ["image 7"]
     assert len(said) == 2, "a person hears of the first of a row only"
-    assert "samples without finite features: image 7" in said[0]
+    assert "samples with non-finite features: image 7" in said[0]
     feed(watch, state, [NAN], first=6)
     watch.read(state)
     feed(watch, state, [NAN], first=7)

@@ -76,26 +76,26 @@ FINETUNE = {"wise_ft": "0.5", "retention_data": ("set",), "lora_rank": 8, "unfre
 def test_an_option_without_a_meaning_is_refused(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     option = "--" + name.replace("_", "-")
     for recipe in ("scratch", "frozen"):
-        with pytest.raises(UserError, match=f"^{option} goes with --init or --recipe finetune"):
+        with pytest.raises(UserError, match=f"^{option} works with --init or --recipe finetune"):
             stages(monkeypatch, recipe=recipe, **{name: value})
     for start in ({"init": "runs/x"}, {"recipe": "finetune"}):
         assert getattr(stages(monkeypatch, **start, **{name: value})[-1].transfer, name) == value
 
 
 def test_one_call_cannot_make_two_runs() -> None:
-    with pytest.raises(UserError, match="is two runs"):
+    with pytest.raises(UserError, match="consists of two runs"):
         setup.prepare(Config(transfer=TransferConfig(recipe="finetune")), print, lambda facts: None)  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize(
     ("images", "minutes", "there", "chosen", "words"),
     [
-        (500, None, True, "frozen", "too few for random weights"),
-        (500, 60, True, "frozen", "too few for random weights"),
-        (5_000, 5, True, "frozen", "too few for random weights"),
+        (500, None, True, "frozen", "too few to train from scratch"),
+        (500, 60, True, "frozen", "too few to train from scratch"),
+        (5_000, 5, True, "frozen", "too few to train from scratch"),
         (5_000, 30, True, "finetune", "30 minutes are enough"),
         (5_000, 30, False, "scratch", "is not installed"),
-        (200_000, 30, True, "scratch", "enough to learn from random weights"),
+        (200_000, 30, True, "scratch", "enough to train from scratch"),
     ],
 )
 def test_auto(

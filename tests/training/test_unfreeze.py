@@ -130,9 +130,9 @@ def test_dead_channels_do_not_blow_up_the_gradient(first: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model.image_size": 64}, "keeps its image size, 32"),
+        ({"model.image_size": 64}, "is fixed, 32"),
         ({"transfer.unfreeze_text": 9}, "the tower has 6 blocks"),
-        ({"train.loss": "sigmoid"}, "has no bias for --loss sigmoid"),
+        ({"train.loss": "sigmoid"}, "has no logit bias for --loss sigmoid"),
     ],
 )
 def test_what_cannot_be_done_is_said(first: Path, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -205,5 +205,5 @@ def test_a_tower_of_ours_beside_a_frozen_one(own: str, tmp_path: Path, monkeypat
 
 def test_two_towers_of_ours_are_no_frozen_recipe(tmp_path: Path) -> None:
     own = {"transfer.image_tower": "vit", "transfer.text_tower": "text"}
-    with pytest.raises(UserError, match="that is --recipe scratch"):
+    with pytest.raises(UserError, match="use --recipe scratch"):
         train_config(frozen_config(tmp_path, **own), tmp_path / "run", screen())
