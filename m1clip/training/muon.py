@@ -175,7 +175,7 @@ def _bounded(stacks: _Stacks) -> Iterator[tuple[tuple[int, int], list[_Matrix]]]
 
 
 def _add_updates(matrices: list[_Matrix], x: Tensor, lr: float | Tensor) -> None:
-    """Add the stack `x` to the weights; updates of tall matrices are scaled up to have the same effect on the output."""
+    """Add the stack `x` to the weights; updates of tall matrices are scaled up for the same effect on the output."""
     for tall in (False, True):
         chosen = [(matrix, row) for matrix, row in zip(matrices, x, strict=True) if matrix.tall is tall]
         if not chosen:
