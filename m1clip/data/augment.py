@@ -19,13 +19,13 @@ from m1clip.data.images import Preprocess
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What is varied, and by how much."""
+    """Augmentation strengths."""
 
-    crop_min: float = 1.0  # smallest fraction of the area that a crop keeps
+    crop_min: float = 1.0  # minimum area fraction of a crop
     flip: float = 0.0  # probability
     color_jitter: float = 0.0  # brightness and contrast between 1 - this and 1 + this
-    patch_dropout: float = 0.0  # fraction of the patches that the image tower does not see
-    word_dropout: float = 0.0  # fraction of a caption's tokens that the text tower does not see
+    patch_dropout: float = 0.0  # fraction of patches dropped
+    word_dropout: float = 0.0  # fraction of caption tokens dropped
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Views:
 
 @dataclass(frozen=True)
 class DeviceViews:
-    """Views as tensors; two flags say whether any image of the batch is cropped, flipped or recolored."""
+    """Views as tensors; two flags tell whether any image of the batch is cropped, flipped or recolored."""
 
     boxes: Tensor
     flips: Tensor
@@ -64,7 +64,7 @@ class DeviceViews:
     colors: bool
 
     def on(self, device: torch.device) -> DeviceViews:
-        """The same: they are on a device."""
+        """Already on a device."""
         return self
 
     def rows(self, rows: slice | np.ndarray) -> DeviceViews:
@@ -73,7 +73,7 @@ class DeviceViews:
 
 
 def draw_views(augmentation: Augmentation, seed: int, epoch: int, samples: np.ndarray) -> Views:
-    """Choices for each sample, from (seed, epoch, sample) alone."""
+    """Random choices for each sample, as a function of (seed, epoch, sample)."""
 
     def u(stream: int) -> np.ndarray:
         return rnd.uniform(seed, epoch, samples, stream)
@@ -89,7 +89,7 @@ def draw_views(augmentation: Augmentation, seed: int, epoch: int, samples: np.nd
 
 
 def draw_patches(dropout: float, count: int, seed: int, epoch: int, samples: np.ndarray) -> np.ndarray:
-    """(n, kept) of `count` patches for each sample, in order, from (seed, epoch, sample) alone."""
+    """(n, kept) of `count` patches for each sample, sorted, as a function of (seed, epoch, sample)."""
     kept = max(1, round(count * (1 - dropout)))
     draws = rnd.bits(seed, epoch, samples[:, None] * count + np.arange(count), rnd.PATCH)
     return np.sort(np.argsort(draws, axis=1)[:, :kept], axis=1)
@@ -98,7 +98,7 @@ def draw_patches(dropout: float, count: int, seed: int, epoch: int, samples: np.
 def render(pixels: Tensor, views: Views | DeviceViews | None, preprocess: Preprocess) -> Tensor:
     """(n, side, side, 3) uint8 -> (n, 3, size, size) float32, cropped, resized, recolored and normalized.
 
-    Under autocast the two products run in its precision, whose rounding is that of the 8 bits of a pixel.
+    Under autocast the two products run in its precision, whose rounding error is similar to that of 8-bit pixels.
     """
     size, side = preprocess.image_size, pixels.shape[1]
     if views is None and side != size:
@@ -121,7 +121,7 @@ def _channels(values: tuple[float, float, float], device: torch.device) -> Tenso
     return torch.tensor(values, device=device).view(1, 3, 1, 1)
 
 
-# Sent to a device once: a copy makes the host wait, and cannot be part of a CUDA graph.
+# Copied to a device once: a copy synchronizes, and cannot be part of a CUDA graph.
 _sent_channels = functools.lru_cache(maxsize=8)(_channels)
 
 

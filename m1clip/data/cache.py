@@ -1,9 +1,9 @@
-"""Images decoded once and features computed once: in RAM, memory-mapped from disk, or on the device.
+"""Caches of decoded images and computed features: in RAM, memory-mapped from disk, or on the device.
 
 On disk, `.m1clip-cache/KEY/rows.bin` holds rows of one shape and type, and `names.bin` the 16-byte name of each row.
 KEY is a hash of what all rows depend on (image size; or tower weights and preprocessing), a name a hash of what one
 row depends on (path, size and time of the image file; or the caption). A changed image gets a new row, so an old row
-is never wrong. A name is written when its row is on the disk: after a kill the next process continues from there.
+is never stale. A name is written after its row is on disk: if killed, the next process continues from there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from m1clip.io import locked, open_for_write, open_regular
 FOLDER = ".m1clip-cache"
 ROWS, NAMES, LOCK = "rows.bin", "names.bin", "lock"
 NAME_BYTES = 16
-SAVE_SECONDS = 2.0  # work that a killed process may lose
+SAVE_SECONDS = 2.0  # maximum work lost when a process is killed
 DISK_MARGIN = 1.05
 RAM_FRACTION = 0.3  # of the machine's memory, for decoded images
 DISK_FRACTION = 0.5  # of the free disk, unless the user asks for the disk
@@ -55,7 +55,7 @@ SHOWN = 10  # failures named on screen; the run log has all
 CHECKED = 256  # training images tried before a run that decodes while it trains
 # With a tenth of the images broken, this many in a row fail once in 10^32.
 REPLACEMENT_TRIES = 32
-TIMED_OUT = "the read did not end"
+TIMED_OUT = "the read did not finish"
 
 Progress = Callable[[int, int], None]  # (done, total)
 Computed = Generator[tuple[list[int], np.ndarray]]  # items and their rows
@@ -63,7 +63,7 @@ Table = TypeVar("Table", bound="CachedRows")
 
 
 class CachedRows:
-    """Rows of an array in RAM or of a memory-mapped file, which travels to a worker process by its path.
+    """Rows of an array in RAM or of a memory-mapped file, which is pickled as its path.
 
     `rows[i]` is the row of item i, or of each view of it where `rows` is (items, views); None: item i is row i.
     """
@@ -74,11 +74,11 @@ class CachedRows:
 
     @classmethod
     def mapped(cls, path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], rows: np.ndarray | None) -> Self:
-        """Rows of a file; a FIFO or device in its place is an OSError."""
+        """Map the rows of a file; OSError for a FIFO or device."""
         if math.prod(shape) == 0:
             return cls(np.zeros(shape, dtype), rows)
         with open_regular(path) as file:
-            # A plain view: slices of a np.memmap are memmaps again, which costs time.
+            # A plain view: slices of a np.memmap are memmaps too, which is slow.
             return cls(np.asarray(np.memmap(file, dtype, "r", shape=shape)), rows, path)
 
     def __len__(self) -> int:
@@ -119,7 +119,7 @@ class CachedImages(CachedRows):
 
     @property
     def ram_bytes(self) -> int:
-        """Nothing where they are mapped: the system drops those pages when it needs memory."""
+        """0 if memory-mapped: the system can drop those pages."""
         return self.array.nbytes if self.path is None else 0
 
     def read(self, indices: np.ndarray) -> np.ndarray:
@@ -127,7 +127,7 @@ class CachedImages(CachedRows):
         return self.array.take(self.rows[indices], axis=0)
 
     def try_read(self, indices: np.ndarray) -> tuple[np.ndarray, dict[int, Failure]]:
-        """The same: an image that failed is not in the cache."""
+        """Same as `read`: failed images are not in the cache."""
         return self.read(indices), {}
 
     def to_device(self, device: torch.device, free_bytes: int) -> Tensor | None:
@@ -144,7 +144,7 @@ class CachedImages(CachedRows):
 
 @dataclass(frozen=True)
 class LiveImages:
-    """Images decoded each time they are read: no memory, more work."""
+    """Images decoded each time they are read: no memory, more compute."""
 
     refs: Sequence[ImageRef]
     side: int
@@ -156,18 +156,18 @@ class LiveImages:
         return len(self.refs)
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        """(n, side, side, 3) uint8; a UserError for an image that cannot be read any more."""
+        """(n, side, side, 3) uint8; UserError for an image that can no longer be read."""
         pixels, failed = self.try_read(indices)
         for failure in failed.values():
             raise UserError(
-                f"{failure.where}: {failure.reason}; it could be read when the run began: "
-                f"bring it back, then continue with --resume"
+                f"{failure.where}: {failure.reason}; it was readable when the run started: "
+                f"restore it, then continue with --resume"
             )
         return pixels
 
     def try_read(self, indices: np.ndarray) -> tuple[np.ndarray, dict[int, Failure]]:
         """(n, side, side, 3) uint8, and the failures by position, whose pixels are 0."""
-        # A worker process is one of many already: threads in each would only compete for the cores.
+        # Single-threaded: with many worker processes, threads would only compete for the cores.
         threads = 1 if parent_process() is not None else min(MAX_THREADS, os.cpu_count() or 1)
         pixels, failed = np.zeros((len(indices), self.side, self.side, 3), np.uint8), dict[int, Failure]()
         for place, found in enumerate(self.decode(indices.tolist(), threads)):
@@ -178,7 +178,7 @@ class LiveImages:
         return pixels, failed
 
     def decode(self, indices: Sequence[int], threads: int = 1) -> list[np.ndarray | Failure]:
-        """(side, side, 3) uint8 of each image, or why there is none; by threads, as Pillow releases the GIL."""
+        """(side, side, 3) uint8 of each image, or its failure; uses threads, since Pillow releases the GIL."""
         found = map_with_timeout([self.refs[index] for index in indices], self._decode_one, self.timeout, threads)
         timed_out = f"{TIMED_OUT} within {self.timeout:g} s"
         return [
@@ -189,12 +189,12 @@ class LiveImages:
     def _decode_one(self, ref: ImageRef) -> np.ndarray | str:
         try:
             return to_square(ref.open(self.side), self.side, self.resize)
-        # What decoders raise for an image they cannot read; the last two for one of an absurd size.
+        # What decoders raise for an unreadable image; the last two for absurd sizes.
         except (OSError, ValueError, MemoryError, OverflowError) as error:
             return failure_reason(error)
 
     def to_device(self, device: torch.device, free_bytes: int) -> None:
-        """Nothing: they are not decoded."""
+        """None: the images are not decoded."""
 
 
 Images = CachedImages | LiveImages
@@ -203,9 +203,9 @@ Images = CachedImages | LiveImages
 def read_or_replace(
     images: Images, members: np.ndarray, seed: int, epoch: int
 ) -> tuple[np.ndarray, np.ndarray, tuple[Failure, ...]]:
-    """(members, their pixels, failures): an image that cannot be read is replaced by another one.
+    """(members, their pixels, failures): unreadable images are replaced by others.
 
-    Which one is a function of (seed, epoch, sample), so it is the same for any number of workers.
+    The replacement is a function of (seed, epoch, sample), so it is the same for any number of workers.
     """
     pixels, failed = images.try_read(members)
     chosen, failures = members.copy(), list[Failure]()
@@ -220,8 +220,8 @@ def read_or_replace(
                 break
         else:
             raise UserError(
-                f"{again[0].where}: {again[0].reason}; {REPLACEMENT_TRIES} others tried in its place cannot be read "
-                f"either: is the disk with the images still there?"
+                f"{again[0].where}: {again[0].reason}; {REPLACEMENT_TRIES} replacement images cannot be read "
+                f"either: is the disk with the images still connected?"
             )
     return chosen, pixels, tuple(failures)
 
@@ -236,14 +236,14 @@ def decode_images(
     start_method: str | None = None,
     timeout: float = READ_TIMEOUT,
 ) -> Computed:
-    """Decode every image, some at a time, in order; those that cannot be read go into `failures`.
+    """Decode all images in order, in chunks; unreadable ones are added to `failures`.
 
-    Threads are right for files: Pillow releases the GIL and nothing is pickled. Synthetic images are Python throughout
-    and need processes, which a `start_method` asks for.
+    Files are decoded in threads: Pillow releases the GIL and nothing is pickled. Synthetic images are drawn in Python
+    and need processes, which `start_method` selects.
     """
     chunks = (LiveImages(refs[start : start + CHUNK], side, resize, timeout) for start in range(0, len(refs), CHUNK))
     pool: Executor | None = None
-    if workers > 1 and len(refs) >= 4 * CHUNK:  # else starting a pool takes longer than the work
+    if workers > 1 and len(refs) >= 4 * CHUNK:  # otherwise starting a pool takes longer than the work
         threads = start_method is None
         pool = (
             ThreadPoolExecutor(workers)
@@ -257,9 +257,9 @@ def decode_images(
         for item, each in enumerate(found, start=done):
             if not isinstance(each, Failure):
                 good[item] = each
-            elif each.reason.startswith(TIMED_OUT):  # the disk, not the image: do not train without it
+            elif each.reason.startswith(TIMED_OUT):  # the disk failed, not the image: do not skip it
                 raise UserError(
-                    f"{each.where}: {each.reason}; is the disk with the images still there? Run again when it is"
+                    f"{each.where}: {each.reason}; is the disk with the images still connected? Run again when it is"
                 )
             else:
                 failures[item] = each.reason
@@ -285,16 +285,16 @@ def _in_pool(pool: Executor, chunks: Iterable[LiveImages], limit: int) -> Iterat
     except BrokenProcessPool:
         raise UserError(
             "a process that decodes images was killed; the system may be out of memory: "
-            "close other programs and run again, a cache on disk continues where it stopped"
+            "close other programs and run again; a disk cache continues where it stopped"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def follow_parent() -> None:
-    """For the start of a worker process: it leaves Ctrl-C to its parent, and ends when the parent does.
+    """Initialize a worker process: ignore Ctrl-C, and exit when the parent does.
 
-    SIGTERM has its usual effect: concurrent.futures ends the other workers with it when one was killed.
+    SIGTERM keeps its default effect: concurrent.futures uses it to end the other workers when one was killed.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -310,7 +310,7 @@ def _end_with_parent() -> None:
 
 
 def row_name(*parts: str) -> bytes:
-    """The name under which a row is stored."""
+    """The key of a row in the cache."""
     return hashlib.sha256("\x1f".join(parts).encode("utf-8", "surrogatepass")).digest()[:NAME_BYTES]
 
 
@@ -327,14 +327,14 @@ def image_names(samples: Sequence[Sample], folders: Sequence[str], *parts: str) 
 
 
 class RowCache:
-    """Rows of one shape and type on disk, found by name, added once and shared by every run."""
+    """Rows of one shape and type on disk, looked up by name and shared by all runs."""
 
     def __init__(self, folder: Path, key: str, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
         self.path, self.shape, self.dtype = folder / key, shape, np.dtype(dtype)
         self.row_bytes = math.prod(shape) * self.dtype.itemsize
 
     def missing(self, names: Sequence[bytes]) -> list[int]:
-        """The items whose row is not there yet, each name once."""
+        """The items whose row is missing, each name once."""
         stored = self._index()
         first = {name: item for item, name in reversed(list(enumerate(names))) if name not in stored}
         return sorted(first.values())
@@ -346,40 +346,42 @@ class RowCache:
         failed: dict[int, str],
         warn: Callable[[str], None],
     ) -> np.ndarray:
-        """(n,) the row of each name, computed where it is missing; -1 where `compute` put the item into `failed`."""
+        """(n,) the row of each name, computing missing ones; -1 where `compute` added the item to `failed`."""
         if self.missing(names):
             self._add(names, compute, warn)
         rows = self.rows(names)
-        for item in np.flatnonzero(rows < 0).tolist():  # the reason of an item holds for its copies
+        for item in np.flatnonzero(rows < 0).tolist():  # copies of an item fail for the same reason
             failed.setdefault(item, failed[names.index(names[item])])
         return rows
 
     def _add(
         self, names: Sequence[bytes], compute: Callable[[list[int]], Computed], warn: Callable[[str], None]
     ) -> None:
-        """Add rows as they are computed; of two processes one waits for the other."""
+        """Append rows as they are computed; a second process waits."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with locked(self.path / LOCK, lambda: warn(f"{self.path}: another process fills this cache; waiting")) as alone:
-            if not alone:  # two processes at once could give names to each other's rows
-                raise UserError(f"{self.path}: this disk has no file locks; name another with --cache-dir")
+        with locked(
+            self.path / LOCK, lambda: warn(f"{self.path}: another process is filling this cache; waiting")
+        ) as alone:
+            if not alone:  # two processes could assign names to each other's rows
+                raise UserError(f"{self.path}: this disk does not support file locks; choose another with --cache-dir")
             wanted = self.missing(names)  # another process may have added some
             self._check_space(len(wanted) * self.row_bytes)
             try:
                 with self._open(ROWS) as rows, self._open(NAMES) as keys, closing(compute(wanted)) as blocks:
-                    count = self._complete()  # a killed process may have left part of a row
+                    count = self._complete()  # a killed process may have left a partial row
                     rows.truncate(count * self.row_bytes)
                     keys.truncate(count * NAME_BYTES)
                     self._append(rows, keys, names, blocks)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                raise UserError(f"{self.path}: the disk is full; free some space and run again: it continues") from None
+                raise UserError(f"{self.path}: the disk is full; free some space and run again to continue") from None
 
     def _append(self, rows: BinaryIO, keys: BinaryIO, names: Sequence[bytes], blocks: Computed) -> None:
         unsaved, saved = list[bytes](), time.monotonic()
 
         def save() -> None:
-            _sync(rows)  # before their names: after a power cut each name has its row
+            _sync(rows)  # before the names: after a power loss each name has its row
             keys.write(b"".join(unsaved))
             _sync(keys)
             unsaved.clear()
@@ -396,12 +398,12 @@ class RowCache:
             save()
 
     def _open(self, name: str) -> BinaryIO:
-        # Non-blocking: a FIFO in its place is an error at once.
+        # Non-blocking, so that a FIFO is an immediate error.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
         return os.fdopen(open_for_write(self.path / name, flags), "ab")
 
     def rows(self, names: Iterable[bytes]) -> np.ndarray:
-        """(n,) the row of each name; -1 where there is none."""
+        """(n,) the row of each name; -1 if missing."""
         stored = self._index()
         return np.array([stored.get(name, -1) for name in names], np.int64)
 
@@ -419,7 +421,7 @@ class RowCache:
         return {found[start : start + NAME_BYTES]: row for row, start in enumerate(starts)}
 
     def _complete(self) -> int:
-        """Rows that are there with their name."""
+        """Number of rows that have a name."""
         try:
             sizes = [(self.path / name).stat().st_size for name in (ROWS, NAMES)]
         except FileNotFoundError:
@@ -431,7 +433,7 @@ class RowCache:
         if needed * DISK_MARGIN > free:
             raise UserError(
                 f"the cache needs {needed * DISK_MARGIN / 1e9:.2f} GB, {self.path.parent} has {free / 1e9:.2f} GB "
-                f"free: free some space, name another disk with --cache-dir, or use --cache ram or off"
+                f"free: free some space, choose another disk with --cache-dir, or use --cache ram or off"
             )
 
 
@@ -446,7 +448,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def cache_folder(asked: str | None, data: Sequence[str]) -> Path:
-    """The folder asked for; else beside the data; else, where that cannot be written, the user's cache folder."""
+    """The requested folder; else next to the data; else, if that is not writable, the user's cache folder."""
     places = [Path(asked).expanduser()] if asked else [*(Path(folder) / FOLDER for folder in data[:1]), user_cache()]
     reason = ""
     for place in places:
@@ -457,10 +459,10 @@ def cache_folder(asked: str | None, data: Sequence[str]) -> Path:
                 probe.unlink(missing_ok=True)
             if alone:
                 return place
-            reason = f"{place}: this disk has no file locks"
+            reason = f"{place}: this disk does not support file locks"
         except OSError as error:
             reason = f"{place}: {error.strerror or error}"
-    raise UserError(f"no folder for the cache ({reason}); name one with --cache-dir, or use --cache ram")
+    raise UserError(f"no folder for the cache ({reason}); choose one with --cache-dir, or use --cache ram")
 
 
 def user_cache() -> Path:
@@ -472,16 +474,16 @@ def user_cache() -> Path:
 
 
 def data_folders(source: Source) -> tuple[str, ...]:
-    """The folders that the data lies in; a cache goes beside the first."""
+    """The folders that contain the data; a cache goes next to the first."""
     parts: Sequence[Any] = [part for part, _ in source.parts] if isinstance(source, MixedSource) else [source]
     paths = [part.path for part in parts if isinstance(getattr(part, "path", None), Path)]
-    # A pattern of shards is no file, and a dataset of the hub (hf:owner/name) has no folder.
+    # A shard pattern is not a file, and a hub dataset (hf:owner/name) has no folder.
     folders = [path if path.is_dir() else path.parent for path in paths if not str(path).startswith("hf:")]
     return tuple(str(folder) for folder in folders if folder.is_dir())
 
 
 def too_many(bad: int, tried: int, total: int, limit: float) -> bool:
-    """Whether more than `limit` of all images are bad: exact where all were tried, else by two standard errors."""
+    """Whether more than `limit` of all images are bad: exact if all were tried, else by two standard errors."""
     if bad == 0:
         return False
     if tried >= total or bad > limit * total:
@@ -493,31 +495,31 @@ def too_many(bad: int, tried: int, total: int, limit: float) -> bool:
 def check_failures(
     bad: Mapping[int, str], refs: Sequence[ImageRef], split: str, tried: int, limit: float, warn: Callable[[str], None]
 ) -> tuple[Failure, ...]:
-    """Name the first of the bad images; a UserError when they are too many to train without them."""
+    """Report the first bad images; UserError if there are too many."""
     found = tuple(Failure(index, str(refs[index]), bad[index]) for index in sorted(bad))
     for failure in found[:SHOWN]:
         warn(f"skipped {failure.where}: {failure.reason}")
     if too_many(len(found), tried, len(refs), limit):
         raise _too_many_failures(found, f"{tried:,} {split} images", tried, limit)
     if len(found) > SHOWN:
-        warn(f"skipped {len(found):,} of {tried:,} {split} images that cannot be read; run.jsonl names them all")
+        warn(f"skipped {len(found):,} of {tried:,} {split} images that cannot be read; run.jsonl lists all of them")
     return found
 
 
 def _too_many_failures(found: Sequence[Failure], of: str, tried: int, limit: float) -> UserError:
-    names: dict[str, list[str]] = {}  # by reason, so that a common one is given once
+    names: dict[str, list[str]] = {}  # grouped by reason
     for failure in found[:SHOWN]:
         names.setdefault(failure.reason, []).append(failure.where)
     listed = "; ".join(f"{', '.join(where)}: {reason}" for reason, where in names.items())
     more = f"; and {len(found) - SHOWN:,} more" if len(found) > SHOWN else ""
     return UserError(
         f"{len(found):,} of {of} cannot be read ({len(found) / tried:.0%}, allowed {limit:.0%}): {listed}{more}. "
-        f"m1clip data lint lists them all; repair them, or raise --max-bad"
+        f"m1clip data lint lists all of them; repair them, or raise --max-bad"
     )
 
 
 class FailureLog:
-    """Writes each image that fails to the run log once; too many that fail during training stop the run."""
+    """Logs each failed image once; stops the run if too many fail during training."""
 
     def __init__(
         self,
@@ -546,7 +548,7 @@ class FailureLog:
             if failure.index not in self.failures:
                 self.failures[failure.index] = failure
                 if len(self.failures) <= SHOWN:
-                    self.warn(f"skipped {failure.where}: {failure.reason}; another image takes its place")
+                    self.warn(f"skipped {failure.where}: {failure.reason}; replaced by another image")
         self.record("train", failures)
         tried = max(self.tried, len(self.failures))
         if too_many(len(self.failures), tried, self.total, self.limit):
@@ -571,8 +573,8 @@ class DecodePlan:
 def choose_kind(asked: str, *, synthetic: bool, images: int, needed: int, total: int, memory: int, free: int) -> Kind:
     """Where to cache a split that needs `needed` more bytes on disk, of a set of `total` bytes.
 
-    Synthetic images and small sets stay in RAM. Others go to disk, so that the second run starts at once; where the
-    disk is too small they stay in RAM, and where that is too small they are decoded each time.
+    Synthetic images and small datasets stay in RAM. Others go to disk, so that the next run starts immediately; if the
+    disk is too small they stay in RAM, and if that is too small they are decoded each time.
     """
     if asked != "auto":
         return asked  # type: ignore[return-value]
@@ -624,7 +626,7 @@ def cache_split(
             array[items] = pixels
         images = CachedImages(np.delete(array, list(bad), axis=0) if bad else array)
     else:
-        # Images to evaluate with are a fixed set, so each is tried; of those to train on, a sample.
+        # Evaluation images are a fixed set, so try all of them; of the training images, try a sample.
         if split == "train" and len(samples) > CHECKED:
             tried = [index * len(samples) // CHECKED for index in range(CHECKED)]
         found = LiveImages(refs, side=32).decode(tried, max(1, plan.workers))

@@ -32,7 +32,7 @@ class CaptionTable:
 
     @property
     def labels(self) -> np.ndarray | None:
-        """(images,) the class of each image, numbered from 0; None where captions are not made from classes."""
+        """(images,) the class of each image, numbered from 0; None if captions are not made from classes."""
         return np.unique(self.caption_ids[self.first[:-1]], return_inverse=True)[1] if self.classes else None
 
     def pick(self, images: np.ndarray, draws: np.ndarray, count: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -41,7 +41,7 @@ class CaptionTable:
         taken = np.minimum(counts, count)
         rows = np.repeat(np.arange(len(images)), taken)
         place = np.arange(len(rows)) - np.repeat(np.cumsum(taken) - taken, taken)
-        # Consecutive captions from a random start: none twice, and all equally often.
+        # Consecutive captions from a random start: no duplicates, and all are equally likely.
         start = (draws % counts.astype(np.uint64)).astype(np.int64)
         return rows, self.first[images][rows] + (start[rows] + place) % counts[rows]
 

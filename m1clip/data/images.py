@@ -49,12 +49,12 @@ _ORIENTATIONS = {
 
 
 def one_line(text: str) -> str:
-    """Printable on one line: for names and messages from untrusted files."""
+    """Make names and messages from untrusted files printable on one line."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class BadImage(ValueError):
-    """An image that cannot be used: where, why, and the kind of fault. It pickles, for worker processes.
+    """An image that cannot be used: where, why, and the kind of fault. Picklable, for worker processes.
 
     Kinds: missing, empty, truncated, not-an-image, no-decoder, too-large, broken.
     """
@@ -93,7 +93,7 @@ def decode(data: bytes | str | os.PathLike[str], want: int | None = None, where:
 
 @contextmanager
 def opened(data: bytes | str | os.PathLike[str], where: str) -> Iterator[Image.Image]:
-    """The image with only its header read, its size already checked; BadImage where it cannot be."""
+    """The image with only its header read, its size already checked; BadImage if it cannot be opened."""
     stream = io.BytesIO(data) if isinstance(data, bytes) else _open_file(data, where)
     with stream:
         if isinstance(data, bytes) and not data:
@@ -106,14 +106,14 @@ def opened(data: bytes | str | os.PathLike[str], where: str) -> Iterator[Image.I
             raise BadImage(where, *_reason(error)) from error
         width, height = image.size
         if width * height > MAX_PIXELS:
-            reason = f"{width} x {height} is more than {MAX_PIXELS >> 20} megapixels; make it smaller"
+            reason = f"{width} x {height} is more than {MAX_PIXELS >> 20} megapixels; reduce its size"
             raise BadImage(where, reason, "too-large")
         yield image
 
 
 @cache
 def _formats() -> tuple[str, ...]:
-    """What can be decoded here; pi-heif adds HEIC to Pillow's formats."""
+    """The formats that can be decoded; pi-heif adds HEIC to Pillow's."""
     try:
         importlib.import_module("pi_heif").register_heif_opener()
     except ImportError:
@@ -122,7 +122,7 @@ def _formats() -> tuple[str, ...]:
 
 
 def _is_heic(stream: BinaryIO) -> bool:
-    """By its first bytes: phones also write HEIC under the name .jpg."""
+    """Check the first bytes: phones also save HEIC as .jpg."""
     stream.seek(0)
     start = stream.read(12)
     return start[4:8] == b"ftyp" and start[8:] in HEIC_BRANDS
@@ -130,7 +130,7 @@ def _is_heic(stream: BinaryIO) -> bool:
 
 def _open_file(path: str | os.PathLike[str], where: str) -> io.BufferedReader:
     try:
-        # Not blocking: a named pipe would hang here, before its kind can be seen.
+        # Non-blocking: opening a named pipe would hang before its type can be checked.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except FileNotFoundError as error:
         raise BadImage(where, "the file is missing", "missing") from error
@@ -144,16 +144,16 @@ def _open_file(path: str | os.PathLike[str], where: str) -> io.BufferedReader:
         raise BadImage(where, "not a file", "not-an-image")
     if facts.st_size == 0:
         raise BadImage(where, "the file is empty (0 bytes)", "empty")
-    raise BadImage(where, f"{facts.st_size >> 20} MiB is more than an image needs", "too-large")
+    raise BadImage(where, f"{facts.st_size >> 20} MiB is too large for an image file", "too-large")
 
 
 def _reason(error: Exception) -> tuple[str, str]:
     if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
-        return f"more than {MAX_PIXELS >> 20} megapixels; make it smaller", "too-large"
+        return f"more than {MAX_PIXELS >> 20} megapixels; reduce its size", "too-large"
     if isinstance(error, Image.UnidentifiedImageError):
-        return ("not an image that can be read (JPEG, PNG, WebP, GIF, BMP, TIFF and HEIC are)", "not-an-image")
+        return ("not an image in a supported format (JPEG, PNG, WebP, GIF, BMP, TIFF, HEIC)", "not-an-image")
     if "truncated" in str(error).lower():
-        return "truncated: the file ends before the image does", "truncated"
+        return "truncated: the file ends before the end of the image", "truncated"
     return f"broken ({str(error) or type(error).__name__})", "broken"
 
 
@@ -165,7 +165,7 @@ def _orientation(image: Image.Image) -> Image.Transpose | None:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Any mode to 8-bit RGB. Alpha is dropped, as open_clip does; 16-bit is scaled, not cut."""
+    """Any mode to 8-bit RGB. Alpha is dropped, as open_clip does; 16-bit is scaled, not clipped."""
     if image.mode == "RGB":
         return image.copy()
     if image.mode.startswith(("I", "F")):
@@ -176,7 +176,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _to_8bit(values: np.ndarray) -> np.ndarray:
-    """Grey of 16 or 32 bits, or float: the range is that of the type, or found where the type says little."""
+    """16-bit, 32-bit or float gray to 8 bits: the range is that of the type, or of the values if that is unknown."""
     if values.dtype.kind == "u" and values.dtype.itemsize == 2:
         return ((values.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8)
     real = np.nan_to_num(values.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
@@ -189,16 +189,16 @@ def _to_8bit(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class FileImage:
-    """An image in a file of its own."""
+    """An image file."""
 
     path: str
 
     def open(self, want: int | None = None) -> Image.Image:
-        """Decode to RGB; BadImage when it cannot be."""
+        """Decode to RGB; BadImage on failure."""
         return decode(self.path, want, self.path)
 
     def read(self) -> bytes:
-        """The bytes of the file; BadImage when there are none."""
+        """The bytes of the file; BadImage on failure."""
         with _open_file(self.path, self.path) as stream:
             return stream.read()
 
@@ -221,13 +221,13 @@ def file_stamp(path: str | Path) -> str:
 
 OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
-# Beyond this the ends are cut off before resizing: a line of 60,000 x 1 would become 13 million pixels wide.
+# Above this the ends are cropped before resizing: an image of 60,000 x 1 would become 13 million pixels wide.
 MAX_ASPECT = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocess:
-    """How images become pixels; stored in the model folder, so that inference sees images as training did."""
+    """Image preprocessing; saved in the model folder, so that inference matches training."""
 
     image_size: int
     mean: tuple[float, float, float] = OPENAI_MEAN
@@ -244,7 +244,7 @@ class Preprocess:
             raise UserError(f"preprocessing: std must be above 0, not {self.std}")
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """A PIL image -> (3, image_size, image_size) normalized pixels, as the model takes them."""
+        """A PIL image -> (3, image_size, image_size) normalized pixels, as the model expects them."""
         import torch
 
         from m1clip.data.augment import render
@@ -264,13 +264,13 @@ class Preprocess:
 
 def to_square(image: Image.Image, size: int, resize: str = "shortest") -> np.ndarray:
     """(size, size, 3) uint8, as open_clip does it: bicubic, shortest side to `size`, centre crop."""
-    # Cut before anything else: each copy of an image of 1 x 60,000,000 takes 700 MB.
+    # Crop first: each copy of an image of 1 x 60,000,000 takes 700 MB.
     image = (image if resize == "squash" else _without_ends(image)).convert("RGB")
     width, height = image.size
     if resize == "squash":
         image = image.resize((size, size), Image.Resampling.BICUBIC)
     elif (width, height) != (size, size):
-        # In this order, as torchvision does: a scale computed first is now and then one pixel short.
+        # In this order, as torchvision does: a scale computed first is sometimes one pixel short.
         wide, high = (size, int(size * height / width)) if width <= height else (int(size * width / height), size)
         image = image.resize((max(wide, size), max(high, size)), Image.Resampling.BICUBIC)
         left, top = ((whole - size) / 2 for whole in image.size)
@@ -280,18 +280,18 @@ def to_square(image: Image.Image, size: int, resize: str = "shortest") -> np.nda
 
 
 def _without_ends(image: Image.Image) -> Image.Image:
-    """The middle of a very long image; any other image as it is."""
+    """The middle of a very long image; other images unchanged."""
     width, height = image.size
     limit = MAX_ASPECT * min(width, height)
     if max(width, height) <= limit:
         return image
-    # An even number of pixels goes, half from each end, so that the centre stays where it was.
+    # Remove an even number of pixels, half from each end, so that the center stays in place.
     cut_x, cut_y = max(0, width - limit) // 2, max(0, height - limit) // 2
     return image.crop((cut_x, cut_y, width - cut_x, height - cut_y))
 
 
-READ_TIMEOUT = 60.0  # seconds for one image; 0 waits for ever
-MAX_ABANDONED = 8  # threads of this process that hang: then it is the disk, not the image
+READ_TIMEOUT = 60.0  # seconds for one image; 0 waits forever
+MAX_ABANDONED = 8  # hanging threads of this process; more mean that the disk is at fault
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -301,9 +301,9 @@ _abandoned: list[threading.Thread] = []
 def map_with_timeout(
     items: Sequence[Item], work: Callable[[Item], Result], timeout: float = READ_TIMEOUT, threads: int = 1
 ) -> list[Result | None]:
-    """The results of `work` in order, by threads; None for an item that takes longer than `timeout` seconds.
+    """Run `work` in threads; yields results in order, None for an item that takes longer than `timeout` seconds.
 
-    A thread that hangs in a read cannot be ended: it is abandoned, and another one takes its place.
+    A thread that hangs in a read cannot be stopped: it is abandoned and replaced.
     """
     if timeout <= 0 and threads == 1:
         return [work(item) for item in items]
@@ -353,5 +353,5 @@ def _abandon(thread: threading.Thread, name: str, timeout: float) -> None:
     if len(_abandoned) > MAX_ABANDONED:
         raise UserError(
             f"{name}: the {len(_abandoned)}th read that hangs for more than {timeout:g} s; "
-            f"is the disk with the images still there? Continue with --resume when it is back"
+            f"is the disk with the images still connected? Continue with --resume when it is"
         )

@@ -32,7 +32,7 @@ RESTARTS = 3  # of the workers for one batch
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One step: n images (or their features), m captions (or their features), and which belong together."""
+    """The batch of one step: n images (or features), m captions (or features), and which belong together."""
 
     sample_ids: Tensor  # (n,) int64; copies of one image have the same id
     caption_ids: Tensor  # (m,) int64; equal captions have the same id
@@ -52,7 +52,7 @@ class Batch:
         return len(self.sample_ids)
 
     def pixels(self, rows: slice | Tensor = slice(None)) -> Tensor:
-        """(n, side, side, 3) uint8 of some rows, wherever the images lie."""
+        """(n, side, side, 3) uint8 of some rows, wherever the images are stored."""
         if self.images is not None:
             return self.images[rows]
         assert self.cached_images is not None, "this batch has features, not images"
@@ -60,7 +60,7 @@ class Batch:
         return self.cached_images[self.rows[rows]]
 
     def texts(self, rows: slice) -> Tensor:
-        """Tokens of some captions, cut after the longest of them."""
+        """Tokens of some captions, truncated to the longest of them."""
         assert self.tokens is not None, "this batch has text features, not tokens"
         tokens = self.tokens[rows]
         longest = max(self.lengths[rows], default=self.tokens.shape[1])
@@ -82,7 +82,7 @@ class Batch:
         return self._map(Tensor.pin_memory)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that differ from step to step, by name."""
+        """The tensors that differ between steps, by name."""
         found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "cached_images"}
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
@@ -101,12 +101,12 @@ class BatchPlan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full batches only; each epoch leaves out other images."""
+        """Number of full batches; each epoch skips different images."""
         return self.images // self.batch
 
     @classmethod
     def full(cls, images: int, batch: int, seed: int) -> BatchPlan:
-        """The plan of a run, which needs data for one batch."""
+        """The plan of a run; UserError if there are too few images for one batch."""
         if images < batch:
             raise UserError(
                 f"{images} training images do not fill one batch of {batch}: "
@@ -122,7 +122,7 @@ class BatchPlan:
 
 
 class TrainingSet(Dataset[Batch]):
-    """Makes the batch of a step. It pickles, so that workers may be started by spawn."""
+    """Makes the batch of a step. Picklable, so that workers can be spawned."""
 
     def __init__(
         self,
@@ -218,9 +218,9 @@ def batches(
 ) -> Iterator[Batch]:
     """The batches of steps start .. stop - 1, in order; `warn` reports that killed workers were restarted."""
     if data.images is not None and data.images.ram_bytes and start_method != "fork":
-        workers = 0  # each would be sent a copy of all images, to save little: they are decoded already
+        workers = 0  # each would receive a copy of all images, which are already decoded
     if data.device_images is not None:
-        workers = 0  # what is left to prepare are rows and tokens, and other processes cannot see the device's memory
+        workers = 0  # only rows and tokens remain to be prepared, and other processes cannot access device memory
     if workers == 0:
         made = (data[step] for step in range(start, stop))
         # Copies from pinned memory are asynchronous.
@@ -270,7 +270,7 @@ class WorkerDied(Exception):
 
 
 class _Workers:
-    """The worker processes of one DataLoader; a dead one raises in `next_batch` and nowhere else."""
+    """The worker processes of one DataLoader; a dead worker raises only in `next_batch`."""
 
     def __init__(self, loader: DataLoader[Batch]) -> None:
         self._in_main_thread = threading.current_thread() is threading.main_thread()
@@ -293,13 +293,13 @@ class _Workers:
         except WorkerDied:
             raise
         except Exception:
-            self._check(timeout=1.0)  # torch reports a dead worker by different errors
+            self._check(timeout=1.0)  # torch reports a dead worker with various errors
             raise
         finally:
             self._waiting = False
 
     def _on_child_exit(self, number: int, frame: FrameType | None) -> None:
-        if self._waiting:  # next() would wait for ever for a worker that died while writing a batch
+        if self._waiting:  # next() would wait forever for a worker that died while writing a batch
             self._check()
 
     def _check(self, timeout: float = 0.0) -> None:
@@ -310,7 +310,7 @@ class _Workers:
                 raise WorkerDied(f"data worker {process.pid} was killed (exit code {process.exitcode})") from None
 
     def end(self) -> None:
-        """Kill the workers: they have nothing to save, and may wait for a lock that a dead one holds."""
+        """Kill the workers: they have no state to save, and may be waiting for a lock that a dead one holds."""
         atexit.unregister(self.end)
         for process in self._processes:
             process.kill()
@@ -322,14 +322,14 @@ class _Workers:
 
 
 def _reported(feed: Iterator[Batch], data: TrainingSet) -> Iterator[Batch]:
-    """Report failed images in the training process, whichever process read them."""
+    """Report failed images in the training process, regardless of which process read them."""
     try:
         for batch in feed:
             if data.report is not None:
                 data.report(batch.failed, len(batch))
             yield batch
     except UserError as error:
-        # A worker's error arrives with its traceback in front; its last line is the message.
+        # A worker's error includes its traceback; the last line is the message.
         raise UserError(str(error).strip().splitlines()[-1].removeprefix("m1clip.errors.UserError: ")) from None
 
 
@@ -337,5 +337,5 @@ def _start_worker(worker: int) -> None:
     """Ignore signals to the process group: the parent needs batches to finish its step."""
     follow_parent()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # No traceback when the parent ends first; errors in the data are raised in the parent.
+    # No traceback if the parent exits first; data errors are raised in the parent.
     sys.excepthook = lambda *error: None

@@ -18,7 +18,7 @@ from m1clip.data.types import ImageRef, Sample, Source
 from m1clip.errors import UserError
 from m1clip.io import PARTIAL, write_json
 
-# Formats that open_clip and webdataset read; others become PNG, which loses nothing.
+# Formats that open_clip and webdataset read; others are converted to PNG, which is lossless.
 KEPT = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 JPEG_QUALITY = 95
 SIZES = "sizes.json"  # images in each shard, where open_clip looks for them
@@ -47,7 +47,7 @@ def pack(
 ) -> Packed:
     """Write every split; the same source gives the same bytes. Unreadable images are skipped."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: not an empty folder; name a new one for the shards")
+        raise UserError(f"{folder}: not an empty folder; choose a new one for the shards")
     folder.mkdir(parents=True, exist_ok=True)
     total = sum(len(source.samples(split)) for split in source.splits())
     sizes: dict[str, int] = {}
@@ -75,9 +75,9 @@ def pack(
 
 
 class ShardWriter:
-    """Writes the shards of a split. A shard gets its name when it is complete.
+    """Writes the shards of a split. A shard gets its final name once it is complete.
 
-    No times or users are written, so that equal content gives equal bytes.
+    No timestamps or owners are written, so that equal content gives equal bytes.
     """
 
     def __init__(self, folder: Path, split: str, shard_size: int) -> None:
@@ -114,9 +114,9 @@ class ShardWriter:
 
 
 def image_bytes(ref: ImageRef, image_size: int | None) -> tuple[str, bytes]:
-    """(suffix, bytes): unchanged if common readers know the format, else re-encoded as PNG.
+    """(suffix, bytes): unchanged if common readers support the format, else re-encoded as PNG.
 
-    With `image_size`, an image with a longer short side is made smaller and written as JPEG.
+    With `image_size`, an image with a longer short side is downscaled and saved as JPEG.
     """
     where, data = str(ref), ref.read()
     with opened(data, where) as header:
@@ -137,6 +137,6 @@ def _encode(image: Image.Image, kind: str, **options: int) -> bytes:
 
 
 def _texts(sample: Sample, split: str) -> dict[str, bytes]:
-    """The first caption for readers of one; all captions, the id and the split in the json."""
+    """The first caption as txt; all captions, the id and the split as json."""
     metadata = {"captions": list(sample.captions), "id": sample.id, "split": split, "format": PACKED}
     return {"txt": sample.captions[0].encode("utf-8", "replace"), "json": json.dumps(metadata).encode()}

@@ -20,9 +20,9 @@ from m1clip.data.types import Sample, Source
 from m1clip.errors import UserError
 from m1clip.text.base import Tokenizer
 
-CROP_MARGIN = 1.15  # decoded size over training size, so that a crop is not enlarged
+CROP_MARGIN = 1.15  # decoded size relative to training size, so that crops are not upscaled
 LEFT_RIGHT = re.compile(r"\b(left|right)\b", re.IGNORECASE)
-LEFT_RIGHT_FRACTION = 0.2  # of the captions; in everyday ones it is one in a hundred
+LEFT_RIGHT_FRACTION = 0.2  # of the captions; usually it is about 1%
 WARNINGS_SHOWN = 2
 EXAMPLES_LOGGED = 3
 
@@ -40,7 +40,7 @@ class Split:
 
 
 def is_synthetic(config: DataConfig) -> bool:
-    """Whether all images are synthetic: their captions name colors, sizes and sides, which must not be varied."""
+    """Whether all images are synthetic: their captions mention colors and sides, which augmentation must not change."""
     return all(name == "synthetic" for name in config.source)
 
 
@@ -69,7 +69,7 @@ def mention_left_right(captions: Iterable[str]) -> bool:
 
 
 def open_data(config: DataConfig, image_size: int, seed: int) -> Source:
-    """The source that the config names."""
+    """Open the configured source."""
     if is_synthetic(config):
         counts = (config.train_count, config.val_count, config.test_count)
         return SyntheticSource(image_size, *counts, seed=seed, captions_per_image=config.captions_per_image)
@@ -92,7 +92,7 @@ def load_split(
     images, samples, failures, cache = cache_split(source, split, side, preprocess.resize, config, plan)
     if not len(images):
         total = len(source.samples(split))
-        raise UserError(f"none of the {total:,} {split} images can be read; m1clip data lint says why")
+        raise UserError(f"none of the {total:,} {split} images can be read; m1clip data lint shows why")
     captions = tokenize_captions([sample.captions for sample in samples], tokenizer, context_length)
     return Split(images, with_classes(captions, source), samples, failures, cache)
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 
 class ImageRef(Protocol):
-    """An image not yet decoded. It must pickle, because worker processes receive it."""
+    """An image that is not yet decoded. Must be picklable, for worker processes."""
 
     def open(self, want: int | None = None) -> Image.Image:
         """Decode to RGB; `want` is the short side wanted, so that JPEG may be decoded smaller."""
@@ -20,7 +20,7 @@ class ImageRef(Protocol):
         """The encoded bytes; BadImage if they cannot be read."""
 
     def stamp(self) -> str:
-        """What identifies the content (name, size, time), for the key of a cache."""
+        """Identifies the content (name, size, time), for cache keys."""
 
     def __str__(self) -> str:
         """Where it is, for messages: the file, or the shard and member, or the row."""
@@ -72,7 +72,7 @@ class Source(Protocol):
 
     @property
     def notes(self) -> Sequence[str]:
-        """What the user should know about how the data was read."""
+        """Notes for the user about how the data was read."""
 
     @property
     def problems(self) -> Sequence[Problem]:
@@ -82,7 +82,7 @@ class Source(Protocol):
         """The names of the splits that hold at least one sample."""
 
     def samples(self, split: str) -> Sequence[Sample]:
-        """All samples of a split, in an order that depends on the data alone."""
+        """All samples of a split, in an order that depends only on the data."""
 
     def origin(self, id_: str, caption: int = 0) -> str:
         """The file and row of a caption."""

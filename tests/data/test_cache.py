@@ -124,7 +124,7 @@ def test_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(cache.os, "fsync", full)
-    with pytest.raises(UserError, match=r"the disk is full.*run again: it continues"):
+    with pytest.raises(UserError, match=r"the disk is full.*run again to continue"):
         fill(row_cache(tmp_path), ["w1"])
     monkeypatch.undo()
     assert fill(row_cache(tmp_path), ["w1"]) == ["w1"]

@@ -107,14 +107,14 @@ def test_a_hanging_image_is_replaced_and_named() -> None:
     assert 1 not in members.tolist()
     assert len(pixels) == 3
     assert {(failure.index, failure.where) for failure in failed} == {(1, "lost.jpg")}
-    assert all("the read did not end within 0.2 s" in failure.reason for failure in failed)
+    assert all("the read did not finish within 0.2 s" in failure.reason for failure in failed)
 
 
 def test_a_lost_disk_stops_the_run_in_time_with_one_line() -> None:
     lost = [Hanging(f"lost-{number}.jpg") for number in range(30)]
     live = LiveImages(lost, 16, timeout=0.05)
     with pytest.raises(
-        UserError, match=r"^lost-\d+\.jpg: .* read that hangs.*is the disk .* still there\? Continue with --resume"
+        UserError, match=r"^lost-\d+\.jpg: .* read that hangs.*is the disk .* still connected\? Continue with --resume"
     ):
         live.try_read(np.arange(30))
     for each in lost:
@@ -123,7 +123,7 @@ def test_a_lost_disk_stops_the_run_in_time_with_one_line() -> None:
 
 def test_a_cache_never_remembers_a_hang_as_a_broken_image() -> None:
     lost = Hanging()
-    with pytest.raises(UserError, match=r"lost\.jpg: the read did not end .*Run again when it is"):
+    with pytest.raises(UserError, match=r"lost\.jpg: the read did not finish .*Run again when it is"):
         list(decode_images([Grey(), lost], 16, "shortest", {}, lambda done, total: None, timeout=0.1))
     lost.released.set()
 

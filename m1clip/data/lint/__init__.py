@@ -48,7 +48,7 @@ def lint(
     found += check_skipped(source.problems)
     found += check_captions(checked, context_length, source.class_captions)
     images = Counter(entry.split for entry in entries)
-    remedy = "name the splits train, val and test in the data, or leave the column out"
+    remedy = "name the splits train, val and test, or remove the split column"
     if not images["train"]:
         found += finding("no-train", "problem", "missing splits", remedy, ["train"])
     if not images["val"]:

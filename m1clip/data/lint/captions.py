@@ -12,7 +12,7 @@ from m1clip.data.lint.images import Entry
 from m1clip.data.lint.report import MAX_EXAMPLES, Finding, Severity, finding
 from m1clip.text.bpe import BpeTokenizer
 
-LABEL_WORDS = 2  # so few words name a thing and do not describe it
+LABEL_WORDS = 2  # captions this short are labels, not descriptions
 _MANY = 0.5
 _FEW_DISTINCT = 0.1
 _FILE_NAME = re.compile(r"\S+\.(jpe?g|png|webp|gif|bmp|tiff?|hei[cf])$|^https?://\S+$", re.IGNORECASE)
@@ -23,7 +23,7 @@ def check_captions(entries: Sequence[Entry], context_length: int, class_captions
     """Everything that can be found without the images."""
     cells = [(entry, number, text) for entry in entries for number, text in enumerate(entry.sample.captions)]
     file_names = [entry.caption_name(n) for entry, n, text in cells if _FILE_NAME.search(text)]
-    remedy = "replace file names and URLs by descriptions"
+    remedy = "replace file names and URLs with descriptions"
     found = finding("file-name", "warning", "captions that are file names or URLs", remedy, file_names)
     found += _repeated(entries) + _truncated(cells, context_length)
     if class_captions:

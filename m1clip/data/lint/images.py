@@ -20,12 +20,12 @@ from m1clip.data.types import ImageRef, Problem, Sample
 
 Progress = Callable[[int, int], None]  # (done, total)
 FAULTS = {  # kinds of BadImage
-    "missing": ("missing images", "put the missing images where the data expects them, or remove their rows"),
+    "missing": ("missing images", "restore the missing images, or remove their rows"),
     "empty": ("empty image files (0 bytes)", "copy the empty files again, or remove their rows"),
     "truncated": ("truncated images", "copy or download the truncated images again"),
     "not-an-image": ("files that are not images", "convert them to JPEG or PNG, or remove their rows"),
     "no-decoder": ("HEIC images without a decoder", "pip install pi-heif, or save them as JPEG"),
-    "too-large": ("images too large to decode safely", "make the oversized images smaller"),
+    "too-large": ("images too large to decode safely", "reduce the size of the oversized images"),
     "broken": ("images that cannot be decoded", "save the broken images again, or remove their rows"),
 }
 SKIPPED: dict[str, tuple[Severity, str, str]] = {  # kinds of Problem
@@ -113,14 +113,14 @@ CHECKS: tuple[Check, ...] = (
         "extreme-size",
         "warning",
         f"images under {MIN_SIDE} px or more than {MAX_ASPECT} times as long as wide",
-        "look at the images of extreme size: icons and strips teach little",
+        "check images of extreme size: icons and strips contribute little",
         lambda fact: min(fact.width, fact.height) < max(MIN_SIDE, max(fact.width, fact.height) / MAX_ASPECT),
     ),
     (
         "near-empty",
         "warning",
-        "images of nearly one colour",
-        "remove the images that show nothing",
+        "images of nearly a single color",
+        "remove blank images",
         lambda fact: fact.contrast < NEAR_EMPTY_CONTRAST,
     ),
     ("converted", "info", "images that are converted to 8-bit RGB", "", lambda fact: fact.mode != "RGB"),
@@ -238,7 +238,7 @@ def find_duplicates(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> li
 
 
 def near_duplicates(facts: Sequence[ImageFacts]) -> Iterator[tuple[int, int]]:
-    """Pairs (i < j) that look alike, whatever their size and format."""
+    """Pairs (i < j) that look alike, regardless of size and format."""
     usable = [i for i, fact in enumerate(facts) if fact.look and fact.contrast >= MIN_CONTRAST]
     if len(usable) < 2:
         return

@@ -59,11 +59,11 @@ def open_sources(specs: Sequence[str], *, options: Options = DEFAULT) -> DataSou
 def open_source(spec: str, *, options: Options = DEFAULT) -> DataSource:
     """The dataset at a path. Its format is detected, or named: `csv:PATH`, `hf:owner/name`."""
     if not spec:
-        raise UserError("the path to the data is empty; '.' is the current folder")
+        raise UserError("the path to the data is empty; use '.' for the current folder")
     name, path = _parse(spec)
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
-            # Reading a pipe or a device might never end.
+            # Reading a pipe or a device might never finish.
             raise user_error(f"{path}: neither a file nor a folder")
         if name is None:
             name, path = _detect(spec, path, options)
@@ -76,7 +76,7 @@ def open_source(spec: str, *, options: Options = DEFAULT) -> DataSource:
         tables.read_json.cache_clear()
     if source.class_captions:
         for table in text_tables(path):
-            source.note(f"{table} was not read; if it has the captions: --data {table}")
+            source.note(f"{table} was not read; if it contains the captions, use --data {table}")
     return source
 
 
@@ -96,14 +96,14 @@ def _parse(spec: str) -> tuple[str | None, Path]:
 def _detect(spec: str, path: Path, options: Options) -> tuple[str, Path]:
     if not path.exists() and not shards.is_shards(path):
         is_hub_name = spec.count("/") == 1 and not spec.startswith((".", "/"))
-        hint = f"; a dataset on the Hugging Face hub is named hf:{spec}" if is_hub_name else ""
+        hint = f"; for a dataset on the Hugging Face hub, use hf:{spec}" if is_hub_name else ""
         raise user_error(f"{spec}: no such file or folder{hint}")
     path = find_table(path, "", options) or path
     for name, found in FORMATS.items():
         if name == "classes" and (below := _datasets_below(path, options)):
             how = " ".join(f"--data {folder}" for folder in below[:2])
             raise user_error(
-                f"{path}: a folder of datasets ({_listing(below)}); name those to train on, as in {how}, "
+                f"{path}: a folder of datasets ({_listing(below)}); choose the ones to train on, as in {how}, "
                 f"or classes:{path} if its folders are classes"
             )
         if found.matches(path):
@@ -113,10 +113,12 @@ def _detect(spec: str, path: Path, options: Options) -> tuple[str, Path]:
         return _detect(str(found_tables[0]), found_tables[0], options)  # its error names the missing columns
     if found_tables:
         what = f"{len(found_tables)} tables ({_listing(found_tables)})"
-        raise user_error(f"{path}: contains {what}; name the one with captions: --data {found_tables[0]}")
+        raise user_error(f"{path}: contains {what}; choose the one with captions: --data {found_tables[0]}")
     if path.is_dir() and next(walk_images(path), None):
-        raise user_error(f"{path}: images but no captions; add captions.csv (image,caption), or a .txt beside each")
-    raise user_error(f"{path}: no known format; name it, as in csv:PATH (formats: {', '.join(FORMATS)})")
+        raise user_error(
+            f"{path}: images but no captions; add captions.csv (image,caption), or a .txt file next to each image"
+        )
+    raise user_error(f"{path}: unknown format; specify it, as in csv:PATH (formats: {', '.join(FORMATS)})")
 
 
 def _listing(paths: Sequence[Path]) -> str:

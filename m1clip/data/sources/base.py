@@ -1,4 +1,4 @@
-"""What all formats share: options, rows, and how checked rows become samples in splits."""
+"""Shared by all formats: options, rows, and the conversion of rows to samples in splits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Place = tuple[str, int]  # file and row number; row 0 means the file itself
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Names of a table's columns; those left out are detected."""
+    """Column names of a table; detected if not given."""
 
     image_column: str | None = None
     caption_columns: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ DEFAULT = Options()
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row as the data has it, not yet checked: with an `image`, or with a `path` to find in `folder`."""
+    """One unchecked row: with an `image`, or with a `path` to find in `folder`."""
 
     place: Place
     captions: Any  # text, a list of texts, or Karpathy's {"raw": text}
@@ -54,7 +54,7 @@ class Row:
 
 
 def user_error(message: str) -> UserError:
-    """An error on one printable line, whatever a file name or a message from a library contains."""
+    """An error on one printable line, regardless of the file names and library messages in it."""
     return UserError(one_line(message))
 
 
@@ -108,7 +108,7 @@ class DataSource:
             elif given[id_] is None:
                 given[id_] = row.split
             elif row.split and row.split != given[id_]:
-                # Captions of one image never end up in two splits: the first one named wins.
+                # Captions of one image never end up in two splits: the first split wins.
                 what = f"{id_} is in {given[id_]} and in {row.split}; it stays in {given[id_]}"
                 self.problem(row.place, what, "split-conflict")
             captions[id_] += texts
@@ -186,7 +186,7 @@ def _path_problem(name: Any) -> str | None:
 
 
 def require(module: str, purpose: str) -> Any:
-    """Import an optional library; without it, one line says how to install it."""
+    """Import an optional library; UserError with install instructions if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -207,7 +207,7 @@ def walk_images(root: Path) -> Iterator[str]:
 
 
 class ImageFolder:
-    """Finds the file of a name in a table: beside the table, or in a folder such as images/ there."""
+    """Finds the image files named in a table: next to the table, or in a subfolder such as images/."""
 
     def __init__(self, folder: Path, more: tuple[str, ...] = ()) -> None:
         bases = [os.fspath(folder / name) for name in ("", *more, *_IMAGE_FOLDERS)]
@@ -215,7 +215,7 @@ class ImageFolder:
         self._found: dict[str, FileImage] = {}
 
     def find(self, name: str) -> FileImage:
-        """The image; where there is no file, the path beside the table, so that it can be reported."""
+        """The image; where there is no file, the path next to the table, for the error message."""
         if name not in self._found:
             self._found[name] = FileImage(self._path(name) or os.path.join(self._bases[0], name))
         return self._found[name]

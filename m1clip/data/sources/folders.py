@@ -76,7 +76,7 @@ def text_file_rows(source: DataSource) -> Iterator[Row]:
     for name in walk_images(source.path):
         text = _text_file(source.path, name)
         if text is None:
-            source.problem((name, 0), "no .txt beside it", "empty-caption")
+            source.problem((name, 0), "no .txt file next to it", "empty-caption")
             continue
         try:
             lines = read_small(source.path / text, MAX_TEXT_BYTES).decode("utf-8-sig", "replace").splitlines()
@@ -98,7 +98,7 @@ def _split_of(name: str) -> str | None:
 
 
 def is_class_folders(path: Path) -> bool:
-    """Images in at least two folders that are not splits; there is nothing to learn from one class."""
+    """Images in at least two folders that are not splits; a single class has nothing to distinguish."""
     if not path.is_dir():
         return False
     first: str | None = None
@@ -122,7 +122,7 @@ def class_folder_rows(source: DataSource) -> Iterator[Row]:
         image = FileImage(os.path.join(source.path, name))
         yield Row((name, 0), TEMPLATE.format(label), _split_of(name), image=image, id=name)
     names = ", ".join(list(classes)[:_CLASSES_SHOWN]) + (", ..." if len(classes) > _CLASSES_SHOWN else "")
-    source.note(f"captions are made from the names of {len(classes):,} folders: {names}")
+    source.note(f"captions are generated from the names of {len(classes):,} folders: {names}")
 
 
 def _class_of(name: str) -> str | None:

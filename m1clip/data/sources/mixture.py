@@ -31,7 +31,7 @@ class MixedSource:
 
     def __init__(self, parts: Sequence[tuple[DataSource, float]]) -> None:
         if not parts:
-            raise UserError("no data: name at least one source")
+            raise UserError("no data: give at least one source")
         self.parts = tuple(parts)
         self.name = ", ".join(source.name for source, _ in parts)
         self.class_captions = all(source.class_captions for source, _ in parts)

@@ -150,7 +150,7 @@ class TarImage:
         except OSError as error:
             raise BadImage(str(self), f"cannot be opened ({error.strerror})") from error
         if len(data) < self.size:
-            raise BadImage(str(self), "truncated: the shard ends before the image does", "truncated")
+            raise BadImage(str(self), "truncated: the shard ends before the end of the image", "truncated")
         return data
 
     def stamp(self) -> str:
@@ -183,7 +183,7 @@ def _named(path: str, file: BinaryIO, source: DataSource) -> Iterator[tuple[str,
         for member in members(file, size):
             name = _KEY.fullmatch(member.name)
             if member.refused:
-                source.problem((path, 0), f"{member.name[:200]} is {member.refused}: left out", "unsafe-member")
+                source.problem((path, 0), f"{member.name[:200]} is {member.refused}: skipped", "unsafe-member")
             elif name:
                 yield name.group(1), name.group(2).lower(), member
     except TruncatedTar as error:

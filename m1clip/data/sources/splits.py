@@ -59,7 +59,7 @@ def assign(given: Mapping[str, str | None]) -> tuple[dict[str, str], list[str]]:
     notes = []
     split_of = {id_: name or "train" for id_, name in given.items()}
     if unnamed := sum(name is None for name in given.values()):
-        notes.append(f"{unnamed} images have no split although others do: they are in train")
+        notes.append(f"{unnamed} images have no split although others do: assigned to train")
     if unused := sorted(names - set(ORDER)):
         notes.append(f"splits not used in training: {', '.join(unused[:5])}")
     train = [id_ for id_, name in split_of.items() if name == "train"]

@@ -132,7 +132,7 @@ def _missing(image: bool, caption: bool, header: Sequence[str]) -> str:
         return "the first row is an image, not column names; add a row such as image,caption"
     missing = [name for name, lacks in (("image", image), ("caption", caption)) if lacks]
     flags = " and ".join(f"--{name}-column" for name in missing)
-    return f"no {' and no '.join(missing)} column among {_listing(header)}; name it with {flags}"
+    return f"no {' and no '.join(missing)} column among {_listing(header)}; specify it with {flags}"
 
 
 def open_table(path: Path, source: DataSource) -> Table:
@@ -176,7 +176,7 @@ def csv_table(path: Path, source: DataSource) -> Table:
                         # Not strict: cells missing at the end of a row read as None.
                         yield number, dict(zip(header, cells, strict=False)), None
             except csv.Error as error:
-                what = f"{error}; look for a quote that is opened and never closed"
+                what = f"{error}; check for an unclosed quote"
                 raise user_error(f"{path} row {number + 1}: {what}") from error
 
     return Table(path, path.name, header, records, path.parent)
@@ -236,7 +236,7 @@ def open_text(path: Path, encoding: str) -> TextIO:
 
 
 def bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
-    """Lines with their line ends; an absurdly long one is an error instead of a full memory."""
+    """Lines with their line ends; an extremely long one is an error, to bound memory."""
     number = 0
     while line := file.readline(MAX_LINE):
         number += 1

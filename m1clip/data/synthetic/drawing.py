@@ -247,7 +247,7 @@ SMALLEST, LARGEST = 32, 224
 
 
 def check_size(size: int) -> None:
-    """Refuse a size at which objects cannot be recognized."""
+    """Raise UserError for a size at which objects cannot be recognized."""
     if not SMALLEST <= size <= LARGEST:
         raise UserError(f"synthetic images are {SMALLEST} to {LARGEST} px wide, not {size}")
 

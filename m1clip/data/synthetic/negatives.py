@@ -1,4 +1,4 @@
-"""Wrong captions of known difficulty: they show what a model confuses."""
+"""Negative captions of known difficulty, which show what a model confuses."""
 
 from __future__ import annotations
 

@@ -186,12 +186,12 @@ def write_folder(
     A tenth of the images each are val and test.
     """
     if count < 3:
-        raise UserError(f"{count} images cannot fill train, val and test; ask for at least 3")
+        raise UserError(f"{count} images are too few for train, val and test; use at least 3")
     held_out = max(1, round(count / 10))
     counts = {"train": count - 2 * held_out, "val": held_out, "test": held_out}
     source = SyntheticSource(image_size, **counts, seed=seed, captions_per_image=captions_per_image)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: not an empty folder; name a new one for the images")
+        raise UserError(f"{folder}: not an empty folder; choose a new one for the images")
     (folder / "images").mkdir(parents=True)
     facts, wrong, rows = [], [], []
     for split in SPLITS:

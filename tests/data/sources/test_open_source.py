@@ -28,7 +28,7 @@ def test_missing_and_unknown_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "owner/name": "hf:owner/name",
         "csv:gone.csv": r"gone\.csv: cannot be read",
         "a\0b": "no such file",
-        ".": "no known format",
+        ".": "unknown format",
     }.items():
         with pytest.raises(UserError, match=message):
             open_source(spec)
@@ -109,8 +109,8 @@ def test_class_folders_note_tables_that_were_not_read(images: Write) -> None:
     (folder / "list.csv").write_text("which,words\ncat/1.jpg,a small cat\n")
     source = open_source(str(folder))
     assert source.format == "classes"
-    assert "captions are made from the names of 2 folders: cat, dog" in source.notes
-    assert f"{folder}/list.csv was not read; if it has the captions: --data {folder}/list.csv" in source.notes
+    assert "captions are generated from the names of 2 folders: cat, dog" in source.notes
+    assert f"{folder}/list.csv was not read; if it contains the captions, use --data {folder}/list.csv" in source.notes
 
 
 @pytest.mark.parametrize("below", ["captions.csv", "train/cat/1.jpg"])

@@ -71,7 +71,7 @@ def test_clear_errors(tmp_path: Path) -> None:
         "": "no image and no caption column",
         "image,foo\na.jpg,b\n": "no caption column",
         "image,caption\n": "no images with captions",
-        'image,caption\na.jpg,"' + "open\n" * 40_000: "never closed",
+        'image,caption\na.jpg,"' + "open\n" * 40_000: "unclosed quote",
     }
     for text, message in cases.items():
         (tmp_path / "t.csv").write_text(text)

@@ -180,7 +180,7 @@ def test_every_split_has_images(tmp_path: Path, count: int, parts: str) -> None:
 def test_only_an_empty_folder_is_written_to(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("keep")
     for folder in (tmp_path, tmp_path / "mine.txt"):
-        with pytest.raises(UserError, match="name a new one"):
+        with pytest.raises(UserError, match="choose a new one"):
             write_folder(folder, 5)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
