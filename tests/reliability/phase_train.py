@@ -18,7 +18,7 @@ PHASES = {
     "caching": ("m1clip.data.images", "to_square"),
     "evaluating": ("m1clip.evaluation.retrieval", "retrieval"),
     "saving": ("safetensors.torch", "save_file"),
-    "stepping": ("m1clip.training.schedule", "rate"),
+    "stepping": ("m1clip.training.schedule", "lr_fraction"),
 }
 
 
