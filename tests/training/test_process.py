@@ -194,7 +194,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     run.mkdir()
     for name, opened in ((LOCK, lambda: lock_run(run).__enter__()), (NAME, lambda: RunLog(run))):
         (run / name).symlink_to(precious)
-        with pytest.raises(UserError, match=rf"{name}: is a link"):
+        with pytest.raises(UserError, match=rf"{name}: is a symbolic link"):
             opened()
     assert precious.read_text() == "mine"
 
