@@ -1,8 +1,8 @@
-"""All kept results as one markdown table: every ratio with its n, spread and goal, and the machine it is from.
+"""All kept results as one markdown table: every ratio with its n and spread, and the machine it is from.
 
     python tools/results_table.py [FOLDER]       # docs/results by default
 
-A result this script does not know may bring its own lines: a list "rows" of {"what", "figure", "n", "goal", "command"}.
+A result this script does not know may bring its own lines: a list "rows" of {"what", "figure", "n", "command"}.
 """
 
 from __future__ import annotations
@@ -16,14 +16,10 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from same_work import GOALS, OWN, SIDES
+from same_work import OWN, SIDES
 from sides import NO_PEERS, RESULTS, spread
 from speedrun import markdown, mean_spread, seen, until
 from speedrun_own import recall_at_10
-from step import GOAL_BYTES, GOAL_RATIO
-
-GOAL_RECALL = 24.0  # mean of both recall@10 after ten minutes on Flickr8k
-GOAL_RECALL_SECONDS = 90  # until what open_clip has after ten minutes
 
 
 class Row(NamedTuple):
@@ -32,7 +28,6 @@ class Row(NamedTuple):
     what: str
     figure: str
     n: str
-    goal: str
     command: str
 
 
@@ -46,23 +41,15 @@ def step_rows(result: dict[str, Any]) -> Iterator[Row]:
         f"**{spread(result['ratio'])}** times; "
         f"{result['naive']['median']:.2f} s against {result['m1clip']['median']:.2f} s",
         n,
-        f"{GOAL_RATIO}",
         command,
     )
     yield Row(
         f"{what}: fraction of the measured {result['precision']} matrix product rate",
         f"{spread(result['gemm_fraction'], '.0%')} of {result['gemm_rate']['median'] / 1e9:.0f} GFLOP/s",
         n,
-        "80%",
         command,
     )
-    yield Row(
-        f"{what}: peak memory of `m1clip train`",
-        f"{result['peak_bytes'] / 1e9:.2f} GB",
-        "1",
-        f"{GOAL_BYTES / 1e9:.1f} GB",
-        command,
-    )
+    yield Row(f"{what}: peak memory of `m1clip train`", f"{result['peak_bytes'] / 1e9:.2f} GB", "1", command)
 
 
 def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
@@ -75,7 +62,7 @@ def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
             if side == "m1clip":
                 continue
             if side not in job["seconds"]:
-                yield Row(f"{what}: {words} / m1clip", NO_PEERS, "0", _goal(name, side), command)
+                yield Row(f"{what}: {words} / m1clip", NO_PEERS, "0", command)
                 continue
             n, theirs = str(own["n"]), job["seconds"][side]["median"]
             if side in OWN:
@@ -84,7 +71,6 @@ def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
                     f"{theirs:.2f} s, {job['samples'][side] / theirs:.0f} images per second; the same work "
                     f"{job['samples']['m1clip'] / own['median']:.0f}",
                     n,
-                    "",
                     command,
                 )
                 continue
@@ -92,37 +78,28 @@ def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
                 f"{what}: {words} / m1clip",
                 f"**{spread(job['ratio'][side])}** times; {theirs:.2f} s against {own['median']:.2f} s",
                 n,
-                _goal(name, side),
                 command,
             )
         yield Row(
             f"{what}: fraction of the measured matrix product rate",
             spread(job["gemm_fraction"], ".0%"),
             str(own["n"]),
-            "80%" if name == "76.7M" else "",
             command,
         )
-
-
-def _goal(job: str, side: str) -> str:
-    return str(GOALS.get((job, side), ""))
 
 
 def speedrun_rows(result: dict[str, Any]) -> Iterator[Row]:
     """Mean recall@10 of each recipe, and how soon m1clip has what open_clip ends with."""
     command = f"python benchmarks/speedrun.py DATA --minutes {result['minutes']:g} --seeds {result['seeds']}"
     where = f"{result['data']}, {result['minutes']:g} minutes from random weights"
-    ten = result["minutes"] == 10
     for name in dict.fromkeys(run["recipe"] for run in result["runs"]):
         runs = [run for run in result["runs"] if run["recipe"] == name]
         recall = mean_spread([100 * recall_at_10(run["test"]) for run in runs])
         who = result["peer"] if name == "open_clip" else f"m1clip, {name} recipe"
-        goal = f"{GOAL_RECALL:g}" if name == "default" and ten else ""
         yield Row(
             f"{where}: {who}, mean of both test recall@10",
             f"**{recall}%**, {seen(runs)} images seen",
             f"{len(runs)} seeds",
-            goal,
             command,
         )
         if name == "default" and result.get("until_recall") is not None:
@@ -131,18 +108,17 @@ def speedrun_rows(result: dict[str, Any]) -> Iterator[Row]:
                 f"{where}: m1clip, {name} recipe, seconds until validation recall@10 is {target:.1f}%",
                 until(runs, result["until_recall"]),
                 f"{len(runs)} seeds",
-                f"{GOAL_RECALL_SECONDS}" if ten else "",
                 command,
             )
     if result["peer"] is None:
-        yield Row(f"{where}: open_clip's own trainer", NO_PEERS, "0", "", command)
+        yield Row(f"{where}: open_clip's own trainer", NO_PEERS, "0", command)
 
 
 def loader_rows(result: dict[str, Any]) -> Iterator[Row]:
     """Loaders against each other."""
     n = str(next(iter(result["images_per_second"].values()))["n"])
     for name, ratio in result["ratios"].items():
-        yield Row(f"loading, {name}", f"{ratio:,.1f} times", n, "", "python benchmarks/loader.py DATA")
+        yield Row(f"loading, {name}", f"{ratio:,.1f} times", n, "python benchmarks/loader.py DATA")
 
 
 def scaling_rows(result: dict[str, Any]) -> Iterator[Row]:
@@ -159,7 +135,6 @@ def scaling_rows(result: dict[str, Any]) -> Iterator[Row]:
         "scaling over batch, resolution, tokens, model and threads (scaling.png)",
         figure + left_out,
         f"{len(shares)} points",
-        "",
         "python benchmarks/scaling.py",
     )
 
@@ -173,7 +148,6 @@ def large_batch_rows(result: dict[str, Any]) -> Iterator[Row]:
         f"{what}: chunked / plain step",
         f"**{spread(result['ratio'])}** times; peak {peak['chunked']:.2f} GB against {peak['plain']:.2f} GB",
         n,
-        "1.4",
         command,
     )
     worst = max(result["gradients"], key=lambda row: row["worst_difference"])
@@ -182,11 +156,10 @@ def large_batch_rows(result: dict[str, Any]) -> Iterator[Row]:
         f"{worst['worst_difference']:.1e} ({worst['objective']}, {worst['worst']}); one pass, its images in "
         f"reverse: {worst['worst_in_reverse']:.1e}",
         f"{len(result['gradients'])} objectives",
-        "1e-05",
         command,
     )
     if result["peer"] is None:
-        yield Row(f"{what}: open_clip's accumulation", NO_PEERS, "0", "", command)
+        yield Row(f"{what}: open_clip's accumulation", NO_PEERS, "0", command)
         return
     peer = result["peer"]
     yield Row(
@@ -194,7 +167,6 @@ def large_batch_rows(result: dict[str, Any]) -> Iterator[Row]:
         f"{spread(peer['ratio'])} times; the gradient of its "
         f"temperature is {peer['gradients']['temperature_ratio']:.2f} times the right one",
         n,
-        "",
         command,
     )
 
@@ -208,23 +180,20 @@ def memory_rows(result: dict[str, Any]) -> Iterator[Row]:
             f"peak memory of `m1clip train {row['flags']}`{first}",
             f"{max(peaks):.2f} GB, the most",
             str(len(peaks)),
-            "",
             "python benchmarks/memory.py",
         )
 
 
 def cuda_rows(result: dict[str, Any]) -> Iterator[Row]:
     """Steps on a GPU: ratios as that script words them, and the best fraction of the matrix product rate."""
-    goals = {"ViT-B-16": "1.3 compiled, 60%", "ViT-B-32": "1.5 compiled", "tiny": "5 eager"}
     for model, found in result["models"].items():
         done = [line for line in found["lines"] if "seconds" in line]
         if not done:
             continue
         counts = [line["seconds"]["n"] for line in done]
         n = f"{min(counts)} to {max(counts)}"
-        goal = goals.get(model, "")
         for text in found["ratios"]:
-            yield Row(f"{model} on a GPU", text, n, goal, "python benchmarks/cuda_step.py")
+            yield Row(f"{model} on a GPU", text, n, "python benchmarks/cuda_step.py")
         best = max(
             (line for line in done if line["side"] == "m1clip"), key=lambda line: line["gemm_fraction"], default=None
         )
@@ -234,7 +203,6 @@ def cuda_rows(result: dict[str, Any]) -> Iterator[Row]:
                 f"{best['gemm_fraction']:.0%} ({best['variant']}, batch {best['batch']}, {best['tokens']} tokens, "
                 f"{best['images_per_second']:,.0f} images per second)",
                 str(best["seconds"]["n"]),
-                goal,
                 "python benchmarks/cuda_step.py",
             )
 
@@ -270,7 +238,7 @@ def machine_line(result: dict[str, Any]) -> str:
 
 def render(folder: Path) -> str:
     """The markdown for all results in a folder."""
-    lines: list[list[str]] = [["what", "figure (median [quartiles], or mean ± deviation)", "n", "goal", "command"]]
+    lines: list[list[str]] = [["result", "figure (median [quartiles], or mean ± deviation)", "n", "command"]]
     notes = []
     for path in sorted(folder.glob("*.json"), key=lambda p: ([*KNOWN, p.stem].index(p.stem), p.stem)):
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -280,9 +248,7 @@ def render(folder: Path) -> str:
         if not rows:
             continue
         smoke = " (a smoke run, no result)" if result.get("quick") else ""
-        lines += [
-            [row.what + smoke, row.figure, row.n, row.goal, f"`{row.command}`" if row.command else ""] for row in rows
-        ]
+        lines += [[row.what + smoke, row.figure, row.n, f"`{row.command}`" if row.command else ""] for row in rows]
         notes.append(f"- [{path.name}](docs/results/{path.name}): {machine_line(result)}")
     return markdown(lines) + "\n\n" + "\n".join(notes)
 

@@ -137,7 +137,8 @@ def empty_clip(config: CLIPConfig, device: torch.device) -> CLIP:
         return build_clip(config).to(device)  # libraries keep buffers that are neither weights nor saved
     with torch.device("meta"):
         model = build_clip(config)
-    model.to_empty(device=device)
+    # Not to_empty(): its empty_like() imports torch's compiler, 100 MB.
+    model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
     model.image_tower.reset_buffers()
     return model
 
