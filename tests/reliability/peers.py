@@ -162,7 +162,7 @@ def test_kill_and_resume(peer: Peer) -> dict[str, Any]:
             "words": peer.said("killed") if code else ""}  # fmt: skip
 
 
-def test_rotten_newest(peer: Peer) -> dict[str, Any]:
+def test_damaged_newest(peer: Peer) -> dict[str, Any]:
     """The newest file of weights cut in half, then a bit flipped; continued."""
     answers: dict[str, Any] = {}
     for damage in ("cut in half", "bit flipped"):
@@ -211,7 +211,7 @@ def test_broken_image(peer: Peer) -> dict[str, Any]:
 
 TESTS: dict[str, Callable[[Peer], dict[str, Any]]] = {
     "kill and resume": test_kill_and_resume,
-    "rotten checkpoint": test_rotten_newest,
+    "damaged checkpoint": test_damaged_newest,
     "signals": test_sigterm,
     "nan in the data": test_nan,
     "bad data": test_broken_image,

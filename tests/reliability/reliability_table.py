@@ -38,8 +38,8 @@ PROMISES = (
     Promise(
         "1", "Kill and resume, bit for bit", "test_kill_and_resume.py",
         ("kill and resume, 0 workers", "kill and resume, 2 workers"),
-        lambda rows: f"{_sum(rows, 'kills')} SIGKILLs, {_sum(rows, 'kills in the middle of an epoch')} of them inside "
-        f"an epoch; {_sum(rows, 'steps done twice')} steps done again",
+        lambda rows: f"{_sum(rows, 'kills')} SIGKILLs, {_sum(rows, 'kills in the middle of an epoch')} inside "
+        f"an epoch; {_sum(rows, 'steps done twice')} steps repeated",
         "kill and resume",
     ),
     Promise(
@@ -48,14 +48,14 @@ PROMISES = (
         f"of {rows[0]['crash points']} file operations",
     ),
     Promise(
-        "3", "Rotten checkpoint", "test_rotten_checkpoint.py", ("rotten checkpoint",),
+        "3", "Damaged checkpoint", "test_damaged_checkpoint.py", ("damaged checkpoint",),
         lambda rows: f"{rows[0]['damaged']:,} damaged checkpoints of {len(rows[0]['found by kind'])} kinds",
-        "rotten checkpoint",
+        "damaged checkpoint",
     ),
     Promise(
         "4", "Disk full", "test_disk_full.py", ("disk full, saves",),
-        lambda rows: f"{rows[0]['saves']} saves into ever less room, "
-        f"{rows[0]['of which found no room']} of them too little",
+        lambda rows: f"{rows[0]['saves']} saves with less and less free space, "
+        f"{rows[0]['of which found no room']} of them with too little",
     ),
     Promise(
         "5", "Signals", "test_signal_phases.py",
@@ -70,24 +70,24 @@ PROMISES = (
     ),
     Promise(
         "7", "NaN and spikes", "training/test_recovery.py, test_nan.py", ("nan and spikes",),
-        lambda rows: f"{rows[0]['runs']} runs, {rows[0]['poisoned steps']} poisoned steps",
+        lambda rows: f"{rows[0]['runs']} runs, {rows[0]['poisoned steps']} steps with NaN",
         "nan in the data",
     ),
     Promise(
         "8", "Out of memory", "training/test_oom.py, test_tight_memory.py, training/test_oom_cuda.py",
         ("out of memory, CPU", "out of memory, CUDA"),
-        lambda rows: f"{_sum(rows, 'runs')} runs really short of memory, chunks halved {_sum(rows, 'halvings')} times; "
-        f"weights differ by {max(row['largest relative difference'] for row in rows):.1e} at most",
+        lambda rows: f"{_sum(rows, 'runs')} runs out of memory, micro-batch halved {_sum(rows, 'halvings')} times; "
+        f"weights differ by at most {max(row['largest relative difference'] for row in rows):.1e}",
     ),
     Promise(
         "9", "Bad data", "test_bad_data.py", ("bad data",),
-        lambda rows: f"{rows[0]['shards cut']} shards cut short, {rows[0]['hanging reads']} reads that hang; 5% and "
+        lambda rows: f"{rows[0]['shards cut']} shards cut short, {rows[0]['hanging reads']} hanging reads; 5% and "
         "20% broken files in `make test`",
         "bad data",
     ),
     Promise(
         "10", "Hostile files", "test_hostile_files.py, test_hostile_config.py", ("hostile files",),
-        lambda rows: f"{rows[0]['changed files']:,} hostile files of weights in {rows[0]['memory limit in MiB']} MiB; "
+        lambda rows: f"{rows[0]['changed files']:,} hostile weight files within {rows[0]['memory limit in MiB']} MiB; "
         f"{rows[0]['kinds of file in the fast form']} kinds in `make test`",
     ),
     Promise(
@@ -110,7 +110,7 @@ def line(promise: Promise, rows: Rows, peers: Rows) -> str:
     groups = {key: [rows[key]] if key in rows else [] for key in promise.keys}
     there = [row for group in groups.values() for row in group]
     if promise.keys and not there:
-        count, result = NOT_YET, "fast form passes in `make test`"
+        count, result = NOT_YET, "short version passes in `make test`"
     else:
         done = [row["counts"] for row in there if row["counts"]]  # one that began and never ended has none
         count = promise.count(done) if done or not promise.keys else "-"
@@ -134,8 +134,8 @@ def told(test: str, found: dict[str, Any] | None) -> str:
         same = found["same bits"]
         repeat = "" if found["a repeat without kills has the same bits"] else "; nor has a repeat without kills"
         return "same bits" if same else f"other weights (largest difference {found['largest difference']:.2g}){repeat}"
-    if test == "rotten checkpoint":
-        return "; ".join(f"{damage}: {_rotten(each)}" for damage, each in found.items())
+    if test == "damaged checkpoint":
+        return "; ".join(f"{damage}: {_damaged(each)}" for damage, each in found.items())
     if test == "signals":
         saved = "saved first" if found["saved on the way out"] else "nothing saved since the last checkpoint"
         return f"code {found['exit code']}, {saved}"
@@ -145,8 +145,12 @@ def told(test: str, found: dict[str, Any] | None) -> str:
     return f"code {found['exit code']}: {_short(found['words'])}" if found["exit code"] else "went on"
 
 
-def _rotten(found: dict[str, Any]) -> str:
-    return f"stops (code {found['exit code']}, {_short(found['words'])})" if found["exit code"] else "trains on with it"
+def _damaged(found: dict[str, Any]) -> str:
+    return (
+        f"stops (code {found['exit code']}, {_short(found['words'])})"
+        if found["exit code"]
+        else "continues with damaged weights"
+    )
 
 
 def _short(words: str) -> str:

@@ -97,5 +97,5 @@ PARTS = 4
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(1, PARTS + 1))
 def test_much_damage_of_chance(tmp_path: Path, part: int) -> None:
-    with recorded("rotten checkpoint", part, PARTS) as counts:
+    with recorded("damaged checkpoint", part, PARTS) as counts:
         counts |= {"damaged": 1500, "found by kind": rot(tmp_path, 1500, seed=part)}
