@@ -33,6 +33,8 @@ def write_bytes(path: Path, data: bytes, sync: bool = True) -> None:
     """Replace a file atomically; with `sync` it survives a power loss once this returns."""
     if not path.parent.name.endswith(PARTIAL):  # do not recreate a partial folder that was deleted
         path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():  # a rename would destroy a device such as /dev/full
+        raise OSError(errno.EINVAL, "exists and is not a regular file", str(path))
     temporary = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
         with temporary.open("wb") as file:

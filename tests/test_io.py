@@ -41,6 +41,14 @@ def test_a_reader_never_sees_a_partial_file(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "a.txt").read_text() == "old"
 
 
+def test_only_a_regular_file_is_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/")):
+        with pytest.raises(OSError, match="exists and is not a regular file"):
+            write_text(path, "x")
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_a_folder_appears_complete(tmp_path: Path) -> None:
     target = tmp_path / "model"
     with atomic_folder(target) as folder:

@@ -108,6 +108,8 @@ def _zero_shot(
     except UnicodeDecodeError:
         raise UserError(f"--class-names {class_names}: not a UTF-8 text file; write one name per line") from None
     names = [line.strip() for line in lines if line.strip()]
+    if class_names is not None and not names:
+        raise UserError(f"--class-names {class_names}: contains no names; write one per line")
     loaded = load(model, device=choose_device(device, read_facts()))
     result = zero_shot(loaded, classes, names, templates, probe)
     for reason in result.unreadable[:3]:

@@ -7,7 +7,7 @@ import itertools
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, fields, replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -207,6 +207,9 @@ class TrainingSet(Dataset[Batch]):
         return {**self.__dict__, "report": None}  # workers report through the batch
 
 
+Feed = Generator[Batch, None, None]
+
+
 def batches(
     data: TrainingSet,
     start: int,
@@ -215,7 +218,7 @@ def batches(
     start_method: str,
     pin: bool,
     warn: Callable[[str], None] = lambda text: None,
-) -> Iterator[Batch]:
+) -> Feed:
     """The batches of steps start .. stop - 1, in order; `warn` reports that killed workers were restarted."""
     if data.images is not None and data.images.ram_bytes and start_method != "fork":
         workers = 0  # each would receive a copy of all images, which are already decoded
@@ -241,9 +244,7 @@ def batches(
     return _reported(_from_workers(start_workers, start, stop, warn), data)
 
 
-def _from_workers(
-    start_workers: Callable[[int], _Workers], start: int, stop: int, warn: Callable[[str], None]
-) -> Iterator[Batch]:
+def _from_workers(start_workers: Callable[[int], _Workers], start: int, stop: int, warn: Callable[[str], None]) -> Feed:
     """Batches from worker processes, which are restarted if one is killed: a batch depends only on its step."""
     step, deaths = start, 0
     while step < stop:
@@ -321,7 +322,7 @@ class _Workers:
             signal.signal(signal.SIGCHLD, self._handler_before)
 
 
-def _reported(feed: Iterator[Batch], data: TrainingSet) -> Iterator[Batch]:
+def _reported(feed: Feed, data: TrainingSet) -> Feed:
     """Report failed images in the training process, regardless of which process read them."""
     try:
         for batch in feed:
@@ -331,6 +332,8 @@ def _reported(feed: Iterator[Batch], data: TrainingSet) -> Iterator[Batch]:
     except UserError as error:
         # A worker's error includes its traceback; the last line is the message.
         raise UserError(str(error).strip().splitlines()[-1].removeprefix("m1clip.errors.UserError: ")) from None
+    finally:
+        feed.close()  # not left to the garbage collector, which prints a Ctrl-C in it as a traceback
 
 
 def _start_worker(worker: int) -> None:

@@ -134,12 +134,11 @@ class TrainLoop:
         job, rules = self.job, self.job.device.rules
         start, workers = self.state.step, job.config.data.workers
         feed = batches(job.training, start, self.total_steps, workers, rules.worker_start, rules.pin_memory, self._warn)
-        while True:
+        with contextlib.closing(feed):
             begin = time.perf_counter()
-            batch = next(feed, None)
-            if batch is None:
-                return
-            yield time.perf_counter() - begin, batch
+            for batch in feed:
+                yield time.perf_counter() - begin, batch
+                begin = time.perf_counter()
 
     def _warn(self, text: str) -> None:
         self.log.write("warning", step=self.state.step, text=text)

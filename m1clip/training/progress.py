@@ -118,7 +118,7 @@ class Screen:
         earlier = f"best so far {100 * best[0]:.1f}% at step {best[1]:,}" if best else "best so far"
         line = (
             f"validation step {step:,}: {metric.label} {100 * metric.value:.1f}% [{100 * metric.interval.low:.1f}, "
-            f"{100 * metric.interval.high:.1f}], chance {100 * metric.chance:.2g}%, {earlier}"
+            f"{100 * metric.interval.high:.1f}], chance {100 * metric.chance:.3g}%, {earlier}"
         )
         if metric.name == MEAN_RECALL:
             to_image, to_text = scores["text_to_image/recall@1"], scores["image_to_text/recall@1"]

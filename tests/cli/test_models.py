@@ -114,6 +114,7 @@ def test_the_default_model_is_that_of_the_newest_run(tmp_path: Path) -> None:
         (("train", "--init", "nothing", "--recipe", "frozen"), "--init excludes --recipe frozen"),
         (("eval", "MODEL", "--classes", "set/red"), "0 class folders"),
         (("eval", "MODEL", "--classes", "set", "--class-names", "notes.txt"), "1 names for the 2 class folders"),
+        (("eval", "MODEL", "--classes", "set", "--class-names", "empty.txt"), "contains no names"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -127,6 +128,7 @@ def test_mistakes_are_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("not an image")
+    (tmp_path / "empty.txt").write_text("\n")
     code, _, error = said(capsys, *(model if word == "MODEL" else word for word in words))
     assert (code, error.count("\n")) == (2, 1)
     assert message in error

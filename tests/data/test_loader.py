@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+from collections.abc import Generator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from m1clip.data.augment import Augmentation
 from m1clip.data.cache import CachedImages, FeatureTable
 from m1clip.data.captions import BUCKET, CaptionTable, tokenize_captions
 from m1clip.data.images import FileImage
-from m1clip.data.loader import Batch, BatchPlan, TrainingSet, _start_worker, batches
+from m1clip.data.loader import Batch, BatchPlan, TrainingSet, _reported, _start_worker, batches
 from m1clip.data.types import ImageRef, Sample, sample_ids_of
 from m1clip.text.tokenizers import make_tokenizer
 
@@ -193,6 +194,20 @@ def test_worker_ignores_signals() -> None:
             os.kill(os.getpid(), number)
         os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+def test_an_interrupt_while_the_feed_ends_is_raised_not_printed() -> None:
+    def feed() -> Generator[Batch, None, None]:
+        try:
+            yield data[0]
+        finally:
+            raise KeyboardInterrupt
+
+    data = training_set()
+    reported = _reported(feed(), data)
+    next(reported)
+    with pytest.raises(KeyboardInterrupt):
+        reported.close()
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
