@@ -1,4 +1,4 @@
-"""What a model has learned and what it confuses: functions of features, cheap enough for every evaluation.
+"""Analysis of what a model has learned, as functions of features, cheap enough for every evaluation.
 
 A fraction is reported as [value, n].
 """

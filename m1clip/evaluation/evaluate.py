@@ -53,7 +53,7 @@ NEGATIVE_IMAGES = 32  # images whose negative captions are encoded during traini
 def evaluate(
     model: Model | str | Path, data: str | Path | Sequence[str | Path], split: str = "test", device: str = "auto"
 ) -> Scores:
-    """Scores of a model, or of the model at a path, on a split of the data that `--data` would name."""
+    """Scores of a model, or of the model at a path, on a split of any data that `--data` accepts."""
     sources = [data] if isinstance(data, str | Path) else data
     evaluator = open_split(model, tuple(map(str, sources)), split, device)
     return evaluator.scores(evaluator.encode())
@@ -81,13 +81,13 @@ def open_split(
     bundle = model if isinstance(model, Model) else load(model)
     trained = run is not None and (run / "config.toml").is_file()
     if not trained and not data:
-        raise UserError(f"{run}: no config.toml there, so the training data is unknown; name data with --data")
+        raise UserError(f"{run}: no config.toml, so the training data is unknown; specify data with --data")
     config = load_config(run / "config.toml") if run is not None and trained else Config()
     sources = dataclasses.replace(config.data, source=data) if data else config.data
     facts = read_facts()
     device = Device(choose_device(device_name, facts), facts)
     torch.set_num_threads(threads(config.train.threads, facts))
-    # On the device of the run, compute as the run did, so that the scores are those that training printed.
+    # On the device of the run, use its settings, so that the scores match those printed in training.
     as_trained = trained and device.kind == config.train.device
     wish = config.train.precision if as_trained else "auto"
     speedup = bf16_speedup(device) if wish == "auto" and device.rules.bf16 == "measure" else None
@@ -147,7 +147,7 @@ class Evaluator:
         )
 
     def analysis(self, features: SplitFeatures, negative_images: int | None = None) -> dict[str, Any]:
-        """What the model has learned, for the run log; negative captions of all images, or of `negative_images`."""
+        """The analysis for the run log, with negative captions of all images, or of `negative_images`."""
         image, text, image_index, keys, _ = features
         rank = ranks(image, text, image_index, keys).text_to_image
         found: dict[str, Any] = {
@@ -162,7 +162,7 @@ class Evaluator:
             labels = [scene_labels(self.source.scene_of(sample.id)) for sample in self.data.samples]
             found["groups"] = fraction_by_group(rank == 1, group_masks(labels, image_index))
             indices = even_indices(len(image), len(image) if negative_images is None else negative_images).tolist()
-            # A frozen text tower whose features are cached is not in memory to encode new captions.
+            # A frozen text tower with cached features is not in memory, so it cannot encode new captions.
             if indices and self.data.captions.features is None:
                 found["negatives"] = {
                     metric.name.removeprefix("negatives/"): [round(metric.value, 5), metric.n]

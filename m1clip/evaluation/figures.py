@@ -19,7 +19,7 @@ RIGHT, WRONG = (0, 138, 92), (206, 44, 58)
 INK, GRAY, PAPER = (28, 32, 38), (104, 112, 122), (255, 255, 255)
 MARGIN, GAP, FRAME, CELL = 24, 14, 5, 112
 QUERY_WIDTH, HEADER_HEIGHT, LABEL_HEIGHT, ROW_GAP = 232, 66, 24, 18
-MAX_TEXT = 1000  # no longer caption fits a cell; bounds the time spent on measuring
+MAX_TEXT = 1000  # longer captions do not fit a cell; bounds the time for text layout
 # The built-in font has no glyph for these.
 ASCII = str.maketrans({"–": "-", "—": "-", "’": "'", "‘": "'", "“": '"', "”": '"', "…": "...", "→": "->"})
 
@@ -36,7 +36,7 @@ class GridRow:
 
 
 def retrieval_grid(rows: Sequence[GridRow], path: Path, title: str) -> None:
-    """Write a PNG: queries at the left, their images at the right, framed by right and wrong."""
+    """Write a PNG with queries on the left and their images on the right, framed as correct or wrong."""
     side = CELL + 2 * FRAME
     columns = max(len(row.images) for row in rows)
     row_height = side + LABEL_HEIGHT + ROW_GAP
@@ -66,7 +66,7 @@ def retrieval_grid(rows: Sequence[GridRow], path: Path, title: str) -> None:
 
 
 def wrap(text: str, font: Font, width: float, max_lines: int) -> str:
-    """The text in lines that fit the width; a long word is broken, a long text ends in dots."""
+    """The text in lines that fit the width; long words are broken, long texts end in "..."."""
     lines = [""]
     for word in safe_text(text).split(" "):
         if font.getlength(f"{lines[-1]} {word}") <= width:
@@ -105,7 +105,7 @@ def confusion_figure(counts: Tensor, names: Sequence[str], path: Path, title: st
     fractions = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
     axes.imshow(fractions.numpy(), cmap="Greens", vmin=0, vmax=1)
     axes.set(title=safe_text(title), xlabel="predicted class", ylabel="true class")
-    if classes <= 40:  # more labels cannot be read
+    if classes <= 40:  # more labels would be unreadable
         labels = [safe_text(name)[:30].replace("$", r"\$") for name in names]
         axes.set_xticks(range(classes), labels, rotation=90)
         axes.set_yticks(range(classes), labels)

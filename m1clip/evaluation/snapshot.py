@@ -1,4 +1,4 @@
-"""Examples for the pages that watch a run: retrieved images, a similarity matrix and confusions, with thumbnails."""
+"""Examples for the monitor and report: retrieved images, a similarity matrix and confusions, with thumbnails."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_CAPTION = 300  # characters
 
 
 def write_snapshot(run: Path, step: int, split: str, data: Split, features: SplitFeatures) -> None:
-    """Add a snapshot of this step; old ones are thinned out, and thumbnails that are no longer shown deleted."""
+    """Write a snapshot of this step; thins out old ones and deletes unused thumbnails."""
     content = {
         "step": step,
         "split": split,
@@ -113,7 +113,7 @@ def _write_thumbnail(path: Path, data: Split, image: int) -> None:
     small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
     encoded = io.BytesIO()
     small.save(encoded, format="JPEG", quality=82)
-    write_bytes(path, encoded.getvalue(), sync=False)  # atomic, but not worth waiting for the disk
+    write_bytes(path, encoded.getvalue(), sync=False)  # atomic, but without waiting for the disk
 
 
 def thin_out(folder: Path, step: int) -> None:

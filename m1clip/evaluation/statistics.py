@@ -1,4 +1,4 @@
-"""Metrics that carry their 95% confidence interval, their chance level and their sample size."""
+"""Metrics with 95% confidence interval, chance level and sample size."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def fraction_intervals(hits: Tensor, image_index: Tensor, seed: int = 0) -> list
     """
     sums, size = _per_image(hits.cpu().double(), image_index)
     fractions = (sums.sum(dim=0) / size.sum()).tolist()
-    intervals = [wilson(value, len(size)) for value in fractions]  # n is the number of images, the cautious choice
+    intervals = [wilson(value, len(size)) for value in fractions]  # n is the number of images, the conservative choice
     few = torch.minimum((sums > 0).sum(dim=0), (sums < size[:, None]).sum(dim=0)) < MIN_BOOTSTRAP_IMAGES
     # With one row per image the trials are independent, and Wilson's interval covers better than the bootstrap.
     if bool(few.all()) or len(size) == len(hits):
@@ -141,7 +141,7 @@ def median_interval(values: Tensor, image_index: Tensor) -> Interval:
     below = (values.cpu() <= median(values)).double()
     residuals, _ = _per_image((below - below.mean())[:, None], image_index)
     clustered = float(residuals.square().sum().sqrt()) / n
-    # With many equal values the fraction below says little; independent trials are the lower bound.
+    # With many equal values the fraction below is uninformative; independent trials are the lower bound.
     half = Z95 * max(clustered, 0.5 / math.sqrt(n))
     low = max(0, math.floor(n * (0.5 - half)))
     high = min(n - 1, math.ceil(n * (0.5 + half)))

@@ -37,7 +37,7 @@ class LabeledImages:
 def class_folders(folder: Path, names: Sequence[str] = ()) -> LabeledImages:
     """One folder per class (cats/1.jpg); `names`, in the order of the sorted folders, replace the folder names."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; --classes takes a folder that has one folder of images per class")
+        raise UserError(f"{folder}: no such folder; --classes expects a folder with one subfolder of images per class")
     found = [(path.parts[0], folder / path) for path in map(Path, walk_images(folder)) if len(path.parts) > 1]
     classes = sorted({label for label, _ in found})
     if len(classes) < 2:
@@ -86,9 +86,9 @@ def zero_shot(
     probe: bool = False,
     limit: int | None = None,
 ) -> ZeroShot:
-    """Accuracy over class folders where the model is given only the names; optionally also of a linear probe.
+    """Zero-shot accuracy on class folders, given only the class names; optionally also of a linear probe.
 
-    With `limit`, of so many images, evenly spaced.
+    With `limit`, use at most this many images, evenly spaced.
     """
     data = class_folders(folder, names)
     chosen = even_indices(len(data.paths), len(data.paths) if limit is None else limit).tolist()

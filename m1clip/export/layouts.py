@@ -29,9 +29,9 @@ Target = Literal["openclip", "hf", "safetensors"]
 def export(
     model: Path, to: Target, folder: Path, image_size: int | None = None, activation: Activation | None = None
 ) -> list[str]:
-    """Write the model into a new folder; returns notes for the user on what is not as it was."""
+    """Write the model to a new folder; returns notes for the user about differences."""
     if folder.exists():
-        raise UserError(f"{folder}: exists already; choose another --out, or delete it first")
+        raise UserError(f"{folder}: already exists; choose another --out, or delete it first")
     saved = read_model(model, activation).resized(image_size)
     if to == "safetensors":
         write_model(folder, saved.build(), saved.tokenizer, saved.preprocess)
@@ -42,7 +42,9 @@ def export(
         (_write_openclip if to == "openclip" else _write_hf)(partial, saved)
     wanted = "shortest" if to == "openclip" else "shortest-floor"
     if saved.preprocess.resize not in (wanted, "squash"):
-        notes.append("where an image's margin is odd, open_clip and transformers crop one pixel apart from each other")
+        notes.append(
+            "for images with an odd margin, the center crops of open_clip and transformers differ by one pixel"
+        )
     return notes
 
 
@@ -96,7 +98,7 @@ def _write_hf(folder: Path, saved: SavedModel) -> None:
     """A folder for transformers' `CLIPModel.from_pretrained`."""
     seen, tokenizer = saved.preprocess, saved.tokenizer
     if seen.resize == "squash":
-        raise UserError("this model squashes images into a square, which a CLIPImageProcessor does not")
+        raise UserError("this model squashes images to a square, which CLIPImageProcessor does not support")
     write_tensors(folder / HF_WEIGHTS[0], to_theirs(saved.weights, HUGGING_FACE, saved.config), {"format": "pt"})
     write_json(folder / "config.json", hf_config(saved.config, tokenizer.sot_id, tokenizer.eot_id))
     size = seen.image_size

@@ -1,4 +1,4 @@
-"""Images and texts to vectors: `Encoder` is the only code that runs a model over them, `Model` is what users load."""
+"""Encode images and texts: `Encoder` runs a model in batches, `Model` is the public API."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Encoder:
     def files(
         self, refs: Sequence[ImageRef], failures: dict[int, str], progress: Progress, view: int = 0
     ) -> Iterator[tuple[list[int], Tensor]]:
-        """(places in `refs`, their vectors), chunk by chunk; images that cannot be read go into `failures`."""
+        """(indices into `refs`, their vectors), in chunks; unreadable images are added to `failures`."""
         side, resize = self.preprocess.image_size, self.preprocess.resize
         threads = max(2, (os.cpu_count() or 2) // 2)
         for items, block in decode_images(refs, side, resize, failures, progress, threads):
@@ -74,7 +74,7 @@ class Encoder:
 
     @torch.inference_mode()
     def tokens(self, tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, Tensor]]:
-        """(rows of `tokens`, their vectors), batch by batch: sorted by length, so that short texts need no padding."""
+        """(rows of `tokens`, their vectors), batch by batch: sorted by length, to reduce padding."""
         order = np.argsort(lengths, kind="stable")
         for start in range(0, len(order), self.text_batch):
             rows = order[start : start + self.text_batch]
@@ -146,7 +146,7 @@ def encode_split(
 class Model:
     """A trained model: images and texts in, unit vectors out.
 
-    `preprocess(image)` turns a PIL image into the tensor that the model sees, `tokenizer(texts)` texts into token ids;
+    `preprocess(image)` converts a PIL image to the model's input tensor, `tokenizer(texts)` texts to token ids;
     `clip` is the torch module.
     """
 
@@ -156,11 +156,11 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.clip.logit_scale.device
 
     def encoder(self, image_batch: int = 64, text_batch: int = 256, autocast: Context = nullcontext) -> Encoder:
-        """What runs this model."""
+        """The encoder of this model."""
         clip = self.clip.eval()
         return Encoder(
             clip.encode_image, clip.encode_text, self.preprocess, self.device, autocast, image_batch, text_batch
@@ -197,7 +197,7 @@ class Model:
     ) -> list[list[tuple[str, float]]]:
         """For each image, (label, probability) from the most to the least probable.
 
-        A template is a sentence with {} for the label; several are averaged.
+        A template is a sentence with {} for the label; multiple templates are averaged.
         """
         labels = _many(labels, str, "classify takes a list of labels")
         if len(labels) < 2:

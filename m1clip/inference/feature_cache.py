@@ -1,4 +1,4 @@
-"""Features of frozen towers: computed once, found again in the cache."""
+"""Cached features of frozen towers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class FeatureCache:
         failures = check_failures(bad, refs, split, len(samples), max_bad, self.plan.warn)
         good = np.flatnonzero((rows >= 0).all(axis=1)).tolist()
         if not good:
-            raise UserError(f"none of the {len(samples):,} {split} images can be read; m1clip data lint says why")
+            raise UserError(f"none of the {len(samples):,} {split} images can be read; m1clip data lint shows why")
         images = LiveImages([refs[item] for item in good], self.preprocess.image_size, self.preprocess.resize)
         return images, cache.table(FeatureTable, rows[good]), [samples[item] for item in good], failures
 

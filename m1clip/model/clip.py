@@ -33,7 +33,7 @@ def normalize(x: Tensor) -> Tensor:
 
 
 class CLIP(nn.Module):
-    """An image and a sentence that belong together get vectors that point the same way."""
+    """Maps images and texts to unit vectors, so that matching pairs have a high cosine similarity."""
 
     def __init__(
         self,
@@ -86,12 +86,12 @@ class CLIP(nn.Module):
         return Features(self.encode_image(images), self.encode_text(tokens), self.scale(), self.logit_bias)
 
     def scale(self) -> Tensor:
-        """What products of unit vectors are multiplied with: one over the temperature."""
+        """The logit scale: 1 / temperature."""
         return self.logit_scale.clamp(max=MAX_LOGIT_SCALE).exp()
 
     @torch.no_grad()
     def clamp_scale(self) -> None:
-        """Pull the temperature back into its range after an update, so that its gradient never dies."""
+        """Clamp the temperature after an update, so that its gradient never vanishes."""
         self.logit_scale.clamp_(0.0, MAX_LOGIT_SCALE)
 
     def set_attention(self, image: AttentionKind, text: AttentionKind) -> None:
@@ -112,7 +112,7 @@ class CLIP(nn.Module):
         self.text_tower.set_activation_checkpointing(on)
 
     def train(self, mode: bool = True) -> CLIP:
-        """Batch norms of pretrained towers keep their statistics: those of a small data set would be noise."""
+        """Keep the batch norms of pretrained towers in eval mode: statistics of a small dataset would be noisy."""
         super().train(mode)
         for module in self.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):

@@ -216,7 +216,7 @@ def config_from_openclip(config: dict[str, Any], where: str) -> CLIPConfig:
     for part, known in ((config, OPENCLIP_MODEL), (vision, OPENCLIP_VISION), (text, OPENCLIP_TEXT)):
         for key, value in part.items():
             if key not in known and value not in HARMLESS.get(key, ()):
-                raise UserError(f"{where}: '{key}: {str(value)[:40]}' is a kind of model that m1clip does not have")
+                raise UserError(f"{where}: '{key}: {str(value)[:40]}' is not supported by m1clip")
     try:
         width, size = int(vision["width"]), vision.get("image_size", 224)
         sides = {size} if isinstance(size, int) else set(size)
@@ -313,11 +313,11 @@ def _check_ratios(vision: float, text: float, where: str) -> None:
 
 
 def check_expressible(config: CLIPConfig, to: str) -> None:
-    """Refuse what neither of the two formats can express; each field is named."""
+    """Raise UserError for settings that the formats cannot express."""
     vision, text = config.image_tower, config.text_tower
     if vision.kind != "vit" or text.kind != "transformer":
         names = " and ".join(getattr(tower, "name", tower.kind) for tower in (vision, text))
-        raise UserError(f"a model on {names} cannot be written as {to}; --to safetensors keeps it")
+        raise UserError(f"a model on {names} cannot be exported to {to}; use --to safetensors")
     odd = {
         "stem": vision.stem if vision.stem != "patch" else None,
         "pooling": vision.pooling if vision.pooling != "cls" else None,
@@ -330,8 +330,8 @@ def check_expressible(config: CLIPConfig, to: str) -> None:
     found = [f"{name} {value}" for name, value in odd.items() if value is not None]
     if found:
         raise UserError(
-            f"this model cannot be written as {to}: that format has no {', '.join(found)}; --to safetensors keeps it, "
-            f"and the presets ViT-S-16 to ViT-L-14 can be written as {to}"
+            f"this model cannot be exported to {to}, which does not support {', '.join(found)}; use --to safetensors, "
+            f"or one of the presets ViT-S-16 to ViT-L-14"
         )
 
 

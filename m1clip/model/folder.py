@@ -1,4 +1,4 @@
-"""A model as a folder (config, preprocessing, tokenizer, weights), and models of open_clip and Hugging Face as such."""
+"""Model folders (config, preprocessing, tokenizer, weights), also of open_clip and Hugging Face."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class SavedModel:
             model = empty_clip(self.config, place)
         except UserError:
             raise
-        except Exception as error:  # libraries raise nearly anything for settings that make no sense
+        except Exception as error:  # libraries raise all kinds of errors for invalid settings
             reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
             raise UserError(f"{self.where}: its towers cannot be built ({reason})") from error
         assign_weights(model, self.weights, self.where)
@@ -125,14 +125,14 @@ def model_folder(path: Path) -> Path:
     for folder in (path, path / "best", path / "model"):
         if (folder / WEIGHTS).is_file():
             return folder
-    raise UserError(f"{path}: no trained model there (looked for {WEIGHTS}, best/{WEIGHTS}, model/{WEIGHTS})")
+    raise UserError(f"{path}: no trained model found (looked for {WEIGHTS}, best/{WEIGHTS}, model/{WEIGHTS})")
 
 
 def newest_run(runs: Path = Path("runs")) -> Path:
     """The run that was written to last, among those that have a model."""
     found = [path.parent.parent for path in runs.glob(f"*/*/{WEIGHTS}") if path.parent.name in ("best", "model")]
     if not found:
-        raise UserError(f"no trained model in {runs}/: train one, or name one with --model")
+        raise UserError(f"no trained model in {runs}/: train one, or specify one with --model")
     return max(found, key=lambda run: (run / "run.jsonl").stat().st_mtime if (run / "run.jsonl").exists() else 0)
 
 
@@ -189,8 +189,8 @@ def _read_openclip_weights(path: Path, activation: Activation | None) -> SavedMo
         return _read_openclip(beside, path)
     if activation is None:
         raise UserError(
-            f"{path}: weights without a config do not show their activation; put {OPENCLIP_CONFIG} beside them, or "
-            f"give --activation quick_gelu (OpenAI's own and the -quickgelu models) or --activation gelu (others)"
+            f"{path}: the activation is unknown without a config; put {OPENCLIP_CONFIG} next to the weights, or "
+            f"use --activation quick_gelu (OpenAI's own and the -quickgelu models) or --activation gelu (others)"
         )
     weights = without_prefixes(read_checkpoint(path))
     config = config_from_tensors(weights, activation, str(path))
@@ -203,7 +203,7 @@ def _read_openclip(config_file: Path, weights_file: Path) -> SavedModel:
     config = config_from_openclip(model if isinstance(model, dict) else record, str(config_file))
     resize = seen.get("resize_mode", "shortest")
     if seen.get("interpolation", "bicubic") != "bicubic" or resize not in ("shortest", "squash"):
-        raise UserError(f"{config_file}: m1clip does not have the preprocessing {seen} (bicubic, shortest or squash)")
+        raise UserError(f"{config_file}: unsupported preprocessing {seen} (supported: bicubic, shortest or squash)")
     preprocess = _preprocess(config, seen.get("mean"), seen.get("std"), resize, config_file)
     weights = to_ours(without_prefixes(read_checkpoint(weights_file)), OPENCLIP, config, str(weights_file))
     return _saved(config, weights, preprocess, weights_file)
@@ -241,7 +241,7 @@ def _first(folder: Path, names: tuple[str, ...]) -> Path:
     for name in names:
         if (folder / name).is_file():
             return folder / name
-    raise UserError(f"{folder}: no weights there (looked for {', '.join(names)})")
+    raise UserError(f"{folder}: no weights found (looked for {', '.join(names)})")
 
 
 def _preprocess(config: CLIPConfig, mean: Any, std: Any, resize: Any, where: Path) -> Preprocess:

@@ -1,4 +1,4 @@
-"""What maps a tower's features to the shared space: a projection, an MLP, or a projection with a residual adapter."""
+"""Heads that map a tower's features to the shared space: projection, MLP, or projection with a residual adapter."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def spare_dead_channels(self) -> None:
-        """Do not scale up a constant channel: its rounding, and its gradient in the tower, would dominate."""
+        """Do not scale up constant channels: their rounding error and gradients would dominate."""
         median = self.deviation.median().clamp(min=1e-6)
         self.deviation.copy_(torch.where(self.deviation < DEAD_CHANNEL * median, median, self.deviation))
 

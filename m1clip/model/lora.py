@@ -85,7 +85,7 @@ def linear_layers(module: nn.Module) -> list[tuple[str, nn.Linear]]:
 def unfreeze(tower: nn.Module, count: int, option: str, rank: int = 0, alpha: float = 16.0) -> None:
     """Train the last `count` blocks of a tower and what follows them (-1: all, 0: nothing), or LoRA in that part.
 
-    A tower without linear layers has its last blocks trained in full where LoRA is asked for.
+    In a tower without linear layers, the last blocks are trained in full even if LoRA is requested.
     """
     groups = layer_groups(tower)
     blocks = max(len(groups) - 2, 0)
@@ -101,7 +101,7 @@ def unfreeze(tower: nn.Module, count: int, option: str, rank: int = 0, alpha: fl
 
 
 def add_lora(tower: nn.Module, rank: int, alpha: float, inside: set[str] | None = None) -> int:
-    """Put LoRA on the linear layers of a tower, or on those in `inside`, freeze everything else, and count them."""
+    """Add LoRA to the linear layers of a tower, or to those in `inside`, and freeze the rest; returns their number."""
     chosen = [(name, layer) for name, layer in linear_layers(tower) if inside is None or name in inside]
     if not chosen:
         raise UserError(
@@ -119,7 +119,7 @@ def add_lora(tower: nn.Module, rank: int, alpha: float, inside: set[str] | None 
 
 
 def merged_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict as if LoRA had never been there: each sum under the plain name."""
+    """The state dict with LoRA merged into the weights."""
     merged: dict[str, Tensor] = {}
     modules = dict(model.named_modules())
     for name, tensor in model.state_dict().items():

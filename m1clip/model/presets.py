@@ -1,4 +1,4 @@
-"""Model configurations, and the table of sizes: a preset is a complete configuration that settings can change."""
+"""Model configurations and presets."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class HeadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CLIPConfig:
-    """Everything that decides the parameters of a CLIP."""
+    """Everything that determines the parameters of a CLIP."""
 
     image_tower: VisionTowerConfig | PretrainedImageConfig = field(default_factory=VisionTowerConfig)
     text_tower: TextTowerConfig | PretrainedTextConfig = field(default_factory=TextTowerConfig)
@@ -297,7 +297,7 @@ def flops_per_pair(config: CLIPConfig, text_tokens: int) -> float:
     return 3 * (tower(vision.tokens, vision) + tower(text_tokens, text) + heads + later) + 2 * patch
 
 
-# What learns fastest from few images: a stem of convolutions, no class token, fixed 2-D positions, residual branches
+# Learns fastest from few images: a convolutional stem, no class token, fixed 2-D positions, residual branches
 # that start at zero.
 _SMALL_DATA = {"pooling": "mean", "positions": "sincos", "init": "zero", "stem": "conv"}
 # The prior art: biases on the patch layer and the projections, no norm before the first block.
@@ -363,7 +363,7 @@ def preset(name: str) -> CLIPConfig:
     if name in PRESETS:
         return PRESETS[name]
     near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
-    raise UserError(f"no model preset is called '{name}': did you mean '{near}'? (all: {', '.join(PRESETS)})")
+    raise UserError(f"unknown model preset '{name}': did you mean '{near}'? (all: {', '.join(PRESETS)})")
 
 
 def clip_config(model: ModelConfig, tokenizer: Tokenizer | None = None, **values: Any) -> CLIPConfig:

@@ -1,7 +1,7 @@
 """Pretrained third-party towers: EfficientNet-Lite0, MiniLM, and what transformers or timm can build.
 
-The weights come from installed packages, folders or files; the hub is asked only when the user wants a download, and
-nothing that comes with weights is executed.
+The weights come from installed packages, folders or files; the hub is used only with --download, and no code that
+comes with weights is executed.
 """
 
 from __future__ import annotations
@@ -329,7 +329,7 @@ def _timm_model(name: str) -> nn.Module:
     library = timm()
     if not library.is_model(name):
         near = library.list_models(f"*{name.partition('.')[0][:8]}*")[:3]
-        raise UserError(f"timm:{name}: timm has no model of this name (near: {', '.join(near) or 'none'})")
+        raise UserError(f"timm:{name}: timm has no model with this name (similar: {', '.join(near) or 'none'})")
     model: nn.Module = library.create_model(name, pretrained=False, num_classes=0)
     return model
 
@@ -360,7 +360,7 @@ MAX_NUMBER = 2**22  # for numbers that are neither, such as token ids
 
 
 def check_settings(config: PretrainedImageConfig | PretrainedTextConfig, weights: Tensors, where: str) -> None:
-    """Refuse sizes in a library's settings that the weights cannot fill, before the library builds the tower."""
+    """Raise UserError for sizes in a library's settings that do not match the weights, before building the tower."""
     try:
         settings = json.loads(config.settings)
     except (ValueError, RecursionError):
@@ -431,7 +431,7 @@ def remedy(tower: str) -> str:
 def load_image_tower(name: str, image_size: int = 224, download: bool = False) -> ImageTowerFiles:
     """An image tower by name: efficientnet-lite0, timm:NAME, timm:NAME=FILE, or a model of transformers.
 
-    From the hub only what is on this machine already, unless a download was asked for.
+    From the hub, uses only what is already on this machine, unless `download`.
     """
     if name in PACKAGES:
         config = PretrainedImageConfig(name=name, image_size=image_size)
@@ -559,12 +559,12 @@ def _timm_weights(tower: str, name: str, download: bool) -> Path:
 
     repository = getattr(timm().get_pretrained_cfg(name), "hf_hub_id", None)
     if not repository:
-        raise UserError(f"{tower}: timm knows no weights on the hub for it; give a file: {tower}=FILE.safetensors")
+        raise UserError(f"{tower}: timm has no hub weights for it; give a file: {tower}=FILE.safetensors")
     try:
         return Path(hf_hub_download(repository, "model.safetensors", local_files_only=not download))
     except LocalEntryNotFoundError:
         raise UserError(
-            f"{tower}: its weights are not on this machine; give {tower}=FILE.safetensors, or --download"
+            f"{tower}: its weights are not on this machine; use {tower}=FILE.safetensors, or --download"
         ) from None
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise UserError(f"{tower}: {str(error).strip().splitlines()[0][:160]}") from None

@@ -13,7 +13,7 @@ from m1clip.model.presets import AttentionKind, TextTowerConfig, VisionTowerConf
 
 
 class Tower(nn.Module):
-    """A module from a batch to (n, width) features; what a tower does not offer stays without effect."""
+    """A module from a batch to (n, width) features; features that a tower does not support have no effect."""
 
     width: int
     capturable = False  # whether a CUDA graph of a step with this tower is right
@@ -56,7 +56,7 @@ class ConvStem(nn.Module):
         """Fan-in, no bias."""
         for conv in self.convs:
             assert isinstance(conv, nn.Conv2d)
-            nn.init.kaiming_uniform_(conv.weight, a=5**0.5)  # torch's own, but from our seed at our time
+            nn.init.kaiming_uniform_(conv.weight, a=5**0.5)  # torch's default
             assert conv.bias is not None
             nn.init.zeros_(conv.bias)
 
@@ -104,7 +104,7 @@ class TransformerTower(Tower):
         self.transformer.set_attention(kind)
 
     def set_activation_checkpointing(self, on: bool) -> None:
-        """Half the memory for a third more work."""
+        """Half the memory for a third more compute."""
         self.transformer.activation_checkpointing = on
 
     def use_triton(self, on: bool) -> None:

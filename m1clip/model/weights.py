@@ -1,4 +1,4 @@
-"""Files of tensors: read them with care, write them, check them against a model, and adapt them to another shape."""
+"""Tensor files: safe reading, writing, validation against a model, and adapting to another shape."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def read_checkpoint(path: Path) -> Tensors:
         return read_tensors(path)
     if path.suffix in TORCH:
         return _read_torch(path)
-    raise UserError(f"{path}: weights are read from {', '.join(SAFETENSORS + TORCH)}, not '{path.suffix}'")
+    raise UserError(f"{path}: unsupported weights file '{path.suffix}' (supported: {', '.join(SAFETENSORS + TORCH)})")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -103,12 +103,12 @@ def _read_torch(path: Path) -> Tensors:
         if not path.is_file():
             raise OSError("not a regular file")
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    # Damaged or hostile bytes make torch's reader raise nearly anything: KeyError, IndexError, AssertionError, ...
+    # Damaged or malicious files make torch raise almost anything: KeyError, IndexError, AssertionError, ...
     except Exception as error:  # noqa: BLE001
         reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"{path}: cannot be read as plain tensors ({reason}); anything else in such a file could run code: "
-            f"convert it to safetensors where it was made"
+            f"{path}: cannot be loaded as plain tensors ({reason}), and anything else in such a file could run code: "
+            f"convert it to safetensors"
         ) from None
     for key in STATE_KEYS:
         if isinstance(found, dict) and isinstance(found.get(key), dict):
@@ -121,15 +121,15 @@ def _read_torch(path: Path) -> Tensors:
 
 
 def check_weights(model: nn.Module, weights: Tensors, where: str) -> None:
-    """Refuse missing, unknown, misshapen or not finite tensors; the model may be on the meta device."""
+    """Raise UserError for missing, unknown, misshapen or non-finite tensors; the model may be on the meta device."""
     own = model.state_dict()
     for odd in sorted(set(own) ^ set(weights)):
         raise UserError(f"{where}: {'missing' if odd in own else 'unknown'} tensor '{odd}'")
     for name, tensor in weights.items():
         if own[name].shape != tensor.shape:
-            raise UserError(f"{where}: '{name}' is {tuple(tensor.shape)}, the model wants {tuple(own[name].shape)}")
+            raise UserError(f"{where}: '{name}' is {tuple(tensor.shape)}, the model expects {tuple(own[name].shape)}")
         if own[name].is_floating_point() and not tensor.is_floating_point():
-            raise UserError(f"{where}: '{name}' is {tensor.dtype}, the model wants floating-point numbers")
+            raise UserError(f"{where}: '{name}' is {tensor.dtype}, the model expects floating-point numbers")
         if not _is_finite(tensor):
             raise UserError(
                 f"{where}: '{name}' contains NaN or infinity; the training diverged or the file is damaged: use "

@@ -1,4 +1,4 @@
-"""What the numbers of a run mean, in words: pure functions of its history."""
+"""Diagnostic messages about a run, as pure functions of its history."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ NEARLY_FULL = 0.85  # of the memory
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One sentence, and how much it matters."""
+    """A message and its severity."""
 
     level: Level
     message: str
 
 
 def diagnose(history: History, now: float, state: str) -> list[Diagnostic]:
-    """All that apply, the worst first."""
+    """All diagnostics that apply, the worst first."""
     found = [*(check(history) for check in CHECKS), stalled(history, now, state), interrupted(history, state)]
     order = ("error", "warning", "good")
     return sorted((each for each in found if each), key=lambda each: order.index(each.level))
@@ -78,7 +78,7 @@ def near_chance(history: History) -> Diagnostic | None:
 
 
 def loss_rises(history: History) -> Diagnostic | None:
-    """The loss of the newest tenth is clearly above its lowest."""
+    """The recent loss is clearly above its minimum."""
     losses = numbers(history.steps, "loss")
     if len(losses) < 20:
         return None
@@ -106,19 +106,19 @@ def no_longer_better(history: History) -> Diagnostic | None:
 
 
 def gradients(history: History) -> Diagnostic | None:
-    """Gradients far above their usual size, or none at all."""
+    """Exploding or vanishing gradients."""
     norms = numbers(history.recent, "grad_norm")
     if len(norms) < 5:
         return None
     usual = statistics.median(norms)
     if norms[-1] > 10 * usual > 0:
         times = norms[-1] / usual
-        return Diagnostic("warning", f"the gradient norm jumped to {number(norms[-1])}, {times:.0f} times the usual")
-    return Diagnostic("error", "the gradients have vanished: the model no longer learns") if usual < 1e-7 else None
+        return Diagnostic("warning", f"the gradient norm jumped to {number(norms[-1])}, {times:.0f} times its median")
+    return Diagnostic("error", "the gradients have vanished: the model is not learning") if usual < 1e-7 else None
 
 
 def temperature(history: History) -> Diagnostic | None:
-    """The temperature is at the end of its range."""
+    """The temperature has reached its limit."""
     values = numbers(list(history.recent)[-3:], "temperature")
     if len(values) < 3 or max(values) > 0.0101:
         return None
@@ -144,7 +144,7 @@ def unreadable_images(history: History) -> Diagnostic | None:
 
 
 def damaged_log(history: History) -> Diagnostic | None:
-    """A log that cannot be opened, or lines of it that were skipped."""
+    """A log that cannot be opened or has invalid lines."""
     log = history.follower
     if log.problem:
         return Diagnostic("error", f"{log.path.name} cannot be read: {log.problem}")
@@ -156,19 +156,19 @@ def damaged_log(history: History) -> Diagnostic | None:
 
 
 def learning(history: History) -> Diagnostic | None:
-    """How far the selection metric is above chance, or else how the loss falls."""
+    """How far the selection metric is above chance, or how the loss is falling."""
     value, low, chance = _score(history)
     if value is not None and low is not None and chance is not None and low > chance:
         times = f", {value / chance:,.0f} times chance" if chance else ""
-        return Diagnostic("good", f"the model learns: {SELECTION[history.metric]} {percent(value)}{times}")
+        return Diagnostic("good", f"the model is learning: {SELECTION[history.metric]} {percent(value)}{times}")
     losses = numbers(history.steps, "loss")
     if len(losses) >= 6 and (now := statistics.mean(losses[-3:])) < 0.98 * (then := statistics.mean(losses[:3])):
-        return Diagnostic("good", f"the loss falls: {number(then)} at first, {number(now)} now")
+        return Diagnostic("good", f"the loss is falling: {number(then)} at first, {number(now)} now")
     return None
 
 
 def stalled(history: History, now: float, state: str) -> Diagnostic | None:
-    """A living process that has not logged anything for far longer than usual."""
+    """A running process that has not logged anything for much longer than usual."""
     if state != "running" or not history.recent:
         return None
     every = history.setting("train", "log_every", int) or 10
@@ -201,7 +201,7 @@ def _score(history: History) -> tuple[float | None, ...]:
 
 
 def describe(record: Record) -> str:
-    """An event in words."""
+    """An event as text."""
     kind, step, steps = record["kind"], record.get("step"), record.get("steps")
     at = f" at step {step:,}" if isinstance(step, int) else ""
     metric = selection_metric(record)

@@ -1,4 +1,4 @@
-"""What a run has logged so far, in bounded memory: curves, evaluations, layers, events, snapshots."""
+"""The history of a run in bounded memory: curves, evaluations, layers, events, snapshots."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from m1clip.io import is_well_formed, matches_schema, open_regular, read_small
 from m1clip.runlog import NAME, Record, parse, selection_metric
 
 BLOCK = 8 << 20  # bytes read at a time
-PARSE_ALL = 16 << 20  # a longer backlog is thinned: of each such length, as many steps are parsed as of one
+PARSE_ALL = 16 << 20  # bytes; in a longer backlog only a fraction of the steps is parsed
 EDGE = 64  # lines at both ends of a block that are always parsed
-LONGEST_LINE = 4 << 20  # more bytes without a newline are no record
+LONGEST_LINE = 4 << 20  # bytes; anything longer is not a record
 POINTS, EVALUATIONS, LAYERS, EVENTS, RECENT, FIRST = 2000, 500, 200, 200, 60, 12
 # "step": forward, backward and optimizer together, where a step is replayed as a CUDA graph
 PHASES = ("data", "copy", "forward", "backward", "optimizer", "step", "rest")
@@ -31,7 +31,7 @@ Setting = TypeVar("Setting")
 
 
 class Follower:
-    """Gives the records of a run's log as they arrive."""
+    """Yields the records of a run's log as they arrive."""
 
     def __init__(self, run: Path) -> None:
         self.path = run / NAME
@@ -39,13 +39,13 @@ class Follower:
 
     def _reset(self) -> None:
         self._offset = 0
-        self._rest = b""  # the beginning of a line that is not complete yet
+        self._rest = b""  # the start of an incomplete line
         self._file_id = (0, 0)
         self.problem = ""  # why the log cannot be opened
         self.invalid = 0  # lines that were skipped
 
     def replaced(self) -> bool:
-        """Whether the log that was read so far is no longer there; if so, reading starts from the beginning."""
+        """Whether the log was replaced since the last read; if so, reading restarts from the beginning."""
         try:
             status = self.path.stat()
             file_id, size = (status.st_dev, status.st_ino), status.st_size
@@ -90,7 +90,7 @@ class Follower:
 
 
 class Thinned:
-    """Rows in the order of their `step`; at most `most` are kept, evenly spread, and always the newest."""
+    """Rows ordered by `step`; stores at most `most`, evenly spread, and always the newest."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -100,7 +100,7 @@ class Thinned:
         self._seen = 0
 
     def add(self, row: Row) -> None:
-        """The next row; one that is not newer than the last is ignored."""
+        """Add the next row, unless it is not newer than the last."""
         if self.last is not None and row["step"] <= self.last["step"]:
             return
         self.last = row
@@ -112,7 +112,7 @@ class Thinned:
             self._stride *= 2
 
     def cut(self, step: int) -> None:
-        """Remove what came after a step: the run continued from there."""
+        """Remove rows after a step from which the run was resumed."""
         self._rows = [row for row in self if row["step"] <= step]
         self.last = self._rows[-1] if self._rows else None
 
@@ -127,7 +127,7 @@ class Thinned:
 
 
 class History:
-    """Follows one run: `poll` reads what is new, everything else only looks."""
+    """Follows one run: `poll` reads new records, everything else is read-only."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
@@ -151,7 +151,7 @@ class History:
         self._reached = 0  # the newest step in any record
 
     def poll(self) -> History:
-        """Read what is new in the run folder."""
+        """Read new records from the run folder."""
         if self.follower.replaced():
             self._clear()
             self.generation += 1
@@ -164,7 +164,7 @@ class History:
     def add(self, record: Record) -> None:
         """The next record of the log."""
         kind, step = record["kind"], _number(record.get("step"))
-        # The newest line's, not the largest: a clock that was set back must not make a run look alive or dead.
+        # The time of the newest line, not the maximum: a clock change must not make a run look alive or dead.
         self.last_time = _number(record.get("time")) or self.last_time
         if kind == "start":
             self._cut(int(step or 0))
@@ -194,7 +194,7 @@ class History:
             self.events.append(record)
 
     def _cut(self, step: int) -> None:
-        """Training continues from this step: what came after it will be trained again."""
+        """Discard everything after this step, from which training continues."""
         curves = (self.steps, self.evaluations, self.layers)
         if any(curve.last and curve.last["step"] > step for curve in curves):
             self.generation += 1
@@ -244,7 +244,7 @@ def curve_row(record: Record) -> Row:
 
 
 def numbers(rows: Iterable[Row], name: str) -> list[float]:
-    """The values of a figure in the rows that have it as a finite number."""
+    """The finite values of a column."""
     return [value for row in rows if (value := _number(row.get(name))) is not None]
 
 

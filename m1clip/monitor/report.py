@@ -1,4 +1,4 @@
-"""`m1clip report`: one HTML file with everything about a run; it opens without a network and prints well."""
+"""`m1clip report`: one self-contained HTML file about a run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NO_PLOTS = "plots need matplotlib: pip install 'm1clip[plot]'"
 
 
 def html_page(title: str, body: str) -> str:
-    """A complete page with the stylesheet inside, without scripts and without any request."""
+    """A complete page with an inline stylesheet, without scripts or external requests."""
     style = (resources.files("m1clip.web") / "page" / "style.css").read_text(encoding="utf-8")
     return (
         "<!doctype html>\n<html lang='en' class='report'><head><meta charset='utf-8'><meta name='viewport' "
@@ -51,7 +51,7 @@ def html_page(title: str, body: str) -> str:
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table that scrolls sideways by itself; cells are text and are escaped here."""
+    """A horizontally scrollable table; cells are escaped here."""
     top = "".join(f"<th scope='col'>{escape(cell)}</th>" for cell in head)
     body = ""
     for first, *rest in rows:
@@ -61,7 +61,7 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def html_image(data: bytes, kind: str, alt: str, css: str = "") -> str:
-    """An image inside the page."""
+    """An inline image."""
     source = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
     return f"<img class='{css}' alt='{escape(alt, quote=True)}' src='{source}'>"
 
@@ -83,10 +83,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure that knows how to draw itself on matplotlib axes."""
+    """A matplotlib figure."""
 
     title: str
-    alt: str  # what it shows, in words
+    alt: str  # alternative text
     draw: Callable[[Any], None]
     height: float = 2.5
 
@@ -130,7 +130,7 @@ def html_plots(plots: Sequence[Plot]) -> str:
 
 
 def lines(title: str, curves: Sequence[Curve], log: bool = False) -> list[Plot]:
-    """A plot of curves with their bands; none if nothing was measured."""
+    """A line plot with confidence bands; none if nothing was measured."""
     curves = [curve for curve in curves if any(y > 0 or not log for _, y in curve.points)]
 
     def draw(axes: Any) -> None:
@@ -184,7 +184,7 @@ def heatmap(title: str, labels: Sequence[str], rows: Sequence[Sequence[float]], 
 
 
 def _short(label: str) -> str:
-    """A label that fits beside a plot."""
+    """A label short enough for a plot."""
     return label if len(label) <= 32 else label[:31] + "…"
 
 
@@ -280,7 +280,7 @@ def _log10(value: Any) -> float:
 
 
 def machine_plots(history: History) -> list[Plot]:
-    """Where the time of a step and the memory go."""
+    """Step time and memory by component."""
     sums = {phase: sum(numbers(history.steps, f"seconds/{phase}")) for phase in PHASES}
     total = sum(sums.values())
     phases = [(phase, value / total, percent(value / total)) for phase, value in sums.items() if value > 0]
@@ -290,7 +290,7 @@ def machine_plots(history: History) -> list[Plot]:
         if name not in ("v", "time", "peak") and numbers([history.memory], name) and value > 0
     ]
     return [
-        *bars("Where the time of a step goes", phases, 1.0),
+        *bars("Step time by phase", phases, 1.0),
         *bars(f"Memory, of a peak of {size(history.memory.get('peak'))}", parts),
     ]
 
@@ -390,9 +390,9 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
 
 
 def write_images(runs: Sequence[Path], folder: Path) -> list[Path]:
-    """Each plot as a PNG file; what was not measured has none."""
+    """Write each plot as a PNG file; skips what was not measured."""
     if not has_matplotlib():
-        raise UserError(f"--png: {NO_PLOTS}, or leave out --png")
+        raise UserError(f"--png: {NO_PLOTS}, or remove --png")
     histories = [History(run).poll() for run in runs]
     plots = {plot.name: plot for plot in curve_plots(histories)}
     for history in histories:
@@ -423,7 +423,7 @@ def _page(histories: Sequence[History], images: bool) -> bytes:
         if images and place < MAX_GRIDS:
             body += _section(f"Examples{mark}", _retrieval_grid(history) + _snapshot(history))
         body += _section(f"Settings{mark}", _settings(history))
-    return html_page(f"m1clip: {names}", body).encode("utf-8", "replace")  # a folder's name may be invalid text
+    return html_page(f"m1clip: {names}", body).encode("utf-8", "replace")  # a folder name may be invalid UTF-8
 
 
 def _retrieval_grid(history: History) -> str:
@@ -478,7 +478,7 @@ def _confusion(run: Path, each: dict[str, Any]) -> str:
         with contextlib.suppress(ValueError):
             image = _embedded(read_thumbnail(run, index) or b"", kind)
             images += f"<figure class='thumb {kind}'>{image}{kind}</figure>"
-    words = f"“{escape(each['caption'])}” <span class='hint'>found instead: “{escape(each['truth'])}”</span>"
+    words = f"“{escape(each['caption'])}” <span class='hint'>retrieved instead: “{escape(each['truth'])}”</span>"
     return f"<div class='confusion'><div class='thumbs'>{images}</div><p>{words}</p></div>"
 
 
@@ -492,7 +492,7 @@ def _settings(history: History) -> str:
     words = history.environment.get("command")
     command = shlex.join(["m1clip", *map(str, words[1:])]) if isinstance(words, list) and words else "unknown"
     return (
-        f"<p>Repeat it: <code>{escape(again)}</code><br>Started by: <code>{escape(command)}</code></p>"
+        f"<p>Reproduce: <code>{escape(again)}</code><br>Command: <code>{escape(command)}</code></p>"
         f"<div class='grid'><div><h3>config.toml</h3><pre>{escape(config)}</pre></div>"
         f"<div><h3>environment.json</h3><pre>{escape(environment)}</pre></div></div>"
     )

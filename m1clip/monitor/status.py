@@ -1,4 +1,4 @@
-"""Is a run running, finished, stopped or dead? From its folder and its verified process."""
+"""The state of a run (running, finished, stopped, died), from its folder and process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FRESH = 120.0  # seconds: a run on another machine counts as running while its l
 
 @dataclass(frozen=True)
 class Status:
-    """The state of a run, and a sentence about it."""
+    """The state of a run and a message."""
 
     state: State
     message: str
@@ -30,7 +30,7 @@ class Status:
 
 
 def status_of(history: History, now: float | None = None) -> Status:
-    """The state by the log and by whether the process lives."""
+    """Determine the state from the log and the process."""
     owner = read_owner(history.run)
     process = owner.process() if owner else None
     if process is not None:
@@ -69,7 +69,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def require_run(run: Path) -> Path:
-    """The folder, or a UserError that names what is there instead."""
+    """Return the folder, or raise UserError if it is not a run."""
     if is_run(run):
         return run
     if not run.exists():
@@ -85,7 +85,7 @@ def newest_run(folder: Path) -> Path:
     """The run to show when none is named: one that is running, else the newest."""
     runs = find_runs(folder)
     if not runs:
-        raise UserError(f"{folder}: no runs there; start one with m1clip train, or name a run folder")
+        raise UserError(f"{folder}: contains no runs; start one with m1clip train, or give a run folder")
     running = [run for run in runs if (owner := read_owner(run)) is not None and owner.process() is not None]
     return (running or runs)[-1]
 
@@ -128,7 +128,7 @@ class RunRow:
 def list_runs(folder: Path) -> list[RunRow]:
     """The runs of a folder, the newest last."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; m1clip train creates runs/, or name the folder of your runs")
+        raise UserError(f"{folder}: no such folder; m1clip train creates runs/, or give the folder of your runs")
     rows = []
     for run in find_runs(folder):
         history = History(run).poll()
@@ -143,12 +143,12 @@ def list_runs(folder: Path) -> list[RunRow]:
 
 
 def as_json(rows: list[RunRow]) -> str:
-    """For a program."""
+    """JSON for scripts."""
     return json.dumps([asdict(row) for row in rows], indent=2)
 
 
 def as_table(rows: list[RunRow], folder: Path) -> str:
-    """For the terminal."""
+    """A table for the terminal."""
     if not rows:
         return f"{folder}: no runs yet; m1clip train starts one"
     lines = []
@@ -167,7 +167,7 @@ def as_table(rows: list[RunRow], folder: Path) -> str:
 
 
 def stop_run(run: Path, wait: float) -> str:
-    """SIGTERM to the verified process; waits until it is gone, and describes where the run stopped."""
+    """Send SIGTERM to the verified process and wait for it to exit; returns a summary."""
     owner = read_owner(require_run(run))
     process = owner.process() if owner else None
     if owner is not None and process is None and not owner.here:
@@ -176,15 +176,15 @@ def stop_run(run: Path, wait: float) -> str:
         raise UserError(f"{run}: nothing to stop: it {status_of(History(run).poll()).message}")
     process.terminate()
     start = time.monotonic()
-    while owner.process() is not None:  # unlike process.wait, a zombie that nobody has reaped counts as gone
+    while owner.process() is not None:  # unlike process.wait, counts a zombie as gone
         if time.monotonic() - start > wait:
             raise UserError(
                 f"{run}: process {process.pid} has not finished its step within {wait:g} s; "
-                f"it will stop by itself, or wait longer with --wait {10 * wait:g}"
+                f"it will still stop on its own; to wait longer, use --wait {10 * wait:g}"
             )
         time.sleep(0.05)
     if not run.exists():
-        return f"{run}: stopped while it prepared its data; nothing had been trained, so the folder was removed"
+        return f"{run}: stopped while preparing data; nothing had been trained, so the folder was removed"
     history = History(run).poll()
     status = status_of(history)
     if status.state == "finished":

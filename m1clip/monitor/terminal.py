@@ -72,7 +72,7 @@ REDRAW = 2.0  # seconds after which the screen is drawn even if nothing changed
 
 @dataclass
 class View:
-    """What the user has chosen to see."""
+    """The current display settings."""
 
     left: int = 0
     right: int = 0
@@ -83,7 +83,7 @@ class View:
 
 
 def line(*parts: str | tuple[str, str]) -> Text:
-    """One line of (text, style); it is cut at the width, and control characters are taken out."""
+    """One line of (text, style), truncated to the width, without control characters."""
     text = Text(no_wrap=True, overflow="ellipsis")
     for part in parts:
         content, style = (part, "") if isinstance(part, str) else part
@@ -167,7 +167,7 @@ def evaluation_chart(history: History, index: int) -> Chart:
 
 
 def charts(history: History, view: View, width: int, height: int) -> Layout:
-    """One, two or four charts, as there is room."""
+    """One, two or four charts, depending on the space."""
     shown = [step_chart(history, view.left, view.log), evaluation_chart(history, view.right)]
     if width >= WIDE:
         others = [index for index in range(len(LEFT)) if index != view.left % len(LEFT)][:2]
@@ -234,7 +234,7 @@ def _value(name: str, value: Any, words: Callable[[float], str]) -> list[tuple[s
 
 
 def split_lines(history: History, width: int, color: bool) -> list[Text]:
-    """Where the time of a step goes: the percentages, and a bar (of initials where there are no colors)."""
+    """Step time by phase: percentages and a bar (of initials without colors)."""
     rows = [record["seconds"] for record in list(history.recent)[-10:] if isinstance(record.get("seconds"), dict)]
     seconds = {name: sum(row.get(name, 0.0) for row in rows) for name in PHASES if any(name in row for row in rows)}
     total = sum(seconds.values())
@@ -251,7 +251,7 @@ def split_lines(history: History, width: int, color: bool) -> list[Text]:
 
 
 def machine_line(history: History, unicode: bool) -> list[Text]:
-    """Memory, cores, power and temperature; what was not measured is named."""
+    """Memory, cores, power and temperature, or that they were not measured."""
     last, facts = history.newest, history.environment.get("facts")
     parts: list[tuple[str, str]] = []
     if used := numbers([last], "memory_bytes"):
@@ -274,7 +274,7 @@ def machine_line(history: History, unicode: bool) -> list[Text]:
 
 
 def event_lines(history: History, most: int) -> list[Text]:
-    """What happened last, the newest first."""
+    """Recent events, the newest first."""
     rows = [*history.events, *list(history.evaluations)[-most:], *([history.end] if history.end else [])]
     rows.sort(key=lambda record: record.get("time") or 0.0, reverse=True)
     return [
@@ -322,7 +322,7 @@ def frame(history: History, status: Status, view: View, now: float, console: Con
 
 @contextlib.contextmanager
 def key_reader() -> Iterator[Callable[[float], str | None]]:
-    """Single key presses: a function that waits some seconds for one. Signals end the program cleanly."""
+    """Yield a function that waits up to some seconds for a key press. Signals exit cleanly."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError("the monitor needs a terminal; --once prints the screen once, --web opens a page")
     before = termios.tcgetattr(sys.stdin)
@@ -331,7 +331,7 @@ def key_reader() -> Iterator[Callable[[float], str | None]]:
         if not select.select([sys.stdin], [], [], seconds)[0]:
             return None
         pressed = os.read(sys.stdin.fileno(), 32).decode("utf-8", "ignore")
-        return ARROWS.get(pressed, pressed[0]) if pressed else "q"  # nothing: the terminal is gone
+        return ARROWS.get(pressed, pressed[0]) if pressed else "q"  # end of input: the terminal is gone
 
     for number_ in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number_, lambda received, _: sys.exit(128 + received))
@@ -346,7 +346,7 @@ def key_reader() -> Iterator[Callable[[float], str | None]]:
 def monitor(runs: Sequence[Path]) -> None:
     """Show runs in the terminal until `q`."""
     for name in ("COLUMNS", "LINES"):
-        os.environ.pop(name, None)  # they would hide a resize
+        os.environ.pop(name, None)  # they would prevent resizing
     histories: dict[Path, History] = {}
     view, place, drawn = View(), 0, None
     console = Console(highlight=False)

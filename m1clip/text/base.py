@@ -28,7 +28,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Iterable[str]) -> Iterable[list[int]]:
-        """Ids of each text alone: no start or EOT token, not truncated. Never a special id, whatever the text."""
+        """Ids of each text, without start and EOT tokens, not truncated. Never contains special ids."""
 
     @abstractmethod
     def decode_ids(self, ids: list[int]) -> str:
@@ -39,7 +39,7 @@ class Tokenizer(ABC):
         """What tokenizer.json needs to restore this tokenizer: its kind, and values for JSON."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text alone: no start or EOT token, not truncated."""
+        """Ids of the text, without start and EOT tokens, not truncated."""
         return next(iter(self.encode_batch([text])))
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -58,8 +58,8 @@ class Tokenizer(ABC):
         return token == self.pad_id
 
     def tokenize(self, texts: Sequence[str], context_length: int) -> np.ndarray:
-        """(n, context_length) int32: start, text truncated to fit, EOT, padding. The EOT token is always there."""
-        if isinstance(texts, str):  # it would be read as its letters
+        """(n, context_length) int32: start, text truncated to fit, EOT (always present), padding."""
+        if isinstance(texts, str):  # would be treated as a list of characters
             raise TypeError("texts must be a list of strings, not one string")
         if context_length < 2:
             raise ValueError(f"context_length must be at least 2 (start and EOT token), not {context_length}")
@@ -72,7 +72,7 @@ class Tokenizer(ABC):
         return rows
 
     def __call__(self, texts: str | Sequence[str]) -> Tensor:
-        """(n, context_length) int64 token ids of one text or many, as the model takes them."""
+        """(n, context_length) int64 token ids of one text or many, as the model expects them."""
         import torch
 
         return torch.from_numpy(self.tokenize([texts] if isinstance(texts, str) else texts, self.context_length)).long()

@@ -37,7 +37,7 @@ WORD_PATTERN = "'[sſ]|'t|'re|'ve|'m|'ll|'d|\\p{L}+|\\p{N}|[^\\s\\p{L}\\p{N}\u03
 
 
 def clean_text(text: str) -> str:
-    """The text as CLIP reads it: repaired, HTML entities resolved, whitespace collapsed, lower case."""
+    """CLIP's text cleaning: fix encoding, resolve HTML entities, collapse whitespace, lowercase."""
     # ftfy changes nothing in printable ASCII without an entity, which nearly every caption is.
     if not (text.isascii() and text.isprintable() and "&" not in text):
         text = html.unescape(html.unescape(ftfy.fix_text(text)))
@@ -116,9 +116,9 @@ class BpeTokenizer(Tokenizer):
         self._parts: list[list[int]] | None = None
 
     def cut_to(self, captions: Iterable[str]) -> BpeTokenizer:
-        """The same tokenizer with only the tokens that these captions use, which it reads as before.
+        """A tokenizer with only the tokens that these captions use; their ids change, but not how they are split.
 
-        Any other text can be read too: a token that was removed falls back to the parts it was merged from.
+        Other text can be encoded too: a removed token falls back to the parts it was merged from.
         """
         used: set[int] = set()
         for ids in self.encode_batch(captions):
@@ -174,7 +174,7 @@ class BpeTokenizer(Tokenizer):
         return self._parts
 
     def __reduce__(self) -> tuple[type[BpeTokenizer], tuple[tuple[int, ...] | None]]:
-        # A worker process rebuilds the tables: they are larger than what they are made from.
+        # Workers rebuild the tables, which are larger than their inputs.
         return BpeTokenizer, (self.kept,)
 
 

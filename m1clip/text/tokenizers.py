@@ -1,4 +1,4 @@
-"""All tokenizers by name: characters, CLIP's BPE, WordPiece and Hugging Face's fast ones; loading a saved one."""
+"""Tokenizers by name: characters, CLIP's BPE, WordPiece and Hugging Face's fast tokenizers; and loading them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ LETTERS = string.ascii_lowercase + " ,."
 UNKNOWN_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 SPECIAL_COUNT = 4  # pad, start, EOT, unknown
 PAD, UNKNOWN, START, END = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
-KINDS = ("char", "bpe", "bpe-cut")  # those that can be made from captions
-SAVED = (*KINDS, "wordpiece", "fast")  # and those that come with a pretrained tower
+KINDS = ("char", "bpe", "bpe-cut")  # can be built from captions
+SAVED = (*KINDS, "wordpiece", "fast")  # plus those of pretrained towers
 MAX_BYTES = 2**26  # the largest multilingual vocabularies take 35 MB
-REMEDY = "copy the model folder again, or train again"
+REMEDY = "restore the model folder from a backup, or retrain"
 
 
 class CharTokenizer(Tokenizer):
@@ -113,7 +113,7 @@ class FastTokenizer(Tokenizer):
             self._rust.no_padding()
             self._rust.no_truncation()
             special = self._rust.encode("").ids
-            self._rust.encode("a word, and 7 more")  # a broken vocabulary fails here, not in training
+            self._rust.encode("a word, and 7 more")  # fail here, not in training, on a broken vocabulary
             self.vocab_size = max(self._rust.get_vocab(with_added_tokens=True).values()) + 1
         except BaseException as error:
             # The library raises a bare Exception, and where it panics a BaseException.
@@ -209,7 +209,7 @@ def _from_record(record: dict[str, Any]) -> Tokenizer:
         alphabet = record.get("alphabet")
         if not isinstance(alphabet, str):
             raise ValueError("'alphabet' is not a string")
-        alphabet.encode("utf-8")  # half a surrogate pair is a ValueError: it could never be saved again
+        alphabet.encode("utf-8")  # raises ValueError for a lone surrogate, which could not be saved again
         return CharTokenizer(alphabet)
     if kind == "wordpiece":
         vocabulary = record.get("vocabulary")
@@ -225,9 +225,9 @@ def _from_record(record: dict[str, Any]) -> Tokenizer:
     if kind == "bpe":
         return BpeTokenizer()
     kept = record.get("kept")
-    # Strictly rising ids: a doubled or moved one would shift the ids that the model was trained with.
+    # Strictly increasing ids: a duplicate would shift the ids that the model was trained with.
     if not isinstance(kept, list) or not all(type(token) is int for token in kept):
         raise ValueError("'kept' is not a list of token ids")
     if any(a >= b for a, b in zip([BASE_COUNT - 1, *kept], [*kept, FULL_SOT_ID], strict=True)):
-        raise ValueError("'kept' is not a rising list of merged tokens")
+        raise ValueError("'kept' is not an increasing list of merged tokens")
     return BpeTokenizer(kept)

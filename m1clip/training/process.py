@@ -169,7 +169,7 @@ def start_in_background(arguments: list[str], run: Path | None, name: str, resum
     """Start `m1clip` with these arguments as a background process; returns the run folder and process id."""
     folder = resume if resume is not None else create_run_folder(run, name)
     if resume is not None and not (folder / "config.toml").is_file():
-        raise UserError(f"{folder}: not a run (no config.toml)")
+        raise UserError(f"{folder}: not a run folder (no config.toml)")
     command = [sys.executable, "-m", "m1clip", *without_options(arguments, "--background", "--run")]
     command += [] if resume is not None else ["--run", str(folder)]
     output = folder / OUTPUT

@@ -1,4 +1,4 @@
-"""`m1clip monitor --web`: a page on loopback, live by server-sent events, with the standard library's server."""
+"""`m1clip monitor --web`: a local page with live updates by server-sent events, using the standard library."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Store:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read new runs, and what is new in those known."""
+        """Find new runs and read new records of all runs."""
         with self._lock:
             if time.monotonic() - self._scanned > SCAN_SECONDS or not self._runs:
                 self._scanned = time.monotonic()
@@ -65,7 +65,7 @@ class Store:
         return history.run if history else None
 
     def summary(self, key: str) -> dict[str, Any]:
-        """What the list and the head of the page show."""
+        """Data for the run list and the page header."""
         with self._lock:
             history = self._runs[key]
             status, metric, best = status_of(history), history.metric, history.best() or {}
@@ -91,7 +91,7 @@ class Store:
     def rows(self, key: str, generation: int, after: dict[str, int]) -> dict[str, Any] | None:
         """Rows of each kind after a step, everything if the generation has changed; None if nothing is new.
 
-        `after` (kind -> step) is brought up to date.
+        `after` (kind -> step) is updated in place.
         """
         with self._lock:
             history = self._runs[key]
@@ -106,7 +106,7 @@ class Store:
 
 
 def key_of(run: Path) -> str:
-    """The same for the same folder, so that an open page finds its run again after the server was restarted."""
+    """A stable key of a folder, so that an open page finds its run again after a server restart."""
     return hashlib.blake2s(str(run.resolve()).encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
 
 
@@ -128,11 +128,11 @@ HEADERS = {
 }
 REFRESH = 0.5  # seconds between two reads of the logs
 HEARTBEAT = 5.0  # seconds after which a page is sent its runs even if nothing changed
-BIG = 4096  # bytes from which an answer is compressed
+BIG = 4096  # bytes from which a response is compressed
 POLL = 0.05  # seconds between two checks of the waiting connections
 IDLE = 10.0  # seconds that a connection may wait for a thread, or keep one waiting
 WAITING = 128  # connections without a thread; macOS allows 256 open files
-THREADS, STREAMS = 32, 24  # requests answered at a time, and how many of them may be streams
+THREADS, STREAMS = 32, 24  # concurrent requests, and how many of them may be streams
 BUSY = b"too many connections; try again\n"
 
 
@@ -150,7 +150,7 @@ class Server(HTTPServer):
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """The URL of the page."""
         return f"http://{HOST}:{self.server_address[1]}/"
 
     def serve_forever(self, poll_interval: float = POLL) -> None:
@@ -158,14 +158,14 @@ class Server(HTTPServer):
         super().serve_forever(poll_interval)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Queue a new connection; a full queue refuses the oldest, which has had time to send its request."""
+        """Queue a new connection; if the queue is full, reject the oldest one."""
         waiting = self._waiting.get_map()
         if len(waiting) >= WAITING:
             self._refuse(next(iter(waiting.values())))
         self._waiting.register(request, selectors.EVENT_READ, (time.monotonic() + IDLE, request, client_address))
 
     def service_actions(self) -> None:
-        """Give threads to connections that have sent something, and refuse those that waited too long."""
+        """Assign threads to connections that have sent data, and reject those that waited too long."""
         if not self._waiting.get_map():
             return
         for key, _ in sorted(self._waiting.select(0), key=lambda ready: ready[0].data[0]):
@@ -179,7 +179,7 @@ class Server(HTTPServer):
 
     def _work(self, request: Any, client_address: Any) -> None:
         try:
-            with contextlib.suppress(OSError, ValueError):  # the page was closed, or the address makes no sense
+            with contextlib.suppress(OSError, ValueError):  # the page was closed, or the address is invalid
                 self.finish_request(request, client_address)
         finally:
             self.shutdown_request(request)
@@ -197,12 +197,12 @@ class Server(HTTPServer):
         self.shutdown_request(request)
 
     def shutdown(self) -> None:
-        """End the open streams too."""
+        """Also end open streams."""
         self.stopped.set()
         super().shutdown()
 
     def server_close(self) -> None:
-        """Close the connections that still wait."""
+        """Close waiting connections."""
         for key in list(self._waiting.get_map().values()):
             self._refuse(key)
         self._waiting.close()
@@ -210,7 +210,7 @@ class Server(HTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET only; every answer has the same strict headers."""
+    """GET only; every response has the same strict headers."""
 
     server: Server
     protocol_version = "HTTP/1.1"
@@ -218,15 +218,15 @@ class Handler(BaseHTTPRequestHandler):
     timeout = IDLE  # of each read and write
 
     def do_GET(self) -> None:
-        """One request of the page."""
+        """Handle one request."""
         if not self._allowed():
-            self._send(403, "text/plain", b"this page answers only to 127.0.0.1 and localhost\n")
+            self._send(403, "text/plain", b"this page is only available at 127.0.0.1 and localhost\n")
             return
         url = urlsplit(self.path)
         self._answer(url.path, {name: values[-1] for name, values in parse_qs(url.query).items()})
 
     def _allowed(self) -> bool:
-        """A foreign name that points here (DNS rebinding) and other sites' scripts are refused."""
+        """Reject foreign host names (DNS rebinding) and scripts of other sites."""
         host = PORT.sub("", self.headers.get("Host", ""))
         origin = self.headers.get("Origin")
         own = origin is None or PORT.sub("", origin.removeprefix("http://")) in HOSTS
@@ -262,7 +262,7 @@ class Handler(BaseHTTPRequestHandler):
         self._send(404, "text/plain", b"not found\n")
 
     def _stream(self, keys: list[str]) -> None:
-        """First everything of the runs asked for, then what is new, until the page is closed."""
+        """Send everything about the requested runs, then updates until the page is closed."""
         self._head(200, "text/event-stream")
         store = self.server.store
         generations, after = dict.fromkeys(keys, -1), {key: dict[str, int]() for key in keys}
@@ -300,7 +300,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """The terminal stays quiet."""
+        """Do not log requests."""
 
 
 def _dump(value: Any) -> str:
@@ -316,7 +316,7 @@ def serve(folders: Sequence[Path], port: int, browser: bool) -> None:
         server = Server(store, port)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"--port {port}: {reason}; is another monitor open there? --port 0 takes a free one") from None
+        raise UserError(f"--port {port}: {reason}; is another monitor running? --port 0 picks a free port") from None
     print(f"monitor    {server.url}   (on this machine only; Ctrl-C closes the page, the run continues)", flush=True)
     # Over ssh a browser would open on the wrong machine, or as text in this terminal.
     if browser and (sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):

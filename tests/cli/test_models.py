@@ -68,7 +68,7 @@ def test_export(model: Path, to: str, tmp_path: Path, capsys: pytest.CaptureFixt
     torch.testing.assert_close(m1clip.load(tmp_path / "out").encode_text(["a"]), m1clip.load(model).encode_text(["a"]))
     code, _, error = said(capsys, "export", model, "--to", to, "--out", tmp_path / "out")
     assert code == 2
-    assert "exists already" in error
+    assert "already exists" in error
 
 
 def test_classify_and_similar(model: Path, images: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +110,7 @@ def test_the_default_model_is_that_of_the_newest_run(tmp_path: Path) -> None:
         (("classify", "notes.txt", "--labels", "a,b", "--model", "MODEL"), "notes.txt"),
         (("classify", "set/red/0.png", "--labels", "a,b", "--template", "a thing", "--model", "MODEL"), "has no {}"),
         (("similar", "set/red/0.png", "--in", "nowhere", "--model", "MODEL"), "nowhere: no such folder"),
-        (("eval", "MODEL"), "name data with --data"),
+        (("eval", "MODEL"), "specify data with --data"),
         (("train", "--init", "nothing", "--recipe", "frozen"), "--init excludes --recipe frozen"),
         (("eval", "MODEL", "--classes", "set/red"), "0 class folders"),
         (("eval", "MODEL", "--classes", "set", "--class-names", "notes.txt"), "1 names for the 2 class folders"),

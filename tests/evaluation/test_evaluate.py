@@ -48,5 +48,5 @@ def test_eval_of_a_run_gives_the_scores_of_its_training(run: Path) -> None:
 def test_unknown_data_or_split_is_one_line(run: Path, photos: Path) -> None:
     with pytest.raises(UserError, match=r"has no val split, only"):
         evaluate(run, photos / "captions.csv", split="val", device="cpu")
-    with pytest.raises(UserError, match="training data is unknown; name data with --data"):
+    with pytest.raises(UserError, match="training data is unknown; specify data with --data"):
         evaluate(run / "model", (), device="cpu")

@@ -204,7 +204,7 @@ def test_broken_folders_are_one_clear_line(folder: Path, tmp_path: Path) -> None
             load(folder)
         assert "\n" not in str(caught.value)
 
-    with pytest.raises(UserError, match="no trained model there"):
+    with pytest.raises(UserError, match="no trained model found"):
         load(tmp_path / "nowhere")
     whole = (folder / "config.json").read_text()
     edit_config(folder, format=99)
@@ -237,10 +237,10 @@ def test_broken_folders_are_one_clear_line(folder: Path, tmp_path: Path) -> None
     save_file({**weights, "odd": torch.zeros(1)}, folder / "model.safetensors")
     refused("unknown tensor 'odd'")
     save_file({**weights, "text_tower.norm.weight": torch.zeros(3)}, folder / "model.safetensors")
-    refused(r"'text_tower.norm.weight' is \(3,\), the model wants \(32,\)")
+    refused(r"'text_tower.norm.weight' is \(3,\), the model expects \(32,\)")
     table = weights["text_tower.tokens.weight"]
     save_file({**weights, "text_tower.tokens.weight": table.int()}, folder / "model.safetensors")
-    refused("'text_tower.tokens.weight' is torch.int32, the model wants floating-point numbers")
+    refused("'text_tower.tokens.weight' is torch.int32, the model expects floating-point numbers")
     save_file({**weights, "text_tower.tokens.weight": table.double() * 1e300}, folder / "model.safetensors")
     refused("'text_tower.tokens.weight' contains NaN or infinity")
     (folder / "model.safetensors").write_bytes(b"\x00" * 200)

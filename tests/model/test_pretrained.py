@@ -261,7 +261,7 @@ def test_a_tower_from_a_file(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     timm = timm_or_skip()
-    with pytest.raises(UserError, match="timm has no model of this name"):
+    with pytest.raises(UserError, match="timm has no model with this name"):
         load_image_tower("timm:resnet10q")
     weights = timm.create_model(NAME, pretrained=False).state_dict()
     weights.pop("layer1.0.conv1.weight")

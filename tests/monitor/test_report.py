@@ -63,7 +63,7 @@ def test_a_report_of_one_run(tmp_path: Path) -> None:
     for words in (
         *("40.0%", "35.0% to 45.0%", "1.0%", "Gradient norm by layer", "Temperature", "a blue dog", "not measured"),
         *("Accuracy by similarity of the wrong caption", "Accuracy against generated negatives", "Recall@1 by colour"),
-        *("Where the time of a step goes", "Memory, of a peak of 30 MB", "Nearest confusions", "config.toml"),
+        *("Step time by phase", "Memory, of a peak of 30 MB", "Nearest confusions", "config.toml"),
         *("environment.json", "m1clip train --config", "@media print", "&lt;b&gt;cat&lt;/b&gt;"),
     ):
         assert words in page, words
@@ -132,6 +132,6 @@ def test_the_plots_as_files(tmp_path: Path) -> None:
     append(run, [line("layers", step=102, layers={"image block 1": ["nan", "inf"], "text stem": [2.0, 2e-3]})])
     files = write_images([run], tmp_path / "png")
     names = {file.name for file in files}
-    assert names >= {"loss.png", "recall-1-on-validation.png", "demo-where-the-time-of-a-step-goes.png"}
+    assert names >= {"loss.png", "recall-1-on-validation.png", "demo-step-time-by-phase.png"}
     assert "power-w.png" not in names  # there was no meter
     assert all(Image.open(file).width > 500 for file in files)

@@ -58,7 +58,7 @@ def test_the_small_window_shows_everything(tmp_path: Path) -> None:
     for words in (
         *("demo", "running", "100%  step 100 of 100", "loss", "mean recall", "chance", "temperature", "q quit"),
         *("learning rate", "256 images/s", "forward 40%", "backward 50%", "data 1%", "memory 1 GB of 8 GB", "cores"),
-        *("power and temperature not measured", "the model learns", "checkpoint saved at step 100"),
+        *("power and temperature not measured", "the model is learning", "checkpoint saved at step 100"),
     ):
         assert words in text, words
 

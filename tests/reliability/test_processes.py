@@ -210,5 +210,5 @@ def test_unknown_model_in_the_background_leaves_no_folder(tmp_path: Path) -> Non
         check=False,
     )  # fmt: skip
     assert ended.returncode == 2
-    assert "no model preset is called 'tinny'" in ended.stderr
+    assert "unknown model preset 'tinny'" in ended.stderr
     assert not (tmp_path / "runs").exists()

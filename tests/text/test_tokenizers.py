@@ -82,10 +82,10 @@ BROKEN: list[tuple[bytes | dict[str, Any], str]] = [
     ({"kind": "bpe-cut", "version": 1}, "'kept' is not a list"),
     ({"kind": "bpe-cut", "version": 1, "kept": ["600"]}, "'kept' is not a list"),
     ({"kind": "bpe-cut", "version": 1, "kept": [600.0]}, "'kept' is not a list"),
-    ({"kind": "bpe-cut", "version": 1, "kept": [600, 600]}, "rising"),
-    ({"kind": "bpe-cut", "version": 1, "kept": [601, 600]}, "rising"),
-    ({"kind": "bpe-cut", "version": 1, "kept": [511]}, "rising"),
-    ({"kind": "bpe-cut", "version": 1, "kept": [49_406]}, "rising"),
+    ({"kind": "bpe-cut", "version": 1, "kept": [600, 600]}, "increasing"),
+    ({"kind": "bpe-cut", "version": 1, "kept": [601, 600]}, "increasing"),
+    ({"kind": "bpe-cut", "version": 1, "kept": [511]}, "increasing"),
+    ({"kind": "bpe-cut", "version": 1, "kept": [49_406]}, "increasing"),
 ]
 
 

@@ -116,5 +116,5 @@ def test_a_repeat_finds_the_features_and_is_the_same_run(teacher: Path, tmp_path
     assert_same_bits(tensors_of(tmp_path / "one", 2), tensors_of(tmp_path / "two", 2))
     with pytest.raises(UserError, match="--teacher-weight"):
         config_of(teacher, tmp_path, **{"transfer.teacher_weight": 0.0})
-    with pytest.raises(UserError, match="no trained model there"):
+    with pytest.raises(UserError, match="no trained model found"):
         train_config(config_of(tmp_path / "nowhere", tmp_path), tmp_path / "none", screen())

@@ -66,7 +66,7 @@ def test_it_starts_from_the_model(first: Path) -> None:
     job = prepare(config, lambda line: None, decode_plan(screen()))
     assert all(torch.equal(t, weights(first, "best")[name]) for name, t in job.build_model().state_dict().items())
     assert job.config.train.text_contrast == 0.0
-    with pytest.raises(UserError, match=r"no trained model there"):
+    with pytest.raises(UserError, match=r"no trained model found"):
         train_config(small_config({"transfer.init": "/nowhere"}), None, screen())
 
 
