@@ -101,7 +101,7 @@ class NaiveClip(nn.Module):
         return F.normalize(self.image_projection(x[:, 0]), dim=-1)
 
     def encode_text(self, ids: Tensor) -> Tensor:
-        """(n, context) -> (n, embed) unit vectors, read at the end mark."""
+        """(n, context) -> (n, embed) unit vectors, read at the EOT token."""
         x = self.text_norm(self.text_blocks(self.drop(self.tokens(ids) + self.text_positions)))
         end = (ids == self.eot_id).int().argmax(dim=1)
         return F.normalize(self.text_projection(x[torch.arange(len(x), device=x.device), end]), dim=-1)
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--train", action="store_true", help="train on the prior-art data and print the accuracy")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--device", default="cpu", choices=("cpu", "mps", "cuda"))
-    parser.add_argument("--seed", type=int, default=0, help="of data and start values, as in m1clip train --seed")
+    parser.add_argument("--seed", type=int, default=0, help="of data and initialization, as in m1clip train --seed")
     parser.add_argument("--json", type=Path, help="write the records there")
     options = parser.parse_args()
     config = dataclasses.replace(from_dict(read_preset("prior-art"), "prior-art"), seed=options.seed)

@@ -96,7 +96,7 @@ class Trainer:
             for _ in range(BATCHES)
         ]
         for _, ids in self.inputs:
-            ids[:, -1] = shape["vocab_size"] - 1  # the end mark, which both libraries look for
+            ids[:, -1] = shape["vocab_size"] - 1  # the EOT token, which both libraries look for
         self.done = 0
 
     def step(self) -> float:

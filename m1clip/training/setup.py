@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from m1clip.config import Config, TransferConfig
+from m1clip.data.augment import Augmentation
 from m1clip.data.cache import DecodePlan
 from m1clip.data.captions import tokenize_captions
 from m1clip.data.images import Preprocess
@@ -178,10 +179,12 @@ def prepare(
 
     cache = open_feature_cache(start, tokenizer, preprocess, config, source, device, precision, plan)
     augmentation = augmentation_for(config, captions, start, tokenizer)
-    splits: dict[str, Split] = {}
-    for name in (name for name in ("train", "val", "test") if name in source.splits()):
-        margin = CROP_MARGIN if name == "train" and augmentation.crop_min < 1 else 1.0
-        splits[name] = load_features(cache, config, source, name, start, margin)
+    margins = {"train": CROP_MARGIN if augmentation.crop_min < 1 else 1.0, "val": 1.0, "test": 1.0}
+    splits = {
+        name: load_features(cache, config, source, name, start, margin)
+        for name, margin in margins.items()
+        if name in source.splits()
+    }
     choices["cache"] = {name: split.cache for name, split in splits.items()}
     if not all(start.trainable):
         choices["features"] = str(cache.folder)
@@ -206,20 +209,6 @@ def prepare(
         data=dataclasses.replace(config.data, captions_per_step=per_step, **dataclasses.asdict(augmentation)),
         train=dataclasses.replace(config.train, **settings),
     )
-    images = train.images if train.image_features is None else None
-    resident = device.rules.resident and images is not None
-    training = TrainingSet(
-        images,
-        train.captions,
-        BatchPlan.full(len(train.samples), batch, config.seed),
-        augmentation,
-        image_features=train.image_features,
-        device_images=train.images.to_device(device.torch, device.free_bytes()) if resident else None,
-        full_length=device.rules.fixed_shapes or config.model.compile,
-        identity=sample_ids_of(train.samples),
-        captions_per_image=per_step,
-        patches=shape.image_tower.patches,
-    )
     teacher, retention = None, None
     if config.transfer.teacher is not None:
         teacher = load_teacher(config, source, train, device, precision, plan)
@@ -237,12 +226,31 @@ def prepare(
         tokenizer=tokenizer,
         preprocess=preprocess,
         source=source,
-        training=training,
+        training=_training_set(config, train, augmentation, device, shape.image_tower.patches),
         splits=splits,
         choices=choices,
         autocast=autocast(device, precision),
         teacher=teacher,
         retention=retention,
+    )
+
+
+def _training_set(
+    config: Config, train: Split, augmentation: Augmentation, device: Device, patches: int
+) -> TrainingSet:
+    cached_features = train.image_features is not None
+    resident = device.rules.resident and not cached_features
+    return TrainingSet(
+        None if cached_features else train.images,
+        train.captions,
+        BatchPlan.full(len(train.samples), config.train.batch_size or 0, config.seed),
+        augmentation,
+        image_features=train.image_features,
+        device_images=train.images.to_device(device.torch, device.free_bytes()) if resident else None,
+        full_length=device.rules.fixed_shapes or config.model.compile,
+        identity=sample_ids_of(train.samples),
+        captions_per_image=config.data.captions_per_step or 1,
+        patches=patches,
     )
 
 

@@ -76,7 +76,7 @@ def ours_encoded(bundle: Model) -> Outputs:
 
 
 def differences(ours: Outputs, theirs: Outputs) -> dict[str, float]:
-    """Largest difference of each output; ids count up to the end mark, behind which nothing has an effect."""
+    """Largest difference of each output; ids count up to the EOT token, after which nothing has an effect."""
     ids = [list(row[: int(np.argmax(row == 49407)) + 1]) for side in (ours, theirs) for row in side["ids"]]
     count = len(ids) // 2
     found = {"ids": float(sum(a != b for a, b in zip(ids[:count], ids[count:], strict=True)))}

@@ -25,7 +25,7 @@ from m1clip.training.transfer import Teacher
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run to learn from, of another width than its pupil."""
+    """A run to learn from, of another width than the student."""
     run = tmp_path_factory.mktemp("teacher") / "run"
     run_small(run, {"train.steps": 12, "model.embed_dim": 24, "optim.lr": 3e-3})
     return run
@@ -41,7 +41,7 @@ def test_the_loss_is_nothing_where_pupil_and_teacher_agree() -> None:
     image, text = F.normalize(torch.randn(4, 6), dim=1), F.normalize(torch.randn(7, 6), dim=1)
     features = Features(image, text, torch.tensor(5.0), None)
     assert float(distillation(features, 5.0 * image @ text.T)) == pytest.approx(0.0, abs=1e-6)
-    # By hand: one image, two captions; the pupil is even, the teacher has 3 : 1.
+    # By hand: one image, two captions; the student is even, the teacher has 3 : 1.
     even = Features(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0], [0.0, 1.0]]), torch.tensor(1.0), None)
     wanted = torch.tensor([[np.log(3.0), 0.0]], dtype=torch.float32)
     by_image = 0.75 * np.log(0.75 / 0.5) + 0.25 * np.log(0.25 / 0.5)

@@ -1,4 +1,4 @@
-"""The frozen recipe as a whole run: towers stand still, features are made once, the saved model is whole."""
+"""The frozen recipe: frozen towers, features computed once, and a saved model that is complete."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_of_a_large_model_some_numbers_of_every_parameter_are_compared(monkeypat
 
 
 def test_a_start_whose_gradient_is_rounding_is_not_held_against_a_device() -> None:
-    """Behind silent branches every image has the same class token, and every text the same end mark."""
+    """With zero-initialized branches every image has the same class token, and every text the same EOT token."""
     changes = {"model.pooling": "cls", "train.precision": "bf16"}
     job = prepare(small_config(changes), lambda line: None, decode_plan(screen()))
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""From a model on frozen towers: towers let go in part, as a whole or by LoRA, each side apart; and LiT."""
+"""Fine-tuning from frozen towers: last blocks, all of a tower, or LoRA, for each tower separately."""
 
 from __future__ import annotations
 
