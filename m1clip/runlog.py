@@ -70,10 +70,10 @@ class RunLog:
     def check_folder(self) -> None:
         """Raise UserError if the run folder was moved or removed; call before writing to it."""
         try:
-            there = os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
+            same_file = os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
         except FileNotFoundError:
-            there = False
-        if not there:
+            same_file = False
+        if not same_file:
             raise UserError(
                 f"{self.path.parent}: the run folder (or its {NAME}) was removed or renamed during training, so "
                 f"the run stopped; if it was renamed, continue it with m1clip train --resume NEW_NAME"

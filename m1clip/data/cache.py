@@ -361,8 +361,8 @@ class RowCache:
         self.path.mkdir(parents=True, exist_ok=True)
         with locked(
             self.path / LOCK, lambda: warn(f"{self.path}: another process is filling this cache; waiting")
-        ) as alone:
-            if not alone:  # two processes could assign names to each other's rows
+        ) as is_locked:
+            if not is_locked:  # two processes could assign names to each other's rows
                 raise UserError(f"{self.path}: this disk does not support file locks; choose another with --cache-dir")
             wanted = self.missing(names)  # another process may have added some
             self._check_space(len(wanted) * self.row_bytes)
@@ -455,9 +455,9 @@ def cache_folder(asked: str | None, data: Sequence[str]) -> Path:
         try:
             place.mkdir(parents=True, exist_ok=True)
             probe = place / f".{os.getpid()}.probe"
-            with locked(probe, lambda: None) as alone:
+            with locked(probe, lambda: None) as is_locked:
                 probe.unlink(missing_ok=True)
-            if alone:
+            if is_locked:
                 return place
             reason = f"{place}: this disk does not support file locks"
         except OSError as error:

@@ -76,17 +76,17 @@ def drift(seconds: Sequence[float]) -> float | None:
 
 def remarks(seconds: Sequence[float], others: float | None) -> list[str]:
     """Warnings about a measurement; `others` is the CPU fraction of other programs."""
-    found = []
-    moved = drift(seconds)
-    if moved is not None and moved > DRIFT:
-        found.append(f"slowed down by {moved:.0%} during the measurement: thermal throttling, or other programs")
-    if moved is not None and moved < -DRIFT:
-        found.append(f"became {-moved:.0%} faster during the measurement: not warmed up, or other programs")
+    warnings = []
+    change = drift(seconds)
+    if change is not None and change > DRIFT:
+        warnings.append(f"slowed down by {change:.0%} during the measurement: thermal throttling, or other programs")
+    if change is not None and change < -DRIFT:
+        warnings.append(f"became {-change:.0%} faster during the measurement: not warmed up, or other programs")
     if others is not None and others > BUSY:
-        found.append(f"other programs used {others:.0%} of the CPU")
+        warnings.append(f"other programs used {others:.0%} of the CPU")
     if len(seconds) < 3:
-        found.append(f"too few measurements ({len(seconds)})")
-    return found
+        warnings.append(f"too few measurements ({len(seconds)})")
+    return warnings
 
 
 _FOLD_AT = 4096  # marks stored before they are summed, to bound memory

@@ -269,7 +269,7 @@ def _many(values: Any, kind: Any, takes: str) -> list[Any]:
 
 def _count(batch_size: int) -> int:
     if not isinstance(batch_size, int) or batch_size < 1:
-        raise UserError(f"batch_size must be a whole number from 1 on, not {batch_size!r}")
+        raise UserError(f"batch_size must be an integer of at least 1, not {batch_size!r}")
     return batch_size
 
 

@@ -184,9 +184,9 @@ def _third_party_format(path: Path) -> Literal["openclip", "hf", "weights"] | No
 
 
 def _read_openclip_weights(path: Path, activation: Activation | None) -> SavedModel:
-    beside = path.with_name(OPENCLIP_CONFIG)
-    if beside.is_file():
-        return _read_openclip(beside, path)
+    config_file = path.with_name(OPENCLIP_CONFIG)
+    if config_file.is_file():
+        return _read_openclip(config_file, path)
     if activation is None:
         raise UserError(
             f"{path}: the activation is unknown without a config; put {OPENCLIP_CONFIG} next to the weights, or "

@@ -131,7 +131,7 @@ def _check_transformer(config: VisionTowerConfig | TextTowerConfig, tower: str, 
     if not 1 <= config.width * config.mlp_ratio < float("inf"):
         raise UserError(f"model.mlp_ratio must be above 0 (4 is usual), not {config.mlp_ratio:g}")
     if not 0 <= config.dropout < 1:
-        raise UserError(f"model.dropout must lie in [0, 1), not {config.dropout}")
+        raise UserError(f"model.dropout must be in [0, 1), not {config.dropout}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +196,7 @@ class HeadConfig:
         if self.kind in ("mlp", "adapter") and self.hidden < 1:
             raise UserError(f"head: hidden must be at least 1, not {self.hidden}")
         if not 0 <= self.dropout < 1:
-            raise UserError(f"head: dropout must lie in [0, 1), not {self.dropout}")
+            raise UserError(f"head: dropout must be in [0, 1), not {self.dropout}")
 
 
 @dataclass(frozen=True, kw_only=True)

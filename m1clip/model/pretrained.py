@@ -91,7 +91,7 @@ class BertTower(Tower):
         return (x.float() * weight).sum(dim=1) / weight.sum(dim=1)
 
 
-# Our name -> theirs, beside each other in one fused matrix; {i} is the number of a layer.
+# Our name -> theirs, side by side in one fused matrix; {i} is the number of a layer.
 BERT_NAMES: dict[str, tuple[str, ...]] = {
     "tokens.weight": ("embeddings.word_embeddings.weight",),
     "norm.weight": ("embeddings.LayerNorm.weight",),
@@ -142,7 +142,7 @@ STAGES = (
     Stage(1, 3, 1, 6, 320),
 )
 BATCH_NORM_EPS = 1e-3
-POOLED_STAGES = (2, 3, 4, 5, 6)  # beside the last layer, where colours and textures are lost
+POOLED_STAGES = (2, 3, 4, 5, 6)  # in addition to the last layer, which loses colors and textures
 
 
 class SameConv(nn.Conv2d):
@@ -503,7 +503,7 @@ def _preprocess(found: dict[str, Any], image_size: int) -> Preprocess:
 
 
 def _load_transformers(name: str, part: Literal["vision", "text"], download: bool) -> tuple[str, Tensors, int]:
-    """(settings, weights, padding id) from a folder, or by a name on the hub; of a CLIP only the part asked for."""
+    """(settings, weights, padding id) from a folder, or by a name on the hub; for a CLIP, only the requested part."""
     library, local = transformers(), {"local_files_only": not download}
     try:
         config = library.AutoConfig.from_pretrained(name, **local)
@@ -521,7 +521,7 @@ def _load_transformers(name: str, part: Literal["vision", "text"], download: boo
 
 
 def _tower_file(name: str, file: str, download: bool) -> Path | None:
-    """A file beside a tower's weights, if there is one."""
+    """A file next to a tower's weights, if there is one."""
     if Path(name).is_dir():
         return Path(name) / file if (Path(name) / file).is_file() else None
     from huggingface_hub import hf_hub_download

@@ -47,7 +47,7 @@ class ConvStem(nn.Module):
         """All patches of each image, row by row."""
         x = pixels.contiguous(memory_format=torch.channels_last)
         for conv, norm in zip(self.convs, self.norms, strict=False):
-            # Over the channels, which lie next to each other in this format: no copy.
+            # Over the channels, which are contiguous in this format: no copy.
             x = F.gelu(norm(conv(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
         return self.convs[-1](x).flatten(2).transpose(1, 2)
 

@@ -85,7 +85,7 @@ def _read_shards(path: Path) -> Tensors:
         raise UserError(f"{path}: has no weight_map from tensors to files")
     weights: Tensors = {}
     for name in sorted(set(table.values())):
-        # Only files beside the index: it may come from anyone.
+        # Only files next to the index, which is untrusted.
         own = Path(name).name
         if own in ("", "..") or not own.isprintable():
             raise UserError(f"{path}: {name!a} is not a file name")
@@ -116,7 +116,7 @@ def _read_torch(path: Path) -> Tensors:
             break
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise UserError(f"{path}: contains no table of tensors")
-    # OpenAI's own files contain a few numbers beside the tensors.
+    # OpenAI's own files contain a few numbers besides the tensors.
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 

@@ -98,7 +98,7 @@ def _token_bytes() -> list[bytes]:
 
 
 class BpeTokenizer(Tokenizer):
-    """CLIP's tokenizer: all 49,408 ids, or only the merged tokens in `kept` beside the 512 byte tokens.
+    """CLIP's tokenizer: all 49,408 ids, or only the merged tokens in `kept` in addition to the 512 byte tokens.
 
     Cut: id 0 is the padding, then the tokens in CLIP's order, then start and EOT.
     """
@@ -107,7 +107,7 @@ class BpeTokenizer(Tokenizer):
         """Take all tokens, or the merged ones with these ids of the full vocabulary."""
         self.kept: tuple[int, ...] | None = None if kept is None else tuple(sorted(set(kept)))
         if self.kept and not BASE_COUNT <= self.kept[0] <= self.kept[-1] < FULL_SOT_ID:
-            raise ValueError(f"kept tokens must lie between {BASE_COUNT} and {FULL_SOT_ID - 1}")
+            raise ValueError(f"kept tokens must be between {BASE_COUNT} and {FULL_SOT_ID - 1}")
         # In the full vocabulary, as in CLIP, the padding shares its id with the token "!".
         self.pad_id = 0
         self.sot_id = FULL_SOT_ID if self.kept is None else 1 + BASE_COUNT + len(self.kept)

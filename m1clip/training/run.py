@@ -300,12 +300,12 @@ def _go(
 
 def _warn_once(screen: Screen, path: Path) -> Callable[[OSError], None]:
     """The handler for failed log writes in a run that continues despite them."""
-    said: list[str] = []
+    messages: list[str] = []
 
     def warn(error: OSError) -> None:
-        if not said:
-            said.append(describe_disk_error(error, path))
-            screen.warn(f"{said[0]}; training continues, and run.jsonl will record how many lines are missing")
+        if not messages:
+            messages.append(describe_disk_error(error, path))
+            screen.warn(f"{messages[0]}; training continues, and run.jsonl will record how many lines are missing")
 
     return warn
 

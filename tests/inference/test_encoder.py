@@ -304,7 +304,7 @@ def test_similarity_and_classify(model: Model, images: list[Path]) -> None:
 @pytest.mark.parametrize("size", [0, -1, 2.5, None, "8"])
 def test_a_wrong_batch_size_is_one_clear_line(model: Model, images: list[Path], size: Any) -> None:
     for encode, values in ((model.encode_image, images), (model.encode_text, ["night"])):
-        with pytest.raises(UserError, match="batch_size must be a whole number from 1 on"):
+        with pytest.raises(UserError, match="batch_size must be an integer of at least 1"):
             encode(values, batch_size=size)
 
 

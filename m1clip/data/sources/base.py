@@ -201,7 +201,7 @@ def walk_images(root: Path) -> Iterator[str]:
         inside = os.path.relpath(folder, root).replace(os.sep, "/")
         prefix = "" if inside == "." else f"{inside}/"
         for name in sorted(files):
-            # macOS leaves ._a.jpg beside a.jpg.
+            # macOS leaves ._a.jpg next to a.jpg.
             if os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith("."):
                 yield prefix + name
 

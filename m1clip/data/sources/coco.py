@@ -1,4 +1,4 @@
-"""COCO captions: annotations/captions_train2017.json beside train2017/, or one such JSON file."""
+"""COCO captions: annotations/captions_train2017.json next to train2017/, or one such JSON file."""
 
 from __future__ import annotations
 
@@ -56,6 +56,6 @@ def _caption_files(path: Path) -> list[Path]:
 
 
 def _image_folders(file: Path) -> tuple[str, ...]:
-    """train2017 for captions_train2017.json: beside the file, above it, and in images/."""
+    """train2017 for captions_train2017.json: next to the file, above it, and in images/."""
     name = file.stem.removeprefix("captions_")
     return (name, f"images/{name}", f"../{name}", f"../images/{name}", "../images", "..")

@@ -59,14 +59,14 @@ def is_token(path: Path) -> bool:
 
 
 def token_rows(source: DataSource) -> Iterator[Row]:
-    """One row per line `image.jpg#0<tab>caption` of Flickr8k.token.txt; the official split lists are beside it."""
+    """One row per line `image.jpg#0<tab>caption` of Flickr8k.token.txt; the official split lists are next to it."""
     file = _token_file(source.path)
     if file is None:
         raise user_error(f"{source.path}: no .token.txt file there")
     split_of = _official_splits(file)
-    # The images are often in a folder beside that of the texts.
-    beside = tuple(f"../{folder.name}" for folder in sorted(file.parent.parent.iterdir()) if folder.is_dir())
-    folder = ImageFolder(file.parent, beside if source.path != file else ())
+    # The images are often in a folder next to that of the texts.
+    siblings = tuple(f"../{folder.name}" for folder in sorted(file.parent.parent.iterdir()) if folder.is_dir())
+    folder = ImageFolder(file.parent, siblings if source.path != file else ())
     for number, line in enumerate(text_lines(file), start=1):
         if match := _TOKEN_LINE.match(line):
             name = match.group(1).strip()

@@ -1,4 +1,4 @@
-"""Folders: a table for each split, a .txt beside each image, or class folders whose names become captions."""
+"""Folders: a table for each split, a .txt next to each image, or class folders whose names become captions."""
 
 from __future__ import annotations
 

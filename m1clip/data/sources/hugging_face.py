@@ -37,7 +37,7 @@ def hugging_face_rows(source: DataSource) -> Iterator[Row]:
     except _READ_ERRORS as error:
         raise user_error(f"{source.path}: not a readable dataset ({error})"[:500]) from error
     for split, data in tables.items():
-        # The name of a single split says nothing.
+        # The name of a single split is not informative.
         given = splits.from_value(split) if len(tables) > 1 else None
         records = partial(_records, name, split, data)
         yield from table_rows(Table(source.path, split, data.column_names, records, source.path, given), source)
