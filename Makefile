@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 PYTHON ?= python3
 
 help:
-	@echo "make demo   train a small CLIP on synthetic images and show what it finds (about 5 minutes)"
+	@echo "make demo   train a small CLIP on synthetic images and show what it finds (about 3 minutes on 2 cores)"
 	@echo "make test   ruff, mypy, import-linter, pytest"
 	@echo "make test-long  kills, full disks, hostile files and fuzzing with large counts, on all cores, then a soak of an hour"
 	@echo "make bench  speed as ratios against baselines, on this machine (DATA=folder: loaders too; PEERS=python: open_clip too)"
