@@ -21,7 +21,7 @@ from m1clip.data.captions import BUCKET, CaptionTable, tokenize_captions
 from m1clip.data.images import FileImage
 from m1clip.data.loader import Batch, BatchPlan, TrainingSet, _reported, _start_worker, batches
 from m1clip.data.types import ImageRef, Sample, sample_ids_of
-from m1clip.text.tokenizers import make_tokenizer
+from m1clip.text.tokenizers import CharTokenizer, make_tokenizer
 
 PLANS = st.integers(2, 200).flatmap(
     lambda n: st.builds(BatchPlan, st.just(n), st.integers(2, n), st.integers(0, 2**31 - 1))
