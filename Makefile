@@ -30,7 +30,7 @@ $(READY): pyproject.toml constraints.txt
 
 $(DEV): $(READY)
 	@echo "adding the tools for tests (once) ..."
-	@$(PIP) -e '.[dev,data]'
+	@$(PIP) -e '.[dev,data,plot]'
 	@touch $@
 
 setup: $(DEV)

@@ -334,7 +334,6 @@ def test_all_results_stand_in_one_table(tmp_path: Path) -> None:
     lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}
     naive = lines["same work, 76.7M, batch 12, 77 tokens: naive baseline, fp32 / m1clip"]
     assert "**3.00 [3.00, 3.00]** times" in naive
-    assert "| 2.9 " in naive
     assert (
         "not measured: set PEERS=" in lines["same work, 76.7M, batch 12, 77 tokens: open_clip, bf16 autocast / m1clip"]
     )

@@ -106,7 +106,9 @@ def test_missing_disk_is_a_one_line_error(tmp_path: Path, workers: int) -> None:
     data = live_set(folder)
     for file in (folder / "images").iterdir():
         file.unlink()
-    with pytest.raises(UserError, match=r"the file is missing; 32 others.*is the disk.*still there") as caught:
+    with pytest.raises(
+        UserError, match=r"the file is missing; 32 replacement images.*is the disk.*still connected"
+    ) as caught:
         list(batches(data, 0, STEPS, workers, "fork", False))
     assert "Traceback" not in str(caught.value)
     assert "\n" not in str(caught.value)

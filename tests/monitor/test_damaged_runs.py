@@ -299,7 +299,10 @@ def test_a_report_that_cannot_be_written_names_the_file_asked_for(tmp_path: Path
     run = full_run(tmp_path / "one")
     (tmp_path / "folder.html").mkdir()
     done = command("report", str(run), "-o", str(tmp_path / "folder.html"))
-    assert (done.returncode, done.stderr) == (2, f"m1clip: {tmp_path / 'folder.html'}: Is a directory\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"m1clip: {tmp_path / 'folder.html'}: exists and is not a regular file\n",
+    )
     (tmp_path / "file").write_text("")
     done = command("report", str(run), "-o", str(tmp_path / "file" / "report.html"))
     assert done.returncode == 2

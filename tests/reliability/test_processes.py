@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -148,7 +149,7 @@ def test_nohup_run_ignores_the_closed_terminal(tmp_path: Path) -> None:
 def test_training_goes_on_without_standard_output(tmp_path: Path, output: str) -> None:
     words = " ".join(small_arguments({"train.eval_every": 2, "data.workers": 2}))
     ended = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {sys.executable} -m m1clip train {words} --run run {output}"],
+        ["bash", "-c", f"set -o pipefail; {shlex.quote(sys.executable)} -m m1clip train {words} --run run {output}"],
         cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (0, "")
