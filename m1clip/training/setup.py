@@ -24,6 +24,7 @@ from m1clip.evaluation.analysis import even_indices
 from m1clip.hardware.device import Device, Precision, choose_device
 from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.measure import DTYPES
+from m1clip.hardware.memory import keep_freed_memory
 from m1clip.hardware.precision import autocast
 from m1clip.inference.encoder import Model
 from m1clip.model.clip import CLIP, count_parameters
@@ -177,6 +178,8 @@ def prepare(
     config = choose_batch(config, start, len(samples))
     config, device, precision = choose_hardware(config, start, facts, tokens, len(samples), say, choices)
 
+    if device.kind == "cpu" and not all(start.trainable):
+        keep_freed_memory()  # every batch of features needs the same blocks
     cache = open_feature_cache(start, tokenizer, preprocess, config, source, device, precision, plan)
     augmentation = augmentation_for(config, captions, start, tokenizer)
     margins = {"train": CROP_MARGIN if augmentation.crop_min < 1 else 1.0, "val": 1.0, "test": 1.0}
