@@ -347,7 +347,7 @@ def test_all_results_stand_in_one_table(tmp_path: Path) -> None:
     assert "2.0e-06 (multi, logit_scale)" in text
     assert "1.90 GB, the most" in text
     widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
-    assert widths == {6}
+    assert widths == {5}
 
 
 def test_a_smoke_run_is_not_taken_for_a_result(tmp_path: Path) -> None:
