@@ -33,8 +33,7 @@ from torch import Tensor, nn
 from m1clip.config import OptimConfig
 from m1clip.hardware.device import Device
 from m1clip.hardware.facts import read_facts
-from m1clip.hardware.measure import gemm_rate
-from m1clip.hardware.timing import timing
+from m1clip.hardware.timing import gemm_rate, timing
 from m1clip.io import write_json
 from m1clip.losses import OBJECTIVES, own_pairs
 from m1clip.model.clip import build_clip

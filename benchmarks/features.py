@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from m1clip.hardware.device import environment
+from m1clip.hardware.facts import environment
 
 os.environ.update(environment(platform.system(), os.environ))  # as `m1clip` does, before torch is loaded
 
@@ -36,7 +36,6 @@ from m1clip.data.images import Preprocess
 from m1clip.data.loader import BatchPlan, TrainingSet
 from m1clip.hardware.device import Device, Precision
 from m1clip.hardware.facts import read_facts
-from m1clip.hardware.precision import autocast
 from m1clip.model.clip import build_clip
 from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig
 from m1clip.training.step import TrainStep
@@ -85,7 +84,7 @@ def measure(images: int, batch: int, rounds: int, precision: Precision) -> dict[
     for tower in (model.image_tower, model.text_tower):
         tower.requires_grad_(False)
     config = Config(train=TrainConfig(batch_size=batch), optim=OptimConfig(optimizer="adamw", lr=1e-3))
-    update = TrainStep(model, config, device, precision, Preprocess(image_size=224), autocast(device, precision))
+    update = TrainStep(model, config, device, precision, Preprocess(image_size=224))
     with tempfile.TemporaryDirectory() as folder:
         widths = (model.image_tower.width, model.text_tower.width)
         data = feature_set(Path(folder), images, batch, *widths)

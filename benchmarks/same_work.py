@@ -112,7 +112,7 @@ def own_answers(config: Config) -> dict[str, Callable[[], Any]]:
     """m1clip: the same work as the peers, the same with its text trimmed, and its defaults; facts; the rate."""
     import torch
 
-    from m1clip.hardware.measure import gemm_rate
+    from m1clip.hardware.timing import gemm_rate
     from m1clip.model.clip import count_parameters
 
     def side(config: Config) -> tuple[Any, Callable[[bool], dict[str, float]]]:

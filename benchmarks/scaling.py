@@ -30,12 +30,10 @@ from m1clip.config import Config, ModelConfig, TrainConfig
 from m1clip.data.augment import Augmentation, draw_views
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
-from m1clip.hardware.device import Device, Precision, choose_precision
+from m1clip.hardware.device import DTYPES, Device, Precision, choose_precision
 from m1clip.hardware.facts import read_facts
-from m1clip.hardware.measure import DTYPES, bf16_speedup, gemm_rate
 from m1clip.hardware.memory import return_freed_memory
-from m1clip.hardware.precision import autocast
-from m1clip.hardware.timing import timing
+from m1clip.hardware.timing import bf16_speedup, gemm_rate, timing
 from m1clip.model.clip import build_clip
 from m1clip.model.presets import CLIPConfig, flops_per_pair, preset, with_fields
 from m1clip.training.autotune import choose_attention
@@ -160,7 +158,7 @@ class Bench:
         )
         config = Config(model=ModelConfig(), train=train)
         preprocess = Preprocess(image_size=shape.image_size)
-        return TrainStep(model, config, self.device, self.precision, preprocess, autocast(self.device, self.precision))
+        return TrainStep(model, config, self.device, self.precision, preprocess)
 
     def measure(self, point: Point, chunk: int) -> dict[str, Any]:
         """Images per second: median and quartiles of several updates after one or two that warm up."""

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from m1clip.hardware.device import environment
-from m1clip.hardware.facts import read_facts
+from m1clip.hardware.facts import environment, read_facts
 from m1clip.hardware.timing import Timing
 from m1clip.model.presets import CLIPConfig, flops_per_pair
 
@@ -68,7 +67,7 @@ def training_step(job: Setup) -> TrainStep:
     """The product's training step."""
     from m1clip.training.step import TrainStep
 
-    return TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+    return TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess)
 
 
 def peer_shape(config: CLIPConfig) -> dict[str, Any]:

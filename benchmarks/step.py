@@ -44,7 +44,7 @@ def answers_of(side: str, config: Config) -> dict[str, Callable[[], Any]]:
             "parameters": lambda: sum(p.numel() for p in trainer.model.parameters()),
         }
 
-    from m1clip.hardware.measure import gemm_rate
+    from m1clip.hardware.timing import gemm_rate
     from m1clip.model.clip import count_parameters
     from m1clip.training.progress import Screen
     from m1clip.training.run import decode_plan
@@ -53,7 +53,7 @@ def answers_of(side: str, config: Config) -> dict[str, Callable[[], Any]]:
     from m1clip.training.step import TrainStep
 
     job = prepare(config, lambda line: None, decode_plan(Screen()))
-    update = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+    update = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess)
     total_steps = round((config.train.epochs or 1) * job.training.plan.steps_per_epoch)
     update.schedule = lr_schedule(config.optim, total_steps)
     done = {False: 0, True: 0}

@@ -105,7 +105,7 @@ def cpu_quota(path: Path) -> float | None:
 
 
 def _gemm_flops(device: Device, facts: Facts) -> dict[str, float]:
-    from m1clip.hardware.measure import gemm_timings
+    from m1clip.hardware.timing import gemm_timings
 
     size = 1024 if device.kind == "cpu" else 4096
     precisions: Any = rules(device.kind, facts).precisions

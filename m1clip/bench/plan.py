@@ -14,7 +14,7 @@ from m1clip.data.cache import RAM_FRACTION
 from m1clip.formatting import amount, clock, duration, size
 from m1clip.hardware.device import Device, choose_device, choose_precision, threads
 from m1clip.hardware.facts import Facts, read_facts
-from m1clip.hardware.measure import bf16_speedup, gemm_rate
+from m1clip.hardware.timing import bf16_speedup, gemm_rate
 from m1clip.model.clip import count_parameters
 from m1clip.model.presets import flops_per_pair
 from m1clip.training.memory import forecast, predicted_peak, tensor_limit, tracer, warm_process

@@ -110,7 +110,7 @@ class Measurements:
         """Raw device speed: matrix multiplication, memory bandwidth, kernel launch."""
         import torch
 
-        from m1clip.hardware.measure import copy_bandwidth, gemm_rate, launch_seconds
+        from m1clip.hardware.timing import copy_bandwidth, gemm_rate, launch_seconds
 
         device = Device(kind, self.facts)
         torch.set_num_threads(threads(0, self.facts))
@@ -128,7 +128,6 @@ class Measurements:
         import torch
 
         from m1clip.data.images import Preprocess
-        from m1clip.hardware.precision import autocast
         from m1clip.model.clip import build_clip
         from m1clip.model.presets import flops_per_pair
         from m1clip.training.memory import stand_in
@@ -151,7 +150,7 @@ class Measurements:
         model.set_activation_checkpointing(configuration.grad_checkpointing)
         preprocess = Preprocess(image_size=shape.image_size)
         self.device, self.number, self.peak_is_known = device, 0, peak_is_known
-        self.step = TrainStep(model, config, device, precision, preprocess, autocast(device, precision))
+        self.step = TrainStep(model, config, device, precision, preprocess)
         self.batch = stand_in(shape, configuration.batch_size, tokens)
         self.parity_batch = stand_in(shape, PARITY_IMAGES, tokens)
         taken = [self._run_step()]

@@ -36,10 +36,9 @@ from m1clip.evaluation.analysis import (
 from m1clip.evaluation.figures import GridRow, retrieval_grid
 from m1clip.evaluation.retrieval import is_match, nearest, ranks, retrieval
 from m1clip.evaluation.statistics import Scores
-from m1clip.hardware.device import Device, choose_device, choose_precision, rules, threads
+from m1clip.hardware.device import Device, autocast, choose_device, choose_precision, rules, threads
 from m1clip.hardware.facts import Facts, read_facts, usable_cpus
-from m1clip.hardware.measure import bf16_speedup
-from m1clip.hardware.precision import autocast
+from m1clip.hardware.timing import bf16_speedup
 from m1clip.inference.encoder import Model, SplitFeatures, encode_split, load
 from m1clip.model.clip import CLIP
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+import torch
 
 from m1clip.errors import UserError
 from m1clip.hardware.facts import Facts
@@ -18,6 +22,7 @@ from m1clip.hardware.memory import return_freed_memory
 
 Kind = Literal["cpu", "mps", "cuda"]
 Precision = Literal["fp32", "bf16", "fp16"]
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,18 +102,6 @@ def threads(asked: int, facts: Facts) -> int:
     return asked or facts.performance_cores
 
 
-def environment(system: str, current: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables to set before torch is imported, unless the user has set them."""
-    # Threads that spin while waiting compete with other programs: 2 to 3 times slower on a busy machine.
-    wanted = {"OMP_WAIT_POLICY": "passive"}
-    if system == "Linux" and current.get("OMP_WAIT_POLICY", "passive").lower() == "passive":
-        # Spin for up to about 0.1 ms: between operations of a small model, sleeping costs more.
-        wanted["GOMP_SPINCOUNT"] = "10000"
-    if system == "Darwin":
-        wanted["PYTORCH_MPS_HIGH_WATERMARK_RATIO"] = "1.0"  # fail before the Mac starts to swap
-    return {name: value for name, value in wanted.items() if name not in current}
-
-
 def peak_of_status(text: str) -> int:
     """Peak memory from Linux's /proc/PID/status, in bytes."""
     line = next(line for line in text.splitlines() if line.startswith("VmHWM:"))
@@ -119,8 +112,6 @@ class Device:
     """One device of this machine, with its rules."""
 
     def __init__(self, kind: Kind, facts: Facts) -> None:
-        import torch
-
         self.kind: Kind = kind
         self.rules = rules(kind, facts)
         self.torch = torch.device(kind)
@@ -152,21 +143,17 @@ class Device:
             return self._most_seen
         if self._peak_file is not None:
             return peak_of_status(self._peak_file.read_text())
-        import resource
-        import sys
-
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux, bytes on macOS
 
     def reset_peak(self) -> bool:
         """Free cached memory and reset the peak; False where this is not possible (CPU, except on Linux)."""
-        if self._backend is not None:
-            self._backend.empty_cache()
-            self._most_seen = 0
-            if self.kind == "cuda":
-                self._backend.reset_peak_memory_stats()
+        self.release()
+        self._most_seen = 0
+        if self.kind == "cuda":
+            self._backend.reset_peak_memory_stats()
+        if self.kind != "cpu":
             return True
-        return_freed_memory()
         try:
             Path("/proc/self/clear_refs").write_text("5")
             status = Path("/proc/self/status")
@@ -196,6 +183,18 @@ class Device:
         return int(psutil.virtual_memory().available)
 
 
+def autocast(
+    device: Device, precision: Precision, enabled: bool = True
+) -> Callable[[], AbstractContextManager[object]]:
+    """Factory of the autocast context for forward passes; fp32 needs none.
+
+    With `enabled=False`, of one that disables it for a backward pass inside it, but keeps its cast weights.
+    """
+    if precision == "fp32":
+        return nullcontext
+    return lambda: torch.autocast(device.kind, dtype=DTYPES[precision], enabled=enabled)
+
+
 def compile_obstacle(kind: str, torch_folder: str, compiler: str | None, triton: bool) -> str:
     """Why torch.compile cannot work for a device; "" if no reason is known."""
     if kind == "cuda" and not triton:
@@ -211,8 +210,6 @@ def compile_obstacle(kind: str, torch_folder: str, compiler: str | None, triton:
 
 def check_compile(kind: str) -> None:
     """Raise UserError where --compile would fail."""
-    import torch
-
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     triton = importlib.util.find_spec("triton") is not None
     obstacle = compile_obstacle(kind, os.path.dirname(torch.__file__), compiler, triton)

@@ -1,18 +1,27 @@
-"""Timing: warm up, synchronize, repeat, report the median with its spread; and the phases of a step."""
+"""Timing: warm up, synchronize, repeat, report the median with its spread; the phases of a step; speed of a device."""
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from itertools import pairwise
+from typing import Any
 
 import psutil
+import torch
+
+from m1clip.hardware.device import DTYPES, Device, Precision
 
 DRIFT = 0.08  # report a larger relative change between the first and the last third
 BUSY = 0.10  # report a larger fraction of CPU time used by other programs
+MAX_MARKS = 2**16  # of phases that nobody reads
+COPY_BYTES = {"cpu": 2**28, "mps": 2**28, "cuda": 2**30}  # much larger than any cache
+LAUNCHES = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +46,13 @@ def timing(seconds: list[float]) -> Timing:
 
 
 def alternate(
-    calls: Mapping[Any, Callable[[], object]], synchronize: Callable[[], None], *, rounds: int = 5, warmup: int = 1,
+    calls: Mapping[Any, Callable[[], object]],
+    synchronize: Callable[[], None],
+    *,
+    rounds: int = 5,
+    warmup: int = 1,
     seconds: float = float("inf"),
-) -> dict[str, Timing]:  # fmt: skip
+) -> dict[str, Timing]:
     """Time several calls in alternation, so that a busy moment affects all of them.
 
     Stops after `rounds` rounds, or after `seconds` once each call has been timed.
@@ -89,71 +102,18 @@ def remarks(seconds: Sequence[float], others: float | None) -> list[str]:
     return warnings
 
 
-_FOLD_AT = 4096  # marks stored before they are summed, to bound memory
-
-
-class Stamp(Protocol):
-    """A moment in time, as torch.cuda.Event measures it on a device."""
-
-    def record(self) -> None: ...
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
-    def elapsed_time(self, end_event: Self, /) -> float: ...
-
-
-class HostStamp:
-    """A timestamp on the host, where work is done when the call returns; milliseconds, as in CUDA."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def record(self) -> None:
-        """Now."""
-        self.seconds = time.perf_counter()
-
-    def query(self) -> bool:
-        """Always complete on the host."""
-        return True
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def elapsed_time(self, end_event: HostStamp, /) -> float:
-        """Milliseconds to a later moment."""
-        return (end_event.seconds - self.seconds) * 1e3
-
-
-def stamps_of(kind: str) -> Callable[[], Stamp] | None:
-    """Timestamp type of a device; None where reading it would synchronize."""
-    if kind == "cpu":
-        return HostStamp
-    if kind == "cuda":
-        import torch
-
-        return lambda: torch.cuda.Event(enable_timing=True)
-    return None  # MPS: the host's clock would show when work was queued, not when it was done
-
-
 class Phases:
     """Seconds of each named phase of a step. `mark` ends one and begins the next; `take` reads and clears."""
 
-    def __init__(self, kind: str = "cpu", stamps: Callable[[], Stamp] | None = None) -> None:
-        """For a kind of device, or with other `stamps` than its own."""
-        self._new = stamps or stamps_of(kind)
-        self._marks: list[tuple[str, Stamp]] = []  # in order; "" is no phase
-        self._free: list[Stamp] = []
-        self._seconds: dict[str, float] = {}
-        self.silent = False  # set while a CUDA graph is captured: marks would become part of it
+    def __init__(self, kind: str = "cpu") -> None:
+        self.kind = kind
+        self._marks: deque[tuple[str, Any]] = deque(maxlen=MAX_MARKS)  # "" is no phase
+        self.silent = kind == "mps"  # the host's clock would show when work was queued, not when it was done
 
     def mark(self, name: str) -> None:
         """Start the phase `name` and end the one before; the host does not wait."""
-        if self._new is None or self.silent or (self._marks and self._marks[-1][0] == name):
-            return
-        stamp = self._free.pop() if self._free else self._new()
-        stamp.record()
-        self._marks.append((name, stamp))
-        if len(self._marks) >= _FOLD_AT and self._marks[-2][1].query():
-            self._fold()
+        if not self.silent and not (self._marks and self._marks[-1][0] == name):
+            self._marks.append((name, self._now()))
 
     def stop(self) -> None:
         """End the current phase."""
@@ -161,19 +121,23 @@ class Phases:
 
     def take(self) -> dict[str, float]:
         """Seconds of each phase since the last call; {} if it cannot be measured. Synchronizes."""
-        if self._marks:
+        seconds: dict[str, float] = {}
+        if self._marks and self.kind == "cuda":
             self._marks[-1][1].synchronize()
-            self._fold()
-        taken, self._seconds = self._seconds, {}
-        return taken
-
-    def _fold(self) -> None:
-        """Sum all phases that have ended; keep the last mark as the start of the next."""
-        for (name, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+        for (name, begin), (_, end) in pairwise(self._marks):
             if name:
-                self._seconds[name] = self._seconds.get(name, 0.0) + begin.elapsed_time(end) / 1e3
-            self._free.append(begin)
-        self._marks = self._marks[-1:]
+                taken = begin.elapsed_time(end) / 1e3 if self.kind == "cuda" else end - begin
+                seconds[name] = seconds.get(name, 0.0) + taken
+        while len(self._marks) > 1:  # the last is the start of the next phase
+            self._marks.popleft()
+        return seconds
+
+    def _now(self) -> Any:
+        if self.kind != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 class Load:
@@ -199,3 +163,46 @@ def _machine() -> tuple[float, float]:
 def _own() -> float:
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
+
+
+def gemm_timings(
+    device: Device, precisions: tuple[Precision, ...], size: int = 1536, rounds: int = 5
+) -> dict[str, Timing]:
+    """Time a square matrix multiplication in each precision, alternating between them."""
+    calls = {}
+    for precision in precisions:
+        a = torch.randn(size, size, device=device.torch).to(DTYPES[precision])
+        b = torch.randn(size, size, device=device.torch).to(DTYPES[precision])
+        calls[precision] = functools.partial(torch.mm, a, b)
+    return alternate(calls, device.synchronize, rounds=rounds, warmup=2)
+
+
+def gemm_rate(device: Device, precision: Precision, size: int = 1536, rounds: int = 7) -> float:
+    """FLOP/s of a large matrix multiplication: the upper bound for a training step."""
+    return 2 * size**3 / gemm_timings(device, (precision,), size, rounds)[precision].low
+
+
+def bf16_speedup(device: Device) -> float:
+    """Speedup of bf16 over fp32 matrix multiplication. Takes well under a second on a CPU."""
+    times = gemm_timings(device, ("fp32", "bf16"), size=768)
+    return times["fp32"].median / times["bf16"].median
+
+
+def copy_bandwidth(device: Device, rounds: int = 9, size: int | None = None) -> float:
+    """Bytes per second of a copy within the device, counting both reads and writes."""
+    size = size or COPY_BYTES[device.kind]
+    source = torch.ones(size // 4, device=device.torch)
+    target = torch.empty_like(source)
+    found = alternate({"copy": lambda: target.copy_(source)}, device.synchronize, rounds=rounds, warmup=2, seconds=2.0)
+    return 2 * size / found["copy"].low
+
+
+def launch_seconds(device: Device, rounds: int = 9) -> float:
+    """Seconds per launch of a small kernel, averaged over many."""
+    one = torch.ones(1, device=device.torch)
+
+    def launch() -> None:
+        for _ in range(LAUNCHES):
+            one.add_(1.0)
+
+    return alternate({"launch": launch}, device.synchronize, rounds=rounds, warmup=3)["launch"].median / LAUNCHES

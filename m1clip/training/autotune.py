@@ -29,6 +29,7 @@ from m1clip.hardware.device import (
     Device,
     Kind,
     Precision,
+    autocast,
     available,
     check_compile,
     choose_device,
@@ -38,7 +39,6 @@ from m1clip.hardware.device import (
 )
 from m1clip.hardware.facts import Facts
 from m1clip.hardware.memory import map_large_blocks, return_freed_memory
-from m1clip.hardware.precision import autocast
 from m1clip.hardware.timing import BUSY, Load, Timing, alternate, timing
 from m1clip.io import read_small, write_json
 from m1clip.model.clip import CLIP
@@ -243,7 +243,7 @@ def time_step(config: Config, start: Start, facts: Facts, candidate: Tried, work
     def timed() -> Tried:
         model = _model(config, start, device, precision)
         preprocess = Preprocess(image_size=start.config.image_size)
-        update = TrainStep(model, plain, device, precision, preprocess, autocast(device, precision))
+        update = TrainStep(model, plain, device, precision, preprocess)
         update.keeps_memory = False  # cached blocks would fragment the heap before the run starts
         load = Load()
         taken, used = _timed(update, work, device, seconds)

@@ -22,7 +22,6 @@ from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
 from m1clip.hardware.device import Device, Kind, Precision
 from m1clip.hardware.facts import Facts
-from m1clip.hardware.precision import autocast
 from m1clip.model.clip import build_clip
 from m1clip.model.presets import CLIPConfig, with_fields
 from m1clip.training.step import TrainStep
@@ -162,9 +161,7 @@ def predict_memory(
         clip.set_attention(*("sdpa" if wish == "auto" else wish for wish in kinds))
         clip.set_activation_checkpointing(config.model.grad_checkpointing)
         half: Precision = "bf16" if precision == "fp16" else precision  # the same size; no fp16 on the CPU
-        update = TrainStep(
-            clip, plain, host, half, Preprocess(image_size=start.config.image_size), autocast(host, half)
-        )
+        update = TrainStep(clip, plain, host, half, Preprocess(image_size=start.config.image_size))
 
         update.skip = "never"  # fake tensors have no values to check
         update.blockwise_loss = kind == "cpu"
@@ -224,7 +221,7 @@ def warm_process(facts: Facts) -> int:
     )
     kinds: tuple[Precision, ...] = ("fp32", "bf16")
     for kind in kinds:
-        update = TrainStep(build_clip(toy), Config(), host, kind, Preprocess(image_size=32), autocast(host, kind))
+        update = TrainStep(build_clip(toy), Config(), host, kind, Preprocess(image_size=32))
         update(stand_in(toy, 4, 16), 1)
     torch.set_rng_state(state)
     return int(psutil.Process().memory_info().rss)

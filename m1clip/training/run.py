@@ -99,9 +99,7 @@ def calibrate(job: Setup, seconds: float, warn: Callable[[str], None]) -> Length
     """
     begin = time.perf_counter()
     deadline = begin + CALIBRATION * seconds
-    update = TrainStep(
-        job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast, job.teacher
-    )
+    update = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.teacher)
     per_step, paused = _step_seconds(job, update, deadline, PATIENCE * seconds)
     evaluation_seconds = _evaluation_seconds(job, update, deadline) if "val" in job.splits else 0.0
     left = seconds - (time.perf_counter() - begin - paused)
@@ -275,9 +273,7 @@ def _go(
     for line in screen.warned:
         log.write("warning", step=state.step, text=line)
     job.training.report = _failure_log(job, folder, log, screen)
-    update = TrainStep(
-        job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast, job.teacher
-    )
+    update = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.teacher)
     if tensors is not None:
         restore(update, state, tensors)
     update.oom, update.lr_factor = make_oom_handler(job, state), state.lr_factor

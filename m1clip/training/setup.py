@@ -21,11 +21,9 @@ from m1clip.data.prepare import CROP_MARGIN, Split, is_synthetic, open_data, qui
 from m1clip.data.types import Source, sample_ids_of
 from m1clip.errors import UserError
 from m1clip.evaluation.analysis import even_indices
-from m1clip.hardware.device import Device, Precision, choose_device
+from m1clip.hardware.device import DTYPES, Device, Precision, autocast, choose_device
 from m1clip.hardware.facts import Facts, read_facts
-from m1clip.hardware.measure import DTYPES
 from m1clip.hardware.memory import keep_freed_memory
-from m1clip.hardware.precision import autocast
 from m1clip.inference.encoder import Model
 from m1clip.model.clip import CLIP, count_parameters
 from m1clip.model.folder import read_model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, Literal
 
@@ -16,9 +16,8 @@ from m1clip.data import randomness as rnd
 from m1clip.data.augment import render
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
-from m1clip.hardware.device import Device, Precision
+from m1clip.hardware.device import Device, Precision, autocast
 from m1clip.hardware.memory import keep_freed_memory, map_large_blocks
-from m1clip.hardware.precision import grad_scaler, no_autocast
 from m1clip.hardware.timing import Phases
 from m1clip.losses import OBJECTIVES, positives, text_contrast
 from m1clip.model.clip import CLIP, Features
@@ -46,13 +45,12 @@ class TrainStep:
         device: Device,
         precision: Precision,
         preprocess: Preprocess,
-        autocast: Callable[[], AbstractContextManager[object]],
         teacher: Teacher | None = None,
     ) -> None:
         self.model, self.config, self.device, self.preprocess = model, config, device, preprocess
-        self.autocast, self.teacher = autocast, teacher
+        self.autocast, self.teacher = autocast(device, precision), teacher
         self.objective = OBJECTIVES[config.train.loss]
-        self.scaler = grad_scaler(device, precision)
+        self.scaler = torch.amp.GradScaler(device.kind) if precision == "fp16" else None  # gradients underflow
         self.has_dropout = has_dropout(model)
         one_device = len({p.device for p in model.parameters()}) == 1
         self.skip: Literal["host", "device", "never"] = skip_rule(device.kind, one_device)
@@ -81,7 +79,8 @@ class TrainStep:
             self.scale_loss = self.scaler.scale
         # Compiled code may draw different dropout masks with and without an autograd graph.
         with_graph = config.model.compile and self.has_dropout
-        self.grad_cache = GradCache(autocast, no_autocast(device, precision), self.scale_loss, self._mark, with_graph)
+        no_autocast = autocast(device, precision, enabled=False)
+        self.grad_cache = GradCache(self.autocast, no_autocast, self.scale_loss, self._mark, with_graph)
         self.parameters = list(model.parameters())
         self.blockwise_loss = device.kind == "cpu"  # for the text-text loss; other devices compute all logits at once
         model.train()

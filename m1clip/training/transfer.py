@@ -25,8 +25,7 @@ from m1clip.errors import UserError
 from m1clip.evaluation.retrieval import retrieval
 from m1clip.evaluation.statistics import selection_metric
 from m1clip.evaluation.zeroshot import zero_shot
-from m1clip.hardware.device import Device, Precision
-from m1clip.hardware.precision import autocast
+from m1clip.hardware.device import Device, Precision, autocast
 from m1clip.inference.encoder import Model, encode_split, load
 from m1clip.inference.feature_cache import FeatureCache, FrozenTower
 from m1clip.losses import distillation

@@ -432,7 +432,7 @@ def test_step_is_the_same_with_images_on_the_device() -> None:
     job = prepare(small_config({"data.crop_min": 0.5}), lambda line: None, decode_plan(screen()))
     plain, there = job.training, copy.copy(job.training)
     there.device_images = plain.images.to_device(HOST, 10**9)
-    step = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+    step = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess)
     # Workers cannot see the device's memory, so none are started.
     pairs = zip(batches(plain, 0, 3, 0, "fork", False), batches(there, 0, 3, 2, "fork", False), strict=True)
     for number, (one, other) in enumerate(pairs):

@@ -14,12 +14,11 @@ from m1clip.hardware.device import (
     choose_device,
     choose_precision,
     compile_obstacle,
-    environment,
     rules,
     threads,
 )
-from m1clip.hardware.facts import Facts, read_facts, usable_cpus
-from m1clip.hardware.measure import bf16_speedup, gemm_rate, gemm_timings
+from m1clip.hardware.facts import Facts, environment, read_facts, usable_cpus
+from m1clip.hardware.timing import bf16_speedup, gemm_rate, gemm_timings
 
 
 def mac(chip: str, cores: int, fast: int) -> Facts:

@@ -1,22 +1,25 @@
-"""Timing: medians, alternation, warnings; and the phases of a step."""
+"""Timing: medians, alternation, warnings, the phases of a step, the speed of a device."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+import torch
 
-from m1clip.hardware import timing as clock
-from m1clip.hardware import timing as module
-from m1clip.hardware.timing import HostStamp, Phases, stamps_of
+from m1clip.hardware import timing
+from m1clip.hardware.device import Device
+from m1clip.hardware.facts import read_facts
+from m1clip.hardware.timing import Load, Phases, Timing, alternate, drift, is_settled, remarks
 
 
-class FakeTime:
-    """A clock that moves only when told."""
+class FakeClock:
+    """A clock that advances only when a call says so; also the time of a fake CUDA device."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.calls = 0.0, []  # type: ignore[var-annotated]
-        monkeypatch.setattr(clock.time, "perf_counter", lambda: self.now)
+    def __init__(self) -> None:
+        self.now, self.calls, self.synchronized = 0.0, [], 0  # type: ignore[var-annotated]
 
-    def call(self, name: str, seconds: float) -> object:
+    def call(self, name: str, seconds: float) -> Callable[[], None]:
         def work() -> None:
             self.calls.append(name)
             self.now += seconds
@@ -24,158 +27,121 @@ class FakeTime:
         return work
 
 
-def test_calls_take_turns_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeTime(monkeypatch)
-    calls = {"a": fake.call("a", 1.0), "b": fake.call("b", 2.0)}
-    times = clock.alternate(calls, lambda: None, rounds=3, warmup=2)  # type: ignore[arg-type]
-    assert fake.calls == ["a", "a", "b", "b", "a", "b", "a", "b", "a", "b"]
-    assert times["a"] == clock.Timing(1.0, 1.0, 1.0, 3)
-    assert times["b"] == clock.Timing(2.0, 2.0, 2.0, 3)
-
-
-def test_waiting_for_the_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeTime(monkeypatch)
-    wait = fake.call("wait", 10.0)
-    times = clock.alternate({"a": fake.call("a", 1.0)}, wait, rounds=2, warmup=1)  # type: ignore[arg-type, dict-item]
-    assert fake.calls == ["a", "wait", "a", "wait", "a", "wait"]
-    assert times["a"].median == 11.0
-
-
-def test_it_stops_when_the_time_is_up_but_times_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeTime(monkeypatch)
-    calls = {"a": fake.call("a", 3.0), "b": fake.call("b", 3.0)}
-    assert {t.n for t in clock.alternate(calls, lambda: None, rounds=9, seconds=1.0).values()} == {1}  # type: ignore[arg-type]
-    assert {t.n for t in clock.alternate(calls, lambda: None, rounds=9, seconds=10.0).values()} == {2}  # type: ignore[arg-type]
-
-
-def test_the_summary_is_median_and_quartiles() -> None:
-    assert clock.timing([4.0, 1.0, 3.0, 2.0, 5.0]) == clock.Timing(3.0, 2.0, 4.0, 5)
-    assert clock.timing([7.0]) == clock.Timing(7.0, 7.0, 7.0, 1)
-    assert str(clock.Timing(0.002, 0.001, 0.003, 5)) == "2.00 ms [1.00, 3.00], n=5"
-
-
-def test_warm_is_when_two_calls_agree() -> None:
-    assert not clock.is_settled([1.0])
-    assert not clock.is_settled([2.0, 1.0])
-    assert clock.is_settled([9.0, 1.0, 1.05])
-
-
-def test_drift_compares_the_ends() -> None:
-    assert clock.drift([1.0] * 5) is None
-    assert clock.drift([1.0, 1.0, 1.5, 1.5, 2.0, 2.0]) == pytest.approx(1.0)
-    assert clock.drift([1.0, 1.1, 1.0, 1.1, 1.0, 1.1]) == pytest.approx(0.0)
-
-
-def test_remarks_stand_beside_a_doubtful_number() -> None:
-    assert clock.remarks([1.0] * 9, others=0.02) == []
-    assert "slowed down by 50%" in clock.remarks([1.0, 1.0, 1.2, 1.2, 1.5, 1.5], None)[0]
-    assert "became 33% faster" in clock.remarks([1.5, 1.5, 1.2, 1.2, 1.0, 1.0], None)[0]
-    assert clock.remarks([1.0] * 9, others=0.4) == ["other programs used 40% of the CPU"]
-    assert clock.remarks([1.0], None) == ["too few measurements (1)"]
-
-
-class Clock:
-    """A device that is told what time it is, and how far it has got."""
-
-    def __init__(self) -> None:
-        self.now, self.reached, self.waited, self.made = 0.0, float("inf"), 0, 0
-
-    def stamp(self) -> FakeStamp:
-        self.made += 1
-        return FakeStamp(self)
-
-
-class FakeStamp:
-    def __init__(self, clock: Clock) -> None:
-        self.clock, self.moment = clock, -1.0
-
-    def record(self) -> None:
-        self.moment = self.clock.now
-
-    def query(self) -> bool:
-        return self.moment <= self.clock.reached
+class FakeEvent:
+    def __init__(self, clock: FakeClock) -> None:
+        self.clock, self.time, self.ready = clock, clock.now, False
 
     def synchronize(self) -> None:
-        self.clock.waited += 1
-        self.clock.reached = max(self.clock.reached, self.moment)
+        self.clock.synchronized += 1
 
-    def elapsed_time(self, end_event: FakeStamp, /) -> float:
-        assert self.query(), "asked before the device got there"
-        assert end_event.query(), "asked before the device got there"
-        return (end_event.moment - self.moment) * 1e3
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return (end.time - self.time) * 1e3
 
 
-def step(phases: Phases, clock: Clock, *seconds: float) -> None:
-    for name, length in zip(("copy", "forward", "backward", "optimizer"), seconds, strict=True):
-        phases.mark(name)
-        clock.now += length
-    phases.stop()
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    fake = FakeClock()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: fake.now)
+    return fake
 
 
-def test_seconds_are_summed_by_phase_and_the_time_between_steps_is_nobodys() -> None:
-    clock = Clock()
-    phases = Phases(stamps=clock.stamp)
-    step(phases, clock, 1, 2, 4, 8)
-    clock.now += 1000  # waiting for data
-    step(phases, clock, 1, 2, 4, 8)
+def test_calls_alternate_after_a_warmup_and_synchronization_counts(clock: FakeClock) -> None:
+    calls = {"a": clock.call("a", 1.0), "b": clock.call("b", 2.0)}
+    times = alternate(calls, clock.call("wait", 10.0), rounds=2, warmup=2)
+    assert "".join(name[0] for name in clock.calls) == "aabbw" + "awbw" * 2
+    assert times == {"a": Timing(11.0, 11.0, 11.0, 2), "b": Timing(12.0, 12.0, 12.0, 2)}
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(1.0, 1), (10.0, 2)])
+def test_alternate_stops_after_the_time_limit_but_times_each_call_once(
+    clock: FakeClock, seconds: float, rounds: int
+) -> None:
+    calls = {"a": clock.call("a", 3.0), "b": clock.call("b", 3.0)}
+    assert {t.n for t in alternate(calls, lambda: None, rounds=9, seconds=seconds).values()} == {rounds}
+
+
+def test_timing_is_median_and_quartiles() -> None:
+    assert timing.timing([4.0, 1.0, 3.0, 2.0, 5.0]) == Timing(3.0, 2.0, 4.0, 5)
+    assert timing.timing([7.0]) == Timing(7.0, 7.0, 7.0, 1)
+    assert str(Timing(0.002, 0.001, 0.003, 5)) == "2.00 ms [1.00, 3.00], n=5"
+
+
+def test_warmup_drift_and_warnings() -> None:
+    assert [is_settled(s) for s in ([1.0], [2.0, 1.0], [9.0, 1.0, 1.05])] == [False, False, True]
+    assert drift([1.0] * 5) is None
+    assert drift([1.0, 1.0, 1.5, 1.5, 2.0, 2.0]) == pytest.approx(1.0)
+    assert drift([1.0, 1.1, 1.0, 1.1, 1.0, 1.1]) == pytest.approx(0.0)
+    assert remarks([1.0] * 9, others=0.02) == []
+    assert "slowed down by 50%" in remarks([1.0, 1.0, 1.2, 1.2, 1.5, 1.5], None)[0]
+    assert "became 33% faster" in remarks([1.5, 1.5, 1.2, 1.2, 1.0, 1.0], None)[0]
+    assert remarks([1.0] * 9, others=0.4) == ["other programs used 40% of the CPU"]
+    assert remarks([1.0], None) == ["too few measurements (1)"]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_phases_sum_seconds_and_synchronize_only_in_take(clock: FakeClock, kind: str) -> None:
+    phases = Phases(kind)
+    if kind == "cuda":
+        phases._now = lambda: FakeEvent(clock)  # type: ignore[method-assign]
+
+    def step() -> None:
+        for name, seconds in {"copy": 1, "forward": 2, "backward": 4, "optimizer": 8}.items():
+            phases.mark(name)
+            phases.mark(name)  # continues the phase
+            clock.now += seconds
+        phases.stop()
+
+    for _ in range(2):
+        step()
+        clock.now += 1000  # waiting for data
+    assert clock.synchronized == 0
     assert phases.take() == {"copy": 2, "forward": 4, "backward": 8, "optimizer": 16}
+    assert clock.synchronized == (kind == "cuda")
     assert phases.take() == {}
-    step(phases, clock, 1, 1, 1, 1)
-    assert phases.take() == {"copy": 1, "forward": 1, "backward": 1, "optimizer": 1}
-
-
-def test_the_host_waits_only_when_asked() -> None:
-    clock = Clock()
-    phases = Phases(stamps=clock.stamp)
-    clock.reached = -1.0  # the device has not done anything yet
-    for _ in range(5):
-        step(phases, clock, 1, 2, 4, 8)
-    assert clock.waited == 0
-    assert phases.take()["optimizer"] == 40
-    assert clock.waited == 1
-
-
-def test_a_phase_that_still_runs_is_counted_when_it_ends() -> None:
-    clock = Clock()
-    phases = Phases(stamps=clock.stamp)
     phases.mark("forward")
     clock.now += 3
     assert phases.take() == {}
     clock.now += 2
     phases.mark("backward")
-    assert phases.take() == {"forward": 5}
+    assert phases.take() == {"forward": 5}, "a phase is counted when it ends"
 
 
-def test_a_phase_marked_again_goes_on() -> None:
-    clock = Clock()
-    phases = Phases(stamps=clock.stamp)
-    for _ in range(3):
-        phases.mark("forward")
-        clock.now += 1
-    phases.stop()
-    assert phases.take() == {"forward": 3}
-
-
-def test_moments_are_used_again_and_never_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FOLD_AT", 20)
-    clock = Clock()
-    phases = Phases(stamps=clock.stamp)
-    for _ in range(1000):
-        step(phases, clock, 1, 1, 1, 1)
-    assert clock.made <= 21
-    assert clock.waited == 0
-    assert phases.take() == {"copy": 1000, "forward": 1000, "backward": 1000, "optimizer": 1000}
-
-
-def test_the_cpu_has_a_clock_and_mps_says_nothing_rather_than_something_wrong() -> None:
-    assert stamps_of("cpu") is HostStamp
-    phases = Phases("cpu")
+def test_phases_are_not_measured_on_mps() -> None:
+    phases = Phases("mps")
     phases.mark("forward")
     phases.stop()
-    taken = phases.take()
-    assert list(taken) == ["forward"]
-    assert taken["forward"] >= 0
-    silent = Phases("mps")
-    silent.mark("forward")
-    silent.stop()
-    assert silent.take() == {}
+    assert phases.take() == {}
+
+
+def test_load_of_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, own = iter([(100.0, 40.0), (110.0, 42.0)]), iter([5.0, 11.0])
+    monkeypatch.setattr(timing, "_machine", lambda: next(machine))
+    monkeypatch.setattr(timing, "_own", lambda: next(own, 0.0))
+    assert Load().others() == pytest.approx((10 - 2 - 6) / 10)
+    monkeypatch.setattr(timing, "_machine", lambda: (100.0, 50.0))
+    assert Load().others() is None, "too short to measure"
+
+
+def test_speed_of_the_cpu_is_plausible() -> None:
+    cpu = Device("cpu", read_facts())
+    times = timing.gemm_timings(cpu, ("fp32", "bf16"), size=64, rounds=3)
+    assert [times[name].n for name in ("fp32", "bf16")] == [3, 3]
+    assert timing.gemm_rate(cpu, "fp32", size=64, rounds=3) > 1e6
+    assert timing.bf16_speedup(cpu) > 0
+    assert timing.copy_bandwidth(cpu, rounds=2, size=2**20) > 1e6
+    assert 0 < timing.launch_seconds(cpu, rounds=2) < 0.1
+
+
+def test_peak_memory_can_be_reset_where_the_system_allows_it() -> None:
+    cpu = Device("cpu", read_facts())
+    block = torch.ones(2**25)  # 128 MB
+    high = cpu.peak_bytes()
+    assert high > block.nbytes
+    del block
+    if not cpu.reset_peak():
+        pytest.skip("this system cannot reset the peak")
+    assert cpu.peak_bytes() < high
+    block = torch.ones(2**25)
+    assert cpu.peak_bytes() > block.nbytes
+    assert block.nbytes < cpu.memory_bytes() <= cpu.peak_bytes() * 1.01
+    assert 0 < cpu.free_bytes() <= cpu.total_bytes()

@@ -15,7 +15,6 @@ from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
 from m1clip.hardware.device import Device
 from m1clip.hardware.facts import Facts, read_facts
-from m1clip.hardware.precision import autocast
 from m1clip.model.clip import build_clip, count_parameters
 from m1clip.model.presets import clip_config, with_fields
 from m1clip.training import autotune as choose_module
@@ -244,7 +243,7 @@ def test_what_is_foretold_is_what_is_watched() -> None:
         predicted = predict_memory(config, START, "cpu", precision, facts, 16, 16)  # type: ignore[arg-type]
         model = build_clip(with_fields(SHAPE, eot_id=0))
         model.set_attention("bmm", "sdpa")
-        update = TrainStep(model, config, host, precision, Preprocess(image_size=32), autocast(host, precision))  # type: ignore[arg-type]
+        update = TrainStep(model, config, host, precision, Preprocess(image_size=32))  # type: ignore[arg-type]
         samples = stand_in(SHAPE, 16, 16)
         update(samples, 1)
         real = watched(update, samples, lambda batch: update(batch, 2))  # noqa: B023

@@ -36,7 +36,7 @@ def groups(batch: Batch) -> list[Tensor]:
 
 def made(changes: dict[str, Any]) -> tuple[Setup, TrainStep]:
     job = prepare(small_config({**VARIED, **changes}), lambda line: None, decode_plan(screen()))
-    update = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast)
+    update = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess)
     return job, update
 
 

@@ -87,9 +87,7 @@ def test_chunks_give_the_same_gradient(teacher: Path, tmp_path: Path) -> None:
     for chunk in (0, 5):
         config = config_of(teacher, tmp_path, **{"train.micro_batch": chunk})
         job = prepare(config, lambda line: None, decode_plan(screen()))
-        update = TrainStep(
-            job.build_model(), job.config, job.device, job.precision, job.preprocess, job.autocast, job.teacher
-        )
+        update = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.teacher)
         update.compute_gradients(job.training[0], 0)
         gradients.append({n: p.grad.clone() for n, p in update.model.named_parameters() if p.grad is not None})
     for name, gradient in gradients[0].items():

@@ -30,7 +30,7 @@ def make(changes: dict[str, Any] | None = None) -> tuple[Setup, TrainStep]:
         for p in model.parameters():
             noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
             p.add_(noise.to(p.device) * 0.05)
-    return job, TrainStep(model, job.config, job.device, job.precision, job.preprocess, job.autocast)
+    return job, TrainStep(model, job.config, job.device, job.precision, job.preprocess)
 
 
 def gradients(update: TrainStep, batch: Batch, step: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
@@ -118,7 +118,7 @@ def test_dropout_of_a_tower_of_others_is_a_function_of_the_step_too(chunk: int) 
     image: Any = plain.model.image_tower
     image.thin = nn.Dropout(0.5)
     image.register_forward_hook(lambda tower, inputs, output: tower.thin(output))
-    thinned = TrainStep(plain.model, job.config, job.device, job.precision, job.preprocess, job.autocast)
+    thinned = TrainStep(plain.model, job.config, job.device, job.precision, job.preprocess)
     batch = job.training[0]
     (one, wanted), (other, found) = gradients(thinned, batch), gradients(thinned, batch)
     assert one == other != gradients(thinned, batch, step=4)[0]
@@ -205,7 +205,6 @@ def test_compiled_chunks_give_the_same_gradient(monkeypatch: pytest.MonkeyPatch)
         job.device,
         job.precision,
         job.preprocess,
-        job.autocast,
     )
     batch = job.training[0]
     assert_close(gradients(compiled, batch)[1], gradients(plain, batch)[1], 1e-5)
