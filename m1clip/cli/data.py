@@ -22,7 +22,7 @@ CaptionColumn = Annotated[tuple[str, ...], Parameter(negative="", help="Tables o
 def data_make(
     folder: Path, /, *, count: Count = 1000, image_size: Count = 112, seed: int = 0, captions: Count = 5
 ) -> None:
-    """Write a synthetic dataset that any tool can read: images/, captions.csv, scenes.jsonl, negatives.csv.
+    """Write a synthetic dataset that any tool can read: images/ and captions.csv.
 
     Parameters
     ----------

@@ -224,7 +224,7 @@ def scene_labels(scene: Scene) -> Mapping[str, Sequence[str]]:
     return {
         "category": [thing.category for thing in things],
         "object": [thing.kind for thing in things],
-        "colour": [thing.colour for thing in things],
+        "color": [thing.color for thing in things],
         "count": [str(thing.count) for thing in things],
         "size": [thing.size for thing in things],
         "position": [thing.position for thing in things],

@@ -125,7 +125,7 @@ def test_layers_memory_and_analysis_are_told(log: list[dict[str, Any]]) -> None:
     for record in of(log, "eval"):
         analysis = record["analysis"]
         assert {"alignment", "modality_gap", "difficulty", "negatives", "groups", "length"} <= analysis.keys()
-        assert {"category", "object", "colour", "count", "position"} <= {
+        assert {"category", "object", "color", "count", "position"} <= {
             name.split("/")[0] for name in analysis["groups"]
         }
         assert {"easy", "medium", "hard"} <= analysis["negatives"].keys()

@@ -1,69 +1,31 @@
-"""The grammar: many captions that say everything a scene shows, and nothing else.
+"""Captions that say everything a scene shows and nothing else, in many wordings.
 
-Captions use only a-z, space, comma and full stop. Those that fit a character tokenizer of 77 tokens come first.
+They use only a-z, space, comma and full stop. Those that fit a character tokenizer of 77 tokens come first.
 """
 
 from __future__ import annotations
 
-from m1clip.data.synthetic.scene import CAPTIONS, KINDS, Scene, Thing, generator
+from m1clip.data.synthetic.scene import CAPTIONS, KINDS, TABLES, Scene, Thing, generator
 
 FITS = 75  # characters: 77 tokens without start and end
 
-NUMBERS = {1: ("one", "a"), 2: ("two", "two"), 3: ("three", "three"), 4: ("four", "four")}
-SIZE_WORDS = {"small": ("small", "little"), "large": ("large", "big")}
-LONG_PLACES = {"left": "on the left", "right": "on the right", "top": "at the top", "bottom": "at the bottom"}
-SHORT_PLACES = {"left": "left", "right": "right", "top": "above", "bottom": "below"}
-LONG_TIMES = {"morning": "in the morning", "day": "by day", "evening": "in the evening", "night": "at night"}
-
-ONE_THING = (
-    "{a} {at} {when}",
-    "{when}, {a} {at}",
-    "{at} {a} {when}",
-    "{when} {at}, {a}",
-    "{a} {at}, {time}",
-    "a picture of {a} {at} {when}",
-    "{a_time} scene with {a} {at}",
-    "{time}. {a} {at}.",
-)
-
-TWO_THINGS = (
-    "{a} {left} and {b} {right} {when}",
-    "{when}, {a} {left} and {b} {right}",
-    "{b} {right} and {a} {left} {when}",
-    "{a} {left}, {b} {right}, {time}",
-    "{time}, {b} {right}, {a} {left}",
-    "{time}. {a} {left}. {b} {right}.",
-    "{a} {left} with {b} {right}, {time}",
-    "{left} {a}, {right} {b}, {time}",
-    "{time}, {left} {a}, {right} {b}",
-    "{a} {at} and {b} {bt} {when}",
-    "{when}, {a} {at} and {b} {bt}",
-    "{a_time} scene with {a} {at} and {b} {bt}",
-)
-
 
 def _phrase(thing: Thing, style: int) -> str:
+    words = TABLES["words"]
     noun = thing.kind if thing.count == 1 else KINDS[thing.kind].plural
-    return f"{NUMBERS[thing.count][style]} {SIZE_WORDS[thing.size][style]} {thing.colour} {noun}"
+    return f"{words['counts'][thing.count - 1][style]} {words['sizes'][thing.size][style]} {thing.color} {noun}"
 
 
 def paraphrases(scene: Scene) -> tuple[str, ...]:
     """All captions of a scene. Caption i has the same wording for every scene with as many things."""
-    first, last = scene.things[0], scene.things[-1]
-    templates = ONE_THING if len(scene.things) == 1 else TWO_THINGS
-    words = {
-        "at": LONG_PLACES[first.position],
-        "bt": LONG_PLACES[last.position],
-        "left": SHORT_PLACES[first.position],
-        "right": SHORT_PLACES[last.position],
-        "time": scene.time,
-        "a_time": f"an {scene.time}" if scene.time == "evening" else f"a {scene.time}",
-        "when": LONG_TIMES[scene.time],
-    }
+    first, last, time = scene.things[0], scene.things[-1], scene.time
+    (at, left), (bt, right) = TABLES["positions"][first.position], TABLES["positions"][last.position]
+    a_time = f"an {time}" if time == "evening" else f"a {time}"
+    words = {"at": at, "bt": bt, "left": left, "right": right, "time": time, "a_time": a_time}
     return tuple(
-        template.format(a=_phrase(first, style), b=_phrase(last, style), **words)
+        template.format(a=_phrase(first, style), b=_phrase(last, style), when=TABLES["times"][time]["when"], **words)
         for style in (0, 1)
-        for template in templates
+        for template in TABLES["templates"]["one" if len(scene.things) == 1 else "two"]
     )
 
 

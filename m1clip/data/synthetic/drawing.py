@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import numpy as np
 from PIL import Image, ImageDraw
 
-from m1clip.data.synthetic.scene import (
-    COLOURS,
-    DARK_RGB,
-    GROUNDS,
-    KINDS,
-    LIGHT_RGB,
-    OUTLINE,
-    PLACEMENT,
-    SKIES,
-    Rgb,
-    Scene,
-    Thing,
-    generator,
-)
-from m1clip.errors import UserError
+from m1clip.data.synthetic.scene import COLORS, KINDS, OUTLINE, PLACEMENT, TABLES, Rgb, Scene, Thing, generator
+
+# Increase it when the same scene and seed give other pixels: it is part of cache keys.
+VERSION = 1
+SMALLEST, LARGEST = 32, 224  # sides of images in which objects can be recognized
 
 _OUTLINE_FRACTION = 0.035  # of the diameter, on each side
-_LAYER = {"hole": 0, "body": 1, "dark": 2, "light": 3}
+_LAYERS = ("hole", "body", "dark", "light")
 
 
 @dataclass(frozen=True, slots=True)
 class Sprite:
-    """image = image * keep + colour * body + fixed; each (d, d, 1 or 3) float32."""
+    """image = image * keep + color * body + fixed; each (d, d, 1 or 3) float32."""
 
     keep: np.ndarray
     body: np.ndarray
@@ -39,22 +29,9 @@ class Sprite:
     covered: np.ndarray  # (d, d) bool: where more than half belongs to the object
 
 
-@cache
-def _fitted(kind: str) -> tuple[tuple[int, tuple[tuple[float, float], ...]], ...]:
-    """Shapes scaled into the unit circle, so that objects whose circles do not touch do not overlap."""
-    shapes = KINDS[kind].shapes
-    xs, ys = zip(*(point for shape in shapes for point in shape.points), strict=True)
-    x0, y0 = (min(xs) + max(xs)) / 2, (min(ys) + max(ys)) / 2
-    radius = max(math.hypot(x - x0, y - y0) for x, y in zip(xs, ys, strict=True))
-    return tuple(
-        (_LAYER[shape.layer], tuple(((x - x0) / radius, (y - y0) / radius) for x, y in shape.points))
-        for shape in shapes
-    )
-
-
 @lru_cache(maxsize=4096)
 def sprite(kind: str, diameter: int, outline: Rgb) -> Sprite:
-    """A kind of object at a diameter in pixels, with its outline in the given colour."""
+    """A kind of object at a diameter in pixels, with its outline in the given color."""
     # Supersampling: about 128 samples across, also for small objects.
     factor = max(4, math.ceil(128 / diameter))
     side = diameter * factor
@@ -62,10 +39,10 @@ def sprite(kind: str, diameter: int, outline: Rgb) -> Sprite:
     radius = side / 2 - edge
     layers, grown = Image.new("L", (side, side), 0), Image.new("L", (side, side), 0)
     paint, grow = ImageDraw.Draw(layers), ImageDraw.Draw(grown)
-    for layer, points in _fitted(kind):
+    for layer, points in KINDS[kind].shapes:
         corners = [(side / 2 + x * radius, side / 2 + y * radius) for x, y in points]
-        paint.polygon(corners, fill=layer)
-        grow.polygon(corners, fill=255 if layer else 0)
+        paint.polygon(corners, fill=_LAYERS.index(layer))
+        grow.polygon(corners, fill=0 if layer == "hole" else 255)
         # A line around the shape is the outline: many times cheaper than a maximum filter.
         grow.line([*corners, *corners[:2]], fill=255, width=round(2 * edge), joint="curve")
 
@@ -75,19 +52,14 @@ def sprite(kind: str, diameter: int, outline: Rgb) -> Sprite:
     body, dark, light = (weight(layers.point(lambda v, k=k: 255 if v == k else 0)) for k in (1, 2, 3))
     cover = weight(grown)
     rim = np.clip(cover - body - dark - light, 0, 1)
-    tones = np.array((DARK_RGB, LIGHT_RGB, outline), np.float32)
+    tones = np.array((*TABLES["tones"].values(), outline), np.float32)
     fixed = dark * tones[0] + light * tones[1] + rim * tones[2]
     return Sprite(1 - cover, body, fixed, cover[:, :, 0] > 0.5)
 
 
-VARIANTS = 4
+VARIANTS = 4  # heights of the horizon
 _SUPERSAMPLING = 4
 _STARS = ((8, 10), (22, 30), (35, 8), (47, 22), (58, 44), (66, 12), (90, 34), (12, 50), (78, 52), (40, 46))
-
-
-def horizon(variant: int) -> float:
-    """Where the ground begins, as a fraction of the height."""
-    return 0.66 + 0.03 * variant
 
 
 def _mix(a: Rgb, b: Rgb, fraction: float) -> Rgb:
@@ -95,29 +67,28 @@ def _mix(a: Rgb, b: Rgb, fraction: float) -> Rgb:
     return red, green, blue
 
 
-def _sky_lights(canvas: ImageDraw.ImageDraw, time: str, side: int, level: float) -> None:
+def _draw_sky_lights(canvas: ImageDraw.ImageDraw, time: str, side: int, level: float) -> None:
     """Sun, moon and stars in the hues of the sky, so that they cannot be mistaken for objects."""
-    top, low, _ = SKIES[time]
-    unit = side / 100
+    sky, unit = TABLES["times"][time], side / 100
 
-    def disc(x: float, y: float, radius: float, colour: Rgb) -> None:
-        canvas.ellipse([(x - radius) * unit, (y - radius) * unit, (x + radius) * unit, (y + radius) * unit], colour)
+    def disc(x: float, y: float, radius: float, color: Rgb) -> None:
+        canvas.ellipse([(x - radius) * unit, (y - radius) * unit, (x + radius) * unit, (y + radius) * unit], color)
 
     if time == "night":
         for x, y in _STARS:
             disc(x, y, 0.7, (170, 178, 214))
         disc(84, 14, 8, (196, 200, 214))
-        disc(80.5, 12, 7, _mix(top, low, 0.15))
+        disc(80.5, 12, 7, _mix(sky["top"], sky["horizon"], 0.15))
     elif time == "day":
         disc(85, 13, 8, (255, 248, 206))
     else:
         x = 22 if time == "morning" else 76
         for radius, strength in ((20, 0.25), (13, 0.6)):
-            disc(x, level * 100, radius, _mix(low, (255, 250, 224), strength))
+            disc(x, level * 100, radius, _mix(sky["horizon"], (255, 250, 224), strength))
 
 
-def _ground(canvas: ImageDraw.ImageDraw, category: str, side: int, level: float, light: float) -> None:
-    base, mark = (_mix((0, 0, 20), colour, light) for colour in GROUNDS[category])
+def _draw_ground(canvas: ImageDraw.ImageDraw, category: str, side: int, level: float, light: float) -> None:
+    base, mark = (_mix((0, 0, 20), color, light) for color in TABLES["grounds"][category])
     y, unit = level * side, side / 100
     depth = side - y
     canvas.rectangle([0, y, side, side], base)
@@ -132,32 +103,33 @@ def _ground(canvas: ImageDraw.ImageDraw, category: str, side: int, level: float,
             x = side / 2 + step * 6 * unit
             spread = side / 2 + step * 16 * unit
             canvas.polygon([(x, y), (x + unit, y), (spread + 4 * unit, side), (spread, side)], mark)
-    elif category == "urban":  # a dashed line and a kerb
+    elif category == "urban":  # a curb and a dashed line
         canvas.rectangle([0, y, side, y + 2.5 * unit], mark)
         for column in range(4):
             x = (4 + column * 26) * unit
             canvas.rectangle([x, y + depth * 0.5, x + 15 * unit, y + depth * 0.5 + 3 * unit], mark)
     else:  # a checked cloth, wider towards the viewer
         for row in range(4):
-            near, far = y + depth * ((row + 1) / 4) ** 1.3, y + depth * (row / 4) ** 1.3
+            (far, far_width), (near, near_width) = (
+                (y + depth * (edge / 4) ** 1.3, 9 + 7 * (edge / 4) ** 1.3) for edge in (row, row + 1)
+            )
             for column in range(-8 + row % 2, 8, 2):
-                feet = [
-                    side / 2 + c * (9 + 7 * ((row + e) / 4) ** 1.3) * unit for e in (0, 1) for c in (column, column + 1)
-                ]
-                canvas.polygon([(feet[0], far), (feet[1], far), (feet[3], near), (feet[2], near)], mark)
+                ends = [(column, far, far_width), (column + 1, far, far_width)]
+                ends += [(column + 1, near, near_width), (column, near, near_width)]
+                canvas.polygon([(side / 2 + c * width * unit, foot) for c, foot, width in ends], mark)
 
 
 @lru_cache(maxsize=256)
 def background(time: str, category: str, size: int, variant: int) -> np.ndarray:
     """(size, size, 3) uint8, read-only because it is cached."""
-    side, level = size * _SUPERSAMPLING, horizon(variant)
-    top, low, light = SKIES[time]
+    side, level = size * _SUPERSAMPLING, 0.66 + 0.03 * variant
+    top, horizon = (np.array(TABLES["times"][time][name]) for name in ("top", "horizon"))
     height = np.minimum(1, np.arange(side) / (level * side))[:, None]
-    column = np.array(top) + height * (np.array(low) - np.array(top))  # (side, 3)
+    column = top + height * (horizon - top)  # (side, 3)
     image = Image.fromarray(np.repeat(column.round().astype(np.uint8)[:, None], side, axis=1))
     canvas = ImageDraw.Draw(image)
-    _sky_lights(canvas, time, side, level)
-    _ground(canvas, category, side, level, light)
+    _draw_sky_lights(canvas, time, side, level)
+    _draw_ground(canvas, category, side, level, TABLES["times"][time]["light"])
     pixels = np.array(image.reduce(_SUPERSAMPLING))
     pixels.flags.writeable = False
     return pixels
@@ -165,26 +137,26 @@ def background(time: str, category: str, size: int, variant: int) -> np.ndarray:
 
 DIAMETER = {"small": 0.18, "large": 0.285}  # fractions of the image's side
 SIZE_JITTER = 0.04
-COLOUR_NOISE = 9
+_COLOR_NOISE = 9
 _MARGIN = 0.01
 _GAP = 0.012  # between two circles; four large ones in a zigzag still have it
 _REACH = 0.22
-_MAX_ACROSS, _MAX_ALONG = 0.3, 0.12  # how close the centre of a group may be to the diagonals of the image
+_MAX_ACROSS, _MAX_ALONG = 0.3, 0.12  # how close the center of a group may be to the diagonals of the image
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One object: the index of its thing, centre and diameter (fractions of the side), colour."""
+    """One object: its kind, center and diameter (fractions of the side), and color."""
 
-    thing: int
+    kind: str
     x: float
     y: float
     diameter: float
-    rgb: tuple[float, float, float]
+    rgb: tuple[float, ...]
 
 
-def _regular_centres(count: int, diameter: float) -> list[tuple[float, float]]:
-    """Centres (across, along) without jitter in a half of 0.5 x 1: in a line, four in a zigzag."""
+def _regular_centers(count: int, diameter: float) -> list[tuple[float, float]]:
+    """Centers (across, along) without jitter in a half of 0.5 x 1: in a line, four in a zigzag."""
     low, high = diameter / 2 + _MARGIN, 0.5 - diameter / 2 - _MARGIN
     middle = (low + high) / 2
     swing = (high - low) / 2 if count > 3 else 0.0
@@ -194,34 +166,32 @@ def _regular_centres(count: int, diameter: float) -> list[tuple[float, float]]:
     return [(middle + (swing if i % 2 else -swing), start + spacing * i) for i in range(count)]
 
 
-def _readable(centres: list[tuple[float, float]], distance: float) -> bool:
-    """Nothing touches, and the centre of the group is clearly in one half."""
-    number = len(centres)
-    across, along = (sum(axis) / number for axis in zip(*centres, strict=True))
+def _readable(centers: list[tuple[float, float]], distance: float) -> bool:
+    """Nothing touches, and the center of the group is clearly in one half."""
+    number = len(centers)
+    across, along = (sum(axis) / number for axis in zip(*centers, strict=True))
     if across > _MAX_ACROSS or abs(along - 0.5) > _MAX_ALONG:
         return False
-    return all(math.dist(centres[i], centres[j]) >= distance for i in range(number) for j in range(i))
+    return all(math.dist(centers[i], centers[j]) >= distance for i in range(number) for j in range(i))
 
 
-def _centres(thing: Thing, diameter: float, moves: list[list[float]]) -> list[tuple[float, float]]:
-    """Jittered centres; the jitter is halved until the group is readable."""
-    regular = _regular_centres(thing.count, diameter)
+def _centers(thing: Thing, diameter: float, moves: list[list[float]]) -> list[tuple[float, float]]:
+    """Jittered centers (x, y); the jitter is halved until the group is readable."""
+    regular = _regular_centers(thing.count, diameter)
     low = diameter / 2 + _MARGIN
-    reach = _REACH
     placed = regular
-    for _ in range(6):
-        placed = [
+    for halvings in range(6):
+        reach = _REACH / 2**halvings
+        jittered = [
             (min(max(a + reach * da, low), 0.5 - low), min(max(b + reach * db, low), 1 - low))
             for (a, b), (da, db) in zip(regular, moves, strict=False)
         ]
-        if _readable(placed, diameter + _GAP):
+        if _readable(jittered, diameter + _GAP):
+            placed = jittered
             break
-        reach /= 2
-    else:
-        placed = regular
-    far = thing.position in ("right", "bottom")
-    across = [((1 - a) if far else a, b) for a, b in placed]
-    return across if thing.position in ("left", "right") else [(b, a) for a, b in across]
+    if thing.position in ("right", "bottom"):
+        placed = [(1 - a, b) for a, b in placed]
+    return placed if thing.position in ("left", "right") else [(b, a) for a, b in placed]
 
 
 def place(scene: Scene, seed: int) -> tuple[int, list[Instance]]:
@@ -231,46 +201,31 @@ def place(scene: Scene, seed: int) -> tuple[int, list[Instance]]:
     # All random numbers in one call: the call costs more than the numbers.
     noise = rng.uniform(-1, 1, size=(2, 4, 6)).tolist()
     instances: list[Instance] = []
-    for index, thing in enumerate(scene.things):
-        rows = noise[index]
+    for thing, rows in zip(scene.things, noise, strict=False):
         diameter = DIAMETER[thing.size] * (1 + SIZE_JITTER * rows[0][5])
-        base = COLOURS[thing.colour]
-        for (x, y), row in zip(_centres(thing, diameter, [r[:2] for r in rows]), rows, strict=False):
-            red, green, blue = (min(255.0, max(0.0, c + COLOUR_NOISE * n)) for c, n in zip(base, row[2:5], strict=True))
-            instances.append(Instance(index, x, y, diameter, (red, green, blue)))
+        for (x, y), row in zip(_centers(thing, diameter, [r[:2] for r in rows]), rows, strict=False):
+            shifted = (c + _COLOR_NOISE * n for c, n in zip(COLORS[thing.color], row[2:5], strict=True))
+            rgb = tuple(min(255.0, max(0.0, value)) for value in shifted)
+            instances.append(Instance(thing.kind, x, y, diameter, rgb))
     return variant, instances
 
 
-# Increase it when the same scene and seed give other pixels: it is part of cache keys.
-VERSION = 1
-SMALLEST, LARGEST = 32, 224
-
-
-def check_size(size: int) -> None:
-    """Raise UserError for a size at which objects cannot be recognized."""
-    if not SMALLEST <= size <= LARGEST:
-        raise UserError(f"synthetic images are {SMALLEST} to {LARGEST} px wide, not {size}")
-
-
-def sprite_at(scene: Scene, instance: Instance, size: int) -> tuple[Sprite, slice, slice]:
+def sprite_at(instance: Instance, time: str, size: int) -> tuple[Sprite, slice, slice]:
     """The sprite of an object, and the rows and columns it covers."""
     diameter = round(instance.diameter * size)
     top, left = round(instance.y * size - diameter / 2), round(instance.x * size - diameter / 2)
     # Rounding may push an object at the edge one pixel out.
     top, left = (min(max(edge, 0), size - diameter) for edge in (top, left))
-    shape = sprite(scene.things[instance.thing].kind, diameter, OUTLINE[scene.time])
-    return shape, slice(top, top + diameter), slice(left, left + diameter)
+    return sprite(instance.kind, diameter, OUTLINE[time]), slice(top, top + diameter), slice(left, left + diameter)
 
 
 def draw(scene: Scene, size: int, seed: int) -> np.ndarray:
     """(size, size, 3) uint8, a pure function of the arguments."""
-    check_size(size)
     variant, instances = place(scene, seed)
     image = background(scene.time, scene.category, size, variant).copy()
     for instance in instances:
-        shape, rows, columns = sprite_at(scene, instance, size)
+        shape, rows, columns = sprite_at(instance, scene.time, size)
         under = image[rows, columns]
-        image[rows, columns] = (
-            under * shape.keep + shape.body * np.array(instance.rgb, np.float32) + (shape.fixed + 0.5)
-        )
+        color = shape.body * np.array(instance.rgb, np.float32)
+        image[rows, columns] = under * shape.keep + color + (shape.fixed + 0.5)
     return image

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from m1clip.data.synthetic.captions import FITS, paraphrases
-from m1clip.data.synthetic.scene import (
-    AXES,
-    COLOUR_NAMES,
-    COUNTS,
-    KIND_NAMES,
-    KINDS,
-    NEGATIVES,
-    POSITIONS,
-    SIZES,
-    TIMES,
-    Scene,
-    Thing,
-    generator,
-)
+from m1clip.data.synthetic.scene import AXES, KINDS, NEGATIVES, VALUES, Scene, Thing, generator
 
-ATTRIBUTES = ("colour", "count", "size", "position", "kind", "time")
-DIFFICULTIES = ("easy", "medium", "hard")
+ATTRIBUTES = tuple(VALUES)
 _EACH = 3  # easy and medium ones; there is one hard negative per attribute
-
 Value = TypeVar("Value")
 
 
@@ -47,49 +32,40 @@ def _other(rng: np.random.Generator, choices: Sequence[Value], taken: Sequence[V
     return free[int(rng.integers(len(free)))]
 
 
-def _moved(scene: Scene, rng: np.random.Generator) -> Scene:
-    """Another position for a single thing; two things swap theirs, which a bag of words cannot see."""
-    if len(scene.things) == 1:
-        (thing,) = scene.things
-        return replace(scene, things=(replace(thing, position=_other(rng, POSITIONS, [thing.position])),))
-    first, second = scene.things
-    swapped = replace(second, position=first.position), replace(first, position=second.position)
-    return replace(scene, things=swapped)
-
-
 def _change(scene: Scene, attribute: str, index: int, rng: np.random.Generator) -> Scene:
     """The scene with a wrong value of one attribute: of the thing at `index`, of the time, or of the positions."""
     if attribute == "time":
-        return replace(scene, time=_other(rng, TIMES, [scene.time]))
-    if attribute == "position":
-        return _moved(scene, rng)
+        return replace(scene, time=_other(rng, VALUES["time"], [scene.time]))
     things = list(scene.things)
+    if attribute == "position" and len(things) == 2:  # they swap places, which a bag of words cannot see
+        first, second = things
+        return replace(
+            scene, things=(replace(second, position=first.position), replace(first, position=second.position))
+        )
     thing = things[index]
-    near = [name for name in KIND_NAMES if KINDS[name].category == thing.category]
-    choices: dict[str, Sequence[Any]] = {"colour": COLOUR_NAMES, "count": COUNTS, "size": SIZES, "kind": near}
-    # Two things of a scene always differ in kind and colour.
-    taken = [getattr(t, attribute) for t in (things if attribute in ("colour", "kind") else [thing])]
-    things[index] = replace(thing, **{attribute: _other(rng, choices[attribute], taken)})
+    choices: Sequence[str] = VALUES[attribute]
+    if attribute == "kind":
+        choices = [name for name in choices if KINDS[name].category == thing.category]
+    # Two things of a scene always differ in kind and color.
+    taken = [getattr(t, attribute) for t in (things if attribute in ("color", "kind") else [thing])]
+    things[index] = replace(thing, **{attribute: _other(rng, choices, taken)})
     return replace(scene, things=tuple(things))
 
 
 def _all_changed(scene: Scene, rng: np.random.Generator) -> Scene:
-    """Nothing in common: other categories, colours, counts, sizes, positions and time."""
-    categories = {thing.category for thing in scene.things}
-    far = [name for name in KIND_NAMES if KINDS[name].category not in categories]
-    kinds, colours = [t.kind for t in scene.things], [t.colour for t in scene.things]
-    if len(scene.things) == 1:
-        places: tuple[str, ...] = (_other(rng, POSITIONS, [scene.things[0].position]),)
-    else:
-        places = _other(rng, AXES, [(scene.things[0].position, scene.things[1].position)])
+    """Nothing in common: other categories, colors, counts, sizes, positions and time."""
+    far = [name for name in KINDS if all(KINDS[name].category != thing.category for thing in scene.things)]
+    kinds, colors = [t.kind for t in scene.things], [t.color for t in scene.things]
+    positions = tuple(t.position for t in scene.things)
+    choices = [(name,) for name in VALUES["position"]] if len(positions) == 1 else AXES
     things: list[Thing] = []
-    for thing, place in zip(scene.things, places, strict=True):
+    for thing, position in zip(scene.things, _other(rng, choices, [positions]), strict=True):
         kinds.append(_other(rng, far, kinds))
-        colours.append(_other(rng, COLOUR_NAMES, colours))
+        colors.append(_other(rng, VALUES["color"], colors))
         # Different from both things, so that no count is right by chance.
-        count = _other(rng, COUNTS, [t.count for t in scene.things])
-        things.append(Thing(kinds[-1], colours[-1], count, _other(rng, SIZES, [thing.size]), place))
-    return Scene(tuple(things), _other(rng, TIMES, [scene.time]))
+        count = _other(rng, VALUES["count"], [t.count for t in scene.things])
+        things.append(Thing(kinds[-1], colors[-1], count, _other(rng, VALUES["size"], [thing.size]), position))
+    return Scene(tuple(things), _other(rng, VALUES["time"], [scene.time]))
 
 
 def _wrong_scenes(scene: Scene, rng: np.random.Generator) -> list[tuple[Scene, str, tuple[str, ...]]]:

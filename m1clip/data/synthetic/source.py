@@ -4,82 +4,72 @@ from __future__ import annotations
 
 import csv
 import io
-import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from m1clip.data.synthetic import scene as scenes
 from m1clip.data.synthetic.captions import captions
-from m1clip.data.synthetic.drawing import VERSION, check_size, draw
-from m1clip.data.synthetic.negatives import negatives
-from m1clip.data.synthetic.scene import AXES, COLOUR_NAMES, COUNTS, KIND_NAMES, POSITIONS, SIZES, TIMES, Scene, Thing
+from m1clip.data.synthetic.drawing import LARGEST, SMALLEST, VERSION, draw
+from m1clip.data.synthetic.scene import AXES, VALUES, Scene, Thing
 from m1clip.data.types import Problem, Sample
 from m1clip.errors import UserError
 from m1clip.io import write_text
 
 SPLITS = ("train", "val", "test")
-Look = tuple[str, str]  # kind and colour
+Look = tuple[str, str]  # kind and color
 
 
-def split_of(kind: str, colour: str) -> str:
-    """The split of a combination of kind and colour; train never shows those of val and test.
+def split_of(kind: str, color: str) -> str:
+    """The split of a combination of kind and color; train never shows those of val and test.
 
-    Every second kind gives two colours to val, the others two to test: with one, the kind would determine the
-    colour. Each colour gives three kinds to both. There is no seed, so sets of two seeds cannot leak into each other.
+    Every second kind gives two colors to val, the others two to test: with one, the kind would determine the
+    color. Each color gives three kinds to both. There is no seed, so sets of two seeds cannot leak into each other.
     """
-    index, is_test = divmod(KIND_NAMES.index(kind), 2)
-    if (index - COLOUR_NAMES.index(colour)) % 4:
+    index, is_test = divmod(VALUES["kind"].index(kind), 2)
+    if (index - VALUES["color"].index(color)) % 4:
         return "train"
     return "test" if is_test else "val"
 
 
 @cache
 def looks(split: str) -> tuple[Look, ...]:
-    """The combinations of kind and colour of a split."""
-    return tuple(look for look in product(KIND_NAMES, COLOUR_NAMES) if split_of(*look) == split)
+    """The combinations of kind and color of a split."""
+    return tuple(look for look in product(VALUES["kind"], VALUES["color"]) if split_of(*look) == split)
 
 
 @cache
-def _couples(split: str) -> tuple[tuple[Look, Look], ...]:
-    """Ordered pairs of looks that may share an image: one of the split, the other of train."""
-    ordered = list(product(looks(split), looks("train")))
-    if split != "train":
-        ordered += [(right, left) for left, right in ordered]
-    return tuple((a, b) for a, b in ordered if a[0] != b[0] and a[1] != b[1])
-
-
-def _choices(split: str, things: int) -> tuple[int, ...]:
-    """How many values each attribute of a scene has."""
-    amount = (len(COUNTS), len(SIZES))
+def _axes(split: str, things: int) -> tuple[Sequence[Any], ...]:
+    """The values that each attribute of a scene with so many things can have."""
+    count, size, time = VALUES["count"], VALUES["size"], VALUES["time"]
     if things == 1:
-        return (len(looks(split)), *amount, len(POSITIONS), len(TIMES))
-    return (len(_couples(split)), *amount, *amount, len(AXES), len(TIMES))
+        return looks(split), count, size, VALUES["position"], time
+    # Pairs of looks that may share an image: one of the split, the other of train.
+    pairs = list(product(looks(split), looks("train")))
+    if split != "train":
+        pairs += [(right, left) for left, right in pairs]
+    return [(a, b) for a, b in pairs if a[0] != b[0] and a[1] != b[1]], count, size, count, size, AXES, time
+
+
+def _scene(values: Sequence[Any]) -> Scene:
+    if len(values) == 5:
+        (kind, color), count, size, position, time = values
+        return Scene((Thing(kind, color, count, size, position),), time)
+    ((kind1, color1), (kind2, color2)), count1, size1, count2, size2, (position1, position2), time = values
+    first, second = Thing(kind1, color1, count1, size1, position1), Thing(kind2, color2, count2, size2, position2)
+    return Scene((first, second), time)
 
 
 def scenes_available(split: str, things: int) -> int:
     """The number of different scenes with one or two things."""
-    return int(np.prod(_choices(split, things)))
-
-
-@cache
-def _thing(look: Look, count: int, size: int, position: str) -> Thing:
-    return Thing(*look, COUNTS[count], SIZES[size], position)
-
-
-def _scene(split: str, index: list[int]) -> Scene:
-    """The scene with these values of its attributes."""
-    if len(index) == 5:
-        look, count, size, position, time = index
-        return Scene((_thing(looks(split)[look], count, size, POSITIONS[position]),), TIMES[time])
-    couple, count1, size1, count2, size2, axis, time = index
-    (look1, look2), (position1, position2) = _couples(split)[couple], AXES[axis]
-    return Scene((_thing(look1, count1, size1, position1), _thing(look2, count2, size2, position2)), TIMES[time])
+    return math.prod(map(len, _axes(split, things)))
 
 
 def sample_scenes(split: str, count: int, seed: int) -> list[Scene]:
@@ -91,9 +81,10 @@ def sample_scenes(split: str, count: int, seed: int) -> list[Scene]:
     rng = scenes.generator(scenes.SCENES, SPLITS.index(split), seed)
     found: list[Scene] = []
     for things, number in ((1, with_one), (2, count - with_one)):
+        axes = _axes(split, things)
         chosen = rng.choice(scenes_available(split, things), size=number, replace=False)
-        index = np.stack(np.unravel_index(chosen, _choices(split, things)), axis=1).tolist()
-        found += [_scene(split, row) for row in index]
+        rows = zip(*(index.tolist() for index in np.unravel_index(chosen, [len(axis) for axis in axes])), strict=True)
+        found += [_scene([axis[i] for axis, i in zip(axes, row, strict=True)]) for row in rows]
     return [found[i] for i in rng.permutation(count)]
 
 
@@ -115,7 +106,7 @@ class SyntheticImage:
         return stream.getvalue()
 
     def stamp(self) -> str:
-        things = ";".join(f"{t.kind},{t.colour},{t.count},{t.size},{t.position}" for t in self.scene.things)
+        things = ";".join(f"{t.kind},{t.color},{t.count},{t.size},{t.position}" for t in self.scene.things)
         return f"synthetic-{VERSION}|{things}|{self.scene.time}|{self.size}|{self.seed}"
 
     def __str__(self) -> str:
@@ -123,7 +114,7 @@ class SyntheticImage:
 
 
 class SyntheticSource:
-    """Scenes with captions; val and test show combinations of kind and colour that train never shows."""
+    """Scenes with captions; val and test show combinations of kind and color that train never shows."""
 
     name = "synthetic"
     class_captions = False
@@ -139,12 +130,12 @@ class SyntheticSource:
         seed: int = 0,
         captions_per_image: int = 5,
     ) -> None:
-        check_size(image_size)
+        if not SMALLEST <= image_size <= LARGEST:
+            raise UserError(f"synthetic images are {SMALLEST} to {LARGEST} px wide, not {image_size}")
         if seed < 0:
             raise UserError(f"the seed must be at least 0, not {seed}")
-        self._scenes = {
-            split: sample_scenes(split, n, seed) for split, n in zip(SPLITS, (train, val, test), strict=True)
-        }
+        counts = dict(zip(SPLITS, (train, val, test), strict=True))
+        self._scenes = {split: sample_scenes(split, count, seed) for split, count in counts.items()}
         self._samples: dict[str, list[Sample]] = {}
         self._image_size, self._seed, self._captions_per_image = image_size, seed, captions_per_image
 
@@ -181,10 +172,7 @@ def write_folder(
     captions_per_image: int = 5,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> str:
-    """Write images/, scenes.jsonl, negatives.csv and, when all is there, captions.csv; returns a summary.
-
-    A tenth of the images each are val and test.
-    """
+    """Write images/ and, when all are there, captions.csv; a tenth of the images each are val and test."""
     if count < 3:
         raise UserError(f"{count} images are too few for train, val and test; use at least 3")
     held_out = max(1, round(count / 10))
@@ -193,28 +181,14 @@ def write_folder(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: not an empty folder; choose a new one for the images")
     (folder / "images").mkdir(parents=True)
-    facts, wrong, rows = [], [], []
-    for split in SPLITS:
-        for sample in source.samples(split):
-            image, name = sample.image, f"images/{sample.id}.png"
-            assert isinstance(image, SyntheticImage)
-            (folder / name).write_bytes(image.read())
-            facts.append({"image": name, "split": split, "generator": VERSION, **asdict(image.scene)})
-            for negative in negatives(image.scene, image.seed):
-                changed = " ".join(negative.changed)
-                wrong.append((name, negative.caption, negative.difficulty, changed, negative.truth))
-            rows += [(name, caption, split, index) for index, caption in enumerate(sample.captions)]
-            progress(len(facts), count)
-    write_text(folder / "scenes.jsonl", "".join(json.dumps(fact) + "\n" for fact in facts))
-    _write_csv(folder / "negatives.csv", ("image", "caption", "difficulty", "changed", "truth"), wrong)
-    _write_csv(folder / "captions.csv", ("image", "caption", "split", "caption_index"), rows)
+    rows = [("image", "caption", "split")]
+    for done, (split, sample) in enumerate(((s, sample) for s in SPLITS for sample in source.samples(s)), start=1):
+        name = f"images/{sample.id}.png"
+        (folder / name).write_bytes(sample.image.read())
+        rows += [(name, caption, split) for caption in sample.captions]
+        progress(done, count)
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows(rows)
+    write_text(folder / "captions.csv", table.getvalue())
     parts = ", ".join(f"{split} {number:,}" for split, number in counts.items())
-    return f"{folder}: {count:,} images ({parts}), {len(rows):,} captions, {len(wrong):,} negatives"
-
-
-def _write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    stream = io.StringIO()
-    table = csv.writer(stream, lineterminator="\n")
-    table.writerow(header)
-    table.writerows(rows)
-    write_text(path, stream.getvalue())
+    return f"{folder}: {count:,} images ({parts}), {len(rows) - 1:,} captions"

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from m1clip.data.synthetic.drawing import DIAMETER, SIZE_JITTER, VARIANTS, background, place, sprite, sprite_at
-from m1clip.data.synthetic.scene import (
-    AXES,
-    CATEGORIES,
-    COLOUR_NAMES,
-    COLOURS,
-    COUNTS,
-    KIND_NAMES,
-    OUTLINE,
-    POSITIONS,
-    SIZES,
-    TIMES,
-    Rgb,
-    Scene,
-    Thing,
-)
+from m1clip.data.synthetic.scene import AXES, CATEGORIES, COLORS, KINDS, OUTLINE, VALUES, Rgb, Scene, Thing
 
 
 def draw_labels(scene: Scene, size: int, seed: int) -> np.ndarray:
     """(size, size) int64: 0 for the background, else 1 + the index of the object in `place(scene, seed)`."""
     labels = np.zeros((size, size), np.int64)
     for number, instance in enumerate(place(scene, seed)[1], start=1):
-        shape, rows, columns = sprite_at(scene, instance, size)
+        shape, rows, columns = sprite_at(instance, scene.time, size)
         labels[rows, columns][shape.covered] = number
     return labels
 
@@ -54,10 +41,10 @@ def iou(a: np.ndarray, b: np.ndarray) -> float:
 def _templates(size: int, outline: Rgb) -> list[tuple[str, str, tuple[np.ndarray, ...]]]:
     """(kind, size word, trimmed covered/keep/body/fixed) at every diameter this image size can have."""
     found = []
-    for word in SIZES:
+    for word in VALUES["size"]:
         middle = DIAMETER[word] * size
         for diameter in range(round(middle * (1 - SIZE_JITTER)), round(middle * (1 + SIZE_JITTER)) + 1):
-            for kind in KIND_NAMES:
+            for kind in KINDS:
                 shape = sprite(kind, diameter, outline)
                 found.append((kind, word, trim(shape.covered, shape.keep, shape.body, shape.fixed)))
     return found
@@ -67,7 +54,7 @@ def _empty_scene(image: np.ndarray, labels: np.ndarray) -> tuple[str, str, np.nd
     """Time, ground and pixels of the background that agrees best where no object is."""
     choices = [
         (time, category, background(time, category, len(image), variant).astype(np.float32))
-        for time in TIMES
+        for time in VALUES["time"]
         for category in CATEGORIES
         for variant in range(VARIANTS)
     ]
@@ -78,20 +65,20 @@ def _empty_scene(image: np.ndarray, labels: np.ndarray) -> tuple[str, str, np.nd
 def _object(
     pixels: np.ndarray, behind: np.ndarray, mask: np.ndarray, own: np.ndarray, outline: Rgb, size: int
 ) -> tuple[str, str, str]:
-    """Kind, colour and size word whose template, with its best colour, explains the pixels best."""
+    """Kind, color and size word whose template, with its best color, explains the pixels best."""
     best: tuple[float, str, str, np.ndarray] | None = None
     for kind, word, (covered, keep, body, fixed) in _templates(size, outline):
         if covered.shape != mask.shape or iou(covered, mask) < 0.5:
             continue
-        rest = (pixels - behind * keep - fixed)[own]  # what the colour must explain
+        rest = (pixels - behind * keep - fixed)[own]  # what the color must explain
         weight = body[own]
-        colour = (rest * weight).sum(0) / (weight**2).sum()
-        error = float(((rest - weight * colour) ** 2).mean())
+        color = (rest * weight).sum(0) / (weight**2).sum()
+        error = float(((rest - weight * color) ** 2).mean())
         if best is None or error < best[0]:
-            best = (error, kind, word, colour)
+            best = (error, kind, word, color)
     assert best is not None, "no template has this silhouette"
-    _, kind, word, colour = best
-    name = min(COLOURS, key=lambda each: float(((np.array(COLOURS[each]) - colour) ** 2).sum()))
+    _, kind, word, color = best
+    name = min(COLORS, key=lambda each: float(((np.array(COLORS[each]) - color) ** 2).sum()))
     return kind, name, word
 
 
@@ -107,24 +94,37 @@ def decode(image: np.ndarray, labels: np.ndarray) -> tuple[Scene, str]:
         found = _object(pixels, below, trimmed, near, OUTLINE[time], size)
         seen.setdefault(found, []).append(np.argwhere(mask).mean(0) / size - 0.5)
     things = []
-    for (kind, colour, word), centres in seen.items():
+    for (kind, color, word), centres in seen.items():
         y, x = np.mean(centres, axis=0)
         place = ("left" if x < 0 else "right") if abs(x) > abs(y) else ("top" if y < 0 else "bottom")
-        things.append(Thing(kind, colour, len(centres), word, place))
-    things.sort(key=lambda thing: POSITIONS.index(thing.position))
+        things.append(Thing(kind, color, len(centres), word, place))
+    things.sort(key=lambda thing: VALUES["position"].index(thing.position))
     return Scene(tuple(things), time), ground
 
 
 @st.composite
 def scenes(draw: st.DrawFn) -> Scene:
     """Any scene at all, of any split or of none."""
-    two = draw(st.booleans())
-    places = draw(st.sampled_from(AXES)) if two else (draw(st.sampled_from(POSITIONS)),)
-    number = len(places)
-    kinds = draw(st.lists(st.sampled_from(KIND_NAMES), min_size=number, max_size=number, unique=True))
-    colours = draw(st.lists(st.sampled_from(COLOUR_NAMES), min_size=number, max_size=number, unique=True))
-    things = tuple(
-        Thing(kind, colour, draw(st.sampled_from(COUNTS)), draw(st.sampled_from(SIZES)), place)
-        for kind, colour, place in zip(kinds, colours, places, strict=True)
+
+    def value(name: str) -> Any:
+        return draw(st.sampled_from(VALUES[name]))
+
+    def different(name: str) -> list[str]:
+        return draw(st.lists(st.sampled_from(VALUES[name]), min_size=len(places), max_size=len(places), unique=True))
+
+    places = draw(st.sampled_from(AXES)) if draw(st.booleans()) else (value("position"),)
+    things = zip(different("kind"), different("color"), places, strict=True)
+    return Scene(
+        tuple(Thing(kind, color, value("count"), value("size"), at) for kind, color, at in things), value("time")
     )
-    return Scene(things, draw(st.sampled_from(TIMES)))
+
+
+def is_valid(scene: Scene) -> bool:
+    """Known values; two things face each other and differ in kind and color."""
+    values = [*((n, getattr(t, n)) for t in scene.things for n in VALUES if n != "time"), ("time", scene.time)]
+    if not all(value in VALUES[name] for name, value in values):
+        return False
+    if len(scene.things) == 1:
+        return True
+    a, b = scene.things
+    return (a.position, b.position) in AXES and a.kind != b.kind and a.color != b.color
