@@ -294,7 +294,7 @@ class TransferConfig(Section):
     recipe: Annotated[Literal["scratch", "frozen", "finetune", "auto"], Parameter(group=COMMON)] = "scratch"
     "scratch; frozen: train heads on frozen pretrained towers; finetune: then the towers too; auto: choose by the data."
     image_tower: str = "efficientnet-lite0"
-    "frozen: efficientnet-lite0; a transformers vision model (folder or hub name); timm:NAME; vit: from scratch."
+    "frozen: efficientnet-lite0; a transformers vision model (folder or hub name); vit: from scratch."
     text_tower: str = "minilm"
     "frozen: minilm (all-MiniLM-L6-v2); a transformers text model (folder or hub name); text: from scratch."
     download: bool = False

@@ -202,7 +202,6 @@ def export(
     to: Literal["openclip", "hf", "safetensors"],
     out: Path | None = None,
     image_size: Count | None = None,
-    activation: Literal["gelu", "quick_gelu"] | None = None,
 ) -> None:
     """Convert a model to or from another library's format.
 
@@ -212,21 +211,19 @@ def export(
     Parameters
     ----------
     model
-        A run, a model folder, an open_clip or Hugging Face CLIPModel folder, or an open_clip weights file.
+        A run, a model folder, an open_clip or Hugging Face CLIPModel folder, or open_clip weights next to their config.
     to
         The format to write.
     out
         The new folder; default MODEL-openclip, MODEL-hf or MODEL-safetensors.
     image_size
         Convert for another image size: learned position embeddings are interpolated.
-    activation
-        Only for a weights file without a config: the activation it was trained with.
     """
     from m1clip.export.layouts import export as write
     from m1clip.training.progress import Screen
 
     screen = Screen()
     folder = out or model.with_name(f"{model.stem if model.is_file() else model.name}-{to}")
-    for note in write(model, to, folder, image_size, activation):
+    for note in write(model, to, folder, image_size):
         screen.say(f"note       {note}")
     screen.say(f"exported   {folder}")

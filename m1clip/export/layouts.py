@@ -18,7 +18,7 @@ from m1clip.model.folder import (
     read_model,
     write_model,
 )
-from m1clip.model.presets import Activation, with_fields
+from m1clip.model.presets import with_fields
 from m1clip.model.towers import sincos_2d
 from m1clip.model.weights import POSITIONS, replace_tokens, write_tensors
 from m1clip.text.bpe import BpeTokenizer, hugging_face_files, row_sources
@@ -26,13 +26,11 @@ from m1clip.text.bpe import BpeTokenizer, hugging_face_files, row_sources
 Target = Literal["openclip", "hf", "safetensors"]
 
 
-def export(
-    model: Path, to: Target, folder: Path, image_size: int | None = None, activation: Activation | None = None
-) -> list[str]:
+def export(model: Path, to: Target, folder: Path, image_size: int | None = None) -> list[str]:
     """Write the model to a new folder; returns notes for the user about differences."""
     if folder.exists():
         raise UserError(f"{folder}: already exists; choose another --out, or delete it first")
-    saved = read_model(model, activation).resized(image_size)
+    saved = read_model(model).resized(image_size)
     if to == "safetensors":
         write_model(folder, saved.build(), saved.tokenizer, saved.preprocess)
         return []

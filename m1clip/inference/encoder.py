@@ -23,8 +23,7 @@ from m1clip.data.prepare import Split
 from m1clip.data.types import ImageRef
 from m1clip.errors import UserError
 from m1clip.model.clip import CLIP
-from m1clip.model.folder import read_model, write_model
-from m1clip.model.presets import Activation
+from m1clip.model.folder import CONFIG, open_device, read_model, write_model
 from m1clip.text.base import Tokenizer
 
 Context = Callable[[], AbstractContextManager[object]]
@@ -220,12 +219,15 @@ class Model:
 
     def to(self, device: str | torch.device) -> Model:
         """Move the weights to a device."""
-        self.clip.to(device)
+        self.clip.to(open_device(device))
         return self
 
     def save(self, folder: str | Path) -> None:
         """Write a model folder; an older one there is replaced only when the new one is complete."""
-        write_model(Path(folder), self.clip, self.tokenizer, self.preprocess)
+        path = _path(folder)
+        if path.exists() and not (path / CONFIG).is_file() and (path.is_file() or any(path.iterdir())):
+            raise UserError(f"{path}: exists and is not a model folder; choose another folder")
+        write_model(path, self.clip, self.tokenizer, self.preprocess)
 
     def square(self, image: ImageInput) -> np.ndarray:
         """(size, size, 3) uint8, as in training."""
@@ -239,15 +241,19 @@ class Model:
         return to_square(image, size, resize)
 
 
-def load(
-    path: str | Path, device: str = "cpu", image_size: int | None = None, activation: Activation | None = None
-) -> Model:
+def load(path: str | Path, device: str = "cpu", image_size: int | None = None) -> Model:
     """Load a model folder, the best model of a run, or a model of open_clip or Hugging Face.
 
-    `image_size` is for images of another size; `activation` is for open_clip weights without a config.
+    `image_size` is for images of another size.
     """
-    saved = read_model(Path(path), activation).resized(image_size)
+    saved = read_model(_path(path)).resized(image_size)
     return Model(saved.build(device), saved.tokenizer, saved.preprocess)
+
+
+def _path(value: str | Path) -> Path:
+    if not isinstance(value, str | os.PathLike):
+        raise UserError(f"a model is given by the path of its folder, not {type(value).__name__}")
+    return Path(value)
 
 
 def _many(values: Any, kind: Any, takes: str) -> list[Any]:

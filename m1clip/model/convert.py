@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from m1clip.errors import UserError
-from m1clip.model.presets import Activation, CLIPConfig, with_fields
+from m1clip.model.presets import CLIPConfig, field_value, with_fields
 from m1clip.model.weights import Tensors
 
 # One tensor per line: our name, their name. "*" is weight and bias, {i} the number of a block, {qkv} three tensors that
@@ -156,160 +156,112 @@ def to_theirs(weights: Tensors, names: Format, config: CLIPConfig) -> Tensors:
     return theirs
 
 
-HEAD_WIDTH = 64  # open_clip's, where its config does not say
 NORM_EPS = 1e-5
-OPENCLIP_VISION = {"layers", "width", "head_width", "mlp_ratio", "patch_size", "image_size"}
-OPENCLIP_TEXT = {"context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio"}
-OPENCLIP_MODEL = {
-    "embed_dim",
-    "quick_gelu",
-    "vision_cfg",
-    "text_cfg",
-    "init_logit_bias",
-    "init_logit_scale",
-    "custom_text",
+# Their setting -> ours, and the value that the library assumes where a config is silent.
+Settings = dict[str, dict[str, tuple[str, int]]]
+OPENCLIP_SETTINGS: Settings = {
+    "vision_cfg": {
+        "image_size": ("image_size", 224),
+        "patch_size": ("patch_size", 16),
+        "width": ("vision_width", 768),
+        "layers": ("vision_layers", 12),
+        "head_width": ("head_width", 64),
+    },
+    "text_cfg": {
+        "context_length": ("context_length", 77),
+        "vocab_size": ("vocab_size", 49408),
+        "width": ("text_width", 512),
+        "heads": ("text_heads", 8),
+        "layers": ("text_layers", 12),
+    },
 }
-# Settings of open_clip that change nothing at these values, or are true of every model here.
-HARMLESS: dict[str, tuple[Any, ...]] = {
-    "ls_init_value": (None,),
-    "patch_dropout": (0, 0.0),
-    "attentional_pool": (False,),
-    "timm_model_name": (None, ""),
-    "hf_model_name": (None, ""),
-    "hf_tokenizer_name": (None, ""),
-    "no_ln_pre": (False,),
-    "pool_type": ("tok", "argmax"),
-    "pos_embed_type": ("learnable",),
-    "final_ln_after_pool": (False,),
-    "output_tokens": (False,),
-    "embed_cls": (False,),
-    "pad_id": (0,),
-    "no_causal_mask": (False,),
-    "proj_bias": (False,),
-    "tokenizer_kwargs": (None,),
-    "hf_model_pretrained": (True, False, None),
-    "cast_dtype": (None,),
-    "tokenizer_mode": (None,),
+HF_SETTINGS: Settings = {
+    "vision_config": {
+        "image_size": ("image_size", 224),
+        "patch_size": ("patch_size", 32),
+        "hidden_size": ("vision_width", 768),
+        "num_hidden_layers": ("vision_layers", 12),
+        "num_attention_heads": ("vision_heads", 12),
+        "intermediate_size": ("vision_hidden", 3072),
+    },
+    "text_config": {
+        "max_position_embeddings": ("context_length", 77),
+        "vocab_size": ("vocab_size", 49408),
+        "hidden_size": ("text_width", 512),
+        "num_hidden_layers": ("text_layers", 12),
+        "num_attention_heads": ("text_heads", 8),
+        "intermediate_size": ("text_hidden", 2048),
+    },
 }
-# Hugging Face's setting -> ours; the defaults are what transformers assumes where a config is silent.
-HF_VISION = {
-    "hidden_size": ("vision_width", 768),
-    "num_hidden_layers": ("vision_layers", 12),
-    "image_size": ("image_size", 224),
-    "num_attention_heads": ("vision_heads", 12),
-    "patch_size": ("patch_size", 32),
-}
-HF_TEXT = {
-    "hidden_size": ("text_width", 512),
-    "num_hidden_layers": ("text_layers", 12),
-    "vocab_size": ("vocab_size", 49408),
-    "num_attention_heads": ("text_heads", 8),
-    "max_position_embeddings": ("context_length", 77),
-}
+OPENCLIP_KNOWN = {"embed_dim", "quick_gelu", "init_logit_bias", "init_logit_scale", "custom_text", "mlp_ratio"}
+# Other settings of open_clip change nothing where they are off, or where they are these.
+OPENCLIP_USUAL = [("pool_type", "tok"), ("pool_type", "argmax"), ("pos_embed_type", "learnable")]
 
 
 def config_from_openclip(config: dict[str, Any], where: str) -> CLIPConfig:
     """The config behind a `model_cfg`; a setting that our towers do not have is an error that names it."""
-    vision, text = config.get("vision_cfg"), config.get("text_cfg")
-    if not isinstance(vision, dict) or not isinstance(text, dict):
-        raise UserError(f"{where}: no vision_cfg and text_cfg; is it an open_clip config?")
-    for part, known in ((config, OPENCLIP_MODEL), (vision, OPENCLIP_VISION), (text, OPENCLIP_TEXT)):
-        for key, value in part.items():
-            if key not in known and value not in HARMLESS.get(key, ()):
-                raise UserError(f"{where}: '{key}: {str(value)[:40]}' is not supported by m1clip")
-    try:
-        width, size = int(vision["width"]), vision.get("image_size", 224)
-        sides = {size} if isinstance(size, int) else set(size)
-        if len(sides) != 1:
-            raise UserError(f"{where}: image_size {size} is not a square")
-        ratios = float(vision.get("mlp_ratio", 4.0)), float(text.get("mlp_ratio", 4.0))
-        _check_ratios(*ratios, where)
-        return with_fields(
-            CLIPConfig(),
-            image_size=int(sides.pop()),
-            patch_size=int(vision["patch_size"]),
-            vision_width=width,
-            vision_layers=int(vision["layers"]),
-            vision_heads=width // int(vision.get("head_width", HEAD_WIDTH)),
-            text_width=int(text["width"]),
-            text_layers=int(text["layers"]),
-            text_heads=int(text["heads"]),
-            context_length=int(text.get("context_length", 77)),
-            vocab_size=int(text.get("vocab_size", 49408)),
-            embed_dim=int(config["embed_dim"]),
-            mlp_ratio=ratios[0],
-            activation="quick_gelu" if config.get("quick_gelu") else "gelu",
-            logit_bias=config.get("init_logit_bias") is not None,
-        )
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise UserError(f"{where}: not a complete open_clip config ({type(error).__name__}: {error})") from None
-
-
-def config_from_tensors(weights: Tensors, activation: Activation, where: str) -> CLIPConfig:
-    """The config of open_clip weights without one: all but the activation and the heads follows from the tensors."""
-
-    def blocks(prefix: str) -> int:
-        return len({name[len(prefix) :].split(".")[0] for name in weights if name.startswith(prefix)})
-
-    try:
-        patch, table = weights["visual.conv1.weight"], weights["token_embedding.weight"]
-        tokens = weights["visual.positional_embedding"].shape[0] - 1
-        width, text_width = patch.shape[0], table.shape[1]
-        hidden = weights["visual.transformer.resblocks.0.mlp.c_fc.weight"].shape[0]
-        return with_fields(
-            CLIPConfig(),
-            image_size=round(tokens**0.5) * patch.shape[2],
-            patch_size=patch.shape[2],
-            vision_width=width,
-            vision_layers=blocks("visual.transformer.resblocks."),
-            vision_heads=width // HEAD_WIDTH,
-            text_width=text_width,
-            text_layers=blocks("transformer.resblocks."),
-            text_heads=text_width // HEAD_WIDTH,
-            context_length=weights["positional_embedding"].shape[0],
-            vocab_size=table.shape[0],
-            embed_dim=weights["text_projection"].shape[1],
-            mlp_ratio=hidden / width,
-            activation=activation,
-            logit_bias="logit_bias" in weights,
-        )
-    except (KeyError, IndexError, ZeroDivisionError) as error:
-        raise UserError(f"{where}: missing or misshapen tensor ({error}); is it an open_clip ViT?") from None
+    values = _read_settings(config, OPENCLIP_SETTINGS, where)
+    known = OPENCLIP_KNOWN.union(OPENCLIP_SETTINGS, *OPENCLIP_SETTINGS.values())
+    for key, value in [
+        item for part in (config, *(config[name] for name in OPENCLIP_SETTINGS)) for item in part.items()
+    ]:
+        if value and key not in known and (key, value) not in OPENCLIP_USUAL:
+            raise UserError(f"{where}: '{key}: {str(value)[:40]}' is not supported by m1clip")
+    ratios = [config[name].get("mlp_ratio", 4.0) for name in OPENCLIP_SETTINGS]
+    return with_fields(
+        CLIPConfig(),
+        vision_heads=values["vision_width"] // values.pop("head_width"),
+        embed_dim=_count(config.get("embed_dim"), "embed_dim", where),
+        mlp_ratio=_common(ratios, "mlp_ratio", (int, float), where),
+        activation="quick_gelu" if config.get("quick_gelu") else "gelu",
+        logit_bias=config.get("init_logit_bias") is not None,
+        **values,
+    )
 
 
 def config_from_hf(config: dict[str, Any], where: str) -> CLIPConfig:
     """The config behind the config.json of a CLIPModel."""
-    vision, text = (config.get(part) or {} for part in ("vision_config", "text_config"))
-    activations = [part.get("hidden_act", "quick_gelu") for part in (vision, text)]
-    if activations[0] != activations[1] or activations[0] not in ("gelu", "quick_gelu"):
-        raise UserError(
-            f"{where}: hidden_act is {activations[0]} and {activations[1]}: m1clip has gelu or quick_gelu, the same in "
-            f"both towers"
-        )
-    given: dict[str, Any] = {"activation": activations[0], "embed_dim": config.get("projection_dim", 512)}
-    ratios = []
-    for part, table in ((vision, HF_VISION), (text, HF_TEXT)):
-        if part.get("layer_norm_eps", NORM_EPS) != NORM_EPS:
-            raise UserError(f"{where}: layer_norm_eps is {part['layer_norm_eps']}, m1clip has {NORM_EPS}")
-        values = {ours: part.get(theirs, default) for theirs, (ours, default) in table.items()}
-        for name, value in values.items():
-            if type(value) is not int or value < 1:
-                raise UserError(f"{where}: {name} must be an integer above 0, not {str(value)[:40]}")
-        width = part.get("hidden_size", table["hidden_size"][1])
-        hidden = part.get("intermediate_size", 4 * table["hidden_size"][1])
-        if type(hidden) is not int:
-            raise UserError(f"{where}: intermediate_size must be an integer, not {str(hidden)[:40]}")
-        ratios.append(hidden / width)
-        given |= values
-    _check_ratios(ratios[0], ratios[1], where)
-    if type(given["embed_dim"]) is not int:
-        raise UserError(f"{where}: projection_dim must be an integer, not {str(given['embed_dim'])[:40]}")
-    return with_fields(CLIPConfig(), mlp_ratio=ratios[0], **given)
+    values = _read_settings(config, HF_SETTINGS, where)
+    parts = [config[name] for name in HF_SETTINGS]
+    activation = _common([part.get("hidden_act", "quick_gelu") for part in parts], "hidden_act", str, where)
+    if activation not in ("gelu", "quick_gelu"):
+        raise UserError(f"{where}: hidden_act is {activation[:40]}, m1clip has gelu and quick_gelu")
+    if any(part.get("layer_norm_eps", NORM_EPS) != NORM_EPS for part in parts):
+        raise UserError(f"{where}: layer_norm_eps is not {NORM_EPS}, which m1clip has")
+    ratios = [values.pop(f"{tower}_hidden") / values[f"{tower}_width"] for tower in ("vision", "text")]
+    return with_fields(
+        CLIPConfig(),
+        embed_dim=_count(config.get("projection_dim", 512), "projection_dim", where),
+        mlp_ratio=_common(ratios, "the ratio of intermediate_size to hidden_size", float, where),
+        activation=activation,
+        **values,
+    )
 
 
-def _check_ratios(vision: float, text: float, where: str) -> None:
-    if vision != text:
-        raise UserError(f"{where}: the MLPs of the towers are {vision:g} and {text:g} times as wide")
+def _read_settings(config: dict[str, Any], settings: Settings, where: str) -> dict[str, int]:
+    """The sizes in a third-party config under our names; a section that is left out has the library's defaults."""
+    values = {}
+    for section, names in settings.items():
+        part = config.setdefault(section, {})
+        if not isinstance(part, dict):
+            raise UserError(f"{where}: {section} must be an object")
+        for key, (ours, default) in names.items():
+            values[ours] = _count(part.get(key, default), f"{section}.{key}", where)
+    return values
+
+
+def _count(value: Any, name: str, where: str) -> int:
+    if type(value) is not int or value < 1:
+        raise UserError(f"{where}: {name} must be an integer of at least 1, not {str(value)[:40]}")
+    return value
+
+
+def _common(values: list[Any], name: str, kind: Any, where: str) -> Any:
+    """The value that both towers must have."""
+    if not isinstance(values[0], kind) or values[0] != values[1]:
+        shown = " and ".join(str(value)[:40] for value in values)
+        raise UserError(f"{where}: {name} is {shown} in the two towers; m1clip needs one value for both")
+    return values[0]
 
 
 def check_expressible(config: CLIPConfig, to: str) -> None:
@@ -318,19 +270,14 @@ def check_expressible(config: CLIPConfig, to: str) -> None:
     if vision.kind != "vit" or text.kind != "transformer":
         names = " and ".join(getattr(tower, "name", tower.kind) for tower in (vision, text))
         raise UserError(f"a model on {names} cannot be exported to {to}; use --to safetensors")
-    odd = {
-        "stem": vision.stem if vision.stem != "patch" else None,
-        "pooling": vision.pooling if vision.pooling != "cls" else None,
-        "vision_pre_norm": None if vision.pre_norm else False,
-        "patch_bias": vision.patch_bias or None,
-        "projection_bias": config.image_head.bias or None,
-        "logit_bias": (config.logit_bias and to == "hf") or None,
-        "heads": config.image_head.kind if config.image_head.kind != "projection" else None,
-    }
-    found = [f"{name} {value}" for name, value in odd.items() if value is not None]
-    if found:
+    needed = {"stem": "patch", "pooling": "cls", "vision_pre_norm": True, "patch_bias": False, "projection_bias": False}
+    found = {name: field_value(config, name) for name in needed}
+    odd = [f"{name} {value}" for name, value in found.items() if value != needed[name]]
+    odd += [f"{config.image_head.kind} heads"] if config.image_head.kind != "projection" else []
+    odd += ["logit_bias"] if config.logit_bias and to == "hf" else []
+    if odd:
         raise UserError(
-            f"this model cannot be exported to {to}, which does not support {', '.join(found)}; use --to safetensors, "
+            f"this model cannot be exported to {to}, which does not support {', '.join(odd)}; use --to safetensors, "
             f"or one of the presets ViT-S-16 to ViT-L-14"
         )
 
@@ -338,59 +285,33 @@ def check_expressible(config: CLIPConfig, to: str) -> None:
 def openclip_config(config: CLIPConfig) -> dict[str, Any]:
     """The `model_cfg` of open_clip."""
     vision, text = config.own_towers
-    made: dict[str, Any] = {
-        "embed_dim": config.embed_dim,
-        "quick_gelu": vision.activation == "quick_gelu",
-        "vision_cfg": {
-            "image_size": vision.image_size,
-            "layers": vision.layers,
-            "width": vision.width,
-            "head_width": vision.width // vision.heads,
-            "patch_size": vision.patch_size,
-            "mlp_ratio": vision.mlp_ratio,
-        },
-        "text_cfg": {
-            "context_length": text.context_length,
-            "vocab_size": text.vocab_size,
-            "width": text.width,
-            "heads": text.heads,
-            "layers": text.layers,
-            "mlp_ratio": text.mlp_ratio,
-        },
-    }
-    if config.logit_bias:
-        made["init_logit_bias"] = -10.0
-    return made
+    sections = _write_settings(config, OPENCLIP_SETTINGS, {"head_width": vision.width // vision.heads})
+    for section in sections.values():
+        section["mlp_ratio"] = text.mlp_ratio
+    bias = {"init_logit_bias": -10.0} if config.logit_bias else {}
+    return {"embed_dim": config.embed_dim, "quick_gelu": text.activation == "quick_gelu", **sections, **bias}
 
 
 def hf_config(config: CLIPConfig, sot_id: int, eot_id: int) -> dict[str, Any]:
     """The config.json of a CLIPModel."""
     vision, text = config.own_towers
-    parts: list[dict[str, Any]] = [
-        {
-            "hidden_size": tower.width,
-            "intermediate_size": int(tower.width * tower.mlp_ratio),
-            "num_hidden_layers": tower.layers,
-            "num_attention_heads": tower.heads,
-            "hidden_act": tower.activation,
-            "layer_norm_eps": NORM_EPS,
-            "projection_dim": config.embed_dim,
-        }
-        for tower in (vision, text)
-    ]
-    parts[0] |= {"model_type": "clip_vision_model", "image_size": vision.image_size, "patch_size": vision.patch_size}
-    parts[1] |= {
-        "model_type": "clip_text_model",
-        "max_position_embeddings": text.context_length,
-        "vocab_size": text.vocab_size,
-        "bos_token_id": sot_id,
-        "eos_token_id": eot_id,
-        "pad_token_id": eot_id,
+    hidden = {
+        f"{name}_hidden": int(tower.width * tower.mlp_ratio) for name, tower in (("vision", vision), ("text", text))
     }
+    sections = _write_settings(config, HF_SETTINGS, hidden)
+    special = {"bos_token_id": sot_id, "eos_token_id": eot_id, "pad_token_id": eot_id}
+    sections["vision_config"] |= {"model_type": "clip_vision_model"}
+    sections["text_config"] |= {"model_type": "clip_text_model", **special}
+    for section in sections.values():
+        section |= {"hidden_act": text.activation, "layer_norm_eps": NORM_EPS, "projection_dim": config.embed_dim}
+    return {"architectures": ["CLIPModel"], "model_type": "clip", "projection_dim": config.embed_dim, **sections}
+
+
+def _write_settings(config: CLIPConfig, settings: Settings, derived: dict[str, int]) -> dict[str, Any]:
+    """The inverse of `_read_settings`; `derived` are values that are no fields of ours."""
     return {
-        "architectures": ["CLIPModel"],
-        "model_type": "clip",
-        "projection_dim": config.embed_dim,
-        "vision_config": parts[0],
-        "text_config": parts[1],
+        section: {
+            key: derived[ours] if ours in derived else field_value(config, ours) for key, (ours, _) in names.items()
+        }
+        for section, names in settings.items()
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -13,22 +13,11 @@ from m1clip.data.images import OPENAI_MEAN, OPENAI_STD, Preprocess
 from m1clip.errors import UserError
 from m1clip.io import atomic_folder, format_version, read_small, write_json
 from m1clip.model.clip import CLIP, build_clip, empty_clip
-from m1clip.model.convert import (
-    HUGGING_FACE,
-    OPENCLIP,
-    config_from_hf,
-    config_from_openclip,
-    config_from_tensors,
-    to_ours,
-    without_prefixes,
-)
+from m1clip.model.convert import HUGGING_FACE, OPENCLIP, config_from_hf, config_from_openclip, to_ours, without_prefixes
 from m1clip.model.lora import merged_state
-from m1clip.model.presets import Activation, CLIPConfig
+from m1clip.model.presets import CLIPConfig
 from m1clip.model.pretrained import check_settings
 from m1clip.model.weights import (
-    INDEX,
-    SAFETENSORS,
-    TORCH,
     Tensors,
     assign_weights,
     check_weights,
@@ -46,7 +35,7 @@ FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 OPENCLIP_CONFIG = "open_clip_config.json"
 OPENCLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
-HF_WEIGHTS = ("model.safetensors", INDEX, "pytorch_model.bin")
+HF_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 BICUBIC = 3  # Pillow's number for it, as Hugging Face writes it
 
 
@@ -62,10 +51,7 @@ class SavedModel:
 
     def build(self, device: str = "cpu") -> CLIP:
         """The model on a device, in evaluation mode."""
-        try:
-            place = torch.empty(0, device=device).device
-        except (RuntimeError, AssertionError, TypeError):  # the second: a torch without CUDA
-            raise UserError(f"device {device!r}: not available here; give cpu, cuda or mps") from None
+        place = open_device(device)
         try:
             model = empty_clip(self.config, place)
         except UserError:
@@ -85,6 +71,14 @@ class SavedModel:
         )
 
 
+def open_device(name: str | torch.device) -> torch.device:
+    """The device with this name; UserError where there is none."""
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError, TypeError):  # the second: a torch without CUDA
+        raise UserError(f"device {str(name)[:40]!r}: not available here; give cpu, cuda or mps") from None
+
+
 def write_model(folder: Path, model: CLIP, tokenizer: Tokenizer, preprocess: Preprocess) -> None:
     """Write a model folder; an older one there is replaced only when the new one is complete."""
     with atomic_folder(folder) as partial:
@@ -95,20 +89,14 @@ def write_model(folder: Path, model: CLIP, tokenizer: Tokenizer, preprocess: Pre
         tokenizer.save(partial)
 
 
-def read_model(path: Path, activation: Activation | None = None) -> SavedModel:
-    """A model folder, the best model of a run, or a model of open_clip or Hugging Face.
-
-    `activation` is for open_clip weights without a config.
-    """
-    kind = _third_party_format(path)
-    if kind == "hf":
-        saved = _read_hf(path)
-    elif kind == "openclip":
+def read_model(path: Path) -> SavedModel:
+    """A model folder, the best model of a run, or a model of open_clip or Hugging Face."""
+    if path.is_file():
+        saved = _read_openclip(path.with_name(OPENCLIP_CONFIG), path)
+    elif (path / OPENCLIP_CONFIG).is_file():
         saved = _read_openclip(path / OPENCLIP_CONFIG, _first(path, OPENCLIP_WEIGHTS))
-    elif kind == "weights":
-        saved = _read_openclip_weights(path, activation)
     else:
-        saved = _read_own(model_folder(path))
+        saved = _read_hf(path) if _is_hf(path) else _read_own(model_folder(path))
     towers = (saved.config.image_tower, saved.config.text_tower)
     for tower in towers:
         if not tower.builtin:
@@ -168,36 +156,19 @@ def _read_config(path: Path) -> tuple[CLIPConfig, Preprocess]:
     return config, seen
 
 
-def _third_party_format(path: Path) -> Literal["openclip", "hf", "weights"] | None:
-    """The format by what is there, never by its name; None: ours."""
-    if path.is_file() and (path.suffix in SAFETENSORS + TORCH or path.name.endswith(".index.json")):
-        return "weights"
-    if (path / OPENCLIP_CONFIG).is_file():
-        return "openclip"
-    if (path / CONFIG).is_file():
-        try:
-            config = json.loads(read_small(path / CONFIG))
-        except (OSError, ValueError, RecursionError):
-            return None
-        return "hf" if isinstance(config, dict) and config.get("model_type") == "clip" else None
-    return None
-
-
-def _read_openclip_weights(path: Path, activation: Activation | None) -> SavedModel:
-    config_file = path.with_name(OPENCLIP_CONFIG)
-    if config_file.is_file():
-        return _read_openclip(config_file, path)
-    if activation is None:
-        raise UserError(
-            f"{path}: the activation is unknown without a config; put {OPENCLIP_CONFIG} next to the weights, or "
-            f"use --activation quick_gelu (OpenAI's own and the -quickgelu models) or --activation gelu (others)"
-        )
-    weights = without_prefixes(read_checkpoint(path))
-    config = config_from_tensors(weights, activation, str(path))
-    return _saved(config, to_ours(weights, OPENCLIP, config, str(path)), Preprocess(image_size=config.image_size), path)
+def _is_hf(folder: Path) -> bool:
+    try:
+        config = json.loads(read_small(folder / CONFIG))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and config.get("model_type") == "clip"
 
 
 def _read_openclip(config_file: Path, weights_file: Path) -> SavedModel:
+    if not config_file.is_file():
+        raise UserError(
+            f"{weights_file}: weights alone do not say what they are for; put their {OPENCLIP_CONFIG} next to them"
+        )
     record = read_json(config_file)
     model, seen = record.get("model_cfg"), record.get("preprocess_cfg") or {}
     config = config_from_openclip(model if isinstance(model, dict) else record, str(config_file))

@@ -138,7 +138,7 @@ def _check_transformer(config: VisionTowerConfig | TextTowerConfig, tower: str, 
 class PretrainedImageConfig:
     """An image tower of a third party."""
 
-    kind: Literal["efficientnet-lite0", "transformers", "timm"] = "efficientnet-lite0"
+    kind: Literal["efficientnet-lite0", "transformers"] = "efficientnet-lite0"
     name: str = "efficientnet-lite0"  # as the user gave it
     settings: str = ""  # JSON from which the library builds it
     image_size: int = 224
@@ -193,8 +193,9 @@ class HeadConfig:
 
     def __post_init__(self) -> None:
         check_limits(self, "head: ")
-        if self.kind in ("mlp", "adapter") and self.hidden < 1:
-            raise UserError(f"head: hidden must be at least 1, not {self.hidden}")
+        least = int(self.kind in ("mlp", "adapter"))
+        if self.hidden < least:
+            raise UserError(f"head: hidden must be at least {least}, not {self.hidden}")
         if not 0 <= self.dropout < 1:
             raise UserError(f"head: dropout must be in [0, 1), not {self.dropout}")
 
@@ -242,6 +243,8 @@ class CLIPConfig:
         """The same for images of another size."""
         if image_size in (None, self.image_size):
             return self
+        if type(image_size) is not int:
+            raise UserError(f"image_size must be an integer, not {image_size!r}")
         return replace(self, image_tower=replace(self.image_tower, image_size=image_size))
 
     def to_dict(self) -> dict[str, Any]:
@@ -336,6 +339,12 @@ def with_fields(config: CLIPConfig, **values: Any) -> CLIPConfig:
         for part, item in FIELDS[name]:
             changes.setdefault(part, {})[item] = value
     return replace(config, **own, **{part: replace(getattr(config, part), **new) for part, new in changes.items()})
+
+
+def field_value(config: CLIPConfig, name: str) -> Any:
+    """The value of a config on our own towers under its name in `ModelConfig`."""
+    part, item = FIELDS[name][0]
+    return getattr(getattr(config, part), item)
 
 
 PRESETS: dict[str, CLIPConfig] = {

@@ -1,4 +1,4 @@
-"""Pretrained third-party towers: EfficientNet-Lite0, MiniLM, and what transformers or timm can build.
+"""Pretrained third-party towers: EfficientNet-Lite0, MiniLM, and what transformers can build.
 
 The weights come from installed packages, folders or files; the hub is used only with --download, and no code that
 comes with weights is executed.
@@ -26,7 +26,7 @@ from m1clip.model.presets import PretrainedImageConfig, PretrainedTextConfig, Te
 from m1clip.model.towers import TextTower, Tower, VisionTower
 from m1clip.model.weights import Tensors, read_checkpoint, read_json
 from m1clip.text.base import Tokenizer
-from m1clip.text.tokenizers import MAX_BYTES, FastTokenizer, WordPieceTokenizer
+from m1clip.text.tokenizers import MAX_BYTES, FastTokenizer, wordpiece_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,33 +91,30 @@ class BertTower(Tower):
         return (x.float() * weight).sum(dim=1) / weight.sum(dim=1)
 
 
-# Our name -> theirs, side by side in one fused matrix; {i} is the number of a layer.
-BERT_NAMES: dict[str, tuple[str, ...]] = {
-    "tokens.weight": ("embeddings.word_embeddings.weight",),
-    "norm.weight": ("embeddings.LayerNorm.weight",),
-    "norm.bias": ("embeddings.LayerNorm.bias",),
+# Part of a layer -> their name for it, or for the three parts of a fused matrix.
+BERT_LAYER = {
+    "qkv": tuple(f"attention.self.{part}" for part in ("query", "key", "value")),
+    "out": ("attention.output.dense",),
+    "norm1": ("attention.output.LayerNorm",),
+    "up": ("intermediate.dense",),
+    "down": ("output.dense",),
+    "norm2": ("output.LayerNorm",),
 }
-_LAYER = "encoder.layer.{i}"
-for _part in ("weight", "bias"):
-    BERT_NAMES |= {
-        f"blocks.{{i}}.qkv.{_part}": tuple(f"{_LAYER}.attention.self.{n}.{_part}" for n in ("query", "key", "value")),
-        f"blocks.{{i}}.out.{_part}": (f"{_LAYER}.attention.output.dense.{_part}",),
-        f"blocks.{{i}}.norm1.{_part}": (f"{_LAYER}.attention.output.LayerNorm.{_part}",),
-        f"blocks.{{i}}.up.{_part}": (f"{_LAYER}.intermediate.dense.{_part}",),
-        f"blocks.{{i}}.down.{_part}": (f"{_LAYER}.output.dense.{_part}",),
-        f"blocks.{{i}}.norm2.{_part}": (f"{_LAYER}.output.LayerNorm.{_part}",),
-    }
 
 
 def from_bert(weights: Tensors, layers: int = MINILM.layers) -> Tensors:
     """Hugging Face's tensors under our names; the one token type is added to the positions."""
-    ours = {
-        name.format(i=i): torch.cat([weights[part.format(i=i)] for part in parts])
-        for name, parts in BERT_NAMES.items()
-        for i in (range(layers) if "{i}" in name else (0,))
-    }
     token_type = weights["embeddings.token_type_embeddings.weight"][0]
-    ours["positions"] = weights["embeddings.position_embeddings.weight"] + token_type
+    ours = {
+        "tokens.weight": weights["embeddings.word_embeddings.weight"],
+        "positions": weights["embeddings.position_embeddings.weight"] + token_type,
+    }
+    for kind in ("weight", "bias"):
+        ours[f"norm.{kind}"] = weights[f"embeddings.LayerNorm.{kind}"]
+        for i in range(layers):
+            for name, theirs in BERT_LAYER.items():
+                parts = [weights[f"encoder.layer.{i}.{part}.{kind}"] for part in theirs]
+                ours[f"blocks.{i}.{name}.{kind}"] = torch.cat(parts)
     return ours
 
 
@@ -232,26 +229,16 @@ def from_efficientnet(weights: Tensors) -> Tensors:
 
 
 TRAINED_POOLER = ("clip", "siglip")  # text models that were trained through their pooler
+HF_REMEDY = "pip install 'm1clip[hf]'"
 PROBE_SIZE = 64  # side of the image that shows how wide a tower's features are
-
-
-def _library(name: str, remedy: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(f"this tower needs {name}: {remedy} ({error})") from None
-    except RuntimeError as error:  # torchvision's compiled part was built for another torch
-        raise UserError(f"{name} is installed, but cannot be imported: {str(error).splitlines()[0]}") from None
 
 
 def transformers() -> Any:
     """The library, or how to install it."""
-    return _library("transformers", "pip install 'm1clip[hf]'")
-
-
-def timm() -> Any:
-    """The library, or how to install it. It needs a working torchvision, which not every machine has."""
-    return _library("timm", "pip install timm torchvision")
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise UserError(f"this tower needs transformers: {HF_REMEDY} ({error})") from None
 
 
 def _transformers_model(settings: str) -> nn.Module:
@@ -265,17 +252,20 @@ def _transformers_model(settings: str) -> nn.Module:
     return model
 
 
+@torch.inference_mode()
+def _feature_width(tower: Tower, example: Tensor) -> int:
+    return int(tower(example.to(next(tower.parameters()).device)).shape[1])
+
+
 class TransformersImageTower(Tower):
     """Images to features: class token and mean of the patches side by side, or the mean over a feature map."""
 
     def __init__(self, settings: str) -> None:
         super().__init__()
         self.model = _transformers_model(settings)
-        with torch.inference_mode():
-            weight = next(self.model.parameters())
-            size = getattr(self.model.config, "image_size", None) or PROBE_SIZE
-            size = size if isinstance(size, int) else size[0]
-            self.width = self(torch.zeros(1, 3, size, size, device=weight.device)).shape[1]
+        size = getattr(self.model.config, "image_size", None) or PROBE_SIZE
+        size = size if isinstance(size, int) else size[0]
+        self.width = _feature_width(self, torch.zeros(1, 3, size, size))
 
     def forward(self, pixels: Tensor) -> Tensor:
         """(n, 3, h, w) normalized pixels -> (n, width)."""
@@ -292,9 +282,7 @@ class TransformersTextTower(Tower):
         super().__init__()
         self.model, self.pad_id = _transformers_model(settings), pad_id
         self.pooled = str(json.loads(settings)["model_type"]).startswith(TRAINED_POOLER)
-        with torch.inference_mode():
-            weight = next(self.model.parameters())
-            self.width = self(torch.ones(1, 3, dtype=torch.long, device=weight.device)).shape[1]
+        self.width = _feature_width(self, torch.ones(1, 3, dtype=torch.long))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(n, length) token ids -> (n, width)."""
@@ -308,40 +296,12 @@ class TransformersTextTower(Tower):
         return mean
 
 
-class TimmTower(Tower):
-    """Images to the pooled features that timm's own classifier would read."""
-
-    def __init__(self, settings: str, image_size: int) -> None:
-        super().__init__()
-        self.model = _timm_model(json.loads(settings)["name"])
-        with torch.inference_mode():
-            self.model.eval()
-            weight = next(self.model.parameters())
-            self.width = self.model(torch.zeros(1, 3, image_size, image_size, device=weight.device)).shape[1]
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """(n, 3, h, w) normalized pixels -> (n, width)."""
-        features: Tensor = self.model(pixels)
-        return features
-
-
-def _timm_model(name: str) -> nn.Module:
-    library = timm()
-    if not library.is_model(name):
-        near = library.list_models(f"*{name.partition('.')[0][:8]}*")[:3]
-        raise UserError(f"timm:{name}: timm has no model with this name (similar: {', '.join(near) or 'none'})")
-    model: nn.Module = library.create_model(name, pretrained=False, num_classes=0)
-    return model
-
-
 def build_image_tower(config: VisionTowerConfig | PretrainedImageConfig) -> Tower:
     """The image tower of a config, without particular weights."""
     if isinstance(config, VisionTowerConfig):
         return VisionTower(config)
     if config.kind == "efficientnet-lite0":
         return EfficientNetLite0()
-    if config.kind == "timm":
-        return TimmTower(config.settings, config.image_size)
     return TransformersImageTower(config.settings)
 
 
@@ -371,10 +331,8 @@ def check_settings(config: PretrainedImageConfig | PretrainedTextConfig, weights
     pending: list[tuple[str, Any]] = list(settings.items())
     while pending:
         key, value = pending.pop()
-        if isinstance(value, dict):
-            pending += value.items()
-        elif isinstance(value, list):
-            pending += [(key, item) for item in value]
+        if isinstance(value, dict | list):
+            pending += value.items() if isinstance(value, dict) else [(key, item) for item in value]
         elif isinstance(value, int):
             most: float = LIMITS["image_size"] if key == "image_size" else MAX_NUMBER
             if MODULE_COUNT.search(key):
@@ -385,7 +343,6 @@ def check_settings(config: PretrainedImageConfig | PretrainedTextConfig, weights
                 raise UserError(f"{where}: {key} is {value:,}, more than the weights have")
 
 
-TIMM_PREFIX = "timm:"
 OWN_TOWERS = OWN_IMAGE, OWN_TEXT = "vit", "text"  # trained from random weights
 # tower -> (package that holds it, file in it)
 PACKAGES = {
@@ -415,29 +372,23 @@ class TextTowerFiles(NamedTuple):
 
 def installed(tower: str) -> bool:
     """Whether the package or library that a tower needs is installed; it is not imported."""
-    if tower in OWN_TOWERS:
-        return True
-    library = "timm" if tower.startswith(TIMM_PREFIX) else "transformers"
-    return importlib.util.find_spec(PACKAGES[tower][0] if tower in PACKAGES else library) is not None
+    package = PACKAGES[tower][0] if tower in PACKAGES else "transformers"
+    return tower in OWN_TOWERS or importlib.util.find_spec(package) is not None
 
 
 def remedy(tower: str) -> str:
     """How to install what a tower needs."""
-    if tower in PACKAGES:
-        return "pip install 'm1clip[towers]'"
-    return "pip install timm torchvision" if tower.startswith(TIMM_PREFIX) else "pip install 'm1clip[hf]'"
+    return "pip install 'm1clip[towers]'" if tower in PACKAGES else HF_REMEDY
 
 
 def load_image_tower(name: str, image_size: int = 224, download: bool = False) -> ImageTowerFiles:
-    """An image tower by name: efficientnet-lite0, timm:NAME, timm:NAME=FILE, or a model of transformers.
+    """An image tower by name: efficientnet-lite0, or a model of transformers.
 
     From the hub, uses only what is already on this machine, unless `download`.
     """
     if name in PACKAGES:
         config = PretrainedImageConfig(name=name, image_size=image_size)
         return ImageTowerFiles(config, package_weights(name), _preprocess({}, image_size))
-    if name.startswith(TIMM_PREFIX):
-        return _load_timm(name, download)
     settings, weights, _ = _load_transformers(name, "vision", download)
     file = _tower_file(name, "preprocessor_config.json", download)
     preprocess = _preprocess(read_json(file) if file else {}, image_size)
@@ -448,7 +399,7 @@ def load_image_tower(name: str, image_size: int = 224, download: bool = False) -
 def load_text_tower(name: str, context_length: int = 64, download: bool = False) -> TextTowerFiles:
     """A text tower by name: minilm, or a model of transformers."""
     if name in PACKAGES:
-        tokenizer: Tokenizer = WordPieceTokenizer(wordpieces())
+        tokenizer = wordpiece_tokenizer(wordpieces())
         settings, weights = "", package_weights(name)
     else:
         settings, weights, pad_id = _load_transformers(name, "text", download)
@@ -470,9 +421,17 @@ def load_text_tower(name: str, context_length: int = 64, download: bool = False)
     return TextTowerFiles(config, weights, tokenizer)
 
 
+def package_folder(tower: str) -> Path:
+    """Where the package of a tower is installed."""
+    spec = importlib.util.find_spec(PACKAGES[tower][0])
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError(f"the weights of {tower} are not installed: {remedy(tower)}")
+    return Path(spec.submodule_search_locations[0])
+
+
 def package_weights(tower: str) -> Tensors:
     """The tensors under our names of a tower that a package brings."""
-    path = _package_file(tower, PACKAGES[tower][1])
+    path = package_folder(tower) / PACKAGES[tower][1]
     weights = read_checkpoint(path)
     try:
         return from_efficientnet(weights) if tower == "efficientnet-lite0" else from_bert(weights)
@@ -483,15 +442,7 @@ def package_weights(tower: str) -> Tensors:
 def wordpieces() -> list[str]:
     """MiniLM's vocabulary in the order of the ids."""
     # Not splitlines: some tokens are characters that it takes for the end of a line.
-    return read_small(_package_file("minilm", VOCABULARY)).decode("utf-8").rstrip("\n").split("\n")
-
-
-def _package_file(tower: str, name: str) -> Path:
-    spec = importlib.util.find_spec(PACKAGES[tower][0])
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        if (Path(folder) / name).is_file():
-            return Path(folder) / name
-    raise UserError(f"the weights of {tower} are not installed: {remedy(tower)}")
+    return read_small(package_folder("minilm") / VOCABULARY).decode("utf-8").rstrip("\n").split("\n")
 
 
 def _preprocess(found: dict[str, Any], image_size: int) -> Preprocess:
@@ -531,43 +482,6 @@ def _tower_file(name: str, file: str, download: bool) -> Path | None:
         return Path(hf_hub_download(name, file, local_files_only=not download))
     except (HfHubHTTPError, OSError, ValueError):
         return None
-
-
-def _load_timm(tower: str, download: bool) -> ImageTowerFiles:
-    name, _, file = tower.removeprefix(TIMM_PREFIX).partition("=")
-    model = _timm_model(name)
-    data = importlib.import_module("timm.data").resolve_model_data_config(model)
-    size, mean, std = int(data["input_size"][1]), tuple(data["mean"]), tuple(data["std"])
-    found = read_checkpoint(Path(file) if file else _timm_weights(tower, name, download))
-    classifier = getattr(model, "pretrained_cfg", {}).get("classifier") or "head.fc"
-    classifiers = (classifier,) if isinstance(classifier, str) else tuple(classifier)
-    own = model.state_dict()
-    for odd in sorted(set(own) ^ set(found)):
-        if odd in own:
-            raise UserError(f"{tower}: missing tensor '{odd}'")
-        if not odd.startswith(tuple(f"{part}." for part in classifiers)):
-            raise UserError(f"{tower}: unknown tensor '{odd}'")
-    weights = {f"model.{key}": found[key].float() if found[key].is_floating_point() else found[key] for key in own}
-    settings = json.dumps({"name": name})
-    config = PretrainedImageConfig(kind="timm", name=tower, settings=settings, image_size=size)
-    return ImageTowerFiles(config, weights, Preprocess(image_size=size, mean=mean, std=std, resize="squash"))
-
-
-def _timm_weights(tower: str, name: str, download: bool) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    repository = getattr(timm().get_pretrained_cfg(name), "hf_hub_id", None)
-    if not repository:
-        raise UserError(f"{tower}: timm has no hub weights for it; give a file: {tower}=FILE.safetensors")
-    try:
-        return Path(hf_hub_download(repository, "model.safetensors", local_files_only=not download))
-    except LocalEntryNotFoundError:
-        raise UserError(
-            f"{tower}: its weights are not on this machine; use {tower}=FILE.safetensors, or --download"
-        ) from None
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise UserError(f"{tower}: {str(error).strip().splitlines()[0][:160]}") from None
 
 
 def weights_hash(weights: Tensors) -> str:

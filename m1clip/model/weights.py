@@ -24,7 +24,6 @@ Tensors = dict[str, Tensor]
 POSITIONS, TOKENS = "image_tower.positions", "text_tower.tokens.weight"
 MAX_HEADER_BYTES = 2**24  # that of a model with 100,000 tensors
 SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
-INDEX = "model.safetensors.index.json"
 SAFETENSORS = (".safetensors",)
 TORCH = (".pt", ".pth", ".bin", ".ckpt")
 STATE_KEYS = ("state_dict", "model", "model_state_dict")  # where a training checkpoint keeps the weights
@@ -58,9 +57,7 @@ def read_tensors(path: Path, device: str = "cpu") -> Tensors:
 
 
 def read_checkpoint(path: Path) -> Tensors:
-    """All tensors of a third-party file, or of the shards that an index names."""
-    if path.name.endswith(".index.json"):
-        return _read_shards(path)
+    """All tensors of a third-party file."""
     if path.suffix in SAFETENSORS:
         return read_tensors(path)
     if path.suffix in TORCH:
@@ -77,25 +74,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: not a JSON object")
     return value
-
-
-def _read_shards(path: Path) -> Tensors:
-    table = read_json(path).get("weight_map")
-    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
-        raise UserError(f"{path}: has no weight_map from tensors to files")
-    weights: Tensors = {}
-    for name in sorted(set(table.values())):
-        # Only files next to the index, which is untrusted.
-        own = Path(name).name
-        if own in ("", "..") or not own.isprintable():
-            raise UserError(f"{path}: {name!a} is not a file name")
-        shard = path.with_name(own)
-        if not shard.is_file():
-            raise UserError(f"{shard}: missing; {path.name} names it")
-        weights |= read_tensors(shard)
-    for name in sorted(set(table) ^ set(weights)):
-        raise UserError(f"{path}: '{name}' is {'not in its file' if name in table else 'in a file but not named'}")
-    return weights
 
 
 def _read_torch(path: Path) -> Tensors:

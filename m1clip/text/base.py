@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FILE_NAME = "tokenizer.json"
-VERSION = 1
+FORMAT = 1
 
 
 class Tokenizer(ABC):
@@ -85,7 +85,7 @@ class Tokenizer(ABC):
     def save(self, folder: Path) -> None:
         """Write tokenizer.json into a model folder."""
         # ASCII only, so that no editor or locale can change a character of the alphabet.
-        text = json.dumps({"version": VERSION, **self.record()}, ensure_ascii=True)
+        text = json.dumps({"format": FORMAT, **self.record()}, ensure_ascii=True)
         (Path(folder) / FILE_NAME).write_text(text + "\n", encoding="ascii")
 
     def __eq__(self, other: object) -> bool:

@@ -10,7 +10,7 @@ import gzip
 import html
 import json
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from itertools import islice
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import ftfy
 from tokenizers import Regex
 from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as InTurn
@@ -28,6 +29,7 @@ BASE_COUNT = 512  # 256 bytes, and the same 256 as the last byte of a word
 FULL_SOT_ID = 49_406  # also the number of other tokens
 FULL_EOT_ID = 49_407
 END_OF_WORD = "</w>"
+SPACE = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"  # GPT-2's letter for it
 CHUNK = 4_096  # texts per call: bounds the memory for a large set
 
 # open_clip's pattern, with what its IGNORECASE does to lower-cased text written out: long s is an s, and U+0345 (its
@@ -45,13 +47,6 @@ def clean_text(text: str) -> str:
 
 
 @cache
-def _byte_order() -> list[int]:
-    """The byte behind each of the first 256 ids: printable Latin-1 first, then the others."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    return printable + [byte for byte in range(256) if byte not in set(printable)]
-
-
-@cache
 def _merges() -> list[tuple[str, str]]:
     """The vendored merges in order of rank; merge i makes token BASE_COUNT + i."""
     packed = (files("m1clip.text") / "clip_bpe_merges.txt.gz").read_bytes()
@@ -62,10 +57,9 @@ def _merges() -> list[tuple[str, str]]:
 @cache
 def _token_ids() -> dict[str, int]:
     """Id of each token as it is written in the merges."""
-    # GPT-2's stand-ins: a printable byte is written as itself, the others as the letters from U+0100 on.
-    printable_count = 188
-    letters = [chr(byte) for byte in _byte_order()[:printable_count]]
-    letters += [chr(0x100 + i) for i in range(256 - printable_count)]
+    # GPT-2's letters for the 256 bytes: a printable byte is written as itself, the others as letters from U+0100 on.
+    codes = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x144)]
+    letters = [chr(code) for code in codes]
     tokens = letters + [letter + END_OF_WORD for letter in letters] + [a + b for a, b in _merges()]
     return {token: i for i, token in enumerate(tokens)}
 
@@ -87,16 +81,6 @@ def _merged_from() -> list[tuple[int, int]]:
     return [(id_of[left], id_of[right]) for left, right in _merges()]
 
 
-@cache
-def _token_bytes() -> list[bytes]:
-    """The bytes of each token; one that ends a word ends in a space."""
-    single = [bytes([byte]) for byte in _byte_order()]
-    tokens = single + [byte + b" " for byte in single]
-    for left, right in _merged_from():
-        tokens.append(tokens[left] + tokens[right])
-    return tokens
-
-
 class BpeTokenizer(Tokenizer):
     """CLIP's tokenizer: all 49,408 ids, or only the merged tokens in `kept` in addition to the 512 byte tokens.
 
@@ -113,7 +97,6 @@ class BpeTokenizer(Tokenizer):
         self.sot_id = FULL_SOT_ID if self.kept is None else 1 + BASE_COUNT + len(self.kept)
         self.eot_id = self.sot_id + 1
         self.vocab_size = self.eot_id + 1
-        self._parts: list[list[int]] | None = None
 
     def cut_to(self, captions: Iterable[str]) -> BpeTokenizer:
         """A tokenizer with only the tokens that these captions use; their ids change, but not how they are split.
@@ -127,20 +110,17 @@ class BpeTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """Ids of each text alone, some thousand texts at a time."""
-        rust = _rust_tokenizer()
+        rust, parts = _rust_tokenizer(), self.parts
         cleaned = map(clean_text, texts)
         while chunk := list(islice(cleaned, CHUNK)):
             for encoding in rust.encode_batch_fast(chunk, add_special_tokens=False):
-                if self.kept is None:
-                    yield encoding.ids
-                else:
-                    parts = self._kept_parts()
-                    yield [part for token in encoding.ids for part in parts[token]]
+                yield encoding.ids if parts is None else [part for token in encoding.ids for part in parts[token]]
 
     def decode_ids(self, ids: list[int]) -> str:
         """One space after each word."""
-        table = _token_bytes()
-        return b"".join(table[self._full_id(token)] for token in ids).decode("utf-8", errors="replace").strip()
+        tokens = [str(_rust_tokenizer().id_to_token(self._full_id(token))) for token in ids]
+        spaced = [t.removesuffix(END_OF_WORD) + SPACE if t.endswith(END_OF_WORD) else t for t in tokens]
+        return str(ByteLevelDecoder().decode(spaced)).strip()
 
     def _is_padding(self, token: int) -> bool:
         return self.kept is not None and token == self.pad_id
@@ -149,29 +129,22 @@ class BpeTokenizer(Tokenizer):
         """A cut vocabulary lists its merged tokens."""
         return {"kind": "bpe"} if self.kept is None else {"kind": "bpe-cut", "kept": self.kept}
 
-    def full_ids(self) -> list[int]:
-        """The tokens in the order of their ids, by their id in the full vocabulary; no special tokens."""
-        return list(range(FULL_SOT_ID)) if self.kept is None else [*range(BASE_COUNT), *self.kept]
-
-    def parts_of(self, token: int) -> list[int]:
-        """The ids here of a token of the full vocabulary: one, or those of its parts where it was removed."""
-        return [token] if self.kept is None else self._kept_parts()[token]
-
     def _full_id(self, token: int) -> int:
         """The token's id in the full vocabulary."""
         if self.kept is None:
             return token
         return token - 1 if token <= BASE_COUNT else self.kept[token - 1 - BASE_COUNT]
 
-    def _kept_parts(self) -> list[list[int]]:
-        """For each token of the full vocabulary, the ids here that spell it: itself, or its parts."""
-        if self._parts is None:
-            own_id = {token: i for i, token in enumerate(self.kept or (), 1 + BASE_COUNT)}
-            parts = [[1 + token] for token in range(BASE_COUNT)]
-            for token, (left, right) in enumerate(_merged_from(), BASE_COUNT):
-                parts.append([own_id[token]] if token in own_id else parts[left] + parts[right])
-            self._parts = parts
-        return self._parts
+    @cached_property
+    def parts(self) -> list[list[int]] | None:
+        """For each token of the full vocabulary, the ids here that spell it: itself, or its parts; None if not cut."""
+        if self.kept is None:
+            return None
+        own_id = {token: i for i, token in enumerate(self.kept, 1 + BASE_COUNT)}
+        parts = [[1 + token] for token in range(BASE_COUNT)]
+        for token, (left, right) in enumerate(_merged_from(), BASE_COUNT):
+            parts.append([own_id[token]] if token in own_id else parts[left] + parts[right])
+        return parts
 
     def __reduce__(self) -> tuple[type[BpeTokenizer], tuple[tuple[int, ...] | None]]:
         # Workers rebuild the tables, which are larger than their inputs.
@@ -186,7 +159,8 @@ def row_sources(old: BpeTokenizer, new: BpeTokenizer) -> list[list[int]]:
 
     Text whose tokens are in both is then read as before; a token that `old` lacks starts as the mean of its parts.
     """
-    parts = [old.parts_of(token) for token in new.full_ids()]
+    tokens = range(FULL_SOT_ID) if new.kept is None else [*range(BASE_COUNT), *new.kept]
+    parts = [[token] if old.parts is None else old.parts[token] for token in tokens]
     padding = [] if new.kept is None else [[old.pad_id]]
     return [*padding, *parts, [old.sot_id], [old.eot_id]]
 

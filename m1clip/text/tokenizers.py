@@ -6,7 +6,6 @@ import hashlib
 import json
 import string
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,16 @@ from tokenizers.decoders import WordPiece as WordPieceDecoder
 from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
+from tokenizers.processors import BertProcessing
 
 from m1clip.errors import UserError
-from m1clip.io import read_small
-from m1clip.text.base import FILE_NAME, VERSION, Tokenizer
+from m1clip.io import format_version, read_small
+from m1clip.text.base import FILE_NAME, FORMAT, Tokenizer
 from m1clip.text.bpe import BASE_COUNT, FULL_SOT_ID, BpeTokenizer
 
 LETTERS = string.ascii_lowercase + " ,."
 UNKNOWN_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 SPECIAL_COUNT = 4  # pad, start, EOT, unknown
-PAD, UNKNOWN, START, END = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
-KINDS = ("char", "bpe", "bpe-cut")  # can be built from captions
-SAVED = (*KINDS, "wordpiece", "fast")  # plus those of pretrained towers
 MAX_BYTES = 2**26  # the largest multilingual vocabularies take 35 MB
 REMEDY = "restore the model folder from a backup, or retrain"
 
@@ -69,40 +66,6 @@ class CharTokenizer(Tokenizer):
         return {"kind": "char", "alphabet": self.alphabet}
 
 
-class WordPieceTokenizer(Tokenizer):
-    """BERT's uncased tokenizer; the id of a token is its place in the vocabulary."""
-
-    def __init__(self, vocabulary: Sequence[str]) -> None:
-        """Take the tokens in the order of their ids; the four special ones must be among them."""
-        self.vocabulary, self.vocab_size = tuple(vocabulary), len(vocabulary)
-        ids = {token: i for i, token in enumerate(self.vocabulary)}
-        missing = [token for token in (PAD, UNKNOWN, START, END) if token not in ids]
-        if missing or len(ids) != len(self.vocabulary):
-            raise ValueError(f"the vocabulary {'lacks ' + missing[0] if missing else 'contains a token twice'}")
-        self.pad_id, self.sot_id, self.eot_id = ids[PAD], ids[START], ids[END]
-        self._rust = RustTokenizer(WordPiece(ids, unk_token=UNKNOWN))
-        self._rust.normalizer = BertNormalizer(lowercase=True)
-        self._rust.pre_tokenizer = BertPreTokenizer()
-        self._rust.decoder = WordPieceDecoder()
-
-    def encode_batch(self, texts: Iterable[str]) -> Iterable[list[int]]:
-        """ "[SEP]" in a text is split into its letters before the look-up; the filter is for odd vocabularies."""
-        special = (self.pad_id, self.sot_id, self.eot_id)
-        for found in self._rust.encode_batch_fast(list(texts), add_special_tokens=False):
-            yield [token for token in found.ids if token not in special]
-
-    def decode_ids(self, ids: list[int]) -> str:
-        """Words with their parts joined."""
-        return str(self._rust.decode(ids))
-
-    def record(self) -> dict[str, Any]:
-        """The vocabulary."""
-        return {"kind": "wordpiece", "vocabulary": self.vocabulary}
-
-    def __reduce__(self) -> tuple[type[WordPieceTokenizer], tuple[tuple[str, ...]]]:
-        return WordPieceTokenizer, (self.vocabulary,)
-
-
 class FastTokenizer(Tokenizer):
     """Hugging Face's tokenizer.json, with its own normalizer and special tokens; `pad_id` fills the rows."""
 
@@ -120,7 +83,6 @@ class FastTokenizer(Tokenizer):
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise ValueError(f"not a tokenizer.json of Hugging Face ({str(error)[:80]})") from None
-        self.text = text
         if len(special) < 2:
             raise ValueError("this tokenizer adds no token before and after a text")
         self.sot_id, self.eot_id = special[0], special[-1]
@@ -130,10 +92,6 @@ class FastTokenizer(Tokenizer):
     def encode_batch(self, texts: Iterable[str]) -> Iterable[list[int]]:
         """By the library."""
         return (found.ids for found in self._rust.encode_batch(list(texts), add_special_tokens=False))
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text without special tokens and padding, as the library joins it."""
-        return str(self._rust.decode([i for i in map(int, ids) if i != self.pad_id], skip_special_tokens=True))
 
     def decode_ids(self, ids: list[int]) -> str:
         """By the library."""
@@ -150,18 +108,22 @@ class FastTokenizer(Tokenizer):
 
     def record(self) -> dict[str, Any]:
         """The library's own file."""
-        return {"kind": "fast", "tokenizer": json.loads(self.text), "pad_id": self.pad_id}
+        return {"kind": "fast", "tokenizer": json.loads(self._rust.to_str()), "pad_id": self.pad_id}
 
-    def __reduce__(self) -> tuple[type[FastTokenizer], tuple[str, int]]:
-        return FastTokenizer, (self.text, self.pad_id)
+
+def wordpiece_tokenizer(vocabulary: Sequence[str]) -> FastTokenizer:
+    """BERT's uncased tokenizer; the id of a token is its place in the vocabulary."""
+    ids = {token: i for i, token in enumerate(vocabulary)}
+    rust = RustTokenizer(WordPiece(ids, unk_token="[UNK]"))
+    rust.normalizer, rust.pre_tokenizer = BertNormalizer(lowercase=True), BertPreTokenizer()
+    rust.decoder = WordPieceDecoder()
+    # Not as special tokens of the library, which would also find them in a text.
+    rust.post_processor = BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
+    return FastTokenizer(rust.to_str(), ids["[PAD]"])
 
 
 def make_tokenizer(kind: str, captions: Iterable[str]) -> Tokenizer:
-    """A tokenizer for these training captions."""
-    if kind not in KINDS:
-        near = get_close_matches(kind, KINDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(KINDS)}"
-        raise UserError(f"unknown tokenizer {kind!r}: {hint}")
+    """A tokenizer of one of the kinds in the config, for these training captions."""
     if kind == "char":
         try:
             return CharTokenizer.from_captions(captions)
@@ -180,54 +142,32 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     path = Path(folder) / FILE_NAME
     try:
         record = json.loads(read_small(path, MAX_BYTES))
+        version = format_version(record)
+        # Checked before the rest: a newer m1clip may have kinds of its own.
+        if version > FORMAT:
+            raise UserError(
+                f"{path}: written by a newer m1clip (format {version}, this one reads {FORMAT}); upgrade m1clip"
+            )
+        return _from_record(record)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); is this a model folder?") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON; {REMEDY}") from error
-    if not isinstance(record, dict):
-        raise UserError(f"{path}: not a tokenizer file; {REMEDY}")
-    version, kind = record.get("version"), record.get("kind")
-    if type(version) is not int or version < 1:
-        raise UserError(f"{path}: has no format version of m1clip; {REMEDY}")
-    # The version is checked before the kind: a newer m1clip may have kinds of its own.
-    if version > VERSION:
-        raise UserError(
-            f"{path}: written by a newer m1clip (format {version}, this one reads {VERSION}); upgrade m1clip"
-        )
-    if kind not in SAVED:
-        raise UserError(f"{path}: unknown tokenizer kind {str(kind)[:40]!r} (known: {', '.join(SAVED)}); {REMEDY}")
-    try:
-        return _from_record(record)
-    except ValueError as error:
-        raise UserError(f"{path}: broken tokenizer: {error}; {REMEDY}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}: not a valid tokenizer ({type(error).__name__}: {error}); {REMEDY}") from error
 
 
 def _from_record(record: dict[str, Any]) -> Tokenizer:
     """A tokenizer from a file of unknown origin; ValueError where a value is not what it should be."""
-    kind = record["kind"]
-    if kind == "char":
-        alphabet = record.get("alphabet")
-        if not isinstance(alphabet, str):
-            raise ValueError("'alphabet' is not a string")
-        alphabet.encode("utf-8")  # raises ValueError for a lone surrogate, which could not be saved again
-        return CharTokenizer(alphabet)
-    if kind == "wordpiece":
-        vocabulary = record.get("vocabulary")
-        if not isinstance(vocabulary, list) or not all(isinstance(token, str) for token in vocabulary):
-            raise ValueError("'vocabulary' is not a list of strings")
-        "".join(vocabulary).encode("utf-8")  # as above
-        return WordPieceTokenizer(vocabulary)
-    if kind == "fast":
-        pad = record.get("pad_id", 0)
-        if type(pad) is not int or not 0 <= pad < 2**31:
-            raise ValueError("'pad_id' is not an id")
-        return FastTokenizer(json.dumps(record.get("tokenizer")), pad)
-    if kind == "bpe":
-        return BpeTokenizer()
-    kept = record.get("kept")
-    # Strictly increasing ids: a duplicate would shift the ids that the model was trained with.
-    if not isinstance(kept, list) or not all(type(token) is int for token in kept):
-        raise ValueError("'kept' is not a list of token ids")
-    if any(a >= b for a, b in zip([BASE_COUNT - 1, *kept], [*kept, FULL_SOT_ID], strict=True)):
-        raise ValueError("'kept' is not an increasing list of merged tokens")
-    return BpeTokenizer(kept)
+    match record:
+        case {"kind": "char", "alphabet": str(alphabet)}:
+            alphabet.encode("utf-8")  # raises ValueError for a lone surrogate, which could not be saved again
+            return CharTokenizer(alphabet)
+        case {"kind": "fast", "tokenizer": dict(tokenizer), "pad_id": int(pad)} if 0 <= pad < 2**31:
+            return FastTokenizer(json.dumps(tokenizer), pad)
+        case {"kind": "bpe"}:
+            return BpeTokenizer()
+        case {"kind": "bpe-cut", "kept": list(kept)} if all(type(token) is int for token in kept):
+            # Strictly increasing ids: a duplicate would shift the ids that the model was trained with.
+            if any(a >= b for a, b in zip([BASE_COUNT - 1, *kept], [*kept, FULL_SOT_ID], strict=True)):
+                raise ValueError("'kept' is not an increasing list of merged tokens")
+            return BpeTokenizer(kept)
+    raise ValueError(f"kind {record.get('kind')!a:.40} is unknown, or its values are missing or of the wrong type")

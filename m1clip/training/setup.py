@@ -269,7 +269,7 @@ def _build(config: Config, start: Start, train: Split, device: Device) -> CLIP:
 def _from_model(config: Config) -> tuple[Start, Tokenizer, Preprocess]:
     """Start from a complete model."""
     transfer = config.transfer
-    saved = read_model(Path(transfer.init or ""), config.model.activation)
+    saved = read_model(Path(transfer.init or ""))
     if saved.config.image_head.kind != "projection" and config.model.image_size not in (None, saved.config.image_size):
         raise UserError(
             f"{transfer.init}: the image size of a model with pretrained towers is fixed, {saved.config.image_size}"

@@ -198,7 +198,7 @@ def load_teacher(
 ) -> Teacher:
     """The teacher's vectors of the training set, cached."""
     transfer = config.transfer
-    teacher = load(Path(transfer.teacher or ""), device.kind, activation=config.model.activation)
+    teacher = load(Path(transfer.teacher or ""), device.kind)
     clip = teacher.clip
     # The config is part of the key: another activation or number of heads changes the vectors.
     key = (weights_hash(clip.state_dict()), json.dumps(clip.config.to_dict(), sort_keys=True), "unit vectors")

@@ -19,8 +19,6 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "ben
 import inputs  # noqa: E402
 import torchvision_ops  # noqa: E402, F401  first: open_clip and transformers import torchvision
 
-SHARD = "200MB"  # small, so that the larger models come in several files
-
 
 def fill(model: torch.nn.Module) -> None:
     """Weights by name."""
@@ -51,7 +49,7 @@ def make(kind: str, config: dict[str, Any], folder: Path) -> None:
 
         hf = CLIPModel(CLIPConfig(**config)).eval()
         fill(hf)
-        hf.save_pretrained(folder, max_shard_size=SHARD)
+        hf.save_pretrained(folder)
         size = config["vision_config"]["image_size"]
         CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size}).save_pretrained(
             folder

@@ -11,7 +11,7 @@ from tower_run import PIECES
 from m1clip.config import Config, DataConfig
 from m1clip.data.augment import Augmentation
 from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig, VisionTowerConfig
-from m1clip.text.tokenizers import CharTokenizer, WordPieceTokenizer
+from m1clip.text.tokenizers import CharTokenizer, wordpiece_tokenizer
 from m1clip.training.transfer import Start, Trainable, augmentation_for
 
 BOTH, TEXT, IMAGE = Trainable(), Trainable(image=False), Trainable(text=False)
@@ -24,7 +24,7 @@ OURS = dataclasses.replace(THEIRS, text_tower=CLIPConfig().text_tower)
 
 
 def seen(trainable: Trainable, config: CLIPConfig = THEIRS, letters: bool = False, **asked: Any) -> Augmentation:
-    tokenizer: Any = CharTokenizer("ab") if letters else WordPieceTokenizer(PIECES)
+    tokenizer: Any = CharTokenizer("ab") if letters else wordpiece_tokenizer(PIECES)
     start = Start(config, trainable=trainable, new_heads=True)
     settings = Config(data=DataConfig(source=("photos",), **asked))
     return augmentation_for(settings, ["a dog runs", "the dog"], start, tokenizer)
