@@ -83,7 +83,7 @@ def our_step(job: Job, words: list[str]) -> Step:
     device = job.device
     torch.manual_seed(0)
     model = build_clip(with_fields(job.shape, eot_id=job.shape.vocab_size - 1)).to(device.torch)
-    model.set_attention("sdpa", "sdpa")
+    model.set_attention("sdpa")
     if "compiled" in words and "plain" not in words and device.kind == "cuda":
         model.use_triton()  # as `m1clip train --compile` does
     model.train()

@@ -188,7 +188,7 @@ def prior_art_job(config: Config, device: str = "cpu") -> Setup:
     config = dataclasses.replace(
         config,
         train=dataclasses.replace(config.train, device=device, precision="fp32"),  # type: ignore[arg-type]
-        model=dataclasses.replace(config.model, attention_image="bmm", attention_text="bmm"),
+        model=dataclasses.replace(config.model, attention="bmm"),
     )
     return set_up(config)
 

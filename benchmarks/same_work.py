@@ -24,6 +24,7 @@ from sides import NO_PEERS, RESULTS, Side, machine, peer_shape, set_up, spread, 
 
 from m1clip.config import Config, DataConfig, ModelConfig, TrainConfig, from_dict, load_config, read_preset, to_toml
 from m1clip.hardware.timing import timing
+from m1clip.model.presets import clip_config, model_config
 
 PEER = Path(__file__).parent / "peers" / "steps.py"
 # Ways a library can run; a probe takes the fastest of each line, which then stands in the alternation.
@@ -59,13 +60,12 @@ def job_config(name: str, data: str | None, quick: bool) -> Config:
         config = from_dict(read_preset("prior-art"), "prior-art")
     else:
         source = DataConfig(source=(data,), cache="ram") if data else DataConfig(train_count=1024)
-        source = dataclasses.replace(source, val_count=16, test_count=16)
         # A tower that the peers can build: patches instead of our stem, six blocks and four.
         context = int(name.removeprefix("tiny-"))
         model = ModelConfig(name="tiny", vision_layers=6, text_layers=4, context_length=context, stem="patch")
         config = Config(model=model, data=source, train=TrainConfig(batch_size=128, steps=1000))
     if quick:
-        parts = {"width": 64, "layers": 1, "heads": 2}
+        parts = {"width": 64, "layers": 1}
         small: Any = {f"{tower}_{part}": value for tower in ("vision", "text") for part, value in parts.items()}
         model = dataclasses.replace(config.model, image_size=64, embed_dim=64, **small)
         train = dataclasses.replace(config.train, batch_size=12)
@@ -75,9 +75,12 @@ def job_config(name: str, data: str | None, quick: bool) -> Config:
 
 def same_work(config: Config) -> Config:
     """The config that does what the peers do: AdamW, a class token, one caption an image."""
+    model = model_config(config.model, clip_config(config.model))
+    if model.name == "tiny":  # its towers, with the class token of the other presets
+        model = dataclasses.replace(model, name="ViT-S-16")
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, pooling="cls"),
+        model=model,
         data=dataclasses.replace(config.data, captions_per_step=1, patch_dropout=0.0, word_dropout=0.0),
         optim=dataclasses.replace(config.optim, optimizer="adamw", ema=0.0),
     )
@@ -154,8 +157,7 @@ def own_answers(config: Config) -> dict[str, Callable[[], Any]]:
             "threads": torch.get_num_threads(),
             "parameters": count_parameters(equal.shape),
             "precision": equal.precision,
-            "attention_image": equal.config.model.attention_image,
-            "attention_text": equal.config.model.attention_text,
+            "attention": equal.config.model.attention,
         },
     }
 

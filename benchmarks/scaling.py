@@ -30,7 +30,7 @@ from m1clip.config import Config, ModelConfig, TrainConfig
 from m1clip.data.augment import Augmentation, draw_views
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
-from m1clip.hardware.device import DTYPES, Device, Precision, choose_precision
+from m1clip.hardware.device import Device, Precision, choose_precision
 from m1clip.hardware.facts import read_facts
 from m1clip.hardware.memory import return_freed_memory
 from m1clip.hardware.timing import bf16_speedup, gemm_rate, timing
@@ -38,6 +38,7 @@ from m1clip.model.clip import build_clip
 from m1clip.model.presets import CLIPConfig, flops_per_pair, preset, with_fields
 from m1clip.training.autotune import choose_attention
 from m1clip.training.step import TrainStep
+from m1clip.training.transfer import Start
 
 BATCH, MODEL_BATCH = 64, 16  # where another thing varies; where the model does
 VOCABULARY = 5_000  # about what `bpe-cut` keeps of a set of photographs
@@ -140,19 +141,10 @@ class Bench:
     def update(self, point: Point, chunk: int) -> TrainStep:
         """The product's training step for this point."""
         shape = point.shape
-        vision, text = shape.own_towers
+        _, text = shape.own_towers
         model = build_clip(with_fields(shape, eot_id=2))
-        towers = (
-            (vision.heads, vision.tokens, vision.width, False),
-            (text.heads, text.context_length, text.width, True),
-        )
-        kinds = [
-            choose_attention(
-                "auto", self.device, DTYPES[self.precision], min(point.batch, 64), heads, length, width // heads, causal
-            )[0]
-            for heads, length, width, causal in towers
-        ]
-        model.set_attention(*kinds)
+        kind, _ = choose_attention(Start(shape), self.device, self.precision, point.batch, text.context_length)
+        model.set_attention(kind)
         train = TrainConfig(
             batch_size=point.batch, micro_batch=chunk, device="cpu", precision=self.precision, steps=1000
         )

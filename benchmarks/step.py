@@ -78,8 +78,7 @@ def answers_of(side: str, config: Config) -> dict[str, Callable[[], Any]]:
         "parameters": lambda: count_parameters(job.shape),
         "choices": lambda: {
             "precision": job.precision,
-            "attention_image": job.config.model.attention_image,
-            "attention_text": job.config.model.attention_text,
+            "attention": job.config.model.attention,
             "threads": torch.get_num_threads(),
         },
     }
@@ -142,8 +141,8 @@ def show(result: dict[str, Any]) -> None:
     peak = result["peak_bytes"] / 1e9
     print(f"  peak RSS of m1clip train         {peak:.2f} GB (goal {GOAL_BYTES / 1e9:.1f})")
     print(
-        f"m1clip: {result['precision']}, attention {result['attention_image']} (image) "
-        f"{result['attention_text']} (text), {result['text_tokens']:.0f} text tokens on average"
+        f"m1clip: {result['precision']}, attention {result['attention']}, "
+        f"{result['text_tokens']:.0f} text tokens on average"
     )
 
 

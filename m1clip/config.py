@@ -55,7 +55,6 @@ Fraction = Annotated[float, Range(0, 1)]
 Count = Annotated[int, Range(1, 10**7)]
 Positive = Annotated[float, Range(0, above=True)]
 NotNegative = Annotated[float, Range(0)]
-Choice = Literal["auto", "bmm", "sdpa"]
 
 
 class Section:
@@ -97,20 +96,14 @@ class ModelConfig(Section):
     "Width of the image tower."
     vision_layers: int | None = None
     "Number of transformer blocks in the image tower."
-    vision_heads: int | None = None
-    "Number of attention heads in the image tower."
     text_width: int | None = None
     "Width of the text tower."
     text_layers: int | None = None
     "Number of transformer blocks in the text tower."
-    text_heads: int | None = None
-    "Number of attention heads in the text tower."
     context_length: int | None = None
     "Maximum caption length in tokens, including start and EOT tokens."
     embed_dim: int | None = None
     "Dimension of the shared embedding space."
-    pooling: Literal["cls", "mean"] | None = None
-    "Image feature: a class token, or the mean over patches."
     stem: Literal["patch", "conv"] | None = None
     "First layer of the image tower: CLIP's patch projection, or convolutions, which work better on small datasets."
     activation: Literal["gelu", "quick_gelu"] | None = None
@@ -119,10 +112,8 @@ class ModelConfig(Section):
     "Dropout on each residual branch."
     tokenizer: Literal["char", "bpe", "bpe-cut"] = "bpe-cut"
     "Characters; CLIP's BPE with 49,408 tokens; or BPE with only the tokens that occur in the training captions."
-    attention_image: Choice = "auto"
-    "Attention implementation of the image tower; auto measures both."
-    attention_text: Choice = "auto"
-    "Attention implementation of the text tower; auto measures both."
+    attention: Literal["auto", "bmm", "sdpa"] = "auto"
+    "Attention implementation; auto measures both."
     grad_checkpointing: bool = False
     "Recompute activations in the backward pass: less memory, about a third more compute, the same result."
     compile: bool = False
@@ -138,13 +129,7 @@ class DataConfig(Section):
     source: Annotated[tuple[str, ...], Parameter(name="--data", negative="", group=COMMON)] = ("synthetic",)
     "Path to images and captions, or synthetic. Repeat it to mix datasets: b:0.3 takes 30% of the samples from b."
     train_count: Count = 8000
-    "Synthetic data: number of training images."
-    val_count: Count = 600
-    "Synthetic data: number of validation images; they show combinations that do not occur in training."
-    test_count: Count = 600
-    "Synthetic data: number of test images."
-    captions_per_image: Annotated[int, Range(1, 1000)] = 5
-    "Synthetic data: captions per image."
+    "Synthetic data: number of training images; the validation and test splits have a ninth as many, at most 1,000."
     image_column: str | None = None
     "Tables: column with the image path (default: detected by name)."
     caption_column: Annotated[tuple[str, ...], Parameter(negative="")] = ()
@@ -191,10 +176,6 @@ class OptimConfig(Section):
     "Peak learning rate of Muon."
     wd: Annotated[float, Parameter(alias="--weight-decay"), Range(0)] = 0.1
     "Weight decay of AdamW; not applied to norms, biases and the temperature."
-    muon_wd: NotNegative = 0.3
-    "Weight decay of Muon."
-    beta2: Annotated[float, Range(0, 1, below=True)] = 0.98
-    "AdamW's second beta."
     warmup: NotNegative = 0.05
     "Warm-up: a fraction of all steps if below 1, else a number of steps."
     layer_decay: Annotated[float, Range(0, 1, above=True)] = 1.0
@@ -238,12 +219,8 @@ class TrainConfig(Section):
     "Precision of the towers; auto takes bf16 where it is measured to be faster."
     threads: Annotated[int, Range(0, 1024)] = 0
     "CPU threads; 0 = one per physical core."
-    log_every: Annotated[int | None, Range(1)] = None
-    "Steps between two log lines in run.jsonl. Default: 10, fewer in a short run."
     report_to: Literal["none", "tensorboard"] = "none"
     "Also send the metrics to TensorBoard (pip install 'm1clip[log]'). run.jsonl is always written."
-    analysis_every: Annotated[int | None, Range(0)] = None
-    "Steps between two analyses of each layer's gradients. Default: 40 times per run; 0 = never."
     eval_every: Annotated[int | None, Parameter(group=COMMON), Range(0)] = None
     "Steps between two evaluations on the validation split. Default: 5 times per run; 0 = only at the end."
     patience: Annotated[int, Range(0)] = 0
@@ -252,10 +229,6 @@ class TrainConfig(Section):
     "Save a checkpoint every N steps, or every 30s, 10m, 1h. Default: at each evaluation."
     save_total_limit: Annotated[int, Range(1)] = 2
     "Checkpoints to keep; the best model is kept too, in best/."
-    on_save_error: Literal["stop", "continue"] = "stop"
-    "If a checkpoint cannot be written (disk full): stop, or warn, continue and try again."
-    max_rollbacks: Annotated[int, Range(0)] = 3
-    "How many times a diverging run may roll back to its last checkpoint, at half the learning rate, before it stops."
 
     def check(self) -> None:
         """Reject settings that exclude each other."""
@@ -313,8 +286,6 @@ class TransferConfig(Section):
     "init: LoRA of this rank on the linear layers of the towers; 0 = off."
     teacher: str | None = None
     "Distillation: also learn from the similarities of this model (anything --init takes)."
-    teacher_weight: Annotated[float, Range(0, 1, above=True)] = 0.5
-    "Weight of the distillation loss."
     wise_ft: Annotated[str, Parameter(group=COMMON)] = "off"
     "init: interpolate old and new weights at the end (WiSE-FT): 0.5 takes half of each, search chooses on validation."
     retention_data: Annotated[tuple[str, ...], Parameter(negative="")] = ()
@@ -373,7 +344,7 @@ NAMES = {
 } | {"seed": ("", "seed")}
 ALIASES = {"weight_decay": "wd", "learning_rate": "lr"}
 # How a model is computed, not what it is: these survive a change of --model.
-NOT_SHAPE = ("tokenizer", "attention_image", "attention_text", "grad_checkpointing", "compile", "cuda_graph")
+NOT_SHAPE = ("tokenizer", "attention", "grad_checkpointing", "compile", "cuda_graph")
 
 
 def option_of(kind: type, name: str) -> str:

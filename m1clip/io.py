@@ -174,7 +174,7 @@ LIMITS: dict[str, float] = {
     **{"image_size": 4096, "patch_size": 1024, "context_length": 4096, "vocab_size": 2**21, "mlp_ratio": 64},
     **dict.fromkeys(("width", "vision_width", "text_width", "embed_dim", "hidden"), 2**14),
     **dict.fromkeys(("layers", "vision_layers", "text_layers"), 256),
-    **dict.fromkeys(("heads", "vision_heads", "text_heads"), 1024),
+    **dict.fromkeys(("heads",), 1024),
     "lora_rank": 2**12,
 }
 

@@ -45,25 +45,13 @@ class RunLog:
         handle = open_for_write(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._file = os.fdopen(handle, "ab", buffering=0)
         _end_torn_line(handle)
-        self.on_full: Callable[[OSError], None] | None = None  # called with the error when a line could not be written
-        self.lost = 0  # lines lost since the last successful write
         self.sinks: list[Sink] = []  # also called with each record, such as TensorBoard's
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one record; kinds are start, step, eval, layers, memory, checkpoint, event, warning, skipped, end."""
         self.check_folder()
         record = json_safe({"v": VERSION, "kind": kind, "time": round(time.time(), 3), **values})
-        try:
-            if self.lost:
-                text = f"{self.lost} lines are missing here: the disk was full"
-                self._append(_line({"v": VERSION, "kind": "warning", "time": record["time"], "text": text}))
-                self.lost = 0
-            self._append(_line(record))
-        except OSError as error:
-            self.lost += 1
-            if self.on_full is None:
-                raise
-            self.on_full(error)
+        self._append(_line(record))
         for sink in self.sinks:
             sink(record)
 

@@ -126,7 +126,7 @@ def test_the_command_line_beats_the_preset(parse: typing.Callable[..., Caught]) 
 def test_a_whole_config_file_comes_through_unchanged(parse: typing.Callable[..., Caught], tmp_path: Path) -> None:
     train = dataclasses.replace(Config().train, steps=7, eval_every=0, loss="sigmoid")
     data = dataclasses.replace(Config().data, source=("a b", "c:0.5"), flip=0.25, caption_column=("x", "y"))
-    model = dataclasses.replace(Config().model, name="small", grad_checkpointing=True, pooling="mean")
+    model = dataclasses.replace(Config().model, name="small", grad_checkpointing=True, stem="conv")
     config = Config(seed=5, train=train, data=data, model=model)
     (tmp_path / "config.toml").write_text(to_toml(config))
     assert parse("--config", "config.toml").config == config

@@ -107,7 +107,7 @@ MISTAKES = [
     ({"optim": {"lr": "fast"}}, ["optim.lr", "a number"]),
     ({"model": {"grad_checkpointing": 1}}, ["model.grad_checkpointing", "true or false"]),
     ({"model": {"name": 5}}, ["model.name", "text in quotes"]),
-    ({"model": {"pooling": "max"}}, ["model.pooling", "cls, mean"]),
+    ({"model": {"stem": "max"}}, ["model.stem", "patch, conv"]),
     ({"data": {"source": 3}}, ["data.source", "a list"]),
     ({"data": {"source": [3]}}, ["data.source", "text in quotes"]),
     ({"data": {"source": []}}, ["--data is empty"]),
@@ -123,7 +123,6 @@ MISTAKES = [
     ({"optim": {"warmup": float("inf")}}, ["--warmup must be a finite number"]),
     ({"optim": {"lr": float("nan")}}, ["--lr must be a finite number"]),
     ({"optim": {"warmup": 2.5}}, ["--warmup", "integer number of steps"]),
-    ({"optim": {"beta2": 1.0}}, ["--beta2 must be", "below 1"]),
     ({"optim": {"lr": 0.0}}, ["--lr must be a finite number above 0"]),
     ({"data": {"crop_min": 0.0}}, ["--crop-min must be a finite number above 0"]),
     ({"data": {"flip": 1.5}}, ["--flip must be", "at most 1"]),
@@ -149,11 +148,11 @@ def test_a_mistake_is_one_line_that_says_where(values: dict[str, Any], words: li
 SHAPE_MISTAKES = [
     ({"image_size": 100}, "model.image_size 100 is not a multiple of model.patch_size 16: try 96"),
     ({"image_size": 8}, "try 16"),
-    ({"vision_heads": 5}, "model.vision_width 256 cannot be split into 5 heads"),
+    ({"vision_width": 200}, "model.vision_width 200 cannot be split into 3 heads"),
     ({"text_width": 0}, "--text-width must be a finite number at least 1"),
     ({"context_length": 2}, "model.context_length must be at least 3"),
     ({"dropout": 1.0}, "--dropout must be a finite number at least 0 and below 1"),
-    ({"vision_width": 6, "vision_heads": 1}, "multiple of 4"),
+    ({"vision_width": 6}, "multiple of 4"),
     ({"name": "VIT-B-32"}, "did you mean 'ViT-B-32'?"),
 ]
 
@@ -236,7 +235,7 @@ def test_shipped_presets_load() -> None:
         assert from_dict(to_dict(config), name) == config
     prior_art = from_dict(read_preset("prior-art"), "prior-art")
     assert (prior_art.model.name, prior_art.train.batch_size, prior_art.train.epochs) == ("small", 12, 15.0)
-    assert (prior_art.data.train_count, prior_art.data.val_count) == (216, 24)
+    assert prior_art.data.train_count == 216
 
 
 def test_an_unknown_preset_offers_the_nearest() -> None:

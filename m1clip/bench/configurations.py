@@ -63,8 +63,12 @@ class Configuration:
 
     def train_config(self) -> Config:
         """The equivalent settings of a run."""
-        model: dict[str, Any] = {"attention_image": self.attention, "attention_text": self.attention}
-        model |= {"compile": self.compile, "cuda_graph": self.cuda_graph, "grad_checkpointing": self.grad_checkpointing}
+        model: dict[str, Any] = {
+            "attention": self.attention,
+            "compile": self.compile,
+            "cuda_graph": self.cuda_graph,
+            "grad_checkpointing": self.grad_checkpointing,
+        }
         train: dict[str, Any] = {"device": self.device, "precision": self.precision, "threads": self.threads}
         optim: dict[str, Any] = {"optimizer": self.optimizer}
         return Config(

@@ -145,8 +145,7 @@ class Measurements:
         shape, tokens = model_shape(configuration.model)
         torch.manual_seed(0)
         model = build_clip(shape).to(device.torch)
-        attention: Any = configuration.attention
-        model.set_attention(attention, attention)
+        model.set_attention(configuration.attention)  # type: ignore[arg-type]
         model.set_activation_checkpointing(configuration.grad_checkpointing)
         preprocess = Preprocess(image_size=shape.image_size)
         self.device, self.number, self.peak_is_known = device, 0, peak_is_known
@@ -190,7 +189,7 @@ class Measurements:
         twin = perturbed(self.step.model).eval()
         there = gradient(twin, self.parity_batch, self.step.preprocess, self.step.autocast)
         twin.zero_grad(set_to_none=True)
-        twin.set_attention("bmm", "bmm")
+        twin.set_attention("bmm")
         here = gradient(twin.to("cpu"), self.parity_batch, self.step.preprocess, contextlib.nullcontext)
         return relative_difference(there, here)
 

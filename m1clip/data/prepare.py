@@ -71,8 +71,8 @@ def mention_left_right(captions: Iterable[str]) -> bool:
 def open_data(config: DataConfig, image_size: int, seed: int) -> Source:
     """Open the configured source."""
     if is_synthetic(config):
-        counts = (config.train_count, config.val_count, config.test_count)
-        return SyntheticSource(image_size, *counts, seed=seed, captions_per_image=config.captions_per_image)
+        held_out = max(2, min(config.train_count // 9, 1000))
+        return SyntheticSource(image_size, config.train_count, held_out, held_out, seed=seed)
     # The split seed stays fixed, so that the validation images are the same for every training seed.
     return open_sources(config.source, options=Options(config.image_column, config.caption_column))
 

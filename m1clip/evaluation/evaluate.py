@@ -93,7 +93,7 @@ def open_split(
     precision = choose_precision(wish, device.kind, facts, speedup)
     bundle.clip.to(device.torch)
     if as_trained:
-        bundle.clip.set_attention(config.model.attention_image, config.model.attention_text)  # type: ignore[arg-type]
+        bundle.clip.set_attention(config.model.attention)  # type: ignore[arg-type]
     source = open_data(sources, bundle.preprocess.image_size, config.seed)
     if split not in source.splits():
         raise UserError(f"{', '.join(sources.source)}: has no {split} split, only {', '.join(source.splits())}")

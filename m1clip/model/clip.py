@@ -94,10 +94,10 @@ class CLIP(nn.Module):
         """Clamp the temperature after an update, so that its gradient never vanishes."""
         self.logit_scale.clamp_(0.0, MAX_LOGIT_SCALE)
 
-    def set_attention(self, image: AttentionKind, text: AttentionKind) -> None:
-        """Choose the implementation of attention for each tower that offers a choice."""
-        self.image_tower.set_attention(image)
-        self.text_tower.set_attention(text)
+    def set_attention(self, kind: AttentionKind) -> None:
+        """Choose the implementation of attention in the towers that offer a choice."""
+        self.image_tower.set_attention(kind)
+        self.text_tower.set_attention(kind)
 
     def use_triton(self, on: bool = True) -> None:
         """Use our Triton kernels for bf16 on CUDA in the towers that have them."""

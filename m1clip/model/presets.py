@@ -317,6 +317,8 @@ def _both(*names: str) -> dict[str, tuple[tuple[str, str], ...]]:
     return {name: (("image_tower", name), ("text_tower", name)) for name in names}
 
 
+HEAD_WIDTH = 64  # of an attention head, in every preset
+
 # Setting of `ModelConfig` -> the fields of a CLIPConfig on our own towers that it sets.
 FIELDS: dict[str, tuple[tuple[str, str], ...]] = {
     **{f"vision_{name}": (("image_tower", name),) for name in ("width", "layers", "heads", "pre_norm")},
@@ -379,6 +381,9 @@ def clip_config(model: ModelConfig, tokenizer: Tokenizer | None = None, **values
     """The preset with the config's changes; the vocabulary comes from the tokenizer."""
     names = {item.name for item in dataclasses.fields(model)} & {*FIELDS, "embed_dim"}
     given = {name: getattr(model, name) for name in names if getattr(model, name) is not None}
+    for tower in ("vision", "text"):
+        if f"{tower}_width" in given:
+            given[f"{tower}_heads"] = max(1, given[f"{tower}_width"] // HEAD_WIDTH)
     if tokenizer is not None:
         given |= {"vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id}
     return with_fields(preset(model.name), **given, **values)

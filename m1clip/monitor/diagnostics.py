@@ -171,8 +171,8 @@ def stalled(history: History, now: float, state: str) -> Diagnostic | None:
     """A running process that has not logged anything for much longer than usual."""
     if state != "running" or not history.recent:
         return None
-    every = history.setting("train", "log_every", int) or 10
-    usual = statistics.median(numbers(history.recent, "step_seconds") or [0.0]) * every
+    last = numbers(history.recent, "step")[-2:]
+    usual = statistics.median(numbers(history.recent, "step_seconds") or [0.0]) * max(last[-1] - last[0], 1)
     silent = now - history.last_time
     if silent < max(STALLED, 5 * usual, *(3 * seconds for seconds in numbers(history.evaluations, "seconds"))):
         return None

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from m1clip.data.types import Source
 from m1clip.errors import UserError
 from m1clip.formatting import amount, plural
 from m1clip.hardware.device import (
+    DTYPES,
     Device,
     Kind,
     Precision,
@@ -39,7 +40,7 @@ from m1clip.hardware.device import (
 )
 from m1clip.hardware.facts import Facts
 from m1clip.hardware.memory import map_large_blocks, return_freed_memory
-from m1clip.hardware.timing import BUSY, Load, Timing, alternate, timing
+from m1clip.hardware.timing import BUSY, Load, alternate, timing
 from m1clip.io import read_small, write_json
 from m1clip.model.clip import CLIP
 from m1clip.model.layers import AttentionKind, attention
@@ -294,7 +295,7 @@ def _model(config: Config, start: Start, device: Device, precision: Precision) -
     }
     shape = dataclasses.replace(start.config, **changes)
     model = dataclasses.replace(start, config=shape).build().to(device.torch).eval()
-    model.set_attention(attention, attention)
+    model.set_attention(attention)
     model.set_activation_checkpointing(config.model.grad_checkpointing)
     return model
 
@@ -518,11 +519,11 @@ KINDS: tuple[AttentionKind, ...] = ("bmm", "sdpa")
 
 
 @functools.cache
-def attention_timings(
-    device: Device, dtype: torch.dtype, batch: int, heads: int, length: int, dim: int, causal: bool
-) -> dict[str, Timing]:
-    """Time forward and backward of each implementation in alternation; batches above 64 change no decision."""
-    shape = (min(batch, 64), heads, length, dim)
+def attention_seconds(
+    device: Device, precision: Precision, shape: tuple[int, int, int, int], causal: bool
+) -> dict[AttentionKind, float]:
+    """Seconds of the forward and backward pass of each implementation, timed in alternation."""
+    dtype = DTYPES[precision]
     q, k, v = (torch.randn(shape, device=device.torch, dtype=dtype, requires_grad=True) for _ in range(3))
     cotangent = torch.randn(shape, device=device.torch, dtype=dtype)
 
@@ -530,18 +531,31 @@ def attention_timings(
         torch.autograd.grad((attention(q, k, v, causal, kind) * cotangent).sum(), (q, k, v))
 
     calls = {kind: functools.partial(step, kind) for kind in KINDS}
-    return alternate(calls, device.synchronize, rounds=25, warmup=2, seconds=1.0)
+    times = alternate(calls, device.synchronize, rounds=25, warmup=2, seconds=1.0)
+    # On a busy machine the lower quartile is a better estimate than the median.
+    return {kind: times[kind].low for kind in KINDS}
 
 
 def choose_attention(
-    asked: str, device: Device, dtype: torch.dtype, batch: int, heads: int, length: int, dim: int, causal: bool
-) -> tuple[AttentionKind, dict[str, Timing]]:
-    """The implementation to use, and the timings behind it (empty if nothing was measured)."""
-    for kind in KINDS:
-        if asked == kind:
-            return kind, {}
+    start: Start, device: Device, precision: Precision, batch: int, text_tokens: int
+) -> tuple[Literal["auto", "bmm", "sdpa"], dict[AttentionKind, float]]:
+    """The faster implementation for our own trainable towers, and the measured seconds behind it.
+
+    `auto` if neither tower is one of them.
+    """
+    image, text = start.config.image_tower, start.config.text_tower
+    towers: list[tuple[Any, int, bool]] = []
+    if start.trainable.image and image.kind == "vit":
+        towers.append((image, image.tokens, False))
+    if start.trainable.text and text.kind == "transformer":
+        towers.append((text, text_tokens, True))
+    if not towers:
+        return "auto", {}
     if device.rules.attention == "sdpa":
         return "sdpa", {}
-    times = attention_timings(device, dtype, batch, heads, length, dim, causal)
-    # On a busy machine the lower quartile is a better estimate than the median.
-    return min(KINDS, key=lambda kind: times[kind].low), times
+    seconds = dict.fromkeys(KINDS, 0.0)
+    for tower, length, causal in towers:
+        shape = (min(batch, PROBE_BATCH), tower.heads, length, tower.width // tower.heads)
+        for kind, value in attention_seconds(device, precision, shape, causal).items():
+            seconds[kind] += tower.layers * value
+    return min(KINDS, key=lambda kind: seconds[kind]), seconds

@@ -202,18 +202,18 @@ class CheckpointWriter:
             save.thread.start()
         else:
             self._write(save, state, groups)
-            self._report(save, must=wait)
+            self._report(save)
 
     def poll(self) -> None:
         """Report a background save once it has finished."""
         if self._save is not None and self._save.thread is not None and not self._save.thread.is_alive():
             self._report(self._save)
 
-    def finish(self, must: bool = False) -> None:
-        """Wait for the save in progress; with `must` its failure always raises, regardless of the config."""
+    def finish(self) -> None:
+        """Wait for the save in progress."""
         if self._save is not None and self._save.thread is not None:
             self._save.thread.join()
-            self._report(self._save, must)
+            self._report(self._save)
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -221,24 +221,21 @@ class CheckpointWriter:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Complete the last checkpoint even if the run failed, unless a second signal arrived."""
         if kind is None:
-            self.finish(must=True)
+            self.finish()
         elif issubclass(kind, Exception):
             with contextlib.suppress(Exception):  # the error that ended the run is reported instead
                 self.finish()
 
-    def handle_error(self, error: BaseException, path: Path, step: int, must: bool = False) -> None:
-        """Stop the run on a disk error, or warn and continue, as configured; other errors are raised."""
+    def handle_error(self, error: BaseException, path: Path, step: int) -> None:
+        """Stop the run: a disk error is reported in one line, others are raised."""
         self.log.check_folder()
         if not isinstance(error, OSError):
             raise error
-        text = describe_disk_error(error, path)
-        if must or self.config.train.on_save_error == "stop":
-            raise UserError(
-                f"{text} (step {step:,}); earlier checkpoints are intact: free some space, then continue with "
-                f"m1clip train --resume {self.run}"
-            ) from None
-        self.log.write("event", step=step, event="could not save", why=text)
-        self.screen.warn(f"{text} (step {step:,}); training continues and will retry at the next save")
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise UserError(
+            f"{path}: could not be saved: {'the disk is full' if full else error.strerror or error} (step {step:,}); "
+            f"earlier checkpoints are intact: free some space, then continue with m1clip train --resume {self.run}"
+        ) from None
 
     def _write(self, job: _Save, state: TrainState, groups: TensorGroups) -> None:
         try:
@@ -251,10 +248,10 @@ class CheckpointWriter:
             job.error = error
         job.seconds = time.monotonic() - job.started
 
-    def _report(self, job: _Save, must: bool = False) -> None:
+    def _report(self, job: _Save) -> None:
         self._save = None
         if job.error is not None:
-            self.handle_error(job.error, self.run / FOLDER, job.step, must)
+            self.handle_error(job.error, self.run / FOLDER, job.step)
             return
         assert job.path is not None
         nbytes, background = folder_bytes(job.path), job.thread is not None
@@ -265,12 +262,6 @@ class CheckpointWriter:
             how = "in the background" if background else "while training waited"
             keep = self.config.train.save_total_limit
             self.screen.say(f"checkpoint step {job.step:,}: {size(nbytes)}, saved {how}; keeping the newest {keep}")
-
-
-def describe_disk_error(error: OSError, path: Path) -> str:
-    """A failed write as a message."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return f"{path}: could not be saved: {'the disk is full' if full else error.strerror or error}"
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:

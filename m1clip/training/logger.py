@@ -26,7 +26,8 @@ from m1clip.training.setup import Setup
 from m1clip.training.step import TrainStep
 
 TEMPERATURE_SECONDS = 5.0  # between two readings: some sensors take milliseconds
-LAYER_LINES = 40  # per run, unless configured
+LAYER_LINES = 40  # per run
+LOG_EVERY, LOG_LINES = 10, 50  # maximum steps between two log lines, minimum lines per run
 BLOCK = re.compile(r"^(?P<tower>[^.]+)_tower\..*?\b(?:blocks|layers?|resblocks|stages)\.(?P<number>\d+)\.")
 
 
@@ -35,8 +36,8 @@ class StepLogger:
 
     def __init__(self, job: Setup, train_step: TrainStep, log: RunLog, screen: Screen, total_steps: int) -> None:
         self.job, self.train_step, self.log, self.screen = job, train_step, log, screen
-        self.every = job.config.train.log_every or 1
-        self.layers_every = layers_interval(job.config.train.analysis_every, total_steps, self.every)
+        self.every = log_interval(total_steps)
+        self.layers_every = -(-(total_steps // LAYER_LINES or 1) // self.every) * self.every
         self.telemetry = Telemetry(job.device.kind)
         self.probe = LayerProbe(train_step.model, train_step.optimizer)
         self._wrote_memory = self._wrote_graph = False
@@ -57,7 +58,7 @@ class StepLogger:
 
     def before_step(self, step: int) -> None:
         """Called before step number `step`, counted from 1."""
-        if self.layers_every and step % self.layers_every == 0:
+        if step % self.layers_every == 0:
             self.probe.arm()
 
     def after_step(self, waited: float, loss: Tensor, grad_norm: Tensor) -> None:
@@ -94,7 +95,7 @@ class StepLogger:
         if skipped:
             line["skipped"] = skipped  # the means exclude them
         self.log.write("step", **line)
-        if self.layers_every and state.step % self.layers_every == 0:
+        if state.step % self.layers_every == 0:
             layers = self.probe.take(float(self._grad_norms[-1]))
             if layers is not None:
                 self.log.write("layers", step=state.step, layers=layers)
@@ -201,12 +202,9 @@ def layer_of(name: str) -> str:
     return f"{tower} {'head' if head else 'stem'}"
 
 
-def layers_interval(configured: int | None, total_steps: int, log_every: int) -> int:
-    """Steps between two layer analyses, a multiple of the log interval; 0 = never."""
-    if configured == 0:
-        return 0
-    interval = configured if configured is not None else max(1, total_steps // LAYER_LINES)
-    return -(-interval // log_every) * log_every
+def log_interval(total_steps: int) -> int:
+    """Steps between two log lines."""
+    return max(1, min(LOG_EVERY, total_steps // LOG_LINES))
 
 
 class _LayerNorms(NamedTuple):

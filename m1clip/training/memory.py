@@ -157,8 +157,7 @@ def predict_memory(
     warm_process(facts)  # private operations are probed at first use, which must not be with fake tensors
     with FakeTensorMode(), _WithoutShapes():
         clip = start.build(load_weights=False)
-        kinds = (config.model.attention_image, config.model.attention_text)
-        clip.set_attention(*("sdpa" if wish == "auto" else wish for wish in kinds))
+        clip.set_attention("bmm" if config.model.attention == "bmm" else "sdpa")
         clip.set_activation_checkpointing(config.model.grad_checkpointing)
         half: Precision = "bf16" if precision == "fp16" else precision  # the same size; no fp16 on the CPU
         update = TrainStep(clip, plain, host, half, Preprocess(image_size=start.config.image_size))

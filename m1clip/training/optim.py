@@ -13,7 +13,8 @@ from m1clip.training.muon import AdamW, Muon
 
 NamedParameter = tuple[str, Tensor]
 TOWERS = ("image_tower", "text_tower")
-BETA1, EPS = 0.9, 1e-6  # of AdamW
+BETAS, EPS = (0.9, 0.98), 1e-6  # of AdamW
+MUON_WEIGHT_DECAY = 0.3
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
@@ -57,13 +58,12 @@ class Optimizer:
             *groups(decayed, config.lr, weight_decay=config.wd),
             *groups(undecayed, config.lr, weight_decay=0.0),
         ]
-        betas = (BETA1, config.beta2)
         self.parts: dict[str, torch.optim.Optimizer] = {
-            "adamw": AdamW(adamw_groups, betas=betas, eps=EPS, fused=fused, capturable=capturable)
+            "adamw": AdamW(adamw_groups, betas=BETAS, eps=EPS, fused=fused, capturable=capturable)
         }
         if hidden:
             muon_groups = list(groups(hidden, config.muon_lr))
-            self.parts["muon"] = Muon(muon_groups, weight_decay=config.muon_wd, dtype=muon_dtype)
+            self.parts["muon"] = Muon(muon_groups, weight_decay=MUON_WEIGHT_DECAY, dtype=muon_dtype)
         self._peak_lr = {"adamw": config.lr, "muon": config.muon_lr}
         self.observed = False  # hooks observe the next step; a replayed CUDA graph would not call them
 

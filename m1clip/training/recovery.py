@@ -31,6 +31,7 @@ from m1clip.training.setup import Setup
 from m1clip.training.step import TrainStep
 
 SKIP_LIMIT = 8  # non-finite steps in a row before a rollback
+MAX_ROLLBACKS = 3  # a run that still diverges stops
 ROLLBACK_LR_FACTOR = 0.5  # applied to the learning rate at each rollback
 SPIKE = 8.0  # deviations above the recent median that count as a spike
 WINDOW, MIN_LOSSES = 64, 16  # losses used for the median, and the minimum number
@@ -191,8 +192,8 @@ class Recovery:
         self.writer.finish()
         self.writer.reset()
         self.guard.reset()
-        failed_step, max_rollbacks = state.step, self.job.config.train.max_rollbacks
-        if state.rollbacks >= max_rollbacks:
+        failed_step = state.step
+        if state.rollbacks >= MAX_ROLLBACKS:
             self.log.write("event", step=failed_step, event="diverged", rollbacks=state.rollbacks)
             raise self.guard.diagnosis(state, failed_step, self.job.precision)
         loaded = load_latest(self.run, self.job.device.torch, self.screen.warn, without_skips=True)
@@ -216,12 +217,12 @@ class Recovery:
         self.screen.warn(
             f"rolled back from step {failed_step:,} to step {state.step:,}: {SKIP_LIMIT} steps in a row were "
             f"not finite; the learning rate is now {state.lr_factor:g} times the configured one (rollback "
-            f"{state.rollbacks} of {max_rollbacks})"
+            f"{state.rollbacks} of {MAX_ROLLBACKS})"
         )
 
     @contextlib.contextmanager
     def disk_errors(self, step: int, path: Path) -> Iterator[None]:
-        """Stop the run on a failed write in the block, or warn and continue, as configured."""
+        """Stop the run on a failed write in the block."""
         self.log.check_folder()
         try:
             yield

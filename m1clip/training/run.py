@@ -34,7 +34,7 @@ from m1clip.hardware.timing import timing
 from m1clip.inference.encoder import Model, load
 from m1clip.io import matches_schema, read_small, remove_leftovers, write_json, write_text
 from m1clip.runlog import MEAN_RECALL, RunLog, read_log
-from m1clip.training.checkpoint import TrainState, describe_disk_error, load_latest, restore
+from m1clip.training.checkpoint import TrainState, load_latest, restore
 from m1clip.training.logger import check_sink, open_sink
 from m1clip.training.loop import TrainLoop
 from m1clip.training.oom import oom_as_user_error
@@ -197,7 +197,6 @@ def without_pauses(step_seconds: list[float], usual: float) -> float:
 
 
 JOULES_PER_WATT_HOUR = 3600.0
-LOG_EVERY, LOG_LINES = 10, 50  # maximum steps between two log lines, minimum lines per run
 
 
 @dataclass(frozen=True)
@@ -263,8 +262,6 @@ def _go(
     asked: StopRequest,
 ) -> Run:
     log = RunLog(folder)
-    if job.config.train.on_save_error == "continue":
-        log.on_full = _warn_once(screen, log.path)
     steps = job.config.train.steps or 0
     sink = open_sink(job.config.train.report_to, folder)
     if sink is not None:
@@ -294,18 +291,6 @@ def _go(
             sink[1]()
 
 
-def _warn_once(screen: Screen, path: Path) -> Callable[[OSError], None]:
-    """The handler for failed log writes in a run that continues despite them."""
-    messages: list[str] = []
-
-    def warn(error: OSError) -> None:
-        if not messages:
-            messages.append(describe_disk_error(error, path))
-            screen.warn(f"{messages[0]}; training continues, and run.jsonl will record how many lines are missing")
-
-    return warn
-
-
 def _failure_log(job: Setup, folder: Path, log: RunLog, screen: Screen) -> FailureLog:
     """Records each unreadable image once in the run log, starting with those found before training."""
     named = [str(record.get("where")) for record in read_log(folder) if record["kind"] == "skipped"]
@@ -325,7 +310,7 @@ def _finish(job: Setup, update: TrainStep, folder: Path, log: RunLog, screen: Sc
     return_freed_memory()
     job.finish(folder, screen.say, log.write)
     best = load(folder, device=job.device.kind)
-    best.clip.set_attention(job.config.model.attention_image, job.config.model.attention_text)  # type: ignore[arg-type]
+    best.clip.set_attention(job.config.model.attention)  # type: ignore[arg-type]
     split = next((name for name in ("test", "val") if name in job.splits), "train")
     grid = folder / "retrieval.png"
     evaluator = Evaluator(best, job.source, split, job.splits[split], job.autocast)
@@ -370,11 +355,8 @@ def _with_steps(job: Setup, warn: Callable[[str], None]) -> Setup:
     warmup_steps(job.config.optim.warmup, steps)  # raises if the run would never leave warm-up
     train = job.config.train
     every = train.eval_every if train.eval_every is not None else max(1, -(-steps // evaluations))
-    logs = train.log_every or max(1, min(LOG_EVERY, steps // LOG_LINES))
     saves = train.save_every if train.save_every is not None else every
-    train = dataclasses.replace(
-        train, steps=steps, minutes=None, epochs=None, eval_every=every, save_every=saves, log_every=logs
-    )
+    train = dataclasses.replace(train, steps=steps, minutes=None, epochs=None, eval_every=every, save_every=saves)
     return dataclasses.replace(job, config=dataclasses.replace(job.config, train=train))
 
 

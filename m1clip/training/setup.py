@@ -21,7 +21,7 @@ from m1clip.data.prepare import CROP_MARGIN, Split, is_synthetic, open_data, qui
 from m1clip.data.types import Source, sample_ids_of
 from m1clip.errors import UserError
 from m1clip.evaluation.analysis import even_indices
-from m1clip.hardware.device import DTYPES, Device, Precision, autocast, choose_device
+from m1clip.hardware.device import Device, Precision, autocast, choose_device
 from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.memory import keep_freed_memory
 from m1clip.inference.encoder import Model
@@ -107,11 +107,8 @@ class Setup:
             name = f"{' and '.join(names)}, {head} heads to {self.shape.embed_dim}: {trained:,} of {total:,} trained"
         else:
             name = f"from {self.config.transfer.init}: {trained:,} of {total:,} parameters trained"
-        kinds = (self.config.model.attention_image, self.config.model.attention_text)
-        attention = [
-            f"{kind} ({tower})" for kind, tower in zip(kinds, Trainable._fields, strict=True) if kind != "auto"
-        ]
-        return name + (f", attention {' '.join(attention)}" if attention else "")
+        attention = self.config.model.attention
+        return name if attention == "auto" else f"{name}, attention {attention}"
 
     def evaluate_retention(self, model: CLIP, say: Callable[[str], None]) -> dict[str, Any]:
         """Evaluate on the retention data, in addition to the validation split."""
@@ -201,20 +198,22 @@ def prepare(
     contrast = config.train.text_contrast
     if contrast is None:
         contrast = TEXT_CONTRAST if per_step > 1 and not start.weights else 0.0
-    kinds = _attention(config, start, device, precision, tokens, choices)
+    attention = config.model.attention
+    if attention == "auto":
+        attention, seconds = choose_attention(start, device, precision, batch, tokens)
+        choices["attention"] = {"chosen": attention, **seconds}
     settings: dict[str, Any] = {"batch_size": batch, "micro_batch": min(config.train.micro_batch, batch)}
     settings |= {"device": device.kind, "precision": precision, "text_contrast": contrast}
     config = dataclasses.replace(
         config,
-        model=dataclasses.replace(model_config(config.model, shape), **kinds),
+        model=dataclasses.replace(model_config(config.model, shape), attention=attention),
         data=dataclasses.replace(config.data, captions_per_step=per_step, **dataclasses.asdict(augmentation)),
         train=dataclasses.replace(config.train, **settings),
     )
     teacher, retention = None, None
     if config.transfer.teacher is not None:
         teacher = load_teacher(config, source, train, device, precision, plan)
-        weight, temperature = config.transfer.teacher_weight, 1 / teacher.scale
-        say(f"teacher    {config.transfer.teacher}: {weight:g} of the loss, temperature {temperature:.3f}")
+        say(f"teacher    {config.transfer.teacher}: half of the loss, temperature {1 / teacher.scale:.3f}")
     if config.transfer.retention_data:
         before = Model(_build(config, start, train, device), tokenizer, preprocess)
         retention = measure_retention(config, start, before, device, precision, plan)
@@ -261,7 +260,7 @@ def _build(config: Config, start: Start, train: Split, device: Device) -> CLIP:
     if start.new_heads:
         standardize_heads(model, train)
     model = model.to(device.torch)
-    model.set_attention(config.model.attention_image, config.model.attention_text)  # type: ignore[arg-type]
+    model.set_attention(config.model.attention)  # type: ignore[arg-type]
     model.set_activation_checkpointing(config.model.grad_checkpointing)
     return model
 
@@ -342,32 +341,6 @@ def _longest(captions: list[str], tokenizer: Tokenizer, context_length: int) -> 
     sample = [captions[place] for place in even_indices(len(captions), SAMPLED_CAPTIONS)]
     longest = int(tokenize_captions([tuple(sample)], tokenizer, context_length).lengths.max())
     return min(-(-longest // 8) * 8, context_length)
-
-
-def _attention(
-    config: Config, start: Start, device: Device, precision: Precision, tokens: int, choices: dict[str, Any]
-) -> dict[str, Any]:
-    """Measure both attention implementations for each of our own trainable towers, unless configured."""
-    kinds: dict[str, Any] = {}
-    towers = (start.config.image_tower, start.config.text_tower)
-    for side, tower, trained in zip(Trainable._fields, towers, start.trainable, strict=True):
-        if not trained or tower.kind not in ("vit", "transformer"):
-            continue
-        own: Any = tower
-        length = own.tokens if side == "image" else tokens
-        kind, times = choose_attention(
-            getattr(config.model, f"attention_{side}"),
-            device,
-            DTYPES[precision],
-            config.train.batch_size or 0,
-            own.heads,
-            length,
-            own.width // own.heads,
-            side == "text",
-        )
-        choices[f"attention_{side}"] = {"chosen": kind, **{name: str(value) for name, value in times.items()}}
-        kinds[f"attention_{side}"] = kind
-    return kinds
 
 
 def run_name(config: Config) -> str:

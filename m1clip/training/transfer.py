@@ -42,6 +42,7 @@ from m1clip.text.tokenizers import CharTokenizer
 LORA_ALPHA = 16.0
 EVAL_BATCH = 128
 MAX_CLASS_IMAGES = 1000  # of class folders: they are decoded at each evaluation
+TEACHER_WEIGHT = 0.5  # of the distillation loss
 STATISTICS_ROWS = 50_000  # used to compute the mean and deviation of features
 WISE_FT_GRID = (0.0, 0.25, 0.5, 0.75, 1.0)  # interpolation weights that `--wise-ft search` tries
 Context = Callable[[], AbstractContextManager[object]]
@@ -178,7 +179,6 @@ class Teacher:
     text: np.ndarray  # (rows, d) float16
     text_rows: np.ndarray  # (captions,) row of each caption id
     scale: float
-    weight: float
 
     def logits(self, sample_ids: Tensor, caption_ids: Tensor) -> Tensor:
         """(n, m) of the images and captions of a batch, on their device, in float32."""
@@ -190,7 +190,7 @@ class Teacher:
     def taught(self, loss: Tensor, features: Features, batch: Batch) -> Tensor:
         """The loss, combined with the distillation loss."""
         second = distillation(features, self.logits(batch.sample_ids, batch.caption_ids))
-        return (1 - self.weight) * loss + self.weight * second
+        return (1 - TEACHER_WEIGHT) * loss + TEACHER_WEIGHT * second
 
 
 def load_teacher(
@@ -224,7 +224,7 @@ def load_teacher(
     assert texts is not None
     _, first = np.unique(train.captions.caption_ids, return_index=True)  # keys are 0, 1, 2, ...
     scale = float(clip.scale().detach())
-    return Teacher(images.array, images.rows[:, 0], texts.array, texts.rows[first], scale, transfer.teacher_weight)
+    return Teacher(images.array, images.rows[:, 0], texts.array, texts.rows[first], scale)
 
 
 @dataclass(frozen=True)

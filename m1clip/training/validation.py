@@ -98,16 +98,15 @@ class Validator:
         metric = selection_metric(scores)
         self.metric_label = metric.label
         found: dict[str, Any] = {}
-        if job.config.train.analysis_every != 0:
-            images = self.budget.images(state.seconds, seconds_per_caption)
-            begin, training = time.perf_counter(), model.training
-            with self.recovery.disk_errors(state.step, self.run / "snapshots"):
-                bundle = Model(model, job.tokenizer, job.preprocess)
-                found["analysis"] = Evaluator(bundle, job.source, "val", data, job.autocast).analysis(features, images)
-                model.train(training)
-                write_snapshot(self.run, state.step, "val", data, features)
-            found["analysis_seconds"] = round(time.perf_counter() - begin, 4)
-            self.budget.spent += found["analysis_seconds"]
+        images = self.budget.images(state.seconds, seconds_per_caption)
+        begin, training = time.perf_counter(), model.training
+        with self.recovery.disk_errors(state.step, self.run / "snapshots"):
+            bundle = Model(model, job.tokenizer, job.preprocess)
+            found["analysis"] = Evaluator(bundle, job.source, "val", data, job.autocast).analysis(features, images)
+            model.train(training)
+            write_snapshot(self.run, state.step, "val", data, features)
+        found["analysis_seconds"] = round(time.perf_counter() - begin, 4)
+        self.budget.spent += found["analysis_seconds"]
         found |= job.evaluate_retention(model, self.screen.say)
         values = {"split": "val", "seconds": round(seconds, 4), **found, **scores.as_dict()}
         self.log.write("eval", step=state.step, **values)

@@ -47,7 +47,7 @@ def job(naive: ModuleType) -> Setup:
         dataclasses.replace(
             config,
             model=dataclasses.replace(config.model, **model),
-            data=dataclasses.replace(config.data, train_count=24, val_count=12, test_count=12),
+            data=dataclasses.replace(config.data, train_count=24),
             optim=dataclasses.replace(config.optim, lr=3e-3),
             train=dataclasses.replace(config.train, epochs=100.0),
         )

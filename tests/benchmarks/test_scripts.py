@@ -42,7 +42,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SMALL = "--vision-width 32 --vision-layers 1 --vision-heads 2 --text-width 32 --text-layers 1 --text-heads 2"
+SMALL = "--vision-width 32 --vision-layers 1 --text-width 32 --text-layers 1"
 SMOKE = {
     "step": ("--quick", {"naive", "m1clip", "ratio", "gemm_rate", "peak_bytes"}),
     "same_work": ("--quick --jobs 76.7M --peers=", {"jobs", "machine"}),

@@ -52,14 +52,14 @@ def test_uncached_training_split_keeps_bad_images_and_names_them(tmp_path: Path)
 def test_synthetic_and_few_images_write_nothing_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     monkeypatch.chdir(tmp_path)
-    assert loaded(None, "val", train_count=9, val_count=9, test_count=9).cache == "ram"
+    assert loaded(None, "val", train_count=9).cache == "ram"
     assert loaded(make_set(tmp_path / "set"), "train").cache == "ram"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["set"]
     assert sorted(path.name for path in (tmp_path / "set").iterdir()) == ["captions.jsonl", "images"]
 
 
 def test_synthetic_images_are_cached_on_disk_if_asked(tmp_path: Path) -> None:
-    facts = {"train_count": 9, "val_count": 9, "test_count": 9}
+    facts = {"train_count": 9}
     kept = loaded(None, "train", cache="disk", cache_dir=str(tmp_path), **facts)
     drawn = loaded(None, "train", cache="ram", **facts)
     assert kept.cache == "disk"

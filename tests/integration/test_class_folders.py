@@ -22,7 +22,7 @@ from m1clip.training.progress import Screen
 from m1clip.training.run import train_config
 from m1clip.web.server import Store, key_of
 
-NO_COUNTS = dict.fromkeys(("data.train_count", "data.val_count", "data.test_count", "data.captions_per_image"))
+NO_COUNTS = {"data.train_count": None, "data.captions_per_step": None}
 COLOURS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}
 
 
@@ -46,7 +46,7 @@ def _every_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(folder: Path, changes: dict[str, object]) -> tuple[Path, str]:
     """The run, and what training printed, with the final table."""
     shown: Screen = screen()
-    small = {"train.steps": 12, "train.eval_every": 3, "train.log_every": 3, **changes}
+    small = {"train.steps": 12, "train.eval_every": 3, **changes}
     result = train_config(small_config(small), folder, shown)
     shown.say(str(result.scores))
     return result.path, shown.console.file.getvalue()  # type: ignore[attr-defined]

@@ -55,10 +55,10 @@ def test_an_unknown_preset_offers_the_nearest() -> None:
 
 
 def test_the_config_changes_what_it_names_and_nothing_else() -> None:
-    shape = clip_config(ModelConfig(name="ViT-B-32", text_layers=3, pooling="mean"), vocab_size=100, logit_bias=True)
+    shape = clip_config(ModelConfig(name="ViT-B-32", text_layers=3, stem="conv"), vocab_size=100, logit_bias=True)
     expected = preset("ViT-B-32").to_dict() | {"logit_bias": True}
     expected["text_tower"] |= {"layers": 3, "vocab_size": 100, "eot_id": 99}
-    expected["image_tower"] |= {"pooling": "mean"}
+    expected["image_tower"] |= {"stem": "conv"}
     assert shape.to_dict() == expected
 
 

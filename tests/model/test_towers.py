@@ -97,15 +97,15 @@ def test_the_text_tower_sees_order() -> None:
 @pytest.mark.parametrize("kind", ["bmm", "sdpa"])
 def test_text_cut_to_the_longest_of_the_batch_gives_the_same_features(kind: str) -> None:
     model = clip()
-    model.set_attention(kind, kind)  # type: ignore[arg-type]
+    model.set_attention(kind)  # type: ignore[arg-type]
     torch.testing.assert_close(model.encode_text(ids()[:, :8]), model.encode_text(ids()), atol=1e-6, rtol=1e-5)
 
 
 def test_both_attentions_give_the_same_features_and_gradients() -> None:
     results = []
-    for kinds in (("bmm", "sdpa"), ("sdpa", "bmm")):
+    for kind in ("bmm", "sdpa"):
         model = clip()
-        model.set_attention(*kinds)  # type: ignore[arg-type]
+        model.set_attention(kind)  # type: ignore[arg-type]
         results.append(gradients(model))
     assert results[0].keys() == dict(model.named_parameters()).keys()  # the gradient reaches every parameter
     for name, grad in results[0].items():

@@ -15,7 +15,7 @@ from m1clip.io import read_owner
 from m1clip.runlog import read_log
 from m1clip.training.process import without_options
 
-LONG: dict[str, Any] = {"train.steps": 3000, "train.log_every": 5, "train.eval_every": 0, "train.save_every": 1000}
+LONG: dict[str, Any] = {"train.steps": 3000, "train.eval_every": 0, "train.save_every": 1000}
 
 
 def test_options_are_removed_from_a_command_line() -> None:

@@ -163,7 +163,7 @@ def test_settings_of_the_wrong_type_or_encoding_break_no_reader(tmp_path: Path) 
     run = full_run(tmp_path / "runs" / "one", finished=False)
     append(run, [step(n, data_fraction=0.9) for n in range(102, 130)])
     for bad in ("{}", "[]", "'x'", "-1", "true", "9" * 400, "1e999", "1979-05-27"):
-        names = {"train": ("log_every", "eval_every", "batch", "device"), "data": ("workers",), "optim": ("warmup",)}
+        names = {"train": ("eval_every", "batch", "device"), "data": ("workers",), "optim": ("warmup",)}
         text = "".join(f"[{table}]\n" + "".join(f"{name} = {bad}\n" for name in keys) for table, keys in names.items())
         (run / "config.toml").write_text(text)
         (run / "environment.json").write_text(json.dumps({"facts": {"memory_bytes": bad}, "command": bad}))

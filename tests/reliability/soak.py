@@ -85,7 +85,7 @@ def soak(folder: Path, seconds: float, every: float, workers: int = 1) -> dict[s
     """Run it all for so long; what was measured, and the verdicts."""
     run = folder / "run"
     changes = {
-        "train.steps": 10_000_000, "train.log_every": LOG_EVERY, "train.eval_every": EVAL_EVERY,
+        "train.steps": 10_000_000, "train.eval_every": EVAL_EVERY,
         "train.save_every": SAVE_EVERY, "data.workers": workers, "data.train_count": 512, "optim.warmup": 100,
     }  # fmt: skip
     trainer = start("train", *small_arguments(changes), "--run", str(run), output=folder / "train.txt")

@@ -37,7 +37,7 @@ def test_a_run_under_a_clock_that_jumps_measures_true_seconds(tmp_path: Path, mo
     usual = time.time
     monkeypatch.setattr(time, "time", lambda: usual() + next(jumps))
     begin = time.perf_counter()
-    run_small(tmp_path / "run", {"train.steps": 24, "train.log_every": 1, "train.eval_every": 8})
+    run_small(tmp_path / "run", {"train.steps": 24, "train.eval_every": 8})
     spent = time.perf_counter() - begin
     monkeypatch.undo()
     records = list(read_log(tmp_path / "run"))

@@ -27,7 +27,7 @@ from image_sets import make_set
 
 SCRIPT = Path(__file__).with_name("phase_train.py")
 DEADLINE = 40.0  # seconds, on a busy machine: a step, an evaluation's batch or a save takes far less
-CHANGES = {"train.steps": 4000, "train.save_every": 5, "train.eval_every": 5, "train.log_every": 1}
+CHANGES = {"train.steps": 4000, "train.save_every": 5, "train.eval_every": 5}
 
 
 def start(folder: Path, phase: str, nap: float, changes: dict[str, Any]) -> subprocess.Popen[str]:

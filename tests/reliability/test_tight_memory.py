@@ -23,7 +23,7 @@ MAPPED = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 TOLERANCE = 1e-4
 # Most of the memory of this model are the activations of a chunk.
 CHANGES = {"model.patch_size": 4, "model.vision_width": 64, "data.train_count": 160, "train.batch_size": BATCH,
-           "train.steps": STEPS, "train.log_every": 1, "optim.optimizer": "adamw"}  # fmt: skip
+           "train.steps": STEPS, "optim.optimizer": "adamw"}  # fmt: skip
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process")
 
 

@@ -17,9 +17,8 @@ from test_step import make
 
 from m1clip.errors import UserError
 from m1clip.formatting import steps_or_seconds
-from m1clip.inference.encoder import Model
 from m1clip.io import remove_folder
-from m1clip.runlog import RunLog, read_log
+from m1clip.runlog import read_log
 from m1clip.training import checkpoint
 from m1clip.training import checkpoint as saving
 from m1clip.training.checkpoint import (
@@ -34,7 +33,6 @@ from m1clip.training.checkpoint import (
 )
 from m1clip.training.checkpoint_list import checkpoint_folder, saved_steps, sha256, verify
 from m1clip.training.progress import Screen
-from m1clip.training.run import train_config
 from m1clip.training.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -372,13 +370,6 @@ def test_a_full_disk_stops_or_goes_on_as_configured(
 
     with pytest.raises(UserError, match=r"the disk is full \(step 10\); earlier checkpoints are intact"):
         stop()
-    goes_on, log, said = saver(tmp_path, free=free, on_save_error="continue")
-    goes_on.save(TrainState(step=10), groups)
-    goes_on.finish()
-    assert log[0]["event"] == "could not save"
-    assert "training continues" in text(said)
-    with pytest.raises(UserError, match="the disk is full"):
-        goes_on.save(TrainState(step=15), groups, wait=True)  # the last one must be written
     assert saved_steps(tmp_path) == [5]
     assert verify(tmp_path / "checkpoints" / "step-000005") == ""
 
@@ -388,7 +379,7 @@ def test_another_error_of_the_writer_is_not_hidden(tmp_path: Path, monkeypatch: 
         raise ValueError("a bug")
 
     monkeypatch.setattr(saving, "save", broken)
-    writer, _, _ = saver(tmp_path, on_save_error="continue")
+    writer, _, _ = saver(tmp_path)
     writer.save(TrainState(step=5), {"weights": {"a": torch.ones(2)}})
     with pytest.raises(ValueError, match="a bug"):
         writer.finish()
@@ -402,43 +393,6 @@ def test_a_run_by_the_clock_ends_with_the_same_weights(tmp_path: Path) -> None:
     assert all(line["bytes"] > 0 for line in log)
     assert sorted(saved_steps(tmp_path / "time")) == [8, 9, 10]
     assert_same_bits(tensors_of(tmp_path / "steps", 10), tensors_of(tmp_path / "time", 10))
-
-
-def test_a_run_goes_on_while_its_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Best model, checkpoints and log fail for a while; the run ends with the weights of one that had no trouble."""
-    changes = {"train.eval_every": 3, "train.save_every": 2, "train.log_every": 1, "train.steps": 8}
-    run_small(tmp_path / "good", changes)
-    run, trouble = tmp_path / "run", [True]
-    real_save, real_bundle, real_append = saving.save, Model.save, RunLog._append
-
-    def save(*args: Any) -> Path:
-        if args[1].step < 7 and trouble:
-            raise FULL
-        return real_save(*args)
-
-    def bundle(self: Model, folder: Path) -> None:
-        if trouble:
-            trouble.clear()
-            raise FULL
-        real_bundle(self, folder)
-
-    def append(self: RunLog, line: bytes) -> None:
-        if trouble and b'"kind":"step"' in line:
-            raise FULL
-        real_append(self, line)
-
-    monkeypatch.setattr(saving, "save", save)
-    monkeypatch.setattr(Model, "save", bundle)
-    monkeypatch.setattr(RunLog, "_append", append)
-    shown = screen()
-    train_config(small_config({**changes, "train.on_save_error": "continue"}), run, shown)
-    assert_same_bits(tensors_of(run, 8), tensors_of(tmp_path / "good", 8))
-    lines = list(read_log(run))
-    assert any("lines are missing here" in line.get("text", "") for line in lines)
-    failed = [line["step"] for line in lines if line.get("event") == "could not save"]
-    assert sorted(failed) == [2, 3]  # a save in the background is reported when the loop next asks
-    said = shown.console.file.getvalue()  # type: ignore[attr-defined]
-    assert said.count("the disk is full") == 3  # checkpoint, best model, log: each once
 
 
 def test_a_full_disk_stops_the_run_in_one_line_and_a_resume_is_exact(

@@ -242,7 +242,7 @@ def test_what_is_foretold_is_what_is_watched() -> None:
     for precision in ("fp32", "bf16"):
         predicted = predict_memory(config, START, "cpu", precision, facts, 16, 16)  # type: ignore[arg-type]
         model = build_clip(with_fields(SHAPE, eot_id=0))
-        model.set_attention("bmm", "sdpa")
+        model.set_attention("bmm")
         update = TrainStep(model, config, host, precision, Preprocess(image_size=32))  # type: ignore[arg-type]
         samples = stand_in(SHAPE, 16, 16)
         update(samples, 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from m1clip.config import OptimConfig
 from m1clip.runlog import read_log
-from m1clip.training.logger import LayerProbe, check_sink, layer_of, layers_interval, open_sink, scalars, time_split
+from m1clip.training import logger
+from m1clip.training.logger import LayerProbe, check_sink, layer_of, log_interval, open_sink, scalars, time_split
 from m1clip.training.loop import TrainLoop
 from m1clip.training.optim import Optimizer
 from m1clip.training.process import StopRequest
@@ -32,11 +32,8 @@ def test_parameters_belong_to_layers_with_plain_names() -> None:
     assert layer_of("logit_scale") == "temperature"
 
 
-def test_looks_fall_on_lines_of_the_log() -> None:
-    assert layers_interval(None, 4000, 10) == 100
-    assert layers_interval(None, 20, 10) == 10
-    assert layers_interval(25, 4000, 10) == 30
-    assert layers_interval(0, 4000, 10) == 0
+def test_short_runs_log_more_often() -> None:
+    assert [log_interval(steps) for steps in (1, 60, 200, 4000)] == [1, 1, 4, 10]
 
 
 class Small(nn.Module):
@@ -93,7 +90,7 @@ def test_it_looks_once_and_leaves_no_trace() -> None:
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("runs") / "small"
-    run_small(folder, {"train.eval_every": 5, "train.log_every": 2, "train.analysis_every": 4})
+    run_small(folder, {"train.eval_every": 5})
     return [{**record, "folder": folder} for record in read_log(folder)]
 
 
@@ -116,7 +113,7 @@ def test_the_time_of_a_step_is_divided_without_a_rest_that_hides(log: list[dict[
 
 
 def test_layers_memory_and_analysis_are_told(log: list[dict[str, Any]]) -> None:
-    assert [record["step"] for record in of(log, "layers")] == [4, 8]
+    assert [record["step"] for record in of(log, "layers")] == list(range(1, 11))
     layers = of(log, "layers")[0]["layers"]
     assert {"image block 1", "image block 2", "text stem", "text head", "temperature"} <= layers.keys()
     (memory,) = of(log, "memory")
@@ -145,14 +142,6 @@ def test_examples_are_left_for_those_who_watch(log: list[dict[str, Any]]) -> Non
         assert (query["rank"] == 1) == (query["found"][0] == query["right"])
 
 
-def test_analysis_can_be_switched_off(tmp_path: Path) -> None:
-    run_small(tmp_path / "run", {"train.analysis_every": 0, "train.eval_every": 5, "train.log_every": 5})
-    kinds = Counter(record["kind"] for record in read_log(tmp_path / "run"))
-    assert kinds["layers"] == 0
-    assert kinds["eval"] == 2
-    assert not (tmp_path / "run" / "snapshots").exists()
-
-
 class Reads(TorchDispatchMode):
     """Counts how often a number is read from a tensor: on an accelerator each makes the host wait."""
 
@@ -179,11 +168,12 @@ def test_nothing_is_read_from_the_device_between_two_lines(
         counts.append(reads.count)
 
     monkeypatch.setattr(TrainLoop, "run_until_stopped", counted)
-    common = {"train.eval_every": 0, "train.analysis_every": 0, "optim.optimizer": optimizer, "optim.ema": 0.9,
+    common = {"train.eval_every": 0, "optim.optimizer": optimizer, "optim.ema": 0.9,
               "train.label_smoothing": 0.1}  # fmt: skip  # the loss of accelerators; the CPU's looks at the scale
-    run_small(tmp_path / "a", {**common, "train.steps": 20, "train.log_every": 20})
-    run_small(tmp_path / "b", {**common, "train.steps": 40, "train.log_every": 40})
-    run_small(tmp_path / "c", {**common, "train.steps": 40, "train.log_every": 4})
+    monkeypatch.setattr(logger, "LOG_EVERY", 40)
+    for name, steps, lines in (("a", 20, 1), ("b", 40, 1), ("c", 40, 10)):
+        monkeypatch.setattr(logger, "LOG_LINES", lines)
+        run_small(tmp_path / name, {**common, "train.steps": steps})
     assert counts[1] - counts[0] <= 2  # twenty more steps, no more lines
     assert counts[2] > counts[1]
 
@@ -228,7 +218,7 @@ def test_tensorboard_gets_the_same_figures(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="needs tensorboard (pip install m1clip[log])")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run_small(tmp_path / "run", {"train.report_to": "tensorboard", "train.log_every": 5})
+    run_small(tmp_path / "run", {"train.report_to": "tensorboard"})
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
     logged = {r["step"]: r["loss"] for r in read_log(tmp_path / "run") if r["kind"] == "step"}

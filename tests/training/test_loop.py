@@ -79,20 +79,19 @@ def test_the_runs_own_config_repeats_it(tmp_path: Path) -> None:
         "train.epochs": 1.5,
         "train.steps": None,
         "train.precision": "auto",
-        "model.attention_image": "auto",
-        "model.attention_text": "auto",
+        "model.attention": "auto",
         "train.eval_every": None,
     }
     run_small(first, open_questions)
     config = load_config(first / "config.toml")
     assert config.train.steps == 6
-    assert "auto" not in (config.train.precision, config.model.attention_image, config.model.attention_text)
+    assert "auto" not in (config.train.precision, config.model.attention)
     train_config(config, again, screen())
     assert_same_bits(tensors_of(first, 6), tensors_of(again, 6))
     assert weights_sha256(first) == weights_sha256(again)
     assert (first / "config.toml").read_text() == (again / "config.toml").read_text()
     start = next(line for line in read_log(again) if line["kind"] == "start")
-    assert start["choices"]["attention_image"] == {"chosen": config.model.attention_image}
+    assert start["choices"]["attention"]["chosen"] == config.model.attention
 
 
 def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(tmp_path: Path) -> None:

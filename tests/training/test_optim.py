@@ -58,7 +58,7 @@ def test_decay_is_for_matrices_alone() -> None:
 
 def test_muon_takes_the_matrices_inside_the_blocks() -> None:
     model = clip()
-    found = groups_of(Optimizer(model, OptimConfig(optimizer="muon", muon_wd=0.2), fused=True))
+    found = groups_of(Optimizer(model, OptimConfig(optimizer="muon"), fused=True))
     kinds = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
     blocks = [f"image_tower.transformer.blocks.{i}" for i in (0, 1)] + ["text_tower.transformer.blocks.0"]
     expected = {f"{block}.{kind}.weight" for block in blocks for kind in kinds}

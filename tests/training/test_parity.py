@@ -11,6 +11,7 @@ from small_run import screen, small_config
 
 from m1clip.errors import UserError
 from m1clip.model.clip import CLIP
+from m1clip.model.presets import PRESETS, with_fields
 from m1clip.training import parity
 from m1clip.training.memory import stand_in
 from m1clip.training.parity import TOLERANCE, few, gradient, judge, perturbed, relative_difference
@@ -55,9 +56,10 @@ def test_of_a_large_model_some_numbers_of_every_parameter_are_compared(monkeypat
     assert len(grads) <= len(some) < len(whole) / 6
 
 
-def test_a_start_whose_gradient_is_rounding_is_not_held_against_a_device() -> None:
+def test_a_start_whose_gradient_is_rounding_is_not_held_against_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """With zero-initialized branches every image has the same class token, and every text the same EOT token."""
-    changes = {"model.pooling": "cls", "train.precision": "bf16"}
+    monkeypatch.setitem(PRESETS, "tiny", with_fields(PRESETS["tiny"], pooling="cls"))
+    changes = {"train.precision": "bf16"}
     job = prepare(small_config(changes), lambda line: None, decode_plan(screen()))
     torch.manual_seed(0)
     batch = few(stand_in(job.shape, 8, 12))

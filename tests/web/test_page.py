@@ -218,7 +218,7 @@ def test_a_real_training_process_is_shown(visit: Any, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     page, _ = visit([tmp_path / "runs"])
     page.wait_for_selector("#empty:not([hidden])")
-    words = small_arguments({"train.steps": 60, "train.log_every": 2, "train.eval_every": 20})
+    words = small_arguments({"train.steps": 60, "train.eval_every": 20})
     training = subprocess.Popen(
         [sys.executable, "-m", "m1clip", "train", *words, "--run", "runs/real"],
         cwd=tmp_path,
