@@ -169,7 +169,7 @@ def test_nothing_is_read_from_the_device_between_two_lines(
 
     monkeypatch.setattr(TrainLoop, "run_until_stopped", counted)
     common = {"train.eval_every": 0, "optim.optimizer": optimizer, "optim.ema": 0.9,
-              "train.label_smoothing": 0.1, "model.attention": "sdpa"}  # fmt: skip  # the loss of accelerators; the CPU's looks at the scale
+              "train.label_smoothing": 0.1}  # fmt: skip  # the loss of accelerators; the CPU's looks at the scale
     monkeypatch.setattr(logger, "LOG_EVERY", 40)
     monkeypatch.setattr(LayerProbe, "arm", lambda self: None)
     for name, steps, lines in (("a", 20, 1), ("b", 40, 1), ("c", 40, 10)):
