@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -68,10 +69,10 @@ def runs(folder: Path = RUNS, /, *, json: Flag = False) -> None:
     json
         Print JSON.
     """
-    from m1clip.monitor.status import as_json, as_table, list_runs
+    from m1clip.monitor.status import as_table, list_runs
 
     rows = list_runs(folder)
-    print(as_json(rows) if json else as_table(rows, folder))
+    print(dumps(rows, indent=2) if json else as_table(rows, folder))
 
 
 @app.command
@@ -91,13 +92,10 @@ def stop(run: Path, /, *, wait: float = 120.0) -> None:
 
 
 @app.command
-def report(
-    *runs: Path, out: Annotated[Path | None, Parameter(name=["--out", "-o"])] = None, png: Path | None = None
-) -> None:
-    """Write one HTML file with everything about a run: scores against chance, curves, examples, settings.
+def report(*runs: Path, out: Annotated[Path | None, Parameter(name=["--out", "-o"])] = None) -> None:
+    """Write one self-contained HTML file about a run: scores against chance, curves, examples, settings.
 
-    The file is self-contained. Several runs are overlaid, with a table of their differences. Plots need
-    matplotlib (pip install 'm1clip[plot]').
+    Several runs are overlaid, with a table of their differences. Plots need matplotlib (pip install 'm1clip[plot]').
 
     Parameters
     ----------
@@ -105,12 +103,10 @@ def report(
         Run folders; the first is the baseline.
     out
         The file to write; default: report.html in the first run's folder.
-    png
-        Also write the plots as PNG files to this folder.
     """
     from m1clip.errors import UserError
     from m1clip.formatting import size
-    from m1clip.monitor.report import NO_PLOTS, has_matplotlib, write_images, write_report
+    from m1clip.monitor.report import NO_PLOTS, has_matplotlib, write_report
     from m1clip.monitor.status import require_run
 
     if not runs:
@@ -120,8 +116,6 @@ def report(
     path = write_report(list(runs), out or runs[0] / "report.html")
     note = "" if has_matplotlib() else f" without plots; {NO_PLOTS}"
     print(f"report     {path} ({size(path.stat().st_size)}){note}")
-    for image in write_images(list(runs), png) if png is not None else ():
-        print(f"plot       {image}")
 
 
 checkpoint = App(name="checkpoint", help="List, verify and prune the checkpoints of a run.")
@@ -141,10 +135,7 @@ def ls(run: Path, /, *, json: Flag = False) -> None:
     json
         Print JSON.
     """
-    from m1clip.training.checkpoint_list import checkpoints_as_json, checkpoints_as_text, list_checkpoints
-
-    found = list_checkpoints(run)
-    print(checkpoints_as_json(found) if json else checkpoints_as_text(run, found))
+    _print_checkpoints(run, json, verified=False)
 
 
 @checkpoint.command
@@ -160,9 +151,13 @@ def verify(run: Path, /, *, json: Flag = False) -> None:
     json
         Print JSON.
     """
+    _print_checkpoints(run, json, verified=True)
+
+
+def _print_checkpoints(run: Path, json: bool, verified: bool) -> None:
     from m1clip.training.checkpoint_list import checkpoints_as_json, checkpoints_as_text, list_checkpoints
 
-    found = list_checkpoints(run, verified=True)
+    found = list_checkpoints(run, verified)
     print(checkpoints_as_json(found) if json else checkpoints_as_text(run, found))
     if any(row.problem for row in found):
         sys.exit(1)

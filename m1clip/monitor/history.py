@@ -25,68 +25,9 @@ CURVES = (
     *("loss", "grad_norm", "lr", "temperature", "images_per_second", "step_seconds", "data_fraction"),
     *("memory_bytes", "watts", "celsius", "elapsed"),
 )
-EVENT_KINDS = ("checkpoint", "event", "warning", "skipped", "parity")
+EVENT_KINDS = ("start", "checkpoint", "event", "warning", "skipped", "parity")
 Row = dict[str, Any]
 Setting = TypeVar("Setting")
-
-
-class Follower:
-    """Yields the records of a run's log as they arrive."""
-
-    def __init__(self, run: Path) -> None:
-        self.path = run / NAME
-        self._reset()
-
-    def _reset(self) -> None:
-        self._offset = 0
-        self._rest = b""  # the start of an incomplete line
-        self._file_id = (0, 0)
-        self.problem = ""  # why the log cannot be opened
-        self.invalid = 0  # lines that were skipped
-
-    def replaced(self) -> bool:
-        """Whether the log was replaced since the last read; if so, reading restarts from the beginning."""
-        try:
-            status = self.path.stat()
-            file_id, size = (status.st_dev, status.st_ino), status.st_size
-        except OSError:
-            file_id, size = (0, 0), 0
-        replaced = self._offset > 0 and (file_id != self._file_id or size < self._offset)
-        if replaced:
-            self._reset()
-        self._file_id = file_id
-        return replaced
-
-    def read(self) -> Iterator[Record]:
-        """All new records; of a very long backlog only a part of the steps, evenly spread."""
-        if self._file_id == (0, 0):
-            return
-        try:
-            with open_regular(self.path, self.path.parent) as file:
-                self.problem = ""
-                size = file.seek(0, 2)
-                every = max(1, (size - self._offset) // PARSE_ALL)
-                file.seek(self._offset)
-                while block := file.read(min(BLOCK, size - self._offset)):
-                    self._offset += len(block)
-                    lines = (self._rest + block).split(b"\n")
-                    self._rest = lines.pop()
-                    if len(self._rest) > LONGEST_LINE:
-                        self._rest = b""
-                    yield from self._records(lines, every)
-        except OSError as error:  # not a regular file inside the run folder, or not readable
-            self.problem = error.strerror or str(error)
-
-    def _records(self, lines: list[bytes], every: int) -> Iterator[Record]:
-        for index, line in enumerate(lines):
-            at_edge = min(index, len(lines) - 1 - index) < EDGE
-            if not line or not (at_edge or index % every == 0 or b'"kind":"step"' not in line):
-                continue
-            record = parse(line)
-            if record is None:
-                self.invalid += 1
-            else:
-                yield record
 
 
 class Thinned:
@@ -121,21 +62,20 @@ class Thinned:
         if self.last is not None and (not self._rows or self._rows[-1] is not self.last):
             yield self.last
 
-    def after(self, step: int) -> list[Row]:
-        """The rows after a step."""
-        return [row for row in self if row["step"] > step]
-
 
 class History:
     """Follows one run: `poll` reads new records, everything else is read-only."""
 
     def __init__(self, run: Path) -> None:
-        self.run = run
-        self.follower = Follower(run)
+        self.run, self.path = run, run / NAME
         self.generation = 0  # raised when earlier points are no longer valid
         self._clear()
 
     def _clear(self) -> None:
+        self._offset, self._partial_line, self._file_id = 0, b"", (0, 0)
+        self.problem = ""  # why the log cannot be read
+        self.invalid = 0  # lines that were skipped
+        self.records = 0  # that were read
         self.config = _read(self.run / "config.toml")
         self.environment = _read(self.run / "environment.json")
         self.steps, self.evaluations, self.layers = Thinned(POINTS), Thinned(EVALUATIONS), Thinned(LAYERS)
@@ -151,46 +91,76 @@ class History:
         self._reached = 0  # the newest step in any record
 
     def poll(self) -> History:
-        """Read new records from the run folder."""
-        if self.follower.replaced():
+        """Read new records from the run folder; if the log was replaced, from its beginning."""
+        try:
+            status = self.path.stat()
+            file_id, size = (status.st_dev, status.st_ino), status.st_size
+        except OSError:
+            file_id, size = (0, 0), 0
+        if self._offset > 0 and (file_id != self._file_id or size < self._offset):
             self._clear()
             self.generation += 1
+        self._file_id = file_id
         if not self.config:
             self.config, self.environment = _read(self.run / "config.toml"), _read(self.run / "environment.json")
-        for record in self.follower.read():
-            self.add(record)
+        try:
+            if file_id != (0, 0):
+                self._read_log()
+        except OSError as error:  # not a regular file inside the run folder, or not readable
+            self.problem = error.strerror or str(error)
         return self
+
+    def _read_log(self) -> None:
+        """Add all new records; of a very long backlog only a part of the steps, evenly spread."""
+        with open_regular(self.path, self.run) as file:
+            self.problem = ""
+            size = file.seek(0, 2)
+            every = max(1, (size - self._offset) // PARSE_ALL)
+            file.seek(self._offset)
+            while block := file.read(min(BLOCK, size - self._offset)):
+                self._offset += len(block)
+                lines = (self._partial_line + block).split(b"\n")
+                self._partial_line = lines.pop()
+                if len(self._partial_line) > LONGEST_LINE:
+                    self._partial_line = b""
+                for index, line in enumerate(lines):
+                    at_edge = min(index, len(lines) - 1 - index) < EDGE
+                    if not line or not (at_edge or index % every == 0 or b'"kind":"step"' not in line):
+                        continue
+                    record = parse(line)
+                    if record is None:
+                        self.invalid += 1
+                    else:
+                        self.add(record)
 
     def add(self, record: Record) -> None:
         """The next record of the log."""
-        kind, step = record["kind"], _number(record.get("step"))
+        kind, step = record["kind"], record.get("step") or 0
+        self.records += 1
         # The time of the newest line, not the maximum: a clock change must not make a run look alive or dead.
-        self.last_time = _number(record.get("time")) or self.last_time
+        self.last_time = record.get("time") or self.last_time
         if kind == "start":
-            self._cut(int(step or 0))
+            self._cut(step)
             self.start, self.end = record, {}
-            self.total = int(_number(record.get("steps")) or self.total)
+            self.total = record.get("steps") or self.total
             self.first, self.recent = [], deque(maxlen=RECENT)
-            self.events.append(record)
-        elif kind == "step" and step is not None:
-            self._reached = max(self._reached, int(step))
-            self.steps.add(curve_row(record))
+        elif kind == "step":
+            self._reached = max(self._reached, step)
+            self.steps.add({**curve_row(record), "order": self.records})
             self.recent.append(record)
             if len(self.first) < FIRST:
                 self.first.append(record)
-        elif kind == "eval" and step is not None:
-            self.evaluations.add(record)
-        elif kind == "layers" and step is not None:
-            self.layers.add(record)
+        elif kind in ("eval", "layers"):
+            (self.evaluations if kind == "eval" else self.layers).add({**record, "order": self.records})
         elif kind == "memory":
             self.memory = record
         elif kind == "end":
             self.end = record
-        elif kind in EVENT_KINDS:
+        if kind in EVENT_KINDS:
             self.skipped += kind == "skipped"
-            self._reached = max(self._reached, int(step or 0))
-            if (back := _number(record.get("back_to"))) is not None:
-                self._cut(int(back))
+            self._reached = max(self._reached, step)
+            if (back := record.get("back_to")) is not None:
+                self._cut(back)
             self.events.append(record)
 
     def _cut(self, step: int) -> None:
@@ -205,7 +175,7 @@ class History:
     @property
     def step(self) -> int:
         """Steps done so far."""
-        return max(self._reached, int(_number(self.end.get("step")) or 0))
+        return max(self._reached, self.end.get("step") or 0)
 
     @property
     def name(self) -> str:
@@ -228,19 +198,25 @@ class History:
         value = table.get(key) if isinstance(table, dict) else None
         return value if matches_schema(value, kind) else None
 
-    def best(self) -> Row | None:
-        """The evaluation with the best value of `metric`."""
-        rows = [row for row in self.evaluations if _number(row.get(self.metric)) is not None]
-        return max(rows, key=lambda row: row[self.metric]) if rows else None
+    @property
+    def machine_memory(self) -> float | None:
+        """Bytes of the machine's memory, which limits a run on the CPU; None on other devices."""
+        facts = self.environment.get("facts")
+        if not isinstance(facts, dict) or self.setting("train", "device", str) != "cpu":
+            return None
+        return _number(facts.get("memory_bytes"))
+
+    def best(self) -> Row:
+        """The evaluation with the best value of `metric`, or an empty row."""
+        rows = [row for row in self.evaluations if numbers([row], self.metric)]
+        return max(rows, key=lambda row: row[self.metric], default={})
 
 
 def curve_row(record: Record) -> Row:
     """The numbers of a step that become curves."""
-    seconds = record.get("seconds")
-    phases = {f"seconds/{name}": seconds.get(name) for name in PHASES} if isinstance(seconds, dict) else {}
+    phases = {f"seconds/{name}": value for name, value in (record.get("seconds") or {}).items() if name in PHASES}
     values = {name: _number(value) for name, value in ({name: record.get(name) for name in CURVES} | phases).items()}
-    numbers = {name: value for name, value in values.items() if value is not None}
-    return {"step": int(record["step"]), "time": record.get("time", 0.0), **numbers}
+    return {"step": record["step"], **{name: value for name, value in values.items() if value is not None}}
 
 
 def numbers(rows: Iterable[Row], name: str) -> list[float]:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import importlib.util
 import io
 import json
-import math
-import re
 import shlex
 import statistics
 import time
@@ -26,14 +23,13 @@ from m1clip.errors import UserError
 from m1clip.formatting import clock, duration, number, percent, size
 from m1clip.io import read_small, write_bytes
 from m1clip.monitor.diagnostics import diagnose
-from m1clip.monitor.history import PHASES, History, figure_of, numbers, read_snapshot, read_thumbnail, snapshot_steps
+from m1clip.monitor.history import CURVES, PHASES, History, figure_of, numbers
 from m1clip.monitor.status import elapsed, status_of
 from m1clip.runlog import SELECTION
 
-RECALL, BACK = "text_to_image/recall@1", "image_to_text/recall@1"
-GRID_BYTES = 900_000  # of the retrieval grid; a larger one is scaled down
-MAX_BYTES = 5_000_000  # of the report; beyond it, it is written without images
-MAX_GRIDS = 6  # runs whose images fit
+LEVELS = ("easy", "medium", "hard")
+GEOMETRY = ("alignment", "uniformity_image", "uniformity_text", "modality_gap")
+GRID_WIDTH = 1000  # pixels of the retrieval grid; a wider one is scaled down
 COLORS = ("#0b8ba3", "#e8590c", "#7d5fff", "#2f9e44", "#d6336c", "#b58100", "#1c7ed6", "#868e96")
 INK = "#76818f"  # text of a plot: readable on white and on the dark theme
 NO_PLOTS = "plots need matplotlib: pip install 'm1clip[plot]'"
@@ -78,7 +74,7 @@ class Curve:
     points: Sequence[tuple[float, float]]
     color: int = 0
     dashed: bool = False
-    band: Sequence[tuple[float, float]] | None = None
+    band: Sequence[tuple[float, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -90,30 +86,21 @@ class Plot:
     draw: Callable[[Any], None]
     height: float = 2.5
 
-    @property
-    def name(self) -> str:
-        """For a file."""
-        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
-
-    def render(self, kind: str) -> bytes:
-        """The figure as svg or png."""
+    def html(self) -> str:
+        """The figure with its title, as SVG."""
         from matplotlib import rc_context
         from matplotlib.figure import Figure
 
         style = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
         settings = {"font.size": 8, "svg.fonttype": "none", "axes.axisbelow": True, "text.parse_math": False}
+        buffer = io.BytesIO()
         with rc_context({**style, **settings}):
             figure = Figure(figsize=(4.6, self.height), layout="constrained")
             axes = figure.add_subplot()
             axes.spines[["top", "right"]].set_visible(False)
             self.draw(axes)
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format=kind, dpi=160, transparent=kind == "svg")
-        return buffer.getvalue()
-
-    def html(self) -> str:
-        """The figure with its title, for a page."""
-        image = html_image(self.render("svg"), "svg+xml", f"{self.title}: {self.alt}")
+            figure.savefig(buffer, format="svg", transparent=True)
+        image = html_image(buffer.getvalue(), "svg+xml", f"{self.title}: {self.alt}")
         return f"<figure class='card'><figcaption>{escape(self.title)}</figcaption>{image}</figure>"
 
 
@@ -136,12 +123,11 @@ def lines(title: str, curves: Sequence[Curve], log: bool = False) -> list[Plot]:
     def draw(axes: Any) -> None:
         for curve in curves:
             xs, ys = zip(*curve.points, strict=True)
-            color = COLORS[curve.color % len(COLORS)]
-            marker = "o" if len(xs) < 30 else None
+            color, style = COLORS[curve.color % len(COLORS)], "--" if curve.dashed else "-"
             axes.plot(
-                xs, ys, "--" if curve.dashed else "-", color=color, label=curve.name, marker=marker, markersize=2.5
+                xs, ys, style, color=color, label=curve.name, marker="o" if len(xs) < 30 else None, markersize=2.5
             )
-            if curve.band and not log:
+            if curve.band:
                 axes.fill_between(xs, *zip(*curve.band, strict=True), color=color, alpha=0.15, linewidth=0)
         if log:
             axes.set_yscale("log", nonpositive="mask")
@@ -160,7 +146,8 @@ def bars(title: str, rows: Sequence[tuple[str, float, str]], top: float | None =
     """Horizontal bars of (label, value, text of the value); none without rows."""
 
     def draw(axes: Any) -> None:
-        drawn = axes.barh([_short(label) for label, _, _ in rows], [value for _, value, _ in rows], color=COLORS[0])
+        labels = [label if len(label) <= 32 else label[:31] + "…" for label, _, _ in rows]
+        drawn = axes.barh(labels, [value for _, value, _ in rows], color=COLORS[0])
         axes.bar_label(drawn, [text for _, _, text in rows], padding=3)
         axes.set_xlim(0, 1.3 * (top or max(value for _, value, _ in rows) or 1.0))
         axes.set_xticks([])
@@ -170,68 +157,12 @@ def bars(title: str, rows: Sequence[tuple[str, float, str]], top: float | None =
     return [Plot(title, alt, draw, 0.5 + 0.2 * len(rows))] if rows else []
 
 
-def heatmap(title: str, labels: Sequence[str], rows: Sequence[Sequence[float]], alt: str) -> list[Plot]:
-    """Colors from dark (low) to bright (high); none without values."""
-
-    def draw(axes: Any) -> None:
-        image = axes.imshow(rows, aspect="auto", cmap="viridis", interpolation="nearest")
-        axes.figure.colorbar(image)
-        axes.set_xticks([])
-        axes.set_yticks(range(len(labels)), [_short(label) for label in labels])
-
-    found = any(math.isfinite(value) for row in rows for value in row)
-    return [Plot(title, alt, draw, max(2.5, 0.5 + 0.16 * len(labels)))] if found else []
-
-
-def _short(label: str) -> str:
-    """A label short enough for a plot."""
-    return label if len(label) <= 32 else label[:31] + "…"
-
-
-def step_curves(histories: Sequence[History], name: str, factor: float = 1.0) -> list[Curve]:
-    """A figure of the steps, one curve per run."""
-    points = [[(row["step"], factor * row[name]) for row in h.steps if name in row] for h in histories]
-    return [Curve(h.name, each, i) for i, (h, each) in enumerate(zip(histories, points, strict=True))]
-
-
-def evaluation_curve(history: History, name: str, label: str, color: int, factor: float = 100.0) -> Curve:
-    """A figure of the evaluations, with its interval where there is one."""
-    rows = [(row, value) for row in history.evaluations if (value := figure_of(row, name)) is not None]
-    band = None
-    if rows and all(f"{name}/low" in row for row, _ in rows):
-        band = [(factor * row[f"{name}/low"], factor * row[f"{name}/high"]) for row, _ in rows]
-    return Curve(label, [(row["step"], factor * value) for row, value in rows], color, band=band)
-
-
-def curve_plots(histories: Sequence[History]) -> list[Plot]:
-    """Loss, scores, temperature, learning rate, gradients, speed, memory, power."""
-    many = list(enumerate(histories))
-    metrics = " or ".join(dict.fromkeys(SELECTION[h.metric] for h in histories)).capitalize()
-    recall = [evaluation_curve(h, RECALL, h.name, i) for i, h in many]
-    if len(histories) == 1:
-        recall = [evaluation_curve(histories[0], RECALL, "text to image", 0)]
-        recall.append(evaluation_curve(histories[0], BACK, "image to text", 1))
-        chance = evaluation_curve(histories[0], f"{RECALL}/chance", "chance", 7)
-        recall.append(Curve("chance", chance.points, 7, dashed=True))
-    retention = [evaluation_curve(h, "retention", h.name, i) for i, h in many]
-    retention += [
-        Curve(f"{h.name}, before", evaluation_curve(h, "retention_before", "", i).points, i, dashed=True)
-        for i, h in many
-    ]
-    best = [evaluation_curve(h, h.metric, h.name, i) for i, h in many]
-    scores = [
-        *lines("Loss", step_curves(histories, "loss"), log=True),
-        *lines(f"{metrics} on validation, % (selects the best model)", best),
-        *lines("Recall@1 on validation, %", recall),
-        *lines("Retention (--retention-data), %", retention),
-        *lines("Gradient norm", step_curves(histories, "grad_norm"), log=True),
-    ]
-    for name, title, factor in STEP_PLOTS:
-        scores += lines(title, step_curves(histories, name, factor))
-    return scores
-
-
-STEP_PLOTS = (
+CURVE_PLOTS = (  # figure, title, factor
+    ("loss", "Loss", 1.0),
+    ("text_to_image/recall@1", "Recall@1 text to image on validation, %", 100.0),
+    ("image_to_text/recall@1", "Recall@1 image to text on validation, %", 100.0),
+    ("retention", "Retention (--retention-data), %", 100.0),
+    ("grad_norm", "Gradient norm", 1.0),
     ("temperature", "Temperature", 1.0),
     ("lr", "Learning rate", 1.0),
     ("images_per_second", "Images per second", 1.0),
@@ -239,67 +170,59 @@ STEP_PLOTS = (
     ("watts", "Power, W", 1.0),
     ("celsius", "Temperature of the machine, °C", 1.0),
 )
-LEVELS = ("easy", "medium", "hard")
-GEOMETRY = ("alignment", "uniformity_image", "uniformity_text", "modality_gap")
+ANALYSIS_PLOTS = (  # group of figures, their names, title, factor
+    ("analysis/difficulty", LEVELS, "Accuracy by similarity of the wrong caption, %", 100.0),
+    ("analysis/negatives", LEVELS, "Accuracy against generated negatives, %", 100.0),
+    ("analysis", GEOMETRY, "Alignment, uniformity, modality gap", 1.0),
+)
+
+
+def curve(history: History, name: str, label: str, color: int, factor: float) -> list[Curve]:
+    """A figure of the steps or evaluations, with its interval and chance level where there are any."""
+    rows = history.steps if name in CURVES else history.evaluations
+    found = [(row, value) for row in rows if (value := figure_of(row, name)) is not None]
+    points = [(row["step"], factor * value) for row, value in found]
+    if not all(f"{name}/low" in row for row, _ in found):
+        return [Curve(label, points, color)]
+    band = [(factor * row[f"{name}/low"], factor * row[f"{name}/high"]) for row, _ in found]
+    chance = [(row["step"], factor * row[f"{name}/chance"]) for row, _ in found]
+    return [Curve(label, points, color, band=band), Curve("chance", chance, 7, dashed=True)]
+
+
+def curve_plots(histories: Sequence[History]) -> list[Plot]:
+    """Loss, scores, speed and everything else that was measured, one curve per run."""
+    metrics = " or ".join(dict.fromkeys(SELECTION[h.metric] for h in histories)).capitalize()
+    plots = []
+    for name, title, factor in (("", f"{metrics} on validation, % (selects the best model)", 100.0), *CURVE_PLOTS):
+        found = [curve(h, name or h.metric, h.name, i, factor) for i, h in enumerate(histories)]
+        curves = [*found[0], *(each[0] for each in found[1:])]  # the chance level once
+        plots += lines(title, curves, log=name in ("loss", "grad_norm"))
+    return plots
 
 
 def analysis_plots(history: History) -> list[Plot]:
-    """Difficulty, geometry, groups and layers of one run."""
-
-    def over_time(key: str, names: Sequence[str], factor: float) -> list[Curve]:
-        labels = [(i, f"{key}/{name}", name.replace("_", " ")) for i, name in enumerate(names)]
-        return [evaluation_curve(history, name, label, i, factor) for i, name, label in labels]
-
-    def fractions(values: dict[str, Any]) -> list[tuple[str, float, str]]:
-        return [(name, value, f"{percent(value)} of {n:,}") for name, (value, n) in values.items()]
-
-    analysis = (history.evaluations.last or {}).get("analysis") or {}
-    found = [
-        *lines("Accuracy by similarity of the wrong caption, %", over_time("analysis/difficulty", LEVELS, 100.0)),
-        *lines("Accuracy against generated negatives, %", over_time("analysis/negatives", LEVELS, 100.0)),
-        *lines("Alignment, uniformity, modality gap", over_time("analysis", GEOMETRY, 1.0)),
-        *bars("Recall@1 by caption length", fractions(analysis.get("length") or {}), 1.0),
-    ]
-    groups: dict[str, dict[str, Any]] = {}
-    for name, value in (analysis.get("groups") or {}).items():
+    """Difficulty, geometry, image content and step time of one run."""
+    plots = []
+    for group, names, title, factor in ANALYSIS_PLOTS:
+        labels = [(i, f"{group}/{name}", name.replace("_", " ")) for i, name in enumerate(names)]
+        plots += lines(title, [each for i, name, label in labels for each in curve(history, name, label, i, factor)])
+    groups: dict[str, list[tuple[str, float, str]]] = {}
+    for name, (value, n) in ((history.evaluations.last or {}).get("analysis") or {}).get("groups", {}).items():
         attribute, _, word = name.partition("/")
-        groups.setdefault(attribute, {})[word] = value
-    for attribute, values in groups.items():
-        found += bars(f"Recall@1 by {attribute}", sorted(fractions(values), key=lambda row: row[1]), 1.0)
-    layers = [row["layers"] for row in history.layers if isinstance(row.get("layers"), dict)]
-    names = list(layers[-1]) if layers else []
-    for which, title in enumerate(("Gradient norm", "Update / weight")):
-        rows = [[_log10(row[name][which]) if name in row else math.nan for row in layers] for name in names]
-        newest = "; ".join(f"{name} {layers[-1][name][which]}" for name in names)
-        found += heatmap(f"{title} by layer over the run, log10", names, rows, newest)
-    return found
-
-
-def _log10(value: Any) -> float:
-    return math.log10(value) if numbers([{"value": value}], "value") and value > 0 else math.nan
-
-
-def machine_plots(history: History) -> list[Plot]:
-    """Step time and memory by component."""
+        groups.setdefault(attribute, []).append((word, value, f"{percent(value)} of {n:,}"))
+    for attribute, rows in groups.items():
+        plots += bars(f"Recall@1 by {attribute}", sorted(rows, key=lambda row: row[1]), 1.0)
     sums = {phase: sum(numbers(history.steps, f"seconds/{phase}")) for phase in PHASES}
     total = sum(sums.values())
     phases = [(phase, value / total, percent(value / total)) for phase, value in sums.items() if value > 0]
-    parts = [
-        (name, float(value), size(value))
-        for name, value in history.memory.items()
-        if name not in ("v", "time", "peak") and numbers([history.memory], name) and value > 0
-    ]
-    return [
-        *bars("Step time by phase", phases, 1.0),
-        *bars(f"Memory, of a peak of {size(history.memory.get('peak'))}", parts),
-    ]
+    return plots + bars("Step time by phase", phases, 1.0)
 
 
 def scores(history: History) -> tuple[str, dict[str, Any]]:
     """The final scores: of the test split if the run has finished, else of its best evaluation."""
     if history.end:
         return f"{history.end.get('split', 'test')} split, after training", history.end
-    if (best := history.best()) is not None:
+    if best := history.best():
         return f"{best.get('split', 'val')} split, best evaluation so far (step {best['step']:,})", best
     return "no evaluation yet", {}
 
@@ -307,24 +230,23 @@ def scores(history: History) -> tuple[str, dict[str, Any]]:
 def summary(histories: Sequence[History]) -> str:
     """Each metric with interval and chance; with several runs, one column per run and the difference to the first."""
     found = [scores(history) for history in histories]
-    first = found[0][1]
-    names = list(dict.fromkeys(name for _, record in found for name in record if f"{name}/chance" in record))
+    first, several = found[0][1], len(found) > 1
+    names = dict.fromkeys(name for _, record in found for name in record if f"{name}/chance" in record)
     note = "; ".join(f"{h.name}: {title}" for h, (title, _) in zip(histories, found, strict=True))
+    if several:
+        note += (
+            ". In parentheses: the difference from the first run. An asterisk: the 95% intervals do not overlap. "
+            "Only runs on the same data and split can be compared."
+        )
     rows = []
     for name in names:
-        with_it = next(record for _, record in found if name in record)
-        row = [SELECTION.get(name, name), _score(name, with_it[f"{name}/chance"])]
-        if len(found) == 1:
+        chance = next(record for _, record in found if name in record)[f"{name}/chance"]
+        cells = [_difference(name, first, record) for _, record in found]
+        if not several:
             low, high = (_score(name, first[f"{name}/{end}"]) for end in ("low", "high"))
-            rows.append([*row, _score(name, first[name]), f"{low} to {high}", f"{first[f'{name}/n']:,}"])
-        else:
-            rows.append([*row, *(_difference(name, first, record) for _, record in found)])
-    columns = ["value", "95% interval", "n"] if len(found) == 1 else [history.name for history in histories]
-    if len(found) > 1:
-        note += (
-            ". In brackets: the difference to the first run. A star: the 95% intervals do not overlap; "
-            "runs on different data or splits cannot be compared."
-        )
+            cells += [f"{low} to {high}", f"{first[f'{name}/n']:,}"]
+        rows.append([SELECTION.get(name, name), _score(name, chance), *cells])
+    columns = [history.name for history in histories] if several else ["value", "95% interval", "n"]
     return f"<p class='hint'>{escape(note)}</p>" + (html_table(["metric", "chance", *columns], rows) if rows else "")
 
 
@@ -350,10 +272,6 @@ def costs(histories: Sequence[History]) -> str:
         values = numbers(history.steps, name)
         return words(statistics.median(values)) if values else "not measured"
 
-    def ends(history: History, name: str) -> str:
-        values = numbers(history.steps, name)
-        return f"{number(values[0])} to {number(values[-1])}" if values else "-"
-
     def energy(history: History, name: str, unit: str) -> str:
         values = numbers([history.end], name)
         return f"{values[0]:,.4g} {unit}" if values else "not measured"
@@ -365,8 +283,6 @@ def costs(histories: Sequence[History]) -> str:
         "images per second, median": lambda h: median(h, "images_per_second", lambda value: f"{value:,.0f}"),
         "step, median": lambda h: median(h, "step_seconds", duration),
         "fraction of a step spent on data, median": lambda h: median(h, "data_fraction", percent),
-        "loss, first to last": lambda h: ends(h, "loss"),
-        "temperature, first to last": lambda h: ends(h, "temperature"),
         "peak memory": lambda h: size(h.end.get("peak_bytes") or h.memory.get("peak")),
         "power, median": lambda h: median(h, "watts", lambda value: f"{value:.1f} W"),
         "energy per epoch": lambda h: energy(h, "joules_per_epoch", "J"),
@@ -378,108 +294,53 @@ def costs(histories: Sequence[History]) -> str:
 
 def write_report(runs: Sequence[Path], out: Path) -> Path:
     """Read the runs and write the page."""
+    if out.is_symlink():  # replacing /dev/stdout would break other programs
+        raise UserError(f"{out}: is a symbolic link, and m1clip does not write through links; choose another file")
     histories = [History(run).poll() for run in runs]
     for history in histories:
         if not history.start:
             raise UserError(f"{history.run}: has not started yet: its log is empty")
-    page = _page(histories, images=True)
-    if len(page) > MAX_BYTES:
-        page = _page(histories, images=False)
-    write_bytes(out, page)
+    write_bytes(out, _page(histories))
     return out
 
 
-def write_images(runs: Sequence[Path], folder: Path) -> list[Path]:
-    """Write each plot as a PNG file; skips what was not measured."""
-    if not has_matplotlib():
-        raise UserError(f"--png: {NO_PLOTS}, or remove --png")
-    histories = [History(run).poll() for run in runs]
-    plots = {plot.name: plot for plot in curve_plots(histories)}
-    for history in histories:
-        plots |= {f"{history.name}-{plot.name}": plot for plot in analysis_plots(history) + machine_plots(history)}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, plot in plots.items():
-        write_bytes(folder / f"{name}.png", plot.render("png"))
-    return [folder / f"{name}.png" for name in plots]
-
-
-def _page(histories: Sequence[History], images: bool) -> bytes:
+def _page(histories: Sequence[History]) -> bytes:
     names = ", ".join(history.name for history in histories)
     version = escape(str(histories[0].start.get("version", "")))
-    found = [(h, each) for h in histories for each in diagnose(h, 0.0, "finished")]
     several = len(histories) > 1
     items = "".join(
         f"<li class='{each.level}'>{escape(f'{h.name}: ' if several else '')}{escape(each.message)}</li>"
-        for h, each in found
+        for h in histories
+        for each in diagnose(h, 0.0, "finished")
     )
     body = f"<h1>{escape(names)}</h1><p class='hint'>m1clip {version}, {time.strftime('%d %B %Y, %H:%M')}</p>"
     diagnostics = f"<ul class='diagnostics'>{items}</ul>" if items else ""
     body += _section("Summary", diagnostics + summary(histories) + "<h3>Cost</h3>" + costs(histories))
     body += _section("Curves", html_plots(curve_plots(histories)))
-    for place, history in enumerate(histories):
-        mark = f": {history.name}" if several else ""
-        body += _section(f"Analysis{mark}", html_plots(analysis_plots(history)))
-        body += _section(f"Time and memory{mark}", html_plots(machine_plots(history)))
-        if images and place < MAX_GRIDS:
-            body += _section(f"Examples{mark}", _retrieval_grid(history) + _snapshot(history))
-        body += _section(f"Settings{mark}", _settings(history))
+    for history in histories:
+        run = f": {history.name}" if several else ""
+        body += _section(f"Analysis{run}", html_plots(analysis_plots(history)))
+        body += _section(f"Examples{run}", _retrieval_grid(history))
+        body += _section(f"Settings{run}", _settings(history))
     return html_page(f"m1clip: {names}", body).encode("utf-8", "replace")  # a folder name may be invalid UTF-8
 
 
 def _retrieval_grid(history: History) -> str:
+    """retrieval.png as a JPEG, or why it was left out."""
     try:
-        data = read_small(history.run / "retrieval.png", inside=history.run)
-        return _embedded(data, "Captions and the images they retrieve, correct and wrong ones marked", "wide")
-    except FileNotFoundError:
-        return ""
-    except (OSError, ValueError) as error:
-        return f"<p class='hint'>retrieval.png left out: {escape(getattr(error, 'strerror', None) or str(error))}</p>"
-
-
-def _embedded(data: bytes, alt: str, css: str = "") -> str:
-    """An image of a run folder: checked, and scaled down until it is small. ValueError for a damaged or huge one."""
-    try:
+        data = io.BytesIO(read_small(history.run / "retrieval.png", inside=history.run))
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(data), formats=("PNG", "JPEG")) as opened:
-                kind, image = str(opened.format).lower(), opened.convert("RGB")
-    except Exception as error:  # the decoders raise many kinds
-        raise ValueError(f"cannot be decoded: {error}") from error
-    for width in (1200, 900, 700, 500):
-        if len(data) <= GRID_BYTES:
-            break
-        image.thumbnail((width, 4 * width))
-        buffer = io.BytesIO()
-        image.save(buffer, format="JPEG", quality=80)
-        data, kind = buffer.getvalue(), "jpeg"
-    return html_image(data, kind, alt, css)
-
-
-def _snapshot(history: History) -> str:
-    """Similarity matrix and confusions of the last evaluation."""
-    last = read_snapshot(history.run, max(snapshot_steps(history.run), default=0))
-    if last is None:
+            with Image.open(data, formats=("PNG", "JPEG")) as opened:
+                image = opened.convert("RGB")
+    except FileNotFoundError:
         return ""
-    values, captions, step = last["matrix"]["values"], last["matrix"]["captions"], f"validation, step {last['step']:,}"
-    correct = sum(captions[row.index(max(row))] == captions[i] for i, row in enumerate(values))
-    alt = f"{correct} of {len(values)} images are closest to their own caption"
-    title = f"Similarity of images (rows) and captions (columns), {step}"
-    confusions = "".join(_confusion(history.run, each) for each in last["confusions"])
-    confusions = confusions or "<p class='hint'>none: every caption finds its own image first</p>"
-    return (
-        f"{html_plots(heatmap(title, [], values, alt))}<p class='hint'>{alt}</p>"
-        f"<h3>Nearest confusions, {step}</h3>{confusions}"
-    )
-
-
-def _confusion(run: Path, each: dict[str, Any]) -> str:
-    images = ""
-    for kind, index in (("right", each["right"]), ("found", each["found"])):
-        with contextlib.suppress(ValueError):
-            image = _embedded(read_thumbnail(run, index) or b"", kind)
-            images += f"<figure class='thumb {kind}'>{image}{kind}</figure>"
-    words = f"“{escape(each['caption'])}” <span class='hint'>retrieved instead: “{escape(each['truth'])}”</span>"
-    return f"<div class='confusion'><div class='thumbs'>{images}</div><p>{words}</p></div>"
+    except Exception as error:  # noqa: BLE001 (the decoders raise many kinds)
+        return f"<p class='hint'>retrieval.png left out: {escape(getattr(error, 'strerror', None) or str(error))}</p>"
+    image.thumbnail((GRID_WIDTH, 4 * GRID_WIDTH))
+    buffer = io.BytesIO()
+    image.save(buffer, format="JPEG", quality=85)
+    return html_image(buffer.getvalue(), "jpeg", "Captions and the images they retrieve, correct ones marked", "wide")
 
 
 def _settings(history: History) -> str:

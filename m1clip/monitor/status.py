@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from m1clip.errors import UserError
 from m1clip.formatting import ago, clock, percent, table
 from m1clip.io import LOCK, read_owner
 from m1clip.monitor.history import History, numbers
-from m1clip.runlog import NAME, SELECTION, Preparing, RunLog, read_preparing
+from m1clip.runlog import NAME, SELECTION, RunLog, read_preparing
 
 State = Literal["preparing", "running", "finished", "stopped", "died"]
 FRESH = 120.0  # seconds: a run on another machine counts as running while its log is younger
@@ -26,7 +25,6 @@ class Status:
     state: State
     message: str
     pid: int | None = None
-    preparing: Preparing | None = None
 
 
 def status_of(history: History, now: float | None = None) -> Status:
@@ -37,7 +35,7 @@ def status_of(history: History, now: float | None = None) -> Status:
         preparing = read_preparing(history.run)
         if preparing is not None or not (history.start or history.steps.last):
             message = preparing.words() if preparing else "preparing its data"
-            return Status("preparing", message, process.pid, preparing)
+            return Status("preparing", message, process.pid)
         finishing = history.total and history.step >= history.total
         return Status("running", "last evaluation" if finishing else "running", process.pid)
     if history.end:
@@ -107,62 +105,49 @@ def elapsed(history: History) -> float | None:
     return (history.steps.last or {}).get("elapsed")
 
 
-@dataclass(frozen=True)
-class RunRow:
-    """One run in the list."""
+def summary(history: History) -> dict[str, Any]:
+    """What the list of runs and the page show of a run."""
+    status, best = status_of(history), history.best()
+    return {
+        "run": str(history.run),
+        "state": status.state,
+        "message": status.message,
+        "step": history.step,
+        "steps": history.total,
+        "metric": SELECTION[history.metric],  # selects the best model
+        "best": best.get(history.metric),
+        "best_step": best.get("step"),
+        "chance": best.get(f"{history.metric}/chance"),
+        "seconds": elapsed(history),
+        "seconds_left": seconds_left(history) if status.state == "running" else None,
+        "last_time": history.last_time,
+        "pid": status.pid,
+    }
 
-    run: str
-    state: str
-    step: int
-    steps: int
-    metric: str  # which selects the best model
-    best: float | None
-    chance: float | None
-    seconds: float | None  # trained
-    seconds_left: float | None
-    last_time: float
-    pid: int | None
-    preparing: Preparing | None = None
 
-
-def list_runs(folder: Path) -> list[RunRow]:
+def list_runs(folder: Path) -> list[dict[str, Any]]:
     """The runs of a folder, the newest last."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; m1clip train creates runs/, or give the folder of your runs")
-    rows = []
-    for run in find_runs(folder):
-        history = History(run).poll()
-        status, metric, best = status_of(history), history.metric, history.best() or {}
-        left = seconds_left(history) if status.state == "running" else None
-        scores = metric, best.get(metric), best.get(f"{metric}/chance")
-        times = elapsed(history), left, history.last_time
-        rows.append(
-            RunRow(str(run), status.state, history.step, history.total, *scores, *times, status.pid, status.preparing)
-        )
-    return rows
+    return [summary(History(run).poll()) for run in find_runs(folder)]
 
 
-def as_json(rows: list[RunRow]) -> str:
-    """JSON for scripts."""
-    return json.dumps([asdict(row) for row in rows], indent=2)
-
-
-def as_table(rows: list[RunRow], folder: Path) -> str:
+def as_table(rows: list[dict[str, Any]], folder: Path) -> str:
     """A table for the terminal."""
     if not rows:
         return f"{folder}: no runs yet; m1clip train starts one"
     lines = []
     for row in rows:
-        progress = f"{row.step:,}/{row.steps:,}" if row.steps else "-"
-        if row.preparing is not None:
-            progress = row.preparing.words()
-        if row.seconds_left is not None:
-            progress += f" ({clock(row.seconds_left)} left)"
-        best = "-" if row.best is None else f"{SELECTION[row.metric]} {percent(row.best)}"
-        if row.best is not None and row.chance:
-            best += f" (chance {percent(row.chance)})"
-        updated = ago(time.time() - row.last_time) if row.last_time else "-"
-        lines.append((row.run, row.state, progress, clock(row.seconds), best, updated))
+        progress = f"{row['step']:,}/{row['steps']:,}" if row["steps"] else "-"
+        if row["state"] == "preparing":
+            progress = row["message"]
+        if row["seconds_left"] is not None:
+            progress += f" ({clock(row['seconds_left'])} left)"
+        best = "-" if row["best"] is None else f"{row['metric']} {percent(row['best'])}"
+        if row["best"] is not None and row["chance"]:
+            best += f" (chance {percent(row['chance'])})"
+        updated = ago(time.time() - row["last_time"]) if row["last_time"] else "-"
+        lines.append((row["run"], row["state"], progress, clock(row["seconds"]), best, updated))
     return table(("run", "state", "progress", "trained", "best so far", "updated"), lines)
 
 

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import os
 import random
 import shutil
+import signal
 import struct
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from small_run import command
 
 from m1clip.errors import UserError
-from m1clip.monitor import report
 from m1clip.monitor.diagnostics import diagnose
-from m1clip.monitor.history import History, read_snapshot, read_thumbnail, snapshot_steps
+from m1clip.monitor.history import History, read_snapshot, read_thumbnail
 from m1clip.monitor.report import has_matplotlib, write_report
-from m1clip.monitor.status import as_json, as_table, list_runs
+from m1clip.monitor.status import as_table, list_runs
 from m1clip.monitor.terminal import once
 from m1clip.runlog import json_safe
 from m1clip.web.server import Store, key_of
@@ -32,24 +30,23 @@ from .made_runs import append, ended, evaluation, full_run, line, step
 
 # As JSON text, because Python would not write some of them.
 BAD_VALUES = (
-    "9" * 400,
-    "-7",
-    "1e999",
-    "1e308",
-    "5e-324",
-    "NaN",
-    "true",
-    "null",
-    '"x"',
-    '"\\ud800"',
-    "[]",
-    "{}",
-    "[[]]",
-    '{"a": {}}',
-    "[" * 30 + "]" * 30,
-    "1.5",
-    '{"1": ["x", 1]}',
-    '["nan", "nan"]',
+    *(
+        "9" * 400,
+        "-7",
+        "1e999",
+        "1e308",
+        "5e-324",
+        "NaN",
+        "true",
+        "null",
+        "1.5",
+        '"x"',
+        '"\\ud800"',
+        "[]",
+        "{}",
+        "[[]]",
+    ),
+    *('{"a": {}}', "[" * 30 + "]" * 30, '{"1": ["x", 1]}', '["nan", "nan"]'),
 )
 RECORDS = (
     step(102, watts=3.0, celsius=50.0),
@@ -63,6 +60,9 @@ RECORDS = (
     line("skipped", split="train", where="a.jpg", reason="r"),
     line("parity", gradient_difference=1e-5),
 )
+
+
+INSTALLED = has_matplotlib()
 
 
 def damaged(value: Any) -> Iterator[str]:
@@ -88,26 +88,23 @@ def paths(value: Any) -> Iterator[tuple[Any, ...]]:
 def read_everything(run: Path) -> None:
     """What `runs`, `monitor --once`, `monitor --web` and `report` do."""
     rows = list_runs(run.parent)
-    as_json(rows), as_table(rows, run.parent), once(run)
-    store, key = Store([run.parent]), key_of(run)
-    shown = [store.summary(key), store.rows(key, -1, {}), [read_snapshot(run, each) for each in snapshot_steps(run)]]
-    json.dumps(json_safe(shown), allow_nan=False).encode()
+    as_table(rows, run.parent), once(run)
+    json.dumps(json_safe([rows, Store([run.parent]).update({key_of(run): "new"})]), allow_nan=False).encode()
     write_report([run], run / "report.html")
 
 
 @pytest.fixture(autouse=True)
-def few_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One report in sixteen draws its plots, which takes a second."""
-    written = itertools.count()
-    installed = has_matplotlib()
-    monkeypatch.setattr("m1clip.monitor.report.has_matplotlib", lambda: installed and next(written) % 64 < 4)
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots take seconds; tests that need them set this to True."""
+    monkeypatch.setattr("m1clip.monitor.report.has_matplotlib", lambda: False)
 
 
-def test_no_damaged_log_line_breaks_a_reader(tmp_path: Path) -> None:
+def test_no_damaged_log_line_breaks_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = full_run(tmp_path / "runs" / "one", finished=False)
     log = (run / "run.jsonl").read_bytes()
     lines = [each for record in RECORDS for each in damaged(record)]
-    for each in random.Random(0).sample(lines, 60):
+    for number, each in enumerate(random.Random(0).sample(lines, 60)):
+        monkeypatch.setattr("m1clip.monitor.report.has_matplotlib", lambda drawn=number % 30 == 0: drawn and INSTALLED)
         (run / "run.jsonl").write_bytes(log + each.encode() + b"\n")
         read_everything(run)
 
@@ -129,17 +126,18 @@ def test_an_invalid_line_is_skipped_and_counted(tmp_path: Path, bad: dict[str, A
     before = History(run).poll()
     append(run, [bad, bad])
     history = History(run).poll()
-    assert (history.follower.invalid, history.step, history.last_time) == (2, before.step, before.last_time)
+    assert (history.invalid, history.step, history.last_time) == (2, before.step, before.last_time)
     messages = [each.message for each in diagnose(history, 0.0, "finished")]
     assert "2 invalid lines of run.jsonl skipped" in messages
     read_everything(run)
 
 
-def test_a_log_line_may_hold_what_training_writes(tmp_path: Path) -> None:
+def test_a_log_line_may_hold_what_training_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("m1clip.monitor.report.has_matplotlib", lambda: INSTALLED)
     run = full_run(tmp_path / "runs" / "one", finished=False)
     layers = {"image block 1": ["nan", "inf"], "²": [1.0, 2.0], "block " + "9" * 5000: [1.0, 2.0]}
     append(run, [step(102, loss="nan", grad_norm="inf", watts="nan"), line("layers", step=102, layers=layers)])
-    assert History(run).poll().follower.invalid == 0
+    assert History(run).poll().invalid == 0
     read_everything(run)
 
 
@@ -152,9 +150,9 @@ def test_no_damaged_snapshot_is_used(tmp_path: Path) -> None:
     for each in needed:
         path.write_text(json.dumps(snapshot).replace(f'"{each}":', '"other":'))
         assert read_snapshot(run, 100) is None, each
-    for text in random.Random(0).sample(list(damaged(snapshot)), 40):
+    for text in damaged(snapshot):
         path.write_text(text)
-        read_everything(run)
+        json.dumps(read_snapshot(run, 100), allow_nan=False).encode()
     path.write_text(json.dumps(snapshot | {"matrix": {"captions": [], "values": []}}))
     assert read_snapshot(run, 100) is None
 
@@ -187,14 +185,11 @@ def huge_png() -> bytes:
 
 
 @pytest.mark.parametrize("padding", [0, 1_000_000], ids=["small file", "large file"])
-def test_a_report_leaves_out_images_that_cannot_be_decoded(tmp_path: Path, padding: int) -> None:
+def test_a_report_leaves_out_an_image_that_cannot_be_decoded(tmp_path: Path, padding: int) -> None:
     run = full_run(tmp_path / "runs" / "one")
     for data in (huge_png() + bytes(padding), b"\x89PNG" + bytes(padding), b"\xff\xd8" + bytes(padding), b""):
         (run / "retrieval.png").write_bytes(data)
-        (run / "snapshots" / "thumbnails" / "1.jpg").write_bytes(data)
-        page = write_report([run], tmp_path / "report.html").read_text()
-        assert "retrieval.png left out" in page
-        assert page.count("src='data:image/jpeg") == 1  # the other thumbnail of the confusion
+        assert "retrieval.png left out" in write_report([run], tmp_path / "report.html").read_text()
 
 
 def replaced_by_fifo(path: Path, outside: Path) -> None:
@@ -208,64 +203,43 @@ def replaced_by_link(path: Path, outside: Path) -> None:
     path.symlink_to(outside)
 
 
+READ = ("run.jsonl", "config.toml", "retrieval.png", "snapshots/step-00000100.json", "snapshots/thumbnails/1.jpg")
+
+
+@pytest.fixture
+def time_limit() -> Iterator[None]:
+    """Interrupts a reader that waits for a FIFO."""
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("a reader waits"))
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("time_limit")
 @pytest.mark.parametrize("replace", [replaced_by_fifo, replaced_by_link])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "config.toml",
-        "environment.json",
-        "run.jsonl",
-        "retrieval.png",
-        "snapshots/step-00000100.json",
-        "snapshots/thumbnails/1.jpg",
-    ],
-)
+@pytest.mark.parametrize("name", [*READ, "environment.json"])
 def test_only_regular_files_inside_the_run_folder_are_opened(
     tmp_path: Path, name: str, replace: Callable[[Path, Path], None]
 ) -> None:
     run = full_run(tmp_path / "runs" / "one")
     (run / "config.toml").write_text("seed = 20211\n")
     replace(run / name, tmp_path / "outside")
-    script = (
-        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]);"
-        "from monitor.test_damaged_runs import read_outside; read_outside(Path(sys.argv[1]))"
-    )
-    tests = Path(__file__).parents[1]
-    # A process of its own: a reader that waits for a FIFO cannot be interrupted from inside.
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(run), str(tests)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [
-        each
-        for each in (
-            "run.jsonl",
-            "config.toml",
-            "retrieval.png",
-            "snapshots/step-00000100.json",
-            "snapshots/thumbnails/1.jpg",
-        )
-        if each != name
-    ]
-
-
-def read_outside(run: Path) -> None:
-    """Print the names of the files whose content the readers show."""
-    report.has_matplotlib = lambda: False
-    history = History(run).poll()
-    print("run.jsonl" if history.start else "")
-    try:
+    history, page = History(run).poll(), ""
+    if name == "run.jsonl":
+        with pytest.raises(UserError, match="has not started yet"):
+            read_everything(run)
+    else:
         read_everything(run)
         page = (run / "report.html").read_text()
-    except UserError:  # no log, no report
-        page = "20211 class='wide'"
-    print("config.toml" if "20211" in page and (history.config or not history.start) else "")
-    print("retrieval.png" if "class='wide'" in page else "")
-    print("snapshots/step-00000100.json" if read_snapshot(run, 100) else "")
-    print("snapshots/thumbnails/1.jpg" if read_thumbnail(run, 1) else "")
+    read = (bool(history.start), history.config, "class='wide'" in page or not page, read_snapshot(run, 100))
+    found = dict(zip(READ, (*read, read_thumbnail(run, 1)), strict=True))
+    assert [each for each in READ if not found[each]] == [name] * (name in READ)
+    assert ("20211" in page) == (name not in ("config.toml", "run.jsonl"))
+    assert bool(history.environment) == (name != "environment.json")
 
 
-def test_a_thumbs_folder_that_links_outside_is_not_served(tmp_path: Path) -> None:
+def test_a_snapshot_folder_that_links_outside_is_not_read(tmp_path: Path) -> None:
     run = full_run(tmp_path / "runs" / "one")
     shutil.move(run / "snapshots" / "thumbnails", tmp_path / "elsewhere")
     (run / "snapshots" / "thumbnails").symlink_to(tmp_path / "elsewhere")
@@ -275,38 +249,21 @@ def test_a_thumbs_folder_that_links_outside_is_not_served(tmp_path: Path) -> Non
     assert read_snapshot(run, 100) is None
 
 
-def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "m1clip", *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, **environment},
-    )
-
-
-def test_an_ascii_locale_can_show_a_run(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_an_ascii_locale_can_show_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     run = full_run(tmp_path / "größe")
     for words in (("monitor", "--once", str(run)), ("runs", str(tmp_path)), ("report", str(run))):
-        done = command(*words, PYTHONIOENCODING="ascii", COLUMNS="120")
+        done = command(*words, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.isascii()
         assert "gr??e" in done.stdout
 
 
-def test_a_report_that_cannot_be_written_names_the_file_asked_for(tmp_path: Path) -> None:
-    run = full_run(tmp_path / "one")
+@pytest.mark.parametrize("place", ["folder.html", "file/report.html", "/proc/report.html"])
+def test_a_report_that_cannot_be_written_names_the_file_asked_for(tmp_path: Path, place: str) -> None:
     (tmp_path / "folder.html").mkdir()
-    done = command("report", str(run), "-o", str(tmp_path / "folder.html"))
-    assert (done.returncode, done.stderr) == (
-        2,
-        f"m1clip: {tmp_path / 'folder.html'}: exists and is not a regular file\n",
-    )
     (tmp_path / "file").write_text("")
-    done = command("report", str(run), "-o", str(tmp_path / "file" / "report.html"))
-    assert done.returncode == 2
-    assert ".partial" not in done.stderr
-    done = command("report", str(run), "-o", "/proc/report.html")
-    assert done.returncode == 2
-    assert ".partial" not in done.stderr
+    with pytest.raises(OSError) as caught:  # noqa: PT011
+        write_report([full_run(tmp_path / "one")], tmp_path / place)
+    assert ".partial" not in str(caught.value)

@@ -90,9 +90,9 @@ def test_runs_are_found_listed_and_required(tmp_path: Path) -> None:
     os.utime(tmp_path / "a-dead" / "run.jsonl", (BEGIN, BEGIN))
     assert [run.name for run in find_runs(tmp_path)] == ["a-dead", "b-done"]
     assert newest_run(tmp_path).name == "b-done"
-    rows = {Path(row.run).name: row for row in list_runs(tmp_path)}
-    assert (rows["a-dead"].state, rows["a-dead"].step, rows["a-dead"].best) == ("died", 10, 0.2)
-    assert (rows["b-done"].state, rows["b-done"].step, rows["b-done"].steps) == ("finished", 100, 100)
+    rows = {Path(row["run"]).name: row for row in list_runs(tmp_path)}
+    assert [rows["a-dead"][name] for name in ("state", "step", "best")] == ["died", 10, 0.2]
+    assert [rows["b-done"][name] for name in ("state", "step", "steps")] == ["finished", 100, 100]
     assert "mean recall 40.0% (chance 1.0%)" in as_table(list(rows.values()), tmp_path)
     (tmp_path / "a-dead" / "run.lock").write_text(lock_content())
     assert newest_run(tmp_path).name == "a-dead"  # the one that is running

@@ -78,11 +78,9 @@ def test_metrics_switch_and_what_is_not_measured_is_named(tmp_path: Path) -> Non
     def text(**view: object) -> str:
         return "\n".join(screen_of(history, view=View(**view)))  # type: ignore[arg-type]
 
-    assert len({text(left=n).splitlines()[2][:38] for n in range(10)}) == 10
-    assert len({text(right=n).splitlines()[2][40:] for n in range(7)}) == 7
-    assert "not measured on this machine" in text(left=8)
-    assert "loss (log)" in text(log=True)
-    assert "quit; the run continues" in text(help=True)
+    assert len({text(left=n).splitlines()[2][:38] for n in range(9)}) == 9
+    assert len({text(right=n).splitlines()[2][40:] for n in range(6)}) == 6
+    assert "not measured on this machine" in text(left=7)
     assert "PAUSED" in text(paused=True)
     assert "too small" in "\n".join(screen_of(history, size=(30, 5)))
 
@@ -96,13 +94,13 @@ def test_control_characters_in_a_log_cannot_move_the_cursor(tmp_path: Path) -> N
 
 
 def test_a_plot_runs_from_its_lowest_to_its_highest() -> None:
-    lines = plot([(x, x * x) for x in range(20)], 40, 8, unicode=True, log=False).split("\n")
+    lines = plot([(x, x * x) for x in range(20)], 40, 8, unicode=True).split("\n")
     assert len(lines) == 8
     assert lines[0].lstrip().startswith("361")
     assert lines[5].lstrip().startswith("0")
     assert lines[-1].split() == ["0", "19"]
-    assert "⣀" in plot([(1, 5.0), (2, 5.0)], 40, 6, unicode=True, log=False)
-    assert plot([(0, 1.0), (9, 10.0)], 30, 6, unicode=False, log=True).isascii()
+    assert "⣀" in plot([(1, 5.0), (2, 5.0)], 40, 6, unicode=True)
+    assert plot([(0, 1.0), (9, 10.0)], 30, 6, unicode=False).isascii()
 
 
 @pytest.mark.slow
@@ -115,11 +113,8 @@ def test_small_large_resized_quit(tmp_path: Path) -> None:
         screen.resize(200, 50)
         text = screen.until(lambda text: len(text.splitlines()) == 50 and "q quit" in text.splitlines()[-1])
         assert max(map(len, text.splitlines())) == 200
-        assert "gradient norm" in text  # more charts where there is room
         screen.press("m")
         screen.until(lambda text: [line[:13] for line in text.splitlines()[2:3]] == ["gradient norm"])
-        screen.press("?")
-        screen.until(lambda text: "quit; the run continues" in text)
         screen.press("q")
         assert screen.ends() == 0
         assert not screen.alternate  # the terminal is as it was
@@ -171,16 +166,16 @@ def test_it_never_imports_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_log_of_half_a_gigabyte_is_read_in_little_memory(tmp_path: Path) -> None:
+def test_a_log_of_200_megabytes_is_read_in_little_memory(tmp_path: Path) -> None:
     run = make_run(tmp_path / "long", [step(1)], steps=2_000_000)
     block = b"".join(json.dumps(step(number), separators=(",", ":")).encode() + b"\n" for number in range(2, 2502))
     with (run / "run.jsonl").open("ab") as file:
-        for _ in range(500_000_000 // len(block) + 1):
+        for _ in range(200_000_000 // len(block) + 1):
             file.write(block)
     append(run, [step(1_999_999)])
     with in_terminal("monitor", "long", cwd=tmp_path, width=100) as screen:
         screen.until(lambda text: "step 1,999,999 of 2,000,000" in text)
-        assert psutil.Process(screen.process.pid).memory_info().rss < 250e6
+        assert psutil.Process(screen.process.pid).memory_info().rss < 180e6
         append(run, [step(2_000_000)])
         screen.until(lambda text: "step 2,000,000 of 2,000,000" in text)
         screen.press("q")

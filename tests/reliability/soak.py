@@ -183,7 +183,7 @@ def terminal(run: Path, ended: threading.Event, polls: dict[str, int]) -> Iterat
 
 @contextlib.contextmanager
 def dashboard(run: Path, folder: Path, ended: threading.Event, polls: dict[str, int]) -> Iterator[psutil.Process]:
-    """`m1clip monitor --web`, whose page someone opens, follows for a while, and closes, again and again."""
+    """`m1clip monitor --web`, whose page is opened, followed for a while and reloaded, over and over."""
     said = folder / "dashboard.txt"
     process = start("monitor", str(run), "--web", "--port", "0", "--no-browser", output=said)
     wait_for(lambda: re.search(r"http://\S+/", said.read_text()), process)
@@ -192,19 +192,18 @@ def dashboard(run: Path, folder: Path, ended: threading.Event, polls: dict[str, 
     url = found[0]
 
     def visit() -> None:
+        key, cursor = "none", "new"
         while not ended.is_set():
             with contextlib.suppress(OSError, ValueError):
-                with urllib.request.urlopen(f"{url}api/runs", timeout=10) as answer:
+                with urllib.request.urlopen(f"{url}api/update?{key}={cursor}", timeout=10) as answer:
                     body = answer.read()
-                summary = json.loads(body)[0]
-                key = summary["id"]
-                with urllib.request.urlopen(f"{url}api/live?runs={key}", timeout=10) as stream:
-                    until = time.monotonic() + 2
-                    while time.monotonic() < until and not ended.is_set():
-                        polls["bytes"] += len(stream.readline())
-                for step in summary["snapshots"][-1:]:
+                found = json.loads(body)
+                key = found["runs"][0]["id"]
+                cursor = found["rows"][0]["cursor"] if found["rows"] and polls["pages"] % 10 else "new"  # reloaded
+                polls["bytes"] += len(body)
+                for step in found["runs"][0]["snapshots"][-1:]:
                     with urllib.request.urlopen(f"{url}api/snapshot?run={key}&index={step}", timeout=10) as answer:
-                        polls["bytes"] += len(body) + len(answer.read())
+                        polls["bytes"] += len(answer.read())
                 polls["pages"] += 1
             ended.wait(0.5)
 

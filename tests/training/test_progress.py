@@ -23,7 +23,7 @@ from m1clip.data.images import Preprocess
 from m1clip.data.types import Sample
 from m1clip.hardware.facts import read_facts
 from m1clip.inference.feature_cache import FeatureCache, FrozenTower
-from m1clip.monitor.status import as_json, as_table, list_runs
+from m1clip.monitor.status import as_table, list_runs
 from m1clip.runlog import PREPARING, Preparing, read_preparing
 from m1clip.text.tokenizers import CharTokenizer
 from m1clip.training import autotune as fit
@@ -111,7 +111,6 @@ def test_what_a_killed_process_left_is_neither_shown_nor_in_the_way(tmp_path: Pa
         assert read_preparing(run) is None
         Preparing("preparing train images", 3, 9, 3700.0).write(run)
         assert "preparing train images: 3 of 9, 1:01:40 left" in as_table(list_runs(tmp_path), tmp_path)
-        assert '"total": 9' in as_json(list_runs(tmp_path))
         (run / PREPARING).write_text('{"title": "x", "done": 1e400, "total": "9"}')
         assert read_preparing(run) is None
     remove_unused_folder(run)

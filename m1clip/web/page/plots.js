@@ -1,12 +1,12 @@
 "use strict";
-/* Plots on uPlot: several runs over each other, one zoom for all, keys, and a sentence for screen readers. */
+/* Plots with uPlot: overlaid runs, one zoom for all plots, keys, and a description for screen readers. */
 const COLORS = ["#0b7285", "#d9480f", "#7048e8", "#2b8a3e", "#c2255c", "#b58100", "#1971c2", "#868e96"];
 const DARK = ["#4cc3d6", "#ff9b66", "#b197fc", "#69db7c", "#ff8fb1", "#ffd43b", "#74c0fc", "#ced4da"];
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
 
 const dark = () => document.documentElement.dataset.theme === "dark";
 const color = (index) => (dark() ? DARK : COLORS)[index % COLORS.length];
-/* a color of the stylesheet for a canvas, which does not know light-dark() */
+/* A color of the stylesheet for a canvas, which does not support light-dark(). */
 const probe = document.body.appendChild(document.createElement("span"));
 probe.hidden = true;
 function css(name) { probe.style.color = `var(${name})`; return getComputedStyle(probe).color; }
@@ -21,7 +21,7 @@ function short(value) {
   return Number(value.toPrecision(3)).toString();
 }
 
-/* as many digits as the distance between two ticks needs */
+/* Tick labels, with as many digits as the distance between two ticks needs. */
 function labels(ticks) {
   const known = ticks.filter((t) => t !== null && t !== undefined), gap = known.length > 1 ? Math.abs(known[1] - known[0]) : 0;
   const digits = gap > 0 ? Math.max(0, -Math.floor(Math.log10(gap) + 1e-9)) : 0;
@@ -52,7 +52,7 @@ function smooth(values, weight) {
 }
 
 const Zoom = {
-  range: null, whole: null, plots: new Set(), /* whole: from the first to the last step of all runs shown */
+  range: null, whole: null, plots: new Set(), /* whole: the range of all runs shown */
   set(min, max) { this.range = [min, max]; this.apply(); },
   reset() { this.range = null; this.apply(); },
   apply() { for (const plot of this.plots) plot.show(); },
@@ -60,14 +60,20 @@ const Zoom = {
 
 class Plot {
   constructor(title, options = {}) {
-    this.title = title; this.options = options; this.series = []; this.u = null; this.key = "";
-    this.now = el("span", { class: "now" });
+    this.options = options; this.series = []; this.u = null; this.key = "";
+    this.now = el("span", { class: "now" }); this.heading = el("span", {});
     this.box = el("div", { class: "plot", tabindex: "0", role: "img" });
-    this.figure = el("figure", { class: "card" }, el("figcaption", {}, el("span", {}, title), this.now), this.box);
+    this.figure = el("figure", { class: "card" }, el("figcaption", {}, this.heading, this.now), this.box);
+    this.rename(title);
     this.figure.dataset.plot = options.id || title;
     this.box.addEventListener("keydown", (event) => this.press(event));
     new ResizeObserver(() => this.fit()).observe(this.box);
     Zoom.plots.add(this);
+  }
+
+  rename(title) {
+    this.title = title;
+    if (this.heading.textContent !== title) this.heading.textContent = title;
   }
 
   /* series: [{name, index, x, y, dots}]; log: logarithmic scale */

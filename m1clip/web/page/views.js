@@ -2,33 +2,35 @@
 /* Everything but curves: examples, similarity matrix, confusions, bars, layers, time split. Text is set, never parsed. */
 const PHASES = ["data", "copy", "forward", "backward", "optimizer", "step", "rest"];
 const PHASE_COLORS = { data: "#e8a200", copy: "#c2255c", forward: "#1098ad", backward: "#3b5bdb", optimizer: "#2b8a3e", step: "#1098ad", rest: "#868e96" };
+const NOTHING = "nothing measured yet";
 const percent = (fraction, digits = 1) => (100 * fraction).toFixed(digits) + "%";
 
 function thumb(run, image, right, words) {
-  const mark = right === null ? [] : [el("span", { class: "tick", "aria-hidden": "true" }, right ? "✓" : "✕")];
-  const alt = right === null ? `image ${image}` : right ? "the right image" : "another image";
+  const mark = el("span", { class: "tick", "aria-hidden": "true" }, right ? "✓" : "✕");
+  const alt = right ? "the correct image" : "another image";
   return el("figure", { class: right ? "thumb right" : "thumb" },
-    el("img", { src: `/thumbnail?run=${run}&index=${image}`, alt, loading: "lazy", width: "70", height: "70" }), ...mark, words);
+    el("img", { src: `/thumbnail?run=${run}&index=${image}`, alt, loading: "lazy", width: "70", height: "70" }), mark, words);
 }
 
 function showQueries(box, run, snapshot) {
   box.replaceChildren(...snapshot.queries.map((query) => el("div", { class: "query" },
     el("div", {}, el("p", {}, query.caption),
-      el("p", { class: "hint" }, query.rank === 1 ? "found first" : `its image has rank ${query.rank} of ${snapshot.images}`)),
+      el("p", { class: "hint" }, query.rank === 1 ? "its image is ranked first" : `its image has rank ${query.rank} of ${snapshot.images}`)),
     el("div", { class: "thumbs" }, ...query.found.map((image, i) => thumb(run, image, query.correct[i], query.scores[i].toFixed(2)))))));
 }
 
 function showConfusions(box, run, snapshot) {
   if (!snapshot.confusions.length) {
-    box.replaceChildren(el("p", { class: "hint" }, "None: every caption finds its own image first."));
+    box.replaceChildren(el("p", { class: "hint" }, "None: every caption retrieves its own image first."));
     return;
   }
   box.replaceChildren(...snapshot.confusions.map((each) => el("div", { class: "confusion" },
-    el("div", { class: "thumbs" }, thumb(run, each.right, true, "right"), thumb(run, each.found, false, "found")),
-    el("div", {}, el("p", {}, `“${each.caption}”`), el("p", { class: "hint" }, `found: “${each.truth}” by ${each.margin.toFixed(3)}`)))));
+    el("div", { class: "thumbs" }, thumb(run, each.right, true, "correct"), thumb(run, each.found, false, "retrieved")),
+    el("div", {}, el("p", {}, `“${each.caption}”`),
+      el("p", { class: "hint" }, `retrieved instead: “${each.truth}”, more similar by ${each.margin.toFixed(3)}`)))));
 }
 
-/* perceptually uniform, from dark blue over green to yellow */
+/* Perceptually uniform, from dark blue to yellow. */
 const RAMP = [[48, 18, 59], [65, 68, 135], [42, 120, 142], [34, 168, 132], [122, 209, 81], [253, 231, 37]];
 function ramp(fraction) {
   const at = Math.min(0.9999, Math.max(0, fraction)) * (RAMP.length - 1), low = Math.floor(at), part = at - low;
@@ -36,12 +38,9 @@ function ramp(fraction) {
 }
 
 function showMatrix(canvas, words, snapshot) {
-  const values = snapshot.matrix.values, size = values.length;
-  if (!size) return;
-  let low = Infinity, high = -Infinity, right = 0;
-  for (const row of values) for (const value of row) { low = Math.min(low, value); high = Math.max(high, value); }
-  values.forEach((row, i) => { if (snapshot.matrix.captions[row.indexOf(Math.max(...row))] === snapshot.matrix.captions[i]) right += 1; });
-  const cell = Math.floor(480 / size);
+  const { values, captions } = snapshot.matrix, size = values.length, cell = Math.floor(480 / size);
+  const low = Math.min(...values.flat()), high = Math.max(...values.flat());
+  const right = values.filter((row, i) => captions[row.indexOf(Math.max(...row))] === captions[i]).length;
   canvas.width = canvas.height = cell * size;
   const pen = canvas.getContext("2d");
   values.forEach((row, i) => row.forEach((value, j) => {
@@ -49,13 +48,16 @@ function showMatrix(canvas, words, snapshot) {
     pen.fillStyle = `rgb(${r} ${g} ${b})`;
     pen.fillRect(j * cell, i * cell, cell, cell);
   }));
-  const text = `${right} of ${size} images are closest to their own caption; from ${low.toFixed(2)} (dark) to ${high.toFixed(2)} (bright).`;
+  const scale = `Colors range from ${low.toFixed(2)} (dark) to ${high.toFixed(2)} (bright).`;
+  const text = `${right} of ${size} images are closest to their own caption. ${scale}`;
   words.textContent = text;
   canvas.setAttribute("aria-label", `Similarity matrix at step ${snapshot.step}: ${text}`);
   canvas.onmousemove = (event) => {
     const box = canvas.getBoundingClientRect();
-    const i = Math.floor((event.clientY - box.top) / box.height * size), j = Math.floor((event.clientX - box.left) / box.width * size);
-    if (values[i] && values[i][j] !== undefined) words.textContent = `${values[i][j].toFixed(2)}: image of “${snapshot.matrix.captions[i]}” and “${snapshot.matrix.captions[j]}”`;
+    const i = Math.floor((event.clientY - box.top) / box.height * size);
+    const j = Math.floor((event.clientX - box.left) / box.width * size);
+    const value = values[i]?.[j];
+    if (value !== undefined) words.textContent = `${value.toFixed(2)}: image of “${captions[i]}”, caption “${captions[j]}”`;
   };
   canvas.onmouseleave = () => { words.textContent = text; };
 }
@@ -67,8 +69,11 @@ function card(title, id) {
   return { figure, body, now };
 }
 
-/* rows: [[name, value, words]]; heads: name -> a line above it */
-function bars(body, rows, top = 1) {
+function hint(body, words) { body.className = ""; body.replaceChildren(el("p", { class: "hint" }, words)); }
+
+/* rows: [[name, value, words]], or [heading, null]; none: the text if there are no rows */
+function bars(body, rows, top, none) {
+  if (!rows.length) { hint(body, none); return; }
   const parts = [];
   for (const [name, value, words] of rows) {
     if (value === null) { parts.push(el("h4", {}, name)); continue; }
@@ -77,15 +82,16 @@ function bars(body, rows, top = 1) {
     parts.push(el("span", {}, name), el("div", { class: "track", "aria-hidden": "true" }, fill), el("span", {}, words));
   }
   body.className = rows.length > 12 ? "bars scroll" : "bars";
-  if (rows.length > 12) { body.tabIndex = 0; body.setAttribute("role", "group"); body.setAttribute("aria-label", "figures"); }
+  if (rows.length > 12) body.tabIndex = 0; // scrolls with the keyboard
   body.replaceChildren(...parts);
 }
 
 function showSplit(body, now, seconds) {
   const parts = PHASES.filter((name) => typeof seconds[name] === "number");
   const total = parts.reduce((sum, name) => sum + seconds[name], 0);
-  if (!total) return;
-  const bar = el("div", { class: "split", role: "img", "aria-label": parts.map((name) => `${name} ${percent(seconds[name] / total, 0)}`).join(", ") });
+  if (!total) { hint(body, NOTHING); return; }
+  const words = parts.map((name) => `${name} ${percent(seconds[name] / total, 0)}`);
+  const bar = el("div", { class: "split", role: "img", "aria-label": words.join(", ") });
   for (const name of parts) {
     const part = el("div", { title: name });
     part.style.width = `${100 * seconds[name] / total}%`;
@@ -104,24 +110,24 @@ function showSplit(body, now, seconds) {
 
 /* One row per layer: its gradient over the run as colors, then the newest gradient and update. */
 function showLayers(body, rows) {
-  const last = rows[rows.length - 1].layers, names = Object.keys(last).sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
-  const logs = rows.flatMap((row) => names.map((name) => row.layers[name] && row.layers[name][0] > 0 ? Math.log10(row.layers[name][0]) : null)).filter((v) => v !== null);
-  const low = Math.min(...logs), high = Math.max(...logs);
-  const table = el("table", { class: "heat" }, el("thead", {}, el("tr", {}, el("th", {}, "layer"), el("th", {}, "gradient over the run"), el("th", {}, "gradient"), el("th", {}, "update/weight"))));
-  const tbody = el("tbody", {});
-  for (const name of names) {
-    const strip = el("canvas", { height: 14, width: Math.max(1, rows.length), role: "img", "aria-label": `${name}: gradient norm now ${short(last[name][0])}` });
+  const last = rows[rows.length - 1].layers, height = 14;
+  const names = Object.keys(last).sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+  const log = (row, name) => (row.layers[name]?.[0] > 0 ? Math.log10(row.layers[name][0]) : null);
+  const logs = rows.flatMap((row) => names.map((name) => log(row, name))).filter((value) => value !== null);
+  const low = Math.min(...logs), range = Math.max(...logs) - low;
+  const head = ["layer", "gradient norm over the run", "now", "update/weight"].map((text) => el("th", {}, text));
+  const lines = names.map((name) => {
+    const label = `${name}: gradient norm now ${short(last[name][0])}`;
+    const strip = el("canvas", { height, width: rows.length, role: "img", "aria-label": label });
     const pen = strip.getContext("2d");
     rows.forEach((row, i) => {
-      const value = row.layers[name] && row.layers[name][0] > 0 ? Math.log10(row.layers[name][0]) : null;
-      const [r, g, b] = ramp(value === null || high === low ? 0 : (value - low) / (high - low));
+      const value = log(row, name), [r, g, b] = ramp(value === null || !range ? 0 : (value - low) / range);
       pen.fillStyle = `rgb(${r} ${g} ${b})`;
-      pen.fillRect(i, 0, 1, 14);
+      pen.fillRect(i, 0, 1, height);
     });
-    strip.style.width = "100%"; strip.style.height = "14px";
-    tbody.append(el("tr", {}, el("th", { scope: "row" }, name), el("td", { class: "cell" }, strip), el("td", {}, short(last[name][0])), el("td", {}, short(last[name][1]))));
-  }
-  table.append(tbody);
-  const box = el("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Gradients by layer" }, table);
-  body.replaceChildren(box);
+    return el("tr", {}, el("th", { scope: "row" }, name), el("td", { class: "cell" }, strip),
+      el("td", {}, short(last[name][0])), el("td", {}, short(last[name][1])));
+  });
+  const table = el("table", { class: "heat" }, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...lines));
+  body.replaceChildren(el("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Gradients by layer" }, table));
 }
