@@ -14,7 +14,7 @@ PYTHON ?= python3
 help:
 	@echo "make demo   train a small CLIP on synthetic images and show what it finds (about 3 minutes on 2 cores)"
 	@echo "make test   ruff, mypy, import-linter, pytest"
-	@echo "make test-long  kills, full disks, hostile files and fuzzing with large counts, on all cores, then a soak of an hour"
+	@echo "make test-long  kills, full disks, hostile files and fuzzing with large counts, on all cores, and a soak of an hour"
 	@echo "make bench  speed as ratios against baselines, on this machine (DATA=folder: loaders too; PEERS=python: open_clip too)"
 	@echo "make speedrun DATA=folder   recall after ten minutes, three seeds (PEERS=python: open_clip beside it; 90 minutes)"
 	@echo "make scaling  images per second against batch, resolution, tokens, model and threads (about 10 minutes)"
@@ -48,14 +48,9 @@ lint: $(DEV)
 test: lint
 	@$(BIN)/pytest -n auto
 
-# Writes docs/results/reliability.json and the table of docs/reliability.md. PEERS: open_clip and Trainer in the same tests.
-SOAK_MINUTES ?= 60
-LONG := build/long
+# Writes docs/results/reliability.json and the table of docs/reliability.md.
 test-long: $(DEV)
-	@$(BIN)/python tests/reliability/long_parallel.py $(LONG)
-	@test -z "$(PEERS)" || $(BIN)/python tests/reliability/peers.py "$(PEERS)"
-	@$(BIN)/python tests/reliability/soak.py --minutes $(SOAK_MINUTES) --record $(LONG)/rows.json --json docs/results/soak.json
-	@$(BIN)/python tests/reliability/reliability_merge.py $(LONG)/rows.json
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal --long --record -m long
 
 # PEERS: the Python of an environment with open_clip and transformers (benchmarks/README.md). DATA: a set of images.
 bench: $(READY)

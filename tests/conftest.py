@@ -1,37 +1,76 @@
-"""Settings for all tests: one torch thread, the same hypothesis examples each time, a cache folder that goes away."""
+"""Settings for all tests: one torch thread, the same hypothesis examples each time, a temporary cache folder."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import shutil
+import signal
+import sys
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+from small_run import Command
 
+sys.path.append(str(Path(__file__).parent / "reliability"))
 settings.register_profile("m1clip", derandomize=True, deadline=None, database=None)
 settings.load_profile("m1clip")
 torch.set_num_threads(1)
 
-# Made by the first process, which the workers of xdist inherit it from: what one has measured, the others need not.
+# xdist's workers inherit the folder from the first process, so that they share what was measured.
 if "M1CLIP_TEST_CACHE" not in os.environ:
     folder = tempfile.mkdtemp(prefix="m1clip-test-cache-")
     os.environ |= {"M1CLIP_TEST_CACHE": folder, "XDG_CACHE_HOME": folder}
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
+LONG_TESTS: list[dict[str, Any]] = []
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--long`: also the tests of hours and of large counts (make test-long)."""
-    parser.addoption(
-        "--long", action="store_true", default=bool(os.environ.get("M1CLIP_LONG")), help=pytest_addoption.__doc__
-    )
+    """`--long` and `--record`, as used by `make test-long`."""
+    parser.addoption("--long", action="store_true", help="also run the tests with large counts")
+    parser.addoption("--record", action="store_true", help="write the counts of the long tests to docs/reliability.md")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the long forms out unless they are asked for."""
+    """Skip the long tests without --long."""
     if not config.getoption("--long"):
         for item in items:
             if "long" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="a long form: pytest --long, or make test-long"))
+                item.add_marker(pytest.mark.skip(reason="needs pytest --long, or make test-long"))
+
+
+@pytest.fixture
+def counts(request: pytest.FixtureRequest) -> dict[str, float]:
+    """What a test marked `long(promise)` has counted, for docs/reliability.md."""
+    found: dict[str, float] = {}
+    promise = request.node.get_closest_marker("long").args[0]
+    request.node.user_properties += [("promise", promise), ("counts", found)]
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _kill_commands() -> Iterator[None]:
+    """End what a failed test has left running."""
+    yield
+    while Command.started:
+        Command.started.pop().send_signal(signal.SIGKILL, group=True)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Collect the counts; with xdist, this runs in the main process."""
+    if report.when == "call" and report.user_properties:
+        LONG_TESTS.append({"name": report.nodeid, "outcome": report.outcome, **dict(report.user_properties)})
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the counts where that was asked for; not in a worker of xdist."""
+    if session.config.getoption("--record") and not hasattr(session.config, "workerinput"):
+        from record import record
+
+        record(LONG_TESTS)

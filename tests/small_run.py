@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import io
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from rich.console import Console
@@ -19,6 +24,9 @@ from m1clip.training.progress import Screen
 from m1clip.training.run import Run, resume, train_config
 
 ROOT = str(Path(__file__).parent.parent)  # started processes run this tree too
+# Processes are forked from a server that has already imported torch: they start in milliseconds.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["m1clip.cli.main", "m1clip.training.run", "m1clip.data.synthetic.source", "pytest"])
 
 SMALL: dict[str, Any] = {
     "model.image_size": 32,
@@ -102,14 +110,70 @@ def weights_sha256(run: Path, model: str = "model") -> str:
     return hashlib.sha256((run / model / "model.safetensors").read_bytes()).hexdigest()
 
 
+class Command:
+    """`m1clip WORDS` in a separate process and process group; `prepare` runs in it first (a module-level function)."""
+
+    started: ClassVar[list[Command]] = []  # killed after each test by conftest.py
+
+    def __init__(self, *words: str, cwd: Path, prepare: Callable[[], object] | None = None) -> None:
+        self.output = Path(tempfile.mkdtemp(prefix="output-", dir=cwd.parent))
+        for name in ("stdout", "stderr"):
+            (self.output / name).touch()
+        self.process = SERVER.Process(target=_main, args=(words, cwd, self.output, prepare))
+        self.process.start()
+        self.pid: int = self.process.pid  # type: ignore[assignment]
+        self.started.append(self)
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def send_signal(self, number: int, group: bool = False) -> None:
+        if self.process.is_alive():
+            (os.killpg if group else os.kill)(self.pid, number)
+
+    def wait(self, timeout: float = 100) -> int:
+        """The exit code."""
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            self.send_signal(signal.SIGKILL, group=True)
+            raise AssertionError(f"not finished after {timeout} s: {self.read()}")
+        return self.process.exitcode
+
+    def wait_until(self, condition: Callable[[], Any], timeout: float = 100) -> None:
+        """Wait until something holds; an error if the process ends first."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert self.process.is_alive(), (self.process.exitcode, self.read())
+            assert time.monotonic() < deadline, self.read()
+            time.sleep(0.005)
+
+    def read(self) -> tuple[str, str]:
+        """What it has printed to stdout and stderr."""
+        return (self.output / "stdout").read_text(), (self.output / "stderr").read_text()
+
+
+def _main(words: tuple[str, ...], cwd: Path, output: Path, prepare: Callable[[], object] | None) -> None:
+    os.setsid()
+    os.chdir(cwd)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(output / name, os.O_WRONLY | os.O_APPEND), number)
+    os.environ.update(environment())
+    sys.argv = ["m1clip", *words]
+    if prepare:
+        prepare()
+    from m1clip.cli.main import main
+
+    main()
+
+
 def command(*words: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "m1clip", *words],
-        cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout, check=False,
-    )  # fmt: skip
+    """Run `m1clip WORDS` in a separate process."""
+    process = Command(*words, cwd=cwd)
+    code = process.wait(timeout)
+    return subprocess.CompletedProcess(words, code, *process.read())
 
 
 def environment() -> dict[str, str]:
-    """A wide terminal that is none, and no colors."""
+    """For a process: a wide terminal that is none, and no colors."""
     return {**os.environ, "COLUMNS": "200", "LINES": "60", "NO_COLOR": "1", "TERM": "dumb", "PYTHONPATH": ROOT}

@@ -1,22 +1,19 @@
-"""What is fuzzed: each reader of ours that a stranger's file can reach, with good inputs to begin from."""
+"""What is fuzzed: every reader of untrusted files, with valid files to start from."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
-import struct
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow.parquet
 import torch
 from PIL import Image
 from safetensors.torch import save as safetensors_bytes
-from tokenizers import Tokenizer as RustTokenizer
-from tokenizers.models import WordLevel
-from tokenizers.processors import TemplateProcessing
 
 from m1clip.config import Config, load_config, to_toml
 from m1clip.data.images import BadImage, Preprocess, decode
@@ -27,21 +24,23 @@ from m1clip.model.folder import _read_config
 from m1clip.model.presets import preset
 from m1clip.model.weights import read_tensors
 from m1clip.runlog import NAME, read_log
-from m1clip.text.tokenizers import load_tokenizer
+from m1clip.text.base import Tokenizer
+from m1clip.text.bpe import BpeTokenizer
+from m1clip.text.tokenizers import CharTokenizer, load_tokenizer, wordpiece_tokenizer
 from m1clip.training.checkpoint import TrainState, load_latest, save
-from m1clip.training.checkpoint_list import verify
+from m1clip.training.checkpoint_list import sha256, verify
 
-ALLOWED = (UserError, BadImage)  # a person's one line; an image that is skipped and named
+ALLOWED = (UserError, BadImage)  # a one-line error; an image that is skipped and logged
 
 
 @dataclass(frozen=True)
 class Target:
-    """A reader, where it expects its file, and good files."""
+    """A reader, where it expects its file, and valid files."""
 
     file: str
     seeds: tuple[bytes, ...]
     read: Callable[[Path], object]  # given the folder
-    share: float = 1.0  # of the inputs: the slow ones get fewer
+    share: float = 1.0  # of the changed files: slow readers get fewer
 
 
 def _read_source(name: str) -> Callable[[Path], object]:
@@ -60,7 +59,7 @@ def _read_images(name: str) -> Callable[[Path], object]:
         source = open_source(str(folder / name))
         for split in source.splits():
             for sample in source.samples(split):
-                with contextlib.suppress(BadImage):  # skipped and named, as in training
+                with contextlib.suppress(BadImage):  # skipped and logged, as in training
                     sample.image.open(16)
         return source
 
@@ -89,28 +88,21 @@ def shard() -> bytes:
     return file.getvalue()
 
 
-def parquet() -> tuple[bytes, ...]:
-    """A table with paths, if the library is there."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        return ()
+def parquet() -> bytes:
+    """A table with paths."""
     file = io.BytesIO()
     table = pyarrow.table({"image": ["a.jpg", "b.jpg"], "caption": ["a dog", "a cat"], "split": ["train", "val"]})
     pyarrow.parquet.write_table(table, file)
-    return (file.getvalue(),)
+    return file.getvalue()
 
 
-def fast_tokenizer() -> dict[str, object]:
-    """A small tokenizer.json of Hugging Face that puts a mark at both ends."""
-    made = RustTokenizer(WordLevel({"[S]": 0, "[E]": 1, "[U]": 2, "dog": 3}, unk_token="[U]"))
-    made.post_processor = TemplateProcessing(single="[S] $A [E]", special_tokens=[("[S]", 0), ("[E]", 1)])
-    return {"version": 1, "kind": "fast", "tokenizer": json.loads(made.to_str()), "pad_id": 2}
+def saved(tokenizer: Tokenizer, folder: Path) -> bytes:
+    tokenizer.save(folder)
+    return (folder / "tokenizer.json").read_bytes()
 
 
 def targets(folder: Path) -> dict[str, Target]:
-    """All targets; what some of them need beside the changed file is put into the folder."""
+    """All readers; other files that they need are written to the folder."""
     save(folder, TrainState(step=7), {"weights": {"a": torch.ones(3)}, "optimizer": {"m": torch.ones(3)}}, keep=1)
     checkpoint = folder / "checkpoints" / "step-000007"
     manifest, state = ((checkpoint / name).read_bytes() for name in ("manifest.json", "state.json"))
@@ -127,23 +119,18 @@ def targets(folder: Path) -> dict[str, Target]:
     log = b'{"v":1,"kind":"step","time":1.5,"step":10,"loss":2.0}\n{"v":1,"kind":"eval","step":10,"x":[1,2]}\n'
     shape = preset("tiny")
     model = {"format": 1, "model": shape.to_dict(), "preprocess": Preprocess(image_size=shape.image_size).to_dict()}
-    marks = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "##b"]
-    tokenizers = [
-        {"version": 1, "kind": "char", "alphabet": "abc .,"},
-        {"version": 1, "kind": "wordpiece", "vocabulary": marks},
-        fast_tokenizer(),
-    ]
-    kept = {"version": 1, "kind": "bpe-cut", "kept": [512, 600, 700]}
-    dumped = tuple(json.dumps(each).encode() for each in tokenizers)
+    wordpiece = wordpiece_tokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "##b"])
+    tokenizers = tuple(saved(each, folder) for each in (CharTokenizer("abc .,"), wordpiece))
+    cut = saved(BpeTokenizer([512, 600, 700]), folder)
     toml = to_toml(Config()).encode()
     short = b'seed = 3\n[model]\nname = "tiny"\n[train]\nsteps = 5\nbatch_size = 16\n[data]\nsource = ["a", "b:0.5"]\n'
-    found = {
+    return {
         "config": Target("config.toml", (short, short, toml), lambda f: load_config(f / "config.toml"), 1.5),
         "run log": Target(NAME, (log,), lambda f: list(read_log(f)), 2.0),
         "manifest": Target("checkpoints/step-000007/manifest.json", (manifest,), lambda f: verify(checkpoint), 1.5),
         "state": Target("checkpoints/step-000007/state.json", (state,), _resumed, 0.2),
-        "tokenizers": Target("tokenizer.json", dumped, load_tokenizer, 1.5),
-        "bpe-cut": Target("tokenizer.json", (json.dumps(kept).encode(),), load_tokenizer, 0.02),
+        "tokenizers": Target("tokenizer.json", tokenizers, load_tokenizer, 1.5),
+        "bpe-cut": Target("tokenizer.json", (cut,), load_tokenizer, 0.02),
         "model config": Target("config.json", (json.dumps(model).encode(),), lambda f: _read_config(f / "config.json")),
         "weights": Target("w.safetensors", (weights,), lambda f: read_tensors(f / "w.safetensors"), 0.5),
         "lock": Target("run.lock", (b"77\n1700000000.5\nhost\n",), _owner, 0.3),
@@ -156,15 +143,12 @@ def targets(folder: Path) -> dict[str, Target]:
         ),
         "tar": Target("t.tar", (shard(),), _read_images("t.tar"), 0.3),
         "images": Target("t.bin", images(), lambda f: decode(f / "t.bin", 16), 1.0),
-        "parquet": Target("t.parquet", parquet(), _read_source("t.parquet"), 0.1),
+        "parquet": Target("t.parquet", (parquet(),), _read_source("t.parquet"), 0.1),
     }
-    return {name: target for name, target in found.items() if target.seeds}
 
 
 def _resumed(folder: Path) -> object:
-    """The state behind right hashes, as whoever writes both could make it."""
-    from m1clip.training.checkpoint_list import sha256
-
+    """A changed state with a matching hash."""
     place = folder / "checkpoints" / "step-000007"
     manifest = json.loads((place / "manifest.json").read_text())
     manifest["sha256"]["state.json"] = sha256(place / "state.json")
@@ -174,4 +158,4 @@ def _resumed(folder: Path) -> object:
 
 def _owner(folder: Path) -> object:
     owner = read_owner(folder)
-    return owner.process() if owner is not None and struct.calcsize("P") else None
+    return owner.process() if owner is not None else None

@@ -1,16 +1,16 @@
-"""Promise 11: the clock is set back, the machine sleeps: elapsed time, time left and diagnostics stay right."""
+"""Promise 11: elapsed time, time left and diagnostics stay right if the clock is changed or the machine sleeps."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import random
 import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from reliability_results import recorded
 from small_run import run_small
 
 from m1clip.io import LOCK, lock_content, process_start_id, read_owner
@@ -32,10 +32,10 @@ def history_of(run: Path) -> History:
     return history
 
 
-def test_a_run_under_a_clock_that_jumps_measures_true_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_durations_are_right_while_the_clock_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jumps = itertools.cycle([0.0, HOUR, -2 * HOUR, 5.0, -24 * HOUR])
-    usual = time.time
-    monkeypatch.setattr(time, "time", lambda: usual() + next(jumps))
+    original = time.time
+    monkeypatch.setattr(time, "time", lambda: original() + next(jumps))
     begin = time.perf_counter()
     run_small(tmp_path / "run", {"train.steps": 24, "train.eval_every": 8})
     spent = time.perf_counter() - begin
@@ -51,19 +51,19 @@ def test_a_run_under_a_clock_that_jumps_measures_true_seconds(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("jump", [-HOUR, HOUR, -10 * 365 * 24 * HOUR])
-def test_time_left_and_throttling_do_not_hear_of_the_clock(tmp_path: Path, jump: float) -> None:
+def test_time_left_and_diagnostics_ignore_the_clock(tmp_path: Path, jump: float) -> None:
     rows = [step(n, time=BEGIN + 0.5 * n + (jump if n > 40 else 0)) for n in range(10, 90, 2)]
-    usual = make_run(tmp_path / "usual", [evaluation(8, 0.2), *(step(n) for n in range(10, 90, 2))])
+    original = make_run(tmp_path / "original", [evaluation(8, 0.2), *(step(n) for n in range(10, 90, 2))])
     run = make_run(tmp_path / "jumped", [evaluation(8, 0.2), *rows])
-    assert seconds_left(history_of(run)) == seconds_left(history_of(usual))
-    assert elapsed_seconds(history_of(run)) == elapsed_seconds(history_of(usual))
+    assert seconds_left(history_of(run)) == seconds_left(history_of(original))
+    assert elapsed_seconds(history_of(run)) == elapsed_seconds(history_of(original))
     now = rows[-1]["time"] + 1
     words = " ".join(each.message for each in diagnose(history_of(run), now, "running"))
     assert "slower" not in words
     assert "nothing logged" not in words
 
 
-def test_one_step_that_slept_for_an_hour_changes_no_forecast(tmp_path: Path) -> None:
+def test_one_step_of_an_hour_does_not_change_the_time_left(tmp_path: Path) -> None:
     """Where the system counts the sleep as time, one step seems to have taken an hour."""
     rows = [step(n, step_seconds=HOUR if n == 70 else 0.5) for n in range(10, 90, 2)]
     history = history_of(make_run(tmp_path, rows))
@@ -74,18 +74,18 @@ def test_one_step_that_slept_for_an_hour_changes_no_forecast(tmp_path: Path) -> 
     assert "slower" not in words
 
 
-def test_a_living_process_is_known_after_the_clock_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_process_is_found_after_the_clock_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not process_start_id(os.getpid()):
-        pytest.skip("this system tells the start of a process by the clock alone")
+        pytest.skip("this system measures the start of a process by the clock only")
     (tmp_path / LOCK).write_text(lock_content())
     make_run(tmp_path, [step(10)])
-    usual = psutil.Process.create_time
-    monkeypatch.setattr(psutil.Process, "create_time", lambda self: usual(self) - HOUR)
+    original = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: original(self) - HOUR)
     owner = read_owner(tmp_path)
     assert owner is not None
     assert owner.process() is not None
     assert status_of(history_of(tmp_path)).state == "running"
-    # And a later process with the same number is another one.
+    # A later process with the same pid is a different one.
     boot, ticks = owner.start_id.split()
     for other in (f"{boot} {int(ticks) + 1}", f"0000-{boot[5:]} {ticks}"):
         (tmp_path / LOCK).write_text(lock_content().replace(owner.start_id, other))
@@ -94,17 +94,14 @@ def test_a_living_process_is_known_after_the_clock_was_set(tmp_path: Path, monke
         assert reused.process() is None
 
 
-@pytest.mark.long
-def test_many_jumps(tmp_path: Path) -> None:
-    import random
-
-    with recorded("clock") as counts:
-        draw = random.Random(0)
-        expected = seconds_left(history_of(make_run(tmp_path / "usual", [step(n) for n in range(2, 90, 2)])))
-        for number in range(500):
-            clock, rows = BEGIN, []
-            for n in range(2, 90, 2):
-                clock += draw.choice([1.0, 1.0, 1.0, draw.uniform(-5 * HOUR, 5 * HOUR)])
-                rows.append(step(n, time=clock))
-            assert seconds_left(history_of(make_run(tmp_path / str(number), rows))) == expected
-        counts["runs with a clock that jumps"] = 500
+@pytest.mark.long("Clock and sleep")
+def test_many_clock_jumps(tmp_path: Path, counts: dict[str, float]) -> None:
+    draw = random.Random(0)
+    expected = seconds_left(history_of(make_run(tmp_path / "undisturbed", [step(n) for n in range(2, 90, 2)])))
+    for number in range(500):
+        clock, rows = BEGIN, []
+        for n in range(2, 90, 2):
+            clock += draw.choice([1.0, 1.0, 1.0, draw.uniform(-5 * HOUR, 5 * HOUR)])
+            rows.append(step(n, time=clock))
+        assert seconds_left(history_of(make_run(tmp_path / str(number), rows))) == expected
+    counts["logs with a clock that jumps"] = 500

@@ -1,4 +1,4 @@
-"""Promise 4: on a full disk a clear error, the old checkpoint whole, nothing half."""
+"""Promise 4: a full disk gives a clear error, keeps the old checkpoint, and leaves nothing incomplete."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from real_process import command
-from reliability_results import recorded
-from small_run import small_arguments
+from small_run import command, small_arguments
 
 from m1clip.io import PARTIAL, write_text
 from m1clip.runlog import RunLog, read_log
@@ -28,14 +26,14 @@ FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 3 MiB; only root can make one."""
+    """A disk of 3 MiB; needs root."""
     place = tmp_path / "disk"
     place.mkdir()
     made = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True, check=False
     )
     if made.returncode != 0:
-        pytest.skip("a small disk needs the right to mount a tmpfs")
+        pytest.skip("mounting a tmpfs needs root")
     try:
         yield place
     finally:
@@ -46,49 +44,49 @@ def groups(step: int, size: int) -> dict[str, dict[str, torch.Tensor]]:
     return {"weights": {"a": torch.full((size,), float(step))}, "optimizer": {"m": torch.full((size,), 1.0)}}
 
 
-def check_whole(run: Path, steps: list[int]) -> None:
+def assert_complete(run: Path, steps: list[int]) -> None:
     assert sorted(saved_steps(run)) == steps
     assert all(verify(checkpoint_folder(run, step)) == "" for step in steps)
     assert not list(run.rglob(f"*{PARTIAL}*"))
 
 
 def limited(run: Path, answers: Any) -> None:
-    """In a process of its own: no file may be larger than 64 KiB."""
+    """In a separate process: no file may be larger than 64 KiB."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
-    for job in (
+    for write in (
         lambda: save(run, TrainState(step=2), groups(2, 2**16), keep=1),
         lambda: write_text(run / "note.txt", "x" * 2**17),
     ):
         try:
-            job()
+            write()
             answers.send("no error")
         except OSError as error:
             answers.send(error.errno)
 
 
-def test_a_write_that_fails_leaves_nothing_half(tmp_path: Path) -> None:
+def test_failed_write_leaves_nothing_incomplete(tmp_path: Path) -> None:
     save(tmp_path, TrainState(step=1), groups(1, 100), keep=1)
     write_text(tmp_path / "note.txt", "old")
     here, there = FORK.Pipe()
     process = FORK.Process(target=limited, args=(tmp_path, there))
     process.start()
-    there.close()  # so that a child that dies is an end of file here, and no wait
+    there.close()  # so that recv fails if the child dies
     assert [here.recv(), here.recv()] == [errno.EFBIG, errno.EFBIG]
     process.join()
-    check_whole(tmp_path, [1])
+    assert_complete(tmp_path, [1])
     assert (tmp_path / "note.txt").read_text() == "old"
 
 
 def fill(place: Path, leave: int) -> None:
-    """Take all room but so many bytes."""
+    """Fill the disk except for some bytes."""
     room = os.statvfs(place)
     with (place / "filler").open("wb") as file:
         file.write(bytes(max(0, room.f_bavail * room.f_frsize - leave)))
 
 
 def full_saves(place: Path, rounds: int) -> int:
-    """Saves into ever less room: each is whole or not there."""
+    """Saves with less and less free space: each is complete or absent; returns how many failed."""
     failed = 0
     for number in range(rounds):
         run = place / "run"
@@ -102,62 +100,53 @@ def full_saves(place: Path, rounds: int) -> int:
                 raise
             failed += 1
             steps = [1]
-        check_whole(run, steps)
+        assert_complete(run, steps)
         subprocess.run(["rm", "-rf", str(place / "filler"), str(run)], check=True)
     return failed
 
 
-def test_a_full_disk_keeps_the_old_checkpoint(small_disk: Path) -> None:
+def test_full_disk_keeps_the_old_checkpoint(small_disk: Path) -> None:
     assert 2 < full_saves(small_disk, 8) < 8
 
 
-@pytest.mark.long
-def test_saves_into_two_hundred_sizes_of_room(small_disk: Path) -> None:
-    with recorded("disk full, saves") as counts:
-        failed = full_saves(small_disk, 200)
-        assert 50 < failed < 200
-        counts |= {"saves": 200, "of which found no room": failed}
+@pytest.mark.long("Disk full")
+def test_saves_with_less_and_less_free_space(small_disk: Path, counts: dict[str, float]) -> None:
+    failed = full_saves(small_disk, 200)
+    assert 50 < failed < 200
+    counts |= {"saves with less and less free space": 200, "of them with too little": failed}
 
 
-def test_a_log_on_a_full_disk_has_no_half_line(small_disk: Path) -> None:
+def test_log_on_a_full_disk_has_no_incomplete_line(small_disk: Path) -> None:
     log = RunLog(small_disk)
     log.write("step", step=1)
     fill(small_disk, leave=0)
 
-    def write_on() -> None:
+    def write_until_full() -> None:
         for step in range(2, 1000):
             log.write("step", step=step, text="x" * 300)
 
     with pytest.raises(OSError, match="No space"):
-        write_on()
+        write_until_full()
     (small_disk / "filler").unlink()
     log.write("step", step=1000)
     log.close()
     lines = (small_disk / "run.jsonl").read_bytes().splitlines()
-    assert len(list(read_log(small_disk))) == len(lines), "every line is whole"
+    assert len(list(read_log(small_disk))) == len(lines), "every line is complete"
     assert list(read_log(small_disk))[-1]["step"] == 1000
 
 
-def train_on(place: Path) -> subprocess.CompletedProcess[str]:
-    """A run whose checkpoints fill the disk."""
-    words = small_arguments(
-        {"train.steps": 24, "train.save_every": 4, "train.save_total_limit": 100, "train.eval_every": 0}
-    )
-    return command("train", *words, "--run", str(place / "run"), cwd=place.parent)
-
-
 @pytest.mark.slow
-def test_training_stops_with_one_line_and_can_be_continued(small_disk: Path) -> None:
-    ended = train_on(small_disk)
+def test_training_stops_with_one_line_and_can_be_resumed(small_disk: Path) -> None:
     run = small_disk / "run"
+    words = small_arguments({"train.steps": 24, "train.save_every": 4, "train.save_total_limit": 100})
+    ended = command("train", *words, "--run", str(run), cwd=small_disk.parent)
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
     assert len(ended.stderr.strip().splitlines()) <= 2
     assert "full" in ended.stderr or "No space" in ended.stderr
     steps = sorted(saved_steps(run))
-    assert steps
-    assert steps[-1] < 24
-    check_whole(run, steps)
+    assert 4 <= steps[-1] < 24
+    assert_complete(run, steps)
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
     ended = command("train", "--resume", str(run), cwd=small_disk.parent)
     assert ended.returncode == 0, ended.stderr

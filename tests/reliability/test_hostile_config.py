@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from bounded import bounded, files_under
+from image_sets import make_set
 from small_run import run_small
 
 from m1clip.cli.main import main
 from m1clip.config import load_config
-
-sys.path.append(str(Path(__file__).parents[1] / "data"))
-from image_sets import make_set
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Promise 10: files made to harm. Nothing runs, nothing is written outside, memory is bounded, the error is clear."""
+"""Promise 10: hostile files. No code runs, nothing is written elsewhere, memory is limited, the error is one line."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -11,15 +12,13 @@ import shutil
 import struct
 import tarfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
-from bounded import ROOM, Bomb, bounded, files_under
+from bounded import Bomb, bounded, files_under
 from PIL import Image
-from reliability_results import recorded
 from small_run import run_small
 
 from m1clip.cli.main import main
@@ -37,25 +36,29 @@ from m1clip.runlog import read_log
 from m1clip.text.bpe import BpeTokenizer
 from m1clip.text.tokenizers import load_tokenizer
 from m1clip.training.checkpoint import TrainState, load_latest, save
+from m1clip.training.checkpoint_list import sha256
 
 CPU = torch.device("cpu")
+HUGE = 10**9
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "run"
     run_small(folder, {"train.steps": 2})
-    return folder
+    return folder / "model"
+
+
+@pytest.fixture
+def model(trained: Path, tmp_path: Path) -> Path:
+    """A copy of a trained model."""
+    return Path(shutil.copytree(trained, tmp_path / "model"))
 
 
 @pytest.fixture
 def proof(tmp_path: Path) -> Path:
-    """The file that a pickle would make, if anything unpickled it."""
+    """The file that a pickle would create if anything unpickled it."""
     return tmp_path / "IT-RAN"
-
-
-def pickled(proof: Path) -> bytes:
-    return pickle.dumps(Bomb(proof))
 
 
 def torch_pickled(proof: Path) -> bytes:
@@ -64,113 +67,91 @@ def torch_pickled(proof: Path) -> bytes:
     return file.getvalue()
 
 
-def huge_header(proof: Path) -> bytes:
-    """A safetensors file that claims a header of 2 GB."""
-    return struct.pack("<Q", 2 * 2**30) + b'{"a":{}}'
+def with_header(header: object, size: int | None = None, data: bytes = b"") -> bytes:
+    """A safetensors file; `size` is what it claims for its header."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if size is None else size) + text + data
 
 
-def header_of_its_size(proof: Path) -> bytes:
-    return struct.pack("<Q", 50) + b"[" * 50
+def fakes(proof: Path) -> dict[str, bytes]:
+    """Hostile files in place of weights."""
+    overlapping = {name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for name in "ab"}
+    huge = {"a": {"dtype": "F32", "shape": [2**39], "data_offsets": [0, 2**41]}}
+    return {
+        "pickle": pickle.dumps(Bomb(proof)),
+        "torch pickle": torch_pickled(proof),
+        "header of 2 GB": with_header({"a": {}}, size=2 * 2**30),
+        "tensor of 2 TB": with_header(huge),
+        "overlapping tensors": with_header(overlapping, data=bytes(8)),
+        "nested header": with_header(b"[" * 50),
+        "deep JSON": b"[" * 2_000_000,
+    }
 
 
-def huge_tensor(proof: Path) -> bytes:
-    """A header that promises a tensor of 2 TB."""
-    head = json.dumps({"a": {"dtype": "F32", "shape": [2**39], "data_offsets": [0, 2**41]}}).encode()
-    return struct.pack("<Q", len(head)) + head
+FAKES = list(fakes(Path()))
 
 
-def overlapping(proof: Path) -> bytes:
-    head = json.dumps({n: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for n in "ab"}).encode()
-    return struct.pack("<Q", len(head)) + head + bytes(8)
-
-
-def deep_json(proof: Path) -> bytes:
-    return b"[" * 2_000_000
-
-
-FAKES: tuple[Callable[[Path], bytes], ...] = (
-    pickled,
-    torch_pickled,
-    huge_header,
-    header_of_its_size,
-    huge_tensor,
-    overlapping,
-    deep_json,
-)
-
-
-def must_refuse(told: str, proof: Path) -> None:
-    assert told.startswith("UserError"), told
-    assert "\n" not in told
+def assert_refused(result: str, proof: Path) -> None:
+    assert result.startswith("UserError"), result
+    assert "\n" not in result
     assert not proof.exists(), "code from the file was run"
 
 
 @pytest.mark.parametrize("fake", FAKES)
-def test_in_the_place_of_weights(trained: Path, tmp_path: Path, proof: Path, fake: Callable[[Path], bytes]) -> None:
-    shutil.copytree(trained / "model", tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").write_bytes(fake(proof))
-    must_refuse(bounded(lambda: load(tmp_path / "model")), proof)
+def test_hostile_weights_are_refused(model: Path, tmp_path: Path, proof: Path, fake: str) -> None:
+    (model / "model.safetensors").write_bytes(fakes(proof)[fake])
+    assert_refused(bounded(lambda: load(model)), proof)
     for name in ("w.safetensors", "w.pt", "w.bin"):
-        (tmp_path / name).write_bytes(fake(proof))
-        must_refuse(bounded(lambda name=name: read_checkpoint(tmp_path / name)), proof)
+        (tmp_path / name).write_bytes(fakes(proof)[fake])
+        assert_refused(bounded(lambda name=name: read_checkpoint(tmp_path / name)), proof)
 
 
 @pytest.mark.parametrize("fake", FAKES)
-@pytest.mark.parametrize("honest", [False, True], ids=["hash differs", "hash made right"])
-def test_in_the_place_of_a_checkpoint(tmp_path: Path, proof: Path, fake: Callable[[Path], bytes], honest: bool) -> None:
-    groups = {"weights": {"a": torch.ones(3)}, "optimizer": {"m": torch.ones(3)}}
-    save(tmp_path, TrainState(step=1), groups, keep=1)
+@pytest.mark.parametrize("matching_hash", [False, True])
+def test_hostile_checkpoint_is_refused(tmp_path: Path, proof: Path, fake: str, matching_hash: bool) -> None:
+    save(tmp_path, TrainState(step=1), {"weights": {"a": torch.ones(3)}, "optimizer": {"m": torch.ones(3)}}, keep=1)
     folder = tmp_path / "checkpoints" / "step-000001"
-    (folder / "weights.safetensors").write_bytes(fake(proof))
-    if honest:  # whoever writes the file can write its hash too
-        from m1clip.training.checkpoint_list import sha256
-
-        manifest = json.loads((folder / "manifest.json").read_text())
-        known = json.dumps(manifest)
-        for name in ("weights.safetensors",):
-            known = known.replace(_hash_in(manifest, name), sha256(folder / name))
-        (folder / "manifest.json").write_text(known)
-    must_refuse(bounded(lambda: load_latest(tmp_path, CPU, lambda line: None)), proof)
-
-
-def _hash_in(manifest: dict[str, Any], name: str) -> str:
-    found = manifest["sha256"][name]
-    return str(found["sha256"] if isinstance(found, dict) else found)
+    (folder / "weights.safetensors").write_bytes(fakes(proof)[fake])
+    if matching_hash:
+        change_json(
+            folder / "manifest.json", (("sha256", "weights.safetensors"), sha256(folder / "weights.safetensors"))
+        )
+    assert_refused(bounded(lambda: load_latest(tmp_path, CPU, lambda line: None)), proof)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-@pytest.mark.parametrize("fake", [pickled, deep_json, lambda proof: b'{"a":' * 100_000, lambda proof: b"9" * 100_000])
-def test_in_the_place_of_a_models_json(
-    trained: Path, tmp_path: Path, proof: Path, name: str, fake: Callable[[Path], bytes]
-) -> None:
-    shutil.copytree(trained / "model", tmp_path / "model")
-    (tmp_path / "model" / name).write_bytes(fake(proof))
-    must_refuse(bounded(lambda: load(tmp_path / "model")), proof)
+@pytest.mark.parametrize("fake", ["pickle", "deep JSON", b'{"a":' * 100_000, b"9" * 100_000])
+def test_hostile_json_of_a_model_is_refused(model: Path, proof: Path, name: str, fake: str | bytes) -> None:
+    (model / name).write_bytes(fake if isinstance(fake, bytes) else fakes(proof)[fake])
+    assert_refused(bounded(lambda: load(model)), proof)
 
 
-def test_json_of_hundreds_of_megabytes_is_not_read(tmp_path: Path, proof: Path) -> None:
-    for name in ("tokenizer.json", "config.toml"):
-        with (tmp_path / name).open("wb") as file:
-            file.truncate(300 * 2**20)  # zeros that take no room on the disk
-    must_refuse(bounded(lambda: load_tokenizer(tmp_path)), proof)
-    must_refuse(bounded(lambda: load_config(tmp_path / "config.toml")), proof)
-    with (tmp_path / "a.json").open("wb") as file:
-        file.truncate(2**30 + 1)
-    must_refuse(bounded(lambda: open_source(f"json:{tmp_path / 'a.json'}")), proof)
-    with (tmp_path / "run.jsonl").open("wb") as file:
-        file.truncate(100 * 2**20)
+def sparse(path: Path, size: int) -> Path:
+    """Zeros that take no space on the disk."""
+    path.touch()
+    os.truncate(path, size)
+    return path
+
+
+def test_huge_json_and_toml_files_are_not_read(tmp_path: Path, proof: Path) -> None:
+    config = sparse(tmp_path / "config.toml", 300 * 2**20)
+    sparse(tmp_path / "tokenizer.json", 300 * 2**20)
+    table = sparse(tmp_path / "a.json", 2**30 + 1)
+    sparse(tmp_path / "run.jsonl", 100 * 2**20)
+    assert_refused(bounded(lambda: load_tokenizer(tmp_path)), proof)
+    assert_refused(bounded(lambda: load_config(config)), proof)
+    assert_refused(bounded(lambda: open_source(f"json:{table}")), proof)
     assert bounded(lambda: list(read_log(tmp_path))) == "ok"
 
 
 @pytest.mark.parametrize("kind", ["huge", "fifo", "device"])
-def test_small_files_of_a_model_and_of_the_command_line_are_bounded(trained: Path, tmp_path: Path, kind: str) -> None:
-    """A gigabyte, a FIFO that nobody writes, a device without end: refused, not read and not waited for."""
+def test_endless_files_are_refused(model: Path, tmp_path: Path, proof: Path, kind: str) -> None:
+    """A gigabyte, a FIFO without a writer, an endless device: an error, and no wait."""
 
     def replace(path: Path) -> Path:
         path.unlink(missing_ok=True)
         if kind == "huge":
-            path.touch()
-            os.truncate(path, 2**30)  # sparse: no room on the disk
+            sparse(path, 2**30)
         elif kind == "fifo":
             os.mkfifo(path)
         else:
@@ -182,25 +163,19 @@ def test_small_files_of_a_model_and_of_the_command_line_are_bounded(trained: Pat
             main([str(word) for word in words])
         assert end.value.code == 2
 
-    shutil.copytree(trained / "model", tmp_path / "model")
     names = replace(tmp_path / "names.txt")
-    classes = ("eval", tmp_path / "model", "--classes", tmp_path, "--class-names", names)
-    assert bounded(lambda: command(*classes)) == "ok"
+    assert bounded(lambda: command("eval", model, "--classes", tmp_path, "--class-names", names)) == "ok"
     assert bounded(lambda: command("train", "--config", names)) == "ok"
-    for name in ("a.csv", "b.jsonl", "c.json"):
-        if kind != "huge":
-            data = replace(tmp_path / name)
-            assert bounded(lambda data=data: command("check", data)) == "ok"
+    for name in ("a.csv", "b.jsonl", "c.json") if kind != "huge" else ():
+        data = replace(tmp_path / name)
+        assert bounded(lambda data=data: command("check", data)) == "ok"
     for name in ("config.json", "tokenizer.json"):
-        shutil.copytree(trained / "model", tmp_path / "model", dirs_exist_ok=True)
-        replace(tmp_path / "model" / name)
-        told = bounded(lambda: load(tmp_path / "model"))
-        assert told.startswith("UserError"), (name, told)
-        assert bounded(lambda: init_preset(tmp_path / "model")) == "ok"
-        (tmp_path / "model" / name).unlink()
-
-
-HUGE = 10**9
+        honest = (model / name).read_bytes()
+        replace(model / name)
+        assert_refused(bounded(lambda: load(model)), proof)
+        assert bounded(lambda: init_preset(model)) == "ok"
+        (model / name).unlink()
+        (model / name).write_bytes(honest)
 
 
 def change_json(path: Path, *changes: tuple[tuple[str, ...], object]) -> None:
@@ -222,24 +197,23 @@ SIZES = [
 
 
 @pytest.mark.parametrize("size", SIZES, ids=".".join)
-@pytest.mark.parametrize("value", [HUGE, 10**400, 8192, 255], ids=["huge", "400 digits", "large", "other"])
-def test_sizes_in_a_config_json_are_checked_before_anything_is_built(
-    trained: Path, tmp_path: Path, proof: Path, size: tuple[str, ...], value: int
+def test_sizes_in_config_json_are_checked_before_the_model_is_created(
+    model: Path, proof: Path, size: tuple[str, ...]
 ) -> None:
-    """Beyond all bounds, or within them and not those of the weights."""
-    shutil.copytree(trained / "model", tmp_path / "model")
-    changes: list[tuple[tuple[str, ...], object]] = [(("model", *size), value)]
-    if size[-1] == "image_size":
-        changes.append((("preprocess", "image_size"), value))
-    if value < HUGE and size[-1] in ("patch_size", "heads", "mlp_ratio"):
-        changes = [(("model", *size), 1 if size[-1] == "patch_size" else 64)]
-    change_json(tmp_path / "model" / "config.json", *changes)
-    must_refuse(bounded(lambda: load(tmp_path / "model")), proof)
-    must_refuse(bounded(lambda: read_model(tmp_path / "model")), proof)
+    """Above all limits, or within them but different from the weights."""
+    honest = (model / "config.json").read_text()
+    for value in (HUGE, 10**400, 8192, 255):
+        if value < HUGE and size[-1] in ("patch_size", "heads", "mlp_ratio"):
+            value = 1 if size[-1] == "patch_size" else 64  # noqa: PLW2901
+        (model / "config.json").write_text(honest)
+        also = [(("preprocess", "image_size"), value)] if size[-1] == "image_size" else []
+        change_json(model / "config.json", (("model", *size), value), *also)
+        assert_refused(bounded(lambda: load(model)), proof)
+        assert_refused(bounded(lambda: read_model(model)), proof)
 
 
 @pytest.mark.parametrize("to", ["openclip", "hf"])
-def test_sizes_in_a_third_party_config_are_checked(tmp_path: Path, proof: Path, to: Literal["openclip", "hf"]) -> None:
+def test_sizes_in_third_party_configs_are_checked(tmp_path: Path, proof: Path, to: Literal["openclip", "hf"]) -> None:
     shape = with_fields(
         CLIPConfig(),
         image_size=32,
@@ -254,8 +228,8 @@ def test_sizes_in_a_third_party_config_are_checked(tmp_path: Path, proof: Path, 
         embed_dim=16,
     )
     tokenizer = BpeTokenizer()
-    bundle = Model(build_clip(with_fields(shape, eot_id=tokenizer.eot_id)), tokenizer, Preprocess(image_size=32))
-    bundle.save(tmp_path / "own")
+    own = Model(build_clip(with_fields(shape, eot_id=tokenizer.eot_id)), tokenizer, Preprocess(image_size=32))
+    own.save(tmp_path / "own")
     export(tmp_path / "own", to, tmp_path / "theirs")
     path = tmp_path / "theirs" / ("config.json" if to == "hf" else "open_clip_config.json")
     honest = path.read_text()
@@ -266,13 +240,13 @@ def test_sizes_in_a_third_party_config_are_checked(tmp_path: Path, proof: Path, 
         for key in [key for key, value in root[part].items() if type(value) is int and not key.endswith("token_id")]:
             for value in (HUGE, 0, -1, 77 * 64, None, "x", [HUGE]):
                 if key == "projection_dim":
-                    continue  # of the towers alone; the model has its own
+                    continue  # the model has its own
                 path.write_text(honest)
                 change_json(path, ((*prefix, part, key), value))
-                must_refuse(bounded(lambda: load(tmp_path / "theirs")), proof)
+                assert_refused(bounded(lambda: load(tmp_path / "theirs")), proof)
 
 
-def test_sizes_in_a_pretrained_towers_config_are_checked(proof: Path) -> None:
+def test_sizes_in_the_config_of_a_pretrained_tower_are_checked(proof: Path) -> None:
     weights = {f"image.model.{number}": torch.zeros(128, 64) for number in range(4)}
 
     def check(text: str) -> None:
@@ -280,7 +254,7 @@ def test_sizes_in_a_pretrained_towers_config_are_checked(proof: Path) -> None:
 
     check(json.dumps({"hidden_size": 128, "num_hidden_layers": 4, "image_size": 224, "eos_token_id": 50_000}))
     for text in ("[]", "{", "", "[" * 100_000):
-        must_refuse(bounded(lambda text=text: check(text)), proof)
+        assert_refused(bounded(lambda text=text: check(text)), proof)
     for config in (
         {"hidden_size": HUGE},
         {"num_hidden_layers": HUGE},
@@ -289,27 +263,24 @@ def test_sizes_in_a_pretrained_towers_config_are_checked(proof: Path) -> None:
         {"inner": {"intermediate_size": 5000}},
         {"num_labels": HUGE},
     ):
-        must_refuse(bounded(lambda config=config: check(json.dumps(config))), proof)
+        assert_refused(bounded(lambda config=config: check(json.dumps(config))), proof)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_weights_that_are_not_finite_are_refused(
-    trained: Path, tmp_path: Path, proof: Path, value: float, dtype: torch.dtype
-) -> None:
-    shutil.copytree(trained / "model", tmp_path / "model")
-    weights = {name: t.to(dtype) for name, t in read_checkpoint(tmp_path / "model" / "model.safetensors").items()}
-    write_tensors(tmp_path / "model" / "model.safetensors", weights)
-    load(tmp_path / "model")
+def test_weights_that_are_not_finite_are_refused(model: Path, proof: Path, value: float, dtype: torch.dtype) -> None:
+    weights = {name: t.to(dtype) for name, t in read_checkpoint(model / "model.safetensors").items()}
+    write_tensors(model / "model.safetensors", weights)
+    load(model)
     weights["text_tower.tokens.weight"][3, 5] = value
-    write_tensors(tmp_path / "model" / "model.safetensors", weights)
+    write_tensors(model / "model.safetensors", weights)
     for read in (load, read_model):
-        told = bounded(lambda read=read: read(tmp_path / "model"))
-        must_refuse(told, proof)
-        assert "'text_tower.tokens.weight' contains NaN or infinity" in told
+        result = bounded(lambda read=read: read(model))
+        assert_refused(result, proof)
+        assert "'text_tower.tokens.weight' contains NaN or infinity" in result
 
 
-def test_members_of_a_tar(tmp_path: Path, proof: Path) -> None:
+def test_unsafe_tar_members_are_skipped(tmp_path: Path, proof: Path) -> None:
     good = io.BytesIO()
     Image.new("RGB", (8, 8)).save(good, "JPEG")
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
@@ -325,9 +296,9 @@ def test_members_of_a_tar(tmp_path: Path, proof: Path) -> None:
             member = tarfile.TarInfo(name)
             member.type, member.linkname = kind, "/etc/passwd"
             tar.addfile(member)
-        add(tar, "p.jpg", pickled(proof))
+        add(tar, "p.jpg", pickle.dumps(Bomb(proof)))
         add(tar, "p.txt", b"not an image")
-        add(tar, "q.pkl", pickled(proof))
+        add(tar, "q.pkl", pickle.dumps(Bomb(proof)))
     before = files_under(tmp_path)
 
     def read() -> None:
@@ -354,7 +325,7 @@ def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def png(width: int, height: int, data: bytes = b"") -> bytes:
-    """A PNG header of any size, with little behind it."""
+    """A PNG header of any size with little data."""
 
     def part(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
@@ -364,7 +335,7 @@ def png(width: int, height: int, data: bytes = b"") -> bytes:
 
 
 def bombs() -> dict[str, bytes]:
-    """Small files that would become large."""
+    """Small files of large images."""
     text = struct.pack(">I", 2**31 - 1) + b"iTXt"
     gif = (
         b"GIF89a"
@@ -392,42 +363,32 @@ def bombs() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", list(bombs()))
-def test_a_image_that_explodes(name: str) -> None:
-    told = bounded(lambda: decode(bombs()[name], 32, "bomb"), room=600 * 2**20)
-    assert told.startswith("UserError: bomb: ") or told == "ok", told
+def test_decompression_bombs_are_refused(name: str) -> None:
+    result = bounded(lambda: decode(bombs()[name], 32, "bomb"), room=600 * 2**20)
+    assert result.startswith("UserError: bomb: ") or result == "ok", result
     assert MAX_PIXELS <= 64 * 2**20
 
 
-CHANGES = 200
-CHANGED: tuple[Callable[[Path], bytes], ...] = (pickled, torch_pickled, huge_header, huge_tensor, overlapping)
+@pytest.mark.long("Hostile files")
+@pytest.mark.parametrize("fake", FAKES[:5])
+def test_changed_hostile_weights(model: Path, proof: Path, fake: str, counts: dict[str, float]) -> None:
+    """With a few bytes changed, some are hostile in other ways."""
+    original = fakes(proof)[fake]
 
+    def read_all() -> None:
+        draw = random.Random(fake)
+        for _ in range(200):
+            data = bytearray(original)
+            for _ in range(draw.randrange(1, 4)):
+                data[draw.randrange(len(data))] = draw.randrange(256)
+            for name, read in (
+                ("model.safetensors", lambda: load(model)),
+                ("w.pt", lambda: read_checkpoint(model / "w.pt")),
+            ):
+                (model / name).write_bytes(data)
+                with contextlib.suppress(UserError):
+                    read()
 
-def changed_a_little(fake: Callable[[Path], bytes], model: Path, proof: Path) -> None:
-    """Hostile files with a few bytes changed: some are then hostile in ways that nobody thought of."""
-    draw = random.Random(fake.__name__)
-    original = fake(proof)
-    for _ in range(CHANGES):
-        data = bytearray(original)
-        for _ in range(draw.randrange(1, 4)):
-            data[draw.randrange(len(data))] = draw.randrange(256)
-        for path, read in ((model / "model.safetensors", load), (model / "w.pt", read_checkpoint)):
-            path.write_bytes(bytes(data))
-            try:
-                read(model if read is load else path)
-            except UserError:
-                continue
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("part", range(1, len(CHANGED) + 1))
-def test_two_thousand_more(tmp_path: Path, trained: Path, proof: Path, part: int) -> None:
-    with recorded("hostile files", part, len(CHANGED)) as counts:
-        shutil.copytree(trained / "model", tmp_path / "model")
-        told = bounded(lambda: changed_a_little(CHANGED[part - 1], tmp_path / "model", proof), seconds=300)
-        assert told == "ok", told
-        assert not proof.exists()
-        counts |= {
-            "changed files": CHANGES * 2,
-            "kinds of file in the fast form": len(FAKES) * 6 + len(bombs()),
-            "memory limit in MiB": ROOM // 2**20,
-        }
+    assert bounded(read_all, seconds=300) == "ok"
+    assert not proof.exists()
+    counts["hostile weight files within 400 MiB"] = 400

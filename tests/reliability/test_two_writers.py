@@ -1,4 +1,4 @@
-"""Promise 6: one writer a run. Who comes second is told who holds it; the dead hold nothing."""
+"""Promise 6: one writer per run. A second one gets an error with the first one's pid; a lock ends with its process."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import multiprocessing
 import os
 import platform
 import signal
-import subprocess
-import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_process import command, environment
-from reliability_results import recorded
-from small_run import small_arguments
+from small_run import Command, command, small_arguments
 
 from m1clip.errors import UserError
 from m1clip.io import LOCK, lock_content, read_owner
@@ -25,7 +21,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def contend(run: Path, start: Any, answers: Connection) -> None:
-    """Try to hold the run at the same moment as the others; keep it until told."""
+    """Try to lock the run at the same moment as the others; hold it until asked to release it."""
     start.wait()
     try:
         with lock_run(run):
@@ -36,20 +32,19 @@ def contend(run: Path, start: Any, answers: Connection) -> None:
 
 
 def one_round(run: Path, contenders: int) -> None:
-    """Exactly one wins, the others name it; then it is killed, and the run is free."""
+    """Exactly one gets the lock, the others name its pid; then it is killed, and the run is free."""
     start = FORK.Event()
     pipes = [FORK.Pipe() for _ in range(contenders)]
     processes = [FORK.Process(target=contend, args=(run, start, there)) for _, there in pipes]
     for process in processes:
         process.start()
     for _, there in pipes:
-        there.close()  # a child that dies is an end of file then, and no wait
+        there.close()  # so that recv fails if a child dies
     start.set()
-    told = [here.recv() for here, _ in pipes]
-    winners = [pid for word, pid in told if word == "held"]
+    answered = [here.recv() for here, _ in pipes]
+    winners = [pid for word, pid in answered if word == "held"]
     assert len(winners) == 1
-    assert all("is training in this folder" in text for word, text in told if word == "refused")
-    # The winner has said that it holds the run, so its name stands there by now.
+    assert all("is training in this folder" in text for word, text in answered if word == "refused")
     with pytest.raises(UserError, match=f"process {winners[0]} is training in this folder"), lock_run(run):
         pass
     os.kill(winners[0], signal.SIGKILL)
@@ -61,18 +56,17 @@ def one_round(run: Path, contenders: int) -> None:
         assert owner.pid == os.getpid()
 
 
-def test_of_many_one_wins(tmp_path: Path) -> None:
+def test_one_of_many_processes_gets_the_lock(tmp_path: Path) -> None:
     for _ in range(5):
         one_round(tmp_path, 6)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("part", [1, 2])
-def test_of_many_one_wins_two_hundred_times(tmp_path: Path, part: int) -> None:
-    with recorded("two writers", part, 2) as counts:
-        for _ in range(100):
-            one_round(tmp_path, 8)
-        counts |= {"rounds": 100, "processes a round": 8, "holders killed": 100}
+@pytest.mark.long("Two writers")
+@pytest.mark.parametrize("part", range(2))
+def test_one_of_eight_processes_gets_the_lock_every_time(tmp_path: Path, part: int, counts: dict[str, float]) -> None:
+    for _ in range(100):
+        one_round(tmp_path, 8)
+    counts["rounds of 8 processes, holder killed each time"] = 100
 
 
 @pytest.mark.parametrize(
@@ -89,7 +83,7 @@ def test_of_many_one_wins_two_hundred_times(tmp_path: Path, part: int) -> None:
     ],
     ids=["reboot", "dead", "elsewhere", "empty", "nonsense", "zeros", "absurd", "own number, reused"],
 )
-def test_a_lock_left_behind_is_recovered(tmp_path: Path, mark: str) -> None:
+def test_stale_lock_is_replaced(tmp_path: Path, mark: str) -> None:
     (tmp_path / LOCK).write_text(mark)
     owner = read_owner(tmp_path)
     if owner is not None and mark != lock_content():
@@ -98,26 +92,19 @@ def test_a_lock_left_behind_is_recovered(tmp_path: Path, mark: str) -> None:
         assert (tmp_path / LOCK).read_text() == lock_content()
 
 
-def test_a_pipe_in_the_place_of_the_lock_hangs_nobody(tmp_path: Path) -> None:
+def test_fifo_in_place_of_the_lock_does_not_hang(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / LOCK)
     assert read_owner(tmp_path) is None
 
 
 @pytest.mark.slow
-def test_a_second_training_process_is_refused(tmp_path: Path) -> None:
-    words = small_arguments({"train.steps": 100_000})
-    first = subprocess.Popen(
-        [sys.executable, "-m", "m1clip", "train", *words, "--run", "run"],
-        cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        while not (tmp_path / "run" / "run.jsonl").exists():
-            assert first.poll() is None
-        second = command("train", "--resume", "run", cwd=tmp_path)
-        assert second.returncode == 2
-        assert second.stderr == (
-            f"m1clip: run: process {first.pid} is training in this folder; wait for it, or stop it first\n"
-        )
-    finally:
-        first.kill()
-        first.wait()
+def test_second_training_process_is_refused(tmp_path: Path) -> None:
+    first = Command("train", *small_arguments({"train.steps": 100_000}), "--run", "run", cwd=tmp_path)
+    first.wait_until((tmp_path / "run" / "run.jsonl").exists)
+    second = command("train", "--resume", "run", cwd=tmp_path)
+    assert second.returncode == 2
+    assert second.stderr == (
+        f"m1clip: run: process {first.pid} is training in this folder; wait for it, or stop it first\n"
+    )
+    first.send_signal(signal.SIGKILL)
+    first.wait()

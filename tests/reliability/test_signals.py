@@ -1,0 +1,129 @@
+"""Promise 5: SIGINT and SIGTERM in any phase: the documented code, a checkpoint, no process and no lock left behind."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from image_sets import make_set
+from small_run import Command, small_arguments
+
+from m1clip.runlog import read_log
+from m1clip.training.checkpoint_list import checkpoint_folder, saved_steps, verify
+from m1clip.training.process import lock_run
+
+CHANGES = {"train.steps": 4000, "train.save_every": 5, "train.eval_every": 5}
+# By phase: a function that runs in it, the seconds added to it, and the longest wait before the signal.
+PHASES: dict[str, tuple[str, float, float]] = {
+    "training": ("m1clip.training.schedule.lr_fraction", 0.1, 1.5),
+    "evaluation": ("m1clip.evaluation.retrieval.retrieval", 0.3, 0.25),
+    "saving": ("safetensors.torch.save_file", 0.3, 0.25),
+    "caching": ("m1clip.data.images.to_square", 0.05, 0.5),
+}
+
+
+def slow_down(function: str, mark: Path, seconds: float) -> None:
+    """In the training process: make a function slow. MARK exists once it was called, MARK.inside while it runs."""
+    module, _, name = function.rpartition(".")
+    original: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    inside = mark.with_suffix(".inside")
+
+    def slow(*args: Any, **named: Any) -> Any:
+        inside.touch()
+        mark.touch()
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:  # short sleeps, as in real work: a signal is handled between two
+            time.sleep(0.01)
+        try:
+            return original(*args, **named)
+        finally:
+            inside.unlink(missing_ok=True)
+
+    for each in list(sys.modules.values()):
+        if vars(each).get(name) is original:
+            setattr(each, name, slow)
+
+
+def start(folder: Path, phase: str, seconds: float, changes: dict[str, Any]) -> Command:
+    """Train with a slow phase, and wait until it is in it."""
+    words = small_arguments({**CHANGES, **changes})
+    prepare = partial(slow_down, PHASES[phase][0], folder / "mark", seconds)
+    process = Command("train", *words, "--run", "run", cwd=folder, prepare=prepare)
+    process.wait_until((folder / "mark").exists)
+    return process
+
+
+def send(
+    folder: Path, phase: str, number: int, workers: int = 0, delay: float = 0.02, group: bool = False
+) -> tuple[float, bool]:
+    """Send a signal inside a phase and check what must hold; returns the seconds to the exit, and if it was inside."""
+    folder.mkdir(exist_ok=True)
+    changes: dict[str, Any] = {"data.workers": workers}
+    if phase == "caching":
+        make_set(folder / "set", train=80)
+        changes |= {"data.source": str(folder / "set"), "data.cache": "disk", "data.cache_dir": str(folder / "cache")}
+    process = start(folder, phase, PHASES[phase][1], changes)
+    time.sleep(delay)
+    children = psutil.Process(process.pid).children(recursive=True)
+    inside, begin = (folder / "mark.inside").exists(), time.monotonic()
+    process.send_signal(number, group)
+    assert process.wait(40) == 128 + number, process.read()
+    seconds = time.monotonic() - begin
+    output, error = process.read()
+    assert "Traceback" not in error + output
+    assert psutil.wait_procs(children, timeout=40)[1] == []
+    run = folder / "run"
+    if phase == "caching":  # nothing is trained yet: the folder is removed, so that the same command works again
+        assert not run.exists()
+        return seconds, inside
+    assert "continue with: m1clip train --resume run" in output
+    newest = max(saved_steps(run))
+    assert verify(checkpoint_folder(run, newest)) == ""
+    assert [line for line in read_log(run) if line["kind"] == "event"][-1]["step"] == newest
+    assert not list(run.rglob("*.partial"))
+    with lock_run(run):  # nobody holds it
+        return seconds, inside
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("phase", "number"), [("caching", signal.SIGTERM), ("evaluation", signal.SIGINT)])
+def test_signal_in_a_phase(tmp_path: Path, phase: str, number: signal.Signals) -> None:
+    send(tmp_path, phase, number)
+
+
+@pytest.mark.slow
+def test_second_signal_exits_at_once_and_keeps_the_checkpoints(tmp_path: Path) -> None:
+    process = start(tmp_path, "saving", 30.0, {"data.workers": 0})
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) in (-signal.SIGTERM, 128 + signal.SIGTERM)  # the save would take longer
+    assert all(verify(checkpoint_folder(tmp_path / "run", step)) == "" for step in saved_steps(tmp_path / "run"))
+    with lock_run(tmp_path / "run"):
+        pass
+
+
+@pytest.mark.long("Signals")
+@pytest.mark.parametrize(("number", "workers"), itertools.product((signal.SIGINT, signal.SIGTERM), (0, 2)))
+@pytest.mark.parametrize("phase", PHASES)
+def test_three_signals_in_a_phase(
+    tmp_path: Path, phase: str, number: signal.Signals, workers: int, counts: dict[str, float]
+) -> None:
+    """To the process or to its group."""
+    draw = random.Random(f"{phase} {number} {workers}")
+    ends = [
+        send(tmp_path / str(each), phase, number, workers, draw.uniform(0, PHASES[phase][2]), group=draw.random() < 0.5)
+        for each in range(3)
+    ]
+    assert any(inside for _, inside in ends) or phase == "training"  # the rest of a training step counts too
+    counts |= {"signals in 4 phases": len(ends), "slowest exit in seconds": max(seconds for seconds, _ in ends)}
