@@ -106,8 +106,6 @@ class ModelConfig(Section):
     "Dimension of the shared embedding space."
     stem: Literal["patch", "conv"] | None = None
     "First layer of the image tower: CLIP's patch projection, or convolutions, which work better on small datasets."
-    activation: Literal["gelu", "quick_gelu"] | None = None
-    "GELU, or the QuickGELU of OpenAI's weights. With --init, only for weights without a config."
     dropout: Annotated[float | None, Range(0, 1, below=True)] = None
     "Dropout on each residual branch."
     tokenizer: Literal["char", "bpe", "bpe-cut"] = "bpe-cut"
@@ -272,8 +270,6 @@ class TransferConfig(Section):
     "frozen: minilm (all-MiniLM-L6-v2); a transformers text model (folder or hub name); text: from scratch."
     download: bool = False
     "Download a named tower from the hub; nothing is downloaded without this."
-    head: Literal["linear", "mlp", "adapter"] = "adapter"
-    "frozen: a linear projection, an MLP, or a projection with a parallel residual MLP."
     views: Annotated[int, Range(1, MAX_VIEWS)] = 1
     "frozen: augmented views of each training image; all but the first are flipped and cropped."
     init: Annotated[str | None, Parameter(group=COMMON)] = None

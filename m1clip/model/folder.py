@@ -135,12 +135,11 @@ def _read_own(folder: Path) -> SavedModel:
 
 
 def _read_config(path: Path) -> tuple[CLIPConfig, Preprocess]:
+    record = read_json(path)
     try:
-        record = json.loads(read_small(path))
         version, model, preprocess = format_version(record), record["model"], record["preprocess"]
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        raise UserError(f"{path}: not a model config ({reason})") from None
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{path}: not a model config ({type(error).__name__}: {error})") from None
     if version > FORMAT:
         raise UserError(f"{path}: written by a newer m1clip (format {version}, this one reads {FORMAT}): upgrade")
     if not isinstance(model, dict) or not isinstance(preprocess, dict):
@@ -150,9 +149,8 @@ def _read_config(path: Path) -> tuple[CLIPConfig, Preprocess]:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     if config.image_size != seen.image_size:
-        raise UserError(
-            f"{path}: the model takes images of {config.image_size} pixels, the preprocessing makes {seen.image_size}"
-        )
+        sizes = f"the model takes images of {config.image_size} pixels, the preprocessing makes {seen.image_size}"
+        raise UserError(f"{path}: {sizes}")
     return config, seen
 
 

@@ -1,4 +1,4 @@
-"""Heads that map a tower's features to the shared space: projection, MLP, or projection with a residual adapter."""
+"""Heads that map a tower's features to the shared space: a projection, or one with a residual adapter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Projection(nn.Linear):
 
 
 class Head(nn.Module):
-    """(n, inputs) features of a pretrained tower -> (n, outputs).
+    """(n, inputs) features of a pretrained tower -> (n, outputs): a projection and, added to it, a small MLP.
 
     Features are standardized first, by statistics that are saved with the weights: a tower's channels differ by orders
     of magnitude.
@@ -40,12 +40,11 @@ class Head(nn.Module):
     def __init__(self, config: HeadConfig, inputs: int, outputs: int) -> None:
         super().__init__()
         self.dropout = config.dropout
-        kind, hidden = config.kind, config.hidden
         self.register_buffer("mean", torch.zeros(inputs))
         self.register_buffer("deviation", torch.ones(inputs))
-        self.project = nn.Linear(inputs if kind != "mlp" else hidden, outputs)
-        self.up = nn.Linear(inputs, hidden) if kind != "linear" else None
-        self.down = nn.Linear(hidden, outputs) if kind == "adapter" else None
+        self.project = nn.Linear(inputs, outputs)
+        self.up = nn.Linear(inputs, config.hidden)
+        self.down = nn.Linear(config.hidden, outputs)
 
     def forward(self, features: Tensor) -> Tensor:
         """The features have a third of the hidden layer's dropout."""
@@ -54,10 +53,7 @@ class Head(nn.Module):
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))  # once: autocast would do it for each product
-        if self.up is None:
-            return self.project(x)
-        hidden = self._dropped(F.gelu(self.up(x)), self.dropout)
-        return self.project(hidden) if self.down is None else self.project(x) + self.down(hidden)
+        return self.project(x) + self.down(self._dropped(F.gelu(self.up(x)), self.dropout))
 
     def _dropped(self, x: Tensor, p: float) -> Tensor:
         """Dropout in steps of 1/256: one random number serves eight elements, where torch draws one for each."""
@@ -85,11 +81,9 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Fan-in everywhere; the adapter's branch starts at zero, so that training starts from the projection."""
+        """Fan-in; the adapter's branch starts at zero, so that training starts from the projection."""
         for layer in (self.project, self.up):
-            if layer is not None:
-                nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
-                nn.init.zeros_(layer.bias)
-        if self.down is not None:
-            nn.init.zeros_(self.down.weight)
-            nn.init.zeros_(self.down.bias)
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+            nn.init.zeros_(layer.bias)
+        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.down.bias)

@@ -443,16 +443,6 @@ class Transformer(nn.Module):
     def _all_blocks(self) -> Iterator[Block]:
         return iter(cast("Iterable[Block]", self.blocks))
 
-    def set_attention(self, kind: AttentionKind) -> None:
-        """Use one implementation of attention in every block."""
-        for block in self._all_blocks():
-            block.attn.kind = kind
-
-    def use_triton(self, on: bool) -> None:
-        """Use the kernels of triton_ops.py where the input allows it: bf16 on CUDA."""
-        for block in self._all_blocks():
-            block.attn.use_triton = block.mlp.use_triton = on
-
     @torch.no_grad()
     def initialize(self, init: Init) -> None:
         """CLIP's scaled normal initialization, or the same with residual branches at zero ("zero")."""

@@ -15,58 +15,74 @@ from m1clip.io import check_limits, validated
 if TYPE_CHECKING:
     from m1clip.text.base import Tokenizer
 
-Pooling = Literal["cls", "mean"]
-Positions = Literal["learned", "sincos"]
 Activation = Literal["gelu", "quick_gelu"]
 Init = Literal["clip", "zero"]
-Stem = Literal["patch", "conv"]
-HeadKind = Literal["projection", "linear", "mlp", "adapter"]
 AttentionKind = Literal["bmm", "sdpa"]
+SIZES = ("image_size", "patch_size", "width", "layers", "heads", "context_length", "vocab_size", "embed_dim")
 MAX_GRID = 256
 
 
-@dataclass(frozen=True, kw_only=True)
-class VisionTowerConfig:
-    """Our image tower: a vision transformer."""
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(f"model: {message}")
 
-    kind: Literal["vit"] = "vit"
-    image_size: int = 224
-    patch_size: int = 16
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Checks its sizes when it is created."""
+
+    def __post_init__(self) -> None:
+        check_limits(self, "model: ")
+        for name in SIZES:
+            _check(getattr(self, name, 1) >= 1, f"{name} must be at least 1, not {getattr(self, name, 1)}")
+        _check(0 <= getattr(self, "dropout", 0) < 1, "dropout must be in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Transformer(_Part):
+    """What our two towers have in common."""
+
     width: int = 768
     layers: int = 12
     heads: int = 12
     mlp_ratio: float = 4.0
-    pooling: Pooling = "cls"
-    positions: Positions = "learned"
     activation: Activation = "gelu"
-    pre_norm: bool = True
-    stem: Stem = "patch"
-    patch_bias: bool = False
     dropout: float = 0.0
     init: Init = "clip"
     builtin = True  # built by code of m1clip, not by a library
 
     def __post_init__(self) -> None:
-        _check_transformer(self, "vision", ("image_size", "patch_size"))
-        if self.image_size % self.patch_size:
-            raise UserError(
-                f"model.image_size {self.image_size} is not a multiple of model.patch_size {self.patch_size}: "
-                f"try {self.image_size // self.patch_size * self.patch_size or self.patch_size}"
-            )
-        if self.grid > MAX_GRID:
-            raise UserError(
-                f"model.image_size {self.image_size} in patches of {self.patch_size} makes {self.grid} patches per "
-                f"side, more than {MAX_GRID}: choose a larger model.patch_size"
-            )
-        if self.positions == "sincos" and self.width % 4:
-            raise UserError(f"model.vision_width {self.width} must be a multiple of 4 for sincos positions")
-        if self.stem == "conv" and (self.patch_size < 2 or self.patch_size & (self.patch_size - 1)):
-            raise UserError(
-                f"model.stem conv halves the image repeatedly: model.patch_size must be 2, 4, 8, 16 or 32, "
-                f"not {self.patch_size}"
-            )
-        if self.stem == "conv" and self.width * 2 < self.patch_size:
-            raise UserError(f"model.vision_width {self.width} is too small for a conv stem")
+        super().__post_init__()
+        _check(self.width % self.heads == 0, f"a width of {self.width} cannot be split into {self.heads} heads")
+        _check(
+            1 <= self.width * self.mlp_ratio < float("inf"), f"mlp_ratio {self.mlp_ratio:g} must be above 0 (usual: 4)"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionTowerConfig(_Transformer):
+    """Our image tower: a vision transformer."""
+
+    kind: Literal["vit"] = "vit"
+    image_size: int = 224
+    patch_size: int = 16
+    pooling: Literal["cls", "mean"] = "cls"
+    positions: Literal["learned", "sincos"] = "learned"
+    pre_norm: bool = True
+    stem: Literal["patch", "conv"] = "patch"
+    patch_bias: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        size, patch = self.image_size, self.patch_size
+        nearest = size // patch * patch or patch
+        _check(size % patch == 0, f"image_size {size} is not a multiple of patch_size {patch}: try {nearest}")
+        _check(self.grid <= MAX_GRID, f"{self.grid} patches per side are more than {MAX_GRID}: use a larger patch_size")
+        _check(self.positions == "learned" or self.width % 4 == 0, "sincos positions need a width that 4 divides")
+        if self.stem == "conv":
+            power = patch > 1 and patch & (patch - 1) == 0
+            _check(power, f"a conv stem halves the image: patch_size must be 2, 4, 8, 16 or 32, not {patch}")
+            _check(self.width * 2 >= patch, f"a width of {self.width} is too small for a conv stem")
 
     @property
     def grid(self) -> int:
@@ -91,7 +107,7 @@ class VisionTowerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextTowerConfig:
+class TextTowerConfig(_Transformer):
     """Our text tower: a causal transformer that is read at the EOT token."""
 
     kind: Literal["transformer"] = "transformer"
@@ -99,20 +115,13 @@ class TextTowerConfig:
     vocab_size: int = 49408
     eot_id: int = 49407
     width: int = 512
-    layers: int = 12
     heads: int = 8
-    mlp_ratio: float = 4.0
-    activation: Activation = "gelu"
-    dropout: float = 0.0
-    init: Init = "clip"
-    builtin = True
 
     def __post_init__(self) -> None:
-        _check_transformer(self, "text", ("vocab_size",))
-        if self.context_length < 3:
-            raise UserError("model.context_length must be at least 3: start token, one token, EOT token")
-        if not 0 <= self.eot_id < self.vocab_size:
-            raise UserError(f"model.eot_id {self.eot_id} is outside the vocabulary of {self.vocab_size}")
+        super().__post_init__()
+        _check(self.context_length >= 3, "context_length must be at least 3: start token, one token, EOT token")
+        inside = 0 <= self.eot_id < self.vocab_size
+        _check(inside, f"eot_id {self.eot_id} is outside the vocabulary of {self.vocab_size}")
 
     @property
     def tokens(self) -> int:
@@ -120,22 +129,8 @@ class TextTowerConfig:
         return self.context_length
 
 
-def _check_transformer(config: VisionTowerConfig | TextTowerConfig, tower: str, more: tuple[str, ...]) -> None:
-    check_limits(config, "model.")
-    for name in (*more, "width", "layers", "heads"):
-        value, shown = getattr(config, name), name if name in more else f"{tower}_{name}"
-        if value < 1:
-            raise UserError(f"model.{shown} must be at least 1, not {value}")
-    if config.width % config.heads:
-        raise UserError(f"model.{tower}_width {config.width} cannot be split into {config.heads} heads")
-    if not 1 <= config.width * config.mlp_ratio < float("inf"):
-        raise UserError(f"model.mlp_ratio must be above 0 (4 is usual), not {config.mlp_ratio:g}")
-    if not 0 <= config.dropout < 1:
-        raise UserError(f"model.dropout must be in [0, 1), not {config.dropout}")
-
-
 @dataclass(frozen=True, kw_only=True)
-class PretrainedImageConfig:
+class PretrainedImageConfig(_Part):
     """An image tower of a third party."""
 
     kind: Literal["efficientnet-lite0", "transformers"] = "efficientnet-lite0"
@@ -145,18 +140,18 @@ class PretrainedImageConfig:
     patches = 0  # patch dropout is for our own tower
 
     def __post_init__(self) -> None:
-        _check_pretrained(self, ("image_size",))
-        if self.kind == "efficientnet-lite0" and self.image_size % 32:
-            raise UserError(f"{self.kind} takes images whose side is a multiple of 32, not {self.image_size}")
+        super().__post_init__()
+        fits = not self.builtin or self.image_size % 32 == 0
+        _check(fits, f"{self.kind} takes images whose side is a multiple of 32, not {self.image_size}")
 
     @property
     def builtin(self) -> bool:
         """Built by code of m1clip, not by a library."""
-        return self.kind == "efficientnet-lite0"
+        return self.kind != "transformers"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainedTextConfig:
+class PretrainedTextConfig(_Part):
     """A text tower of a third party."""
 
     kind: Literal["minilm", "transformers"] = "minilm"
@@ -166,42 +161,29 @@ class PretrainedTextConfig:
     vocab_size: int = 30522
     pad_id: int = 0
 
-    def __post_init__(self) -> None:
-        _check_pretrained(self, ("context_length", "vocab_size"))
-
     @property
     def builtin(self) -> bool:
         """Built by code of m1clip, not by a library."""
-        return self.kind == "minilm"
-
-
-def _check_pretrained(config: PretrainedImageConfig | PretrainedTextConfig, sizes: tuple[str, ...]) -> None:
-    check_limits(config, f"{config.name}: ")
-    for name in sizes:
-        if getattr(config, name) < 1:
-            raise UserError(f"{config.name}: {name} must be at least 1, not {getattr(config, name)}")
+        return self.kind != "transformers"
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadConfig:
-    """What maps a tower's features to the shared space; all but "projection" standardize the features first."""
+class HeadConfig(_Part):
+    """What maps a tower's features to the shared space: one matrix, or an adapter that standardizes them first."""
 
-    kind: HeadKind = "projection"
-    bias: bool = False  # of a projection; the others have one
-    hidden: int = 0  # of "mlp" and "adapter"
+    kind: Literal["projection", "adapter"] = "projection"
+    bias: bool = False  # of a projection; an adapter has one
+    hidden: int = 0  # of an adapter
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        check_limits(self, "head: ")
-        least = int(self.kind in ("mlp", "adapter"))
-        if self.hidden < least:
-            raise UserError(f"head: hidden must be at least {least}, not {self.hidden}")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"head: dropout must be in [0, 1), not {self.dropout}")
+        super().__post_init__()
+        least = int(self.kind == "adapter")
+        _check(self.hidden >= least, f"hidden must be at least {least}, not {self.hidden}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CLIPConfig:
+class CLIPConfig(_Part):
     """Everything that determines the parameters of a CLIP."""
 
     image_tower: VisionTowerConfig | PretrainedImageConfig = field(default_factory=VisionTowerConfig)
@@ -210,11 +192,6 @@ class CLIPConfig:
     text_head: HeadConfig = field(default_factory=HeadConfig)
     embed_dim: int = 512
     logit_bias: bool = False
-
-    def __post_init__(self) -> None:
-        check_limits(self, "model.")
-        if self.embed_dim < 1:
-            raise UserError(f"model.embed_dim must be at least 1, not {self.embed_dim}")
 
     @property
     def own_towers(self) -> tuple[VisionTowerConfig, TextTowerConfig]:
@@ -244,12 +221,10 @@ class CLIPConfig:
         if image_size in (None, self.image_size):
             return self
         if type(image_size) is not int:
-            raise UserError(f"image_size must be an integer, not {image_size!r}")
+            raise UserError(f"image_size must be an integer, not {str(image_size)[:40]!r}")
         return replace(self, image_tower=replace(self.image_tower, image_size=image_size))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
+    to_dict = asdict  # plain values, for JSON
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> CLIPConfig:

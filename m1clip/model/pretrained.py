@@ -354,22 +354,6 @@ HALF = (0.5, 0.5, 0.5)  # EfficientNet-Lite was trained on pixels between -1 and
 NOT_SETTINGS = ("architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype")
 
 
-class ImageTowerFiles(NamedTuple):
-    """A pretrained image tower, ready to be built."""
-
-    config: PretrainedImageConfig
-    weights: Tensors
-    preprocess: Preprocess
-
-
-class TextTowerFiles(NamedTuple):
-    """A pretrained text tower, ready to be built."""
-
-    config: PretrainedTextConfig
-    weights: Tensors
-    tokenizer: Tokenizer
-
-
 def installed(tower: str) -> bool:
     """Whether the package or library that a tower needs is installed; it is not imported."""
     package = PACKAGES[tower][0] if tower in PACKAGES else "transformers"
@@ -381,23 +365,27 @@ def remedy(tower: str) -> str:
     return "pip install 'm1clip[towers]'" if tower in PACKAGES else HF_REMEDY
 
 
-def load_image_tower(name: str, image_size: int = 224, download: bool = False) -> ImageTowerFiles:
-    """An image tower by name: efficientnet-lite0, or a model of transformers.
+def load_image_tower(
+    name: str, image_size: int = 224, download: bool = False
+) -> tuple[PretrainedImageConfig, Tensors, Preprocess]:
+    """The config, weights and preprocessing of an image tower: efficientnet-lite0, or a model of transformers.
 
     From the hub, uses only what is already on this machine, unless `download`.
     """
     if name in PACKAGES:
         config = PretrainedImageConfig(name=name, image_size=image_size)
-        return ImageTowerFiles(config, package_weights(name), _preprocess({}, image_size))
+        return config, package_weights(name), _preprocess({}, image_size)
     settings, weights, _ = _load_transformers(name, "vision", download)
     file = _tower_file(name, "preprocessor_config.json", download)
     preprocess = _preprocess(read_json(file) if file else {}, image_size)
     config = PretrainedImageConfig(kind="transformers", name=name, settings=settings, image_size=preprocess.image_size)
-    return ImageTowerFiles(config, weights, preprocess)
+    return config, weights, preprocess
 
 
-def load_text_tower(name: str, context_length: int = 64, download: bool = False) -> TextTowerFiles:
-    """A text tower by name: minilm, or a model of transformers."""
+def load_text_tower(
+    name: str, context_length: int = 64, download: bool = False
+) -> tuple[PretrainedTextConfig, Tensors, Tokenizer]:
+    """The config, weights and tokenizer of a text tower: minilm, or a model of transformers."""
     if name in PACKAGES:
         tokenizer = wordpiece_tokenizer(wordpieces())
         settings, weights = "", package_weights(name)
@@ -418,7 +406,7 @@ def load_text_tower(name: str, context_length: int = 64, download: bool = False)
         vocab_size=tokenizer.vocab_size,
         pad_id=tokenizer.pad_id,
     )
-    return TextTowerFiles(config, weights, tokenizer)
+    return config, weights, tokenizer
 
 
 def package_folder(tower: str) -> Path:

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from m1clip.model.layers import Transformer
-from m1clip.model.presets import AttentionKind, TextTowerConfig, VisionTowerConfig
+from m1clip.model.presets import TextTowerConfig, VisionTowerConfig
 
 
 class Tower(nn.Module):
-    """A module from a batch to (n, width) features; features that a tower does not support have no effect."""
+    """A module from a batch to (n, width) features."""
 
     width: int
     capturable = False  # whether a CUDA graph of a step with this tower is right
@@ -23,15 +23,6 @@ class Tower(nn.Module):
 
     def reset_buffers(self) -> None:
         """Fill buffers that are not saved, after the tower left the meta device."""
-
-    def set_attention(self, kind: AttentionKind) -> None:
-        """Choose the implementation of attention."""
-
-    def set_activation_checkpointing(self, on: bool) -> None:
-        """Recompute activations in the backward pass instead of keeping them."""
-
-    def use_triton(self, on: bool) -> None:
-        """Use our Triton kernels for bf16 on CUDA."""
 
 
 class ConvStem(nn.Module):
@@ -93,27 +84,10 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-class TransformerTower(Tower):
-    """What our two towers share."""
-
-    transformer: Transformer
-    capturable = True
-
-    def set_attention(self, kind: AttentionKind) -> None:
-        """Use one implementation of attention in every block."""
-        self.transformer.set_attention(kind)
-
-    def set_activation_checkpointing(self, on: bool) -> None:
-        """Half the memory for a third more compute."""
-        self.transformer.activation_checkpointing = on
-
-    def use_triton(self, on: bool) -> None:
-        """Needs triton, as torch.compile does."""
-        self.transformer.use_triton(on)
-
-
-class VisionTower(TransformerTower):
+class VisionTower(Tower):
     """ViT: patches, positions, transformer, class token or mean."""
+
+    capturable = True
 
     def __init__(self, config: VisionTowerConfig) -> None:
         super().__init__()
@@ -181,8 +155,10 @@ class VisionTower(TransformerTower):
         self.transformer.initialize(self.config.init)
 
 
-class TextTower(TransformerTower):
+class TextTower(Tower):
     """Causal transformer over token ids; the feature is read at the EOT token."""
+
+    capturable = True
 
     def __init__(self, config: TextTowerConfig) -> None:
         super().__init__()

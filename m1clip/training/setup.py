@@ -313,7 +313,7 @@ def _from_towers(config: Config, captions: list[str], saved: Path | None) -> tup
     else:
         text_tower, found, tokenizer = load_text_tower(transfer.text_tower, context, transfer.download)
         weights |= {f"text_tower.{name}": value for name, value in found.items()}
-    head = HeadConfig(kind=transfer.head, hidden=HEAD_WIDTH, dropout=HEAD_DROPOUT)
+    head = HeadConfig(kind="adapter", hidden=HEAD_WIDTH, dropout=HEAD_DROPOUT)
     shape = CLIPConfig(
         image_tower=image_tower,
         text_tower=text_tower,

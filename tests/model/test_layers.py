@@ -98,7 +98,8 @@ def transformer(causal: bool = False, activation: Activation = "gelu", depth: in
     made = Transformer(TextTowerConfig(width=16, layers=depth, heads=2, mlp_ratio=2.0, activation=activation), causal)
     for p in made.parameters():
         nn.init.normal_(p, std=0.3)
-    made.set_attention("bmm")
+    for block in made.blocks:
+        block.attn.kind = "bmm"
     return made
 
 

@@ -13,7 +13,7 @@ from m1clip.model.presets import CLIPConfig, HeadConfig
 from m1clip.training.autotune import choose_batch
 from m1clip.training.transfer import Start
 
-HEADS = Start(CLIPConfig(image_head=HeadConfig(kind="linear")), new_heads=True)
+HEADS = Start(CLIPConfig(image_head=HeadConfig(kind="adapter", hidden=8)), new_heads=True)
 
 
 @pytest.mark.parametrize(

@@ -89,13 +89,13 @@ def test_a_part_of_a_clip(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = transformers.CLIPModel(config).eval()
     model.save_pretrained(tmp_path / "clip")
-    vision = load_image_tower(str(tmp_path / "clip"))
+    image_config, image_weights, _ = load_image_tower(str(tmp_path / "clip"))
     (tmp_path / "clip" / "tokenizer.json").write_text(tokenizer_json())
-    text = load_text_tower(str(tmp_path / "clip"))
+    text_config, text_weights, _ = load_text_tower(str(tmp_path / "clip"))
     pixels, ids = torch.randn(2, 3, 32, 32), torch.tensor([[58, 5, 59, 0], [58, 9, 8, 59]])
-    image_tower, text_tower = build_image_tower(vision.config).eval(), build_text_tower(text.config).eval()
-    image_tower.load_state_dict(vision.weights)
-    text_tower.load_state_dict(text.weights)
+    image_tower, text_tower = build_image_tower(image_config).eval(), build_text_tower(text_config).eval()
+    image_tower.load_state_dict(image_weights)
+    text_tower.load_state_dict(text_weights)
     with torch.inference_mode():
         last = model.vision_model(pixel_values=pixels).last_hidden_state
         torch.testing.assert_close(image_tower(pixels)[:, :16], last[:, 0])
@@ -106,7 +106,7 @@ def test_a_part_of_a_clip(tmp_path: Path) -> None:
 def test_a_convolutional_tower(tmp_path: Path) -> None:
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
     transformers.ResNetModel(config).save_pretrained(tmp_path / "resnet")
-    assert build_image_tower(load_image_tower(str(tmp_path / "resnet")).config).width == 16
+    assert build_image_tower(load_image_tower(str(tmp_path / "resnet"))[0]).width == 16
 
 
 def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,9 @@ from m1clip.training.transfer import Start, Trainable, augmentation_for
 
 BOTH, TEXT, IMAGE = Trainable(), Trainable(image=False), Trainable(text=False)
 THEIRS = CLIPConfig(
-    image_tower=PretrainedImageConfig(), text_tower=PretrainedTextConfig(), image_head=HeadConfig(kind="linear")
+    image_tower=PretrainedImageConfig(),
+    text_tower=PretrainedTextConfig(),
+    image_head=HeadConfig(kind="adapter", hidden=8),
 )
 VIT = dataclasses.replace(THEIRS, image_tower=VisionTowerConfig())
 CONV = dataclasses.replace(THEIRS, image_tower=VisionTowerConfig(stem="conv"))
