@@ -146,11 +146,11 @@ def test_a_mistake_is_one_line_that_says_where(values: dict[str, Any], words: li
 
 
 SHAPE_MISTAKES = [
-    ({"image_size": 100}, "model.image_size 100 is not a multiple of model.patch_size 16: try 96"),
+    ({"image_size": 100}, "image_size 100 is not a multiple of patch_size 16: try 96"),
     ({"image_size": 8}, "try 16"),
-    ({"vision_width": 200}, "model.vision_width 200 cannot be split into 3 heads"),
+    ({"vision_width": 200}, "a width of 200 cannot be split into 3 heads"),
     ({"text_width": 0}, "--text-width must be a finite number at least 1"),
-    ({"context_length": 2}, "model.context_length must be at least 3"),
+    ({"context_length": 2}, "context_length must be at least 3"),
     ({"dropout": 1.0}, "--dropout must be a finite number at least 0 and below 1"),
     ({"vision_width": 6}, "multiple of 4"),
     ({"name": "VIT-B-32"}, "did you mean 'ViT-B-32'?"),

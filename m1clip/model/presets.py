@@ -78,7 +78,9 @@ class VisionTowerConfig(_Transformer):
         nearest = size // patch * patch or patch
         _check(size % patch == 0, f"image_size {size} is not a multiple of patch_size {patch}: try {nearest}")
         _check(self.grid <= MAX_GRID, f"{self.grid} patches per side are more than {MAX_GRID}: use a larger patch_size")
-        _check(self.positions == "learned" or self.width % 4 == 0, "sincos positions need a width that 4 divides")
+        _check(
+            self.positions == "learned" or self.width % 4 == 0, "sincos positions need a width that is a multiple of 4"
+        )
         if self.stem == "conv":
             power = patch > 1 and patch & (patch - 1) == 0
             _check(power, f"a conv stem halves the image: patch_size must be 2, 4, 8, 16 or 32, not {patch}")

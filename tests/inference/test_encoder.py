@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from m1clip.inference.encoder import Model, encode_split, load
 from m1clip.text.tokenizers import make_tokenizer
 
 CAPTIONS = [("a red ball", "the ball is red"), ("two green trees and a small house",), ("night",)]
+TEXTS = [caption for group in CAPTIONS for caption in group]
+TOKENS = "text_tower.tokens.weight"
 
 
 @pytest.fixture(scope="module")
@@ -55,76 +58,42 @@ def images(tmp_path: Path) -> list[Path]:
     return made
 
 
-def test_a_folder_gives_back_the_model(model: Model, folder: Path, images: list[Path]) -> None:
-    again = m1clip.load(folder)
-    texts = [caption for group in CAPTIONS for caption in group]
-    assert torch.equal(again.encode_text(texts), model.encode_text(texts))
-    assert torch.equal(again.encode_image(images), model.encode_image(images))
-    assert again.preprocess == model.preprocess
+def test_a_saved_model_loads_with_the_same_vectors(model: Model, folder: Path, images: list[Path]) -> None:
+    loaded = m1clip.load(folder)
+    assert torch.equal(loaded.encode_text(TEXTS), model.encode_text(TEXTS))
+    assert torch.equal(loaded.encode_image(images), model.encode_image(images))
+    assert loaded.preprocess == model.preprocess
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
-def test_paths_images_and_arrays_are_the_same_thing(model: Model, images: list[Path]) -> None:
-    png = images[:2]
-    by_path = model.encode_image(png)
-    assert by_path.shape == (2, 16)
-    torch.testing.assert_close(by_path.norm(dim=1), torch.ones(2))
-    assert torch.equal(model.encode_image([str(path) for path in png]), by_path)
-    assert torch.equal(model.encode_image([Image.open(path) for path in png]), by_path)
-    assert torch.equal(model.encode_image([np.asarray(Image.open(path)) for path in png]), by_path)
-    assert not torch.allclose(by_path[0], by_path[1], atol=1e-3)
+def test_vectors_have_unit_length_and_do_not_depend_on_the_batch(model: Model, images: list[Path]) -> None:
+    for encode, values in ((model.encode_image, images), (model.encode_text, [*TEXTS, ""])):
+        vectors = encode(values)
+        torch.testing.assert_close(vectors.norm(dim=1), torch.ones(len(values)))
+        assert not torch.allclose(vectors[0], vectors[1], atol=1e-3)
+        torch.testing.assert_close(encode(values, batch_size=1), vectors, atol=1e-6, rtol=0)
+        assert encode([]).shape == (0, 16)
 
 
-def test_texts_are_unit_vectors_and_batches_do_not_matter(model: Model, images: list[Path]) -> None:
-    texts = ["a red ball", "night", "two green trees", ""]
-    features = model.encode_text(texts)
-    torch.testing.assert_close(features.norm(dim=1), torch.ones(4))
-    torch.testing.assert_close(model.encode_text(texts, batch_size=1), features, atol=1e-6, rtol=0)
-    torch.testing.assert_close(model.encode_image(images, batch_size=2), model.encode_image(images), atol=1e-6, rtol=0)
-    assert model.encode_image([]).shape == model.encode_text([]).shape == (0, 16)
-
-
-def test_encode_images_sees_what_trainings_evaluation_sees(model: Model, images: list[Path]) -> None:
+def test_encoding_a_split_gives_the_same_vectors(model: Model, images: list[Path]) -> None:
     """Also for JPEG, which is decoded at a smaller size when it is large."""
-    refs = [FileImage(str(path)) for path in images]
-    table = tokenize_captions(CAPTIONS, model.tokenizer, 24)
-    image, text, owner, *_ = encode_split(
-        model.clip, Split(LiveImages(refs, 32), table, []), model.preprocess, 2, contextlib.nullcontext
-    )
-    torch.testing.assert_close(model.encode_image(images), image, atol=1e-6, rtol=0)
-    flat = [caption for group in CAPTIONS for caption in group]
-    torch.testing.assert_close(model.encode_text(flat), text, atol=1e-6, rtol=1e-5)
-    assert owner.tolist() == [0, 0, 1, 2]
-
-
-def test_encoding_leaves_the_model_as_it_was(model: Model, images: list[Path]) -> None:
-    table = tokenize_captions(CAPTIONS, model.tokenizer, 24)
     refs = LiveImages([FileImage(str(path)) for path in images], 32)
+    split = Split(refs, tokenize_captions(CAPTIONS, model.tokenizer, 24), [])
     model.clip.train()
-    encode_split(model.clip, Split(refs, table, []), model.preprocess, 2, contextlib.nullcontext)
+    image, text, image_index, *_ = encode_split(model.clip, split, model.preprocess, 2, contextlib.nullcontext)
     assert model.clip.training
+    torch.testing.assert_close(model.encode_image(images), image, atol=1e-6, rtol=0)
+    torch.testing.assert_close(model.encode_text(TEXTS), text, atol=1e-6, rtol=1e-5)
+    assert image_index.tolist() == [0, 0, 1, 2]
 
 
 def test_a_run_loads_its_best_model(model: Model, folder: Path) -> None:
     run = folder.parent / "run"
     shutil.copytree(folder, run / "model")
-    assert load(run).encode_text(["night"]).equal(model.encode_text(["night"]))
+    assert load(run).encode_text("night").equal(model.encode_text("night"))
     shutil.copytree(folder, run / "best")
-    weights = load_file(run / "best" / "model.safetensors")
-    save_file(
-        {**weights, "text_tower.tokens.weight": -weights["text_tower.tokens.weight"]},
-        run / "best" / "model.safetensors",
-    )
-    assert not load(run).encode_text(["night"]).equal(model.encode_text(["night"]))
-
-
-@pytest.mark.parametrize(
-    "array",
-    [np.zeros((4, 4, 3)), np.zeros((4, 4), np.uint8), np.zeros((4, 4, 4), np.uint8), np.zeros((3, 4, 4), np.uint8)],
-)
-def test_another_kind_of_array_is_refused(model: Model, array: np.ndarray) -> None:
-    with pytest.raises(UserError, match=r"an array must be \(height, width, 3\) uint8, not \("):
-        model.encode_image([array])
+    weights(TOKENS, -load_file(folder / "model.safetensors")[TOKENS])(run / "best")
+    assert not load(run).encode_text("night").equal(model.encode_text("night"))
 
 
 def test_one_or_many_images_of_every_kind(model: Model, images: list[Path]) -> None:
@@ -137,47 +106,31 @@ def test_one_or_many_images_of_every_kind(model: Model, images: list[Path]) -> N
     for value in one:
         assert torch.equal(model.encode_image(value), wanted), type(value)
         assert torch.equal(model.encode_image([value]), wanted), type(value)
-    twice = torch.cat([wanted, wanted])
     both = torch.stack([tensor, tensor])
-    stacks = [
+    paths = np.array([str(path), str(path)])
+    for value in (
         np.stack([array, array]),
         both,
         both.permute(0, 3, 1, 2),
         (str(path), image),
         iter([path, array]),
-        np.array([str(path), str(path)]),
-    ]
-    for value in stacks:
-        torch.testing.assert_close(model.encode_image(value), twice, atol=1e-6, rtol=0)
+        paths,
+    ):
+        torch.testing.assert_close(model.encode_image(value), torch.cat([wanted, wanted]), atol=1e-6, rtol=0)
     assert torch.equal(model.encode_image(one), model.encode_image([path] * len(one)))
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        3,
-        b"a.jpg",
-        {"a": 1},
-        [None],
-        [["a.jpg"]],
-        [b"x"],
-        [3],
-        np.array(3),
-        torch.tensor(3),
-        object(),
-        np.zeros((2, 4, 4, 3)),
-        torch.zeros(3, 4, 4),
-        torch.zeros(3, 4, 4, dtype=torch.bfloat16),
-        np.zeros((0, 4, 3), np.uint8),
-        [Image.new("RGB", (0, 4))],
-        torch.zeros(5, dtype=torch.uint8),
-        "nowhere.jpg",
-        Path("/"),
-        ["a", None],
-    ],
-)
-def test_a_wrong_image_input_is_one_clear_line(model: Model, value: Any) -> None:
+NOT_IMAGES = [
+    *(None, 3, b"a.jpg", {"a": 1}, [None], [["a.jpg"]], [b"x"], [3], ["a", None], object(), "nowhere.jpg", Path("/")),
+    *(np.array(3), torch.tensor(3), torch.zeros(3, 4, 4), torch.zeros(3, 4, 4, dtype=torch.bfloat16)),
+    *(np.zeros((2, 4, 4, 3)), np.zeros((0, 4, 3), np.uint8), torch.zeros(5, dtype=torch.uint8)),
+    *(np.zeros((4, 4, 3)), np.zeros((4, 4), np.uint8), np.zeros((4, 4, 4), np.uint8), np.zeros((3, 4, 4), np.uint8)),
+    [Image.new("RGB", (0, 4))],
+]
+
+
+@pytest.mark.parametrize("value", NOT_IMAGES)
+def test_a_wrong_image_input_is_a_one_line_error(model: Model, value: Any) -> None:
     with pytest.raises((UserError, BadImage)) as caught:
         model.encode_image(value)
     assert "\n" not in str(caught.value)
@@ -193,58 +146,63 @@ def test_one_or_many_texts(model: Model) -> None:
             model.encode_text(wrong)
 
 
-def edit_config(folder: Path, **changes: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+Damage = Callable[[Path], object]
 
 
-def test_broken_folders_are_one_clear_line(folder: Path, tmp_path: Path) -> None:
-    def refused(words: str) -> None:
-        with pytest.raises(UserError, match=words) as caught:
-            load(folder)
-        assert "\n" not in str(caught.value)
+def config(keys: str, value: object) -> Damage:
+    def change(folder: Path) -> None:
+        record = target = json.loads((folder / "config.json").read_text())
+        *parts, last = keys.split(".")
+        for part in parts:
+            target = target[part]
+        target[last] = value
+        (folder / "config.json").write_text(json.dumps(record))
 
-    with pytest.raises(UserError, match="no trained model found"):
-        load(tmp_path / "nowhere")
-    whole = (folder / "config.json").read_text()
-    edit_config(folder, format=99)
-    refused(r"newer m1clip \(format 99")
-    for version in (-1, 0, 1.5, "1", True):
-        edit_config(folder, format=version)
-        refused("format must be an integer of at least 1")
-    for text in ("", "[]", "{", '{"format": 1}', '{"format": 1, "model": 3, "preprocess": {}}'):
-        (folder / "config.json").write_text(text)
-        refused("not a model config")
-    saved = json.loads(whole)["model"]
-    (folder / "config.json").write_text(whole)
-    edit_config(folder, model={**saved, "extra": 1})
-    refused("extra")
-    for change in ({"width": "x"}, {"pooling": "max"}, {"mlp_ratio": None}, {"patch_bias": 1}):
-        edit_config(folder, model={**saved, "image_tower": {**saved["image_tower"], **change}})
-        refused(f"config.json: model: image_tower: {next(iter(change))} must be")
-    (folder / "config.json").write_text(whole)
-    edit_config(folder, preprocess={**json.loads(whole)["preprocess"], "mean": [0.5]})
-    refused("config.json: preprocessing: mean must be 3 numbers")
-    edit_config(folder, preprocess={**json.loads(whole)["preprocess"], "image_size": 64})
-    refused("takes images of 32 pixels, the preprocessing makes 64")
-    (folder / "config.json").write_text(whole)
-    edit_config(folder, model={**saved, "text_tower": {**saved["text_tower"], "eot_id": 3}})
-    refused("in the tokenizer, 3 in the model")
-    (folder / "config.json").write_text(whole)
-    weights = load_file(folder / "model.safetensors")
-    save_file({k: v for k, v in weights.items() if k != "logit_scale"}, folder / "model.safetensors")
-    refused("missing tensor 'logit_scale'")
-    save_file({**weights, "odd": torch.zeros(1)}, folder / "model.safetensors")
-    refused("unknown tensor 'odd'")
-    save_file({**weights, "text_tower.norm.weight": torch.zeros(3)}, folder / "model.safetensors")
-    refused(r"'text_tower.norm.weight' is \(3,\), the model expects \(32,\)")
-    table = weights["text_tower.tokens.weight"]
-    save_file({**weights, "text_tower.tokens.weight": table.int()}, folder / "model.safetensors")
-    refused("'text_tower.tokens.weight' is torch.int32, the model expects floating-point numbers")
-    save_file({**weights, "text_tower.tokens.weight": table.double() * 1e300}, folder / "model.safetensors")
-    refused("'text_tower.tokens.weight' contains NaN or infinity")
-    (folder / "model.safetensors").write_bytes(b"\x00" * 200)
-    refused("not a readable safetensors file")
+    return change
+
+
+def weights(name: str, tensor: torch.Tensor | None) -> Damage:
+    def change(folder: Path) -> None:
+        found = {**load_file(folder / "model.safetensors"), name: tensor}
+        save_file({key: value for key, value in found.items() if value is not None}, folder / "model.safetensors")
+
+    return change
+
+
+def text(content: str, file: str = "config.json") -> Damage:
+    return lambda folder: (folder / file).write_text(content)
+
+
+NORM = "text_tower.norm.weight"
+DAMAGE: list[tuple[Damage, str]] = [
+    *((config("format", value), "format must be an integer of at least 1") for value in (-1, 0, 1.5, "1", True)),
+    (config("format", 99), r"newer m1clip \(format 99"),
+    (config("model.extra", 1), "extra"),
+    (config("model.image_tower.width", "x"), "model: image_tower: width must be"),
+    (config("model.image_tower.pooling", "max"), "image_tower: pooling must be"),
+    (config("model.image_tower.mlp_ratio", None), "image_tower: mlp_ratio must be"),
+    (config("model.image_tower.patch_bias", 1), "image_tower: patch_bias must be"),
+    (config("preprocess.mean", [0.5]), "preprocessing: mean must be 3 numbers"),
+    (config("preprocess.image_size", 64), "of 32 pixels, the preprocessing makes 64"),
+    (config("model.text_tower.eot_id", 3), "in the tokenizer, 3 in the model"),
+    *((text(content), "config.json: not a") for content in ("", "[]", "{", '{"format": 1}')),
+    (text('{"format": 1, "model": 3, "preprocess": {}}'), "must be objects"),
+    (weights("logit_scale", None), "missing tensor 'logit_scale'"),
+    (weights("odd", torch.zeros(1)), "unknown tensor 'odd'"),
+    (weights(NORM, torch.zeros(3)), rf"'{NORM}' is \(3,\), the model expects \(32,\)"),
+    (weights(NORM, torch.ones(32).int()), "torch.int32, the model expects floating-point numbers"),
+    (weights(NORM, torch.ones(32).double() * 1e300), "contains NaN or infinity"),
+    (text("\0" * 200, "model.safetensors"), "not a readable safetensors file"),
+    (shutil.rmtree, "no trained model found"),
+]
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGE, ids=[words for _, words in DAMAGE])
+def test_a_damaged_folder_is_a_one_line_error(folder: Path, damage: Damage, words: str) -> None:
+    damage(folder)
+    with pytest.raises(UserError, match=words) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("positions", ["learned", "sincos"])
@@ -302,28 +260,49 @@ def test_similarity_and_classify(model: Model, images: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, None, "8"])
-def test_a_wrong_batch_size_is_one_clear_line(model: Model, images: list[Path], size: Any) -> None:
+def test_a_wrong_batch_size_is_a_one_line_error(model: Model, images: list[Path], size: Any) -> None:
     for encode, values in ((model.encode_image, images), (model.encode_text, ["night"])):
         with pytest.raises(UserError, match="batch_size must be an integer of at least 1"):
             encode(values, batch_size=size)
 
 
 def test_vectors_that_are_not_finite_are_an_error(folder: Path, images: list[Path]) -> None:
-    weights = load_file(folder / "model.safetensors")
-    save_file({name: torch.full_like(value, 3e38) for name, value in weights.items()}, folder / "model.safetensors")
+    file = folder / "model.safetensors"
+    save_file({name: torch.full_like(value, 3e38) for name, value in load_file(file).items()}, file)
     huge = load(folder)  # every weight is finite
     for encode, values in ((huge.encode_image, images), (huge.encode_text, ["night"])):
         with pytest.raises(UserError, match="computes NaN"):
             encode(values)
 
 
-@pytest.mark.parametrize("device", ["gpu", "", "CPU", "cuda:99"])
-def test_a_device_that_is_not_there_is_named(folder: Path, device: str) -> None:
-    with pytest.raises(UserError, match=f"device {device!r}: not available here"):
-        load(folder, device=device)
+@pytest.mark.parametrize("device", ["gpu", "", "CPU", "cuda:99", 99, []])
+def test_a_missing_device_is_named(model: Model, folder: Path, device: Any) -> None:
+    for move in (lambda: load(folder, device=device), lambda: model.to(device)):
+        with pytest.raises(UserError, match=f"device {re.escape(repr(str(device)))}: not available here"):
+            move()
 
 
-def test_the_public_names_keep_their_kind_after_every_import() -> None:
+def test_odd_paths_and_sizes_are_user_errors(model: Model, folder: Path) -> None:
+    for call in (lambda: load(None), lambda: model.save(3)):  # type: ignore[arg-type]
+        with pytest.raises(UserError, match="given by the path of its folder"):
+            call()
+    for size in ("32", 0, 2.5):
+        with pytest.raises(UserError, match="image_size must be"):
+            load(folder, image_size=size)  # type: ignore[arg-type]
+
+
+def test_save_replaces_a_model_and_nothing_else(model: Model, folder: Path) -> None:
+    model.save(folder)
+    photos = folder.parent / "photos"
+    photos.mkdir()
+    model.save(photos)  # empty
+    (photos / "config.json").unlink()
+    with pytest.raises(UserError, match="exists and is not a model folder"):
+        model.save(photos)
+    assert (photos / "model.safetensors").is_file()
+
+
+def test_public_names_stay_functions_after_every_import() -> None:
     import importlib
 
     for module in ("training.run", "evaluation.evaluate", "inference.encoder", "model.presets"):
