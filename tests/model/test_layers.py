@@ -6,13 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from m1clip.hardware.device import Device
-from m1clip.hardware.facts import read_facts
-from m1clip.hardware.timing import Timing
 from m1clip.model import layers
 from m1clip.model.layers import AttentionKind, Transformer, attention, linear, linear_add, take_position
 from m1clip.model.presets import Activation, TextTowerConfig
-from m1clip.training import autotune as choose
 
 KINDS: tuple[AttentionKind, ...] = ("bmm", "sdpa")
 
@@ -67,27 +63,6 @@ def test_the_future_is_hidden(kind: AttentionKind) -> None:
     assert torch.equal(before[:, :, :4], after[:, :, :4])
     assert not torch.allclose(before[:, :, 4:], after[:, :, 4:])
     assert not torch.allclose(attention(q, k, v, False, kind)[:, :, :4], before[:, :, :4])
-
-
-def test_a_wish_is_followed_without_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "attention_timings", lambda *_: pytest.fail("measured"))
-    device = Device("cpu", read_facts())
-    for kind in KINDS:
-        assert choose.choose_attention(kind, device, torch.float32, 4, 2, 8, 16, True) == (kind, {})
-
-
-@pytest.mark.parametrize("faster", KINDS)
-def test_auto_takes_what_was_measured_faster(monkeypatch: pytest.MonkeyPatch, faster: AttentionKind) -> None:
-    times = {kind: Timing(2.0, 1.0 if kind == faster else 1.5, 3.0, 7) for kind in KINDS}
-    monkeypatch.setattr(choose, "attention_timings", lambda *_: times)
-    device = Device("cpu", read_facts())
-    assert choose.choose_attention("auto", device, torch.float32, 4, 2, 8, 16, False) == (faster, times)
-
-
-def test_both_kinds_are_really_timed() -> None:
-    times = choose.attention_timings(Device("cpu", read_facts()), torch.float32, 2, 2, 8, 16, True)
-    assert set(times) == set(KINDS)
-    assert all(time.n >= 1 and time.median > 0 for time in times.values())
 
 
 needs_fused = pytest.mark.skipif(layers._onednn_op() is None, reason="torch without oneDNN's fused product")
