@@ -20,7 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from sides import NO_PEERS, Side, machine, peer_shape, set_up, spread, training_step, write
 
 from m1clip.config import Config, DataConfig, ModelConfig, TrainConfig, load_config, to_toml
@@ -92,12 +91,10 @@ def in_reverse(batch: Any) -> Any:
     last = len(batch) - 1
     turned = {
         name: getattr(batch, name).flip(0)
-        for name in ("images", "sample_ids", "kept_patches")
+        for name in ("images", "sample_ids", "kept_patches", "views")
         if getattr(batch, name) is not None
     }
-    return dataclasses.replace(
-        batch, views=batch.views.rows(np.arange(last, -1, -1)), image_index=last - batch.image_index, **turned
-    )
+    return dataclasses.replace(batch, image_index=last - batch.image_index, **turned)
 
 
 def gradient_table(model: str, batch: int, chunk: int) -> list[dict[str, Any]]:

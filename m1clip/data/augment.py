@@ -28,52 +28,13 @@ class Augmentation:
     word_dropout: float = 0.0  # fraction of caption tokens dropped
 
 
-@dataclass(frozen=True)
-class Views:
-    """The random choices for one batch, made by the loader."""
+def draw_views(augmentation: Augmentation, seed: int, epoch: int, samples: np.ndarray) -> Tensor | None:
+    """(n, 7) float32, the random view of each image: left, top, width, height, flipped, brightness, contrast.
 
-    boxes: np.ndarray  # (n, 4) float32: left, top, width, height as fractions of the side
-    flips: np.ndarray  # (n,) bool
-    gains: np.ndarray  # (n, 2) float32: brightness, contrast
-
-    def rows(self, rows: slice | np.ndarray) -> Views:
-        """The choices of some samples."""
-        return Views(self.boxes[rows], self.flips[rows], self.gains[rows])
-
-    def on(self, device: torch.device) -> DeviceViews:
-        """The same on a device."""
-
-        def sent(part: np.ndarray) -> Tensor:
-            t = torch.from_numpy(part)
-            # Asynchronous copies gave wrong data on MPS (hardware/device.py).
-            return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
-
-        crops = bool((self.boxes[:, 2:] != 1).any() or self.flips.any())
-        colors = bool((self.gains != 1).any())
-        return DeviceViews(sent(self.boxes), sent(self.flips), sent(self.gains), crops, colors)
-
-
-@dataclass(frozen=True)
-class DeviceViews:
-    """Views as tensors; two flags tell whether any image of the batch is cropped, flipped or recolored."""
-
-    boxes: Tensor
-    flips: Tensor
-    gains: Tensor
-    crops: bool
-    colors: bool
-
-    def on(self, device: torch.device) -> DeviceViews:
-        """Already on a device."""
-        return self
-
-    def rows(self, rows: slice | np.ndarray) -> DeviceViews:
-        """The choices of some samples."""
-        return DeviceViews(self.boxes[rows], self.flips[rows], self.gains[rows], self.crops, self.colors)
-
-
-def draw_views(augmentation: Augmentation, seed: int, epoch: int, samples: np.ndarray) -> Views:
-    """Random choices for each sample, as a function of (seed, epoch, sample)."""
+    The box is in fractions of the side. A view is a function of (seed, epoch, sample); None if all are complete.
+    """
+    if augmentation.crop_min == 1 and augmentation.flip == augmentation.color_jitter == 0:
+        return None
 
     def u(stream: int) -> np.ndarray:
         return rnd.uniform(seed, epoch, samples, stream)
@@ -83,9 +44,14 @@ def draw_views(augmentation: Augmentation, seed: int, epoch: int, samples: np.nd
     width = np.minimum(np.sqrt(area * stretch), 1.0)
     height = np.minimum(np.sqrt(area / stretch), 1.0)
     left, top = u(rnd.CROP_X) * (1 - width), u(rnd.CROP_Y) * (1 - height)
-    gains = 1 + augmentation.color_jitter * (2 * np.stack([u(rnd.BRIGHTNESS), u(rnd.CONTRAST)], axis=1) - 1)
-    boxes = np.stack([left, top, width, height], axis=1)
-    return Views(boxes.astype(np.float32), u(rnd.FLIP) < augmentation.flip, gains.astype(np.float32))
+    brightness, contrast = (1 + augmentation.color_jitter * (2 * u(s) - 1) for s in (rnd.BRIGHTNESS, rnd.CONTRAST))
+    flips = u(rnd.FLIP) < augmentation.flip
+    return torch.from_numpy(np.stack([left, top, width, height, flips, brightness, contrast], 1).astype(np.float32))
+
+
+def same_view(count: int, left: float = 0, top: float = 0, side: float = 1, flipped: bool = False) -> Tensor:
+    """(n, 7) the same view of each image, without a change of color."""
+    return torch.tensor([left, top, side, side, flipped, 1, 1], dtype=torch.float32).repeat(count, 1)
 
 
 def draw_patches(dropout: float, count: int, seed: int, epoch: int, samples: np.ndarray) -> np.ndarray:
@@ -95,21 +61,21 @@ def draw_patches(dropout: float, count: int, seed: int, epoch: int, samples: np.
     return np.sort(np.argsort(draws, axis=1)[:, :kept], axis=1)
 
 
-def render(pixels: Tensor, views: Views | DeviceViews | None, preprocess: Preprocess) -> Tensor:
-    """(n, side, side, 3) uint8 -> (n, 3, size, size) float32, cropped, resized, recolored and normalized.
+def render(pixels: Tensor, views: Tensor | None, preprocess: Preprocess) -> Tensor:
+    """(n, side, side, 3) uint8 -> (n, 3, size, size) float32: cropped, resized, recolored and normalized.
 
-    Under autocast the two products run in its precision, whose rounding error is similar to that of 8-bit pixels.
+    `views` are those of `draw_views`; None shows each image in full. Under autocast the two products run in its
+    precision, whose rounding error is similar to that of 8-bit pixels.
     """
-    size, side = preprocess.image_size, pixels.shape[1]
-    if views is None and side != size:
-        views = whole_views(len(pixels))
-    shown = None if views is None else views.on(pixels.device)
     x = pixels.permute(0, 3, 1, 2).contiguous()  # (n, 3, side, side), while they are bytes
-    if shown is not None and (side != size or shown.crops):
-        x = _resample(x, shown, size)
+    if views is not None:
+        views = views.to(x.device)
+        x = _resample(x, views, preprocess.image_size)
+    elif pixels.shape[1] != preprocess.image_size:
+        x = _resample(x, same_view(len(x)).to(x.device), preprocess.image_size)
     x = x.float() / 255
-    if shown is not None and shown.colors:
-        brightness, contrast = shown.gains.view(-1, 2, 1, 1, 1).unbind(1)
+    if views is not None:
+        brightness, contrast = views[:, 5:].view(-1, 2, 1, 1, 1).unbind(1)
         middle = x.mean(dim=(1, 2, 3), keepdim=True)
         # ((x * b) - (middle * b)) * c + middle * b, in one pass over the pixels
         x = x.mul_(brightness * contrast).add_(middle * brightness * (1 - contrast)).clamp_(0, 1)
@@ -125,23 +91,17 @@ def _channels(values: tuple[float, float, float], device: torch.device) -> Tenso
 _sent_channels = functools.lru_cache(maxsize=8)(_channels)
 
 
-def _resample(x: Tensor, views: DeviceViews, size: int) -> Tensor:
+def _resample(x: Tensor, views: Tensor, size: int) -> Tensor:
     """(n, 3, side, side) uint8 -> (n, 3, size, size): crop, resize and flip as a product from each side."""
     n, _, side, _ = x.shape
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
-    boxes, flips = views.boxes, views.flips
-    across = _resampler(boxes[:, 0], boxes[:, 2], flips, side, size).to(dtype)  # (n, size, side)
-    down = _resampler(boxes[:, 1], boxes[:, 3], torch.zeros_like(flips), side, size).to(dtype)
+    left, top, width, height, flips = views[:, :5].unbind(1)
+    across = _resampler(left, width, flips > 0, side, size).to(dtype)  # (n, size, side)
+    down = _resampler(top, height, torch.zeros_like(flips, dtype=torch.bool), side, size).to(dtype)
     # One product for all three channels, without a copy of the matrix for each.
     wide = torch.bmm(x.to(dtype).view(n, 3 * side, side), across.transpose(1, 2)).view(n, 3, side, size)
     return torch.stack([torch.bmm(down, wide[:, channel]) for channel in range(3)], dim=1)
-
-
-def whole_views(count: int) -> Views:
-    """Views that show each image in full."""
-    boxes = np.tile(np.array([0, 0, 1, 1], np.float32), (count, 1))
-    return Views(boxes, np.zeros(count, bool), np.ones((count, 2), np.float32))
 
 
 def _resampler(start: Tensor, extent: Tensor, flip: Tensor, side: int, size: int) -> Tensor:

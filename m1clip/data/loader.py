@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import signal
-import sys
-import threading
+import traceback
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
-from multiprocessing.connection import wait
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from m1clip.data import randomness as rnd
-from m1clip.data.augment import Augmentation, DeviceViews, Views, draw_patches, draw_views
+from m1clip.data.augment import Augmentation, draw_patches, draw_views
 from m1clip.data.cache import Failure, FeatureTable, Images, follow_parent, read_or_replace
 from m1clip.data.captions import CaptionTable, drop_tokens, rounded
 from m1clip.errors import UserError
@@ -28,6 +29,7 @@ from m1clip.errors import UserError
 TEXT_GROUPS = 4  # of similar length; more would save little padding and make matrix products small
 SMALLEST_GROUP = 32  # captions
 RESTARTS = 3  # of the workers for one batch
+AHEAD = 2  # batches that each worker prepares in advance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class Batch:
     image_features: Tensor | None = None  # (n, width) float32, from a frozen image tower
     tokens: Tensor | None = None  # (m, length) int64, sorted by length
     text_features: Tensor | None = None  # (m, width) float32, from a frozen text tower
-    views: Views | DeviceViews | None = None  # crop, flip and color of each image; None with features
+    views: Tensor | None = None  # (n, 7) crop, flip and color of each image (see `draw_views`); None: complete images
     kept_patches: Tensor | None = None  # (n, kept) patches that the image tower sees; None: all
     lengths: tuple[int, ...] = ()  # of each caption, on the host; empty: every caption has the full length
     failed: tuple[Failure, ...] = ()  # images that could not be read; others replace them
@@ -74,11 +76,11 @@ class Batch:
         return [slice(a, b) for a, b in itertools.pairwise(bounds)]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """The same batch on a device; the views stay on the host until the pixels are rendered."""
+        """The same batch on a device."""
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """Called by the DataLoader."""
+        """The same batch in pinned memory, from which copies to CUDA are asynchronous."""
         return self._map(Tensor.pin_memory)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -121,34 +123,21 @@ class BatchPlan:
         return epoch, order[place * self.batch : (place + 1) * self.batch]
 
 
-class TrainingSet(Dataset[Batch]):
-    """Makes the batch of a step. Picklable, so that workers can be spawned."""
+@dataclass
+class TrainingSet:
+    """Makes the batch of a step, from `image_features`, `device_images` or `images`. Picklable, for workers."""
 
-    def __init__(
-        self,
-        images: Images | None,
-        captions: CaptionTable,
-        plan: BatchPlan,
-        augmentation: Augmentation,
-        *,
-        image_features: FeatureTable | None = None,
-        device_images: Tensor | None = None,
-        full_length: bool = False,
-        identity: np.ndarray | None = None,
-        captions_per_image: int = 1,
-        patches: int = 0,
-    ) -> None:
-        """One of `images`, `image_features` and `device_images` is read: features first, then the device.
-
-        `identity[i]` is the id of sample i, where copies of one image share an id. `captions_per_image` captions of
-        each image go into a batch. `patches` is the number that the image tower cuts an image into.
-        """
-        self.images, self.image_features, self.device_images = images, image_features, device_images
-        self.captions, self.plan, self.augmentation = captions, plan, augmentation
-        self.full_length, self.identity, self.patches = full_length, identity, patches
-        self.captions_per_image = captions_per_image
-        # Called with the failures and the number of images of each batch.
-        self.report: Callable[[tuple[Failure, ...], int], None] | None = None
+    images: Images | None
+    captions: CaptionTable
+    plan: BatchPlan
+    augmentation: Augmentation
+    image_features: FeatureTable | None = None
+    device_images: Tensor | None = None
+    full_length: bool = False  # of texts, for fixed shapes
+    identity: np.ndarray | None = None  # the id of each sample; copies of one image share an id
+    captions_per_image: int = 1  # in a batch
+    patches: int = 0  # that the image tower cuts an image into
+    report: Callable[[tuple[Failure, ...], int], None] | None = None  # gets failures and size of each batch
 
     def __getitem__(self, step: int) -> Batch:
         epoch, members = self.plan.members(step)
@@ -208,6 +197,7 @@ class TrainingSet(Dataset[Batch]):
 
 
 Feed = Generator[Batch, None, None]
+Interruptible = Callable[[], AbstractContextManager[object]]
 
 
 def batches(
@@ -218,30 +208,29 @@ def batches(
     start_method: str,
     pin: bool,
     warn: Callable[[str], None] = lambda text: None,
+    interruptible: Interruptible = nullcontext,
 ) -> Feed:
-    """The batches of steps start .. stop - 1, in order; `warn` reports that killed workers were restarted."""
+    """The batches of steps start .. stop - 1, in order.
+
+    `warn` reports that killed workers were restarted. The wait for a worker, which could hang, is `interruptible()`.
+    """
     if data.images is not None and data.images.ram_bytes and start_method != "fork":
         workers = 0  # each would receive a copy of all images, which are already decoded
     if data.device_images is not None:
         workers = 0  # only rows and tokens remain to be prepared, and other processes cannot access device memory
-    if workers == 0:
-        made = (data[step] for step in range(start, stop))
-        # Copies from pinned memory are asynchronous.
-        return _reported((batch.pin_memory() for batch in made) if pin else made, data)
+    if workers:
 
-    def start_workers(step: int) -> _Workers:
-        loader = DataLoader(
-            data,
-            batch_size=None,
-            sampler=range(step, stop),
-            num_workers=workers,
-            multiprocessing_context=start_method,
-            pin_memory=pin,
-            worker_init_fn=_start_worker,
-        )
-        return _Workers(loader)
+        def start_workers(step: int) -> _Workers:
+            return _Workers(data, range(step, stop), workers, start_method, pin, interruptible)
 
-    return _reported(_from_workers(start_workers, start, stop, warn), data)
+        feed = _from_workers(start_workers, start, stop, warn)
+    else:
+        feed = (data[step].pin_memory() if pin else data[step] for step in range(start, stop))
+    with contextlib.closing(feed):  # not left to the garbage collector, which prints a Ctrl-C in it as a traceback
+        for batch in feed:
+            if data.report is not None:
+                data.report(batch.failed, len(batch))
+            yield batch
 
 
 def _from_workers(start_workers: Callable[[int], _Workers], start: int, stop: int, warn: Callable[[str], None]) -> Feed:
@@ -250,8 +239,7 @@ def _from_workers(start_workers: Callable[[int], _Workers], start: int, stop: in
     while step < stop:
         workers = start_workers(step)
         try:
-            while step < stop:
-                batch = workers.next_batch()
+            for batch in workers.batches():
                 step, deaths = step + 1, 0
                 yield batch
         except WorkerDied as death:
@@ -271,74 +259,76 @@ class WorkerDied(Exception):
 
 
 class _Workers:
-    """The worker processes of one DataLoader; a dead worker raises only in `next_batch`."""
+    """Processes that make batches in turn. Each has its own pipe, so a killed one cannot block the others."""
 
-    def __init__(self, loader: DataLoader[Batch]) -> None:
-        self._in_main_thread = threading.current_thread() is threading.main_thread()
-        self._waiting = False
-        self._handler_before = signal.getsignal(signal.SIGCHLD)
-        feed: Any = iter(loader)
-        self._feed, self._processes = feed, list[BaseProcess](feed._workers)
-        atexit.register(self.end)
-        if self._in_main_thread:
-            # torch's handler raises wherever the main thread is, for example in the middle of an optimizer step.
-            signal.signal(signal.SIGCHLD, self._on_child_exit)
+    def __init__(
+        self, data: TrainingSet, steps: range, count: int, start_method: str, pin: bool, interruptible: Interruptible
+    ) -> None:
+        self.steps, self.pin, self.interruptible = steps, pin, interruptible
+        self.workers: list[tuple[BaseProcess, Connection]] = []
+        atexit.register(self.end)  # at exit, multiprocessing would wait for them
+        context: Any = get_context(start_method)
+        for _ in range(count):
+            pipe, far_end = context.Pipe()
+            process = context.Process(target=_make_batches, args=(data, far_end))
+            process.start()
+            far_end.close()  # so that reading ends when the worker does
+            self.workers.append((process, pipe))
+        for place in range(AHEAD * count):
+            self._ask(place)
 
-    def next_batch(self) -> Batch:
-        """The next batch, or WorkerDied."""
-        self._waiting = True
+    def batches(self) -> Feed:
+        """All batches; a thread receives the next one, and pins its memory, while the caller uses the last."""
+        with ThreadPoolExecutor(1) as thread:
+            coming = (thread.submit(self._receive, place) for place in range(len(self.steps)))
+            try:
+                for future, _ in itertools.pairwise(itertools.chain(coming, [None])):
+                    assert future is not None
+                    with self.interruptible():
+                        batch = future.result()
+                    yield batch
+            finally:
+                self.end()  # first, as the thread may be waiting for a worker
+
+    def _ask(self, place: int) -> None:
+        if place < len(self.steps):
+            with contextlib.suppress(OSError):  # it died, as `_receive` will find out
+                self.workers[place % len(self.workers)][1].send(self.steps[place])
+
+    def _receive(self, place: int) -> Batch:
+        process, pipe = self.workers[place % len(self.workers)]
         try:
-            self._check()
-            batch: Batch = next(self._feed)
-            return batch
-        except WorkerDied:
-            raise
-        except Exception:
-            self._check(timeout=1.0)  # torch reports a dead worker with various errors
-            raise
-        finally:
-            self._waiting = False
-
-    def _on_child_exit(self, number: int, frame: FrameType | None) -> None:
-        if self._waiting:  # next() would wait forever for a worker that died while writing a batch
-            self._check()
-
-    def _check(self, timeout: float = 0.0) -> None:
-        dead = wait([process.sentinel for process in self._processes], timeout)
-        for process in self._processes:
-            if process.sentinel in dead:
-                process.join()
-                raise WorkerDied(f"data worker {process.pid} was killed (exit code {process.exitcode})") from None
+            batch = pipe.recv()
+        except (EOFError, OSError):
+            process.join(1.0)
+            if process.exitcode is None:
+                raise
+            raise WorkerDied(f"data worker {process.pid} was killed (exit code {process.exitcode})") from None
+        if isinstance(batch, Exception):
+            raise batch
+        self._ask(place + AHEAD * len(self.workers))
+        return batch.pin_memory() if self.pin else batch
 
     def end(self) -> None:
-        """Kill the workers: they have no state to save, and may be waiting for a lock that a dead one holds."""
+        """Kill the workers: they have no state to save, and may be stopped."""
         atexit.unregister(self.end)
-        for process in self._processes:
+        for process, _ in self.workers:
             process.kill()
-        for process in self._processes:
+        for process, _ in self.workers:
             process.join()
-        self._feed = None
-        if self._in_main_thread and signal.getsignal(signal.SIGCHLD) == self._on_child_exit:
-            signal.signal(signal.SIGCHLD, self._handler_before)
 
 
-def _reported(feed: Feed, data: TrainingSet) -> Feed:
-    """Report failed images in the training process, regardless of which process read them."""
-    try:
-        for batch in feed:
-            if data.report is not None:
-                data.report(batch.failed, len(batch))
-            yield batch
-    except UserError as error:
-        # A worker's error includes its traceback; the last line is the message.
-        raise UserError(str(error).strip().splitlines()[-1].removeprefix("m1clip.errors.UserError: ")) from None
-    finally:
-        feed.close()  # not left to the garbage collector, which prints a Ctrl-C in it as a traceback
-
-
-def _start_worker(worker: int) -> None:
-    """Ignore signals to the process group: the parent needs batches to finish its step."""
+def _make_batches(data: TrainingSet, pipe: Connection) -> None:
+    """Run a worker: receive the numbers of steps, send their batches."""
     follow_parent()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # No traceback if the parent exits first; data errors are raised in the parent.
-    sys.excepthook = lambda *error: None
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to the process group: the parent needs batches for its step
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError, OSError):  # the parent has ended
+        while True:
+            step = pipe.recv()
+            try:
+                result: Batch | Exception = data[step]
+            except Exception as error:  # noqa: BLE001  raised again in the parent
+                error.add_note(traceback.format_exc())
+                result = error
+            pipe.send(result)

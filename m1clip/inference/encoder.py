@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from m1clip.data.augment import Views, render
+from m1clip.data.augment import render, same_view
 from m1clip.data.cache import Progress, decode_images
 from m1clip.data.captions import rounded
 from m1clip.data.images import Preprocess, decode, to_square
@@ -57,9 +57,9 @@ class Encoder:
     @torch.inference_mode()
     def pixels(self, pixels: np.ndarray, view: int = 0) -> Tensor:
         """(n, side, side, 3) uint8 -> (n, width) float32 on the CPU."""
-        drawn = _view(view, len(pixels))
+        views = same_view(len(pixels), *VIEWS[view]) if view else None
         with self.autocast():
-            images = render(torch.from_numpy(pixels).to(self.device), drawn, self.preprocess)
+            images = render(torch.from_numpy(pixels).to(self.device), views, self.preprocess)
             return self.image(images).float().cpu()
 
     def files(
@@ -89,14 +89,6 @@ def in_order(parts: Iterable[tuple[np.ndarray, Tensor]]) -> Tensor:
     ordered = torch.empty_like(found)
     ordered[torch.from_numpy(np.concatenate(rows))] = found
     return ordered
-
-
-def _view(number: int, count: int) -> Views | None:
-    left, top, side, mirrored = VIEWS[number]
-    if number == 0:
-        return None
-    boxes = np.tile(np.array([left, top, side, side], np.float32), (count, 1))
-    return Views(boxes, np.full(count, mirrored), np.ones((count, 2), np.float32))
 
 
 class SplitFeatures(NamedTuple):

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from m1clip.data.augment import DeviceViews
 from m1clip.data.captions import BUCKET, rounded
 from m1clip.data.loader import Batch
 from m1clip.training.oom import MemoryPressure
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 WARMUP_STEPS = 3  # before the capture: they create the optimizer state and trigger compilation
 MAX_CAPTURES = 8  # after that, assume that shapes keep changing: images have different numbers of captions
 MAX_MEMORY = 0.25  # fraction of device memory for activations: the graph holds a second set of them
-VIEWS = ("boxes", "flips", "gains")
 StepResult = tuple[Tensor, Tensor]  # loss and gradient norm
 
 
@@ -61,9 +59,7 @@ class CapturedStep:
     def replay(self, batch: Batch, step: int) -> StepResult | None:
         """Loss and gradient norm of a padded batch, on the device; None if it must run without a graph."""
         train_step = self.train_step
-        views = batch.views.on(train_step.device.torch) if batch.views is not None else None
-        shapes = [(name, tuple(t.shape), t.dtype) for name, t in _tensors(batch)]
-        key = (*shapes, batch.lengths, views and (views.crops, views.colors))
+        key = (*((name, tuple(t.shape), t.dtype) for name, t in batch.tensors().items()), batch.lengths)
         if key != self._shapes:
             self.reset()
             self._shapes = key
@@ -72,12 +68,12 @@ class CapturedStep:
             if self._steps <= WARMUP_STEPS or not self._may_capture():
                 return None
         train_step.phases.mark("copy")
-        batch = dataclasses.replace(batch.to(train_step.device.torch, non_blocking=True), views=views)
+        batch = batch.to(train_step.device.torch, non_blocking=True)
         if self._graph is None and not self._capture(batch, step):
             return None
         assert self._graph is not None
         assert self._result is not None
-        torch._foreach_copy_(self._inputs, [t for _, t in _tensors(batch)])
+        torch._foreach_copy_(self._inputs, list(batch.tensors().values()))
         train_step.phases.mark("step")
         self._graph.replay()
         loss, grad_norm = (value.clone() for value in self._result)  # the next replay overwrites them
@@ -118,7 +114,8 @@ class CapturedStep:
         """Capture a step of these shapes without running it; False if that fails."""
         train_step = self.train_step
         self.captures += 1
-        batch = _clone(batch)
+        copies: dict[str, Any] = {name: t.clone() for name, t in batch.tensors().items()}
+        batch = dataclasses.replace(batch, **copies)  # the graph reads from these at each replay
         graph = torch.cuda.CUDAGraph()
         train_step.phases.silent = True
         try:
@@ -133,21 +130,5 @@ class CapturedStep:
             return False
         finally:
             train_step.phases.silent = False
-        self._graph, self._inputs, self._result = graph, [t for _, t in _tensors(batch)], result
+        self._graph, self._inputs, self._result = graph, list(batch.tensors().values()), result
         return True
-
-
-def _tensors(batch: Batch) -> list[tuple[str, Tensor]]:
-    """The tensors that differ between steps, by name; views only if they are on the device."""
-    found = list(batch.tensors().items())
-    if isinstance(batch.views, DeviceViews):
-        found += [(name, getattr(batch.views, name)) for name in VIEWS]
-    return found
-
-
-def _clone(batch: Batch) -> Batch:
-    """A copy of a batch, from which the graph reads at each replay."""
-    tensors: dict[str, Any] = {name: t.clone() for name, t in _tensors(batch)}
-    if isinstance(batch.views, DeviceViews):
-        tensors["views"] = dataclasses.replace(batch.views, **{name: tensors.pop(name) for name in VIEWS})
-    return dataclasses.replace(batch, **tensors)

@@ -12,7 +12,7 @@ from m1clip.errors import UserError
 from m1clip.runlog import RunLog
 from m1clip.training.checkpoint import CheckpointWriter, TrainState, checkpoint_tensors
 from m1clip.training.logger import StepLogger
-from m1clip.training.process import Stopped, StopRequest
+from m1clip.training.process import Interrupted, Stopped, StopRequest
 from m1clip.training.progress import Screen
 from m1clip.training.recovery import Recovery, Rollback, free_host_bytes
 from m1clip.training.setup import Setup
@@ -120,6 +120,10 @@ class TrainLoop:
         """The next batch; if loading fails, save a checkpoint before raising."""
         try:
             return next(feed)
+        except Interrupted:  # while waiting for a worker
+            if self.state.step:
+                self._between_steps()  # saves, and raises Stopped
+            raise
         except UserError as error:
             if self.state.step == 0:
                 raise
@@ -133,7 +137,8 @@ class TrainLoop:
         """Batches with the seconds spent waiting for each."""
         job, rules = self.job, self.job.device.rules
         start, workers = self.state.step, job.config.data.workers
-        feed = batches(job.training, start, self.total_steps, workers, rules.worker_start, rules.pin_memory, self._warn)
+        where = (start, self.total_steps, workers, rules.worker_start, rules.pin_memory)
+        feed = batches(job.training, *where, self._warn, self.stop.interrupting)
         with contextlib.closing(feed):
             begin = time.perf_counter()
             for batch in feed:

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from m1clip.config import Config
-from m1clip.data.augment import whole_views
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
 from m1clip.hardware.device import Device, Kind, Precision
@@ -128,7 +127,7 @@ def stand_in(
         fields["image_features"] = torch.randn(batch, frozen[0])
     else:
         size = (batch, shape.image_size, shape.image_size, 3)
-        fields |= {"images": torch.randint(0, 256, size, dtype=torch.uint8), "views": whole_views(batch)}
+        fields["images"] = torch.randint(0, 256, size, dtype=torch.uint8)
     if frozen[1]:
         fields["text_features"] = torch.randn(captions, frozen[1])
     else:

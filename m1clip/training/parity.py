@@ -106,6 +106,6 @@ def few(batch: Batch, samples: int = PAIRS) -> Batch:
         image_features=None if batch.image_features is None else batch.image_features[image_index],
         tokens=batch.texts(slice(0, samples)) if has_tokens else None,
         text_features=None if batch.text_features is None else batch.text_features[:samples],
-        views=None if batch.views is None else batch.views.rows(image_index.cpu().numpy()),
+        views=None if batch.views is None else batch.views[image_index],
         lengths=batch.lengths[:samples],
     )

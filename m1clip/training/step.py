@@ -264,8 +264,7 @@ class TrainStep:
 
 def normalized_pixels(batch: Batch, preprocess: Preprocess, rows: slice = slice(None)) -> Tensor:
     """(n, 3, size, size): the input of the image tower."""
-    views = batch.views if batch.views is None or rows == slice(None) else batch.views.rows(rows)
-    return render(batch.pixels(rows), views, preprocess)
+    return render(batch.pixels(rows), None if batch.views is None else batch.views[rows], preprocess)
 
 
 def skip_rule(kind: str, one_device: bool) -> Literal["host", "device"]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import Generator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from m1clip.data.augment import Augmentation
 from m1clip.data.cache import CachedImages, FeatureTable
 from m1clip.data.captions import BUCKET, CaptionTable, tokenize_captions
 from m1clip.data.images import FileImage
-from m1clip.data.loader import Batch, BatchPlan, TrainingSet, _reported, _start_worker, batches
+from m1clip.data.loader import Batch, BatchPlan, TrainingSet, batches
 from m1clip.data.types import ImageRef, Sample, sample_ids_of
 from m1clip.text.tokenizers import CharTokenizer, make_tokenizer
 
@@ -69,10 +71,9 @@ def mapped(images: CachedImages, folder: Path) -> CachedImages:
 
 def assert_same(one: Batch, other: Batch) -> None:
     assert one.lengths == other.lengths
-    for name in ("images", "tokens", "sample_ids", "caption_ids", "image_index"):
-        assert torch.equal(getattr(one, name), getattr(other, name)), name
-    for name in ("boxes", "flips", "gains"):
-        assert np.array_equal(getattr(one.views, name), getattr(other.views, name)), name
+    assert one.tensors().keys() == other.tensors().keys() >= {"images", "tokens", "views"}
+    for name, tensor in one.tensors().items():
+        assert torch.equal(tensor, other.tensors()[name]), name
 
 
 @pytest.mark.slow
@@ -141,8 +142,7 @@ def test_batch_moves_to_a_device() -> None:
     batch = training_set()[0]
     assert_same(batch.to(torch.device("cpu")), batch)
     moved = batch.to(torch.device("meta"))
-    assert all(t.is_meta for t in (moved.images, moved.tokens, moved.sample_ids, moved.caption_ids, moved.image_index))
-    assert moved.views is batch.views
+    assert all(tensor.is_meta for tensor in moved.tensors().values())
 
 
 def test_training_set_pickles_for_spawned_workers() -> None:
@@ -152,7 +152,7 @@ def test_training_set_pickles_for_spawned_workers() -> None:
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_images_in_memory_are_not_copied_to_workers(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("m1clip.data.loader.DataLoader", None)  # starting workers would call it
+    monkeypatch.setattr("m1clip.data.loader._Workers", None)  # starting workers would call it
     data = training_set()
     for step, batch in enumerate(batches(data, 0, 3, 2, method, pin=False)):
         assert_same(batch, data[step])
@@ -184,30 +184,39 @@ def test_sample_ids_of_a_batch_are_the_shared_ids() -> None:
     assert torch.equal(one.caption_ids, other.caption_ids)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_worker_ignores_signals() -> None:
-    child = os.fork()
-    if child == 0:
-        _start_worker(0)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
-            os.kill(os.getpid(), number)
-        os._exit(3)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-
-
-def test_an_interrupt_while_the_feed_ends_is_raised_not_printed() -> None:
-    def feed() -> Generator[Batch, None, None]:
-        try:
-            yield data[0]
-        finally:
-            raise KeyboardInterrupt
-
+def test_worker_ignores_signals_and_a_stopped_one_can_be_interrupted(tmp_path: Path) -> None:
     data = training_set()
-    reported = _reported(feed(), data)
-    next(reported)
+    data.images = mapped(data.images, tmp_path)
+    interrupted: list[bool] = []
+
+    @contextlib.contextmanager
+    def interruptible() -> Iterator[None]:
+        if interrupted:
+            signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+        yield
+
+    feed = batches(data, 0, 1000, 2, "fork", False, interruptible=interruptible)
+    for _ in range(3):
+        next(feed)
+        for worker in multiprocessing.active_children():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                os.kill(worker.pid, number)
+    for worker in multiprocessing.active_children():
+        os.kill(worker.pid, signal.SIGSTOP)
+    interrupted.append(True)
     with pytest.raises(KeyboardInterrupt):
-        reported.close()
+        collections.deque(feed, maxlen=0)
+    assert multiprocessing.active_children() == []
+
+
+def test_error_in_a_worker_is_raised_with_its_traceback(tmp_path: Path) -> None:
+    data = training_set()
+    data.images = mapped(data.images, tmp_path)
+    data.captions = None  # type: ignore[assignment]
+    with pytest.raises(AttributeError) as caught:
+        next(batches(data, 0, 3, 1, "fork", False))
+    assert "in __getitem__" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

@@ -23,7 +23,7 @@ def run_with_nan(folder: Path, at: set[int], monkeypatch: pytest.MonkeyPatch) ->
 
     def call(self: TrainStep, batch: Batch, step: int, *rest: Any, **named: Any) -> Any:
         if step in at:
-            batch.views.gains[step % len(batch), 0] = float("nan")
+            batch.views[step % len(batch), 5] = float("nan")
         return original(self, batch, step, *rest, **named)
 
     with monkeypatch.context() as patch:

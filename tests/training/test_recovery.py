@@ -52,7 +52,7 @@ def in_one_gradient(update: TrainStep, batch: Batch) -> None:
 
 
 def in_the_data(update: TrainStep, batch: Batch) -> None:
-    batch.views.gains[3, 0] = NAN  # brightness of one image
+    batch.views[3, 5] = NAN  # brightness of one image
 
 
 POISONS: dict[str, Poison] = {
@@ -64,7 +64,7 @@ POISONS: dict[str, Poison] = {
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_a_step_that_is_not_finite_moves_nothing(optimizer: str, poison: str, skip: Any) -> None:
-    job, update = make({"optim.optimizer": optimizer, "optim.ema": 0.9})
+    job, update = make({"optim.optimizer": optimizer, "optim.ema": 0.9, "data.color_jitter": 0.2})
     update.skip = skip
     update(job.training[0], 0)
     before = everything(update)
@@ -96,7 +96,7 @@ def test_a_finite_step_is_the_same_on_both_ways(optimizer: str) -> None:
 
 
 def test_the_guilty_sample_is_found() -> None:
-    job, update = make()
+    job, update = make({"data.color_jitter": 0.2})
     batch = job.training[1]
     assert update.nonfinite_rows(batch) == []
     in_the_data(update, batch)
