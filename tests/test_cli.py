@@ -149,7 +149,7 @@ MISTAKES = [
     (("train", "--steps", "3", "photos"), "right after train, or use --data"),
     (("train", "photos", "--steps", "3"), "photos: no such file or folder"),
     (("similar", "a.jpg", "--in", ".", "--count", "-1"), "--count"),
-    (("data", "make", "x", "--captions", "0"), "--captions"),
+    (("data", "make", "x", "--count", "0"), "--count"),
     (("train", "--config", "none.toml"), "none.toml: no such config file"),
     (("train", "--preset", "dmeo"), "did you mean 'demo'"),
     (("train", "--minutes", "1", "--epochs", "1"), "--minutes and --epochs"),

@@ -114,7 +114,7 @@ def test_only_set_up_may_be_skipped_and_targets_must_exist(tmp_path: Path) -> No
 def run_block(block: Block, folder: Path) -> None:
     """Run one block; each command must end well."""
     for name in block.images:
-        write_folder(folder / name, 60, 32, seed=0, captions_per_image=2)
+        write_folder(folder / name, 60, 32)
     if block.language == "python":
         run_words([sys.executable, "-c", block.text], block, folder)
         return

@@ -7,14 +7,14 @@ import json
 import re
 import tarfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from PIL import Image
 
 from m1clip.data.images import decode, failure_reason, opened
 from m1clip.data.sources.shards import PACKED
-from m1clip.data.types import ImageRef, Sample, Source
+from m1clip.data.types import ImageRef, Source
 from m1clip.errors import UserError
 from m1clip.io import PARTIAL, write_json
 
@@ -24,14 +24,13 @@ JPEG_QUALITY = 95
 SIZES = "sizes.json"  # images in each shard, where open_clip looks for them
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(NamedTuple):
     """What was written, and which images could not be read."""
 
     folder: Path
     images: dict[str, int]  # of each split
     shards: int
-    skipped: tuple[str, ...]
+    skipped: list[str]
 
     def __str__(self) -> str:
         parts = ", ".join(f"{split} {number:,}" for split, number in self.images.items())
@@ -49,29 +48,28 @@ def pack(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: not an empty folder; choose a new one for the shards")
     folder.mkdir(parents=True, exist_ok=True)
-    total = sum(len(source.samples(split)) for split in source.splits())
-    sizes: dict[str, int] = {}
-    images: dict[str, int] = {}
+    samples = [(split, sample) for split in source.splits() for sample in source.samples(split)]
+    writers = {split: ShardWriter(folder, split, shard_size) for split in source.splits()}
     skipped: list[str] = []
-    done = 0
-    for split in source.splits():
-        writer = ShardWriter(folder, split, shard_size)
-        for sample in source.samples(split):
-            try:
-                suffix, data = image_bytes(sample.image, image_size)
-            except (OSError, ValueError) as error:  # what decoders raise for an image they cannot read
-                skipped.append(f"{sample.image}: {failure_reason(error)}")
-            else:
-                writer.add({suffix: data, **_texts(sample, split)})
-            done += 1
-            progress(done, total)
+    for done, (split, sample) in enumerate(samples, start=1):
+        # The first caption as txt; all captions, the id and the split as json.
+        metadata = {"captions": list(sample.captions), "id": sample.id, "split": split, "format": PACKED}
+        texts = {"txt": sample.captions[0].encode("utf-8", "replace"), "json": json.dumps(metadata).encode()}
+        try:
+            suffix, data = image_bytes(sample.image, image_size)
+        except (OSError, ValueError) as error:  # what decoders raise for an image they cannot read
+            skipped.append(f"{sample.image}: {failure_reason(error)}")
+        else:
+            writers[split].add({suffix: data, **texts})
+        progress(done, len(samples))
+    for writer in writers.values():
         writer.close()
-        sizes |= writer.sizes
-        images[split] = sum(writer.sizes.values())
+    sizes = {name: size for writer in writers.values() for name, size in writer.sizes.items()}
     if not sizes:
-        raise UserError(f"none of the {total:,} images can be read; the first: {skipped[0]}")
+        raise UserError(f"none of the {len(samples):,} images can be read; the first: {skipped[0]}")
     write_json(folder / SIZES, sizes)
-    return Packed(folder, images, len(sizes), tuple(skipped))
+    images = {split: sum(writer.sizes.values()) for split, writer in writers.items()}
+    return Packed(folder, images, len(sizes), skipped)
 
 
 class ShardWriter:
@@ -122,21 +120,13 @@ def image_bytes(ref: ImageRef, image_size: int | None) -> tuple[str, bytes]:
     with opened(data, where) as header:
         kind, short = header.format or "", min(header.size)
     image = decode(data, None, where)  # also checks that the bytes are complete
+    stream = io.BytesIO()
     if image_size is not None and short > image_size:
         scale = image_size / min(image.size)
         width, height = (max(image_size, round(side * scale)) for side in image.size)
-        smaller = image.resize((width, height), Image.Resampling.BICUBIC)
-        return "jpg", _encode(smaller, "JPEG", quality=JPEG_QUALITY)
-    return (KEPT[kind], data) if kind in KEPT else ("png", _encode(image, "PNG"))
-
-
-def _encode(image: Image.Image, kind: str, **options: int) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, kind, **options)
-    return stream.getvalue()
-
-
-def _texts(sample: Sample, split: str) -> dict[str, bytes]:
-    """The first caption as txt; all captions, the id and the split as json."""
-    metadata = {"captions": list(sample.captions), "id": sample.id, "split": split, "format": PACKED}
-    return {"txt": sample.captions[0].encode("utf-8", "replace"), "json": json.dumps(metadata).encode()}
+        image.resize((width, height), Image.Resampling.BICUBIC).save(stream, "JPEG", quality=JPEG_QUALITY)
+        return "jpg", stream.getvalue()
+    if kind in KEPT:
+        return KEPT[kind], data
+    image.save(stream, "PNG")
+    return "png", stream.getvalue()

@@ -108,7 +108,7 @@ def quick_check(
     """The quick check before each run: prints the first findings, returns all warnings and problems for the log."""
     for note in source.notes:
         say(f"note       {note}")
-    report = lint(source, QUICK, image_size=image_size, context_length=context_length)
+    report = lint(source, QUICK, context_length=context_length)
     found = [finding for finding in report.findings if finding.severity != "info"]
     for finding in found[:WARNINGS_SHOWN]:
         first = f"; first: {finding.examples[0]}" if finding.examples else ""

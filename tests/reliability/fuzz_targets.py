@@ -138,9 +138,6 @@ def targets(folder: Path) -> dict[str, Target]:
         "tsv": Target("t.tsv", (table.replace(b",", b"\t"),), _read_source("t.tsv"), 0.5),
         "jsonl": Target("t.jsonl", (rows,), _read_source("t.jsonl")),
         "json": Target("t.json", (coco.encode(), karpathy.encode(), listed.encode()), _read_source("t.json")),
-        "token": Target(
-            "t.txt", (b"a.jpg#0\ta dog\na.jpg#1\tdogs\n",), lambda f: open_source(f"token:{f / 't.txt'}"), 0.3
-        ),
         "tar": Target("t.tar", (shard(),), _read_images("t.tar"), 0.3),
         "images": Target("t.bin", images(), lambda f: decode(f / "t.bin", 16), 1.0),
         "parquet": Target("t.parquet", (parquet(),), _read_source("t.parquet"), 0.1),

@@ -8,12 +8,10 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
-from m1clip.data.images import BadImage, FileImage, decode, one_line
+from m1clip.data.images import BadImage, FileImage, one_line
 from m1clip.data.sources import splits
-from m1clip.data.sources.base import DataSource, Row, require, user_error
-from m1clip.data.sources.tables import Columns, Record, Table, bytes_in, table_rows
+from m1clip.data.sources.base import DataSource, Row, StoredImage, require, user_error
+from m1clip.data.sources.tables import Columns, Record, Table, bytes_in, rows_of
 
 HUB = "hf:"
 # What `datasets` and pyarrow raise for a damaged dataset.
@@ -39,21 +37,18 @@ def hugging_face_rows(source: DataSource) -> Iterator[Row]:
     for split, data in tables.items():
         # The name of a single split is not informative.
         given = splits.from_value(split) if len(tables) > 1 else None
-        records = partial(_records, name, split, data)
-        yield from table_rows(Table(source.path, split, data.column_names, records, source.path, given), source)
+        table = Table(split, data.column_names, partial(_records, name, split, data), (source.path,), given)
+        yield from rows_of(table, source, str(source.path))
 
 
 def _records(name: str, split: str, data: Any, columns: Columns) -> Iterator[Record]:
-    embedded = _has_images(data.features[columns.image])
+    feature = data.features[columns.image]
+    # The column has the images themselves, not file names.
+    embedded = type(feature).__name__ == "Image" or getattr(feature, "dtype", "") in {"binary", "large_binary"}
     wanted = {*columns.captions, columns.split, columns.id if embedded else columns.image}
     narrow = data.select_columns([column for column in data.column_names if column in wanted])
     for row, cells in enumerate(narrow):
         yield row + 1, cells, HubImage(name, split, row, columns.image) if embedded else None
-
-
-def _has_images(feature: Any) -> bool:
-    """Whether a column has the images themselves, not file names."""
-    return type(feature).__name__ == "Image" or getattr(feature, "dtype", "") in {"binary", "large_binary"}
 
 
 @lru_cache(maxsize=4)
@@ -72,16 +67,13 @@ def open_dataset(name: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class HubImage:
+class HubImage(StoredImage):
     """An image in a row of a Hugging Face dataset; a worker process opens the dataset itself."""
 
     name: str
     split: str
     row: int
     column: str
-
-    def open(self, want: int | None = None) -> Image.Image:
-        return decode(self.read(), want, str(self))
 
     def read(self) -> bytes:
         """The bytes of the image, or of the file that the row names."""

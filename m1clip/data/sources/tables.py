@@ -1,4 +1,4 @@
-"""CSV, TSV, JSON, JSONL and Parquet: every table is read into rows of named cells, and the columns are detected."""
+"""CSV, TSV, JSON (also that of COCO and Karpathy), JSONL and Parquet: rows of named cells."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import codecs
 import csv
 import io
 import json
+import os
+import posixpath
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple
 
-from PIL import Image
-
-from m1clip.data.images import BadImage, decode, file_stamp, one_line
+from m1clip.data.images import BadImage, FileImage, file_stamp, one_line
 from m1clip.data.sources import splits
-from m1clip.data.sources.base import DEFAULT, DataSource, ImageFolder, Options, Row, require, user_error
+from m1clip.data.sources.base import DEFAULT, DataSource, Options, Row, StoredImage, require, user_error
 from m1clip.data.types import ImageRef
 from m1clip.errors import UserError
 from m1clip.io import open_regular, read_small
@@ -33,22 +33,67 @@ CAPTION_NAMES = (
     *("captions", "caption", "text", "texts", "title", "description", "sentences", "sentence", "comment"),
     *("alt_text", "alt", "prompt", "txt", "raw"),
 )
+_IMAGE_FOLDERS = (
+    *("", "images", "Images", "image", "imgs", "img", "pictures", "photos", "data"),
+    *("Flicker8k_Dataset", "Flickr8k_Dataset", "flickr8k-images", "flickr30k-images", "flickr30k_images"),
+)
 SPLIT_NAMES = ("split", "partition", "subset", "set")
 # Where the image is inside the table, one of these joins the rows of the same image.
 ID_NAMES = ("image_id", "img_id", "imgid", "filename", "file_name", "image_name", "image_path")
 _ENDS_AS_IMAGE = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|hei[cf])$")
 _NUMBERED = re.compile(r"(captions?|text|title|description|sentence)[_ ]?\d+$")
-_DELIMITERS = (",", "\t", ";", "|")
 _EXAMPLE = '{"image": "a.jpg", "captions": ["a dog"]}'
 _ROWS_FOR_COLUMNS = 100  # JSON rows whose keys become the columns
 # Longer than any real row: a binary file read as text must not fill the memory.
 MAX_LINE = 2**24
 MAX_JSON = 2**30  # ten times the captions of COCO; parsed, it takes about ten times as much memory
-_BOMS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
+
+# In a folder, the first of these is the data.
+TABLE_NAMES = (
+    *("captions.csv", "captions.jsonl", "captions.tsv", "captions.parquet", "captions.json", "captions.txt"),
+    *("metadata.csv", "metadata.jsonl", "metadata.tsv", "metadata.parquet"),
+    *("dataset_flickr8k.json", "dataset_flickr30k.json", "dataset_coco.json", "dataset.json"),
+)
+_FORMATS = {
+    **{".csv": "csv", ".tsv": "tsv", ".tab": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json"},
+    **{".parquet": "parquet", ".pq": "parquet"},
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
+def table_format(path: Path) -> str | None:
+    """The format of a table by its suffix; None for other files. A .txt file is CSV if it names its columns."""
+    if path.suffix.lower() == ".txt" and path.is_file() and has_columns(path):
+        return "csv"
+    return _FORMATS.get(path.suffix.lower())
+
+
+def find_tables(path: Path, options: Options = DEFAULT, wanted: str | None = None, nested: bool = True) -> list[Path]:
+    """The tables (in the wanted format) with the captions of a folder: a usual name, several parts, or the only one."""
+    if not path.is_dir():
+        return [path] if path.is_file() and table_format(path) else []
+
+    def usable(files: Iterable[Path]) -> list[Path]:
+        return [file for file in files if (kind := table_format(file)) and wanted in (None, kind) and file.is_file()]
+
+    parts = ("annotations/captions_*.json", "captions_*.json", "*.parquet", "data/*.parquet")
+    for files in ([path / name] for name in TABLE_NAMES), (sorted(path.glob(pattern)) for pattern in parts):
+        if found := next(filter(None, map(usable, files)), None):
+            return found
+    alone = text_tables(path)
+    # A single table of another name may be about something else, unless its columns fit.
+    if len(alone) == 1 and (table_format(alone[0]) == "jsonl" or has_columns(alone[0], options)):
+        return usable(alone)
+    below = [folder for folder in sorted(path.iterdir()) if splits.from_folder(folder.name)] if nested else []
+    return [table for folder in below if folder.is_dir() for table in find_tables(folder, options, wanted, False)]
+
+
+def text_tables(folder: Path) -> list[Path]:
+    """The CSV, TSV and JSONL files in a folder."""
+    suffixes = {".csv", ".tsv", ".jsonl"}
+    return [path for path in sorted(folder.iterdir()) if path.suffix.lower() in suffixes and path.is_file()]
+
+
+class Columns(NamedTuple):
     """The columns that are read."""
 
     image: str
@@ -58,43 +103,90 @@ class Columns:
 
 
 Record = tuple[int, Mapping[str, Any] | str, ImageRef | None]  # row number, cells (or what is wrong), image in the row
+Records = Callable[[Columns], Iterator[Record]]
+Opened = tuple[Sequence[str], Records]  # column names, rows
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """An open table of any format."""
+    """An open table: its name in messages, how its rows are read, where its images are, the split of its rows."""
 
-    path: Path
-    name: str  # in messages
+    name: str
     columns: Sequence[str]
-    records: Callable[[Columns], Iterator[Record]]
-    folder: Path  # image paths are relative to it
-    split: str | None = None  # of rows that name none
+    records: Records
+    folders: tuple[Path, ...]
+    split: str | None = None
+    prefix: str = ""  # of ids, where several tables may name the same file
 
 
-def table_rows(table: Table, source: DataSource) -> Iterator[Row]:
+def table_rows(source: DataSource) -> Iterator[Row]:
+    """The rows of all tables of a source."""
+    root = source.path
+    for path in find_tables(root, source.options, source.format) if root.is_dir() else [root]:
+        # A folder train/ with a table of its own is a split; so is train in the name of a part.
+        split = splits.from_folder(path.parent.name) if path.parent.parent == root else None
+        prefix = f"{path.parent.name}/" if split else ""
+        if source.format in {"json", "parquet"}:
+            split = split or splits.from_file_name(path.name)
+        part, up = path.stem.removeprefix("captions_"), path.parent.parent  # COCO: train2017 of captions_train2017
+        folders = (path.parent, path.parent / part, up / part, up / "images" / part, up)
+        columns, records = READERS[source.format](path, source)
+        yield from rows_of(Table(f"{prefix}{path.name}", columns, records, folders, split, prefix), source, str(path))
+
+
+def rows_of(table: Table, source: DataSource, where: str) -> Iterator[Row]:
     """The rows of a table, with the columns chosen by the options or by their names."""
-    columns = choose_columns(table.columns, source.options, str(table.path))
-    folder = ImageFolder(table.folder)
-    for number, cells, image in table.records(columns):
-        place = (table.name, number)
+    columns = choose_columns(table.columns, source.options, where)
+    find_image = _image_finder(table.folders)
+    for number, cells, stored in table.records(columns):
+        place = table.name, number
         if isinstance(cells, str):
             source.problem(place, cells)
             continue
-        captions = [cells.get(name) for name in columns.captions]
-        id_ = None
-        if image is not None:
+        name: Any = cells.get(columns.image)
+        if stored is not None:
             value = cells.get(columns.id) if columns.id else None
             id_ = (str(value) if isinstance(value, str | int) else "") or f"{table.name}#{number}"
-        yield Row(
-            place,
-            captions if len(captions) > 1 else captions[0],
-            splits.from_value(cells.get(columns.split) if columns.split else None) or table.split,
-            cells.get(columns.image),
-            folder,
-            image,
-            id_,
-        )
+        elif wrong := _path_problem(name):
+            source.problem(place, wrong, "no-image")
+            continue
+        else:
+            id_ = table.prefix + posixpath.normpath(name.replace("\\", "/"))
+        captions = [cells.get(column) for column in columns.captions]
+        split = splits.from_value(cells.get(columns.split) if columns.split else None) or table.split
+        yield Row(place, captions if len(captions) > 1 else captions[0], split, stored or find_image(name), id_)
+
+
+def _path_problem(name: Any) -> str | None:
+    """Why a value cannot be the path of an image, or None."""
+    if name is None or (isinstance(name, str) and not name.strip()):
+        return "no file name of an image"
+    if not isinstance(name, str):
+        return f"the image's file name is not text but {type(name).__name__}"
+    if "\0" in name or len(name) > 4096 or name != name.encode("utf-8", "replace").decode("utf-8"):
+        return "the image's file name is not valid Unicode, contains a zero byte or is too long"
+    if name.startswith(("http://", "https://", "s3://", "gs://")):
+        return f"{name[:80]} is a URL, not a file: download the images first (img2dataset does)"
+    return None
+
+
+def _image_finder(folders: Sequence[Path]) -> Callable[[str], FileImage]:
+    """Finds an image named in a table in these folders or in their images/; else its path in the first, for errors."""
+    near = dict.fromkeys(os.fspath(folder / name) for folder in folders for name in _IMAGE_FOLDERS)
+    bases = list(filter(os.path.isdir, near)) or [os.fspath(folders[0])]
+    next_to_table = bases[0]
+
+    @cache  # one object per image, however many captions it has
+    def find(name: str) -> FileImage:
+        for spelling in dict.fromkeys((name, name.replace("\\", "/"))):
+            for number, base in enumerate(bases):
+                path = os.path.join(base, spelling)
+                if os.path.isfile(path):
+                    bases.insert(0, bases.pop(number))  # it most likely has the next image, too
+                    return FileImage(path)
+        return FileImage(os.path.join(next_to_table, name))
+
+    return find
 
 
 def choose_columns(header: Sequence[str], options: Options, where: str) -> Columns:
@@ -104,15 +196,18 @@ def choose_columns(header: Sequence[str], options: Options, where: str) -> Colum
     def find(names: Iterable[str]) -> list[str]:
         return [by_key[_key(name)] for name in names if _key(name) in by_key]
 
-    asked = [name for name in (options.image_column, *options.caption_columns) if name is not None]
-    for name in asked:
-        if _key(name) not in by_key:
+    for name in (options.image_column, *options.caption_columns):
+        if name is not None and _key(name) not in by_key:
             raise user_error(f"{where}: no column {name!r}; it has {_listing(header)}")
     image = find([options.image_column] if options.image_column else IMAGE_NAMES)[:1]
     numbered = [name for name in header if _NUMBERED.fullmatch(_key(name))]
     captions = find(options.caption_columns) or numbered or find(CAPTION_NAMES)[:1]
-    if not image or not captions:
-        raise user_error(f"{where}: {_missing(not image, not captions, header)}")
+    if not image and any(_ENDS_AS_IMAGE.search(_key(name)) for name in header):
+        raise user_error(f"{where}: the first row is an image, not column names; add a row such as image,caption")
+    if missing := [name for name, found in (("image", image), ("caption", captions)) if not found]:
+        flags = " and ".join(f"--{name}-column" for name in missing)
+        what = f"no {' and no '.join(missing)} column among {_listing(header)}"
+        raise user_error(f"{where}: {what}; specify it with {flags}")
     ids = [name for name in find(ID_NAMES) if name != image[0]]
     split = next(iter(find(SPLIT_NAMES)), None)
     return Columns(image[0], tuple(dict.fromkeys(captions)), split, next(iter(ids), None))
@@ -127,158 +222,131 @@ def _listing(header: Sequence[str]) -> str:
     return (names or "no columns") + (", ..." if len(header) > 12 else "")
 
 
-def _missing(image: bool, caption: bool, header: Sequence[str]) -> str:
-    if image and any(_ENDS_AS_IMAGE.search(_key(name)) for name in header):
-        return "the first row is an image, not column names; add a row such as image,caption"
-    missing = [name for name, lacks in (("image", image), ("caption", caption)) if lacks]
-    flags = " and ".join(f"--{name}-column" for name in missing)
-    return f"no {' and no '.join(missing)} column among {_listing(header)}; specify it with {flags}"
-
-
-def open_table(path: Path, source: DataSource) -> Table:
-    """The table in a file, by its suffix."""
-    if path.suffix.lower() in {".parquet", ".pq"}:
-        return parquet_table(path, source)
-    if path.suffix.lower() == ".json":
-        return json_table(path, source)
-    return jsonl_table(path, source) if is_jsonl(path) else csv_table(path, source)
-
-
-# CSV and TSV
-
-
-def is_csv(path: Path) -> bool:
-    """A file with the suffix of a table, or a .txt whose first line names an image and a caption column."""
-    suffix = path.suffix.lower()
-    return path.is_file() and (suffix in {".csv", ".tsv", ".tab"} or (suffix == ".txt" and has_columns(path)))
-
-
-def has_columns(path: Path, options: Options = DEFAULT) -> bool:
-    """Whether the first line of a text file names an image and a caption column."""
-    return _csv_dialect(path, find_encoding(path), options)[2]
-
-
-def csv_table(path: Path, source: DataSource) -> Table:
-    """The first row has the column names; delimiter and encoding are detected."""
-    encoding = _encoding(path, source)
-    delimiter, header, _ = _csv_dialect(path, encoding, source.options)
-
-    def records(columns: Columns) -> Iterator[Record]:
+def text_lines(path: Path, source: DataSource | None = None) -> Iterator[str]:
+    """The lines of a text file with their ends, in its encoding; bytes that do not fit are replaced."""
+    encoding = _find_encoding(path)
+    if source and encoding == "cp1252":
+        source.note(f"{path.name} is not UTF-8: read as Windows-1252; save it as UTF-8 if letters look wrong")
+    with io.TextIOWrapper(open_regular(path), encoding, errors="replace", newline="") as file:
         number = 0
-        with open_text(path, encoding) as file:
-            try:
-                # Rows are numbered as a spreadsheet does: the column names are row 1.
-                for number, cells in enumerate(csv.reader(bounded_lines(file, path), delimiter=delimiter), start=1):
-                    if len(cells) > len(header) and number > 1:
-                        what = f"{len(cells)} cells under {len(header)} columns"
-                        yield number, f"{what}: put quotes around captions with {delimiter!r}", None
-                    elif cells and number > 1:
-                        # Not strict: cells missing at the end of a row read as None.
-                        yield number, dict(zip(header, cells, strict=False)), None
-            except csv.Error as error:
-                what = f"{error}; check for an unclosed quote"
-                raise user_error(f"{path} row {number + 1}: {what}") from error
-
-    return Table(path, path.name, header, records, path.parent)
+        while line := file.readline(MAX_LINE):
+            number += 1
+            if len(line) >= MAX_LINE:
+                raise user_error(f"{path} line {number}: longer than {MAX_LINE >> 20} MiB; is it a text file?")
+            yield line
 
 
-def _csv_dialect(path: Path, encoding: str, options: Options) -> tuple[str, list[str], bool]:
-    """(delimiter, column names, whether they include an image and a caption)."""
-    with open_text(path, encoding) as file:
-        line = next(bounded_lines(file, path), "")
-    headers = {delimiter: _cells(line, delimiter) for delimiter in _DELIMITERS}
-    if path.suffix.lower() in {".tsv", ".tab"}:
-        headers = {"\t": headers["\t"]}
-    for delimiter, header in headers.items():
-        try:
-            choose_columns(header, options, "")
-        except UserError:
-            continue
-        return delimiter, header, True
-    delimiter = max(headers, key=lambda delimiter: len(headers[delimiter]))
-    return delimiter, headers[delimiter], False
-
-
-def _cells(line: str, delimiter: str) -> list[str]:
-    try:
-        return [name.strip() for name in next(csv.reader([line], delimiter=delimiter), [])]
-    except csv.Error:
-        return []
-
-
-def find_encoding(path: Path) -> str:
+def _find_encoding(path: Path) -> str:
     """UTF-8 (with or without BOM), UTF-16 by its BOM, else cp1252, which Excel writes on Windows."""
     with open_regular(path) as file:
-        start = file.read(4)
-        for bom, name in _BOMS:
-            if start.startswith(bom):
-                return name
+        if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            return "utf-16"
         file.seek(0)
         try:
-            text = io.TextIOWrapper(file, "utf-8")
+            text = io.TextIOWrapper(file, "utf-8-sig")
             while text.read(2**20):
                 pass
         except UnicodeDecodeError:
             return "cp1252"
-    return "utf-8"
+    return "utf-8-sig"
 
 
-def _encoding(path: Path, source: DataSource) -> str:
-    encoding = find_encoding(path)
-    if encoding == "cp1252":
-        source.note(f"{path.name} is not UTF-8: read as Windows-1252; save it as UTF-8 if letters look wrong")
-    return encoding
+def has_columns(path: Path, options: Options = DEFAULT) -> bool:
+    """Whether the first line of a text file names an image and a caption column."""
+    return read_header(path, options)[2]
 
 
-def open_text(path: Path, encoding: str) -> TextIO:
-    """A regular file as text; bytes that do not fit the encoding are replaced."""
-    return io.TextIOWrapper(open_regular(path), encoding, errors="replace", newline="")
+def read_header(path: Path, options: Options) -> tuple[str, list[str], bool]:
+    """(delimiter, column names, whether they include an image and a caption)."""
+    line = next(text_lines(path), "")
+    headers: dict[str, list[str]] = {}
+    for delimiter in "\t" if _FORMATS.get(path.suffix.lower()) == "tsv" else ",\t;|":
+        try:
+            headers[delimiter] = [name.strip() for name in next(csv.reader([line], delimiter=delimiter), [])]
+            choose_columns(headers[delimiter], options, "")
+            return delimiter, headers[delimiter], True
+        except (UserError, csv.Error):
+            continue
+    delimiter = max(headers, key=lambda each: len(headers[each]), default=",")
+    return delimiter, headers.get(delimiter, []), False
 
 
-def bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
-    """Lines with their line ends; an extremely long one is an error, to bound memory."""
-    number = 0
-    while line := file.readline(MAX_LINE):
-        number += 1
-        if len(line) >= MAX_LINE:
-            raise user_error(f"{path} line {number}: longer than {MAX_LINE >> 20} MiB; is it a text file?")
-        yield line
+def _read_csv(path: Path, source: DataSource) -> Opened:
+    """The first row has the column names; delimiter and encoding are detected."""
+    delimiter, header, _ = read_header(path, source.options)
+
+    def records(columns: Columns) -> Iterator[Record]:
+        number = 0
+        try:
+            # Rows are numbered as a spreadsheet does: the column names are row 1.
+            for number, cells in enumerate(csv.reader(text_lines(path, source), delimiter=delimiter), start=1):
+                if len(cells) > len(header) and number > 1:
+                    what = f"{len(cells)} cells under {len(header)} columns"
+                    yield number, f"{what}: put quotes around captions with {delimiter!r}", None
+                elif cells and number > 1:
+                    # Not strict: cells missing at the end of a row read as None.
+                    yield number, dict(zip(header, cells, strict=False)), None
+        except csv.Error as error:
+            raise user_error(f"{path} row {number + 1}: {error}; check for an unclosed quote") from error
+
+    return header, records
 
 
-def text_lines(path: Path) -> Iterator[str]:
-    """The lines of a text file in its detected encoding."""
-    with open_text(path, find_encoding(path)) as file:
-        yield from bounded_lines(file, path)
-
-
-# JSON and JSONL
-
-
-def is_jsonl(path: Path) -> bool:
-    """A file with the suffix .jsonl or .ndjson."""
-    return path.is_file() and path.suffix.lower() in {".jsonl", ".ndjson"}
-
-
-def is_json(path: Path) -> bool:
-    """A .json file with a list."""
-    return path.is_file() and path.suffix.lower() == ".json" and isinstance(read_json(path), list)
-
-
-def jsonl_table(path: Path, source: DataSource) -> Table:
+def _read_jsonl(path: Path, source: DataSource) -> Opened:
     """One JSON object per line."""
-    encoding = _encoding(path, source)
-    return _json_table(path, lambda: _json_lines(path, encoding))
+
+    def values() -> Iterator[tuple[int, Any]]:
+        for number, line in enumerate(text_lines(path), start=1):
+            if line.strip():
+                try:
+                    yield number, json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    yield number, ValueError(f"not valid JSON ({error})")
+
+    return _json_table(path, values)
 
 
-def json_table(path: Path, source: DataSource) -> Table:
-    """A file with a list of JSON objects."""
-    document = read_json(path)
-    if not isinstance(document, list):
-        raise user_error(f"{path}: not a list of objects such as {_EXAMPLE}")
-    return _json_table(path, lambda: enumerate(document, start=1))
+def _read_json(path: Path, source: DataSource) -> Opened:
+    """A list of JSON objects, COCO captions, or Karpathy's list of images with sentences."""
+    try:
+        if (size := path.stat().st_size) > MAX_JSON:
+            raise user_error(f"{path}: {size >> 20} MiB of JSON in one document; write it as .jsonl, one row per line")
+        document = json.loads(read_small(path, MAX_JSON).decode("utf-8-sig"))
+    except RecursionError as error:
+        raise user_error(f"{path}: nested too deeply for a list of captions") from error
+    except ValueError as error:
+        raise user_error(f"{path}: not valid JSON ({error}); write it again or check its end") from error
+    rows = document
+    if isinstance(document, dict):
+        rows, annotations = document.get("images"), document.get("annotations")
+        if isinstance(rows, list) and isinstance(annotations, list):
+            rows = _coco_rows(rows, annotations)
+        elif isinstance(rows, list):
+            rows = [_karpathy_row(row) if isinstance(row, dict) else row for row in rows]
+    if not isinstance(rows, list):
+        raise user_error(f"{path}: neither a list of objects such as {_EXAMPLE} nor captions of COCO or Karpathy")
+    return _json_table(path, lambda: enumerate(rows, start=1))
 
 
-def _json_table(path: Path, values: Callable[[], Iterable[tuple[int, Any]]]) -> Table:
+def _coco_rows(images: list[Any], annotations: list[Any]) -> list[Any]:
+    """One row per annotation; without an image where its image_id is not among the images."""
+
+    def key(item: dict[str, Any], name: str) -> str | None:
+        return str(item[name]) if isinstance(item.get(name), int | str) else None
+
+    names = {key(image, "id"): image.get("file_name") for image in images if isinstance(image, dict)} | {None: None}
+    dicts = ((each, each if isinstance(each, dict) else {}) for each in annotations)
+    return [{"image": names.get(key(d, "image_id")), "caption": d.get("caption")} if d else each for each, d in dicts]
+
+
+def _karpathy_row(image: dict[str, Any]) -> dict[str, Any]:
+    name, below = image.get("filename"), image.get("filepath")
+    if isinstance(name, str) and isinstance(below, str):
+        name = posixpath.join(below, name)
+    return {"image": name, "captions": image.get("sentences"), "split": image.get("split")}
+
+
+def _json_table(path: Path, values: Callable[[], Iterable[tuple[int, Any]]]) -> Opened:
     rows = islice((row for _, row in values() if isinstance(row, dict)), _ROWS_FOR_COLUMNS)
     columns = list(dict.fromkeys(key for row in rows for key in row))
     if not columns:
@@ -289,60 +357,18 @@ def _json_table(path: Path, values: Callable[[], Iterable[tuple[int, Any]]]) -> 
             wrong = row.args[0] if isinstance(row, ValueError) else "not a JSON object"
             yield number, row if isinstance(row, dict) else wrong, None
 
-    return Table(path, path.name, columns, records, path.parent)
+    return columns, records
 
 
-def _json_lines(path: Path, encoding: str) -> Iterator[tuple[int, Any]]:
-    """(line number, value); a line that is not JSON gives a ValueError."""
-    with open_text(path, encoding) as file:
-        for number, line in enumerate(bounded_lines(file, path), start=1):
-            if line.strip():
-                try:
-                    yield number, json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    yield number, ValueError(f"not valid JSON ({error})")
-
-
-@lru_cache(maxsize=1)
-def read_json(path: Path) -> Any:
-    """The document in a JSON file; cached because detecting the format and reading it both need it."""
-    try:
-        if (size := path.stat().st_size) > MAX_JSON:
-            raise user_error(f"{path}: {size >> 20} MiB of JSON in one document; write it as .jsonl, one row per line")
-        return json.loads(read_small(path, MAX_JSON).decode("utf-8-sig"))
-    except RecursionError as error:
-        raise user_error(f"{path}: nested too deeply for a list of captions") from error
-    except ValueError as error:
-        raise user_error(f"{path}: not valid JSON ({error}); write it again or check its end") from error
-
-
-# Parquet
-
-
-def parquet_files(path: Path) -> list[Path]:
-    """The Parquet files at a path, sorted: the file itself, or those of a folder or of its data/."""
-    if path.is_file():
-        return [path] if path.suffix.lower() in {".parquet", ".pq"} else []
-    return sorted(path.glob("*.parquet")) or sorted(path.glob("data/*.parquet"))
-
-
-def parquet_rows(source: DataSource) -> Iterator[Row]:
-    """All files of a folder; their names may contain the split, as on the hub (train-00000-of-00002)."""
-    files = parquet_files(source.path)
-    if not files:
-        raise user_error(f"{source.path}: no .parquet file there")
-    for path in files:
-        yield from table_rows(parquet_table(path, source), source)
-
-
-def parquet_table(path: Path, source: DataSource) -> Table:
+def _read_parquet(path: Path, source: DataSource) -> Opened:
     """Images are paths, or bytes that stay in the file until they are opened."""
     parquet = require("pyarrow.parquet", "Parquet")
     with _readable(path):
         schema = parquet.read_schema(path)
 
     def records(columns: Columns) -> Iterator[Record]:
-        embedded = _has_bytes(str(schema.field(columns.image).type))
+        type_ = str(schema.field(columns.image).type)  # bytes, or the {bytes, path} of `datasets`
+        embedded = type_.startswith(("binary", "large_binary", "fixed_size_binary")) or "bytes: binary" in type_
         names = [*columns.captions, columns.split, columns.id if embedded else columns.image]
         with _readable(path), parquet.ParquetFile(path) as file:
             number = 0
@@ -355,14 +381,7 @@ def parquet_table(path: Path, source: DataSource) -> Table:
                         number += 1
                         yield number, cells, image
 
-    folder = source.path if source.path.is_dir() else path.parent
-    split = splits.from_file_name(path.name) or splits.from_folder(path.parent.name)
-    return Table(path, path.name, schema.names, records, folder, split)
-
-
-def _has_bytes(column_type: str) -> bool:
-    """Whether a column has the images themselves: bytes, or the {bytes, path} of `datasets`."""
-    return column_type.startswith(("binary", "large_binary", "fixed_size_binary")) or "bytes: binary" in column_type
+    return schema.names, records
 
 
 @contextmanager
@@ -376,16 +395,13 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class ParquetImage:
+class ParquetImage(StoredImage):
     """An image in a row of a Parquet file."""
 
     path: str
     column: str
     group: int
     row: int
-
-    def open(self, want: int | None = None) -> Image.Image:
-        return decode(self.read(), want, str(self))
 
     def read(self) -> bytes:
         """The bytes; their row group stays in memory, because the next image is most likely in it."""
@@ -414,3 +430,8 @@ def bytes_in(value: Any, where: str) -> bytes:
 def _row_group(path: str, stamp: str, column: str, group: int) -> Any:
     with require("pyarrow.parquet", "Parquet").ParquetFile(path) as file:
         return file.read_row_group(group, columns=[column]).column(0)
+
+
+READERS: dict[str, Callable[[Path, DataSource], Opened]] = {
+    **{"csv": _read_csv, "tsv": _read_csv, "jsonl": _read_jsonl, "json": _read_json, "parquet": _read_parquet}
+}

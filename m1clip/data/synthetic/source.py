@@ -24,6 +24,7 @@ from m1clip.errors import UserError
 from m1clip.io import write_text
 
 SPLITS = ("train", "val", "test")
+CAPTIONS_PER_IMAGE = 5
 Look = tuple[str, str]  # kind and color
 
 
@@ -121,15 +122,7 @@ class SyntheticSource:
     notes: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
 
-    def __init__(
-        self,
-        image_size: int,
-        train: int = 8000,
-        val: int = 500,
-        test: int = 500,
-        seed: int = 0,
-        captions_per_image: int = 5,
-    ) -> None:
+    def __init__(self, image_size: int, train: int = 8000, val: int = 500, test: int = 500, seed: int = 0) -> None:
         if not SMALLEST <= image_size <= LARGEST:
             raise UserError(f"synthetic images are {SMALLEST} to {LARGEST} px wide, not {image_size}")
         if seed < 0:
@@ -137,7 +130,7 @@ class SyntheticSource:
         counts = dict(zip(SPLITS, (train, val, test), strict=True))
         self._scenes = {split: sample_scenes(split, count, seed) for split, count in counts.items()}
         self._samples: dict[str, list[Sample]] = {}
-        self._image_size, self._seed, self._captions_per_image = image_size, seed, captions_per_image
+        self._image_size, self._seed = image_size, seed
 
     def splits(self) -> tuple[str, ...]:
         return tuple(split for split in SPLITS if self._scenes[split])
@@ -161,7 +154,7 @@ class SyntheticSource:
         name = f"{split}-{index:06d}"
         seed = scenes.derive(scenes.IMAGE, self._seed, SPLITS.index(split), index)
         image = SyntheticImage(scene, self._image_size, seed, name)
-        return Sample(image, captions(scene, self._captions_per_image, seed), name)
+        return Sample(image, captions(scene, CAPTIONS_PER_IMAGE, seed), name)
 
 
 def write_folder(
@@ -169,7 +162,6 @@ def write_folder(
     count: int,
     image_size: int = 224,
     seed: int = 0,
-    captions_per_image: int = 5,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> str:
     """Write images/ and, when all are there, captions.csv; a tenth of the images each are val and test."""
@@ -177,7 +169,7 @@ def write_folder(
         raise UserError(f"{count} images are too few for train, val and test; use at least 3")
     held_out = max(1, round(count / 10))
     counts = {"train": count - 2 * held_out, "val": held_out, "test": held_out}
-    source = SyntheticSource(image_size, **counts, seed=seed, captions_per_image=captions_per_image)
+    source = SyntheticSource(image_size, **counts, seed=seed)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: not an empty folder; choose a new one for the images")
     (folder / "images").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Folders: text files, classes, imagefolder, Flickr, COCO."""
+"""Folders: text files, classes, a table for each split, Karpathy, COCO."""
 
 from __future__ import annotations
 
@@ -63,28 +63,11 @@ def test_karpathy_json(images: Write) -> None:
     (root / "dataset_flickr8k.json").write_text(json.dumps(document))
     for spec in (root, root / "dataset_flickr8k.json"):
         source = open_source(str(spec))
-        assert source.format == "karpathy"
+        assert source.format == "json"
         assert [sample.id for sample in source.samples("train")] == ["a.jpg", "b.jpg"]
         assert source.samples("val")[0].captions == ("c 0", "c 1")
         assert source.samples("val")[0].image.open()
         assert len(source.problems) == 2
-
-
-def test_token_file_with_official_lists(images: Write) -> None:
-    root = images(["Flicker8k_Dataset/a.jpg", "Flicker8k_Dataset/b.jpg", "Flicker8k_Dataset/c.jpg"])
-    text = root / "Flickr8k_text"
-    text.mkdir()
-    (text / "Flickr8k.token.txt").write_text(
-        "".join(f"{n}.jpg#{i}\tcaption {n} {i}\n" for n in "abc" for i in (0, 1)) + "junk\n"
-    )
-    for name, split in (("a", "train"), ("b", "dev"), ("c", "test")):
-        (text / f"Flickr_8k.{split}Images.txt").write_text(f"{name}.jpg\n")
-    source = open_source(str(root))
-    assert source.format == "token"
-    assert [source.samples(split)[0].id for split in ("train", "val", "test")] == ["a.jpg", "b.jpg", "c.jpg"]
-    assert source.samples("val")[0].captions == ("caption b 0", "caption b 1")
-    assert source.samples("val")[0].image.open()
-    assert source.problems[0].where == "Flickr8k.token.txt row 7"
 
 
 def coco(names: Iterable[str]) -> str:
@@ -99,7 +82,7 @@ def test_coco_folder_and_file(images: Write) -> None:
     (root / "annotations/captions_train2017.json").write_text(coco([f"{n}.jpg" for n in range(20)]))
     (root / "annotations/captions_val2017.json").write_text(coco(["v.jpg"]))
     source = open_source(str(root))
-    assert source.format == "coco"
+    assert source.format == "json"
     assert [len(source.samples(split)) for split in source.splits()] == [20, 1]
     assert source.samples("val")[0].captions == ("v.jpg 0", "v.jpg 1")
     assert all(sample.image.open() for sample in everything(source).values())

@@ -122,8 +122,7 @@ def test_the_order_of_tables_in_a_folder(images: Write) -> None:
 
 
 def test_parquet_paths_and_bytes(images: Write) -> None:
-    pa = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     root = images(["a.jpg"])
     parquet.write_table(pa.table({"filepath": ["a.jpg", None], "texts": [["x", "y"], ["z"]]}), root / "paths.parquet")
     source = open_source(str(root / "paths.parquet"))
@@ -145,8 +144,7 @@ def test_parquet_paths_and_bytes(images: Write) -> None:
 
 
 def test_parquet_rows_of_one_image_are_joined_by_an_id_column(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     cells = {"image": [image_bytes(1)] * 4, "image_id": ["7", "7", "", ""], "caption": ["x", "y", "z", "w"]}
     parquet.write_table(pa.table(cells), tmp_path / "t.parquet")
     found = everything(open_source(str(tmp_path / "t.parquet")))

@@ -72,7 +72,7 @@ def test_no_more_scenes_than_there_are() -> None:
 
 @pytest.fixture(scope="module")
 def source() -> SyntheticSource:
-    return SyntheticSource(64, train=40, val=12, test=0, seed=1, captions_per_image=3)
+    return SyntheticSource(64, train=40, val=12, test=0, seed=1)
 
 
 def test_samples_have_ids_images_and_captions(source: SyntheticSource) -> None:
@@ -82,7 +82,7 @@ def test_samples_have_ids_images_and_captions(source: SyntheticSource) -> None:
     assert len(samples) == 40
     assert len(source.samples("test")) == 0
     for sample in samples:
-        assert len(set(sample.captions)) == 3
+        assert len(set(sample.captions)) == 5
         image = sample.image.open()
         assert (image.mode, image.size) == ("RGB", (64, 64))
         assert isinstance(sample.image, SyntheticImage)
@@ -117,10 +117,10 @@ def test_wrong_requests_are_refused(source: SyntheticSource) -> None:
 def test_the_folder_has_the_same_images_and_captions_as_the_source(tmp_path: Path) -> None:
     steps: list[tuple[int, int]] = []
     folder = tmp_path / "a set"
-    done = write_folder(folder, 20, image_size=48, seed=2, captions_per_image=4, progress=lambda *s: steps.append(s))
-    assert done.endswith("a set: 20 images (train 16, val 2, test 2), 80 captions")
+    done = write_folder(folder, 20, image_size=48, seed=2, progress=lambda *s: steps.append(s))
+    assert done.endswith("a set: 20 images (train 16, val 2, test 2), 100 captions")
     assert steps == [(n, 20) for n in range(1, 21)]
-    expected, written = SyntheticSource(48, 16, 2, 2, seed=2, captions_per_image=4), open_source(str(folder))
+    expected, written = SyntheticSource(48, 16, 2, 2, seed=2), open_source(str(folder))
     for split in SPLITS:
         for one, other in zip(expected.samples(split), written.samples(split), strict=True):
             assert one.captions == other.captions

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from m1clip.data.lint.report import LintReport
+from m1clip.data.lint import LintReport
 
 
 def photo(seed: int, size: tuple[int, int] = (96, 64)) -> Image.Image:

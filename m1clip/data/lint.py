@@ -1,0 +1,389 @@
+"""Check a dataset before training: broken images, bad captions, duplicates and leakage between splits."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from statistics import median
+from typing import Literal
+
+import numpy as np
+from PIL import Image
+
+from m1clip.data.images import BadImage, decode, one_line, opened
+from m1clip.data.sources.mixture import MixedSource
+from m1clip.data.types import ImageRef, Sample, Source
+from m1clip.text.bpe import BpeTokenizer
+
+Severity = Literal["problem", "warning", "info"]
+Progress = Callable[[int, int], None]  # (done, total)
+QUICK = 64  # images checked before each run
+MAX_EXAMPLES = 100  # of each finding in the JSON
+EXAMPLES_SHOWN = 3  # of each finding in the text
+MAX_BAD_FRACTION = 0.10  # a run stops above it
+_VERDICT: dict[Severity, str] = {"problem": "problems", "warning": "warnings", "info": "ok"}  # worst first
+
+FAULTS = {  # kinds of BadImage
+    "missing": ("missing images", "restore the missing images, or remove their rows"),
+    "empty": ("empty image files (0 bytes)", "copy the empty files again, or remove their rows"),
+    "truncated": ("truncated images", "copy or download the truncated images again"),
+    "not-an-image": ("files that are not images", "convert them to JPEG or PNG, or remove their rows"),
+    "no-decoder": ("HEIC images without a decoder", "pip install pi-heif, or save them as JPEG"),
+    "too-large": ("images too large to decode safely", "reduce the size of the oversized images"),
+    "broken": ("images that cannot be decoded", "save the broken images again, or remove their rows"),
+}
+SKIPPED: dict[str, tuple[Severity, str, str]] = {  # kinds of Problem
+    "empty-caption": ("warning", "rows without a caption, skipped", "write the missing captions, or remove the rows"),
+    "no-image": ("warning", "rows without a usable image, skipped", "fix the rows without an image"),
+    "split-conflict": ("problem", "rows that put an image in a second split", "give each image one split"),
+    "unsafe-member": ("warning", "files in shards with unsafe names, skipped", "write the shards again"),
+    "shard": ("problem", "damaged shards", "copy or write the damaged shards again"),
+    "row": ("warning", "unreadable rows, skipped", "fix the unreadable rows"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One kind of finding: what was counted, how many, where the first ones are, and what to do."""
+
+    code: str
+    severity: Severity
+    count: int
+    message: str
+    remedy: str = ""
+    examples: tuple[str, ...] = ()
+
+
+def finding(code: str, severity: Severity, message: str, remedy: str, places: Sequence[str]) -> list[Finding]:
+    """A finding at these places; none without a place."""
+    return [Finding(code, severity, len(places), message, remedy, tuple(places[:MAX_EXAMPLES]))] if places else []
+
+
+@dataclass(frozen=True)
+class LintReport:
+    """Findings, the worst first, and statistics of the dataset."""
+
+    source: str
+    images: dict[str, int]  # of each split
+    captions: int
+    checked: int  # images that were decoded
+    seconds: float
+    findings: tuple[Finding, ...]
+    facts: dict[str, dict[str, int]]
+    notes: tuple[str, ...]
+
+    @property
+    def verdict(self) -> str:
+        """ok, warnings or problems."""
+        return _VERDICT[self.findings[0].severity] if self.findings else "ok"
+
+    def advice(self) -> list[str]:
+        """What to do, each remedy once, the most urgent first."""
+        return list(dict.fromkeys(f.remedy for f in self.findings if f.remedy and f.severity != "info"))
+
+    def to_json(self) -> str:
+        """The complete report."""
+        report = {"verdict": self.verdict, "advice": self.advice(), **asdict(self)}
+        return json.dumps(report, indent=2, ensure_ascii=False)
+
+    def to_text(self) -> str:
+        """Lines for a terminal, with a few examples of each finding."""
+        total = sum(self.images.values())
+        splits = ", ".join(f"{name} {count:,}" for name, count in self.images.items())
+        checked = "all" if self.checked == total else f"{self.checked:,}"
+        head = f"{self.source}: {total:,} images ({splits}), {self.captions:,} captions"
+        lines = [f"{head}; {checked} checked in {self.seconds:.1f} s"]
+        for name, values in self.facts.items():
+            lines.append(
+                f"  {name.replace('_', ' ')}: " + ", ".join(f"{key} {value:,}" for key, value in values.items())
+            )
+        lines += [f"  note: {note}" for note in self.notes]
+        for found in self.findings:
+            lines.append(f"{found.severity:>7}  {found.message}: {found.count:,}")
+            shown = found.examples[:EXAMPLES_SHOWN]
+            lines += [f"           {example}" for example in shown]
+            if shown and found.count > len(shown):
+                lines.append(f"           ... and {found.count - len(shown):,} more")
+        return "\n".join([*lines, f"verdict: {self.verdict}", *(f"  - {remedy}" for remedy in self.advice())])
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A sample with its split; `origin` gives the file and row of a caption."""
+
+    sample: Sample
+    split: str
+    origin: Callable[[str, int], str]
+
+    def image_name(self) -> str:
+        """a/b.jpg (captions.csv row 12)."""
+        name = str(self.sample.image)
+        row = self.origin(self.sample.id, 0)
+        return name if row in name else f"{name} ({row})"
+
+    def caption_name(self, number: int) -> str:
+        """captions.csv row 12: the caption, shortened."""
+        text = self.sample.captions[number]
+        where = self.origin(self.sample.id, number)
+        return one_line(f"{where}: {text if len(text) <= 80 else text[:77] + '...'}")
+
+
+def lint(
+    source: Source,
+    sample: int | None = None,
+    *,
+    context_length: int = 77,
+    workers: int = 2,
+    progress: Progress = lambda done, total: None,
+) -> LintReport:
+    """Decode every image once and check all captions; with `sample`, that many images and their captions."""
+    start = time.perf_counter()
+    if isinstance(source, MixedSource):  # without the weights, which repeat images
+        source = MixedSource([(part, 1.0) for part, _ in source.parts])
+    entries = [Entry(item, split, source.origin) for split in source.splits() for item in source.samples(split)]
+    checked = entries
+    if sample is not None and sample < len(entries):  # spread over all splits and all parts of the data
+        checked = [entries[i * len(entries) // sample] for i in range(sample)]
+    facts = inspect_all([entry.sample.image for entry in checked], workers, progress)
+    found = check_images(checked, facts)
+    if sample is None:
+        found += find_duplicates(checked, facts)
+    for kind, (severity, message, remedy) in SKIPPED.items():
+        places = [str(problem) for problem in source.problems if problem.kind == kind]
+        found += finding(f"skipped-{kind}", severity, message, remedy, places)
+    found += check_captions(checked, context_length, source.class_captions)
+    images = Counter(entry.split for entry in entries)
+    remedy = "name the splits train, val and test, or remove the split column"
+    if not images["train"]:
+        found += finding("no-train", "problem", "missing splits", remedy, ["train"])
+    if not images["val"]:
+        found += finding("no-val", "warning", "missing splits", remedy, ["val"])
+    return LintReport(
+        source=source.name,
+        images={split: count for split, count in images.items() if count},
+        captions=sum(len(entry.sample.captions) for entry in entries),
+        checked=len(checked),
+        seconds=time.perf_counter() - start,
+        findings=tuple(sorted(found, key=lambda each: list(_VERDICT).index(each.severity))),
+        facts={} if sample is not None else _statistics(entries, facts),
+        notes=tuple(source.notes),
+    )
+
+
+def _statistics(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> dict[str, dict[str, int]]:
+    captions = [entry.sample.captions for entry in entries]
+    counts = {
+        "captions_per_image": [len(texts) for texts in captions],
+        "words_per_caption": [len(text.split()) for texts in captions for text in texts],
+        "short_side": [min(fact.size) for fact in facts if not fact.fault],
+    }
+    return {name: {"min": min(v), "median": int(median(v)), "max": max(v)} for name, v in counts.items() if v}
+
+
+# Images
+
+MIN_SIDE, MAX_ASPECT = 16, 8
+NEAR_EMPTY_CONTRAST = 2.0
+_DECODED_SIDE = 36  # enough for the hash and the thumbnail; JPEG decodes at a fraction of its size
+_THUMB_SIDE = 16
+_CHUNK = 32  # images per task of a thread
+# Chosen by eye on Flickr8k: the 7 pairs within these limits are one image or one scene; looser limits add
+# pairs of sky and fog. Of 1,000 of its images, copies that were re-encoded, resized, brightened or made gray
+# were all found; of those cropped by 8% on each side 228, of mirrored ones 5.
+MAX_BITS = 32  # of 128 that differ
+MIN_CORRELATION = 0.8
+MIN_DETAIL_CORRELATION = 0.55
+MIN_CONTRAST = 6.0  # flat images all look alike
+MAX_ALL_PAIRS = 200_000  # above, comparing all pairs takes longer than decoding the images
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFacts:
+    """`fault` is a kind of BadImage; the other fields are set only where it is None."""
+
+    fault: str | None = None
+    reason: str = ""
+    size: tuple[int, int] = (0, 0)
+    digest: bytes = b""
+    look: bytes = b""  # hash of how it looks
+    thumb: bytes = b""
+    contrast: float = 0.0
+
+
+def inspect(ref: ImageRef) -> ImageFacts:
+    """Read, hash and decode one image."""
+    where = str(ref)
+    try:
+        data = ref.read()
+        with opened(data, where) as header:
+            size = header.size
+        gray = decode(data, _DECODED_SIDE, where).convert("L")
+    except BadImage as error:
+        return ImageFacts(error.kind, error.reason)
+    thumb = np.asarray(gray.resize((_THUMB_SIDE, _THUMB_SIDE), Image.Resampling.BOX))
+    digest, contrast = blake2b(data, digest_size=16).digest(), float(thumb.astype(np.float32).std())
+    return ImageFacts(None, "", size, digest, _look_hash(gray), thumb.tobytes(), contrast)
+
+
+def _look_hash(gray: Image.Image) -> bytes:
+    """dHash of 128 bits: whether brightness grows to the right and downwards, on a grid of 8 x 8."""
+    small = np.asarray(gray.resize((9, 9), Image.Resampling.BOX), np.int16)
+    right, down = small[:8, 1:] > small[:8, :8], small[1:, :8] > small[:8, :8]
+    return np.packbits(np.concatenate([right.ravel(), down.ravel()])).tobytes()
+
+
+def inspect_all(refs: Sequence[ImageRef], workers: int, progress: Progress) -> list[ImageFacts]:
+    """Facts of each image, in order. Threads: decoding releases the GIL, and processes were slower."""
+    facts: list[ImageFacts] = []
+    chunks = [refs[start : start + _CHUNK] for start in range(0, len(refs), _CHUNK)]
+    # Pillow warns about odd metadata of each image.
+    with warnings.catch_warnings(), ThreadPoolExecutor(workers) as pool:
+        warnings.simplefilter("ignore")
+        for part in pool.map(lambda chunk: [inspect(ref) for ref in chunk], chunks):
+            facts += part
+            progress(len(facts), len(refs))
+    return facts
+
+
+def check_images(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> list[Finding]:
+    """Broken images, extreme sizes and blank images."""
+    found: list[Finding] = []
+    bad = sum(fact.fault is not None for fact in facts)
+    if bad > MAX_BAD_FRACTION * len(facts):
+        message = f"unusable images among {len(facts):,} (training stops above {MAX_BAD_FRACTION:.0%})"
+        found.append(Finding("too-many-bad", "problem", bad, message))
+    both = list(zip(entries, facts, strict=True))
+    for fault, (message, remedy) in FAULTS.items():
+        places = [f"{entry.image_name()}: {fact.reason}" for entry, fact in both if fact.fault == fault]
+        found += finding(fault, "problem", f"{message}, skipped", remedy, places)
+    named = [(f"{entry.image_name()}: {fact.size[0]} x {fact.size[1]}", fact) for entry, fact in both if not fact.fault]
+    odd = [name for name, fact in named if min(fact.size) < max(MIN_SIDE, max(fact.size) / MAX_ASPECT)]
+    message = f"images under {MIN_SIDE} px or more than {MAX_ASPECT} times as long as wide"
+    remedy = "check images of extreme size: icons and strips contribute little"
+    found += finding("extreme-size", "warning", message, remedy, odd)
+    blank = [name for name, fact in named if fact.contrast < NEAR_EMPTY_CONTRAST]
+    return found + finding("near-empty", "warning", "images of nearly a single color", "remove blank images", blank)
+
+
+def find_duplicates(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> list[Finding]:
+    """Identical files and near-duplicates, within a split and between splits."""
+    first: dict[bytes, int] = {}
+    same = [(first.setdefault(fact.digest, i), i) for i, fact in enumerate(facts) if fact.digest]
+    same = [(i, j) for i, j in same if i != j]
+    near = [(i, j) for i, j in near_duplicates(facts) if facts[i].digest != facts[j].digest]
+
+    def places(pairs: Sequence[tuple[int, int]], between: bool) -> list[str]:
+        return [
+            " = ".join(f"{entry.split} {entry.image_name()}" for entry in (entries[i], entries[j]))
+            for i, j in pairs
+            if (entries[i].split != entries[j].split) == between
+        ]
+
+    leak, saved_again = "identical images in two splits (scores would be too high)", "(saved again, or the same scene)"
+    leak_remedy = "remove the images that are in two splits from one of them"
+    near_remedy = "check the near-duplicates in two splits, and remove those of the same image from train"
+    join = "join the captions of copies under one image: two copies in a batch are false negatives"
+    return [
+        *finding("leak-identical", "problem", leak, leak_remedy, places(same, True)),
+        *finding(
+            "leak-near", "warning", f"near-duplicates in two splits {saved_again}", near_remedy, places(near, True)
+        ),
+        *finding("duplicate-identical", "warning", "identical images within a split", join, places(same, False)),
+        *finding("duplicate-near", "info", f"near-duplicates within a split {saved_again}", "", places(near, False)),
+    ]
+
+
+def near_duplicates(facts: Sequence[ImageFacts]) -> Iterator[list[int]]:
+    """Pairs (i < j) that look alike, regardless of size and format; none above MAX_ALL_PAIRS images."""
+    usable = np.array([i for i, fact in enumerate(facts) if not fact.fault and fact.contrast >= MIN_CONTRAST], int)
+    if not 1 < len(usable) <= MAX_ALL_PAIRS:
+        return
+    looks = np.frombuffer(b"".join(facts[i].look for i in usable), np.uint8).reshape(len(usable), -1)
+    thumbs = np.frombuffer(b"".join(facts[i].thumb for i in usable), np.uint8)
+    thumbs = thumbs.reshape(-1, _THUMB_SIDE, _THUMB_SIDE)
+    signs = np.unpackbits(looks, axis=1).astype(np.float32) * 2 - 1
+    for start in range(0, len(usable), 256):
+        # Bits that agree minus bits that differ.
+        i, j = np.nonzero(signs[start : start + 256] @ signs[start:].T >= signs.shape[1] - 2 * MAX_BITS)
+        pairs = np.stack([i[i < j], j[i < j]]) + start
+        for part in np.array_split(pairs, len(pairs[0]) // 2**14 + 1, axis=1):  # a video has many
+            (gray1, detail1), (gray2, detail2) = (_unit_vectors(thumbs[index]) for index in part)
+            alike = (gray1 * gray2).sum(1) >= MIN_CORRELATION
+            alike &= (detail1 * detail2).sum(1) >= MIN_DETAIL_CORRELATION
+            yield from usable[part[:, alike]].T.tolist()
+
+
+def _unit_vectors(thumbs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Thumbnails as unit vectors: as they are, and without the broad shades of sky or fog."""
+    gray = thumbs.astype(np.float32)
+    padded = np.pad(gray, ((0, 0), (2, 2), (2, 2)), mode="edge")
+    shades = sum(padded[:, y : y + _THUMB_SIDE, x : x + _THUMB_SIDE] for y in range(5) for x in range(5)) / 25
+    pair = (each.reshape(-1, _THUMB_SIDE**2) for each in (gray - gray.mean(axis=(1, 2), keepdims=True), gray - shades))
+    plain, detail = (values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-6) for values in pair)
+    return plain, detail
+
+
+# Captions
+
+LABEL_WORDS = 2  # captions this short are labels, not descriptions
+_MANY = 0.5
+_FEW_DISTINCT = 0.1
+_FILE_NAME = re.compile(r"\S+\.(jpe?g|png|webp|gif|bmp|tiff?|hei[cf])$|^https?://\S+$", re.IGNORECASE)
+
+
+def check_captions(entries: Sequence[Entry], context_length: int, class_captions: bool) -> list[Finding]:
+    """File names and labels as captions, repeated, shared and truncated captions."""
+    tokenizer, limit = BpeTokenizer(), context_length - 2  # start and end tokens
+    file_names, repeated, overlong, short = (list[tuple[Entry, int]]() for _ in range(4))
+    cut = 0
+    images: dict[str, set[str]] = defaultdict(set)  # of each caption
+    for entry in entries:
+        seen: set[str] = set()
+        for number, text in enumerate(entry.sample.captions):
+            key, place = text.casefold().strip(" ."), (entry, number)
+            if _FILE_NAME.search(text):
+                file_names.append(place)
+            if key in seen:
+                repeated.append(place)
+            if len(text.split()) <= LABEL_WORDS:
+                short.append(place)
+            # A token has at least one byte.
+            if len(text.encode()) > limit and (tokens := len(tokenizer.encode(text))) > limit:
+                cut += tokens - limit
+                overlong.append(place)
+            seen.add(key)
+            images[key].add(entry.sample.id)
+
+    def names(places: Sequence[tuple[Entry, int]]) -> list[str]:
+        return [entry.caption_name(number) for entry, number in places]
+
+    message = "captions that are file names or URLs"
+    found = finding("file-name", "warning", message, "replace file names and URLs with descriptions", names(file_names))
+    message = "captions that repeat another one of their image"
+    found += finding("duplicate-caption", "warning", message, f"remove {message}", names(repeated))
+    message = f"captions over {limit} tokens ({cut:,} tokens are cut off)"
+    found += finding(
+        "overlong", "warning", message, "shorten long captions, or use a larger context length", names(overlong)
+    )
+    if class_captions:
+        message = f"images whose captions are made from {len(images)} class names (this is classification)"
+        return [*found, Finding("labels", "info", len(entries), message)]
+    captions = sum(len(entry.sample.captions) for entry in entries)
+    if len(short) > _MANY * captions or (len(entries) >= 50 and len(images) < _FEW_DISTINCT * len(entries)):
+        message = f"captions that are only labels ({len(images):,} different ones for {len(entries):,} images)"
+        remedy = "describe each image instead of naming it; or use class folders, whose names become sentences"
+        examples = tuple(names(short[:MAX_EXAMPLES] or [(entries[0], 0)]))
+        found.append(Finding("labels", "warning", len(short) or captions, message, remedy, examples))
+    shared = sorted((text for text in images if len(images[text]) > 1), key=lambda text: -len(images[text]))
+    fraction = len({id_ for text in shared for id_ in images[text]}) / max(len(entries), 1)
+    shown = [f"{len(images[text])} images: {text[:80]}" for text in shared]
+    severity: Severity = "warning" if fraction > _MANY else "info"
+    remedy = "write captions that distinguish the images"
+    return found + finding("shared-caption", severity, "captions of more than one image", remedy, shown)
