@@ -103,7 +103,7 @@ def with_classes(captions: CaptionTable, source: Source) -> CaptionTable:
 
 
 def quick_check(
-    source: Source, image_size: int, context_length: int, say: Callable[[str], None], warn: Callable[[str], None]
+    source: Source, context_length: int, say: Callable[[str], None], warn: Callable[[str], None]
 ) -> dict[str, Any]:
     """The quick check before each run: prints the first findings, returns all warnings and problems for the log."""
     for note in source.notes:

@@ -163,7 +163,7 @@ def prepare(
     shape = start.config
     lint = None
     if not is_synthetic(config.data):
-        lint = quick_check(source, preprocess.image_size, shape.context_length, say, plan.warn)
+        lint = quick_check(source, shape.context_length, say, plan.warn)
 
     per_step = default_captions(config, [len(sample.captions) for sample in samples])
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, captions_per_step=per_step))

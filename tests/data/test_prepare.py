@@ -81,9 +81,9 @@ def test_quick_check_is_short_on_screen_and_complete_in_the_log(tmp_path: Path) 
     said: list[str] = []
     notes: list[str] = []
     source = open_data(DataConfig(source=(str(folder),)), 24, 0)
-    report = quick_check(source, 24, 32, notes.append, said.append)
+    report = quick_check(source, 32, notes.append, said.append)
     assert len(said) == 3
-    assert quick_check(source, 24, 4, notes.append, lambda line: None)["findings"] != report["findings"]
+    assert quick_check(source, 4, notes.append, lambda line: None)["findings"] != report["findings"]
     assert said[2] == "data: 1 more kinds of finding; m1clip data lint shows all"
     assert report["verdict"] == "problems"
     assert {found["code"] for found in report["findings"]} == {"missing", "empty", "not-an-image"}
@@ -99,7 +99,7 @@ def test_the_commands_lint_and_pack(tmp_path: Path) -> None:
     packed = command("data", "pack", "set", "shards", "--shard-size", "20", cwd=tmp_path)
     assert packed.stdout == "shards: 56 images (train 40, val 8, test 8) in 4 shards\n"
     break_files(folder, [1])
-    bad = command("data", "lint", "set", "--json", "--image-size", "24", cwd=tmp_path)
+    bad = command("data", "lint", "set", "--json", cwd=tmp_path)
     assert bad.returncode == 1
     assert json.loads(bad.stdout)["verdict"] == "problems"
     assert command("data", "lint", "set", "--quick", cwd=tmp_path).returncode == 1
