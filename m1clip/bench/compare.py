@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 
 from m1clip import __version__
-from m1clip.bench.configurations import Configuration, groups, model_shape, precisions_of
-from m1clip.bench.cost_model import Result, cost_models, crossovers, save_measured
+from m1clip.bench.configurations import Configuration, Result, groups, model_shape, precisions_of
+from m1clip.bench.cost_model import save_measured
 from m1clip.bench.options import CompareOptions
-from m1clip.bench.verdict import verdict
+from m1clip.bench.report import verdict
 from m1clip.bench.worker import MeasurementError, Worker
 from m1clip.errors import UserError
 from m1clip.hardware.device import available
@@ -28,19 +28,18 @@ from m1clip.model.clip import count_parameters
 from m1clip.model.presets import flops_per_pair, preset
 from m1clip.runlog import json_safe
 
-FORMAT, VERSION = "m1clip-comparison", 2
-ABSENT = {"cuda": "no CUDA GPU that torch can use", "mps": "no Apple GPU (MPS) that torch can use"}
+FORMAT, VERSION = "m1clip-comparison", 3
 MAX_STEPS = 20  # per round
 MIN_ROUNDS, MAX_ROUNDS, MAX_SWEEP_ROUNDS = 3, 15, 4
 ROUND_SECONDS, SWEEP_ROUND_SECONDS = 1.0, 0.3  # per configuration in one round: one slow step, or many fast ones
-COMPILE_SECONDS = 60.0  # a guess
+START_SECONDS, COMPILE_SECONDS = 6.0, 60.0  # of a worker process; guesses
 ALWAYS_SECONDS = 2.0  # a configuration that needs less than this is measured as long as any time is left
 ASSUMED_GEMM_FRACTION = 0.3  # of the GEMM rate, until a model has been measured on a device
 BYTES_PER_PARAMETER = 20  # weights, gradients, optimizer state and a half-precision copy
 MAX_MEMORY, MIN_FREE_MEMORY = 0.85, 0.35  # of free memory, for one configuration; of total memory, to open another one
 
 
-def compare(options: CompareOptions, folder: Path, show: Callable[[str, float], None]) -> dict[str, Any]:
+def compare(options: CompareOptions, folder: Path, show: Callable[[str, float], None]) -> Session:
     """Run a comparison and write comparison.json; `show` receives a message and the fraction of time used."""
     facts = read_facts()
     for name in options.model:
@@ -55,13 +54,11 @@ def compare(options: CompareOptions, folder: Path, show: Callable[[str, float], 
     finally:
         for worker in session.workers.values():
             worker.close()
-    document = session.document
-    if not document["results"]:
-        reasons = "; ".join(dict.fromkeys(item["reason"] for item in document["skipped"]))
+    if not session.results:
+        reasons = "; ".join(dict.fromkeys(session.skipped.values()))
         raise UserError(f"nothing could be measured within {options.minutes:g} minutes: {reasons}")
-    session.write(complete=True)
-    save_measured(facts, document["results"])
-    return document
+    save_measured(facts, session.results)
+    return session
 
 
 @dataclass
@@ -70,18 +67,28 @@ class Open:
 
     configuration: Configuration
     worker: Worker
-    facts: dict[str, Any]
+    parameters: int
+    flops: float
+    step_seconds: float  # of the most recent step
     rounds: list[dict[str, Any]] = field(default_factory=list)
 
-    @property
-    def samples(self) -> list[dict[str, float]]:
-        """All timed steps."""
-        return [sample for found in self.rounds for sample in found["samples"]]
-
-    @property
-    def step_seconds(self) -> float:
-        """The most recent step time."""
-        return self.samples[-1]["seconds"] if self.rounds else self.facts["last_warm_step_seconds"]
+    def result(self, gradient_difference: float | None, gemm_flops: float) -> Result:
+        """The summary of all rounds."""
+        seconds = [value for found in self.rounds for value in found["seconds"]]
+        joules = [found["joules"] for found in self.rounds if found["joules"] is not None]
+        load = [found["other_load"] for found in self.rounds if found["other_load"] is not None]
+        taken = timing(seconds)
+        return Result(
+            self.configuration,
+            self.parameters,
+            self.flops,
+            taken,
+            gemm_fraction=self.flops / taken.median / gemm_flops,
+            peak_bytes=self.rounds[-1]["peak_bytes"],
+            joules_per_step=sum(joules) / len(seconds) if joules else None,
+            gradient_difference=gradient_difference,
+            warnings=remarks(seconds, statistics.median(load) if load else None),
+        )
 
 
 class Session:
@@ -94,120 +101,109 @@ class Session:
         self.log = folder / "workers.log"
         self.log.write_bytes(b"")
         self.workers: dict[str, Worker] = {}
-        self.start_seconds = 6.0  # from process start to first step: a guess, then the last measured one
-        self.measured: dict[tuple[str, str], list[Result]] = {}  # by model and variant, from small batches to large
-        self.failed: dict[tuple[str, str], int] = {}  # the batch size that did not fit
-        missing = {"cuda": facts.cuda is None, "mps": not facts.mps}
-        self.document: dict[str, Any] = {
-            "format": FORMAT,
-            "version": VERSION,
-            "m1clip": __version__,
-            "command": ["m1clip", *sys.argv[1:]],
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "facts": facts.to_dict(),
-            "devices": [],
-            "absent": {kind: reason for kind, reason in ABSENT.items() if missing[kind] and not options.device},
-            "results": [],
-            "skipped": [],
-            "complete": False,
-        }
+        self.devices: dict[str, tuple[int, dict[str, float]]] = {}  # memory, and GEMM FLOP/s by precision
+        self.results: list[Result] = []
+        self.skipped: dict[str, str] = {}  # label -> reason
+        self.failed: dict[tuple[str, str], int] = {}  # model and variant -> the smallest batch size that failed
+        self.date = datetime.now(UTC).isoformat(timespec="seconds")
 
     @property
     def left(self) -> float:
         """Seconds left in the budget."""
         return self.seconds - (time.monotonic() - self.begin)
 
-    def device(self, kind: str) -> dict[str, Any]:
-        """The results of `probe` for a device."""
-        return next(device for device in self.document["devices"] if device["device"] == kind)
-
     def run(self) -> None:
         """Measure the devices, then each group of configurations."""
         for kind in available(self.facts):
-            if kind in (self.options.device or available(self.facts)):
-                self.probe(kind, precisions_of(self.facts, kind, self.options.precision))
-        todo = groups(self.facts, self.options, [probe["device"] for probe in self.document["devices"]])
-        waiting = sum(map(len, todo))
-        for index, group in enumerate(todo):
-            later = {c.variant for other in todo[index + 1 :] for c in other}
-            rest = group
-            while rest:
-                opened, rest, waiting = self.open_group(rest, waiting)
+            if not self.options.device or kind in self.options.device:
+                self.probe(kind)
+        todo = groups(self.facts, self.options, list(self.devices))  # type: ignore[arg-type]
+        is_sweep, waiting = len(todo) > 1, sum(map(len, todo))
+        while todo:
+            group = todo.pop(0)
+            later = {c.variant for other in todo for c in other}
+            while group:
+                opened = self.open_group(group, waiting)
+                waiting = len(group) + sum(map(len, todo))
                 fair = self.left * len(opened) / max(1, len(opened) + waiting)
-                self.measure(opened, fair, is_sweep=len(todo) > 1)
+                self.measure(opened, fair, is_sweep)
                 for variant in [v for v in self.workers if v not in later]:
                     self.workers.pop(variant).close()
+        self.write(complete=True)
 
-    def probe(self, kind: str, precisions: Sequence[str]) -> None:
-        """Measure raw device speed."""
-        self.show(f"{kind}: matrix multiplication, memory bandwidth, kernel launch")
+    def probe(self, kind: Any) -> None:
+        """Measure the speed of matrix multiplication on a device."""
+        self.show(f"{kind}: matrix multiplication")
         worker = Worker(self.log)
+        precisions = precisions_of(self.facts, kind, self.options.precision)
         try:
-            self.document["devices"].append(worker.call("probe", max(60.0, self.left), kind, precisions))
+            self.devices[kind] = worker.call("probe", max(60.0, self.left), kind, precisions)
         except MeasurementError as error:
-            self.document["absent"][kind] = f"it could not be measured ({error.reason})"
+            self.skipped[kind] = str(error)
         finally:
             worker.close()
 
-    def open_group(self, group: list[Configuration], waiting: int) -> tuple[list[Open], list[Configuration], int]:
-        """Open as many configurations as fit in memory together; also returns the rest and the number still waiting."""
+    def open_group(self, group: list[Configuration], waiting: int) -> list[Open]:
+        """Take as many configurations from the group as fit in memory together, and open them."""
         opened: list[Open] = []
-        for index, configuration in enumerate(group):
+        while group:
             memory = psutil.virtual_memory()
             if opened and memory.available < MIN_FREE_MEMORY * memory.total:
-                return opened, group[index:], waiting
+                break
+            configuration = group.pop(0)
             reason = self.obstacle(configuration, self.left / max(1, waiting))
             waiting -= 1
             if reason:
-                self.skip(configuration, *reason)
+                self.skipped[configuration.label] = reason
             elif item := self.open(configuration):
                 opened.append(item)
-        return opened, [], waiting
+        return opened
 
-    def obstacle(self, c: Configuration, fair: float) -> tuple[str, str] | None:
-        """Why to skip a configuration: (kind, reason); `fair` is the average time left per waiting configuration."""
+    def obstacle(self, c: Configuration, fair: float) -> str:
+        """Why to skip a configuration; `fair` is the average time left per waiting configuration."""
         if (failed := self.failed.get((c.model, c.variant))) is not None:
-            return "memory", f"batch {failed} did not fit"
+            return f"batch {failed} failed"
         seconds, size = self.predict(c)
-        memory = psutil.virtual_memory().available if c.device == "cpu" else self.device(c.device)["memory_bytes"]
+        memory = psutil.virtual_memory().available if c.device == "cpu" else self.devices[c.device][0]
         if size > MAX_MEMORY * memory:
-            return "memory", f"needs about {size / 1e9:.0f} GB of {memory / 1e9:.0f} GB"
+            return f"needs about {size / 1e9:.0f} GB of {memory / 1e9:.0f} GB"
         needed = seconds * (MIN_ROUNDS + 2) + COMPILE_SECONDS * c.compile
-        needed += 0 if c.variant in self.workers else self.start_seconds
-        is_needed = len(self.document["results"]) + len(self.workers) < 2  # a comparison needs two
-        allowed = self.left if is_needed else max(2 * fair, min(ALWAYS_SECONDS, self.left))
-        if needed > allowed:
-            return "time", f"needs about {needed:.0f} s: too long for --minutes {self.options.minutes:g}"
-        return None
+        needed += 0 if c.variant in self.workers else START_SECONDS
+        is_needed = len(self.results) + len(self.workers) < 2  # a comparison needs two
+        if needed > (self.left if is_needed else max(2 * fair, min(ALWAYS_SECONDS, self.left))):
+            return f"needs about {needed:.0f} s: too long for --minutes {self.options.minutes:g}"
+        return ""
 
     def predict(self, c: Configuration) -> tuple[float, float]:
         """Predicted step seconds and peak bytes, from smaller batches of the same model or from its FLOPs."""
         shape, tokens = model_shape(c.model)
-        rate = ASSUMED_GEMM_FRACTION * self.device(c.device)["gemm_flops"][c.precision]
+        rate = ASSUMED_GEMM_FRACTION * self.devices[c.device][1][c.precision]
         seconds = c.batch_size * flops_per_pair(shape, tokens) / rate
         size = float(BYTES_PER_PARAMETER * count_parameters(shape))
-        if before := self.measured.get((c.model, c.variant)):
-            taken, grow = before[-1]["seconds"]["median"], c.batch_size / before[-1]["configuration"]["batch_size"]
+        if before := self.measured(c):
+            taken, grow = before[-1].seconds.median, c.batch_size / before[-1].configuration.batch_size
             # A small step is mostly fixed cost: it grows with its FLOPs, at most in proportion.
             seconds = min(grow * taken, taken + seconds * (1 - 1 / grow))
-            size += grow * max(0.0, (before[-1]["peak_bytes"] or 0) - size)
+            size += grow * max(0.0, (before[-1].peak_bytes or 0) - size)
         return seconds, size
+
+    def measured(self, c: Configuration) -> list[Result]:
+        """Results of smaller batches with the same model and variant."""
+        return [r for r in self.results if (r.configuration.model, r.configuration.variant) == (c.model, c.variant)]
 
     def open(self, configuration: Configuration) -> Open | None:
         """Open a configuration in its worker and warm it up; None, with the reason recorded, if it fails."""
         self.show(f"{configuration.label}: first steps")
-        worker, begin = self.workers.get(configuration.variant), time.monotonic()
-        is_new = worker is None or not worker.alive
+        worker = self.workers.get(configuration.variant)
         if worker is None or not worker.alive:
             worker = self.workers[configuration.variant] = Worker(self.log)
         try:
-            facts = worker.call("open", max(60.0, self.left), configuration, 0.1 * self.left)
+            return Open(
+                configuration, worker, *worker.call("open", max(60.0, self.left), configuration, 0.1 * self.left)
+            )
         except MeasurementError as error:
-            self.skip(configuration, error.kind, error.reason)
+            self.fail(configuration, str(error))
             return None
-        if is_new and not configuration.compile:
-            self.start_seconds = time.monotonic() - begin
-        return Open(configuration, worker, facts)
 
     def measure(self, group: list[Open], seconds: float, is_sweep: bool) -> None:
         """Run at least three rounds in alternating order, more within `seconds`; then check the gradients."""
@@ -221,11 +217,13 @@ class Session:
                 self.show(f"{item.configuration.label}: round {number + 1}")
                 most = SWEEP_ROUND_SECONDS if is_sweep else ROUND_SECONDS
                 count = max(1, min(MAX_STEPS, round(most / max(item.step_seconds, 1e-4))))
-                timeout = max(60.0, 10 * count * item.step_seconds)
                 try:
-                    item.rounds.append(item.worker.call("steps", timeout, count, most))
+                    item.rounds.append(
+                        item.worker.call("steps", max(60.0, 10 * count * item.step_seconds), count, most)
+                    )
+                    item.step_seconds = item.rounds[-1]["seconds"][-1]
                 except MeasurementError as error:
-                    self.skip(item.configuration, error.kind, error.reason)
+                    self.fail(item.configuration, str(error))
                     group.remove(item)
         for item in group:
             self.finish(item)
@@ -233,51 +231,35 @@ class Session:
     def finish(self, item: Open) -> None:
         """Check the gradient once for each model and variant, and write the result."""
         c = item.configuration
-        earlier = self.measured.setdefault((c.model, c.variant), [])
-        difference = earlier[0]["gradient_difference"] if earlier else None
+        earlier = self.measured(c)
+        difference = earlier[0].gradient_difference if earlier else None
         if difference is None and self.left > 0:
             self.show(f"{c.label}: gradient")
             try:
                 difference = item.worker.call("gradient_difference", max(60.0, 60 * item.step_seconds))
             except MeasurementError as error:
-                self.skip(c, error.kind, f"gradient: {error.reason}")
-        earlier.append(summarize(item, difference, self.device(c.device)["gemm_flops"][c.precision]))
-        self.document["results"].append(earlier[-1])
+                self.fail(c, f"gradient: {error}")
+        self.results.append(item.result(difference, self.devices[c.device][1][c.precision]))
         self.write()
 
-    def skip(self, configuration: Configuration, kind: str, reason: str) -> None:
-        """Record why a configuration was not measured."""
-        if kind == "memory":
-            self.failed.setdefault((configuration.model, configuration.variant), configuration.batch_size)
-        self.document["skipped"].append({"label": configuration.label, "kind": kind, "reason": reason})
-        self.write()
+    def fail(self, c: Configuration, reason: str) -> None:
+        """Record a failure; larger batches of the same model and variant are not tried."""
+        self.skipped[c.label] = reason
+        self.failed.setdefault((c.model, c.variant), c.batch_size)
 
     def write(self, complete: bool = False) -> None:
         """Write all results so far, with their verdict."""
-        document = self.document
-        document["complete"] = complete
-        document["cost_models"] = cost_models(document["results"])
-        document["crossovers"] = crossovers(document["results"], document["cost_models"])
-        document["verdict"] = verdict(document)
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "m1clip": __version__,
+            "command": ["m1clip", *sys.argv[1:]],
+            "date": self.date,
+            "facts": self.facts.to_dict(),
+            "gemm_flops": {kind: rates for kind, (_, rates) in self.devices.items()},
+            "results": [asdict(r) for r in self.results],
+            "skipped": self.skipped,
+            "verdict": verdict(self.results),
+            "complete": complete,
+        }
         write_json(self.folder / "comparison.json", json_safe(document))
-
-
-def summarize(item: Open, gradient_difference: float | None, gemm_flops: float) -> Result:
-    """One result."""
-    seconds = [sample["seconds"] for sample in item.samples]
-    taken = timing(seconds)
-    joules = [found["joules"] for found in item.rounds if found["joules"] is not None]
-    load = [found["other_load"] for found in item.rounds if found["other_load"] is not None]
-    phases = {name: statistics.median(s.get(name, 0.0) for s in item.samples) for name in item.samples[0]}
-    return {
-        "configuration": item.configuration.to_dict(),
-        **item.facts,
-        "seconds": asdict(taken),
-        "phases": {name: value for name, value in phases.items() if name != "seconds"},
-        "images_per_second": item.configuration.batch_size / taken.median,
-        "gemm_fraction": item.facts["flops"] / taken.median / gemm_flops,
-        "peak_bytes": item.rounds[-1]["peak_bytes"],
-        "joules_per_step": sum(joules) / len(seconds) if joules else None,
-        "gradient_difference": gradient_difference,
-        "warnings": remarks(seconds, statistics.median(load) if load else None),
-    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,14 +14,16 @@ from m1clip.data.captions import tokenize_captions
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.hardware.device import Kind, Precision, rules
 from m1clip.hardware.facts import Facts
+from m1clip.hardware.timing import Timing
 from m1clip.model.presets import CLIPConfig, clip_config, preset
 from m1clip.text.tokenizers import LETTERS, make_tokenizer
+from m1clip.training.parity import TOLERANCE
 
 SAMPLED_CAPTIONS = 64  # synthetic images, to estimate the caption length
 ATTENTION = {"cpu": ("bmm", "sdpa"), "mps": ("sdpa", "bmm"), "cuda": ("sdpa", "bmm")}  # the default first
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Configuration:
     """One configuration of the training step."""
 
@@ -29,9 +31,9 @@ class Configuration:
     batch_size: int
     device: Kind
     precision: Precision
-    attention: str = "sdpa"
-    compile: bool = False
+    attention: str
     cuda_graph: bool = False
+    compile: bool = False
     threads: int = 0  # 0: one per physical core
     grad_checkpointing: bool = False
     optimizer: str = "muon"
@@ -53,29 +55,45 @@ class Configuration:
 
     @property
     def is_default(self) -> bool:
-        """Whether these are the defaults of `train` for this device and precision."""
+        """Whether these are the defaults of `train` for this device and precision, apart from attention."""
         graph = self.cuda_graph or self.device != "cuda"
         return graph and not (self.compile or self.threads or self.grad_checkpointing)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Values for JSON."""
-        return asdict(self)
-
     def train_config(self) -> Config:
         """The equivalent settings of a run."""
-        model: dict[str, Any] = {
-            "attention": self.attention,
-            "compile": self.compile,
-            "cuda_graph": self.cuda_graph,
-            "grad_checkpointing": self.grad_checkpointing,
-        }
-        train: dict[str, Any] = {"device": self.device, "precision": self.precision, "threads": self.threads}
-        optim: dict[str, Any] = {"optimizer": self.optimizer}
+        values = asdict(self)
+        model = {key: values[key] for key in ("attention", "compile", "cuda_graph", "grad_checkpointing")}
+        train = {key: values[key] for key in ("device", "precision", "threads")}
         return Config(
             model=ModelConfig(name=self.model, **model),
-            optim=OptimConfig(**optim),
+            optim=OptimConfig(optimizer=values["optimizer"]),
             train=TrainConfig(batch_size=max(2, self.batch_size), steps=10_000, **train),
         )
+
+
+@dataclass(frozen=True)
+class Result:
+    """The measured step of a configuration."""
+
+    configuration: Configuration
+    parameters: int
+    flops: float
+    seconds: Timing
+    gemm_fraction: float
+    peak_bytes: int | None
+    joules_per_step: float | None
+    gradient_difference: float | None
+    warnings: list[str]
+
+    @property
+    def images_per_second(self) -> float:
+        """At the median step time."""
+        return self.configuration.batch_size / self.seconds.median
+
+    @property
+    def gradient_is_right(self) -> bool:
+        """Whether the gradient matches the CPU's in fp32 within the precision's tolerance, or was not checked."""
+        return (self.gradient_difference or 0.0) <= TOLERANCE[self.configuration.precision]
 
 
 @functools.cache
@@ -92,19 +110,10 @@ def model_shape(model: str) -> tuple[CLIPConfig, int]:
     return shape, min(-(-longest // 8) * 8, shape.context_length)
 
 
-def default_configuration(
-    model: str, batch_size: int, device: Kind, precision: Precision, optimizer: str
-) -> Configuration:
+def default_configuration(model: str, batch_size: int, device: Kind, precision: Any, optimizer: str) -> Configuration:
     """The default configuration of `train`."""
-    return Configuration(
-        model=model,
-        batch_size=batch_size,
-        device=device,
-        precision=precision,
-        attention=ATTENTION[device][0],
-        cuda_graph=device == "cuda",
-        optimizer=optimizer,
-    )
+    attention, graph = ATTENTION[device][0], device == "cuda"
+    return Configuration(model, batch_size, device, precision, attention, graph, optimizer=optimizer)
 
 
 def precisions_of(facts: Facts, device: Kind, asked: Sequence[str]) -> list[Precision]:
@@ -132,15 +141,13 @@ def groups(facts: Facts, options: CompareOptions, devices: Sequence[Kind]) -> li
     return found
 
 
-def _one_change_each(facts: Facts, base: list[Configuration]) -> list[Configuration]:
-    extras = [dataclasses.replace(c, attention=ATTENTION[c.device][1]) for c in base]
-    for device in dict.fromkeys(c.device for c in base):
-        likely = next(c for c in base if c.device == device)
-        changes: list[dict[str, Any]] = [{"grad_checkpointing": True}]
-        changes += (
-            [{"threads": facts.performance_cores // 2}] if device == "cpu" and facts.performance_cores > 1 else []
-        )
-        changes += [{"cuda_graph": False}] if device == "cuda" else []
-        changes += [{"compile": True}]  # last: compiling takes a minute or two
-        extras += [dataclasses.replace(likely, **change) for change in changes]
-    return extras
+def _one_change_each(facts: Facts, base: list[Configuration]) -> Iterator[Configuration]:
+    for c in base:
+        yield dataclasses.replace(c, attention=ATTENTION[c.device][1])
+    for likely in {c.device: c for c in reversed(base)}.values():
+        yield dataclasses.replace(likely, grad_checkpointing=True)
+        if likely.device == "cpu" and facts.performance_cores > 1:
+            yield dataclasses.replace(likely, threads=facts.performance_cores // 2)
+        if likely.device == "cuda":
+            yield dataclasses.replace(likely, cuda_graph=False)
+        yield dataclasses.replace(likely, compile=True)  # last: compiling takes a minute or two

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import psutil
 
 from m1clip.hardware.device import Device, available, rules
-from m1clip.hardware.energy import open_meter, temperature
+from m1clip.hardware.energy import open_meter
 from m1clip.hardware.facts import Facts, read_facts, usable_cpus
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_ENABLE_MPS_FALLBACK")
@@ -29,9 +29,7 @@ class Machine:
     facts: Facts
     torch_cuda_build: str | None = None
     nvidia_driver: bool = False  # the system has an NVIDIA GPU and driver, regardless of the torch build
-    kernel_failures: dict[str, str] = field(
-        default_factory=dict
-    )  # device -> "" if a kernel computed the correct gradient
+    kernel_failures: dict[str, str] = field(default_factory=dict)  # device -> "" if its gradient was correct
     gemm_flops: dict[str, dict[str, float]] = field(default_factory=dict)  # device -> precision -> FLOP/s
     variables: dict[str, str] = field(default_factory=dict)
     usable_cpus: int = 1
@@ -40,9 +38,7 @@ class Machine:
     disk_free: int = 0
     shared_memory_free: int | None = None
     on_battery: bool | None = None
-    low_power: bool | None = None
-    speed_limit: int | None = None  # percent, macOS
-    temperature: float | None = None
+    low_power: bool = False  # macOS
     rosetta: bool = False
     load: float = 0.0  # load average of the last minute
     meters: dict[str, str | None] = field(default_factory=dict)
@@ -56,7 +52,7 @@ def read_machine() -> Machine:
     kinds = available(facts)
     failures: dict[str, str] = {kind: try_kernel(Device(kind, facts)) for kind in kinds}
     battery = getattr(psutil, "sensors_battery", lambda: None)()
-    speed_limit = re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", _macos("/usr/bin/pmset", "-g", "therm"))
+    low_power = re.search(r"lowpowermode\s+(\d)", _macos("/usr/bin/pmset", "-g"))
     return Machine(
         facts=facts,
         torch_cuda_build=torch.version.cuda,
@@ -70,9 +66,7 @@ def read_machine() -> Machine:
         disk_free=shutil.disk_usage(".").free,
         shared_memory_free=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None,
         on_battery=None if battery is None else not battery.power_plugged,
-        low_power=_low_power(),
-        speed_limit=int(speed_limit.group(1)) if speed_limit else None,
-        temperature=temperature("cpu"),
+        low_power=low_power is not None and low_power.group(1) == "1",
         rosetta=_macos("/usr/sbin/sysctl", "-n", "sysctl.proc_translated").strip() == "1",
         load=load,
         meters={kind: meter.name if (meter := open_meter(kind)) else None for kind in kinds},
@@ -112,19 +106,6 @@ def _gemm_flops(device: Device, facts: Facts) -> dict[str, float]:
     return {name: 2 * size**3 / t.low for name, t in gemm_timings(device, precisions, size, rounds=3).items()}
 
 
-def _low_power() -> bool | None:
-    """macOS: Low Power Mode; Linux: a power-saving governor or profile."""
-    if sys.platform == "darwin":
-        found = re.search(r"lowpowermode\s+(\d)", _macos("/usr/bin/pmset", "-g"))
-        return None if found is None else found.group(1) == "1"
-    for path in ("/sys/firmware/acpi/platform_profile", "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"):
-        try:
-            return Path(path).read_text().strip() in ("powersave", "low-power", "quiet")
-        except OSError:
-            continue
-    return None
-
-
 def _macos(*command: str) -> str:
     """Output of a macOS tool; empty on other systems."""
     if sys.platform != "darwin":
@@ -132,14 +113,17 @@ def _macos(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
+Level = Literal["ok", "warning", "problem"]
+
+
 @dataclass(frozen=True)
 class Finding:
     """The result of one check."""
 
-    level: Literal["ok", "warning", "problem"]
+    level: Level
     name: str
     text: str
-    remedy: str = ""
+    remedy: str = ""  # shown unless all is well
 
 
 def check(m: Machine) -> list[Finding]:
@@ -153,19 +137,16 @@ def check_software(m: Machine) -> Iterator[Finding]:
     facts = m.facts
     yield Finding("ok", "python", f"{facts.python}, {facts.system} {facts.machine}")
     if m.rosetta:
-        remedy = "install an arm64 Python (python.org universal2, or Homebrew in /opt/homebrew) and a new venv"
-        yield Finding(
-            "problem", "rosetta", "this is an Intel build of Python, running under Rosetta on Apple silicon", remedy
-        )
+        text = "this is an Intel build of Python, running under Rosetta on Apple silicon"
+        yield Finding("problem", "rosetta", text, "install an arm64 Python (python.org, Homebrew) and a new venv")
     if m.nvidia_driver and facts.cuda is None:
         reason = "cannot use the NVIDIA GPU: driver too old, or hidden by CUDA_VISIBLE_DEVICES"
         reason = reason if m.torch_cuda_build else "was built without CUDA, but this machine has an NVIDIA driver"
         remedy = "install the CUDA build of torch that matches the driver (nvidia-smi shows its version)"
         yield Finding("problem", "torch", f"torch {facts.torch} {reason}", remedy)
     elif facts.system == "Darwin" and facts.machine == "arm64" and not facts.mps and not m.rosetta:
-        yield Finding(
-            "warning", "torch", f"{facts.torch}, without support for the Apple GPU", "MPS needs macOS 14 or newer"
-        )
+        text = f"{facts.torch}, without support for the Apple GPU"
+        yield Finding("warning", "torch", text, "MPS needs macOS 14 or newer")
     else:
         build = f"CUDA {m.torch_cuda_build}" if m.torch_cuda_build else "no CUDA in this build"
         yield Finding("ok", "torch", f"{facts.torch} ({build})")
@@ -174,53 +155,29 @@ def check_software(m: Machine) -> Iterator[Finding]:
 def check_resources(m: Machine) -> Iterator[Finding]:
     """Memory, disk and shared memory."""
     free, total = m.memory_available / GIB, m.facts.memory_bytes / GIB
-    text = f"{free:.1f} of {total:.1f} GiB free"
-    if free < 1:
-        yield Finding("problem", "memory", text, "close other programs: even the tiny model needs about 1 GB")
-    elif free < 0.25 * total:
-        yield Finding("warning", "memory", text, "close other programs, or train with --memory to set a limit")
-    else:
-        yield Finding("ok", "memory", text)
+    level: Level = "problem" if free < 1 else "warning" if free < 0.25 * total else "ok"
+    remedy = "close other programs, or train with --memory to set a limit; even the tiny model needs about 1 GB"
+    yield Finding(level, "memory", f"{free:.1f} of {total:.1f} GiB free", remedy)
     free = m.disk_free / GIB
-    text = f"{free:.1f} GiB free in this folder"
-    if free < 1:
-        yield Finding("problem", "disk", text, "free some space: checkpoints of `small` take about 0.9 GB each")
-    elif free < 5:
-        yield Finding("warning", "disk", text, "keep fewer checkpoints (--save-total-limit 1), or free some space")
-    else:
-        yield Finding("ok", "disk", text)
+    level = "problem" if free < 1 else "warning" if free < 5 else "ok"
+    remedy = "free some space, or keep fewer checkpoints (--save-total-limit 1): those of `small` take 0.9 GB each"
+    yield Finding(level, "disk", f"{free:.1f} GiB free in this folder", remedy)
     if m.shared_memory_free is not None and m.shared_memory_free < GIB // 4:
         text = f"{m.shared_memory_free / 2**20:.0f} MiB in /dev/shm, which workers need for batches"
         yield Finding("warning", "shared memory", text, "docker run --shm-size=2g, or train with --workers 0")
 
 
 def check_power(m: Machine) -> Iterator[Finding]:
-    """Power supply, temperature and other programs."""
+    """Power supply, other programs and energy meters."""
     if m.low_power:
-        remedy = "turn off Low Power Mode (or the powersave governor)"
-        yield Finding("warning", "power", "power saving is on, which slows the machine down", remedy)
+        yield Finding("warning", "power", "Low Power Mode is on, which slows the machine down", "turn it off")
     elif m.on_battery:
         yield Finding("warning", "power", "running on battery", "plug in: many laptops are slower on battery")
-    elif m.on_battery is None and m.low_power is None:
-        yield Finding("ok", "power", "not reported (a desktop, a server or a virtual machine)")
     else:
-        yield Finding("ok", "power", "plugged in" if m.on_battery is False else "no power saving")
-    if m.speed_limit is not None and m.speed_limit < 100:
-        text = f"the system limits the CPU to {m.speed_limit}% of its speed"
-        yield Finding("warning", "temperature", text, "let the machine cool down; put it on a hard surface")
-    elif m.temperature is None:
-        yield Finding("ok", "temperature", "not reported")
-    elif m.temperature >= 90:
-        yield Finding(
-            "warning", "temperature", f"{m.temperature:.0f} °C", "let the machine cool down: hot chips slow down"
-        )
-    else:
-        yield Finding("ok", "temperature", f"{m.temperature:.0f} °C")
+        yield Finding("ok", "power", "not reported" if m.on_battery is None else "plugged in")
+    busy = m.load > max(1.0, 0.5 * m.facts.cores)
     text = f"load average {m.load:.1f} in the last minute, on {m.facts.cores} cores"
-    if m.load > max(1.0, 0.5 * m.facts.cores):
-        yield Finding("warning", "load", text, "stop other programs: they compete with training for the cores")
-    else:
-        yield Finding("ok", "load", text)
+    yield Finding("warning" if busy else "ok", "load", text, "stop other programs: they compete with training")
     meters = [f"{kind} by {name}" for kind, name in m.meters.items() if name]
     text = "no energy meter available: runs report 'not measured' (pip install 'm1clip[energy]' may add one)"
     yield Finding("ok", "energy", ", ".join(meters) or text)
@@ -233,31 +190,29 @@ def check_threads(m: Machine) -> Iterator[Finding]:
         value = m.variables.get(name, "")
         if value.isdigit() and int(value) > m.usable_cpus:
             text = f"{name}={value} is more than the {m.usable_cpus} CPUs"
-            yield Finding("warning", "threads", text, f"unset {name}")
-            return
+            yield Finding("warning", "environment", text, f"unset {name}")
     if m.cpu_quota is not None and m.cpu_quota < cores:
         text = f"the container is limited to {m.cpu_quota:.1f} CPUs, but {cores} are visible"
         yield Finding("warning", "threads", text, f"train with --threads {max(1, int(m.cpu_quota))}")
-        return
-    kind = "fast core" if cores < m.facts.cores else "physical core"
-    yield Finding("ok", "threads", f"{cores}, one per {kind}, of {m.usable_cpus} CPUs")
+    else:
+        kind = "fast core" if cores < m.facts.cores else "physical core"
+        yield Finding("ok", "threads", f"{cores}, one per {kind}, of {m.usable_cpus} CPUs")
 
 
 def check_devices(m: Machine) -> Iterator[Finding]:
     """Whether kernels compute correct gradients on each device, and which precision is fastest."""
     if m.facts.mps and m.variables.get("PYTORCH_ENABLE_MPS_FALLBACK") == "1":
         text = "PYTORCH_ENABLE_MPS_FALLBACK=1: operations may silently run on the CPU"
-        yield Finding("warning", "fallback", text, "unset it: m1clip needs no fallback")
+        yield Finding("warning", "environment", text, "unset it: m1clip needs no fallback")
     for kind, failure in m.kernel_failures.items():
         if failure:
             remedy = "use --device cpu; or try another torch version, or update the driver"
             yield Finding("problem", kind, f"a kernel failed: {failure}", remedy)
             continue
-        name = m.facts.cuda if kind == "cuda" else m.facts.cpu
-        yield Finding("ok", kind, f"{name}: a matrix multiplication and its gradient are correct")
-    for kind, rates in m.gemm_flops.items():
+        rates = m.gemm_flops[kind]
         text = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in rates.items())
-        yield Finding("ok", f"{kind} speed", f"{text}; {max(rates, key=rates.__getitem__)} is the fastest")
+        name = m.facts.cuda if kind == "cuda" else m.facts.cpu
+        yield Finding("ok", kind, f"{name}: gradients are correct; {text}")
 
 
 def doctor_text(findings: list[Finding]) -> str:
@@ -265,6 +220,6 @@ def doctor_text(findings: list[Finding]) -> str:
     lines = []
     for finding in findings:
         lines.append(f"{finding.level:8} {finding.name}: {finding.text}")
-        lines += [f"         -> {finding.remedy}"] if finding.remedy else []
+        lines += [f"         -> {finding.remedy}"] if finding.level != "ok" else []
     counts = {level: sum(f.level == level for f in findings) for level in ("problem", "warning")}
     return "\n".join([*lines, f"{counts['problem']} problems, {counts['warning']} warnings"])

@@ -10,6 +10,7 @@ import torch
 from m1clip.bench.configurations import Configuration, default_configuration, model_shape
 from m1clip.bench.cost_model import fit, load_measured
 from m1clip.bench.options import PlanOptions
+from m1clip.bench.worker import GEMM_SIZE
 from m1clip.data.cache import RAM_FRACTION
 from m1clip.formatting import amount, clock, duration, size
 from m1clip.hardware.device import Device, choose_device, choose_precision, threads
@@ -21,39 +22,38 @@ from m1clip.training.memory import forecast, predicted_peak, tensor_limit, trace
 from m1clip.training.transfer import Start
 
 ASSUMED_GEMM_FRACTION = 0.5  # of the GEMM rate, if no step was measured; the plan reports it
-GEMM_SIZE = {"cpu": 1536, "mps": 4096, "cuda": 8192}
 MAX_BATCH_SIZE = 65_536
 
 
-def make_plan(job: PlanOptions) -> dict[str, Any]:
+def make_plan(options: PlanOptions) -> dict[str, Any]:
     """Predict what a run will take."""
-    rate = amount(job.rate, "FLOP", "--rate") if job.rate else None
-    limit = amount(job.memory, "B", "--memory") if job.memory else None
+    rate = amount(options.rate, "FLOP", "--rate") if options.rate else None
+    limit = amount(options.memory, "B", "--memory") if options.memory else None
     facts = read_facts()
     torch.set_num_threads(threads(0, facts))
-    device = Device(choose_device(job.device, facts), facts)
-    measure = job.precision == "auto" and device.rules.bf16 == "measure"
-    precision = choose_precision(job.precision, device.kind, facts, bf16_speedup(device) if measure else None)
-    configuration = default_configuration(job.model, job.batch_size, device.kind, precision, job.optimizer)
-    shape, tokens = model_shape(job.model)
+    device = Device(choose_device(options.device, facts), facts)
+    measure = options.precision == "auto" and device.rules.bf16 == "measure"
+    precision = choose_precision(options.precision, device.kind, facts, bf16_speedup(device) if measure else None)
+    configuration = default_configuration(options.model, options.batch_size, device.kind, precision, options.optimizer)
+    shape, tokens = model_shape(options.model)
     flops = flops_per_pair(shape, tokens)
-    step_seconds, source, joules = step_time(configuration, facts, device, flops * job.batch_size, rate)
-    steps = max(1, round(job.epochs * job.images / job.batch_size))
+    step_seconds, source, joules = step_time(configuration, facts, device, flops * options.batch_size, rate)
+    steps = max(1, round(options.epochs * options.images / options.batch_size))
     return {
-        "model": job.model,
+        "model": options.model,
         "parameters": count_parameters(shape),
         "flops_per_image": flops,
         "text_tokens": tokens,
-        "batch_size": job.batch_size,
+        "batch_size": options.batch_size,
         "device": device.kind,
         "precision": precision,
-        "optimizer": job.optimizer,
-        "memory": plan_memory(configuration, device, facts, job.images, limit or float(device.total_bytes())),
+        "optimizer": options.optimizer,
+        "memory": plan_memory(configuration, device, facts, options.images, limit or float(device.total_bytes())),
         "step_seconds": step_seconds,
         "time_source": source,
         "steps": steps,
         "seconds": steps * step_seconds,
-        "energy": energy(joules, job.watts, step_seconds, steps),
+        "energy": energy(joules, options.watts, step_seconds, steps),
     }
 
 
@@ -63,9 +63,8 @@ def plan_memory(c: Configuration, device: Device, facts: Facts, images: int, lim
     process = warm_process(facts) if device.kind == "cpu" else 0
     data = images * shape.image_size**2 * 3
     data = data if data <= RAM_FRACTION * facts.memory_bytes else 0  # a larger dataset stays on disk
-    precision: Any = c.precision
     traces = [
-        tracer(config.train_config(), Start(shape), device.kind, precision, facts, tokens)
+        tracer(config.train_config(), Start(shape), device.kind, c.precision, facts, tokens)
         for config in (c, dataclasses.replace(c, grad_checkpointing=True))
     ]
     parts = predicted_peak(traces[0](c.batch_size), device.kind, process, data)
@@ -87,18 +86,18 @@ def step_time(
     """Step seconds, their source, and joules per step if a meter was available."""
     if rate is None:
         same = ("device", "precision", "optimizer", "compile", "grad_checkpointing", "threads")
-        mine = [r for r in load_measured(facts) if all(r["configuration"].get(key) == getattr(c, key) for key in same)]
-        exact = [r for r in mine if r["configuration"]["model"] == c.model]
-        if exact:
-            near = min(exact, key=lambda r: abs(r["configuration"]["batch_size"] - c.batch_size))
-            scale = flops / near["flops"]
-            joules = near["joules_per_step"] * scale if near["joules_per_step"] is not None else None
-            source = f"measured on this machine at batch {near['configuration']['batch_size']}"
-            return near["seconds"]["median"] * scale, source, joules
-        model = fit(mine)
-        if model is not None:
+        alike = [
+            r for r in load_measured(facts) if all(getattr(r.configuration, key) == getattr(c, key) for key in same)
+        ]
+        if exact := [r for r in alike if r.configuration.model == c.model]:
+            near = min(exact, key=lambda r: abs(r.configuration.batch_size - c.batch_size))
+            scale = flops / near.flops
+            joules = None if near.joules_per_step is None else near.joules_per_step * scale
+            source = f"measured on this machine at batch {near.configuration.batch_size}"
+            return near.seconds.median * scale, source, joules
+        if model := fit(alike):
             parameters = count_parameters(model_shape(c.model)[0])
-            return model.seconds(parameters, flops), f"cost model of {len(mine)} steps measured on this machine", None
+            return model.seconds(parameters, flops), f"cost model of {len(alike)} steps measured on this machine", None
     measured = rate or gemm_rate(device, c.precision, GEMM_SIZE[device.kind])
     source = f"assuming {ASSUMED_GEMM_FRACTION:.0%} of {measured / 1e12:.3g} TFLOP/s"
     source += "" if rate else " measured on this machine; m1clip compare measures the step itself"

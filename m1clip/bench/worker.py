@@ -14,7 +14,7 @@ from typing import Any
 
 from m1clip.bench.configurations import Configuration, model_shape
 from m1clip.errors import UserError
-from m1clip.hardware.device import Device, check_compile, choose_precision, threads
+from m1clip.hardware.device import Device, Kind, Precision, check_compile, choose_precision, threads
 from m1clip.hardware.energy import open_meter
 from m1clip.hardware.facts import read_facts
 from m1clip.hardware.timing import Load, is_settled
@@ -25,11 +25,7 @@ PARITY_IMAGES = 4
 
 
 class MeasurementError(Exception):
-    """A configuration that could not be measured; `kind` is memory, settings, time, crash or error."""
-
-    def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(reason)
-        self.kind, self.reason = kind, reason
+    """A configuration that could not be measured."""
 
 
 class Worker:
@@ -49,15 +45,13 @@ class Worker:
             self._pipe.send((method, arguments))
             if not self._pipe.poll(timeout):
                 self.close()
-                raise MeasurementError("time", f"timed out after {timeout:.0f} s")
-            ok, value = self._pipe.recv()
+                raise MeasurementError(f"timed out after {timeout:.0f} s")
+            reason, value = self._pipe.recv()
         except (EOFError, OSError):
             self.close()
-            code = self._process.exitcode
-            reason = "was killed, probably out of memory" if code == -9 else f"ended with exit code {code}"
-            raise MeasurementError("crash", f"the worker process {reason}") from None
-        if not ok:
-            raise MeasurementError(*value)
+            raise MeasurementError("the worker process ended, probably out of memory") from None
+        if reason:
+            raise MeasurementError(reason)
         return value
 
     @property
@@ -75,7 +69,7 @@ class Worker:
 
 
 def _serve(pipe: Connection, log: str) -> None:
-    """Serve calls until the other end closes. Everything printed goes to the log."""
+    """Answer calls with (reason, value) until the other end closes. Everything printed goes to the log."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -83,19 +77,15 @@ def _serve(pipe: Connection, log: str) -> None:
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             method, arguments = pipe.recv()
-            pipe.send(_answer(getattr(measurements, method), arguments))
-
-
-def _answer(method: Any, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
-    try:
-        return True, method(*arguments)
-    except UserError as error:
-        return False, ("settings", str(error))
-    except Exception as error:  # noqa: BLE001  one configuration that fails must not end the comparison
-        traceback.print_exc()
-        is_memory = isinstance(error, MemoryError) or "out of memory" in str(error).lower()
-        line = next(iter(str(error).strip().splitlines()), "")
-        return False, ("memory" if is_memory else "error", f"{type(error).__name__}: {line}"[:300])
+            reason, value = "", None
+            try:
+                value = getattr(measurements, method)(*arguments)
+            except UserError as error:
+                reason = str(error)
+            except Exception as error:  # noqa: BLE001  one configuration that fails must not end the comparison
+                traceback.print_exc()
+                reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"[:300]
+            pipe.send((reason, value))
 
 
 class Measurements:
@@ -106,25 +96,21 @@ class Measurements:
         self.is_first = True
         self.step: Any = None
 
-    def probe(self, kind: Any, precisions: list[Any]) -> dict[str, Any]:
-        """Raw device speed: matrix multiplication, memory bandwidth, kernel launch."""
+    def probe(self, kind: Kind, precisions: list[Precision]) -> tuple[int, dict[str, float]]:
+        """Memory of a device, and the FLOP/s of a matrix multiplication in each precision."""
         import torch
 
-        from m1clip.hardware.timing import copy_bandwidth, gemm_rate, launch_seconds
+        from m1clip.hardware.timing import gemm_rate
 
         device = Device(kind, self.facts)
         torch.set_num_threads(threads(0, self.facts))
-        return {
-            "device": kind,
-            "name": self.facts.cuda if kind == "cuda" else self.facts.cpu,
-            "memory_bytes": device.total_bytes(),
-            "gemm_flops": {name: gemm_rate(device, name, GEMM_SIZE[kind], rounds=5) for name in precisions},
-            "bandwidth": copy_bandwidth(device, rounds=5),
-            "launch_seconds": launch_seconds(device),
-        }
+        return device.total_bytes(), {name: gemm_rate(device, name, GEMM_SIZE[kind], rounds=5) for name in precisions}
 
-    def open(self, configuration: Configuration, seconds: float) -> dict[str, Any]:
-        """Build the step of a configuration and warm up until two steps agree, or for `seconds`."""
+    def open(self, configuration: Configuration, seconds: float) -> tuple[int, float, float]:
+        """Build the step of a configuration and warm it up until two steps agree, or for `seconds`.
+
+        Returns the number of parameters, the FLOPs of a step and the seconds of the last one.
+        """
         import torch
 
         from m1clip.data.images import Preprocess
@@ -133,23 +119,24 @@ class Measurements:
         from m1clip.training.memory import stand_in
         from m1clip.training.step import TrainStep
 
-        self._close()
-        kind: Any = configuration.device
-        config, device = configuration.train_config(), Device(kind, self.facts)
+        self.step = None
+        gc.collect()
+        torch.compiler.reset()
+        config, self.device = configuration.train_config(), Device(configuration.device, self.facts)
         if configuration.compile:
-            check_compile(kind)
-        precision = choose_precision(configuration.precision, kind, self.facts, None)
+            check_compile(configuration.device)
+        precision = choose_precision(configuration.precision, configuration.device, self.facts, None)
         torch.set_num_threads(threads(configuration.threads, self.facts))
-        peak_is_known = device.reset_peak() or self.is_first
+        self.peak_is_known = self.device.reset_peak() or self.is_first
         self.is_first = False
         shape, tokens = model_shape(configuration.model)
         torch.manual_seed(0)
-        model = build_clip(shape).to(device.torch)
+        model = build_clip(shape).to(self.device.torch)
         model.set_attention(configuration.attention)  # type: ignore[arg-type]
         model.set_activation_checkpointing(configuration.grad_checkpointing)
         preprocess = Preprocess(image_size=shape.image_size)
-        self.device, self.number, self.peak_is_known = device, 0, peak_is_known
-        self.step = TrainStep(model, config, device, precision, preprocess)
+        self.number = 0
+        self.step = TrainStep(model, config, self.device, precision, preprocess)
         self.batch = stand_in(shape, configuration.batch_size, tokens)
         self.parity_batch = stand_in(shape, PARITY_IMAGES, tokens)
         taken = [self._run_step()]
@@ -159,24 +146,17 @@ class Measurements:
         for _ in range(MAX_CAPTURE_STEPS if graph is not None else 0):
             if not graph.settled:
                 taken.append(self._run_step())
-        return {
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "flops": configuration.batch_size * flops_per_pair(shape, tokens),
-            "text_tokens": tokens,
-            "threads": torch.get_num_threads(),
-            "first_step_seconds": taken[0],
-            "last_warm_step_seconds": taken[-1],
-        }
+        parameters = sum(p.numel() for p in model.parameters())
+        return parameters, configuration.batch_size * flops_per_pair(shape, tokens), taken[-1]
 
     def steps(self, count: int, seconds: float) -> dict[str, Any]:
         """Time up to `count` steps, each one synchronized; starts none after `seconds`."""
         meter, load = open_meter(self.device.kind), Load()
-        samples: list[dict[str, float]] = []
-        self.step.phases.take()
-        while len(samples) < count and sum(s["seconds"] for s in samples) <= seconds:
-            samples.append({"seconds": self._run_step(), **self.step.phases.take()})
+        taken: list[float] = []
+        while len(taken) < count and sum(taken) <= seconds:
+            taken.append(self._run_step())
         return {
-            "samples": samples,
+            "seconds": taken,
             "joules": meter.joules() if meter else None,
             "other_load": load.others(),
             "peak_bytes": self.device.peak_bytes() if self.peak_is_known else None,
@@ -200,10 +180,3 @@ class Measurements:
         self.step(self.batch, self.number)
         self.device.synchronize()
         return time.perf_counter() - begin
-
-    def _close(self) -> None:
-        import torch
-
-        self.step = None
-        gc.collect()
-        torch.compiler.reset()

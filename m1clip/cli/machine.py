@@ -26,13 +26,12 @@ def compare(options: Annotated[CompareOptions, Flat] | None = None, *, out: Path
     Parameters
     ----------
     out
-        Folder for comparison.json and comparison.html.
+        Folder for comparison.json.
     """
     from rich.console import Console
 
     from m1clip.bench.compare import compare as run
-    from m1clip.bench.report import page, text
-    from m1clip.io import write_text
+    from m1clip.bench.report import text
 
     console = Console(highlight=False)
     with console.status("starting") as status:
@@ -41,10 +40,8 @@ def compare(options: Annotated[CompareOptions, Flat] | None = None, *, out: Path
             line = f"{min(used, 1.0):4.0%}  {message}"
             status.update(line) if console.is_terminal else print(line, flush=True)
 
-        document = run(options or CompareOptions(), out, show)
-    write_text(out / "comparison.html", page(document))
-    print(text(document))
-    print(f"report     {out / 'comparison.html'}")
+        found = run(options or CompareOptions(), out, show)
+    print(text(found.results, found.skipped))
     print(f"data       {out / 'comparison.json'}")
 
 

@@ -20,8 +20,6 @@ from m1clip.hardware.device import DTYPES, Device, Precision
 DRIFT = 0.08  # report a larger relative change between the first and the last third
 BUSY = 0.10  # report a larger fraction of CPU time used by other programs
 MAX_MARKS = 2**16  # of phases that nobody reads
-COPY_BYTES = {"cpu": 2**28, "mps": 2**28, "cuda": 2**30}  # much larger than any cache
-LAUNCHES = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,23 +184,3 @@ def bf16_speedup(device: Device) -> float:
     """Speedup of bf16 over fp32 matrix multiplication. Takes well under a second on a CPU."""
     times = gemm_timings(device, ("fp32", "bf16"), size=768)
     return times["fp32"].median / times["bf16"].median
-
-
-def copy_bandwidth(device: Device, rounds: int = 9, size: int | None = None) -> float:
-    """Bytes per second of a copy within the device, counting both reads and writes."""
-    size = size or COPY_BYTES[device.kind]
-    source = torch.ones(size // 4, device=device.torch)
-    target = torch.empty_like(source)
-    found = alternate({"copy": lambda: target.copy_(source)}, device.synchronize, rounds=rounds, warmup=2, seconds=2.0)
-    return 2 * size / found["copy"].low
-
-
-def launch_seconds(device: Device, rounds: int = 9) -> float:
-    """Seconds per launch of a small kernel, averaged over many."""
-    one = torch.ones(1, device=device.torch)
-
-    def launch() -> None:
-        for _ in range(LAUNCHES):
-            one.add_(1.0)
-
-    return alternate({"launch": launch}, device.synchronize, rounds=rounds, warmup=3)["launch"].median / LAUNCHES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,9 @@ def test_the_largest_batch_size_fills_the_memory() -> None:
 def test_time_comes_from_steps_measured_here() -> None:
     facts = read_facts()
     device = Device("cpu", facts)
-    measured = {**result(configuration(batch_size=8), 2.0), "joules_per_step": 30.0}
+    measured = dataclasses.replace(result(configuration(batch_size=8), 2.0), joules_per_step=30.0)
     save_measured(facts, [measured])
-    seconds, source, joules = step_time(configuration(batch_size=16), facts, device, 2 * measured["flops"], None)
+    seconds, source, joules = step_time(configuration(batch_size=16), facts, device, 2 * measured.flops, None)
     assert (seconds, joules) == (pytest.approx(4.0), pytest.approx(60.0))
     assert source == "measured on this machine at batch 8"
     others = {"tiny": 0.02, "small": 0.6, "ViT-B-32": 0.3}

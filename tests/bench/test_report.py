@@ -1,0 +1,49 @@
+"""The table and the sentences that a comparison ends with."""
+
+from __future__ import annotations
+
+import pytest
+
+from m1clip.bench.report import text, verdict
+
+from .examples import configuration, result, sweep_results
+
+
+def test_the_fastest_is_named_with_its_interval() -> None:
+    slow, fast = result(configuration(device="cpu"), 4.1), result(configuration(device="cuda"), 0.1)
+    assert "tiny, batch 8: cuda bf16 sdpa CUDA graph is the fastest of 2" in "\n".join(verdict([slow, fast]))
+    assert "41 times as fast [40, 42] as cpu bf16 bmm" in "\n".join(verdict([slow, fast]))
+    assert verdict([slow])[-1] == "Only the CPU was measured."
+
+
+def test_wrong_gradients_are_left_out_whatever_their_speed() -> None:
+    wrong = result(configuration(device="cuda"), 0.1, gradient=0.9)
+    found = "\n".join(verdict([result(configuration(device="cpu"), 4.0), wrong]))
+    assert "cuda bf16 sdpa CUDA graph: gradients differ from the CPU's in fp32 by 90.0%" in found
+    assert "tiny, batch 8: cpu bf16 bmm is the fastest of 1" in found
+
+
+@pytest.mark.parametrize(
+    ("seconds", "message"),
+    [
+        ((0.1, 1.0), "the CPU is faster than cuda at every batch size measured, up to 8"),
+        ((1.0, 0.1), "cuda is faster than the CPU at every batch size measured, 10.0 times at 8"),
+        ((1.0, 1.005), "no clear difference between the CPU and cuda"),  # their quartiles overlap
+    ],
+)
+def test_crossover_in_words(seconds: tuple[float, float], message: str) -> None:
+    measured = zip(("cpu", "cuda"), seconds, strict=True)
+    assert message in "\n".join(verdict([result(configuration(device=device), s) for device, s in measured]))
+
+
+def test_crossover_lies_between_measured_batch_sizes() -> None:
+    found = "\n".join(verdict(sweep_results()))
+    assert "tiny in bf16: the CPU is faster up to batch 4, cuda from batch 16 (the cost model predicts equal" in found
+    assert "small in bf16: cuda is faster than the CPU at every batch size measured" in found  # 66 ms against 21 ms
+
+
+def test_table_and_skipped_configurations() -> None:
+    shown = text(sweep_results(), {"1B": "needs about 90 GB of 69 GB"})
+    assert shown.endswith("skipped: 1B: needs about 90 GB of 69 GB")
+    (line,) = [line for line in shown.splitlines() if line.startswith("small, batch 64, cpu bf16 bmm")]
+    assert line.split()[5:] == "4.22 s 4.2 s to 4.25 s 5 68.13 15.2 100% 1 GB not measured 0.1%".split()
