@@ -137,7 +137,7 @@ def groups(facts: Facts, options: CompareOptions, devices: Sequence[Kind]) -> li
         for batch_size in sorted(options.batch_size)
     ]
     if len(options.model) == 1:
-        found[0] += _one_change_each(facts, found[0])
+        found[0] += list(_one_change_each(facts, found[0]))
     return found
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from m1clip import __version__
+from m1clip.errors import UserError
 
 app = App(
     name="m1clip",
@@ -17,4 +19,14 @@ app = App(
 )
 
 words: list[str] = []  # the command line, set by main
-Count = Annotated[int, Parameter(validator=Number(gte=1))]
+
+
+def _integer(hint: Any, tokens: Sequence[Any]) -> int:
+    """Cyclopts would read 1.5 as 1."""
+    try:
+        return int(tokens[0].value)
+    except ValueError:
+        raise UserError(f"{tokens[0].keyword} {tokens[0].value}: give an integer") from None
+
+
+Count = Annotated[int, Parameter(validator=Number(gte=1), converter=_integer)]

@@ -13,6 +13,8 @@ from m1clip.errors import UserError
 from m1clip.io import read_small
 
 if TYPE_CHECKING:
+    from m1clip.evaluation.evaluate import Evaluator
+    from m1clip.inference.encoder import SplitFeatures
     from m1clip.training.progress import Screen
 
 
@@ -54,7 +56,7 @@ def evaluate(
         With --classes: also train a linear probe on two thirds of the image features and evaluate it on the rest.
     analysis
         Also show what the model gets right and wrong: by caption difficulty and length, by image content (synthetic
-        images), the geometry of the embedding space, and an image of the worst confusions.
+        images), the geometry of the embedding space, and the worst confusions.
     device
         Device to run on.
     """
@@ -75,16 +77,21 @@ def evaluate(
     evaluator.save_grid(features, grid)
     screen.say(f"image      {grid}")
     if analysis:
-        from m1clip.evaluation.analysis import analysis_tables
-        from m1clip.io import write_json
+        _analyze(screen, evaluator, features, folder / f"analysis-{name}.json")
 
-        found, confusions = evaluator.analysis(features), folder / f"confusions-{name}.png"
-        found["confusions"] = evaluator.save_confusions(features, confusions)
-        write_json(folder / f"analysis-{name}.json", found)
-        screen.say(f"\n{analysis_tables(found)}\n")
-        screen.say(f"analysis   {folder / f'analysis-{name}.json'}")
-        if found["confusions"]:
-            screen.say(f"image      {confusions}")
+
+def _analyze(screen: Screen, evaluator: Evaluator, features: SplitFeatures, path: Path) -> None:
+    from m1clip.evaluation.analysis import analysis_tables
+    from m1clip.formatting import table
+    from m1clip.io import write_json
+
+    found = evaluator.analysis(features)
+    found["confusions"] = evaluator.confusions(features)
+    write_json(path, found)
+    screen.say(f"\n{analysis_tables(found)}\n")
+    if found["confusions"]:
+        screen.say(f"Worst confusions\n\n{table(('caption', 'retrieved an image of'), found['confusions'])}\n")
+    screen.say(f"analysis   {path}")
 
 
 def _zero_shot(

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from m1clip.config import Config, load_config
@@ -119,8 +120,20 @@ class Evaluator:
 
     def scores(self, features: SplitFeatures) -> Scores:
         """Retrieval; for synthetic images also the accuracy against negative captions."""
-        scores = retrieval(*features)
+        scores = retrieval(*features, self.other_classes() if features.labels is not None else None)
         return scores + self.negative_scores(features[0]) if isinstance(self.source, SyntheticSource) else scores
+
+    def other_classes(self) -> Tensor | None:
+        """(n, d) vectors of the classes that only other splits contain: all class names are candidates."""
+        captions = {s.captions[0]: s.captions for split in self.source.splits() for s in self.source.samples(split)}
+        for sample in self.data.samples:
+            captions.pop(sample.captions[0], None)
+        # A frozen text tower with cached features is not in memory, so it cannot encode other captions.
+        if not captions or self.data.captions.features is not None:
+            return None
+        with self.autocast():
+            vectors = [self.model.encode_text(list(each)).cpu().float().mean(dim=0) for each in captions.values()]
+        return F.normalize(torch.stack(vectors), dim=-1)
 
     @torch.inference_mode()
     def negative_scores(self, image: Tensor, indices: Sequence[int] | None = None) -> Scores:
@@ -189,21 +202,9 @@ class Evaluator:
         title = f"{len(image):,} images of the {self.split} split: the best {found.shape[1]} for each caption"
         retrieval_grid(rows, path, title)
 
-    def save_confusions(self, features: SplitFeatures, path: Path) -> list[list[str]]:
-        """An image of the worst confusions, and for each the caption and one of the image it retrieved."""
-        image, text, image_index, keys, _ = features
-        worst = confusions(image, text, image_index, keys, limit=CONFUSIONS)
-        rows = [
-            GridRow(
-                query=caption_text(self.data, each.caption),
-                images=self.data.images.read(np.array([each.found, each.right])),
-                correct=[False, True],
-                scores=(image[[each.found, each.right]].float() @ text[each.caption].float()).tolist(),
-            )
-            for each in worst
-        ]
-        if rows:
-            retrieval_grid(rows, path, f"Worst confusions of the {self.split} split: retrieved image, right image")
+    def confusions(self, features: SplitFeatures) -> list[list[str]]:
+        """The captions with the worst confusions, each with a caption of the image it retrieved."""
+        worst = confusions(*features[:4], limit=CONFUSIONS)
         return [[caption_text(self.data, each.caption), self.data.samples[each.found].captions[0]] for each in worst]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +14,11 @@ from torch import Tensor
 
 from m1clip.errors import UserError
 
-Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
-
 RIGHT, WRONG = (0, 138, 92), (206, 44, 58)
 INK, GRAY, PAPER = (28, 32, 38), (104, 112, 122), (255, 255, 255)
 MARGIN, GAP, FRAME, CELL = 24, 14, 5, 112
 QUERY_WIDTH, HEADER_HEIGHT, LABEL_HEIGHT, ROW_GAP = 232, 66, 24, 18
+QUERY_LETTERS = 32  # per line; images are drawn over what is too wide
 MAX_TEXT = 1000  # longer captions do not fit a cell; bounds the time for text layout
 # The built-in font has no glyph for these.
 ASCII = str.maketrans({"–": "-", "—": "-", "’": "'", "‘": "'", "“": '"', "”": '"', "…": "...", "→": "->"})
@@ -32,7 +32,7 @@ class GridRow:
     images: np.ndarray  # (n, side, side, 3) uint8, best first
     correct: Sequence[bool]
     scores: Sequence[float]
-    rank: int | None = None
+    rank: int
 
 
 def retrieval_grid(rows: Sequence[GridRow], path: Path, title: str) -> None:
@@ -44,46 +44,24 @@ def retrieval_grid(rows: Sequence[GridRow], path: Path, title: str) -> None:
     canvas = Image.new("RGB", (width, 2 * MARGIN + HEADER_HEIGHT + len(rows) * row_height - ROW_GAP), PAPER)
     draw = ImageDraw.Draw(canvas)
     small, normal, large = (ImageFont.load_default(size) for size in (12, 14, 20))
-    draw.text((MARGIN, MARGIN - 6), wrap(title, large, width - 2 * MARGIN, 1), fill=INK, font=large)
+    draw.text((MARGIN, MARGIN - 6), safe_text(title), fill=INK, font=large)
     legend = "Below each image: rank, cosine similarity, and whether it is an image of the caption."
     draw.text((MARGIN, MARGIN + 28), legend, fill=GRAY, font=normal)
     for number, row in enumerate(rows):
         top = MARGIN + HEADER_HEIGHT + number * row_height
-        query = wrap(row.query, normal, QUERY_WIDTH - GAP, 5)
-        if row.rank is not None:
-            query += f"\n(right image: rank {row.rank:,})"
+        lines = textwrap.wrap(safe_text(row.query), QUERY_LETTERS, max_lines=5, placeholder="...")
+        query = "\n".join([*lines, f"(right image: rank {row.rank:,})"])
         draw.multiline_text((MARGIN, top), query, fill=INK, font=normal)
         for column, pixels in enumerate(row.images):
             left = MARGIN + QUERY_WIDTH + GAP + column * (side + GAP)
-            colour = RIGHT if row.correct[column] else WRONG
-            draw.rectangle((left, top, left + side - 1, top + side - 1), fill=colour)
+            color = RIGHT if row.correct[column] else WRONG
+            draw.rectangle((left, top, left + side - 1, top + side - 1), fill=color)
             image = Image.fromarray(pixels).resize((CELL, CELL), Image.Resampling.BICUBIC)
             canvas.paste(image, (left + FRAME, top + FRAME))
             # Words as well as color, for readers who cannot tell green from red.
             label = f"{column + 1}.  {row.scores[column]:.2f}  {'right' if row.correct[column] else 'wrong'}"
-            draw.text((left + side / 2, top + side + 5), label, fill=colour, font=small, anchor="ma")
+            draw.text((left + side / 2, top + side + 5), label, fill=color, font=small, anchor="ma")
     canvas.save(path, format="PNG", optimize=True)
-
-
-def wrap(text: str, font: Font, width: float, max_lines: int) -> str:
-    """The text in lines that fit the width; long words are broken, long texts end in "..."."""
-    lines = [""]
-    for word in safe_text(text).split(" "):
-        if font.getlength(f"{lines[-1]} {word}") <= width:
-            lines[-1] = f"{lines[-1]} {word}".strip()
-            continue
-        lines.append("")
-        for letter in word:
-            if lines[-1] and font.getlength(lines[-1] + letter) > width:
-                lines.append("")
-            lines[-1] += letter
-    lines = [line for line in lines if line]
-    if len(lines) > max_lines:
-        last = lines[max_lines - 1]
-        while last and font.getlength(f"{last}...") > width:
-            last = last[:-1]
-        lines[max_lines - 1 :] = [f"{last.rstrip()}..."]
-    return "\n".join(lines)
 
 
 def safe_text(text: str) -> str:
@@ -110,6 +88,6 @@ def confusion_figure(counts: Tensor, names: Sequence[str], path: Path, title: st
         axes.set_xticks(range(classes), labels, rotation=90)
         axes.set_yticks(range(classes), labels)
         for row, column in counts.nonzero().tolist():
-            colour = "white" if fractions[row, column] > 0.6 else "black"
-            axes.text(column, row, str(int(counts[row, column])), ha="center", va="center", color=colour)
+            color = "white" if fractions[row, column] > 0.6 else "black"
+            axes.text(column, row, str(int(counts[row, column])), ha="center", va="center", color=color)
     figure.savefig(path, dpi=100)

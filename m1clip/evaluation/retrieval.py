@@ -1,4 +1,4 @@
-"""Image-text retrieval over a complete split: recall@k and median rank in both directions, top-1 accuracy."""
+"""Image-text retrieval over a complete split: recall@k in both directions, top-1 accuracy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from m1clip.evaluation.statistics import Metric, Scores, fraction_intervals, median, median_interval, wilson
+from m1clip.evaluation.statistics import Metric, Scores, fraction_intervals, wilson
 from m1clip.runlog import MEAN_RECALL, TOP1
 
 RECALL_AT = (1, 5, 10)
@@ -23,41 +23,37 @@ def retrieval(
     image_index: Tensor,
     keys: Tensor | None = None,
     labels: Tensor | None = None,
-    at: Sequence[int] = RECALL_AT,
+    other_classes: Tensor | None = None,
 ) -> Scores:
-    """Recall and median rank of unit vectors image (n_images, d) and text (n_texts, d), in both directions.
+    """Recall of unit vectors image (n_images, d) and text (n_texts, d), in both directions.
 
     image_index[t] is the image that text t describes; captions with equal `keys` are equally right. An image counts as
     found when any of its captions is, a caption when any of its images is. With class `labels` (n_images,), top-1
-    accuracy comes first.
+    accuracy comes first, among these classes and `other_classes` (n, d), which have no image here.
     """
     found = ranks(image, text, image_index, keys)
     queries = found.captioned.nonzero()[:, 0]
     metrics = [
-        *_direction("text_to_image", found.text_to_image, image_index.cpu(), found.right_images, len(image), at),
+        *_direction("text_to_image", found.text_to_image, image_index.cpu(), found.right_images, len(image)),
         *_direction(
-            "image_to_text", found.image_to_text[queries], queries, found.right_texts[queries], found.distinct_texts, at
+            "image_to_text", found.image_to_text[queries], queries, found.right_texts[queries], found.distinct_texts
         ),
     ]
-    metrics.insert(0, _mean_recall([metric for metric in metrics if metric.kind == "fraction"]))
+    metrics.insert(0, _mean_recall(metrics))
     if labels is not None:
-        metrics.insert(0, _top1_accuracy(image, text, image_index, labels))
+        metrics.insert(0, _top1_accuracy(image, text, image_index, labels, other_classes))
     return Scores(tuple(metrics))
 
 
-def _direction(
-    name: str, rank: Tensor, image_index: Tensor, right: Tensor, candidates: int, at: Sequence[int]
-) -> list[Metric]:
+def _direction(name: str, rank: Tensor, image_index: Tensor, right: Tensor, candidates: int) -> list[Metric]:
     # The cap keeps rank n + 1 (never found) a miss when k exceeds the number of candidates.
-    hits = rank[:, None] <= torch.tensor([min(k, candidates) for k in at])
-    recalls = [
+    hits = rank[:, None] <= torch.tensor([min(k, candidates) for k in RECALL_AT])
+    return [
         Metric(f"{name}/recall@{k}", value, recall_chance(k, right, candidates), interval, len(rank))
         for k, value, interval in zip(
-            at, hits.double().mean(dim=0).tolist(), fraction_intervals(hits, image_index), strict=True
+            RECALL_AT, hits.double().mean(dim=0).tolist(), fraction_intervals(hits, image_index), strict=True
         )
     ]
-    chance, interval = median_rank_chance(right, candidates), median_interval(rank, image_index)
-    return [*recalls, Metric(f"{name}/median_rank", median(rank), chance, interval, len(rank), "rank")]
 
 
 def _mean_recall(recalls: Sequence[Metric]) -> Metric:
@@ -68,13 +64,15 @@ def _mean_recall(recalls: Sequence[Metric]) -> Metric:
     return Metric(MEAN_RECALL, value, chance, wilson(value, images), images)
 
 
-def _top1_accuracy(image: Tensor, text: Tensor, image_index: Tensor, labels: Tensor) -> Metric:
+def _top1_accuracy(image: Tensor, text: Tensor, image_index: Tensor, labels: Tensor, others: Tensor | None) -> Metric:
     """How often an image is closest to its own class, which is the mean of the class's captions; a tie is a miss."""
-    classes = int(labels.max()) + 1
-    sums = text.new_zeros(classes, text.shape[1], dtype=torch.float32).index_add_(0, labels[image_index], text.float())
-    hits = _best_ranks(image, F.normalize(sums, dim=-1), torch.arange(len(image)), labels) == 1
+    sums = text.new_zeros(int(labels.max()) + 1, text.shape[1], dtype=torch.float32)
+    classes = F.normalize(sums.index_add_(0, labels[image_index], text.float()), dim=-1)
+    if others is not None:
+        classes = torch.cat([classes, others])
+    hits = _best_ranks(image, classes, torch.arange(len(image)), labels) == 1
     value = float(hits.double().mean())
-    return Metric(TOP1, value, 1 / classes, wilson(value, len(image)), len(image))
+    return Metric(TOP1, value, 1 / len(classes), wilson(value, len(image)), len(image))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,15 +175,3 @@ def recall_chance(k: int, right: Tensor, candidates: int) -> float:
     # Hypergeometric: draw k candidates without replacement and miss every right one, draw by draw.
     miss = ((candidates - counts.double()[:, None] - drawn) / (candidates - drawn)).clamp(min=0).prod(dim=1)
     return float(((1 - miss) * queries).sum() / queries.sum())
-
-
-def median_rank_chance(right: Tensor, candidates: int) -> float:
-    """Median best rank of a right candidate in a random order: the first k whose recall@k is at least 1/2."""
-    low, high = 1, candidates
-    while low < high:
-        middle = (low + high) // 2
-        if recall_chance(middle, right, candidates) >= 0.5 - 1e-9:
-            high = middle
-        else:
-            low = middle + 1
-    return float(low)

@@ -17,7 +17,7 @@ from m1clip.evaluation.analysis import confusions, even_indices
 from m1clip.evaluation.evaluate import caption_text
 from m1clip.evaluation.retrieval import is_match, nearest, ranks
 from m1clip.inference.encoder import SplitFeatures
-from m1clip.io import read_small, write_bytes, write_text
+from m1clip.io import write_bytes, write_text
 
 FOLDER, THUMBNAILS = "snapshots", "thumbnails"
 QUERIES, RETRIEVED, MATRIX, CONFUSIONS = 8, 5, 24, 6
@@ -27,7 +27,7 @@ MAX_CAPTION = 300  # characters
 
 
 def write_snapshot(run: Path, step: int, split: str, data: Split, features: SplitFeatures) -> None:
-    """Write a snapshot of this step; thins out old ones and deletes unused thumbnails."""
+    """Write a snapshot of this step, and delete some of the old ones."""
     content = {
         "step": step,
         "split": split,
@@ -39,7 +39,13 @@ def write_snapshot(run: Path, step: int, split: str, data: Split, features: Spli
     folder = run / FOLDER
     (folder / THUMBNAILS).mkdir(parents=True, exist_ok=True)
     for image in _shown_images(content):
-        _write_thumbnail(folder / THUMBNAILS / f"{image}.jpg", data, image)
+        path = folder / THUMBNAILS / f"{image}.jpg"
+        if not path.exists():
+            small = Image.fromarray(data.images.read(np.array([image]))[0])
+            small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+            encoded = io.BytesIO()
+            small.save(encoded, format="JPEG", quality=82)
+            write_bytes(path, encoded.getvalue(), sync=False)  # atomic, but without waiting for the disk
     write_text(folder / f"step-{step:08d}.json", json.dumps(content, ensure_ascii=False, separators=(",", ":")))
     thin_out(folder, step)
 
@@ -106,27 +112,11 @@ def _shown_images(content: dict[str, Any]) -> set[int]:
     return shown
 
 
-def _write_thumbnail(path: Path, data: Split, image: int) -> None:
-    if path.exists():
-        return
-    small = Image.fromarray(data.images.read(np.array([image]))[0])
-    small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
-    encoded = io.BytesIO()
-    small.save(encoded, format="JPEG", quality=82)
-    write_bytes(path, encoded.getvalue(), sync=False)  # atomic, but without waiting for the disk
-
-
 def thin_out(folder: Path, step: int) -> None:
     """Delete snapshots after `step` (written before a resume) and, above the limit, every second one."""
     kept = sorted(folder.glob("step-*.json"))
     for stale in [path for path in kept if int(path.stem[5:]) > step]:
         stale.unlink()
         kept.remove(stale)
-    if len(kept) <= MAX_SNAPSHOTS:
-        return
-    for path in kept[1:-1:2]:
+    for path in kept[1:-1:2] if len(kept) > MAX_SNAPSHOTS else []:
         path.unlink()
-    shown = set().union(*(_shown_images(json.loads(read_small(path))) for path in folder.glob("step-*.json")))
-    for thumbnail in (folder / THUMBNAILS).glob("*.jpg"):
-        if int(thumbnail.stem) not in shown:
-            thumbnail.unlink(missing_ok=True)

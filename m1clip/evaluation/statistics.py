@@ -5,19 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
-import torch
 from torch import Tensor
 
 from m1clip.formatting import percent, table
 from m1clip.runlog import SELECTION
 
 Z95 = 1.959964
-RESAMPLES = 1000
-# With fewer images than this among the hits or the misses, the bootstrap is unreliable and Wilson's interval is used.
-MIN_BOOTSTRAP_IMAGES = 5
-MAX_DRAWS = 1 << 22  # bootstrap indices in memory at once: 32 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +24,13 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One result: a fraction between 0 and 1, or a rank from 1."""
+    """One result, a fraction between 0 and 1."""
 
     name: str
     value: float
     chance: float
     interval: Interval
     n: int
-    kind: Literal["fraction", "rank"] = "fraction"
 
     @property
     def label(self) -> str:
@@ -46,8 +39,6 @@ class Metric:
 
     def _cells(self) -> tuple[str, ...]:
         low, high = self.interval.low, self.interval.high
-        if self.kind == "rank":
-            return self.label, f"{self.value:g}", f"{low:g} - {high:g}", f"{self.chance:g}", f"{self.n:,}"
         interval = f"{100 * low:.1f} - {100 * high:.1f}%"
         return self.label, f"{100 * self.value:.1f}%", interval, percent(self.chance), f"{self.n:,}"
 
@@ -101,69 +92,25 @@ def selection_metric(scores: Scores) -> Metric:
 
 def wilson(fraction: float, n: float) -> Interval:
     """Wilson's score interval for n independent trials; its width is never zero."""
-    centre = fraction + Z95**2 / (2 * n)
+    center = fraction + Z95**2 / (2 * n)
     half = Z95 * math.sqrt(fraction * (1 - fraction) / n + Z95**2 / (4 * n**2))
     scale = 1 + Z95**2 / n
     # Exact at 0 and 1, where rounding would miss the bound.
-    low = 0.0 if fraction <= 0 else (centre - half) / scale
-    high = 1.0 if fraction >= 1 else (centre + half) / scale
+    low = 0.0 if fraction <= 0 else (center - half) / scale
+    high = 1.0 if fraction >= 1 else (center + half) / scale
     return Interval(low, high)
 
 
-def fraction_intervals(hits: Tensor, image_index: Tensor, seed: int = 0) -> list[Interval]:
+def fraction_intervals(hits: Tensor, image_index: Tensor) -> list[Interval]:
     """One interval per column of hits (n, metrics) bool; image_index (n,) is the image of each row.
 
-    A bootstrap over images, because the captions of one image are correlated.
+    Wilson's interval for the effective number of trials: the captions of one image are correlated.
     """
-    sums, size = _per_image(hits.cpu().double(), image_index)
-    fractions = (sums.sum(dim=0) / size.sum()).tolist()
-    intervals = [wilson(value, len(size)) for value in fractions]  # n is the number of images, the conservative choice
-    few = torch.minimum((sums > 0).sum(dim=0), (sums < size[:, None]).sum(dim=0)) < MIN_BOOTSTRAP_IMAGES
-    # With one row per image the trials are independent, and Wilson's interval covers better than the bootstrap.
-    if bool(few.all()) or len(size) == len(hits):
-        return intervals
-    low, high = _bootstrap(sums, size, seed).quantile(torch.tensor([0.025, 0.975]).double(), dim=0).tolist()
-    return [
-        intervals[column] if is_few else Interval(low[column], high[column])
-        for column, is_few in enumerate(few.tolist())
-    ]
-
-
-def median(values: Tensor) -> float:
-    """The middle value, or the mean of the two middle values."""
-    return float(values.cpu().double().quantile(0.5))
-
-
-def median_interval(values: Tensor, image_index: Tensor) -> Interval:
-    """Woodruff's interval: that of the fraction below the median, read off as quantiles."""
-    n = len(values)
-    ordered = values.cpu().double().sort().values
-    below = (values.cpu() <= median(values)).double()
-    residuals, _ = _per_image((below - below.mean())[:, None], image_index)
-    clustered = float(residuals.square().sum().sqrt()) / n
-    # With many equal values the fraction below is uninformative; independent trials are the lower bound.
-    half = Z95 * max(clustered, 0.5 / math.sqrt(n))
-    low = max(0, math.floor(n * (0.5 - half)))
-    high = min(n - 1, math.ceil(n * (0.5 + half)))
-    return Interval(float(ordered[low]), float(ordered[high]))
-
-
-def _per_image(rows: Tensor, image_index: Tensor) -> tuple[Tensor, Tensor]:
-    """(images, columns) sums of the rows of each image, and (images,) how many rows it has."""
-    _, inverse, size = image_index.cpu().unique(return_inverse=True, return_counts=True)
-    return rows.new_zeros(len(size), rows.shape[1]).index_add_(0, inverse, rows), size.double()
-
-
-def _bootstrap(sums: Tensor, size: Tensor, seed: int) -> Tensor:
-    """(RESAMPLES, metrics) fractions over images drawn with replacement."""
-    images = len(size)
-    generator = torch.Generator().manual_seed(seed)
-    chunk = max(1, min(RESAMPLES, MAX_DRAWS // images))
-    fractions = []
-    for start in range(0, RESAMPLES, chunk):
-        rows = min(chunk, RESAMPLES - start)
-        drawn = torch.randint(images, (rows, images), generator=generator)
-        drawn += torch.arange(rows)[:, None] * images
-        counts = torch.bincount(drawn.flatten(), minlength=rows * images).view(rows, images).double()
-        fractions.append((counts @ sums) / (counts @ size)[:, None])
-    return torch.cat(fractions)
+    _, image, size = image_index.cpu().unique(return_inverse=True, return_counts=True)
+    rows, images = hits.cpu().double(), len(size)
+    fractions = rows.mean(dim=0)
+    # The variance of the mean from the residuals of complete images.
+    residuals = rows.new_zeros(images, rows.shape[1]).index_add_(0, image, rows - fractions)
+    variance = residuals.square().sum(dim=0) / len(rows) ** 2 * images / max(1, images - 1)
+    effective = (fractions * (1 - fractions) / variance).nan_to_num(nan=0.0).clamp(min=images, max=len(rows))
+    return [wilson(value, n) for value, n in zip(fractions.tolist(), effective.tolist(), strict=True)]

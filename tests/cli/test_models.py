@@ -48,9 +48,9 @@ def images(tmp_path: Path) -> Path:
     for number, name in enumerate(("red", "green")):
         (tmp_path / "set" / name).mkdir(parents=True)
         for each in range(3):
-            colour = np.full((20, 24, 3), 40 * each, np.uint8)
-            colour[..., number] = 250
-            Image.fromarray(colour).save(tmp_path / "set" / name / f"{each}.png")
+            color = np.full((20, 24, 3), 40 * each, np.uint8)
+            color[..., number] = 250
+            Image.fromarray(color).save(tmp_path / "set" / name / f"{each}.png")
     return tmp_path / "set"
 
 
@@ -110,6 +110,8 @@ def test_the_default_model_is_that_of_the_newest_run(tmp_path: Path) -> None:
         (("classify", "notes.txt", "--labels", "a,b", "--model", "MODEL"), "notes.txt"),
         (("classify", "set/red/0.png", "--labels", "a,b", "--template", "a thing", "--model", "MODEL"), "has no {}"),
         (("similar", "set/red/0.png", "--in", "nowhere", "--model", "MODEL"), "nowhere: no such folder"),
+        (("similar", "set/red/0.png", "--in", "set", "--count", "1.5"), "--count 1.5: give an integer"),
+        (("export", "MODEL", "--to", "hf", "--image-size", "1.5"), "--image-size 1.5: give an integer"),
         (("eval", "MODEL"), "specify data with --data"),
         (("train", "--init", "nothing", "--recipe", "frozen"), "--init excludes --recipe frozen"),
         (("eval", "MODEL", "--classes", "set/red"), "0 class folders"),

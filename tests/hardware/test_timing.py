@@ -128,8 +128,6 @@ def test_speed_of_the_cpu_is_plausible() -> None:
     assert [times[name].n for name in ("fp32", "bf16")] == [3, 3]
     assert timing.gemm_rate(cpu, "fp32", size=64, rounds=3) > 1e6
     assert timing.bf16_speedup(cpu) > 0
-    assert timing.copy_bandwidth(cpu, rounds=2, size=2**20) > 1e6
-    assert 0 < timing.launch_seconds(cpu, rounds=2) < 0.1
 
 
 def test_peak_memory_can_be_reset_where_the_system_allows_it() -> None:
