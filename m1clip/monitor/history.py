@@ -21,10 +21,25 @@ LONGEST_LINE = 4 << 20  # bytes; anything longer is not a record
 POINTS, EVALUATIONS, LAYERS, EVENTS, RECENT, FIRST = 2000, 500, 200, 200, 60, 12
 # "step": forward, backward and optimizer together, where a step is replayed as a CUDA graph
 PHASES = ("data", "copy", "forward", "backward", "optimizer", "step", "rest")
-CURVES = (
-    *("loss", "grad_norm", "lr", "temperature", "images_per_second", "step_seconds", "data_fraction"),
-    *("memory_bytes", "watts", "celsius", "elapsed"),
+STEP_FIGURES = (  # name, title, factor
+    ("loss", "Loss", 1.0),
+    ("grad_norm", "Gradient norm", 1.0),
+    ("temperature", "Temperature", 1.0),
+    ("lr", "Learning rate", 1.0),
+    ("images_per_second", "Images per second", 1.0),
+    ("data_fraction", "Loading data, % of a step", 100.0),
+    ("memory_bytes", "Memory, GB", 1e-9),
+    ("watts", "Power, W", 1.0),
+    ("celsius", "Temperature of the machine, °C", 1.0),
 )
+EVALUATION_FIGURES = (
+    ("text_to_image/recall@1", "Recall@1 text to image, %", 100.0),
+    ("image_to_text/recall@1", "Recall@1 image to text, %", 100.0),
+    ("retention", "Retention (--retention-data), %", 100.0),
+    ("analysis/difficulty/hard", "Accuracy against similar captions, %", 100.0),
+    ("analysis/modality_gap", "Modality gap", 1.0),
+)
+CURVES = (*(name for name, _, _ in STEP_FIGURES), "step_seconds", "elapsed")
 EVENT_KINDS = ("start", "checkpoint", "event", "warning", "skipped", "parity")
 Row = dict[str, Any]
 Setting = TypeVar("Setting")
@@ -205,6 +220,12 @@ class History:
         if not isinstance(facts, dict) or self.setting("train", "device", str) != "cpu":
             return None
         return _number(facts.get("memory_bytes"))
+
+    def curve(self, name: str, factor: float) -> list[tuple[int, float]]:
+        """(step, value) of a figure of the steps or evaluations."""
+        rows = self.steps if name in CURVES else self.evaluations
+        found = ((row["step"], figure_of(row, name)) for row in rows)
+        return [(step, factor * value) for step, value in found if value is not None]
 
     def best(self) -> Row:
         """The evaluation with the best value of `metric`, or an empty row."""

@@ -23,7 +23,7 @@ from m1clip.errors import UserError
 from m1clip.formatting import clock, duration, number, percent, size
 from m1clip.io import read_small, write_bytes
 from m1clip.monitor.diagnostics import diagnose
-from m1clip.monitor.history import CURVES, PHASES, History, figure_of, numbers
+from m1clip.monitor.history import EVALUATION_FIGURES, PHASES, STEP_FIGURES, History, numbers
 from m1clip.monitor.status import elapsed, status_of
 from m1clip.runlog import SELECTION
 
@@ -74,7 +74,7 @@ class Curve:
     points: Sequence[tuple[float, float]]
     color: int = 0
     dashed: bool = False
-    band: Sequence[tuple[float, float]] = ()
+    band: Sequence[Sequence[float]] = ()
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def lines(title: str, curves: Sequence[Curve], log: bool = False) -> list[Plot]:
             axes.plot(
                 xs, ys, style, color=color, label=curve.name, marker="o" if len(xs) < 30 else None, markersize=2.5
             )
-            if curve.band:
+            if len(curve.band) == len(xs):
                 axes.fill_between(xs, *zip(*curve.band, strict=True), color=color, alpha=0.15, linewidth=0)
         if log:
             axes.set_yscale("log", nonpositive="mask")
@@ -157,19 +157,6 @@ def bars(title: str, rows: Sequence[tuple[str, float, str]], top: float | None =
     return [Plot(title, alt, draw, 0.5 + 0.2 * len(rows))] if rows else []
 
 
-CURVE_PLOTS = (  # figure, title, factor
-    ("loss", "Loss", 1.0),
-    ("text_to_image/recall@1", "Recall@1 text to image on validation, %", 100.0),
-    ("image_to_text/recall@1", "Recall@1 image to text on validation, %", 100.0),
-    ("retention", "Retention (--retention-data), %", 100.0),
-    ("grad_norm", "Gradient norm", 1.0),
-    ("temperature", "Temperature", 1.0),
-    ("lr", "Learning rate", 1.0),
-    ("images_per_second", "Images per second", 1.0),
-    ("memory_bytes", "Memory, GB", 1e-9),
-    ("watts", "Power, W", 1.0),
-    ("celsius", "Temperature of the machine, °C", 1.0),
-)
 ANALYSIS_PLOTS = (  # group of figures, their names, title, factor
     ("analysis/difficulty", LEVELS, "Accuracy by similarity of the wrong caption, %", 100.0),
     ("analysis/negatives", LEVELS, "Accuracy against generated negatives, %", 100.0),
@@ -177,25 +164,22 @@ ANALYSIS_PLOTS = (  # group of figures, their names, title, factor
 )
 
 
-def curve(history: History, name: str, label: str, color: int, factor: float) -> list[Curve]:
-    """A figure of the steps or evaluations, with its interval and chance level where there are any."""
-    rows = history.steps if name in CURVES else history.evaluations
-    found = [(row, value) for row in rows if (value := figure_of(row, name)) is not None]
-    points = [(row["step"], factor * value) for row, value in found]
-    if not all(f"{name}/low" in row for row, _ in found):
-        return [Curve(label, points, color)]
-    band = [(factor * row[f"{name}/low"], factor * row[f"{name}/high"]) for row, _ in found]
-    chance = [(row["step"], factor * row[f"{name}/chance"]) for row, _ in found]
-    return [Curve(label, points, color, band=band), Curve("chance", chance, 7, dashed=True)]
-
-
 def curve_plots(histories: Sequence[History]) -> list[Plot]:
     """Loss, scores, speed and everything else that was measured, one curve per run."""
     metrics = " or ".join(dict.fromkeys(SELECTION[h.metric] for h in histories)).capitalize()
     plots = []
-    for name, title, factor in (("", f"{metrics} on validation, % (selects the best model)", 100.0), *CURVE_PLOTS):
-        found = [curve(h, name or h.metric, h.name, i, factor) for i, h in enumerate(histories)]
-        curves = [*found[0], *(each[0] for each in found[1:])]  # the chance level once
+    for name, title, factor in (
+        ("", f"{metrics}, % (selects the best model)", 100.0),
+        *EVALUATION_FIGURES,
+        *STEP_FIGURES,
+    ):
+        curves = []
+        for color, history in enumerate(histories):
+            key, rows = name or history.metric, history.evaluations
+            band = [[factor * row[f"{key}/{end}"] for end in ("low", "high")] for row in rows if f"{key}/low" in row]
+            curves.append(Curve(history.name, history.curve(key, factor), color, band=band))
+        chance = histories[0].curve(f"{name or histories[0].metric}/chance", factor)
+        curves.append(Curve("chance", chance, 7, dashed=True))
         plots += lines(title, curves, log=name in ("loss", "grad_norm"))
     return plots
 
@@ -204,8 +188,8 @@ def analysis_plots(history: History) -> list[Plot]:
     """Difficulty, geometry, image content and step time of one run."""
     plots = []
     for group, names, title, factor in ANALYSIS_PLOTS:
-        labels = [(i, f"{group}/{name}", name.replace("_", " ")) for i, name in enumerate(names)]
-        plots += lines(title, [each for i, name, label in labels for each in curve(history, name, label, i, factor)])
+        figures = [(name.replace("_", " "), history.curve(f"{group}/{name}", factor)) for name in names]
+        plots += lines(title, [Curve(label, points, color) for color, (label, points) in enumerate(figures)])
     groups: dict[str, list[tuple[str, float, str]]] = {}
     for name, (value, n) in ((history.evaluations.last or {}).get("analysis") or {}).get("groups", {}).items():
         attribute, _, word = name.partition("/")

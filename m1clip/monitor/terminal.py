@@ -14,7 +14,6 @@ import tty
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.layout import Layout
@@ -27,28 +26,10 @@ from rich.text import Text
 from m1clip.errors import UserError
 from m1clip.formatting import clock, duration, number, percent, size, when
 from m1clip.monitor.diagnostics import describe, diagnose
-from m1clip.monitor.history import PHASES, History, figure_of, numbers
+from m1clip.monitor.history import EVALUATION_FIGURES, PHASES, STEP_FIGURES, History, numbers
 from m1clip.monitor.status import Status, elapsed, seconds_left, status_of
-from m1clip.runlog import SELECTION
+from m1clip.runlog import SELECTION, Record
 
-LEFT = (  # figure of a step, title, factor
-    ("loss", "loss", 1.0),
-    ("grad_norm", "gradient norm", 1.0),
-    ("temperature", "temperature", 1.0),
-    ("lr", "learning rate", 1.0),
-    ("images_per_second", "images per second", 1.0),
-    ("data_fraction", "loading data, % of a step", 100.0),
-    ("memory_bytes", "memory, GB", 1e-9),
-    ("watts", "power, W", 1.0),
-    ("celsius", "temperature of the machine, °C", 1.0),
-)
-RIGHT = (  # figure of an evaluation, after the metric that selects the best model
-    ("text_to_image/recall@1", "recall@1 text to image, %", 100.0),
-    ("image_to_text/recall@1", "recall@1 image to text, %", 100.0),
-    ("text_to_image/recall@10", "recall@10 text to image, %", 100.0),
-    ("analysis/modality_gap", "modality gap", 1.0),
-    ("analysis/difficulty/hard", "accuracy against similar captions, %", 100.0),
-)
 SMALLEST = (40, 10)
 STYLES = {
     **{"running": "green", "preparing": "yellow", "finished": "cyan", "stopped": "yellow", "died": "bold red"},
@@ -124,7 +105,7 @@ class Chart:
     """A titled curve that fills the space it is given."""
 
     title: str
-    points: list[tuple[float, float]]
+    points: Sequence[tuple[float, float]]
     style: str = ""
     empty: str = "waiting for the first values"
 
@@ -143,16 +124,15 @@ class Chart:
 
 def charts(history: History, view: View, width: int) -> Layout:
     """A figure of the steps and, if there is space, one of the evaluations."""
-    name, title, factor = LEFT[view.left % len(LEFT)]
+    name, title, factor = STEP_FIGURES[view.left % len(STEP_FIGURES)]
     empty = "not measured on this machine" if name in ("watts", "celsius") else Chart.empty
-    shown = [Chart(title, [(row["step"], factor * row[name]) for row in history.steps if name in row], empty=empty)]
+    shown = [Chart(title, history.curve(name, factor), empty=empty)]
     if width >= 70:
-        choices = ((history.metric, f"{SELECTION[history.metric]}, %", 100.0), *RIGHT)
+        choices = ((history.metric, f"{SELECTION[history.metric].capitalize()}, %", 100.0), *EVALUATION_FIGURES)
         name, title, factor = choices[view.right % len(choices)]
-        found = [(row["step"], figure_of(row, name)) for row in history.evaluations]
         chance = numbers([history.evaluations.last or {}], f"{name}/chance")
         title += f" (chance {percent(chance[0]).removesuffix('%')})" if chance else ""
-        shown.append(Chart(title, [(step, factor * value) for step, value in found if value is not None], "cyan"))
+        shown.append(Chart(title, history.curve(name, factor), "cyan"))
     layout = Layout()
     layout.split_row(*(Layout(chart) for chart in shown))
     return layout
@@ -182,29 +162,28 @@ def head_lines(history: History, status: Status, view: View, width: int, now: fl
     return [line((" m1clip ", "reverse"), (f" {name}  ", "bold"), (tail, STYLES[status.state])), row]
 
 
+def values(row: Record, *figures: tuple[str, str, Callable[[float], str]]) -> list[Part]:
+    """(name, label, format) of the figures that a record has, as text."""
+    parts: list[Part] = []
+    for name, label, words in figures:
+        if (value := row.get(name)) is not None:
+            text = words(value) if isinstance(value, int | float) else str(value)  # the log writes NaN as text
+            parts += [(f" {label} ", "dim"), (f"{text} ", "bold")]
+    return parts
+
+
 def value_lines(history: History) -> list[Text]:
     """The newest values, in two lines."""
     last, evaluation, best, metric = history.newest, history.evaluations.last or {}, history.best(), history.metric
-    first = [*_value("loss", last.get("loss"), number), *_value(SELECTION[metric], evaluation.get(metric), percent)]
-    low, high = (evaluation.get(f"{metric}/{end}") for end in ("low", "high"))
-    if low is not None and high is not None:
-        first.append((f"[{100 * low:.1f}, {100 * high:.1f}] ", "dim"))
+    first = [*values(last, ("loss", "loss", number)), *values(evaluation, (metric, SELECTION[metric], percent))]
+    if f"{metric}/low" in evaluation:
+        first.append((f"[{100 * evaluation[f'{metric}/low']:.1f}, {100 * evaluation[f'{metric}/high']:.1f}] ", "dim"))
     if best and best["step"] != evaluation["step"]:
-        first += _value(f"best (step {best['step']:,})", best.get(metric), percent)
-    first += _value("speed", last.get("images_per_second"), lambda value: f"{value:,.0f} images/s")
-    second = [
-        *_value("learning rate", last.get("lr"), number),
-        *_value("temperature", last.get("temperature"), number),
-        *_value("gradient norm", last.get("grad_norm"), number),
-        *_value("epoch", last.get("epoch"), lambda value: f"{value:.1f}"),
-    ]
-    return [line(*first), line(*second)]
-
-
-def _value(name: str, value: Any, words: Callable[[float], str]) -> list[Part]:
-    if value is None:
-        return []
-    return [(f" {name} ", "dim"), (words(value) if isinstance(value, int | float) else str(value), "bold"), (" ", "")]
+        first += values(best, (metric, f"best (step {best['step']:,})", percent))
+    first += values(last, ("images_per_second", "speed", lambda value: f"{value:,.0f} images/s"))
+    figures = (("lr", "learning rate"), ("temperature", "temperature"), ("grad_norm", "gradient norm"))
+    epoch = ("epoch", "epoch", lambda value: f"{value:.1f}")
+    return [line(*first), line(*values(last, *((*figure, number) for figure in figures), epoch))]
 
 
 def time_line(history: History) -> list[Text]:
@@ -219,22 +198,19 @@ def time_line(history: History) -> list[Text]:
 
 def machine_line(history: History) -> list[Text]:
     """Memory, cores, power and temperature, or that they were not measured."""
-    last = history.newest
-    parts: list[Part] = []
-    if used := numbers([last], "memory_bytes"):
-        total = history.machine_memory
-        parts += [(" memory ", "dim"), (size(used[0]), "bold"), (f" of {size(total)}" if total else "", "dim")]
-    if cores := last.get("cores"):
-        parts += [("  cores ", "dim"), (f"{len(cores)} at {sum(cores) / len(cores):.0f}%", "bold")]
-    missing = []
-    for name, key, unit in (("power", "watts", "W"), ("temperature", "celsius", "°C")):
-        if found := numbers([last], key):
-            parts += [(f"  {name} ", "dim"), (f"{found[0]:.0f} {unit}", "bold")]
-        else:
-            missing.append(name)
-    if last and missing:
-        parts.append((f"  {' and '.join(missing)} not measured", "dim"))
-    return [line(*parts)] if parts else []
+    last, total = history.newest, history.machine_memory
+    if not last:
+        return []
+    cores = last.get("cores") or []
+    usage = {"usage": sum(cores) / len(cores)} if cores else {}
+    parts = [
+        *values(last, ("memory_bytes", "memory", lambda used: size(used) + (f" of {size(total)}" if total else ""))),
+        *values(usage, ("usage", "cores", lambda percents: f"{len(cores)} at {percents:.0f}%")),
+        *values(last, ("watts", "power", lambda watts: f"{watts:.0f} W")),
+        *values(last, ("celsius", "temperature", lambda degrees: f"{degrees:.0f} °C")),
+    ]
+    missing = [label for name, label in (("watts", "power"), ("celsius", "temperature")) if last.get(name) is None]
+    return [line(*parts, (f" {' and '.join(missing)} not measured" if missing else "", "dim"))]
 
 
 def event_lines(history: History, most: int) -> list[Text]:
