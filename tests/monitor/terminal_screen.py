@@ -82,13 +82,12 @@ def in_terminal(*words: str, cwd: Path, width: int = 80, height: int = 24, **env
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
     clean = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-    options = ("-X", "importtime") if env.pop("imports", "") else ()
     process = subprocess.Popen(
-        [sys.executable, *options, "-m", "m1clip", *words],
+        [sys.executable, "-m", "m1clip", *words],
         cwd=cwd,
         stdin=slave,
         stdout=slave,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         start_new_session=True,
         env={**clean, "TERM": "xterm-256color", "PYTHONUTF8": "1", **env},
     )
@@ -99,6 +98,4 @@ def in_terminal(*words: str, cwd: Path, width: int = 80, height: int = 24, **env
         if process.poll() is None:
             process.kill()
         process.wait(timeout=30)
-        if process.stderr is not None:
-            process.stderr.close()
         os.close(master)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 
@@ -68,17 +69,30 @@ def test_of_a_long_log_few_steps_are_parsed_but_every_evaluation(
 
 
 def test_memory_stays_bounded_however_long_it_runs(tmp_path: Path) -> None:
-    run = make_run(tmp_path, [])
-    history = History(run)
-    for begin in range(0, 20_000, 5000):
-        append(run, [step(number) for number in range(begin + 1, begin + 5001)])
-        append(run, [line("event", step=begin, event="x")] * 300)
-        history.poll()
+    history = History(tmp_path)
+    for number in range(1, 20_001):
+        history.add({"kind": "step", "step": number})
+        history.add({"kind": "event", "step": number, "event": "x"})
     assert len(steps_of(history)) <= 2001
     assert len(history.events) <= 200
     assert steps_of(history)[-1] == 20_000
     gaps = [b - a for a, b in pairwise(steps_of(history))]
     assert max(gaps[:-1]) == min(gaps[:-1])  # thinned evenly
+
+
+def test_a_long_log_is_read_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path, [])
+    with (run / "run.jsonl").open("ab") as file:
+        file.write(b"".join(json.dumps(step(1), separators=(",", ":")).encode() + b"\n" for _ in range(100)) * 80)
+    append(run, [step(99)])
+    monkeypatch.setattr(module, "BLOCK", 1 << 18)
+    monkeypatch.setattr(module, "PARSE_ALL", 1 << 18)
+    history = History(run)
+    tracemalloc.start()
+    assert history.poll().step == 99
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < (run / "run.jsonl").stat().st_size / 2
 
 
 @pytest.mark.parametrize(
