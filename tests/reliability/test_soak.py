@@ -68,8 +68,8 @@ def repeated(work: Callable[[], int], ended: threading.Event) -> Iterator[list[i
     results: list[int] = []
 
     def loop() -> None:
-        with contextlib.suppress(OSError):
-            while not ended.is_set():
+        while not ended.is_set():
+            with contextlib.suppress(OSError):
                 results.append(work())
 
     threading.Thread(target=loop, daemon=True).start()
@@ -104,15 +104,18 @@ def terminal(run: Path, ended: threading.Event) -> Iterator[tuple[int, list[int]
 
 
 def visit(url: str) -> int:
-    """Open the page, follow the run for two seconds, look at its last snapshot; returns the bytes read."""
-    with urllib.request.urlopen(f"{url}api/runs", timeout=30) as answer:
-        (summary,) = json.loads(answer.read())
-    with urllib.request.urlopen(f"{url}api/live?runs={summary['id']}", timeout=30) as stream:
-        until, read = time.monotonic() + 2, 0
-        while time.monotonic() < until:
-            read += len(stream.readline())
-    for step in summary["snapshots"][-1:]:
-        with urllib.request.urlopen(f"{url}api/snapshot?run={summary['id']}&index={step}", timeout=30) as answer:
+    """Open the page, follow the run for five polls, look at its last snapshot; returns the bytes read."""
+    key, cursor, read = "none", "new", 0
+    for _ in range(5):
+        with urllib.request.urlopen(f"{url}api/update?{key}={cursor}", timeout=30) as answer:
+            text = answer.read()
+        found = json.loads(text)
+        key = found["runs"][0]["id"]
+        cursor = found["rows"][0]["cursor"] if found["rows"] else "new"
+        read += len(text)
+        time.sleep(0.2)
+    for step in found["runs"][0]["snapshots"][-1:]:
+        with urllib.request.urlopen(f"{url}api/snapshot?run={key}&index={step}", timeout=30) as answer:
             read += len(answer.read())
     return read
 
