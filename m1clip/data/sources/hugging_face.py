@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from m1clip.data.images import BadImage, FileImage, one_line
 from m1clip.data.sources import splits
 from m1clip.data.sources.base import DataSource, Row, StoredImage, require, user_error
-from m1clip.data.sources.tables import Columns, Record, Table, bytes_in, rows_of
+from m1clip.data.sources.tables import Columns, Record, bytes_in, choose_columns, rows_of
 
 HUB = "hf:"
 # What `datasets` and pyarrow raise for a damaged dataset.
@@ -37,15 +37,15 @@ def hugging_face_rows(source: DataSource) -> Iterator[Row]:
     for split, data in tables.items():
         # The name of a single split is not informative.
         given = splits.from_value(split) if len(tables) > 1 else None
-        table = Table(split, data.column_names, partial(_records, name, split, data), (source.path,), given)
-        yield from rows_of(table, source, str(source.path))
+        columns = choose_columns(data.column_names, source.options, str(source.path))
+        yield from rows_of(source, split, columns, _records(name, split, data, columns), (source.path,), given)
 
 
 def _records(name: str, split: str, data: Any, columns: Columns) -> Iterator[Record]:
     feature = data.features[columns.image]
     # The column has the images themselves, not file names.
     embedded = type(feature).__name__ == "Image" or getattr(feature, "dtype", "") in {"binary", "large_binary"}
-    wanted = {*columns.captions, columns.split, columns.id if embedded else columns.image}
+    wanted = {*columns.captions, columns.split, None if embedded else columns.image}
     narrow = data.select_columns([column for column in data.column_names if column in wanted])
     for row, cells in enumerate(narrow):
         yield row + 1, cells, HubImage(name, split, row, columns.image) if embedded else None

@@ -38,8 +38,6 @@ _IMAGE_FOLDERS = (
     *("Flicker8k_Dataset", "Flickr8k_Dataset", "flickr8k-images", "flickr30k-images", "flickr30k_images"),
 )
 SPLIT_NAMES = ("split", "partition", "subset", "set")
-# Where the image is inside the table, one of these joins the rows of the same image.
-ID_NAMES = ("image_id", "img_id", "imgid", "filename", "file_name", "image_name", "image_path")
 _ENDS_AS_IMAGE = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|hei[cf])$")
 _NUMBERED = re.compile(r"(captions?|text|title|description|sentence)[_ ]?\d+$")
 _EXAMPLE = '{"image": "a.jpg", "captions": ["a dog"]}'
@@ -99,24 +97,11 @@ class Columns(NamedTuple):
     image: str
     captions: tuple[str, ...]
     split: str | None
-    id: str | None
 
 
 Record = tuple[int, Mapping[str, Any] | str, ImageRef | None]  # row number, cells (or what is wrong), image in the row
 Records = Callable[[Columns], Iterator[Record]]
 Opened = tuple[Sequence[str], Records]  # column names, rows
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """An open table: its name in messages, how its rows are read, where its images are, the split of its rows."""
-
-    name: str
-    columns: Sequence[str]
-    records: Records
-    folders: tuple[Path, ...]
-    split: str | None = None
-    prefix: str = ""  # of ids, where several tables may name the same file
 
 
 def table_rows(source: DataSource) -> Iterator[Row]:
@@ -130,30 +115,35 @@ def table_rows(source: DataSource) -> Iterator[Row]:
             split = split or splits.from_file_name(path.name)
         part, up = path.stem.removeprefix("captions_"), path.parent.parent  # COCO: train2017 of captions_train2017
         folders = (path.parent, path.parent / part, up / part, up / "images" / part, up)
-        columns, records = READERS[source.format](path, source)
-        yield from rows_of(Table(f"{prefix}{path.name}", columns, records, folders, split, prefix), source, str(path))
+        header, records = READERS[source.format](path, source)
+        columns = choose_columns(header, source.options, str(path))
+        yield from rows_of(source, f"{prefix}{path.name}", columns, records(columns), folders, split, prefix)
 
 
-def rows_of(table: Table, source: DataSource, where: str) -> Iterator[Row]:
-    """The rows of a table, with the columns chosen by the options or by their names."""
-    columns = choose_columns(table.columns, source.options, where)
-    find_image = _image_finder(table.folders)
-    for number, cells, stored in table.records(columns):
-        place = table.name, number
+def rows_of(
+    source: DataSource,
+    table_name: str,
+    columns: Columns,
+    records: Iterator[Record],
+    folders: Sequence[Path],
+    table_split: str | None,
+    id_prefix: str = "",
+) -> Iterator[Row]:
+    """The rows of a table, whose images are in the table or in one of the folders."""
+    find_image = _image_finder(folders)
+    for number, cells, stored in records:
+        place = table_name, number
         if isinstance(cells, str):
             source.problem(place, cells)
             continue
         name: Any = cells.get(columns.image)
-        if stored is not None:
-            value = cells.get(columns.id) if columns.id else None
-            id_ = (str(value) if isinstance(value, str | int) else "") or f"{table.name}#{number}"
-        elif wrong := _path_problem(name):
+        wrong = _path_problem(name) if stored is None else None
+        if wrong:
             source.problem(place, wrong, "no-image")
             continue
-        else:
-            id_ = table.prefix + posixpath.normpath(name.replace("\\", "/"))
+        id_ = id_prefix + posixpath.normpath(name.replace("\\", "/")) if stored is None else f"{table_name}#{number}"
         captions = [cells.get(column) for column in columns.captions]
-        split = splits.from_value(cells.get(columns.split) if columns.split else None) or table.split
+        split = splits.from_value(cells.get(columns.split) if columns.split else None) or table_split
         yield Row(place, captions if len(captions) > 1 else captions[0], split, stored or find_image(name), id_)
 
 
@@ -208,9 +198,7 @@ def choose_columns(header: Sequence[str], options: Options, where: str) -> Colum
         flags = " and ".join(f"--{name}-column" for name in missing)
         what = f"no {' and no '.join(missing)} column among {_listing(header)}"
         raise user_error(f"{where}: {what}; specify it with {flags}")
-    ids = [name for name in find(ID_NAMES) if name != image[0]]
-    split = next(iter(find(SPLIT_NAMES)), None)
-    return Columns(image[0], tuple(dict.fromkeys(captions)), split, next(iter(ids), None))
+    return Columns(image[0], tuple(dict.fromkeys(captions)), next(iter(find(SPLIT_NAMES)), None))
 
 
 def _key(name: str) -> str:
@@ -312,9 +300,7 @@ def _read_json(path: Path, source: DataSource) -> Opened:
         if (size := path.stat().st_size) > MAX_JSON:
             raise user_error(f"{path}: {size >> 20} MiB of JSON in one document; write it as .jsonl, one row per line")
         document = json.loads(read_small(path, MAX_JSON).decode("utf-8-sig"))
-    except RecursionError as error:
-        raise user_error(f"{path}: nested too deeply for a list of captions") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise user_error(f"{path}: not valid JSON ({error}); write it again or check its end") from error
     rows = document
     if isinstance(document, dict):
@@ -369,7 +355,7 @@ def _read_parquet(path: Path, source: DataSource) -> Opened:
     def records(columns: Columns) -> Iterator[Record]:
         type_ = str(schema.field(columns.image).type)  # bytes, or the {bytes, path} of `datasets`
         embedded = type_.startswith(("binary", "large_binary", "fixed_size_binary")) or "bytes: binary" in type_
-        names = [*columns.captions, columns.split, columns.id if embedded else columns.image]
+        names = [*columns.captions, columns.split, None if embedded else columns.image]
         with _readable(path), parquet.ParquetFile(path) as file:
             number = 0
             for group in range(file.num_row_groups):
