@@ -11,75 +11,45 @@ from m1clip.errors import UserError
 from m1clip.model.presets import CLIPConfig, field_value, with_fields
 from m1clip.model.weights import Tensors
 
-# One tensor per line: our name, their name. "*" is weight and bias, {i} the number of a block, {qkv} three tensors that
+# One tensor per line: ours, open_clip's, Hugging Face's ("-": none). "*" is weight and bias, {qkv} three tensors that
 # we keep as one, and "^T" a transposed matrix.
-_OPENCLIP = """
-    image_tower.cls                             visual.class_embedding
-    image_tower.positions                       visual.positional_embedding
-    image_tower.patch.weight                    visual.conv1.weight
-    image_tower.norm_pre.*                      visual.ln_pre.*
-    image_tower.norm.*                          visual.ln_post.*
-    image_head.weight                           visual.proj^T
-    text_tower.tokens.weight                    token_embedding.weight
-    text_tower.positions                        positional_embedding
-    text_tower.norm.*                           ln_final.*
-    text_head.weight                            text_projection^T
-    logit_scale                                 logit_scale
-    logit_bias                                  logit_bias
+_TENSORS = """
+    image_tower.cls            visual.class_embedding        vision_model.embeddings.class_embedding
+    image_tower.positions      visual.positional_embedding   vision_model.embeddings.position_embedding.weight
+    image_tower.patch.weight   visual.conv1.weight           vision_model.embeddings.patch_embedding.weight
+    image_tower.norm_pre.*     visual.ln_pre.*               vision_model.pre_layrnorm.*
+    image_tower.norm.*         visual.ln_post.*              vision_model.post_layernorm.*
+    image_head.weight          visual.proj^T                 visual_projection.weight
+    text_tower.tokens.weight   token_embedding.weight        text_model.embeddings.token_embedding.weight
+    text_tower.positions       positional_embedding          text_model.embeddings.position_embedding.weight
+    text_tower.norm.*          ln_final.*                    text_model.final_layer_norm.*
+    text_head.weight           text_projection^T             text_projection.weight
+    logit_scale                logit_scale                   logit_scale
+    logit_bias                 logit_bias                    -
 """
-_OPENCLIP_BLOCK = """
-    {ours}.norm1.*                              {theirs}.ln_1.*
-    {ours}.attn.qkv.weight                      {theirs}.attn.in_proj_weight
-    {ours}.attn.qkv.bias                        {theirs}.attn.in_proj_bias
-    {ours}.attn.out.*                           {theirs}.attn.out_proj.*
-    {ours}.norm2.*                              {theirs}.ln_2.*
-    {ours}.mlp.up.*                             {theirs}.mlp.c_fc.*
-    {ours}.mlp.down.*                           {theirs}.mlp.c_proj.*
-"""
-_HF = """
-    image_tower.cls                             vision_model.embeddings.class_embedding
-    image_tower.positions                       vision_model.embeddings.position_embedding.weight
-    image_tower.patch.weight                    vision_model.embeddings.patch_embedding.weight
-    image_tower.norm_pre.*                      vision_model.pre_layrnorm.*
-    image_tower.norm.*                          vision_model.post_layernorm.*
-    image_head.weight                           visual_projection.weight
-    text_tower.tokens.weight                    text_model.embeddings.token_embedding.weight
-    text_tower.positions                        text_model.embeddings.position_embedding.weight
-    text_tower.norm.*                           text_model.final_layer_norm.*
-    text_head.weight                            text_projection.weight
-    logit_scale                                 logit_scale
-"""
-_HF_BLOCK = """
-    {ours}.norm1.*                              {theirs}.layer_norm1.*
-    {ours}.attn.qkv.*                           {theirs}.self_attn.{qkv}_proj.*
-    {ours}.attn.out.*                           {theirs}.self_attn.out_proj.*
-    {ours}.norm2.*                              {theirs}.layer_norm2.*
-    {ours}.mlp.up.*                             {theirs}.mlp.fc1.*
-    {ours}.mlp.down.*                           {theirs}.mlp.fc2.*
+_BLOCK_TENSORS = """
+    norm1.*                    ln_1.*                        layer_norm1.*
+    attn.qkv.*                 attn.in_proj_*                self_attn.{qkv}_proj.*
+    attn.out.*                 attn.out_proj.*               self_attn.out_proj.*
+    norm2.*                    ln_2.*                        layer_norm2.*
+    mlp.up.*                   mlp.c_fc.*                    mlp.fc1.*
+    mlp.down.*                 mlp.c_proj.*                  mlp.fc2.*
 """
 
 
 class Format(NamedTuple):
     """How a library names the tensors of a CLIP."""
 
-    table: str
-    block: str
+    column: int  # in the tables
     vision_blocks: str
     text_blocks: str
     ignored: tuple[str, ...]  # endings of names: buffers that follow from the config
 
 
 # The last three are in OpenAI's own files.
-OPENCLIP = Format(
-    _OPENCLIP,
-    _OPENCLIP_BLOCK,
-    "visual.transformer.resblocks.{i}",
-    "transformer.resblocks.{i}",
-    ("attn_mask", "input_resolution", "context_length", "vocab_size"),
-)
-HUGGING_FACE = Format(
-    _HF, _HF_BLOCK, "vision_model.encoder.layers.{i}", "text_model.encoder.layers.{i}", ("embeddings.position_ids",)
-)
+OPENCLIP_BUFFERS = ("attn_mask", "input_resolution", "context_length", "vocab_size")
+OPENCLIP = Format(1, "visual.transformer.resblocks", "transformer.resblocks", OPENCLIP_BUFFERS)
+HUGGING_FACE = Format(2, "vision_model.encoder.layers", "text_model.encoder.layers", ("embeddings.position_ids",))
 
 
 class Row(NamedTuple):
@@ -92,23 +62,18 @@ class Row(NamedTuple):
 
 def rows(names: Format, config: CLIPConfig) -> Iterator[Row]:
     """Every tensor of a model with this config."""
-    vision, text = config.own_towers
-    lines = [line.split() for line in names.table.strip().splitlines()]
-    for tower, blocks, count in (
-        ("image_tower", names.vision_blocks, vision.layers),
-        ("text_tower", names.text_blocks, text.layers),
-    ):
-        for i in range(count):
-            ours, theirs = f"{tower}.transformer.blocks.{i}", blocks.replace("{i}", str(i))
-            block = names.block.replace("{ours}", ours).replace("{theirs}", theirs)
-            lines += [line.split() for line in block.strip().splitlines()]
-    for ours, theirs in lines:
-        if ours == "logit_bias" and not config.logit_bias:
-            continue
-        for part in ("weight", "bias") if "*" in ours else ("",):
-            name = theirs.removesuffix("^T").replace("*", part)
+    tensors, block = ([line.split() for line in table.strip().splitlines()] for table in (_TENSORS, _BLOCK_TENSORS))
+    pairs = [(cells[0], cells[names.column]) for cells in tensors if cells[0] != "logit_bias" or config.logit_bias]
+    prefixes = (("image_tower", names.vision_blocks), ("text_tower", names.text_blocks))
+    for (tower, theirs), part in zip(prefixes, config.own_towers, strict=True):
+        for i in range(part.layers):
+            ours = f"{tower}.transformer.blocks.{i}"
+            pairs += [(f"{ours}.{cells[0]}", f"{theirs}.{i}.{cells[names.column]}") for cells in block]
+    for ours, theirs in pairs:
+        for part_name in ("weight", "bias") if "*" in ours else ("",):
+            name = theirs.removesuffix("^T").replace("*", part_name)
             each = tuple(name.replace("{qkv}", letter) for letter in "qkv") if "{qkv}" in name else (name,)
-            yield Row(ours.replace("*", part), each, theirs.endswith("^T"))
+            yield Row(ours.replace("*", part_name), each, theirs.endswith("^T"))
 
 
 WRAPPER = "module."  # what torch's data-parallel wrappers put before every name

@@ -36,13 +36,9 @@ def _bmm_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     q = (q * dim**-0.5).reshape(n * heads, length, dim)
     scores = q @ k.reshape(n * heads, length, dim).transpose(1, 2)  # (n * heads, length, length)
     if causal:
-        scores = scores + _causal_mask(length, scores.device, scores.dtype)
+        scores = scores + torch.full((length, length), float("-inf"), device=q.device, dtype=scores.dtype).triu(1)
     weights = scores.softmax(dim=-1)
     return (weights @ v.reshape(n * heads, length, dim)).view(n, heads, length, dim)
-
-
-def _causal_mask(length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.full((length, length), float("-inf"), device=device, dtype=dtype).triu(1)
 
 
 @functools.cache

@@ -284,9 +284,9 @@ _SMALL_DATA = {"pooling": "mean", "positions": "sincos", "init": "zero", "stem":
 _PRIOR_ART = {"vision_pre_norm": False, "patch_bias": True, "projection_bias": True}
 
 
-def _vit(vision: tuple[int, int, int], text: tuple[int, int, int], embed: int, patch: int, **rest: Any) -> CLIPConfig:
-    names = ("vision_width", "vision_layers", "vision_heads", "text_width", "text_layers", "text_heads")
-    sizes = dict(zip(names, (*vision, *text), strict=True))
+def _vit(vision: tuple[int, int], text: tuple[int, int], embed: int, patch: int, **rest: Any) -> CLIPConfig:
+    sizes = dict(zip(("vision_width", "vision_layers", "text_width", "text_layers"), (*vision, *text), strict=True))
+    sizes |= {f"{tower}_heads": sizes[f"{tower}_width"] // HEAD_WIDTH for tower in ("vision", "text")}
     return with_fields(CLIPConfig(), embed_dim=embed, patch_size=patch, **sizes, **rest)
 
 
@@ -327,17 +327,17 @@ def field_value(config: CLIPConfig, name: str) -> Any:
 
 
 PRESETS: dict[str, CLIPConfig] = {
-    #             vision (width, layers, heads)  text                 embed  patch
-    "tiny": _vit((256, 4, 4), (256, 2, 4), 256, 16, image_size=112, context_length=32, **_SMALL_DATA),
-    "small": _vit((512, 12, 8), (512, 12, 8), 512, 16, vocab_size=33, **_PRIOR_ART),
-    "documented": _vit((768, 12, 12), (512, 6, 8), 512, 16, vocab_size=33, **_PRIOR_ART),
-    "ViT-S-16": _vit((384, 12, 6), (384, 12, 6), 384, 16),
-    "ViT-B-32": _vit((768, 12, 12), (512, 12, 8), 512, 32),
-    "ViT-B-16": _vit((768, 12, 12), (512, 12, 8), 512, 16),
-    "ViT-L-14": _vit((1024, 24, 16), (768, 12, 12), 768, 14),
-    "200M": _vit((832, 14, 13), (640, 12, 10), 640, 16),
-    "500M": _vit((1152, 24, 18), (768, 14, 12), 768, 16),
-    "1B": _vit((1408, 32, 22), (1024, 16, 16), 1024, 14),
+    #             vision (width, layers)  text     embed  patch
+    "tiny": _vit((256, 4), (256, 2), 256, 16, image_size=112, context_length=32, **_SMALL_DATA),
+    "small": _vit((512, 12), (512, 12), 512, 16, vocab_size=33, **_PRIOR_ART),
+    "documented": _vit((768, 12), (512, 6), 512, 16, vocab_size=33, **_PRIOR_ART),
+    "ViT-S-16": _vit((384, 12), (384, 12), 384, 16),
+    "ViT-B-32": _vit((768, 12), (512, 12), 512, 32),
+    "ViT-B-16": _vit((768, 12), (512, 12), 512, 16),
+    "ViT-L-14": _vit((1024, 24), (768, 12), 768, 14),
+    "200M": _vit((832, 14), (640, 12), 640, 16),
+    "500M": _vit((1152, 24), (768, 14), 768, 16),
+    "1B": _vit((1408, 32), (1024, 16), 1024, 14),
 }
 
 

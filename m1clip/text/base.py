@@ -18,7 +18,7 @@ FORMAT = 1
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back. One tokenizer serves all splits and is saved with the model."""
+    """Text to token ids. One tokenizer serves all splits and is saved with the model."""
 
     pad_id: int
     sot_id: int
@@ -31,31 +31,12 @@ class Tokenizer(ABC):
         """Ids of each text, without start and EOT tokens, not truncated. Never contains special ids."""
 
     @abstractmethod
-    def decode_ids(self, ids: list[int]) -> str:
-        """The text of ids without special tokens."""
-
-    @abstractmethod
     def record(self) -> dict[str, Any]:
         """What tokenizer.json needs to restore this tokenizer: its kind, and values for JSON."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text, without start and EOT tokens, not truncated."""
         return next(iter(self.encode_batch([text])))
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text up to the EOT token; start and padding are left out."""
-        kept = []
-        for token in map(int, ids):
-            if token == self.eot_id:
-                break
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(f"id {token} is outside the vocabulary of {self.vocab_size}")
-            if token != self.sot_id and not self._is_padding(token):
-                kept.append(token)
-        return self.decode_ids(kept)
-
-    def _is_padding(self, token: int) -> bool:
-        return token == self.pad_id
 
     def tokenize(self, texts: Sequence[str], context_length: int) -> np.ndarray:
         """(n, context_length) int32: start, text truncated to fit, EOT (always present), padding."""
@@ -93,6 +74,3 @@ class Tokenizer(ABC):
 
     def __hash__(self) -> int:
         return hash((type(self), self.vocab_size))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(vocab_size={self.vocab_size})"

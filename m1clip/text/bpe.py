@@ -18,7 +18,6 @@ from typing import Any
 import ftfy
 from tokenizers import Regex
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as InTurn
@@ -29,7 +28,6 @@ BASE_COUNT = 512  # 256 bytes, and the same 256 as the last byte of a word
 FULL_SOT_ID = 49_406  # also the number of other tokens
 FULL_EOT_ID = 49_407
 END_OF_WORD = "</w>"
-SPACE = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"  # GPT-2's letter for it
 CHUNK = 4_096  # texts per call: bounds the memory for a large set
 
 # open_clip's pattern, with what its IGNORECASE does to lower-cased text written out: long s is an s, and U+0345 (its
@@ -115,15 +113,6 @@ class BpeTokenizer(Tokenizer):
         while chunk := list(islice(cleaned, CHUNK)):
             for encoding in rust.encode_batch_fast(chunk, add_special_tokens=False):
                 yield encoding.ids if parts is None else [part for token in encoding.ids for part in parts[token]]
-
-    def decode_ids(self, ids: list[int]) -> str:
-        """One space after each word."""
-        tokens = [str(_rust_tokenizer().id_to_token(self._full_id(token))) for token in ids]
-        spaced = [t.removesuffix(END_OF_WORD) + SPACE if t.endswith(END_OF_WORD) else t for t in tokens]
-        return str(ByteLevelDecoder().decode(spaced)).strip()
-
-    def _is_padding(self, token: int) -> bool:
-        return self.kept is not None and token == self.pad_id
 
     def record(self) -> dict[str, Any]:
         """A cut vocabulary lists its merged tokens."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers.decoders import WordPiece as WordPieceDecoder
 from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
@@ -23,7 +22,6 @@ from m1clip.text.base import FILE_NAME, FORMAT, Tokenizer
 from m1clip.text.bpe import BASE_COUNT, FULL_SOT_ID, BpeTokenizer
 
 LETTERS = string.ascii_lowercase + " ,."
-UNKNOWN_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 SPECIAL_COUNT = 4  # pad, start, EOT, unknown
 MAX_BYTES = 2**26  # the largest multilingual vocabularies take 35 MB
 REMEDY = "restore the model folder from a backup, or retrain"
@@ -57,10 +55,6 @@ class CharTokenizer(Tokenizer):
         """One id per character of the lower-cased text."""
         return ([self._id_of.get(c, self.unk_id) for c in text.lower()] for text in texts)
 
-    def decode_ids(self, ids: list[int]) -> str:
-        """An unknown character is U+FFFD."""
-        return "".join(UNKNOWN_CHARACTER if i == self.unk_id else self.alphabet[i - SPECIAL_COUNT] for i in ids)
-
     def record(self) -> dict[str, Any]:
         """The alphabet."""
         return {"kind": "char", "alphabet": self.alphabet}
@@ -93,10 +87,6 @@ class FastTokenizer(Tokenizer):
         """By the library."""
         return (found.ids for found in self._rust.encode_batch(list(texts), add_special_tokens=False))
 
-    def decode_ids(self, ids: list[int]) -> str:
-        """By the library."""
-        return str(self._rust.decode(ids, skip_special_tokens=True))
-
     def tokenize(self, texts: Sequence[str], context_length: int) -> np.ndarray:
         """With the library's own special tokens, of which there may be more than two."""
         rows = np.full((len(texts), context_length), self.pad_id, np.int32)
@@ -116,7 +106,6 @@ def wordpiece_tokenizer(vocabulary: Sequence[str]) -> FastTokenizer:
     ids = {token: i for i, token in enumerate(vocabulary)}
     rust = RustTokenizer(WordPiece(ids, unk_token="[UNK]"))
     rust.normalizer, rust.pre_tokenizer = BertNormalizer(lowercase=True), BertPreTokenizer()
-    rust.decoder = WordPieceDecoder()
     # Not as special tokens of the library, which would also find them in a text.
     rust.post_processor = BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
     return FastTokenizer(rust.to_str(), ids["[PAD]"])

@@ -14,12 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m1clip.text.bpe import BASE_COUNT, BpeTokenizer, _merged_from, clean_text
+from m1clip.text.bpe import BASE_COUNT, BpeTokenizer, _merged_from, _token_ids, clean_text
 
 FULL = BpeTokenizer()
 CAPTIONS = ["A brown dog runs.", "Two dogs' owners aren't here!", "café & croissants \U0001f950", "!!!"]
 CUT = FULL.cut_to(CAPTIONS)
-DROPPED = "\u0345"  # open_clip's pattern has no class for it
 SPECIAL = ["<start_of_text>", "<end_of_text>", "<|startoftext|>", "<|endoftext|>", "&lt;end_of_text&gt;", "!", "</w>"]
 AWKWARD_TEXT = st.lists(st.text(max_size=12) | st.sampled_from(SPECIAL), max_size=6).map("".join)
 
@@ -28,10 +27,6 @@ AWKWARD_TEXT = st.lists(st.text(max_size=12) | st.sampled_from(SPECIAL), max_siz
 def reference() -> dict[str, list[dict[str, Any]]]:
     packed = Path(__file__).parent / "fixtures" / "bpe_reference.json.gz"
     return json.loads(gzip.decompress(packed.read_bytes()))
-
-
-def without_spaces(text: str) -> str:
-    return "".join(text.split()).replace(DROPPED, "")
 
 
 def full_ids(tokenizer: BpeTokenizer, text: str) -> list[int]:
@@ -78,8 +73,8 @@ def test_a_cut_vocabulary_keeps_the_tokens_of_its_captions_and_encodes_any_text(
         assert full_ids(cut, text) == FULL.encode(text)
     ids = cut.encode(other)
     assert all(0 < token < cut.sot_id for token in ids)
-    assert cut.decode(ids) == FULL.decode(FULL.encode(other))
-    assert without_spaces(cut.decode(ids)) == without_spaces(clean_text(other))
+    letters = list(_token_ids())
+    assert "".join(letters[token] for token in full_ids(cut, other)) == "".join(letters[t] for t in FULL.encode(other))
 
 
 def test_a_cut_vocabulary_is_padding_bytes_used_tokens_start_and_eot() -> None:
@@ -87,7 +82,6 @@ def test_a_cut_vocabulary_is_padding_bytes_used_tokens_start_and_eot() -> None:
     assert CUT.kept == tuple(sorted(used))
     assert (CUT.pad_id, CUT.sot_id, CUT.eot_id) == (0, CUT.vocab_size - 2, CUT.vocab_size - 1)
     assert [CUT._full_id(token) for token in range(1, CUT.sot_id)] == [*range(BASE_COUNT), *sorted(used)]
-    assert [CUT.decode([token]) for token in (CUT.pad_id, CUT.sot_id, CUT.eot_id)] == [""] * 3
     assert CUT.cut_to(CAPTIONS[:1]) == FULL.cut_to(CAPTIONS[:1])
     assert FULL.cut_to([]).vocab_size == 515
 

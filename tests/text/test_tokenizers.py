@@ -40,7 +40,7 @@ TOKENIZERS: list[Tokenizer] = [
 ]
 
 
-@pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=repr)
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
 @settings(deadline=None)
 @given(texts=st.lists(st.text(max_size=60), max_size=5), context_length=st.integers(2, 40))
 def test_rows_are_start_text_one_eot_token_and_padding(
@@ -54,10 +54,9 @@ def test_rows_are_start_text_one_eot_token_and_padding(
         assert not {tokenizer.sot_id, tokenizer.eot_id} & set(ids)
         padding = [tokenizer.pad_id] * (context_length - 2 - len(ids))
         assert row == [tokenizer.sot_id, *ids, tokenizer.eot_id, *padding]
-        assert tokenizer.decode(row) == tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=repr)
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
 def test_saved_loaded_and_pickled_tokenizers_are_equal(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
     texts = [*CAPTIONS, "never seen: \U0001f600", ""]
@@ -71,15 +70,12 @@ def test_fingerprints_differ() -> None:
     assert len({fingerprint(tokenizer) for tokenizer in TOKENIZERS}) == len(TOKENIZERS)
 
 
-@pytest.mark.parametrize("tokenizer", TOKENIZERS[:3], ids=repr)
+@pytest.mark.parametrize("tokenizer", TOKENIZERS[:3])
 def test_wrong_arguments(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="at least 2"):
         tokenizer.tokenize(["a"], 1)
     with pytest.raises(TypeError, match="list of strings"):
         tokenizer.tokenize("a dog", 8)
-    for token in (-1, tokenizer.vocab_size):
-        with pytest.raises(ValueError, match="outside the vocabulary"):
-            tokenizer.decode([token])
 
 
 def test_make_tokenizer_by_kind() -> None:
@@ -148,22 +144,17 @@ def test_characters_are_letters_and_what_the_captions_add() -> None:
     assert tokenizer == CharTokenizer.from_captions(["a god?", "Dog!"])
 
 
-@given(st.text(max_size=60))
-def test_unknown_characters_decode_to_the_replacement_character(text: str) -> None:
-    expected = "".join(c if c in LETTERS else "\ufffd" for c in text.lower())
-    assert CHARACTERS.decode(CHARACTERS.encode(text)) == expected
-
-
-@given(st.lists(st.text(min_size=1), min_size=1))
-def test_characters_of_training_captions_are_known(captions: list[str]) -> None:
+@given(st.lists(st.text(min_size=1), min_size=1), st.text(max_size=60))
+def test_characters_of_captions_have_ids_and_others_are_unknown(captions: list[str], other: str) -> None:
     tokenizer = CharTokenizer.from_captions(captions)
     for caption in captions:
-        assert tokenizer.decode(tokenizer.encode(caption)) == caption.lower()
+        assert [tokenizer.alphabet[i - 4] for i in tokenizer.encode(caption)] == list(caption.lower())
+    known = [c in tokenizer.alphabet for c in other.lower()]
+    assert [i != tokenizer.unk_id for i in tokenizer.encode(other)] == known
 
 
 def test_wordpiece_is_greedy_and_uncased() -> None:
     assert WORDPIECE.encode("A dogs, RUNNING Café zebra") == [4, 5, 6, 10, 7, 8, 9, 1]
-    assert WORDPIECE.decode([2, 5, 6, 7, 8, 3, 4]) == "dogs running"
     assert WORDPIECE.encode("[SEP] dog") == [11, 13, 12, 5]
 
 
