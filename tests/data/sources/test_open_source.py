@@ -91,6 +91,11 @@ def test_hugging_face_folder(tmp_path: Path) -> None:
         open_source(str(tmp_path / "both"))
 
 
+def test_images_without_captions_say_what_to_add(images: Write) -> None:
+    with pytest.raises(UserError, match=r"add captions\.csv"):
+        open_source(str(images(["images/a.jpg", "images/b.jpg"])))
+
+
 def test_a_table_with_unknown_columns_in_a_folder_names_them_and_the_options(images: Write) -> None:
     folder = images(["a.jpg", "b.jpg"])
     (folder / "list.csv").write_text("which,words\na.jpg,a dog\nb.jpg,a cat\n")
