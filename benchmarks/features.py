@@ -30,7 +30,7 @@ from sides import machine
 
 from m1clip.config import Config, OptimConfig, TrainConfig
 from m1clip.data.augment import Augmentation
-from m1clip.data.cache import FeatureTable
+from m1clip.data.cache import RowTable
 from m1clip.data.captions import CaptionTable
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import BatchPlan, TrainingSet
@@ -62,14 +62,14 @@ def feature_set(folder: Path, count: int, batch: int, image_width: int, text_wid
     """The batches of a run on features."""
     draw = np.random.default_rng(0)
     texts = count * CAPTIONS
-    images = FeatureTable(mapped(folder, "image", count, image_width, draw), draw.permutation(count)[:, None])
+    images = RowTable(mapped(folder, "image", count, image_width, draw), draw.permutation(count)[:, None])
     captions = CaptionTable(
         tokens=np.zeros((texts, 1), np.int32),
         lengths=np.ones(texts, np.int32),
         caption_ids=np.arange(texts, dtype=np.int64),
         first=np.arange(0, texts + 1, CAPTIONS),
         pad_id=0,
-        features=FeatureTable(mapped(folder, "text", texts, text_width, draw), draw.permutation(texts)),
+        features=RowTable(mapped(folder, "text", texts, text_width, draw), draw.permutation(texts)),
     )
     plan = BatchPlan(count, batch, 0)
     return TrainingSet(None, captions, plan, Augmentation(), image_features=images, captions_per_image=CAPTIONS)

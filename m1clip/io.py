@@ -10,7 +10,7 @@ import platform
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args, get_origin, get_type_hints
@@ -260,7 +260,6 @@ def matches_schema(value: Any, schema: Any) -> bool:
 
 
 LOCK = "run.lock"
-SAME_START = 2.0  # seconds: start times are relative to the boot time, which is accurate to about a second
 
 
 @dataclass(frozen=True)
@@ -268,9 +267,8 @@ class Owner:
     """The process that wrote a run's lock."""
 
     pid: int
-    started: float  # seconds since 1970
     host: str
-    start_id: str = ""  # see `process_start_id`; unaffected by clock changes
+    start_id: str  # see `process_start_id`
 
     @property
     def here(self) -> bool:
@@ -279,62 +277,34 @@ class Owner:
 
     def process(self) -> psutil.Process | None:
         """The running process, unless its process id was reused by a later one."""
-        if not self.here:
-            return None
         try:
             process = psutil.Process(self.pid)
-            start_id = process_start_id(self.pid) if self.start_id else ""
-            # Setting the clock changes create_time.
-            same = start_id == self.start_id if start_id else abs(process.create_time() - self.started) < SAME_START
+            same = self.here and process_start_id(process) == self.start_id
             return process if same and process.status() != psutil.STATUS_ZOMBIE else None
         except (psutil.Error, OverflowError, ValueError):  # the last two: not a valid process id
             return None
 
 
 def lock_content() -> str:
-    """The four lines that this process writes to the lock of its run."""
-    started, start_id = psutil.Process().create_time(), process_start_id(os.getpid())
-    return f"{os.getpid()}\n{started:.3f}\n{platform.node()}\n{start_id}\n"
+    """The three lines that this process writes to the lock of its run."""
+    return f"{os.getpid()}\n{platform.node()}\n{process_start_id(psutil.Process())}\n"
 
 
-def process_start_id(pid: int) -> str:
-    """The boot id and the clock tick at which a process started; "" if unknown."""
+def process_start_id(process: psutil.Process) -> str:
+    """When a process started: on Linux the boot id and clock tick, which setting the clock does not change."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         # The program name is in parentheses and may contain anything: parse from its end.
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return f"{boot} {int(fields[19])}"
+        stat_line = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return f"{boot} {int(stat_line.rpartition(')')[2].split()[19])}"
     except (OSError, ValueError, IndexError):
-        return ""
+        return f"{process.create_time():.2f}"
 
 
 def read_owner(run: Path) -> Owner | None:
     """The process that holds, or last held, a run; None where there is no valid lock."""
     try:
-        pid, started, host, start_id = read_small(run / LOCK, 4096).decode("utf-8").split("\n")[:4]
-        return Owner(int(pid), float(started), host, start_id)
+        pid, host, start_id = read_small(run / LOCK, 4096).decode("utf-8").split("\n")[:3]
+        return Owner(int(pid), host, start_id)
     except (OSError, ValueError):
         return None
-
-
-@contextlib.contextmanager
-def locked(path: Path, waiting: Callable[[], None]) -> Iterator[bool]:
-    """Hold a file lock; `waiting` is called once if another process has it. Yields False if locks are unsupported."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(path, fallback_to_soft=False)  # a soft lock would outlive a killed process
-    try:
-        try:
-            lock.acquire(blocking=False)
-        except Timeout:
-            waiting()
-            lock.acquire(poll_interval=0.2)
-    except OSError as error:
-        if error.filename:  # the file cannot be opened
-            raise
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        lock.release()

@@ -9,26 +9,29 @@ is never stale. A name is written after its row is on disk: if killed, the next 
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
+import itertools
 import math
 import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Self, TypeVar
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from m1clip.config import DataConfig
@@ -38,7 +41,7 @@ from m1clip.data.sources.mixture import MixedSource
 from m1clip.data.synthetic.source import SyntheticImage
 from m1clip.data.types import ImageRef, Sample, Source
 from m1clip.errors import UserError
-from m1clip.io import locked, open_for_write, open_regular
+from m1clip.io import open_for_write, open_regular
 
 FOLDER = ".m1clip-cache"
 ROWS, NAMES, LOCK = "rows.bin", "names.bin", "lock"
@@ -58,14 +61,15 @@ REPLACEMENT_TRIES = 32
 TIMED_OUT = "the read did not finish"
 
 Progress = Callable[[int, int], None]  # (done, total)
-Computed = Generator[tuple[list[int], np.ndarray]]  # items and their rows
-Table = TypeVar("Table", bound="CachedRows")
+Computed = Generator[tuple[list[int], np.ndarray]]  # places in the list of wanted items, and their rows
+Compute = Callable[[list[int], dict[int, str]], Computed]  # adds the places that failed to the dict
 
 
-class CachedRows:
-    """Rows of an array in RAM or of a memory-mapped file, which is pickled as its path.
+class RowTable:
+    """Decoded images or computed features: rows of an array in RAM, or of a memory-mapped file.
 
     `rows[i]` is the row of item i, or of each view of it where `rows` is (items, views); None: item i is row i.
+    A mapped file is pickled as its path.
     """
 
     def __init__(self, array: np.ndarray, rows: np.ndarray | None = None, path: Path | None = None) -> None:
@@ -73,7 +77,7 @@ class CachedRows:
         self.rows = np.arange(len(array)) if rows is None else rows
 
     @classmethod
-    def mapped(cls, path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], rows: np.ndarray | None) -> Self:
+    def mapped(cls, path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], rows: np.ndarray | None) -> RowTable:
         """Map the rows of a file; OSError for a FIFO or device."""
         if math.prod(shape) == 0:
             return cls(np.zeros(shape, dtype), rows)
@@ -86,12 +90,13 @@ class CachedRows:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.path is None:
-            return type(self), (self.array, self.rows)
-        return type(self).mapped, (self.path, self.array.dtype, self.array.shape, self.rows)
+            return RowTable, (self.array, self.rows)
+        return RowTable.mapped, (self.path, self.array.dtype, self.array.shape, self.rows)
 
-
-class FeatureTable(CachedRows):
-    """Features of a frozen tower, (rows, width) float16."""
+    @property
+    def ram_bytes(self) -> int:
+        """0 if memory-mapped: the system can drop those pages."""
+        return self.array.nbytes if self.path is None else 0
 
     @property
     def views(self) -> int:
@@ -99,10 +104,22 @@ class FeatureTable(CachedRows):
         return 1 if self.rows.ndim == 1 else self.rows.shape[1]
 
     def read(self, items: np.ndarray, views: np.ndarray | int = 0) -> np.ndarray:
-        """(n, width) float32 of some items, in the first view or in view `views[i]` of each."""
-        rows = self.rows[items] if self.rows.ndim == 1 else self.rows[items, views]
-        # torch converts float16 25 times as fast as numpy.
-        return torch.from_numpy(self.array.take(rows, axis=0)).float().numpy()
+        """The rows of some items, in the first view or in view `views[i]` of each."""
+        return self.array.take(self.rows[items] if self.rows.ndim == 1 else self.rows[items, views], axis=0)
+
+    def try_read(self, items: np.ndarray) -> tuple[np.ndarray, dict[int, Failure]]:
+        """Same as `read`: failed images are not in the cache."""
+        return self.read(items), {}
+
+    def to_device(self, device: torch.device, free_bytes: int) -> Tensor | None:
+        """All rows on a device, unless they take too much of its memory."""
+        shape = (len(self), *self.array.shape[1:])
+        if not 0 < math.prod(shape) <= DEVICE_FRACTION * free_bytes:
+            return None
+        images = torch.empty(shape, dtype=torch.uint8, device=device)
+        for items in np.array_split(np.arange(len(self)), -(-len(self) // 1024)):
+            images[items[0] : items[-1] + 1] = torch.from_numpy(self.read(items)).to(device)
+        return images
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,34 +129,6 @@ class Failure:
     index: int
     where: str
     reason: str
-
-
-class CachedImages(CachedRows):
-    """Decoded images, in RAM or memory-mapped."""
-
-    @property
-    def ram_bytes(self) -> int:
-        """0 if memory-mapped: the system can drop those pages."""
-        return self.array.nbytes if self.path is None else 0
-
-    def read(self, indices: np.ndarray) -> np.ndarray:
-        """(n, side, side, 3) uint8."""
-        return self.array.take(self.rows[indices], axis=0)
-
-    def try_read(self, indices: np.ndarray) -> tuple[np.ndarray, dict[int, Failure]]:
-        """Same as `read`: failed images are not in the cache."""
-        return self.read(indices), {}
-
-    def to_device(self, device: torch.device, free_bytes: int) -> Tensor | None:
-        """All images on a device, unless they take too much of its memory."""
-        shape = (len(self), *self.array.shape[1:])
-        if not 0 < math.prod(shape) <= DEVICE_FRACTION * free_bytes:
-            return None
-        images = torch.empty(shape, dtype=torch.uint8, device=device)
-        for start in range(0, len(self), 1024):
-            part = slice(start, start + 1024)
-            images[part] = torch.from_numpy(self.array.take(self.rows[part], axis=0)).to(device)
-        return images
 
 
 @dataclass(frozen=True)
@@ -171,33 +160,31 @@ class LiveImages:
         threads = 1 if parent_process() is not None else min(MAX_THREADS, os.cpu_count() or 1)
         pixels, failed = np.zeros((len(indices), self.side, self.side, 3), np.uint8), dict[int, Failure]()
         for place, found in enumerate(self.decode(indices.tolist(), threads)):
-            if isinstance(found, Failure):
-                failed[place] = found
+            if isinstance(found, str):
+                failed[place] = Failure(int(indices[place]), str(self.refs[indices[place]]), found)
             else:
                 pixels[place] = found
         return pixels, failed
 
-    def decode(self, indices: Sequence[int], threads: int = 1) -> list[np.ndarray | Failure]:
-        """(side, side, 3) uint8 of each image, or its failure; uses threads, since Pillow releases the GIL."""
-        found = map_with_timeout([self.refs[index] for index in indices], self._decode_one, self.timeout, threads)
-        timed_out = f"{TIMED_OUT} within {self.timeout:g} s"
-        return [
-            each if isinstance(each, np.ndarray) else Failure(index, str(self.refs[index]), each or timed_out)
-            for index, each in zip(indices, found, strict=True)
-        ]
-
-    def _decode_one(self, ref: ImageRef) -> np.ndarray | str:
-        try:
-            return to_square(ref.open(self.side), self.side, self.resize)
-        # What decoders raise for an unreadable image; the last two for absurd sizes.
-        except (OSError, ValueError, MemoryError, OverflowError) as error:
-            return failure_reason(error)
+    def decode(self, indices: Sequence[int], threads: int = 1) -> Iterator[np.ndarray | str]:
+        """(side, side, 3) uint8 of each image, or why it failed; uses threads, since Pillow releases the GIL."""
+        work = functools.partial(_decode, side=self.side, resize=self.resize)
+        results = map_with_timeout([self.refs[index] for index in indices], work, self.timeout, threads)
+        return (f"{TIMED_OUT} within {self.timeout:g} s" if found is None else found for found in results)
 
     def to_device(self, device: torch.device, free_bytes: int) -> None:
         """None: the images are not decoded."""
 
 
-Images = CachedImages | LiveImages
+Images = RowTable | LiveImages
+
+
+def _decode(ref: ImageRef, side: int, resize: str) -> np.ndarray | str:
+    try:
+        return to_square(ref.open(side), side, resize)
+    # What decoders raise for an unreadable image; the last two for absurd sizes.
+    except (OSError, ValueError, MemoryError, OverflowError) as error:
+        return failure_reason(error)
 
 
 def read_or_replace(
@@ -241,47 +228,35 @@ def decode_images(
     Files are decoded in threads: Pillow releases the GIL and nothing is pickled. Synthetic images are drawn in Python
     and need processes, which `start_method` selects.
     """
-    chunks = (LiveImages(refs[start : start + CHUNK], side, resize, timeout) for start in range(0, len(refs), CHUNK))
-    pool: Executor | None = None
-    if workers > 1 and len(refs) >= 4 * CHUNK:  # otherwise starting a pool takes longer than the work
-        threads = start_method is None
-        pool = (
-            ThreadPoolExecutor(workers)
-            if threads
-            else ProcessPoolExecutor(workers, get_context(start_method), follow_parent)
-        )
+    if start_method and workers > 1 and len(refs) >= 4 * CHUNK:  # else starting processes takes longer than the work
+        decoded = _draw_in_processes(refs, functools.partial(_decode, side=side, resize=resize), workers, start_method)
+    else:
+        decoded = LiveImages(refs, side, resize, timeout).decode(range(len(refs)), workers)
     done = 0
     progress(done, len(refs))
-    for found in map(_decode_chunk, chunks) if pool is None else _in_pool(pool, chunks, 4 * workers):
+    while chunk := list(itertools.islice(decoded, CHUNK)):
         good: dict[int, np.ndarray] = {}
-        for item, each in enumerate(found, start=done):
-            if not isinstance(each, Failure):
+        for item, each in enumerate(chunk, start=done):
+            if isinstance(each, np.ndarray):
                 good[item] = each
-            elif each.reason.startswith(TIMED_OUT):  # the disk failed, not the image: do not skip it
+            elif each.startswith(TIMED_OUT):  # the disk failed, not the image: do not skip it
                 raise UserError(
-                    f"{each.where}: {each.reason}; is the disk with the images still connected? Run again when it is"
+                    f"{refs[item]}: {each}; is the disk with the images still connected? Run again when it is"
                 )
             else:
-                failures[item] = each.reason
+                failures[item] = each
         if good:
             yield list(good), np.stack(list(good.values()))
-        done += len(found)
+        done += len(chunk)
         progress(done, len(refs))
 
 
-def _decode_chunk(images: LiveImages) -> list[np.ndarray | Failure]:
-    return images.decode(range(len(images)))
-
-
-def _in_pool(pool: Executor, chunks: Iterable[LiveImages], limit: int) -> Iterator[list[np.ndarray | Failure]]:
-    waiting: deque[Future[list[np.ndarray | Failure]]] = deque()
+def _draw_in_processes(
+    refs: Sequence[ImageRef], draw: Callable[[ImageRef], Any], workers: int, start_method: str
+) -> Iterator[np.ndarray | str]:
+    pool = ProcessPoolExecutor(workers, get_context(start_method), follow_parent)
     try:
-        for chunk in chunks:
-            waiting.append(pool.submit(_decode_chunk, chunk))
-            if len(waiting) > limit:  # a slow disk must not fill the memory with decoded images
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        yield from pool.map(draw, refs, chunksize=CHUNK)
     except BrokenProcessPool:
         raise UserError(
             "a process that decodes images was killed; the system may be out of memory: "
@@ -299,14 +274,14 @@ def follow_parent() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
     parent = parent_process()
-    if parent is not None:
+    assert parent is not None
+
+    def end_with_parent() -> None:
         parent.join()
         os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def row_name(*parts: str) -> bytes:
@@ -329,8 +304,10 @@ def image_names(samples: Sequence[Sample], folders: Sequence[str], *parts: str) 
 class RowCache:
     """Rows of one shape and type on disk, looked up by name and shared by all runs."""
 
-    def __init__(self, folder: Path, key: str, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
-        self.path, self.shape, self.dtype = folder / key, shape, np.dtype(dtype)
+    def __init__(self, folder: Path, kind: str, settings: str, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
+        """`settings` is everything that all rows depend on."""
+        self.path = folder / f"{kind}-{hashlib.sha256(settings.encode()).hexdigest()[:24]}"
+        self.shape, self.dtype = shape, np.dtype(dtype)
         self.row_bytes = math.prod(shape) * self.dtype.itemsize
 
     def missing(self, names: Sequence[bytes]) -> list[int]:
@@ -340,42 +317,32 @@ class RowCache:
         return sorted(first.values())
 
     def fill(
-        self,
-        names: Sequence[bytes],
-        compute: Callable[[list[int]], Computed],
-        failed: dict[int, str],
-        warn: Callable[[str], None],
-    ) -> np.ndarray:
-        """(n,) the row of each name, computing missing ones; -1 where `compute` added the item to `failed`."""
-        if self.missing(names):
-            self._add(names, compute, warn)
-        rows = self.rows(names)
-        for item in np.flatnonzero(rows < 0).tolist():  # copies of an item fail for the same reason
-            failed.setdefault(item, failed[names.index(names[item])])
-        return rows
+        self, names: Sequence[bytes], compute: Compute, warn: Callable[[str], None]
+    ) -> tuple[np.ndarray, dict[int, str]]:
+        """(n,) the row of each name, computing missing ones; and the items that failed, whose row is -1."""
+        failed = self._add(names, compute, warn) if self.missing(names) else {}
+        stored = self._index()
+        rows = np.array([stored.get(name, -1) for name in names], np.int64)
+        return rows, {item: failed[names[item]] for item in np.flatnonzero(rows < 0).tolist()}
 
-    def _add(
-        self, names: Sequence[bytes], compute: Callable[[list[int]], Computed], warn: Callable[[str], None]
-    ) -> None:
-        """Append rows as they are computed; a second process waits."""
+    def _add(self, names: Sequence[bytes], compute: Compute, warn: Callable[[str], None]) -> dict[bytes, str]:
+        """Append rows as they are computed, and return the failures; a second process waits."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with locked(
-            self.path / LOCK, lambda: warn(f"{self.path}: another process is filling this cache; waiting")
-        ) as is_locked:
-            if not is_locked:  # two processes could assign names to each other's rows
-                raise UserError(f"{self.path}: this disk does not support file locks; choose another with --cache-dir")
+        with self._locked(warn):
             wanted = self.missing(names)  # another process may have added some
             self._check_space(len(wanted) * self.row_bytes)
+            failed: dict[int, str] = {}
             try:
-                with self._open(ROWS) as rows, self._open(NAMES) as keys, closing(compute(wanted)) as blocks:
+                with self._open(ROWS) as rows, self._open(NAMES) as keys, closing(compute(wanted, failed)) as blocks:
                     count = self._complete()  # a killed process may have left a partial row
                     rows.truncate(count * self.row_bytes)
                     keys.truncate(count * NAME_BYTES)
-                    self._append(rows, keys, names, blocks)
+                    self._append(rows, keys, [names[item] for item in wanted], blocks)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 raise UserError(f"{self.path}: the disk is full; free some space and run again to continue") from None
+        return {names[wanted[place]]: reason for place, reason in failed.items()}
 
     def _append(self, rows: BinaryIO, keys: BinaryIO, names: Sequence[bytes], blocks: Computed) -> None:
         unsaved, saved = list[bytes](), time.monotonic()
@@ -397,21 +364,33 @@ class RowCache:
         finally:
             save()
 
+    def _locked(self, warn: Callable[[str], None]) -> AbstractContextManager[object]:
+        lock = FileLock(self.path / LOCK, fallback_to_soft=False)  # a soft lock would outlive a killed process
+        try:
+            try:
+                return lock.acquire(blocking=False)
+            except Timeout:
+                warn(f"{self.path}: another process is filling this cache; waiting")
+                return lock.acquire(poll_interval=0.2)
+        except OSError as error:
+            if error.filename:  # the file cannot be opened
+                raise
+            # Without a lock, two processes could assign names to each other's rows.
+            raise UserError(
+                f"{self.path}: this disk does not support file locks; choose another with --cache-dir"
+            ) from None
+
     def _open(self, name: str) -> BinaryIO:
         # Non-blocking, so that a FIFO is an immediate error.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
         return os.fdopen(open_for_write(self.path / name, flags), "ab")
 
-    def rows(self, names: Iterable[bytes]) -> np.ndarray:
-        """(n,) the row of each name; -1 if missing."""
-        stored = self._index()
-        return np.array([stored.get(name, -1) for name in names], np.int64)
-
-    def table(self, kind: type[Table], rows: np.ndarray) -> Table:
-        """These rows as images or features."""
-        return kind.mapped(self.path / ROWS, self.dtype, (self._complete(), *self.shape), rows)
+    def table(self, rows: np.ndarray) -> RowTable:
+        """These rows, memory-mapped."""
+        return RowTable.mapped(self.path / ROWS, self.dtype, (self._complete(), *self.shape), rows)
 
     def _index(self) -> dict[bytes, int]:
+        """The row of each stored name."""
         try:
             with open_regular(self.path / NAMES) as file:
                 found = file.read(self._complete() * NAME_BYTES)
@@ -429,7 +408,7 @@ class RowCache:
         return min(sizes[0] // self.row_bytes, sizes[1] // NAME_BYTES)
 
     def _check_space(self, needed: int) -> None:
-        free = free_bytes(self.path)
+        free = shutil.disk_usage(self.path).free
         if needed * DISK_MARGIN > free:
             raise UserError(
                 f"the cache needs {needed * DISK_MARGIN / 1e9:.2f} GB, {self.path.parent} has {free / 1e9:.2f} GB "
@@ -442,11 +421,6 @@ def _sync(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def free_bytes(folder: Path) -> int:
-    """Free space on the disk of a folder."""
-    return shutil.disk_usage(folder).free
-
-
 def cache_folder(asked: str | None, data: Sequence[str]) -> Path:
     """The requested folder; else next to the data; else, if that is not writable, the user's cache folder."""
     places = [Path(asked).expanduser()] if asked else [*(Path(folder) / FOLDER for folder in data[:1]), user_cache()]
@@ -454,12 +428,8 @@ def cache_folder(asked: str | None, data: Sequence[str]) -> Path:
     for place in places:
         try:
             place.mkdir(parents=True, exist_ok=True)
-            probe = place / f".{os.getpid()}.probe"
-            with locked(probe, lambda: None) as is_locked:
-                probe.unlink(missing_ok=True)
-            if is_locked:
-                return place
-            reason = f"{place}: this disk does not support file locks"
+            tempfile.TemporaryFile(dir=place).close()
+            return place
         except OSError as error:
             reason = f"{place}: {error.strerror or error}"
     raise UserError(f"no folder for the cache ({reason}); choose one with --cache-dir, or use --cache ram")
@@ -596,14 +566,10 @@ def cache_split(
     total = sum(len(source.samples(name)) for name in source.splits())
     bad: dict[int, str] = {}
 
-    def decode(wanted: Sequence[int]) -> Computed:
-        failed: dict[int, str] = {}
-        method = plan.start_method if synthetic else None
-        chosen = [refs[index] for index in wanted]
+    def decode(wanted: Sequence[int], failed: dict[int, str]) -> Computed:
+        chosen, method = [refs[index] for index in wanted], plan.start_method if synthetic else None
         with plan.progress(f"preparing {split} images") as show:
-            for items, pixels in decode_images(chosen, side, resize, failed, show, plan.workers, method):
-                yield [wanted[item] for item in items], pixels
-        bad.update({wanted[item]: reason for item, reason in failed.items()})
+            yield from decode_images(chosen, side, resize, failed, show, plan.workers, method)
 
     def kind_for(needed: int, free: int) -> Kind:
         size = {"images": total, "total": total * side * side * 3, "memory": plan.memory_bytes}
@@ -611,26 +577,27 @@ def cache_split(
 
     kind = kind_for(0, 0)
     if kind == "disk":
-        key = hashlib.sha256(f"{side}|{resize}".encode()).hexdigest()[:24]
-        cache = RowCache(cache_folder(config.cache_dir, folders), f"images-{key}", (side, side, 3), np.uint8)
+        cache = RowCache(
+            cache_folder(config.cache_dir, folders), "images", f"{side}|{resize}", (side, side, 3), np.uint8
+        )
         names = image_names(samples, folders)
-        kind = kind_for(len(cache.missing(names)) * cache.row_bytes, free_bytes(cache.path.parent))
+        kind = kind_for(len(cache.missing(names)) * cache.row_bytes, shutil.disk_usage(cache.path.parent).free)
     images: Images
     tried: Sequence[int] = range(len(samples))
     if kind == "disk":
-        rows = cache.fill(names, decode, bad, plan.warn)
-        images = cache.table(CachedImages, rows[rows >= 0])
+        rows, bad = cache.fill(names, decode, plan.warn)
+        images = cache.table(rows[rows >= 0])
     elif kind == "ram":
         array = np.zeros((len(samples), side, side, 3), np.uint8)
-        for items, pixels in decode(tried):
+        for items, pixels in decode(tried, bad):
             array[items] = pixels
-        images = CachedImages(np.delete(array, list(bad), axis=0) if bad else array)
+        images = RowTable(np.delete(array, list(bad), axis=0) if bad else array)
     else:
         # Evaluation images are a fixed set, so try all of them; of the training images, try a sample.
         if split == "train" and len(samples) > CHECKED:
             tried = [index * len(samples) // CHECKED for index in range(CHECKED)]
         found = LiveImages(refs, side=32).decode(tried, max(1, plan.workers))
-        bad = {failure.index: failure.reason for failure in found if isinstance(failure, Failure)}
+        bad = {index: reason for index, reason in zip(tried, found, strict=True) if isinstance(reason, str)}
         keep = [ref for index, ref in enumerate(refs) if split == "train" or index not in bad]
         images = LiveImages(keep, side, resize)
     failures = check_failures(bad, refs, split, len(tried), config.max_bad, plan.warn)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from m1clip.data.cache import FeatureTable
+from m1clip.data.cache import RowTable
 from m1clip.text.base import Tokenizer
 
 BUCKET = 4  # text lengths are rounded up to a multiple of this, to limit the number of shapes
@@ -23,7 +23,7 @@ class CaptionTable:
     first: np.ndarray  # (images + 1,)
     pad_id: int
     classes: bool = False  # made from class names: equal first captions are one class
-    features: FeatureTable | None = None  # of a frozen text tower, one row per caption
+    features: RowTable | None = None  # of a frozen text tower, one row per caption
 
     @property
     def image_index(self) -> np.ndarray:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
+import itertools
+import math
 import os
-import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from m1clip.errors import UserError
-from m1clip.io import check_limits, validated
+from m1clip.io import check_limits, open_regular, validated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,22 +33,11 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff", ".heic", ".heif"}
 )
-HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+HEIC_BRANDS = (b"ftypheic", b"ftypheix", b"ftypheim", b"ftypheis", b"ftyphevc", b"ftyphevx", b"ftypmif1", b"ftypmsf1")
 HEIC_REMEDY = "HEIC is read with the library pi-heif: pip install pi-heif (or save the image as JPEG)"
 # RGB of this size takes 192 MiB once decoded.
 MAX_PIXELS = 64 * 2**20
 MAX_FILE_BYTES = 2**30
-
-_ORIENTATION_TAG = 0x0112
-_ORIENTATIONS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
 def one_line(text: str) -> str:
@@ -83,10 +75,10 @@ def decode(data: bytes | str | os.PathLike[str], want: int | None = None, where:
         try:
             if want and image.format == "JPEG":
                 image.draft(None, (want, want))
-            turn = _orientation(image)
             image.load()
-            rgb = to_rgb(image)
-            return rgb.transpose(turn) if turn is not None else rgb
+            with suppress(Exception):  # damaged EXIF data: the image stays as it is stored
+                ImageOps.exif_transpose(image, in_place=True)
+            return to_rgb(image)
         except Exception as error:
             raise BadImage(place, *_reason(error)) from error
 
@@ -101,7 +93,8 @@ def opened(data: bytes | str | os.PathLike[str], where: str) -> Iterator[Image.I
         try:
             image = Image.open(stream, formats=_formats())
         except Exception as error:
-            if _is_heic(stream) and "HEIF" not in _formats():
+            stream.seek(4)  # not by the file's name: phones also save HEIC as .jpg
+            if stream.read(8) in HEIC_BRANDS and "HEIF" not in _formats():
                 raise BadImage(where, HEIC_REMEDY, "no-decoder") from error
             raise BadImage(where, *_reason(error)) from error
         width, height = image.size
@@ -121,30 +114,22 @@ def _formats() -> tuple[str, ...]:
     return (*FORMATS, "HEIF")
 
 
-def _is_heic(stream: BinaryIO) -> bool:
-    """Check the first bytes: phones also save HEIC as .jpg."""
-    stream.seek(0)
-    start = stream.read(12)
-    return start[4:8] == b"ftyp" and start[8:] in HEIC_BRANDS
-
-
-def _open_file(path: str | os.PathLike[str], where: str) -> io.BufferedReader:
+def _open_file(path: str | os.PathLike[str], where: str) -> BinaryIO:
     try:
-        # Non-blocking: opening a named pipe would hang before its type can be checked.
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        stream = open_regular(os.fspath(path))
     except FileNotFoundError as error:
         raise BadImage(where, "the file is missing", "missing") from error
     except (OSError, ValueError) as error:
+        if isinstance(error, IsADirectoryError) or getattr(error, "errno", 0) == errno.EINVAL:
+            raise BadImage(where, "not a file", "not-an-image") from error
         raise BadImage(where, f"cannot be opened ({getattr(error, 'strerror', None) or error})") from error
-    facts = os.fstat(handle)
-    if stat.S_ISREG(facts.st_mode) and 0 < facts.st_size <= MAX_FILE_BYTES:
-        return os.fdopen(handle, "rb")
-    os.close(handle)
-    if not stat.S_ISREG(facts.st_mode):
-        raise BadImage(where, "not a file", "not-an-image")
-    if facts.st_size == 0:
+    size = os.fstat(stream.fileno()).st_size
+    if 0 < size <= MAX_FILE_BYTES:
+        return stream
+    stream.close()
+    if size == 0:
         raise BadImage(where, "the file is empty (0 bytes)", "empty")
-    raise BadImage(where, f"{facts.st_size >> 20} MiB is too large for an image file", "too-large")
+    raise BadImage(where, f"{size >> 20} MiB is too large for an image file", "too-large")
 
 
 def _reason(error: Exception) -> tuple[str, str]:
@@ -155,13 +140,6 @@ def _reason(error: Exception) -> tuple[str, str]:
     if "truncated" in str(error).lower():
         return "truncated: the file ends before the end of the image", "truncated"
     return f"broken ({str(error) or type(error).__name__})", "broken"
-
-
-def _orientation(image: Image.Image) -> Image.Transpose | None:
-    try:
-        return _ORIENTATIONS.get(image.getexif().get(_ORIENTATION_TAG, 1))
-    except (ArithmeticError, AttributeError, LookupError, OSError, SyntaxError, TypeError, ValueError):
-        return None
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -177,8 +155,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 def _to_8bit(values: np.ndarray) -> np.ndarray:
     """16-bit, 32-bit or float gray to 8 bits: the range is that of the type, or of the values if that is unknown."""
-    if values.dtype.kind == "u" and values.dtype.itemsize == 2:
-        return ((values.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8)
+    if values.dtype.itemsize == 2:
+        return np.rint(values * np.float32(255 / 65535)).astype(np.uint8)
     real = np.nan_to_num(values.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
     low, high = float(real.min()), float(real.max())
     if low >= 0 and high <= 65535:
@@ -291,67 +269,73 @@ def _without_ends(image: Image.Image) -> Image.Image:
 
 
 READ_TIMEOUT = 60.0  # seconds for one image; 0 waits forever
-MAX_ABANDONED = 8  # hanging threads of this process; more mean that the disk is at fault
+MAX_ABANDONED = 8  # hanging reads of this process; more mean that the disk is at fault
+READS_AHEAD = 64  # for each thread
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-_abandoned: list[threading.Thread] = []
+
+
+class _Read(Future[Any]):
+    """A result to come."""
+
+    started, abandoned = math.inf, False
+
+
+_abandoned: list[_Read] = []
 
 
 def map_with_timeout(
-    items: Sequence[Item], work: Callable[[Item], Result], timeout: float = READ_TIMEOUT, threads: int = 1
-) -> list[Result | None]:
+    items: Iterable[Item], work: Callable[[Item], Result], timeout: float = READ_TIMEOUT, threads: int = 1
+) -> Iterator[Result | None]:
     """Run `work` in threads; yields results in order, None for an item that takes longer than `timeout` seconds.
 
     A thread that hangs in a read cannot be stopped: it is abandoned and replaced.
     """
-    if timeout <= 0 and threads == 1:
-        return [work(item) for item in items]
-    positions = iter(range(len(items)))
-    running: dict[threading.Thread, tuple[int, float]] = {}
-    finished: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+    reads: SimpleQueue[tuple[_Read, Item] | None] = SimpleQueue()
+    waiting: deque[tuple[_Read, Item]] = deque()
 
     def run() -> None:
-        thread = threading.current_thread()
-        for position in positions:
-            running[thread] = position, time.monotonic()
-            result, error = None, None
+        while (job := reads.get()) is not None:
+            read, item = job
+            read.started = time.monotonic()
             try:
-                result = work(items[position])
-            except BaseException as caught:  # noqa: BLE001  raised again in the calling thread
-                error = caught
-            if running.pop(thread, None) is None:
-                return  # abandoned
-            finished.put((position, result, error))
+                read.set_result(work(item))
+            except BaseException as error:  # noqa: BLE001  raised again in the calling thread
+                read.set_exception(error)
+            if read.abandoned:
+                return
+        reads.put(None)  # for the other threads
 
     def start() -> None:
         threading.Thread(target=run, name="decode", daemon=True).start()
 
-    for _ in range(min(threads, len(items))):
+    for _ in range(threads):
         start()
-    results: dict[int, Result | None] = {}
-    while len(results) < len(items):
-        try:
-            position, result, error = finished.get(timeout=timeout if timeout > 0 else None)
-        except Empty:
-            for thread, (position, since) in list(running.items()):
-                if time.monotonic() - since >= timeout and running.pop(thread, None) is not None:
-                    results[position] = None
-                    _abandon(thread, str(items[position]), timeout)
-                    start()
-            continue
-        if error is not None:
-            deque(positions, maxlen=0)  # the other threads have nothing left to do
-            raise error
-        results[position] = result
-    return [results[position] for position in range(len(items))]
-
-
-def _abandon(thread: threading.Thread, name: str, timeout: float) -> None:
-    _abandoned.append(thread)
-    _abandoned[:] = [each for each in _abandoned if each.is_alive()]
-    if len(_abandoned) > MAX_ABANDONED:
-        raise UserError(
-            f"{name}: the {len(_abandoned)}th read that hangs for more than {timeout:g} s; "
-            f"is the disk with the images still connected? Continue with --resume when it is"
-        )
+    remaining = iter(items)
+    try:
+        while True:
+            for item in itertools.islice(remaining, READS_AHEAD * threads - len(waiting)):
+                waiting.append((_Read(), item))
+                reads.put(waiting[-1])
+            if not waiting:
+                return
+            # The oldest read is running: those before it are finished, or their threads were replaced.
+            read, item = waiting.popleft()
+            now = time.monotonic()
+            try:
+                yield read.result(max(0.0, min(read.started, now) + timeout - now) if timeout > 0 else None)
+            except TimeoutError:
+                if read.done():  # the error of `work`
+                    raise
+                read.abandoned = True
+                _abandoned[:] = [each for each in (*_abandoned, read) if not each.done()]
+                if len(_abandoned) > MAX_ABANDONED:
+                    raise UserError(
+                        f"{item}: the {len(_abandoned)}th read that hangs for more than {timeout:g} s; "
+                        f"is the disk with the images still connected? Continue with --resume when it is"
+                    ) from None
+                start()
+                yield None
+    finally:
+        reads.put(None)

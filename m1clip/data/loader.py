@@ -22,7 +22,7 @@ from torch import Tensor
 
 from m1clip.data import randomness as rnd
 from m1clip.data.augment import Augmentation, draw_patches, draw_views
-from m1clip.data.cache import Failure, FeatureTable, Images, follow_parent, read_or_replace
+from m1clip.data.cache import Failure, Images, RowTable, follow_parent, read_or_replace
 from m1clip.data.captions import CaptionTable, drop_tokens, rounded
 from m1clip.errors import UserError
 
@@ -131,7 +131,7 @@ class TrainingSet:
     captions: CaptionTable
     plan: BatchPlan
     augmentation: Augmentation
-    image_features: FeatureTable | None = None
+    image_features: RowTable | None = None
     device_images: Tensor | None = None
     full_length: bool = False  # of texts, for fixed shapes
     identity: np.ndarray | None = None  # the id of each sample; copies of one image share an id
@@ -145,7 +145,7 @@ class TrainingSet:
         draws = rnd.bits(self.plan.seed, epoch, members, rnd.CAPTION)
         image_index, chosen = self.captions.pick(members, draws, self.captions_per_image)
         if self.captions.features is not None:
-            fields["text_features"] = torch.from_numpy(self.captions.features.read(chosen))
+            fields["text_features"] = torch.from_numpy(self.captions.features.read(chosen)).float()
         else:
             order, fields["tokens"], fields["lengths"] = self._tokens(epoch, chosen)
             image_index, chosen = image_index[order], chosen[order]
@@ -162,8 +162,8 @@ class TrainingSet:
         seed, fields = self.plan.seed, dict[str, Any]()
         if self.image_features is not None:
             views = rnd.bits(seed, epoch, members, rnd.VIEW) % np.uint64(self.image_features.views)
-            features = self.image_features.read(members, views.astype(np.int64))
-            return members, {"image_features": torch.from_numpy(features)}
+            features = torch.from_numpy(self.image_features.read(members, views.astype(np.int64)))
+            return members, {"image_features": features.float()}
         if self.device_images is not None:
             fields = {"cached_images": self.device_images, "rows": torch.from_numpy(members.astype(np.int64))}
         else:

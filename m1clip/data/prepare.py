@@ -9,7 +9,7 @@ from typing import Any
 
 from m1clip.config import DataConfig
 from m1clip.data.augment import Augmentation
-from m1clip.data.cache import DecodePlan, Failure, FeatureTable, Images, cache_split
+from m1clip.data.cache import DecodePlan, Failure, Images, RowTable, cache_split
 from m1clip.data.captions import CaptionTable, tokenize_captions
 from m1clip.data.images import Preprocess
 from m1clip.data.lint import QUICK, lint
@@ -36,7 +36,7 @@ class Split:
     samples: Sequence[Sample]
     failures: tuple[Failure, ...] = ()  # images found unreadable before training
     cache: str = "ram"  # ram, disk or off
-    image_features: FeatureTable | None = None  # of a frozen image tower
+    image_features: RowTable | None = None  # of a frozen image tower
 
 
 def is_synthetic(config: DataConfig) -> bool:

@@ -119,7 +119,7 @@ def encode_split(
             image.append(encoder.pixels(images.read(rows)))
         else:
             with autocast():
-                features = torch.from_numpy(split.image_features.read(rows)).to(device)
+                features = torch.from_numpy(split.image_features.read(rows)).to(device).float()
                 image.append(model.project_image(features).cpu())
     if captions.features is None:
         text = in_order(encoder.tokens(captions.tokens[:texts], captions.lengths[:texts]))
@@ -127,7 +127,7 @@ def encode_split(
         with autocast():
             rows = np.arange(texts)
             parts = [captions.features.read(rows[at : at + 4 * batch]) for at in range(0, texts, 4 * batch)]
-            text = torch.cat([model.project_text(torch.from_numpy(part).to(device)).cpu() for part in parts])
+            text = torch.cat([model.project_text(torch.from_numpy(part).to(device).float()).cpu() for part in parts])
     model.train(training)
     image_index, caption_ids = (torch.from_numpy(each[:texts]) for each in (captions.image_index, captions.caption_ids))
     labels = None if captions.labels is None else torch.from_numpy(captions.labels[:image_rows])

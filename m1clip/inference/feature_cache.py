@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +13,9 @@ from m1clip.data.cache import (
     Computed,
     DecodePlan,
     Failure,
-    FeatureTable,
     LiveImages,
     RowCache,
+    RowTable,
     check_failures,
     image_names,
     row_name,
@@ -63,21 +62,21 @@ class FeatureCache:
 
     def images(
         self, samples: Sequence[Sample], split: str, max_bad: float
-    ) -> tuple[LiveImages, FeatureTable, list[Sample], tuple[Failure, ...]]:
+    ) -> tuple[LiveImages, RowTable, list[Sample], tuple[Failure, ...]]:
         """(images, their features in each view, the samples that can be read, the failures)."""
         seen = f"{sorted(self.preprocess.to_dict().items())}|{self.precision}"
         cache = self._cache("image", self.image, seen)
         refs, bad = [sample.image for sample in samples], dict[int, str]()
 
         def fill(view: int) -> np.ndarray:
-            def compute(wanted: list[int]) -> Computed:
-                failed: dict[int, str] = {}
+            def compute(wanted: list[int], failed: dict[int, str]) -> Computed:
                 with self.plan.progress(f"computing features of {split} images") as show:
-                    for items, rows in self.encoder.files([refs[item] for item in wanted], failed, show, view):
-                        yield [wanted[item] for item in items], rows.numpy()
-                bad.update({wanted[item]: reason for item, reason in failed.items()})
+                    for items, vectors in self.encoder.files([refs[item] for item in wanted], failed, show, view):
+                        yield items, vectors.numpy()
 
-            return cache.fill(image_names(samples, self.roots, str(view)), compute, bad, self.plan.warn)
+            rows, failed = cache.fill(image_names(samples, self.roots, str(view)), compute, self.plan.warn)
+            bad.update(failed)
+            return rows
 
         rows = np.stack([fill(view) for view in range(self.views)], axis=1)  # (images, views)
         failures = check_failures(bad, refs, split, len(samples), max_bad, self.plan.warn)
@@ -85,7 +84,7 @@ class FeatureCache:
         if not good:
             raise UserError(f"none of the {len(samples):,} {split} images can be read; m1clip data lint shows why")
         images = LiveImages([refs[item] for item in good], self.preprocess.image_size, self.preprocess.resize)
-        return images, cache.table(FeatureTable, rows[good]), [samples[item] for item in good], failures
+        return images, cache.table(rows[good]), [samples[item] for item in good], failures
 
     def captions(self, samples: Sequence[Sample], split: str) -> CaptionTable:
         """The captions of the samples with their features."""
@@ -93,21 +92,20 @@ class FeatureCache:
         names = [row_name(caption) for sample in samples for caption in sample.captions]
         cache = self._cache("text", self.text, f"{fingerprint(self.tokenizer)}|{self.context_length}|{self.precision}")
 
-        def compute(wanted: list[int]) -> Computed:
+        def compute(wanted: list[int], failed: dict[int, str]) -> Computed:
             tokens, done = table.tokens[wanted], 0
             with self.plan.progress(f"computing features of {split} captions") as show:
                 show(0, len(wanted))
                 for rows, vectors in self.encoder.tokens(tokens, self.tokenizer.lengths(tokens)):
-                    yield [wanted[row] for row in rows.tolist()], vectors.numpy()
+                    yield rows.tolist(), vectors.numpy()
                     done += len(rows)
                     show(done, len(wanted))
 
-        return replace(table, features=cache.table(FeatureTable, cache.fill(names, compute, {}, self.plan.warn)))
+        return replace(table, features=cache.table(cache.fill(names, compute, self.plan.warn)[0]))
 
     def tokens(self, samples: Sequence[Sample]) -> CaptionTable:
         """The captions of the samples as tokens, for a text tower that is trained."""
         return tokenize_captions([sample.captions for sample in samples], self.tokenizer, self.context_length)
 
     def _cache(self, name: str, tower: FrozenTower, settings: str) -> RowCache:
-        key = hashlib.sha256("\x1f".join((*tower.key, settings)).encode()).hexdigest()[:24]
-        return RowCache(self.folder, f"{name}-{key}", (tower.width,), np.float16)
+        return RowCache(self.folder, name, "\x1f".join((*tower.key, settings)), (tower.width,), np.float16)

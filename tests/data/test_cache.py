@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import pickle
 import shutil
@@ -11,8 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,12 +27,11 @@ from small_run import screen, small_config
 from m1clip.config import DataConfig
 from m1clip.data import cache
 from m1clip.data.cache import (
-    CachedImages,
     Failure,
     FailureLog,
-    FeatureTable,
     LiveImages,
     RowCache,
+    RowTable,
     cache_split,
     choose_kind,
     data_folders,
@@ -61,25 +60,27 @@ def fill(rows: RowCache, words: list[str], stop_after: int | None = None) -> lis
     """Fill two rows at a time; gives what was computed. `stop_after` blocks it is interrupted."""
     asked: list[str] = []
 
-    def compute(wanted: list[int]) -> Iterator[tuple[list[int], np.ndarray]]:
+    def compute(wanted: list[int], failed: dict[int, str]) -> Iterator[tuple[list[int], np.ndarray]]:
         for number, start in enumerate(range(0, len(wanted), 2)):
             if number == stop_after:
                 raise KeyboardInterrupt
-            items = wanted[start : start + 2]
-            asked.extend(words[item] for item in items)
-            yield items, np.stack([row(words[item]) for item in items])
+            block = [words[item] for item in wanted[start : start + 2]]
+            asked.extend(block)
+            yield list(range(start, start + len(block))), np.stack([row(word) for word in block])
 
     try:
-        at = rows.fill([row_name(word) for word in words], compute, {}, lambda line: None)
+        at, _ = rows.fill([row_name(word) for word in words], compute, lambda line: None)
     except KeyboardInterrupt:
         return asked
-    table = rows.table(FeatureTable, at)
+    table = rows.table(at)
     np.testing.assert_array_equal(table.read(np.arange(len(words))), np.stack([row(word) for word in words]))
     return asked
 
 
 def row_cache(folder: Path, key: str = "a") -> RowCache:
-    return RowCache(folder, key, (WIDTH,), np.float16)
+    cache = RowCache(folder, "rows", key, (WIDTH,), np.float16)
+    cache.path = folder / key
+    return cache
 
 
 def test_each_row_is_computed_once_and_only_new_ones_later(tmp_path: Path) -> None:
@@ -260,20 +261,18 @@ def test_too_little_space_is_refused_before_anything_is_written(
     assert cached(folder).cache == "disk"
 
 
-@pytest.mark.parametrize("unusable", ["not writable", "no locks"])
-def test_unusable_data_folder_falls_back_to_the_user_cache(
-    tmp_path: Path, unusable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_without_locks_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(self: object, **options: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(cache.FileLock, "acquire", unsupported)
+    with pytest.raises(UserError, match=r"does not support file locks; choose another with --cache-dir"):
+        cached(make_set(tmp_path / "set"))
+
+
+def test_unwritable_data_folder_falls_back_to_the_user_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_set(tmp_path / "set")
-    if unusable == "not writable":
-        (folder / ".m1clip-cache").write_text("a file, so no folder can be made here, not even by root")
-    else:
-        honest = cache.locked
-
-        def no_lock_here(path: Path, waiting: Callable[[], None]) -> AbstractContextManager[bool]:
-            return nullcontext(False) if folder in path.parents else honest(path, waiting)
-
-        monkeypatch.setattr(cache, "locked", no_lock_here)
+    (folder / ".m1clip-cache").write_text("a file, so no folder can be made here, not even by root")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     assert len(cached(folder).images) == 40
     assert len(list((tmp_path / "user" / "m1clip").glob("*/rows.bin"))) == 1
@@ -416,7 +415,7 @@ HOST = torch.device("cpu")
 def test_images_go_to_the_device_if_they_leave_room() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (7, 4, 4, 3), np.uint8)
     for rows in (None, np.array([5, 0, 3])):
-        images, wanted = CachedImages(pixels, rows), pixels if rows is None else pixels[rows]
+        images, wanted = RowTable(pixels, rows), pixels if rows is None else pixels[rows]
         there = images.to_device(HOST, 4 * wanted.nbytes)
         assert there is not None
         assert np.array_equal(there.numpy(), wanted)

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m1clip.data.augment import Augmentation
-from m1clip.data.cache import CachedImages, FeatureTable
+from m1clip.data.cache import RowTable
 from m1clip.data.captions import BUCKET, CaptionTable, tokenize_captions
 from m1clip.data.images import FileImage
 from m1clip.data.loader import Batch, BatchPlan, TrainingSet, batches
@@ -61,12 +61,12 @@ def training_set(full_length: bool = False) -> TrainingSet:
     pixels = np.random.default_rng(0).integers(0, 256, (37, 12, 12, 3), np.uint8)
     varied = Augmentation(crop_min=0.5, flip=0.5, color_jitter=0.3)
     captions = tokenize_captions(groups, tokenizer, 64)
-    return TrainingSet(CachedImages(pixels), captions, BatchPlan(37, 8, 3), varied, full_length=full_length)
+    return TrainingSet(RowTable(pixels), captions, BatchPlan(37, 8, 3), varied, full_length=full_length)
 
 
-def mapped(images: CachedImages, folder: Path) -> CachedImages:
+def mapped(images: RowTable, folder: Path) -> RowTable:
     images.array.tofile(folder / "rows.bin")
-    return CachedImages.mapped(folder / "rows.bin", images.array.dtype, images.array.shape, None)
+    return RowTable.mapped(folder / "rows.bin", images.array.dtype, images.array.shape, None)
 
 
 def assert_same(one: Batch, other: Batch) -> None:
@@ -239,7 +239,7 @@ def test_killed_worker_is_restarted_and_the_batches_are_the_same(method: str, tm
 def test_word_dropout_depends_on_the_epoch_and_is_reproducible() -> None:
     texts = [(f"a caption of many words for image number {i} of all",) for i in range(12)]
     captions = tokenize_captions(texts, make_tokenizer("char", [t[0] for t in texts]), 64)
-    images = CachedImages(np.zeros((12, 4, 4, 3), np.uint8))
+    images = RowTable(np.zeros((12, 4, 4, 3), np.uint8))
 
     def data(share: float) -> TrainingSet:
         return TrainingSet(images, captions, BatchPlan(12, 6, 3), Augmentation(word_dropout=share))
@@ -260,7 +260,7 @@ FEATURE_IMAGES, FEATURE_VIEWS, FEATURE_CAPTIONS = 12, 3, 2
 def feature_set() -> TrainingSet:
     draw = np.random.default_rng(0)
     texts = FEATURE_IMAGES * FEATURE_CAPTIONS
-    images = FeatureTable(
+    images = RowTable(
         draw.standard_normal((FEATURE_IMAGES * FEATURE_VIEWS, 7)).astype(np.float16),
         draw.permutation(FEATURE_IMAGES * FEATURE_VIEWS).reshape(FEATURE_IMAGES, FEATURE_VIEWS),
     )
@@ -270,7 +270,7 @@ def feature_set() -> TrainingSet:
         caption_ids=np.arange(texts, dtype=np.int64),
         first=np.arange(0, texts + 1, FEATURE_CAPTIONS),
         pad_id=0,
-        features=FeatureTable(draw.standard_normal((texts, 5)).astype(np.float16), draw.permutation(texts)),
+        features=RowTable(draw.standard_normal((texts, 5)).astype(np.float16), draw.permutation(texts)),
     )
     plan = BatchPlan(FEATURE_IMAGES, 4, 0)
     return TrainingSet(

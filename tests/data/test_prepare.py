@@ -11,7 +11,7 @@ from image_sets import break_files, make_set, plan
 from small_run import command, screen, small_config
 
 from m1clip.config import DataConfig
-from m1clip.data.cache import CachedImages, LiveImages
+from m1clip.data.cache import LiveImages, RowTable
 from m1clip.data.images import Preprocess
 from m1clip.data.prepare import Split, load_split, open_data, quick_check
 from m1clip.errors import UserError
@@ -27,7 +27,7 @@ def loaded(folder: Path | None, split: str, **more: object) -> Split:
     return load_split(source, split, config, BpeTokenizer(), 32, preprocess, 1.15, plan())
 
 
-@pytest.mark.parametrize(("cache", "kind"), [("disk", CachedImages), ("ram", CachedImages), ("off", LiveImages)])
+@pytest.mark.parametrize(("cache", "kind"), [("disk", RowTable), ("ram", RowTable), ("off", LiveImages)])
 def test_each_cache_gives_the_same_split(tmp_path: Path, cache: str, kind: type) -> None:
     folder = make_set(tmp_path / "set")
     break_files(folder, [1], split="val")

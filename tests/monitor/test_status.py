@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from m1clip.errors import UserError
-from m1clip.io import Owner, lock_content, read_owner
+from m1clip.io import Owner, lock_content, process_start_id, read_owner
 from m1clip.monitor.history import History
 from m1clip.monitor.status import (
     as_table,
@@ -55,8 +55,7 @@ def test_a_process_counts_only_if_it_started_when_the_lock_says(tmp_path: Path) 
     (run / "run.lock").write_text(lock_content())
     status = status_of(History(run).poll())
     assert (status.state, status.pid) == ("running", os.getpid())
-    started = psutil.Process().create_time()
-    (run / "run.lock").write_text(f"{os.getpid()}\n{started - 60}\n{platform.node()}\n")
+    (run / "run.lock").write_text(f"{os.getpid()}\n{platform.node()}\nan earlier start\n")
     assert state_of(run) == "died"  # the number now belongs to another process
     (run / "run.lock").write_text(f"{os.getpid()}\n")
     assert read_owner(run) is None
@@ -65,7 +64,7 @@ def test_a_process_counts_only_if_it_started_when_the_lock_says(tmp_path: Path) 
 
 def test_a_run_of_another_machine_is_judged_by_its_log(tmp_path: Path) -> None:
     run = make_run(tmp_path, [step(10)])
-    (run / "run.lock").write_text("1\n1.0\nsomewhere-else\n")
+    (run / "run.lock").write_text("1\nsomewhere-else\n1.0\n")
     assert state_of(run, now=BEGIN + 20) == "running"
     assert state_of(run, now=BEGIN + 5000) == "died"
     with pytest.raises(UserError, match="started on somewhere-else; stop it there"):
@@ -74,7 +73,7 @@ def test_a_run_of_another_machine_is_judged_by_its_log(tmp_path: Path) -> None:
 
 def test_a_process_that_ended_is_gone_even_before_its_parent_reaped_it() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    owner = Owner(child.pid, psutil.Process(child.pid).create_time(), platform.node())
+    owner = Owner(child.pid, platform.node(), process_start_id(psutil.Process(child.pid)))
     assert owner.process() is not None
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie now

@@ -125,7 +125,7 @@ def test_a_run_that_grows_is_paused_continues_and_dies(tmp_path: Path) -> None:
         screen.until(lambda text: "step 30 of 100" in text and "PAUSED" not in text)
         with (run / "run.jsonl").open("ab") as file:
             file.write(json.dumps(step(40)).encode()[:30])  # killed in the middle of a line
-        (run / "run.lock").write_text("1\n1.0\n" + lock_content().splitlines()[2] + "\n")
+        (run / "run.lock").write_text("1\n" + lock_content().splitlines()[1] + "\n1.0\n")
         screen.until(lambda text: "died" in text and "continue with: m1clip train --resume live" in text)
         with (run / "run.jsonl").open("ab") as file:
             file.write(b"\n")

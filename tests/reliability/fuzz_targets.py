@@ -133,7 +133,7 @@ def targets(folder: Path) -> dict[str, Target]:
         "bpe-cut": Target("tokenizer.json", (cut,), load_tokenizer, 0.02),
         "model config": Target("config.json", (json.dumps(model).encode(),), lambda f: _read_config(f / "config.json")),
         "weights": Target("w.safetensors", (weights,), lambda f: read_tensors(f / "w.safetensors"), 0.5),
-        "lock": Target("run.lock", (b"77\n1700000000.5\nhost\n",), _owner, 0.3),
+        "lock": Target("run.lock", (b"77\nhost\n1700000000.5\n",), _owner, 0.3),
         "csv": Target("t.csv", (table,), _read_source("t.csv")),
         "tsv": Target("t.tsv", (table.replace(b",", b"\t"),), _read_source("t.tsv"), 0.5),
         "jsonl": Target("t.jsonl", (rows,), _read_source("t.jsonl")),

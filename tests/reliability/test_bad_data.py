@@ -57,9 +57,9 @@ def _no_abandoned_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("threads", [1, 4])
 def test_results_keep_their_order_with_any_number_of_threads(threads: int) -> None:
     items = list(range(200))
-    assert map_with_timeout(items, lambda i: i * i, 5.0, threads) == [i * i for i in items]
-    assert map_with_timeout([], lambda i: i, 5.0, threads) == []
-    assert map_with_timeout(items, lambda i: i, 0.0, threads) == items, "no limit"
+    assert list(map_with_timeout(items, lambda i: i * i, 5.0, threads)) == [i * i for i in items]
+    assert list(map_with_timeout([], lambda i: i, 5.0, threads)) == []
+    assert list(map_with_timeout(items, lambda i: i, 0.0, threads)) == items, "no limit"
 
 
 def test_hanging_item_is_skipped_after_the_timeout() -> None:
@@ -70,7 +70,7 @@ def test_hanging_item_is_skipped_after_the_timeout() -> None:
             stuck.wait(60)
         return item
 
-    found = map_with_timeout(list(range(10)), work, 0.2, 1)
+    found = list(map_with_timeout(range(10), work, 0.2, 1))
     stuck.set()
     assert found == [0, 1, 2, None, 4, 5, 6, 7, 8, 9]
 
@@ -89,12 +89,12 @@ def test_late_error_of_a_skipped_item_is_ignored() -> None:
             time.sleep(0.05)
         return item
 
-    assert map_with_timeout([0, 1, 2, 3], work, 0.2, 1) == [None, 1, 2, 3]
+    assert list(map_with_timeout([0, 1, 2, 3], work, 0.2, 1)) == [None, 1, 2, 3]
 
 
 def test_other_errors_are_raised() -> None:
     with pytest.raises(ZeroDivisionError):
-        map_with_timeout([1, 0, 2], lambda i: 1 // i, 5.0, 2)
+        list(map_with_timeout([1, 0, 2], lambda i: 1 // i, 5.0, 2))
 
 
 def test_hanging_image_is_replaced_and_reported() -> None:

@@ -72,13 +72,13 @@ def test_one_of_eight_processes_gets_the_lock_every_time(tmp_path: Path, part: i
 @pytest.mark.parametrize(
     "mark",
     [
-        f"1\n1.0\n{platform.node()}\n",  # process 1 lives, but began at another time: a reboot
-        f"999999999\n1.0\n{platform.node()}\n",
-        "77\n1.0\nanother-machine\n",
+        f"1\n{platform.node()}\n1.0\n",  # process 1 lives, but began at another time: a reboot
+        f"999999999\n{platform.node()}\n1.0\n",
+        "77\nanother-machine\n1.0\n",
         "",
         "nonsense\n",
         "\0" * 64,
-        f"{2**70}\nnan\n{platform.node()}\n",
+        f"{2**70}\n{platform.node()}\nnan\n",
         lock_content(),
     ],
     ids=["reboot", "dead", "elsewhere", "empty", "nonsense", "zeros", "absurd", "own number, reused"],

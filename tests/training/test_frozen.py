@@ -16,7 +16,7 @@ from tower_run import frozen_config, patch_towers
 
 import m1clip
 from m1clip.config import load_config
-from m1clip.data.cache import FeatureTable
+from m1clip.data.cache import RowTable
 from m1clip.errors import UserError
 from m1clip.inference.encoder import Encoder, encode_split
 from m1clip.inference.feature_cache import FeatureCache
@@ -87,7 +87,7 @@ def test_a_run_on_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_only_new_views_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepared(views: int) -> FeatureTable:
+    def prepared(views: int) -> RowTable:
         config = frozen_config(tmp_path, **{"transfer.views": views})
         images = setup.prepare(config, lambda line: None, decode_plan(screen())).splits["train"].image_features
         assert images is not None
