@@ -6,7 +6,9 @@ import io
 import json
 import re
 import tarfile
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +16,7 @@ from PIL import Image
 
 from m1clip.data.images import decode, failure_reason, opened
 from m1clip.data.sources.shards import PACKED
-from m1clip.data.types import ImageRef, Source
+from m1clip.data.types import ImageRef, Sample, Source
 from m1clip.errors import UserError
 from m1clip.io import PARTIAL, write_json
 
@@ -48,67 +50,56 @@ def pack(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: not an empty folder; choose a new one for the shards")
     folder.mkdir(parents=True, exist_ok=True)
-    samples = [(split, sample) for split in source.splits() for sample in source.samples(split)]
-    writers = {split: ShardWriter(folder, split, shard_size) for split in source.splits()}
-    skipped: list[str] = []
-    for done, (split, sample) in enumerate(samples, start=1):
-        # The first caption as txt; all captions, the id and the split as json.
-        metadata = {"captions": list(sample.captions), "id": sample.id, "split": split, "format": PACKED}
-        texts = {"txt": sample.captions[0].encode("utf-8", "replace"), "json": json.dumps(metadata).encode()}
-        try:
-            suffix, data = image_bytes(sample.image, image_size)
-        except (OSError, ValueError) as error:  # what decoders raise for an image they cannot read
-            skipped.append(f"{sample.image}: {failure_reason(error)}")
-        else:
-            writers[split].add({suffix: data, **texts})
-        progress(done, len(samples))
-    for writer in writers.values():
-        writer.close()
-    sizes = {name: size for writer in writers.values() for name, size in writer.sizes.items()}
+    total = sum(len(source.samples(split)) for split in source.splits())
+    done, sizes, images, skipped = 0, dict[str, int](), Counter[str](), list[str]()
+    for split in source.splits():
+        samples = source.samples(split)
+        stem = re.sub(r"[^A-Za-z0-9_]+", "_", split)
+        for start in range(0, len(samples), shard_size):
+            name = f"{stem}-{start // shard_size:06d}.tar"
+            with _new_shard(folder / name) as tar:
+                for index, sample in enumerate(samples[start : start + shard_size], start=start):
+                    try:
+                        suffix, data = image_bytes(sample.image, image_size)
+                    except (OSError, ValueError) as error:  # what decoders raise for an image they cannot read
+                        skipped.append(f"{sample.image}: {failure_reason(error)}")
+                    else:
+                        _add_sample(tar, f"{index:09d}", {suffix: data, **_texts(sample, split)})
+                        sizes[name] = sizes.get(name, 0) + 1
+                        images[split] += 1
+                    done += 1
+                    progress(done, total)
     if not sizes:
-        raise UserError(f"none of the {len(samples):,} images can be read; the first: {skipped[0]}")
+        raise UserError(f"none of the {total:,} images can be read; the first: {skipped[0]}")
     write_json(folder / SIZES, sizes)
-    images = {split: sum(writer.sizes.values()) for split, writer in writers.items()}
-    return Packed(folder, images, len(sizes), skipped)
+    return Packed(folder, dict(images), len(sizes), skipped)
 
 
-class ShardWriter:
-    """Writes the shards of a split. A shard gets its final name once it is complete.
+@contextmanager
+def _new_shard(path: Path) -> Iterator[tarfile.TarFile]:
+    """A tar that gets its name once it is complete, and only if it has samples."""
+    partial = Path(f"{path}{PARTIAL}")
+    with tarfile.open(partial, "w", format=tarfile.USTAR_FORMAT) as tar:
+        yield tar
+        has_samples = bool(tar.getmembers())
+    if has_samples:
+        partial.replace(path)
+    else:
+        partial.unlink()
 
-    No timestamps or owners are written, so that equal content gives equal bytes.
-    """
 
-    def __init__(self, folder: Path, split: str, shard_size: int) -> None:
-        self._stem = folder / re.sub(r"[^A-Za-z0-9_]+", "_", split)
-        self._shard_size = shard_size
-        self._tar: tarfile.TarFile | None = None
-        self._written = 0
-        self.sizes: dict[str, int] = {}
+def _add_sample(tar: tarfile.TarFile, key: str, files: dict[str, bytes]) -> None:
+    """Files by suffix, without timestamps or owners, so that equal content gives equal bytes."""
+    for suffix, data in files.items():
+        entry = tarfile.TarInfo(f"{key}.{suffix}")
+        entry.size, entry.mode = len(data), 0o644
+        tar.addfile(entry, io.BytesIO(data))
 
-    def add(self, files: dict[str, bytes]) -> None:
-        """One sample: its files by suffix."""
-        if self._tar is None:
-            path = f"{self._path()}{PARTIAL}"
-            self._tar = tarfile.open(path, "w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
-        for suffix, data in files.items():
-            entry = tarfile.TarInfo(f"{self._written:09d}.{suffix}")
-            entry.size, entry.mode = len(data), 0o644
-            self._tar.addfile(entry, io.BytesIO(data))
-        self._written += 1
-        if self._written % self._shard_size == 0:
-            self.close()
 
-    def close(self) -> None:
-        """Complete the shard being written, if any."""
-        if self._tar is not None:
-            self._tar.close()
-            path = self._path()
-            Path(f"{path}{PARTIAL}").replace(path)
-            self.sizes[path.name] = self._written - len(self.sizes) * self._shard_size
-            self._tar = None
-
-    def _path(self) -> Path:
-        return Path(f"{self._stem}-{len(self.sizes):06d}.tar")
+def _texts(sample: Sample, split: str) -> dict[str, bytes]:
+    """The first caption as txt; all captions, the id and the split as json."""
+    metadata = {"captions": list(sample.captions), "id": sample.id, "split": split, "format": PACKED}
+    return {"txt": sample.captions[0].encode("utf-8", "replace"), "json": json.dumps(metadata).encode()}
 
 
 def image_bytes(ref: ImageRef, image_size: int | None) -> tuple[str, bytes]:
