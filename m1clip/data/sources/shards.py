@@ -56,13 +56,13 @@ def members(file: BinaryIO, file_size: int) -> Iterator[Member]:
         try:
             header = tarfile.TarInfo.frombuf(block, "utf-8", "replace")
         except (tarfile.HeaderError, ValueError, OverflowError) as error:
-            raise TruncatedTar("what follows is not a tar header" if offset else "not a tar file") from error
+            raise TruncatedTar("cut short, or no tar header follows" if offset else "not a tar file") from error
         start = offset + tarfile.BLOCKSIZE
         is_extension = header.type in (b"L", b"K", b"x", b"g", b"X")
         size = header.size if is_extension else int(extended.get("size", header.size))
         name = extended.get("path", header.name)
         if size < 0 or (is_extension and size > _MAX_EXTENDED):
-            raise TruncatedTar("what follows is not a tar header")
+            raise TruncatedTar("no tar header follows")
         refused = _refusal(name, header.type)
         if start + size > file_size and (is_extension or refused is None):
             raise TruncatedTar(f"cut short in {'an extended header' if is_extension else name}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import pickle
 import subprocess
 import sys
@@ -32,13 +31,6 @@ def test_missing_and_unknown_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     }.items():
         with pytest.raises(UserError, match=message):
             open_source(spec)
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
-def test_a_pipe_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "t.csv")
-    with pytest.raises(UserError, match="neither a file nor a folder"):
-        open_source(str(tmp_path / "t.csv"))
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "hf:x/y"])
