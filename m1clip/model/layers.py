@@ -68,18 +68,14 @@ def uses_onednn(x: Tensor) -> bool:
     )
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, norm: nn.LayerNorm | None = None) -> Tensor:
-    """F.linear of the input, or of its layer norm, in the precision of the input."""
-    if uses_onednn(x):
-        return _Linear.apply(x, weight, bias, None, *norm_arguments(norm))
-    return F.linear(x if norm is None else norm(x).to(x.dtype), weight, bias)
-
-
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """residual + F.linear(x, weight, bias)."""
-    if uses_onednn(x) and residual.dtype == x.dtype:
-        return _Linear.apply(x, weight, bias, residual, *norm_arguments(None))
-    return residual + F.linear(x, weight, bias)
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: nn.LayerNorm | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """F.linear of the input, or of its layer norm, in the precision of the input; added to `residual` where given."""
+    if uses_onednn(x) and (residual is None or residual.dtype == x.dtype):
+        return _Linear.apply(x, weight, bias, residual, *norm_arguments(norm))
+    y = F.linear(x if norm is None else norm(x).to(x.dtype), weight, bias)
+    return y if residual is None else residual + y
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
@@ -341,10 +337,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None, norm: nn.LayerNorm | None = None) -> Tensor:
         """(n, length, width) -> the same shape; of the `norm` of `x`, and added to `residual`, where given."""
-        mixed = self._attend(x, norm)
-        if residual is None:
-            return linear(mixed, self.out.weight, self.out.bias)
-        return linear_add(mixed, self.out.weight, self.out.bias, residual)
+        return linear(self._attend(x, norm), self.out.weight, self.out.bias, residual=residual)
 
     def _attend(self, x: Tensor, norm: nn.LayerNorm | None) -> Tensor:
         """The output of all heads, side by side: (n, length, width)."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from m1clip.model import layers
-from m1clip.model.layers import AttentionKind, Transformer, attention, linear, linear_add, take_position
+from m1clip.model.layers import AttentionKind, Transformer, attention, linear, take_position
 from m1clip.model.presets import Activation, TextTowerConfig
 
 KINDS: tuple[AttentionKind, ...] = ("bmm", "sdpa")
@@ -159,7 +159,7 @@ def test_the_residual_is_added_and_gets_the_gradient() -> None:
     residual.requires_grad_()
     weight = torch.randn(6, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        out = linear_add(x, weight, None, residual)
+        out = linear(x, weight, None, residual=residual)
     torch.testing.assert_close(out.float(), x.float() @ weight.T + residual.float(), atol=0.1, rtol=0.05)
     (grad,) = torch.autograd.grad(out, residual, torch.full_like(out, 2.0))
     assert torch.equal(grad, torch.full_like(residual, 2.0))

@@ -9,7 +9,6 @@ writes it, their library loads it). Compared are pixels, text ids, features and 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -34,7 +34,6 @@ from m1clip.model.presets import PRESETS, CLIPConfig, with_fields
 from m1clip.text.bpe import BpeTokenizer
 
 PEER = Path(__file__).with_name("peer.py")
-QUICK = {"activation": "quick_gelu"}
 TINY = with_fields(
     CLIPConfig(),
     image_size=32,
@@ -52,17 +51,18 @@ TINY = with_fields(
 )
 MODELS = {
     "ViT-S-16": PRESETS["ViT-S-16"],
-    "ViT-B-32-quickgelu": dataclasses.replace(PRESETS["ViT-B-32"], **QUICK),  # type: ignore[arg-type]
+    "ViT-B-32-quickgelu": with_fields(PRESETS["ViT-B-32"], activation="quick_gelu"),
     "ViT-B-16": PRESETS["ViT-B-16"],
     "ViT-L-14": PRESETS["ViT-L-14"],
     "tiny-fixture": TINY,
 }
 TOLERANCE = 1e-5
+COMPARED = ("pixels", "image", "text", "scale")
 Outputs = dict[str, np.ndarray]
 
 
 def ours_encoded(bundle: Model) -> Outputs:
-    """The same outputs from a bundle of ours."""
+    """The same outputs from a model of ours."""
     squares = np.stack([to_square(p, bundle.preprocess.image_size, bundle.preprocess.resize) for p in inputs.images()])
     with torch.inference_mode():
         pixels = render(torch.from_numpy(squares), None, bundle.preprocess)
@@ -80,7 +80,7 @@ def differences(ours: Outputs, theirs: Outputs) -> dict[str, float]:
     ids = [list(row[: int(np.argmax(row == 49407)) + 1]) for side in (ours, theirs) for row in side["ids"]]
     count = len(ids) // 2
     found = {"ids": float(sum(a != b for a, b in zip(ids[:count], ids[count:], strict=True)))}
-    for name in ("pixels", "image", "text", "scale"):
+    for name in COMPARED:
         found[name] = float(np.abs(ours[name].astype(np.float64) - theirs[name]).max())
     return found
 
@@ -109,53 +109,51 @@ def config_of(kind: str, shape: CLIPConfig) -> dict[str, Any]:
     return openclip_config(shape) if kind == "openclip" else hf_config(shape, tokenizer.sot_id, tokenizer.eot_id)
 
 
+def their_model(python: str, kind: str, shape: CLIPConfig, folder: Path) -> Outputs:
+    """Let their library write a model into a folder, and encode with it."""
+    config = folder.with_suffix(".json")
+    config.write_text(json.dumps(config_of(kind, shape)))
+    peer(python, "make", kind, config, folder)
+    np.save(folder / "ids.npy", BpeTokenizer().tokenize(inputs.TEXTS, shape.context_length).astype(np.int64))
+    return encoded(python, kind, folder)
+
+
+def encoded(python: str, kind: str, folder: Path) -> Outputs:
+    """Their outputs for a folder."""
+    peer(python, "encode", kind, folder, folder.with_suffix(".npz"))
+    return dict(np.load(folder.with_suffix(".npz")))
+
+
 def check(python: str, name: str, kind: str, work: Path) -> list[dict[str, Any]]:
     """Both directions of one model and one library."""
-    shape, rows = MODELS[name], []
-    (work / "config.json").write_text(json.dumps(config_of(kind, shape)))
-    peer(python, "make", kind, work / "config.json", work / "theirs")
-    np.save(work / "theirs" / "ids.npy", BpeTokenizer()(inputs.TEXTS, shape.context_length).astype(np.int64))
-    peer(python, "encode", kind, work / "theirs", work / "theirs.npz")
-    theirs = dict(np.load(work / "theirs.npz"))
-    rows.append({"direction": f"{kind} -> m1clip", **differences(ours_encoded(load(work / "theirs")), theirs)})
+    shape = MODELS[name]
+    theirs = their_model(python, kind, shape, work / "theirs")
+    found = {f"{kind} -> m1clip": differences(ours_encoded(load(work / "theirs")), theirs)}
     if kind == "openclip":
-        checkpoint = ours_encoded(load(work / "theirs" / "epoch_1.pt"))
-        rows.append({"direction": "openclip .pt -> m1clip", **differences(checkpoint, theirs)})
-    bundle = filled(shape, kind)
-    bundle.save(work / "ours")
+        found["openclip .pt -> m1clip"] = differences(ours_encoded(load(work / "theirs" / "epoch_1.pt")), theirs)
+    ours = filled(shape, kind)
+    ours.save(work / "ours")
     export(work / "ours", kind, work / "export")  # type: ignore[arg-type]
-    peer(python, "encode", kind, work / "export", work / "export.npz")
-    back = dict(np.load(work / "export.npz"))
-    rows.append({"direction": f"m1clip -> {kind}", **differences(ours_encoded(bundle), back)})
-    return [{"model": name, "version": str(theirs["version"]), **row} for row in rows]
+    found[f"m1clip -> {kind}"] = differences(ours_encoded(ours), encoded(python, kind, work / "export"))
+    version = str(theirs["version"])
+    return [{"model": name, "version": version, "direction": direction, **row} for direction, row in found.items()]
 
 
 def record(python: str, path: Path) -> None:
     """The fixture of `make test`: names, shapes, config and features of the tiny model, as the libraries have them."""
     fixture = {}
     for kind in ("openclip", "hf"):
-        with tempfile.TemporaryDirectory() as folder:
-            work = Path(folder)
-            config = config_of(kind, TINY)
-            (work / "config.json").write_text(json.dumps(config))
-            peer(python, "make", kind, work / "config.json", work / "m")
-            np.save(work / "m" / "ids.npy", BpeTokenizer()(inputs.TEXTS, TINY.context_length).astype(np.int64))
-            peer(python, "encode", kind, work / "m", work / "m.npz")
-            from safetensors.torch import load_file
-
-            file = next((work / "m").glob("*model.safetensors"))
-            shapes = {name: list(tensor.shape) for name, tensor in load_file(file).items()}
-            made = dict(np.load(work / "m.npz"))
-            numbers = {key: made[key].astype(np.float64).round(8).tolist() for key in ("image", "text", "scale")}
-            corner = made["pixels"][:, :, ::7, ::5].astype(np.float64).round(6).tolist()
-            fixture[kind] = {
-                "version": str(made["version"]),
-                "config": config,
-                "tensors": shapes,
-                "pixels_7_5": corner,
-                "ids": made["ids"].tolist(),
-                **numbers,
-            }
+        with tempfile.TemporaryDirectory() as work:
+            made = their_model(python, kind, TINY, Path(work) / "m")
+            weights = load_file(next((Path(work) / "m").glob("*model.safetensors")))
+        fixture[kind] = {
+            "version": str(made["version"]),
+            "config": config_of(kind, TINY),
+            "tensors": {name: list(tensor.shape) for name, tensor in weights.items()},
+            "pixels_7_5": made["pixels"][:, :, ::7, ::5].astype(np.float64).round(6).tolist(),
+            "ids": made["ids"].tolist(),
+            **{key: made[key].astype(np.float64).round(8).tolist() for key in ("image", "text", "scale")},
+        }
     path.write_text(json.dumps(fixture) + "\n")
 
 
@@ -177,18 +175,13 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 found = check(asked.peers, name, kind, Path(folder))
             for row in found:
-                print(
-                    f"{name:20} {row['direction']:24} {row['ids']:4.0f} "
-                    + " ".join(f"{row[key]:9.1e}" for key in ("pixels", "image", "text", "scale")),
-                    flush=True,
-                )
+                numbers = " ".join(f"{row[key]:9.1e}" for key in COMPARED)
+                print(f"{name:20} {row['direction']:24} {row['ids']:4.0f} {numbers}", flush=True)
             rows += found
     if asked.json:
         asked.json.parent.mkdir(parents=True, exist_ok=True)
         asked.json.write_text(json.dumps({"tolerance": TOLERANCE, "rows": rows}, indent=2) + "\n")
-    worst = max(
-        max(row["ids"], *(row[key] / TOLERANCE for key in ("image", "text", "scale", "pixels"))) for row in rows
-    )
+    worst = max(max(row["ids"], *(row[key] / TOLERANCE for key in COMPARED)) for row in rows)
     print(f"largest difference: {worst * TOLERANCE:.1e} (allowed {TOLERANCE:.0e})")
     sys.exit(worst > 1)
 

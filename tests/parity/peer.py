@@ -64,7 +64,7 @@ def encode(kind: str, folder: Path) -> dict[str, np.ndarray]:
 
 
 def encode_openclip(folder: Path) -> dict[str, Any]:
-    """By open_clip's own doors."""
+    """By open_clip's own API."""
     import open_clip
 
     model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}")
@@ -82,7 +82,7 @@ def encode_openclip(folder: Path) -> dict[str, Any]:
 
 
 def encode_hf(folder: Path) -> dict[str, Any]:
-    """By transformers' own doors; where the folder has no tokenizer, OpenAI's own ids are used."""
+    """By transformers' own API; where the folder has no tokenizer, OpenAI's own ids are used."""
     import transformers
     from transformers import CLIPModel, CLIPTokenizer
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -99,7 +99,7 @@ def encode_hf(folder: Path) -> dict[str, Any]:
         ids = torch.from_numpy(np.load(folder / "ids.npy"))
     pixels = CLIPImageProcessorPil.from_pretrained(folder)(images=inputs.images(), return_tensors="pt")["pixel_values"]
     image = model.visual_projection(model.vision_model(pixels).pooler_output)
-    text = model.text_head(model.text_model(ids).pooler_output)
+    text = model.text_projection(model.text_model(ids).pooler_output)
     unit = torch.nn.functional.normalize
     return found | {
         "pixels": pixels,
