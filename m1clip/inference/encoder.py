@@ -51,7 +51,6 @@ class Encoder:
     preprocess: Preprocess
     device: torch.device
     autocast: Context = nullcontext
-    image_batch: int = 64
     text_batch: int = 256
 
     @torch.inference_mode()
@@ -110,7 +109,7 @@ def encode_split(
     image_rows = len(images) if image_rows is None else image_rows
     texts = int(captions.first[image_rows])
     training, device = model.training, model.logit_scale.device
-    encoder = Encoder(model.encode_image, model.encode_text, preprocess, device, autocast, batch, 4 * batch)
+    encoder = Encoder(model.encode_image, model.encode_text, preprocess, device, autocast, 4 * batch)
     model.eval()
     image = []
     for start in range(0, image_rows, batch):
@@ -150,12 +149,9 @@ class Model:
         """The device of the weights."""
         return self.clip.logit_scale.device
 
-    def encoder(self, image_batch: int = 64, text_batch: int = 256, autocast: Context = nullcontext) -> Encoder:
-        """The encoder of this model."""
+    def _encoder(self, text_batch: int = 256) -> Encoder:
         clip = self.clip.eval()
-        return Encoder(
-            clip.encode_image, clip.encode_text, self.preprocess, self.device, autocast, image_batch, text_batch
-        )
+        return Encoder(clip.encode_image, clip.encode_text, self.preprocess, self.device, text_batch=text_batch)
 
     def encode_image(self, images: ImageInput | Iterable[ImageInput], batch_size: int = 64) -> Tensor:
         """(n, embed_dim) float32 unit vectors of one image (n = 1) or many.
@@ -163,7 +159,7 @@ class Model:
         An image is a path, a PIL image, a (height, width, 3) uint8 array, or a uint8 tensor of that shape or of
         (3, height, width). Many are a list or other iterable of these, or an array or tensor with one more dimension.
         """
-        encoder, many = self.encoder(_count(batch_size)), _many(images, ImageInput, IMAGES)
+        encoder, many, batch_size = self._encoder(), _many(images, ImageInput, IMAGES), _count(batch_size)
         parts = [
             encoder.pixels(np.stack([self.square(image) for image in many[start : start + batch_size]]))
             for start in range(0, len(many), batch_size)
@@ -177,7 +173,7 @@ class Model:
             return torch.empty(0, self.clip.config.embed_dim)
         tokens = self.tokenizer.tokenize(many, self.clip.config.context_length)
         lengths = self.tokenizer.lengths(tokens)
-        return _finite(in_order(self.encoder(text_batch=_count(batch_size)).tokens(tokens, lengths)))
+        return _finite(in_order(self._encoder(_count(batch_size)).tokens(tokens, lengths)))
 
     def similarity(self, images: ImageInput | Iterable[ImageInput], texts: str | Iterable[str]) -> Tensor:
         """(images, texts) cosine similarities."""

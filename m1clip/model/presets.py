@@ -290,20 +290,18 @@ def _vit(vision: tuple[int, int], text: tuple[int, int], embed: int, patch: int,
     return with_fields(CLIPConfig(), embed_dim=embed, patch_size=patch, **sizes, **rest)
 
 
-def _both(*names: str) -> dict[str, tuple[tuple[str, str], ...]]:
-    return {name: (("image_tower", name), ("text_tower", name)) for name in names}
-
-
 HEAD_WIDTH = 64  # of an attention head, in every preset
 
 # Setting of `ModelConfig` -> the fields of a CLIPConfig on our own towers that it sets.
 FIELDS: dict[str, tuple[tuple[str, str], ...]] = {
     **{f"vision_{name}": (("image_tower", name),) for name in ("width", "layers", "heads", "pre_norm")},
-    **{name: (("image_tower", name),) for name in ("image_size", "patch_size", "pooling", "positions", "stem")},
-    "patch_bias": (("image_tower", "patch_bias"),),
+    **{
+        name: (("image_tower", name),)
+        for name in ("image_size", "patch_size", "pooling", "positions", "stem", "patch_bias")
+    },
     **{f"text_{name}": (("text_tower", name),) for name in ("width", "layers", "heads")},
     **{name: (("text_tower", name),) for name in ("context_length", "vocab_size", "eot_id")},
-    **_both("mlp_ratio", "activation", "dropout", "init"),
+    **{name: (("image_tower", name), ("text_tower", name)) for name in ("mlp_ratio", "activation", "dropout", "init")},
     "projection_bias": (("image_head", "bias"), ("text_head", "bias")),
 }
 

@@ -24,8 +24,6 @@ Tensors = dict[str, Tensor]
 POSITIONS, TOKENS = "image_tower.positions", "text_tower.tokens.weight"
 MAX_HEADER_BYTES = 2**24  # that of a model with 100,000 tensors
 SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
-SAFETENSORS = (".safetensors",)
-TORCH = (".pt", ".pth", ".bin", ".ckpt")
 STATE_KEYS = ("state_dict", "model", "model_state_dict")  # where a training checkpoint keeps the weights
 
 
@@ -57,12 +55,8 @@ def read_tensors(path: Path, device: str = "cpu") -> Tensors:
 
 
 def read_checkpoint(path: Path) -> Tensors:
-    """All tensors of a third-party file."""
-    if path.suffix in SAFETENSORS:
-        return read_tensors(path)
-    if path.suffix in TORCH:
-        return _read_torch(path)
-    raise UserError(f"{path}: unsupported weights file '{path.suffix}' (supported: {', '.join(SAFETENSORS + TORCH)})")
+    """All tensors of a third-party file: safetensors, or what torch.save writes."""
+    return read_tensors(path) if path.suffix == ".safetensors" else _read_torch(path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
