@@ -7,7 +7,7 @@ from json import dumps
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
 from m1clip.cli.app import app
 
@@ -118,62 +118,24 @@ def report(*runs: Path, out: Annotated[Path | None, Parameter(name=["--out", "-o
     print(f"report     {path} ({size(path.stat().st_size)}){note}")
 
 
-checkpoint = App(name="checkpoint", help="List, verify and prune the checkpoints of a run.")
-app.command(checkpoint)
-
-
-@checkpoint.command
-def ls(run: Path, /, *, json: Flag = False) -> None:
+@app.command
+def checkpoints(run: Path, /, *, verify: Flag = False, json: Flag = False) -> None:
     """List the checkpoints of a run: step, size and time.
 
-    m1clip train --resume RUN continues from the newest valid one. The best model is in best/.
+    m1clip train --resume RUN continues from the newest valid one, and skips damaged ones. The best model is in best/.
 
     Parameters
     ----------
     run
         A run folder.
+    verify
+        Check the hashes of every checkpoint; exit code 1 if one is damaged. Nothing is modified.
     json
         Print JSON.
     """
-    _print_checkpoints(run, json, verified=False)
-
-
-@checkpoint.command
-def verify(run: Path, /, *, json: Flag = False) -> None:
-    """Check the hashes of every checkpoint of a run; exit code 1 if one is damaged.
-
-    Nothing is modified: --resume skips a damaged checkpoint and uses the one before it.
-
-    Parameters
-    ----------
-    run
-        A run folder.
-    json
-        Print JSON.
-    """
-    _print_checkpoints(run, json, verified=True)
-
-
-def _print_checkpoints(run: Path, json: bool, verified: bool) -> None:
     from m1clip.training.checkpoint_list import checkpoints_as_json, checkpoints_as_text, list_checkpoints
 
-    found = list_checkpoints(run, verified)
+    found = list_checkpoints(run, verify)
     print(checkpoints_as_json(found) if json else checkpoints_as_text(run, found))
     if any(row.problem for row in found):
         sys.exit(1)
-
-
-@checkpoint.command
-def prune(run: Path, /, *, keep: int = 1) -> None:
-    """Delete all but the newest checkpoints of a run that is not training; the newest valid one is always kept.
-
-    Parameters
-    ----------
-    run
-        A run folder.
-    keep
-        Number of checkpoints to keep, at least 1.
-    """
-    from m1clip.training.checkpoint_list import prune_checkpoints
-
-    print(prune_checkpoints(run, keep))

@@ -35,17 +35,6 @@ INK = "#76818f"  # text of a plot: readable on white and on the dark theme
 NO_PLOTS = "plots need matplotlib: pip install 'm1clip[plot]'"
 
 
-def html_page(title: str, body: str) -> str:
-    """A complete page with an inline stylesheet, without scripts or external requests."""
-    style = (resources.files("m1clip.web") / "page" / "style.css").read_text(encoding="utf-8")
-    return (
-        "<!doctype html>\n<html lang='en' class='report'><head><meta charset='utf-8'><meta name='viewport' "
-        "content='width=device-width, initial-scale=1'><meta http-equiv='Content-Security-Policy' "
-        "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
-        f"<title>{escape(title)}</title><style>{style}</style></head><body>{body}</body></html>\n"
-    )
-
-
 def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A horizontally scrollable table; cells are escaped here."""
     top = "".join(f"<th scope='col'>{escape(cell)}</th>" for cell in head)
@@ -77,56 +66,43 @@ class Curve:
     band: Sequence[Sequence[float]] = ()
 
 
-@dataclass(frozen=True)
-class Plot:
-    """A matplotlib figure."""
-
-    title: str
-    alt: str  # alternative text
-    draw: Callable[[Any], None]
-    height: float = 2.5
-
-    def html(self) -> str:
-        """The figure with its title, as SVG."""
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-
-        style = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
-        settings = {"font.size": 8, "svg.fonttype": "none", "axes.axisbelow": True, "text.parse_math": False}
-        buffer = io.BytesIO()
-        with rc_context({**style, **settings}):
-            figure = Figure(figsize=(4.6, self.height), layout="constrained")
-            axes = figure.add_subplot()
-            axes.spines[["top", "right"]].set_visible(False)
-            self.draw(axes)
-            figure.savefig(buffer, format="svg", transparent=True)
-        image = html_image(buffer.getvalue(), "svg+xml", f"{self.title}: {self.alt}")
-        return f"<figure class='card'><figcaption>{escape(self.title)}</figcaption>{image}</figure>"
-
-
 def has_matplotlib() -> bool:
     """Whether the extra `plot` is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def html_plots(plots: Sequence[Plot]) -> str:
-    """Plots side by side, or a note if matplotlib is missing."""
+def plot(title: str, alt: str, draw: Callable[[Any], None], height: float = 2.5) -> str:
+    """A figure with its title, drawn by matplotlib as SVG; "" if matplotlib is missing."""
     if not has_matplotlib():
-        return f"<p class='hint'>{escape(NO_PLOTS)}</p>"
-    return f"<div class='grid'>{''.join(plot.html() for plot in plots)}</div>" if plots else ""
+        return ""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    style = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
+    settings = {"font.size": 8, "svg.fonttype": "none", "axes.axisbelow": True, "text.parse_math": False}
+    buffer = io.BytesIO()
+    with rc_context({**style, **settings}):
+        figure = Figure(figsize=(4.6, height), layout="constrained")
+        axes = figure.add_subplot()
+        axes.spines[["top", "right"]].set_visible(False)
+        draw(axes)
+        figure.savefig(buffer, format="svg", transparent=True)
+    image = html_image(buffer.getvalue(), "svg+xml", f"{title}: {alt}")
+    return f"<figure class='card'><figcaption>{escape(title)}</figcaption>{image}</figure>"
 
 
-def lines(title: str, curves: Sequence[Curve], log: bool = False) -> list[Plot]:
-    """A line plot with confidence bands; none if nothing was measured."""
+def lines(title: str, curves: Sequence[Curve], log: bool = False) -> str:
+    """A line plot with confidence bands; "" if nothing was measured."""
     curves = [curve for curve in curves if any(y > 0 or not log for _, y in curve.points)]
+    if not curves:
+        return ""
 
     def draw(axes: Any) -> None:
         for curve in curves:
             xs, ys = zip(*curve.points, strict=True)
             color, style = COLORS[curve.color % len(COLORS)], "--" if curve.dashed else "-"
-            axes.plot(
-                xs, ys, style, color=color, label=curve.name, marker="o" if len(xs) < 30 else None, markersize=2.5
-            )
+            marker = "o" if len(xs) < 30 else None
+            axes.plot(xs, ys, style, color=color, label=curve.name, marker=marker, markersize=2.5)
             if len(curve.band) == len(xs):
                 axes.fill_between(xs, *zip(*curve.band, strict=True), color=color, alpha=0.15, linewidth=0)
         if log:
@@ -139,22 +115,22 @@ def lines(title: str, curves: Sequence[Curve], log: bool = False) -> list[Plot]:
             axes.legend(frameon=False)
 
     alt = "; ".join(f"{c.name} from {number(c.points[0][1])} to {number(c.points[-1][1])}" for c in curves)
-    return [Plot(title, alt, draw)] if curves else []
+    return plot(title, alt, draw)
 
 
-def bars(title: str, rows: Sequence[tuple[str, float, str]], top: float | None = None) -> list[Plot]:
-    """Horizontal bars of (label, value, text of the value); none without rows."""
+def bars(title: str, rows: Sequence[tuple[str, float, str]]) -> str:
+    """Horizontal bars of (label, fraction, text of the fraction); "" without rows."""
 
     def draw(axes: Any) -> None:
         labels = [label if len(label) <= 32 else label[:31] + "…" for label, _, _ in rows]
         drawn = axes.barh(labels, [value for _, value, _ in rows], color=COLORS[0])
         axes.bar_label(drawn, [text for _, _, text in rows], padding=3)
-        axes.set_xlim(0, 1.3 * (top or max(value for _, value, _ in rows) or 1.0))
+        axes.set_xlim(0, 1.3)
         axes.set_xticks([])
         axes.invert_yaxis()
 
     alt = "; ".join(f"{label} {text}" for label, _, text in rows)
-    return [Plot(title, alt, draw, 0.5 + 0.2 * len(rows))] if rows else []
+    return plot(title, alt, draw, 0.5 + 0.2 * len(rows)) if rows else ""
 
 
 ANALYSIS_PLOTS = (  # group of figures, their names, title, factor
@@ -164,10 +140,10 @@ ANALYSIS_PLOTS = (  # group of figures, their names, title, factor
 )
 
 
-def curve_plots(histories: Sequence[History]) -> list[Plot]:
+def curve_plots(histories: Sequence[History]) -> str:
     """Loss, scores, speed and everything else that was measured, one curve per run."""
     metrics = " or ".join(dict.fromkeys(SELECTION[h.metric] for h in histories)).capitalize()
-    plots = []
+    plots = ""
     for name, title, factor in (
         ("", f"{metrics}, % (selects the best model)", 100.0),
         *EVALUATION_FIGURES,
@@ -184,9 +160,9 @@ def curve_plots(histories: Sequence[History]) -> list[Plot]:
     return plots
 
 
-def analysis_plots(history: History) -> list[Plot]:
+def analysis_plots(history: History) -> str:
     """Difficulty, geometry, image content and step time of one run."""
-    plots = []
+    plots = ""
     for group, names, title, factor in ANALYSIS_PLOTS:
         figures = [(name.replace("_", " "), history.curve(f"{group}/{name}", factor)) for name in names]
         plots += lines(title, [Curve(label, points, color) for color, (label, points) in enumerate(figures)])
@@ -195,11 +171,11 @@ def analysis_plots(history: History) -> list[Plot]:
         attribute, _, word = name.partition("/")
         groups.setdefault(attribute, []).append((word, value, f"{percent(value)} of {n:,}"))
     for attribute, rows in groups.items():
-        plots += bars(f"Recall@1 by {attribute}", sorted(rows, key=lambda row: row[1]), 1.0)
+        plots += bars(f"Recall@1 by {attribute}", sorted(rows, key=lambda row: row[1]))
     sums = {phase: sum(numbers(history.steps, f"seconds/{phase}")) for phase in PHASES}
     total = sum(sums.values())
     phases = [(phase, value / total, percent(value / total)) for phase, value in sums.items() if value > 0]
-    return plots + bars("Step time by phase", phases, 1.0)
+    return plots + bars("Step time by phase", phases)
 
 
 def scores(history: History) -> tuple[str, dict[str, Any]]:
@@ -289,6 +265,7 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
 
 
 def _page(histories: Sequence[History]) -> bytes:
+    """The page with an inline stylesheet, without scripts or external requests."""
     names = ", ".join(history.name for history in histories)
     version = escape(str(histories[0].start.get("version", "")))
     several = len(histories) > 1
@@ -300,13 +277,21 @@ def _page(histories: Sequence[History]) -> bytes:
     body = f"<h1>{escape(names)}</h1><p class='hint'>m1clip {version}, {time.strftime('%d %B %Y, %H:%M')}</p>"
     diagnostics = f"<ul class='diagnostics'>{items}</ul>" if items else ""
     body += _section("Summary", diagnostics + summary(histories) + "<h3>Cost</h3>" + costs(histories))
-    body += _section("Curves", html_plots(curve_plots(histories)))
+    note = "" if has_matplotlib() else f"<p class='hint'>{escape(NO_PLOTS)}</p>"
+    body += _section("Curves", note or f"<div class='grid'>{curve_plots(histories)}</div>")
     for history in histories:
         run = f": {history.name}" if several else ""
-        body += _section(f"Analysis{run}", html_plots(analysis_plots(history)))
+        body += _section(f"Analysis{run}", note or f"<div class='grid'>{analysis_plots(history)}</div>")
         body += _section(f"Examples{run}", _retrieval_grid(history))
         body += _section(f"Settings{run}", _settings(history))
-    return html_page(f"m1clip: {names}", body).encode("utf-8", "replace")  # a folder name may be invalid UTF-8
+    style = (resources.files("m1clip.web") / "page" / "style.css").read_text(encoding="utf-8")
+    page = (
+        "<!doctype html>\n<html lang='en' class='report'><head><meta charset='utf-8'><meta name='viewport' "
+        "content='width=device-width, initial-scale=1'><meta http-equiv='Content-Security-Policy' "
+        "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
+        f"<title>m1clip: {escape(names)}</title><style>{style}</style></head><body>{body}</body></html>\n"
+    )
+    return page.encode("utf-8", "replace")  # a folder name may be invalid UTF-8
 
 
 def _retrieval_grid(history: History) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 from m1clip.errors import UserError
 from m1clip.formatting import plural, size, table
 from m1clip.io import format_version, read_small, remove_folder
-from m1clip.training.process import lock_run
 
 FORMAT = 1
 STATE = "state.json"
@@ -94,29 +93,10 @@ def list_checkpoints(run: Path, verified: bool = False) -> list[CheckpointInfo]:
     return [replace(row, problem=verify(Path(row.path))) for row in rows] if verified else rows
 
 
-def delete_old(run: Path, keep: int, keep_valid: bool = False) -> list[int]:
-    """Delete all but the newest `keep`; with `keep_valid` also keep the newest valid one. Returns the deleted steps."""
-    steps = saved_steps(run)
-    old = steps[:-keep] if keep > 0 else steps
-    if keep_valid:
-        valid = next((step for step in reversed(steps) if not verify(checkpoint_folder(run, step))), None)
-        old = [step for step in old if step != valid]
-    for step in old:
+def delete_old(run: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints."""
+    for step in saved_steps(run)[:-keep]:
         remove_folder(checkpoint_folder(run, step))
-    return old
-
-
-def prune_checkpoints(run: Path, keep: int) -> str:
-    """Delete all but the newest `keep` of a run that is not training; returns a summary."""
-    if keep < 1:
-        raise UserError(f"--keep must be at least 1, not {keep}: without a checkpoint the run would start over")
-    before = {row.step: row.bytes for row in list_checkpoints(run)}
-    with lock_run(run):
-        deleted = delete_old(run, keep, keep_valid=True)
-    left = saved_steps(run)
-    names = f": {', '.join(checkpoint_folder(run, step).name for step in left)}" if left else ""
-    freed = size(sum(before.get(step, 0) for step in deleted))
-    return f"{run}: {plural(len(deleted), 'checkpoint')} deleted ({freed}), {len(left)} left{names}"
 
 
 def checkpoints_as_json(rows: list[CheckpointInfo]) -> str:

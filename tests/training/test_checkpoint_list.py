@@ -1,4 +1,4 @@
-"""m1clip checkpoint ls, verify, prune."""
+"""m1clip checkpoints: the list, and its verification."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from m1clip.cli.main import main
 from m1clip.training.checkpoint import TrainState, save
-from m1clip.training.checkpoint_list import MANIFEST, checkpoint_folder, saved_steps, sha256
+from m1clip.training.checkpoint_list import MANIFEST, checkpoint_folder, sha256
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def run(tmp_path: Path) -> Path:
 
 def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as ended:
-        main(["checkpoint", *words])
+        main(["checkpoints", *words])
     said = capsys.readouterr()
     return int(ended.value.code or 0), said.out, said.err
 
@@ -36,25 +36,25 @@ def rot(run: Path, step: int) -> None:
     file.write_bytes(data)
 
 
-def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = command(capsys, "ls", str(run))
+def test_checkpoints_are_listed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = command(capsys, str(run))
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == ["step", "10", "20", "30", "3"]
     assert "3 checkpoints, " in out
-    code, out, _ = command(capsys, "ls", str(run), "--json")
+    code, out, _ = command(capsys, str(run), "--json")
     rows: list[dict[str, Any]] = json.loads(out)
     assert [row["step"] for row in rows] == [10, 20, 30]
     assert all(row["bytes"] > 1000 and row["problem"] is None for row in rows)
 
 
-def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = command(capsys, "verify", str(run))
+def test_a_damaged_checkpoint_is_found(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = command(capsys, str(run), "--verify")
     assert (code, out.count("valid")) == (0, 3)
     rot(run, 20)
-    code, out, _ = command(capsys, "verify", str(run))
+    code, out, _ = command(capsys, str(run), "--verify")
     assert (code, out.count("valid")) == (1, 2)
     assert "weights.safetensors is damaged" in out
-    code, out, _ = command(capsys, "verify", str(run), "--json")
+    code, out, _ = command(capsys, str(run), "--verify", "--json")
     assert code == 1
     assert [bool(row["problem"]) for row in json.loads(out)] == [False, True, False]
 
@@ -64,28 +64,12 @@ def test_a_newer_format_is_refused(run: Path, capsys: pytest.CaptureFixture[str]
     state.write_text(json.dumps({**json.loads(state.read_text()), "format": 99}))
     hashes = {**json.loads(path.read_text())["sha256"], "state.json": sha256(state)}
     path.write_text(json.dumps({"sha256": hashes}))
-    code, _, error = command(capsys, "verify", str(run))
+    code, _, error = command(capsys, str(run), "--verify")
     assert code == 2
     assert "written by a newer m1clip (format 99" in error
 
 
-def test_prune(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = command(capsys, "prune", str(run), "--keep", "2")
-    assert code == 0
-    assert "1 checkpoint deleted" in out
-    assert sorted(saved_steps(run)) == [20, 30]
-    assert [p.name for p in (run / "checkpoints").glob("*.partial")] == []
-
-
-def test_prune_never_deletes_the_newest_whole_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rot(run, 30)
-    code, _, _ = command(capsys, "prune", str(run))
-    assert code == 0
-    assert sorted(saved_steps(run)) == [20, 30], "the newest is damaged: the one before it is what a resume needs"
-
-
-def test_what_cannot_be_asked(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(capsys, "prune", str(run), "--keep", "0")[0] == 2
-    code, _, error = command(capsys, "ls", str(tmp_path / "nowhere"))
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = command(capsys, str(tmp_path / "nowhere"))
     assert code == 2
     assert "not a run" in error
