@@ -9,13 +9,15 @@ import random
 import shutil
 import signal
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_run import command
+from small_run import environment
 
 from m1clip.errors import UserError
 from m1clip.monitor.diagnostics import diagnose
@@ -250,11 +252,12 @@ def test_a_snapshot_folder_that_links_outside_is_not_read(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_an_ascii_locale_can_show_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+def test_an_ascii_locale_can_show_a_run(tmp_path: Path) -> None:
+    ascii_locale = {**environment(), "PYTHONIOENCODING": "ascii"}
     run = full_run(tmp_path / "größe")
     for words in (("monitor", "--once", str(run)), ("runs", str(tmp_path)), ("report", str(run))):
-        done = command(*words, cwd=tmp_path)
+        command = [sys.executable, "-m", "m1clip", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=ascii_locale)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.isascii()
         assert "gr??e" in done.stdout
