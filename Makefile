@@ -1,7 +1,7 @@
 # Each target makes the virtual environment by itself, once, and then needs no network.
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: demo test test-long lint bench speedrun scaling setup parity clean help
+.PHONY: demo test test-long lint bench speedrun setup parity clean help
 
 # A relative path: folder names with spaces would break a prerequisite, never a relative one.
 VENV := .venv
@@ -17,7 +17,6 @@ help:
 	@echo "make test-long  kills, full disks, hostile files and fuzzing with large counts, on all cores, and a soak of an hour"
 	@echo "make bench  speed as ratios against baselines, on this machine (DATA=folder: loaders too; PEERS=python: open_clip too)"
 	@echo "make speedrun DATA=folder   recall after ten minutes, three seeds (PEERS=python: open_clip beside it; 90 minutes)"
-	@echo "make scaling  images per second against batch, resolution, tokens, model and threads (about 10 minutes)"
 	@echo "make parity PEERS=python  features against installed open_clip and transformers, both directions"
 	@echo "make clean  remove the virtual environment"
 
@@ -64,11 +63,6 @@ MINUTES ?= 10
 speedrun: $(READY)
 	@test -n "$(DATA)" || { echo "make speedrun DATA=folder [PEERS=python] [MINUTES=10]"; exit 1; }
 	@$(BIN)/python benchmarks/speedrun.py "$(DATA)" --minutes $(MINUTES) --peers "$(PEERS)" --out docs/results/speedrun.json
-
-scaling: $(READY)
-	@$(PIP) -e '.[plot]'
-	@$(BIN)/python benchmarks/scaling.py
-	@$(BIN)/python tools/scaling_plot.py
 
 # PEERS: a Python that has open_clip, torchvision and transformers (benchmarks/README.md).
 parity: $(READY)

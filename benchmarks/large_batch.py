@@ -35,22 +35,13 @@ SIDES = {
 }
 
 
-def job_config(model: str, batch: int, chunk: int, objective: str = "multi", precision: str = "auto") -> Config:
+def job_config(model: str, batch: int, chunk: int) -> Config:
     """Synthetic images, a batch in chunks or (0) at once."""
     return Config(
         model=ModelConfig(name=model),
         data=DataConfig(train_count=2 * batch, captions_per_step=1),
-        train=TrainConfig(
-            batch_size=batch, micro_batch=chunk, steps=100, device="cpu", loss=objective, precision=precision
-        ),
+        train=TrainConfig(batch_size=batch, micro_batch=chunk, steps=100, device="cpu"),
     )
-
-
-def make(config: Config) -> tuple[Any, Any]:
-    """(job, update) of a config."""
-
-    job = set_up(config)
-    return job, training_step(job)
 
 
 def peak_bytes() -> int:
@@ -63,7 +54,8 @@ def answers_of(config: Config) -> dict[str, Callable[[], Any]]:
     """What a process with one of our sides can be asked."""
     import torch
 
-    job, update = make(config)
+    job = set_up(config)
+    update = training_step(job)
     done = 0
 
     def step() -> float:
@@ -84,52 +76,6 @@ def answers_of(config: Config) -> dict[str, Callable[[], Any]]:
             "shape": peer_shape(job.shape),
         },
     }
-
-
-def in_reverse(batch: Any) -> Any:
-    """The same images in the opposite order: the same gradient, but for the order in which it is added up."""
-    last = len(batch) - 1
-    turned = {
-        name: getattr(batch, name).flip(0)
-        for name in ("images", "sample_ids", "kept_patches", "views")
-        if getattr(batch, name) is not None
-    }
-    return dataclasses.replace(batch, image_index=last - batch.image_index, **turned)
-
-
-def gradient_table(model: str, batch: int, chunk: int) -> list[dict[str, Any]]:
-    """For each objective: the relative difference of each parameter's gradient, chunks against one pass.
-
-    Beside the worst stands the difference that the same pass has with its images in reverse: what fp32 itself leaves.
-    """
-    rows = []
-    for objective in ("infonce", "multi", "sigmoid"):
-        found = []
-        for size, turned in ((0, False), (chunk, False), (0, True)):
-            config = job_config(model, batch, size, objective, "fp32")
-            job, update = make(config)
-            samples = job.training[0]
-            update.compute_gradients(in_reverse(samples) if turned else samples, 0)
-            found.append({name: p.grad for name, p in update.model.named_parameters()})
-        whole, parts, other = found
-
-        def apart(name: str, those: dict[str, Any], whole: dict[str, Any] = whole) -> float:
-            return float((those[name] - whole[name]).norm() / whole[name].norm())
-
-        difference = {name: apart(name, parts) for name, g in whole.items() if g.norm() > 0}
-        worst = max(difference, key=lambda name: difference[name])
-        rows.append(
-            {
-                "objective": objective,
-                "parameters": len(difference),
-                "worst": worst,
-                "worst_difference": difference[worst],
-                "worst_in_reverse": apart(worst, other),
-                "temperature": difference["logit_scale"],
-                "bias": difference.get("logit_bias"),
-            }
-        )
-    return rows
 
 
 def alternate(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -168,7 +114,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         result["seconds"] = {side: dataclasses.asdict(timing(values)) for side, values in seconds.items()}
         samples = zip(seconds["chunked"], seconds["plain"], strict=True)
         result["ratio"] = dataclasses.asdict(timing([ours / whole for ours, whole in samples]))
-        result["gradients"] = gradient_table("tiny", options.gradient_batch, options.gradient_batch // 4)
         result["peer"] = ask_peer(options, result, folder) if options.peers else None
     return result
 
@@ -215,14 +160,6 @@ def show(result: dict[str, Any]) -> None:
     print(f"  m1clip chunked / plain               {spread(result['ratio'])} of paired steps (goal {GOAL_RATIO})")
     if peer is not None:
         print(f"  open_clip accumulated / plain        {spread(peer['ratio'])} of paired steps")
-    print("gradient of chunks against one pass, fp32, relative (goal 1e-05)")
-    for row in result["gradients"]:
-        bias = "" if row["bias"] is None else f", bias {row['bias']:.1e}"
-        print(
-            f"  {row['objective']:8} worst of {row['parameters']} parameters {row['worst_difference']:.1e} "
-            f"({row['worst']}; one pass, images in reverse: {row['worst_in_reverse']:.1e}), "
-            f"temperature {row['temperature']:.1e}{bias}"
-        )
     if peer is None:
         print(f"open_clip: {NO_PEERS}")
         return
@@ -244,7 +181,6 @@ def main() -> None:
     parser.add_argument("--model", default="small", help="preset")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--micro-batch", type=int, default=16)
-    parser.add_argument("--gradient-batch", type=int, default=64, help="samples of the gradient table (model tiny)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds to measure, after one that warms up")
     parser.add_argument("--peers", default=os.environ.get("PEERS"), help="a Python with open_clip")
     parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds: a smoke test")
@@ -257,13 +193,7 @@ def main() -> None:
             print(json.dumps({"answer": answers[line.strip()]()}), flush=True)
         return
     if options.quick:
-        options.model, options.batch_size, options.micro_batch, options.rounds, options.gradient_batch = (
-            "tiny",
-            8,
-            4,
-            2,
-            8,
-        )
+        options.model, options.batch_size, options.micro_batch, options.rounds = "tiny", 8, 4, 2
     result = measure(options)
     show(result)
     if options.json:

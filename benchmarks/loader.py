@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import json
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +23,7 @@ import numpy as np
 import PIL
 import torch
 from PIL import Image
-from sides import set_up, training_step
+from sides import Side, set_up, training_step
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
@@ -112,36 +112,6 @@ def tiny_step(job: Setup, count: int) -> Round:
     return steps
 
 
-class Peer:
-    """open_clip's loader in its own Python, answering round by round."""
-
-    def __init__(self, python: str, table: Path, batch_size: int, workers: int, count: int) -> None:
-        words = [python, str(PEER), str(table), str(SIZE), str(batch_size), str(workers)]
-        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.count = count
-        self.version = self._line()
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline().strip()
-        if not line:
-            raise SystemExit(f"the peer process ended (exit code {self.process.wait()})")
-        return line
-
-    def __call__(self) -> float:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{self.count}\n")
-        self.process.stdin.flush()
-        return float(self._line())
-
-    def close(self) -> None:
-        """Ask the process to end: its input stays open in workers forked since, so closing it says nothing."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("stop\n")
-        self.process.stdin.flush()
-        self.process.wait(timeout=60)
-
-
 def write_table(job: Setup, path: Path) -> None:
     """The train samples as open_clip reads them: one row per caption."""
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -208,19 +178,21 @@ def main() -> None:
             **{f"torch + PIL, {w} workers": plain_torch(job, w, 8) for w in (0, 2)},
             "tiny training step": tiny_step(job, 3),
         }
-        peers = []
+        version, peers = "", []
         if options.peer_python:
-            write_table(job, Path(scratch) / "samples.tsv")
-            peers = [
-                Peer(options.peer_python, Path(scratch) / "samples.tsv", options.batch_size, w, 8) for w in (0, 1, 2)
-            ]
-            rounds.update({f"open_clip CSV, {w} workers": peer for w, peer in enumerate(peers)})
+            table = Path(scratch) / "samples.tsv"
+            write_table(job, table)
+            for workers in (0, 1, 2):
+                words = [options.peer_python, PEER, table, SIZE, options.batch_size, workers]
+                peers.append(Side([str(word) for word in words]))
+                version = peers[-1].ask("version")
+                rounds[f"open_clip CSV, {workers} workers"] = functools.partial(peers[-1].ask, "8")
         results = measure(rounds, options.rounds)
         for peer in peers:
-            peer.close()
+            peer.ask("stop")  # its input stays open in workers forked since, so closing it is not enough
     machine = f"{job.facts.cpu}, {torch.get_num_threads()} threads, {job.precision}, torch {torch.__version__}, "
     machine += f"Pillow {PIL.__version__}, Python {platform.python_version()}"
-    machine += f", {peers[0].version}" if peers else ""
+    machine += f", open_clip {version}" if version else ""
     print(f"\n{machine}; {SIZE} px, batch {options.batch_size}")
     ratios = report(results)
     if options.json:

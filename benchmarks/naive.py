@@ -1,4 +1,4 @@
-"""The prior art's kind of training, written eager: the baseline that m1clip's step and accuracy stand beside.
+"""Training as in the original project, written without optimizations: the baseline of step.py and same_work.py.
 
 Own code after the description: fp32, attention as two matrix products with a softmax between, dropout 0.1, every
 caption padded to 77, the causal mask not used, float images made one by one, AdamW a parameter at a time.
@@ -6,27 +6,21 @@ caption padded to 77, the causal mask not used, float images made one by one, Ad
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from in_batch import in_batch_accuracy
 from sides import set_up
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from m1clip.config import Config, from_dict, read_preset
+from m1clip.config import Config
 from m1clip.data.prepare import Split
-from m1clip.evaluation.statistics import Metric
 from m1clip.model.presets import CLIPConfig
 from m1clip.training.setup import Setup
 
-PARAMETERS = 76_736_001  # of the prior art's run
 DROPOUT = 0.1
 
 
@@ -152,8 +146,8 @@ class NaiveTrainer:
         while True:
             yield from self.loader
 
-    def step(self, batch: tuple[Tensor, Tensor]) -> tuple[float, float]:
-        """(loss, in-batch accuracy) of one update."""
+    def step(self, batch: tuple[Tensor, Tensor]) -> float:
+        """The loss of one update."""
         pixels, ids = (part.to(self.device) for part in batch)
         logits = self.model(pixels, ids)
         target = torch.arange(len(logits), device=self.device)
@@ -163,74 +157,14 @@ class NaiveTrainer:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.schedule.step()
-        return loss.item(), (logits.argmax(dim=1) == target).float().mean().item()
-
-    @torch.inference_mode()
-    def accuracy(self, split: Split) -> Metric:
-        """In-batch accuracy at 12 with the evaluator that m1clip's own runs use."""
-        self.model.eval()
-        samples = NaivePairs(split)
-        pixels = torch.stack([samples.image(index) for index in range(len(samples))])
-        image = torch.cat([self.model.encode_image(part.to(self.device)) for part in pixels.split(24)])
-        ids = torch.from_numpy(split.captions.tokens).long()
-        text = torch.cat([self.model.encode_text(part.to(self.device)) for part in ids.split(48)])
-        self.model.train()
-        return in_batch_accuracy(
-            image.cpu(),
-            text.cpu(),
-            torch.from_numpy(split.captions.image_index),
-            torch.from_numpy(split.captions.caption_ids),
-        )
+        return loss.item()
 
 
-def prior_art_job(config: Config, device: str = "cpu") -> Setup:
+def prior_art_job(config: Config) -> Setup:
     """The data, tokenizer and shape of the job; nothing is measured, the baseline has no choices."""
     config = dataclasses.replace(
         config,
-        train=dataclasses.replace(config.train, device=device, precision="fp32"),  # type: ignore[arg-type]
+        train=dataclasses.replace(config.train, device="cpu", precision="fp32"),  # type: ignore[arg-type]
         model=dataclasses.replace(config.model, attention="bmm"),
     )
     return set_up(config)
-
-
-def train(job: Setup, epochs: int) -> list[dict[str, float]]:
-    """Train as described; one record an epoch, printed as it comes."""
-    trainer, records = NaiveTrainer(job), []
-    for epoch in range(1, epochs + 1):
-        steps = [trainer.step(batch) for batch in trainer.loader]
-        loss, hit = (sum(values) / len(steps) for values in zip(*steps, strict=True))
-        val = trainer.accuracy(job.splits["val"])
-        records.append({"epoch": epoch, "loss": loss, "train_accuracy": hit, "val_accuracy": val.value})
-        print(
-            f"epoch {epoch:3d}  loss {loss:.3f}  in-batch accuracy: train {hit:.3f}, val {val.value:.3f} "
-            f"[{val.interval.low:.3f}, {val.interval.high:.3f}], {val.n} images",
-            flush=True,
-        )
-    return records
-
-
-def main() -> None:
-    """Count the parameters, or train."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--train", action="store_true", help="train on the prior-art data and print the accuracy")
-    parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "mps", "cuda"))
-    parser.add_argument("--seed", type=int, default=0, help="of data and initialization, as in m1clip train --seed")
-    parser.add_argument("--json", type=Path, help="write the records there")
-    options = parser.parse_args()
-    config = dataclasses.replace(from_dict(read_preset("prior-art"), "prior-art"), seed=options.seed)
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, epochs=float(options.epochs)))
-    job = prior_art_job(config, options.device)
-    count = sum(p.numel() for p in NaiveClip(job.shape, job.tokenizer.eot_id).parameters())
-    assert count == PARAMETERS, f"{count:,} parameters, the prior art had {PARAMETERS:,}"
-    print(f"naive baseline: {count:,} parameters, fp32, torch {torch.__version__}, {options.device}")
-    if options.train:
-        records = train(job, options.epochs)
-        best = max(record["val_accuracy"] for record in records)
-        print(f"validation in-batch accuracy at 12: last {records[-1]['val_accuracy']:.3f}, best {best:.3f}")
-        if options.json:
-            options.json.write_text(json.dumps({"seed": options.seed, "epochs": records}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -149,6 +149,7 @@ def own_answers(config: Config) -> dict[str, Callable[[], Any]]:
         "m1clip": lambda: equal_step(True),
         "trimmed": lambda: equal_step(False),
         "default": lambda: default_step(False),
+        "default_full": lambda: default_step(True),
         "gemm": lambda: gemm_rate(equal.device, equal.precision),
         "facts": lambda: {
             "shape": peer_shape(equal.shape),

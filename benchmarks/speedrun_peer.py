@@ -29,26 +29,22 @@ SHAPE = {
     "text_cfg": {"context_length": 32, "vocab_size": 49408, "width": 256, "heads": 4, "layers": 4},
 }
 # lr, batch and precision as in the issue; warm-up a tenth; one worker keeps the loader ahead of the step on two cores.
-SETTINGS = (
-    "--lr",
-    "1e-3",
-    "--wd",
-    "0.1",
-    "--beta1",
-    "0.9",
-    "--beta2",
-    "0.98",
-    "--eps",
-    "1e-6",
-    "--grad-clip-norm",
-    "1.0",
-    "--workers",
-    "1",
-    "--save-frequency",
-    "0",
-    "--log-every-n-steps",
-    "5",
-)
+SETTINGS: dict[str, Any] = {
+    "lr": "1e-3",
+    "wd": "0.1",
+    "beta1": "0.9",
+    "beta2": "0.98",
+    "eps": "1e-6",
+    "grad-clip-norm": "1.0",
+    "workers": "1",
+    "save-frequency": "0",
+    "log-every-n-steps": "5",
+    "epochs": "1",
+    "dataset-type": "csv",
+    "csv-separator": "\t",
+    "csv-img-key": "filepath",
+    "csv-caption-key": "title",
+}
 PROBE_BATCHES = 8
 MARGIN = 0.01  # of the time: rows are counted out beforehand, by the rate of the probe
 LINE = re.compile(r"Train Epoch: \d+ \[\s*(\d+)/.*?([\d.]+)/s, ")
@@ -89,7 +85,7 @@ class OpenClip:
             "curve": [],
             "captions_per_step": 1,
             "stopped": False,
-            "flags": [*SETTINGS, "--precision", self.precision],
+            "flags": SETTINGS | {"precision": self.precision},
             **found,
         }
 
@@ -97,40 +93,11 @@ class OpenClip:
         """Seconds of the whole process, and the images per second that it logged."""
         table = self.folder / f"{name}.tsv"
         write_rows(self.source, table, batches * self.batch, seed)
-        words = [
-            self.python,
-            str(PEERS / "open_clip_cli.py"),
-            str(self.folder / "configs"),
-            "--model",
-            MODEL,
-            "--train-data",
-            str(table),
-            "--dataset-type",
-            "csv",
-            "--csv-separator",
-            "\t",
-            "--csv-img-key",
-            "filepath",
-            "--csv-caption-key",
-            "title",
-            "--epochs",
-            "1",
-            "--batch-size",
-            str(self.batch),
-            "--warmup",
-            str(max(1, batches // 10)),
-            "--precision",
-            self.precision,
-            "--device",
-            self.plan.device,
-            "--seed",
-            str(seed),
-            "--logs",
-            str(self.folder),
-            "--name",
-            name,
-            *SETTINGS,
-        ]
+        settings = SETTINGS | {"model": MODEL, "train-data": table, "batch-size": self.batch, "name": name}
+        settings |= {"warmup": max(1, batches // 10), "precision": self.precision, "device": self.plan.device}
+        settings |= {"seed": seed, "logs": self.folder}
+        words = [self.python, str(PEERS / "open_clip_cli.py"), str(self.folder / "configs")]
+        words += [str(word) for key, value in settings.items() for word in (f"--{key}", value)]
         begin = time.time()
         result = subprocess.run(words, capture_output=True, text=True, check=False)
         seconds = time.time() - begin
@@ -146,16 +113,8 @@ class OpenClip:
         rows = [{"image": str(Path(str(p.image)).resolve()), "captions": list(p.captions)} for p in samples]
         (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         checkpoint = self.folder / name / "checkpoints" / "epoch_1.pt"
-        words = [
-            self.python,
-            str(PEERS / "open_clip_features.py"),
-            str(self.folder / "configs"),
-            MODEL,
-            str(checkpoint),
-            str(out / "rows.jsonl"),
-            str(out),
-        ]
-        result = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+        words = [PEERS / "open_clip_features.py", self.folder / "configs", MODEL, checkpoint, out / "rows.jsonl", out]
+        result = subprocess.run([self.python, *map(str, words)], stdout=subprocess.PIPE, text=True, check=True)
         self.version = result.stdout.split()[-1]
         image, text = (torch.from_numpy(np.load(out / f"{kind}.npy")) for kind in ("image", "text"))
         owner = torch.tensor([index for index, sample in enumerate(samples) for _ in sample.captions])

@@ -8,94 +8,32 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sides import Side, machine, peak_memory, spread, step_flops, write
+from same_work import job_config
+from sides import Side, machine, peak_memory, spread, write
 
-from m1clip.config import Config, from_dict, load_config, read_preset, to_toml
+from m1clip.config import to_toml
 from m1clip.hardware.timing import timing
 
 GOAL_RATIO, GOAL_BYTES = 2.9, 2.0e9
 LINES = {"naive": "naive baseline, fp32", "m1clip": "m1clip", "full": "m1clip without text trimming"}
 
 
-def answers_of(side: str, config: Config) -> dict[str, Callable[[], Any]]:
-    """What the process of a side can be asked."""
-    import torch
-
-    def timed(step: Callable[[], object]) -> dict[str, float]:
-        begin, used = time.perf_counter(), time.process_time()
-        step()
-        return {"seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - used}
-
-    if side == "naive":
-        from naive import NaiveTrainer, prior_art_job
-
-        trainer = NaiveTrainer(prior_art_job(config))
-        feed = trainer.epochs()
-        return {
-            "naive": lambda: timed(lambda: trainer.step(next(feed))),
-            "parameters": lambda: sum(p.numel() for p in trainer.model.parameters()),
-        }
-
-    from m1clip.hardware.timing import gemm_rate
-    from m1clip.model.clip import count_parameters
-    from m1clip.training.progress import Screen
-    from m1clip.training.run import decode_plan
-    from m1clip.training.schedule import lr_schedule
-    from m1clip.training.setup import prepare
-    from m1clip.training.step import TrainStep
-
-    job = prepare(config, lambda line: None, decode_plan(Screen()))
-    update = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess)
-    total_steps = round((config.train.epochs or 1) * job.training.plan.steps_per_epoch)
-    update.schedule = lr_schedule(config.optim, total_steps)
-    done = {False: 0, True: 0}
-
-    def step(full_length: bool) -> dict[str, float]:
-        job.training.full_length = full_length
-        number, done[full_length] = done[full_length], done[full_length] + 1
-        made = []
-
-        def work() -> None:
-            batch = job.training[number]
-            made.append(batch)
-            update(batch, number)[0].item()
-
-        found = timed(work)
-        return {**found, "flops": step_flops(job.shape, made[0]), "text_tokens": made[0].tokens.shape[1]}
-
-    return {
-        "m1clip": lambda: step(False),
-        "full": lambda: step(True),
-        "gemm": lambda: gemm_rate(job.device, job.precision),
-        "parameters": lambda: count_parameters(job.shape),
-        "choices": lambda: {
-            "precision": job.precision,
-            "attention": job.config.model.attention,
-            "threads": torch.get_num_threads(),
-        },
-    }
-
-
 def measure(config: Path, steps: int) -> dict[str, Any]:
     """All figures of an alternating run."""
     rounds: list[dict[str, dict[str, float]]] = []
     rates: list[float] = []
-    start = [sys.executable, __file__, "--config", str(config), "--worker"]
+    start = [sys.executable, str(Path(__file__).with_name("same_work.py")), "--config", str(config), "--worker"]
+    questions = {"naive": "naive", "m1clip": "default", "full": "default_full"}
     with Side([*start, "naive"]) as naive, Side([*start, "m1clip"]) as ours:
-        counts = {worker.ask("parameters") for worker in (naive, ours)}
-        assert len(counts) == 1, f"the two models differ in size: {counts}"
-        choices = ours.ask("choices")
+        facts = ours.ask("facts")
         for turn in range(-2, steps):  # the first two warm up
             order = list(LINES)[:: 1 if turn % 2 else -1]
-            found = {name: (naive if name == "naive" else ours).ask(name) for name in order}
+            found = {name: (naive if name == "naive" else ours).ask(questions[name]) for name in order}
             rate = ours.ask("gemm")
             words = ", ".join(f"{name} {found[name]['seconds']:.2f} s" for name in LINES)
             print(f"  round {turn + 1}: {words}", file=sys.stderr)
@@ -113,7 +51,7 @@ def measure(config: Path, steps: int) -> dict[str, Any]:
     lists["gemm_fraction"] = [step["flops"] / step["seconds"] / rate for step, rate in zip(own, rates, strict=True)]
     summary = {name: dataclasses.asdict(timing(values)) for name, values in lists.items()}
     tokens = sum(step["text_tokens"] for step in own) / len(own)
-    return {"parameters": counts.pop(), **choices, **summary, "text_tokens": tokens, "rounds": rounds}
+    return {**facts, **summary, "text_tokens": tokens, "rounds": rounds}
 
 
 def show(result: dict[str, Any]) -> None:
@@ -146,35 +84,16 @@ def show(result: dict[str, Any]) -> None:
     )
 
 
-def prior_art(quick: bool) -> Config:
-    """`--preset prior-art`; for a smoke run the same with a model of two small blocks."""
-    config = from_dict(read_preset("prior-art"), "prior-art")
-    # One caption an image, as the baseline has it: the step is the same work.
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, captions_per_step=1))
-    if not quick:
-        return config
-    parts = {"width": 64, "layers": 1, "heads": 2}
-    small = {f"{tower}_{part}": value for tower in ("vision", "text") for part, value in parts.items()}
-    model = dataclasses.replace(config.model, image_size=64, embed_dim=64, **small)  # type: ignore[arg-type]
-    return dataclasses.replace(config, model=model)
-
-
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=15, help="rounds to measure, after two that warm up")
     parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds: a smoke test")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        answers = answers_of(options.worker, load_config(options.config))
-        for line in sys.stdin:
-            print(json.dumps({"answer": answers[line.strip()]()}), flush=True)
-        return
-    config, steps = prior_art(options.quick), 2 if options.quick else options.steps
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu"))
+    config, steps = job_config("76.7M", None, options.quick), 2 if options.quick else options.steps
+    # One caption per image, as in the baseline: the step is the same work.
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, captions_per_step=1))
     result: dict[str, Any] = {"machine": machine(), "batch": config.train.batch_size, "quick": options.quick}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.toml"

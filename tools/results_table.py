@@ -121,24 +121,6 @@ def loader_rows(result: dict[str, Any]) -> Iterator[Row]:
         yield Row(f"loading, {name}", f"{ratio:,.1f} times", n, "python benchmarks/loader.py DATA")
 
 
-def scaling_rows(result: dict[str, Any]) -> Iterator[Row]:
-    """The range that the plot spans."""
-    shares = [
-        p["images_per_second"]["median"] * p["flops_per_pair"] / result["gemm_rate"][str(p["threads"])]["median"]
-        for p in result["points"]
-    ]
-    if not shares:
-        return
-    figure = f"{min(shares):.0%} to {max(shares):.0%} of the matrix product rate"
-    left_out = f", {len(result['skipped'])} points not measured" if result["skipped"] else ""
-    yield Row(
-        "scaling over batch, resolution, tokens, model and threads (scaling.png)",
-        figure + left_out,
-        f"{len(shares)} points",
-        "python benchmarks/scaling.py",
-    )
-
-
 def large_batch_rows(result: dict[str, Any]) -> Iterator[Row]:
     """What a batch in chunks costs, in time and exactness, and open_clip's accumulation beside it."""
     command = "python benchmarks/large_batch.py"
@@ -148,14 +130,6 @@ def large_batch_rows(result: dict[str, Any]) -> Iterator[Row]:
         f"{what}: chunked / plain step",
         f"**{spread(result['ratio'])}** times; peak {peak['chunked']:.2f} GB against {peak['plain']:.2f} GB",
         n,
-        command,
-    )
-    worst = max(result["gradients"], key=lambda row: row["worst_difference"])
-    yield Row(
-        "tiny, chunks against one pass, fp32: largest relative difference of a parameter's gradient",
-        f"{worst['worst_difference']:.1e} ({worst['objective']}, {worst['worst']}); one pass, its images in "
-        f"reverse: {worst['worst_in_reverse']:.1e}",
-        f"{len(result['gradients'])} objectives",
         command,
     )
     if result["peer"] is None:
@@ -212,7 +186,6 @@ KNOWN: dict[str, Callable[[dict[str, Any]], Iterator[Row]]] = {
     "same_work": same_work_rows,
     "speedrun": speedrun_rows,
     "loader": loader_rows,
-    "scaling": scaling_rows,
     "large_batch": large_batch_rows,
     "memory": memory_rows,
     "cuda_step": cuda_rows,

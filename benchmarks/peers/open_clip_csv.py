@@ -1,12 +1,12 @@
-"""Pairs a second of open_clip's CSV loader. Runs in a Python that has open_clip; driven line by line by loader.py.
+"""Images per second of open_clip's CSV loader. Runs in a Python that has open_clip; driven line by line by loader.py.
 
 Arguments: CSV (tab separated: filepath, title), image size, batch, workers. For each line `N` on standard input it
-takes N batches and answers with the samples a second; the batches that lay ready from before are taken first.
-It ends at the line `stop`.
+takes N batches and answers with images per second, after the batches that were prefetched. `stop` ends it.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from types import SimpleNamespace
@@ -32,17 +32,20 @@ def main() -> None:
     loader = get_csv_dataset(options, transform, is_train=True, tokenizer=tokenizer).dataloader
     feed = iter(loader)
     next(feed)
-    print(f"open_clip {open_clip.__version__}", flush=True)
-    for line in sys.stdin:
-        if line.strip() == "stop":
-            break
-        count = int(line)
+
+    def images_per_second(count: int) -> float:
         for _ in range(PREFETCH * workers):
             next(feed)
         start = time.perf_counter()
         for _ in range(count):
             next(feed)
-        print(count * batch / (time.perf_counter() - start), flush=True)
+        return count * batch / (time.perf_counter() - start)
+
+    for line in map(str.strip, sys.stdin):
+        answer = images_per_second(int(line)) if line.isdecimal() else open_clip.__version__
+        print(json.dumps({"answer": answer}), flush=True)
+        if line == "stop":
+            break
 
 
 if __name__ == "__main__":

@@ -25,17 +25,11 @@ TEST_FRACTION = 0.3  # of each class, for the linear probe
 PROBE_ITERATIONS = 1000
 
 
-@dataclass(frozen=True)
-class LabeledImages:
-    """Image files with the index of their class."""
+def class_folders(folder: Path, names: Sequence[str] = ()) -> tuple[list[str], list[tuple[Path, int]]]:
+    """Class names, and images with the index of their class, from one folder per class (cats/1.jpg).
 
-    names: tuple[str, ...]  # of the classes
-    paths: tuple[Path, ...]
-    labels: tuple[int, ...]
-
-
-def class_folders(folder: Path, names: Sequence[str] = ()) -> LabeledImages:
-    """One folder per class (cats/1.jpg); `names`, in the order of the sorted folders, replace the folder names."""
+    `names`, in the order of the sorted folders, replace the folder names.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; --classes expects a folder with one subfolder of images per class")
     found = [(path.parts[0], folder / path) for path in map(Path, walk_images(folder)) if len(path.parts) > 1]
@@ -44,10 +38,8 @@ def class_folders(folder: Path, names: Sequence[str] = ()) -> LabeledImages:
         raise UserError(f"{folder}: has {len(classes)} class folders with images; at least two are needed")
     if names and len(names) != len(classes):
         raise UserError(f"{len(names)} names for the {len(classes)} class folders of {folder}")
-    shown = names or [label.replace("_", " ").replace("-", " ").strip() for label in classes]
-    return LabeledImages(
-        tuple(shown), tuple(path for _, path in found), tuple(classes.index(label) for label, _ in found)
-    )
+    shown = list(names) or [label.replace("_", " ").replace("-", " ").strip() for label in classes]
+    return shown, [(path, classes.index(label)) for label, path in found]
 
 
 def encode_readable(model: Model, paths: Sequence[Path]) -> tuple[Tensor, list[int], list[str]]:
@@ -74,7 +66,7 @@ class ZeroShot:
 
     scores: Scores
     confusion: Tensor  # (classes, classes) counts: rows are the true class, columns the predicted one
-    names: tuple[str, ...]
+    names: list[str]
     unreadable: list[str]
 
 
@@ -90,23 +82,25 @@ def zero_shot(
 
     With `limit`, use at most this many images, evenly spaced.
     """
-    data = class_folders(folder, names)
-    chosen = even_indices(len(data.paths), len(data.paths) if limit is None else limit).tolist()
-    vectors, kept, unreadable = encode_readable(model, [data.paths[index] for index in chosen])
-    labels = torch.tensor([data.labels[chosen[index]] for index in kept])
-    classes = model.class_vectors(data.names, templates or TEMPLATES)
+    shown, images = class_folders(folder, names)
+    chosen = [images[index] for index in even_indices(len(images), limit or len(images)).tolist()]
+    vectors, kept, unreadable = encode_readable(model, [path for path, _ in chosen])
+    labels = torch.tensor([chosen[index][1] for index in kept])
+    classes = model.class_vectors(shown, templates or TEMPLATES)
     with torch.autocast("cpu", enabled=False):
         similarity = vectors @ classes.T
     scores = top_k_accuracy(similarity, labels, "zero_shot")
     if probe:
         scores += linear_probe(vectors, labels)
-    return ZeroShot(scores, confusion_matrix(similarity.argmax(dim=1), labels, len(data.names)), data.names, unreadable)
+    pairs = labels * len(shown) + similarity.argmax(dim=1)
+    confusion = torch.bincount(pairs, minlength=len(shown) ** 2).view(len(shown), len(shown))
+    return ZeroShot(scores, confusion, shown, unreadable)
 
 
-def top_k_accuracy(scores: Tensor, labels: Tensor, prefix: str, at: Sequence[int] = TOP_K) -> Scores:
+def top_k_accuracy(scores: Tensor, labels: Tensor, prefix: str) -> Scores:
     """Top-k accuracy of scores (images, classes) for each k below the number of classes."""
     classes = scores.shape[1]
-    kept = [k for k in at if k < classes]
+    kept = [k for k in TOP_K if k < classes]
     order = scores.topk(max(kept), dim=1).indices
     hits = torch.stack([(order[:, :k] == labels[:, None]).any(dim=1) for k in kept], dim=1)
     intervals = fraction_intervals(hits, torch.arange(len(labels)))
@@ -116,11 +110,6 @@ def top_k_accuracy(scores: Tensor, labels: Tensor, prefix: str, at: Sequence[int
             for place, (k, interval) in enumerate(zip(kept, intervals, strict=True))
         )
     )
-
-
-def confusion_matrix(predicted: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """(classes, classes) counts: rows are the true class, columns the predicted one."""
-    return torch.bincount(labels * classes + predicted, minlength=classes**2).view(classes, classes)
 
 
 def linear_probe(features: Tensor, labels: Tensor, seed: int = 0) -> Scores:

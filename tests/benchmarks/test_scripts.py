@@ -47,12 +47,9 @@ SMOKE = {
     "step": ("--quick", {"naive", "m1clip", "ratio", "gemm_rate", "peak_bytes"}),
     "same_work": ("--quick --jobs 76.7M --peers=", {"jobs", "machine"}),
     "memory": ("--quick", {"rows", "machine"}),
-    "features": ("--images 64 --batch-size 16 --rounds 1", {"runs", "rows"}),
-    "large_batch": ("--quick --peers=", {"ratio", "gradients", "peak_bytes"}),
+    "large_batch": ("--quick --peers=", {"ratio", "peak_bytes"}),
     "loader": ("PHOTOS --rounds 1 --batch-size 4", {"images_per_second", "ratios"}),
     "cuda_step": ("--device cpu --quick --models tiny --variants m1clip", {"models", "facts"}),
-    "cuda_train": ("PHOTOS --device cpu --quick --models tiny --batches 4 --blocks 1 --variants eager", {"lines"}),
-    "scaling": ("--quick --threads 1 --minutes 0.2", {"points", "skipped", "gemm_rate"}),
     "speedrun": (f"PHOTOS --quick --seeds 1 --recipes default --peers= --flags='{SMALL} --batch-size 8'", {"runs"}),
 }
 
@@ -62,7 +59,7 @@ SMOKE = {
 def test_a_script_runs_and_writes_its_figures(name: str, photos: Path, tmp_path: Path) -> None:
     words, keys = SMOKE[name]
     out = tmp_path / f"{name}.json"
-    option = "--out" if name in ("scaling", "speedrun") else "--json"
+    option = "--out" if name == "speedrun" else "--json"
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *shlex.split(words.replace("PHOTOS", str(photos)))]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     result = subprocess.run(
@@ -72,7 +69,7 @@ def test_a_script_runs_and_writes_its_figures(name: str, photos: Path, tmp_path:
     figures = json.loads(out.read_text(encoding="utf-8"))
     assert keys <= figures.keys()
     table = script("results_table").render(tmp_path)
-    assert name in ("cuda_step", "cuda_train") or out.name in table
+    assert name == "cuda_step" or out.name in table
 
 
 def test_scripts_for_the_peers_python_need_nothing_of_ours() -> None:
@@ -213,77 +210,12 @@ def test_the_peers_table_is_whole_passes_and_a_part(tmp_path: Path) -> None:
     assert set(counts.values()) <= {2, 3}
 
 
-# --- scaling
-
-
-def test_scaling_covers_what_the_issue_asks() -> None:
-    module = script("scaling")
-    found = list(module.points(module.GRID, (1, 2)))
-    by_panel = {panel: [p.x for p in found if p.panel == panel and p.threads == 1] for panel in module.GRID}
-    assert (by_panel["batch"][0], by_panel["batch"][-1]) == (8, 1024)
-    assert (by_panel["resolution"][0], by_panel["resolution"][-1]) == (64, 224)
-    assert (by_panel["tokens"][0], by_panel["tokens"][-1]) == (8, 77)
-    assert {"tiny", "ViT-B-32", "ViT-B-16"} <= set(by_panel["model"])
-    assert found[0].threads == 2
-    assert all(p.batch == p.x for p in found if p.panel == "batch")
-
-
-def test_a_batch_beyond_memory_is_chunked_and_one_beyond_hope_is_refused() -> None:
-    module = script("scaling")
-    point = next(p for p in module.points({"batch": (1024,)}, (1,)))
-    need = 1024 * point.pair_bytes / module.MEMORY_SHARE
-    assert module.chunk_for(point, 1.01 * need) == 0
-    assert module.chunk_for(point, 0.3 * need) == 256
-    assert module.chunk_for(point, 0.001 * need) is None
-
-
-def scaling_result() -> dict[str, Any]:
-    module = script("scaling")
-    speed = {"median": 100.0, "low": 90.0, "high": 110.0, "n": 3}
-    rate = {"median": 4e11, "low": 4e11, "high": 4e11, "n": 3}
-    points = [
-        {
-            "panel": p.panel,
-            "x": p.x,
-            "threads": p.threads,
-            "batch": p.batch,
-            "chunk": 0,
-            "flops_per_pair": p.flops,
-            "images_per_second": speed,
-        }
-        for p in module.points(module.QUICK, (1,), quick=True)
-    ]
-    skipped = [{"panel": "batch", "x": 1024, "threads": 1, "batch": 1024, "reason": "time: none left"}]
-    place = {"cpu": "a cpu", "cores": 2, "torch": "2", "commit": "abc"}
-    return {
-        "machine": place,
-        "precision": "bf16",
-        "gemm_rate": {"1": rate},
-        "points": points,
-        "skipped": skipped,
-        "quick": False,
-        "vocabulary": 50,
-        "batch": 64,
-        "model_batch": 16,
-    }
-
-
-def test_the_plot_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    script("scaling_plot").draw(scaling_result(), tmp_path / "scaling.png")
-    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
-
-
 # --- table
 
 
 def neighbours(machine: Any) -> dict[str, Any]:
     """Results in the form that large_batch.py, memory.py and cuda_step.py write."""
     ratio = {"median": 1.3, "low": 1.2, "high": 1.35, "n": 5}
-    gradients = [
-        {"objective": name, "worst": "logit_scale", "worst_difference": value, "worst_in_reverse": 3e-6}
-        for name, value in (("infonce", 1e-6), ("multi", 2e-6))
-    ]
     line = {
         "side": "m1clip",
         "variant": "graph",
@@ -301,7 +233,6 @@ def neighbours(machine: Any) -> dict[str, Any]:
             "chunk": 16,
             "ratio": ratio,
             "peak_bytes": {"plain": 4e9, "chunked": 2e9},
-            "gradients": gradients,
             "peer": None,
         },
         "memory": {"machine": machine, "rows": {"default": {"flags": "--steps 4", "peak_bytes": [1.8e9, 1.9e9]}}},
@@ -326,8 +257,9 @@ def test_all_results_stand_in_one_table(tmp_path: Path) -> None:
         "runs": [run_of("default", 0, 0.24), run_of("default", 1, 0.26)],
     }
     other = {"machine": "one H200", "rows": [{"what": "ViT-B-32", "figure": "1.6 times", "n": 5}]}
-    written: dict[str, Any] = {"same_work": same, "speedrun": speedrun, "scaling": scaling_result()}
-    written |= {"another": other, "odd": [], **neighbours(same["machine"])}
+    written: dict[str, Any] = {"same_work": same, "speedrun": speedrun}
+    smoke = {"machine": "a laptop", "quick": True, "rows": [{"what": "smoke", "figure": "1"}]}
+    written |= {"another": other, "smoke": smoke, "odd": [], **neighbours(same["machine"])}
     for name, result in written.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
     text = script("results_table").render(tmp_path)
@@ -340,19 +272,13 @@ def test_all_results_stand_in_one_table(tmp_path: Path) -> None:
     assert "**25.0 ± 1.4%**" in text
     assert "photos, 10 minutes from random weights: open_clip's own trainer" in lines
     assert "1.6 times" in lines["ViT-B-32"]
-    assert "1 points not measured" in text
     assert "another.json): one H200" in text
+    assert "smoke (a smoke run, no result)" in lines
     assert "cuda_step.json): a card, 8 cores" in text
     assert "batch 512: 1.40 times" in lines["ViT-B-16 on a GPU"]
-    assert "2.0e-06 (multi, logit_scale)" in text
     assert "1.90 GB, the most" in text
     widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
     assert widths == {5}
-
-
-def test_a_smoke_run_is_not_taken_for_a_result(tmp_path: Path) -> None:
-    (tmp_path / "scaling.json").write_text(json.dumps({**scaling_result(), "quick": True}), encoding="utf-8")
-    assert "smoke run" in script("results_table").render(tmp_path)
 
 
 def test_the_kept_results_make_a_table() -> None:
