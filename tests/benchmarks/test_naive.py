@@ -105,4 +105,4 @@ def test_the_baseline_learns(naive: ModuleType, job: Setup) -> None:
     trainer = naive.NaiveTrainer(job)
     batch = next(iter(trainer.loader))
     losses = [trainer.step(batch) for _ in range(100)]
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.75 * losses[0]
