@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.timing import bf16_speedup, gemm_rate
 from m1clip.model.clip import count_parameters
 from m1clip.model.presets import flops_per_pair
-from m1clip.training.memory import forecast, predicted_peak, tensor_limit, tracer, warm_process
+from m1clip.training.memory import MemoryEstimate
 from m1clip.training.transfer import Start
 
 ASSUMED_GEMM_FRACTION = 0.5  # of the GEMM rate, if no step was measured; the plan reports it
@@ -60,23 +59,19 @@ def make_plan(options: PlanOptions) -> dict[str, Any]:
 def plan_memory(c: Configuration, device: Device, facts: Facts, images: int, limit: float) -> dict[str, Any]:
     """Memory by component, whether it fits, and the largest batch sizes that do."""
     shape, tokens = model_shape(c.model)
-    process = warm_process(facts) if device.kind == "cpu" else 0
     data = images * shape.image_size**2 * 3
     data = data if data <= RAM_FRACTION * facts.memory_bytes else 0  # a larger dataset stays on disk
-    traces = [
-        tracer(config.train_config(), Start(shape), device.kind, c.precision, facts, tokens)
-        for config in (c, dataclasses.replace(c, grad_checkpointing=True))
-    ]
-    parts = predicted_peak(traces[0](c.batch_size), device.kind, process, data)
-    available = tensor_limit(limit, device.kind, process, data)
-    usual = forecast(traces[0])
+    data = data if device.kind == "cpu" else 0
+    estimate = MemoryEstimate(c.train_config(), Start(shape), facts, device, c.precision, tokens, data)
+    parts = estimate.parts(c.batch_size, c.grad_checkpointing)
+    total = sum(parts.values())
     return {
         "parts": parts,
-        "total": sum(parts.values()),
+        "total": total,
         "limit": limit,
-        "fits": sum(parts.values()) <= limit,
-        "max_batch_size": usual.largest(available, MAX_BATCH_SIZE),
-        "max_batch_size_checkpointing": forecast(traces[1], usual).largest(available, MAX_BATCH_SIZE),
+        "fits": total <= limit,
+        "max_batch_size": estimate.largest(limit, MAX_BATCH_SIZE, False),
+        "max_batch_size_checkpointing": estimate.largest(limit, MAX_BATCH_SIZE, True),
     }
 
 

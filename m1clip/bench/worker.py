@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import multiprocessing
 import os
@@ -116,7 +117,7 @@ class Measurements:
         from m1clip.data.images import Preprocess
         from m1clip.model.clip import build_clip
         from m1clip.model.presets import flops_per_pair
-        from m1clip.training.memory import stand_in
+        from m1clip.training.memory import random_batch
         from m1clip.training.step import TrainStep
 
         self.step = None
@@ -137,8 +138,8 @@ class Measurements:
         preprocess = Preprocess(image_size=shape.image_size)
         self.number = 0
         self.step = TrainStep(model, config, self.device, precision, preprocess)
-        self.batch = stand_in(shape, configuration.batch_size, tokens)
-        self.parity_batch = stand_in(shape, PARITY_IMAGES, tokens)
+        self.batch = random_batch(shape, configuration.batch_size, tokens)
+        self.parity_batch = random_batch(shape, PARITY_IMAGES, tokens)
         taken = [self._run_step()]
         while len(taken) < MAX_WARM_STEPS and sum(taken) < seconds and not (len(taken) > 2 and is_settled(taken)):
             taken.append(self._run_step())
@@ -164,9 +165,9 @@ class Measurements:
 
     def gradient_difference(self) -> float:
         """Relative difference between the gradient of a few images and the CPU's in fp32."""
-        from m1clip.training.parity import gradient, perturbed, relative_difference
+        from m1clip.training.parity import fill_zeros, gradient, relative_difference
 
-        twin = perturbed(self.step.model).eval()
+        twin = fill_zeros(copy.deepcopy(self.step.model)).eval()
         there = gradient(twin, self.parity_batch, self.step.preprocess, self.step.autocast)
         twin.zero_grad(set_to_none=True)
         twin.set_attention("bmm")

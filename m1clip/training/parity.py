@@ -28,41 +28,17 @@ MOST = 1 << 22  # gradient entries to compare: several copies of a complete grad
 TOLERANCE: dict[Precision, float] = {"fp32": 0.02, "bf16": 0.15, "fp16": 0.05}
 
 
-def check_parity(job: Setup, model: CLIP) -> float | None:
+def check_parity(setup: Setup, model: CLIP) -> float | None:
     """Relative difference of the gradients; UserError if it is too large. None on the CPU."""
-    if job.device.kind == "cpu":
+    kind, precision = setup.device.kind, setup.precision
+    if kind == "cpu":
         return None
-    batch = few(job.training[0])
-    twin = perturbed(model).eval()  # dropout masks would differ between devices
-    there = gradient(twin, batch, job.preprocess, job.autocast)
+    batch = first_samples(setup.training[0])
+    twin = fill_zeros(copy.deepcopy(model)).eval()  # dropout masks would differ between devices
+    on_device = gradient(twin, batch, setup.preprocess, setup.autocast)
     twin.zero_grad(set_to_none=True)
-    here = gradient(twin.to("cpu"), batch, job.preprocess, contextlib.nullcontext)
-    return judge(relative_difference(there, here), job.precision, job.device.kind)
-
-
-@torch.no_grad()
-def perturbed(model: CLIP) -> CLIP:
-    """A copy with small random values in matrices that are all zero, such as zero-initialized residual branches.
-
-    With such branches the class token is the same for every image: the true gradient is then almost zero, and
-    the difference between devices is all rounding error.
-    """
-    twin = copy.deepcopy(model)
-    draw = torch.Generator().manual_seed(0)
-    for p in twin.parameters():
-        if p.ndim >= 2 and not bool(p.any()):
-            p.copy_(torch.randn(p.shape, generator=draw) * p.shape[-1] ** -0.5)
-    return twin
-
-
-def relative_difference(a: Tensor, b: Tensor) -> float:
-    """|a - b| / |b| of two vectors; infinite if anything is not finite."""
-    difference = float((a - b).norm() / b.norm().clamp(min=1e-12))
-    return difference if difference == difference else float("inf")
-
-
-def judge(difference: float, precision: Precision, kind: str) -> float:
-    """Return the difference, or raise UserError if it exceeds the tolerance."""
+    on_cpu = gradient(twin.to("cpu"), batch, setup.preprocess, contextlib.nullcontext)
+    difference = relative_difference(on_device, on_cpu)
     if difference > TOLERANCE[precision]:
         raise UserError(
             f"{kind} computes gradients that differ from the CPU's by {difference:.1%} ({precision} allows "
@@ -70,6 +46,26 @@ def judge(difference: float, precision: Precision, kind: str) -> float:
             f"--precision, or another version of torch"
         )
     return difference
+
+
+@torch.no_grad()
+def fill_zeros(model: CLIP) -> CLIP:
+    """The model with small random values in matrices that are all zero, such as zero-initialized residual branches.
+
+    With such branches the class token is the same for every image: the true gradient is then almost zero, and
+    the difference between devices is all rounding error.
+    """
+    draw = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        if p.ndim >= 2 and not bool(p.any()):
+            p.copy_(torch.randn(p.shape, generator=draw) * p.shape[-1] ** -0.5)
+    return model
+
+
+def relative_difference(a: Tensor, b: Tensor) -> float:
+    """|a - b| / |b| of two vectors; infinite if anything is not finite."""
+    difference = float((a - b).norm() / b.norm().clamp(min=1e-12))
+    return difference if difference == difference else float("inf")
 
 
 def gradient(
@@ -94,8 +90,8 @@ def gradient(
     return torch.cat([g[::every].float().cpu() for g in grads])
 
 
-def few(batch: Batch, samples: int = PAIRS) -> Batch:
-    """The shortest few captions of a batch, with their images."""
+def first_samples(batch: Batch, samples: int = PAIRS) -> Batch:
+    """The first captions of a batch, which are its shortest, with their images."""
     image_index = batch.image_index[:samples]
     has_images, has_tokens = batch.image_features is None, batch.text_features is None
     return Batch(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import gc
@@ -51,40 +50,44 @@ from m1clip.training.process import (
 from m1clip.training.progress import Screen
 from m1clip.training.recovery import make_oom_handler
 from m1clip.training.schedule import warmup_steps
-from m1clip.training.setup import Setup, check_transfer, choose_recipe, prepare, run_name
+from m1clip.training.setup import (
+    FINETUNE_OPTIONS,
+    TOWER_OPTIONS,
+    Setup,
+    check_transfer,
+    choose_recipe,
+    prepare,
+    run_name,
+)
 from m1clip.training.step import TrainStep
-from m1clip.training.validation import encode, evaluate
+from m1clip.training.validation import encode
 
 DEFAULT_EPOCHS = 10.0
 EVALUATIONS = 5  # per run, unless configured
 WARM_STEPS, TIMED_STEPS = 2, 5
-# Steps with a larger relative spread between quartiles were disturbed: more are timed, for at most this
-# fraction of the time.
-STEADY, PATIENCE = 1.25, 0.05
-CALIBRATION = 0.05  # of the time, at most; --device auto may take as much again (autotune.py)
+# Steps with a larger relative spread between quartiles were disturbed: more are timed, within the time of calibration.
+STEADY = 1.25
+CALIBRATION = 0.05  # of the time, at most, unless one step takes longer; --device auto may take as much again
 EVALUATING = 0.3  # of the time, at most: a short run evaluates less often
 FEW_STEPS = 10
-SMALL = (2, 8)  # batch sizes used to extrapolate the time of a full step
-SAMPLE_IMAGES = 16
-PAUSE = (
-    50  # a step that takes this many times the median contains a pause: the machine slept, or the process was stopped
-)
+SAMPLE_IMAGES = 64
+PAUSE = 50  # a step of this many times the median contains a pause: the machine slept, or the process was stopped
 
 
 class Length(NamedTuple):
-    """Number of steps, and the default interval between evaluations."""
+    """Number of steps, and the number of evaluations unless configured."""
 
     steps: int
     evaluations: int = EVALUATIONS
 
 
-def run_length(job: Setup, warn: Callable[[str], None]) -> Length:
+def run_length(setup: Setup, warn: Callable[[str], None]) -> Length:
     """The length of the run, from --steps, --epochs or --minutes."""
-    train, plan = job.config.train, job.training.plan
+    train, plan = setup.config.train, setup.training.plan
     if train.steps is not None:
         return Length(train.steps)
     if train.minutes is not None:
-        return calibrate(job, train.minutes * 60, warn)
+        return calibrate(setup, train.minutes * 60, warn)
     epochs = DEFAULT_EPOCHS if train.epochs is None else train.epochs
     steps = round(epochs * plan.steps_per_epoch)
     if steps < 1:
@@ -92,103 +95,68 @@ def run_length(job: Setup, warn: Callable[[str], None]) -> Length:
     return Length(steps)
 
 
-def calibrate(job: Setup, seconds: float, warn: Callable[[str], None]) -> Length:
-    """Number of steps that fit in the time, measured by training and evaluating a temporary model.
-
-    If that would take more than CALIBRATION of the time, it is estimated from smaller batches and fewer images.
-    """
+def calibrate(setup: Setup, seconds: float, warn: Callable[[str], None]) -> Length:
+    """Number of steps that fit in the time, measured by training and evaluating a temporary model."""
     begin = time.perf_counter()
-    deadline = begin + CALIBRATION * seconds
-    update = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.teacher)
-    per_step, paused = _step_seconds(job, update, deadline, PATIENCE * seconds)
-    evaluation_seconds = _evaluation_seconds(job, update, deadline) if "val" in job.splits else 0.0
+    train_step = setup.make_step()
+    step_seconds, paused = _step_seconds(setup, train_step, begin + CALIBRATION * seconds)
+    evaluation_seconds = _evaluation_seconds(setup, train_step) if "val" in setup.splits else 0.0
     left = seconds - (time.perf_counter() - begin - paused)
-    train, evaluations = job.config.train, EVALUATIONS
+    train, evaluations = setup.config.train, EVALUATIONS
     if train.eval_every is None:
         affordable = int(EVALUATING * seconds / max(evaluation_seconds, 1e-9)) - 1
         evaluations = max(1, min(EVALUATIONS, affordable))
         left -= (evaluations + 1) * evaluation_seconds  # plus the test split at the end
     elif train.eval_every:
         left -= evaluation_seconds
-        per_step += evaluation_seconds / train.eval_every
-    update.reset_graph()
-    del update  # it is part of a reference cycle
+        step_seconds += evaluation_seconds / train.eval_every
+    train_step.reset_graph()
+    del train_step  # it is part of a reference cycle
     gc.collect()
-    job.device.release()
-    steps = max(1, int(left / per_step))
+    setup.device.release()
+    steps = max(1, int(left / step_seconds))
     if steps < FEW_STEPS:
         warn(
-            f"{seconds / 60:g} minutes are only {steps} steps of {per_step:.1f} s each, too few to learn much; "
+            f"{seconds / 60:g} minutes are only {steps} steps of {step_seconds:.1f} s each, too few to learn much; "
             f"use more --minutes, a smaller --batch-size or a smaller --model"
         )
     return Length(steps, evaluations)
 
 
-def _step_seconds(job: Setup, update: TrainStep, deadline: float, patience: float) -> tuple[float, float]:
-    """(seconds per step, seconds in which the machine paused); does not start a step that would miss the deadline."""
-    plan = job.training.plan
-    most = max(WARM_STEPS + TIMED_STEPS, plan.steps_per_epoch)
+def _step_seconds(setup: Setup, train_step: TrainStep, deadline: float) -> tuple[float, float]:
+    """(seconds per step, seconds in which the machine paused); after the first step, the deadline is kept."""
+    most = max(WARM_STEPS + TIMED_STEPS, setup.training.plan.steps_per_epoch)
     # A compiled model recompiles for each shape, so its first steps are not representative.
-    least = WARM_STEPS + 1 if job.config.model.compile else 0
-    expected = 0.0 if least else _small_batches(job, update)
+    least = WARM_STEPS + 1 if setup.config.model.compile else 1
     taken: list[float] = []
-    for step, batch in enumerate(batches(job.training, 0, most, 0, "fork", pin=False)):
+    for step, batch in enumerate(batches(setup.training, 0, most, 0, "fork", pin=False)):
         start = time.perf_counter()
-        if step >= least and start + (taken[-1] if taken else expected) > deadline:
+        if step >= least and start + taken[-1] > deadline:
             break
-        update(batch, step)
-        job.device.synchronize()
+        train_step(batch, step)
+        setup.device.synchronize()
         taken.append(time.perf_counter() - start)
-        if enough(taken[WARM_STEPS:], patience):
+        if len(taken) >= WARM_STEPS + TIMED_STEPS and is_steady(taken[WARM_STEPS:]):
             break
-    timed = taken[WARM_STEPS:] or taken[-1:] or [expected]
-    per_step = usual(timed)
-    return per_step, sum(timed) - without_pauses(timed, per_step)
+    timed = taken[WARM_STEPS:] or taken[-1:]
+    # The lower quartile of disturbed steps is disturbed least.
+    usual = timing(timed).median if is_steady(timed) else timing(timed).low
+    return usual, sum(timed) - without_pauses(timed, usual)
 
 
-def _small_batches(job: Setup, update: TrainStep) -> float:
-    """Seconds of a full step, extrapolated from two small batches."""
-    data, plan = copy.copy(job.training), job.training.plan
-    keeps, update.keeps_memory = update.keeps_memory, False  # only the sizes of the full batch should be cached
-    taken = {}
-    for size in [min(size, plan.batch) for size in (SMALL[0], *SMALL)]:  # the first step is a warm-up
-        data.plan = dataclasses.replace(plan, batch=size)
-        start = time.perf_counter()
-        update(data[0], 0)
-        job.device.synchronize()
-        taken[size] = time.perf_counter() - start
-    update.keeps_memory = keeps
-    (small, first), (large, second) = min(taken.items()), max(taken.items())
-    slope = max(0.0, second - first) / max(large - small, 1)
-    return second + slope * (plan.batch - large)
-
-
-def _evaluation_seconds(job: Setup, update: TrainStep, deadline: float) -> float:
-    """Seconds of an evaluation: measured, or estimated from a few images if that would miss the deadline."""
-    images = len(job.splits["val"].samples)
-    few = min(images, SAMPLE_IMAGES)
+def _evaluation_seconds(setup: Setup, train_step: TrainStep) -> float:
+    """Seconds of an evaluation, estimated from a few images."""
+    images = len(setup.splits["val"].samples)
+    sample = min(images, SAMPLE_IMAGES)
     start = time.perf_counter()
-    encode(job, update.model, "val", few)
-    expected = (time.perf_counter() - start) * images / few
-    start = time.perf_counter()
-    if start + expected > deadline:
-        return expected
-    evaluate(job, update.model, "val")
-    return time.perf_counter() - start
+    encode(setup, train_step.model, "val", sample)
+    return (time.perf_counter() - start) * images / sample
 
 
-def enough(timed: list[float], patience: float) -> bool:
-    """Whether enough steps were timed: there are several, and they agree or time is up."""
-    if len(timed) < TIMED_STEPS:
-        return False
+def is_steady(timed: list[float]) -> bool:
+    """Whether the steps took about the same time."""
     found = timing(timed)
-    return found.high <= STEADY * found.low or sum(timed) > patience
-
-
-def usual(timed: list[float]) -> float:
-    """Seconds of a step: the median if the steps agree, else their lower quartile, which is disturbed least."""
-    found = timing(timed)
-    return found.median if found.high <= STEADY * found.low else found.low
+    return found.high <= STEADY * found.low
 
 
 def without_pauses(step_seconds: list[float], usual: float) -> float:
@@ -226,13 +194,13 @@ def train_config(
     folder = create_run_folder(Path(run) if run is not None else None, name or run_name(config))
     with lock_run(folder), stop_on_signals() as asked:
         try:
-            job = _with_steps(prepare(config, screen.say, decode_plan(screen, folder)), screen.warn)
-            _describe(job, screen)
-            _write_head(job, folder)
+            setup = _with_steps(prepare(config, screen.say, decode_plan(screen, folder)), screen.warn)
+            _describe(setup, screen)
+            _write_head(setup, folder)
         except BaseException:
             remove_unused_folder(folder)
             raise
-        return _go(job, folder, screen, TrainState(), None, asked)
+        return _go(setup, folder, screen, TrainState(), None, asked)
 
 
 def resume(run: str | Path, screen: Screen | None = None) -> Run:
@@ -243,18 +211,18 @@ def resume(run: str | Path, screen: Screen | None = None) -> Run:
     with lock_run(folder), stop_on_signals() as asked:
         for part in (folder, folder / WATCH, folder / WATCH / THUMBNAILS):
             remove_leftovers(part)
-        job = prepare(load_config(folder / "config.toml"), screen.say, decode_plan(screen, folder), saved=folder)
-        _check_same_data(job, folder)
-        _describe(job, screen)
-        kept = load_latest(folder, job.device.torch, screen.warn)
+        setup = prepare(load_config(folder / "config.toml"), screen.say, decode_plan(screen, folder), saved=folder)
+        _check_same_data(setup, folder)
+        _describe(setup, screen)
+        kept = load_latest(folder, setup.device.torch, screen.warn)
         state, tensors = kept if kept is not None else (TrainState(), None)
-        screen.say(f"resume     from step {state.step:,} of {job.config.train.steps:,}")
-        return _go(job, folder, screen, state, tensors, asked)
+        screen.say(f"resume     from step {state.step:,} of {setup.config.train.steps:,}")
+        return _go(setup, folder, screen, state, tensors, asked)
 
 
 @oom_as_user_error()
 def _go(
-    job: Setup,
+    setup: Setup,
     folder: Path,
     screen: Screen,
     state: TrainState,
@@ -262,25 +230,27 @@ def _go(
     asked: StopRequest,
 ) -> Run:
     log = RunLog(folder)
-    steps = job.config.train.steps or 0
-    sink = open_sink(job.config.train.report_to, folder)
+    steps = setup.config.train.steps or 0
+    sink = open_sink(setup.config.train.report_to, folder)
     if sink is not None:
         log.sinks.append(sink[0])
-    log.write("start", step=state.step, steps=steps, choices=job.choices, version=__version__)
+    log.write("start", step=state.step, steps=steps, choices=setup.choices, version=__version__)
     for line in screen.warned:
         log.write("warning", step=state.step, text=line)
-    job.training.report = _failure_log(job, folder, log, screen)
-    update = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess, job.teacher)
+    setup.training.report = _failure_log(setup, folder, log, screen)
+    train_step = TrainStep(
+        setup.build_model(), setup.config, setup.device, setup.precision, setup.preprocess, setup.teacher
+    )
     if tensors is not None:
-        restore(update, state, tensors)
-    update.oom, update.lr_factor = make_oom_handler(job, state), state.lr_factor
-    difference = check_parity(job, update.model)
+        restore(train_step, state, tensors)
+    train_step.oom, train_step.lr_factor = make_oom_handler(setup, state), state.lr_factor
+    difference = check_parity(setup, train_step.model)
     if difference is not None:
         log.write("parity", gradient_difference=difference)
-        screen.say(f"parity     gradients on {job.device.kind} differ from the CPU's by {difference:.2%}")
+        screen.say(f"parity     gradients on {setup.device.kind} differ from the CPU's by {difference:.2%}")
     try:
-        TrainLoop(job, update, state, folder, log, screen).run_until_stopped(asked)
-        return _finish(job, update, folder, log, screen, state)
+        TrainLoop(setup, train_step, state, folder, log, screen).run_until_stopped(asked)
+        return _finish(setup, train_step, folder, log, screen, state)
     except Interrupted as stopped:
         log.write("event", step=state.step, event=str(stopped))
         raise
@@ -291,29 +261,29 @@ def _go(
             sink[1]()
 
 
-def _failure_log(job: Setup, folder: Path, log: RunLog, screen: Screen) -> FailureLog:
+def _failure_log(setup: Setup, folder: Path, log: RunLog, screen: Screen) -> FailureLog:
     """Records each unreadable image once in the run log, starting with those found before training."""
     named = [str(record.get("where")) for record in read_log(folder) if record["kind"] == "skipped"]
-    failures = FailureLog(job.training.plan.images, job.config.data.max_bad, log.write, screen.warn, named)
-    for name, split in job.splits.items():
+    failures = FailureLog(setup.training.plan.images, setup.config.data.max_bad, log.write, screen.warn, named)
+    for name, split in setup.splits.items():
         failures.record(name, split.failures)
     return failures
 
 
-def _finish(job: Setup, update: TrainStep, folder: Path, log: RunLog, screen: Screen, state: TrainState) -> Run:
+def _finish(setup: Setup, train_step: TrainStep, folder: Path, log: RunLog, screen: Screen, state: TrainState) -> Run:
     """Save the last model, then evaluate the best validation model once on the test split."""
-    if update.ema is not None:
-        update.ema.swap(update.model)
+    if train_step.ema is not None:
+        train_step.ema.swap(train_step.model)
     log.check_folder()
-    Model(update.model, job.tokenizer, job.preprocess).save(folder / "model")
-    update.optimizer.drop_state()  # free memory for the second model
+    Model(train_step.model, setup.tokenizer, setup.preprocess).save(folder / "model")
+    train_step.optimizer.drop_state()  # free memory for the second model
     return_freed_memory()
-    job.finish(folder, screen.say, log.write)
-    best = load(folder, device=job.device.kind)
-    best.clip.set_attention(job.config.model.attention)  # type: ignore[arg-type]
-    split = next((name for name in ("test", "val") if name in job.splits), "train")
+    setup.finish(folder, screen.say, log.write)
+    best = load(folder, device=setup.device.kind)
+    best.clip.set_attention(setup.config.model.attention)  # type: ignore[arg-type]
+    split = next((name for name in ("test", "val") if name in setup.splits), "train")
     grid = folder / "retrieval.png"
-    evaluator = Evaluator(best, job.source, split, job.splits[split], job.autocast)
+    evaluator = Evaluator(best, setup.source, split, setup.splits[split], setup.autocast)
     features = evaluator.encode()
     scores = evaluator.scores(features)
     evaluator.save_grid(features, grid)
@@ -322,7 +292,7 @@ def _finish(job: Setup, update: TrainStep, folder: Path, log: RunLog, screen: Sc
         screen.say(f"best       step {state.best_step:,}: validation {label} {100 * state.best:.1f}%")
     steps = [record for record in read_log(folder) if record["kind"] == "step"]
     shares = [record["data_fraction"] for record in steps if matches_schema(record.get("data_fraction"), float)]
-    epochs = state.step / job.training.plan.steps_per_epoch
+    epochs = state.step / setup.training.plan.steps_per_epoch
     log.write(
         "end",
         step=state.step,
@@ -330,7 +300,7 @@ def _finish(job: Setup, update: TrainStep, folder: Path, log: RunLog, screen: Sc
         best_step=state.best_step,
         seconds=state.seconds,
         data_fraction=sum(shares) / max(len(shares), 1),
-        peak_bytes=job.device.peak_bytes(),
+        peak_bytes=setup.device.peak_bytes(),
         **energy_figures(steps, epochs, scores[MEAN_RECALL].value),
         **scores.as_dict(),
     )
@@ -349,54 +319,59 @@ def energy_figures(steps: Sequence[dict[str, Any]], epochs: float, recall: float
     }
 
 
-def _with_steps(job: Setup, warn: Callable[[str], None]) -> Setup:
+def _with_steps(setup: Setup, warn: Callable[[str], None]) -> Setup:
     """Convert the duration to steps, and resolve the settings that depend on it."""
-    steps, evaluations = run_length(job, warn)
-    warmup_steps(job.config.optim.warmup, steps)  # raises if the run would never leave warm-up
-    train = job.config.train
+    steps, evaluations = run_length(setup, warn)
+    warmup_steps(setup.config.optim.warmup, steps)  # raises if the run would never leave warm-up
+    train = setup.config.train
     every = train.eval_every if train.eval_every is not None else max(1, -(-steps // evaluations))
     saves = train.save_every if train.save_every is not None else every
     train = dataclasses.replace(train, steps=steps, minutes=None, epochs=None, eval_every=every, save_every=saves)
-    return dataclasses.replace(job, config=dataclasses.replace(job.config, train=train))
+    return dataclasses.replace(setup, config=dataclasses.replace(setup.config, train=train))
 
 
-def _describe(job: Setup, screen: Screen) -> None:
-    shape, train = job.shape, job.config.train
-    counts = ", ".join(f"{len(split.samples):,} {name}" for name, split in job.splits.items())
-    screen.say(f"data       {', '.join(job.config.data.source)}: {counts} images of {shape.image_size} px")
-    screen.say(f"model      {job.describe_model()}")
-    epochs = (train.steps or 0) / job.training.plan.steps_per_epoch
-    several = job.training.captions_per_image
+def _describe(setup: Setup, screen: Screen) -> None:
+    shape, train = setup.shape, setup.config.train
+    counts = ", ".join(f"{len(split.samples):,} {name}" for name, split in setup.splits.items())
+    screen.say(f"data       {', '.join(setup.config.data.source)}: {counts} images of {shape.image_size} px")
+    screen.say(f"model      {setup.describe_model()}")
+    epochs = (train.steps or 0) / setup.training.plan.steps_per_epoch
+    several = setup.training.captions_per_image
     captions = f" with {several} captions each" if several > 1 else " and captions"
     screen.say(
         f"training   {train.steps:,} steps of {train.batch_size} images{captions} ({epochs:.1f} epochs), "
-        f"{job.config.optim.optimizer}"
+        f"{setup.config.optim.optimizer}"
     )
 
 
-def _write_head(job: Setup, folder: Path) -> None:
-    job.tokenizer.save(folder)
-    environment = {"m1clip": __version__, "command": sys.argv, "data": _fingerprint(job), "facts": job.facts.to_dict()}
+def _write_head(setup: Setup, folder: Path) -> None:
+    setup.tokenizer.save(folder)
+    environment = {
+        "m1clip": __version__,
+        "command": sys.argv,
+        "data": _fingerprint(setup),
+        "facts": setup.facts.to_dict(),
+    }
     write_json(folder / "environment.json", environment)
-    write_text(folder / "config.toml", to_toml(job.config))  # last: a folder with a config is a complete run
+    write_text(folder / "config.toml", to_toml(setup.config))  # last: a folder with a config is a complete run
 
 
-def _check_same_data(job: Setup, folder: Path) -> None:
+def _check_same_data(setup: Setup, folder: Path) -> None:
     try:
         known = json.loads(read_small(folder / "environment.json")).get("data")
     except (OSError, ValueError, AttributeError):
         known = None
-    if known != _fingerprint(job):
+    if known != _fingerprint(setup):
         raise UserError(
             f"{folder}: the training data has changed since the run started, so it cannot be continued exactly; "
             f"restore the data, or start a new run with --config {folder / 'config.toml'}"
         )
 
 
-def _fingerprint(job: Setup) -> str:
+def _fingerprint(setup: Setup) -> str:
     """Hash of the names and captions of the training samples, in order."""
     digest = hashlib.sha256()
-    for sample in job.splits["train"].samples:
+    for sample in setup.splits["train"].samples:
         digest.update("\x1f".join((sample.id, *sample.captions, "\x1e")).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
@@ -416,7 +391,6 @@ def decode_plan(screen: Screen, run: Path | None = None) -> Callable[[Facts], De
 
 # Fine-tuning settings that also apply to the first stage, on frozen towers; the others are for the second.
 FIRST_STAGE = {"batch_size", "device", "precision", "threads", "report_to", "loss", "label_smoothing"}
-SECOND_STAGE = ("retention_data", "wise_ft", "lora_rank", "unfreeze_image", "unfreeze_text")
 
 
 def train(
@@ -436,12 +410,13 @@ def train(
     options |= {name: value for name, value in (("data", data), ("minutes", minutes)) if value is not None}
     screen = screen or Screen()
     settings = make_config(options, config, preset)
-    if settings.transfer.recipe == "auto":
+    chosen = settings.transfer.recipe == "auto"
+    if chosen:
         recipe, reason = choose_recipe(settings)
         screen.say(f"recipe     {recipe}: {reason}")
         options["recipe"] = recipe
         settings = make_config(options, config, preset)
-    check_transfer(settings.transfer)
+    check_transfer(settings.transfer, chosen)
     if settings.transfer.recipe != "finetune":
         return train_config(settings, run, screen, preset)
     if run is not None:
@@ -453,6 +428,7 @@ def train(
         first = train_config(make_config(frozen_options(options)), folder, screen)
         screen.say(f"stage 2    training the towers too, starting from {first.path}")
         options["init"] = str(first.path)
+    options = {name: value for name, value in options.items() if name not in TOWER_OPTIONS}
     return train_config(make_config(options | {"recipe": "scratch"}), run, screen, preset)
 
 
@@ -461,7 +437,7 @@ def frozen_options(options: dict[str, Any]) -> dict[str, Any]:
     kept = {}
     for name, value in options.items():
         section = NAMES[ALIASES.get(name, name)][0]
-        if name not in SECOND_STAGE and section != "optim" and (section != "train" or name in FIRST_STAGE):
+        if name not in FINETUNE_OPTIONS and section != "optim" and (section != "train" or name in FIRST_STAGE):
             kept[name] = value
     return kept | {"recipe": "frozen"}
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from m1clip.config import Config, TransferConfig
+from m1clip.config import NAMES, Config, TransferConfig
 from m1clip.data.augment import Augmentation
 from m1clip.data.cache import DecodePlan
 from m1clip.data.captions import tokenize_captions
@@ -31,14 +32,8 @@ from m1clip.model.presets import CLIPConfig, HeadConfig, clip_config, model_conf
 from m1clip.model.pretrained import OWN_IMAGE, OWN_TEXT, installed, load_image_tower, load_text_tower, remedy
 from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import load_tokenizer, make_tokenizer
-from m1clip.training.autotune import (
-    choose_attention,
-    choose_batch,
-    choose_hardware,
-    default_captions,
-    largest_batch,
-    open_training_data,
-)
+from m1clip.training.autotune import choose_attention, choose_hardware, default_batch, fit_memory, largest_batch
+from m1clip.training.step import TrainStep
 from m1clip.training.transfer import (
     Retention,
     Start,
@@ -57,12 +52,16 @@ HEAD_WIDTH, HEAD_DROPOUT = 512, 0.3  # of the hidden layer of a head
 TOWER_SIZE, TOWER_CONTEXT, TOWER_EMBED = 224, 64, 256  # defaults on pretrained towers
 BYTES_PER_PARAMETER = 12  # weight, gradient and one moment of the optimizer in float32
 TEXT_CONTRAST = 0.2  # docs/recipe.md
+MAX_CAPTIONS = 5  # per image and step, by default; docs/recipe.md
+TINY_SET = 100  # images; fewer cause a warning
 SAMPLED_CAPTIONS = 20_000  # to find the longest caption
 # These three are rules of thumb: the recipes were measured on one dataset of 6,000 images (docs/finetune.md).
 LONG_MINUTES = 10  # enough to fine-tune the towers after the heads
 ENOUGH_TO_FINETUNE = 2_000  # images; with fewer, trainable towers may overfit
 FEW_IMAGES = 100_000  # below this, pretrained towers are used if they are installed
+# Options of fine-tuning, and of pretrained towers with new heads.
 FINETUNE_OPTIONS = ("wise_ft", "retention_data", "lora_rank", "unfreeze_image", "unfreeze_text")
+TOWER_OPTIONS = ("image_tower", "text_tower", "download", "views")
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,18 @@ class Setup:
 
     def build_model(self) -> CLIP:
         """The initialized model on the device."""
-        return _build(self.config, self.start, self.splits["train"], self.device)
+        torch.manual_seed(self.config.seed)
+        model = self.start.build()
+        if self.start.new_heads:
+            standardize_heads(model, self.splits["train"])
+        model = model.to(self.device.torch)
+        model.set_attention(self.config.model.attention)  # type: ignore[arg-type]
+        model.set_activation_checkpointing(self.config.model.grad_checkpointing)
+        return model
+
+    def make_step(self) -> TrainStep:
+        """The training step of the initialized model."""
+        return TrainStep(self.build_model(), self.config, self.device, self.precision, self.preprocess, self.teacher)
 
     def describe_model(self) -> str:
         """The model in one line."""
@@ -119,17 +129,7 @@ class Setup:
     def finish(self, folder: Path, say: Callable[[str], None], write: Callable[..., Any]) -> None:
         """Finish fine-tuning with the best model: WiSE-FT and the forgetting report."""
         if self.config.transfer.init is not None:
-            finish_transfer(
-                self.config,
-                self.start,
-                self.retention,
-                self.splits.get("val"),
-                folder,
-                self.device,
-                self.precision,
-                say,
-                write,
-            )
+            finish_transfer(self, folder, say, write)
 
 
 def prepare(
@@ -138,45 +138,28 @@ def prepare(
     """Resolve every setting of a run, for any recipe. `saved` is the folder of a resumed run."""
     if config.transfer.recipe == "finetune":
         raise UserError("--recipe finetune consists of two runs: use m1clip.train")
-    facts = read_facts()
+    facts, choices, asked_batch = read_facts(), dict[str, Any](), config.train.batch_size
     choose_device(config.train.device, facts)  # report a missing device before reading the data
     plan = decode(facts)
-    recipe = "init" if config.transfer.init is not None else config.transfer.recipe
-    if recipe == "init":
-        start, tokenizer, preprocess = _from_model(config)
-        size = preprocess.image_size
-    elif recipe == "frozen" and config.transfer.image_tower != OWN_IMAGE:
-        size = config.model.image_size or TOWER_SIZE
-    else:
-        size = clip_config(config.model).image_size
-    if recipe == "scratch":
-        _check_memory(clip_config(config.model), facts)
-    source = open_training_data(config, size, plan)
+    source, start, tokenizer, preprocess = _open(config, facts, plan, saved)
     samples = source.samples("train")
-    captions = [caption for sample in samples for caption in sample.captions]
-    if recipe == "frozen":
-        start, tokenizer, preprocess = _from_towers(config, captions, saved)
-    elif recipe == "scratch":
-        tokenizer = load_tokenizer(saved) if saved else make_tokenizer(config.model.tokenizer, captions)
-        start = Start(clip_config(config.model, tokenizer, logit_bias=config.train.loss == "sigmoid"))
-        preprocess = Preprocess(image_size=size)
-    shape = start.config
-    lint = None
     if not is_synthetic(config.data):
-        lint = quick_check(source, shape.context_length, say, plan.warn)
+        choices["lint"] = quick_check(source, start.config.context_length, say, plan.warn)
+    captions = [caption for sample in samples for caption in sample.captions]
+    tokens = _longest(captions, tokenizer, start.config.context_length)
 
-    per_step = default_captions(config, [len(sample.captions) for sample in samples])
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, captions_per_step=per_step))
-    tokens = _longest(captions, tokenizer, shape.context_length)
-    choices: dict[str, Any] = {"lint": lint}
-    open_batch = not config.train.batch_size
-    config = choose_batch(config, start, len(samples))
-    config, device, precision = choose_hardware(config, start, facts, tokens, len(samples), say, choices)
+    config = _with_batch(config, start, [len(sample.captions) for sample in samples])
+    device, precision = choose_hardware(config, start, facts, tokens, say, choices)
+    fit = fit_memory(config, start, device, precision, facts, tokens, len(samples))
+    if fit is not None:
+        say(f"memory     {fit[0]}, within {fit[1] / 1e9:.1f} GB")
+        choices["memory"] = dataclasses.asdict(fit[0])
+        config = _replaced(config, **choices["memory"])
 
+    augmentation = augmentation_for(config, captions, start, tokenizer)
     if device.kind == "cpu" and not all(start.trainable):
         keep_freed_memory()  # every batch of features needs the same blocks
     cache = open_feature_cache(start, tokenizer, preprocess, config, source, device, precision, plan)
-    augmentation = augmentation_for(config, captions, start, tokenizer)
     margins = {"train": CROP_MARGIN if augmentation.crop_min < 1 else 1.0, "val": 1.0, "test": 1.0}
     splits = {
         name: load_features(cache, config, source, name, start, margin)
@@ -190,34 +173,11 @@ def prepare(
 
     train = splits["train"]
     batch = config.train.batch_size or 0
-    if open_batch:
+    if not asked_batch:
         batch = min(batch, largest_batch(len(train.samples)))  # some images may be unreadable
-    if device.rules.fixed_shapes:  # images with fewer captions would change the batch shape
-        fewest = min(len(sample.captions) for sample in train.samples)
-        per_step = min(per_step, fewest)
-    contrast = config.train.text_contrast
-    if contrast is None:
-        contrast = TEXT_CONTRAST if per_step > 1 and not start.weights else 0.0
-    attention = config.model.attention
-    if attention == "auto":
-        attention, seconds = choose_attention(start, device, precision, batch, tokens)
-        choices["attention"] = {"chosen": attention, **seconds}
-    settings: dict[str, Any] = {"batch_size": batch, "micro_batch": min(config.train.micro_batch, batch)}
-    settings |= {"device": device.kind, "precision": precision, "text_contrast": contrast}
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(model_config(config.model, shape), attention=attention),
-        data=dataclasses.replace(config.data, captions_per_step=per_step, **dataclasses.asdict(augmentation)),
-        train=dataclasses.replace(config.train, **settings),
-    )
-    teacher, retention = None, None
-    if config.transfer.teacher is not None:
-        teacher = load_teacher(config, source, train, device, precision, plan)
-        say(f"teacher    {config.transfer.teacher}: half of the loss, temperature {1 / teacher.scale:.3f}")
-    if config.transfer.retention_data:
-        before = Model(_build(config, start, train, device), tokenizer, preprocess)
-        retention = measure_retention(config, start, before, device, precision, plan)
-    return Setup(
+    config = _replaced(config, batch_size=batch, micro_batch=min(config.train.micro_batch, batch))
+    config = _resolved(config, start, train, device, precision, tokens, augmentation, choices)
+    setup = Setup(
         config=config,
         facts=facts,
         device=device,
@@ -226,13 +186,119 @@ def prepare(
         tokenizer=tokenizer,
         preprocess=preprocess,
         source=source,
-        training=_training_set(config, train, augmentation, device, shape.image_tower.patches),
+        training=_training_set(config, train, augmentation, device, start.config.image_tower.patches),
         splits=splits,
         choices=choices,
         autocast=autocast(device, precision),
-        teacher=teacher,
-        retention=retention,
     )
+    return _with_other_models(setup, say, plan)
+
+
+def _open(
+    config: Config, facts: Facts, plan: DecodePlan, saved: Path | None
+) -> tuple[Source, Start, Tokenizer, Preprocess]:
+    """The data and the initial model; what can be checked without the data is checked first."""
+    if config.transfer.init is not None:
+        start, tokenizer, preprocess = _from_model(config)
+        return open_training_data(config, preprocess.image_size, plan), start, tokenizer, preprocess
+    if config.transfer.recipe == "frozen":
+        own = config.transfer.image_tower == OWN_IMAGE
+        size = clip_config(config.model).image_size if own else config.model.image_size or TOWER_SIZE
+    else:
+        _check_memory(clip_config(config.model), facts)
+        size = clip_config(config.model).image_size
+    source = open_training_data(config, size, plan)
+    captions = [caption for sample in source.samples("train") for caption in sample.captions]
+    if config.transfer.recipe == "frozen":
+        return source, *_from_towers(config, captions, saved)
+    tokenizer = load_tokenizer(saved) if saved else make_tokenizer(config.model.tokenizer, captions)
+    start = Start(clip_config(config.model, tokenizer, logit_bias=config.train.loss == "sigmoid"))
+    return source, start, tokenizer, Preprocess(image_size=size)
+
+
+def open_training_data(config: Config, image_size: int, plan: DecodePlan) -> Source:
+    """Open the data of a run; UserError if the images cannot fill a batch."""
+    with plan.progress("reading the data"):
+        source = open_data(config.data, image_size, config.seed)
+        images, names = len(source.samples("train")), ", ".join(config.data.source)
+    if images < 2:
+        raise UserError(f"{names}: {images} training images found; contrastive training needs at least 2")
+    BatchPlan.full(images, config.train.batch_size or 2, config.seed)
+    if images < TINY_SET:
+        plan.warn(
+            f"only {images} training images: the run will show that everything works, but the model will "
+            f"overfit; expect scores near chance on other images, and use at least a few hundred images"
+        )
+    return source
+
+
+def _replaced(config: Config, **values: Any) -> Config:
+    """The config with other values, under their flat names."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        section, key = NAMES[name]
+        sections.setdefault(section, {})[key] = value
+    changed = {section: dataclasses.replace(getattr(config, section), **new) for section, new in sections.items()}
+    return dataclasses.replace(config, **changed)
+
+
+def _with_batch(config: Config, start: Start, caption_counts: list[int]) -> Config:
+    """The default captions per step and batch size, where none are given; `auto` stays 0 until memory is known."""
+    captions = config.data.captions_per_step or max(1, min(int(np.median(caption_counts)), MAX_CAPTIONS))
+    config = _replaced(config, captions_per_step=captions)
+    if config.train.batch_size is not None:
+        return config
+    batch = default_batch(start, len(caption_counts))
+    return _replaced(
+        config, batch_size=batch, micro_batch=config.train.micro_batch if config.train.micro_batch < batch else 0
+    )
+
+
+def _resolved(
+    config: Config,
+    start: Start,
+    train: Split,
+    device: Device,
+    precision: Precision,
+    tokens: int,
+    augmentation: Augmentation,
+    choices: dict[str, Any],
+) -> Config:
+    """The settings that depend on the device and on the readable images; all of them are written to config.toml."""
+    captions = config.data.captions_per_step or 1
+    if device.rules.fixed_shapes:  # images with fewer captions would change the batch shape
+        captions = min(captions, *(len(sample.captions) for sample in train.samples))
+    contrast = config.train.text_contrast
+    if contrast is None:
+        contrast = TEXT_CONTRAST if captions > 1 and not start.weights else 0.0
+    attention: str = config.model.attention
+    if attention == "auto":
+        attention, seconds = choose_attention(start, device, precision, config.train.batch_size or 0, tokens)
+        choices["attention"] = {"chosen": attention, **seconds}
+    config = dataclasses.replace(config, model=model_config(config.model, start.config))
+    return _replaced(
+        config,
+        attention=attention,
+        captions_per_step=captions,
+        device=device.kind,
+        precision=precision,
+        text_contrast=contrast,
+        **dataclasses.asdict(augmentation),
+    )
+
+
+def _with_other_models(setup: Setup, say: Callable[[str], None], plan: DecodePlan) -> Setup:
+    """Load the teacher, and measure the initial model on the retention data."""
+    transfer, train = setup.config.transfer, setup.splits["train"]
+    if transfer.teacher is not None:
+        teacher = load_teacher(setup.config, setup.source, train, setup.device, setup.precision, plan)
+        say(f"teacher    {transfer.teacher}: half of the loss, temperature {1 / teacher.scale:.3f}")
+        setup = dataclasses.replace(setup, teacher=teacher)
+    if transfer.retention_data:
+        before = Model(setup.build_model(), setup.tokenizer, setup.preprocess)
+        retention = measure_retention(setup.config, setup.start, before, setup.device, setup.precision, plan)
+        setup = dataclasses.replace(setup, retention=retention)
+    return setup
 
 
 def _training_set(
@@ -252,17 +318,6 @@ def _training_set(
         captions_per_image=config.data.captions_per_step or 1,
         patches=patches,
     )
-
-
-def _build(config: Config, start: Start, train: Split, device: Device) -> CLIP:
-    torch.manual_seed(config.seed)
-    model = start.build()
-    if start.new_heads:
-        standardize_heads(model, train)
-    model = model.to(device.torch)
-    model.set_attention(config.model.attention)  # type: ignore[arg-type]
-    model.set_activation_checkpointing(config.model.grad_checkpointing)
-    return model
 
 
 def _from_model(config: Config) -> tuple[Start, Tokenizer, Preprocess]:
@@ -350,15 +405,18 @@ def run_name(config: Config) -> str:
     return config.model.name if config.transfer.recipe == "scratch" else config.transfer.recipe
 
 
-def check_transfer(transfer: TransferConfig) -> None:
-    """Raise UserError for options that do not apply to the recipe."""
-    if transfer.init is not None or transfer.recipe == "finetune":
-        return
-    default = TransferConfig()
-    for name in FINETUNE_OPTIONS:
-        if getattr(transfer, name) != getattr(default, name):
-            option = "--" + name.replace("_", "-")
-            raise UserError(f"{option} works with --init or --recipe finetune, not with --recipe {transfer.recipe}")
+def check_transfer(transfer: TransferConfig, chosen: bool = False) -> None:
+    """Raise UserError for options that do not apply to the recipe; `chosen` if --recipe auto chose it."""
+    default, tuned = TransferConfig(), transfer.init is not None
+    recipe = "--init" if tuned else f"--recipe {transfer.recipe}"
+    rules = [
+        (FINETUNE_OPTIONS, tuned or transfer.recipe == "finetune", "--init or --recipe finetune"),
+        (TOWER_OPTIONS, chosen or (not tuned and transfer.recipe != "scratch"), "--recipe frozen or finetune"),
+    ]
+    for names, allowed, where in rules:
+        for name in names:
+            if not allowed and getattr(transfer, name) != getattr(default, name):
+                raise UserError(f"--{name.replace('_', '-')} works with {where}, not with {recipe}")
 
 
 def choose_recipe(config: Config) -> tuple[str, str]:

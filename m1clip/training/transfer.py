@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,9 @@ from m1clip.model.weights import Tensors, assign_weights
 from m1clip.runlog import MEAN_RECALL, SELECTION, TOP1
 from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import CharTokenizer
+
+if TYPE_CHECKING:  # setup imports this module too
+    from m1clip.training.setup import Setup
 
 LORA_ALPHA = 16.0
 EVAL_BATCH = 128
@@ -300,30 +303,21 @@ def interpolated(old: Tensors, new: Tensors, weight: float) -> Tensors:
     }
 
 
-def finish_transfer(
-    config: Config,
-    start: Start,
-    retention: Retention | None,
-    val: Split | None,
-    folder: Path,
-    device: Device,
-    precision: Precision,
-    say: Callable[[str], None],
-    write: Callable[..., Any],
-) -> None:
+def finish_transfer(setup: Setup, folder: Path, say: Callable[[str], None], write: Callable[..., Any]) -> None:
     """Interpolate old and new weights as configured, save the best on validation, and report forgetting."""
-    best, wish = load(folder, device=device.kind), config.transfer.wise_ft
+    retention, val = setup.retention, setup.splits.get("val")
+    best, wish = load(folder, device=setup.device.kind), setup.config.transfer.wise_ft
     if wish != "off":
         new = {name: tensor.clone() for name, tensor in best.clip.state_dict().items()}
-        measure = None if val is None else split_measure(val, autocast(device, precision))
+        measure = None if val is None else split_measure(val, setup.autocast)
         found: list[tuple[float, float]] = []
         for weight in WISE_FT_GRID if wish == "search" else (float(wish),):
-            best.clip.load_state_dict(interpolated(start.weights, new, weight))
+            best.clip.load_state_dict(interpolated(setup.start.weights, new, weight))
             score = 0.0 if measure is None else measure.run(best)
             found.append((score, weight))
             write("wise", share=weight, **({} if measure is None else {f"val_{measure.metric}": score}))
         score, weight = max(found)
-        best.clip.load_state_dict(interpolated(start.weights, new, weight))
+        best.clip.load_state_dict(interpolated(setup.start.weights, new, weight))
         shown = "" if measure is None else f": validation {measure.name} {100 * score:.1f}%"
         say(f"WiSE-FT    {weight:.2f} of the new weights, {1 - weight:.2f} of the old{shown}")
         best.save(folder / "best")

@@ -10,7 +10,7 @@ from typing import Any
 from m1clip.evaluation.evaluate import NEGATIVE_IMAGES, Evaluator, eval_batch_size
 from m1clip.evaluation.retrieval import retrieval
 from m1clip.evaluation.snapshot import write_snapshot
-from m1clip.evaluation.statistics import Metric, Scores, selection_metric
+from m1clip.evaluation.statistics import Metric, selection_metric
 from m1clip.inference.encoder import Model, SplitFeatures, encode_split
 from m1clip.model.clip import CLIP
 from m1clip.runlog import RunLog
@@ -27,14 +27,9 @@ MIN_IMAGES = 4
 CHEAP_SECONDS = 0.25
 
 
-def encode(job: Setup, model: CLIP, split: str, images: int | None = None) -> SplitFeatures:
+def encode(setup: Setup, model: CLIP, split: str, images: int | None = None) -> SplitFeatures:
     """Features of a split, or of its first `images`, in the precision of the run."""
-    return encode_split(model, job.splits[split], job.preprocess, eval_batch_size(model), job.autocast, images)
-
-
-def evaluate(job: Setup, model: CLIP, split: str) -> Scores:
-    """All retrieval metrics of a split."""
-    return retrieval(*encode(job, model, split))
+    return encode_split(model, setup.splits[split], setup.preprocess, eval_batch_size(model), setup.autocast, images)
 
 
 @dataclass
@@ -58,7 +53,7 @@ class Validator:
 
     def __init__(
         self,
-        job: Setup,
+        setup: Setup,
         train_step: TrainStep,
         state: TrainState,
         run: Path,
@@ -66,7 +61,7 @@ class Validator:
         screen: Screen,
         recovery: Recovery,
     ) -> None:
-        self.job, self.train_step, self.state, self.run = job, train_step, state, run
+        self.setup, self.train_step, self.state, self.run = setup, train_step, state, run
         self.log, self.screen, self.recovery = log, screen, recovery
         self.budget = AnalysisBudget(trained_before=state.seconds)
         self.metric_label = ""  # of the metric that selects the best model
@@ -78,7 +73,7 @@ class Validator:
             ema.swap(model)
         try:
             with stop.interrupting():
-                if "val" in self.job.splits:
+                if "val" in self.setup.splits:
                     self._save_if_best(self._score())
             self.state.evaluation_due = False
         except Interrupted:
@@ -89,9 +84,9 @@ class Validator:
 
     def _score(self) -> Metric:
         """Score the validation split; all metrics are logged. Returns the one that selects the best model."""
-        job, state, model, data = self.job, self.state, self.train_step.model, self.job.splits["val"]
+        setup, state, model, data = self.setup, self.state, self.train_step.model, self.setup.splits["val"]
         begin = time.perf_counter()
-        features = encode(job, model, "val")
+        features = encode(setup, model, "val")
         seconds_per_caption = (time.perf_counter() - begin) / len(features[1])
         scores = retrieval(*features)
         seconds = time.perf_counter() - begin
@@ -101,13 +96,13 @@ class Validator:
         images = self.budget.images(state.seconds, seconds_per_caption)
         begin, training = time.perf_counter(), model.training
         with self.recovery.disk_errors(state.step, self.run / "snapshots"):
-            bundle = Model(model, job.tokenizer, job.preprocess)
-            found["analysis"] = Evaluator(bundle, job.source, "val", data, job.autocast).analysis(features, images)
+            bundle = Model(model, setup.tokenizer, setup.preprocess)
+            found["analysis"] = Evaluator(bundle, setup.source, "val", data, setup.autocast).analysis(features, images)
             model.train(training)
             write_snapshot(self.run, state.step, "val", data, features)
         found["analysis_seconds"] = round(time.perf_counter() - begin, 4)
         self.budget.spent += found["analysis_seconds"]
-        found |= job.evaluate_retention(model, self.screen.say)
+        found |= setup.evaluate_retention(model, self.screen.say)
         values = {"split": "val", "seconds": round(seconds, 4), **found, **scores.as_dict()}
         self.log.write("eval", step=state.step, **values)
         better = None if metric.value > state.best else (state.best, state.best_step)
@@ -116,10 +111,10 @@ class Validator:
 
     def _save_if_best(self, metric: Metric) -> None:
         """Save the model if it is the best so far; a failed write does not count, so that the next one is tried."""
-        state, job = self.state, self.job
+        state, setup = self.state, self.setup
         if metric.value <= state.best:
             state.stale += 1
             return
         with self.recovery.disk_errors(state.step, self.run / "best"):
-            Model(self.train_step.model, job.tokenizer, job.preprocess).save(self.run / "best")
+            Model(self.train_step.model, setup.tokenizer, setup.preprocess).save(self.run / "best")
             state.best, state.best_step, state.stale = metric.value, state.step, 0

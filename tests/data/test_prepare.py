@@ -13,7 +13,7 @@ from small_run import command, screen, small_config
 from m1clip.config import DataConfig
 from m1clip.data.cache import LiveImages, RowTable
 from m1clip.data.images import Preprocess
-from m1clip.data.prepare import Split, load_split, open_data, quick_check
+from m1clip.data.prepare import Split, choose_augmentation, load_split, open_data, quick_check
 from m1clip.errors import UserError
 from m1clip.text.bpe import BpeTokenizer
 from m1clip.training.run import decode_plan
@@ -115,3 +115,11 @@ def test_char_tokenizer_has_no_word_dropout(tmp_path: Path, tokenizer: str, shar
     config = small_config({"data.source": str(folder), "data.cache": "ram", "model.tokenizer": tokenizer})
     job = prepare(config, lambda line: None, decode_plan(screen()))
     assert job.config.data.word_dropout == job.training.augmentation.word_dropout == share
+
+
+def test_captions_that_mention_left_and_right_disable_flips() -> None:
+    photos = DataConfig(source=("photos",))
+    everyday = ["a dog runs"] * 99 + ["a man turns left"]
+    assert choose_augmentation(photos, everyday).flip == 0.5
+    assert choose_augmentation(photos, ["two cats on the left", "a red car on the right"]).flip == 0.0
+    assert choose_augmentation(DataConfig(source=("photos",), flip=0.3), ["on the left"]).flip == 0.3

@@ -12,7 +12,6 @@ from m1clip.formatting import ago
 from m1clip.hardware.timing import drift
 from m1clip.monitor.diagnostics import stalled, throttling
 from m1clip.monitor.history import History
-from m1clip.training.run import enough, usual, without_pauses
 
 
 def step(number: int, seconds: float, time: float = 0.0) -> dict[str, Any]:
@@ -29,20 +28,6 @@ def test_the_time_left_is_not_spoiled_by_a_pause() -> None:
     shown.step(step(11, 0.1))
     said = shown.console.file.getvalue().splitlines()[-1]  # type: ignore[attr-defined]
     assert said.endswith("1:39 left")
-
-
-def test_a_pause_does_not_eat_up_the_minutes() -> None:
-    assert without_pauses([0.3, 0.1, 0.1, 3600.0, 0.1], usual=0.1) == pytest.approx(0.7)
-
-
-def test_a_busy_moment_does_not_mislead_the_count_of_steps() -> None:
-    quiet, busy = [0.1, 0.101, 0.1, 0.102, 0.1], [0.1, 0.3, 0.31, 0.1, 0.28]
-    assert enough(quiet, patience=30.0)
-    assert usual(quiet) == pytest.approx(0.1)
-    assert not enough(quiet[:4], patience=0.1)  # too few to tell, whatever they took
-    assert not enough(busy, patience=30.0)
-    assert enough(busy, patience=1.0)  # it does not get better: the run has to begin
-    assert usual(busy) == pytest.approx(0.1)
 
 
 def test_one_long_step_is_no_throttling(tmp_path: Path) -> None:

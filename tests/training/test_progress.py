@@ -26,8 +26,8 @@ from m1clip.inference.feature_cache import FeatureCache, FrozenTower
 from m1clip.monitor.status import as_table, list_runs
 from m1clip.runlog import PREPARING, Preparing, read_preparing
 from m1clip.text.tokenizers import CharTokenizer
-from m1clip.training import autotune as fit
 from m1clip.training import progress as screen_module
+from m1clip.training import setup
 from m1clip.training.process import check_unused, lock_run, remove_unused_folder
 from m1clip.training.progress import Screen
 from m1clip.training.run import decode_plan
@@ -133,7 +133,7 @@ def test_the_time_left_does_not_count_what_was_done_before(monkeypatch: pytest.M
 
 def test_reading_the_data_is_reported_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screen_module, "PREPARING_SECONDS", 0.01)
-    printed, opened = io.StringIO(), fit.open_data
+    printed, opened = io.StringIO(), setup.open_data
 
     def slow(*words: Any) -> Any:
         deadline = time.monotonic() + 60
@@ -141,8 +141,8 @@ def test_reading_the_data_is_reported_too(tmp_path: Path, monkeypatch: pytest.Mo
             time.sleep(0.01)
         return opened(*words)
 
-    monkeypatch.setattr(fit, "open_data", slow)
+    monkeypatch.setattr(setup, "open_data", slow)
     plan = decode_plan(Screen(Console(file=printed)), tmp_path)(read_facts())
     data = dataclasses.replace(Config().data, train_count=200)
-    fit.open_training_data(dataclasses.replace(Config(), data=data), 32, plan)
+    setup.open_training_data(dataclasses.replace(Config(), data=data), 32, plan)
     assert "reading the data" in printed.getvalue()

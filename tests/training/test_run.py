@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import run_small, tensors_of
+from small_run import run_small, screen, small_config, tensors_of
 
 import m1clip
 from m1clip.config import load_config
@@ -20,6 +20,8 @@ from m1clip.errors import UserError
 from m1clip.inference.encoder import load
 from m1clip.runlog import read_log
 from m1clip.training import run as duration
+from m1clip.training.run import decode_plan, is_steady, without_pauses
+from m1clip.training.setup import Setup, prepare
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_folder_holds_what_it_must(run: Path) -> None:
+def test_files_of_a_run_folder(run: Path) -> None:
     names = {path.name for path in run.iterdir()}
     assert names >= {"config.toml", "environment.json", "run.jsonl", "checkpoints", "model", "best", "retrieval.png"}
     assert not list(run.rglob("*.partial"))
@@ -40,11 +42,11 @@ def test_the_folder_holds_what_it_must(run: Path) -> None:
     assert (run / "retrieval.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_log_tells_the_run(run: Path) -> None:
+def test_run_log(run: Path) -> None:
     log = list(read_log(run))
     assert [line["kind"] for line in log][:1] == ["start"]
     assert log[-1]["kind"] == "end"
-    assert [line["step"] for line in log if line["kind"] == "step"] == [2, 4, 6, 8, 10]
+    assert [line["step"] for line in log if line["kind"] == "step"] == list(range(1, 11))
     assert [line["step"] for line in log if line["kind"] == "eval"] == [5, 10]
     assert [line["step"] for line in log if line["kind"] == "checkpoint"] == [5, 10]
     for line in log:
@@ -56,7 +58,7 @@ def test_the_log_tells_the_run(run: Path) -> None:
     assert log[-1]["split"] == "test"
 
 
-def test_best_is_what_validation_chose(run: Path) -> None:
+def test_best_model_is_chosen_on_validation(run: Path) -> None:
     evaluations = {line["step"]: line["mean_recall"] for line in read_log(run) if line["kind"] == "eval"}
     best_step = max(evaluations, key=lambda step: evaluations[step])  # the first, where two are equal
     end = list(read_log(run))[-1]
@@ -80,9 +82,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "told"), REFUSALS, ids=[repr(changes) for changes, _ in REFUSALS])
-def test_a_run_that_cannot_work_is_refused_before_it_leaves_a_trace(
-    tmp_path: Path, changes: dict[str, Any], told: str
-) -> None:
+def test_impossible_settings_leave_no_folder(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
     if "train.device" in changes and torch.backends.mps.is_available():
         pytest.skip("this machine has the device that the test wants to be missing")
     with pytest.raises(UserError) as caught:
@@ -91,12 +91,12 @@ def test_a_run_that_cannot_work_is_refused_before_it_leaves_a_trace(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_that_holds_a_run_is_not_written_over(run: Path) -> None:
+def test_existing_run_is_not_overwritten(run: Path) -> None:
     with pytest.raises(UserError, match="already contains a run; continue it with --resume"):
         run_small(run)
 
 
-def test_a_folder_that_holds_other_things_is_not_touched(tmp_path: Path) -> None:
+def test_other_folders_are_not_touched(tmp_path: Path) -> None:
     (tmp_path / "letters.txt").write_text("dear")
     with pytest.raises(UserError, match="exists and is not a run"):
         run_small(tmp_path)
@@ -104,15 +104,52 @@ def test_a_folder_that_holds_other_things_is_not_touched(tmp_path: Path) -> None
         run_small(tmp_path / "letters.txt")
 
 
-def test_minutes_become_steps_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minutes_become_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()  # a clock that moves by 1/128 s each time it is read
     monkeypatch.setattr(duration, "time", SimpleNamespace(perf_counter=lambda: next(ticks) / 128))
     run_small(tmp_path / "run", {"train.steps": None, "train.minutes": 0.5 / 60})
     train = load_config(tmp_path / "run").train
-    # 64 ticks; the calibration takes about a dozen, each step takes one.
-    assert train.steps in range(45, 56)
+    # 64 ticks; the calibration takes a few, each step takes one.
+    assert train.steps in range(50, 62)
     assert train.minutes is None
     assert next(line["steps"] for line in read_log(tmp_path / "run") if line["kind"] == "start") == train.steps
+
+
+PAIR, IMAGE = 0.02, 0.004  # seconds of a sample in a step, and of an image in an evaluation
+
+
+@pytest.mark.parametrize("seconds", [0.1, 10.0, 60.0])
+def test_calibration_takes_a_small_part_of_the_minutes(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+
+    def step(batch: Any, number: int) -> None:
+        clock.now += PAIR * len(batch)
+
+    def encode(setup: Any, model: Any, split: str, images: int) -> None:
+        clock.now += IMAGE * images
+
+    step.model, step.reset_graph = None, lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setattr(Setup, "make_step", lambda self: step)
+    monkeypatch.setattr(duration, "encode", encode)
+    monkeypatch.setattr(duration, "time", clock)
+    changes = {"train.steps": None, "train.minutes": seconds / 60, "train.eval_every": None}
+    setup = prepare(small_config(changes), lambda line: None, decode_plan(screen()))
+    warnings: list[str] = []
+    length = duration.run_length(setup, warnings.append)
+    if seconds < 1:
+        assert length == (1, 1)
+        assert "too few to learn much" in warnings[0]
+        return
+    assert clock.now <= 0.1 * seconds
+    total = clock.now + length.steps * 16 * PAIR + (length.evaluations + 1) * 8 * IMAGE
+    assert 0.95 * seconds < total <= seconds
+    assert not warnings
+
+
+def test_pauses_and_busy_moments_do_not_count_in_the_calibration() -> None:
+    assert without_pauses([0.3, 0.1, 0.1, 3600.0, 0.1], usual=0.1) == pytest.approx(0.7)
+    assert is_steady([0.1, 0.101, 0.1, 0.102, 0.1])
+    assert not is_steady([0.1, 0.3, 0.31, 0.1, 0.28])
 
 
 def losses(run: Path) -> list[float]:
@@ -121,7 +158,7 @@ def losses(run: Path) -> list[float]:
 
 @pytest.mark.parametrize("objective", ["infonce", "sigmoid", "multi"])
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_every_objective_learns_a_few_images(tmp_path: Path, objective: str, optimizer: str) -> None:
+def test_every_loss_learns_a_few_images(tmp_path: Path, objective: str, optimizer: str) -> None:
     changes = {"train.loss": objective, "optim.optimizer": optimizer, "train.steps": 24}
     run_small(tmp_path / "run", {**changes, "optim.lr": 3e-3})
     told = losses(tmp_path / "run")
@@ -138,7 +175,7 @@ def test_bf16_trains_like_fp32(tmp_path: Path) -> None:
     assert rough == pytest.approx(exact, rel=0.03)
 
 
-def test_the_average_is_what_is_saved(tmp_path: Path) -> None:
+def test_moving_average_is_saved(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_small(run, {"optim.ema": 0.9})
     saved = load_file(run / "model" / "model.safetensors")
@@ -154,7 +191,7 @@ def test_patience_stops_early(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_learns_what_it_never_saw(tmp_path: Path) -> None:
+def test_held_out_combinations_are_learned(tmp_path: Path) -> None:
     """Held-out combinations, 100 images: far above chance after some seconds."""
     changes = {
         "model.vision_width": 64, "model.text_width": 64, "model.embed_dim": 64, "model.patch_size": 4,

@@ -1,0 +1,188 @@
+"""Automatic choices: device and precision by measurement, batch sizes by memory, the attention implementation."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_run import small_config
+
+from m1clip.errors import UserError
+from m1clip.hardware.device import Device
+from m1clip.hardware.facts import Facts, read_facts
+from m1clip.model.presets import CLIPConfig, HeadConfig, clip_config, with_fields
+from m1clip.training import autotune
+from m1clip.training.autotune import Candidate, Choice, Fit, candidates, choose, decide, default_batch, fit_memory
+from m1clip.training.transfer import Start, Trainable
+
+H200 = Facts(system="Linux", machine="x86_64", cpu="Intel Xeon", cores=48, performance_cores=48, memory_bytes=2**38,
+             cuda="NVIDIA H200", cuda_capability=(9, 0))  # fmt: skip
+M1 = Facts(system="Darwin", machine="arm64", cpu="Apple M1", cores=8, performance_cores=4, memory_bytes=2**33, mps=True)
+M4 = dataclasses.replace(M1, cpu="Apple M4")
+TURING = dataclasses.replace(H200, cuda="Tesla T4", cuda_capability=(7, 5))
+SHAPE = clip_config(small_config().model, vocab_size=64)
+START = Start(SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("facts", "device", "precision", "options"),
+    [
+        (H200, "auto", "auto", ["cuda bf16", "cpu fp32", "cpu bf16"]),
+        (H200, "cuda", "auto", ["cuda bf16"]),
+        (H200, "cpu", "fp32", ["cpu fp32"]),
+        (H200, "auto", "fp32", ["cuda fp32", "cpu fp32"]),
+        (TURING, "auto", "bf16", ["cpu bf16"]),
+        (M1, "auto", "auto", ["mps fp32", "cpu fp32", "cpu bf16"]),
+        (M4, "mps", "auto", ["mps fp32", "mps bf16"]),
+    ],
+)
+def test_candidates(facts: Facts, device: str, precision: str, options: list[str]) -> None:
+    assert [" ".join(option) for option in candidates(device, precision, facts)] == options
+
+
+def auto(**changes: Any) -> Any:
+    return small_config({"train.device": "auto", "train.precision": "auto", **changes})
+
+
+TABLE = {"cuda bf16": 0.1, "cpu fp32": 3.0, "cpu bf16": 2.0}
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Replaces the measurement by a table of seconds, 0 for a wrong gradient; returns table and list of calls."""
+    table, calls = dict(TABLE), list[int]()
+
+    def measure(config: Any, start: Any, facts: Any, options: Any, tokens: int, batch: int) -> Any:
+        calls.append(batch)
+        found = [(kind, precision, table[f"{kind} {precision}"]) for kind, precision in options]
+        return [Candidate(k, p, s, 0.0, "" if s else "gradients 90% different") for k, p, s in found], batch
+
+    monkeypatch.setattr(autotune, "measure", measure)
+    return table, calls
+
+
+def test_the_fastest_candidate_is_chosen_and_cached(tmp_path: Path, measured: Any) -> None:
+    first = choose(auto(), START, H200, 16, tmp_path)
+    assert (first.device, first.precision, first.cached) == ("cuda", "bf16", False)
+    assert first.why == "30.0x as fast as cpu fp32, 20.0x as fast as cpu bf16; measured with batch 8"
+    again = choose(auto(), START, H200, 16, tmp_path)
+    assert (again.device, again.cached) == ("cuda", True)
+    assert again.why.endswith("in an earlier run")
+    assert len(measured[1]) == 1
+    for path in (tmp_path / "choices").iterdir():
+        path.write_text('{"device": "cuda"')  # a damaged cache is measured again
+    choose(auto(), START, H200, 16, tmp_path)
+    assert len(measured[1]) == 2
+    assert choose(auto(**{"train.device": "cuda"}), START, H200, 16, tmp_path) == Choice("cuda", "bf16")
+    assert len(measured[1]) == 2, "a single candidate is not measured"
+
+
+@pytest.mark.parametrize(
+    "change", [{"facts": dataclasses.replace(H200, torch="9.9")}, {"start": Start(with_fields(SHAPE, embed_dim=64))},
+               {"config": auto(**{"optim.optimizer": "adamw"})}, {"tokens": 24}]
+)  # fmt: skip
+def test_another_machine_model_or_version_is_measured_again(
+    tmp_path: Path, measured: Any, change: dict[str, Any]
+) -> None:
+    for each in ({}, change):
+        facts, start, config = each.get("facts", H200), each.get("start", START), each.get("config", auto())
+        choose(config, start, facts, each.get("tokens", 16), tmp_path)
+    assert len(measured[1]) == 2
+
+
+def test_a_device_with_wrong_gradients_is_rejected(tmp_path: Path, measured: Any) -> None:
+    measured[0]["cuda bf16"] = 0.0
+    found = choose(auto(), START, H200, 16, tmp_path)
+    assert (found.device, found.precision) == ("cpu", "bf16")
+    assert "cuda bf16 rejected: gradients 90% different" in found.why
+    measured[0].update(dict.fromkeys(TABLE, 0.0))
+    with pytest.raises(UserError, match="no device passed its test"):
+        choose(auto(), START, H200, 24, tmp_path / "other")
+
+
+def test_cpu_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resets: list[str] = []
+    monkeypatch.setattr(Device, "reset_peak", lambda self: resets.append(self.kind) or True)
+    monkeypatch.setattr(autotune, "MAX_SECONDS", 1000.0)  # also on a busy machine
+    facts = dataclasses.replace(read_facts(), cuda=None, mps=False)
+    found = choose(auto(), START, facts, 16, tmp_path)
+    assert {(c.device, c.precision, c.rejected) for c in found.candidates} == {("cpu", "fp32", ""), ("cpu", "bf16", "")}
+    assert all((c.gradient_difference or 0.0) < 0.1 and c.step_seconds > 0 for c in found.candidates)
+    assert resets == ["cpu"] * 2, "the run reports its own peak"
+    powers = (torch.full((4,), 10.0**n) for n in itertools.count())
+    monkeypatch.setattr(autotune, "gradient", lambda *_: next(powers))
+    with pytest.raises(UserError, match="different from the CPU's"):
+        choose(auto(), START, facts, 24, tmp_path)
+    monkeypatch.setattr(autotune, "MAX_SECONDS", 0.0)
+    hurried = choose(auto(), START, facts, 32, tmp_path)
+    assert (hurried.precision, hurried.why) == ("fp32", "")
+
+
+class Estimate:
+    """Bytes that are linear in the batch size."""
+
+    largest = autotune.MemoryEstimate.largest
+
+    def peak(self, batch: int, checkpointing: bool) -> float:
+        return 1e9 + batch * (4e6 if checkpointing else 1e7)
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "limit", "expected"),
+    [
+        (128, 0, 3e9, "batch 128 fits"),
+        (0, 0, 3e9, "batch 128 fits"),
+        (0, 0, 1e12, "batch 1024 fits"),
+        (128, 0, 2e9, "batch 128 fits with gradient checkpointing"),
+        (128, 0, 1.4e9, "batch 128 fits in micro-batches of 32"),
+        (128, 0, 1.015e9, "batch 128 fits in micro-batches of 2 with gradient checkpointing"),
+        (128, 16, 1.2e9, "batch 128 fits in micro-batches of 16"),
+        (128, 0, 0.9e9, "None"),
+        (0, 0, 0.9e9, "None"),
+    ],
+)
+def test_settings_for_a_memory_limit(batch: int, micro: int, limit: float, expected: str) -> None:
+    config = small_config({"train.batch_size": batch, "train.micro_batch": micro})
+    assert str(decide(config, 1024, limit, Estimate())) == expected  # type: ignore[arg-type]
+
+
+def test_memory_limit_is_respected_or_refused() -> None:
+    facts = read_facts()
+    host = Device("cpu", facts)
+    assert fit_memory(small_config(), START, host, "fp32", facts, 16, 100) is None
+    found = fit_memory(small_config({"train.batch_size": 0}), START, host, "fp32", facts, 16, 4000)
+    assert found is not None
+    assert found[0] == Fit(256, 0, False), "eight steps per epoch"
+    with pytest.raises(UserError, match=r"--memory 1MB: .* needs at least"):
+        fit_memory(small_config({"train.memory": "1MB"}), START, host, "fp32", facts, 16, 100)
+
+
+HEADS = Start(CLIPConfig(image_head=HeadConfig(kind="adapter", hidden=8)), new_heads=True)
+
+
+@pytest.mark.parametrize(
+    ("images", "start", "batch"),
+    [(3, START, 3), (20, HEADS, 8), (274, HEADS, 32), (5_000, HEADS, 512), (5_000, START, 64)],
+)
+def test_default_batch_fits_the_images(images: int, start: Start, batch: int) -> None:
+    assert default_batch(start, images) == batch
+
+
+@pytest.mark.parametrize("faster", ["bmm", "sdpa"])
+def test_the_faster_attention_is_chosen_for_both_towers(faster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = Device("cpu", read_facts())
+    monkeypatch.setattr(autotune, "attention_seconds", lambda *_: {"bmm": 2.0, "sdpa": 2.0} | {faster: 1.0})
+    kind, seconds = autotune.choose_attention(START, cpu, "fp32", 8, 16)
+    assert (kind, sum(seconds.values())) == (faster, 12.0), "two towers with two layers each"
+    frozen = Start(SHAPE, trainable=Trainable(image=False, text=False))
+    assert autotune.choose_attention(frozen, cpu, "fp32", 8, 16) == ("auto", {})
+
+
+def test_attention_measurement() -> None:
+    times = autotune.attention_seconds(Device("cpu", read_facts()), "fp32", (2, 2, 8, 16), True)
+    assert set(times) == {"bmm", "sdpa"}
+    assert all(0 < seconds < 1 for seconds in times.values())

@@ -1,0 +1,94 @@
+"""Predicted memory of a training step: it matches the real step, and grows and shrinks as it should."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from small_run import small_config
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from m1clip.data.images import Preprocess
+from m1clip.hardware.device import Device
+from m1clip.hardware.facts import read_facts
+from m1clip.model.clip import build_clip
+from m1clip.model.presets import clip_config, with_fields
+from m1clip.training.memory import MemoryEstimate, PeakMemory, power_of_two, random_batch
+from m1clip.training.step import TrainStep
+from m1clip.training.transfer import Start
+
+SHAPE = clip_config(small_config().model, vocab_size=64)
+FACTS = read_facts()
+
+
+class Accelerator(Device):
+    """A device that need not exist."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", FACTS)
+        self.kind = "cuda"
+
+
+def estimate(device: Device | None = None, precision: Any = "fp32", **changes: Any) -> MemoryEstimate:
+    config = small_config(changes)
+    return MemoryEstimate(config, Start(SHAPE), FACTS, device or Device("cpu", FACTS), precision, text_tokens=16)
+
+
+def tracked(rows: int) -> PeakMemory:
+    layer = nn.Linear(100, 100, bias=False)  # 40,000 bytes
+    with PeakMemory(layer.parameters()) as memory:
+        layer(torch.ones(rows, 100)).relu().sum().backward()
+    return memory
+
+
+def test_peak_of_a_model_counted_by_hand() -> None:
+    memory = tracked(1000)
+    # The weight, the input, the product and the rectified product live together.
+    assert 40_000 + 3 * 400_000 <= memory.peak <= 40_000 + 4 * 400_000
+    assert memory.now == 0, "all of it was freed"
+    with FakeTensorMode():
+        assert tracked(1000).peak == memory.peak
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_estimate_matches_the_real_step(precision: Any) -> None:
+    config, samples = small_config({"data.captions_per_step": 1}), random_batch(SHAPE, 16, 16)
+    model = build_clip(with_fields(SHAPE, eot_id=0))
+    model.set_attention("bmm")
+    step = TrainStep(model, config, Device("cpu", FACTS), precision, Preprocess(image_size=32))
+    step(samples, 1)
+    known = [*model.parameters(), *model.buffers(), *step.optimizer.tensors().values(), *samples.tensors().values()]
+    with PeakMemory(known) as memory:
+        step(samples, 2)
+    found = estimate(precision=precision, **{"data.captions_per_step": 1})._step(16, False)
+    assert sum(found.values()) == pytest.approx(memory.peak, rel=0.05)
+    assert found["weights"] >= found["gradients"] > 0 < found["activations"]
+
+
+def test_memory_grows_with_the_batch_and_shrinks_with_checkpointing() -> None:
+    found = estimate()
+    assert found.peak(64, False) > found.peak(32, False)
+    assert found.peak(64, True) < found.peak(64, False)
+    parts = found.parts(64, False)
+    assert {"process", "data", "weights", "gradients", "optimizer", "activations", "rest"} == parts.keys()
+    assert found.largest(found.peak(64, False), 128, False) == 64
+    assert found.largest(found.peak(64, False) - 1, 64, False) == 32
+    assert found.largest(1, 64, False) == 0
+
+
+def test_an_accelerator_stores_logits_and_mlp_activations() -> None:
+    captions = {"data.captions_per_step": 5}
+    cpu, cuda = estimate(**captions), estimate(Accelerator(), **captions)
+    assert cuda.peak(64, False) > sum(cpu._step(64, False).values())
+    without = estimate(Accelerator(), **captions, **{"train.text_contrast": 0.0})
+    logits = (5 * 64) ** 2 * 4
+    assert cuda.peak(64, False) - without.peak(64, False) > 2 * logits
+    half = dataclasses.replace(cuda, precision="bf16")
+    assert 0 < half._mlp_bytes(8, 16) == cuda._mlp_bytes(8, 16) / 2
+
+
+def test_powers_of_two() -> None:
+    assert [power_of_two(n) for n in (0, 1, 2, 3, 64, 100)] == [0, 1, 2, 2, 64, 64]

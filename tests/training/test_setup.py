@@ -1,0 +1,205 @@
+"""Resolving a run: recipes and their stages, options that do not apply, batch sizes, augmentation."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import run_small, screen, small_config
+from tower_run import PIECES, frozen_config, frozen_options, patch_towers
+
+import m1clip.config
+from m1clip.config import Config, DataConfig, TrainConfig, TransferConfig, init_preset, load_config
+from m1clip.data.augment import Augmentation
+from m1clip.errors import UserError
+from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig, VisionTowerConfig
+from m1clip.text.tokenizers import CharTokenizer, wordpiece_tokenizer
+from m1clip.training import autotune, setup
+from m1clip.training import run as runs
+from m1clip.training.setup import prepare
+from m1clip.training.transfer import Start, Trainable, augmentation_for
+
+
+def prepared(config: Config, shown: Any = None) -> setup.Setup:
+    return prepare(config, lambda line: None, runs.decode_plan(shown or screen()))
+
+
+def stages(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Config]:
+    """The configs of the runs that `train` would start."""
+    made: list[Config] = []
+
+    def train_config(config: Config, *rest: Any) -> Any:
+        made.append(config)
+        return runs.Run(Path("runs/x"), None, "test", Path())  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runs, "train_config", train_config)
+    monkeypatch.setattr(m1clip.config, "init_preset", lambda model: "unfreeze")
+    runs.train(screen=screen(), **options)
+    return made
+
+
+def test_finetune_trains_two_stages_in_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_towers(monkeypatch)
+    short = {"train": {"epochs": 1, "batch_size": 16}, "optim": {"optimizer": "adamw", "lr": 1e-3}}
+    monkeypatch.setattr(m1clip.config, "read_preset", lambda name: short)
+    options = frozen_options(tmp_path) | {"recipe": "finetune", "unfreeze_image": 0, "unfreeze_text": 1, "steps": 2}
+    shown = screen()
+    assert runs.train(run=tmp_path / "run", screen=shown, **options).path == tmp_path / "run"
+    first = tmp_path / "run-frozen"
+    assert load_config(first / "config.toml").transfer.recipe == "frozen"
+    second = load_config(tmp_path / "run" / "config.toml")
+    assert (second.transfer.init, second.train.steps) == (str(first), 2)
+    text = shown.console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.index("stage 1") < text.index("stage 2")
+    assert (init_preset(first), init_preset(tmp_path)) == ("unfreeze", "finetune")
+
+
+def test_settings_of_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    common = {"threads": 3, "loss": "sigmoid", "batch_size": 64}
+    transfer = {"wise_ft": "search", "lora_rank": 4, "unfreeze_image": 2, "image_tower": "org/vit"}
+    first, second = stages(monkeypatch, recipe="finetune", minutes=30, lr=1e-5, **common, **transfer)
+    assert (first.train.minutes, first.train.epochs, first.train.threads, first.optim.lr) == (None, 20, 3, 1e-3)
+    assert (first.transfer.recipe, first.transfer.wise_ft, first.transfer.lora_rank) == ("frozen", "off", 0)
+    assert (second.train.minutes, second.train.epochs, second.transfer.init) == (30, None, "runs/x")
+    assert (second.optim.optimizer, second.optim.layer_decay, second.optim.lr) == ("adamw", 0.8, 1e-5)
+    assert (second.transfer.wise_ft, second.transfer.lora_rank) == ("search", 4)
+    assert (first.transfer.image_tower, second.transfer.image_tower) == ("org/vit", TransferConfig().image_tower)
+    for stage in (first, second):
+        assert (stage.train.loss, stage.train.batch_size) == ("sigmoid", 64)
+
+
+def test_existing_run_is_refused_before_the_first_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(UserError, match="already contains a run"):
+        stages(monkeypatch, recipe="finetune", run=tmp_path)
+    with pytest.raises(UserError, match="consists of two runs"):
+        prepared(Config(transfer=TransferConfig(recipe="finetune")))
+
+
+FINETUNE = {"wise_ft": "0.5", "retention_data": ("set",), "lora_rank": 8, "unfreeze_image": 0, "unfreeze_text": 2}
+TOWERS = {"image_tower": "nope", "text_tower": "nope", "views": 2, "download": True}
+
+
+@pytest.mark.parametrize(("name", "value"), (FINETUNE | TOWERS).items())
+def test_options_of_another_recipe_are_refused(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: dict[str, dict[str, Any]] = {"--init": {"init": "runs/x"}}
+    starts |= {f"--recipe {recipe}": {"recipe": recipe} for recipe in ("scratch", "frozen", "finetune")}
+    allowed = ("--init", "--recipe finetune") if name in FINETUNE else ("--recipe frozen", "--recipe finetune")
+    for label, start in starts.items():
+        if label in allowed:
+            assert any(getattr(c.transfer, name) == value for c in stages(monkeypatch, **start, **{name: value}))
+        else:
+            with pytest.raises(UserError, match=rf"^--{name.replace('_', '-')} works with .*, not with {label}$"):
+                stages(monkeypatch, **start, **{name: value})
+    if name in TOWERS:
+        stages(monkeypatch, recipe="auto", **{name: value})  # it may choose another recipe
+
+
+@pytest.mark.parametrize(
+    ("images", "minutes", "installed", "recipe", "reason"),
+    [
+        (500, None, True, "frozen", "too few to train from scratch"),
+        (500, 60, True, "frozen", "too few to train from scratch"),
+        (5_000, 5, True, "frozen", "too few to train from scratch"),
+        (5_000, 30, True, "finetune", "30 minutes are enough"),
+        (5_000, 30, False, "scratch", "is not installed"),
+        (200_000, 30, True, "scratch", "enough to train from scratch"),
+    ],
+)
+def test_automatic_recipe(
+    images: int, minutes: float | None, installed: bool, recipe: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Source:
+        def samples(self, split: str) -> range:
+            return range(images)
+
+    monkeypatch.setattr(setup, "is_synthetic", lambda data: False)
+    monkeypatch.setattr(setup, "open_data", lambda *rest: Source())
+    monkeypatch.setattr(setup, "installed", lambda tower: installed)
+    found, why = setup.choose_recipe(Config(train=TrainConfig(minutes=minutes)))
+    assert found == recipe
+    assert reason in why
+
+
+def test_automatic_recipe_brings_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stages(monkeypatch, recipe="auto", init="runs/x")[0].transfer.recipe == "scratch"
+    assert stages(monkeypatch, recipe="auto")[0].transfer.recipe == "scratch", "synthetic images"
+    monkeypatch.setattr(runs, "choose_recipe", lambda config: ("frozen", ""))
+    (chosen,) = stages(monkeypatch, recipe="auto", batch_size=16)
+    assert (chosen.transfer.recipe, chosen.train.batch_size, chosen.optim.lr) == ("frozen", 16, 1e-3)
+
+
+@pytest.mark.parametrize("batch", [None, 0])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_batch_fits_few_images(
+    tmp_path: Path, batch: int | None, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch_towers(monkeypatch)
+    changes = {"train.batch_size": batch, "data.train_count": 20, "train.micro_batch": 64}
+    shown = screen()
+    found = prepared(frozen_config(tmp_path, **changes) if frozen else small_config(changes), shown)
+    assert (found.config.train.batch_size, found.config.train.micro_batch) == (8, 0)
+    assert shown.warned[0].startswith("only 20 training images")
+
+
+def test_impossible_batches_are_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="1 training images found; contrastive training"):
+        run_small(tmp_path / "one", {"data.train_count": 1})
+    assert not (tmp_path / "one").exists()
+    monkeypatch.setattr(setup, "_from_towers", lambda *_: pytest.fail("towers were loaded"))
+    with pytest.raises(UserError, match="40 training images do not fill one batch of 64"):
+        prepared(frozen_config(tmp_path, **{"train.batch_size": 64}))
+
+
+def test_a_compiled_text_tower_sees_one_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_towers(monkeypatch)
+    monkeypatch.setattr(autotune, "check_compile", lambda kind: None)
+    changes = {"transfer.text_tower": "text", "model.context_length": 40}
+    lengths = [
+        prepared(frozen_config(tmp_path, **changes, **{"model.compile": on})).training[0].tokens.shape[1]
+        for on in (True, False)
+    ]
+    assert lengths[0] == 40 > lengths[1]
+
+
+BOTH, TEXT, IMAGE = Trainable(), Trainable(image=False), Trainable(text=False)
+PRETRAINED = CLIPConfig(
+    image_tower=PretrainedImageConfig(),
+    text_tower=PretrainedTextConfig(),
+    image_head=HeadConfig(kind="adapter", hidden=8),
+)
+VIT = dataclasses.replace(PRETRAINED, image_tower=VisionTowerConfig())
+CONV = dataclasses.replace(PRETRAINED, image_tower=VisionTowerConfig(stem="conv"))
+OWN_TEXT = dataclasses.replace(PRETRAINED, text_tower=CLIPConfig().text_tower)
+
+
+def augmented(trainable: Trainable, config: CLIPConfig, letters: bool = False, **given: Any) -> Augmentation:
+    tokenizer: Any = CharTokenizer("ab") if letters else wordpiece_tokenizer(PIECES)
+    start = Start(config, trainable=trainable, new_heads=True)
+    settings = Config(data=DataConfig(source=("photos",), **given))
+    return augmentation_for(settings, ["a dog runs", "the dog"], start, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("found", "patches", "words"),
+    [
+        (augmented(BOTH, PRETRAINED), 0.0, 0.0),
+        (augmented(BOTH, VIT), 0.5, 0.0),
+        (augmented(BOTH, CONV), 0.0, 0.0),
+        (augmented(BOTH, CONV, patch_dropout=0.4), 0.4, 0.0),
+        (augmented(BOTH, OWN_TEXT), 0.0, 0.3),
+        (augmented(BOTH, OWN_TEXT, letters=True), 0.0, 0.0),
+        (augmented(BOTH, PRETRAINED, word_dropout=0.2), 0.0, 0.2),
+        (augmented(IMAGE, OWN_TEXT), 0.0, 0.0),
+    ],
+)
+def test_augmentation_by_tower(found: Augmentation, patches: float, words: float) -> None:
+    assert (found.patch_dropout, found.word_dropout) == (patches, words)
+    assert (found.crop_min, found.flip) == (0.6, 0.5)
+
+
+def test_augmentation_with_a_frozen_image_tower() -> None:
+    assert augmented(TEXT, PRETRAINED, word_dropout=0.2, crop_min=0.5) == Augmentation(word_dropout=0.2)
+    assert augmented(TEXT, OWN_TEXT) == Augmentation(word_dropout=0.3)

@@ -1,0 +1,364 @@
+"""Transfer learning: frozen towers, fine-tuning of last blocks and with LoRA, distillation, WiSE-FT and forgetting."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import load_file
+from small_run import assert_same_bits, resume_quietly, run_small, screen, small_config, tensors_of
+from tower_run import frozen_config, patch_towers
+
+import m1clip
+from m1clip.config import load_config
+from m1clip.data.cache import FeatureTable
+from m1clip.errors import UserError
+from m1clip.evaluation.statistics import selection_metric
+from m1clip.inference.encoder import Encoder, encode_split
+from m1clip.inference.feature_cache import FeatureCache
+from m1clip.losses import distillation
+from m1clip.model import pretrained
+from m1clip.model.clip import Features
+from m1clip.monitor.report import write_report
+from m1clip.runlog import read_log
+from m1clip.training import transfer
+from m1clip.training.run import decode_plan, train_config
+from m1clip.training.setup import Setup, prepare
+from m1clip.training.transfer import interpolated
+
+
+@pytest.fixture(autouse=True)
+def random_towers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights in pretrained towers, so that their packages are not needed."""
+    patch_towers(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run from scratch to start from, with its own embedding width."""
+    run = tmp_path_factory.mktemp("scratch") / "run"
+    run_small(run, {"train.steps": 3, "model.embed_dim": 24})
+    return run
+
+
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on frozen towers to start from; its features are cached beside it."""
+    folder = tmp_path_factory.mktemp("frozen")
+    with pytest.MonkeyPatch.context() as patch:
+        patch_towers(patch)
+        train_config(frozen_config(folder, **{"train.steps": 3}), folder / "run", screen())
+    return folder / "run"
+
+
+def prepared(config: Any) -> Setup:
+    return prepare(config, lambda line: None, decode_plan(screen()))
+
+
+def tuned(first: Path, **changes: Any) -> Any:
+    """The config of a run that starts from another one."""
+    values = {"transfer.init": str(first), "train.steps": 4, "optim.optimizer": "adamw", "train.save_every": 2}
+    values |= {"data.cache_dir": str(first.parent / "cache"), "train.batch_size": 8, "data.train_count": 40}
+    return small_config({**values, **changes})
+
+
+def weights(run: Path, kind: str = "model") -> dict[str, torch.Tensor]:
+    return load_file(run / kind / "model.safetensors")
+
+
+def changed(first: Path, run: Path) -> set[str]:
+    old, new = weights(first, "best"), weights(run)
+    assert old.keys() == new.keys()
+    return {name for name in old if not torch.equal(old[name], new[name])}
+
+
+def trainable(setup: Setup) -> set[str]:
+    return {name for name, p in setup.build_model().named_parameters() if p.requires_grad}
+
+
+def assert_resumes_exactly(run: Path, step: int) -> None:
+    complete = tensors_of(run, step)
+    shutil.rmtree(run / "checkpoints" / f"step-{step:06d}")
+    shutil.rmtree(run / "model")
+    resume_quietly(run)
+    assert_same_bits(tensors_of(run, step), complete)
+
+
+def test_frozen_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, config = tmp_path / "run", frozen_config(tmp_path)
+    train_config(config, run, screen())
+    saved = weights(run)
+    for name, tensor in pretrained.package_weights("efficientnet-lite0").items():
+        assert torch.equal(saved[f"image_tower.{name}"], tensor)
+    setup = prepared(config)
+    fresh = setup.build_model().state_dict()
+    assert not torch.equal(fresh["image_head.project.weight"], saved["image_head.project.weight"])
+    assert torch.equal(fresh["image_head.mean"], saved["image_head.mean"])
+
+    # All captions of an image are in its step.
+    batch = setup.training[0]
+    assert batch.image_features.shape == (16, setup.build_model().image_tower.width)
+    assert torch.bincount(batch.image_index).tolist() == [2] * 16
+
+    # The saved model is complete: it computes the cached features from images and captions.
+    model, data = m1clip.load(run), setup.splits["test"]
+    image, text, *_ = encode_split(model.clip, data, model.preprocess, 8, setup.autocast)
+    images = list(data.images.read(np.arange(4)))
+    torch.testing.assert_close(model.encode_image(images), image[:4], atol=2e-3, rtol=0)  # stored as float16
+    captions = [caption for sample in data.samples for caption in sample.captions][:4]
+    torch.testing.assert_close(model.encode_text(captions), text[:4], atol=2e-3, rtol=0)
+
+    # A checkpoint contains what changes, and references the frozen towers by hash.
+    kept = tensors_of(run, 6)
+    assert not [name for name in kept if name.startswith(("weights:image_tower.", "weights:text_tower."))]
+    assert {"weights:image_head.project.weight", "weights:logit_scale"} <= kept.keys()
+
+    # A second run and a resume find every feature.
+    monkeypatch.setattr(FeatureCache, "encoder", property(lambda self: pytest.fail("features were recomputed")))
+    train_config(config, tmp_path / "again", screen())
+    assert_same_bits(tensors_of(tmp_path / "again", 6), kept)
+    assert_resumes_exactly(run, 6)
+
+    other = {name: tensor + 1 for name, tensor in pretrained.package_weights("efficientnet-lite0").items()}
+    real = pretrained.package_weights
+    monkeypatch.undo()
+    patch_towers(monkeypatch)
+    monkeypatch.setattr(pretrained, "package_weights", lambda name: real(name) if name == "minilm" else dict(other))
+    with pytest.raises(UserError, match="the frozen weights have changed since the run started"):
+        resume_quietly(run)
+
+
+def test_only_new_views_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def features(views: int) -> FeatureTable:
+        found = prepared(frozen_config(tmp_path, **{"transfer.views": views})).splits["train"].image_features
+        assert found is not None
+        return found
+
+    one, views, real = features(1), list[int](), Encoder.files
+
+    def counting(encoder: Encoder, refs: Any, failures: Any, progress: Any, view: int) -> Any:
+        views.append(view)
+        return real(encoder, refs, failures, progress, view)
+
+    monkeypatch.setattr(Encoder, "files", counting)
+    two, rows = features(2), np.arange(5)
+    assert views == [1]
+    assert np.array_equal(one.read(rows), two.read(rows))
+    assert not np.allclose(two.read(rows), two.read(rows, np.ones(5, np.int64)), atol=1e-3)
+
+
+def test_unreadable_images_are_skipped_with_frozen_towers(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    rows = ["image,caption,split"]
+    for number in range(12):
+        Image.fromarray(np.full((20, 30, 3), 20 * number, np.uint8)).save(folder / f"{number}.png")
+        rows.append(f"{number}.png,grey number {number},{'train' if number < 8 else 'val'}")
+    (folder / "3.png").write_bytes(b"no image")
+    (folder / "captions.csv").write_text("\n".join(rows) + "\n")
+    changes = {"data.source": [str(folder)], "data.max_bad": 0.5, "train.batch_size": 4}
+    setup = prepared(frozen_config(tmp_path, **changes))
+    assert [sample.id for sample in setup.splits["train"].samples] == [f"{n}.png" for n in range(8) if n != 3]
+    with pytest.raises(UserError, match=r"1 of 8 train images cannot be read"):
+        prepared(frozen_config(tmp_path, **{**changes, "data.max_bad": 0.0}))
+
+
+@pytest.mark.parametrize("own", ["image", "text"])
+def test_own_tower_beside_a_frozen_one(own: str, tmp_path: Path) -> None:
+    tower = {"image": {"transfer.image_tower": "vit"}, "text": {"transfer.text_tower": "text"}}[own]
+    config = frozen_config(tmp_path, **tower, **{"train.steps": 2, "data.patch_dropout": 0.5})
+    train_config(config, tmp_path / "run", screen())
+    start, end = prepared(config).build_model().state_dict(), weights(tmp_path / "run")
+    moved = {name for name in end if not torch.equal(start[name], end[name])}
+    frozen = "text" if own == "image" else "image"
+    assert not [name for name in moved if name.startswith(f"{frozen}_tower.")]
+    assert any(name.startswith(f"{own}_tower.") and ".attn.qkv.weight" in name for name in moved)
+    written = load_config(tmp_path / "run" / "config.toml")
+    assert written.model.stem == ("conv" if own == "image" else None)
+    assert None not in (written.data.crop_min, written.data.flip, written.data.word_dropout)
+    assert m1clip.load(tmp_path / "run").encode_text(["a red ball"]).shape == (1, 16)
+
+
+def test_trainable_parts(scratch: Path, frozen: Path) -> None:
+    """--unfreeze-image and --unfreeze-text, for our own and for pretrained towers."""
+    own = trainable(prepared(tuned(scratch, **{"transfer.unfreeze_image": 0, "transfer.unfreeze_text": 1})))
+    assert not [name for name in own if name.startswith("image_tower.")]
+    assert {name.split(".")[3] for name in own if ".blocks." in name} == {"1"}
+    assert {"image_head.weight", "text_tower.norm.weight", "logit_scale"} <= own
+    found = trainable(prepared(tuned(frozen, **{"transfer.unfreeze_image": 1, "transfer.unfreeze_text": 2})))
+    assert {name.split(".")[2] for name in found if name.startswith("image_tower.stages.")} == {"6"}
+    assert {name.split(".")[2] for name in found if name.startswith("text_tower.")} == {"4", "5"}
+    assert "text_head.up.weight" in found
+
+
+def test_frozen_tower_of_a_finetuning_run_uses_cached_features(frozen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = prepared(tuned(frozen, **{"transfer.unfreeze_text": 0}))
+    assert setup.splits["val"].captions.features is not None
+    assert setup.splits["val"].image_features is None
+    batch = setup.training[0]
+    assert (batch.images.dtype, batch.text_features.dtype) == (torch.uint8, torch.float32)
+    monkeypatch.setattr(Encoder, "files", lambda *_: pytest.fail("features of the frozen run were not found"))
+    prepared(tuned(frozen, **{"transfer.unfreeze_image": 0}))
+
+
+@pytest.mark.parametrize("kind", ["scratch", "frozen"])
+def test_lora_is_merged_and_resumes_exactly(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    first, run = request.getfixturevalue(kind), tmp_path / "run"
+    lora = {"transfer.lora_rank": 2, "transfer.unfreeze_image": 0, "transfer.unfreeze_text": 1, "optim.lr": 0.01}
+    train_config(tuned(first, **lora), run, screen())
+    moved = {name for name in changed(first, run) if name.startswith("text_tower.")}
+    block, layers = "text_tower.transformer.blocks.1", ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
+    if kind == "frozen":
+        block, layers = "text_tower.blocks.5", ("qkv", "out", "up", "down")
+    assert moved == {f"{block}.{layer}.weight" for layer in layers}
+    difference = weights(run)[min(moved)] - weights(first, "best")[min(moved)]
+    assert int(torch.linalg.matrix_rank(difference, atol=1e-5)) == 2
+    assert len(m1clip.load(run).encode_text(["a red ball"])) == 1
+    assert_resumes_exactly(run, 4)
+
+
+def test_lora_beside_convolutions(frozen: Path) -> None:
+    lora = {"transfer.lora_rank": 2, "transfer.unfreeze_text": 3}
+    with pytest.raises(UserError, match="convolutions and no linear layer"):
+        prepared(tuned(frozen, **lora)).build_model()
+    found = trainable(prepared(tuned(frozen, **lora, **{"transfer.unfreeze_image": 1})))
+    assert any(name.startswith("image_tower.stages.6") for name in found)
+    assert any("parametrizations" in name for name in found)
+
+
+def test_dead_channels_do_not_increase_the_gradient(frozen: Path) -> None:
+    head: Any = prepared(tuned(frozen)).build_model().text_head
+    usual = float(head.deviation.median())
+    head.deviation[0] = 1e-6
+    head.spare_dead_channels()
+    assert float(head.deviation[0]) == pytest.approx(usual, rel=0.02)
+    assert float(head.deviation.min()) >= 0.01 * usual
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("frozen", {"model.image_size": 64}, "is fixed, 32"),
+        ("frozen", {"transfer.unfreeze_text": 9}, "the tower has 6 blocks"),
+        ("frozen", {"train.loss": "sigmoid"}, "has no logit bias for --loss sigmoid"),
+        ("scratch", {"transfer.unfreeze_image": 3}, "the tower has 2 blocks"),
+        ("scratch", {"transfer.init": "/nowhere"}, "no trained model found"),
+        ("scratch", {"transfer.teacher": "/nowhere"}, "no trained model found"),
+        ("scratch", {"transfer.wise_ft": "2"}, "--wise-ft is off"),
+        ("scratch", {"transfer.lora_rank": -1}, "--lora-rank"),
+    ],
+)
+def test_impossible_settings(kind: str, changes: dict[str, Any], message: str, request: pytest.FixtureRequest) -> None:
+    with pytest.raises(UserError, match=message):
+        prepared(tuned(request.getfixturevalue(kind), **changes)).build_model()
+
+
+def test_finetuning_starts_from_the_model_without_the_augmentation_of_scratch(scratch: Path) -> None:
+    setup = prepared(tuned(scratch))
+    start = weights(scratch, "best")
+    assert all(torch.equal(tensor, start[name]) for name, tensor in setup.build_model().state_dict().items())
+    data, train = setup.config.data, setup.config.train
+    assert (data.word_dropout, data.patch_dropout, train.text_contrast) == (0.0, 0.0, 0.0)
+    given = {"data.word_dropout": 0.1, "data.patch_dropout": 0.2, "train.text_contrast": 0.3}
+    config = prepared(tuned(scratch, **given)).config
+    assert (config.data.word_dropout, config.data.patch_dropout, config.train.text_contrast) == (0.1, 0.2, 0.3)
+
+
+def test_an_initial_model_that_nothing_beats_stays_the_best(
+    scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recalls = iter([0.5, 0.4, 0.3])
+    monkeypatch.setattr(
+        "m1clip.training.validation.selection_metric",
+        lambda scores: replace(selection_metric(scores), value=next(recalls)),
+    )
+    run = tmp_path / "run"
+    train_config(tuned(scratch, **{"train.eval_every": 2}), run, screen())
+    assert [line["step"] for line in read_log(run) if line["kind"] == "eval"] == [0, 2, 4]
+    assert_same_bits(weights(run, "best"), weights(scratch, "best"))
+
+
+def test_wise_ft_and_forgetting(scratch: Path, tmp_path: Path) -> None:
+    drift = {"optim.lr": 0.02, "transfer.retention_data": ["synthetic"], "transfer.wise_ft": "search"}
+    run, shown = tmp_path / "run", screen()
+    train_config(tuned(scratch, **drift, **{"train.eval_every": 2}), run, shown)
+    log = list(read_log(run))
+    tried = {record["share"]: record["val_mean_recall"] for record in log if record["kind"] == "wise"}
+    assert set(tried) == {0.0, 0.25, 0.5, 0.75, 1.0}
+    forgetting = next(record for record in log if record["kind"] == "forgetting")
+    evaluations = [record for record in log if record["kind"] == "eval"]
+    assert {record["retention_before"] for record in evaluations} == {forgetting["before"]}
+    assert all(0 <= record["retention"] <= 1 for record in evaluations)
+    text = shown.console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("retention ") == len(evaluations)
+    assert "Retention (--retention-data)" in write_report([run], tmp_path / "report.html").read_text(encoding="utf-8")
+    old, new = weights(scratch, "best"), weights(run)
+    assert_same_bits(interpolated(old, new, 0.0), old)
+    assert_same_bits(interpolated(old, new, 1.0), new)
+
+
+def test_retention_on_class_folders_is_zero_shot_accuracy(scratch: Path, tmp_path: Path) -> None:
+    for number, name in enumerate(("red ball", "green box", "blue cone")):
+        (tmp_path / "base" / name).mkdir(parents=True)
+        for each in range(2):
+            pixels = np.full((24, 20, 3), 30 * each, np.uint8)
+            pixels[..., number] = 240
+            Image.fromarray(pixels).save(tmp_path / "base" / name / f"{each}.png")
+    retention = prepared(tuned(scratch, **{"transfer.retention_data": [str(tmp_path / "base")]})).retention
+    assert retention is not None
+    assert retention.measure.name == "zero-shot top-1"
+    assert retention.before * 6 == pytest.approx(round(retention.before * 6)), "a fraction of six images"
+
+
+def test_distillation_loss() -> None:
+    torch.manual_seed(0)
+    image, text = F.normalize(torch.randn(4, 6), dim=1), F.normalize(torch.randn(7, 6), dim=1)
+    features = Features(image, text, torch.tensor(5.0), None)
+    assert float(distillation(features, 5.0 * image @ text.T)) == pytest.approx(0.0, abs=1e-6)
+    # By hand: one image, two captions; the student is even, the teacher has 3 : 1.
+    even = Features(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0], [0.0, 1.0]]), torch.tensor(1.0), None)
+    by_image = 0.75 * np.log(0.75 / 0.5) + 0.25 * np.log(0.25 / 0.5)
+    target = torch.tensor([[np.log(3.0), 0.0]], dtype=torch.float32)
+    assert float(distillation(even, target)) == pytest.approx(by_image / 2, abs=1e-6)
+
+    def loss(image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return distillation(Features(image, text, scale, None), logits)
+
+    image, text, logits = (torch.randn(n, m, dtype=torch.double) for n, m in ((3, 4), (5, 4), (3, 5)))
+    scale = torch.tensor(2.0, dtype=torch.double)
+    assert torch.autograd.gradcheck(loss, tuple(t.requires_grad_() for t in (image, text, scale)))
+
+
+def test_distillation(scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of the teacher for each batch; the same gradient in micro-batches; a student that approaches it."""
+    changes = {"transfer.teacher": str(scratch), "data.cache_dir": str(tmp_path / "cache"), "optim.lr": 2e-3}
+    gradients = []
+    for micro_batch in (0, 5):
+        setup = prepared(small_config({**changes, "train.micro_batch": micro_batch}))
+        step = setup.make_step()
+        step.compute_gradients(setup.training[0], 0)
+        gradients.append({n: p.grad.clone() for n, p in step.model.named_parameters() if p.grad is not None})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=2e-6, rtol=1e-4)
+
+    assert setup.teacher is not None
+    batch, train = setup.training[1], setup.splits["train"]
+    model = m1clip.load(scratch)
+    captions = [caption for sample in train.samples for caption in sample.captions]
+    texts = [captions[int(np.flatnonzero(train.captions.caption_ids == key)[0])] for key in batch.caption_ids]
+    images = [train.samples[int(number)].image.open() for number in batch.sample_ids]
+    expected = float(model.clip.scale().detach()) * model.encode_image(images) @ model.encode_text(texts).T
+    found = setup.teacher.logits(batch.sample_ids, batch.caption_ids)
+    torch.testing.assert_close(found, expected, atol=0.05, rtol=0.01)  # stored as float16
+
+    monkeypatch.setattr(transfer, "TEACHER_WEIGHT", 1.0)
+    train_config(small_config(changes), tmp_path / "run", screen())
+    losses = [record["loss"] for record in read_log(tmp_path / "run") if record["kind"] == "step"]
+    assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3])
