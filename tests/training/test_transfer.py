@@ -346,7 +346,7 @@ def test_distillation(scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         step.compute_gradients(setup.training[0], 0)
         gradients.append({n: p.grad.clone() for n, p in step.model.named_parameters() if p.grad is not None})
     for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, atol=2e-6, rtol=1e-4)
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-5, rtol=1e-3)
 
     assert setup.teacher is not None
     batch, train = setup.training[1], setup.splits["train"]
