@@ -18,7 +18,7 @@ from tower_run import frozen_config, patch_towers
 
 import m1clip
 from m1clip.config import load_config
-from m1clip.data.cache import FeatureTable
+from m1clip.data.cache import RowTable
 from m1clip.errors import UserError
 from m1clip.evaluation.statistics import selection_metric
 from m1clip.inference.encoder import Encoder, encode_split
@@ -136,7 +136,7 @@ def test_frozen_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_new_views_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def features(views: int) -> FeatureTable:
+    def features(views: int) -> RowTable:
         found = prepared(frozen_config(tmp_path, **{"transfer.views": views})).splits["train"].image_features
         assert found is not None
         return found
