@@ -19,18 +19,21 @@ from m1clip.errors import UserError
 Write = Callable[[Iterable[str]], Path]
 
 
-def test_missing_and_unknown_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("", "the path to the data is empty"),
+        ("nowhere", "no such file"),
+        ("owner/name", "hf:owner/name"),
+        ("csv:gone.csv", r"gone\.csv: cannot be read"),
+        ("a\0b", "no such file"),
+        (".", "unknown format"),
+    ],
+)
+def test_missing_and_unknown_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, message: str) -> None:
     monkeypatch.chdir(tmp_path)
-    for spec, message in {
-        "": "the path to the data is empty",
-        "nowhere": "no such file",
-        "owner/name": "hf:owner/name",
-        "csv:gone.csv": r"gone\.csv: cannot be read",
-        "a\0b": "no such file",
-        ".": "unknown format",
-    }.items():
-        with pytest.raises(UserError, match=message):
-            open_source(spec)
+    with pytest.raises(UserError, match=message):
+        open_source(spec)
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "hf:x/y"])

@@ -94,10 +94,10 @@ def decode(image: np.ndarray, labels: np.ndarray) -> tuple[Scene, str]:
         found = _object(pixels, below, trimmed, near, OUTLINE[time], size)
         seen.setdefault(found, []).append(np.argwhere(mask).mean(0) / size - 0.5)
     things = []
-    for (kind, color, word), centres in seen.items():
-        y, x = np.mean(centres, axis=0)
+    for (kind, color, word), centers in seen.items():
+        y, x = np.mean(centers, axis=0)
         place = ("left" if x < 0 else "right") if abs(x) > abs(y) else ("top" if y < 0 else "bottom")
-        things.append(Thing(kind, color, len(centres), word, place))
+        things.append(Thing(kind, color, len(centers), word, place))
     things.sort(key=lambda thing: VALUES["position"].index(thing.position))
     return Scene(tuple(things), time), ground
 

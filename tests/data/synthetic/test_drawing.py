@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_decoder import decode, draw_labels, iou, scenes, trim
@@ -13,19 +12,13 @@ from synthetic_decoder import decode, draw_labels, iou, scenes, trim
 from m1clip.data.synthetic.drawing import draw, sprite
 from m1clip.data.synthetic.negatives import negatives
 from m1clip.data.synthetic.scene import COLORS, KINDS, OUTLINE, Scene, Thing
-from m1clip.data.synthetic.source import SyntheticImage, SyntheticSource, sample_scenes
+from m1clip.data.synthetic.source import SyntheticImage, SyntheticSource
 
 RED_CATS = Scene((Thing("cat", "red", 2, "large", "left"),), "day")
 
 
-@pytest.mark.parametrize(("size", "split", "count"), [(32, "train", 60), (64, "val", 60), (112, "test", 20)])
-def test_every_attribute_is_decoded_from_the_pixels(size: int, split: str, count: int) -> None:
-    for number, scene in enumerate(sample_scenes(split, count, seed=7)):
-        assert decode(draw(scene, size, number), draw_labels(scene, size, number)) == (scene, scene.category)
-
-
-@given(scene=scenes(), size=st.integers(32, 224), seed=st.integers(0, 2**64 - 1))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@given(scene=scenes(), size=st.sampled_from((32, 33, 64, 112, 223)), seed=st.integers(0, 2**64 - 1))
+@settings(max_examples=80, deadline=None, derandomize=True)
 def test_any_scene_at_any_size_and_seed_is_decoded(scene: Scene, size: int, seed: int) -> None:
     image = draw(scene, size, seed)
     assert (image.shape, image.dtype) == ((size, size, 3), np.uint8)
