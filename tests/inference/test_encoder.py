@@ -107,15 +107,8 @@ def test_one_or_many_images_of_every_kind(model: Model, images: list[Path]) -> N
         assert torch.equal(model.encode_image(value), wanted), type(value)
         assert torch.equal(model.encode_image([value]), wanted), type(value)
     both = torch.stack([tensor, tensor])
-    paths = np.array([str(path), str(path)])
-    for value in (
-        np.stack([array, array]),
-        both,
-        both.permute(0, 3, 1, 2),
-        (str(path), image),
-        iter([path, array]),
-        paths,
-    ):
+    many = [np.stack([array, array]), both, both.permute(0, 3, 1, 2), (str(path), image), iter([path, array])]
+    for value in (*many, np.array([str(path), str(path)])):
         torch.testing.assert_close(model.encode_image(value), torch.cat([wanted, wanted]), atol=1e-6, rtol=0)
     assert torch.equal(model.encode_image(one), model.encode_image([path] * len(one)))
 
@@ -248,15 +241,22 @@ def test_similarity_and_classify(model: Model, images: list[Path]) -> None:
         assert sum(probability for _, probability in found) == pytest.approx(1.0)
     averaged = model.classify(images[0], labels, templates=["a {}", "the {}"])[0]
     assert {label for label, _ in averaged} == set(labels)
-    for wrong in (["night"], "night"):
-        with pytest.raises(UserError, match="two or more labels"):
-            model.classify(images, wrong)
-    with pytest.raises(UserError, match=r"has no \{\}"):
-        model.classify(images, labels, templates=["a"])
     assert model.classify(images, labels, templates="{}") == model.classify(images, labels, templates=())
-    for wrong in (None, 3, ["night", None]):
-        with pytest.raises(UserError, match="classify takes a list of labels"):
-            model.classify(images, wrong)
+
+
+@pytest.mark.parametrize(
+    ("labels", "templates", "words"),
+    [
+        *((wrong, ["{}"], "two or more labels") for wrong in (["night"], "night")),
+        *((wrong, ["{}"], "classify takes a list of labels") for wrong in (None, 3, ["night", None])),
+        (["night", "day"], ["a"], r"has no \{\}"),
+    ],
+)
+def test_wrong_labels_are_user_errors(
+    model: Model, images: list[Path], labels: Any, templates: Any, words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        model.classify([], labels, templates)
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, None, "8"])

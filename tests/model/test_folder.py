@@ -37,17 +37,16 @@ def trained() -> Model:
 
 
 @pytest.fixture
-def openclip(trained: Model, tmp_path: Path) -> Path:
+def exported(trained: Model, tmp_path: Path) -> dict[str, Path]:
     trained.save(tmp_path / "ours")
-    export(tmp_path / "ours", "openclip", tmp_path / "openclip")
-    return tmp_path / "openclip"
+    for to in ("openclip", "hf"):
+        export(tmp_path / "ours", to, tmp_path / to)  # type: ignore[arg-type]
+    return {to: tmp_path / to for to in ("openclip", "hf")}
 
 
 @pytest.fixture
-def hf(trained: Model, tmp_path: Path) -> Path:
-    trained.save(tmp_path / "ours")
-    export(tmp_path / "ours", "hf", tmp_path / "hf")
-    return tmp_path / "hf"
+def openclip(exported: dict[str, Path]) -> Path:
+    return exported["openclip"]
 
 
 def assert_same(one: Model, other: Model) -> None:
@@ -82,8 +81,8 @@ def test_weights_need_their_config(openclip: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["openclip", "hf"])
-def test_a_missing_or_unknown_tensor_is_named(form: str, request: pytest.FixtureRequest) -> None:
-    folder: Path = request.getfixturevalue(form)
+def test_a_missing_or_unknown_tensor_is_named(form: str, exported: dict[str, Path]) -> None:
+    folder = exported[form]
     file = next(folder.glob("*model.safetensors"))
     weights = load_file(file)
     name = sorted(weights)[3]
