@@ -173,7 +173,7 @@ def lint(
         seconds=time.perf_counter() - start,
         findings=tuple(sorted(found, key=lambda each: list(_VERDICT).index(each.severity))),
         facts={} if sample is not None else _statistics(entries, facts),
-        notes=tuple(source.notes),
+        notes=(*source.notes, *([TOO_MANY_FOR_PAIRS] if sample is None and len(entries) > MAX_ALL_PAIRS else [])),
     )
 
 
@@ -202,6 +202,7 @@ MIN_CORRELATION = 0.8
 MIN_DETAIL_CORRELATION = 0.55
 MIN_CONTRAST = 6.0  # flat images all look alike
 MAX_ALL_PAIRS = 200_000  # above, comparing all pairs takes longer than decoding the images
+TOO_MANY_FOR_PAIRS = f"only identical images were searched for: near-duplicates take too long above {MAX_ALL_PAIRS:,}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,9 @@ def open_source(spec: str, *, options: Options = DEFAULT) -> DataSource:
             path = Path(HUB + rest)
         found = find_tables(path, options, name) if name in (None, *tables.READERS) else []
         name = name or _detect(path, found, options)
-        if len(found) == 1 and name in tables.READERS:
+        if name in tables.READERS and len(formats := {table_format(table) for table in found}) > 1:
+            raise user_error(f"{path}: tables in {len(formats)} formats; choose one, as in {name}:{path}")
+        if name in tables.READERS and len(found) == 1:
             path = found[0]
         source = DataSource(path, name, FORMATS[name], options)
     except (OSError, ValueError) as error:

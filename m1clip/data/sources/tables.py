@@ -50,7 +50,7 @@ MAX_JSON = 2**30  # ten times the captions of COCO; parsed, it takes about ten t
 TABLE_NAMES = (
     *("captions.csv", "captions.jsonl", "captions.tsv", "captions.parquet", "captions.json", "captions.txt"),
     *("metadata.csv", "metadata.jsonl", "metadata.tsv", "metadata.parquet"),
-    *("dataset_flickr8k.json", "dataset_flickr30k.json", "dataset_coco.json", "dataset.json"),
+    *("dataset_flickr8k.json", "dataset_flickr30k.json", "dataset_coco.json"),
 )
 _FORMATS = {
     **{".csv": "csv", ".tsv": "tsv", ".tab": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json"},
