@@ -65,10 +65,9 @@ def test_chunks_give_the_gradient_of_the_whole_batch(objective: str, chunk: int,
 
 
 @pytest.mark.parametrize("chunk", [0, 6])
-@pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])
-def test_recomputing_in_bf16_loses_no_gradient(activation: str, chunk: int) -> None:
+def test_recomputing_in_bf16_loses_no_gradient(chunk: int) -> None:
     """Autocast keeps weights that it has cast; one cast without a graph must not be found again with one."""
-    changes = {"train.precision": "bf16", "model.activation": activation, "train.micro_batch": chunk}
+    changes = {"train.precision": "bf16", "train.micro_batch": chunk}
     job, plain = make(changes)
     batch = job.training[0]
     _, wanted = gradients(plain, batch)
