@@ -44,7 +44,9 @@ class RunLog:
         self.path = run / NAME
         handle = open_for_write(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._file = os.fdopen(handle, "ab", buffering=0)
-        _end_torn_line(handle)
+        size = os.fstat(handle).st_size
+        if size and os.pread(handle, 1, size - 1) != b"\n":
+            os.write(handle, b"\n")  # ends a partial line left by a killed process
         self.sinks: list[Sink] = []  # also called with each record, such as TensorBoard's
 
     def write(self, kind: str, **values: Any) -> None:
@@ -170,13 +172,6 @@ def json_safe(value: Any) -> Any:
     return value
 
 
-def _end_torn_line(handle: int) -> None:
-    """End a partial line left by a killed writer, so that the next record starts on a new line."""
-    size = os.fstat(handle).st_size
-    if size and os.pread(handle, 1, size - 1) != b"\n":
-        os.write(handle, b"\n")
-
-
 @dataclass(frozen=True)
 class Preparing:
     """Progress of the work before the first step."""
@@ -205,9 +200,8 @@ def read_preparing(run: Path) -> Preparing | None:
     """The progress of a run in preparation, or None."""
     try:
         found = Preparing(**json.loads(read_small(run / PREPARING, 4096, run)))
-        title, left = found.title, found.seconds_left
-        counted = all(type(number) is int and 0 <= number < 2**53 for number in (found.done, found.total))
-        timed = left is None or 0 <= left < 2**31
-        return found if counted and timed and title.isprintable() else None
+        counted = matches_schema(found.done, int) and matches_schema(found.total, int)
+        timed = found.seconds_left is None or 0 <= found.seconds_left < 2**31
+        return found if counted and timed and found.title.isprintable() else None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None

@@ -9,7 +9,6 @@ from typing import Any
 from PIL import Image
 
 BEGIN = 1_700_000_000.0
-RECALL = "text_to_image/recall@1"
 
 
 def line(kind: str, **values: Any) -> dict[str, Any]:
@@ -20,39 +19,22 @@ def line(kind: str, **values: Any) -> dict[str, Any]:
 def step(number: int, **values: Any) -> dict[str, Any]:
     """A step whose figures follow from its number."""
     usual: dict[str, Any] = {
-        "time": BEGIN + 0.5 * number,
-        "loss": 4.0 / (1 + number / 50),
-        "grad_norm": 1.0,
-        "lr": 5e-4,
-        "temperature": 0.07,
-        "images_per_second": 256.0,
-        "step_seconds": 0.5,
-        "data_fraction": 0.01,
+        **{"time": BEGIN + 0.5 * number, "loss": 4.0 / (1 + number / 50), "grad_norm": 1.0, "lr": 5e-4},
+        **{"temperature": 0.07, "images_per_second": 256.0, "step_seconds": 0.5, "data_fraction": 0.01},
         "seconds": {"data": 0.005, "copy": 0.005, "forward": 0.2, "backward": 0.25, "optimizer": 0.03, "rest": 0.01},
-        "memory_bytes": 1_000_000_000,
-        "cores": [90, 40],
-        "epoch": number / 10,
-        "elapsed": 0.5 * number,
+        **{"memory_bytes": 1_000_000_000, "cores": [90, 40], "epoch": number / 10, "elapsed": 0.5 * number},
     }
     return line("step", step=number, **{**usual, **values})
 
 
 def evaluation(number: int, recall: float, low: float | None = None, **values: Any) -> dict[str, Any]:
     """An evaluation with an interval of five points to either side."""
-    figures = {}
-    for name in ("mean_recall", RECALL, "image_to_text/recall@1"):
-        figures |= {
-            name: recall,
-            f"{name}/low": max(0.0, recall - 0.05) if low is None else low,
-            f"{name}/high": min(1.0, recall + 0.05),
-            f"{name}/chance": 0.01,
-            f"{name}/n": 500,
-        }
+    low = max(0.0, recall - 0.05) if low is None else low
+    parts = {"": recall, "/low": low, "/high": min(1.0, recall + 0.05), "/chance": 0.01, "/n": 500}
+    names = ("mean_recall", "text_to_image/recall@1", "image_to_text/recall@1")
+    figures = {name + part: value for name in names for part, value in parts.items()}
     analysis = {
-        "alignment": 1.0 - recall / 2,
-        "uniformity_image": -2.0,
-        "uniformity_text": -2.1,
-        "modality_gap": 0.5,
+        **{"alignment": 1.0 - recall / 2, "uniformity_image": -2.0, "uniformity_text": -2.1, "modality_gap": 0.5},
         "difficulty": {"easy": [0.99, 100], "medium": [0.9, 80], "hard": [0.6, 20]},
         "negatives": {"easy": [0.99, 96], "medium": [0.8, 96], "hard": [0.7, 192], "changed/color": [0.9, 32]},
         "length": {"short": [0.2, 30], "long": [0.3, 30]},
@@ -72,11 +54,7 @@ def ended(number: int, recall: float) -> dict[str, Any]:
 def make_run(folder: Path, records: list[dict[str, Any]], config: str = "", steps: int = 100) -> Path:
     """A run folder with these records after its start."""
     folder.mkdir(parents=True, exist_ok=True)
-    head = (
-        config
-        or 'seed = 0\n[model]\npreset = "tiny"\n[optim]\nwarmup = 0.05\n[train]\neval_every = 50\ndevice = "cpu"\n'
-    )
-    (folder / "config.toml").write_text(head)
+    (folder / "config.toml").write_text(config or 'seed = 0\n[train]\neval_every = 50\ndevice = "cpu"\n')
     environment = {"command": ["m1clip", "train"], "facts": {"memory_bytes": 8_000_000_000, "cpu": "Test"}}
     (folder / "environment.json").write_text(json.dumps(environment))
     append(folder, [line("start", step=0, steps=steps), *records])
@@ -92,15 +70,12 @@ def append(folder: Path, records: list[dict[str, Any]]) -> None:
 
 def full_run(folder: Path, recall: float = 0.4, finished: bool = True) -> Path:
     """A hundred steps, four evaluations, layers, memory, examples with thumbnails."""
-    records: list[dict[str, Any]] = [
-        line("memory", weights=10_000_000, gradients=10_000_000, rest=5_000_000, peak=30_000_000)
-    ]
+    records = [line("memory", weights=10_000_000, gradients=10_000_000, rest=5_000_000, peak=30_000_000)]
     for number in range(2, 102, 2):
         records.append(step(number))
         if number % 10 == 0:
-            records.append(
-                line("layers", step=number, layers={"image block 1": [1.0 / number, 1e-3], "text stem": [2.0, 2e-3]})
-            )
+            layers = {"image block 1": [1.0 / number, 1e-3], "text stem": [2.0, 2e-3]}
+            records.append(line("layers", step=number, layers=layers))
         if number % 25 == 0:
             records.append(evaluation(number, recall * number / 100))
             records.append(line("checkpoint", step=number, time=BEGIN + number, path=f"step-{number:06d}"))
@@ -119,21 +94,10 @@ def write_example(run: Path, number: int) -> None:
     (folder / "thumbnails").mkdir(parents=True, exist_ok=True)
     for image in range(4):
         Image.new("RGB", (24, 24), (60 * image, 90, 120)).save(folder / "thumbnails" / f"{image}.jpg")
-    caption = "<script>alert(1)</script> a red cat"
+    query = {"caption": "<script>alert(1)</script> a red cat", "right": 1, "rank": 2}
     content = {
-        "step": number,
-        "split": "val",
-        "images": 4,
-        "queries": [
-            {
-                "caption": caption,
-                "right": 1,
-                "rank": 2,
-                "found": [0, 1, 2],
-                "correct": [False, True, False],
-                "scores": [0.9, 0.8, 0.1],
-            }
-        ],
+        **{"step": number, "split": "val", "images": 4},
+        "queries": [{**query, "found": [0, 1, 2], "correct": [False, True, False], "scores": [0.9, 0.8, 0.1]}],
         "matrix": {"images": [0, 1], "captions": ["a", "b"], "values": [[0.9, 0.1], [0.2, 0.8]]},
         "confusions": [{"caption": "a red cat", "found": 0, "right": 1, "margin": 0.1, "truth": "a blue dog"}],
     }
