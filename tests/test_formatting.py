@@ -53,16 +53,7 @@ def test_a_table_aligns_words_left_and_numbers_right() -> None:
 
 @pytest.mark.parametrize(
     ("text", "unit", "value"),
-    [
-        *(
-            ("8GB", "B", 8e9),
-            ("8gb", "B", 8e9),
-            ("1.5 GiB", "B", 1.5 * 2**30),
-            ("512M", "B", 512e6),
-            ("100B", "B", 100),
-        ),
-        *(("2.6TFLOP", "FLOP", 2.6e12), ("2.6TFLOP/s", "FLOP", 2.6e12), (".5G", "B", 5e8)),
-    ],
+    [("8GB", "B", 8e9), ("1.5 gib", "B", 1.5 * 2**30), (".5M", "B", 5e5), ("2.6TFLOP/s", "FLOP", 2.6e12)],
 )
 def test_quantities_that_are_understood(text: str, unit: str, value: float) -> None:
     assert amount(text, unit, "--memory") == pytest.approx(value)

@@ -80,16 +80,6 @@ def test_a_failure_leaves_the_old_folder_and_nothing_else(tmp_path: Path, error:
     assert names(tmp_path) == ["model"]
 
 
-def test_leftovers_of_a_kill_are_removed_and_named(tmp_path: Path) -> None:
-    (tmp_path / "a.12.partial").write_text("half")
-    (tmp_path / "b.12.partial").mkdir()
-    (tmp_path / "b.12.partial" / "x").write_text("half")
-    (tmp_path / "kept").write_text("whole")
-    assert sorted(remove_leftovers(tmp_path)) == ["a.12.partial", "b.12.partial"]
-    assert names(tmp_path) == ["kept"]
-    assert remove_leftovers(tmp_path / "nowhere") == []
-
-
 def made(folder: Path, text: str) -> None:
     folder.mkdir(parents=True)
     (folder / "weights").write_text(text)
@@ -101,17 +91,13 @@ def test_a_folder_moved_aside_by_a_killed_save_comes_back(tmp_path: Path) -> Non
     made(tmp_path / "model", "new")  # killed after both
     made(tmp_path / "model.old.partial", "old")
     (tmp_path / "run.json.12.partial").write_text("half")
-    removed = ["best.12.partial", "model.old.partial", "run.json.12.partial"]
-    assert sorted(remove_leftovers(tmp_path)) == removed
-    assert names(tmp_path) == ["best", "model"]
+    (tmp_path / "kept").write_text("complete")
+    assert restore_folders(tmp_path) == ["best"]
+    assert restore_folders(tmp_path) == remove_leftovers(tmp_path / "nowhere") == []
+    assert sorted(remove_leftovers(tmp_path)) == ["best.12.partial", "model.old.partial", "run.json.12.partial"]
+    assert names(tmp_path) == ["best", "kept", "model"]
     assert (tmp_path / "best" / "weights").read_text() == "old"
     assert (tmp_path / "model" / "weights").read_text() == "new"
-
-
-def test_a_restored_folder_is_named_once(tmp_path: Path) -> None:
-    made(tmp_path / "best.old.partial", "old")
-    assert restore_folders(tmp_path) == ["best"]
-    assert restore_folders(tmp_path) == restore_folders(tmp_path / "nowhere") == []
 
 
 def test_a_kill_between_the_two_moves_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ FEW_IMAGES = 500  # decoded in seconds, so they need no disk
 CHUNK = 64  # images decoded together
 MAX_THREADS = 16  # each holds one decoded image at full size
 SHOWN = 10  # failures named on screen; the run log has all
+EXAMPLES = 3  # failures named in an error
 CHECKED = 256  # training images tried before a run that decodes while it trains
 # With a tenth of the images broken, this many in a row fail once in 10^32.
 REPLACEMENT_TRIES = 32
@@ -477,13 +478,9 @@ def check_failures(
 
 
 def _too_many_failures(found: Sequence[Failure], of: str, tried: int, limit: float) -> UserError:
-    names: dict[str, list[str]] = {}  # grouped by reason
-    for failure in found[:SHOWN]:
-        names.setdefault(failure.reason, []).append(failure.where)
-    listed = "; ".join(f"{', '.join(where)}: {reason}" for reason, where in names.items())
-    more = f"; and {len(found) - SHOWN:,} more" if len(found) > SHOWN else ""
+    examples = "; ".join(f"{failure.where}: {failure.reason}" for failure in found[:EXAMPLES])
     return UserError(
-        f"{len(found):,} of {of} cannot be read ({len(found) / tried:.0%}, allowed {limit:.0%}): {listed}{more}. "
+        f"{len(found):,} of {of} cannot be read ({len(found) / tried:.0%}, allowed {limit:.0%}), such as {examples}. "
         f"m1clip data lint lists all of them; repair them, or raise --max-bad"
     )
 

@@ -106,15 +106,12 @@ class BatchPlan:
         """Number of full batches; each epoch skips different images."""
         return self.images // self.batch
 
-    @classmethod
-    def full(cls, images: int, batch: int, seed: int) -> BatchPlan:
-        """The plan of a run; UserError if there are too few images for one batch."""
-        if images < batch:
+    def __post_init__(self) -> None:
+        if self.images < self.batch:
             raise UserError(
-                f"{images} training images do not fill one batch of {batch}: "
-                f"lower --batch-size to {max(2, images // 2)}, or add images"
+                f"{self.images} training images do not fill one batch of {self.batch}: "
+                f"lower --batch-size to {max(2, self.images // 2)}, or add images"
             )
-        return cls(images, batch, seed)
 
     def members(self, step: int) -> tuple[int, np.ndarray]:
         """(epoch, image indices) of a step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from m1clip.config import DataConfig
@@ -48,24 +48,14 @@ def choose_augmentation(
     config: DataConfig, captions: Iterable[str] = (), whole_images: bool = False, whole_captions: bool = False
 ) -> Augmentation:
     """The augmentation of the config, or the default for this data; no dropout of patches or words if `whole_...`."""
-    synthetic = is_synthetic(config)
-    crop, flip, color = (1.0, 0.0, 0.0) if synthetic else (0.6, 0.5, 0.2)
-    patches, words = 0.0 if synthetic or whole_images else 0.5, 0.0 if synthetic or whole_captions else 0.3
-    if mention_left_right(captions):
-        crop, flip = 1.0, 0.0  # a mirrored or shifted image would make its caption false
-    return Augmentation(
-        crop_min=crop if config.crop_min is None else config.crop_min,
-        flip=flip if config.flip is None else config.flip,
-        color_jitter=color if config.color_jitter is None else config.color_jitter,
-        patch_dropout=patches if config.patch_dropout is None else config.patch_dropout,
-        word_dropout=words if config.word_dropout is None else config.word_dropout,
-    )
-
-
-def mention_left_right(captions: Iterable[str]) -> bool:
-    """Whether many captions mention left or right, as those of synthetic data do."""
-    words = [bool(LEFT_RIGHT.search(caption)) for caption in captions]
-    return sum(words) > LEFT_RIGHT_FRACTION * len(words)
+    usual = Augmentation(0.6, 0.5, 0.2, 0.0 if whole_images else 0.5, 0.0 if whole_captions else 0.3)
+    mentions = [bool(LEFT_RIGHT.search(caption)) for caption in captions]
+    if is_synthetic(config):
+        usual = Augmentation()
+    elif sum(mentions) > LEFT_RIGHT_FRACTION * len(mentions):
+        usual = replace(usual, crop_min=1.0, flip=0.0)  # a mirrored or shifted image would make its caption false
+    asked = {field.name: getattr(config, field.name) for field in fields(Augmentation)}
+    return replace(usual, **{name: value for name, value in asked.items() if value is not None})
 
 
 def open_data(config: DataConfig, image_size: int, seed: int) -> Source:

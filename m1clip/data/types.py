@@ -11,7 +11,7 @@ from PIL import Image
 
 
 class ImageRef(Protocol):
-    """An image that is not yet decoded. Must be picklable, for worker processes."""
+    """An image that is not yet decoded. Must be hashable, and picklable for worker processes."""
 
     def open(self, want: int | None = None) -> Image.Image:
         """Decode to RGB; `want` is the short side wanted, so that JPEG may be decoded smaller."""
@@ -38,13 +38,7 @@ class Sample:
 def sample_ids_of(samples: Sequence[Sample]) -> np.ndarray:
     """(n,) int64: the index of the first sample with the same image."""
     first: dict[ImageRef, int] = {}
-    numbers = np.arange(len(samples))
-    for place, sample in enumerate(samples):
-        try:
-            numbers[place] = first.setdefault(sample.image, place)
-        except TypeError:  # not hashable: taken for an image of its own
-            continue
-    return numbers
+    return np.array([first.setdefault(sample.image, place) for place, sample in enumerate(samples)], np.int64)
 
 
 @dataclass(frozen=True, slots=True)

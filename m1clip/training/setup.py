@@ -223,7 +223,7 @@ def open_training_data(config: Config, image_size: int, plan: DecodePlan) -> Sou
         images, names = len(source.samples("train")), ", ".join(config.data.source)
     if images < 2:
         raise UserError(f"{names}: {images} training images found; contrastive training needs at least 2")
-    BatchPlan.full(images, config.train.batch_size or 2, config.seed)
+    BatchPlan(images, config.train.batch_size or 2, config.seed)
     if images < TINY_SET:
         plan.warn(
             f"only {images} training images: the run will show that everything works, but the model will "
@@ -309,7 +309,7 @@ def _training_set(
     return TrainingSet(
         None if cached_features else train.images,
         train.captions,
-        BatchPlan.full(len(train.samples), config.train.batch_size or 0, config.seed),
+        BatchPlan(len(train.samples), config.train.batch_size or 0, config.seed),
         augmentation,
         image_features=train.image_features,
         device_images=train.images.to_device(device.torch, device.free_bytes()) if resident else None,

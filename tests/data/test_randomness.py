@@ -13,10 +13,6 @@ SAMPLES = np.arange(20_000)
 STREAMS = (rnd.CAPTION, rnd.CROP_AREA, rnd.CROP_ASPECT, rnd.CROP_X, rnd.CROP_Y, rnd.FLIP, rnd.BRIGHTNESS, rnd.CONTRAST)
 
 
-def test_every_use_has_its_own_stream() -> None:
-    assert len(set(STREAMS)) == len(STREAMS)
-
-
 @given(seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 10**6), stream=st.sampled_from(STREAMS))
 def test_uniform_is_in_the_half_open_unit_interval(seed: int, epoch: int, stream: int) -> None:
     numbers = rnd.uniform(seed, epoch, np.array([0, 1, 2**31, 2**62]), stream)
@@ -37,23 +33,16 @@ def test_numbers_are_uniform() -> None:
 def test_streams_epochs_and_seeds_are_independent(other: tuple[int, int, int]) -> None:
     one = rnd.uniform(0, 0, SAMPLES, rnd.CAPTION)
     seed, epoch, stream = other
-    assert abs(np.corrcoef(one, rnd.uniform(seed, epoch, SAMPLES, stream))[0, 1]) < 4 / np.sqrt(len(SAMPLES))
-
-
-def test_seed_and_epoch_are_not_mixed_up() -> None:
-    one, other = (rnd.uniform(seed, epoch, SAMPLES, rnd.CAPTION) for seed, epoch in ((0, 1), (1, 0)))
-    assert (one != other).all()
+    two = rnd.uniform(seed, epoch, SAMPLES, stream)
+    assert (one != two).all()
+    assert abs(np.corrcoef(one, two)[0, 1]) < 4 / np.sqrt(len(SAMPLES))
 
 
 def test_neighbours_are_independent() -> None:
     numbers = rnd.uniform(0, 0, SAMPLES, rnd.CAPTION)
     assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 4 / np.sqrt(len(SAMPLES))
     assert len(np.unique(rnd.bits(0, 0, SAMPLES, rnd.CAPTION))) == len(SAMPLES)
-
-
-def test_number_of_a_sample_does_not_depend_on_the_others() -> None:
-    whole, part = rnd.bits(5, 2, SAMPLES, rnd.FLIP), rnd.bits(5, 2, np.array([17, 3, 9000]), rnd.FLIP)
-    assert (whole[[17, 3, 9000]] == part).all()
+    assert (numbers[[17, 3]] == rnd.uniform(0, 0, np.array([17, 3]), rnd.CAPTION)).all()
 
 
 @given(seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 1000), count=st.integers(1, 300))
@@ -61,10 +50,5 @@ def test_permutation_contains_each_image_once(seed: int, epoch: int, count: int)
     order = rnd.permutation(seed, epoch, count)
     assert sorted(order) == list(range(count))
     assert (order == rnd.permutation.__wrapped__(seed, epoch, count)).all()
-
-
-def test_permutations_differ_by_epoch_and_seed_and_are_read_only() -> None:
-    assert (rnd.permutation(0, 0, 100) != rnd.permutation(0, 1, 100)).any()
-    assert (rnd.permutation(0, 0, 100) != rnd.permutation(1, 0, 100)).any()
-    with pytest.raises(ValueError, match="read-only"):
-        rnd.permutation(0, 0, 100)[0] = 5
+    assert not order.flags.writeable
+    assert count < 20 or (order != rnd.permutation(seed, epoch + 1, count)).any()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -56,18 +55,12 @@ BROKEN = {0, 7, 8, 10, 20, 30, 40, 50}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
-@pytest.mark.parametrize("workers", [2, 8])
+@pytest.mark.parametrize(("workers", "start_method"), [(2, "spawn"), (8, "fork")])
 def test_same_batches_for_any_number_of_workers(broken_set: Path, workers: int, start_method: str) -> None:
     data = live_set(broken_set)
     data.report = lambda failed, asked: None  # must not travel to the workers
     alone = list(batches(data, 0, STEPS, 0, "fork", False))
-    assert_same(alone, list(batches(data, 0, STEPS, workers, start_method, False)))
-
-
-def test_same_batches_from_a_later_step(broken_set: Path) -> None:
-    data = live_set(broken_set)
-    assert_same(list(batches(data, 0, STEPS, 0, "fork", False))[5:], list(batches(data, 5, STEPS, 0, "fork", False)))
+    assert_same(alone[5:], list(batches(data, 5, STEPS, workers, start_method, False)))
 
 
 def test_replacement_brings_its_own_captions_and_id(broken_set: Path) -> None:
@@ -165,20 +158,6 @@ def test_twenty_percent_bad_files_are_refused_with_a_list(tmp_path: Path, cache:
         broken_run(tmp_path, 0.2, cache)
     message = str(caught.value)
     assert "40 of 200 train images cannot be read (20%, allowed 10%)" in message
-    assert message.count("not an image") == 1  # the reason that all share
-    assert message.count(".jpg") == 10
-    assert "and 30 more" in message
+    assert message.count(".jpg: not an image") == 3
     assert "--max-bad" in message
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_findings_of_lint_and_source_are_printed(tmp_path: Path) -> None:
-    folder = make_set(tmp_path / "set", train=80)
-    with (folder / "captions.jsonl").open("a") as file:
-        file.write("\n" + json.dumps({"image": "images/train-0001.jpg", "captions": []}) + "\nnonsense")
-    shown = screen()
-    train_config(small_config({"data.source": [str(folder)], "train.steps": 2}), tmp_path / "run", shown)
-    text = shown.console.file.getvalue()  # type: ignore[attr-defined]
-    assert "warning: data: rows without a caption, skipped: 1; first: captions.jsonl row 97" in text
-    assert "warning: data: unreadable rows, skipped: 1; first: captions.jsonl row 98" in text
