@@ -238,9 +238,7 @@ def _go(
     for line in screen.warned:
         log.write("warning", step=state.step, text=line)
     setup.training.report = _failure_log(setup, folder, log, screen)
-    train_step = TrainStep(
-        setup.build_model(), setup.config, setup.device, setup.precision, setup.preprocess, setup.teacher
-    )
+    train_step = setup.make_step()
     if tensors is not None:
         restore(train_step, state, tensors)
     train_step.oom, train_step.lr_factor = make_oom_handler(setup, state), state.lr_factor
