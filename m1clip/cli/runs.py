@@ -133,9 +133,9 @@ def checkpoints(run: Path, /, *, verify: Flag = False, json: Flag = False) -> No
     json
         Print JSON.
     """
-    from m1clip.training.checkpoint_list import checkpoints_as_json, checkpoints_as_text, list_checkpoints
+    from m1clip.training.checkpoint import checkpoint_table, list_checkpoints
 
     found = list_checkpoints(run, verify)
-    print(checkpoints_as_json(found) if json else checkpoints_as_text(run, found))
-    if any(row.problem for row in found):
+    print(dumps(found, indent=2) if json else checkpoint_table(run, found))
+    if any(row["problem"] for row in found):
         sys.exit(1)

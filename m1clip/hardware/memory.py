@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -59,21 +60,13 @@ NEAR = 0.95  # fraction of the limit; the rest is for the backward pass and othe
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def smallest_limit(physical: int, limits: list[str]) -> int:
-    """The machine's memory, or the smaller limit of a container's cgroup files ("max" means no limit)."""
-    numbers = [int(text) for text in (line.strip() for line in limits) if text.isascii() and text.isdigit()]
-    return min([physical, *(number for number in numbers if number > 0)])
-
-
 def memory_limit(files: tuple[str, ...] = CGROUPS) -> int:
-    """Bytes that the process can use before the system swaps or kills it."""
-    limits = []
+    """Bytes that the process can use before the system swaps or kills it: the machine's, or a container's limit."""
+    limits = [int(psutil.virtual_memory().total)]
     for name in files:
-        try:
-            limits.append(Path(name).read_text(encoding="ascii"))
-        except (OSError, ValueError):
-            continue
-    return smallest_limit(int(psutil.virtual_memory().total), limits)
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            limits.append(int(Path(name).read_text(encoding="ascii")))
+    return min(limit for limit in limits if limit > 0)
 
 
 _process = cache(psutil.Process)  # by process id: called in each step
@@ -83,8 +76,3 @@ def own_bytes() -> int:
     """Private memory of this process, without mapped files such as cached images."""
     facts = _process(os.getpid()).memory_info()
     return int(facts.rss - getattr(facts, "shared", 0))  # only Linux reports shared memory
-
-
-def is_near(used: float, limit: float) -> bool:
-    """Whether memory in use is too close to a limit."""
-    return used > NEAR * limit

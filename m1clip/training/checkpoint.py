@@ -1,46 +1,49 @@
-"""Save and restore a run: safetensors and JSON in one folder, written atomically and verified by hash."""
+"""Checkpoints of a run: safetensors and JSON in one folder each, written atomically and verified by hash."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
-import threading
+import re
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from m1clip.config import Config
 from m1clip.errors import UserError
-from m1clip.formatting import size, steps_or_seconds
-from m1clip.io import atomic_folder, read_small, remove_folder, remove_leftovers, restore_folders, validated, write_json
+from m1clip.formatting import plural, size, steps_or_seconds, table
+from m1clip.io import (
+    atomic_folder,
+    format_version,
+    read_small,
+    remove_folder,
+    remove_leftovers,
+    restore_folders,
+    validated,
+    write_json,
+)
 from m1clip.model.weights import read_tensors, write_tensors
 from m1clip.runlog import RunLog
-from m1clip.training.checkpoint_list import (
-    FOLDER,
-    FORMAT,
-    MANIFEST,
-    MAX_JSON_BYTES,
-    STATE,
-    checkpoint_folder,
-    delete_old,
-    folder_bytes,
-    saved_steps,
-    sha256,
-    verify,
-)
-from m1clip.training.progress import Screen
-from m1clip.training.step import TrainStep
 
+if TYPE_CHECKING:
+    from m1clip.training.progress import Screen
+    from m1clip.training.setup import Setup
+    from m1clip.training.step import TrainStep
+
+FORMAT = 1
+STATE = "state.json"
+MANIFEST = "manifest.json"  # sha256 of every other file
+FOLDER = "checkpoints"
+REQUIRED = {STATE, "weights.safetensors", "optimizer.safetensors"}
+MAX_JSON_BYTES = 2**24
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)  # of a damaged JSON file
 TensorGroups = dict[str, dict[str, Tensor]]  # file name without extension -> tensors
-
-# Checkpoints are written in the background only if this many copies plus these bytes are free: a save takes
-# a second or two, and a higher memory peak costs more (76.7M parameters: 0.9 GB; benchmarks/step.py).
-FREE_COPIES, FREE_BYTES = 50, 512_000_000
 
 
 @dataclass
@@ -62,18 +65,69 @@ class TrainState:
     evaluation_due: bool = False  # a signal interrupted the evaluation of this step
 
 
+def checkpoint_folder(run: Path, step: int) -> Path:
+    """The checkpoint folder of a step."""
+    return run / FOLDER / f"step-{step:06d}"
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Steps that have a checkpoint folder, in order."""
+    names = (re.fullmatch(r"step-([0-9]{6,18})", item.name) for item in (run / FOLDER).glob("step-*") if item.is_dir())
+    return sorted(int(name[1]) for name in names if name)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Size of a checkpoint on disk."""
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def save(run: Path, state: TrainState, groups: TensorGroups, keep: int) -> Path:
     """Write a checkpoint, then delete those of later steps and all but the newest `keep`."""
     target = checkpoint_folder(run, state.step)
-    with atomic_folder(target) as folder:
+    with atomic_folder(target) as folder, torch.no_grad():
         for name, tensors in groups.items():
             write_tensors(folder / f"{name}.safetensors", tensors)
         write_json(folder / STATE, {"format": FORMAT, **asdict(state)})
         write_json(folder / MANIFEST, {"sha256": {file.name: sha256(file) for file in sorted(folder.iterdir())}})
-    for later in [step for step in saved_steps(run) if step > state.step]:
-        remove_folder(checkpoint_folder(run, later))  # damaged, or undone by a rollback
-    delete_old(run, keep)
+    steps = saved_steps(run)
+    later = [step for step in steps if step > state.step]  # damaged, or undone by a rollback
+    for step in [*later, *[step for step in steps if step <= state.step][:-keep]]:
+        remove_folder(checkpoint_folder(run, step))
     return target
+
+
+def verify(folder: Path) -> str:
+    """Why a checkpoint cannot be used, or "" if it is valid; UserError if a newer m1clip wrote it."""
+    try:
+        hashes: dict[str, Any] = dict(json.loads(read_small(folder / MANIFEST, MAX_JSON_BYTES))["sha256"])
+    except UNREADABLE as error:
+        return f"its {MANIFEST} cannot be read ({type(error).__name__})"
+    unlisted = sorted((REQUIRED | {file.name for file in folder.glob("*.safetensors")}) - set(hashes))
+    if unlisted:
+        return f"{MANIFEST} does not list {unlisted[0][:80]}"
+    for name, digest in hashes.items():
+        file = folder / Path(name).name  # a name cannot point outside the folder
+        try:
+            if not file.is_file():
+                return f"{name[:80]} is missing"
+            if sha256(file) != digest:
+                return f"{name} is damaged (its hash differs)"
+        except (OSError, ValueError) as error:  # a failing disk; a name that no file can have
+            return f"{name[:80]!a} cannot be read ({type(error).__name__})"
+    try:
+        # Only after the hash check: a flipped bit must not look like a newer format.
+        version = format_version(json.loads(read_small(folder / STATE, MAX_JSON_BYTES)))
+    except UNREADABLE as error:
+        return f"its {STATE} cannot be read ({type(error).__name__})"
+    if version > FORMAT:
+        raise UserError(f"{folder}: written by a newer m1clip (format {version}, this one reads {FORMAT}): upgrade")
+    return ""
 
 
 def load_latest(
@@ -113,155 +167,59 @@ def load_latest(
 
 def _read_state(path: Path) -> TrainState:
     try:
-        values = json.loads(read_small(path, MAX_JSON_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
+        values = dict(json.loads(read_small(path, MAX_JSON_BYTES)))
+    except UNREADABLE as error:
         raise UserError(f"{path}: cannot be read ({type(error).__name__})") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: not a JSON object")
     values.pop("format", None)
     return TrainState(**validated(TrainState, values, str(path)))
 
 
-@dataclass
-class SaveSchedule:
-    """Due every N steps, or every N seconds of a monotonic clock that excludes sleep."""
-
-    steps: int
-    seconds: float
-    clock: Callable[[], float] = time.monotonic
-    _last: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._last = self.clock()
-
-    @classmethod
-    def parse(cls, every: int | str | None, total_steps: int) -> SaveSchedule:
-        """Parse train.save_every; 0 means only at the end."""
-        return cls(*steps_or_seconds(every or total_steps, "train.save_every"))
-
-    def due(self, step: int) -> bool:
-        """Whether to save after this step."""
-        if self.seconds:
-            return self.clock() - self._last >= self.seconds
-        return bool(self.steps) and step > 0 and step % self.steps == 0
-
-    def restart(self) -> None:
-        """Start a new interval."""
-        self._last = self.clock()
-
-
-@dataclass
-class _Save:
-    """A checkpoint being written, or just written."""
-
-    step: int
-    started: float
-    thread: threading.Thread | None = None  # None: written in the training thread
-    path: Path | None = None
-    error: BaseException | None = None
-    seconds: float = 0.0
-
-
 class CheckpointWriter:
-    """Writes the checkpoints of a run one at a time, in the background where memory allows."""
+    """Writes the checkpoints of a run: every N steps, or every N seconds of a clock that excludes sleep."""
 
-    def __init__(
-        self, run: Path, config: Config, total_steps: int, log: RunLog, screen: Screen, free_bytes: Callable[[], float]
-    ) -> None:
-        """`free_bytes()` is the main memory available for a copy of the tensors."""
-        self.run, self.config, self.log, self.screen, self.free_bytes = run, config, log, screen, free_bytes
-        self.schedule = SaveSchedule.parse(config.train.save_every, total_steps)
-        self._save: _Save | None = None
+    def __init__(self, setup: Setup, run: Path, log: RunLog, screen: Screen) -> None:
+        self.run, self.log, self.screen, self.keep = run, log, screen, setup.config.train.save_total_limit
+        train = setup.config.train
+        self.steps, self.seconds = steps_or_seconds(train.save_every or train.steps or 0, "train.save_every")
+        self._last = time.monotonic()
         self._due = self._announced = False
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due; stays true until `save`, because skipped steps delay it."""
-        self._due = self._due or self.schedule.due(step)
+        elapsed = self.seconds and time.monotonic() - self._last >= self.seconds
+        self._due = self._due or bool(elapsed or (self.steps and step and step % self.steps == 0))
         return self._due
 
     def reset(self) -> None:
-        """Clear what is due, after a rollback."""
-        self._due = False
+        """Start a new interval."""
+        self._due, self._last = False, time.monotonic()
 
-    def save(self, state: TrainState, groups: TensorGroups, wait: bool = False) -> None:
-        """Start saving a checkpoint; with `wait`, return only once it is on disk or has failed."""
-        self.finish()
-        self.schedule.restart()
-        self._due = False
-        nbytes = sum(t.numel() * t.element_size() for group in groups.values() for t in group.values())
-        background = not wait and FREE_COPIES * nbytes + FREE_BYTES <= self.free_bytes()
-        self._save = save = _Save(state.step, time.monotonic())
-        state = replace(state)
-        if background:
-            groups = {
-                name: {key: t.detach().to("cpu", copy=True) for key, t in group.items()}
-                for name, group in groups.items()
-            }
-            # A daemon thread: a second signal does not wait for the disk, and an unfinished checkpoint is never used.
-            save.thread = threading.Thread(target=self._write, args=(save, state, groups), daemon=True)
-            save.thread.start()
-        else:
-            self._write(save, state, groups)
-            self._report(save)
-
-    def poll(self) -> None:
-        """Report a background save once it has finished."""
-        if self._save is not None and self._save.thread is not None and not self._save.thread.is_alive():
-            self._report(self._save)
-
-    def finish(self) -> None:
-        """Wait for the save in progress."""
-        if self._save is not None and self._save.thread is not None:
-            self._save.thread.join()
-            self._report(self._save)
-
-    def __enter__(self) -> CheckpointWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Complete the last checkpoint even if the run failed, unless a second signal arrived."""
-        if kind is None:
-            self.finish()
-        elif issubclass(kind, Exception):
-            with contextlib.suppress(Exception):  # the error that ended the run is reported instead
-                self.finish()
-
-    def handle_error(self, error: BaseException, path: Path, step: int) -> None:
-        """Stop the run: a disk error is reported in one line, others are raised."""
-        self.log.check_folder()
-        if not isinstance(error, OSError):
-            raise error
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise UserError(
-            f"{path}: could not be saved: {'the disk is full' if full else error.strerror or error} (step {step:,}); "
-            f"earlier checkpoints are intact: free some space, then continue with m1clip train --resume {self.run}"
-        ) from None
-
-    def _write(self, job: _Save, state: TrainState, groups: TensorGroups) -> None:
-        try:
-            self.log.check_folder()
-            with torch.no_grad():
-                job.path = save(self.run, state, groups, self.config.train.save_total_limit)
-        except BaseException as error:
-            if job.thread is None and not isinstance(error, Exception):
-                raise  # the training thread was interrupted
-            job.error = error
-        job.seconds = time.monotonic() - job.started
-
-    def _report(self, job: _Save) -> None:
-        self._save = None
-        if job.error is not None:
-            self.handle_error(job.error, self.run / FOLDER, job.step)
-            return
-        assert job.path is not None
-        nbytes, background = folder_bytes(job.path), job.thread is not None
-        values = {"path": job.path.name, "bytes": nbytes, "seconds": round(job.seconds, 4), "background": background}
-        self.log.write("checkpoint", step=job.step, **values)
+    def save(self, state: TrainState, groups: TensorGroups) -> None:
+        """Write a checkpoint and log it."""
+        begin = time.monotonic()
+        with disk_errors(self.log, self.run / FOLDER, state.step):
+            path = save(self.run, state, groups, self.keep)
+        self.reset()
+        nbytes, seconds = folder_bytes(path), round(time.monotonic() - begin, 4)
+        self.log.write("checkpoint", step=state.step, path=path.name, bytes=nbytes, seconds=seconds)
         if not self._announced:
             self._announced = True
-            how = "in the background" if background else "while training waited"
-            keep = self.config.train.save_total_limit
-            self.screen.say(f"checkpoint step {job.step:,}: {size(nbytes)}, saved {how}; keeping the newest {keep}")
+            self.screen.say(f"checkpoint step {state.step:,}: {size(nbytes)}; keeping the newest {self.keep}")
+
+
+@contextlib.contextmanager
+def disk_errors(log: RunLog, path: Path, step: int) -> Iterator[None]:
+    """Stop the run with one line if the block cannot write to `path`."""
+    log.check_folder()
+    try:
+        yield
+    except OSError as error:
+        log.check_folder()
+        reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or error
+        raise UserError(
+            f"{path}: could not be saved: {reason} (step {step:,}); earlier checkpoints are intact: free some space, "
+            f"then continue with m1clip train --resume {log.path.parent}"
+        ) from None
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -322,3 +280,28 @@ def _mismatch(train_step: TrainStep, state: TrainState, groups: TensorGroups) ->
                 if moment is None or name not in trained or moment.shape not in (trained[name].shape, ()):
                     return f"optimizer: {part}/{name}/{kind} is missing or has another shape"
     return ""
+
+
+def list_checkpoints(run: Path, verified: bool = False) -> list[dict[str, Any]]:
+    """The checkpoints of a run, oldest first; `problem` is None if not verified, and empty if valid."""
+    if not (run / "config.toml").is_file() and not (run / FOLDER).is_dir():
+        raise UserError(f"{run}: not a run (no config.toml, no {FOLDER}/)")
+    rows = []
+    for step in saved_steps(run):
+        path = checkpoint_folder(run, step)
+        row = {"step": step, "path": str(path), "bytes": folder_bytes(path), "saved": path.stat().st_mtime}
+        rows.append({**row, "problem": verify(path) if verified else None})
+    return rows
+
+
+def checkpoint_table(run: Path, rows: list[dict[str, Any]]) -> str:
+    """`list_checkpoints` for the terminal."""
+    if not rows:
+        return f"{run}: no checkpoints yet"
+    cells = []
+    for row in rows:
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["saved"]))
+        state = Path(row["path"]).name if row["problem"] is None else row["problem"] or "valid"
+        cells.append((f"{row['step']:,}", size(row["bytes"]), saved, state))
+    text = table(("step", "size", "saved", "state"), cells)
+    return f"{text}\n{plural(len(rows), 'checkpoint')}, {size(sum(row['bytes'] for row in rows))} in total"

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -34,26 +34,26 @@ BLOCK = re.compile(r"^(?P<tower>[^.]+)_tower\..*?\b(?:blocks|layers?|resblocks|s
 class StepLogger:
     """Accumulates values between two log lines and writes the lines."""
 
-    def __init__(self, job: Setup, train_step: TrainStep, log: RunLog, screen: Screen, total_steps: int) -> None:
-        self.job, self.train_step, self.log, self.screen = job, train_step, log, screen
+    def __init__(self, setup: Setup, train_step: TrainStep, log: RunLog, screen: Screen) -> None:
+        self.setup, self.train_step, self.log, self.screen = setup, train_step, log, screen
+        total_steps = setup.config.train.steps or 0
         self.every = log_interval(total_steps)
         self.layers_every = -(-(total_steps // LAYER_LINES or 1) // self.every) * self.every
-        self.telemetry = Telemetry(job.device.kind)
+        self.telemetry = Telemetry(setup.device.kind)
         self.probe = LayerProbe(train_step.model, train_step.optimizer)
         self._wrote_memory = self._wrote_graph = False
         self._begin()
 
     def _begin(self) -> None:
         self._started = time.perf_counter()
-        self._losses: list[Tensor] = []
-        self._grad_norms: list[Tensor] = []
+        self._values: list[Tensor] = []  # (loss, gradient norm) of each step, on the device
         self._data_seconds = 0.0
 
     def restart(self) -> None:
         """Discard everything since the last line, such as an evaluation, a checkpoint or rolled-back steps."""
         self.probe.disarm()
         self.train_step.phases.take()
-        self.telemetry.skip()
+        self.telemetry.read(1.0)
         self._begin()
 
     def before_step(self, step: int) -> None:
@@ -63,44 +63,41 @@ class StepLogger:
 
     def after_step(self, waited: float, loss: Tensor, grad_norm: Tensor) -> None:
         """Called after each step; nothing is read from the device."""
-        self._losses.append(loss)
-        self._grad_norms.append(grad_norm)
+        self._values.append(torch.stack([loss.float(), grad_norm.float()]))
         self._data_seconds += waited
 
     def write(self, state: TrainState, lr_fraction: float) -> None:
         """Write one line for the steps since the last; the only place that synchronizes."""
-        n = len(self._losses)
-        if n == 0:
-            return
-        values = torch.stack([torch.stack(self._losses).float(), torch.stack(self._grad_norms).float()])
-        (loss, grad_norm), skipped = _finite_means(values)
+        setup, values = self.setup, torch.stack(self._values).tolist()
+        finite = [pair for pair in values if all(map(math.isfinite, pair))]
+        n, used = len(values), finite or values
+        loss, grad_norm = (sum(column) / len(used) for column in zip(*used, strict=True))
         phases = self.train_step.phases.take()
         seconds = time.perf_counter() - self._started
         split = time_split(seconds, self._data_seconds, phases)
         line: dict[str, Any] = {
             "step": state.step,
-            "epoch": round(state.step / self.job.training.plan.steps_per_epoch, 4),
+            "epoch": round(state.step / setup.training.plan.steps_per_epoch, 4),
             "loss": loss,
             "grad_norm": grad_norm,
-            "lr": self.job.config.optim.lr * lr_fraction,
+            "lr": setup.config.optim.lr * lr_fraction,
             "temperature": float(1 / self.train_step.model.logit_scale.detach().exp()),
-            "images_per_second": n * self.job.training.plan.batch / seconds,
+            "images_per_second": n * setup.training.plan.batch / seconds,
             "step_seconds": seconds / n,
             "data_fraction": split["data"] / seconds,
             "seconds": {name: round(value / n, 6) for name, value in split.items()},
-            "memory_bytes": self.job.device.memory_bytes(),
+            "memory_bytes": setup.device.memory_bytes(),
             "elapsed": round(state.seconds, 3),
             **self.telemetry.read(seconds),
         }
-        if skipped:
-            line["skipped"] = skipped  # the means exclude them
+        if len(finite) < n:
+            line["skipped"] = n - len(finite)  # the means exclude them
         self.log.write("step", **line)
-        if state.step % self.layers_every == 0:
-            layers = self.probe.take(float(self._grad_norms[-1]))
-            if layers is not None:
-                self.log.write("layers", step=state.step, layers=layers)
+        layers = self.probe.take(values[-1][1])
+        if layers:
+            self.log.write("layers", step=state.step, layers=layers)
         if not self._wrote_memory:
-            self.log.write("memory", **memory_parts(self.job, self.train_step), meter=self.telemetry.meter)
+            self.log.write("memory", **memory_parts(setup, self.train_step), meter=self.telemetry.meter_name)
             self._wrote_memory = True
         graph = self.train_step.cuda_graph
         if graph is not None and graph.disabled and not self._wrote_graph:
@@ -110,14 +107,9 @@ class StepLogger:
         self._begin()
 
 
-def _finite_means(values: Tensor) -> tuple[list[float], int]:
-    """Means over the finite steps of (2, n), and the number of non-finite ones, in one transfer."""
-    finite = values.isfinite().all(dim=0)
-    usable = torch.where(finite, values, 0.0)
-    count = finite.sum()
-    means = torch.where(count > 0, usable.sum(dim=1) / count.clamp(min=1), values.mean(dim=1))
-    read: list[float] = torch.cat([means, (values.shape[1] - count).float()[None]]).tolist()
-    return read[:2], int(read[2])
+def log_interval(total_steps: int) -> int:
+    """Steps between two log lines."""
+    return max(1, min(LOG_EVERY, total_steps // LOG_LINES))
 
 
 def time_split(seconds: float, waited: float, phases: dict[str, float]) -> dict[str, float]:
@@ -140,14 +132,10 @@ class Telemetry:
         own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         self._cpus = sorted(own)  # ignore cores that this process may not use
         self._meter = open_meter(device_kind)
+        self.meter_name = None if self._meter is None else f"{self._meter.name}: {self._meter.covers}"
         self._joules = 0.0
         self._celsius, self._measured = temperature(device_kind), time.monotonic()
         psutil.cpu_percent(percpu=True)  # the first call only starts the interval
-
-    @property
-    def meter(self) -> str | None:
-        """What the energy meter covers; None without a meter."""
-        return None if self._meter is None else f"{self._meter.name}: {self._meter.covers}"
 
     def read(self, seconds: float) -> dict[str, Any]:
         """CPU usage per core in percent, joules and mean watts of the last `seconds`, temperature."""
@@ -163,14 +151,8 @@ class Telemetry:
             values["celsius"] = round(self._celsius, 1)
         return values
 
-    def skip(self) -> None:
-        """Discard everything since the last reading."""
-        psutil.cpu_percent(percpu=True)
-        if self._meter is not None:
-            self._joules = self._meter.joules()
 
-
-def memory_parts(job: Setup, train_step: TrainStep) -> dict[str, int]:
+def memory_parts(setup: Setup, train_step: TrainStep) -> dict[str, int]:
     """Bytes by component; `rest` is everything else in the peak: activations, libraries, buffers."""
 
     def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -184,9 +166,9 @@ def memory_parts(job: Setup, train_step: TrainStep) -> dict[str, int]:
     }
     if train_step.ema is not None:
         parts["average"] = nbytes(train_step.ema.weights.values())
-    if job.device.kind == "cpu":
-        parts["images"] = sum(split.images.ram_bytes for split in job.splits.values())
-    peak = job.device.peak_bytes()
+    if setup.device.kind == "cpu":
+        parts["images"] = sum(split.images.ram_bytes for split in setup.splits.values())
+    peak = setup.device.peak_bytes()
     return {**parts, "rest": max(0, peak - sum(parts.values())), "peak": peak}
 
 
@@ -202,72 +184,50 @@ def layer_of(name: str) -> str:
     return f"{tower} {'head' if head else 'stem'}"
 
 
-def log_interval(total_steps: int) -> int:
-    """Steps between two log lines."""
-    return max(1, min(LOG_EVERY, total_steps // LOG_LINES))
-
-
-class _LayerNorms(NamedTuple):
-    """Norms by parameter of one optimizer's step."""
-
-    layers: list[str]
-    gradients: list[Tensor]
-    weights: list[Tensor]
-    updates: list[Tensor]
-
-
 class LayerProbe:
-    """When armed for a step, reads gradients right before the optimizer step and updates right after it."""
+    """When armed for a step, stores gradient norms and weights before the optimizer step; `take` computes updates."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._layers = {id(p): layer_of(name) for name, p in model.named_parameters()}
         self._handles: list[RemovableHandle] = []
-        self._before: list[Tensor] = []
-        self._norms: list[_LayerNorms] = []
+        self._params: list[Tensor] = []
+        self._before: list[Tensor] = []  # a copy of the weights
+        self._grad_norms: list[Tensor] = []
 
     def arm(self) -> None:
         """Observe the next step."""
         self._optimizer.observed = True
         for part in self._optimizer.parts.values():
             self._handles.append(part.register_step_pre_hook(self._before_step))
-            self._handles.append(part.register_step_post_hook(self._after_step))
 
     def disarm(self) -> None:
         """Stop observing and discard the values."""
         for handle in self._handles:
             handle.remove()
         self._optimizer.observed = False
-        self._handles, self._before, self._norms = [], [], []
+        self._handles, self._params, self._before, self._grad_norms = [], [], [], []
 
     @torch.no_grad()
     def _before_step(self, part: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        params = list(_with_gradient(part))
-        self._before = [p.detach().clone() for p in params]
-        gradients = torch._foreach_norm([p.grad for p in params if p.grad is not None])
-        layers, weights = [self._layers[id(p)] for p in params], torch._foreach_norm(self._before)
-        self._norms.append(_LayerNorms(layers, list(gradients), list(weights), []))
+        params = [p for group in part.param_groups for p in group["params"] if p.grad is not None]
+        self._params += params
+        self._before += [p.detach().clone() for p in params]
+        self._grad_norms += torch._foreach_norm([p.grad for p in params])
 
     @torch.no_grad()
-    def _after_step(self, part: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        torch._foreach_sub_(self._before, [p.detach() for p in _with_gradient(part)])
-        self._norms[-1].updates.extend(torch._foreach_norm(self._before))
-        self._before = []
-
-    def take(self, grad_norm: float) -> dict[str, list[float]] | None:
-        """layer -> [gradient norm before clipping, update / weight], read in one transfer; None if no step was made."""
-        norms = self._norms
-        self.disarm()
-        layers = [layer for part in norms for layer in part.layers]
-        columns = [
-            [norm for part in norms for norm in getattr(part, name)] for name in ("gradients", "weights", "updates")
-        ]
-        if not layers or len(columns[2]) != len(layers):
-            return None
-        squares = torch.stack([torch.stack([t.float() for t in column]) for column in columns]).square().tolist()
+    def take(self, grad_norm: float) -> dict[str, list[float]]:
+        """layer -> [gradient norm before clipping, update / weight], read in one transfer; {} if no step was made."""
+        layers = [self._layers[id(p)] for p in self._params]
         sums: dict[str, list[float]] = {}
-        for layer, *row in zip(layers, *squares, strict=True):
-            sums[layer] = [a + b for a, b in zip(sums.get(layer, [0.0] * 3), row, strict=True)]
+        if layers:
+            weights = torch._foreach_norm(self._before)
+            torch._foreach_sub_(self._before, self._params)
+            columns = (self._grad_norms, weights, torch._foreach_norm(self._before))
+            norms = [torch.stack([t.float() for t in column]) for column in columns]
+            for layer, *row in zip(layers, *torch.stack(norms).square().tolist(), strict=True):
+                sums[layer] = [a + b for a, b in zip(sums.get(layer, [0.0] * 3), row, strict=True)]
+        self.disarm()
         # Clipping scaled all gradients by one factor, which follows from the norm before clipping.
         clipped = math.sqrt(sum(gradient for gradient, *_ in sums.values()))
         scale = grad_norm / clipped if clipped > 0 and math.isfinite(grad_norm) else 1.0
@@ -275,10 +235,6 @@ class LayerProbe:
             layer: [_rounded(scale * math.sqrt(gradient)), _rounded(math.sqrt(update / weight) if weight else 0.0)]
             for layer, (gradient, weight, update) in sums.items()
         }
-
-
-def _with_gradient(part: torch.optim.Optimizer) -> Iterator[Tensor]:
-    return (p for group in part.param_groups for p in group["params"] if p.grad is not None)
 
 
 def _rounded(value: float) -> float:
@@ -300,32 +256,18 @@ def open_sink(name: str, run: Path) -> tuple[Sink, Callable[[], None]] | None:
     writer: Any = SummaryWriter(str(run / "tensorboard"))
 
     def write(record: Record) -> None:
-        step = record.get("step")
-        if record["kind"] in ("step", "eval", "end", "layers") and isinstance(step, int):
-            for key, value in scalars(record):
-                writer.add_scalar(key, value, step, walltime=record["time"])
+        if record["kind"] in ("step", "eval", "end", "layers"):
+            for key, value in scalars(record["kind"], record):
+                writer.add_scalar(key, value, record["step"], walltime=record["time"])
 
     return write, writer.close
 
 
-def scalars(record: Record) -> list[tuple[str, float]]:
-    """Every number of a record as kind/name, nested ones as kind/name/name."""
-    found: list[tuple[str, float]] = []
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                walk(f"{prefix}/{key}", item)
-        elif isinstance(value, list):
-            if prefix.count("/") > 1 and value:  # [fraction, n] of a group, [gradient, update] of a layer
-                walk(prefix, value[0])
-            else:
-                for place, item in enumerate(value):
-                    walk(f"{prefix}/{place}", item)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            found.append((prefix, float(value)))
-
+def scalars(prefix: str, record: Record) -> Iterator[tuple[str, float]]:
+    """Every number of a record as kind/name, nested ones as kind/name/name; of a list, its first number."""
     for key, value in record.items():
-        if key not in ("v", "step", "time"):
-            walk(f"{record['kind']}/{key}", value)
-    return found
+        first = value[0] if isinstance(value, list) and value else value
+        if isinstance(first, dict):
+            yield from scalars(f"{prefix}/{key}", first)
+        elif key not in ("v", "step", "time") and isinstance(first, int | float) and not isinstance(first, bool):
+            yield f"{prefix}/{key}", float(first)

@@ -14,7 +14,7 @@ from m1clip.training.checkpoint import CheckpointWriter, TrainState, checkpoint_
 from m1clip.training.logger import StepLogger
 from m1clip.training.process import Interrupted, Stopped, StopRequest
 from m1clip.training.progress import Screen
-from m1clip.training.recovery import Recovery, Rollback, free_host_bytes
+from m1clip.training.recovery import Recovery, Rollback
 from m1clip.training.setup import Setup
 from m1clip.training.step import TrainStep
 from m1clip.training.validation import Validator
@@ -24,17 +24,15 @@ class TrainLoop:
     """Trains from `state.step` to the end of the run, or until stopped: log, evaluate, save, recover."""
 
     def __init__(
-        self, job: Setup, train_step: TrainStep, state: TrainState, run: Path, log: RunLog, screen: Screen
+        self, setup: Setup, train_step: TrainStep, state: TrainState, run: Path, log: RunLog, screen: Screen
     ) -> None:
-        self.job, self.train_step, self.state, self.run = job, train_step, state, run
+        self.setup, self.train_step, self.state, self.run = setup, train_step, state, run
         self.log, self.screen = log, screen
-        self.total_steps = job.config.train.steps or 0
-        self.writer = CheckpointWriter(
-            run, job.config, self.total_steps, log, screen, lambda: free_host_bytes(job.device.kind, train_step.oom)
-        )
-        self.recovery = Recovery(job, train_step, run, log, screen, self.writer)
-        self.validator = Validator(job, train_step, state, run, log, screen, self.recovery)
-        self.logger = StepLogger(job, train_step, log, screen, self.total_steps)
+        self.total_steps = setup.config.train.steps or 0
+        self.writer = CheckpointWriter(setup, run, log, screen)
+        self.recovery = Recovery(setup, train_step, state, run, log, screen)
+        self.validator = Validator(setup, train_step, state, run, log, screen)
+        self.logger = StepLogger(setup, train_step, log, screen)
         self.started = time.perf_counter() - state.seconds
 
     def run_until_stopped(self, stop: StopRequest) -> None:
@@ -43,13 +41,14 @@ class TrainLoop:
             return  # resumed after an early stop
         self.stop = stop
         self.screen.begin(self.state.step, self.total_steps)
-        with stop.deferred(), self.writer:
+        with stop.interrupting(False):
             while True:
                 try:
                     self._train()
                     break
                 except Rollback:
-                    self.recovery.roll_back(self.state)
+                    self.recovery.roll_back()
+                    self.writer.reset()
                     self.logger.restart()
         self.screen.end()
 
@@ -66,8 +65,8 @@ class TrainLoop:
 
                 state.step, state.seconds = step + 1, time.perf_counter() - self.started
                 logs = state.step % self.logger.every == 0 or state.step == total
-                evaluates = state.step % (self.job.config.train.eval_every or total) == 0 or state.step == total
-                self.recovery.after_step(state, batch.sample_ids, loss, grad_norm, read=logs or evaluates)
+                evaluates = state.step % (self.setup.config.train.eval_every or total) == 0 or state.step == total
+                self.recovery.after_step(batch.sample_ids, loss, grad_norm, read=logs or evaluates)
                 if logs:
                     self.logger.write(state, train_step.schedule(step) * train_step.lr_factor)
                 state.evaluation_due = evaluates
@@ -87,11 +86,10 @@ class TrainLoop:
         signal = self.stop.signal
         due, ends = self.writer.due(state.step), last or early or bool(signal)
         if due or ends:
-            self.recovery.guard.read(state)  # on CUDA, skipped steps are only detected here
+            self.recovery.read()  # on CUDA, skipped steps are only detected here
         if ends or (due and state.skipped == 0):
-            self.writer.save(state, checkpoint_tensors(self.train_step, state), wait=ends)
+            self.writer.save(state, checkpoint_tensors(self.train_step, state))
             self.logger.restart()
-        self.writer.poll()
         if signal and (not last or state.evaluation_due):
             self.log.write("event", step=state.step, event=f"stopped by signal {signal}")
             raise Stopped(str(self.run), state.step, signal)
@@ -102,7 +100,7 @@ class TrainLoop:
         return early
 
     def _out_of_patience(self) -> bool:
-        patience = self.job.config.train.patience
+        patience = self.setup.config.train.patience
         return bool(patience) and self.state.stale >= patience
 
     def _evaluate_first(self) -> bool:
@@ -110,7 +108,7 @@ class TrainLoop:
 
         Training may only make the --init model worse; but --wise-ft interpolates, and needs a trained model.
         """
-        state, transfer = self.state, self.job.config.transfer
+        state, transfer = self.state, self.setup.config.transfer
         scores_start = transfer.init is not None and transfer.wise_ft == "off"
         if state.step == 0 and state.best_step < 0 and scores_start:
             state.evaluation_due = True
@@ -127,18 +125,18 @@ class TrainLoop:
         except UserError as error:
             if self.state.step == 0:
                 raise
-            self.recovery.guard.read(self.state)
-            self.writer.save(self.state, checkpoint_tensors(self.train_step, self.state), wait=True)
+            self.recovery.read()
+            self.writer.save(self.state, checkpoint_tensors(self.train_step, self.state))
             raise UserError(
                 f"{error} (step {self.state.step:,} is saved; continue with: m1clip train --resume {self.run})"
             ) from None
 
     def _timed_batches(self) -> Generator[tuple[float, Batch], None, None]:
         """Batches with the seconds spent waiting for each."""
-        job, rules = self.job, self.job.device.rules
-        start, workers = self.state.step, job.config.data.workers
+        setup, rules = self.setup, self.setup.device.rules
+        start, workers = self.state.step, setup.config.data.workers
         where = (start, self.total_steps, workers, rules.worker_start, rules.pin_memory)
-        feed = batches(job.training, *where, self._warn, self.stop.interrupting)
+        feed = batches(setup.training, *where, self._warn, self.stop.interrupting)
         with contextlib.closing(feed):
             begin = time.perf_counter()
             for batch in feed:

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from m1clip.errors import UserError
-from m1clip.hardware.memory import is_near
+from m1clip.formatting import amount
+from m1clip.hardware.memory import NEAR, memory_limit, own_bytes
+
+if TYPE_CHECKING:
+    from m1clip.training.setup import Setup
 
 Result = TypeVar("Result")
+Report = Callable[[int, int, str, bool], None]  # step from 1, new micro-batch, reason, whether it helps
 OOM_MESSAGES = (
     "can't allocate memory",
     "not enough memory",
@@ -30,34 +34,29 @@ class MemoryPressure(Exception):
     """Memory in use came close to the limit, but no allocation has failed yet."""
 
 
-@dataclass(frozen=True)
-class MicroBatchChange:
-    """A new micro-batch size; `helps` is False if halving freed no memory and was undone."""
-
-    step: int
-    micro_batch: int
-    reason: str
-    helps: bool = True
-
-
 class OOMHandler:
-    """Halves the micro-batch of a run when memory runs out, and lists the changes for the log."""
+    """Halves the micro-batch of a run when memory runs out, and reports each change."""
 
-    def __init__(self, micro_batch: int, used_bytes: Callable[[], int], limit: float | None = None) -> None:
+    def __init__(
+        self,
+        micro_batch: int,
+        used_bytes: Callable[[], int],
+        limit: float | None = None,
+        report: Report = lambda step, micro_batch, reason, helps: None,
+    ) -> None:
         """A `micro_batch` of 0 is the full batch; without a `limit` only failed allocations count."""
-        self.micro_batch, self.used_bytes, self.limit = micro_batch, used_bytes, limit
-        self._changes: list[MicroBatchChange] = []
-        self._checks_limit = True
+        self.micro_batch, self.used_bytes, self.limit, self.report = micro_batch, used_bytes, limit, report
+        self._checks_limit = limit is not None
         self._previous_micro_batch = micro_batch
         self._retried_step = -RETRY_STEPS
         self._used, self._used_before = 0, float("inf")  # bytes, when the limit was last reached and before that
 
     def check(self) -> None:
         """Raise MemoryPressure near the limit. Call between forward and backward, where memory peaks."""
-        if self.limit is None or not self._checks_limit:
+        if not self._checks_limit or self.limit is None:
             return
         used = self.used_bytes()
-        if is_near(used, self.limit):
+        if used > NEAR * self.limit:
             self._used = used
             raise MemoryPressure(f"{used / 1e9:.2f} GB in use, close to the limit of {self.limit / 1e9:.2f} GB")
 
@@ -80,32 +79,37 @@ class OOMHandler:
             clear()  # outside the except block: the error's frames keep the tensors alive
             if not failed and step - self._retried_step >= RETRY_STEPS:
                 self._retried_step = step
-                continue
-            self._halve(rows, step, reason, failed)
-
-    def take_changes(self) -> list[MicroBatchChange]:
-        """Changes since the last call."""
-        changes, self._changes = self._changes, []
-        return changes
+            else:
+                self._halve(rows, step + 1, reason, failed)
 
     def _halve(self, rows: int, step: int, reason: str, failed: bool) -> None:
         current = self.micro_batch if 0 < self.micro_batch < rows else rows
         if failed and current <= 1:
             raise UserError(
-                f"out of memory at step {step + 1:,} even with one sample at a time ({reason}): use a smaller --model, "
+                f"out of memory at step {step:,} even with one sample at a time ({reason}): use a smaller --model, "
                 f"--grad-checkpointing, or a machine with more memory"
             )
         useless = self._used > USELESS * self._used_before
-        if not failed and (current <= 1 or useless):
+        helps = failed or (current > 1 and not useless)
+        if helps:
+            half = (current + 1) // 2
+            self._used_before = self._used_before if failed else self._used
+            self._previous_micro_batch = half if failed else self.micro_batch  # never return to a size that failed
+            self.micro_batch = half
+        else:
             self._checks_limit = False  # something else uses the memory: continue as before
             self.micro_batch = self._previous_micro_batch if useless else self.micro_batch
-            self._changes.append(MicroBatchChange(step + 1, self.micro_batch, reason, helps=False))
-            return
-        self._used_before = self._used_before if failed else self._used
-        half = (current + 1) // 2
-        self._previous_micro_batch = half if failed else self.micro_batch  # never return to a size that failed
-        self.micro_batch = half
-        self._changes.append(MicroBatchChange(step + 1, half, reason))
+        self.report(step, self.micro_batch, reason, helps)
+
+
+def make_oom_handler(setup: Setup, micro_batch: int, report: Report) -> OOMHandler:
+    """The handler of a run: the limit is --memory or the machine's memory; CUDA raises its own errors."""
+    train, device = setup.config.train, setup.device
+    limit = amount(train.memory, "B", "--memory") if train.memory else None
+    if device.kind == "cpu":
+        return OOMHandler(micro_batch, own_bytes, limit or memory_limit(), report)
+    total = float(device.total_bytes()) if device.kind == "mps" else None
+    return OOMHandler(micro_batch, device.memory_bytes, limit or total, report)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import signal
 import subprocess
@@ -15,13 +16,12 @@ from pathlib import Path
 from types import FrameType
 
 from m1clip.errors import UserError
-from m1clip.io import LOCK, lock_content, open_for_write, open_regular, read_owner
+from m1clip.io import LOCK, lock_content, open_for_write, read_owner
 from m1clip.runlog import NAME, PREPARING, PREPARING_PARTIAL
 
 OUTPUT = "train.log"  # of a background run
 START_SECONDS = 30.0  # at most, for imports and creating the folder
 FAILURE_SECONDS = 5.0  # after that, to detect a run that fails at once
-LAST_OUTPUT = 2**16  # bytes searched for the reason
 
 
 def create_run_folder(path: Path | None, name: str) -> Path:
@@ -30,15 +30,12 @@ def create_run_folder(path: Path | None, name: str) -> Path:
         check_unused(path)
         path.mkdir(parents=True, exist_ok=True)
         return path
-    number = 1
-    while True:
+    for number in itertools.count(1):
         folder = Path("runs") / (name if number == 1 else f"{name}-{number}")
-        try:
-            folder.mkdir(parents=True)  # fails if another process was faster
-        except FileExistsError:
-            number += 1
-        else:
-            return folder
+        with contextlib.suppress(FileExistsError):  # also if another process was faster
+            folder.mkdir(parents=True)
+            break
+    return folder
 
 
 def check_unused(path: Path) -> None:
@@ -112,20 +109,14 @@ class StopRequest:
         self.interrupts = True
 
     @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Do not interrupt the block: it checks `signal` itself, after finishing a step or save."""
-        before, self.interrupts = self.interrupts, False
-        try:
-            yield
-        finally:
-            self.interrupts = before
+    def interrupting(self, on: bool = True) -> Iterator[None]:
+        """Raise `Interrupted` on a signal, for a block that may take long and can be repeated.
 
-    @contextlib.contextmanager
-    def interrupting(self) -> Iterator[None]:
-        """Raise `Interrupted` on a signal, for a block that may take long and can be repeated."""
-        before, self.interrupts = self.interrupts, True
+        If off, the block checks `signal` itself, after finishing a step or save.
+        """
+        before, self.interrupts = self.interrupts, on
         try:
-            if self.signal:
+            if on and self.signal:
                 raise Interrupted(self.signal)
             yield
         finally:
@@ -172,23 +163,18 @@ def start_in_background(arguments: list[str], run: Path | None, name: str, resum
         raise UserError(f"{folder}: not a run folder (no config.toml)")
     command = [sys.executable, "-m", "m1clip", *without_options(arguments, "--background", "--run")]
     command += [] if resume is not None else ["--run", str(folder)]
-    output = folder / OUTPUT
+    output, before = folder / OUTPUT, _log_bytes(folder)
     with os.fdopen(open_for_write(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
         # A new session has no terminal, so closing the window sends no signal.
         streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
         process = subprocess.Popen(command, start_new_session=True, **streams)  # type: ignore[call-overload]
-    before = _log_bytes(folder)
     deadline, owned = time.monotonic() + START_SECONDS, False
     while time.monotonic() < deadline and _log_bytes(folder) == before:
-        owners = [
-            read_owner(place) for place in (folder, Path(f"{folder}-frozen"))
-        ]  # fine-tuning begins with the latter
-        if not owned and process.pid in [owner.pid for owner in owners if owner is not None]:
+        owners = (read_owner(place) for place in (folder, Path(f"{folder}-frozen")))  # fine-tuning begins with it
+        if not owned and any(owner is not None and owner.pid == process.pid for owner in owners):
             deadline, owned = time.monotonic() + FAILURE_SECONDS, True
-        if process.poll() is not None and process.returncode != 0:
-            with open_regular(output) as log:
-                log.seek(max(0, output.stat().st_size - LAST_OUTPUT))
-                lines = log.read(LAST_OUTPUT).decode("utf-8", "replace").strip().splitlines()
+        if process.poll():
+            lines = output.read_text("utf-8", "replace").strip().splitlines()
             if resume is None:
                 output.unlink(missing_ok=True)
                 remove_unused_folder(folder)
@@ -206,14 +192,11 @@ def _log_bytes(folder: Path) -> int:
 def without_options(arguments: list[str], *options: str) -> list[str]:
     """A command line without some options and their values; --background has no value."""
     kept: list[str] = []
-    skip = False
-    for argument in arguments:
-        if skip:
-            skip = False
-            continue
-        name, equals, _ = argument.partition("=")
-        if name in options:
-            skip = not equals and name != "--background"
-            continue
-        kept.append(argument)
+    words = iter(arguments)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name not in options:
+            kept.append(word)
+        elif not equals and name != "--background":
+            next(words, None)
     return kept

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -55,7 +56,7 @@ class Screen:
 
         Shows a bar on a terminal, otherwise a line every few seconds; also written to `run`, for `m1clip runs`.
         """
-        work, ended = _Work(title), threading.Event()
+        work, ended = Work(title), threading.Event()
         bar = self._bar(f"{title}: {{task.completed:,}} of {{task.total:,}}") if self.live else None
         task = bar.add_task(title, total=1) if bar is not None else TaskID(0)
 
@@ -67,16 +68,15 @@ class Screen:
 
         def tick() -> None:
             # In a thread: a large image or slow disk can delay the callback for longer than this.
-            while not ended.wait(PREPARING_SECONDS):
-                now = work.now()
+            while True:
                 if run is not None:
-                    now.write(run)
+                    work.now().write(run)
+                if ended.wait(PREPARING_SECONDS):
+                    return
                 if bar is None:
-                    self.say(now.words())
+                    self.say(work.now().words())
 
         ticker = threading.Thread(target=tick, daemon=True)
-        if run is not None:
-            work.now().write(run)
         ticker.start()
         try:
             yield show
@@ -114,16 +114,14 @@ class Screen:
 
     def evaluation(self, step: int, scores: Scores, metric: Metric, best: tuple[float, int] | None) -> None:
         """Show the metric that selects the best model, and `best` (value, step) if an earlier one was better."""
+        low, high = 100 * metric.interval.low, 100 * metric.interval.high
         self._score = f"  {metric.label} {100 * metric.value:.1f}%"
         earlier = f"best so far {100 * best[0]:.1f}% at step {best[1]:,}" if best else "best so far"
-        line = (
-            f"validation step {step:,}: {metric.label} {100 * metric.value:.1f}% [{100 * metric.interval.low:.1f}, "
-            f"{100 * metric.interval.high:.1f}], chance {100 * metric.chance:.3g}%, {earlier}"
-        )
+        line = f"validation step {step:,}:{self._score[1:]} [{low:.1f}, {high:.1f}], chance {100 * metric.chance:.3g}%"
         if metric.name == MEAN_RECALL:
-            to_image, to_text = scores["text_to_image/recall@1"], scores["image_to_text/recall@1"]
-            line += f"; recall@1 text to image {100 * to_image.value:.1f}%, image to text {100 * to_text.value:.1f}%"
-        self.say(line)
+            to_image, to_text = (100 * scores[f"{name}/recall@1"].value for name in ("text_to_image", "image_to_text"))
+            earlier += f"; recall@1 text to image {to_image:.1f}%, image to text {to_text:.1f}%"
+        self.say(f"{line}, {earlier}")
 
     def end(self) -> None:
         """Stop the progress display."""
@@ -136,25 +134,24 @@ class Screen:
         return Progress(*columns, console=self.console, transient=True)
 
 
-class _Work:
+class Work:
     """Progress of data preparation, with an estimate of the time left."""
 
     def __init__(self, title: str) -> None:
-        self.title = title
-        self._first: tuple[float, int] | None = None
-        self._newest = (0, 0)
+        self._now, self._first = Preparing(title), (0.0, 0)
 
     def show(self, done: int, total: int) -> None:
-        self._first = self._first or (time.monotonic(), done)  # items in the first call were already done
-        self._newest = (done, total)
+        """Report the items done; those of the first call were done before."""
+        self._first = (time.monotonic(), done) if self._now.total == 0 else self._first
+        self._now = Preparing(self._now.title, done, total)
 
     def now(self) -> Preparing:
-        done, total = self._newest
-        began, before = self._first or (0.0, 0)
-        if done == before:
-            return Preparing(self.title, done, total)
-        left = (total - done) * (time.monotonic() - began) / (done - before)
-        return Preparing(self.title, done, total, round(left, 1))
+        """The current progress."""
+        now, (began, before) = self._now, self._first
+        if now.done == before:
+            return now
+        left = (now.total - now.done) * (time.monotonic() - began) / (now.done - before)
+        return replace(now, seconds_left=round(left, 1))
 
 
 class _SafeOutput:

@@ -48,7 +48,6 @@ from m1clip.training.process import (
     stop_on_signals,
 )
 from m1clip.training.progress import Screen
-from m1clip.training.recovery import make_oom_handler
 from m1clip.training.schedule import warmup_steps
 from m1clip.training.setup import (
     FINETUNE_OPTIONS,
@@ -241,7 +240,6 @@ def _go(
     train_step = setup.make_step()
     if tensors is not None:
         restore(train_step, state, tensors)
-    train_step.oom, train_step.lr_factor = make_oom_handler(setup, state), state.lr_factor
     difference = check_parity(setup, train_step.model)
     if difference is not None:
         log.write("parity", gradient_difference=difference)

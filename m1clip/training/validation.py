@@ -14,10 +14,9 @@ from m1clip.evaluation.statistics import Metric, selection_metric
 from m1clip.inference.encoder import Model, SplitFeatures, encode_split
 from m1clip.model.clip import CLIP
 from m1clip.runlog import RunLog
-from m1clip.training.checkpoint import TrainState
+from m1clip.training.checkpoint import TrainState, disk_errors
 from m1clip.training.process import Interrupted, StopRequest
 from m1clip.training.progress import Screen
-from m1clip.training.recovery import Recovery
 from m1clip.training.setup import Setup
 from m1clip.training.step import TrainStep
 
@@ -52,17 +51,10 @@ class Validator:
     """Evaluates a run while it trains."""
 
     def __init__(
-        self,
-        setup: Setup,
-        train_step: TrainStep,
-        state: TrainState,
-        run: Path,
-        log: RunLog,
-        screen: Screen,
-        recovery: Recovery,
+        self, setup: Setup, train_step: TrainStep, state: TrainState, run: Path, log: RunLog, screen: Screen
     ) -> None:
         self.setup, self.train_step, self.state, self.run = setup, train_step, state, run
-        self.log, self.screen, self.recovery = log, screen, recovery
+        self.log, self.screen = log, screen
         self.budget = AnalysisBudget(trained_before=state.seconds)
         self.metric_label = ""  # of the metric that selects the best model
 
@@ -95,7 +87,7 @@ class Validator:
         found: dict[str, Any] = {}
         images = self.budget.images(state.seconds, seconds_per_caption)
         begin, training = time.perf_counter(), model.training
-        with self.recovery.disk_errors(state.step, self.run / "snapshots"):
+        with disk_errors(self.log, self.run / "snapshots", state.step):
             bundle = Model(model, setup.tokenizer, setup.preprocess)
             found["analysis"] = Evaluator(bundle, setup.source, "val", data, setup.autocast).analysis(features, images)
             model.train(training)
@@ -110,11 +102,11 @@ class Validator:
         return metric
 
     def _save_if_best(self, metric: Metric) -> None:
-        """Save the model if it is the best so far; a failed write does not count, so that the next one is tried."""
+        """Save the model if it is the best so far."""
         state, setup = self.state, self.setup
         if metric.value <= state.best:
             state.stale += 1
             return
-        with self.recovery.disk_errors(state.step, self.run / "best"):
+        with disk_errors(self.log, self.run / "best", state.step):
             Model(self.train_step.model, setup.tokenizer, setup.preprocess).save(self.run / "best")
             state.best, state.best_step, state.stale = metric.value, state.step, 0

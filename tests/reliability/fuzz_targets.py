@@ -27,8 +27,7 @@ from m1clip.runlog import NAME, read_log
 from m1clip.text.base import Tokenizer
 from m1clip.text.bpe import BpeTokenizer
 from m1clip.text.tokenizers import CharTokenizer, load_tokenizer, wordpiece_tokenizer
-from m1clip.training.checkpoint import TrainState, load_latest, save
-from m1clip.training.checkpoint_list import sha256, verify
+from m1clip.training.checkpoint import TrainState, load_latest, save, sha256, verify
 
 ALLOWED = (UserError, BadImage)  # a one-line error; an image that is skipped and logged
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from m1clip.training.checkpoint import TrainState, load_latest, save
-from m1clip.training.checkpoint_list import checkpoint_folder
+from m1clip.training.checkpoint import TrainState, checkpoint_folder, load_latest, save
 
 CPU = torch.device("cpu")
 Damage = Callable[[Path, random.Random], None]

@@ -18,8 +18,7 @@ from small_run import command, small_arguments
 
 from m1clip.io import PARTIAL, write_text
 from m1clip.runlog import RunLog, read_log
-from m1clip.training.checkpoint import TrainState, save
-from m1clip.training.checkpoint_list import checkpoint_folder, saved_steps, verify
+from m1clip.training.checkpoint import TrainState, checkpoint_folder, save, saved_steps, verify
 
 FORK = multiprocessing.get_context("fork")
 

@@ -35,8 +35,7 @@ from m1clip.model.weights import read_checkpoint, write_tensors
 from m1clip.runlog import read_log
 from m1clip.text.bpe import BpeTokenizer
 from m1clip.text.tokenizers import load_tokenizer
-from m1clip.training.checkpoint import TrainState, load_latest, save
-from m1clip.training.checkpoint_list import sha256
+from m1clip.training.checkpoint import TrainState, load_latest, save, sha256
 
 CPU = torch.device("cpu")
 HUGE = 10**9

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from m1clip.io import PARTIAL, atomic_folder, write_text
-from m1clip.training.checkpoint import TrainState, load_latest, save
-from m1clip.training.checkpoint_list import checkpoint_folder, saved_steps, verify
+from m1clip.training.checkpoint import TrainState, checkpoint_folder, load_latest, save, saved_steps, verify
 
 KEEP = 2
 CPU = torch.device("cpu")

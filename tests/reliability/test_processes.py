@@ -21,7 +21,7 @@ from small_run import Command, command, environment, run_small, small_arguments,
 from m1clip.data.loader import TrainingSet
 from m1clip.errors import UserError
 from m1clip.runlog import read_log
-from m1clip.training.checkpoint_list import verify
+from m1clip.training.checkpoint import verify
 
 pytestmark = pytest.mark.slow
 

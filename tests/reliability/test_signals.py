@@ -19,7 +19,7 @@ from image_sets import make_set
 from small_run import Command, small_arguments
 
 from m1clip.runlog import read_log
-from m1clip.training.checkpoint_list import checkpoint_folder, saved_steps, verify
+from m1clip.training.checkpoint import checkpoint_folder, saved_steps, verify
 from m1clip.training.process import lock_run
 
 CHANGES = {"train.steps": 4000, "train.save_every": 5, "train.eval_every": 5}

@@ -14,16 +14,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from m1clip.config import OptimConfig
+from m1clip.errors import UserError
 from m1clip.runlog import read_log
 from m1clip.training import logger
-from m1clip.training.logger import LayerProbe, check_sink, layer_of, log_interval, open_sink, scalars, time_split
+from m1clip.training.logger import LayerProbe, check_sink, layer_of, log_interval, scalars, time_split
 from m1clip.training.loop import TrainLoop
 from m1clip.training.optim import Optimizer
 from m1clip.training.process import StopRequest
 from m1clip.training.validation import AnalysisBudget
 
 
-def test_parameters_belong_to_layers_with_plain_names() -> None:
+def test_layer_names_of_parameters() -> None:
     assert layer_of("image_tower.transformer.blocks.0.attn.qkv.weight") == "image block 1"
     assert layer_of("text_tower.transformer.blocks.11.mlp.up.bias") == "text block 12"
     assert layer_of("text_tower.tokens.weight") == "text stem"
@@ -44,7 +45,7 @@ class Small(nn.Module):
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])  # 0.25: as if the gradients had been clipped to a quarter
-def test_norms_are_those_of_the_gradients_and_of_the_move(scale: float) -> None:
+def test_layer_norms_of_gradients_and_updates(scale: float) -> None:
     torch.manual_seed(0)
     model = Small()
     optimizer = Optimizer(model, OptimConfig(optimizer="adamw", wd=0.0), fused=False)
@@ -57,7 +58,6 @@ def test_norms_are_those_of_the_gradients_and_of_the_move(scale: float) -> None:
     optimizer.step()
     total = math.sqrt(sum(float(g.square().sum()) for g in grads.values()))
     found = probe.take(total)
-    assert found is not None
     groups = {
         "image stem": ["image_tower.patch.weight", "image_tower.patch.bias"],
         "image head": ["image_tower.norm.weight", "image_tower.norm.bias"],
@@ -72,18 +72,17 @@ def test_norms_are_those_of_the_gradients_and_of_the_move(scale: float) -> None:
         assert found[layer] == pytest.approx([norm, moved / weight], rel=1e-3)
 
 
-def test_it_looks_once_and_leaves_no_trace() -> None:
+def test_layer_probe_observes_one_step_and_leaves_no_hooks() -> None:
     model = Small()
     optimizer = Optimizer(model, OptimConfig(optimizer="adamw"), fused=False)
     probe = LayerProbe(model, optimizer)
-    assert probe.take(1.0) is None  # nothing was moved
-    probe.arm()
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert probe.take(1.0) is not None
-    optimizer.step()
-    assert probe.take(1.0) is None
+    for armed in (False, True, False):
+        if armed:
+            probe.arm()
+        optimizer.step()
+        assert bool(probe.take(1.0)) == armed
     assert all(not part._optimizer_step_pre_hooks for part in optimizer.parts.values())
 
 
@@ -94,7 +93,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [{**record, "folder": folder} for record in read_log(folder)]
 
 
-def test_a_short_run_has_enough_lines_for_a_curve(tmp_path: Path) -> None:
+def test_short_run_logs_every_step(tmp_path: Path) -> None:
     run_small(tmp_path / "run", {"train.steps": 60, "train.batch_size": 4})
     assert len(of(list(read_log(tmp_path / "run")), "step")) == 60
 
@@ -103,7 +102,7 @@ def of(log: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [record for record in log if record["kind"] == kind]
 
 
-def test_the_time_of_a_step_is_divided_without_a_rest_that_hides(log: list[dict[str, Any]]) -> None:
+def test_time_split_adds_up_to_the_time_of_a_step(log: list[dict[str, Any]]) -> None:
     for record in of(log, "step"):
         assert set(record["seconds"]) >= {"data", "forward", "backward", "optimizer", "rest"}
         assert sum(record["seconds"].values()) == pytest.approx(record["step_seconds"], rel=0.02)
@@ -112,7 +111,7 @@ def test_the_time_of_a_step_is_divided_without_a_rest_that_hides(log: list[dict[
         assert ("joules" in record) == ("watts" in record)
 
 
-def test_layers_memory_and_analysis_are_told(log: list[dict[str, Any]]) -> None:
+def test_layers_memory_and_analysis_are_logged(log: list[dict[str, Any]]) -> None:
     assert [record["step"] for record in of(log, "layers")] == list(range(1, 11))
     layers = of(log, "layers")[0]["layers"]
     assert {"image block 1", "image block 2", "text stem", "text head", "temperature"} <= layers.keys()
@@ -130,7 +129,7 @@ def test_layers_memory_and_analysis_are_told(log: list[dict[str, Any]]) -> None:
         assert record["analysis_seconds"] > 0
 
 
-def test_examples_are_left_for_those_who_watch(log: list[dict[str, Any]]) -> None:
+def test_snapshots_contain_retrieval_examples(log: list[dict[str, Any]]) -> None:
     folder = log[0]["folder"] / "snapshots"
     names = sorted(path.name for path in folder.glob("*.json"))
     assert names == ["step-00000005.json", "step-00000010.json"]
@@ -154,9 +153,7 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_nothing_is_read_from_the_device_between_two_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
-) -> None:
+def test_device_is_read_only_for_log_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
     """The reads of a run do not grow with its steps, only with its lines."""
     real = TrainLoop.run_until_stopped
     counts = []
@@ -179,7 +176,7 @@ def test_nothing_is_read_from_the_device_between_two_lines(
     assert counts[2] > counts[1]
 
 
-def test_a_busy_device_is_not_waiting_for_data() -> None:
+def test_waiting_for_data_counts_only_while_the_device_is_idle() -> None:
     split = time_split(10.0, waited=4.0, phases={"forward": 4.0, "backward": 5.0})
     assert split == {"data": 1.0, "forward": 4.0, "backward": 5.0, "rest": 0.0}
     idle = time_split(10.0, waited=4.0, phases={"forward": 2.0})
@@ -189,33 +186,17 @@ def test_a_busy_device_is_not_waiting_for_data() -> None:
     assert sum(over.values()) == pytest.approx(10.0)
 
 
-def test_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = {
-        "v": 1,
-        "kind": "step",
-        "step": 3,
-        "time": 1.0,
-        "loss": 0.5,
-        "cores": [10, 20],
-        "seconds": {"data": 0.1},
-        "x": "nan",
-    }
-    assert scalars(record) == [
-        ("step/loss", 0.5),
-        ("step/cores/0", 10.0),
-        ("step/cores/1", 20.0),
-        ("step/seconds/data", 0.1),
-    ]
-    assert scalars({"kind": "layers", "layers": {"image block 1": [2.0, 0.1]}}) == [
-        ("layers/layers/image block 1", 2.0)
-    ]
-    assert open_sink("file", tmp_path) is None
+def test_scalars_of_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = {"v": 1, "kind": "step", "step": 3, "time": 1.0, "loss": 0.5, "seconds": {"data": 0.1}, "x": "nan"}
+    assert list(scalars("step", record)) == [("step/loss", 0.5), ("step/seconds/data", 0.1)]
+    layers = {"kind": "layers", "layers": {"image block 1": [2.0, 0.1]}}
+    assert list(scalars("layers", layers)) == [("layers/layers/image block 1", 2.0)]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(Exception, match=r"pip install 'm1clip\[log\]'"):
+    with pytest.raises(UserError, match=r"pip install 'm1clip\[log\]'"):
         check_sink("tensorboard")
 
 
-def test_tensorboard_gets_the_same_figures(tmp_path: Path) -> None:
+def test_tensorboard_has_the_values_of_the_log(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="needs tensorboard (pip install m1clip[log])")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -226,25 +207,21 @@ def test_tensorboard_gets_the_same_figures(tmp_path: Path) -> None:
     assert {e.step: pytest.approx(e.value) for e in events.Scalars("step/loss")} == logged
 
 
-def test_the_dear_part_of_the_analysis_keeps_to_its_share_of_the_time() -> None:
-    rich = AnalysisBudget(trained_before=0.0)
-    assert rich.images(trained=1000.0, seconds_per_caption=0.001) == 32  # no more than a sample needs
-    poor = AnalysisBudget(trained_before=0.0)
-    each = 13 * 0.034  # seconds an image: a large model on a small machine
-    assert poor.images(trained=47.0, seconds_per_caption=0.034) == 0  # 1.5% of 47 s pay for one: it waits
-    later = poor.images(trained=200.0, seconds_per_caption=0.034)
+def test_analysis_stays_within_its_time_budget() -> None:
+    def images(trained: float, seconds_per_caption: float, before: float = 0.0, spent: float = 0.0) -> int:
+        return AnalysisBudget(before, spent).images(trained, seconds_per_caption)
+
+    each = 13 * 0.034  # seconds per image: a large model on a small machine
+    assert images(1000.0, 0.001) == 32, "no more than a sample needs"
+    assert images(47.0, 0.034) == 0, "1.5% of 47 s is enough for one image"
+    later = images(200.0, 0.034)
     assert 4 <= later <= 0.015 * 200 / each
-    poor.spent += later * each
-    assert poor.images(trained=210.0, seconds_per_caption=0.034) == 0
-    assert (
-        AnalysisBudget(trained_before=0.0).images(trained=0.01, seconds_per_caption=0.0001) == 4
-    )  # costs next to nothing
-    assert (
-        AnalysisBudget(trained_before=200.0).images(trained=201.0, seconds_per_caption=0.034) == 0
-    )  # earlier time is spent
+    assert images(210.0, 0.034, spent=later * each) == 0
+    assert images(0.01, 0.0001) == 4, "takes almost no time"
+    assert images(201.0, 0.034, before=200.0) == 0, "earlier sessions do not count"
 
 
-def test_energy_of_a_run_from_what_its_log_says() -> None:
+def test_energy_of_a_run_is_the_sum_of_its_log() -> None:
     from m1clip.training.run import energy_figures
 
     steps = [{"joules": 1800.0}, {"joules": 1800.0}, {}]

@@ -15,8 +15,7 @@ from test_step import make
 
 from m1clip.data.loader import batches
 from m1clip.runlog import read_log
-from m1clip.training.checkpoint import TrainState
-from m1clip.training.recovery import make_oom_handler
+from m1clip.training.oom import make_oom_handler
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="fills the memory of a CUDA device; none here")
 BATCH, STEPS = 512, 6
@@ -118,7 +117,7 @@ def test_the_host_never_waits_on_the_fast_path(graph: bool, precision: str) -> N
     changes = {**ON_CUDA, "model.cuda_graph": graph, "train.precision": precision, "optim.ema": 0.9,
                "data.captions_per_step": 2, "data.train_count": 136, "train.batch_size": 64}  # fmt: skip
     job, update = make(changes)
-    update.oom = make_oom_handler(job, TrainState())
+    update.oom = make_oom_handler(job, 0, lambda *change: None)
     rules = job.device.rules
     feed = list(batches(job.training, 0, 8, 0, rules.worker_start, rules.pin_memory))
     # Before a recording every shape of these batches must have been seen.

@@ -20,7 +20,6 @@ from small_run import (
     resume_quietly,
     run_small,
     small_arguments,
-    small_config,
     tensors_of,
     weights_sha256,
 )
@@ -28,8 +27,8 @@ from small_run import (
 from m1clip.errors import UserError
 from m1clip.io import LOCK
 from m1clip.runlog import NAME, RunLog, read_log
-from m1clip.training import loop, validation
-from m1clip.training.checkpoint_list import verify
+from m1clip.training import validation
+from m1clip.training.checkpoint import CheckpointWriter, TrainState, verify
 from m1clip.training.process import (
     Interrupted,
     Stopped,
@@ -38,7 +37,6 @@ from m1clip.training.process import (
     remove_unused_folder,
     stop_on_signals,
 )
-from m1clip.training.run import train_config
 
 LONG = {"train.steps": 60, "train.save_every": 7, "data.workers": 2, "model.dropout": 0.1}
 
@@ -68,7 +66,7 @@ def kinds(run: Path) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
+def test_killed_and_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     whole = command("train", *small_arguments(LONG), "--run", "whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
 
@@ -89,9 +87,7 @@ def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "number"), [(0, signal.SIGTERM), (2, signal.SIGINT)])
-def test_a_signal_saves_the_step_and_a_resume_goes_on_from_it(
-    tmp_path: Path, workers: int, number: signal.Signals
-) -> None:
+def test_signal_saves_a_checkpoint_of_the_last_step(tmp_path: Path, workers: int, number: signal.Signals) -> None:
     run = tmp_path / "run"
     changes = {**LONG, "train.steps": 400, "data.workers": workers}
     process = start(tmp_path, [*small_arguments(changes), "--run", "run"])
@@ -109,7 +105,7 @@ def test_a_signal_saves_the_step_and_a_resume_goes_on_from_it(
 
 
 @pytest.mark.slow
-def test_the_command_line_repeats_a_run_from_its_config(tmp_path: Path) -> None:
+def test_command_line_repeats_a_run_from_its_config(tmp_path: Path) -> None:
     first = command("train", *small_arguments(), "--run", "first", cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     again = command("train", "--config", "first/config.toml", "--run", "again", cwd=tmp_path)
@@ -143,12 +139,12 @@ with lock_run(Path(sys.argv[1])):
 """
 
 
-def test_names_are_claimed_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_run_folders_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert [create_run_folder(None, "tiny").name for _ in range(3)] == ["tiny", "tiny-2", "tiny-3"]
 
 
-def test_a_folder_with_other_things_is_refused_and_an_empty_one_taken(tmp_path: Path) -> None:
+def test_run_folder_must_be_empty(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     assert create_run_folder(tmp_path / "mine", "x") == tmp_path / "mine"
     (tmp_path / "mine" / "photo.jpg").touch()
@@ -159,7 +155,7 @@ def test_a_folder_with_other_things_is_refused_and_an_empty_one_taken(tmp_path: 
         create_run_folder(tmp_path / "mine", "x")
 
 
-def test_a_run_that_never_began_gives_its_folder_back(tmp_path: Path) -> None:
+def test_folder_of_a_run_that_wrote_nothing_is_removed(tmp_path: Path) -> None:
     folder = create_run_folder(tmp_path / "run", "x")
     with lock_run(folder):
         remove_unused_folder(folder)
@@ -170,7 +166,7 @@ def test_a_run_that_never_began_gives_its_folder_back(tmp_path: Path) -> None:
     assert (kept / "run.jsonl").exists()
 
 
-def test_a_second_writer_is_told_who_holds_the_run_and_a_dead_one_holds_nothing(tmp_path: Path) -> None:
+def test_second_writer_is_refused_and_a_dead_one_holds_no_lock(tmp_path: Path) -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -186,7 +182,7 @@ def test_a_second_writer_is_told_who_holds_the_run_and_a_dead_one_holds_nothing(
         os.killpg(holder.pid, signal.SIGKILL)
 
 
-def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+def test_lock_and_log_are_not_written_through_a_link(tmp_path: Path) -> None:
     """A lock or log that leads elsewhere, as a folder from a stranger may have it."""
     precious = tmp_path / "precious.txt"
     precious.write_text("mine")
@@ -199,7 +195,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     assert precious.read_text() == "mine"
 
 
-def test_where_nobody_looks_a_signal_leaves_at_once() -> None:
+def test_signal_interrupts_data_preparation_at_once() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Interrupted) as caught, stop_on_signals():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -207,17 +203,17 @@ def test_where_nobody_looks_a_signal_leaves_at_once() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_where_somebody_looks_it_waits_and_the_second_has_its_usual_effect() -> None:
+def test_signal_waits_for_the_step_and_a_second_has_its_default_effect() -> None:
     usual = signal.getsignal(signal.SIGINT)  # ignored, where the tests run in a shell's background
-    with stop_on_signals() as asked, asked.deferred():
+    with stop_on_signals() as asked, asked.interrupting(False):
         os.kill(os.getpid(), signal.SIGINT)
         assert asked.signal == signal.SIGINT
         with pytest.raises(Interrupted), asked.interrupting():
-            raise AssertionError("a block that may be broken off is not begun")
+            pytest.fail("the block must not start")
         assert signal.getsignal(signal.SIGINT) is usual
 
 
-def test_a_signal_breaks_off_the_evaluation_and_the_resume_makes_it(
+def test_signal_aborts_the_evaluation_and_the_resume_repeats_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"train.eval_every": 4, "train.save_every": 100, "optim.ema": 0.9, "train.steps": 8}
@@ -248,13 +244,9 @@ def test_a_signal_breaks_off_the_evaluation_and_the_resume_makes_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_no_helper_outlives_a_run_that_prepares_its_data(tmp_path: Path, number: signal.Signals) -> None:
+def test_no_worker_outlives_a_run_that_prepares_its_data(tmp_path: Path, number: signal.Signals) -> None:
     words = small_arguments({"data.train_count": 20_000, "model.image_size": 64})
-    process = subprocess.Popen(
-        [sys.executable, "-m", "m1clip", "train", *words, "--run", "run"],
-        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
+    process = start(tmp_path, [*words, "--run", "run"])
     helpers: list[psutil.Process] = []
     deadline = time.monotonic() + 60
     while not helpers and process.poll() is None and time.monotonic() < deadline:
@@ -277,25 +269,17 @@ def test_no_helper_outlives_a_run_that_prepares_its_data(tmp_path: Path, number:
         assert not (tmp_path / "run").exists(), "nothing had begun: the same command works again"
 
 
-def test_a_signal_after_the_look_stops_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes while the saver is being asked whether a checkpoint has become whole."""
-    real = loop.TrainLoop._between_steps
+def test_signal_while_saving_stops_after_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = CheckpointWriter.save
 
-    def between_steps(self: Any) -> bool:
-        poll = self.writer.poll
+    def save(self: CheckpointWriter, state: TrainState, groups: Any) -> None:
+        real(self, state, groups)
+        if state.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-        def late() -> None:
-            poll()
-            if self.state.step == 3:
-                self.stop.signal = 15
-
-        monkeypatch.setattr(self.writer, "poll", late)
-        return real(self)
-
-    monkeypatch.setattr(loop.TrainLoop, "_between_steps", between_steps)
-    config = small_config({"train.steps": 8, "train.save_every": 8, "train.eval_every": 8})
+    monkeypatch.setattr(CheckpointWriter, "save", save)
     with pytest.raises(Stopped):
-        train_config(config, tmp_path / "run")
+        run_small(tmp_path / "run", {"train.save_every": 3})
     (event,) = [line for line in read_log(tmp_path / "run") if line["kind"] == "event"]
     assert event["step"] == 4
     assert verify(tmp_path / "run" / "checkpoints" / "step-000004") == ""

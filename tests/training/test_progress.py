@@ -102,7 +102,7 @@ def test_progress_is_printed_and_listed_while_a_run_prepares(
         assert not (run / PREPARING).exists()
 
 
-def test_what_a_killed_process_left_is_neither_shown_nor_in_the_way(tmp_path: Path) -> None:
+def test_progress_left_by_a_killed_process_is_ignored(tmp_path: Path) -> None:
     run = tmp_path / "a"
     run.mkdir()
     Preparing("preparing train images", 3, 9, 3700.0).write(run)
@@ -116,13 +116,13 @@ def test_what_a_killed_process_left_is_neither_shown_nor_in_the_way(tmp_path: Pa
     remove_unused_folder(run)
     assert not run.exists()
     Preparing("preparing train images").write(run)
-    assert not run.exists()  # a folder that is gone is not made again
+    assert not run.exists()  # a removed folder is not recreated
 
 
-def test_the_time_left_does_not_count_what_was_done_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_left_excludes_items_done_before(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    work = screen_module._Work("x")
+    work = screen_module.Work("x")
     assert work.now() == Preparing("x")
     work.show(500, 1000)
     assert work.now() == Preparing("x", 500, 1000)
@@ -131,7 +131,7 @@ def test_the_time_left_does_not_count_what_was_done_before(monkeypatch: pytest.M
     assert work.now() == Preparing("x", 600, 1000, 40.0)
 
 
-def test_reading_the_data_is_reported_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_the_data_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screen_module, "PREPARING_SECONDS", 0.01)
     printed, opened = io.StringIO(), setup.open_data
 

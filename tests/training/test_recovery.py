@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ from m1clip.evaluation.statistics import selection_metric
 from m1clip.runlog import RunLog, read_log
 from m1clip.training import recovery
 from m1clip.training import step as update_module
-from m1clip.training.checkpoint import CheckpointWriter, TensorGroups, TrainState, save
-from m1clip.training.recovery import LossGuard, Recovery, Rollback, SpikeDetector
+from m1clip.training.checkpoint import TrainState, checkpoint_tensors, save
+from m1clip.training.recovery import Recovery, Rollback, SpikeDetector
 from m1clip.training.run import train_config
 from m1clip.training.step import TrainStep, skip_rule
 
@@ -63,7 +64,7 @@ POISONS: dict[str, Poison] = {
 @pytest.mark.parametrize("skip", ["host", "device"])
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_step_that_is_not_finite_moves_nothing(optimizer: str, poison: str, skip: Any) -> None:
+def test_non_finite_step_changes_nothing(optimizer: str, poison: str, skip: Any) -> None:
     job, update = make({"optim.optimizer": optimizer, "optim.ema": 0.9, "data.color_jitter": 0.2})
     update.skip = skip
     update(job.training[0], 0)
@@ -77,7 +78,7 @@ def test_a_step_that_is_not_finite_moves_nothing(optimizer: str, poison: str, sk
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_finite_step_is_the_same_on_both_ways(optimizer: str) -> None:
+def test_finite_step_is_the_same_when_skipping_on_host_or_device(optimizer: str) -> None:
     changes = {"optim.optimizer": optimizer, "optim.ema": 0.9}
     job, host = make(changes)
     _, device = make(changes)
@@ -95,7 +96,7 @@ def test_a_finite_step_is_the_same_on_both_ways(optimizer: str) -> None:
         assert_same_bits({n: one[n] for n in same}, {n: other[n] for n in same})
 
 
-def test_the_guilty_sample_is_found() -> None:
+def test_samples_with_non_finite_features_are_found() -> None:
     job, update = make({"data.color_jitter": 0.2})
     batch = job.training[1]
     assert update.nonfinite_rows(batch) == []
@@ -106,7 +107,7 @@ def test_the_guilty_sample_is_found() -> None:
     assert update.nonfinite_rows(batch) == [], "where every vector is broken it is not the samples"
 
 
-def test_no_number_is_read_on_the_fast_path() -> None:
+def test_step_does_not_synchronize() -> None:
     """By a profile: item() and is_nonzero() are what would make the host wait for an accelerator."""
     # With smoothing the loss is the one of accelerators: that of the CPU looks at the scale, which costs nothing there.
     job, update = make({"optim.ema": 0.9, "train.label_smoothing": 0.1})
@@ -135,101 +136,96 @@ def callers(event: Any) -> list[str]:
     return names
 
 
-# The guard alone, on losses written by hand.
+class Log:
+    """Records that would go to run.jsonl, and warnings."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+        self.warnings: list[str] = []
+
+    def write(self, kind: str, **values: Any) -> None:
+        self.records.append({"kind": kind, **values})
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
 
 
-def guard() -> tuple[LossGuard, list[dict[str, Any]], list[str]]:
-    log: list[dict[str, Any]] = []
-    said: list[str] = []
-
-    def write(kind: str, **values: Any) -> None:
-        log.append({"kind": kind, **values})
-
-    return (LossGuard(write, said.append, lambda n: f"image {n}", lambda step: [7]), log, said)
-
-
-def feed(watch: LossGuard, state: TrainState, losses: list[float], first: int = 1) -> None:
-    for step, loss in enumerate(losses, start=first):
-        watch.after_step(step, torch.tensor([step, 7]), torch.tensor(loss), torch.tensor(1.0))
+def checker(state: TrainState | None = None) -> tuple[Recovery, Log]:
+    """Recovery of a run with a fake model, in which sample 7 has non-finite features."""
+    batch = SimpleNamespace(sample_ids=torch.tensor([7]))
+    samples = [SimpleNamespace(id=f"image {number}") for number in range(20)]
+    setup = SimpleNamespace(config=small_config(), device=SimpleNamespace(kind="cpu"), precision="bf16",
+                            splits={"train": SimpleNamespace(samples=samples)}, training=[batch] * 20)  # fmt: skip
+    step = SimpleNamespace(scaler=None, skip="device", nonfinite_rows=lambda batch: [0])
+    log: Any = Log()
+    return Recovery(setup, step, state or TrainState(), Path(), log, log), log  # type: ignore[arg-type]
 
 
-def test_skipped_updates_are_counted_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def feed(recovery: Recovery, losses: list[float], norm: float = 1.0, first: int = 1) -> None:
+    for recovery.state.step, loss in enumerate(losses, start=first):
+        recovery.after_step(torch.tensor([recovery.state.step, 7]), torch.tensor(loss), torch.tensor(norm), read=False)
+    recovery.read()
+
+
+def test_skipped_steps_in_a_row_are_counted_and_the_first_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 3)
-    watch, log, said = guard()
-    state = TrainState()
-    feed(watch, state, [1.0, NAN, math.inf, 1.0, NAN])
-    watch.read(state)
-    assert state.skipped == 1
-    assert [line["step"] for line in log if line.get("event") == "update skipped"] == [2, 3, 5]
-    assert log[0]["samples"] == ["image 2", "image 7"]
-    assert log[0]["suspects"] == ["image 7"]
-    assert len(said) == 2, "a person hears of the first of a row only"
-    assert "samples with non-finite features: image 7" in said[0]
-    feed(watch, state, [NAN], first=6)
-    watch.read(state)
-    feed(watch, state, [NAN], first=7)
+    checks, log = checker()
+    feed(checks, [1.0, NAN, math.inf, 1.0, NAN])
+    assert checks.state.skipped == 1
+    assert [line["step"] for line in log.records if line["event"] == "update skipped"] == [2, 3, 5]
+    assert log.records[0]["samples"] == ["image 2", "image 7"]
+    assert log.records[0]["suspects"] == ["image 7"]
+    assert len(log.warnings) == 2
+    assert "samples with non-finite features: image 7" in log.warnings[0]
+    feed(checks, [NAN], first=6)
     with pytest.raises(Rollback):
-        watch.read(state)
+        feed(checks, [NAN], first=7)
 
 
-def test_an_overflow_of_fp16_is_no_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp16_overflow_is_not_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 2)
     scales = [512.0]
-    watch, log, said = guard()
-    watch.loss_scale = lambda: scales[0]
-    state = TrainState()
-    for step in range(1, 4):
-        watch.after_step(step, torch.tensor([7]), torch.tensor(1.0), torch.tensor(math.inf))
-    watch.read(state)
-    assert (state.skipped, said) == (0, [])
-    assert [line["event"] for line in log] == ["loss scale lowered"] * 3
-    feed(watch, state, [NAN], first=4)
-    watch.read(state)
-    assert state.skipped == 1, "a loss that is not finite counts at any scale"
+    checks, log = checker()
+    checks.train_step.scaler = SimpleNamespace(get_scale=lambda: scales[0])  # type: ignore[assignment]
+    feed(checks, [1.0] * 3, norm=math.inf)
+    assert (checks.state.skipped, log.warnings) == (0, [])
+    assert [line["event"] for line in log.records] == ["loss scale lowered"] * 3
+    feed(checks, [NAN], first=4)
+    assert checks.state.skipped == 1, "a non-finite loss counts at any scale"
     scales[0] = 1.0
-    watch.after_step(5, torch.tensor([7]), torch.tensor(1.0), torch.tensor(math.inf))
     with pytest.raises(Rollback):
-        watch.read(state)
+        feed(checks, [1.0], norm=math.inf, first=5)
 
 
 def test_only_cuda_skips_on_the_device() -> None:
     assert {kind: skip_rule(kind, one_device=True) for kind in ("cpu", "mps", "cuda")} == {
         "cpu": "host", "mps": "host", "cuda": "device",
     }  # fmt: skip
-    assert skip_rule("cuda", one_device=False) == "host"  # no flag lies on two devices
+    assert skip_rule("cuda", one_device=False) == "host"  # no flag is on two devices
 
 
-def test_the_diagnosis_names_samples_losses_and_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diagnosis_names_samples_losses_and_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 2)
-    watch, _, _ = guard()
-    state = TrainState(rollbacks=3)
-    feed(watch, state, [3.5, 3.25, NAN, NAN])
+    checks, _ = checker(TrainState(rollbacks=3))
     with pytest.raises(Rollback):
-        watch.read(state)
-    text = str(watch.diagnosis(state, 4, "bf16"))
-    assert "\n" not in text
+        feed(checks, [3.5, 3.25, NAN, NAN])
+    with pytest.raises(UserError) as caught:
+        checks.roll_back()
+    assert "\n" not in str(caught.value)
     for part in ("step 4", "3.5, 3.25", "image 7", "after 3 rollbacks", "--lr", "--precision fp32"):
-        assert part in text
+        assert part in str(caught.value)
 
 
-def test_a_loss_that_stays_high_is_told_once() -> None:
+def test_a_loss_that_stays_high_is_reported_once() -> None:
     usual = [3.0 + 0.1 * (step % 5) for step in range(40)]
-    spikes = SpikeDetector(8.0)
+    spikes = SpikeDetector()
     assert [spikes.add(loss) for loss in usual] == [None] * 40
-    assert spikes.add(50.0) is None, "one batch is no spike"
-    assert spikes.add(3.1) is None
-    found = [spikes.add(9.0) for _ in range(10)]
-    assert [value is not None for value in found] == [False, False, True, *[False] * 7]
+    assert [spikes.add(loss) for loss in (50.0, 3.1)] == [None, None], "a single batch is not a spike"
+    found = [spikes.add(9.0) for _ in range(300)]
+    assert [index for index, value in enumerate(found) if value is not None] == [2], "then 9 is the new normal"
     assert found[2] == pytest.approx(3.2)
-    assert [SpikeDetector(0.0).add(loss) for loss in [*usual, 50.0, 50.0, 50.0, 50.0]] == [None] * 44
-    slowly = SpikeDetector(8.0)
-    assert not any(slowly.add(5.0 - 0.05 * step) for step in range(80)), "a loss that falls is none"
-
-
-def test_a_lasting_change_becomes_the_usual() -> None:
-    spikes = SpikeDetector(8.0)
-    told = [spikes.add(loss) for loss in [1.0] * 20 + [5.0] * 300]
-    assert [place for place, value in enumerate(told) if value is not None] == [22]
+    falling = SpikeDetector()
+    assert not any(falling.add(5.0 - 0.05 * step) for step in range(80))
 
 
 def poisoned_steps(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int, float], bool]) -> None:
@@ -247,9 +243,10 @@ def events(run: Path, name: str) -> list[dict[str, Any]]:
     return [line for line in read_log(run) if line["kind"] == "event" and line["event"] == name]
 
 
-def test_one_bad_step_is_skipped_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_non_finite_step_is_skipped_and_the_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("m1clip.training.logger.LOG_LINES", 1)  # one line for the ten steps
     poisoned_steps(monkeypatch, lambda step, factor: step == 4)
-    run_small(tmp_path / "run", {})
+    run_small(tmp_path / "run")
     (skipped,) = events(tmp_path / "run", "update skipped")
     assert skipped["step"] == 5
     assert len(skipped["samples"]) == 16
@@ -258,7 +255,7 @@ def test_one_bad_step_is_skipped_and_the_run_goes_on(tmp_path: Path, monkeypatch
     assert math.isfinite(steps[0]["loss"])
 
 
-def test_a_run_goes_back_with_a_lower_rate_and_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollback_lowers_the_learning_rate_and_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Divergence that a lower rate cures: steps 5 to 8 are not finite at the full one."""
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 3)
     poisoned_steps(monkeypatch, lambda step, factor: factor == 1.0 and 5 <= step < 9)
@@ -281,22 +278,18 @@ def test_a_run_goes_back_with_a_lower_rate_and_resumes_exactly(tmp_path: Path, m
     assert_same_bits(tensors_of(run, 10), whole)
 
 
-def test_a_way_back_from_a_step_that_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layers of the last bad step were being looked at: nothing of it is left, and later looks work."""
+def test_layers_are_logged_after_a_rollback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 2)
     poisoned_steps(monkeypatch, lambda step, factor: factor == 1.0 and 4 <= step < 6)
-    run = tmp_path / "run"
-    changes = {"train.save_every": 3}
-    run_small(run, {**changes, "train.steps": 12, "optim.optimizer": "adamw"})
-    assert [line["failed"] for line in events(run, "rolled back")] == [6]
-    looks = [line["step"] for line in read_log(run) if line["kind"] == "layers"]
-    assert looks[-9:] == list(range(4, 13)), "from the checkpoint of step 3"
-    losses = [line["loss"] for line in read_log(run) if line["kind"] == "step"]
-    assert losses[-1] < losses[0]
+    run_small(tmp_path / "run", {"train.save_every": 3, "train.steps": 12, "optim.optimizer": "adamw"})
+    layers = [line["step"] for line in read_log(tmp_path / "run") if line["kind"] == "layers"]
+    assert layers == [1, 2, 3, 4, 4, 5, 6, 7, 8, 9, 10, 11, 12], "step 5 was skipped, 6 rolled back to 3"
 
 
 @pytest.mark.parametrize("skip", ["host", "device"])
-def test_no_checkpoint_among_skipped_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skip: Any) -> None:
+def test_no_checkpoint_is_saved_between_skipped_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skip: Any
+) -> None:
     """On an accelerator too, where the host learns of them only when it looks; and the best model stays known."""
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 3)
     poisoned_steps(monkeypatch, lambda step, factor: factor == 1.0 and 5 <= step < 8)
@@ -316,26 +309,22 @@ def test_no_checkpoint_among_skipped_updates(tmp_path: Path, monkeypatch: pytest
     assert json.loads((run / "checkpoints/step-000008/state.json").read_text())["best_step"] == 3
 
 
-def test_a_way_back_keeps_the_smaller_scale(tmp_path: Path) -> None:
-    """The scale of fp16 was lowered since the checkpoint for a reason."""
-    job, update = make({"optim.optimizer": "adamw"})
+@pytest.mark.parametrize(("saved", "expected"), [(65536.0, 64.0), (32.0, 32.0)])
+def test_rollback_keeps_the_smaller_loss_scale_and_the_best_model(
+    tmp_path: Path, saved: float, expected: float
+) -> None:
+    setup, update = make({"optim.optimizer": "adamw"})
+    groups = checkpoint_tensors(update, TrainState())
+    save(tmp_path, TrainState(step=3, scaler_scale=saved, best=0.1), groups, keep=1)
     update.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    for saved, wanted in ((65536.0, 64.0), (32.0, 32.0)):
-        run, log = tmp_path / str(saved), RunLog(tmp_path)
-        save(run, TrainState(step=3, scaler_scale=saved, best=0.1), groups_of(update), keep=1)
-        state = TrainState(step=9, best=0.7, best_step=6, stale=1)
-        writer = CheckpointWriter(run, job.config, 10, log, screen(), lambda: 0.0)
-        Recovery(job, update, run, log, screen(), writer).roll_back(state)
-        log.close()
-        assert (state.step, state.best, state.best_step, state.stale) == (3, 0.7, 6, 1)
-        assert (state.scaler_scale, update.scaler.get_scale()) == (wanted, wanted)
+    state, log = TrainState(step=9, best=0.7, best_step=6, stale=1), RunLog(tmp_path)
+    Recovery(setup, update, state, tmp_path, log, screen()).roll_back()
+    log.close()
+    assert (state.step, state.best, state.best_step, state.stale) == (3, 0.7, 6, 1)
+    assert (state.scaler_scale, update.scaler.get_scale()) == (expected, expected)
 
 
-def groups_of(update: TrainStep) -> TensorGroups:
-    return {"weights": update.model.state_dict(), "optimizer": update.optimizer.tensors()}
-
-
-def test_a_run_without_a_checkpoint_goes_back_to_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_without_a_checkpoint_rolls_back_to_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 2)
     poisoned_steps(monkeypatch, lambda step, factor: factor == 1.0 and step >= 2)
     run_small(tmp_path / "run", {"optim.ema": 0.9})
@@ -343,7 +332,7 @@ def test_a_run_without_a_checkpoint_goes_back_to_its_start(tmp_path: Path, monke
     assert back["back_to"] == 0
 
 
-def test_after_the_last_return_the_run_stops_with_a_diagnosis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_stops_with_a_diagnosis_after_the_last_rollback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 2)
     poisoned_steps(monkeypatch, lambda step, factor: step >= 5)
     changes = {"train.save_every": 2}
