@@ -16,12 +16,13 @@ from pathlib import Path
 from types import FrameType
 
 from m1clip.errors import UserError
-from m1clip.io import LOCK, lock_content, open_for_write, read_owner
+from m1clip.io import LOCK, lock_content, open_for_write, open_regular, read_owner
 from m1clip.runlog import NAME, PREPARING, PREPARING_PARTIAL
 
 OUTPUT = "train.log"  # of a background run
 START_SECONDS = 30.0  # at most, for imports and creating the folder
 FAILURE_SECONDS = 5.0  # after that, to detect a run that fails at once
+LAST_OUTPUT = 2**16  # bytes searched for the reason
 
 
 def create_run_folder(path: Path | None, name: str) -> Path:
@@ -174,7 +175,9 @@ def start_in_background(arguments: list[str], run: Path | None, name: str, resum
         if not owned and any(owner is not None and owner.pid == process.pid for owner in owners):
             deadline, owned = time.monotonic() + FAILURE_SECONDS, True
         if process.poll():
-            lines = output.read_text("utf-8", "replace").strip().splitlines()
+            with open_regular(output) as log:
+                log.seek(max(0, output.stat().st_size - LAST_OUTPUT))
+                lines = log.read(LAST_OUTPUT).decode("utf-8", "replace").strip().splitlines()
             if resume is None:
                 output.unlink(missing_ok=True)
                 remove_unused_folder(folder)

@@ -21,7 +21,7 @@ from m1clip.training.logger import LayerProbe, check_sink, layer_of, log_interva
 from m1clip.training.loop import TrainLoop
 from m1clip.training.optim import Optimizer
 from m1clip.training.process import StopRequest
-from m1clip.training.validation import AnalysisBudget
+from m1clip.training.validation import AnalysisBudget, Validator
 
 
 def test_layer_names_of_parameters() -> None:
@@ -169,6 +169,7 @@ def test_device_is_read_only_for_log_lines(tmp_path: Path, monkeypatch: pytest.M
               "train.label_smoothing": 0.1}  # fmt: skip  # the loss of accelerators; the CPU's looks at the scale
     monkeypatch.setattr(logger, "LOG_EVERY", 40)
     monkeypatch.setattr(LayerProbe, "arm", lambda self: None)
+    monkeypatch.setattr(Validator, "run_due", lambda self, stop: setattr(self.state, "evaluation_due", False))
     for name, steps, lines in (("a", 20, 1), ("b", 40, 1), ("c", 40, 10)):
         monkeypatch.setattr(logger, "LOG_LINES", lines)
         run_small(tmp_path / name, {**common, "train.steps": steps})
