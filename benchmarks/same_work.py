@@ -2,9 +2,9 @@
 
     python benchmarks/same_work.py --peers PEERS/bin/python --json docs/results/same_work.json
 
-Each side lives in its own process and waits while another works. The peers run in the fastest of their own ways,
-found by a short probe, on inputs that lie ready; m1clip and the baseline also make their batches. Equal text length,
-equal vocabulary, AdamW and a class token for all; what m1clip does by default stands in a line of its own.
+Each side runs in its own process and waits while another works. The peers use their fastest settings, found by a
+short probe, on inputs prepared in advance; m1clip and the baseline also create their batches. Text length,
+vocabulary, AdamW and class token are the same for all; the default training of m1clip is a separate line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a process that works when told, the machine's description, a figure with its spread."""
+"""Shared by the benchmarks: a process that answers questions, the machine's description, a figure with its spread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds of one training step of the prior art's job: the naive baseline and m1clip, in turn, in one run.
+"""Seconds of one training step of the original project's model: the naive baseline and m1clip, in alternation.
 
 Each side lives in its own process (m1clip changes how its process keeps memory, which must not help the other) and
 waits while the other works, so that a busy moment of the machine falls on both alike.

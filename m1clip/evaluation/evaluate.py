@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from m1clip.config import Config, load_config
@@ -125,15 +124,13 @@ class Evaluator:
 
     def other_classes(self) -> Tensor | None:
         """(n, d) vectors of the classes that only other splits contain: all class names are candidates."""
-        captions = {s.captions[0]: s.captions for split in self.source.splits() for s in self.source.samples(split)}
-        for sample in self.data.samples:
-            captions.pop(sample.captions[0], None)
+        every = {sample.captions[0] for split in self.source.splits() for sample in self.source.samples(split)}
+        others = sorted(every - {sample.captions[0] for sample in self.data.samples})
         # A frozen text tower with cached features is not in memory, so it cannot encode other captions.
-        if not captions or self.data.captions.features is not None:
+        if not others or self.data.captions.features is not None:
             return None
         with self.autocast():
-            vectors = [self.model.encode_text(list(each)).cpu().float().mean(dim=0) for each in captions.values()]
-        return F.normalize(torch.stack(vectors), dim=-1)
+            return self.model.encode_text(others).float().cpu()
 
     @torch.inference_mode()
     def negative_scores(self, image: Tensor, indices: Sequence[int] | None = None) -> Scores:

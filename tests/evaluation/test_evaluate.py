@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 from small_run import run_small
 
@@ -36,6 +37,18 @@ def test_a_path_and_a_loaded_model_give_the_same_scores(run: Path, photos: Path)
     assert scores == evaluate(m1clip.load(run / "model"), [str(photos / "captions.csv")], device="cpu")
     assert scores["image_to_text/recall@1"].n == 12
     assert scores["image_to_text/recall@1"].chance == pytest.approx(1 / 12)
+
+
+def test_classes_of_other_splits_are_candidates(run: Path, tmp_path: Path) -> None:
+    for number, name in enumerate(("train/cat", "train/dog", "train/fox", "test/cat", "test/dog")):
+        (tmp_path / name).mkdir(parents=True)
+        Image.new("RGB", (40, 30), (40 * number, 60, 90)).save(tmp_path / name / "1.png")
+    evaluator = open_split(run / "model", (f"classes:{tmp_path}",), device_name="cpu")
+    others = evaluator.other_classes()
+    assert others is not None
+    (fox,) = {s.captions[0] for s in evaluator.source.samples("train") if "fox" in s.captions[0]}
+    torch.testing.assert_close(others, evaluator.model.encode_text([fox]), atol=0.01, rtol=0)  # bf16 against fp32
+    assert evaluator.scores(evaluator.encode())["top1_accuracy"].chance == pytest.approx(1 / 3)
 
 
 def test_eval_of_a_run_gives_the_scores_of_its_training(run: Path) -> None:
