@@ -26,10 +26,7 @@ ROWS = {  # name: (words, flags of m1clip train)
         "--model small --batch-size 1024 --micro-batch 16 --steps 2 --train-count 1100",
     ),
 }
-QUICK = (
-    "--model tiny --vision-layers 1 --text-layers 1 --steps 1 --batch-size 8 "
-    "--train-count 16"
-)
+QUICK = "--model tiny --vision-layers 1 --text-layers 1 --steps 1 --batch-size 8 --train-count 16"
 
 
 def main() -> None:
