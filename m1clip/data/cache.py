@@ -453,16 +453,6 @@ def data_folders(source: Source) -> tuple[str, ...]:
     return tuple(str(folder) for folder in folders if folder.is_dir())
 
 
-def too_many(bad: int, tried: int, total: int, limit: float) -> bool:
-    """Whether more than `limit` of all images are bad: exact if all were tried, else by two standard errors."""
-    if bad == 0:
-        return False
-    if tried >= total or bad > limit * total:
-        return bad > limit * total
-    fraction = bad / tried
-    return fraction - 2 * math.sqrt(fraction * (1 - fraction) / tried) > limit and tried >= 32
-
-
 def check_failures(
     bad: Mapping[int, str], refs: Sequence[ImageRef], split: str, tried: int, limit: float, warn: Callable[[str], None]
 ) -> tuple[Failure, ...]:
@@ -470,7 +460,7 @@ def check_failures(
     found = tuple(Failure(index, str(refs[index]), bad[index]) for index in sorted(bad))
     for failure in found[:SHOWN]:
         warn(f"skipped {failure.where}: {failure.reason}")
-    if too_many(len(found), tried, len(refs), limit):
+    if len(found) > limit * tried:
         raise _too_many_failures(found, f"{tried:,} {split} images", tried, limit)
     if len(found) > SHOWN:
         warn(f"skipped {len(found):,} of {tried:,} {split} images that cannot be read; run.jsonl lists all of them")
@@ -499,7 +489,6 @@ class FailureLog:
         self.total, self.limit, self.write, self.warn = total, limit, write, warn
         self.named = set(named)  # before a resume
         self.failures: dict[int, Failure] = {}
-        self.tried = 0
 
     def record(self, split: str, failures: Iterable[Failure]) -> None:
         """Log those that are new."""
@@ -508,19 +497,18 @@ class FailureLog:
                 self.named.add(failure.where)
                 self.write("skipped", split=split, where=failure.where, reason=failure.reason)
 
-    def __call__(self, failures: Sequence[Failure], images: int) -> None:
-        """What failed in a training batch of `images` images."""
-        self.tried = min(self.total, self.tried + images + len(failures))
+    def __call__(self, failures: Sequence[Failure]) -> None:
+        """What failed in a training batch."""
         for failure in failures:
             if failure.index not in self.failures:
                 self.failures[failure.index] = failure
                 if len(self.failures) <= SHOWN:
                     self.warn(f"skipped {failure.where}: {failure.reason}; replaced by another image")
         self.record("train", failures)
-        tried = max(self.tried, len(self.failures))
-        if too_many(len(self.failures), tried, self.total, self.limit):
-            found = list(self.failures.values())
-            raise _too_many_failures(found, f"{tried:,} train images read so far", tried, self.limit)
+        if len(self.failures) > self.limit * self.total:
+            raise _too_many_failures(
+                list(self.failures.values()), f"{self.total:,} train images", self.total, self.limit
+            )
 
 
 Kind = Literal["ram", "disk", "off"]

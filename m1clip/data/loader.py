@@ -134,7 +134,7 @@ class TrainingSet:
     identity: np.ndarray | None = None  # the id of each sample; copies of one image share an id
     captions_per_image: int = 1  # in a batch
     patches: int = 0  # that the image tower cuts an image into
-    report: Callable[[tuple[Failure, ...], int], None] | None = None  # gets failures and size of each batch
+    report: Callable[[tuple[Failure, ...]], None] | None = None  # gets the failures of each batch
 
     def __getitem__(self, step: int) -> Batch:
         epoch, members = self.plan.members(step)
@@ -226,7 +226,7 @@ def batches(
     with contextlib.closing(feed):  # not left to the garbage collector, which prints a Ctrl-C in it as a traceback
         for batch in feed:
             if data.report is not None:
-                data.report(batch.failed, len(batch))
+                data.report(batch.failed)
             yield batch
 
 

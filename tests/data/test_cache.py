@@ -38,7 +38,6 @@ from m1clip.data.cache import (
     image_names,
     read_or_replace,
     row_name,
-    too_many,
 )
 from m1clip.data.images import FileImage, to_square
 from m1clip.data.loader import batches
@@ -428,26 +427,11 @@ def test_each_failure_is_logged_once_and_too_many_stop_the_run() -> None:
     written: list[tuple[str, dict[str, object]]] = []
     said: list[str] = []
     log = FailureLog(1000, 0.1, lambda kind, **values: written.append((kind, values)), said.append, named=["old"])
-    log((Failure(3, "a.jpg", "gone"), Failure(3, "a.jpg", "gone")), 128)
-    log((Failure(3, "a.jpg", "gone"), Failure(4, "old", "gone")), 128)
+    log((Failure(3, "a.jpg", "gone"), Failure(3, "a.jpg", "gone")))
+    log((Failure(3, "a.jpg", "gone"), Failure(4, "old", "gone")))
     assert written == [("skipped", {"split": "train", "where": "a.jpg", "reason": "gone"})]
     assert len(said) == 2
-    many = [Failure(100 + number, f"{number}.jpg", "gone") for number in range(60)]
-    with pytest.raises(UserError, match=r"62 of 3\d\d train images read so far .*such as a.jpg: gone.*--max-bad"):
-        log(many, 64)
-
-
-@pytest.mark.parametrize(
-    ("bad", "tried", "total", "expected"),
-    [
-        (0, 0, 100, False),
-        (10, 100, 100, False),
-        (11, 100, 100, True),
-        (13, 100, 1000, False),  # 13% of a sample may be 10% of the whole
-        (20, 100, 1000, True),
-        (3, 8, 1000, False),  # too few to say
-        (101, 1000, 1000, True),
-    ],
-)
-def test_when_bad_images_are_too_many(bad: int, tried: int, total: int, expected: bool) -> None:
-    assert too_many(bad, tried, total, 0.1) is expected
+    many = [Failure(100 + number, f"{number}.jpg", "gone") for number in range(99)]
+    log(many[:98])
+    with pytest.raises(UserError, match=r"101 of 1,000 train images .*such as a.jpg: gone.*--max-bad"):
+        log(many)

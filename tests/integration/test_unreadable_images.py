@@ -58,7 +58,7 @@ BROKEN = {0, 7, 8, 10, 20, 30, 40, 50}
 @pytest.mark.parametrize(("workers", "start_method"), [(2, "spawn"), (8, "fork")])
 def test_same_batches_for_any_number_of_workers(broken_set: Path, workers: int, start_method: str) -> None:
     data = live_set(broken_set)
-    data.report = lambda failed, asked: None  # must not travel to the workers
+    data.report = lambda failed: None  # must not travel to the workers
     alone = list(batches(data, 0, STEPS, 0, "fork", False))
     assert_same(alone[5:], list(batches(data, 5, STEPS, workers, start_method, False)))
 
