@@ -39,16 +39,14 @@ def open_meter(kind: str) -> EnergyMeter | None:
 
 def open_rapl(folder: Path) -> EnergyMeter | None:
     """All processor packages under a powercap folder; None if one cannot be read (often only root can)."""
-    packages = sorted(
-        zone for zone in folder.glob("intel-rapl:*") if zone.name.count(":") == 1
-    )  # a second colon marks a part of a package, which is already included in it
-    if not packages:
-        return None
+    # A second colon marks a part of a package, which is already included in it.
+    packages = [zone for zone in folder.glob("intel-rapl:*") if zone.name.count(":") == 1]
     try:
         counters = [_Counter(zone) for zone in packages]
-        return EnergyMeter("RAPL", "processor packages", lambda: sum(c.joules() for c in counters))
+        meter = EnergyMeter("RAPL", "processor packages", lambda: sum(c.joules() for c in counters))
     except (OSError, ValueError):
         return None
+    return meter if packages else None
 
 
 class _Counter:
@@ -57,16 +55,12 @@ class _Counter:
     def __init__(self, zone: Path) -> None:
         self._file = zone / "energy_uj"
         self._range = int((zone / "max_energy_range_uj").read_text())
-        self._last, self._turns = self._now(), 0
-
-    def _now(self) -> int:
-        return int(self._file.read_text())
+        self._last = self._turns = 0
 
     def joules(self) -> float:
         """Joules since some fixed moment."""
-        now = self._now()
-        if now < self._last:
-            self._turns += 1
+        now = int(self._file.read_text())
+        self._turns += now < self._last
         self._last = now
         return (now + self._turns * self._range) / 1e6
 
@@ -74,31 +68,24 @@ class _Counter:
 def _open_nvml() -> EnergyMeter | None:
     """The GPU's own counter (Volta and later), through nvidia-ml-py."""
     nvml, handle = nvml_handle()
-    if nvml is None:
-        return None
     try:
-        return EnergyMeter("NVML", "GPU only", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
+        return nvml and EnergyMeter("NVML", "GPU only", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
     except nvml.NVMLError:  # an older or virtual GPU
         return None
 
 
 def nvml_handle() -> tuple[Any, Any]:
     """(the library, the handle of torch's current GPU), or (None, None) if either is missing."""
-    try:
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-    except ImportError:
-        return None, None
-    except Exception:  # noqa: BLE001  NVMLError exists only if the library is installed; no driver means no meter
-        return None, None
     import torch
 
     try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
         # By UUID: CUDA_VISIBLE_DEVICES changes what "device 0" means for torch, but not for NVML.
         uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
         return nvml, nvml.nvmlDeviceGetHandleByUUID(name)
-    except (nvml.NVMLError, RuntimeError, AssertionError, AttributeError):
+    except Exception:  # noqa: BLE001  no library, driver or GPU: no meter; NVMLError exists only with the library
         return None, None
 
 

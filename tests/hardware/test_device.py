@@ -8,7 +8,7 @@ import torch
 from m1clip.errors import UserError
 from m1clip.hardware import device as compiler
 from m1clip.hardware.device import (
-    Device,
+    Kind,
     available,
     check_compile,
     choose_device,
@@ -18,7 +18,6 @@ from m1clip.hardware.device import (
     threads,
 )
 from m1clip.hardware.facts import Facts, environment, read_facts, usable_cpus
-from m1clip.hardware.timing import bf16_speedup, gemm_rate, gemm_timings
 
 
 def mac(chip: str, cores: int, fast: int) -> Facts:
@@ -42,7 +41,7 @@ H200 = linux("Intel(R) Xeon(R) Platinum 8558", 48, "NVIDIA H200", (9, 0))
     ("facts", "kinds"),
     [(M1, ("mps", "cpu")), (M4, ("mps", "cpu")), (XEON, ("cpu",)), (PASCAL, ("cuda", "cpu")), (H200, ("cuda", "cpu"))],
 )
-def test_what_is_there_and_what_auto_takes(facts: Facts, kinds: tuple[str, ...]) -> None:
+def test_available_devices_and_the_choice_of_auto(facts: Facts, kinds: tuple[str, ...]) -> None:
     assert available(facts) == kinds
     assert choose_device("auto", facts) == kinds[0]
     for kind in kinds:
@@ -50,7 +49,7 @@ def test_what_is_there_and_what_auto_takes(facts: Facts, kinds: tuple[str, ...])
 
 
 @pytest.mark.parametrize(("facts", "missing"), [(M1, "cuda"), (XEON, "cuda"), (XEON, "mps"), (H200, "mps")])
-def test_a_missing_named_device_is_an_error(facts: Facts, missing: str) -> None:
+def test_missing_device_is_an_error(facts: Facts, missing: str) -> None:
     with pytest.raises(UserError, match=f"--device {missing}: not available on this machine") as caught:
         choose_device(missing, facts)
     assert ", ".join(available(facts)) in str(caught.value)
@@ -62,7 +61,7 @@ def test_a_missing_named_device_is_an_error(facts: Facts, missing: str) -> None:
         ("cuda", H200, None, "bf16"),
         ("cuda", TURING, None, "fp32"),
         ("cuda", PASCAL, None, "fp32"),
-        ("mps", M1, 5.0, "fp32"),  # whatever a matrix product says
+        ("mps", M1, 5.0, "fp32"),  # whatever was measured
         ("mps", M4, 1.6, "bf16"),
         ("mps", M4, 1.05, "fp32"),
         ("mps", M4, None, "fp32"),
@@ -76,7 +75,7 @@ def test_auto_precision(kind: str, facts: Facts, speedup: float | None, precisio
     assert choose_precision("auto", kind, facts, speedup) == precision  # type: ignore[arg-type]
 
 
-def test_a_named_precision_is_taken_or_refused() -> None:
+def test_unsupported_precision_is_an_error() -> None:
     assert choose_precision("fp16", "cuda", PASCAL, None) == "fp16"
     assert choose_precision("bf16", "mps", M1, None) == "bf16"
     assert choose_precision("fp32", "cuda", H200, None) == "fp32"
@@ -86,40 +85,29 @@ def test_a_named_precision_is_taken_or_refused() -> None:
         choose_precision("fp16", "cpu", XEON, None)
 
 
-@pytest.mark.parametrize("facts", [M1, M4])
-def test_apples_gpu(facts: Facts) -> None:
-    rule = rules("mps", facts)
-    assert not rule.non_blocking
-    assert not rule.pin_memory
-    assert not rule.float64
-    assert rule.fixed_shapes
-    assert rule.worker_start == "spawn"
-    assert rule.attention == "measure"
+@pytest.mark.parametrize(
+    ("kind", "facts", "expected"),
+    [
+        ("mps", M1, (False, False, False, True, "spawn", "measure")),
+        ("mps", M4, (False, False, False, True, "spawn", "measure")),
+        ("cuda", H200, (True, True, True, False, "forkserver", "sdpa")),
+        ("cpu", XEON, (False, False, True, False, "fork", "measure")),
+        ("cpu", M1, (False, False, True, False, "spawn", "measure")),
+    ],
+)
+def test_rules(kind: Kind, facts: Facts, expected: tuple[object, ...]) -> None:
+    rule = rules(kind, facts)
+    found = rule.non_blocking, rule.pin_memory, rule.float64, rule.fixed_shapes, rule.worker_start, rule.attention
+    assert found == expected
+    assert kind != "cpu" or rule.bf16 == "measure"
 
 
-def test_cuda() -> None:
-    rule = rules("cuda", H200)
-    assert rule.non_blocking
-    assert rule.pin_memory
-    assert rule.attention == "sdpa"
-    assert rule.worker_start == "forkserver"
-    assert not rule.fixed_shapes
-
-
-def test_cpu() -> None:
-    assert rules("cpu", XEON).worker_start == "fork"
-    assert rules("cpu", M1).worker_start == "spawn"
-    for facts in (XEON, M1):
-        rule = rules("cpu", facts)
-        assert (rule.bf16, rule.attention, rule.non_blocking, rule.pin_memory) == ("measure", "measure", False, False)
-
-
-def test_threads_are_the_fast_physical_cores_unless_named() -> None:
+def test_threads_are_the_physical_performance_cores() -> None:
     assert [threads(0, facts) for facts in (M1, M4, XEON)] == [6, 4, 16]
     assert threads(3, XEON) == 3
 
 
-def test_the_watermark_is_set_for_apples_gpu_and_left_to_the_person() -> None:
+def test_environment_variables_unless_set_by_the_user() -> None:
     name = "PYTORCH_MPS_HIGH_WATERMARK_RATIO"
     assert environment("Darwin", {"OMP_WAIT_POLICY": "active"}) == {name: "1.0"}
     assert environment("Darwin", {name: "0.7"}) == {"OMP_WAIT_POLICY": "passive"}
@@ -127,10 +115,10 @@ def test_the_watermark_is_set_for_apples_gpu_and_left_to_the_person() -> None:
     assert environment("Linux", {}) == {"OMP_WAIT_POLICY": "passive", spin: "10000"}
     assert environment("Linux", {spin: "0"}) == {"OMP_WAIT_POLICY": "passive"}
     assert environment("Linux", {"OMP_WAIT_POLICY": "PASSIVE"}) == {spin: "10000"}
-    assert environment("Linux", {"OMP_WAIT_POLICY": "active"}) == {}, "who chose to spin chose how long"
+    assert environment("Linux", {"OMP_WAIT_POLICY": "active"}) == {}, "spinning is the user's choice"
 
 
-def test_this_machine() -> None:
+def test_facts_of_this_machine() -> None:
     facts = read_facts()
     assert 1 <= facts.performance_cores <= facts.cores <= usable_cpus()
     assert facts.torch == torch.__version__
@@ -141,22 +129,7 @@ def test_this_machine() -> None:
     assert (facts.cuda is not None) == torch.cuda.is_available()
 
 
-def test_the_cpu_as_a_device() -> None:
-    device = Device("cpu", read_facts())
-    device.synchronize()
-    held = torch.ones(2**24)  # 64 MB
-    assert held.nbytes < device.memory_bytes() <= device.peak_bytes() * 1.01
-
-
-def test_the_rate_of_a_product_is_measured() -> None:
-    device = Device("cpu", read_facts())
-    times = gemm_timings(device, ("fp32", "bf16"), size=64, rounds=3)
-    assert [times[name].n for name in ("fp32", "bf16")] == [3, 3]
-    assert gemm_rate(device, "fp32", size=64, rounds=3) > 1e6
-    assert bf16_speedup(device) > 0
-
-
-def test_the_obstacles() -> None:
+def test_compile_obstacles() -> None:
     assert compile_obstacle("cpu", "/opt/venv/torch", "g++", triton=False) == ""
     assert "C++ compiler" in compile_obstacle("cpu", "/opt/venv/torch", None, triton=False)
     assert "contains a space" in compile_obstacle("cpu", "/home/me/my code/torch", "g++", triton=False)
@@ -165,7 +138,7 @@ def test_the_obstacles() -> None:
     assert compile_obstacle("mps", "/opt/venv/torch", None, triton=False) == ""
 
 
-def test_a_missing_compiler_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
     with pytest.raises(UserError, match="does not work here: it needs a C"):

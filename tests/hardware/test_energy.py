@@ -1,4 +1,4 @@
-"""Meters: joules since opened, turns of a counter counted, and no number where there is no meter."""
+"""Energy meters: joules since opened, counters that wrap around, and no value without a meter."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def zone(folder: Path, name: str, microjoules: int, most: int = 1_000_000_000) -
     return place / "energy_uj"
 
 
-def test_a_meter_begins_at_zero() -> None:
+def test_meter_starts_at_zero() -> None:
     values = iter([100.0, 103.5, 110.0])
     meter = EnergyMeter("test", "nothing", lambda: next(values))
     assert [meter.joules(), meter.joules()] == [3.5, 10.0]
 
 
-def test_rapl_adds_packages_and_leaves_out_their_parts(tmp_path: Path) -> None:
+def test_rapl_sums_packages_without_their_parts(tmp_path: Path) -> None:
     first, second = zone(tmp_path, "intel-rapl:0", 5_000_000), zone(tmp_path, "intel-rapl:1", 0)
     core = zone(tmp_path, "intel-rapl:0:0", 1_000_000)
     meter = open_rapl(tmp_path)
@@ -38,7 +38,7 @@ def test_rapl_adds_packages_and_leaves_out_their_parts(tmp_path: Path) -> None:
     assert meter.joules() == pytest.approx(2.5)
 
 
-def test_a_rapl_counter_that_starts_again_loses_nothing(tmp_path: Path) -> None:
+def test_rapl_counter_wraps_around(tmp_path: Path) -> None:
     counter = zone(tmp_path, "intel-rapl:0", 900_000_000, most=1_000_000_000)
     meter = open_rapl(tmp_path)
     assert meter is not None
@@ -47,14 +47,14 @@ def test_a_rapl_counter_that_starts_again_loses_nothing(tmp_path: Path) -> None:
         assert meter.joules() == pytest.approx(joules)
 
 
-def test_no_counter_no_meter(tmp_path: Path) -> None:
+def test_no_meter_without_a_readable_counter(tmp_path: Path) -> None:
     assert open_rapl(tmp_path) is None
     assert open_rapl(tmp_path / "missing") is None
-    zone(tmp_path, "intel-rapl:0", 0).unlink()  # as for a person who may not read it
+    zone(tmp_path, "intel-rapl:0", 0).unlink()  # as for a user without permission
     assert open_rapl(tmp_path) is None
 
 
-def test_apples_parts_are_added_and_missing_ones_are_nothing() -> None:
+def test_apple_meter_sums_the_parts_that_exist() -> None:
     readings = [
         SimpleNamespace(cpu_total_mj=1000, gpu_mj=500, dram_mj=None, ane_mj=0, gpu_sram_mj=None),
         SimpleNamespace(cpu_total_mj=3000, gpu_mj=1500, dram_mj=None, ane_mj=0, gpu_sram_mj=None),
@@ -86,7 +86,7 @@ class FakeNvml:
 
 
 @pytest.mark.parametrize("counter", [True, False])
-def test_a_card_with_and_without_a_counter(monkeypatch: pytest.MonkeyPatch, counter: bool) -> None:
+def test_gpu_with_and_without_an_energy_counter(monkeypatch: pytest.MonkeyPatch, counter: bool) -> None:
     nvml = FakeNvml(counter)
     monkeypatch.setattr(energy, "nvml_handle", lambda: (nvml, "card"))
     meter = open_meter("cuda")
@@ -98,7 +98,7 @@ def test_a_card_with_and_without_a_counter(monkeypatch: pytest.MonkeyPatch, coun
     assert (meter.joules(), meter.covers) == (3.5, "GPU only")
 
 
-def test_without_the_library_there_is_no_meter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_meter_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setitem(sys.modules, "zeus_apple_silicon", None)
     assert open_meter("cuda") is None
@@ -107,7 +107,7 @@ def test_without_the_library_there_is_no_meter(monkeypatch: pytest.MonkeyPatch) 
     assert open_meter("mps") is None
 
 
-def test_the_hottest_core_of_the_best_sensor() -> None:
+def test_temperature_is_the_highest_of_the_first_known_sensor() -> None:
     def reading(value: float) -> SimpleNamespace:
         return SimpleNamespace(current=value)
 
