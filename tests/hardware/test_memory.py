@@ -1,4 +1,4 @@
-"""Freed memory is kept where glibc is, left alone elsewhere, and the choice of a person stands."""
+"""Freed memory is reused with glibc, and the user's malloc settings are kept."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(kept, again, returned, rounds(1))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
-def test_a_freed_block_is_used_again_until_it_is_returned() -> None:
+def test_freed_memory_is_reused_until_it_is_returned() -> None:
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     result = subprocess.run([sys.executable, "-c", FAULTS], env=plain, capture_output=True, text=True, check=True)
     kept, again, returned, after = result.stdout.split()
@@ -41,12 +41,12 @@ def test_a_freed_block_is_used_again_until_it_is_returned() -> None:
     assert int(after) > int(again)  # with huge pages few, but never none
 
 
-def test_what_the_person_has_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malloc_settings_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     assert heap.keep_freed_memory() is False
 
 
-def test_other_systems_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malloc_settings_are_for_linux_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert heap.keep_freed_memory() is False
     assert heap.return_freed_memory() is False

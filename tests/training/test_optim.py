@@ -9,7 +9,7 @@ from torch import Tensor
 from m1clip.config import OptimConfig
 from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.presets import CLIPConfig, with_fields
-from m1clip.training.optim import EMA, EPS, Optimizer
+from m1clip.training.optim import EMA, EPS, MUON_WEIGHT_DECAY, Optimizer
 
 SHAPE = with_fields(CLIPConfig(),
     image_size=16, patch_size=8, vision_width=16, vision_layers=2, vision_heads=2, text_width=16, text_layers=1,
@@ -46,7 +46,7 @@ def test_every_parameter_moves_by_one_rule(name: str) -> None:
     assert found.keys() == dict(model.named_parameters()).keys()
 
 
-def test_decay_is_for_matrices_alone() -> None:
+def test_weight_decay_applies_to_matrices_only() -> None:
     model = clip()
     found = groups_of(Optimizer(model, OptimConfig(optimizer="adamw", wd=0.3), fused=True))
     for name, parameter in model.named_parameters():
@@ -56,18 +56,18 @@ def test_decay_is_for_matrices_alone() -> None:
     assert found["logit_bias"][1] == found["logit_scale"][1] == 0.0
 
 
-def test_muon_takes_the_matrices_inside_the_blocks() -> None:
+def test_muon_optimizes_the_matrices_inside_the_blocks() -> None:
     model = clip()
     found = groups_of(Optimizer(model, OptimConfig(optimizer="muon"), fused=True))
     kinds = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
     blocks = [f"image_tower.transformer.blocks.{i}" for i in (0, 1)] + ["text_tower.transformer.blocks.0"]
     expected = {f"{block}.{kind}.weight" for block in blocks for kind in kinds}
     assert {name for name, (part, _) in found.items() if part == "muon"} == expected
-    assert all(found[name][1] == 0.2 for name in expected)
+    assert all(found[name][1] == MUON_WEIGHT_DECAY for name in expected)
     assert found["text_tower.tokens.weight"][0] == found["image_head.weight"][0] == "adamw"
 
 
-def test_the_rate_is_a_share_of_each_parts_own_peak() -> None:
+def test_learning_rate_is_a_fraction_of_the_peak_of_each_optimizer() -> None:
     optimizer = Optimizer(clip(), OptimConfig(lr=1e-3, muon_lr=0.02), fused=True)
     for share in (0.5, 0.25):
         optimizer.set_lr(share)
