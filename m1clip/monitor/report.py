@@ -144,11 +144,9 @@ def curve_plots(histories: Sequence[History]) -> str:
     """Loss, scores, speed and everything else that was measured, one curve per run."""
     metrics = " or ".join(dict.fromkeys(SELECTION[h.metric] for h in histories)).capitalize()
     plots = ""
-    for name, title, factor in (
-        ("", f"{metrics}, % (selects the best model)", 100.0),
-        *EVALUATION_FIGURES,
-        *STEP_FIGURES,
-    ):
+    best = ("", f"{metrics} on validation, % (selects the best model)", 100.0)
+    scores = [figure for figure in EVALUATION_FIGURES if not figure[0].startswith("analysis/")]
+    for name, title, factor in (STEP_FIGURES[0], best, *scores, *STEP_FIGURES[1:]):
         curves = []
         for color, history in enumerate(histories):
             key, rows = name or history.metric, history.evaluations
@@ -203,26 +201,21 @@ def summary(histories: Sequence[History]) -> str:
         chance = next(record for _, record in found if name in record)[f"{name}/chance"]
         cells = [_difference(name, first, record) for _, record in found]
         if not several:
-            low, high = (_score(name, first[f"{name}/{end}"]) for end in ("low", "high"))
+            low, high = (percent(first[f"{name}/{end}"]) for end in ("low", "high"))
             cells += [f"{low} to {high}", f"{first[f'{name}/n']:,}"]
-        rows.append([SELECTION.get(name, name), _score(name, chance), *cells])
+        rows.append([SELECTION.get(name, name), percent(chance), *cells])
     columns = [history.name for history in histories] if several else ["value", "95% interval", "n"]
     return f"<p class='hint'>{escape(note)}</p>" + (html_table(["metric", "chance", *columns], rows) if rows else "")
-
-
-def _score(name: str, value: float) -> str:
-    return number(value) if name.endswith("rank") else percent(value)
 
 
 def _difference(name: str, first: dict[str, Any], record: dict[str, Any]) -> str:
     if name not in record:
         return "-"
     if record is first or name not in first:
-        return _score(name, record[name])
+        return percent(record[name])
     change = record[name] - first[name]
     apart = record[f"{name}/low"] > first[f"{name}/high"] or record[f"{name}/high"] < first[f"{name}/low"]
-    words = f"{change:+g}" if name.endswith("rank") else f"{100 * change:+.1f}"
-    return f"{_score(name, record[name])} ({words}{' *' if apart else ''})"
+    return f"{percent(record[name])} ({100 * change:+.1f}{' *' if apart else ''})"
 
 
 def costs(histories: Sequence[History]) -> str:
