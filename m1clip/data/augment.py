@@ -107,9 +107,9 @@ def _resample(x: Tensor, views: Tensor, size: int) -> Tensor:
 def _resampler(start: Tensor, extent: Tensor, flip: Tensor, side: int, size: int) -> Tensor:
     """(n, size, side) weights of a triangle filter as wide as one output pixel, at least one input pixel."""
     step = extent * side / size  # input pixels for one output pixel
-    centres = (torch.arange(size, device=start.device) + 0.5) * step[:, None] + (start * side)[:, None]
-    centres = torch.where(flip[:, None], centres.flip(1), centres)
+    centers = (torch.arange(size, device=start.device) + 0.5) * step[:, None] + (start * side)[:, None]
+    centers = torch.where(flip[:, None], centers.flip(1), centers)
     inputs = torch.arange(side, device=start.device) + 0.5
     support = step.clamp(min=1.0)[:, None, None]
-    weights = (1 - (centres[:, :, None] - inputs).abs() / support).clamp(min=0)
+    weights = (1 - (centers[:, :, None] - inputs).abs() / support).clamp(min=0)
     return weights / weights.sum(dim=2, keepdim=True)

@@ -241,7 +241,7 @@ class Preprocess:
 
 
 def to_square(image: Image.Image, size: int, resize: str = "shortest") -> np.ndarray:
-    """(size, size, 3) uint8, as open_clip does it: bicubic, shortest side to `size`, centre crop."""
+    """(size, size, 3) uint8, as open_clip does it: bicubic, shortest side to `size`, center crop."""
     # Crop first: each copy of an image of 1 x 60,000,000 takes 700 MB.
     image = (image if resize == "squash" else _without_ends(image)).convert("RGB")
     width, height = image.size

@@ -98,8 +98,13 @@ def test_no_data_worker_outlives_a_killed_parent(tmp_path: Path) -> None:
     assert psutil.wait_procs(workers, timeout=30)[1] == []
 
 
-def test_closed_terminal_saves_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", ["running", "suspended"])
+def test_closed_terminal_saves_the_run(tmp_path: Path, workers: str) -> None:
     process = start(tmp_path)
+    if workers == "suspended":
+        for worker in psutil.Process(process.pid).children(recursive=True):
+            worker.suspend()
+        time.sleep(1)  # until the run waits for a batch
     process.send_signal(signal.SIGHUP, group=True)
     assert process.wait() == 129
     output, error = process.read()
