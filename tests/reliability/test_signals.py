@@ -114,7 +114,7 @@ def test_second_signal_exits_at_once_and_keeps_the_checkpoints(tmp_path: Path) -
 
 
 @pytest.mark.long("Signals")
-@pytest.mark.parametrize(("number", "workers"), itertools.product((signal.SIGINT, signal.SIGTERM), (0, 2)))
+@pytest.mark.parametrize(("number", "workers"), [*itertools.product((signal.SIGINT, signal.SIGTERM), (0, 2))])
 @pytest.mark.parametrize("phase", PHASES)
 def test_three_signals_in_a_phase(
     tmp_path: Path, phase: str, number: signal.Signals, workers: int, counts: dict[str, float]
