@@ -52,10 +52,13 @@ SMOKE = {
     "cuda_step": ("--device cpu --quick --models tiny --variants m1clip", {"models", "facts"}),
     "speedrun": (f"PHOTOS --quick --seeds 1 --recipes default --peers= --flags='{SMALL} --batch-size 8'", {"runs"}),
 }
+MINUTES_OF_CPU = ("same_work", "large_batch")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SMOKE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in MINUTES_OF_CPU else []) for name in SMOKE]
+)
 def test_a_script_runs_and_writes_its_figures(name: str, photos: Path, tmp_path: Path) -> None:
     words, keys = SMOKE[name]
     out = tmp_path / f"{name}.json"
