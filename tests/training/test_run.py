@@ -77,7 +77,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"train.steps": None, "train.epochs": 0.01}, "--epochs 0.01 is less than one step"),
     ({"train.device": "mps"}, "--device mps: not available on this machine"),
     ({"data.source": ["/nowhere/at/all"]}, "/nowhere/at/all"),
-    ({"model.image_size": 33}, "not a multiple of model.patch_size 8: try 32"),
+    ({"model.image_size": 33}, "image_size 33 is not a multiple of patch_size 8: try 32"),
 ]
 
 
