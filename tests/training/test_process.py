@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 from small_run import (
+    Command,
     assert_same_bits,
     command,
-    environment,
     resume_quietly,
     run_small,
     small_arguments,
@@ -41,60 +41,16 @@ from m1clip.training.process import (
 LONG = {"train.steps": 60, "train.save_every": 7, "data.workers": 2, "model.dropout": 0.1}
 
 
-def start(folder: Path, words: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "m1clip", "train", *words],
-        cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-
-
-def wait_for_checkpoint(process: subprocess.Popen[str], run: Path) -> int:
-    """The step of the first checkpoint that the run's log tells of."""
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline and process.poll() is None:
-        if (run / "run.jsonl").exists():
-            steps = [line["step"] for line in read_log(run) if line["kind"] == "checkpoint"]
-            if steps:
-                return steps[-1]
-        time.sleep(0.01)
-    raise AssertionError(f"no checkpoint was written; {process.communicate(timeout=10)}")
-
-
-def kinds(run: Path) -> list[Any]:
-    return [line["kind"] for line in read_log(run)]
-
-
-@pytest.mark.slow
-def test_killed_and_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
-    whole = command("train", *small_arguments(LONG), "--run", "whole", cwd=tmp_path)
-    assert whole.returncode == 0, whole.stderr
-
-    run = tmp_path / "killed"
-    process = start(tmp_path, [*small_arguments(LONG), "--run", "killed"])
-    wait_for_checkpoint(process, run)
-    process.kill()
-    process.wait(timeout=60)
-    assert process.returncode == -signal.SIGKILL
-    assert "end" not in kinds(run), "the run was over before it could be killed"
-
-    resumed = command("train", "--resume", "killed", cwd=tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
-    began_again = [line["step"] for line in read_log(run) if line["kind"] == "start"][1]
-    assert 0 < began_again < 60
-    assert weights_sha256(run) == weights_sha256(tmp_path / "whole")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "number"), [(0, signal.SIGTERM), (2, signal.SIGINT)])
 def test_signal_saves_a_checkpoint_of_the_last_step(tmp_path: Path, workers: int, number: signal.Signals) -> None:
     run = tmp_path / "run"
     changes = {**LONG, "train.steps": 400, "data.workers": workers}
-    process = start(tmp_path, [*small_arguments(changes), "--run", "run"])
-    wait_for_checkpoint(process, run)
-    os.killpg(process.pid, number)  # as a terminal does it: to the workers too
-    output, error = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
+    process = Command("train", *small_arguments(changes), "--run", "run", cwd=tmp_path)
+    process.wait_until(lambda: (run / NAME).exists() and "checkpoint" in [line["kind"] for line in read_log(run)])
+    process.send_signal(number, group=True)  # as a terminal does it: to the workers too
+    assert process.wait() == 128 + number
+    output, error = process.read()
     assert error == ""
     (stopped,) = [line for line in read_log(run) if line["kind"] == "event"]
     assert stopped["event"] == f"stopped by signal {int(number)}"
@@ -246,23 +202,15 @@ def test_signal_aborts_the_evaluation_and_the_resume_repeats_it(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_worker_outlives_a_run_that_prepares_its_data(tmp_path: Path, number: signal.Signals) -> None:
     words = small_arguments({"data.train_count": 20_000, "model.image_size": 64})
-    process = start(tmp_path, [*words, "--run", "run"])
-    helpers: list[psutil.Process] = []
-    deadline = time.monotonic() + 60
-    while not helpers and process.poll() is None and time.monotonic() < deadline:
-        helpers = psutil.Process(process.pid).children(recursive=True)
-        time.sleep(0.02)
-    if not helpers:
-        process.kill()
-        pytest.skip("one core: no helpers here")
+    process = Command("train", *words, "--run", "run", cwd=tmp_path)
+    children = psutil.Process(process.pid).children
+    process.wait_until(children)
+    workers = children(recursive=True)
     time.sleep(0.3)  # so that they have begun
-    if number == signal.SIGTERM:
-        os.killpg(process.pid, number)  # as a batch system does it: to the helpers too
-    else:
-        process.kill()
-    output, error = process.communicate(timeout=60)
-    _, alive = psutil.wait_procs(helpers, timeout=30)
-    assert alive == []
+    process.send_signal(number, group=number == signal.SIGTERM)  # as a batch system does it: to the workers too
+    process.wait()
+    assert psutil.wait_procs(workers, timeout=30)[1] == []
+    output, error = process.read()
     if number == signal.SIGTERM:
         assert (process.returncode, error) == (143, "")
         assert "stopped by signal 15" in output
