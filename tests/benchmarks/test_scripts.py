@@ -52,7 +52,7 @@ SMOKE = {
     "cuda_step": ("--device cpu --quick --models tiny --variants m1clip", {"models", "facts"}),
     "speedrun": (f"PHOTOS --quick --seeds 1 --recipes default --peers= --flags='{SMALL} --batch-size 8'", {"runs"}),
 }
-MINUTES_OF_CPU = ("same_work", "large_batch")
+MINUTES_OF_CPU = ("same_work", "large_batch", "loader", "speedrun")
 
 
 @pytest.mark.slow
