@@ -23,17 +23,17 @@ from m1clip.training.run import train_config
 from m1clip.web.server import Store, key_of
 
 NO_COUNTS = {"data.train_count": None, "data.captions_per_step": None}
-COLOURS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}
+COLORS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}
 
 
 def class_folders(folder: Path) -> Path:
-    """train, val and test with a folder of images for each colour."""
+    """train, val and test with a folder of images for each color."""
     draw = random.Random(0)
     for split, count in (("train", 12), ("val", 5), ("test", 4)):
-        for name, colour in COLOURS.items():
+        for name, color in COLORS.items():
             (folder / split / name).mkdir(parents=True)
             for number in range(count):
-                seen = tuple(value + draw.randrange(-30, 30) for value in colour)
+                seen = tuple(value + draw.randrange(-30, 30) for value in color)
                 Image.new("RGB", (32, 32), seen).save(folder / split / name / f"{number}.png")
     return folder
 
@@ -63,9 +63,9 @@ def test_class_folders_are_selected_by_top1_accuracy(tmp_path: Path) -> None:
     assert end["image_to_text/recall@1"] == end["top1_accuracy"], "the same question, with one template"
     bundle = load(run)
     paths = sorted((data / "test").rglob("*.png"))
-    vectors = bundle.class_vectors(list(COLOURS), ["a photo of a {}."])
+    vectors = bundle.class_vectors(list(COLORS), ["a photo of a {}."])
     said = (bundle.encode_image([bundle.square(path) for path in paths]) @ vectors.T).argmax(dim=1)
-    right = torch.tensor([list(COLOURS).index(path.parent.name) for path in paths])
+    right = torch.tensor([list(COLORS).index(path.parent.name) for path in paths])
     assert end["top1_accuracy"] == pytest.approx(float((said == right).float().mean()))
     assert_one_name(run, printed, "top-1 accuracy", max(evaluations.values()))
 

@@ -16,9 +16,18 @@ from m1clip.config import load_config
 
 @pytest.mark.parametrize(
     "text",
-    ["a = " + "[" * 100_000, "a = " + "9" * 10_000, 'data = "x"', "[[data]]", "seed = 1e999", "\ufeff\0", "a.b.c.d = 1",
-     '[data]\nsource = ["\\u0000"]', "[train]\nsteps = " + "1_" * 3000 + "1"],
-)  # fmt: skip
+    [
+        "a = " + "[" * 100_000,
+        "a = " + "9" * 10_000,
+        'data = "x"',
+        "[[data]]",
+        "seed = 1e999",
+        "\ufeff\0",
+        "a.b.c.d = 1",
+        '[data]\nsource = ["\\u0000"]',
+        "[train]\nsteps = " + "1_" * 3000 + "1",
+    ],
+)
 def test_untrusted_config_gives_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.toml").write_text(text)
     result = bounded(lambda: load_config(tmp_path / "config.toml"))
