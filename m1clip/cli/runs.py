@@ -26,7 +26,7 @@ def monitor(
     """Monitor running or finished runs, in this terminal or with --web in a browser.
 
     Without a name it shows the run that is training now, or else the newest in runs/. Closing it never affects
-    the run. Keys in the terminal: q quit, p pause, m next metric, r next recall, l log scale, n next run, ? help.
+    the run. Keys in the terminal: q quit, p pause, m next metric, r next recall, n next run, b previous run.
 
     Parameters
     ----------
