@@ -109,15 +109,15 @@ class ModelConfig(Section):
     dropout: Annotated[float | None, Range(0, 1, below=True)] = None
     "Dropout on each residual branch."
     tokenizer: Literal["char", "bpe", "bpe-cut"] = "bpe-cut"
-    "Characters; CLIP's BPE with 49,408 tokens; or BPE with only the tokens that occur in the training captions."
+    "char: characters; bpe: CLIP's BPE (49,408 tokens); bpe-cut: only the BPE tokens that the training captions use."
     attention: Literal["auto", "bmm", "sdpa"] = "auto"
-    "Attention implementation; auto measures both."
+    "Attention implementation: batched matmul or torch's SDPA; auto takes the faster."
     grad_checkpointing: bool = False
     "Recompute activations in the backward pass: less memory, about a third more compute, the same result."
     compile: bool = False
     "Run the model through torch.compile: slow to start, often faster afterwards."
     cuda_graph: bool = True
-    "CUDA graphs: capture the step of a small model once and replay it, to avoid launch overhead."
+    "Capture the training step as a CUDA graph and replay it: faster for small models."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class DataConfig(Section):
     """Images, captions and augmentation."""
 
     source: Annotated[tuple[str, ...], Parameter(name="--data", negative="", group=COMMON)] = ("synthetic",)
-    "Path to images and captions, or synthetic. Repeat it to mix datasets: b:0.3 takes 30% of the samples from b."
+    "Path to images and captions, or synthetic. Repeat it to mix datasets; b:0.3 uses 30% of the training images of b."
     train_count: Count = 8000
     "Synthetic data: number of training images; the validation and test splits have a ninth as many, at most 1,000."
     image_column: str | None = None
@@ -137,11 +137,11 @@ class DataConfig(Section):
     cache_dir: str | None = None
     "Folder of the disk cache (default: next to the data, or the user's cache folder)."
     max_bad: Fraction = 0.10
-    "Stop before training if a larger fraction of the images cannot be read."
+    "Maximum fraction of unreadable images; with more, the run stops."
     workers: Annotated[int, Parameter(group=COMMON), Range(0, 256)] = 0
     "Number of data loader processes; 0 loads data in the training process."
     captions_per_step: Annotated[int | None, Range(1, 1000)] = None
-    "Captions per image in a step; the image is encoded once. Default: what most images have, at most 5."
+    "Captions per image in each step; the image is encoded once. Default: the median of the dataset, at most 5."
     crop_min: Annotated[float | None, Range(0, 1, above=True)] = None
     "Minimum area fraction of random crops. Default: 0.6; 1 if captions mention left and right."
     flip: Fraction | None = None
@@ -151,7 +151,7 @@ class DataConfig(Section):
     patch_dropout: Annotated[float | None, Range(0, 1, below=True)] = None
     "Fraction of patches to drop in each step. Default: 0.5; 0 for synthetic data, a conv stem and --init."
     word_dropout: Fraction | None = None
-    "Fraction of caption tokens to drop in each step. Default: 0.3; 0 for synthetic data, char and --init."
+    "Fraction of caption tokens to drop in each step. Default: 0.3; 0 for synthetic data, --tokenizer char and --init."
 
     def check(self) -> None:
         """Require names that config.toml can store, or the run could not be resumed."""
@@ -194,7 +194,7 @@ class TrainConfig(Section):
     """Duration, batch, loss, hardware, evaluation and checkpoints."""
 
     minutes: Annotated[float | None, Parameter(group=COMMON), Range(0, above=True)] = None
-    "Train for about this long; a short calibration turns it into steps."
+    "Train for about this long; a short calibration converts it to a number of steps."
     epochs: Annotated[float | None, Parameter(group=COMMON), Range(0, above=True)] = None
     "Train for this many passes over the images."
     steps: Annotated[int | None, Parameter(group=COMMON), Range(0, above=True)] = None
@@ -202,31 +202,31 @@ class TrainConfig(Section):
     batch_size: Annotated[int | None, Parameter(group=COMMON, converter=number_or_auto), Range(0)] = None
     "Images per step. Default: 64 (512 with frozen towers), fewer for small datasets. auto: as many as fit in memory."
     micro_batch: Annotated[int, Parameter(group=COMMON), Range(0)] = 0
-    "Encode this many images at a time: the gradient of the full batch in less memory; 0 = all at once."
+    "Encode this many images at a time (GradCache): the gradient of the full batch in less memory; 0 = all at once."
     memory: Annotated[str | None, Parameter(group=COMMON)] = None
     "Memory limit, such as 8GB: uses a smaller batch (if auto), gradient checkpointing or micro-batches to fit."
     loss: Literal["infonce", "sigmoid", "multi"] = "multi"
-    "infonce; sigmoid (SigLIP); or multi: infonce in which captions of the same image, or equal ones, are positives."
+    "infonce (CLIP); sigmoid (SigLIP); multi: infonce with all captions of an image, and identical ones, as positives."
     text_contrast: NotNegative | None = None
-    "Weight of a second loss between captions of one image. Default: 0.2 from scratch with several of them, else 0."
+    "Weight of a contrastive loss between captions of one image. Default: 0.2 (from scratch, several captions), else 0."
     label_smoothing: Annotated[float, Range(0, 1, below=True)] = 0.0
     "Label smoothing: fraction of the target spread over the batch (infonce, multi)."
     device: Annotated[Literal["auto", "cpu", "mps", "cuda"], Parameter(group=COMMON)] = "auto"
-    "auto measures and chooses; a named device that is missing is an error."
+    "auto measures the devices of this machine and takes the fastest; a missing device is an error."
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Parameter(group=COMMON)] = "auto"
-    "Precision of the towers; auto takes bf16 where it is measured to be faster."
+    "Precision of the towers (autocast); auto takes bf16 if it measures faster than fp32."
     threads: Annotated[int, Range(0, 1024)] = 0
     "CPU threads; 0 = one per physical core."
     report_to: Literal["none", "tensorboard"] = "none"
     "Also send the metrics to TensorBoard (pip install 'm1clip[log]'). run.jsonl is always written."
     eval_every: Annotated[int | None, Parameter(group=COMMON), Range(0)] = None
-    "Steps between two evaluations on the validation split. Default: 5 times per run; 0 = only at the end."
+    "Steps between two evaluations on the validation split. Default: 5 evaluations per run; 0 = only at the end."
     patience: Annotated[int, Range(0)] = 0
     "Stop after this many evaluations without improvement of the mean recall (class folders: top-1); 0 = never."
     save_every: Annotated[int | str | None, Parameter(group=COMMON, converter=steps_or_time)] = None
     "Save a checkpoint every N steps, or every 30s, 10m, 1h. Default: at each evaluation."
     save_total_limit: Annotated[int, Range(1)] = 2
-    "Checkpoints to keep; the best model is kept too, in best/."
+    "Maximum number of checkpoints to keep; the best model is kept in addition, in best/."
 
     def check(self) -> None:
         """Reject settings that exclude each other."""
@@ -249,8 +249,8 @@ class TrainConfig(Section):
                 self.device != "cpu" or self.precision != "fp16"
             ),
         }
-        for message, kept in rules.items():
-            if not kept:
+        for message, holds in rules.items():
+            if not holds:
                 raise UserError(message)
         if self.memory is not None:
             amount(self.memory, "B", "--memory")
@@ -263,29 +263,29 @@ class TransferConfig(Section):
     """Pretrained towers, fine-tuning and distillation."""
 
     recipe: Annotated[Literal["scratch", "frozen", "finetune", "auto"], Parameter(group=COMMON)] = "scratch"
-    "scratch; frozen: train heads on frozen pretrained towers; finetune: then the towers too; auto: choose by the data."
+    "scratch; frozen: train heads on frozen pretrained towers; finetune: frozen, then unfreeze them; auto: by the data."
     image_tower: str = "efficientnet-lite0"
-    "frozen: efficientnet-lite0; a transformers vision model (folder or hub name); vit: from scratch."
+    "Pretrained image tower: efficientnet-lite0, or a transformers model (folder or hub name); vit: train from scratch."
     text_tower: str = "minilm"
-    "frozen: minilm (all-MiniLM-L6-v2); a transformers text model (folder or hub name); text: from scratch."
+    "Pretrained text tower: minilm, or a transformers model (folder or hub name); text: train from scratch."
     download: bool = False
-    "Download a named tower from the hub; nothing is downloaded without this."
+    "Download a tower that is not on this machine from the Hugging Face hub; nothing is downloaded without this."
     views: Annotated[int, Range(1, MAX_VIEWS)] = 1
-    "frozen: augmented views of each training image; all but the first are flipped and cropped."
+    "Pretrained towers: cached views of each training image; all but the first are cropped and flipped."
     init: Annotated[str | None, Parameter(group=COMMON)] = None
     "Fine-tune this model: a run, a model folder, or an open_clip or Hugging Face checkpoint."
     unfreeze_image: Annotated[int, Range(-1)] = -1
-    "init: train only the last N blocks of the image tower; 0 = freeze it, -1 = train all."
+    "Fine-tuning: train only the last N blocks of the image tower; 0 = freeze it, -1 = train all."
     unfreeze_text: Annotated[int, Range(-1)] = -1
-    "init: train only the last N blocks of the text tower; 0 = freeze it, -1 = train all."
+    "Fine-tuning: train only the last N blocks of the text tower; 0 = freeze it, -1 = train all."
     lora_rank: int = 0
-    "init: LoRA of this rank on the linear layers of the towers; 0 = off."
+    "Fine-tuning: LoRA of this rank on the linear layers of the towers; 0 = off."
     teacher: str | None = None
-    "Distillation: also learn from the similarities of this model (anything --init takes)."
+    "Distillation: also learn from the similarities of this model (accepts what --init accepts)."
     wise_ft: Annotated[str, Parameter(group=COMMON)] = "off"
-    "init: interpolate old and new weights at the end (WiSE-FT): 0.5 takes half of each, search chooses on validation."
+    "Fine-tuning: interpolate old and new weights after training (WiSE-FT): 0.5 is the mean, search tries several."
     retention_data: Annotated[tuple[str, ...], Parameter(negative="")] = ()
-    "init: data whose recall (class folders: zero-shot top-1) is measured at each evaluation, to detect forgetting."
+    "Fine-tuning: evaluate on this data too (recall; class folders: zero-shot top-1), to detect forgetting."
 
     def check(self) -> None:
         """Validate the WiSE-FT weight, and reject recipes that exclude each other."""
@@ -295,7 +295,7 @@ class TransferConfig(Section):
             except (ValueError, UserError):
                 raise UserError(f"--wise-ft is off, search, or a number from 0 to 1, not {self.wise_ft}") from None
         if self.init is not None and self.recipe == "frozen":
-            raise UserError("--init excludes --recipe frozen: it is a recipe of its own")
+            raise UserError("--init cannot be combined with --recipe frozen: remove one of them")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,7 +123,7 @@ MISTAKES = [
     ({"data": {"workers": -1}}, ["--workers"]),
     ({"model": {"image_size": 10**6}}, ["--image-size", "at most 4,096"]),
     ({"transfer": {"wise_ft": "2"}}, ["--wise-ft is off, search, or a number from 0 to 1"]),
-    ({"transfer": {"init": "x", "recipe": "frozen"}}, ["--init excludes --recipe frozen"]),
+    ({"transfer": {"init": "x", "recipe": "frozen"}}, ["--init cannot be combined with --recipe frozen"]),
     ({"seed": -1}, ["--seed must be"]),
 ]
 

@@ -56,7 +56,7 @@ class PlanOptions:
     optimizer: Optimizer = "muon"
     """As in train."""
     rate: str | None = None
-    """Matrix multiplication speed of another machine, such as 2.6TFLOP."""
+    """Plan for another machine: its matrix multiplication speed in FLOP/s, such as 2.6TFLOP."""
     watts: float | None = None
     """Power of the machine under load, to compute energy. Default: a meter's reading, or "not measured"."""
     memory: str | None = None

@@ -12,7 +12,7 @@ HEAD = ("configuration", "step", "quartiles", "n", "vs. fastest", "images/s", "o
 DETAILED = 4  # models and batch sizes described individually; beyond that, only each model's largest batch
 
 
-def by_job(results: Sequence[Result]) -> dict[tuple[str, int], list[Result]]:
+def by_model_and_batch(results: Sequence[Result]) -> dict[tuple[str, int], list[Result]]:
     """Results by model and batch size, the fastest first."""
     found: dict[tuple[str, int], list[Result]] = {}
     for r in sorted(results, key=lambda r: r.seconds.median):
@@ -30,10 +30,10 @@ def verdict(results: Sequence[Result]) -> list[str]:
     ]
     right = [r for r in results if r.gradient_is_right]
     lines += crossovers(right)
-    jobs = by_job(right)
-    if len(jobs) > DETAILED:
-        jobs = {job: jobs[job] for job in {model: (model, batch_size) for model, batch_size in jobs}.values()}
-    for group in jobs.values():
+    groups = by_model_and_batch(right)
+    if len(groups) > DETAILED:
+        groups = {key: groups[key] for key in {model: (model, batch_size) for model, batch_size in groups}.values()}
+    for group in groups.values():
         lines += _fastest(group)
     if results and {r.configuration.device for r in results} == {"cpu"}:
         lines.append("Only the CPU was measured.")
@@ -106,7 +106,7 @@ def rows(results: Sequence[Result]) -> list[list[str]]:
             "not measured" if r.joules_per_step is None else f"{number(r.joules_per_step)} J",
             percent(r.gradient_difference) + ("" if r.gradient_is_right else " (wrong)"),
         ]
-        for group in by_job(results).values()
+        for group in by_model_and_batch(results).values()
         for r in group
     ]
 

@@ -64,7 +64,7 @@ def failure_reason(error: Exception) -> str:
     if isinstance(error, BadImage):
         return error.reason
     if isinstance(error, MemoryError | OverflowError):
-        return "too large for the memory"
+        return "too large for memory"
     return str(error) or type(error).__name__
 
 
@@ -277,7 +277,7 @@ Result = TypeVar("Result")
 
 
 class _Read(Future[Any]):
-    """A result to come."""
+    """A pending result."""
 
     started, abandoned = math.inf, False
 
@@ -296,8 +296,8 @@ def map_with_timeout(
     waiting: deque[tuple[_Read, Item]] = deque()
 
     def run() -> None:
-        while (job := reads.get()) is not None:
-            read, item = job
+        while (task := reads.get()) is not None:
+            read, item = task
             read.started = time.monotonic()
             try:
                 read.set_result(work(item))

@@ -45,10 +45,10 @@ def is_synthetic(config: DataConfig) -> bool:
 
 
 def choose_augmentation(
-    config: DataConfig, captions: Iterable[str] = (), whole_images: bool = False, whole_captions: bool = False
+    config: DataConfig, captions: Iterable[str] = (), keep_patches: bool = False, keep_words: bool = False
 ) -> Augmentation:
-    """The augmentation of the config, or the default for this data; no dropout of patches or words if `whole_...`."""
-    usual = Augmentation(0.6, 0.5, 0.2, 0.0 if whole_images else 0.5, 0.0 if whole_captions else 0.3)
+    """The augmentation of the config, or the default for this data; no dropout of patches or words if `keep_...`."""
+    usual = Augmentation(0.6, 0.5, 0.2, 0.0 if keep_patches else 0.5, 0.0 if keep_words else 0.3)
     mentions = [bool(LEFT_RIGHT.search(caption)) for caption in captions]
     if is_synthetic(config):
         usual = Augmentation()

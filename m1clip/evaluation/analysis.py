@@ -78,7 +78,7 @@ def recall_by_length(rank: Tensor, lengths: Tensor) -> dict[str, Fraction]:
 
 
 def group_masks(labels: Sequence[Mapping[str, Sequence[str]]], image_index: Tensor) -> dict[str, Tensor]:
-    """From the labels of each image, {"colour": ["red", "blue"]}, a mask over captions for "colour/red" and so on."""
+    """From the labels of each image, {"color": ["red", "blue"]}, a mask over captions for "color/red" and so on."""
     members: dict[str, list[int]] = {}
     for image, attributes in enumerate(labels):
         for attribute, values in attributes.items():

@@ -96,13 +96,13 @@ class CLIP(nn.Module):
         self.logit_scale.clamp_(0.0, MAX_LOGIT_SCALE)
 
     def set_attention(self, kind: AttentionKind) -> None:
-        """Choose the implementation of attention in towers of ours."""
+        """Choose the implementation of attention in our own towers."""
         for module in self.modules():
             if isinstance(module, Attention):
                 module.kind = kind
 
     def use_triton(self, on: bool = True) -> None:
-        """Use our Triton kernels for bf16 on CUDA in towers of ours; needs triton, as torch.compile does."""
+        """Use our Triton kernels for bf16 on CUDA in our own towers; needs triton, as torch.compile does."""
         if on:
             from m1clip.model import triton_ops  # noqa: F401  imported now: the compiler should not meet the import
         for module in self.modules():
@@ -110,7 +110,7 @@ class CLIP(nn.Module):
                 module.use_triton = on
 
     def set_activation_checkpointing(self, on: bool) -> None:
-        """Recompute activations of towers of ours in the backward pass: half the memory for a third more compute."""
+        """Recompute activations of our own towers in the backward pass: half the memory for a third more compute."""
         for module in self.modules():
             if isinstance(module, Transformer):
                 module.activation_checkpointing = on

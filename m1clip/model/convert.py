@@ -122,7 +122,7 @@ def to_theirs(weights: Tensors, names: Format, config: CLIPConfig) -> Tensors:
 
 
 NORM_EPS = 1e-5
-# Their setting -> ours, and the value that the library assumes where a config is silent.
+# Their setting -> ours, and the value that the library assumes if a config does not set it.
 Settings = dict[str, dict[str, tuple[str, int]]]
 OPENCLIP_SETTINGS: Settings = {
     "vision_cfg": {
@@ -190,9 +190,9 @@ def config_from_hf(config: dict[str, Any], where: str) -> CLIPConfig:
     parts = [config[name] for name in HF_SETTINGS]
     activation = _common([part.get("hidden_act", "quick_gelu") for part in parts], "hidden_act", str, where)
     if activation not in ("gelu", "quick_gelu"):
-        raise UserError(f"{where}: hidden_act is {activation[:40]}, m1clip has gelu and quick_gelu")
+        raise UserError(f"{where}: hidden_act {activation[:40]} is not supported (supported: gelu, quick_gelu)")
     if any(part.get("layer_norm_eps", NORM_EPS) != NORM_EPS for part in parts):
-        raise UserError(f"{where}: layer_norm_eps is not {NORM_EPS}, which m1clip has")
+        raise UserError(f"{where}: layer_norm_eps must be {NORM_EPS}; m1clip supports no other value")
     ratios = [values.pop(f"{tower}_hidden") / values[f"{tower}_width"] for tower in ("vision", "text")]
     return with_fields(
         CLIPConfig(),
@@ -273,7 +273,7 @@ def hf_config(config: CLIPConfig, sot_id: int, eot_id: int) -> dict[str, Any]:
 
 
 def _write_settings(config: CLIPConfig, settings: Settings, derived: dict[str, int]) -> dict[str, Any]:
-    """The inverse of `_read_settings`; `derived` are values that are no fields of ours."""
+    """The inverse of `_read_settings`; `derived` are values that are not fields of our config."""
     return {
         section: {
             key: derived[ours] if ours in derived else field_value(config, ours) for key, (ours, _) in names.items()

@@ -164,9 +164,7 @@ def _is_hf(folder: Path) -> bool:
 
 def _read_openclip(config_file: Path, weights_file: Path) -> SavedModel:
     if not config_file.is_file():
-        raise UserError(
-            f"{weights_file}: weights alone do not say what they are for; put their {OPENCLIP_CONFIG} next to them"
-        )
+        raise UserError(f"{weights_file}: weights without a config; put their {OPENCLIP_CONFIG} next to them")
     record = read_json(config_file)
     model, seen = record.get("model_cfg"), record.get("preprocess_cfg") or {}
     config = config_from_openclip(model if isinstance(model, dict) else record, str(config_file))
@@ -184,7 +182,7 @@ def _read_hf(folder: Path) -> SavedModel:
     weights = to_ours(read_checkpoint(weights_file), HUGGING_FACE, config, str(weights_file))
     seen = read_json(seen_file) if seen_file.is_file() else {}
     if seen.get("resample", BICUBIC) != BICUBIC:
-        raise UserError(f"{seen_file}: resample {seen['resample']} is not bicubic ({BICUBIC}), which m1clip has")
+        raise UserError(f"{seen_file}: resample {seen['resample']} is not supported (supported: {BICUBIC}, bicubic)")
     crop, size = (seen.get(key, config.image_size) for key in ("crop_size", "size"))
     crop = crop.get("height") if isinstance(crop, dict) else crop
     size = size.get("shortest_edge", size.get("height")) if isinstance(size, dict) else size

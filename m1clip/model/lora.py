@@ -112,7 +112,7 @@ def add_lora(tower: nn.Module, rank: int, alpha: float, inside: set[str] | None 
     for _, layer in chosen:
         outputs, inputs = layer.weight.shape
         if rank > min(outputs, inputs):
-            raise UserError(f"--lora-rank {rank} is more than a matrix of {outputs} x {inputs} has")
+            raise UserError(f"--lora-rank {rank} is more than the rank of a matrix of {outputs} x {inputs}")
         added = LowRank(outputs, inputs, rank, alpha).to(layer.weight.device)
         parametrize.register_parametrization(layer, "weight", added)
     return len(chosen)

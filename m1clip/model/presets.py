@@ -133,7 +133,7 @@ class TextTowerConfig(_Transformer):
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedImageConfig(_Part):
-    """An image tower of a third party."""
+    """A third-party image tower."""
 
     kind: Literal["efficientnet-lite0", "transformers"] = "efficientnet-lite0"
     name: str = "efficientnet-lite0"  # as the user gave it
@@ -154,7 +154,7 @@ class PretrainedImageConfig(_Part):
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedTextConfig(_Part):
-    """A text tower of a third party."""
+    """A third-party text tower."""
 
     kind: Literal["minilm", "transformers"] = "minilm"
     name: str = "minilm"
@@ -197,7 +197,7 @@ class CLIPConfig(_Part):
 
     @property
     def own_towers(self) -> tuple[VisionTowerConfig, TextTowerConfig]:
-        """Both towers, of a model on our own."""
+        """Both towers of a model that uses our own ones."""
         vision, text = self.image_tower, self.text_tower
         assert isinstance(vision, VisionTowerConfig)
         assert isinstance(text, TextTowerConfig)
@@ -365,7 +365,7 @@ def clip_config(model: ModelConfig, tokenizer: Tokenizer | None = None, **values
 
 
 def model_config(model: ModelConfig, config: CLIPConfig) -> ModelConfig:
-    """The inverse of `clip_config`: every setting written out that a tower of ours has, so that it stays the same
+    """The inverse of `clip_config`: every setting of our own towers is written out, so that it stays the same
     when the table of presets changes.
     """
     values: dict[str, Any] = {}

@@ -230,7 +230,7 @@ def from_efficientnet(weights: Tensors) -> Tensors:
 
 TRAINED_POOLER = ("clip", "siglip")  # text models that were trained through their pooler
 HF_REMEDY = "pip install 'm1clip[hf]'"
-PROBE_SIZE = 64  # side of the image that shows how wide a tower's features are
+PROBE_SIZE = 64  # side of a dummy image, to find the feature width of a tower
 
 
 def transformers() -> Any:
@@ -418,7 +418,7 @@ def package_folder(tower: str) -> Path:
 
 
 def package_weights(tower: str) -> Tensors:
-    """The tensors under our names of a tower that a package brings."""
+    """The tensors of a tower from an installed package, under our names."""
     path = package_folder(tower) / PACKAGES[tower][1]
     weights = read_checkpoint(path)
     try:

@@ -122,7 +122,7 @@ class VisionTower(Tower):
 
     def _patches(self, pixels: Tensor, kept: Tensor | None) -> Tensor:
         if isinstance(self.patch, ConvStem):
-            x = self.patch(pixels)  # a convolution sees the neighbours, so all are made before some are dropped
+            x = self.patch(pixels)  # convolutions read neighboring patches: compute all, then drop
             return x if kept is None else x[torch.arange(len(x), device=x.device)[:, None], kept]
         # A matrix product instead of the convolution: same numbers, faster on every device we measured.
         n, _, height, width = pixels.shape

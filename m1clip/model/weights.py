@@ -28,7 +28,7 @@ STATE_KEYS = ("state_dict", "model", "model_state_dict")  # where a training che
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file; a full disk is an OSError, and not the library's own kind of error."""
+    """Write a safetensors file; a full disk raises OSError instead of the library's own error."""
     try:
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata)
     except SafetensorError as error:

@@ -36,7 +36,7 @@ def not_a_number(history: History) -> Diagnostic | None:
     if not history.recent or numbers([history.newest], "loss"):
         return None
     step = f"{history.newest['step']:,}"
-    return Diagnostic("error", f"the loss is not a number at step {step}: lower --lr, or use --precision fp32")
+    return Diagnostic("error", f"the loss is NaN or infinite at step {step}: lower --lr, or use --precision fp32")
 
 
 def data_bound(history: History) -> Diagnostic | None:

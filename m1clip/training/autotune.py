@@ -305,9 +305,10 @@ def fit_memory(
     estimate = MemoryEstimate(config, start, facts, device, precision, text_tokens, data)
     fit = decide(config, max(2, min(MAX_AUTO_BATCH, largest_batch(images))), limit, estimate)
     if fit is None:
+        where = f"--memory {train.memory}" if train.memory else "memory of this machine"
         raise UserError(
-            f"--memory {train.memory or 'of this machine'}: {config.model.name} needs at least "
-            f"{estimate.peak(2, True) / 1e9:.1f} GB of {limit / 1e9:.1f} GB; use a smaller --model"
+            f"{where}: {config.model.name} needs at least {estimate.peak(2, True) / 1e9:.1f} GB, "
+            f"more than the limit of {limit / 1e9:.1f} GB; use a smaller --model"
         )
     return fit, limit
 

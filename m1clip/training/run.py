@@ -195,11 +195,11 @@ def train_config(
         try:
             setup = _with_steps(prepare(config, screen.say, decode_plan(screen, folder)), screen.warn)
             _describe(setup, screen)
-            _write_head(setup, folder)
+            _write_run_files(setup, folder)
         except BaseException:
             remove_unused_folder(folder)
             raise
-        return _go(setup, folder, screen, TrainState(), None, asked)
+        return _train_and_finish(setup, folder, screen, TrainState(), None, asked)
 
 
 def resume(run: str | Path, screen: Screen | None = None) -> Run:
@@ -216,11 +216,11 @@ def resume(run: str | Path, screen: Screen | None = None) -> Run:
         kept = load_latest(folder, setup.device.torch, screen.warn)
         state, tensors = kept if kept is not None else (TrainState(), None)
         screen.say(f"resume     from step {state.step:,} of {setup.config.train.steps:,}")
-        return _go(setup, folder, screen, state, tensors, asked)
+        return _train_and_finish(setup, folder, screen, state, tensors, asked)
 
 
 @oom_as_user_error()
-def _go(
+def _train_and_finish(
     setup: Setup,
     folder: Path,
     screen: Screen,
@@ -287,7 +287,7 @@ def _finish(setup: Setup, train_step: TrainStep, folder: Path, log: RunLog, scre
         label = selection_metric(scores).label
         screen.say(f"best       step {state.best_step:,}: validation {label} {100 * state.best:.1f}%")
     steps = [record for record in read_log(folder) if record["kind"] == "step"]
-    shares = [record["data_fraction"] for record in steps if matches_schema(record.get("data_fraction"), float)]
+    fractions = [record["data_fraction"] for record in steps if matches_schema(record.get("data_fraction"), float)]
     epochs = state.step / setup.training.plan.steps_per_epoch
     log.write(
         "end",
@@ -295,7 +295,7 @@ def _finish(setup: Setup, train_step: TrainStep, folder: Path, log: RunLog, scre
         split=split,
         best_step=state.best_step,
         seconds=state.seconds,
-        data_fraction=sum(shares) / max(len(shares), 1),
+        data_fraction=sum(fractions) / max(len(fractions), 1),
         peak_bytes=setup.device.peak_bytes(),
         **energy_figures(steps, epochs, scores[MEAN_RECALL].value),
         **scores.as_dict(),
@@ -340,7 +340,7 @@ def _describe(setup: Setup, screen: Screen) -> None:
     )
 
 
-def _write_head(setup: Setup, folder: Path) -> None:
+def _write_run_files(setup: Setup, folder: Path) -> None:
     setup.tokenizer.save(folder)
     environment = {
         "m1clip": __version__,

@@ -137,7 +137,7 @@ class TrainStep:
                 features, batch.sample_ids, batch.caption_ids, batch.image_index, self.blockwise_loss
             )
             loss = loss + self.config.train.text_contrast * text_loss
-        return loss if self.teacher is None else self.teacher.taught(loss, features, batch)
+        return loss if self.teacher is None else self.teacher.add_distillation(loss, features, batch)
 
     def update_weights(self, loss: Tensor) -> Tensor:
         """Clip the gradients, update the weights and their average; returns the gradient norm.

@@ -112,9 +112,9 @@ def augmentation_for(config: Config, captions: list[str], start: Start, tokenize
     """Augmentation for the trainable towers: strong for our own towers trained from scratch, else mild."""
     image, text, tuned = start.config.image_tower, start.config.text_tower, bool(start.weights) and not start.new_heads
     patches = bool(image.patches)  # third-party towers do not support patch dropout
-    whole_images = tuned or not patches or getattr(image, "stem", "") == "conv"
-    whole_captions = tuned or text.kind != "transformer" or isinstance(tokenizer, CharTokenizer)
-    found = choose_augmentation(config.data, captions, whole_images, whole_captions)
+    keep_patches = tuned or not patches or getattr(image, "stem", "") == "conv"
+    keep_words = tuned or text.kind != "transformer" or isinstance(tokenizer, CharTokenizer)
+    found = choose_augmentation(config.data, captions, keep_patches, keep_words)
     words = found.word_dropout if start.trainable.text else 0.0
     if not start.trainable.image:
         return Augmentation(word_dropout=words)
@@ -190,7 +190,7 @@ class Teacher:
         device = sample_ids.device
         return self.scale * torch.from_numpy(image).to(device) @ torch.from_numpy(text).to(device).T
 
-    def taught(self, loss: Tensor, features: Features, batch: Batch) -> Tensor:
+    def add_distillation(self, loss: Tensor, features: Features, batch: Batch) -> Tensor:
         """The loss, combined with the distillation loss."""
         second = distillation(features, self.logits(batch.sample_ids, batch.caption_ids))
         return (1 - TEACHER_WEIGHT) * loss + TEACHER_WEIGHT * second
@@ -315,7 +315,7 @@ def finish_transfer(setup: Setup, folder: Path, say: Callable[[str], None], writ
             best.clip.load_state_dict(interpolated(setup.start.weights, new, weight))
             score = 0.0 if measure is None else measure.run(best)
             found.append((score, weight))
-            write("wise", share=weight, **({} if measure is None else {f"val_{measure.metric}": score}))
+            write("wise_ft", new_fraction=weight, **({} if measure is None else {f"val_{measure.metric}": score}))
         score, weight = max(found)
         best.clip.load_state_dict(interpolated(setup.start.weights, new, weight))
         shown = "" if measure is None else f": validation {measure.name} {100 * score:.1f}%"

@@ -366,12 +366,12 @@ def test_image_too_large_for_the_memory_is_a_bad_one(refs: list[FileImage], erro
     mixed: list[ImageRef] = [refs[0], Absurd(error), refs[1]]
     bad: dict[int, str] = {}
     ((items, _),) = decode_images(mixed, 16, "shortest", bad, lambda done, total: None)
-    assert (items, bad) == ([0, 2], {1: "too large for the memory"})
+    assert (items, bad) == ([0, 2], {1: "too large for memory"})
     members, _, failed = read_or_replace(LiveImages(mixed, 16), np.array([0, 1]), 0, 0)
     assert members[0] == 0
     assert members[1] != 1
     assert {failure.index for failure in failed} == {1}
-    with pytest.raises(UserError, match=r"too large for the memory; .*continue with --resume"):
+    with pytest.raises(UserError, match=r"too large for memory; .*continue with --resume"):
         LiveImages(mixed, 16).read(np.array([0, 1]))
 
 

@@ -61,11 +61,10 @@ def test_similar_captions_are_the_hard_ones() -> None:
 def test_recall_by_group_and_by_length() -> None:
     rank = torch.tensor([1, 2, 1, 5, 1, 1])
     masks = group_masks(
-        [{"colour": ["red", "red"]}, {"colour": ["blue"]}, {"colour": ["red", "blue"]}],
-        torch.tensor([0, 0, 1, 1, 2, 2]),
+        [{"color": ["red", "red"]}, {"color": ["blue"]}, {"color": ["red", "blue"]}], torch.tensor([0, 0, 1, 1, 2, 2])
     )
     found = fraction_by_group(rank == 1, {**masks, "none": torch.zeros(6, dtype=torch.bool)})
-    assert found == {"colour/blue": [0.75, 4], "colour/red": [0.75, 4]}
+    assert found == {"color/blue": [0.75, 4], "color/red": [0.75, 4]}
     lengths = recall_by_length(rank, torch.tensor([3, 3, 5, 5, 9, 9]))
     assert lengths == {"short": [0.5, 2], "middle": [0.5, 2], "long": [1.0, 2]}
     assert list(recall_by_length(rank, torch.full((6,), 7))) == ["all"]
@@ -95,10 +94,10 @@ def test_accuracy_against_negatives_by_hand() -> None:
     # (image, score, difficulty, changed): right when the score is below the true 0.8, 0.6 or 0.4.
     cases = [
         (0, 0.1, "easy", "object"),
-        (1, 0.2, "easy", "colour"),
+        (1, 0.2, "easy", "color"),
         (2, 0.3, "easy", "object"),
-        (0, 0.7, "medium", "colour"),
-        (1, 0.9, "medium", "colour"),
+        (0, 0.7, "medium", "color"),
+        (1, 0.9, "medium", "color"),
         (0, 0.8, "hard", "count"),  # a tie is a miss
         (1, 0.59, "hard", None),
         (2, float("nan"), "hard", "object"),  # NaN is a miss
@@ -117,7 +116,7 @@ def test_accuracy_against_negatives_by_hand() -> None:
             "negatives/easy": 1,
             "negatives/medium": 1 / 2,
             "negatives/hard": 1 / 3,
-            "negatives/changed_colour": 2 / 3,
+            "negatives/changed_color": 2 / 3,
             "negatives/changed_count": 0,
             "negatives/changed_object": 2 / 3,
         }
@@ -149,9 +148,9 @@ def test_tables_show_everything_with_the_weakest_group_first() -> None:
         "modality_gap": 0.3,
         "difficulty": {"easy": [1.0, 5]},
         "length": {"short": [0.5, 4]},
-        "groups": {"colour/red": [0.9, 5], "colour/blue": [0.1, 5]},
+        "groups": {"color/red": [0.9, 5], "color/blue": [0.1, 5]},
     }
     lines = [line.split() for line in analysis_tables(analysis).splitlines()]
     assert ["modality", "gap", "0.300"] in [line[:3] for line in lines]
     assert ["easy", "100.0%", "5"] in lines
-    assert lines[-2:] == [["colour:", "blue", "10.0%", "5"], ["colour:", "red", "90.0%", "5"]]
+    assert lines[-2:] == [["color:", "blue", "10.0%", "5"], ["color:", "red", "90.0%", "5"]]

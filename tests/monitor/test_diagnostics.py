@@ -24,7 +24,7 @@ def messages(
 
 
 CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
-    "nan": ([*STEADY, step(40, loss="nan")], "the loss is not a number at step 40"),
+    "nan": ([*STEADY, step(40, loss="nan")], "the loss is NaN or infinite at step 40"),
     "data": ([step(n, data_fraction=0.31) for n in range(1, 20)], "loading data takes 31% of each step"),
     "slow": (
         [step(n, step_seconds=0.5 if n < 20 else 0.7) for n in range(1, 80)],
@@ -74,7 +74,7 @@ def test_a_living_run_that_logs_nothing_is_noticed(tmp_path: Path) -> None:
 
 def test_the_worst_comes_first(tmp_path: Path) -> None:
     words = messages(tmp_path, [*STEADY, evaluation(39, 0.5), step(40, loss="inf")])
-    assert words.startswith("the loss is not a number")
+    assert words.startswith("the loss is NaN or infinite")
 
 
 def test_more_workers_are_advised_than_the_run_has(tmp_path: Path) -> None:

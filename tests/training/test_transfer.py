@@ -290,7 +290,7 @@ def test_wise_ft_and_forgetting(scratch: Path, tmp_path: Path) -> None:
     run, shown = tmp_path / "run", screen()
     train_config(tuned(scratch, **drift, **{"train.eval_every": 2}), run, shown)
     log = list(read_log(run))
-    tried = {record["share"]: record["val_mean_recall"] for record in log if record["kind"] == "wise"}
+    tried = {record["new_fraction"]: record["val_mean_recall"] for record in log if record["kind"] == "wise_ft"}
     assert set(tried) == {0.0, 0.25, 0.5, 0.75, 1.0}
     forgetting = next(record for record in log if record["kind"] == "forgetting")
     evaluations = [record for record in log if record["kind"] == "eval"]

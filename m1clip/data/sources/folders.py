@@ -20,7 +20,7 @@ _CLASSES_SHOWN = 5
 
 
 def has_text_files(path: Path) -> bool:
-    """One of the first images has its text."""
+    """Whether one of the first images has a .txt file."""
     return path.is_dir() and any(_text_file(path, name) for name in islice(walk_images(path), _IMAGES_CHECKED))
 
 
