@@ -38,12 +38,12 @@ VARIANTS = {
 SIDES = {
     "naive": "naive baseline, fp32",
     "open_clip": "open_clip, bf16 autocast",
-    "open_clip_pure": "open_clip, bf16 weights too",
+    "open_clip_pure": "open_clip, bf16 weights",
     "hugging_face": "Hugging Face, bf16 autocast",
-    "hugging_face_pure": "Hugging Face, bf16 weights too",
+    "hugging_face_pure": "Hugging Face, bf16 weights",
     "m1clip": "m1clip, the same work",
-    "trimmed": "m1clip, text trimmed",
-    "default": "m1clip as it trains by default",
+    "trimmed": "m1clip without text padding",
+    "default": "m1clip with its default settings",
 }
 OWN = ("m1clip", "trimmed", "default")
 GOALS = {

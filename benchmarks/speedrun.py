@@ -37,7 +37,7 @@ def rows(runs: list[dict[str, Any]], target: float | None, limit: float) -> list
         "recipe",
         "seeds",
         "images/s",
-        "images seen",
+        "seen in training",
         "text to image R@1 / 5 / 10",
         "image to text R@1 / 5 / 10",
         "mean R@10",
@@ -66,9 +66,10 @@ def rows(runs: list[dict[str, Any]], target: float | None, limit: float) -> list
 
 
 def seen(runs: list[dict[str, Any]]) -> str:
-    """Images shown in training, and how many captions stood with each where that is more than one."""
-    several = runs[0].get("captions_per_step", 1)
-    return mean_spread([run["images_seen"] for run in runs], ",.0f") + (f" x {several} captions" if several > 1 else "")
+    """Images seen in training, and the captions of each if there are several."""
+    captions = runs[0].get("captions_per_step", 1)
+    images = mean_spread([run["images_seen"] for run in runs], ",.0f") + " images seen"
+    return images + (f", {captions} captions each" if captions > 1 else "")
 
 
 def until(runs: list[dict[str, Any]], target: float) -> str:

@@ -1,8 +1,8 @@
-"""All kept results as one markdown table: every ratio with its n and spread, and the machine it is from.
+"""All stored results as the markdown table of docs/benchmarks.md: each figure with n, spread and machine.
 
     python tools/results_table.py [FOLDER]       # docs/results by default
 
-A result this script does not know may bring its own lines: a list "rows" of {"what", "figure", "n", "command"}.
+A file with an unknown name can define its own rows: a list "rows" of {"what", "figure", "n", "command"}.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from same_work import OWN, SIDES
 from sides import NO_PEERS, RESULTS, spread
-from speedrun import markdown, mean_spread, seen, until
+from speedrun import mean_spread, seen, until
 from speedrun_own import recall_at_10
+
+from m1clip.formatting import plural
 
 
 class Row(NamedTuple):
@@ -32,19 +34,19 @@ class Row(NamedTuple):
 
 
 def step_rows(result: dict[str, Any]) -> Iterator[Row]:
-    """The prior art's job against the naive baseline."""
+    """The original project's model against the naive baseline."""
     command = "python benchmarks/step.py"
     n = str(result["ratio"]["n"])
-    what = f"prior art's job ({result['parameters'] / 1e6:.1f}M, batch {result['batch']})"
+    what = f"original project's model ({result['parameters'] / 1e6:.1f}M, batch {result['batch']})"
     yield Row(
         f"{what}: naive baseline / m1clip",
         f"**{spread(result['ratio'])}** times; "
-        f"{result['naive']['median']:.2f} s against {result['m1clip']['median']:.2f} s",
+        f"{result['naive']['median']:.2f} s vs. {result['m1clip']['median']:.2f} s",
         n,
         command,
     )
     yield Row(
-        f"{what}: fraction of the measured {result['precision']} matrix product rate",
+        f"{what}: fraction of the {result['precision']} GEMM rate",
         f"{spread(result['gemm_fraction'], '.0%')} of {result['gemm_rate']['median'] / 1e9:.0f} GFLOP/s",
         n,
         command,
@@ -53,7 +55,7 @@ def step_rows(result: dict[str, Any]) -> Iterator[Row]:
 
 
 def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
-    """Each side of each job against m1clip doing the same work."""
+    """Each implementation against m1clip doing the same work."""
     command = "python benchmarks/same_work.py"
     for name, job in result["jobs"].items():
         what = f"same work, {name.partition('-')[0]}, batch {job['batch']}, {job['text_tokens']} tokens"
@@ -67,29 +69,24 @@ def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
             n, theirs = str(own["n"]), job["seconds"][side]["median"]
             if side in OWN:
                 yield Row(
-                    f"{what}: {words}, {job['samples'][side]:.0f} samples of {job['tokens'][side]:.0f} tokens",
-                    f"{theirs:.2f} s, {job['samples'][side] / theirs:.0f} images per second; the same work "
-                    f"{job['samples']['m1clip'] / own['median']:.0f}",
+                    f"{what}: {words}, {job['samples'][side]:.0f} pairs of {job['tokens'][side]:.0f} tokens",
+                    f"{theirs:.2f} s, {job['samples'][side] / theirs:.0f} image-caption pairs per second "
+                    f"(same work: {job['samples']['m1clip'] / own['median']:.0f})",
                     n,
                     command,
                 )
                 continue
             yield Row(
                 f"{what}: {words} / m1clip",
-                f"**{spread(job['ratio'][side])}** times; {theirs:.2f} s against {own['median']:.2f} s",
+                f"**{spread(job['ratio'][side])}** times; {theirs:.2f} s vs. {own['median']:.2f} s",
                 n,
                 command,
             )
-        yield Row(
-            f"{what}: fraction of the measured matrix product rate",
-            spread(job["gemm_fraction"], ".0%"),
-            str(own["n"]),
-            command,
-        )
+        yield Row(f"{what}: fraction of the GEMM rate", spread(job["gemm_fraction"], ".0%"), str(own["n"]), command)
 
 
 def speedrun_rows(result: dict[str, Any]) -> Iterator[Row]:
-    """Mean recall@10 of each recipe, and how soon m1clip has what open_clip ends with."""
+    """Mean recall@10 of each recipe, and when m1clip reaches the final recall of open_clip."""
     command = f"python benchmarks/speedrun.py DATA --minutes {result['minutes']:g} --seeds {result['seeds']}"
     where = f"{result['data']}, {result['minutes']:g} minutes from random weights"
     for name in dict.fromkeys(run["recipe"] for run in result["runs"]):
@@ -98,16 +95,16 @@ def speedrun_rows(result: dict[str, Any]) -> Iterator[Row]:
         who = result["peer"] if name == "open_clip" else f"m1clip, {name} recipe"
         yield Row(
             f"{where}: {who}, mean of both test recall@10",
-            f"**{recall}%**, {seen(runs)} images seen",
-            f"{len(runs)} seeds",
+            f"**{recall}%**, {seen(runs)}",
+            plural(len(runs), "seed"),
             command,
         )
         if name == "default" and result.get("until_recall") is not None:
             target = 100 * result["until_recall"]
             yield Row(
-                f"{where}: m1clip, {name} recipe, seconds until validation recall@10 is {target:.1f}%",
+                f"{where}: m1clip, {name} recipe, seconds until validation recall@10 reaches {target:.1f}%",
                 until(runs, result["until_recall"]),
-                f"{len(runs)} seeds",
+                plural(len(runs), "seed"),
                 command,
             )
     if result["peer"] is None:
@@ -115,31 +112,31 @@ def speedrun_rows(result: dict[str, Any]) -> Iterator[Row]:
 
 
 def loader_rows(result: dict[str, Any]) -> Iterator[Row]:
-    """Loaders against each other."""
+    """Ratios of loader throughput."""
     n = str(next(iter(result["images_per_second"].values()))["n"])
     for name, ratio in result["ratios"].items():
-        yield Row(f"loading, {name}", f"{ratio:,.1f} times", n, "python benchmarks/loader.py DATA")
+        yield Row(f"images loaded per second: {name}", f"{ratio:,.1f} times", n, "python benchmarks/loader.py DATA")
 
 
 def large_batch_rows(result: dict[str, Any]) -> Iterator[Row]:
-    """What a batch in chunks costs, in time and exactness, and open_clip's accumulation beside it."""
+    """The cost of micro-batches in time and accuracy, and of gradient accumulation in open_clip."""
     command = "python benchmarks/large_batch.py"
-    what = f"{result['model']}, batch {result['batch']} in chunks of {result['chunk']}"
+    what = f"{result['model']}, batch {result['batch']}, micro-batches of {result['chunk']}"
     n, peak = str(result["ratio"]["n"]), {side: value / 1e9 for side, value in result["peak_bytes"].items()}
     yield Row(
-        f"{what}: chunked / plain step",
-        f"**{spread(result['ratio'])}** times; peak {peak['chunked']:.2f} GB against {peak['plain']:.2f} GB",
+        f"{what}: step with / without micro-batches",
+        f"**{spread(result['ratio'])}** times; peak {peak['chunked']:.2f} GB vs. {peak['plain']:.2f} GB",
         n,
         command,
     )
     if result["peer"] is None:
-        yield Row(f"{what}: open_clip's accumulation", NO_PEERS, "0", command)
+        yield Row(f"{what}: open_clip with `--accum-freq`", NO_PEERS, "0", command)
         return
     peer = result["peer"]
     yield Row(
-        f"{what}: open_clip accumulated / plain step",
+        f"{what}: open_clip step with / without `--accum-freq`",
         f"{spread(peer['ratio'])} times; the gradient of its "
-        f"temperature is {peer['gradients']['temperature_ratio']:.2f} times the right one",
+        f"temperature is {peer['gradients']['temperature_ratio']:.2f} times the correct value",
         n,
         command,
     )
@@ -149,23 +146,24 @@ def memory_rows(result: dict[str, Any]) -> Iterator[Row]:
     """Peak memory of complete runs."""
     for name, row in result["rows"].items():
         peaks = [value / 1e9 for value in row["peak_bytes"]]
-        first = ", the first run of a model" if name.startswith("first") else ""
+        first = ", nothing cached" if name.startswith("first") else ""
+        most = " (maximum)" if len(peaks) > 1 else ""
         yield Row(
             f"peak memory of `m1clip train {row['flags']}`{first}",
-            f"{max(peaks):.2f} GB, the most",
+            f"{max(peaks):.2f} GB{most}",
             str(len(peaks)),
-            "python benchmarks/memory.py",
+            f"python benchmarks/memory.py --rows {name}",
         )
 
 
 def cuda_rows(result: dict[str, Any]) -> Iterator[Row]:
-    """Steps on a GPU: ratios as that script words them, and the best fraction of the matrix product rate."""
+    """Steps on a GPU: ratios as worded by cuda_step.py, and the best fraction of the GEMM rate."""
     for model, found in result["models"].items():
         done = [line for line in found["lines"] if "seconds" in line]
         if not done:
             continue
         counts = [line["seconds"]["n"] for line in done]
-        n = f"{min(counts)} to {max(counts)}"
+        n = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(counts[0])
         for text in found["ratios"]:
             yield Row(f"{model} on a GPU", text, n, "python benchmarks/cuda_step.py")
         best = max(
@@ -173,7 +171,7 @@ def cuda_rows(result: dict[str, Any]) -> Iterator[Row]:
         )
         if best is not None:
             yield Row(
-                f"{model} on a GPU: fraction of the measured bf16 matrix product rate",
+                f"{model} on a GPU: fraction of the bf16 GEMM rate",
                 f"{best['gemm_fraction']:.0%} ({best['variant']}, batch {best['batch']}, {best['tokens']} tokens, "
                 f"{best['images_per_second']:,.0f} images per second)",
                 str(best["seconds"]["n"]),
@@ -193,14 +191,14 @@ KNOWN: dict[str, Callable[[dict[str, Any]], Iterator[Row]]] = {
 
 
 def own_rows(result: dict[str, Any]) -> Iterator[Row]:
-    """Lines that a result brings itself."""
+    """Rows that a file defines itself."""
     for line in result.get("rows", ()):
         if isinstance(line, dict) and {"what", "figure"} <= line.keys():
             yield Row(*(str(line.get(name, "")) for name in Row._fields))
 
 
 def machine_line(result: dict[str, Any]) -> str:
-    """Where a result is from, in one line."""
+    """The machine of a result, in one line."""
     place = result.get("machine") or result.get("facts") or "unknown machine"
     if not isinstance(place, dict):
         return str(place)
@@ -211,7 +209,7 @@ def machine_line(result: dict[str, Any]) -> str:
 
 def render(folder: Path) -> str:
     """The markdown for all results in a folder."""
-    lines: list[list[str]] = [["result", "figure (median [quartiles], or mean ± deviation)", "n", "command"]]
+    lines: list[list[str]] = [["result", "figure", "n", "command"]]
     notes = []
     for path in sorted(folder.glob("*.json"), key=lambda p: ([*KNOWN, p.stem].index(p.stem), p.stem)):
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -220,10 +218,11 @@ def render(folder: Path) -> str:
         rows = list(KNOWN.get(path.stem, own_rows)(result))
         if not rows:
             continue
-        smoke = " (a smoke run, no result)" if result.get("quick") else ""
+        smoke = " (a smoke test, not a result)" if result.get("quick") else ""
         lines += [[row.what + smoke, row.figure, row.n, f"`{row.command}`" if row.command else ""] for row in rows]
-        notes.append(f"- [{path.name}](docs/results/{path.name}): {machine_line(result)}")
-    return markdown(lines) + "\n\n" + "\n".join(notes)
+        notes.append(f"- [{path.name}](results/{path.name}): {machine_line(result)}")
+    table = [f"| {' | '.join(cells)} |" for cells in lines]
+    return "\n".join([table[0], "|---" * len(lines[0]) + "|", *table[1:], "", *notes])
 
 
 def main() -> None:

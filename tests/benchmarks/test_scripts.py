@@ -150,7 +150,7 @@ def test_a_recipe_is_one_row_with_mean_and_deviation() -> None:
     assert ours[6] == "15.0 ± 7.1"
     assert ours[-1] == "100 ± 0"
     assert theirs[6] == "5.0"
-    assert module.seen([{**runs[0], "captions_per_step": 5}]) == "74,000 x 5 captions"
+    assert module.seen([{**runs[0], "captions_per_step": 5}]) == "74,000 images seen, 5 captions each"
     assert theirs[7] == "10.02 (over)"
     assert module.until(runs[:2], 0.15) == "200 (1 of 2 seeds)"
     assert module.until(runs[:2], 0.5) == "not reached"
@@ -246,7 +246,7 @@ def test_all_results_stand_in_one_table(tmp_path: Path) -> None:
     assert "photos, 10 minutes from random weights: open_clip's own trainer" in lines
     assert "1.6 times" in lines["ViT-B-32"]
     assert "another.json): one H200" in text
-    assert "smoke (a smoke run, no result)" in lines
+    assert "smoke (a smoke test, not a result)" in lines
     widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
     assert widths == {5}
 
@@ -255,5 +255,5 @@ def test_the_kept_results_make_a_table() -> None:
     text = script("results_table").render(script("sides").RESULTS)
     for result in ("step", "same_work", "speedrun", "loader", "large_batch", "memory", "cuda_step"):
         assert f"{result}.json)" in text
-    assert "on a GPU: fraction of the measured bf16 matrix product rate" in text
-    assert re.search(r"peak memory of `m1clip train --preset prior-art.*GB, the most", text)
+    assert "on a GPU: fraction of the bf16 GEMM rate" in text
+    assert re.search(r"peak memory of `m1clip train --preset prior-art.*GB \(maximum\)", text)
