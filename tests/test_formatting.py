@@ -36,11 +36,11 @@ from m1clip.formatting import ago, amount, clock, duration, number, percent, plu
         *((words(None), "-") for words in (clock, duration, size, percent, number)),
     ],
 )
-def test_one_text_for_each_number(text: str, expected: str) -> None:
+def test_number_formats(text: str, expected: str) -> None:
     assert text == expected
 
 
-def test_a_table_aligns_words_left_and_numbers_right() -> None:
+def test_table_alignment() -> None:
     rows = [("1st", "running", "12"), (), ("longer", "died", "1,234")]
     assert table(("run", "state", "n"), rows).split("\n") == [
         "run     state        n",
@@ -55,11 +55,11 @@ def test_a_table_aligns_words_left_and_numbers_right() -> None:
     ("text", "unit", "value"),
     [("8GB", "B", 8e9), ("1.5 gib", "B", 1.5 * 2**30), (".5M", "B", 5e5), ("2.6TFLOP/s", "FLOP", 2.6e12)],
 )
-def test_quantities_that_are_understood(text: str, unit: str, value: float) -> None:
+def test_valid_quantities(text: str, unit: str, value: float) -> None:
     assert amount(text, unit, "--memory") == pytest.approx(value)
 
 
 @pytest.mark.parametrize("text", ["", "8", "GB", "-1GB", "0GB", "8XB", "8 GB!", "1e9", "8PIB", "8TFLOP"])
-def test_quantities_that_are_refused(text: str) -> None:
+def test_invalid_quantities_are_rejected(text: str) -> None:
     with pytest.raises(UserError, match=r"--memory .*such as 8GB"):
         amount(text, "B", "--memory")

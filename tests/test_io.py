@@ -23,7 +23,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_text_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+def test_write_text_replaces_file_and_leaves_no_temporary_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "a.txt"
     write_text(path, "old")
     write_text(path, "grün")
@@ -33,7 +33,7 @@ def test_text_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
     assert names(tmp_path / "new") == ["a.txt", "b.json"]
 
 
-def test_a_reader_never_sees_a_partial_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_never_sees_a_partial_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_text(tmp_path / "a.txt", "old")
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("power cut")))
     with pytest.raises(OSError, match="power cut"):
@@ -49,7 +49,7 @@ def test_only_a_regular_file_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "pipe").is_fifo()
 
 
-def test_a_folder_appears_complete(tmp_path: Path) -> None:
+def test_atomic_folder_appears_complete(tmp_path: Path) -> None:
     target = tmp_path / "model"
     with atomic_folder(target) as folder:
         (folder / "a").write_text("1")
@@ -64,7 +64,7 @@ def test_a_folder_appears_complete(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
-def test_a_failure_leaves_the_old_folder_and_nothing_else(tmp_path: Path, error: BaseException) -> None:
+def test_failed_atomic_folder_keeps_old_folder(tmp_path: Path, error: BaseException) -> None:
     target = tmp_path / "model"
     with atomic_folder(target) as folder:
         (folder / "a").write_text("1")
@@ -85,7 +85,7 @@ def made(folder: Path, text: str) -> None:
     (folder / "weights").write_text(text)
 
 
-def test_a_folder_moved_aside_by_a_killed_save_comes_back(tmp_path: Path) -> None:
+def test_restore_folders_after_kill(tmp_path: Path) -> None:
     made(tmp_path / "best.old.partial", "old")  # killed between the two moves
     made(tmp_path / "best.12.partial", "new")
     made(tmp_path / "model", "new")  # killed after both
@@ -100,7 +100,7 @@ def test_a_folder_moved_aside_by_a_killed_save_comes_back(tmp_path: Path) -> Non
     assert (tmp_path / "model" / "weights").read_text() == "new"
 
 
-def test_a_kill_between_the_two_moves_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_during_folder_replacement_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made(tmp_path / "best", "old")
     rename = Path.rename
 
@@ -123,7 +123,7 @@ def test_a_kill_between_the_two_moves_loses_nothing(tmp_path: Path, monkeypatch:
     assert (tmp_path / "best" / "weights").read_text() == "old"
 
 
-def test_a_folder_is_renamed_before_it_is_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remove_folder_renames_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made(tmp_path / "step", "old")
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", lambda *_, **__: None)  # killed in the middle
@@ -152,7 +152,7 @@ def test_read_small_reads_only_regular_files_of_bounded_size(tmp_path: Path) -> 
         read_small(tmp_path / "nowhere")
 
 
-def test_read_small_follows_no_link_out_of_a_folder(tmp_path: Path) -> None:
+def test_read_small_rejects_link_out_of_folder(tmp_path: Path) -> None:
     made(tmp_path / "run", "own")
     made(tmp_path / "elsewhere", "secret")
     (tmp_path / "run" / "file").symlink_to("../elsewhere/weights")

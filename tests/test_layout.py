@@ -38,13 +38,13 @@ def public(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
                 yield from public(child, f"{prefix}{child.name}.")
 
 
-def test_there_is_something_to_check() -> None:
+def test_layout_rules_cover_the_package() -> None:
     assert len(FILES) > 40
     assert sum(1 for path in FILES for _ in public(ast.parse(path.read_text(encoding="utf-8")))) > 150
 
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_a_file_follows_the_rules(path: Path) -> None:
+def test_file_follows_code_rules(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
     if text.strip():
@@ -54,7 +54,7 @@ def test_a_file_follows_the_rules(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_files_of_users_are_read_by_the_bounded_reader(path: Path) -> None:
+def test_user_files_are_read_with_bounded_reader(path: Path) -> None:
     unbounded = [
         line.strip()
         for line in path.read_text(encoding="utf-8").splitlines()
@@ -65,7 +65,7 @@ def test_files_of_users_are_read_by_the_bounded_reader(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_imports_point_down_the_layers() -> None:
+def test_imports_follow_layer_order() -> None:
     lint = shutil.which("lint-imports", path=str(Path(sys.executable).parent)) or shutil.which("lint-imports")
     if lint is None or not (ROOT / "pyproject.toml").exists():
         pytest.skip("import-linter or the repository is not here")

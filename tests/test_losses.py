@@ -85,7 +85,7 @@ def test_positives_with_several_captions_per_image() -> None:
         assert positives(name, sample_ids, caption_ids, image_index).int().tolist() == same
 
 
-def test_positives_by_sorting_equal_those_by_comparing_all() -> None:
+def test_same_pairs_matches_pairwise_comparison() -> None:
     torch.manual_seed(0)
     for _ in range(20):
         n, m = 9, 30
@@ -97,7 +97,7 @@ def test_positives_by_sorting_equal_those_by_comparing_all() -> None:
         assert torch.equal(same_pairs(sample_ids, caption_ids, image_index), expected)
 
 
-def test_matrix_written_by_hand() -> None:
+def test_losses_known_values() -> None:
     logits, positive = [[math.log(2.0), 0.0], [0.0, math.log(4.0)]], torch.eye(2, dtype=torch.bool)
     # Rows: -log(2/3), -log(4/5); the columns are the same.
     assert infonce(of_logits(logits), positive).item() == pytest.approx(-(math.log(2 / 3) + math.log(4 / 5)) / 2)
@@ -108,7 +108,7 @@ def test_matrix_written_by_hand() -> None:
 
 
 @pytest.mark.parametrize("positive", [NO_DUPLICATES, DUPLICATES])
-def test_losses_equal_a_loop(positive: Tensor) -> None:
+def test_losses_match_loop(positive: Tensor) -> None:
     for smoothing in (0.0, 0.1):
         expected = loop_infonce(features(), positive, smoothing)
         assert infonce(features(), positive, smoothing).item() == pytest.approx(expected, rel=1e-12)
@@ -156,7 +156,7 @@ def test_symmetry_and_gradients(name: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 14.3, MAX_SHARED_SCALE - 1, MAX_SHARED_SCALE + 1, 100.0])
-def test_fused_infonce_has_the_value_and_gradient_of_autograd(scale: float) -> None:
+def test_fused_infonce_matches_autograd(scale: float) -> None:
     image, text, positive = unit_vectors(3, torch.double)
     results = []
     for loss_function in (fused_infonce, autograd_infonce):
@@ -203,7 +203,7 @@ def test_large_batches_use_the_precision_of_autocast() -> None:
 
 
 @pytest.mark.parametrize("scale", [14.5, 60.0])  # exact in bf16
-def test_learned_pairs_have_no_gradient_left_in_bf16(scale: float) -> None:
+def test_learned_pairs_have_zero_gradient_in_bf16(scale: float) -> None:
     """Probability and target are rounded to 1/256 of their size; their difference must not be."""
     mine, by_scale = torch.eye(64).requires_grad_(), torch.tensor(scale, requires_grad=True)
     positive = torch.eye(64, dtype=torch.bool)
@@ -219,7 +219,7 @@ def test_learned_pairs_have_no_gradient_left_in_bf16(scale: float) -> None:
 
 
 @pytest.mark.parametrize("columns", [64, 61])
-def test_true_places_are_those_of_nonzero(columns: int) -> None:
+def test_true_places_matches_nonzero(columns: int) -> None:
     torch.manual_seed(1)
     for fraction in (0.0, 0.02, 0.6):
         positive = torch.rand(37, columns) < fraction
@@ -228,7 +228,7 @@ def test_true_places_are_those_of_nonzero(columns: int) -> None:
                 assert torch.equal(ours, expected)
 
 
-def test_text_contrast_equals_a_loop() -> None:
+def test_text_contrast_matches_loop() -> None:
     f = features(6)
     sample_ids, image_index = torch.tensor([7, 8, 7]), torch.tensor([0, 0, 1, 1, 2, 1])
     caption_ids = torch.tensor([0, 1, 2, 3, 1, 5])  # the second image 7 repeats a caption of the first
@@ -253,7 +253,7 @@ def test_text_contrast_without_positives_is_zero(caption_ids: list[int]) -> None
 
 
 @given(st.data())
-def test_blockwise_text_contrast_has_the_value_and_gradient_of_autograd(data: st.DataObject) -> None:
+def test_blockwise_text_contrast_matches_autograd(data: st.DataObject) -> None:
     m = data.draw(st.integers(2, 12))
     numbers = st.lists(st.integers(0, 3), min_size=m, max_size=m).map(torch.tensor)
     sample_ids, caption_ids, image_index = data.draw(numbers), data.draw(numbers), data.draw(numbers) % m

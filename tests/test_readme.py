@@ -34,7 +34,7 @@ def train_words(words: list[str], options: list[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_every_block_of_the_readme_runs(tmp_path: Path) -> None:
+def test_readme_code_blocks_run(tmp_path: Path) -> None:
     write_folder(tmp_path / "photos", 60, 32, seed=0)
     ran = 0
     for mark, language, text in BLOCK.findall((ROOT / "README.md").read_text()):
@@ -54,7 +54,7 @@ def test_every_block_of_the_readme_runs(tmp_path: Path) -> None:
     assert ran > 3
 
 
-def test_links_of_the_readme_exist() -> None:
+def test_readme_links_exist() -> None:
     links = re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text())
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []

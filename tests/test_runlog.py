@@ -23,7 +23,7 @@ def kinds(run: Path) -> list[str]:
     return [record["kind"] for record in read_log(run)]
 
 
-def test_what_is_written_can_be_read_at_once(log: RunLog, tmp_path: Path) -> None:
+def test_written_records_are_readable_immediately(log: RunLog, tmp_path: Path) -> None:
     log.write("start", steps=3, path="müsli\nline")
     assert [(record["kind"], record["path"]) for record in read_log(tmp_path)] == [("start", "müsli\nline")]
     log.write("step", step=1, loss=0.5)
@@ -32,7 +32,7 @@ def test_what_is_written_can_be_read_at_once(log: RunLog, tmp_path: Path) -> Non
     assert (tmp_path / "run.jsonl").read_bytes().count(b"\n") == 2
 
 
-def test_a_line_torn_by_a_kill_costs_only_that_line(log: RunLog, tmp_path: Path) -> None:
+def test_partial_line_after_kill_is_skipped(log: RunLog, tmp_path: Path) -> None:
     log.write("start", step=0)
     with (tmp_path / "run.jsonl").open("ab") as file:
         file.write(b'{"v":1,"kind":"step","lo')
@@ -49,7 +49,7 @@ def test_invalid_lines_and_those_of_a_newer_version_are_skipped(tmp_path: Path) 
     assert kinds(tmp_path) == ["end"]
 
 
-def test_every_line_is_json_even_where_numbers_are_not_finite(log: RunLog, tmp_path: Path) -> None:
+def test_non_finite_numbers_are_written_as_valid_json(log: RunLog, tmp_path: Path) -> None:
     seen: list[Record] = []
     log.sinks.append(seen.append)
     log.write("step", step=1, loss=math.nan, deep={"list": [math.inf, 1.0, (-math.inf,)]})

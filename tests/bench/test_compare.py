@@ -31,7 +31,7 @@ def test_precisions_of_a_gpu(facts: Facts, asked: tuple[str, ...], found: list[s
     assert precisions_of(facts, "cuda", asked) == found
 
 
-def test_one_model_also_changes_one_setting_at_a_time() -> None:
+def test_single_model_also_varies_one_setting_at_a_time() -> None:
     (found,) = groups(MACHINE, CompareOptions(model=("small",), batch_size=(12,)), ["cuda", "cpu"])
     variants = [c.variant for c in found]
     assert variants[:4] == ["cuda bf16 sdpa CUDA graph", "cuda fp32 sdpa CUDA graph", "cpu bf16 bmm", "cpu fp32 bmm"]
@@ -45,7 +45,7 @@ def test_one_model_also_changes_one_setting_at_a_time() -> None:
     assert len(set(found)) == len(found)
 
 
-def test_several_models_go_from_small_to_large() -> None:
+def test_several_models_are_ordered_by_size() -> None:
     options = CompareOptions(model=("tiny", "small"), batch_size=(64, 1))
     found = groups(LAPTOP, options, ["mps", "cpu"])
     jobs = [(group[0].model, group[0].batch_size) for group in found]
@@ -74,7 +74,7 @@ class FixedClock(Session):
         return self._left
 
 
-def test_what_takes_too_long_or_does_not_fit_is_skipped(tmp_path: Path) -> None:
+def test_configurations_that_are_too_slow_or_large_are_skipped(tmp_path: Path) -> None:
     session = FixedClock(tmp_path, left=400.0)
     session.results = [result(configuration(batch_size=b), 1.0) for b in (1, 2)]
     assert "too long for --minutes 8" in session.obstacle(configuration("200M", 1024), 10.0)
@@ -86,7 +86,7 @@ def test_what_takes_too_long_or_does_not_fit_is_skipped(tmp_path: Path) -> None:
     assert session.obstacle(dataclasses.replace(small, batch_size=16), 10.0) == "batch 8 failed"
 
 
-def test_without_time_everything_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_time_left_skips_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = FixedClock(tmp_path, left=-1.0)
     monkeypatch.setattr(Session, "probe", lambda self, kind: None)
     session.run()
@@ -105,13 +105,13 @@ def test_without_time_everything_is_skipped(tmp_path: Path, monkeypatch: pytest.
         ({"minutes": 0.0}, "--minutes"),
     ],
 )
-def test_wrong_options_are_one_line(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_one_line_errors(tmp_path: Path, values: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         compare(CompareOptions(**values), tmp_path, lambda text, used: None)
 
 
 @pytest.mark.slow
-def test_a_worker_measures_the_training_step(tmp_path: Path) -> None:
+def test_worker_measures_the_training_step(tmp_path: Path) -> None:
     one = dataclasses.replace(configuration(batch_size=2), threads=1)
     worker = Worker(tmp_path / "log")
     try:
@@ -137,7 +137,7 @@ def test_a_worker_measures_the_training_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_complete_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "MAX_ROUNDS", 1)
     monkeypatch.setattr(module, "groups", lambda *values: [groups(*values)[0][:1]])

@@ -38,7 +38,7 @@ def test_crossing_of_two_cost_models() -> None:
     assert crossing(CostModel(0.1, 0, 1e-12), gpu, 1e7, 2e9) is None  # the GPU is faster at every batch size
 
 
-def test_the_fastest_default_configuration_of_each_batch_size_counts() -> None:
+def test_fastest_default_configuration_of_each_batch_size_counts() -> None:
     results = sweep_results()
     slow = result(configuration("tiny", 1, "cuda"), 5.0)
     found = by_device([slow, *results])

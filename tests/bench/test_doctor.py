@@ -73,7 +73,7 @@ def by_name(machine: Machine) -> dict[str, Finding]:
 
 
 @pytest.mark.parametrize("machine", [M1, M4, AMX, H200], ids=["M1", "M4", "AMX Xeon", "H200"])
-def test_a_healthy_machine_has_no_warning(machine: Machine) -> None:
+def test_healthy_machine_has_no_warning(machine: Machine) -> None:
     findings = check(machine)
     assert {finding.level for finding in findings} == {"ok"}
     names = [finding.name for finding in findings]
@@ -82,7 +82,7 @@ def test_a_healthy_machine_has_no_warning(machine: Machine) -> None:
     assert kinds <= set(names)
 
 
-def test_findings_name_what_the_machine_has() -> None:
+def test_findings_name_machine_details() -> None:
     assert "one per fast core" in by_name(M1)["threads"].text
     assert "zeus" in by_name(M4)["energy"].text
     assert "bf16 2 TFLOP/s" in by_name(AMX)["cpu"].text
@@ -109,7 +109,7 @@ def test_findings_name_what_the_machine_has() -> None:
         (H200, {"kernel_failures": {"cuda": "no kernel image", "cpu": ""}}, "cuda", "problem", "--device cpu"),
     ],
 )
-def test_a_defect_is_reported_with_its_remedy(
+def test_defect_is_reported_with_its_remedy(
     base: Machine, changes: dict[str, Any], name: str, level: str, remedy: str
 ) -> None:
     finding = by_name(dataclasses.replace(base, **changes))[name]
@@ -117,7 +117,7 @@ def test_a_defect_is_reported_with_its_remedy(
     assert remedy in finding.remedy
 
 
-def test_this_machine() -> None:
+def test_doctor_on_this_machine() -> None:
     machine = read_machine()
     assert machine.kernel_failures["cpu"] == ""
     assert machine.gemm_flops["cpu"]["fp32"] > 0
@@ -126,7 +126,7 @@ def test_this_machine() -> None:
     assert text.endswith("warnings")
 
 
-def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_kernel_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     device = Device("cpu", read_facts())
@@ -135,7 +135,7 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "differs" in try_kernel(device)
 
 
-def test_the_quota_of_a_container(tmp_path: Path) -> None:
+def test_container_cpu_quota(tmp_path: Path) -> None:
     path = tmp_path / "cpu.max"
     assert cpu_quota(path) is None
     path.write_text("max 100000\n")
@@ -145,7 +145,7 @@ def test_the_quota_of_a_container(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("disk_free", [0, 100 * GIB])
-def test_a_problem_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: Any, disk_free: int) -> None:
+def test_doctor_problem_gives_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: Any, disk_free: int) -> None:
     monkeypatch.setattr(module, "read_machine", lambda: dataclasses.replace(AMX, disk_free=disk_free))
     with pytest.raises(SystemExit) if disk_free == 0 else contextlib.nullcontext() as stopped:
         doctor(json=True)

@@ -30,7 +30,7 @@ def shallow_model_and_own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     model_shape.cache_clear()
 
 
-def test_a_complete_plan() -> None:
+def test_complete_plan() -> None:
     options = PlanOptions(
         batch_size=16, images=1600, epochs=2, device="cpu", precision="bf16", rate="1TFLOP", watts=50.0, memory="4GB"
     )
@@ -50,7 +50,7 @@ def test_a_complete_plan() -> None:
     assert "assuming 50% of 1 TFLOP/s" in plan_text(plan)
 
 
-def test_time_comes_from_steps_measured_here() -> None:
+def test_plan_time_uses_measured_steps() -> None:
     facts = read_facts()
     device = Device("cpu", facts)
     measured = dataclasses.replace(result(configuration(batch_size=8), 2.0), joules_per_step=30.0)
@@ -66,7 +66,7 @@ def test_time_comes_from_steps_measured_here() -> None:
     assert joules is None
 
 
-def test_without_measurements_the_rate_is_measured() -> None:
+def test_plan_without_measurements_measures_matmul_speed() -> None:
     facts = read_facts()
     seconds, source, joules = step_time(configuration(precision="fp32"), facts, Device("cpu", facts), 1e9, None)
     assert seconds > 0
@@ -81,11 +81,11 @@ def test_energy_is_never_estimated() -> None:
 
 
 @pytest.mark.parametrize("values", [{"batch_size": 1}, {"images": 0}, {"epochs": 0.0}])
-def test_wrong_options_are_one_line(values: dict[str, Any]) -> None:
+def test_invalid_options_are_one_line_errors(values: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="must be at least"):
         PlanOptions(**values)
 
 
-def test_a_rate_without_unit_is_refused() -> None:
+def test_rate_without_unit_is_rejected() -> None:
     with pytest.raises(UserError, match="--rate fast"):
         make_plan(PlanOptions(device="cpu", precision="fp32", rate="fast"))

@@ -9,14 +9,14 @@ from m1clip.bench.report import text, verdict
 from .examples import configuration, result, sweep_results
 
 
-def test_the_fastest_is_named_with_its_interval() -> None:
+def test_fastest_is_named_with_its_interval() -> None:
     slow, fast = result(configuration(device="cpu"), 4.1), result(configuration(device="cuda"), 0.1)
     assert "tiny, batch 8: cuda bf16 sdpa CUDA graph is the fastest of 2" in "\n".join(verdict([slow, fast]))
     assert "41 times as fast [40, 42] as cpu bf16 bmm" in "\n".join(verdict([slow, fast]))
     assert verdict([slow])[-1] == "Only the CPU was measured."
 
 
-def test_wrong_gradients_are_left_out_whatever_their_speed() -> None:
+def test_configuration_with_wrong_gradients_is_excluded() -> None:
     wrong = result(configuration(device="cuda"), 0.1, gradient=0.9)
     found = "\n".join(verdict([result(configuration(device="cpu"), 4.0), wrong]))
     assert "cuda bf16 sdpa CUDA graph: gradients differ from the CPU's in fp32 by 90.0%" in found

@@ -49,14 +49,14 @@ def count(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def test_the_baseline_has_the_prior_arts_size_and_ours(naive: ModuleType) -> None:
+def test_baseline_has_size_of_prior_art_and_m1clip(naive: ModuleType) -> None:
     shape = with_fields(preset("small"), vocab_size=33)
     with torch.device("meta"):
         model = naive.NaiveClip(shape, eot_id=2)
     assert count(model) == count_parameters(shape) == 76_736_001
 
 
-def test_its_attention_is_attention(naive: ModuleType) -> None:
+def test_baseline_attention_matches_torch(naive: ModuleType) -> None:
     layer = naive.NaiveAttention(16, heads=2).eval()
     x = torch.randn(2, 5, 16)
     q, k, v = layer.qkv(x).view(2, 5, 3, 2, 8).permute(2, 0, 3, 1, 4)
@@ -64,7 +64,7 @@ def test_its_attention_is_attention(naive: ModuleType) -> None:
     torch.testing.assert_close(layer(x), layer.out(mixed))
 
 
-def test_its_samples_are_float_images_and_captions_of_full_length(naive: ModuleType, job: Setup) -> None:
+def test_baseline_samples_are_float_images_and_padded_captions(naive: ModuleType, job: Setup) -> None:
     samples = naive.NaivePairs(job.splits["train"])
     image, ids = samples[3]
     assert len(samples) == 24
@@ -77,7 +77,7 @@ def test_its_samples_are_float_images_and_captions_of_full_length(naive: ModuleT
     assert any((row == ids.numpy()).all() for row in rows)
 
 
-def test_the_baseline_learns(naive: ModuleType, job: Setup) -> None:
+def test_baseline_learns(naive: ModuleType, job: Setup) -> None:
     trainer = naive.NaiveTrainer(job)
     batch = next(iter(trainer.loader))
     losses = [trainer.step(batch) for _ in range(100)]

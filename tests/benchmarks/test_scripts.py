@@ -59,7 +59,7 @@ MINUTES_OF_CPU = ("same_work", "large_batch", "loader", "speedrun")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] if name in MINUTES_OF_CPU else []) for name in SMOKE]
 )
-def test_a_script_runs_and_writes_its_figures(name: str, photos: Path, tmp_path: Path) -> None:
+def test_benchmark_script_runs_and_writes_json(name: str, photos: Path, tmp_path: Path) -> None:
     words, keys = SMOKE[name]
     out = tmp_path / f"{name}.json"
     option = "--out" if name == "speedrun" else "--json"
@@ -75,7 +75,7 @@ def test_a_script_runs_and_writes_its_figures(name: str, photos: Path, tmp_path:
     assert name == "cuda_step" or out.name in table
 
 
-def test_scripts_for_the_peers_python_need_nothing_of_ours() -> None:
+def test_peer_scripts_do_not_import_m1clip() -> None:
     files = sorted((BENCHMARKS / "peers").glob("*.py"))
     assert {"steps.py", "open_clip_cli.py", "open_clip_features.py"} <= {file.name for file in files}
     for file in files:
@@ -97,7 +97,7 @@ def taken(naive: float, own: float, default: float) -> dict[str, dict[str, float
     }
 
 
-def test_ratios_are_of_the_steps_of_one_round() -> None:
+def test_ratios_compare_steps_of_same_round() -> None:
     # The machine was twice as slow in the second round: ratios of medians would blur, paired ones do not.
     found = script("same_work").summary([taken(3, 1, 0.5), taken(6, 2, 1)], [200.0, 100.0])
     assert found["ratio"]["naive"] == {"median": 3.0, "low": 3.0, "high": 3.0, "n": 2}
@@ -108,7 +108,7 @@ def test_ratios_are_of_the_steps_of_one_round() -> None:
 
 
 @pytest.mark.parametrize(("name", "batch", "tokens"), [("76.7M", 12, 77), ("tiny-32", 128, 32), ("tiny-50", 128, 50)])
-def test_the_jobs_have_their_sizes(name: str, batch: int, tokens: int) -> None:
+def test_same_work_configs(name: str, batch: int, tokens: int) -> None:
     from m1clip.model.presets import clip_config
 
     module = script("same_work")
@@ -141,7 +141,7 @@ def run_of(recipe: str, seed: int, recall: float, seconds: float = 590.0) -> dic
     }
 
 
-def test_a_recipe_is_one_row_with_mean_and_deviation() -> None:
+def test_speedrun_table_has_one_row_per_recipe() -> None:
     module = script("speedrun")
     runs = [run_of("default", 0, 0.10), run_of("default", 1, 0.20), run_of("open_clip", 0, 0.05, 601.0)]
     head, ours, theirs = module.rows(runs, 0.05, 600.0)
@@ -156,7 +156,7 @@ def test_a_recipe_is_one_row_with_mean_and_deviation() -> None:
     assert module.until(runs[:2], 0.5) == "not reached"
 
 
-def test_a_run_is_summed_up_from_its_log() -> None:
+def test_speedrun_summary_from_log() -> None:
     own = script("speedrun_own")
     recalls, better = (dict.fromkeys(own.RECALLS, value) for value in (0.1, 0.3))
     records = [
@@ -180,7 +180,7 @@ def test_a_run_is_summed_up_from_its_log() -> None:
         own.summary(records[:2], begin=1000.0)
 
 
-def test_recipes_are_named_or_given() -> None:
+def test_speedrun_recipe_names() -> None:
     module = script("speedrun")
     found = module.named_recipes("default", ["wide=--vision-width 384"])
     assert found == {"default": (), "wide": ("--vision-width", "384")}
@@ -189,7 +189,7 @@ def test_recipes_are_named_or_given() -> None:
         module.named_recipes("adam", [])
 
 
-def test_the_peers_log_is_read() -> None:
+def test_open_clip_log_line_is_parsed() -> None:
     line = (
         "2026-11-15,11:43:31 | INFO | Train Epoch: 0 [  256/2048 (12%)] Data (t): 2.239 Batch (t): 33.714, "
         "7.59339/s, 7.59339/s/gpu LR: 0.001000 Logit Scale: 14.286 Contrastive_loss: 5.6385 (5.6385)"
@@ -197,7 +197,7 @@ def test_the_peers_log_is_read() -> None:
     assert script("speedrun_peer").LINE.findall(line) == [("256", "7.59339")]
 
 
-def test_the_peers_table_is_whole_passes_and_a_part(tmp_path: Path) -> None:
+def test_open_clip_table_repeats_captions_evenly(tmp_path: Path) -> None:
     samples = [SimpleNamespace(image=f"{i}.jpg", captions=(f"a {i}", f"b\t{i}")) for i in range(4)]
     source = SimpleNamespace(samples=lambda split: samples if split == "train" else [])
     module, path = script("speedrun_peer"), tmp_path / "rows.tsv"
@@ -216,7 +216,7 @@ def test_the_peers_table_is_whole_passes_and_a_part(tmp_path: Path) -> None:
 # --- table
 
 
-def test_all_results_stand_in_one_table(tmp_path: Path) -> None:
+def test_results_table_from_json_files(tmp_path: Path) -> None:
     same = {"machine": {"cpu": "a cpu", "cores": 2, "torch": "2", "commit": "abc"}, "jobs": {}}
     job = script("same_work").summary([taken(3, 1, 0.5), taken(6, 2, 1)], [200.0, 100.0])
     same["jobs"] = {"76.7M": {**job, "batch": 12, "text_tokens": 77, "parameters": 1, "threads": 2}}  # type: ignore[dict-item]
@@ -251,7 +251,7 @@ def test_all_results_stand_in_one_table(tmp_path: Path) -> None:
     assert widths == {5}
 
 
-def test_the_kept_results_make_a_table() -> None:
+def test_stored_results_make_a_table() -> None:
     text = script("results_table").render(script("sides").RESULTS)
     for result in ("step", "same_work", "speedrun", "loader", "large_batch", "memory", "cuda_step"):
         assert f"{result}.json)" in text

@@ -93,7 +93,7 @@ def test_zero_shot(
     assert (tmp_path / "confusion-set.png").is_file() or "m1clip[plot]" in out
 
 
-def test_the_default_model_is_that_of_the_newest_run(tmp_path: Path) -> None:
+def test_default_model_is_newest_run(tmp_path: Path) -> None:
     for number, name in enumerate(("b", "a")):
         (tmp_path / name / "best").mkdir(parents=True)
         (tmp_path / name / "best" / "model.safetensors").touch()
@@ -119,7 +119,7 @@ def test_the_default_model_is_that_of_the_newest_run(tmp_path: Path) -> None:
         (("eval", "MODEL", "--classes", "set", "--class-names", "empty.txt"), "contains no names"),
     ],
 )
-def test_mistakes_are_one_line(
+def test_user_errors_are_one_line(
     words: tuple[str, ...],
     message: str,
     model: Path,

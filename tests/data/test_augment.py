@@ -77,7 +77,7 @@ def test_larger_image_is_resized_in_full_without_views() -> None:
     torch.testing.assert_close(shown, render(images(side=20), views(3), PLAIN))
 
 
-def test_normalisation() -> None:
+def test_normalization() -> None:
     preprocess = Preprocess(image_size=16)
     shown = render(images(), None, preprocess)
     mean, std = (torch.tensor(t).view(1, 3, 1, 1) for t in (preprocess.mean, preprocess.std))

@@ -97,7 +97,7 @@ def test_interrupted_fill_continues(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", ["rows.bin", "names.bin"])
-def test_torn_end_is_cut_off_and_filled_again(tmp_path: Path, torn: str) -> None:
+def test_partial_row_is_truncated_and_recomputed(tmp_path: Path, torn: str) -> None:
     words = [f"w{i}" for i in range(6)]
     fill(row_cache(tmp_path), words)
     file = tmp_path / "a" / torn
@@ -120,7 +120,7 @@ def test_untrusted_link_or_pipe_is_never_written(tmp_path: Path, name: str) -> N
         fill(row_cache(tmp_path), ["w1"])
 
 
-def test_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -283,7 +283,7 @@ def test_unwritable_data_folder_falls_back_to_the_user_cache(tmp_path: Path, mon
         cached(folder, cache_dir=str(tmp_path / "file"))
 
 
-def test_the_user_cache_of_each_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_cache_of_each_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(cache.sys, "platform", "darwin")
     assert cache.user_cache() == Path.home() / "Library/Caches/m1clip"
@@ -362,7 +362,7 @@ class Absurd:
 
 
 @pytest.mark.parametrize("error", [MemoryError, OverflowError])
-def test_image_too_large_for_the_memory_is_a_bad_one(refs: list[FileImage], error: type[Exception]) -> None:
+def test_image_too_large_for_memory_is_a_failure(refs: list[FileImage], error: type[Exception]) -> None:
     mixed: list[ImageRef] = [refs[0], Absurd(error), refs[1]]
     bad: dict[int, str] = {}
     ((items, _),) = decode_images(mixed, 16, "shortest", bad, lambda done, total: None)

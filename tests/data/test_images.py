@@ -56,7 +56,7 @@ def test_other_formats_are_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("side", [50_000, 12_000, 9_000])
-def test_bomb_is_rejected_from_the_header(side: int, tmp_path: Path) -> None:
+def test_decompression_bomb_is_rejected_from_header(side: int, tmp_path: Path) -> None:
     path = tmp_path / "bomb.png"
     path.write_bytes(png_header(side, side))
     tracemalloc.start()
@@ -95,13 +95,13 @@ def test_palette_alpha_cmyk_animation_and_orientation() -> None:
         assert decode(saved(turned, kind, exif=exif)).getpixel((10, 4))[0] > 250
 
 
-def test_jpeg_is_drafted_but_never_below_what_is_wanted() -> None:
+def test_jpeg_draft_mode_is_never_below_wanted_size() -> None:
     data = saved(Image.new("RGB", (1000, 600)), "JPEG")
     assert min(decode(data, want=112).size) in range(112, 224)
     assert decode(data).size == (1000, 600)
 
 
-def test_broken_files_say_where_and_why(tmp_path: Path) -> None:
+def test_broken_file_error_names_file_and_reason(tmp_path: Path) -> None:
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8))
     for kind in ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF"):
         data = saved(noise, kind)
@@ -158,7 +158,7 @@ def test_any_damage_gives_an_image_or_bad_image(kind: str, damage: list[tuple[in
 
 
 @pytest.mark.parametrize("name", ["a.heic", "a.jpg"])  # phones also write HEIC under the name of a JPEG
-def test_heic_without_its_library_names_the_remedy(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heic_without_library_error_names_remedy(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pi_heif", None)
     images._formats.cache_clear()
     (tmp_path / name).write_bytes(HEIC.read_bytes())

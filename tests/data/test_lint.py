@@ -59,7 +59,7 @@ def of(report: LintReport, code: str) -> tuple[str, ...]:
     return next(found.examples for found in report.findings if found.code == code)
 
 
-def test_a_clean_set_is_ok_in_any_image_mode(tmp_path: Path) -> None:
+def test_clean_dataset_is_ok_in_any_image_mode(tmp_path: Path) -> None:
     modes = {
         "cmyk.jpg": saved(photo(30).convert("CMYK")),
         "deep.png": saved(Image.fromarray(np.arange(4096, dtype=np.uint16).reshape(64, 64) * 16), "PNG"),
@@ -71,7 +71,7 @@ def test_a_clean_set_is_ok_in_any_image_mode(tmp_path: Path) -> None:
     assert report.to_text().endswith("verdict: ok")
 
 
-def test_faults_of_images_are_named_with_file_and_row(tmp_path: Path) -> None:
+def test_bad_images_are_reported_with_file_and_row(tmp_path: Path) -> None:
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8))
     bomb = saved(Image.new("1", (MAX_PIXELS // 1000, 1001)), "PNG")
     bad = {"missing": b"x", "empty": b"", "truncated": saved(noise)[:1500], "not-an-image": b"text", "too-large": bomb}
@@ -86,7 +86,7 @@ def test_faults_of_images_are_named_with_file_and_row(tmp_path: Path) -> None:
     assert report.verdict == "problems"
 
 
-def test_too_many_bad_images_come_first_and_the_text_shows_a_few(tmp_path: Path) -> None:
+def test_too_many_bad_images_come_first(tmp_path: Path) -> None:
     report = check(tmp_path, {**good(8), **{f"bad{n}.jpg": b"" for n in range(9)}, "z.jpg": saved(photo(50))})
     assert report.findings[0].code == "too-many-bad"
     assert "10%" in report.findings[0].message
@@ -96,7 +96,7 @@ def test_too_many_bad_images_come_first_and_the_text_shows_a_few(tmp_path: Path)
     assert text.count("images/bad") == 3
 
 
-def test_copies_and_leakage(tmp_path: Path) -> None:
+def test_duplicates_and_leakage(tmp_path: Path) -> None:
     files = good(10)
     files["copy.jpg"] = files["p0.jpg"]
     files["smaller.jpg"] = saved(photo(1).resize((60, 40)), quality=60)
@@ -117,7 +117,7 @@ def test_copies_and_leakage(tmp_path: Path) -> None:
         assert all(name in of(report, code)[0] for name in names)
 
 
-def test_captions(tmp_path: Path) -> None:
+def test_caption_findings(tmp_path: Path) -> None:
     rows = [(f"p{n}.jpg", f"a long enough sentence number {n}", "val" if n > 10 else "train") for n in range(12)]
     rows += [("p0.jpg", "A long enough sentence number 0.", "train"), ("p1.jpg", "a dog", "train")]
     rows += [("p2.jpg", "IMG_2041.jpg", "train"), ("p3.jpg", "", "train"), ("p4.jpg", " ".join(["word"] * 20), "train")]
@@ -144,7 +144,7 @@ def test_labels_and_class_folders_are_recognized(tmp_path: Path) -> None:
     assert (counts(report), report.verdict) == ({"labels": 12}, "ok")
 
 
-def test_a_repeated_part_of_a_mixture_is_not_a_duplicate(tmp_path: Path) -> None:
+def test_repeated_part_of_a_mixture_is_not_a_duplicate(tmp_path: Path) -> None:
     one, two = make(tmp_path / "one", good(6)), make(tmp_path / "two", good(6, 20))
     report = lint(open_sources([f"{one}:3", str(two)]))
     assert report.images == {"train": 10, "val": 2}

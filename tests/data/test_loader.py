@@ -30,7 +30,7 @@ PLANS = st.integers(2, 200).flatmap(
 
 
 @given(plan=PLANS, epoch=st.integers(0, 50))
-def test_an_epoch_is_full_batches_without_repeats(plan: BatchPlan, epoch: int) -> None:
+def test_epoch_is_full_batches_without_repeats(plan: BatchPlan, epoch: int) -> None:
     steps = range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
     members = [plan.members(step) for step in steps]
     assert {number for number, _ in members} == {epoch}

@@ -37,7 +37,7 @@ def training(path: Path, cache: str) -> tuple[list[Batch], list[str]]:
 
 
 @pytest.mark.parametrize("cache", ["disk", "off"])
-def test_shards_train_to_the_same_batches_as_the_folder(tmp_path: Path, cache: str) -> None:
+def test_shards_give_same_batches_as_folder(tmp_path: Path, cache: str) -> None:
     folder = make_set(tmp_path / "set")
     pack(open_source(str(folder)), tmp_path / "shards", shard_size=12)
     (ours, ids), (packed, packed_ids) = training(folder, cache), training(tmp_path / "shards", cache)
@@ -47,7 +47,7 @@ def test_shards_train_to_the_same_batches_as_the_folder(tmp_path: Path, cache: s
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name), name)
 
 
-def test_all_splits_captions_and_ids_come_back(tmp_path: Path) -> None:
+def test_pack_round_trip_of_splits_captions_and_ids(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set", train=25)
     for name in ("shards", "again"):
         written = pack(open_source(str(folder)), tmp_path / name, shard_size=10)
@@ -68,7 +68,7 @@ def test_all_splits_captions_and_ids_come_back(tmp_path: Path) -> None:
     assert inside["000000003.txt"] == b"image number 3 of train"
 
 
-def test_rare_formats_become_png_and_image_size_shrinks_larger_images(tmp_path: Path) -> None:
+def test_rare_formats_become_png_and_large_images_are_downscaled(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set", train=3)
     image(1).save(folder / "images" / "train-0000.jpg", "BMP")
     image(2).save(folder / "images" / "train-0001.jpg", "WEBP", lossless=True)
@@ -97,7 +97,7 @@ def test_broken_images_are_skipped_and_named(tmp_path: Path) -> None:
         pack(source, tmp_path / "none")
 
 
-def test_webdataset_reads_them(tmp_path: Path) -> None:
+def test_webdataset_reads_packed_shards(tmp_path: Path) -> None:
     webdataset = pytest.importorskip("webdataset")
     folder = make_set(tmp_path / "set", train=12)
     pack(open_source(str(folder)), tmp_path / "shards", shard_size=5)

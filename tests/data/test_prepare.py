@@ -91,7 +91,7 @@ def test_quick_check_is_short_on_screen_and_complete_in_the_log(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_the_commands_lint_and_pack(tmp_path: Path) -> None:
+def test_commands_lint_and_pack(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set")
     good = command("data", "lint", "set", cwd=tmp_path)
     assert (good.returncode, good.stderr) == (0, "")

@@ -38,7 +38,7 @@ def test_streams_epochs_and_seeds_are_independent(other: tuple[int, int, int]) -
     assert abs(np.corrcoef(one, two)[0, 1]) < 4 / np.sqrt(len(SAMPLES))
 
 
-def test_neighbours_are_independent() -> None:
+def test_neighboring_samples_are_independent() -> None:
     numbers = rnd.uniform(0, 0, SAMPLES, rnd.CAPTION)
     assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 4 / np.sqrt(len(SAMPLES))
     assert len(np.unique(rnd.bits(0, 0, SAMPLES, rnd.CAPTION))) == len(SAMPLES)

@@ -42,7 +42,7 @@ def test_geometry_of_the_embedding_space() -> None:
     assert modality_gap(EYE, EYE + torch.tensor([3.0, 4.0, 0.0, 0.0])) == pytest.approx(5.0)
 
 
-def test_similar_captions_are_the_hard_ones() -> None:
+def test_difficulty_by_caption_similarity() -> None:
     """Captions in close pairs; the model tells pairs apart, but not the two of a pair."""
     centers = random_units(20, 32)
     text = normalize(torch.cat([centers, centers + 0.01 * random_units(20, 32, 1)]), dim=1)
@@ -70,7 +70,7 @@ def test_recall_by_group_and_by_length() -> None:
     assert list(recall_by_length(rank, torch.full((6,), 7))) == ["all"]
 
 
-def test_confusions_come_by_margin_and_each_pair_once() -> None:
+def test_confusions_are_sorted_by_margin_without_duplicate_pairs() -> None:
     text = normalize(
         torch.tensor(
             [
@@ -90,7 +90,7 @@ def test_confusions_come_by_margin_and_each_pair_once() -> None:
     assert confusions(EYE, EYE, IMAGE_INDEX, limit=5) == []
 
 
-def test_accuracy_against_negatives_by_hand() -> None:
+def test_negatives_accuracy_known_values() -> None:
     # (image, score, difficulty, changed): right when the score is below the true 0.8, 0.6 or 0.4.
     cases = [
         (0, 0.1, "easy", "object"),
@@ -140,7 +140,7 @@ def test_even_indices_are_spread_and_distinct() -> None:
     assert len(set(even_indices(1000, 333).tolist())) == 333
 
 
-def test_tables_show_everything_with_the_weakest_group_first() -> None:
+def test_analysis_tables_list_weakest_group_first() -> None:
     analysis = {
         "alignment": 0.5,
         "uniformity_image": -2.0,

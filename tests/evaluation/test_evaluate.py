@@ -32,7 +32,7 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_path_and_a_loaded_model_give_the_same_scores(run: Path, photos: Path) -> None:
+def test_path_and_a_loaded_model_give_the_same_scores(run: Path, photos: Path) -> None:
     scores = evaluate(run / "model", photos / "captions.csv", device="cpu")
     assert scores == evaluate(m1clip.load(run / "model"), [str(photos / "captions.csv")], device="cpu")
     assert scores["image_to_text/recall@1"].n == 12
@@ -58,7 +58,7 @@ def test_eval_of_a_run_gives_the_scores_of_its_training(run: Path) -> None:
     assert {name: end[name] for name in scores} == scores
 
 
-def test_unknown_data_or_split_is_one_line(run: Path, photos: Path) -> None:
+def test_unknown_data_or_split_is_a_one_line_error(run: Path, photos: Path) -> None:
     with pytest.raises(UserError, match=r"has no val split, only"):
         evaluate(run, photos / "captions.csv", split="val", device="cpu")
     with pytest.raises(UserError, match="training data is unknown; specify data with --data"):

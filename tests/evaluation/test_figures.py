@@ -32,7 +32,7 @@ def row(query: str = "a blue square", correct: tuple[bool, ...] = (False, True))
     return GridRow(query, images, correct, [0.9 - 0.1 * n for n in range(len(correct))], rank=2)
 
 
-def test_frames_show_right_and_wrong(tmp_path: Path) -> None:
+def test_retrieval_grid_marks_correct_and_wrong_images(tmp_path: Path) -> None:
     marks = [(False, True), (True, False)]
     retrieval_grid([row(correct=m) for m in marks], tmp_path / "grid.png", "title")
     with Image.open(tmp_path / "grid.png") as opened:
@@ -49,19 +49,19 @@ def test_frames_show_right_and_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("query", TEXTS)
-def test_no_text_breaks_the_grid(tmp_path: Path, query: str) -> None:
+def test_retrieval_grid_with_unusual_captions(tmp_path: Path, query: str) -> None:
     retrieval_grid([row(query)], tmp_path / "grid.png", query)
     retrieval_grid([row()], tmp_path / "plain.png", "title")
     with Image.open(tmp_path / "grid.png") as opened, Image.open(tmp_path / "plain.png") as plain:
         assert opened.size == plain.size
 
 
-def test_text_for_a_figure_is_one_line_without_control_characters() -> None:
+def test_safe_text_is_one_line_without_control_characters() -> None:
     assert safe_text("a\tb\n\x00c “d” \ud800") == 'a b c "d" ?'
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")
-def test_confusion_matrices_of_any_size_and_name(tmp_path: Path) -> None:
+def test_confusion_figure_of_any_size_and_name(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for names in (TEXTS, [f"class {number}" for number in range(300)]):
         confusion_figure(torch.eye(len(names)).long(), names, tmp_path / "confusion.png", "classes")

@@ -62,7 +62,7 @@ def feature_sets(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
 
 @settings(max_examples=300, deadline=None)
 @given(feature_sets(), st.sampled_from([1, 2, 30, 1 << 24]))
-def test_ranks_equal_the_second_implementation(features: tuple[Tensor, Tensor, Tensor], max_scores: int) -> None:
+def test_ranks_match_reference(features: tuple[Tensor, Tensor, Tensor], max_scores: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("m1clip.evaluation.retrieval.MAX_SCORES", max_scores)
         found = ranks(*features)
@@ -71,7 +71,7 @@ def test_ranks_equal_the_second_implementation(features: tuple[Tensor, Tensor, T
     assert found.image_to_text[found.captioned].tolist() == to_text
 
 
-def test_recall_and_median_by_hand() -> None:
+def test_recall_and_median_rank_known_values() -> None:
     image, text = from_scores([[0.9, 0.1, 0.2], [0.5, 0.4, 0.3], [0.8, 0.7, 0.6], [0.3, 0.9, 0.1]])
     image_index = torch.tensor([0, 0, 1, 2])
     found = ranks(image, text, image_index)
@@ -92,7 +92,7 @@ def test_recall_and_median_by_hand() -> None:
 
 @pytest.mark.parametrize("width", [7, 500])
 @pytest.mark.parametrize("n", [3, 203])
-def test_a_collapsed_model_is_never_above_chance(n: int, width: int) -> None:
+def test_collapsed_model_is_never_above_chance(n: int, width: int) -> None:
     one = random_units(1, width, torch.Generator().manual_seed(n))
     image_index = torch.arange(n).repeat_interleave(2)
     scores = retrieval(one.expand(n, -1), one.expand(2 * n, -1), image_index)
@@ -109,7 +109,7 @@ def test_random_features_score_chance() -> None:
         assert metric.interval.low <= metric.chance <= metric.interval.high
 
 
-def test_the_complete_similarity_matrix_is_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_similarity_matrix_is_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     largest = 0
     product = torch.Tensor.__matmul__
 
@@ -126,7 +126,7 @@ def test_the_complete_similarity_matrix_is_never_in_memory(monkeypatch: pytest.M
     assert 0 < largest <= 2000
 
 
-def test_nan_is_a_miss_and_leaves_other_captions_alone() -> None:
+def test_nan_is_a_miss_for_its_caption_only() -> None:
     image, text = from_scores([[0.9, 0.1], [0.9, 0.1], [0.1, 0.9]])
     text[1] = torch.nan
     found = ranks(image, text, torch.tensor([0, 0, 1]))
@@ -139,7 +139,7 @@ def test_nan_is_a_miss_and_leaves_other_captions_alone() -> None:
     assert all(value == 0 for name, value in nothing if "recall" in name)
 
 
-def test_an_image_without_captions_is_a_candidate_but_no_query() -> None:
+def test_image_without_captions_is_candidate_but_not_query() -> None:
     image, text = from_scores([[0.5, 0.9, 0.1], [0.1, 0.2, 0.9]])
     image_index = torch.tensor([0, 2])
     assert ranks(image, text, image_index).text_to_image.tolist() == [2, 1]
@@ -154,12 +154,12 @@ def test_autocast_of_the_caller_does_not_affect_the_scores() -> None:
 
 
 @pytest.mark.parametrize("image_index", [[0, 3], [-1, 0], [0]])
-def test_an_image_index_that_does_not_fit_is_refused(image_index: list[int]) -> None:
+def test_invalid_image_index_is_rejected(image_index: list[int]) -> None:
     with pytest.raises(ValueError, match="for 2 texts and 3 images"):
         ranks(torch.eye(3), torch.eye(3)[:2], torch.tensor(image_index))
 
 
-def test_nearest_agrees_with_a_sort_and_puts_nan_last() -> None:
+def test_nearest_matches_sort_with_nan_last() -> None:
     image, text = from_scores([[0.3, 0.9, 0.6], [0.9, 0.1, 0.2]])
     scores, indices = nearest(text, image, k=2)
     assert indices.tolist() == [[1, 2], [0, 2]]
@@ -168,7 +168,7 @@ def test_nearest_agrees_with_a_sort_and_puts_nan_last() -> None:
     assert nearest(text, image, k=9)[1].tolist() == [[2, 0, 1], [0, 2, 1]]
 
 
-def test_chance_equals_a_simulation_and_the_binomial_formula() -> None:
+def test_chance_matches_simulation_and_binomial_formula() -> None:
     captions = torch.tensor([1, 5, 2, 0, 3, 5, 1])
     image_index = torch.arange(len(captions)).repeat_interleave(captions)
     order = torch.rand(20_000, len(image_index), generator=torch.Generator().manual_seed(0)).argsort(dim=1)
@@ -182,7 +182,7 @@ def test_chance_equals_a_simulation_and_the_binomial_formula() -> None:
     assert recall_chance(10, one, 500) == pytest.approx(10 / 500)
 
 
-def test_equal_captions_are_equally_right() -> None:
+def test_equal_captions_are_all_correct() -> None:
     scores = retrieval(CLASSES, CLASSES, torch.arange(24), LABELS, LABELS)
     assert {metric.value for metric in scores.metrics} == {1}
     assert scores["top1_accuracy"].chance == pytest.approx(1 / 3)
@@ -192,14 +192,14 @@ def test_equal_captions_are_equally_right() -> None:
     assert without_keys["image_to_text/recall@1"].value == 0, "without keys they all tie"
 
 
-def test_a_wrong_caption_counts_once_however_often_it_occurs() -> None:
+def test_repeated_wrong_caption_counts_once() -> None:
     image = torch.tensor([[0.6, 0.8], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
     text = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
     keys = torch.from_numpy(caption_ids_of(["a cat", "a dog", " A Dog", "a dog"]))
     assert ranks(image, text, torch.arange(4), keys).image_to_text.tolist() == [2, 1, 1, 1]
 
 
-def test_another_image_of_the_same_caption_is_no_confusion() -> None:
+def test_other_image_with_same_caption_is_not_a_confusion() -> None:
     image, text = (torch.tensor([[0.9, 0.1], [1.0, 0.0], [0.0, 1.0]]), torch.tensor([[1.0, 0], [1.0, 0], [0, 1.0]]))
     keys, image_index = torch.tensor([0, 0, 1]), torch.arange(3)
     assert [each.caption for each in confusions(image, text, image_index, limit=5)] == [0]
@@ -221,7 +221,7 @@ def test_classes_without_an_image_are_candidates_for_top1_accuracy() -> None:
     assert scores["top1_accuracy"].value == pytest.approx(2 / 3), "the first one ties with class 0"
 
 
-def test_a_class_is_the_mean_of_its_templates() -> None:
+def test_class_is_the_mean_of_its_templates() -> None:
     image = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     text = torch.tensor([[0.9, 0.1], [0.8, 0.6], [0.1, 0.9], [0.95, 0.05]])  # the last template of class 1 misleads
     image_index, labels = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1])

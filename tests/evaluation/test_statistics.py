@@ -11,14 +11,14 @@ from m1clip.evaluation.retrieval import retrieval
 from m1clip.evaluation.statistics import Interval, Metric, Scores, fraction_intervals, wilson
 
 
-def test_wilson_by_hand() -> None:
+def test_wilson_interval_known_values() -> None:
     # Values of the closed form, computed separately: 8 of 10, and none of 10.
     assert (wilson(0.8, 10).low, wilson(0.8, 10).high) == pytest.approx((0.4902, 0.9433), abs=1e-4)
     assert (wilson(0.0, 10).low, wilson(0.0, 10).high) == pytest.approx((0.0, 0.2775), abs=1e-4)
     assert wilson(1.0, 10).high == 1.0
 
 
-def test_coverage_with_correlated_captions() -> None:
+def test_interval_coverage_with_correlated_captions() -> None:
     generator = torch.Generator().manual_seed(0)
     trials, images, captions, truth = 300, 80, 5, 0.6
     image_index = torch.arange(images).repeat_interleave(captions)
@@ -38,7 +38,7 @@ def test_coverage_with_correlated_captions() -> None:
 
 
 @pytest.mark.parametrize("truth", [0.02, 0.5, 0.97])
-def test_coverage_with_one_caption_per_image(truth: float) -> None:
+def test_interval_coverage_with_one_caption_per_image(truth: float) -> None:
     generator = torch.Generator().manual_seed(1)
     covered = 0
     for _ in range(400):
@@ -47,7 +47,7 @@ def test_coverage_with_one_caption_per_image(truth: float) -> None:
     assert 0.92 <= covered / 400 <= 0.99
 
 
-def test_no_hits_all_hits_and_a_single_image_have_a_width() -> None:
+def test_interval_has_width_for_no_hits_all_hits_and_one_image() -> None:
     image_index = torch.arange(100).repeat_interleave(3)
     hits = torch.stack([torch.zeros(300), torch.ones(300), torch.arange(300) % 2], dim=1).bool()
     none, every, half = fraction_intervals(hits, image_index)

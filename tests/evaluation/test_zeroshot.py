@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "set"
 
 
-def test_top_k_by_hand() -> None:
+def test_top_k_accuracy_known_values() -> None:
     scores = torch.zeros(4, 6)
     scores[:, :3] = torch.tensor([[0.9, 0.1, 0.2], [0.2, 0.3, 0.5], [0.1, 0.8, 0.1], [0.1, 0.6, 0.4]])
     found = top_k_accuracy(scores, torch.tensor([0, 1, 1, 2]), "zero_shot")
@@ -88,7 +88,7 @@ def test_zero_shot_accuracy_and_confusion(folder: Path) -> None:
     assert wrong.scores["zero_shot/top1"].value == 0.0
 
 
-def test_similar_images_come_first_without_the_image_itself(folder: Path) -> None:
+def test_similar_excludes_query_image(folder: Path) -> None:
     found, unreadable = similar(ColorModel(), folder / "green" / "3.png", folder, 5)
     assert [path.parent.name for path, _ in found] == ["green"] * 5
     assert folder / "green" / "3.png" not in [path for path, _ in found]
@@ -96,7 +96,7 @@ def test_similar_images_come_first_without_the_image_itself(folder: Path) -> Non
     assert unreadable == []
 
 
-def test_the_linear_probe_learns_what_is_linear() -> None:
+def test_linear_probe_learns_linear_classes() -> None:
     torch.manual_seed(0)
     labels = torch.arange(90) % 3
     features = normalize(torch.eye(3)[labels] @ torch.randn(3, 16) + 0.1 * torch.randn(90, 16), dim=-1)
@@ -105,7 +105,7 @@ def test_the_linear_probe_learns_what_is_linear() -> None:
     assert linear_probe(features, shuffled)["linear_probe/top1"].value < 0.7
 
 
-def test_every_class_has_test_images() -> None:
+def test_stratified_test_mask() -> None:
     labels = torch.tensor([0] * 10 + [1] * 2 + [2])
     chosen = stratified_test_mask(labels, 0)
     assert [int(chosen[labels == label].sum()) for label in range(3)] == [3, 1, 0]

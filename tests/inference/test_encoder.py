@@ -58,7 +58,7 @@ def images(tmp_path: Path) -> list[Path]:
     return made
 
 
-def test_a_saved_model_loads_with_the_same_vectors(model: Model, folder: Path, images: list[Path]) -> None:
+def test_saved_model_loads_with_the_same_vectors(model: Model, folder: Path, images: list[Path]) -> None:
     loaded = m1clip.load(folder)
     assert torch.equal(loaded.encode_text(TEXTS), model.encode_text(TEXTS))
     assert torch.equal(loaded.encode_image(images), model.encode_image(images))
@@ -87,7 +87,7 @@ def test_encoding_a_split_gives_the_same_vectors(model: Model, images: list[Path
     assert image_index.tolist() == [0, 0, 1, 2]
 
 
-def test_a_run_loads_its_best_model(model: Model, folder: Path) -> None:
+def test_run_loads_its_best_model(model: Model, folder: Path) -> None:
     run = folder.parent / "run"
     shutil.copytree(folder, run / "model")
     assert load(run).encode_text("night").equal(model.encode_text("night"))
@@ -123,7 +123,7 @@ NOT_IMAGES = [
 
 
 @pytest.mark.parametrize("value", NOT_IMAGES)
-def test_a_wrong_image_input_is_a_one_line_error(model: Model, value: Any) -> None:
+def test_wrong_image_input_is_a_one_line_error(model: Model, value: Any) -> None:
     with pytest.raises((UserError, BadImage)) as caught:
         model.encode_image(value)
     assert "\n" not in str(caught.value)
@@ -191,7 +191,7 @@ DAMAGE: list[tuple[Damage, str]] = [
 
 
 @pytest.mark.parametrize(("damage", "words"), DAMAGE, ids=[words for _, words in DAMAGE])
-def test_a_damaged_folder_is_a_one_line_error(folder: Path, damage: Damage, words: str) -> None:
+def test_damaged_folder_is_a_one_line_error(folder: Path, damage: Damage, words: str) -> None:
     damage(folder)
     with pytest.raises(UserError, match=words) as caught:
         load(folder)
@@ -260,7 +260,7 @@ def test_wrong_labels_are_user_errors(
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, None, "8"])
-def test_a_wrong_batch_size_is_a_one_line_error(model: Model, images: list[Path], size: Any) -> None:
+def test_wrong_batch_size_is_a_one_line_error(model: Model, images: list[Path], size: Any) -> None:
     for encode, values in ((model.encode_image, images), (model.encode_text, ["night"])):
         with pytest.raises(UserError, match="batch_size must be an integer of at least 1"):
             encode(values, batch_size=size)
@@ -276,7 +276,7 @@ def test_vectors_that_are_not_finite_are_an_error(folder: Path, images: list[Pat
 
 
 @pytest.mark.parametrize("device", ["gpu", "", "CPU", "cuda:99", 99, []])
-def test_a_missing_device_is_named(model: Model, folder: Path, device: Any) -> None:
+def test_missing_device_is_named(model: Model, folder: Path, device: Any) -> None:
     for move in (lambda: load(folder, device=device), lambda: model.to(device)):
         with pytest.raises(UserError, match=f"device {re.escape(repr(str(device)))}: not available here"):
             move()

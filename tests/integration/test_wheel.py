@@ -41,7 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_the_wheel_contains_the_package_and_its_data(wheel: Path) -> None:
+def test_wheel_contains_the_package_and_its_data(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     package = ROOT / "m1clip"
     for path in package.rglob("*"):

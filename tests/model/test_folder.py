@@ -59,13 +59,13 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(next(folder.glob("*model.safetensors")))
 
 
-def test_a_training_checkpoint_with_wrapped_names(trained: Model, openclip: Path) -> None:
+def test_load_open_clip_training_checkpoint_with_module_prefix(trained: Model, openclip: Path) -> None:
     state = {f"module.{name}": tensor for name, tensor in weights_of(openclip).items()}
     torch.save({"epoch": 3, "optimizer": {"step": 1}, "state_dict": state}, openclip / "epoch_3.pt")
     assert_same(m1clip.load(openclip / "epoch_3.pt"), trained)
 
 
-def test_the_newer_class_of_open_clip(trained: Model, openclip: Path) -> None:
+def test_load_open_clip_custom_text_clip(trained: Model, openclip: Path) -> None:
     """It keeps the text tower under `text.`; OpenAI's own files carry numbers beside the weights."""
     parts = ("token_embedding", "positional_embedding", "transformer", "ln_final", "text_projection")
     state = {f"text.{name}" if name.startswith(parts) else name: t for name, t in weights_of(openclip).items()}
@@ -74,14 +74,14 @@ def test_the_newer_class_of_open_clip(trained: Model, openclip: Path) -> None:
     assert_same(m1clip.load(openclip), trained)
 
 
-def test_weights_need_their_config(openclip: Path, tmp_path: Path) -> None:
+def test_weights_without_config_are_rejected(openclip: Path, tmp_path: Path) -> None:
     save_file(weights_of(openclip), tmp_path / "alone.safetensors")
     with pytest.raises(UserError, match=r"put their open_clip_config\.json next to them"):
         m1clip.load(tmp_path / "alone.safetensors")
 
 
 @pytest.mark.parametrize("form", ["openclip", "hf"])
-def test_a_missing_or_unknown_tensor_is_named(form: str, exported: dict[str, Path]) -> None:
+def test_missing_or_unknown_tensor_is_named(form: str, exported: dict[str, Path]) -> None:
     folder = exported[form]
     file = next(folder.glob("*model.safetensors"))
     weights = load_file(file)
@@ -97,7 +97,7 @@ def test_a_missing_or_unknown_tensor_is_named(form: str, exported: dict[str, Pat
         m1clip.load(folder)
 
 
-def test_a_file_that_would_run_code_is_refused(openclip: Path) -> None:
+def test_pickle_that_runs_code_is_rejected(openclip: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return print, ("it ran",)
@@ -116,7 +116,7 @@ def test_a_file_that_would_run_code_is_refused(openclip: Path) -> None:
         ({"multimodal_cfg": {"width": 8}}, "multimodal_cfg"),
     ],
 )
-def test_an_unsupported_architecture_is_named(openclip: Path, change: dict[str, object], words: str) -> None:
+def test_unsupported_architecture_is_named(openclip: Path, change: dict[str, object], words: str) -> None:
     path = openclip / "open_clip_config.json"
     config = json.loads(path.read_text())
     for key, value in change.items():
@@ -127,7 +127,7 @@ def test_an_unsupported_architecture_is_named(openclip: Path, change: dict[str, 
         m1clip.load(openclip)
 
 
-def test_another_image_size_in_an_export(trained: Model, tmp_path: Path) -> None:
+def test_export_with_another_image_size(trained: Model, tmp_path: Path) -> None:
     trained.save(tmp_path / "ours")
     export(tmp_path / "ours", "openclip", tmp_path / "larger", image_size=48)
     larger = m1clip.load(tmp_path / "larger")
@@ -137,7 +137,7 @@ def test_another_image_size_in_an_export(trained: Model, tmp_path: Path) -> None
     )
 
 
-def test_a_cut_vocabulary_grows_and_known_text_stays(tmp_path: Path) -> None:
+def test_export_expands_cut_vocabulary_and_keeps_features(tmp_path: Path) -> None:
     tokenizer = make_tokenizer("bpe-cut", TEXTS)
     torch.manual_seed(0)
     model = tiny_clip(**FULL | {"vocab_size": tokenizer.vocab_size}, positions="sincos", eot_id=tokenizer.eot_id)
@@ -150,7 +150,7 @@ def test_a_cut_vocabulary_grows_and_known_text_stays(tmp_path: Path) -> None:
     assert_same(full, small)
 
 
-def test_what_other_formats_cannot_express_is_refused(trained: Model, tmp_path: Path) -> None:
+def test_export_of_unsupported_model_is_rejected(trained: Model, tmp_path: Path) -> None:
     torch.manual_seed(0)
     odd = tiny_clip(**FULL, pooling="mean", projection_bias=True)
     Model(odd, trained.tokenizer, trained.preprocess).save(tmp_path / "odd")

@@ -33,7 +33,7 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
-def test_forward_and_gradient_agree_with_the_reference(
+def test_attention_and_gradient_match_reference(
     kind: AttentionKind, causal: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
     q, k, v = inputs(dtype)
@@ -47,14 +47,14 @@ def test_forward_and_gradient_agree_with_the_reference(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bf16_stays_within_its_rounding(kind: AttentionKind) -> None:
+def test_attention_in_bf16_is_within_rounding_error(kind: AttentionKind) -> None:
     q, k, v = inputs(torch.bfloat16)
     exact = reference(*(t.detach().double() for t in (q, k, v)), causal=True)
     torch.testing.assert_close(attention(q, k, v, True, kind).double(), exact, atol=0.03, rtol=0.03)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_future_is_hidden(kind: AttentionKind) -> None:
+def test_causal_attention_ignores_later_positions(kind: AttentionKind) -> None:
     q, k, v = (t.detach() for t in inputs(torch.float32))
     changed_k, changed_v = k.clone(), v.clone()
     changed_k[:, :, 4:] += 100.0
@@ -92,7 +92,7 @@ def assert_equal_grads(model: nn.Module, one: Tensor, other: Tensor, tolerance: 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_mean_is_that_of_the_full_sequence(checkpointing: bool, activation: Activation, depth: int) -> None:
+def test_mean_shortcut_matches_full_sequence(checkpointing: bool, activation: Activation, depth: int) -> None:
     model = transformer(activation=activation, depth=depth)
     model.activation_checkpointing = checkpointing
     x = torch.randn(3, 7, 16)
@@ -101,7 +101,7 @@ def test_the_mean_is_that_of_the_full_sequence(checkpointing: bool, activation: 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_one_position_is_that_of_the_full_sequence(checkpointing: bool, causal: bool) -> None:
+def test_single_position_shortcut_matches_full_sequence(checkpointing: bool, causal: bool) -> None:
     model = transformer(causal)
     model.activation_checkpointing = checkpointing
     x = torch.randn(3, 7, 16)
@@ -109,7 +109,7 @@ def test_one_position_is_that_of_the_full_sequence(checkpointing: bool, causal: 
         assert_equal_grads(model, model(x, position), take_position(model(x), position))
 
 
-def test_later_tokens_have_no_effect_when_causal() -> None:
+def test_causal_transformer_ignores_later_tokens() -> None:
     model, x = transformer(causal=True), torch.randn(2, 7, 16)
     changed = x.clone()
     changed[:, 5:] += 10.0
@@ -119,7 +119,7 @@ def test_later_tokens_have_no_effect_when_causal() -> None:
 
 @needs_fused
 @pytest.mark.parametrize("position", [None, "mean", 0])
-def test_fused_products_in_bf16_give_the_plain_result(monkeypatch: pytest.MonkeyPatch, position: object) -> None:
+def test_fused_bf16_layers_match_unfused(monkeypatch: pytest.MonkeyPatch, position: object) -> None:
     model = transformer()
     x = torch.randn(3, 7, 16, dtype=torch.bfloat16)
     exact = [model(x.float(), position)]
@@ -141,7 +141,7 @@ def test_fused_products_in_bf16_give_the_plain_result(monkeypatch: pytest.Monkey
 
 
 @needs_fused
-def test_a_frozen_layer_gets_no_gradient() -> None:
+def test_frozen_layer_gets_no_gradient() -> None:
     x = torch.randn(4, 5, 8, dtype=torch.bfloat16, requires_grad=True)
     weight, bias = torch.randn(6, 8), torch.randn(6, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -154,7 +154,7 @@ def test_a_frozen_layer_gets_no_gradient() -> None:
 
 
 @needs_fused
-def test_the_residual_is_added_and_gets_the_gradient() -> None:
+def test_fused_residual_and_its_gradient() -> None:
     x, residual = torch.randn(4, 8, dtype=torch.bfloat16), torch.randn(4, 6, dtype=torch.bfloat16)
     residual.requires_grad_()
     weight = torch.randn(6, 8)
@@ -165,7 +165,7 @@ def test_the_residual_is_added_and_gets_the_gradient() -> None:
     assert torch.equal(grad, torch.full_like(residual, 2.0))
 
 
-def test_onednn_is_used_for_bf16_autocast_on_the_cpu_alone() -> None:
+def test_onednn_is_used_only_for_bf16_autocast_on_cpu() -> None:
     x = torch.randn(2, 3)
     assert not layers.uses_onednn(x.bfloat16())
     with torch.autocast("cpu", torch.bfloat16):

@@ -16,7 +16,7 @@ def names(group: list[tuple[str, nn.Parameter]]) -> set[str]:
     return {name for name, _ in group}
 
 
-def test_groups_of_our_towers() -> None:
+def test_layer_groups_of_own_towers() -> None:
     groups = layer_groups(tiny_clip(vision_layers=3).image_tower)
     assert len(groups) == 5
     assert {"patch.weight", "norm_pre.weight"} <= names(groups[0])
@@ -24,7 +24,7 @@ def test_groups_of_our_towers() -> None:
     assert names(groups[-1]) == {"norm.weight", "norm.bias"}
 
 
-def test_groups_of_pretrained_towers() -> None:
+def test_layer_groups_of_pretrained_towers() -> None:
     bert = layer_groups(BertTower(10, size=BertSize(width=8, layers=3, heads=2, hidden=8, positions=4)))
     assert len(bert) == 5
     assert "tokens.weight" in names(bert[0])
@@ -39,7 +39,7 @@ def test_groups_of_pretrained_towers() -> None:
     assert len(layer_groups(nn.Linear(2, 2))) == 2  # no blocks: one group
 
 
-def test_every_parameter_is_in_one_group() -> None:
+def test_every_parameter_is_in_one_layer_group() -> None:
     for tower in (
         tiny_clip(vision_layers=3).text_tower,
         EfficientNetLite0(),
@@ -49,7 +49,7 @@ def test_every_parameter_is_in_one_group() -> None:
         assert sorted(placed) == sorted(name for name, _ in tower.named_parameters())
 
 
-def test_learning_rates_fall_with_depth() -> None:
+def test_layer_decay_lowers_learning_rates_of_early_layers() -> None:
     torch.manual_seed(0)
     model = tiny_clip(vision_layers=3)
     factors = layer_lr_factors(model, ("image_tower", "text_tower"), 0.5)

@@ -37,11 +37,11 @@ PARAMETERS = {
 }
 
 
-def test_parameters_of_every_preset() -> None:
+def test_parameter_count_of_every_preset() -> None:
     assert {name: count_parameters(preset(name)) for name in PRESETS} == PARAMETERS
 
 
-def test_a_billion_parameters_take_no_memory_on_meta() -> None:
+def test_model_on_meta_device_takes_no_memory() -> None:
     before = psutil.Process().memory_info().rss
     with torch.device("meta"):
         model = build_clip(with_fields(preset("1B"), eot_id=0))
@@ -49,12 +49,12 @@ def test_a_billion_parameters_take_no_memory_on_meta() -> None:
     assert psutil.Process().memory_info().rss - before < 200 * 2**20  # the weights would be 4 GB
 
 
-def test_an_unknown_preset_offers_the_nearest() -> None:
+def test_unknown_preset_suggests_nearest_name() -> None:
     with pytest.raises(UserError, match=r"'vit-b-32': did you mean 'ViT-B-32'\?"):
         preset("vit-b-32")
 
 
-def test_the_config_changes_what_it_names_and_nothing_else() -> None:
+def test_config_overrides_change_only_named_fields() -> None:
     shape = clip_config(ModelConfig(name="ViT-B-32", text_layers=3, stem="conv"), vocab_size=100, logit_bias=True)
     expected = preset("ViT-B-32").to_dict() | {"logit_bias": True}
     expected["text_tower"] |= {"layers": 3, "vocab_size": 100, "eot_id": 99}
@@ -62,14 +62,14 @@ def test_the_config_changes_what_it_names_and_nothing_else() -> None:
     assert shape.to_dict() == expected
 
 
-def test_the_resolved_config_leaves_nothing_open() -> None:
+def test_resolved_config_sets_every_field() -> None:
     shape = clip_config(ModelConfig(name="small", text_layers=3), vocab_size=50)
     config = model_config(ModelConfig(name="small", text_layers=3), shape)
     assert None not in vars(config).values()
     assert clip_config(config, vocab_size=50) == shape
 
 
-def test_a_config_survives_a_round_trip_through_a_dict() -> None:
+def test_config_dict_round_trip() -> None:
     shape = preset("tiny")
     assert CLIPConfig.from_dict(shape.to_dict()) == shape
     with pytest.raises(UserError, match="color"):

@@ -78,7 +78,7 @@ def plain_efficientnet(weights: dict[str, Tensor], x: Tensor) -> Tensor:
     return conv(x, "_conv_head", "_bn1", 1, True).mean(dim=(2, 3))
 
 
-def test_efficientnet_is_its_definition() -> None:
+def test_efficientnet_matches_reference() -> None:
     torch.manual_seed(0)
     weights = their_efficientnet()
     tower = EfficientNetLite0(pooled_stages=())
@@ -101,7 +101,7 @@ def test_same_padding(size: int, stride: int, out: int) -> None:
 SMALL = BertSize(width=16, layers=2, heads=2, hidden=24, positions=12)
 
 
-def test_bert_is_transformers_bert() -> None:
+def test_bert_matches_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.BertConfig(
@@ -125,7 +125,7 @@ def test_bert_is_transformers_bert() -> None:
         torch.testing.assert_close(tower(ids), mean, atol=1e-5, rtol=1e-5)
 
 
-def test_an_adapter_starts_as_a_projection_of_standardized_features() -> None:
+def test_adapter_head_starts_as_projection_of_standardized_features() -> None:
     torch.manual_seed(0)
     head = Head(HeadConfig(kind="adapter", hidden=8, dropout=0.5), 6, 4)
     head.initialize()
@@ -137,7 +137,7 @@ def test_an_adapter_starts_as_a_projection_of_standardized_features() -> None:
     assert not torch.equal(head.train()(features), head(features))
 
 
-def test_dropout_drops_its_fraction_and_keeps_the_mean() -> None:
+def test_head_dropout_fraction_and_mean() -> None:
     torch.manual_seed(0)
     head = Head(HeadConfig(kind="adapter", hidden=1, dropout=0.75), 301, 4).train()
     thin = head._dropped(torch.ones(401, 301), 0.25)
@@ -150,7 +150,7 @@ def test_dropout_drops_its_fraction_and_keeps_the_mean() -> None:
     assert torch.equal(head.eval()._dropped(torch.ones(3), 0.25), torch.ones(3))
 
 
-def test_features_skip_the_tower_and_give_the_same() -> None:
+def test_projecting_precomputed_features_matches_encoding() -> None:
     torch.manual_seed(0)
     head = HeadConfig(kind="adapter", hidden=16)
     image, text = PretrainedImageConfig(image_size=32), PretrainedTextConfig(vocab_size=50)
@@ -180,7 +180,7 @@ def test_bert_ignores_padding_and_dropped_tokens() -> None:
     torch.testing.assert_close(tower(torch.from_numpy(found)), expected)
 
 
-def test_a_tower_that_is_not_installed_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tower_package_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrained.importlib.util, "find_spec", lambda name: None)
     assert [pretrained.installed(tower) for tower in ("vit", "text", "minilm", "google/vit")] == [
         True,

@@ -42,7 +42,7 @@ def gradients(model: CLIP, forward: Callable[..., Features] | None = None) -> di
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_the_patch_product_is_the_convolution() -> None:
+def test_patch_matmul_matches_convolution() -> None:
     for bias in (False, True):
         tower = clip(patch_bias=bias).double().image_tower
         if tower.patch.bias is not None:
@@ -79,13 +79,13 @@ def test_tokens_after_eot_have_no_effect() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bmm", "sdpa"])
-def test_text_cut_to_the_longest_of_the_batch_gives_the_same_features(kind: str) -> None:
+def test_truncated_padding_gives_same_text_features(kind: str) -> None:
     model = clip()
     model.set_attention(kind)  # type: ignore[arg-type]
     torch.testing.assert_close(model.encode_text(ids()[:, :8]), model.encode_text(ids()), atol=1e-6, rtol=1e-5)
 
 
-def test_both_attentions_give_the_same_features_and_gradients() -> None:
+def test_bmm_and_sdpa_give_same_features_and_gradients() -> None:
     results = []
     for kind in ("bmm", "sdpa"):
         model = clip()
@@ -96,7 +96,7 @@ def test_both_attentions_give_the_same_features_and_gradients() -> None:
         torch.testing.assert_close(grad, results[1][name], atol=1e-5, rtol=1e-4)
 
 
-def test_activation_checkpointing_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activation_checkpointing_is_bit_identical(monkeypatch: pytest.MonkeyPatch) -> None:
     import m1clip.model.layers as module
 
     used, original = [], module.recompute
@@ -112,7 +112,7 @@ def test_activation_checkpointing_changes_no_bit(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_compile_changes_no_result_beyond_rounding() -> None:
+def test_compiled_model_matches_eager() -> None:
     try:
         check_compile("cpu")
     except UserError as error:
@@ -152,7 +152,7 @@ def test_sincos_positions_are_not_saved() -> None:
     assert large.encode_image(pixels(size=64)).shape == (3, 16)
 
 
-def test_quick_gelu_is_openais() -> None:
+def test_quick_gelu_matches_openai() -> None:
     x = torch.linspace(-4, 4, 101)[:, None]
     mlps = {kind: Mlp(1, 1, kind) for kind in ("gelu", "quick_gelu")}  # type: ignore[arg-type]
     for mlp in mlps.values():
@@ -164,7 +164,7 @@ def test_quick_gelu_is_openais() -> None:
     assert (mlps["gelu"](x) - mlps["quick_gelu"](x)).abs().max() > 0.01
 
 
-def test_init_zero_makes_every_residual_branch_zero() -> None:
+def test_zero_init_makes_every_residual_branch_zero() -> None:
     zeroed, usual = clip(init="zero"), clip(init="clip")
     for tower in ("image_tower", "text_tower"):
         x = torch.randn(2, 5, 32)
@@ -174,7 +174,7 @@ def test_init_zero_makes_every_residual_branch_zero() -> None:
     assert all(grads[f"image_tower.transformer.blocks.{i}.mlp.down.weight"].abs().max() > 0 for i in range(2))
 
 
-def test_the_seed_decides_the_initialization() -> None:
+def test_initialization_depends_on_seed() -> None:
     one, same = clip().state_dict(), clip().state_dict()
     assert all(torch.equal(one[name], same[name]) for name in one)
     torch.manual_seed(1)
@@ -182,7 +182,7 @@ def test_the_seed_decides_the_initialization() -> None:
     assert not torch.equal(other["text_tower.tokens.weight"], one["text_tower.tokens.weight"])
 
 
-def test_the_temperature_is_clamped() -> None:
+def test_temperature_is_clamped() -> None:
     model = clip()
     assert model(pixels(), ids()).scale.item() == pytest.approx(1 / 0.07)
     for value, kept in ((10.0, MAX_LOGIT_SCALE), (-3.0, 0.0), (2.0, 2.0)):
@@ -192,7 +192,7 @@ def test_the_temperature_is_clamped() -> None:
         assert model.logit_scale.item() == pytest.approx(kept)
 
 
-def test_the_sigmoid_loss_gets_a_bias_and_siglips_initialization() -> None:
+def test_sigmoid_loss_has_siglip_bias_and_temperature() -> None:
     model = clip(logit_bias=True)
     features = model(pixels(), ids())
     assert features.bias is model.logit_bias
@@ -244,7 +244,7 @@ def test_resized_positions_stay_monotonic() -> None:
     assert (resized[0].diff() > 0).all()
 
 
-def test_positions_that_are_no_grid_are_an_error() -> None:
+def test_non_square_positions_are_rejected() -> None:
     with pytest.raises(ValueError, match="neither a square grid"):
         resize_positions(torch.zeros(52, 4), 7)
 
@@ -252,7 +252,7 @@ def test_positions_that_are_no_grid_are_an_error() -> None:
 SMALL = tiny_config(vision_width=16, stem="conv", pooling="mean")
 
 
-def test_a_conv_stem_is_convolutions_with_norms_over_the_channels() -> None:
+def test_conv_stem_matches_reference() -> None:
     torch.manual_seed(0)
     stem = ConvStem(SMALL.image_tower)
     for norm in stem.norms:
@@ -269,7 +269,7 @@ def test_a_conv_stem_is_convolutions_with_norms_over_the_channels() -> None:
     torch.testing.assert_close(stem(x), wanted.flatten(2).transpose(1, 2), rtol=1e-4, atol=1e-5)
 
 
-def test_a_conv_stem_keeps_the_chosen_patches() -> None:
+def test_conv_stem_with_patch_dropout() -> None:
     torch.manual_seed(0)
     tower = VisionTower(SMALL.image_tower)
     x, chosen = torch.randn(2, 3, 32, 32), torch.tensor([[0, 3, 7], [1, 2, 15]])

@@ -64,7 +64,7 @@ def config_of(towers: tuple[Path, Path], tmp_path: Path) -> Any:
     })  # fmt: skip
 
 
-def test_a_run_on_towers_of_transformers(towers: tuple[Path, Path], tmp_path: Path) -> None:
+def test_frozen_run_with_transformers_towers(towers: tuple[Path, Path], tmp_path: Path) -> None:
     train_config(config_of(towers, tmp_path), tmp_path / "run", screen())
     text = transformers.BertModel.from_pretrained(towers[1]).eval()
     for folder in towers:
@@ -80,7 +80,7 @@ def test_a_run_on_towers_of_transformers(towers: tuple[Path, Path], tmp_path: Pa
         torch.testing.assert_close(bundle.clip.text_tower(ids), mean, atol=1e-5, rtol=1e-5)
 
 
-def test_a_part_of_a_clip(tmp_path: Path) -> None:
+def test_image_and_text_tower_of_a_transformers_clip(tmp_path: Path) -> None:
     small = {**SMALL, "projection_dim": 8}
     config = transformers.CLIPConfig(
         text_config={**small, "vocab_size": 60, "max_position_embeddings": 12, "eos_token_id": 59, "bos_token_id": 58},
@@ -103,7 +103,7 @@ def test_a_part_of_a_clip(tmp_path: Path) -> None:
     assert image_tower.width == 32
 
 
-def test_a_convolutional_tower(tmp_path: Path) -> None:
+def test_convolutional_transformers_tower(tmp_path: Path) -> None:
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
     transformers.ResNetModel(config).save_pretrained(tmp_path / "resnet")
     assert build_image_tower(load_image_tower(str(tmp_path / "resnet"))[0]).width == 16
@@ -122,7 +122,7 @@ def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         load_image_tower("google/vit")
 
 
-def test_the_tokenizer_of_a_tower(tmp_path: Path) -> None:
+def test_tokenizer_of_transformers_tower(tmp_path: Path) -> None:
     tokenizer = FastTokenizer(tokenizer_json(), 0)
     assert tokenizer.tokenize(["ab", "abcdef"], 5).tolist() == [[2, 4, 31, 3, 0], [2, 4, 31, 32, 3]]
     assert (tokenizer.sot_id, tokenizer.eot_id, tokenizer.vocab_size) == (2, 3, len(PIECES))

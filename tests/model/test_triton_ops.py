@@ -81,7 +81,7 @@ def gradients(
 
 
 @pytest.mark.parametrize("way", [lambda encode: encode, torch.compile], ids=["eager", "compiled"])
-def test_a_model_with_the_kernels_learns_the_same(way: Callable[[Any], Any]) -> None:
+def test_training_with_triton_kernels_matches_torch(way: Callable[[Any], Any]) -> None:
     shape = with_fields(PRESETS["ViT-B-32"], vision_layers=3, text_layers=3, vocab_size=500)
     torch.manual_seed(0)
     model = build_clip(with_fields(shape, eot_id=499)).cuda()
@@ -97,7 +97,7 @@ def test_a_model_with_the_kernels_learns_the_same(way: Callable[[Any], Any]) -> 
         assert distance(found[name], value) <= 1.5 * distance(own[name], value) + 1e-3, name
 
 
-def test_another_batch_is_not_compiled_anew_each_time() -> None:
+def test_compiled_step_does_not_recompile_for_each_batch() -> None:
     """The number of captions may differ from step to step; past some recompilations torch gives up compiling."""
     from torch._dynamo.testing import CompileCounterWithBackend
 

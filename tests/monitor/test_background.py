@@ -38,7 +38,7 @@ def wait_until(true: Any, seconds: float = 90.0) -> None:
 
 
 @pytest.mark.slow
-def test_start_list_stop_continue(tmp_path: Path) -> None:
+def test_background_start_list_stop_resume(tmp_path: Path) -> None:
     started = command("train", *small_arguments(LONG), "--run", "run", "--background", cwd=tmp_path)
     assert started.returncode == 0, started.stderr
     assert started.stdout.splitlines()[1:] == ["watch      m1clip monitor run", "stop       m1clip stop run"]
@@ -72,7 +72,7 @@ def test_start_list_stop_continue(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_mistake_is_reported_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+def test_background_error_is_reported_and_leaves_no_folder(tmp_path: Path) -> None:
     words = small_arguments({"data.source": "nowhere"})
     refused = command("train", *words, "--run", "run", "--background", cwd=tmp_path)
     if refused.returncode:

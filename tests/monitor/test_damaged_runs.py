@@ -86,7 +86,7 @@ def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("m1clip.monitor.report.has_matplotlib", lambda: False)
 
 
-def test_no_damaged_log_line_breaks_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_survive_damaged_log_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = full_run(tmp_path / "runs" / "one", finished=False)
     log = (run / "run.jsonl").read_bytes()
     lines = [each for record in RECORDS for each in damaged(record)]
@@ -111,7 +111,7 @@ def test_invalid_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     read_everything(run)
 
 
-def test_a_log_line_may_hold_what_training_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusual_log_values_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("m1clip.monitor.report.has_matplotlib", lambda: INSTALLED)
     run = full_run(tmp_path / "runs" / "one", finished=False)
     layers = {"image block 1": ["nan", "inf"], "²": [1.0, 2.0], "block " + "9" * 5000: [1.0, 2.0]}
@@ -120,7 +120,7 @@ def test_a_log_line_may_hold_what_training_writes(tmp_path: Path, monkeypatch: p
     read_everything(run)
 
 
-def test_no_damaged_snapshot_is_used(tmp_path: Path) -> None:
+def test_damaged_snapshots_are_ignored(tmp_path: Path) -> None:
     run = full_run(tmp_path / "runs" / "one")
     path = run / "snapshots" / "step-00000100.json"
     snapshot = json.loads(path.read_text())
@@ -136,7 +136,7 @@ def test_no_damaged_snapshot_is_used(tmp_path: Path) -> None:
     assert read_snapshot(run, 100) is None
 
 
-def test_settings_of_the_wrong_type_or_encoding_break_no_reader(tmp_path: Path) -> None:
+def test_readers_survive_invalid_settings(tmp_path: Path) -> None:
     run = full_run(tmp_path / "runs" / "one", finished=False)
     append(run, [step(n, data_fraction=0.9) for n in range(102, 130)])
     for bad in ("{}", "[]", "'x'", "-1", "true", "9" * 400, "1e999", "1979-05-27"):
@@ -164,7 +164,7 @@ def huge_png() -> bytes:
 
 
 @pytest.mark.parametrize("padding", [0, 1_000_000], ids=["small file", "large file"])
-def test_a_report_leaves_out_an_image_that_cannot_be_decoded(tmp_path: Path, padding: int) -> None:
+def test_report_omits_undecodable_image(tmp_path: Path, padding: int) -> None:
     run = full_run(tmp_path / "runs" / "one")
     for data in (huge_png() + bytes(padding), b"\x89PNG" + bytes(padding), b"\xff\xd8" + bytes(padding), b""):
         (run / "retrieval.png").write_bytes(data)
@@ -218,7 +218,7 @@ def test_only_regular_files_inside_the_run_folder_are_opened(
     assert bool(history.environment) == (name != "environment.json")
 
 
-def test_a_snapshot_folder_that_links_outside_is_not_read(tmp_path: Path) -> None:
+def test_snapshot_folder_that_links_outside_is_not_read(tmp_path: Path) -> None:
     run = full_run(tmp_path / "runs" / "one")
     shutil.move(run / "snapshots" / "thumbnails", tmp_path / "elsewhere")
     (run / "snapshots" / "thumbnails").symlink_to(tmp_path / "elsewhere")
@@ -229,7 +229,7 @@ def test_a_snapshot_folder_that_links_outside_is_not_read(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_an_ascii_locale_can_show_a_run(tmp_path: Path) -> None:
+def test_run_is_shown_in_ascii_locale(tmp_path: Path) -> None:
     ascii_locale = {**environment(), "PYTHONIOENCODING": "ascii"}
     run = full_run(tmp_path / "größe")
     for words in (("monitor", "--once", str(run)), ("runs", str(tmp_path)), ("report", str(run))):
@@ -241,7 +241,7 @@ def test_an_ascii_locale_can_show_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["folder.html", "file/report.html", "/proc/report.html"])
-def test_a_report_that_cannot_be_written_names_the_file_asked_for(tmp_path: Path, place: str) -> None:
+def test_report_write_error_names_file(tmp_path: Path, place: str) -> None:
     (tmp_path / "folder.html").mkdir()
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError) as caught:  # noqa: PT011

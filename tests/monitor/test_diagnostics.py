@@ -51,32 +51,32 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_diagnostic_is_given_where_it_applies(tmp_path: Path, name: str) -> None:
+def test_diagnostic_conditions(tmp_path: Path, name: str) -> None:
     records, words = CASES[name]
     assert words in messages(tmp_path, records)
 
 
-def test_a_steady_run_has_only_good_diagnostics(tmp_path: Path) -> None:
+def test_steady_run_has_only_good_diagnostics(tmp_path: Path) -> None:
     history = History(make_run(tmp_path, [*STEADY, evaluation(39, 0.5)])).poll()
     assert [each.level for each in diagnose(history, BEGIN + 21, "running")] == ["good"]
 
 
-def test_an_empty_log_has_no_diagnostics(tmp_path: Path) -> None:
+def test_empty_log_has_no_diagnostics(tmp_path: Path) -> None:
     assert messages(tmp_path / "empty", []) == ""
     assert messages(tmp_path / "one", [step(1)]) == ""
 
 
-def test_a_living_run_that_logs_nothing_is_noticed(tmp_path: Path) -> None:
+def test_stalled_run_is_reported(tmp_path: Path) -> None:
     assert "nothing logged for 3:20; usually every 0.5 s" in messages(tmp_path / "a", STEADY, after=20 + 199.5)
     assert "nothing logged" not in messages(tmp_path / "b", STEADY, state="died", after=500)
     assert "nothing logged" not in messages(tmp_path / "c", STEADY, after=30)
 
 
-def test_the_worst_comes_first(tmp_path: Path) -> None:
+def test_diagnostics_are_sorted_by_severity(tmp_path: Path) -> None:
     words = messages(tmp_path, [*STEADY, evaluation(39, 0.5), step(40, loss="inf")])
     assert words.startswith("the loss is NaN or infinite")
 
 
-def test_more_workers_are_advised_than_the_run_has(tmp_path: Path) -> None:
+def test_data_bound_run_is_advised_more_workers(tmp_path: Path) -> None:
     config = "[data]\nworkers = 4\n"
     assert "--workers 8" in messages(tmp_path, [step(n, data_fraction=0.5) for n in range(1, 9)], config=config)

@@ -38,7 +38,7 @@ def test_only_complete_lines_are_read_and_each_once(tmp_path: Path) -> None:
     assert history.invalid == 5
 
 
-def test_a_replaced_log_is_read_from_its_beginning(tmp_path: Path) -> None:
+def test_replaced_log_is_read_from_its_beginning(tmp_path: Path) -> None:
     history = History(make_run(tmp_path, [step(1), step(2)])).poll()
     (tmp_path / "run.jsonl").unlink()
     make_run(tmp_path, [step(5)])
@@ -47,9 +47,7 @@ def test_a_replaced_log_is_read_from_its_beginning(tmp_path: Path) -> None:
     assert (steps_of(history.poll()), history.generation) == ([], 2)
 
 
-def test_of_a_long_log_few_steps_are_parsed_but_every_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_log_is_subsampled_but_keeps_every_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path, [], steps=3000)
     records = [[step(number)] + [evaluation(number, number / 3000)] * (number % 250 == 0) for number in range(1, 3001)]
     append(run, [record for each in records for record in each])
@@ -68,7 +66,7 @@ def test_of_a_long_log_few_steps_are_parsed_but_every_evaluation(
     assert max(b - a for a, b in pairwise(seen)) < 100  # no large hole in the curve
 
 
-def test_memory_stays_bounded_however_long_it_runs(tmp_path: Path) -> None:
+def test_history_memory_is_bounded(tmp_path: Path) -> None:
     history = History(tmp_path)
     for number in range(1, 20_001):
         history.add({"kind": "step", "step": number})
@@ -80,7 +78,7 @@ def test_memory_stays_bounded_however_long_it_runs(tmp_path: Path) -> None:
     assert max(gaps[:-1]) == min(gaps[:-1])  # thinned evenly
 
 
-def test_a_long_log_is_read_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_log_is_read_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path, [])
     with (run / "run.jsonl").open("ab") as file:
         file.write(b"".join(json.dumps(step(1), separators=(",", ":")).encode() + b"\n" for _ in range(100)) * 80)
@@ -98,9 +96,7 @@ def test_a_long_log_is_read_in_little_memory(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     "continued", [line("start", step=30, steps=100), line("event", step=50, event="rollback", back_to=30)]
 )
-def test_a_run_that_continues_from_a_checkpoint_replaces_what_came_after_it(
-    tmp_path: Path, continued: dict[str, object]
-) -> None:
+def test_history_after_resume_drops_later_steps(tmp_path: Path, continued: dict[str, object]) -> None:
     run = make_run(tmp_path, [step(n) for n in range(10, 60, 10)] + [evaluation(50, 0.5)])
     history = History(run).poll()
     append(run, [continued, step(40, loss=9.0)])
@@ -109,12 +105,12 @@ def test_a_run_that_continues_from_a_checkpoint_replaces_what_came_after_it(
     assert (list(history.evaluations), history.generation, history.step) == ([], 1, 40)
 
 
-def test_a_loss_that_is_not_a_number_leaves_a_gap(tmp_path: Path) -> None:
+def test_nan_loss_leaves_gap_in_curve(tmp_path: Path) -> None:
     history = History(make_run(tmp_path, [step(1), step(2, loss="nan"), line("step"), step(3)])).poll()
     assert [("loss" in row) for row in history.steps] == [True, False, True]
 
 
-def test_a_figure_of_an_evaluation_is_found_by_its_name() -> None:
+def test_evaluation_figure_by_name() -> None:
     row = evaluation(1, 0.4)
     assert figure_of(row, "mean_recall") == 0.4
     assert figure_of(row, "analysis/modality_gap") == 0.5

@@ -56,7 +56,7 @@ def svg(links: Links, title: str) -> str:
 
 
 @needs_matplotlib
-def test_a_report_of_one_run_has_every_section(tmp_path: Path) -> None:
+def test_report_of_one_run_has_every_section(tmp_path: Path) -> None:
     page = write_report([full_run(tmp_path / "demo")], tmp_path / "out" / "report.html").read_text()
     links = parsed(page)
     for words in (
@@ -93,7 +93,7 @@ def test_without_matplotlib_the_report_has_everything_but_plots(
     assert len(page) < 1_500_000 < (run / "retrieval.png").stat().st_size  # a large grid is scaled down
 
 
-def test_a_run_without_an_evaluation_and_one_without_a_log(tmp_path: Path) -> None:
+def test_run_without_an_evaluation_and_one_without_a_log(tmp_path: Path) -> None:
     run = make_run(tmp_path / "young", [step(1), step(2, loss="nan")])
     assert "no evaluation yet" in write_report([run], tmp_path / "report.html").read_text()
     (tmp_path / "empty").mkdir()
@@ -101,7 +101,7 @@ def test_a_run_without_an_evaluation_and_one_without_a_log(tmp_path: Path) -> No
         write_report([tmp_path / "empty"], tmp_path / "x.html")
 
 
-def test_a_report_is_not_written_through_a_link(tmp_path: Path) -> None:
+def test_report_is_not_written_through_a_link(tmp_path: Path) -> None:
     """Such as /dev/stdout, which root could replace."""
     link, target = tmp_path / "stdout", tmp_path / "target"
     target.write_text("before")

@@ -32,7 +32,7 @@ def state_of(run: Path, now: float | None = None) -> str:
     return status_of(History(run).poll(), now).state
 
 
-def test_the_time_left_comes_from_measured_steps_and_evaluations(tmp_path: Path) -> None:
+def test_time_left_from_measured_steps_and_evaluations(tmp_path: Path) -> None:
     history = History(make_run(tmp_path, [step(40), step(60), evaluation(50, 0.1)])).poll()
     # 40 steps of half a second, one evaluation at 100 and the test split, two seconds each
     assert seconds_left(history) == pytest.approx(40 * 0.5 + 2 * 2.0)
@@ -50,7 +50,7 @@ def test_state_of_finished_stopped_and_dead_runs(tmp_path: Path) -> None:
     assert state_of(dead) == "died"  # it continued, and then died
 
 
-def test_a_process_counts_only_if_it_started_when_the_lock_says(tmp_path: Path) -> None:
+def test_process_with_reused_pid_is_not_the_owner(tmp_path: Path) -> None:
     run = make_run(tmp_path, [step(10)])
     (run / "run.lock").write_text(lock_content())
     status = status_of(History(run).poll())
@@ -62,7 +62,7 @@ def test_a_process_counts_only_if_it_started_when_the_lock_says(tmp_path: Path) 
     assert state_of(run) == "died"
 
 
-def test_a_run_of_another_machine_is_judged_by_its_log(tmp_path: Path) -> None:
+def test_state_of_run_on_another_machine_comes_from_log(tmp_path: Path) -> None:
     run = make_run(tmp_path, [step(10)])
     (run / "run.lock").write_text("1\nsomewhere-else\n1.0\n")
     assert state_of(run, now=BEGIN + 20) == "running"
@@ -71,7 +71,7 @@ def test_a_run_of_another_machine_is_judged_by_its_log(tmp_path: Path) -> None:
         stop_run(run, 1.0)
 
 
-def test_a_process_that_ended_is_gone_even_before_its_parent_reaped_it() -> None:
+def test_zombie_process_counts_as_ended() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     owner = Owner(child.pid, platform.node(), process_start_id(psutil.Process(child.pid)))
     assert owner.process() is not None

@@ -36,7 +36,7 @@ def screen_of(
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_the_screen_fills_the_window(tmp_path: Path, size: tuple[int, int], encoding: str) -> None:
+def test_screen_fills_the_window(tmp_path: Path, size: tuple[int, int], encoding: str) -> None:
     history = History(full_run(tmp_path / "a run", finished=False)).poll()
     lines = screen_of(history, size=size, encoding=encoding)
     assert len(lines) == size[1]
@@ -45,7 +45,7 @@ def test_the_screen_fills_the_window(tmp_path: Path, size: tuple[int, int], enco
         assert "".join(lines).replace("°", "").replace("…", "").isascii()
 
 
-def test_the_small_window_shows_everything(tmp_path: Path) -> None:
+def test_small_window_shows_everything(tmp_path: Path) -> None:
     text = "\n".join(screen_of(History(full_run(tmp_path / "demo", finished=False)).poll()))
     for words in (
         *("demo", "running", "100%  step 100 of 100", "loss", "mean recall", "chance", "temperature", "q quit"),
@@ -55,7 +55,7 @@ def test_the_small_window_shows_everything(tmp_path: Path) -> None:
         assert words in text, words
 
 
-def test_a_run_that_has_not_started_and_one_that_died(tmp_path: Path) -> None:
+def test_run_that_has_not_started_and_one_that_died(tmp_path: Path) -> None:
     empty = screen_of(History(tmp_path), Status("preparing", "preparing its data"))
     assert "waiting for the first values" in "\n".join(empty)
     history = History(make_run(tmp_path / "dead", [step(10)])).poll()
@@ -64,7 +64,7 @@ def test_a_run_that_has_not_started_and_one_that_died(tmp_path: Path) -> None:
     assert " left" not in text
 
 
-def test_metrics_switch_and_what_is_not_measured_is_named(tmp_path: Path) -> None:
+def test_switching_metrics_names_unmeasured_ones(tmp_path: Path) -> None:
     history = History(full_run(tmp_path)).poll()
     assert len({screen_of(history, left=n)[2][:38] for n in range(9)}) == 9
     assert len({screen_of(history, right=n)[2][40:] for n in range(6)}) == 6
@@ -74,7 +74,7 @@ def test_metrics_switch_and_what_is_not_measured_is_named(tmp_path: Path) -> Non
     assert "too small" in screen_of(history, size=(30, 5))[0]
 
 
-def test_control_characters_in_a_log_cannot_move_the_cursor(tmp_path: Path) -> None:
+def test_control_characters_in_log_are_not_printed(tmp_path: Path) -> None:
     run = make_run(
         tmp_path, [step(1), line("warning", text="\x1b[2J\x07\u202eboo\r\n"), line("event", event="界" * 200)]
     )
@@ -83,7 +83,7 @@ def test_control_characters_in_a_log_cannot_move_the_cursor(tmp_path: Path) -> N
     assert {cell_len(each) for each in lines} == {80}
 
 
-def test_a_plot_runs_from_its_lowest_to_its_highest() -> None:
+def test_plot_spans_minimum_to_maximum() -> None:
     lines = plot([(x, x * x) for x in range(20)], 40, 8, unicode=True).split("\n")
     assert len(lines) == 8
     assert lines[0].lstrip().startswith("361")
@@ -94,7 +94,7 @@ def test_a_plot_runs_from_its_lowest_to_its_highest() -> None:
 
 
 @pytest.mark.slow
-def test_small_large_resized_quit(tmp_path: Path) -> None:
+def test_monitor_resize_and_quit(tmp_path: Path) -> None:
     full_run(tmp_path / "runs" / "demo")
     with in_terminal("monitor", "runs/demo", cwd=tmp_path) as screen:
         screen.until(lambda text: "q quit" in text and "finished" in text and len(text.splitlines()) == 24)
@@ -111,7 +111,7 @@ def test_small_large_resized_quit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_grows_is_paused_continues_and_dies(tmp_path: Path) -> None:
+def test_monitor_of_growing_paused_and_died_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "live", [step(10)])
     (run / "run.lock").write_text(lock_content())  # this process plays the training
     with in_terminal("monitor", "live", cwd=tmp_path, width=100, NO_COLOR="1") as screen:
@@ -142,7 +142,7 @@ def test_a_run_that_grows_is_paused_continues_and_dies(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_terminal_it_says_what_to_do(tmp_path: Path) -> None:
+def test_monitor_without_terminal_error_names_remedy(tmp_path: Path) -> None:
     full_run(tmp_path / "demo")
     refused = command("monitor", "demo", cwd=tmp_path)
     words = "m1clip: the monitor needs a terminal; --once prints the screen once, --web opens a page\n"

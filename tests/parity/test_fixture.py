@@ -60,13 +60,13 @@ def check_same(bundle: Model, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_their_folder_gives_their_features(kind: str, tmp_path: Path) -> None:
+def test_open_clip_and_hf_folders_give_reference_features(kind: str, tmp_path: Path) -> None:
     check_same(m1clip.load(write(kind, tmp_path / "theirs")), kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("other", KINDS)
-def test_what_comes_back_is_bit_for_bit_what_went_out(kind: str, other: str, tmp_path: Path) -> None:
+def test_conversion_round_trip_is_bit_identical(kind: str, other: str, tmp_path: Path) -> None:
     """Theirs -> ours -> the other library's -> ours -> theirs."""
     export(write(kind, tmp_path / "theirs"), "safetensors", tmp_path / "ours")
     export(tmp_path / "ours", other, tmp_path / "other")  # type: ignore[arg-type]

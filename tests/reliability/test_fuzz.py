@@ -109,7 +109,7 @@ def readers(folder: Path) -> dict[str, Target]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NAMES)
-def test_changed_files_give_one_line_errors(name: str, folder: Path, readers: dict[str, Target]) -> None:
+def test_mutated_files_give_one_line_errors(name: str, folder: Path, readers: dict[str, Target]) -> None:
     target = readers[name]
     for valid in target.seeds:  # or only the first check of each reader would be tested
         (folder / target.file).write_bytes(valid)
@@ -121,7 +121,7 @@ def test_all_readers_are_tested(readers: dict[str, Target]) -> None:
     assert list(readers) == NAMES
 
 
-def test_failure_is_found(folder: Path) -> None:
+def test_fuzzer_reports_failures(folder: Path) -> None:
     target = Target("x", (b"abc" * 20,), lambda place: (place / "x").read_bytes().decode("ascii"))
     failures = fuzz(target, folder, 300, seed="0")
     assert "UnicodeDecodeError" in failures[0][0]
@@ -130,7 +130,7 @@ def test_failure_is_found(folder: Path) -> None:
 @pytest.mark.long("Fuzzing")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(PARTS))
-def test_a_million_changed_files(part: int, folder: Path, readers: dict[str, Target], counts: dict[str, float]) -> None:
+def test_million_mutated_files(part: int, folder: Path, readers: dict[str, Target], counts: dict[str, float]) -> None:
     shares = sum(target.share for target in readers.values())
     total = 0
     for name, target in readers.items():

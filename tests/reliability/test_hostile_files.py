@@ -375,7 +375,7 @@ def test_decompression_bombs_are_refused(name: str) -> None:
 
 @pytest.mark.long("Hostile files")
 @pytest.mark.parametrize("fake", FAKES[:5])
-def test_changed_hostile_weights(model: Path, proof: Path, fake: str, counts: dict[str, float]) -> None:
+def test_mutated_hostile_weights(model: Path, proof: Path, fake: str, counts: dict[str, float]) -> None:
     """With a few bytes changed, some are hostile in other ways."""
     original = fakes(proof)[fake]
 

@@ -85,13 +85,15 @@ def killed_run(folder: Path, workers: int, kills: int, steps: int, apart: int, s
 
 
 @pytest.mark.slow
-def test_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_resume_after_sigkill_gives_identical_weights(tmp_path: Path) -> None:
     assert killed_run(tmp_path, workers=0, kills=1, steps=40, apart=28, seed=3)["steps repeated"] > 0
 
 
 @pytest.mark.long("Kill and resume, bit for bit")
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("workers", [0, 2])
-def test_five_kills_of_one_run(tmp_path: Path, workers: int, part: int, counts: dict[str, float]) -> None:
+def test_resume_after_five_sigkills_gives_identical_weights(
+    tmp_path: Path, workers: int, part: int, counts: dict[str, float]
+) -> None:
     counts |= killed_run(tmp_path, workers, kills=5, steps=200, apart=38, seed=10 * workers + part)
     assert counts["of them inside an epoch"] >= 1

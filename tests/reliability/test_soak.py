@@ -165,7 +165,7 @@ def test_short_soak_leaves_no_files_or_threads_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.long("Soak")
-def test_an_hour(tmp_path: Path, counts: dict[str, float]) -> None:
+def test_soak_for_an_hour(tmp_path: Path, counts: dict[str, float]) -> None:
     minutes = float(os.environ.get("SOAK_MINUTES", "60"))
     run, samples = soak(tmp_path, seconds=60 * minutes, every=5)
     assert missing(run) == []

@@ -34,7 +34,7 @@ def full_ids(tokenizer: BpeTokenizer, text: str) -> list[int]:
     return [tokenizer._full_id(token) for token in tokenizer.encode(text)]
 
 
-def test_ids_and_rows_equal_open_clip(reference: dict[str, list[dict[str, Any]]]) -> None:
+def test_ids_and_rows_match_open_clip(reference: dict[str, list[dict[str, Any]]]) -> None:
     cases = reference["plain"]
     assert len(cases) >= 2_200
     assert max(len(case["text"]) for case in cases) >= 10_000
@@ -51,7 +51,7 @@ def test_special_tokens_in_a_text_are_encoded_as_text(reference: dict[str, list[
         assert FULL.encode(case["text"]) == case["ids_without_marks"]
 
 
-def test_vendored_merges_are_clips() -> None:
+def test_vendored_merges_match_clip() -> None:
     merges = gzip.decompress((files("m1clip.text") / "clip_bpe_merges.txt.gz").read_bytes())
     assert merges.count(b"\n") == 48_894
     expected = "d308b7377a8ceaa9707a21614fe8c831b9196e197b7aeb69833359362907af02"
@@ -60,14 +60,14 @@ def test_vendored_merges_are_clips() -> None:
 
 
 @given(st.text(alphabet=st.characters(max_codepoint=126), max_size=40))
-def test_the_fast_path_for_ascii_cleans_like_the_general_one(text: str) -> None:
+def test_ascii_fast_path_matches_full_text_cleaning(text: str) -> None:
     # A trailing non-ASCII word forces the general path.
     assert clean_text(text + " é").removesuffix("é").strip() == clean_text(text)
 
 
 @settings(deadline=None)  # the first example reads the merges
 @given(st.lists(AWKWARD_TEXT, max_size=5), AWKWARD_TEXT)
-def test_a_cut_vocabulary_keeps_the_tokens_of_its_captions_and_encodes_any_text(texts: list[str], other: str) -> None:
+def test_cut_vocabulary_keeps_caption_tokens_and_encodes_any_text(texts: list[str], other: str) -> None:
     cut = FULL.cut_to(texts)
     for text in texts:
         assert full_ids(cut, text) == FULL.encode(text)
@@ -77,7 +77,7 @@ def test_a_cut_vocabulary_keeps_the_tokens_of_its_captions_and_encodes_any_text(
     assert "".join(letters[token] for token in full_ids(cut, other)) == "".join(letters[t] for t in FULL.encode(other))
 
 
-def test_a_cut_vocabulary_is_padding_bytes_used_tokens_start_and_eot() -> None:
+def test_cut_vocabulary_id_layout() -> None:
     used = {token for caption in CAPTIONS for token in FULL.encode(caption) if token >= BASE_COUNT}
     assert CUT.kept == tuple(sorted(used))
     assert (CUT.pad_id, CUT.sot_id, CUT.eot_id) == (0, CUT.vocab_size - 2, CUT.vocab_size - 1)
@@ -86,7 +86,7 @@ def test_a_cut_vocabulary_is_padding_bytes_used_tokens_start_and_eot() -> None:
     assert FULL.cut_to([]).vocab_size == 515
 
 
-def test_a_removed_token_falls_back_to_its_parts() -> None:
+def test_removed_token_falls_back_to_its_parts() -> None:
     bare = BpeTokenizer(kept=[])
     assert len(bare.encode("zebra")) == len("zebra")
     (token,) = FULL.encode("dogs")
@@ -101,7 +101,7 @@ def test_only_merged_tokens_can_be_kept(token: int) -> None:
         BpeTokenizer(kept=[token])
 
 
-def test_pickled_without_its_tables() -> None:
+def test_pickled_tokenizer_excludes_tables() -> None:
     CUT.encode("a dog")
     packed = pickle.dumps(CUT)
     assert len(packed) < 400

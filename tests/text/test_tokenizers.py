@@ -43,9 +43,7 @@ TOKENIZERS: list[Tokenizer] = [
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 @settings(deadline=None)
 @given(texts=st.lists(st.text(max_size=60), max_size=5), context_length=st.integers(2, 40))
-def test_rows_are_start_text_one_eot_token_and_padding(
-    tokenizer: Tokenizer, texts: list[str], context_length: int
-) -> None:
+def test_token_rows_are_start_text_eot_padding(tokenizer: Tokenizer, texts: list[str], context_length: int) -> None:
     rows = tokenizer.tokenize(texts, context_length)
     assert (rows.shape, rows.dtype) == ((len(texts), context_length), np.int32)
     for text, row in zip(texts, rows.tolist(), strict=True):
@@ -71,7 +69,7 @@ def test_fingerprints_differ() -> None:
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS[:3])
-def test_wrong_arguments(tokenizer: Tokenizer) -> None:
+def test_invalid_arguments_are_rejected(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="at least 2"):
         tokenizer.tokenize(["a"], 1)
     with pytest.raises(TypeError, match="list of strings"):
@@ -112,7 +110,7 @@ BROKEN: list[tuple[bytes | dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("content", "message"), BROKEN, ids=[str(i) for i in range(len(BROKEN))])
-def test_a_damaged_file_is_a_one_line_error(content: bytes | dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_damaged_file_is_a_one_line_error(content: bytes | dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     with pytest.raises(UserError, match=message) as caught:
@@ -121,12 +119,12 @@ def test_a_damaged_file_is_a_one_line_error(content: bytes | dict[str, Any], mes
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_is_a_user_error(tmp_path: Path) -> None:
+def test_missing_file_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is this a model folder"):
         load_tokenizer(tmp_path / "absent")
 
 
-def test_import_reads_no_merges_and_no_torch() -> None:
+def test_import_loads_neither_merges_nor_torch() -> None:
     code = (
         "import sys, m1clip.text, m1clip.text.bpe as bpe;"
         "assert bpe._merges.cache_info().currsize == 0;"
@@ -136,7 +134,7 @@ def test_import_reads_no_merges_and_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_characters_are_letters_and_what_the_captions_add() -> None:
+def test_char_alphabet_is_letters_and_caption_characters() -> None:
     assert CHARACTERS.vocab_size == 33
     assert CHARACTERS.tokenize(["a B."], 8).tolist() == [[1, 4, 30, 5, 32, 2, 0, 0]]
     tokenizer = CharTokenizer.from_captions(["Dog!", "a god?"])
@@ -145,7 +143,7 @@ def test_characters_are_letters_and_what_the_captions_add() -> None:
 
 
 @given(st.lists(st.text(min_size=1), min_size=1), st.text(max_size=60))
-def test_characters_of_captions_have_ids_and_others_are_unknown(captions: list[str], other: str) -> None:
+def test_char_tokenizer_maps_other_characters_to_unknown(captions: list[str], other: str) -> None:
     tokenizer = CharTokenizer.from_captions(captions)
     for caption in captions:
         assert [tokenizer.alphabet[i - 4] for i in tokenizer.encode(caption)] == list(caption.lower())
@@ -158,7 +156,7 @@ def test_wordpiece_is_greedy_and_uncased() -> None:
     assert WORDPIECE.encode("[SEP] dog") == [11, 13, 12, 5]
 
 
-def test_minilm_ids_are_those_of_transformers() -> None:
+def test_minilm_ids_match_transformers() -> None:
     from m1clip.model.pretrained import installed, package_folder, wordpieces
 
     transformers = pytest.importorskip("transformers")

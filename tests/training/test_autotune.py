@@ -65,7 +65,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
     return table, calls
 
 
-def test_the_fastest_candidate_is_chosen_and_cached(tmp_path: Path, measured: Any) -> None:
+def test_fastest_candidate_is_chosen_and_cached(tmp_path: Path, measured: Any) -> None:
     first = choose(auto(), START, H200, 16, tmp_path)
     assert (first.device, first.precision, first.cached) == ("cuda", "bf16", False)
     assert first.why == "30.0x as fast as cpu fp32, 20.0x as fast as cpu bf16; measured with batch 8"
@@ -85,7 +85,7 @@ def test_the_fastest_candidate_is_chosen_and_cached(tmp_path: Path, measured: An
     "change", [{"facts": dataclasses.replace(H200, torch="9.9")}, {"start": Start(with_fields(SHAPE, embed_dim=64))},
                {"config": auto(**{"optim.optimizer": "adamw"})}, {"tokens": 24}]
 )  # fmt: skip
-def test_another_machine_model_or_version_is_measured_again(
+def test_changed_machine_model_or_version_is_measured_again(
     tmp_path: Path, measured: Any, change: dict[str, Any]
 ) -> None:
     for each in ({}, change):
@@ -94,7 +94,7 @@ def test_another_machine_model_or_version_is_measured_again(
     assert len(measured[1]) == 2
 
 
-def test_a_device_with_wrong_gradients_is_rejected(tmp_path: Path, measured: Any) -> None:
+def test_device_with_wrong_gradients_is_rejected(tmp_path: Path, measured: Any) -> None:
     measured[0]["cuda bf16"] = 0.0
     found = choose(auto(), START, H200, 16, tmp_path)
     assert (found.device, found.precision) == ("cpu", "bf16")
@@ -173,7 +173,7 @@ def test_default_batch_fits_the_images(images: int, start: Start, batch: int) ->
 
 
 @pytest.mark.parametrize("faster", ["bmm", "sdpa"])
-def test_the_faster_attention_is_chosen_for_both_towers(faster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faster_attention_is_chosen_for_both_towers(faster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = Device("cpu", read_facts())
     monkeypatch.setattr(autotune, "attention_seconds", lambda *_: {"bmm": 2.0, "sdpa": 2.0} | {faster: 1.0})
     kind, seconds = autotune.choose_attention(START, cpu, "fp32", 8, 16)

@@ -61,7 +61,7 @@ def load(run: Path, **options: bool) -> tuple[TrainState, TensorGroups, list[str
     return *loaded, warnings
 
 
-def test_loads_what_was_saved(run: Path) -> None:
+def test_checkpoint_round_trip(run: Path) -> None:
     state, groups, warnings = load(run)
     assert state == TrainState(step=30, best=0.3, best_step=30, stale=1)
     assert warnings == []
@@ -191,7 +191,7 @@ def test_save_every_is_a_number_of_steps_or_a_time(value: int | str, expected: t
 
 
 @pytest.mark.parametrize("value", ["", "m", "10 minutes", "-5", "0s", "2.5", "1d", "٣m", "nan", "1e3"])
-def test_other_values_of_save_every_are_rejected(value: str) -> None:
+def test_invalid_save_every_is_rejected(value: str) -> None:
     with pytest.raises(UserError, match="a time such as 30s, 10m or 1h"):
         small_config({"train.save_every": value})
 
@@ -217,7 +217,7 @@ def test_saves_by_steps(tmp_path: Path, every: int, expected: list[int]) -> None
     assert [step for step in range(1, 12) if writer(tmp_path, every).due(step)] == expected
 
 
-def test_a_save_stays_due_until_it_is_made(tmp_path: Path) -> None:
+def test_save_stays_due_until_done(tmp_path: Path) -> None:
     delayed = writer(tmp_path, 5)
     assert [delayed.due(step) for step in (4, 5, 6, 7)] == [False, True, True, True]
     delayed.save(TrainState(step=7), tensors(7))

@@ -19,7 +19,7 @@ def step(number: int, seconds: float, time: float = 0.0) -> dict[str, Any]:
             "step_seconds": seconds, "time": time}  # fmt: skip
 
 
-def test_the_time_left_is_not_spoiled_by_a_pause() -> None:
+def test_time_left_ignores_sleep() -> None:
     shown = screen()
     shown.begin(0, 1000)
     for number in range(1, 11):
@@ -30,7 +30,7 @@ def test_the_time_left_is_not_spoiled_by_a_pause() -> None:
     assert said.endswith("1:39 left")
 
 
-def test_one_long_step_is_no_throttling(tmp_path: Path) -> None:
+def test_single_long_step_is_not_throttling(tmp_path: Path) -> None:
     history = History(tmp_path)
     history.add({"kind": "start", "step": 0, "steps": 1000})
     for number in range(1, 60):
@@ -39,7 +39,7 @@ def test_one_long_step_is_no_throttling(tmp_path: Path) -> None:
     assert drift([0.1] * 20 + [3600.0] + [0.1] * 9) == pytest.approx(0.0)
 
 
-def test_a_clock_set_back_hides_no_silence(tmp_path: Path) -> None:
+def test_stall_is_detected_after_clock_is_set_back(tmp_path: Path) -> None:
     """The clock goes back by an hour; then the run falls silent, and that is seen by the new clock."""
     history = History(tmp_path)
     history.add({"kind": "start", "step": 0, "steps": 1000, "time": 10_000.0})
@@ -53,7 +53,7 @@ def test_a_clock_set_back_hides_no_silence(tmp_path: Path) -> None:
     assert ago(-3600.0) == "0 s ago"
 
 
-def test_a_run_that_went_back_is_shown_from_there(tmp_path: Path) -> None:
+def test_history_after_rollback(tmp_path: Path) -> None:
     history = History(tmp_path)
     history.add({"kind": "start", "step": 0, "steps": 1000})
     for number in range(1, 9):

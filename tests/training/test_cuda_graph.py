@@ -35,7 +35,7 @@ def made(changes: dict[str, Any]) -> tuple[Setup, TrainStep]:
     return job, update
 
 
-def test_padding_to_the_longest_so_far_changes_no_loss() -> None:
+def test_graph_padding_does_not_change_loss() -> None:
     job, update = made({"data.train_count": 136, "train.batch_size": 64})
     captured = CapturedStep(update)
     shapes = []
@@ -51,7 +51,7 @@ def test_padding_to_the_longest_so_far_changes_no_loss() -> None:
         assert all(a[0] == b[0] and a[1] <= b[1] for a, b in zip(earlier, later, strict=True))
 
 
-def test_a_step_in_chunks_or_under_a_probe_is_not_replayed() -> None:
+def test_micro_batched_or_probed_step_is_not_replayed() -> None:
     job, update = made({})
     captured, batch = CapturedStep(update), job.training[0]
     assert captured.accepts(batch)
@@ -64,7 +64,7 @@ def test_a_step_in_chunks_or_under_a_probe_is_not_replayed() -> None:
     assert not captured.accepts(batch)
 
 
-def test_no_graph_where_the_device_has_none_or_the_person_wants_none() -> None:
+def test_no_cuda_graph_without_cuda_or_if_disabled() -> None:
     assert made({})[1].cuda_graph is None
     assert small_config({"model.cuda_graph": False}).model.cuda_graph is False
 
@@ -81,7 +81,7 @@ def losses(run: Path) -> Tensor:
 
 @needs_cuda
 @pytest.mark.parametrize("changes", [{}, {"optim.ema": 0.9}, {"optim.optimizer": "muon"}, {"train.precision": "bf16"}])
-def test_replayed_steps_are_the_steps_themselves(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_replayed_steps_match_eager_steps(tmp_path: Path, changes: dict[str, Any]) -> None:
     for name, graph in (("plain", False), ("replayed", True)):
         run_small(tmp_path / name, {**ON_CUDA, **changes, "model.cuda_graph": graph})
     assert_replayed(tmp_path / "replayed")
@@ -106,7 +106,7 @@ def test_all_but_the_first_steps_are_replayed() -> None:
 
 
 @needs_cuda
-def test_a_replayed_step_that_is_not_finite_moves_nothing() -> None:
+def test_replayed_non_finite_step_changes_no_weights() -> None:
     job, update = made(ON_CUDA)
     feed = list(batches(job.training, 0, 12, 0, "fork", pin=True))
     for step, batch in enumerate(feed[:8]):
@@ -124,7 +124,7 @@ def test_a_replayed_step_that_is_not_finite_moves_nothing() -> None:
 
 
 @needs_cuda
-def test_a_replayed_run_resumes(tmp_path: Path) -> None:
+def test_resume_with_cuda_graph(tmp_path: Path) -> None:
     run_small(tmp_path / "whole", {**ON_CUDA, "train.save_every": 20})
     run_small(tmp_path / "again", {**ON_CUDA, "train.save_every": 20})
     newest = sorted((tmp_path / "again" / "checkpoints").iterdir())[-1]

@@ -59,7 +59,7 @@ def make(micro_batch: int, captions: int, objective: str) -> tuple[TwoTowers, li
 @pytest.mark.parametrize(
     ("objective", "captions"), [("infonce", IMAGES), ("multi", IMAGES), ("multi", CAPTIONS), ("sigmoid", CAPTIONS)]
 )
-def test_gradients_are_those_of_one_pass(micro_batch: int, objective: str, captions: int) -> None:
+def test_gradients_match_single_pass(micro_batch: int, objective: str, captions: int) -> None:
     model, towers, loss_function = make(micro_batch, captions, objective)
     one_pass = loss_function(*(torch.cat([t.encode(rows) for rows in t.micro_batches()]) for t in towers))
     one_pass.backward()

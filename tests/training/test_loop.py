@@ -46,7 +46,7 @@ def rewind(run: Path, to: int) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_ten_steps_equal_five_and_five(tmp_path: Path, name: str) -> None:
+def test_resume_gives_identical_weights(tmp_path: Path, name: str) -> None:
     run = tmp_path / "run"
     run_small(run, {"train.save_every": 5, "train.save_total_limit": 9, **VARIANTS[name]})  # four steps an epoch
     whole, model = tensors_of(run, 10), weights_sha256(run)
@@ -66,13 +66,13 @@ def test_workers_do_not_change_the_weights(tmp_path: Path) -> None:
     assert_same_bits(tensors_of(tmp_path / "0", 6), tensors_of(tmp_path / "2", 6))
 
 
-def test_the_seed_changes_the_weights(tmp_path: Path) -> None:
+def test_seed_changes_the_weights(tmp_path: Path) -> None:
     for seed in (0, 1):
         run_small(tmp_path / str(seed), {"train.steps": 2, "seed": seed})
     assert weights_sha256(tmp_path / "0") != weights_sha256(tmp_path / "1")
 
 
-def test_the_runs_own_config_repeats_it(tmp_path: Path) -> None:
+def test_config_of_a_run_reproduces_it(tmp_path: Path) -> None:
     """Everything that was measured or left open is written down: the repeat measures nothing."""
     first, again = tmp_path / "first", tmp_path / "again"
     open_questions = {
@@ -94,7 +94,7 @@ def test_the_runs_own_config_repeats_it(tmp_path: Path) -> None:
     assert "attention" not in start["choices"], "not measured again"
 
 
-def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(tmp_path: Path) -> None:
+def test_resume_after_damaged_checkpoint_gives_identical_weights(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_small(run, {"train.save_every": 3, "train.save_total_limit": 9})
     whole = tensors_of(run, 10)
@@ -107,7 +107,7 @@ def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(tmp_path: Path) -
     assert_same_bits(tensors_of(run, 10), whole)
 
 
-def test_a_run_without_any_checkpoint_begins_again(tmp_path: Path) -> None:
+def test_resume_without_checkpoint_starts_over(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_small(run)
     whole = tensors_of(run, 10)
@@ -127,7 +127,7 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     assert dict(again.scores) == dict(first.scores)
 
 
-def test_an_early_stop_stays_where_it_stopped(tmp_path: Path) -> None:
+def test_resume_after_early_stop_does_not_train_further(tmp_path: Path) -> None:
     run = tmp_path / "run"
     # A learning rate too small to move a rank: each evaluation after the first is no better.
     still = {"optim.lr": 1e-12, "optim.muon_lr": 1e-12, "train.eval_every": 2, "train.patience": 2, "train.steps": 20}
@@ -142,7 +142,7 @@ def test_an_early_stop_stays_where_it_stopped(tmp_path: Path) -> None:
     assert next(line for line in reversed(list(read_log(run))) if line["kind"] == "end")["step"] == 6
 
 
-def test_changed_data_is_refused(tmp_path: Path) -> None:
+def test_resume_with_changed_data_is_rejected(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_small(run, {"train.steps": 2})
     config = small_config({"train.steps": 2, "data.train_count": 80, "train.save_every": 2})
@@ -151,12 +151,12 @@ def test_changed_data_is_refused(tmp_path: Path) -> None:
         resume_quietly(run)
 
 
-def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
+def test_resume_without_a_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a run folder"):
         resume_quietly(tmp_path)
 
 
-def test_what_a_kill_left_among_the_snapshots_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_removes_partial_snapshot_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     run_small(run, {"train.steps": 2})
     thumbs = run / "snapshots" / "thumbnails"

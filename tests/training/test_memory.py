@@ -44,7 +44,7 @@ def tracked(rows: int) -> PeakMemory:
     return memory
 
 
-def test_peak_of_a_model_counted_by_hand() -> None:
+def test_peak_memory_known_value() -> None:
     memory = tracked(1000)
     # The weight, the input, the product and the rectified product live together.
     assert 40_000 + 3 * 400_000 <= memory.peak <= 40_000 + 4 * 400_000
@@ -79,7 +79,7 @@ def test_memory_grows_with_the_batch_and_shrinks_with_checkpointing() -> None:
     assert found.largest(1, 64, False) == 0
 
 
-def test_an_accelerator_stores_logits_and_mlp_activations() -> None:
+def test_accelerator_stores_logits_and_mlp_activations() -> None:
     captions = {"data.captions_per_step": 5}
     cpu, cuda = estimate(**captions), estimate(Accelerator(), **captions)
     assert cuda.peak(64, False) > sum(cpu._step(64, False).values())

@@ -55,7 +55,7 @@ def assert_same(one: Made, other: Made, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_update_equals_torch_in_fp32(monkeypatch: pytest.MonkeyPatch, decay: float) -> None:
+def test_update_matches_torch_in_fp32(monkeypatch: pytest.MonkeyPatch, decay: float) -> None:
     theirs_in_fp32(monkeypatch)
     monkeypatch.setattr(muon, "orthogonalize", jordan)
     ours = made(lambda named: Muon(named, lr=0.05, weight_decay=decay, dtype=torch.float32))
@@ -65,7 +65,7 @@ def test_update_equals_torch_in_fp32(monkeypatch: pytest.MonkeyPatch, decay: flo
     assert_same(ours, theirs, 2e-5)
 
 
-def test_update_equals_torch_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_matches_torch_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(muon, "orthogonalize", jordan)
     ours = made(lambda named: Muon(named, lr=0.05))
     theirs = made(lambda named: torch.optim.Muon(named, lr=0.05))
@@ -74,7 +74,7 @@ def test_update_equals_torch_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(ours, theirs, 0.05 * 3 * 0.03)  # three steps of that rate, each with bf16's rounding
 
 
-def test_learning_rate_on_the_device() -> None:
+def test_learning_rate_as_device_tensor() -> None:
     plain = made(lambda named: Muon(named, lr=0.05, dtype=torch.float32))
     tensor = made(lambda named: Muon(named, lr=torch.tensor(0.05), dtype=torch.float32))
     run(plain, 3)
@@ -90,7 +90,7 @@ def test_matrix_without_gradient_is_unchanged() -> None:
     assert one[0]["b.up"] not in one[1].state
 
 
-def test_equal_shapes_are_one_batched_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_of_equal_shape_are_batched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wide, and tall ones turned, are one stack; with the square ones and the odd one that makes four."""
     seen: list[tuple[int, ...]] = []
     real = muon.orthogonalize
@@ -123,7 +123,7 @@ def decaying(k: int, m: int, n: int) -> tuple[Tensor, Tensor]:
         (192, 768, torch.bfloat16),
     ],
 )
-def test_our_four_iterations_are_closer_than_the_five_of_torch(m: int, n: int, dtype: torch.dtype) -> None:
+def test_orthogonalize_is_more_accurate_than_torch(m: int, n: int, dtype: torch.dtype) -> None:
     x, factor = decaying(2, m, n)
     errors = []
     for iterate in (orthogonalize, jordan):
@@ -134,7 +134,7 @@ def test_our_four_iterations_are_closer_than_the_five_of_torch(m: int, n: int, d
     assert torch.equal(orthogonalize(torch.zeros(2, m, n)), torch.zeros(2, m, n))
 
 
-def test_vectors_are_refused() -> None:
+def test_vectors_are_rejected() -> None:
     with pytest.raises(ValueError, match="matrices"):
         Muon([("x", nn.Parameter(torch.zeros(3)))])
 

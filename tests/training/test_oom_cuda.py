@@ -69,7 +69,7 @@ def largest_difference(one: Path, other: Path) -> float:
 
 @pytest.mark.long("Out of memory")
 @pytest.mark.parametrize("graph", [False, True], ids=["plain", "with graphs"])
-def test_a_full_gpu_halves_the_chunk_and_keeps_the_batch(tmp_path: Path, graph: bool, counts: dict[str, float]) -> None:
+def test_gpu_out_of_memory_halves_micro_batch(tmp_path: Path, graph: bool, counts: dict[str, float]) -> None:
     changes = {"model.cuda_graph": graph}
     before, peak = wanted_by(tmp_path / "whole", {"model.cuda_graph": False})
     assert peak - before > 200 * 2**20, "else the limit is lost in what the allocator rounds up to"
@@ -91,7 +91,7 @@ def test_a_full_gpu_halves_the_chunk_and_keeps_the_batch(tmp_path: Path, graph: 
     counts["largest relative difference of weights"] = difference
 
 
-def test_too_little_memory_for_a_recording_changes_nothing(tmp_path: Path) -> None:
+def test_too_little_memory_for_cuda_graph_changes_no_loss(tmp_path: Path) -> None:
     """A plain step fits; whether a recording, which keeps as much a second time, fits too makes no difference."""
     before, peak = wanted_by(tmp_path / "whole", {"model.cuda_graph": False})
     forget()
@@ -113,7 +113,7 @@ def waits_are_errors() -> Iterator[None]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("graph", [False, True], ids=["plain", "replayed"])
-def test_the_host_never_waits_on_the_fast_path(graph: bool, precision: str) -> None:
+def test_step_never_synchronizes_on_cuda(graph: bool, precision: str) -> None:
     changes = {**ON_CUDA, "model.cuda_graph": graph, "train.precision": precision, "optim.ema": 0.9,
                "data.captions_per_step": 2, "data.train_count": 136, "train.batch_size": 64}  # fmt: skip
     job, update = make(changes)

@@ -40,7 +40,7 @@ def give_gradients(model: CLIP, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw"])
-def test_every_parameter_moves_by_one_rule(name: str) -> None:
+def test_every_parameter_has_exactly_one_optimizer(name: str) -> None:
     model = clip()
     found = groups_of(Optimizer(model, OptimConfig(optimizer=name), fused=True))  # type: ignore[arg-type]
     assert found.keys() == dict(model.named_parameters()).keys()
@@ -75,7 +75,7 @@ def test_learning_rate_is_a_fraction_of_the_peak_of_each_optimizer() -> None:
         assert {g["lr"] for g in optimizer.parts["muon"].param_groups} == {0.02 * share}
 
 
-def test_the_first_step_of_adamw_is_the_formula() -> None:
+def test_first_adamw_step_matches_formula() -> None:
     model = clip()
     optimizer = Optimizer(model, OptimConfig(optimizer="adamw", lr=0.1, wd=0.5), fused=True)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -91,7 +91,7 @@ def test_the_first_step_of_adamw_is_the_formula() -> None:
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw"])
-def test_state_can_be_put_back_into_another_optimizer(name: str) -> None:
+def test_optimizer_state_round_trip(name: str) -> None:
     config = OptimConfig(optimizer=name)  # type: ignore[arg-type]
     model, twin = clip(), clip()
     optimizer = Optimizer(model, config, fused=True)
@@ -115,7 +115,7 @@ def test_state_can_be_put_back_into_another_optimizer(name: str) -> None:
         assert torch.equal(tensor, other.tensors()[key]), key
 
 
-def test_the_average_follows_by_its_decay() -> None:
+def test_ema_update_uses_decay() -> None:
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, 0.0)
     ema = EMA(model, 0.9)
@@ -128,7 +128,7 @@ def test_the_average_follows_by_its_decay() -> None:
     assert ema.weights["weight"].item() == pytest.approx(0.9 * 0.9 + 0.1)
 
 
-def test_the_average_is_exchanged_and_exchanged_back() -> None:
+def test_ema_swap_and_swap_back() -> None:
     model = torch.nn.Linear(2, 2)
     ema = EMA(model, 0.5)
     averaged = {name: t.clone() for name, t in ema.weights.items()}
@@ -143,7 +143,7 @@ def test_the_average_is_exchanged_and_exchanged_back() -> None:
     assert all(torch.equal(t, averaged[name]) for name, t in ema.weights.items())
 
 
-def test_the_average_may_come_back_in_another_order() -> None:
+def test_ema_weights_may_be_in_any_order() -> None:
     """A file gives its tensors sorted by name, a model in the order of its layers."""
     model, twin = clip(), clip()
     ema, restored = EMA(model, 0.9), EMA(twin, 0.9)
@@ -159,7 +159,7 @@ def test_the_average_may_come_back_in_another_order() -> None:
     assert all(torch.equal(t, restored.weights[name]) for name, t in ema.weights.items())
 
 
-def test_a_learning_rate_on_the_device_stays_the_same_tensor() -> None:
+def test_device_learning_rate_is_updated_in_place() -> None:
     """A CUDA graph reads the tensor that it was captured with."""
     models = clip(), clip()
     config = OptimConfig(lr=0.01, muon_lr=0.02)

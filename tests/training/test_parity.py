@@ -27,7 +27,7 @@ def test_relative_difference() -> None:
     assert relative_difference(torch.zeros(2), torch.zeros(2)) == 0
 
 
-def test_rounding_to_bf16_passes_and_a_lost_part_does_not() -> None:
+def test_bf16_rounding_passes_and_missing_gradient_fails() -> None:
     gradient = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
     assert relative_difference(gradient.bfloat16().float(), gradient) < TOLERANCE["bf16"]
     broken = gradient.clone()

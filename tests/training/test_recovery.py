@@ -216,7 +216,7 @@ def test_diagnosis_names_samples_losses_and_remedies(monkeypatch: pytest.MonkeyP
         assert part in str(caught.value)
 
 
-def test_a_loss_that_stays_high_is_reported_once() -> None:
+def test_loss_that_stays_high_is_reported_once() -> None:
     usual = [3.0 + 0.1 * (step % 5) for step in range(40)]
     spikes = SpikeDetector()
     assert [spikes.add(loss) for loss in usual] == [None] * 40

@@ -12,7 +12,7 @@ from m1clip.errors import UserError
 from m1clip.training.schedule import lr_fraction, warmup_steps
 
 
-def test_values() -> None:
+def test_lr_fraction_known_values() -> None:
     assert [lr_fraction(step, 4, 104) for step in range(4)] == pytest.approx([0.2, 0.4, 0.6, 0.8])
     assert lr_fraction(4, 4, 104) == 1.0
     assert lr_fraction(54, 4, 104) == pytest.approx(0.5)
@@ -22,7 +22,7 @@ def test_values() -> None:
 
 
 @given(total=st.integers(1, 500), warmup=st.integers(0, 499))
-def test_it_rises_to_the_peak_then_falls_to_the_end(total: int, warmup: int) -> None:
+def test_lr_rises_to_peak_then_decays(total: int, warmup: int) -> None:
     warmup = min(warmup, total - 1)
     rates = [lr_fraction(step, warmup, total) for step in range(total)]
     assert all(0 < value <= 1 for value in rates)
@@ -31,7 +31,7 @@ def test_it_rises_to_the_peak_then_falls_to_the_end(total: int, warmup: int) -> 
     assert rates[warmup] == 1.0
 
 
-def test_warm_up_is_a_share_or_a_number_of_steps() -> None:
+def test_warmup_as_fraction_or_number_of_steps() -> None:
     assert warmup_steps(0.05, 200) == 10
     assert warmup_steps(0.05, 3) == 0
     assert warmup_steps(7.0, 200) == 7
@@ -39,6 +39,6 @@ def test_warm_up_is_a_share_or_a_number_of_steps() -> None:
 
 
 @pytest.mark.parametrize(("warmup", "total"), [(2000.0, 270), (10.0, 10), (0.99, 5), (1.0, 1)])
-def test_a_warm_up_that_never_ends_is_refused_with_the_remedy(warmup: float, total: int) -> None:
+def test_warmup_longer_than_run_is_rejected(warmup: float, total: int) -> None:
     with pytest.raises(UserError, match=f"would never end: the run has {total} steps.*--warmup"):
         warmup_steps(warmup, total)

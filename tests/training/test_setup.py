@@ -56,7 +56,7 @@ def test_finetune_trains_two_stages_in_one_command(tmp_path: Path, monkeypatch: 
     assert (init_preset(first), init_preset(tmp_path)) == ("unfreeze", "finetune")
 
 
-def test_settings_of_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finetune_stage_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     common = {"threads": 3, "loss": "sigmoid", "batch_size": 64}
     transfer = {"wise_ft": "search", "lora_rank": 4, "unfreeze_image": 2, "image_tower": "org/vit"}
     first, second = stages(monkeypatch, recipe="finetune", minutes=30, lr=1e-5, **common, **transfer)
@@ -108,7 +108,7 @@ def test_options_of_another_recipe_are_refused(name: str, value: Any, monkeypatc
         (200_000, 30, True, "scratch", "enough to train from scratch"),
     ],
 )
-def test_automatic_recipe(
+def test_recipe_auto_choice(
     images: int, minutes: float | None, installed: bool, recipe: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Source:
@@ -123,7 +123,7 @@ def test_automatic_recipe(
     assert reason in why
 
 
-def test_automatic_recipe_brings_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_auto_applies_recipe_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stages(monkeypatch, recipe="auto", init="runs/x")[0].transfer.recipe == "scratch"
     assert stages(monkeypatch, recipe="auto")[0].transfer.recipe == "scratch", "synthetic images"
     monkeypatch.setattr(runs, "choose_recipe", lambda config: ("frozen", ""))
@@ -133,7 +133,7 @@ def test_automatic_recipe_brings_its_settings(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("batch", [None, 0])
 @pytest.mark.parametrize("frozen", [True, False])
-def test_batch_fits_few_images(
+def test_batch_size_is_reduced_for_few_images(
     tmp_path: Path, batch: int | None, frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patch_towers(monkeypatch)
@@ -144,7 +144,7 @@ def test_batch_fits_few_images(
     assert shown.warned[0].startswith("only 20 training images")
 
 
-def test_impossible_batches_are_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_batch_sizes_are_rejected_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="1 training images found; contrastive training"):
         run_small(tmp_path / "one", {"data.train_count": 1})
     assert not (tmp_path / "one").exists()
@@ -153,7 +153,7 @@ def test_impossible_batches_are_refused_before_any_work(tmp_path: Path, monkeypa
         prepared(frozen_config(tmp_path, **{"train.batch_size": 64}))
 
 
-def test_a_compiled_text_tower_sees_one_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_text_tower_gets_fixed_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patch_towers(monkeypatch)
     monkeypatch.setattr(autotune, "check_compile", lambda kind: None)
     changes = {"transfer.text_tower": "text", "model.context_length": 40}

@@ -52,7 +52,7 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance:
 
 @pytest.mark.parametrize("objective", ["infonce", "multi", "sigmoid"])
 @pytest.mark.parametrize(("chunk", "recompute"), [(5, False), (8, True)])
-def test_chunks_give_the_gradient_of_the_whole_batch(objective: str, chunk: int, recompute: bool) -> None:
+def test_micro_batches_give_gradient_of_full_batch(objective: str, chunk: int, recompute: bool) -> None:
     changes = {"train.loss": objective}
     job, whole = make(changes)
     batch = job.training[0]
@@ -65,7 +65,7 @@ def test_chunks_give_the_gradient_of_the_whole_batch(objective: str, chunk: int,
 
 
 @pytest.mark.parametrize("chunk", [0, 6])
-def test_recomputing_in_bf16_loses_no_gradient(chunk: int) -> None:
+def test_checkpointing_in_bf16_gives_same_gradient(chunk: int) -> None:
     """Autocast keeps weights that it has cast; one cast without a graph must not be found again with one."""
     changes = {"train.precision": "bf16", "train.micro_batch": chunk}
     job, plain = make(changes)
@@ -77,7 +77,7 @@ def test_recomputing_in_bf16_loses_no_gradient(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_dropout_is_drawn_once_a_chunk_and_repeated(recompute: bool) -> None:
+def test_dropout_is_same_in_both_passes_of_a_micro_batch(recompute: bool) -> None:
     changes = {"model.dropout": 0.2, "model.grad_checkpointing": recompute, "train.text_contrast": 0.0}
     job, update = make({**changes, "train.micro_batch": 6})
     batch = job.training[0]
@@ -111,7 +111,7 @@ def one_graph(update: TrainStep, batch: Batch, chunk: int) -> Tensor:
 
 
 @pytest.mark.parametrize("chunk", [0, 8])
-def test_dropout_of_a_tower_of_others_is_a_function_of_the_step_too(chunk: int) -> None:
+def test_dropout_of_third_party_tower_depends_only_on_step(chunk: int) -> None:
     job, plain = make({"train.micro_batch": chunk})
     assert not plain.has_dropout
     image: Any = plain.model.image_tower
@@ -124,7 +124,7 @@ def test_dropout_of_a_tower_of_others_is_a_function_of_the_step_too(chunk: int) 
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
-def test_checkpointing_changes_no_gradient() -> None:
+def test_checkpointing_gives_same_gradient() -> None:
     changes = {"model.dropout": 0.2}
     job, plain = make(changes)
     batch = job.training[0]
@@ -132,7 +132,7 @@ def test_checkpointing_changes_no_gradient() -> None:
     assert_close(gradients(recomputing, batch)[1], gradients(plain, batch)[1], 1e-5)
 
 
-def test_half_precision_in_chunks_rounds_as_it_does_in_one_pass() -> None:
+def test_bf16_rounding_error_is_same_with_micro_batches() -> None:
     job, exact = make()
     batch = job.training[0]
     wanted = gradients(exact, batch)[1]
@@ -149,7 +149,7 @@ def test_half_precision_in_chunks_rounds_as_it_does_in_one_pass() -> None:
     assert errors[5] < 1.5 * errors[0]
 
 
-def test_a_scaler_is_undone_before_the_clip() -> None:
+def test_gradients_are_unscaled_before_clipping() -> None:
     """fp16 needs a GPU to train; what its scaler does to a chunked step can be asked here."""
     _, plain = make({"train.micro_batch": 5})
     job, scaled = make({"train.micro_batch": 5})
@@ -163,7 +163,7 @@ def test_a_scaler_is_undone_before_the_clip() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_whole_steps_agree_with_an_average_of_the_weights(optimizer: str) -> None:
+def test_micro_batched_steps_with_ema_match_full_batch(optimizer: str) -> None:
     changes = {"optim.optimizer": optimizer, "optim.ema": 0.9}
     job, whole = make(changes)
     _, chunked = make({**changes, "train.micro_batch": 4})
@@ -182,7 +182,7 @@ def test_whole_steps_agree_with_an_average_of_the_weights(optimizer: str) -> Non
 
 
 @pytest.mark.parametrize("chunk", [0, 5])
-def test_a_step_says_where_its_time_went(chunk: int) -> None:
+def test_step_reports_seconds_by_phase(chunk: int) -> None:
     job, update = make({"train.micro_batch": chunk})
     update(job.training[0], 0)
     taken = update.phases.take()
@@ -192,7 +192,7 @@ def test_a_step_says_where_its_time_went(chunk: int) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_chunks_give_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_micro_batches_give_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tracing and the split into forward and backward are real; the C++ compiler, a minute's work, is left out."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     changes = {"model.vision_layers": 1, "model.text_layers": 1, "train.micro_batch": 6, "model.dropout": 0.2}

@@ -171,7 +171,7 @@ def test_unreadable_images_are_skipped_with_frozen_towers(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("own", ["image", "text"])
-def test_own_tower_beside_a_frozen_one(own: str, tmp_path: Path) -> None:
+def test_training_own_tower_with_frozen_tower(own: str, tmp_path: Path) -> None:
     tower = {"image": {"transfer.image_tower": "vit"}, "text": {"transfer.text_tower": "text"}}[own]
     config = frozen_config(tmp_path, **tower, **{"train.steps": 2, "data.patch_dropout": 0.5})
     train_config(config, tmp_path / "run", screen())
@@ -224,7 +224,7 @@ def test_lora_is_merged_and_resumes_exactly(kind: str, tmp_path: Path, request: 
     assert_resumes_exactly(run, 4)
 
 
-def test_lora_beside_convolutions(frozen: Path) -> None:
+def test_lora_with_convolutional_tower(frozen: Path) -> None:
     lora = {"transfer.lora_rank": 2, "transfer.unfreeze_text": 3}
     with pytest.raises(UserError, match="convolutions and no linear layer"):
         prepared(tuned(frozen, **lora)).build_model()
@@ -271,7 +271,7 @@ def test_finetuning_starts_from_the_model_without_the_augmentation_of_scratch(sc
     assert (config.data.word_dropout, config.data.patch_dropout, config.train.text_contrast) == (0.1, 0.2, 0.3)
 
 
-def test_an_initial_model_that_nothing_beats_stays_the_best(
+def test_initial_model_stays_best_if_training_makes_it_worse(
     scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recalls = iter([0.5, 0.4, 0.3])

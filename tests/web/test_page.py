@@ -102,7 +102,7 @@ def wait_for_points(page: Any, least: int, plot: str = "loss") -> None:
     until(page, f"Number(document.querySelector('[data-plot={plot}] .plot').dataset.points) >= {least}")
 
 
-def test_a_live_run_grows_without_a_reload_and_finishes(visit: Any, tmp_path: Path) -> None:
+def test_live_run_updates_without_reload(visit: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs" / "live", [step(1), step(2), step(3)])
     (run / "run.lock").write_text(lock_content())
     page, site = visit([tmp_path / "runs"], expected="ERR_")
@@ -177,7 +177,7 @@ def test_runs_are_switched_and_overlaid_and_the_theme_changes(visit: Any, tmp_pa
     assert page.get_attribute("#pause", "aria-pressed") == "true"
 
 
-def test_it_works_with_keyboard_screen_reader_and_phone(visit: Any, tmp_path: Path) -> None:
+def test_page_with_keyboard_screen_reader_and_phone(visit: Any, tmp_path: Path) -> None:
     page, _ = visit([full_run(tmp_path / "demo")])
     wait_for_points(page, 50)
     page.wait_for_selector("#queries .query")
@@ -200,7 +200,7 @@ def test_it_works_with_keyboard_screen_reader_and_phone(visit: Any, tmp_path: Pa
     until(page, "document.querySelector('#snapshot-text').textContent.startsWith('step 50')")
 
 
-def test_a_real_training_process_is_shown(visit: Any, tmp_path: Path) -> None:
+def test_real_training_process_is_shown(visit: Any, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     page, _ = visit([tmp_path / "runs"])
     page.wait_for_selector("#empty:not([hidden])")

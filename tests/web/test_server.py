@@ -47,7 +47,7 @@ def update(server: Server, query: str = "") -> dict[str, Any]:
     return dict(json.loads(body, parse_constant=pytest.fail))
 
 
-def test_every_part_of_the_page_is_there_with_strict_headers(server: Server) -> None:
+def test_page_files_are_served_with_strict_headers(server: Server) -> None:
     assert server.server_address[0] == "127.0.0.1"
     status, body, headers = ask(server, "/")
     assert status == 200
@@ -62,12 +62,12 @@ def test_every_part_of_the_page_is_there_with_strict_headers(server: Server) -> 
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "localhost.evil"])
-def test_other_host_names_are_refused(server: Server, host: str) -> None:
+def test_other_host_names_are_rejected(server: Server, host: str) -> None:
     assert ask(server, "/", Host=host)[0] == 403
     assert ask(server, "/api/update", Host=host)[0] == 403
 
 
-def test_own_host_names_are_accepted_and_other_sites_refused(server: Server) -> None:
+def test_own_host_names_are_accepted_and_other_sites_rejected(server: Server) -> None:
     for host in ("localhost", "localhost:1234", "127.0.0.1:80", "[::1]:9"):
         assert ask(server, "/api/update", Host=host)[0] == 200, host
     assert ask(server, "/api/update", Origin="https://evil.example")[0] == 403
@@ -92,7 +92,7 @@ def test_no_file_outside_the_run_is_served(server: Server, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("target", ["http://[", "*", "/\xff%", "/thumbnail?run=%zz&&=", "x" * 60_000])
-def test_a_malformed_request_is_answered_with_404(server: Server, target: str) -> None:
+def test_malformed_request_is_answered_with_404(server: Server, target: str) -> None:
     with connect(server) as client:
         client.sendall(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode("latin-1"))
         assert client.recv(100).startswith(b"HTTP/1.1 404 ")
@@ -105,7 +105,7 @@ def test_only_get_is_answered(server: Server) -> None:
     connection.close()
 
 
-def test_an_update_has_everything_and_the_next_one_only_what_is_new(server: Server, tmp_path: Path) -> None:
+def test_updates_are_incremental(server: Server, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "one"
     key = key_of(run)
     found = update(server, f"{key}=new&nonsense=1")
@@ -127,7 +127,7 @@ def test_an_update_has_everything_and_the_next_one_only_what_is_new(server: Serv
     assert [row["step"] for row in again["evaluations"]] == [50]
 
 
-def test_a_run_that_starts_later_appears(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_starts_later_appears(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("m1clip.web.server.SCAN_SECONDS", 0.0)
     assert len(update(server)["runs"]) == 1
     full_run(tmp_path / "runs" / "two")
@@ -148,14 +148,14 @@ def test_idle_connections_do_not_block_requests(server: Server) -> None:
         connection.close()
 
 
-def test_a_slow_connection_is_closed_after_a_timeout(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_connection_is_closed_after_a_timeout(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Handler, "timeout", 0.1)
     with connect(server) as slow:
         slow.sendall(b"GET / HT")
         assert slow.recv(100) == b""
 
 
-def test_each_of_500_parallel_requests_is_answered(server: Server) -> None:
+def test_500_parallel_requests_are_answered(server: Server) -> None:
     def request(_: int) -> int:
         return ask(server, "/style.css")[0]
 

@@ -143,7 +143,7 @@ def test_parquet(damage: list[tuple[int, int]], cut: int, other: bytes) -> None:
 
 @pytest.mark.parametrize("byte", [b"\0", b'"', b",", b"\x80"])
 @pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.jsonl", "t.json", "t.txt", "t.tar", "t.parquet"])
-def test_large_nonsense(byte: bytes, name: str) -> None:
+def test_large_random_files(byte: bytes, name: str) -> None:
     if name == "t.parquet":
         pytest.importorskip("pyarrow")
     check(name, byte * 200_000)

@@ -37,7 +37,7 @@ def test_missing_and_unknown_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "hf:x/y"])
-def test_a_missing_library_names_the_remedy(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_error_names_remedy(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(module: str, *rest: Any) -> Any:
         if module.partition(".")[0] in {"pyarrow", "datasets"}:
             raise ModuleNotFoundError(module)
@@ -50,7 +50,7 @@ def test_a_missing_library_names_the_remedy(tmp_path: Path, name: str, monkeypat
         open_source(name if name.startswith("hf:") else str(tmp_path / name))
 
 
-def test_importing_the_sources_loads_no_extra() -> None:
+def test_importing_sources_loads_no_optional_library() -> None:
     extras = "{'torch', 'pyarrow', 'webdataset', 'datasets'}"
     code = f"import sys, m1clip.data.sources, m1clip.data.lint; print(sorted({extras} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -86,12 +86,12 @@ def test_hugging_face_folder(tmp_path: Path) -> None:
         open_source(str(tmp_path / "both"))
 
 
-def test_images_without_captions_say_what_to_add(images: Write) -> None:
+def test_images_without_captions_error_names_remedy(images: Write) -> None:
     with pytest.raises(UserError, match=r"add captions\.csv"):
         open_source(str(images(["images/a.jpg", "images/b.jpg"])))
 
 
-def test_a_table_with_unknown_columns_in_a_folder_names_them_and_the_options(images: Write) -> None:
+def test_unknown_columns_error_names_columns_and_options(images: Write) -> None:
     folder = images(["a.jpg", "b.jpg"])
     (folder / "list.csv").write_text("which,words\na.jpg,a dog\nb.jpg,a cat\n")
     with pytest.raises(UserError, match=r"list\.csv: no image and no caption column among which, words") as caught:
@@ -114,7 +114,7 @@ def test_class_folders_note_tables_that_were_not_read(images: Write) -> None:
 
 
 @pytest.mark.parametrize("below", ["captions.csv", "train/cat/1.jpg"])
-def test_a_folder_of_datasets_is_not_read_as_classes(images: Write, below: str) -> None:
+def test_folder_of_datasets_is_not_read_as_classes(images: Write, below: str) -> None:
     folder = images(["sets/b/x/1.jpg", "sets/c/x/1.jpg"]) / "sets"
     for name in ("b", "c"):
         (folder / name / below).parent.mkdir(parents=True, exist_ok=True)

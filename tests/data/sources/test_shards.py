@@ -65,7 +65,7 @@ def test_unsafe_members_are_skipped_and_nothing_is_unpickled(tmp_path: Path) -> 
     assert sorted(item.name for item in tmp_path.rglob("*")) == ["in", "s.tar"]
 
 
-def test_a_truncated_shard_gives_what_is_before_the_cut(tmp_path: Path) -> None:
+def test_truncated_shard_gives_samples_before_the_end(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "s.tar", shard_samples(10))
     data = path.read_bytes()
     complete = everything(open_source(str(path)))

@@ -39,7 +39,7 @@ def test_val_is_taken_from_train_with_a_note(tmp_path: Path) -> None:
     ]
 
 
-def test_an_image_in_two_splits_stays_in_the_first(tmp_path: Path) -> None:
+def test_image_in_two_splits_stays_in_the_first(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("image,caption,split\na.jpg,x,train\nb.jpg,z,val\na.jpg,y,test\n")
     source = open_source(str(tmp_path / "t.csv"))
     assert source.samples("train")[0].captions == ("x", "y")

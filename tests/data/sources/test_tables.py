@@ -99,7 +99,7 @@ def test_json_list_and_list_in_a_cell(images: Write) -> None:
     assert everything(open_source(str(root / "t.csv")))["a.jpg"].captions == ("x", "y")
 
 
-def test_the_order_of_tables_in_a_folder(images: Write) -> None:
+def test_order_of_tables_in_a_folder(images: Write) -> None:
     root = images(["Images/a.jpg"])
     for name, start in (("captions.txt", "image,caption\na.jpg,txt"), ("captions.csv", "image,caption\na.jpg,csv")):
         (root / name).write_text(start)  # Kaggle's Flickr8k is a captions.txt next to Images/

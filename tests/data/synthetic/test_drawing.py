@@ -19,7 +19,7 @@ RED_CATS = Scene((Thing("cat", "red", 2, "large", "left"),), "day")
 
 @given(scene=scenes(), size=st.sampled_from((32, 33, 64, 112, 223)), seed=st.integers(0, 2**64 - 1))
 @settings(max_examples=80, deadline=None, derandomize=True)
-def test_any_scene_at_any_size_and_seed_is_decoded(scene: Scene, size: int, seed: int) -> None:
+def test_scene_can_be_decoded_from_pixels(scene: Scene, size: int, seed: int) -> None:
     image = draw(scene, size, seed)
     assert (image.shape, image.dtype) == ((size, size, 3), np.uint8)
     assert decode(image, draw_labels(scene, size, seed)) == (scene, scene.category)
@@ -50,7 +50,7 @@ def test_kinds_differ_in_silhouette_and_show_their_color() -> None:
     assert distance[~np.eye(len(colors), dtype=bool)].min() > 80
 
 
-def test_the_seed_determines_the_image_and_changing_it_does_not_change_the_next() -> None:
+def test_image_depends_only_on_scene_and_seed() -> None:
     first = draw(RED_CATS, 64, 1).copy()
     draw(RED_CATS, 64, 1)[:] = 0
     assert np.array_equal(first, draw(RED_CATS, 64, 1))

@@ -27,7 +27,7 @@ def _differences(one: Scene, other: Scene) -> list[set[str]]:
 
 @given(scene=scenes(), seed=st.integers(0, 2**64 - 1))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_exactly_the_named_attributes_differ_and_difficulty_is_their_number(scene: Scene, seed: int) -> None:
+def test_negatives_change_exactly_the_named_attributes(scene: Scene, seed: int) -> None:
     found = negatives(scene, seed)
     for negative in found:
         assert is_valid(negative.scene)
@@ -48,13 +48,13 @@ def test_exactly_the_named_attributes_differ_and_difficulty_is_their_number(scen
             assert sorted(t.category for t in negative.scene.things) == sorted(t.category for t in scene.things)
 
 
-def test_either_of_two_things_may_be_changed() -> None:
+def test_negatives_change_either_thing_of_a_scene() -> None:
     scene = next(scene for scene in sample_scenes("val", 20, seed=0) if len(scene.things) == 2)
     changed = [n.scene for seed in range(40) for n in negatives(scene, seed) if n.changed == ("color",)]
     assert {scene.things.index(t) for each in changed for t in each.things if t in scene.things} == {0, 1}
 
 
-def test_wordings_fit_and_the_seed_decides() -> None:
+def test_negative_captions_fit_and_depend_on_seed() -> None:
     sampled = sample_scenes("val", 200, seed=0)
     every = [n for seed, scene in enumerate(sampled) for n in negatives(scene, seed)]
     assert sum(len(n.caption) <= FITS for n in every) > 0.97 * len(every)

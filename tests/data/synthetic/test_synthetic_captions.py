@@ -45,7 +45,7 @@ def test_every_paraphrase_describes_the_complete_scene(scene: Scene) -> None:
 
 @given(scene=scenes(), seed=st.integers(0, 2**64 - 1))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_wording_is_clean(scene: Scene, seed: int) -> None:
+def test_captions_use_only_allowed_characters(scene: Scene, seed: int) -> None:
     texts = captions(scene, 8, seed)
     assert len(set(texts)) == 8
     for text in texts:
@@ -54,7 +54,7 @@ def test_wording_is_clean(scene: Scene, seed: int) -> None:
         assert len(text.split()) <= 24
 
 
-def test_captions_that_fit_77_characters_come_first_and_the_seed_decides() -> None:
+def test_captions_that_fit_77_characters_come_first() -> None:
     sampled = sample_scenes("train", 1000, seed=3)
     texts = [text for number, scene in enumerate(sampled) for text in captions(scene, 5, number)]
     assert sum(len(text) <= FITS for text in texts) > 0.99 * len(texts)

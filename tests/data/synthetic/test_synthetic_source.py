@@ -53,7 +53,7 @@ def test_scenes_are_distinct_and_held_out_combinations_are_never_in_train() -> N
     assert sample_scenes("train", 2500, seed=5) == train != sample_scenes("train", 2500, seed=0)
 
 
-def test_no_more_scenes_than_there_are() -> None:
+def test_too_many_scenes_are_rejected() -> None:
     singles, doubles = scenes_available("val", 1), scenes_available("val", 2)
     assert singles == 24 * 4 * 2 * 4 * 4
     every = sample_scenes("val", 2 * singles + 10, seed=0)
@@ -90,7 +90,7 @@ def test_stamps_depend_on_image_size_and_seed(source: SyntheticSource) -> None:
         assert stamps.isdisjoint(sample.image.stamp() for sample in other.samples("train"))
 
 
-def test_wrong_requests_are_refused(source: SyntheticSource) -> None:
+def test_invalid_arguments_are_rejected(source: SyntheticSource) -> None:
     with pytest.raises(UserError, match="'dev'"):
         source.samples("dev")
     with pytest.raises(UserError, match="32 to 224"):
@@ -99,7 +99,7 @@ def test_wrong_requests_are_refused(source: SyntheticSource) -> None:
         SyntheticSource(64, seed=-1)
 
 
-def test_the_folder_has_the_same_images_and_captions_as_the_source(tmp_path: Path) -> None:
+def test_folder_has_the_same_images_and_captions_as_the_source(tmp_path: Path) -> None:
     steps: list[tuple[int, int]] = []
     folder = tmp_path / "a set"
     done = write_folder(folder, 20, image_size=48, seed=2, progress=lambda *s: steps.append(s))
@@ -127,7 +127,7 @@ def test_every_split_has_images_and_only_an_empty_folder_is_written_to(tmp_path:
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_an_interrupted_write_leaves_no_captions(tmp_path: Path) -> None:
+def test_interrupted_write_leaves_no_captions(tmp_path: Path) -> None:
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
