@@ -55,8 +55,9 @@ def counts(request: pytest.FixtureRequest) -> dict[str, float]:
 
 
 @pytest.fixture(autouse=True)
-def _kill_commands() -> Iterator[None]:
-    """End what a failed test has left running."""
+def _clean_process() -> Iterator[None]:
+    """One thread again, since OpenMP hangs in a forked child; end what a failed test has left running."""
+    torch.set_num_threads(1)
     yield
     while Command.started:
         Command.started.pop().send_signal(signal.SIGKILL, group=True)
