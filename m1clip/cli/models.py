@@ -53,7 +53,7 @@ def evaluate(
     template
         With --classes: a sentence with {} for the class name; repeat the option to average several templates.
     probe
-        With --classes: also train a linear probe on two thirds of the image features and evaluate it on the rest.
+        With --classes: also train a linear probe on 70% of the image features and evaluate it on the rest.
     analysis
         Also show what the model gets right and wrong: by caption difficulty and length, by image content (synthetic
         images), the geometry of the embedding space, and the worst confusions.

@@ -113,7 +113,7 @@ def top_k_accuracy(scores: Tensor, labels: Tensor, prefix: str) -> Scores:
 
 
 def linear_probe(features: Tensor, labels: Tensor, seed: int = 0) -> Scores:
-    """Test accuracy of logistic regression, trained on about two thirds of each class."""
+    """Test accuracy of logistic regression, trained on about 70% of each class."""
     test = stratified_test_mask(labels, seed)
     if bool(test.all()) or not bool(test.any()):
         raise UserError("the linear probe needs at least two images of some class")
