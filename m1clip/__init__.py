@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Model", "__version__", "evaluate", "list_models", "load", "train"]
+__all__ = ["Config", "Index", "Model", "__version__", "evaluate", "list_models", "load", "train"]
 
 if TYPE_CHECKING:
     from m1clip.config import Config
     from m1clip.evaluation.evaluate import evaluate
     from m1clip.inference.encoder import Model, load
     from m1clip.model.presets import list_models
+    from m1clip.search.query import Index
     from m1clip.training.run import train
 
 _MODULES = {
     "Config": "m1clip.config",
+    "Index": "m1clip.search.query",
     "Model": "m1clip.inference.encoder",
     "evaluate": "m1clip.evaluation.evaluate",
     "list_models": "m1clip.model.presets",

@@ -15,7 +15,7 @@ from typing import NoReturn
 from cyclopts import CycloptsError, UnusedCliTokensError
 
 from m1clip.cli import app as commands
-from m1clip.cli import data, machine, models, runs, train
+from m1clip.cli import data, machine, models, runs, search, train
 from m1clip.cli.app import app
 from m1clip.errors import UserError
 
@@ -43,7 +43,7 @@ def normalized(words: list[str]) -> list[str]:
     return ["train", *sources, *words[first_option:]]
 
 
-FAMILIES = (train, runs, data, models, machine)  # importing a module registers its commands
+FAMILIES = (train, runs, data, models, search, machine)  # importing a module registers its commands
 INTERRUPTED = 130  # exit code of shells for Ctrl-C
 _leaving = threading.Event()  # set once the process is about to end
 

@@ -225,19 +225,24 @@ def inspect(ref: ImageRef) -> ImageFacts:
         data = ref.read()
         with opened(data, where) as header:
             size = header.size
-        gray = decode(data, _DECODED_SIDE, where).convert("L")
+        image = decode(data, _DECODED_SIDE, where)
     except BadImage as error:
         return ImageFacts(error.kind, error.reason)
-    thumb = np.asarray(gray.resize((_THUMB_SIDE, _THUMB_SIDE), Image.Resampling.BOX))
-    digest, contrast = blake2b(data, digest_size=16).digest(), float(thumb.astype(np.float32).std())
-    return ImageFacts(None, "", size, digest, _look_hash(gray), thumb.tobytes(), contrast)
+    look, thumb = appearance(image)
+    contrast = float(np.frombuffer(thumb, np.uint8).astype(np.float32).std())
+    return ImageFacts(None, "", size, blake2b(data, digest_size=16).digest(), look, thumb, contrast)
 
 
-def _look_hash(gray: Image.Image) -> bytes:
-    """dHash of 128 bits: whether brightness grows to the right and downwards, on a grid of 8 x 8."""
+def appearance(image: Image.Image) -> tuple[bytes, bytes]:
+    """(hash of how an image looks, gray thumbnail), by which `near_duplicates` compares images.
+
+    The hash is a dHash of 128 bits: whether brightness grows to the right and downwards, on a grid of 8 x 8.
+    """
+    gray = image.convert("L")
     small = np.asarray(gray.resize((9, 9), Image.Resampling.BOX), np.int16)
     right, down = small[:8, 1:] > small[:8, :8], small[1:, :8] > small[:8, :8]
-    return np.packbits(np.concatenate([right.ravel(), down.ravel()])).tobytes()
+    look = np.packbits(np.concatenate([right.ravel(), down.ravel()])).tobytes()
+    return look, gray.resize((_THUMB_SIDE, _THUMB_SIDE), Image.Resampling.BOX).tobytes()
 
 
 def inspect_all(refs: Sequence[ImageRef], workers: int, progress: Progress) -> list[ImageFacts]:

@@ -1,0 +1,153 @@
+"""Commands that search photos: index and search."""
+
+from __future__ import annotations
+
+import json as json_text
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from m1clip.cli.app import Count, app
+from m1clip.errors import UserError
+from m1clip.formatting import duration, plural
+
+if TYPE_CHECKING:
+    from m1clip.search.index import Report
+    from m1clip.search.query import Results
+
+Flag = Annotated[bool, Parameter(negative="", show_default=False)]
+Texts = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
+SHOWN = 5  # problems on screen
+
+
+@app.command
+def index(folder: Path, /, *, model: Path | None = None, problems: Flag = False) -> None:
+    """Index a folder of photos for search; a second call only reads what is new or changed.
+
+    m1clip index ~/Pictures --model runs/frozen
+
+    The index is in .m1clip-index in that folder, or in your data folder if that is not writable. It can be interrupted
+    at any time, and continues with the next call.
+
+    Parameters
+    ----------
+    folder
+        A folder of images; subfolders are included.
+    model
+        A run, a model folder, or an open_clip or Hugging Face model; default: that of the last call, or the newest run
+        in runs/. Each model has its own vectors.
+    problems
+        List every file that cannot be used, not only the first five.
+    """
+    from m1clip.search.index import update_index
+    from m1clip.training.progress import Screen
+
+    screen = Screen()
+    with screen.counter("indexing images") as progress:
+        report = update_index(folder, model, progress)
+    for line in _report_lines(report, None if problems else SHOWN):
+        screen.say(line)
+
+
+def _report_lines(report: Report, shown: int | None) -> list[str]:
+    changes = f"{report.added:,} new, {report.kept:,} moved or copied, {report.removed:,} removed"
+    skipped = f"{report.hidden:,} hidden, {report.links:,} links, {report.other:,} other files"
+    lines = [
+        f"index      {report.place}",
+        f"images     {report.indexed:,} ({changes}) in {duration(report.seconds)}",
+        f"skipped    {skipped}, {plural(len(report.problems), 'file')} that cannot be used",
+    ]
+    lines += [f"           {path}: {why}" for path, why in report.problems[:shown]]
+    if shown is not None and len(report.problems) > shown:
+        lines.append("           ... --problems lists all of them")
+    return lines
+
+
+@app.command
+def search(
+    *text: str,
+    k: Annotated[Count, Parameter(name=["--count", "-k"])] = 20,
+    folder: Annotated[Path | None, Parameter(name="--in")] = None,
+    like: Annotated[tuple[Path, ...], Parameter(negative="", show_default=False)] = (),
+    exclude: Annotated[Texts, Parameter(name="--not")] = (),
+    since: str | None = None,
+    until: str | None = None,
+    under: str | None = None,
+    orientation: Literal["landscape", "portrait"] | None = None,
+    min_side: Count | None = None,
+    copies: Flag = False,
+    model: Path | None = None,
+    json: Flag = False,
+    open_: Annotated[Flag, Parameter(name="--open")] = False,
+) -> None:
+    """Search an indexed folder of photos by text or by image.
+
+    m1clip search "two dogs on a beach"
+    m1clip search "at night" --like photo.jpg --not people --since 2024-05 --under trips
+    m1clip search "2*dog" beach
+
+    Parameters
+    ----------
+    text
+        What to look for. Several texts are added up; 2*dog counts twice.
+    k
+        Number of results.
+    folder
+        The indexed folder; default: the current folder, or the one that was indexed last.
+    like
+        An image that the results should be similar to.
+    exclude
+        What the results should not show.
+    since
+        Only images taken since this year, month or day (2024, 2024-05, 2024-05-31).
+    until
+        Only images taken until then, included.
+    under
+        Only images in this folder, relative to the indexed one.
+    orientation
+        Only landscape or portrait images.
+    min_side
+        Only images whose shorter side has at least this many pixels.
+    copies
+        List near-duplicates as results of their own.
+    model
+        Search the vectors of this model; default: the one that was indexed last.
+    json
+        Print JSON.
+    open_
+        Open the best result in the system's image viewer.
+    """
+    from m1clip.search.query import Filter, Index
+
+    where = Filter(since, until, under, orientation, min_side)
+    opened = Index(folder, model)
+    found = opened.search(text, k, like=like, exclude=exclude, where=where, collapse=not copies)
+    if json:
+        print(json_text.dumps({"root": str(opened.root), **asdict(found)}, indent=2))
+    else:
+        _show(found)
+    if open_ and found.matches:
+        _open(opened.file(found.matches[0].id))
+
+
+def _show(found: Results) -> None:
+    from m1clip.data.images import one_line
+
+    for each in found.matches:
+        more = f"  (+{plural(len(each.copies), 'near-duplicate')})" if each.copies else ""
+        print(f"{each.score:6.3f}  {one_line(each.path)}{more}")
+    if not found.matches:
+        print(f"nothing found in {plural(found.searched, 'image')}")
+
+
+def _open(path: Path) -> None:
+    import subprocess
+
+    program = "open" if sys.platform == "darwin" else "xdg-open"
+    try:
+        subprocess.Popen([program, str(path)], stderr=subprocess.DEVNULL)
+    except OSError as error:
+        raise UserError(f"--open: cannot start {program} ({error.strerror}); open {path} yourself") from None

@@ -1,0 +1,335 @@
+"""Search an index: `Index` finds the images nearest to texts and images, exactly."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+import m1clip
+from m1clip.data.images import BadImage
+from m1clip.errors import UserError
+from m1clip.search.duplicates import look_groups
+from m1clip.search.index import connect, find_index, model_hash, model_stamp, root_of
+
+NOT_WEIGHT = -0.5
+SAMPLE = 4096  # rows from which the library's distribution is estimated
+LONGEST = 1.01  # of a unit vector rounded to float16
+BLOCK = 512  # rows converted at a time: 512 x 256 float32 stay in the cache of a core
+WEIGHTED = re.compile(r"(\d+(?:\.\d+)?)\*(.+)", re.DOTALL)
+DATE = re.compile(r"\d{4}(-\d\d(-\d\d)?)?")
+TAKEN = "coalesce(taken, strftime('%Y-%m-%dT%H:%M:%S', mtime_ns / 1000000000, 'unixepoch', 'localtime'))"
+LIVE = "FROM vectors JOIN files ON files.image = vectors.image JOIN images ON images.id = vectors.image WHERE model = ?"
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which images to search. Dates are YYYY, YYYY-MM or YYYY-MM-DD, and refer to EXIF or else to the file's time."""
+
+    since: str | None = None
+    until: str | None = None  # included
+    under: str | None = None  # a folder, relative to the folder of photos
+    orientation: Literal["landscape", "portrait"] | None = None
+    min_side: int | None = None  # pixels of the shorter side
+
+    def __post_init__(self) -> None:
+        for name in ("since", "until"):
+            if (date := getattr(self, name)) is not None and not DATE.fullmatch(date):
+                raise UserError(f"--{name} {date}: give a date as 2024, 2024-05 or 2024-05-31")
+
+    def sql(self) -> tuple[str, list[Any]]:
+        """A condition and its values; "" for no filter."""
+        parts: list[tuple[str, list[Any]]] = []
+        if self.since:
+            parts.append((f"{TAKEN} >= ?", [self.since]))
+        if self.until:
+            parts.append((f"{TAKEN} < ?", [self.until + "~"]))  # ~ is after any digit, - and T
+        if self.under:
+            prefix = os.fsencode(os.path.normpath(self.under)) + b"/"
+            parts.append(("path >= ? AND path < ?", [prefix, prefix[:-1] + b"0"]))  # 0 follows /
+        if self.orientation:
+            parts.append((f"width {'>' if self.orientation == 'landscape' else '<'} height", []))
+        if self.min_side:
+            parts.append(("min(width, height) >= ?", [self.min_side]))
+        return "".join(f" AND {text}" for text, _ in parts), [value for _, values in parts for value in values]
+
+
+@dataclass(frozen=True)
+class Result:
+    """An image that was found."""
+
+    id: int  # of the file, until it is deleted or renamed
+    path: str  # relative to the folder of photos
+    score: float  # cosine similarity; for sums of queries, that with the combined vector
+    probability: float | None  # that it matches; None for queries that are not a single text
+    width: int
+    height: int
+    taken: str  # ISO time of EXIF, or else of the file
+    bytes: int
+    copies: tuple[str, ...] = ()  # equal and near-equal images that are not listed
+
+
+@dataclass(frozen=True)
+class Results:
+    """The nearest images, the nearest first."""
+
+    nearest: list[Result]
+    searched: int  # images
+    matches: list[Result] = field(init=False)  # those that probably match; empty: nothing here matches
+
+    def __post_init__(self) -> None:
+        found = [each for each in self.nearest if each.probability is None or each.probability >= 0.5]
+        object.__setattr__(self, "matches", found)
+
+
+class Index:
+    """The index of a folder of photos, opened read-only.
+
+    `Index("~/Pictures").search("two dogs on a beach")`; `m1clip.Index()` opens that of the current folder, or else the
+    newest. Safe to use from threads; a search sees what another process has indexed meanwhile.
+    """
+
+    def __init__(self, folder: str | Path | None = None, model: str | Path | None = None) -> None:
+        self.place = find_index(None if folder is None else Path(folder))
+        self._asked, self._lock = None if model is None else os.path.abspath(model), threading.RLock()
+        self._db = connect(self.place)
+        self.root = root_of(self.place, self._db)
+        self._version = -1
+        self.refresh()
+
+    def refresh(self) -> None:
+        """See what was indexed since; every search does this."""
+        with self._lock:
+            (version,) = self._db.execute("PRAGMA data_version").fetchone()
+            if version == self._version:
+                return
+            columns = "SELECT id, path, hash, stamp, dim, vectors FROM models WHERE vectors IS NOT NULL"
+            only = (None,) if self._asked is None else tuple(self._asked + end for end in ("", "/best", "/model"))
+            sets = self._db.execute(f"{columns} ORDER BY used DESC").fetchall()
+            found = next((each for each in sets if only == (None,) or each[1] in only), None)
+            if found is None:
+                what = f"has no vectors of {self._asked}" if self._asked else "is empty"
+                raise UserError(f"{self.root}: the index {what}; run m1clip index {self.root}")
+            self.set_id, self.model_path, self._hash, self._stamp, self.dim, name = found
+            self.vectors = _mapped(self.place / name, self.dim)  # (rows, dim) float16
+            self.__dict__.pop("moments", None)
+            self._version = version
+
+    def __len__(self) -> int:
+        with self._lock:
+            return int(self._db.execute(f"SELECT count(*) {LIVE}", (self.set_id,)).fetchone()[0])
+
+    @cached_property
+    def model(self) -> Any:
+        """The model of the vectors; UserError if it has changed since."""
+        if model_stamp(self.model_path) != self._stamp and model_hash(self.model_path) != self._hash:
+            raise UserError(f"{self.model_path}: the model has changed since; run m1clip index {self.root}")
+        return m1clip.load(self.model_path)
+
+    @cached_property
+    def moments(self) -> tuple[np.ndarray, np.ndarray]:
+        """((dim,) mean, (dim, dim) covariance) of the vectors, from a sample."""
+        sample = self.vectors[:: -(-len(self.vectors) // SAMPLE)].astype(np.float32)
+        mean = sample.mean(axis=0)
+        return mean, (sample - mean).T @ (sample - mean) / len(sample)
+
+    def search(
+        self,
+        text: str | Sequence[str] | Mapping[str, float] = (),
+        k: int = 20,
+        *,
+        like: Iterable[Any] = (),
+        exclude: Sequence[str] = (),
+        where: Filter | None = None,
+        collapse: bool = True,
+    ) -> Results:
+        """The k images nearest to a text, to several with weights, to images (`like`), and far from `exclude`.
+
+        An image is a path, a PIL image, or the id of a result. Near-duplicates of a result are listed with it, unless
+        `collapse` is False.
+        """
+        self.refresh()
+        return self.search_vector(self._combined(self._parts(text, like, exclude)), k, where, collapse)
+
+    def search_vector(
+        self, query: np.ndarray, k: int = 20, where: Filter | None = None, collapse: bool = True
+    ) -> Results:
+        """The k images nearest to a vector of length 1."""
+        condition, values = (where or Filter()).sql()
+        with self._lock:
+            rows = self._rows(condition, values) if condition else None
+            total = len(self.vectors) if rows is None else len(rows)
+            wanted = min(total, 4 * k + 32)
+            while True:
+                found = nearest(self.vectors, query, wanted, rows)
+                results = self._results(*found, condition, values, collapse)[:k]
+                if len(results) == k or wanted == total:
+                    return Results(results, total)
+                wanted = min(total, 4 * wanted)
+
+    def _rows(self, condition: str, values: list[Any]) -> np.ndarray:
+        """(n,) the rows of the images that pass a filter."""
+        found = self._db.execute(f"SELECT DISTINCT row {LIVE}{condition}", (self.set_id, *values)).fetchall()
+        return np.array([row for (row,) in found if row < len(self.vectors)], np.int64)
+
+    def _results(
+        self, rows: np.ndarray, scores: np.ndarray, condition: str, values: list[Any], collapse: bool
+    ) -> list[Result]:
+        """The files of some rows, in the order of the rows; rows of deleted files have none."""
+        place = {row: number for number, row in enumerate(rows.tolist())}
+        columns = f"row, files.id, path, width, height, {TAKEN}, bytes, look, thumb"
+        query = f"SELECT {columns} {LIVE} AND row IN ({','.join(map(str, place))}){condition}"
+        files = sorted(self._db.execute(query, (self.set_id, *values)), key=lambda file: (place[file[0]], file[2]))
+        groups = look_groups([file[-2:] for file in files]) if collapse else [[number] for number in range(len(files))]
+        results = []
+        for group in groups:
+            row, id_, path, width, height, taken, size, *_ = files[group[0]]
+            copies = tuple(os.fsdecode(files[number][2]) for number in group[1:])
+            score = float(scores[place[row]])
+            results.append(Result(id_, os.fsdecode(path), score, None, width, height, taken, size, copies))
+        return results
+
+    def file(self, id_: int) -> Path:
+        """The path of a result; UserError if it is not in the index."""
+        with self._lock:
+            found = self._db.execute("SELECT path FROM files WHERE id = ?", (id_,)).fetchone()
+        if found is None:
+            raise UserError(f"image {id_}: no longer in the index")
+        return self.root / os.fsdecode(found[0])
+
+    def _parts(self, text: Any, like: Iterable[Any], exclude: Sequence[str]) -> list[tuple[float, np.ndarray]]:
+        """(weight, unit vector) of each part of a query."""
+        weights = {text: 1.0} if isinstance(text, str) else dict(text if isinstance(text, Mapping) else _ones(text))
+        weights |= dict.fromkeys(exclude, NOT_WEIGHT)
+        parts = [(1.0, self._image_vector(image)) for image in like]
+        if weights:
+            vectors = np.asarray(self.model.encode_text(list(weights)), np.float32)
+            parts += zip(weights.values(), vectors, strict=True)
+        if not parts:
+            raise UserError("an empty query: give a text, or an image with --like")
+        return parts
+
+    def _image_vector(self, image: Any) -> np.ndarray:
+        if isinstance(image, int):
+            with self._lock:
+                query = (
+                    "SELECT row FROM vectors JOIN files ON files.image = vectors.image WHERE model = ? AND files.id = ?"
+                )
+                found = self._db.execute(query, (self.set_id, image)).fetchone()
+            if found is None:
+                raise UserError(f"image {image}: no longer in the index")
+            return self.vectors[found[0]].astype(np.float32)
+        try:
+            return np.asarray(self.model.encode_image(image), np.float32)[0]
+        except BadImage as error:
+            raise UserError(str(error)) from None
+
+    def _combined(self, parts: Sequence[tuple[float, np.ndarray]]) -> np.ndarray:
+        """(dim,) unit vector. In a sum, each part is divided by the spread of its scores over the library.
+
+        Otherwise an image would outweigh a text: cosines between images vary more than those with texts.
+        """
+        vectors = np.stack([vector for _, vector in parts])
+        weights = np.array([weight for weight, _ in parts], np.float32)
+        if len(parts) > 1:
+            spread = np.sqrt(np.einsum("pd,de,pe->p", vectors, self.moments[1], vectors))
+            weights /= np.maximum(spread, 1e-6)
+        query = weights @ vectors
+        return query / max(float(np.linalg.norm(query)), 1e-12)
+
+
+def _ones(texts: Iterable[str]) -> Iterable[tuple[str, float]]:
+    """Texts with their weights: 2*dog counts twice as much as beach."""
+    for text in texts:
+        found = WEIGHTED.fullmatch(text)
+        yield (found[2], float(found[1])) if found else (text, 1.0)
+
+
+def _mapped(path: Path, dim: int) -> np.ndarray:
+    rows = path.stat().st_size // (2 * dim)
+    if rows == 0:
+        return np.zeros((0, dim), np.float16)
+    # Copy on write: torch accepts no read-only array. asarray: slices of a np.memmap are memmaps too, which is slow.
+    return np.asarray(np.memmap(path, np.float16, "c", shape=(rows, dim)))
+
+
+# Exact search
+
+
+def nearest(
+    vectors: np.ndarray, query: np.ndarray, count: int, rows: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, scores) with the largest products with a query in float64, the largest first; ties by row.
+
+    A fast pass computes every product up to a known error e. The row with the count-th largest fast score c has a true
+    score of at least c - e, so each of the true nearest has a fast score of at least c - 2 e; these rows are rescored.
+    """
+    count = min(count, len(vectors) if rows is None else len(rows))
+    if count == 0:
+        return np.zeros(0, np.int64), np.zeros(0)
+    for scorer in (_half_scores, _float_scores):
+        fast, error = scorer(vectors, query)
+        fast = fast if rows is None else fast[rows]
+        places = np.flatnonzero(fast >= _kth_largest(fast, count) - 2 * error)
+        chosen = places if rows is None else rows[places]
+        exact = vectors[chosen].astype(np.float64) @ query.astype(np.float64)
+        if np.abs(exact - fast[places]).max() <= error:  # False where torch would add up in float16
+            break
+    order = np.lexsort((chosen, -exact))[:count]
+    return chosen[order], exact[order]
+
+
+def _half_scores(vectors: np.ndarray, query: np.ndarray) -> tuple[np.ndarray, float]:
+    """Products of float16 vectors by torch, which reads half the bytes of float32 and adds up in float32."""
+    if "torch" not in sys.modules:  # importing it takes longer than a search
+        return _float_scores(vectors, query)
+    import torch
+
+    rounded = query.astype(np.float16)
+    scores = torch.mv(torch.from_numpy(vectors), torch.from_numpy(rounded)).float().numpy()
+    length = LONGEST * float(np.linalg.norm(query))
+    lost = LONGEST * float(np.linalg.norm(query.astype(np.float64) - rounded))
+    return scores, lost + length * (2**-11 + len(query) * 2**-23)
+
+
+def _float_scores(vectors: np.ndarray, query: np.ndarray) -> tuple[np.ndarray, float]:
+    """Products in float32 by numpy, in blocks.
+
+    numpy converts float16 one number at a time. Shifting the bits into a float32 is faster; it is too small by 2^112.
+    """
+    scores, scaled = np.empty(len(vectors), np.float32), (query * np.float32(2.0**112)).astype(np.float32)
+
+    def work(start: int, end: int) -> None:
+        block = np.empty((BLOCK, vectors.shape[1]), np.float32)
+        for at in range(start, end, BLOCK):
+            part = block[: min(BLOCK, end - at)]
+            bits = part.view(np.int32)
+            np.copyto(bits, vectors[at : at + len(part)].view(np.int16))
+            np.left_shift(bits, 13, out=bits)
+            np.bitwise_and(bits, np.int32(-0x70000001), out=bits)  # the sign was extended over the exponent
+            np.dot(part, scaled, out=scores[at : at + len(part)])
+
+    threads = min(os.cpu_count() or 1, 1 + len(vectors) // (16 * BLOCK))
+    ends = np.linspace(0, len(vectors), threads + 1).astype(int).tolist()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, ends, ends[1:]))
+    return scores, LONGEST * float(np.linalg.norm(query)) * len(query) * 2**-23
+
+
+def _kth_largest(values: np.ndarray, k: int) -> float:
+    step = max(1, len(values) // SAMPLE)
+    sample = values[::step]
+    place = min(len(sample), 2 * k // step + 16)
+    guess = np.partition(sample, -place)[-place]
+    top = values[values >= guess]  # comparing is faster than a partition of all
+    values = top if len(top) >= k else values
+    return float(np.partition(values, -k)[-k])

@@ -1,0 +1,49 @@
+"""Folders of photos and a small model with random weights, for the tests of search."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from image_sets import image
+from tiny_model import tiny_clip
+
+from m1clip.data.images import Preprocess
+from m1clip.inference.encoder import Model
+from m1clip.search.index import connect
+from m1clip.text.tokenizers import make_tokenizer
+
+
+def save_model(folder: Path, embed_dim: int = 16) -> Path:
+    """A model folder; another `embed_dim` is another model."""
+    tokenizer = make_tokenizer("bpe-cut", ["a red dog on a beach at night"])
+    clip = tiny_clip(vocab_size=tokenizer.vocab_size, embed_dim=embed_dim)
+    Model(clip, tokenizer, Preprocess(image_size=32)).save(folder)
+    return folder
+
+
+def make_photos(folder: Path, count: int) -> Path:
+    """Random images in two folders."""
+    for number in range(count):
+        path = folder / ("a", "b")[number % 2] / f"{number:04d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image(number).save(path)
+    return folder
+
+
+def content(place: Path) -> dict[bytes, tuple[object, ...]]:
+    """What an index says about each file: its facts, and its vectors by model."""
+    db = connect(place)
+    vectors: dict[int, dict[str, tuple[float, ...]]] = {}
+    for number, key, dim, name in db.execute("SELECT id, hash, dim, vectors FROM models WHERE vectors IS NOT NULL"):
+        array = np.fromfile(place / name, np.float16).reshape(-1, dim)
+        for found, row in db.execute("SELECT image, row FROM vectors WHERE model = ?", (number,)):
+            vectors.setdefault(found, {})[key] = tuple(array[row].tolist())
+    files = "SELECT path, bytes, mtime_ns, problem, image, sha256, width, height, taken, orientation, look FROM files "
+    rows = db.execute(files + "LEFT JOIN images ON images.id = image").fetchall()
+    db.close()
+    return {
+        path: (*facts, vectors.get(number))
+        for path, *rest in rows
+        for facts, number in [(rest[:3] + rest[4:], rest[3])]
+    }

@@ -1,0 +1,157 @@
+"""Search is exact, filters and combines queries, and lists near-duplicates with their best."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from image_sets import image
+from photos import make_photos, save_model
+
+import m1clip
+from m1clip.cli.main import main
+from m1clip.errors import UserError
+from m1clip.search import query as module
+from m1clip.search.index import update_index
+from m1clip.search.query import Filter, Index, nearest
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve photos of twelve months in two folders, and copies of the first."""
+    folder = tmp_path_factory.mktemp("library")
+    photos = make_photos(folder / "photos", 12)
+    for number, path in enumerate(sorted(photos.rglob("*.jpg"))):
+        os.utime(path, (0, 1_700_000_000 + 86_400 * 31 * number))
+    image(0, (104, 80)).save(photos / "larger.png")
+    update_index(photos, save_model(folder / "model"))
+    return photos
+
+
+@given(
+    st.integers(1, 400), st.integers(1, 24), st.integers(1, 60), st.integers(0, 2**32 - 1), st.booleans(), st.booleans()
+)
+def test_nearest_equals_brute_force_in_float64(
+    n: int, dim: int, k: int, seed: int, coarse: bool, filtered: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    vectors = rng.normal(size=(n, dim))
+    vectors = np.round(vectors) + 1e-3 if coarse else vectors  # many ties and near-ties
+    vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float16)
+    query = rng.normal(size=dim).astype(np.float32)
+    query /= np.linalg.norm(query)
+    rows = np.flatnonzero(rng.random(n) < 0.5) if filtered else None
+    exact = vectors.astype(np.float64) @ query.astype(np.float64)
+    candidates = np.arange(n) if rows is None else rows
+    expected = candidates[np.lexsort((candidates, -exact[candidates]))][:k]
+    found, scores = nearest(vectors, query, k, rows)
+    assert found.tolist() == expected.tolist()
+    np.testing.assert_array_equal(scores, exact[expected])
+
+
+@pytest.mark.parametrize("scorer", [module._half_scores, module._float_scores])
+def test_error_of_the_fast_scores_is_below_its_bound(scorer: object) -> None:
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(20_000, 256))
+    vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float16)
+    vectors[0, :9] = [0, -0.0, 6e-8, -6e-8, 6.1e-5, -6.1e-5, 1, -1, 0.5]  # zeros and subnormal numbers
+    query = vectors[7].astype(np.float32)
+    scores, bound = scorer(vectors[1:], query)  # type: ignore[operator]
+    error = np.abs(scores - vectors[1:].astype(np.float64) @ query.astype(np.float64)).max()
+    assert error <= bound < 2e-3
+    single, _ = module._float_scores(vectors[:1], query)
+    assert single[0] == pytest.approx(float(vectors[0].astype(np.float64) @ query), abs=1e-6)
+
+
+def test_a_scorer_beyond_its_bound_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(500, 8)).astype(np.float16)
+    monkeypatch.setattr(module, "_half_scores", lambda v, q: (rng.normal(size=len(v)), 1e-3))
+    query = np.ones(8, np.float32)
+    found, _ = nearest(vectors, query, 5)
+    assert found.tolist() == np.argsort(-(vectors.astype(np.float64) @ query))[:5].tolist()
+
+
+def test_search_equals_brute_force(photos: Path) -> None:
+    index = m1clip.Index(photos)
+    query = np.asarray(index.model.encode_text("a dog"))[0]
+    found = index.search("a dog", k=5, collapse=False)
+    paths = sorted(path for path in photos.rglob("*.*") if path.suffix in (".jpg", ".png"))
+    scores = np.asarray(index.model.encode_image(paths)) @ query
+    best = [paths[place] for place in np.argsort(-scores)[:5]]
+    assert [photos / each.path for each in found.nearest] == best
+    assert [each.score for each in found.nearest] == pytest.approx(np.sort(scores)[::-1][:5], abs=1e-3)
+    assert found.searched == len(index) == 13
+
+
+def test_near_duplicates_are_listed_with_their_best(photos: Path) -> None:
+    found = Index(photos).search(like=[photos / "a/0000.jpg"], k=20)
+    assert found.nearest[0].path == "a/0000.jpg"
+    assert found.nearest[0].copies == ("larger.png",)
+    assert len(found.nearest) == 12
+    assert len(Index(photos).search(like=[photos / "a/0000.jpg"], k=20, collapse=False).nearest) == 13
+
+
+@pytest.mark.parametrize(
+    ("where", "count"),
+    [
+        (Filter(), 13),
+        (Filter(since="2024"), 11),
+        (Filter(since="2023-12", until="2024-02"), 3),
+        (Filter(until="2023"), 2),
+        (Filter(since="2023-12-15", until="2023-12-15"), 1),
+        (Filter(under="a"), 6),
+        (Filter(under="./b/"), 6),
+        (Filter(under="c"), 0),
+        (Filter(orientation="portrait"), 0),
+        (Filter(orientation="landscape", min_side=50), 1),
+    ],
+)
+def test_filters(photos: Path, where: Filter, count: int) -> None:
+    assert len(Index(photos).search("x", where=where, collapse=False).nearest) == count
+
+
+def test_sums_and_differences_of_queries(photos: Path) -> None:
+    index = Index(photos)
+    parts = index._parts({"red": 1.0, "night": 2.0}, [3], ["dog"])
+    assert [weight for weight, _ in parts] == [1.0, 1.0, 2.0, module.NOT_WEIGHT]
+    query = index._combined(parts)
+    scores = sum(w * (index.vectors @ v) / np.std(index.vectors.astype(np.float32) @ v) for w, v in parts)
+    correlation = np.corrcoef(scores, index.vectors.astype(np.float32) @ query)[0, 1]
+    assert correlation > 0.999  # each part counts by its weight, whatever the spread of its scores
+    same = index.search(["red", "2*night"], like=[3], exclude=["dog"])
+    assert same.nearest[0] == index.search({"red": 1, "night": 2}, like=[3], exclude=["dog"]).nearest[0]
+    with pytest.raises(UserError, match="an empty query"):
+        index.search()
+
+
+def test_changed_model_is_refused(tmp_path: Path) -> None:
+    photos, model = make_photos(tmp_path / "photos", 2), save_model(tmp_path / "model")
+    update_index(photos, model)
+    save_model(model)  # the same weights: only the times differ
+    assert Index(photos).search("a").nearest
+    save_model(model, embed_dim=8)
+    with pytest.raises(UserError, match="has changed since"):
+        Index(photos).search("a")
+
+
+def test_command_line(photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(photos / "a")  # a folder below the indexed one
+    for words in (["red", "--not", "dog", "-k", "3"], ["--like", "0000.jpg", "-k", "3", "--json"]):
+        with pytest.raises(SystemExit) as exit_:
+            main(["search", *words])
+        assert exit_.value.code == 0
+    text, _, found = capsys.readouterr().out.partition("{")
+    assert len(text.splitlines()) == 3
+    assert json.loads("{" + found)["nearest"][0]["path"] == "a/0000.jpg"
+    for words in (["x", "--since", "May"], [], ["x", "--in", "/nowhere"]):
+        with pytest.raises(SystemExit):
+            main(["search", *words])
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert error.startswith("m1clip: ")
