@@ -140,13 +140,13 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("words", "told"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
+@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
 def test_user_errors_are_one_line_with_exit_code_2(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    words: tuple[str, ...], told: str,
+    words: tuple[str, ...], message: str,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    assert told in refused(capsys, *words)
+    assert message in refused(capsys, *words)
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
 
 

@@ -166,7 +166,7 @@ def describe(record: Record) -> str:
     at = f" at step {step:,}" if step else ""
     metric = selection_metric(record)
     score = f"{SELECTION[metric]} {percent(record[metric])}" if numbers([record], metric) else ""
-    reason = record.get("reason") or record.get("why")
+    reason = record.get("reason")
     texts: dict[str, str] = {
         "eval": f"evaluated{at}" + (f": {score}" if score else ""),
         "start": f"started{at}" + (f", {steps:,} steps in total" if steps else ""),

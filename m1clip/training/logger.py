@@ -101,7 +101,7 @@ class StepLogger:
             self._wrote_memory = True
         graph = self.train_step.cuda_graph
         if graph is not None and graph.disabled and not self._wrote_graph:
-            self.log.write("event", step=state.step, event="CUDA graph disabled", why=graph.disabled)
+            self.log.write("event", step=state.step, event="CUDA graph disabled", reason=graph.disabled)
             self._wrote_graph = True
         self.screen.step(line)
         self._begin()

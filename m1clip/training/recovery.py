@@ -157,7 +157,7 @@ class Recovery:
         self.suspects.update(named)
         reason = "the loss is not finite" if not math.isfinite(loss) else "the gradient is not finite"
         values = {"loss": loss, "grad_norm": norm, "samples": samples, "suspects": suspects}
-        self.log.write("event", step=step, event="update skipped", why=reason, **values)
+        self.log.write("event", step=step, event="update skipped", reason=reason, **values)
         if first:
             found = "samples with non-finite features" if suspects else "the batch contained"
             more = f" and {len(named) - SHOWN_SAMPLES} more" if len(named) > SHOWN_SAMPLES else ""
@@ -168,8 +168,8 @@ class Recovery:
 
     def _report_memory(self, step: int, micro_batch: int, reason: str, helps: bool) -> None:
         self.state.micro_batch, batch = micro_batch, self.setup.config.train.batch_size
-        values = {"micro_batch": micro_batch, "batch": batch, "why": reason, "helps": helps}
-        self.log.write("event", step=step, event="memory short", **values)
+        values = {"micro_batch": micro_batch, "batch": batch, "reason": reason, "helps": helps}
+        self.log.write("event", step=step, event="low memory", **values)
         effect = f"using micro-batches of {micro_batch}; the batch of {batch} and its gradient stay the same"
         if not helps:
             effect = "a smaller micro-batch does not help; continuing as before"

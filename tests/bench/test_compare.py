@@ -48,8 +48,8 @@ def test_single_model_also_varies_one_setting_at_a_time() -> None:
 def test_several_models_are_ordered_by_size() -> None:
     options = CompareOptions(model=("tiny", "small"), batch_size=(64, 1))
     found = groups(LAPTOP, options, ["mps", "cpu"])
-    jobs = [(group[0].model, group[0].batch_size) for group in found]
-    assert jobs == [("tiny", 1), ("tiny", 64), ("small", 1), ("small", 64)]
+    order = [(group[0].model, group[0].batch_size) for group in found]
+    assert order == [("tiny", 1), ("tiny", 64), ("small", 1), ("small", 64)]
     assert [c.variant for c in found[0]] == ["mps bf16 sdpa", "mps fp32 sdpa", "cpu bf16 bmm", "cpu fp32 bmm"]
 
 

@@ -28,7 +28,7 @@ def naive() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def job(naive: ModuleType) -> Setup:
+def setup(naive: ModuleType) -> Setup:
     """The prior art's data in small: 24 + 12 images of 32 px, towers of one narrow block."""
     from m1clip.config import from_dict, read_preset
 
@@ -64,21 +64,21 @@ def test_baseline_attention_matches_torch(naive: ModuleType) -> None:
     torch.testing.assert_close(layer(x), layer.out(mixed))
 
 
-def test_baseline_samples_are_float_images_and_padded_captions(naive: ModuleType, job: Setup) -> None:
-    samples = naive.NaivePairs(job.splits["train"])
+def test_baseline_samples_are_float_images_and_padded_captions(naive: ModuleType, setup: Setup) -> None:
+    samples = naive.NaivePairs(setup.splits["train"])
     image, ids = samples[3]
     assert len(samples) == 24
     assert image.shape == (3, 32, 32)
     assert image.dtype == torch.float32
     assert -1 <= image.min() < image.max() <= 1
     assert ids.shape == (77,)
-    own = job.splits["train"].captions
+    own = setup.splits["train"].captions
     rows = own.tokens[own.first[3] : own.first[4]]
     assert any((row == ids.numpy()).all() for row in rows)
 
 
-def test_baseline_learns(naive: ModuleType, job: Setup) -> None:
-    trainer = naive.NaiveTrainer(job)
+def test_baseline_learns(naive: ModuleType, setup: Setup) -> None:
+    trainer = naive.NaiveTrainer(setup)
     batch = next(iter(trainer.loader))
     losses = [trainer.step(batch) for _ in range(100)]
     assert losses[-1] < 0.75 * losses[0]

@@ -54,7 +54,7 @@ def images(tmp_path: Path) -> Path:
     return tmp_path / "set"
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
+def run_command(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as end:
         main([str(word) for word in words])
     return int(end.value.code or 0), *capsys.readouterr()
@@ -62,22 +62,26 @@ def said(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, s
 
 @pytest.mark.parametrize("to", ["openclip", "hf", "safetensors"])
 def test_export(model: Path, to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(capsys, "export", model, "--to", to, "--out", tmp_path / "out")
+    code, out, _ = run_command(capsys, "export", model, "--to", to, "--out", tmp_path / "out")
     assert code == 0
     assert f"exported   {tmp_path / 'out'}" in out
     torch.testing.assert_close(m1clip.load(tmp_path / "out").encode_text(["a"]), m1clip.load(model).encode_text(["a"]))
-    code, _, error = said(capsys, "export", model, "--to", to, "--out", tmp_path / "out")
+    code, _, error = run_command(capsys, "export", model, "--to", to, "--out", tmp_path / "out")
     assert code == 2
     assert "already exists" in error
 
 
 def test_classify_and_similar(model: Path, images: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(capsys, "classify", images / "red" / "0.png", "--labels", "red, green,blue", "--model", model)
+    code, out, _ = run_command(
+        capsys, "classify", images / "red" / "0.png", "--labels", "red, green,blue", "--model", model
+    )
     lines = out.strip().splitlines()
     assert code == 0
     assert {line.split("  ")[-1] for line in lines} == {"red", "green", "blue"}
     assert sum(float(line.split("%")[0]) for line in lines) == pytest.approx(100, abs=0.2)
-    code, out, _ = said(capsys, "similar", images / "red" / "0.png", "--in", images, "--model", model, "--count", "2")
+    code, out, _ = run_command(
+        capsys, "similar", images / "red" / "0.png", "--in", images, "--model", model, "--count", "2"
+    )
     assert code == 0
     assert len(out.strip().splitlines()) == 2
     assert "red/0.png" not in out
@@ -87,7 +91,7 @@ def test_zero_shot(
     model: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, _ = said(capsys, "eval", model, "--classes", images, "--device", "cpu")
+    code, out, _ = run_command(capsys, "eval", model, "--classes", images, "--device", "cpu")
     assert code == 0
     assert "zero shot, top1" in out
     assert (tmp_path / "confusion-set.png").is_file() or "m1clip[plot]" in out
@@ -113,7 +117,7 @@ def test_default_model_is_newest_run(tmp_path: Path) -> None:
         (("similar", "set/red/0.png", "--in", "set", "--count", "1.5"), "--count 1.5: give an integer"),
         (("export", "MODEL", "--to", "hf", "--image-size", "1.5"), "--image-size 1.5: give an integer"),
         (("eval", "MODEL"), "specify data with --data"),
-        (("train", "--init", "nothing", "--recipe", "frozen"), "--init excludes --recipe frozen"),
+        (("train", "--init", "nothing", "--recipe", "frozen"), "--init cannot be combined with --recipe frozen"),
         (("eval", "MODEL", "--classes", "set/red"), "0 class folders"),
         (("eval", "MODEL", "--classes", "set", "--class-names", "notes.txt"), "1 names for the 2 class folders"),
         (("eval", "MODEL", "--classes", "set", "--class-names", "empty.txt"), "contains no names"),
@@ -131,6 +135,6 @@ def test_user_errors_are_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("not an image")
     (tmp_path / "empty.txt").write_text("\n")
-    code, _, error = said(capsys, *(model if word == "MODEL" else word for word in words))
+    code, _, error = run_command(capsys, *(model if word == "MODEL" else word for word in words))
     assert (code, error.count("\n")) == (2, 1)
     assert message in error

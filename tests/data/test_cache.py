@@ -175,15 +175,15 @@ def test_changed_image_is_decoded_again(tmp_path: Path) -> None:
 def test_bad_images_are_left_out_and_named_in_every_run(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set")
     break_files(folder, [5, 11])
-    said: list[str] = []
-    first, second = cached(folder), cached(folder, warn=said.append)
+    warnings: list[str] = []
+    first, second = cached(folder), cached(folder, warn=warnings.append)
     assert [failure.index for failure in second.failures] == [5, 11]
     assert first.failures == second.failures
     assert len(second.images) == len(second.samples) == 38
     assert second.samples[5].id == "images/train-0006.jpg"
     np.testing.assert_array_equal(second.images.read(np.arange(38)), squares(second))
-    assert len(said) == 2
-    assert "train-0005.jpg: not an image" in said[0]
+    assert len(warnings) == 2
+    assert "train-0005.jpg: not an image" in warnings[0]
 
 
 def test_mapped_images_pickle_by_their_path(tmp_path: Path) -> None:
@@ -425,12 +425,12 @@ def test_batch_is_the_same_with_images_on_the_device() -> None:
 
 def test_each_failure_is_logged_once_and_too_many_stop_the_run() -> None:
     written: list[tuple[str, dict[str, object]]] = []
-    said: list[str] = []
-    log = FailureLog(1000, 0.1, lambda kind, **values: written.append((kind, values)), said.append, named=["old"])
+    warnings: list[str] = []
+    log = FailureLog(1000, 0.1, lambda kind, **values: written.append((kind, values)), warnings.append, named=["old"])
     log((Failure(3, "a.jpg", "gone"), Failure(3, "a.jpg", "gone")))
     log((Failure(3, "a.jpg", "gone"), Failure(4, "old", "gone")))
     assert written == [("skipped", {"split": "train", "where": "a.jpg", "reason": "gone"})]
-    assert len(said) == 2
+    assert len(warnings) == 2
     many = [Failure(100 + number, f"{number}.jpg", "gone") for number in range(99)]
     log(many[:98])
     with pytest.raises(UserError, match=r"101 of 1,000 train images .*such as a.jpg: gone.*--max-bad"):

@@ -204,10 +204,10 @@ def test_shortest_side_then_center_crop(size: tuple[int, int]) -> None:
 
 
 def test_squash_keeps_the_edges() -> None:
-    whole = np.zeros((40, 80, 3), np.uint8)
-    whole[:, :20] = 255  # cut off by a center crop
-    assert to_square(Image.fromarray(whole), 32, "squash")[:, 0].min() == 255
-    assert to_square(Image.fromarray(whole), 32, "shortest")[:, 2:].max() < 60
+    full = np.zeros((40, 80, 3), np.uint8)
+    full[:, :20] = 255  # cut off by a center crop
+    assert to_square(Image.fromarray(full), 32, "squash")[:, 0].min() == 255
+    assert to_square(Image.fromarray(full), 32, "shortest")[:, 2:].max() < 60
 
 
 def test_preprocessing_round_trips_through_json() -> None:

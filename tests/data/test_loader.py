@@ -191,14 +191,14 @@ def test_word_dropout_depends_on_the_epoch_and_is_reproducible() -> None:
     captions = tokenize_captions(texts, make_tokenizer("char", [t[0] for t in texts]), 64)
     images = RowTable(np.zeros((12, 4, 4, 3), np.uint8))
 
-    def data(share: float) -> TrainingSet:
-        return TrainingSet(images, captions, BatchPlan(12, 6, 3), Augmentation(word_dropout=share))
+    def data(fraction: float) -> TrainingSet:
+        return TrainingSet(images, captions, BatchPlan(12, 6, 3), Augmentation(word_dropout=fraction))
 
-    whole, some, again = data(0.0), data(0.3), data(0.3)
+    full, some, again = data(0.0), data(0.3), data(0.3)
     assert torch.equal(some[0].tokens, again[0].tokens)
     assert list(some[0].lengths) == sorted(some[0].lengths)
-    assert some[0].tokens.shape[1] < whole[0].tokens.shape[1], "dropped words are not padding"
-    kept = sum(sum(some[step].lengths) - 12 for step in range(40)) / (sum(whole[0].lengths) - 12) / 40
+    assert some[0].tokens.shape[1] < full[0].tokens.shape[1], "dropped words are not padding"
+    kept = sum(sum(some[step].lengths) - 12 for step in range(40)) / (sum(full[0].lengths) - 12) / 40
     assert abs(kept - 0.7) < 0.03
     rows = {tuple(row) for step in range(0, 8, 2) for row in some[step].tokens.tolist()}
     assert len(rows) > 12, "another epoch drops other words"

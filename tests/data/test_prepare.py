@@ -78,13 +78,13 @@ def test_quick_check_is_short_on_screen_and_complete_in_the_log(tmp_path: Path) 
     break_files(folder, [1])
     break_files(folder, [2], data=b"")
     (folder / "images" / "train-0003.jpg").unlink()
-    said: list[str] = []
+    warnings: list[str] = []
     notes: list[str] = []
     source = open_data(DataConfig(source=(str(folder),)), 24, 0)
-    report = quick_check(source, 32, notes.append, said.append)
-    assert len(said) == 3
+    report = quick_check(source, 32, notes.append, warnings.append)
+    assert len(warnings) == 3
     assert quick_check(source, 4, notes.append, lambda line: None)["findings"] != report["findings"]
-    assert said[2] == "data: 1 more kinds of finding; m1clip data lint shows all"
+    assert warnings[2] == "data: 1 more kinds of finding; m1clip data lint shows all"
     assert report["verdict"] == "problems"
     assert {found["code"] for found in report["findings"]} == {"missing", "empty", "not-an-image"}
     json.dumps(report)
@@ -109,12 +109,12 @@ def test_commands_lint_and_pack(tmp_path: Path) -> None:
     assert "Traceback" not in wrong.stderr
 
 
-@pytest.mark.parametrize(("tokenizer", "share"), [("char", 0.0), ("bpe-cut", 0.3)])
-def test_char_tokenizer_has_no_word_dropout(tmp_path: Path, tokenizer: str, share: float) -> None:
+@pytest.mark.parametrize(("tokenizer", "fraction"), [("char", 0.0), ("bpe-cut", 0.3)])
+def test_char_tokenizer_has_no_word_dropout(tmp_path: Path, tokenizer: str, fraction: float) -> None:
     folder = make_set(tmp_path / "set", train=16, val=2, test=2)
     config = small_config({"data.source": str(folder), "data.cache": "ram", "model.tokenizer": tokenizer})
-    job = prepare(config, lambda line: None, decode_plan(screen()))
-    assert job.config.data.word_dropout == job.training.augmentation.word_dropout == share
+    setup = prepare(config, lambda line: None, decode_plan(screen()))
+    assert setup.config.data.word_dropout == setup.training.augmentation.word_dropout == fraction
 
 
 def test_captions_that_mention_left_and_right_disable_flips() -> None:

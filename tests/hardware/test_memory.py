@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from m1clip.hardware import memory as heap
+from m1clip.hardware import memory
 
 # Writes to a fresh block of 16 MB ten times, and counts the page faults of the last nine rounds.
 FAULTS = """
@@ -43,10 +43,10 @@ def test_freed_memory_is_reused_until_it_is_returned() -> None:
 
 def test_malloc_settings_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
-    assert heap.keep_freed_memory() is False
+    assert memory.keep_freed_memory() is False
 
 
 def test_malloc_settings_are_for_linux_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert heap.keep_freed_memory() is False
-    assert heap.return_freed_memory() is False
+    assert memory.keep_freed_memory() is False
+    assert memory.return_freed_memory() is False

@@ -64,9 +64,9 @@ def test_class_folders_are_selected_by_top1_accuracy(tmp_path: Path) -> None:
     bundle = load(run)
     paths = sorted((data / "test").rglob("*.png"))
     vectors = bundle.class_vectors(list(COLORS), ["a photo of a {}."])
-    said = (bundle.encode_image([bundle.square(path) for path in paths]) @ vectors.T).argmax(dim=1)
+    predicted = (bundle.encode_image([bundle.square(path) for path in paths]) @ vectors.T).argmax(dim=1)
     right = torch.tensor([list(COLORS).index(path.parent.name) for path in paths])
-    assert end["top1_accuracy"] == pytest.approx(float((said == right).float().mean()))
+    assert end["top1_accuracy"] == pytest.approx(float((predicted == right).float().mean()))
     assert_one_name(run, printed, "top-1 accuracy", max(evaluations.values()))
 
 

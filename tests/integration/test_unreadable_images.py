@@ -103,11 +103,11 @@ def test_missing_disk_is_a_one_line_error(tmp_path: Path, workers: int) -> None:
     assert "\n" not in str(caught.value)
 
 
-def broken_run(tmp_path: Path, share: float, cache: str, name: str = "run", **more: Any) -> Path:
+def broken_run(tmp_path: Path, fraction: float, cache: str, name: str = "run", **more: Any) -> Path:
     folder = tmp_path / "set"
     if not folder.exists():
         make_set(folder, train=200, val=20, test=20)
-        break_files(folder, range(0, 200, round(1 / share)))
+        break_files(folder, range(0, 200, round(1 / fraction)))
         break_files(folder, [3], split="val")
     changes = {"data.source": [str(folder)], "data.cache": cache, "train.steps": 8, "train.save_every": 4, **more}
     run_small(tmp_path / name, changes)
@@ -135,7 +135,7 @@ def test_training_continues_with_five_percent_bad_files_and_names_each_once(
 
 @pytest.mark.slow
 def test_resume_with_bad_files_ends_the_same(tmp_path: Path) -> None:
-    whole = broken_run(tmp_path, 0.05, "off")
+    reference = broken_run(tmp_path, 0.05, "off")
     config = small_config(
         {"data.source": [str(tmp_path / "set")], "data.cache": "off", "train.steps": 8, "train.save_every": 4}
     )
@@ -147,7 +147,7 @@ def test_resume_with_bad_files_ends_the_same(tmp_path: Path) -> None:
     resume(tmp_path / "again", screen())
     names = [record["where"] for record in read_log(tmp_path / "again") if record["kind"] == "skipped"]
     assert len(names) == len(set(names)) > 0
-    weights = [(run / "model" / "model.safetensors").read_bytes() for run in (whole, tmp_path / "again")]
+    weights = [(run / "model" / "model.safetensors").read_bytes() for run in (reference, tmp_path / "again")]
     assert weights[0] == weights[1]
 
 

@@ -137,8 +137,8 @@ def test_pooling_by_class_token_or_mean() -> None:
         hook = tower.transformer.register_forward_pre_hook(lambda _m, args, seen=seen: seen.append(args[0]))
         out = tower(pixels())
         hook.remove()
-        whole = tower.transformer(seen[0])
-        pooled = whole[:, 0] if tower is cls else whole.mean(dim=1)
+        full = tower.transformer(seen[0])
+        pooled = full[:, 0] if tower is cls else full.mean(dim=1)
         torch.testing.assert_close(out, tower.norm(pooled))
 
 
@@ -273,9 +273,9 @@ def test_conv_stem_with_patch_dropout() -> None:
     torch.manual_seed(0)
     tower = VisionTower(SMALL.image_tower)
     x, chosen = torch.randn(2, 3, 32, 32), torch.tensor([[0, 3, 7], [1, 2, 15]])
-    whole = tower._patches(x, None)
-    assert whole.shape == (2, 16, 16)
-    torch.testing.assert_close(tower._patches(x, chosen), torch.stack([whole[0, chosen[0]], whole[1, chosen[1]]]))
+    full = tower._patches(x, None)
+    assert full.shape == (2, 16, 16)
+    torch.testing.assert_close(tower._patches(x, chosen), torch.stack([full[0, chosen[0]], full[1, chosen[1]]]))
 
 
 def test_flops_of_a_conv_stem() -> None:

@@ -1,4 +1,4 @@
-"""A job in a process of its own, with little memory and a clock: what a hostile file must not break out of."""
+"""A function in a process of its own, with little memory and a clock: what a hostile file must not break out of."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ ROOM = 400 * MIB  # beyond what the process has when it begins; an allowed image
 SECONDS = 20
 
 
-def bounded(job: Callable[[], Any], room: int = ROOM, seconds: int = SECONDS) -> str:
-    """How the job ended: "ok", "UserError: ...", or the name of what broke; memory and time are limited."""
+def bounded(function: Callable[[], Any], room: int = ROOM, seconds: int = SECONDS) -> str:
+    """How the function ended: "ok", "UserError: ...", or the name of what broke; memory and time are limited."""
     here, there = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=_run, args=(job, there, room, seconds))
+    process = FORK.Process(target=_run, args=(function, there, room, seconds))
     process.start()
     there.close()
     try:
-        told = str(here.recv()) if here.poll(seconds + 10) else "hangs"
+        outcome = str(here.recv()) if here.poll(seconds + 10) else "hangs"
     except EOFError:
-        told = "died"
+        outcome = "died"
     process.join(5)
     if process.is_alive():
         process.kill()
         process.join()
-    return told
+    return outcome
 
 
-def _run(job: Callable[[], Any], answer: Any, room: int, seconds: int) -> None:
+def _run(function: Callable[[], Any], answer: Any, room: int, seconds: int) -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
     if pages:
         limit = pages * resource.getpagesize() + room
@@ -43,7 +43,7 @@ def _run(job: Callable[[], Any], answer: Any, room: int, seconds: int) -> None:
     signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError("too slow")))
     signal.alarm(seconds)
     try:
-        job()
+        function()
         answer.send("ok")
     except (UserError, BadImage) as error:
         answer.send(f"UserError: {error}")

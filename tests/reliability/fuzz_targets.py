@@ -39,7 +39,7 @@ class Target:
     file: str
     seeds: tuple[bytes, ...]
     read: Callable[[Path], object]  # given the folder
-    share: float = 1.0  # of the changed files: slow readers get fewer
+    fraction: float = 1.0  # of the changed files: slow readers get fewer
 
 
 def _read_source(name: str) -> Callable[[Path], object]:

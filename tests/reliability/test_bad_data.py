@@ -186,10 +186,10 @@ def test_file_deleted_while_training_is_replaced(tmp_path: Path, workers: int, m
 @pytest.mark.parametrize("part", range(3))
 def test_shards_truncated_anywhere(tmp_path: Path, part: int, counts: dict[str, float]) -> None:
     shard = cut_shard(tmp_path, 1.0)
-    whole = shard.read_bytes()
-    cuts = range(0, len(whole), max(1, len(whole) // 500))[part::3]
+    full = shard.read_bytes()
+    cuts = range(0, len(full), max(1, len(full) // 500))[part::3]
     for cut in cuts:
-        shard.write_bytes(whole[:cut])
+        shard.write_bytes(full[:cut])
         with contextlib.suppress(UserError):
             source = open_source(str(shard))
             for split in source.splits():

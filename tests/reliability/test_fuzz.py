@@ -114,7 +114,7 @@ def test_mutated_files_give_one_line_errors(name: str, folder: Path, readers: di
     for valid in target.seeds:  # or only the first check of each reader would be tested
         (folder / target.file).write_bytes(valid)
         target.read(folder)
-    assert fuzz(target, folder, max(2, int(250 * min(1, target.share))), seed=name) == []
+    assert fuzz(target, folder, max(2, int(250 * min(1, target.fraction))), seed=name) == []
 
 
 def test_all_readers_are_tested(readers: dict[str, Target]) -> None:
@@ -131,10 +131,10 @@ def test_fuzzer_reports_failures(folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_million_mutated_files(part: int, folder: Path, readers: dict[str, Target], counts: dict[str, float]) -> None:
-    shares = sum(target.share for target in readers.values())
+    fractions = sum(target.fraction for target in readers.values())
     total = 0
     for name, target in readers.items():
-        count = math.ceil(MANY / PARTS * target.share / shares)
+        count = math.ceil(MANY / PARTS * target.fraction / fractions)
         assert fuzz(target, folder, count, seed=f"{name} {part}") == []
         total += count
     counts[f"changed files for {len(readers)} readers"] = total

@@ -66,7 +66,7 @@ def killed_run(folder: Path, workers: int, kills: int, steps: int, apart: int, s
     def start(*words: str, log: Path = samples) -> Command:
         return Command("train", *words, cwd=folder, prepare=partial(log_samples, log))
 
-    assert start(*words, "--run", "whole", log=folder / "whole.txt").wait(300) == 0
+    assert start(*words, "--run", "reference", log=folder / "reference.txt").wait(300) == 0
     for number in range(kills):
         process = start(*(["--resume", "killed"] if (run / "config.toml").exists() else [*words, "--run", "killed"]))
         goal = len(lines(samples)) + draw.randrange(8, apart)  # a few steps more than a save
@@ -78,9 +78,9 @@ def killed_run(folder: Path, workers: int, kills: int, steps: int, apart: int, s
         inside_epoch += max(int(line.split()[0]) for line in lines(samples)) % 4 != 0  # four steps per epoch
     assert start("--resume", "killed").wait(300) == 0
     assert psutil.wait_procs(children, timeout=30)[1] == [], "workers are still running"  # torch's look every 5 seconds
-    assert hashes(run, steps) == hashes(folder / "whole", steps)
-    assert set(lines(samples)) == set(lines(folder / "whole.txt")), "the same samples in each step"
-    repeated = len(lines(samples)) - len(lines(folder / "whole.txt"))
+    assert hashes(run, steps) == hashes(folder / "reference", steps)
+    assert set(lines(samples)) == set(lines(folder / "reference.txt")), "the same samples in each step"
+    repeated = len(lines(samples)) - len(lines(folder / "reference.txt"))
     return {"SIGKILLs": kills, "of them inside an epoch": inside_epoch, "steps repeated": repeated}
 
 

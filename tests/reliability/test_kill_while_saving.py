@@ -104,7 +104,7 @@ def test_number_of_crash_points(tmp_path: Path, replace: bool, counts: dict[str,
     counts["crashes, one at each file operation"] = crash_everywhere(tmp_path / "run", replace)
 
 
-def crash_at(operation: int, run: Path, job: Callable[[], None]) -> None:
+def crash_at(operation: int, run: Path, function: Callable[[], None]) -> None:
     """Save, but exit at the n-th file operation: each open, mkdir, rename, remove and fsync counts."""
     count = 0
 
@@ -123,7 +123,7 @@ def crash_at(operation: int, run: Path, job: Callable[[], None]) -> None:
 
     os.fsync = fsync
     sys.addaudithook(step)
-    job()
+    function()
     os._exit(0)
 
 

@@ -41,15 +41,15 @@ def kinds(run: Path) -> list[str]:
 
 
 def test_run_with_a_killed_data_worker_ends_with_the_same_weights(tmp_path: Path) -> None:
-    whole = command("train", *small_arguments({**ENDLESS, "train.steps": 150}), "--run", "whole", cwd=tmp_path)
-    assert whole.returncode == 0, whole.stderr
+    reference = command("train", *small_arguments({**ENDLESS, "train.steps": 150}), "--run", "reference", cwd=tmp_path)
+    assert reference.returncode == 0, reference.stderr
     process = start(tmp_path, steps=150)
     psutil.Process(process.pid).children()[0].kill()
     assert process.wait() == 0, process.read()
     output, error = process.read()
     assert error == ""
     assert "was killed (exit code -9) while preparing step" in output
-    assert weights_sha256(tmp_path / "run") == weights_sha256(tmp_path / "whole")
+    assert weights_sha256(tmp_path / "run") == weights_sha256(tmp_path / "reference")
 
 
 def test_run_whose_workers_die_repeatedly_is_saved_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

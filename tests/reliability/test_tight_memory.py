@@ -87,16 +87,16 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in read_log(run) if line["kind"] == "step"]
 
 
-def compare(run: Path, whole: Path, why: str) -> tuple[int, float]:
+def compare(run: Path, reference: Path, why: str) -> tuple[int, float]:
     """It was reported, the batch and the weights stayed the same; returns the halvings and the largest difference."""
-    reported = [line for line in read_log(run) if line.get("event") == "memory short"]
+    reported = [line for line in read_log(run) if line.get("event") == "low memory"]
     assert reported, "never short of memory: this run shows nothing"
     assert [line["micro_batch"] for line in reported] == [BATCH // 2 ** (n + 1) for n in range(len(reported))]
-    assert all(line["batch"] == BATCH and line["helps"] and why in line["why"] for line in reported)
+    assert all(line["batch"] == BATCH and line["helps"] and why in line["reason"] for line in reported)
     assert reported[0]["step"] in (3, 4), "memory is freed first, which may be enough for one step"
-    assert not [line for line in read_log(whole) if line.get("event") == "memory short"]
-    assert losses(run) == pytest.approx(losses(whole), rel=TOLERANCE)
-    found, wanted = tensors_of(run, STEPS), tensors_of(whole, STEPS)
+    assert not [line for line in read_log(reference) if line.get("event") == "low memory"]
+    assert losses(run) == pytest.approx(losses(reference), rel=TOLERANCE)
+    found, wanted = tensors_of(run, STEPS), tensors_of(reference, STEPS)
     names = [name for name in wanted if name.startswith("weights:") and wanted[name].is_floating_point()]
     assert len(names) > 20
     differences = [float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-6)) for name in names]
@@ -106,7 +106,7 @@ def compare(run: Path, whole: Path, why: str) -> tuple[int, float]:
 
 @pytest.mark.slow
 def test_run_that_is_refused_memory_ends_with_the_same_weights(tmp_path: Path) -> None:
-    compare(train(tmp_path, "refused", {}), train(tmp_path, "whole", {}), "can't allocate memory")
+    compare(train(tmp_path, "refused", {}), train(tmp_path, "reference", {}), "can't allocate memory")
 
 
 @pytest.mark.long("Out of memory")
@@ -124,8 +124,8 @@ def test_run_that_is_refused_memory_ends_with_the_same_weights(tmp_path: Path) -
 def test_runs_short_of_memory_end_with_the_same_weights(
     tmp_path: Path, changes: dict[str, Any], counts: dict[str, float]
 ) -> None:
-    whole = train(tmp_path, "whole", changes)
-    near = compare(train(tmp_path, "near", {**changes, "train.memory": "1.6GB"}), whole, "close to the limit")
-    refused = compare(train(tmp_path, "refused", changes), whole, "can't allocate memory")
+    reference = train(tmp_path, "reference", changes)
+    near = compare(train(tmp_path, "near", {**changes, "train.memory": "1.6GB"}), reference, "close to the limit")
+    refused = compare(train(tmp_path, "refused", changes), reference, "can't allocate memory")
     counts |= {"runs out of memory": 2, "halvings of the micro-batch": near[0] + refused[0]}
     counts["largest relative difference of weights"] = max(near[1], refused[1])

@@ -26,8 +26,8 @@ def test_time_left_ignores_sleep() -> None:
         shown.step(step(number, 360.0 if number == 5 else 0.1))  # ten steps of it slept for an hour
     shown._last_line = -1e9
     shown.step(step(11, 0.1))
-    said = shown.console.file.getvalue().splitlines()[-1]  # type: ignore[attr-defined]
-    assert said.endswith("1:39 left")
+    line = shown.console.file.getvalue().splitlines()[-1]  # type: ignore[attr-defined]
+    assert line.endswith("1:39 left")
 
 
 def test_single_long_step_is_not_throttling(tmp_path: Path) -> None:

@@ -30,17 +30,17 @@ def groups(batch: Batch) -> list[Tensor]:
 
 
 def made(changes: dict[str, Any]) -> tuple[Setup, TrainStep]:
-    job = prepare(small_config({**VARIED, **changes}), lambda line: None, decode_plan(screen()))
-    update = TrainStep(job.build_model(), job.config, job.device, job.precision, job.preprocess)
-    return job, update
+    setup = prepare(small_config({**VARIED, **changes}), lambda line: None, decode_plan(screen()))
+    update = TrainStep(setup.build_model(), setup.config, setup.device, setup.precision, setup.preprocess)
+    return setup, update
 
 
 def test_graph_padding_does_not_change_loss() -> None:
-    job, update = made({"data.train_count": 136, "train.batch_size": 64})
+    setup, update = made({"data.train_count": 136, "train.batch_size": 64})
     captured = CapturedStep(update)
     shapes = []
     for step in range(6):
-        batch = job.training[step]
+        batch = setup.training[step]
         fixed = captured.pad(batch)
         shapes.append([tuple(group.shape) for group in groups(fixed)])
         loss, same = update.compute_gradients(batch, step), update.compute_gradients(fixed, step)
@@ -52,13 +52,13 @@ def test_graph_padding_does_not_change_loss() -> None:
 
 
 def test_micro_batched_or_probed_step_is_not_replayed() -> None:
-    job, update = made({})
-    captured, batch = CapturedStep(update), job.training[0]
+    setup, update = made({})
+    captured, batch = CapturedStep(update), setup.training[0]
     assert captured.accepts(batch)
     update.optimizer.observed = True
     assert not captured.accepts(batch)
-    _, chunked = made({"train.micro_batch": 4})
-    assert not CapturedStep(chunked).accepts(batch)
+    _, micro_batched = made({"train.micro_batch": 4})
+    assert not CapturedStep(micro_batched).accepts(batch)
     captured.disabled = "some reason"
     update.optimizer.observed = False
     assert not captured.accepts(batch)
@@ -93,10 +93,10 @@ def test_replayed_steps_match_eager_steps(tmp_path: Path, changes: dict[str, Any
 
 @needs_cuda
 def test_all_but_the_first_steps_are_replayed() -> None:
-    job, update = made(ON_CUDA)
+    setup, update = made(ON_CUDA)
     replays = 0
     assert update.cuda_graph is not None
-    for step, batch in enumerate(batches(job.training, 0, 30, 0, "fork", pin=True)):
+    for step, batch in enumerate(batches(setup.training, 0, 30, 0, "fork", pin=True)):
         update(batch, step)
         replays += update.cuda_graph._graph is not None
     assert not update.cuda_graph.disabled
@@ -107,8 +107,8 @@ def test_all_but_the_first_steps_are_replayed() -> None:
 
 @needs_cuda
 def test_replayed_non_finite_step_changes_no_weights() -> None:
-    job, update = made(ON_CUDA)
-    feed = list(batches(job.training, 0, 12, 0, "fork", pin=True))
+    setup, update = made(ON_CUDA)
+    feed = list(batches(setup.training, 0, 12, 0, "fork", pin=True))
     for step, batch in enumerate(feed[:8]):
         update(batch, step)
     assert update.cuda_graph is not None
@@ -125,7 +125,7 @@ def test_replayed_non_finite_step_changes_no_weights() -> None:
 
 @needs_cuda
 def test_resume_with_cuda_graph(tmp_path: Path) -> None:
-    run_small(tmp_path / "whole", {**ON_CUDA, "train.save_every": 20})
+    run_small(tmp_path / "reference", {**ON_CUDA, "train.save_every": 20})
     run_small(tmp_path / "again", {**ON_CUDA, "train.save_every": 20})
     newest = sorted((tmp_path / "again" / "checkpoints").iterdir())[-1]
     for part in sorted(newest.rglob("*"), reverse=True):
@@ -133,5 +133,5 @@ def test_resume_with_cuda_graph(tmp_path: Path) -> None:
     newest.rmdir()
     resume(tmp_path / "again", screen())
     assert_replayed(tmp_path / "again")
-    whole, again = losses(tmp_path / "whole"), losses(tmp_path / "again")
-    torch.testing.assert_close(again[-20:], whole[-20:], rtol=2e-3, atol=0)
+    reference, again = losses(tmp_path / "reference"), losses(tmp_path / "again")
+    torch.testing.assert_close(again[-20:], reference[-20:], rtol=2e-3, atol=0)

@@ -49,14 +49,14 @@ def rewind(run: Path, to: int) -> None:
 def test_resume_gives_identical_weights(tmp_path: Path, name: str) -> None:
     run = tmp_path / "run"
     run_small(run, {"train.save_every": 5, "train.save_total_limit": 9, **VARIANTS[name]})  # four steps an epoch
-    whole, model = tensors_of(run, 10), weights_sha256(run)
+    reference, model = tensors_of(run, 10), weights_sha256(run)
     if "optim.ema" in VARIANTS[name]:
-        assert any(key.startswith("ema:") for key in whole)
+        assert any(key.startswith("ema:") for key in reference)
     rewind(run, 5)
     torch.manual_seed(12345)  # whatever the process did before must not matter
-    _, said = resume_quietly(run)
-    assert "step 5 of 10" in said
-    assert_same_bits(tensors_of(run, 10), whole)
+    _, output = resume_quietly(run)
+    assert "step 5 of 10" in output
+    assert_same_bits(tensors_of(run, 10), reference)
     assert weights_sha256(run) == model
 
 
@@ -97,24 +97,24 @@ def test_config_of_a_run_reproduces_it(tmp_path: Path) -> None:
 def test_resume_after_damaged_checkpoint_gives_identical_weights(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_small(run, {"train.save_every": 3, "train.save_total_limit": 9})
-    whole = tensors_of(run, 10)
+    reference = tensors_of(run, 10)
     rewind(run, 6)
     weights = run / "checkpoints" / "step-000006" / "weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    _, said = resume_quietly(run)
-    assert "weights.safetensors is damaged" in said
-    assert "step 3 of 10" in said
-    assert_same_bits(tensors_of(run, 10), whole)
+    _, output = resume_quietly(run)
+    assert "weights.safetensors is damaged" in output
+    assert "step 3 of 10" in output
+    assert_same_bits(tensors_of(run, 10), reference)
 
 
 def test_resume_without_checkpoint_starts_over(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_small(run)
-    whole = tensors_of(run, 10)
+    reference = tensors_of(run, 10)
     rewind(run, 0)
-    _, said = resume_quietly(run)
-    assert "step 0 of 10" in said
-    assert_same_bits(tensors_of(run, 10), whole)
+    _, output = resume_quietly(run)
+    assert "step 0 of 10" in output
+    assert_same_bits(tensors_of(run, 10), reference)
 
 
 def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
@@ -175,4 +175,4 @@ def test_resume_removes_partial_snapshot_files(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Path, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         write_bytes(thumbs / "99.jpg", b"an image", sync=False)
-    assert {path.name for path in thumbs.iterdir()} == kept, "whole or not there"
+    assert {path.name for path in thumbs.iterdir()} == kept, "reference or not there"

@@ -50,8 +50,8 @@ def gradients_of(update: TrainStep, step: Callable[[], Tensor]) -> tuple[Tensor,
 
 
 def test_gradient_of_the_batch_stays_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, plain = make()
-    batch = job.training[0]
+    setup, plain = make()
+    batch = setup.training[0]
     loss, wanted = gradients_of(plain, lambda: plain.compute_gradients(batch, 0))
     _, update = make()
     little_memory(monkeypatch, most=5)
@@ -69,25 +69,25 @@ def test_gradient_of_the_batch_stays_the_same(monkeypatch: pytest.MonkeyPatch) -
 
 def test_without_a_handler_the_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """compare and --batch-size auto look for the largest batch: for them the error is the answer."""
-    job, update = make()
+    setup, update = make()
     little_memory(monkeypatch, most=5)
     update.encode_image = update.model.encode_image
     with pytest.raises(torch.OutOfMemoryError):
-        update(job.training[0], 0)
+        update(setup.training[0], 0)
 
 
 def test_run_continues_and_resumes_with_a_smaller_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = tmp_path / "whole"
-    run_small(whole, {"optim.optimizer": "adamw", "train.save_every": 5})
+    reference = tmp_path / "reference"
+    run_small(reference, {"optim.optimizer": "adamw", "train.save_every": 5})
     little_memory(monkeypatch, most=8)
     run = tmp_path / "short"
     run_small(run, {"optim.optimizer": "adamw", "train.save_every": 5, "train.save_total_limit": 9})
-    told = [line for line in read_log(run) if line.get("event") == "memory short"]
-    assert [(line["step"], line["micro_batch"], line["batch"]) for line in told] == [(1, 8, 16)]
-    assert "CUDA out of memory" in told[0]["why"]
+    reported = [line for line in read_log(run) if line.get("event") == "low memory"]
+    assert [(line["step"], line["micro_batch"], line["batch"]) for line in reported] == [(1, 8, 16)]
+    assert "CUDA out of memory" in reported[0]["reason"]
     losses = {name: [r["loss"] for r in read_log(path) if r["kind"] == "step"]
-              for name, path in (("whole", whole), ("short", run))}  # fmt: skip
-    assert losses["short"] == pytest.approx(losses["whole"], rel=1e-4)
+              for name, path in (("reference", reference), ("short", run))}  # fmt: skip
+    assert losses["short"] == pytest.approx(losses["reference"], rel=1e-4)
 
     last = tensors_of(run, 10)
     monkeypatch.undo()  # memory is free again, but the micro-batch of the run stays the same
@@ -114,9 +114,9 @@ def test_micro_batch_is_halved_near_the_memory_limit(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(recovery, "make_oom_handler", limited)
     run_small(tmp_path / "run", {"train.steps": 3})
-    logged = [line for line in read_log(tmp_path / "run") if line.get("event") == "memory short"]
+    logged = [line for line in read_log(tmp_path / "run") if line.get("event") == "low memory"]
     assert [(line["step"], line["micro_batch"], line["helps"]) for line in logged] == [(1, 8, True), (1, 4, True)]
-    assert "close to the limit" in logged[0]["why"]
+    assert "close to the limit" in logged[0]["reason"]
 
 
 def test_micro_batch_is_unchanged_if_halving_frees_no_memory() -> None:

@@ -57,7 +57,7 @@ def losses(run: Path) -> list[float]:
 
 
 def short_of_memory(run: Path) -> list[dict[str, Any]]:
-    return [line for line in read_log(run) if line.get("event") == "memory short"]
+    return [line for line in read_log(run) if line.get("event") == "low memory"]
 
 
 def largest_difference(one: Path, other: Path) -> float:
@@ -71,33 +71,33 @@ def largest_difference(one: Path, other: Path) -> float:
 @pytest.mark.parametrize("graph", [False, True], ids=["plain", "with graphs"])
 def test_gpu_out_of_memory_halves_micro_batch(tmp_path: Path, graph: bool, counts: dict[str, float]) -> None:
     changes = {"model.cuda_graph": graph}
-    before, peak = wanted_by(tmp_path / "whole", {"model.cuda_graph": False})
+    before, peak = wanted_by(tmp_path / "reference", {"model.cuda_graph": False})
     assert peak - before > 200 * 2**20, "else the limit is lost in what the allocator rounds up to"
     forget()
     with at_most(before + int(0.7 * (peak - before))):
         run_small(tmp_path / "short", {**LARGE, **changes})
-    told = short_of_memory(tmp_path / "short")
-    assert told, "memory did not run out"
-    assert [line["micro_batch"] for line in told] == [BATCH // 2 ** (n + 1) for n in range(len(told))]
-    assert all(line["batch"] == BATCH and line["helps"] for line in told)
-    assert told[0]["step"] == 1
-    assert "CUDA out of memory" in told[0]["why"]
-    assert short_of_memory(tmp_path / "whole") == []
+    reported = short_of_memory(tmp_path / "short")
+    assert reported, "memory did not run out"
+    assert [line["micro_batch"] for line in reported] == [BATCH // 2 ** (n + 1) for n in range(len(reported))]
+    assert all(line["batch"] == BATCH and line["helps"] for line in reported)
+    assert reported[0]["step"] == 1
+    assert "CUDA out of memory" in reported[0]["reason"]
+    assert short_of_memory(tmp_path / "reference") == []
     assert len(losses(tmp_path / "short")) == STEPS
-    assert losses(tmp_path / "short") == pytest.approx(losses(tmp_path / "whole"), rel=TOLERANCE)
-    difference = largest_difference(tmp_path / "short", tmp_path / "whole")
+    assert losses(tmp_path / "short") == pytest.approx(losses(tmp_path / "reference"), rel=TOLERANCE)
+    difference = largest_difference(tmp_path / "short", tmp_path / "reference")
     assert difference < TOLERANCE
-    counts |= {"runs out of memory": 1, "halvings of the micro-batch": len(told)}
+    counts |= {"runs out of memory": 1, "halvings of the micro-batch": len(reported)}
     counts["largest relative difference of weights"] = difference
 
 
 def test_too_little_memory_for_cuda_graph_changes_no_loss(tmp_path: Path) -> None:
     """A plain step fits; whether a recording, which keeps as much a second time, fits too makes no difference."""
-    before, peak = wanted_by(tmp_path / "whole", {"model.cuda_graph": False})
+    before, peak = wanted_by(tmp_path / "reference", {"model.cuda_graph": False})
     forget()
     with at_most(before + int(1.3 * (peak - before))):
         run_small(tmp_path / "short", {**LARGE, "model.cuda_graph": True})
-    assert losses(tmp_path / "short") == pytest.approx(losses(tmp_path / "whole"), rel=TOLERANCE)
+    assert losses(tmp_path / "short") == pytest.approx(losses(tmp_path / "reference"), rel=TOLERANCE)
 
 
 @contextmanager
@@ -116,10 +116,10 @@ def waits_are_errors() -> Iterator[None]:
 def test_step_never_synchronizes_on_cuda(graph: bool, precision: str) -> None:
     changes = {**ON_CUDA, "model.cuda_graph": graph, "train.precision": precision, "optim.ema": 0.9,
                "data.captions_per_step": 2, "data.train_count": 136, "train.batch_size": 64}  # fmt: skip
-    job, update = make(changes)
-    update.oom = make_oom_handler(job, 0, lambda *change: None)
-    rules = job.device.rules
-    feed = list(batches(job.training, 0, 8, 0, rules.worker_start, rules.pin_memory))
+    setup, update = make(changes)
+    update.oom = make_oom_handler(setup, 0, lambda *change: None)
+    rules = setup.device.rules
+    feed = list(batches(setup.training, 0, 8, 0, rules.worker_start, rules.pin_memory))
     # Before a recording every shape of these batches must have been seen.
     warm = 2 * len(feed) if graph else 3
     for step in range(warm):

@@ -69,10 +69,10 @@ def test_muon_optimizes_the_matrices_inside_the_blocks() -> None:
 
 def test_learning_rate_is_a_fraction_of_the_peak_of_each_optimizer() -> None:
     optimizer = Optimizer(clip(), OptimConfig(lr=1e-3, muon_lr=0.02), fused=True)
-    for share in (0.5, 0.25):
-        optimizer.set_lr(share)
-        assert {g["lr"] for g in optimizer.parts["adamw"].param_groups} == {1e-3 * share}
-        assert {g["lr"] for g in optimizer.parts["muon"].param_groups} == {0.02 * share}
+    for fraction in (0.5, 0.25):
+        optimizer.set_lr(fraction)
+        assert {g["lr"] for g in optimizer.parts["adamw"].param_groups} == {1e-3 * fraction}
+        assert {g["lr"] for g in optimizer.parts["muon"].param_groups} == {0.02 * fraction}
 
 
 def test_first_adamw_step_matches_formula() -> None:

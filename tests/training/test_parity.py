@@ -38,14 +38,14 @@ def test_bf16_rounding_passes_and_missing_gradient_fails() -> None:
 def test_gradients_of_a_large_model_are_subsampled(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = prepare(small_config(), lambda line: None, decode_plan(screen()))
     batch, model = first_samples(setup.training[0]), setup.build_model()
-    whole = gradient(model, batch, setup.preprocess, nullcontext)
+    full = gradient(model, batch, setup.preprocess, nullcontext)
     grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    monkeypatch.setattr(parity, "MOST", len(whole) // 7)
+    monkeypatch.setattr(parity, "MOST", len(full) // 7)
     model.zero_grad()
     some = gradient(model, batch, setup.preprocess, nullcontext)
-    every = -(-len(whole) // parity.MOST)
+    every = -(-len(full) // parity.MOST)
     assert torch.equal(some, torch.cat([g[::every] for g in grads]))
-    assert len(grads) <= len(some) < len(whole) / 6
+    assert len(grads) <= len(some) < len(full) / 6
 
 
 def test_zero_initialized_branches_do_not_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:

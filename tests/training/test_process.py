@@ -56,8 +56,8 @@ def test_signal_saves_a_checkpoint_of_the_last_step(tmp_path: Path, workers: int
     assert stopped["event"] == f"stopped by signal {int(number)}"
     assert 7 <= stopped["step"] < 400
     assert (run / "checkpoints" / f"step-{stopped['step']:06d}" / "manifest.json").exists()
-    said = f"stopped at step {stopped['step']}; continue with: m1clip train --resume run"
-    assert said in output.splitlines()
+    line = f"stopped at step {stopped['step']}; continue with: m1clip train --resume run"
+    assert line in output.splitlines()
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def test_signal_aborts_the_evaluation_and_the_resume_repeats_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"train.eval_every": 4, "train.save_every": 100, "optim.ema": 0.9, "train.steps": 8}
-    run_small(tmp_path / "whole", changes)
+    run_small(tmp_path / "reference", changes)
     real, calls = validation.encode, []
 
     def encode(*args: Any) -> Any:
@@ -194,8 +194,8 @@ def test_signal_aborts_the_evaluation_and_the_resume_repeats_it(
     def evaluations(path: Path) -> list[tuple[int, float]]:
         return [(line["step"], line["mean_recall"]) for line in read_log(path) if line["kind"] == "eval"]
 
-    assert evaluations(run) == evaluations(tmp_path / "whole")
-    assert_same_bits(tensors_of(run, 8), tensors_of(tmp_path / "whole", 8))
+    assert evaluations(run) == evaluations(tmp_path / "reference")
+    assert_same_bits(tensors_of(run, 8), tensors_of(tmp_path / "reference", 8))
 
 
 @pytest.mark.slow

@@ -65,11 +65,11 @@ POISONS: dict[str, Poison] = {
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_non_finite_step_changes_nothing(optimizer: str, poison: str, skip: Any) -> None:
-    job, update = make({"optim.optimizer": optimizer, "optim.ema": 0.9, "data.color_jitter": 0.2})
+    setup, update = make({"optim.optimizer": optimizer, "optim.ema": 0.9, "data.color_jitter": 0.2})
     update.skip = skip
-    update(job.training[0], 0)
+    update(setup.training[0], 0)
     before = everything(update)
-    batch = job.training[1]
+    batch = setup.training[1]
     POISONS[poison](update, batch)
     loss, norm = update(batch, 1)
     assert not (loss.isfinite() & norm.isfinite())
@@ -80,12 +80,12 @@ def test_non_finite_step_changes_nothing(optimizer: str, poison: str, skip: Any)
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_finite_step_is_the_same_when_skipping_on_host_or_device(optimizer: str) -> None:
     changes = {"optim.optimizer": optimizer, "optim.ema": 0.9}
-    job, host = make(changes)
+    setup, host = make(changes)
     _, device = make(changes)
     device.skip = "device"
     for step in range(3):
         for update in (host, device):
-            update(job.training[step], step)
+            update(setup.training[step], step)
     one, other = everything(host), everything(device)
     assert one.keys() == other.keys()
     for name, value in one.items():
@@ -97,8 +97,8 @@ def test_finite_step_is_the_same_when_skipping_on_host_or_device(optimizer: str)
 
 
 def test_samples_with_non_finite_features_are_found() -> None:
-    job, update = make({"data.color_jitter": 0.2})
-    batch = job.training[1]
+    setup, update = make({"data.color_jitter": 0.2})
+    batch = setup.training[1]
     assert update.nonfinite_rows(batch) == []
     in_the_data(update, batch)
     assert update.nonfinite_rows(batch) == [3]
@@ -110,9 +110,9 @@ def test_samples_with_non_finite_features_are_found() -> None:
 def test_step_does_not_synchronize() -> None:
     """By a profile: item() and is_nonzero() are what would make the host wait for an accelerator."""
     # With smoothing the loss is the one of accelerators: that of the CPU looks at the scale, which costs nothing there.
-    job, update = make({"optim.ema": 0.9, "train.label_smoothing": 0.1})
+    setup, update = make({"optim.ema": 0.9, "train.label_smoothing": 0.1})
     update.skip = "device"
-    batches = [job.training[step] for step in range(4)]
+    batches = [setup.training[step] for step in range(4)]
     update(batches[0], 0)
 
     def reads(work: Callable[[], object]) -> int:
@@ -265,17 +265,17 @@ def test_rollback_lowers_the_learning_rate_and_resumes_exactly(tmp_path: Path, m
     (back,) = events(run, "rolled back")
     assert (back["failed"], back["back_to"], back["lr_factor"]) == (8, 3, 0.5)
     assert (run / "checkpoints" / "step-000006").exists()
-    whole = tensors_of(run, 10)
+    reference = tensors_of(run, 10)
     for step in (9, 10):
         shutil.rmtree(run / "checkpoints" / f"step-{step:06d}")
     resume_quietly(run)
-    assert_same_bits(tensors_of(run, 10), whole)
+    assert_same_bits(tensors_of(run, 10), reference)
 
     # A kill before the return: it is made again, from the same checkpoint, to the same end.
     for step in (6, 9, 10):
         shutil.rmtree(run / "checkpoints" / f"step-{step:06d}")
     resume_quietly(run)
-    assert_same_bits(tensors_of(run, 10), whole)
+    assert_same_bits(tensors_of(run, 10), reference)
 
 
 def test_layers_are_logged_after_a_rollback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,13 +81,13 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "told"), REFUSALS, ids=[repr(changes) for changes, _ in REFUSALS])
-def test_impossible_settings_leave_no_folder(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+@pytest.mark.parametrize(("changes", "message"), REFUSALS, ids=[repr(changes) for changes, _ in REFUSALS])
+def test_impossible_settings_leave_no_folder(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     if "train.device" in changes and torch.backends.mps.is_available():
         pytest.skip("this machine has the device that the test wants to be missing")
     with pytest.raises(UserError) as caught:
         run_small(tmp_path / "run", changes)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -161,8 +161,8 @@ def losses(run: Path) -> list[float]:
 def test_every_loss_learns_a_few_images(tmp_path: Path, objective: str, optimizer: str) -> None:
     changes = {"train.loss": objective, "optim.optimizer": optimizer, "train.steps": 24}
     run_small(tmp_path / "run", {**changes, "optim.lr": 3e-3})
-    told = losses(tmp_path / "run")
-    assert told[-1] < 0.85 * told[0]
+    values = losses(tmp_path / "run")
+    assert values[-1] < 0.85 * values[0]
 
 
 def test_bf16_trains_like_fp32(tmp_path: Path) -> None:
@@ -199,8 +199,8 @@ def test_held_out_combinations_are_learned(tmp_path: Path) -> None:
         "train.batch_size": 64, "train.steps": 75,
     }  # fmt: skip
     result = run_small(tmp_path / "run", changes)
-    told = losses(tmp_path / "run")
-    assert told[-1] < 0.6 * told[0]
+    values = losses(tmp_path / "run")
+    assert values[-1] < 0.6 * values[0]
     assert result.split == "test"
     for way in ("text_to_image", "image_to_text"):
         recall = result.scores[f"{way}/recall@5"]

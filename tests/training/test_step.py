@@ -1,4 +1,4 @@
-"""The training step: in chunks it is the step of the whole batch, whatever else is switched on."""
+"""The training step: in micro-batches it is the step of the full batch, whatever else is switched on."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PHASES = {"copy", "forward", "backward", "optimizer"}
 
 
 def make(changes: dict[str, Any] | None = None) -> tuple[Setup, TrainStep]:
-    job = prepare(small_config({**AUGMENTED, **(changes or {})}), lambda line: None, decode_plan(screen()))
-    model = job.build_model()
+    setup = prepare(small_config({**AUGMENTED, **(changes or {})}), lambda line: None, decode_plan(screen()))
+    model = setup.build_model()
     with torch.no_grad():  # no parameter at a start value that would hide its gradient
         for p in model.parameters():
             noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
             p.add_(noise.to(p.device) * 0.05)
-    return job, TrainStep(model, job.config, job.device, job.precision, job.preprocess)
+    return setup, TrainStep(model, setup.config, setup.device, setup.precision, setup.preprocess)
 
 
 def gradients(update: TrainStep, batch: Batch, step: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
@@ -51,43 +51,43 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance:
 
 
 @pytest.mark.parametrize("objective", ["infonce", "multi", "sigmoid"])
-@pytest.mark.parametrize(("chunk", "recompute"), [(5, False), (8, True)])
-def test_micro_batches_give_gradient_of_full_batch(objective: str, chunk: int, recompute: bool) -> None:
+@pytest.mark.parametrize(("micro_batch", "checkpointing"), [(5, False), (8, True)])
+def test_micro_batches_give_gradient_of_full_batch(objective: str, micro_batch: int, checkpointing: bool) -> None:
     changes = {"train.loss": objective}
-    job, whole = make(changes)
-    batch = job.training[0]
-    loss, wanted = gradients(whole, batch)
-    _, chunked = make({**changes, "train.micro_batch": chunk, "model.grad_checkpointing": recompute})
-    chunked_loss, found = gradients(chunked, batch)
-    torch.testing.assert_close(chunked_loss, loss, rtol=1e-6, atol=0)
+    setup, full = make(changes)
+    batch = setup.training[0]
+    loss, wanted = gradients(full, batch)
+    _, micro_batched = make({**changes, "train.micro_batch": micro_batch, "model.grad_checkpointing": checkpointing})
+    micro_batched_loss, found = gradients(micro_batched, batch)
+    torch.testing.assert_close(micro_batched_loss, loss, rtol=1e-6, atol=0)
     assert ("logit_bias" in wanted) == (objective == "sigmoid")
     assert_close(found, wanted, 1e-5)
 
 
-@pytest.mark.parametrize("chunk", [0, 6])
-def test_checkpointing_in_bf16_gives_same_gradient(chunk: int) -> None:
+@pytest.mark.parametrize("micro_batch", [0, 6])
+def test_checkpointing_in_bf16_gives_same_gradient(micro_batch: int) -> None:
     """Autocast keeps weights that it has cast; one cast without a graph must not be found again with one."""
-    changes = {"train.precision": "bf16", "train.micro_batch": chunk}
-    job, plain = make(changes)
-    batch = job.training[0]
+    changes = {"train.precision": "bf16", "train.micro_batch": micro_batch}
+    setup, plain = make(changes)
+    batch = setup.training[0]
     _, wanted = gradients(plain, batch)
     _, saving = make({**changes, "model.grad_checkpointing": True})
     _, found = gradients(saving, batch)
     assert_close(found, wanted, 1e-3)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_dropout_is_same_in_both_passes_of_a_micro_batch(recompute: bool) -> None:
-    changes = {"model.dropout": 0.2, "model.grad_checkpointing": recompute, "train.text_contrast": 0.0}
-    job, update = make({**changes, "train.micro_batch": 6})
-    batch = job.training[0]
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_is_same_in_both_passes_of_a_micro_batch(checkpointing: bool) -> None:
+    changes = {"model.dropout": 0.2, "model.grad_checkpointing": checkpointing, "train.text_contrast": 0.0}
+    setup, update = make({**changes, "train.micro_batch": 6})
+    batch = setup.training[0]
     loss, found = gradients(update, batch)
     again_loss, again = gradients(update, batch)
     assert torch.equal(loss, again_loss)
     assert all(torch.equal(again[name], value) for name, value in found.items())
     other_loss, _ = gradients(update, batch, step=4)
     assert not torch.equal(loss, other_loss), "each step draws its own"
-    # The definition: all chunks in one graph, each with its own draw.
+    # The definition: all micro-batches in one graph, each with its own draw.
     wanted_loss = one_graph(update, batch, 6)
     torch.testing.assert_close(loss, wanted_loss.detach(), rtol=1e-6, atol=0)
     wanted_loss.backward()
@@ -95,30 +95,30 @@ def test_dropout_is_same_in_both_passes_of_a_micro_batch(recompute: bool) -> Non
     assert_close(found, wanted, 1e-5)
 
 
-def one_graph(update: TrainStep, batch: Batch, chunk: int) -> Tensor:
+def one_graph(update: TrainStep, batch: Batch, micro_batch: int) -> Tensor:
     pixels = render(batch.images, batch.views, update.preprocess)
     image, text = [], []
-    for at in range(0, len(pixels), chunk):
+    for at in range(0, len(pixels), micro_batch):
         update._seed_dropout(3, 2 * at)
-        image.append(update.model.encode_image(pixels[at : at + chunk]))
+        image.append(update.model.encode_image(pixels[at : at + micro_batch]))
     several = len(batch.tokens) // len(pixels)  # captions of each image
-    for at in range(0, len(batch.tokens), several * chunk):
+    for at in range(0, len(batch.tokens), several * micro_batch):
         update._seed_dropout(3, 2 * at + 1)
-        text.append(update.model.encode_text(batch.texts(slice(at, at + several * chunk))))
+        text.append(update.model.encode_text(batch.texts(slice(at, at + several * micro_batch))))
     features = Features(torch.cat(image), torch.cat(text), update.model.scale(), update.model.logit_bias)
     positive = positives(update.config.train.loss, batch.sample_ids, batch.caption_ids, batch.image_index)
     return update.objective(features, positive, 0.0)
 
 
-@pytest.mark.parametrize("chunk", [0, 8])
-def test_dropout_of_third_party_tower_depends_only_on_step(chunk: int) -> None:
-    job, plain = make({"train.micro_batch": chunk})
+@pytest.mark.parametrize("micro_batch", [0, 8])
+def test_dropout_of_third_party_tower_depends_only_on_step(micro_batch: int) -> None:
+    setup, plain = make({"train.micro_batch": micro_batch})
     assert not plain.has_dropout
     image: Any = plain.model.image_tower
     image.thin = nn.Dropout(0.5)
     image.register_forward_hook(lambda tower, inputs, output: tower.thin(output))
-    thinned = TrainStep(plain.model, job.config, job.device, job.precision, job.preprocess)
-    batch = job.training[0]
+    thinned = TrainStep(plain.model, setup.config, setup.device, setup.precision, setup.preprocess)
+    batch = setup.training[0]
     (one, wanted), (other, found) = gradients(thinned, batch), gradients(thinned, batch)
     assert one == other != gradients(thinned, batch, step=4)[0]
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
@@ -126,21 +126,21 @@ def test_dropout_of_third_party_tower_depends_only_on_step(chunk: int) -> None:
 
 def test_checkpointing_gives_same_gradient() -> None:
     changes = {"model.dropout": 0.2}
-    job, plain = make(changes)
-    batch = job.training[0]
+    setup, plain = make(changes)
+    batch = setup.training[0]
     _, recomputing = make({**changes, "model.grad_checkpointing": True})
     assert_close(gradients(recomputing, batch)[1], gradients(plain, batch)[1], 1e-5)
 
 
 def test_bf16_rounding_error_is_same_with_micro_batches() -> None:
-    job, exact = make()
-    batch = job.training[0]
+    setup, exact = make()
+    batch = setup.training[0]
     wanted = gradients(exact, batch)[1]
     errors = {}
-    for chunk in (0, 5):
-        _, update = make({"train.precision": "bf16", "train.micro_batch": chunk})
+    for micro_batch in (0, 5):
+        _, update = make({"train.precision": "bf16", "train.micro_batch": micro_batch})
         found = gradients(update, batch)[1]
-        errors[chunk] = float(
+        errors[micro_batch] = float(
             sum((found[name] - value).norm() for name, value in wanted.items())
             / sum(value.norm() for value in wanted.values())
         )
@@ -150,14 +150,14 @@ def test_bf16_rounding_error_is_same_with_micro_batches() -> None:
 
 
 def test_gradients_are_unscaled_before_clipping() -> None:
-    """fp16 needs a GPU to train; what its scaler does to a chunked step can be asked here."""
+    """fp16 needs a GPU to train; what its scaler does to a micro_batched step can be asked here."""
     _, plain = make({"train.micro_batch": 5})
-    job, scaled = make({"train.micro_batch": 5})
+    setup, scaled = make({"train.micro_batch": 5})
     scaled.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     scaled.scale_loss = scaled.scaler.scale
     scaled.grad_cache = replace(scaled.grad_cache, scale_loss=scaled.scaler.scale)
-    loss, norm = plain(job.training[0], 0)
-    scaled_loss, scaled_norm = scaled(job.training[0], 0)
+    loss, norm = plain(setup.training[0], 0)
+    scaled_loss, scaled_norm = scaled(setup.training[0], 0)
     torch.testing.assert_close(scaled_loss, loss)
     torch.testing.assert_close(scaled_norm, norm, rtol=1e-4, atol=0)
 
@@ -165,26 +165,26 @@ def test_gradients_are_unscaled_before_clipping() -> None:
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_micro_batched_steps_with_ema_match_full_batch(optimizer: str) -> None:
     changes = {"optim.optimizer": optimizer, "optim.ema": 0.9}
-    job, whole = make(changes)
-    _, chunked = make({**changes, "train.micro_batch": 4})
-    start = {name: p.detach().clone() for name, p in whole.model.named_parameters()}
+    setup, full = make(changes)
+    _, micro_batched = make({**changes, "train.micro_batch": 4})
+    start = {name: p.detach().clone() for name, p in full.model.named_parameters()}
     for step in range(3):
-        batch = job.training[step]
-        loss, norm = whole(batch, step)
-        chunked_loss, chunked_norm = chunked(batch, step)
-        torch.testing.assert_close(chunked_loss, loss, rtol=1e-4, atol=0)
-        torch.testing.assert_close(chunked_norm, norm, rtol=1e-3, atol=0)
-    assert whole.ema is not None
-    assert chunked.ema is not None
-    for name, value in whole.ema.weights.items():
+        batch = setup.training[step]
+        loss, norm = full(batch, step)
+        micro_batched_loss, micro_batched_norm = micro_batched(batch, step)
+        torch.testing.assert_close(micro_batched_loss, loss, rtol=1e-4, atol=0)
+        torch.testing.assert_close(micro_batched_norm, norm, rtol=1e-3, atol=0)
+    assert full.ema is not None
+    assert micro_batched.ema is not None
+    for name, value in full.ema.weights.items():
         # Muon's bf16 makes a last bit grow; a wrong gradient would move a weight somewhere else altogether.
-        assert (chunked.ema.weights[name] - value).norm() < 0.05 * (value - start[name]).norm(), name
+        assert (micro_batched.ema.weights[name] - value).norm() < 0.05 * (value - start[name]).norm(), name
 
 
-@pytest.mark.parametrize("chunk", [0, 5])
-def test_step_reports_seconds_by_phase(chunk: int) -> None:
-    job, update = make({"train.micro_batch": chunk})
-    update(job.training[0], 0)
+@pytest.mark.parametrize("micro_batch", [0, 5])
+def test_step_reports_seconds_by_phase(micro_batch: int) -> None:
+    setup, update = make({"train.micro_batch": micro_batch})
+    update(setup.training[0], 0)
     taken = update.phases.take()
     assert set(taken) == PHASES
     assert all(seconds >= 0 for seconds in taken.values())
@@ -196,14 +196,14 @@ def test_compiled_micro_batches_give_same_gradient(monkeypatch: pytest.MonkeyPat
     """Tracing and the split into forward and backward are real; the C++ compiler, a minute's work, is left out."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     changes = {"model.vision_layers": 1, "model.text_layers": 1, "train.micro_batch": 6, "model.dropout": 0.2}
-    job, plain = make(changes)
+    setup, plain = make(changes)
     _, compiled = make(changes)
     compiled = TrainStep(
         compiled.model,
-        replace(job.config, model=replace(job.config.model, compile=True)),
-        job.device,
-        job.precision,
-        job.preprocess,
+        replace(setup.config, model=replace(setup.config.model, compile=True)),
+        setup.device,
+        setup.precision,
+        setup.preprocess,
     )
-    batch = job.training[0]
+    batch = setup.training[0]
     assert_close(gradients(compiled, batch)[1], gradients(plain, batch)[1], 1e-5)
