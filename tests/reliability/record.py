@@ -73,12 +73,15 @@ def table(rows: Rows) -> str:
         lines.append(f"| {number} | {promise} | `{files}` | {counts} | {row['result'] if row else '-'} |")
         if row:
             places.setdefault(row["measured"], []).append(str(number))
-    lines += ["", *(f"- Rows {', '.join(numbers)}: {place}." for place, numbers in places.items())]
+    lines += [
+        "",
+        *(f"- Row{'s' * (len(numbers) > 1)} {', '.join(numbers)}: {place}." for place, numbers in places.items()),
+    ]
     return "\n".join(lines) + "\n"
 
 
 def _count(name: str, value: float) -> str:
-    return f"{name} {value:.2g}" if name.startswith(("slowest", "largest")) else f"{value:,.10g} {name}"
+    return f"{name}: {value:.2g}" if name.startswith(("slowest", "largest")) else f"{value:,.10g} {name}"
 
 
 def record(tests: list[dict[str, Any]]) -> None:

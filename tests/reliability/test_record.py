@@ -18,7 +18,7 @@ def test_counts_are_summed_and_failures_shown() -> None:
     rows = merge(old, tests)
     assert rows["Soak"] == old["Soak"]
     text = table(rows)
-    assert "| 1,007 signals, slowest exit in seconds 2 | passed |" in text
+    assert "| 1,007 signals, slowest exit in seconds: 2 | passed |" in text
     assert "| FAILED: c |" in text
     assert text.count("long version not run yet") == len(PROMISES) - 3
-    assert "- Rows 12: commit `abc` on a machine." in text
+    assert "- Row 12: commit `abc` on a machine." in text
