@@ -10,7 +10,8 @@ __all__ = ["Config", "Index", "Model", "__version__", "evaluate", "list_models",
 if TYPE_CHECKING:
     from m1clip.config import Config
     from m1clip.evaluation.evaluate import evaluate
-    from m1clip.inference.encoder import Model, load
+    from m1clip.inference import load
+    from m1clip.inference.encoder import Model
     from m1clip.model.presets import list_models
     from m1clip.search.query import Index
     from m1clip.training.run import train
@@ -21,7 +22,7 @@ _MODULES = {
     "Model": "m1clip.inference.encoder",
     "evaluate": "m1clip.evaluation.evaluate",
     "list_models": "m1clip.model.presets",
-    "load": "m1clip.inference.encoder",
+    "load": "m1clip.inference",
     "train": "m1clip.training.run",
 }
 

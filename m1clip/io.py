@@ -77,7 +77,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        for file in temporary.iterdir():
+        for file in filter(Path.is_file, temporary.rglob("*")):
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
         sync_folder(temporary)

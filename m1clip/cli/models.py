@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from m1clip.cli.app import Count, app
 from m1clip.errors import UserError
+from m1clip.export import Target
 from m1clip.io import read_small
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def evaluate(
     Parameters
     ----------
     model
-        A run, a model folder, or an open_clip or Hugging Face model.
+        A run, a model folder, an exported ONNX folder, or an open_clip or Hugging Face model.
     source
         Data to evaluate on; default: the data of the run.
     split
@@ -108,7 +109,8 @@ def _zero_shot(
     from m1clip.evaluation.zeroshot import zero_shot
     from m1clip.hardware.device import choose_device
     from m1clip.hardware.facts import read_facts
-    from m1clip.inference.encoder import load
+    from m1clip.inference import load
+    from m1clip.inference.onnx import is_onnx_folder
 
     try:
         lines = read_small(class_names).decode("utf-8-sig").splitlines() if class_names is not None else []
@@ -117,7 +119,7 @@ def _zero_shot(
     names = [line.strip() for line in lines if line.strip()]
     if class_names is not None and not names:
         raise UserError(f"--class-names {class_names}: contains no names; write one per line")
-    loaded = load(model, device=choose_device(device, read_facts()))
+    loaded = load(model, "cpu" if is_onnx_folder(model) else choose_device(device, read_facts()))
     result = zero_shot(loaded, classes, names, templates, probe)
     for reason in result.unreadable[:3]:
         screen.warn(f"skipped {reason}")
@@ -150,12 +152,12 @@ def classify(
     labels
         Words or sentences, separated by commas.
     model
-        A run, a model folder, or an open_clip or Hugging Face model; default: the newest run in runs/.
+        A run, a model folder, an ONNX folder, or an open_clip or Hugging Face model; default: the newest run in runs/.
     template
         A sentence with {} for the label; repeat the option to average several templates. Default: the label alone.
     """
     from m1clip.data.images import BadImage
-    from m1clip.inference.encoder import load
+    from m1clip.inference import load
     from m1clip.model.folder import newest_run
 
     names = [name.strip() for name in labels.split(",") if name.strip()]
@@ -184,12 +186,12 @@ def similar(
     folder
         A folder of images; subfolders are included.
     model
-        A run, a model folder, or an open_clip or Hugging Face model; default: the newest run in runs/.
+        A run, a model folder, an ONNX folder, or an open_clip or Hugging Face model; default: the newest run in runs/.
     count
         Number of images to list.
     """
     from m1clip.evaluation.zeroshot import similar as most_similar
-    from m1clip.inference.encoder import load
+    from m1clip.inference import load
     from m1clip.model.folder import newest_run
     from m1clip.training.progress import Screen
 
@@ -202,18 +204,13 @@ def similar(
 
 
 @app.command
-def export(
-    model: Path,
-    /,
-    *,
-    to: Literal["openclip", "hf", "safetensors"],
-    out: Path | None = None,
-    image_size: Count | None = None,
-) -> None:
-    """Convert a model to or from another library's format.
+def export(model: Path, /, *, to: Target = "onnx", out: Path | None = None, image_size: Count | None = None) -> None:
+    """Write a model in the format of another program, or convert one to m1clip's own.
 
-    m1clip export runs/demo --to openclip writes a folder for open_clip.create_model("local-dir:FOLDER"),
-    --to hf one for transformers' CLIPModel.from_pretrained, --to safetensors m1clip's own model folder.
+    m1clip export runs/demo --to onnx writes image.onnx and text.onnx with all that they need, for any model: python
+    FOLDER/example.py photo.jpg "a dog" uses them without torch. --to openclip writes a folder for
+    open_clip.create_model("local-dir:FOLDER"), --to hf one for transformers' CLIPModel.from_pretrained, --to
+    safetensors m1clip's own model folder.
 
     Parameters
     ----------
@@ -222,7 +219,7 @@ def export(
     to
         The format to write.
     out
-        The new folder; default MODEL-openclip, MODEL-hf or MODEL-safetensors.
+        The new folder; default: MODEL-onnx for --to onnx, and so on.
     image_size
         Convert for another image size: learned position embeddings are interpolated.
     """
@@ -231,6 +228,6 @@ def export(
 
     screen = Screen()
     folder = out or model.with_name(f"{model.stem if model.is_file() else model.name}-{to}")
-    for note in write(model, to, folder, image_size):
+    for note in write(model, to, folder, image_size, screen.say):
         screen.say(f"note       {note}")
     screen.say(f"exported   {folder}")

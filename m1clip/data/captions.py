@@ -10,8 +10,6 @@ import numpy as np
 from m1clip.data.cache import RowTable
 from m1clip.text.base import Tokenizer
 
-BUCKET = 4  # text lengths are rounded up to a multiple of this, to limit the number of shapes
-
 
 @dataclass(frozen=True)
 class CaptionTable:
@@ -60,11 +58,6 @@ def drop_tokens(
     # Third-party towers read every token that is not padding, even after the EOT token.
     kept[(place >= left[:, None]) & dropped.any(axis=1, keepdims=True)] = pad_id
     return kept, left
-
-
-def rounded(length: int, context: int) -> int:
-    """A text length rounded up to a multiple of BUCKET, at most the context."""
-    return min(-(-length // BUCKET) * BUCKET, context)
 
 
 def caption_ids_of(captions: Sequence[str]) -> np.ndarray:

@@ -23,8 +23,9 @@ from torch import Tensor
 from m1clip.data import randomness as rnd
 from m1clip.data.augment import Augmentation, draw_patches, draw_views
 from m1clip.data.cache import Failure, Images, RowTable, follow_parent, read_or_replace
-from m1clip.data.captions import CaptionTable, drop_tokens, rounded
+from m1clip.data.captions import CaptionTable, drop_tokens
 from m1clip.errors import UserError
+from m1clip.text.base import rounded
 
 TEXT_GROUPS = 4  # of similar length; more would save little padding and make matrix products small
 SMALLEST_GROUP = 32  # captions

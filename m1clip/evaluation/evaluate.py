@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,9 @@ from m1clip.evaluation.statistics import Scores
 from m1clip.hardware.device import Device, autocast, choose_device, choose_precision, rules, threads
 from m1clip.hardware.facts import Facts, read_facts, usable_cpus
 from m1clip.hardware.timing import bf16_speedup
-from m1clip.inference.encoder import Model, SplitFeatures, encode_split, load
+from m1clip.inference import load
+from m1clip.inference.encoder import Context, Model, SplitFeatures, encode_split, split_features
+from m1clip.inference.onnx import OnnxModel
 from m1clip.model.clip import CLIP
 
 # Images per batch: few on the CPU, where training keeps the optimizer's state in the same memory.
@@ -50,7 +52,10 @@ NEGATIVE_IMAGES = 32  # images whose negative captions are encoded during traini
 
 
 def evaluate(
-    model: Model | str | Path, data: str | Path | Sequence[str | Path], split: str = "test", device: str = "auto"
+    model: Model | OnnxModel | str | Path,
+    data: str | Path | Sequence[str | Path],
+    split: str = "test",
+    device: str = "auto",
 ) -> Scores:
     """Scores of a model, or of the model at a path, on a split of any data that `--data` accepts."""
     sources = [data] if isinstance(data, str | Path) else data
@@ -69,21 +74,34 @@ def _ignore(*_: object) -> None:
 
 
 def open_split(
-    model: Model | str | Path,
+    model: Model | OnnxModel | str | Path,
     data: tuple[str, ...] = (),
     split: str = "test",
     device_name: str = "auto",
     decoding: Callable[[Facts], DecodePlan] = quiet_decoding,
 ) -> Evaluator:
     """A model on the device, and a split of `data` or of the data its run was trained on."""
-    run = None if isinstance(model, Model) else Path(model)
-    bundle = model if isinstance(model, Model) else load(model)
+    run = None if isinstance(model, Model | OnnxModel) else Path(model)
+    bundle = model if isinstance(model, Model | OnnxModel) else load(model)
     trained = run is not None and (run / "config.toml").is_file()
     if not trained and not data:
         raise UserError(f"{run}: no config.toml, so the training data is unknown; specify data with --data")
     config = load_config(run / "config.toml") if run is not None and trained else Config()
     sources = dataclasses.replace(config.data, source=data) if data else config.data
     facts = read_facts()
+    context = (
+        nullcontext if isinstance(bundle, OnnxModel) else _onto_device(bundle, config, trained, device_name, facts)
+    )
+    source = open_data(sources, bundle.preprocess.image_size, config.seed)
+    if split not in source.splits():
+        raise UserError(f"{', '.join(sources.source)}: has no {split} split, only {', '.join(source.splits())}")
+    length, plan = bundle.context_length, decoding(facts)
+    samples = load_split(source, split, sources, bundle.tokenizer, length, bundle.preprocess, 1.0, plan)
+    return Evaluator(bundle, source, split, samples, context)
+
+
+def _onto_device(model: Model, config: Config, trained: bool, device_name: str, facts: Facts) -> Context:
+    """Move the model to the device; returns the precision to run it in."""
     device = Device(choose_device(device_name, facts), facts)
     torch.set_num_threads(threads(config.train.threads, facts))
     # On the device of the run, use its settings, so that the scores match those printed in training.
@@ -91,31 +109,38 @@ def open_split(
     wish = config.train.precision if as_trained else "auto"
     speedup = bf16_speedup(device) if wish == "auto" and device.rules.bf16 == "measure" else None
     precision = choose_precision(wish, device.kind, facts, speedup)
-    bundle.clip.to(device.torch)
+    model.clip.to(device.torch)
     if as_trained:
-        bundle.clip.set_attention(config.model.attention)  # type: ignore[arg-type]
-    source = open_data(sources, bundle.preprocess.image_size, config.seed)
-    if split not in source.splits():
-        raise UserError(f"{', '.join(sources.source)}: has no {split} split, only {', '.join(source.splits())}")
-    context = bundle.clip.config.context_length
-    samples = load_split(source, split, sources, bundle.tokenizer, context, bundle.preprocess, 1.0, decoding(facts))
-    return Evaluator(bundle, source, split, samples, autocast(device, precision))
+        model.clip.set_attention(config.model.attention)  # type: ignore[arg-type]
+    return autocast(device, precision)
 
 
 @dataclass(frozen=True)
 class Evaluator:
     """A model and the split it is evaluated on."""
 
-    model: Model
+    model: Model | OnnxModel
     source: Source
     split: str
     data: Split
-    autocast: Callable[[], AbstractContextManager[object]]
+    autocast: Context
 
     def encode(self) -> SplitFeatures:
         """Vectors of every image and caption of the split."""
-        clip = self.model.clip
-        return encode_split(clip, self.data, self.model.preprocess, eval_batch_size(clip), self.autocast)
+        if isinstance(self.model, OnnxModel):
+            return self._encode_onnx(self.model)
+        return encode_split(self.model.clip, self.data, self.model.preprocess, self._batch, self.autocast)
+
+    @property
+    def _batch(self) -> int:
+        return CPU_BATCH if isinstance(self.model, OnnxModel) else eval_batch_size(self.model.clip)
+
+    def _encode_onnx(self, model: OnnxModel) -> SplitFeatures:
+        images, captions = self.data.images, self.data.captions
+        rows = np.arange(len(images))
+        blocks = [model.pixels(images.read(rows[at : at + CPU_BATCH])) for at in range(0, len(rows), CPU_BATCH)]
+        text = model.tokens(captions.tokens, captions.lengths, 4 * CPU_BATCH)
+        return split_features(torch.from_numpy(np.concatenate(blocks)), torch.from_numpy(text), captions)
 
     def scores(self, features: SplitFeatures) -> Scores:
         """Retrieval; for synthetic images also the accuracy against negative captions."""
@@ -130,7 +155,7 @@ class Evaluator:
         if not others or self.data.captions.features is not None:
             return None
         with self.autocast():
-            return self.model.encode_text(others).float().cpu()
+            return torch.as_tensor(self.model.encode_text(others)).float().cpu()
 
     @torch.inference_mode()
     def negative_scores(self, image: Tensor, indices: Sequence[int] | None = None) -> Scores:
@@ -145,7 +170,7 @@ class Evaluator:
         texts = list(dict.fromkeys(text for _, negative in asked for text in (negative.truth, negative.caption)))
         row = {text: number for number, text in enumerate(texts)}
         with self.autocast():
-            vectors = self.model.encode_text(texts, 2 * eval_batch_size(self.model.clip)).cpu()
+            vectors = torch.as_tensor(self.model.encode_text(texts, 2 * self._batch)).cpu()
         return negatives_accuracy(
             image,
             vectors[[row[negative.truth] for _, negative in asked]],

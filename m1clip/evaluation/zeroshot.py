@@ -17,6 +17,7 @@ from m1clip.errors import UserError
 from m1clip.evaluation.analysis import even_indices
 from m1clip.evaluation.statistics import Metric, Scores, fraction_intervals
 from m1clip.inference.encoder import Model
+from m1clip.inference.onnx import OnnxModel
 
 TEMPLATES = ("a photo of a {}.", "an image of a {}.", "a close-up photo of a {}.", "there is a {} here.", "{}")
 TOP_K = (1, 5)
@@ -42,7 +43,7 @@ def class_folders(folder: Path, names: Sequence[str] = ()) -> tuple[list[str], l
     return shown, [(path, classes.index(label)) for label, path in found]
 
 
-def encode_readable(model: Model, paths: Sequence[Path]) -> tuple[Tensor, list[int], list[str]]:
+def encode_readable(model: Model | OnnxModel, paths: Sequence[Path]) -> tuple[Tensor, list[int], list[str]]:
     """(vectors, indices of the images that could be read, why the others could not)."""
     vectors, kept, reasons = [], [], []
     for start in range(0, len(paths), BATCH):
@@ -54,7 +55,7 @@ def encode_readable(model: Model, paths: Sequence[Path]) -> tuple[Tensor, list[i
             except (BadImage, OSError) as error:
                 reasons.append(str(error))
         if squares:
-            vectors.append(model.encode_image(squares))
+            vectors.append(torch.as_tensor(model.encode_image(squares)))
     if not kept:
         raise UserError(f"none of the {len(paths)} images can be read; first: {(reasons or ['no images'])[0]}")
     return torch.cat(vectors), kept, reasons
@@ -71,7 +72,7 @@ class ZeroShot:
 
 
 def zero_shot(
-    model: Model,
+    model: Model | OnnxModel,
     folder: Path,
     names: Sequence[str] = (),
     templates: Sequence[str] = (),
@@ -86,7 +87,7 @@ def zero_shot(
     chosen = [images[index] for index in even_indices(len(images), limit or len(images)).tolist()]
     vectors, kept, unreadable = encode_readable(model, [path for path, _ in chosen])
     labels = torch.tensor([chosen[index][1] for index in kept])
-    classes = model.class_vectors(shown, templates or TEMPLATES)
+    classes = torch.as_tensor(model.class_vectors(shown, templates or TEMPLATES))
     with torch.autocast("cpu", enabled=False):
         similarity = vectors @ classes.T
     scores = top_k_accuracy(similarity, labels, "zero_shot")
@@ -144,7 +145,9 @@ def stratified_test_mask(labels: Tensor, seed: int) -> Tensor:
     return chosen
 
 
-def similar(model: Model, image: Path, folder: Path, count: int) -> tuple[list[tuple[Path, float]], list[str]]:
+def similar(
+    model: Model | OnnxModel, image: Path, folder: Path, count: int
+) -> tuple[list[tuple[Path, float]], list[str]]:
     """((path, cosine similarity), most similar first; why some files could not be read), without the image itself."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")

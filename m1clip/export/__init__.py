@@ -1,0 +1,5 @@
+"""Trained models in the formats of other programs."""
+
+from typing import Literal
+
+Target = Literal["onnx", "hf", "openclip", "safetensors"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from m1clip.errors import UserError
+from m1clip.export import Target
+from m1clip.export.onnx import write_onnx
 from m1clip.io import atomic_folder, write_json, write_text
 from m1clip.model.convert import HUGGING_FACE, OPENCLIP, check_expressible, hf_config, openclip_config, to_theirs
 from m1clip.model.folder import (
@@ -16,34 +18,42 @@ from m1clip.model.folder import (
     OPENCLIP_WEIGHTS,
     SavedModel,
     read_model,
-    write_model,
+    write_model_files,
 )
 from m1clip.model.presets import with_fields
 from m1clip.model.towers import sincos_2d
 from m1clip.model.weights import POSITIONS, replace_tokens, write_tensors
 from m1clip.text.bpe import BpeTokenizer, hugging_face_files, row_sources
 
-Target = Literal["openclip", "hf", "safetensors"]
+Say = Callable[[str], None]
+Writer = Callable[[Path, SavedModel, Say], list[str]]  # writes into the folder and returns notes for the user
 
 
-def export(model: Path, to: Target, folder: Path, image_size: int | None = None) -> list[str]:
-    """Write the model to a new folder; returns notes for the user about differences."""
+def export(
+    model: Path, to: Target, folder: Path, image_size: int | None = None, say: Say = lambda line: None
+) -> list[str]:
+    """Write the model to a new folder, which appears when it is complete; returns notes for the user."""
     if folder.exists():
         raise UserError(f"{folder}: already exists; choose another --out, or delete it first")
     saved = read_model(model).resized(image_size)
-    if to == "safetensors":
-        write_model(folder, saved.build(), saved.tokenizer, saved.preprocess)
-        return []
+    with atomic_folder(folder) as partial:
+        return WRITERS[to](partial, saved, say)
+
+
+def _write_own(folder: Path, saved: SavedModel, say: Say) -> list[str]:
+    write_model_files(folder, saved.build(), saved.tokenizer, saved.preprocess)
+    return []
+
+
+def _as_clip(saved: SavedModel, to: str, crop: str) -> tuple[SavedModel, list[str]]:
+    """The model in terms of open_clip and transformers, and what the user should know about it."""
     check_expressible(saved.config, to)
     saved, notes = with_full_vocabulary(with_learned_positions(saved))
-    with atomic_folder(folder) as partial:
-        (_write_openclip if to == "openclip" else _write_hf)(partial, saved)
-    wanted = "shortest" if to == "openclip" else "shortest-floor"
-    if saved.preprocess.resize not in (wanted, "squash"):
+    if saved.preprocess.resize not in (crop, "squash"):
         notes.append(
             "for images with an odd margin, the center crops of open_clip and transformers differ by one pixel"
         )
-    return notes
+    return saved, notes
 
 
 def with_learned_positions(saved: SavedModel) -> SavedModel:
@@ -75,8 +85,9 @@ def with_full_vocabulary(saved: SavedModel) -> tuple[SavedModel, list[str]]:
     return replace(saved, config=config, weights=weights, tokenizer=full), [note]
 
 
-def _write_openclip(folder: Path, saved: SavedModel) -> None:
+def _write_openclip(folder: Path, saved: SavedModel, say: Say) -> list[str]:
     """A folder for `open_clip.create_model("local-dir:FOLDER")`."""
+    saved, notes = _as_clip(saved, "openclip", "shortest")
     weights = to_theirs(saved.weights, OPENCLIP, saved.config)
     write_tensors(folder / OPENCLIP_WEIGHTS[0], weights, {"format": "pt"})
     seen = saved.preprocess
@@ -90,10 +101,12 @@ def _write_openclip(folder: Path, saved: SavedModel) -> None:
         "fill_color": 0,
     }
     write_json(folder / OPENCLIP_CONFIG, {"model_cfg": openclip_config(saved.config), "preprocess_cfg": preprocess})
+    return notes
 
 
-def _write_hf(folder: Path, saved: SavedModel) -> None:
+def _write_hf(folder: Path, saved: SavedModel, say: Say) -> list[str]:
     """A folder for transformers' `CLIPModel.from_pretrained`."""
+    saved, notes = _as_clip(saved, "hf", "shortest-floor")
     seen, tokenizer = saved.preprocess, saved.tokenizer
     if seen.resize == "squash":
         raise UserError("this model squashes images to a square, which CLIPImageProcessor does not support")
@@ -117,3 +130,12 @@ def _write_hf(folder: Path, saved: SavedModel) -> None:
     write_json(folder / "preprocessor_config.json", preprocess)
     for name, text in hugging_face_files(saved.config.context_length).items():
         write_text(folder / name, text)
+    return notes
+
+
+WRITERS: dict[Target, Writer] = {
+    "onnx": write_onnx,
+    "hf": _write_hf,
+    "openclip": _write_openclip,
+    "safetensors": _write_own,
+}

@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from m1clip.data.augment import render, same_view
 from m1clip.data.cache import Progress, decode_images
-from m1clip.data.captions import rounded
-from m1clip.data.images import Preprocess, decode, to_square
+from m1clip.data.captions import CaptionTable
+from m1clip.data.images import Preprocess
 from m1clip.data.prepare import Split
 from m1clip.data.types import ImageRef
 from m1clip.errors import UserError
+from m1clip.inference.inputs import (
+    IMAGE,
+    IMAGES,
+    NOT_FINITE,
+    TEXTS,
+    count,
+    labels_of,
+    many,
+    model_path,
+    sentences,
+    square,
+)
 from m1clip.model.clip import CLIP
 from m1clip.model.folder import CONFIG, open_device, read_model, write_model
-from m1clip.text.base import Tokenizer
+from m1clip.text.base import Tokenizer, by_length
+
+if TYPE_CHECKING:
+    from m1clip.inference.inputs import ImageInput
 
 Context = Callable[[], AbstractContextManager[object]]
 Tower = Callable[[Tensor], Tensor]
-ImageInput = str | Path | Image.Image | np.ndarray | Tensor
-IMAGES = "encode_image takes a path, a PIL image, a (height, width, 3) uint8 array or tensor, or a list of these"
-TEXTS = "encode_text takes a text, or a list of texts"
 # (left, top, side as a fraction, mirrored): the complete image first, then crops of it.
 VIEWS = (
     (0.0, 0.0, 1.0, False),
@@ -73,12 +84,9 @@ class Encoder:
     @torch.inference_mode()
     def tokens(self, tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, Tensor]]:
         """(rows of `tokens`, their vectors), batch by batch: sorted by length, to reduce padding."""
-        order = np.argsort(lengths, kind="stable")
-        for start in range(0, len(order), self.text_batch):
-            rows = order[start : start + self.text_batch]
-            cut = tokens[rows, : rounded(int(lengths[rows].max()), tokens.shape[1])]
+        for rows, cut in by_length(tokens, lengths, self.text_batch):
             with self.autocast():
-                yield rows, self.text(torch.from_numpy(cut.astype(np.int64)).to(self.device)).float().cpu()
+                yield rows, self.text(torch.from_numpy(cut).to(self.device)).float().cpu()
 
 
 def in_order(parts: Iterable[tuple[np.ndarray, Tensor]]) -> Tensor:
@@ -128,9 +136,14 @@ def encode_split(
             parts = [captions.features.read(rows[at : at + 4 * batch]) for at in range(0, texts, 4 * batch)]
             text = torch.cat([model.project_text(torch.from_numpy(part).to(device).float()).cpu() for part in parts])
     model.train(training)
-    image_index, caption_ids = (torch.from_numpy(each[:texts]) for each in (captions.image_index, captions.caption_ids))
-    labels = None if captions.labels is None else torch.from_numpy(captions.labels[:image_rows])
-    return SplitFeatures(torch.cat(image), text, image_index, caption_ids, labels)
+    return split_features(torch.cat(image), text, captions)
+
+
+def split_features(image: Tensor, text: Tensor, captions: CaptionTable) -> SplitFeatures:
+    """Vectors with the captions that belong to them."""
+    index, ids = (torch.from_numpy(each[: len(text)]) for each in (captions.image_index, captions.caption_ids))
+    labels = None if captions.labels is None else torch.from_numpy(captions.labels[: len(image)])
+    return SplitFeatures(image, text, index, ids, labels)
 
 
 class Model:
@@ -143,6 +156,11 @@ class Model:
     def __init__(self, clip: CLIP, tokenizer: Tokenizer, preprocess: Preprocess) -> None:
         self.clip, self.tokenizer, self.preprocess = clip, tokenizer, preprocess
         tokenizer.context_length = clip.config.context_length
+
+    @property
+    def context_length(self) -> int:
+        """Token ids of a text at most, start and EOT included."""
+        return self.clip.config.context_length
 
     @property
     def device(self) -> torch.device:
@@ -159,21 +177,21 @@ class Model:
         An image is a path, a PIL image, a (height, width, 3) uint8 array, or a uint8 tensor of that shape or of
         (3, height, width). Many are a list or other iterable of these, or an array or tensor with one more dimension.
         """
-        encoder, many, batch_size = self._encoder(), _many(images, ImageInput, IMAGES), _count(batch_size)
+        encoder, found, batch_size = self._encoder(), many(images, IMAGE, IMAGES), count(batch_size)
         parts = [
-            encoder.pixels(np.stack([self.square(image) for image in many[start : start + batch_size]]))
-            for start in range(0, len(many), batch_size)
+            encoder.pixels(np.stack([self.square(image) for image in found[start : start + batch_size]]))
+            for start in range(0, len(found), batch_size)
         ]
         return _finite(torch.cat(parts)) if parts else torch.empty(0, self.clip.config.embed_dim)
 
     def encode_text(self, texts: str | Iterable[str], batch_size: int = 256) -> Tensor:
         """(n, embed_dim) float32 unit vectors of one text (n = 1) or many."""
-        many = _many(texts, str, TEXTS)
-        if not many:
+        found = many(texts, str, TEXTS)
+        if not found:
             return torch.empty(0, self.clip.config.embed_dim)
-        tokens = self.tokenizer.tokenize(many, self.clip.config.context_length)
+        tokens = self.tokenizer.tokenize(found, self.clip.config.context_length)
         lengths = self.tokenizer.lengths(tokens)
-        return _finite(in_order(self._encoder(_count(batch_size)).tokens(tokens, lengths)))
+        return _finite(in_order(self._encoder(count(batch_size)).tokens(tokens, lengths)))
 
     def similarity(self, images: ImageInput | Iterable[ImageInput], texts: str | Iterable[str]) -> Tensor:
         """(images, texts) cosine similarities."""
@@ -186,9 +204,7 @@ class Model:
 
         A template is a sentence with {} for the label; multiple templates are averaged.
         """
-        labels = _many(labels, str, "classify takes a list of labels")
-        if len(labels) < 2:
-            raise UserError("classify needs two or more labels")
+        labels = labels_of(labels)
         logits = self.clip.scale().detach().cpu() * self.encode_image(images) @ self.class_vectors(labels, templates).T
         return [
             [(labels[place], float(row[place])) for place in row.argsort(descending=True).tolist()]
@@ -197,12 +213,8 @@ class Model:
 
     def class_vectors(self, names: Sequence[str], templates: Sequence[str]) -> Tensor:
         """(classes, embed_dim) unit vectors: the mean over the templates, each of which must contain {}."""
-        templates = _many(templates, str, "templates are a list of sentences") or ["{}"]
-        for template in templates:
-            if "{}" not in template:
-                raise UserError(f"template '{template}': has no {{}} for the name of the class")
-        sentences = [template.replace("{}", name) for name in names for template in templates]
-        vectors = self.encode_text(sentences).view(len(names), len(templates), -1)
+        groups = sentences(names, templates)
+        vectors = self.encode_text([text for group in groups for text in group]).view(len(groups), len(groups[0]), -1)
         return F.normalize(vectors.mean(dim=1), dim=-1)
 
     def to(self, device: str | torch.device) -> Model:
@@ -212,21 +224,14 @@ class Model:
 
     def save(self, folder: str | Path) -> None:
         """Write a model folder; an older one there is replaced only when the new one is complete."""
-        path = _path(folder)
+        path = model_path(folder)
         if path.exists() and not (path / CONFIG).is_file() and (path.is_file() or any(path.iterdir())):
             raise UserError(f"{path}: exists and is not a model folder; choose another folder")
         write_model(path, self.clip, self.tokenizer, self.preprocess)
 
     def square(self, image: ImageInput) -> np.ndarray:
         """(size, size, 3) uint8, as in training."""
-        size, resize = self.preprocess.image_size, self.preprocess.resize
-        if isinstance(image, str | Path):
-            image = decode(Path(image), size, str(image))
-        elif isinstance(image, np.ndarray | Tensor):
-            image = Image.fromarray(_array(image))
-        elif min(image.size) == 0:
-            raise UserError(f"a PIL image of {image.width} x {image.height} has no pixels")
-        return to_square(image, size, resize)
+        return square(image, self.preprocess)
 
 
 def load(path: str | Path, device: str = "cpu", image_size: int | None = None) -> Model:
@@ -234,53 +239,11 @@ def load(path: str | Path, device: str = "cpu", image_size: int | None = None) -
 
     `image_size` is for images of another size.
     """
-    saved = read_model(_path(path)).resized(image_size)
+    saved = read_model(model_path(path)).resized(image_size)
     return Model(saved.build(device), saved.tokenizer, saved.preprocess)
-
-
-def _path(value: str | Path) -> Path:
-    if not isinstance(value, str | os.PathLike):
-        raise UserError(f"a model is given by the path of its folder, not {type(value).__name__}")
-    return Path(value)
-
-
-def _many(values: Any, kind: Any, takes: str) -> list[Any]:
-    """One value or an iterable of them as a list; a UserError for anything else."""
-    array = isinstance(values, np.ndarray | Tensor)
-    batched = array and (
-        values.ndim == 4 or (isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "OU")
-    )
-    if isinstance(values, kind) and not batched:
-        return [values]
-    if not isinstance(values, Iterable) or isinstance(values, bytes | bytearray | Mapping) or (array and not batched):
-        raise UserError(f"{takes}, not {type(values).__name__}")
-    items = list(values)
-    for number, item in enumerate(items, start=1):
-        if not isinstance(item, kind):
-            raise UserError(f"{takes}; number {number} of {len(items)} is of type {type(item).__name__}")
-    return items
-
-
-def _count(batch_size: int) -> int:
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise UserError(f"batch_size must be an integer of at least 1, not {batch_size!r}")
-    return batch_size
 
 
 def _finite(vectors: Tensor) -> Tensor:
     if not vectors.isfinite().all():
-        raise UserError("the model computes NaN: its weights are too large or damaged; use another model")
+        raise UserError(NOT_FINITE)
     return vectors
-
-
-def _array(image: np.ndarray | Tensor) -> np.ndarray:
-    """(height, width, 3) uint8; a tensor may have its channels first, as torchvision's have."""
-    shape, dtype = tuple(image.shape), image.dtype
-    if isinstance(image, Tensor) and dtype == torch.uint8:
-        image = (image.permute(1, 2, 0) if len(shape) == 3 and shape[0] == 3 else image).cpu().numpy()
-    if isinstance(image, Tensor) or dtype not in (np.uint8, torch.uint8) or image.ndim != 3 or image.shape[2] != 3:
-        kind = "a tensor" if isinstance(dtype, torch.dtype) else "an array"
-        raise UserError(f"{kind} must be (height, width, 3) uint8, not {shape} {dtype}")
-    if image.size == 0:
-        raise UserError(f"an image of shape {shape} has no pixels")
-    return np.ascontiguousarray(image)

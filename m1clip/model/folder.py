@@ -82,11 +82,16 @@ def open_device(name: str | torch.device) -> torch.device:
 def write_model(folder: Path, model: CLIP, tokenizer: Tokenizer, preprocess: Preprocess) -> None:
     """Write a model folder; an older one there is replaced only when the new one is complete."""
     with atomic_folder(folder) as partial:
-        weights = {name: t.detach().cpu() for name, t in merged_state(model).items()}
-        write_tensors(partial / WEIGHTS, weights, {"format": "pt"})
-        config = {"format": FORMAT, "model": model.config.to_dict(), "preprocess": preprocess.to_dict()}
-        write_json(partial / CONFIG, config)
-        tokenizer.save(partial)
+        write_model_files(partial, model, tokenizer, preprocess)
+
+
+def write_model_files(folder: Path, model: CLIP, tokenizer: Tokenizer, preprocess: Preprocess) -> None:
+    """The files of a model folder."""
+    weights = {name: t.detach().cpu() for name, t in merged_state(model).items()}
+    write_tensors(folder / WEIGHTS, weights, {"format": "pt"})
+    config = {"format": FORMAT, "model": model.config.to_dict(), "preprocess": preprocess.to_dict()}
+    write_json(folder / CONFIG, config)
+    tokenizer.save(folder)
 
 
 def read_model(path: Path) -> SavedModel:

@@ -317,7 +317,7 @@ Position = Tensor | int  # (n,) a position for each sequence, or one for all
 
 def take_position(x: Tensor, position: Position) -> Tensor:
     """(n, length, width) -> (n, width): one position of each sequence."""
-    return x[:, position] if isinstance(position, int) else x[torch.arange(len(x), device=x.device), position]
+    return x[:, position] if isinstance(position, int) else x[torch.arange(x.shape[0], device=x.device), position]
 
 
 def _call(block: nn.Module, function: Callable[..., Tensor], *inputs: object) -> Tensor:

@@ -116,7 +116,7 @@ class VisionTower(Tower):
         prefix = 0 if self.cls is None else 1
         x = x + (positions[prefix:] if kept_patches is None else positions[prefix:][kept_patches])
         if self.cls is not None:
-            x = torch.cat([(self.cls.to(x.dtype) + positions[0]).expand(len(x), 1, -1), x], dim=1)
+            x = torch.cat([(self.cls.to(x.dtype) + positions[0]).expand(x.shape[0], 1, -1), x], dim=1)
         x = self.norm_pre(x).to(_compute_dtype(x))
         return self.norm(self.transformer(x, 0 if self.cls is not None else "mean"))
 

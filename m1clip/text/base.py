@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustTokenizer
     from torch import Tensor
 
 FILE_NAME = "tokenizer.json"
 FORMAT = 1
+BUCKET = 4  # text lengths are rounded up to a multiple of this, to limit the number of shapes
 
 
 class Tokenizer(ABC):
@@ -25,6 +27,7 @@ class Tokenizer(ABC):
     eot_id: int
     vocab_size: int  # special tokens included
     context_length: int = 77  # of `tokenizer(texts)`; a loaded model sets its own
+    arrays: bool = False  # whether `tokenizer(texts)` gives a numpy array, as models in onnxruntime take it
 
     @abstractmethod
     def encode_batch(self, texts: Iterable[str]) -> Iterable[list[int]]:
@@ -33,6 +36,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def record(self) -> dict[str, Any]:
         """What tokenizer.json needs to restore this tokenizer: its kind, and values for JSON."""
+
+    @abstractmethod
+    def library(self) -> RustTokenizer:
+        """The same for the `tokenizers` library, start and EOT tokens included; see `BpeTokenizer.library`."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text, without start and EOT tokens, not truncated."""
@@ -52,11 +59,14 @@ class Tokenizer(ABC):
             row[count + 1] = self.eot_id
         return rows
 
-    def __call__(self, texts: str | Sequence[str]) -> Tensor:
+    def __call__(self, texts: str | Sequence[str]) -> Tensor | np.ndarray:
         """(n, context_length) int64 token ids of one text or many, as the model expects them."""
+        tokens = self.tokenize([texts] if isinstance(texts, str) else texts, self.context_length).astype(np.int64)
+        if self.arrays:
+            return tokens
         import torch
 
-        return torch.from_numpy(self.tokenize([texts] if isinstance(texts, str) else texts, self.context_length)).long()
+        return torch.from_numpy(tokens)
 
     def lengths(self, tokens: np.ndarray) -> np.ndarray:
         """(n,) tokens of each row up to the EOT token, or to the last that is not padding where that is later."""
@@ -74,3 +84,16 @@ class Tokenizer(ABC):
 
     def __hash__(self) -> int:
         return hash((type(self), self.vocab_size))
+
+
+def rounded(length: int, context: int) -> int:
+    """A text length rounded up to a multiple of BUCKET, at most the context."""
+    return min(-(-length // BUCKET) * BUCKET, context)
+
+
+def by_length(tokens: np.ndarray, lengths: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(rows, their tokens as int64) in batches of `size`: sorted by length and cut, to reduce padding."""
+    order = np.argsort(lengths, kind="stable")
+    for start in range(0, len(order), size):
+        rows = order[start : start + size]
+        yield rows, tokens[rows, : rounded(int(lengths[rows].max()), tokens.shape[1])].astype(np.int64)

@@ -19,8 +19,11 @@ import ftfy
 from tokenizers import Regex
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
+from tokenizers.normalizers import NFC, Lowercase, Replace
+from tokenizers.normalizers import Sequence as AllOf
 from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as InTurn
+from tokenizers.processors import TemplateProcessing
 
 from m1clip.text.base import Tokenizer
 
@@ -28,6 +31,7 @@ BASE_COUNT = 512  # 256 bytes, and the same 256 as the last byte of a word
 FULL_SOT_ID = 49_406  # also the number of other tokens
 FULL_EOT_ID = 49_407
 END_OF_WORD = "</w>"
+START, END = "<|startoftext|>", "<|endoftext|>"
 CHUNK = 4_096  # texts per call: bounds the memory for a large set
 
 # open_clip's pattern, with what its IGNORECASE does to lower-cased text written out: long s is an s, and U+0345 (its
@@ -72,6 +76,11 @@ def _rust_tokenizer() -> RustTokenizer:
     return rust
 
 
+def with_ends(start: int, end: int) -> TemplateProcessing:
+    """Start and EOT token around a text; not special tokens of the library, which would also find them in a text."""
+    return TemplateProcessing(single=[START, "$A", END], special_tokens=[(START, start), (END, end)])
+
+
 @cache
 def _merged_from() -> list[tuple[int, int]]:
     """The ids of the two parts of each merged token; they are always below the id of the token."""
@@ -114,6 +123,14 @@ class BpeTokenizer(Tokenizer):
             for encoding in rust.encode_batch_fast(chunk, add_special_tokens=False):
                 yield encoding.ids if parts is None else [part for token in encoding.ids for part in parts[token]]
 
+    def library(self) -> RustTokenizer:
+        """CLIP's full vocabulary, of which `parts` makes this one. The library has no ftfy and no HTML entities."""
+        rust = RustTokenizer.from_str(_rust_tokenizer().to_str())
+        quotes = [Replace(curly, straight) for curly, straight in zip("“”‘’", "\"\"''", strict=True)]
+        rust.normalizer = AllOf([NFC(), *quotes, Lowercase()])
+        rust.post_processor = with_ends(FULL_SOT_ID, FULL_EOT_ID)
+        return rust
+
     def record(self) -> dict[str, Any]:
         """A cut vocabulary lists its merged tokens."""
         return {"kind": "bpe"} if self.kept is None else {"kind": "bpe-cut", "kept": self.kept}
@@ -138,9 +155,6 @@ class BpeTokenizer(Tokenizer):
     def __reduce__(self) -> tuple[type[BpeTokenizer], tuple[tuple[int, ...] | None]]:
         # Workers rebuild the tables, which are larger than their inputs.
         return BpeTokenizer, (self.kept,)
-
-
-START, END = "<|startoftext|>", "<|endoftext|>"
 
 
 def row_sources(old: BpeTokenizer, new: BpeTokenizer) -> list[list[int]]:

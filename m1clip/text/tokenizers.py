@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Regex
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers.models import WordPiece
-from tokenizers.normalizers import BertNormalizer
-from tokenizers.pre_tokenizers import BertPreTokenizer
+from tokenizers.models import WordLevel, WordPiece
+from tokenizers.normalizers import BertNormalizer, Lowercase
+from tokenizers.pre_tokenizers import BertPreTokenizer, Split
 from tokenizers.processors import BertProcessing
 
 from m1clip.errors import UserError
 from m1clip.io import format_version, read_small
 from m1clip.text.base import FILE_NAME, FORMAT, Tokenizer
-from m1clip.text.bpe import BASE_COUNT, FULL_SOT_ID, BpeTokenizer
+from m1clip.text.bpe import BASE_COUNT, END, FULL_SOT_ID, START, BpeTokenizer, with_ends
 
 LETTERS = string.ascii_lowercase + " ,."
 SPECIAL_COUNT = 4  # pad, start, EOT, unknown
@@ -54,6 +55,14 @@ class CharTokenizer(Tokenizer):
     def encode_batch(self, texts: Iterable[str]) -> Iterable[list[int]]:
         """One id per character of the lower-cased text."""
         return ([self._id_of.get(c, self.unk_id) for c in text.lower()] for text in texts)
+
+    def library(self) -> RustTokenizer:
+        """One token per character; a final sigma is the only letter that the library lower-cases differently."""
+        ids = {"<pad>": self.pad_id, START: self.sot_id, END: self.eot_id, "<unk>": self.unk_id, **self._id_of}
+        rust = RustTokenizer(WordLevel(ids, unk_token="<unk>"))
+        rust.normalizer, rust.pre_tokenizer = Lowercase(), Split(Regex(r"[\s\S]"), "isolated")
+        rust.post_processor = with_ends(self.sot_id, self.eot_id)
+        return rust
 
     def record(self) -> dict[str, Any]:
         """The alphabet."""
@@ -96,6 +105,10 @@ class FastTokenizer(Tokenizer):
         self._rust.no_truncation()
         return rows
 
+    def library(self) -> RustTokenizer:
+        """A copy of the library's own."""
+        return RustTokenizer.from_str(self._rust.to_str())
+
     def record(self) -> dict[str, Any]:
         """The library's own file."""
         return {"kind": "fast", "tokenizer": json.loads(self._rust.to_str()), "pad_id": self.pad_id}
@@ -137,14 +150,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             raise UserError(
                 f"{path}: written by a newer m1clip (format {version}, this one reads {FORMAT}); upgrade m1clip"
             )
-        return _from_record(record)
+        return from_record(record)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); is this a model folder?") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not a valid tokenizer ({type(error).__name__}: {error}); {REMEDY}") from error
 
 
-def _from_record(record: dict[str, Any]) -> Tokenizer:
+def from_record(record: dict[str, Any]) -> Tokenizer:
     """A tokenizer from a file of unknown origin; ValueError where a value is not what it should be."""
     match record:
         case {"kind": "char", "alphabet": str(alphabet)}:

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from m1clip.data.captions import BUCKET, rounded
 from m1clip.data.loader import Batch
+from m1clip.text.base import BUCKET, rounded
 from m1clip.training.oom import MemoryPressure
 
 if TYPE_CHECKING:

@@ -1,0 +1,172 @@
+"""An exported ONNX folder in onnxruntime, without torch: the API of `Model`, with numpy arrays for tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from m1clip.data.images import Preprocess, to_square
+from m1clip.errors import UserError
+from m1clip.inference.inputs import IMAGE, IMAGES, NOT_FINITE, TEXTS, count, labels_of, many, sentences, square
+from m1clip.io import format_version, matches_schema, read_small
+from m1clip.text.base import FILE_NAME, by_length
+from m1clip.text.tokenizers import MAX_BYTES, from_record
+
+if TYPE_CHECKING:
+    from m1clip.inference.inputs import ImageInput
+
+FORMAT = 1
+IMAGE_GRAPH, TEXT_GRAPH, SETTINGS = "image.onnx", "text.onnx", "preprocess.json"
+REMEDY = "export the model again with m1clip export --to onnx"
+SCHEMA = {
+    "image": dict,
+    "tokenizer": dict,
+    "context_length": lambda value: type(value) is int and 2 <= value <= 4096,
+    "embed_dim": lambda value: type(value) is int and 1 <= value <= 2**14,
+    "logit_scale": lambda value: type(value) is float and 0 < value <= 1000,
+}
+
+
+def is_onnx_folder(path: Path) -> bool:
+    """Whether a path looks like an export of ours, complete or not."""
+    return any((path / name).is_file() for name in (IMAGE_GRAPH, TEXT_GRAPH))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayPreprocess(Preprocess):
+    """The preprocessing that is not in the graph."""
+
+    def __call__(self, image: Image.Image) -> np.ndarray:  # type: ignore[override]
+        """A PIL image -> (image_size, image_size, 3) uint8; the graph normalizes it."""
+        return to_square(image, self.image_size, self.resize)
+
+
+class OnnxModel:
+    """A model in onnxruntime on the CPU: images and texts in, unit vectors out, as numpy arrays.
+
+    `preprocess(image)` converts a PIL image to the pixels that the graph takes, `tokenizer(texts)` texts to token ids.
+    """
+
+    def __init__(self, folder: Path, threads: int = 0) -> None:
+        """Open a folder of `m1clip export --to onnx`; `threads` 0 uses all cores."""
+        settings = read_settings(folder)
+        try:
+            self.preprocess = ArrayPreprocess.from_dict(settings["image"])
+            record = settings["tokenizer"]
+            if record.get("kind") == "fast":  # the same file as for other programs
+                record = {**record, "tokenizer": json.loads(read_small(folder / FILE_NAME, MAX_BYTES, folder))}
+            self.tokenizer = from_record(record)
+        except (OSError, UserError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(f"{folder}: {error}; {REMEDY}") from None
+        self.tokenizer.context_length, self.tokenizer.arrays = settings["context_length"], True
+        self.context_length, self.embed_dim = settings["context_length"], settings["embed_dim"]
+        self.logit_scale = float(settings["logit_scale"])
+        size = self.preprocess.image_size
+        self._image = _session(folder / IMAGE_GRAPH, "tensor(uint8)", [size, size, 3], self.embed_dim, threads)
+        self._text = _session(folder / TEXT_GRAPH, "tensor(int64)", [None], self.embed_dim, threads)
+
+    def pixels(self, pixels: np.ndarray) -> np.ndarray:
+        """(n, size, size, 3) uint8 -> (n, embed_dim) float32 unit vectors."""
+        return _run(self._image, pixels)
+
+    def tokens(self, tokens: np.ndarray, lengths: np.ndarray, batch_size: int = 256) -> np.ndarray:
+        """(n, context_length) token ids -> (n, embed_dim) float32 unit vectors."""
+        vectors = np.empty((len(tokens), self.embed_dim), np.float32)
+        for rows, cut in by_length(tokens, lengths, batch_size):
+            vectors[rows] = _run(self._text, cut)
+        return vectors
+
+    def encode_image(self, images: ImageInput | Iterable[ImageInput], batch_size: int = 64) -> np.ndarray:
+        """(n, embed_dim) float32 unit vectors of one image (n = 1) or many; takes what `Model.encode_image` takes."""
+        found, batch_size = many(images, IMAGE, IMAGES), count(batch_size)
+        parts = [np.empty((0, self.embed_dim), np.float32)]
+        for start in range(0, len(found), batch_size):
+            parts.append(self.pixels(np.stack([self.square(image) for image in found[start : start + batch_size]])))
+        return _finite(np.concatenate(parts))
+
+    def encode_text(self, texts: str | Iterable[str], batch_size: int = 256) -> np.ndarray:
+        """(n, embed_dim) float32 unit vectors of one text (n = 1) or many."""
+        tokens = self.tokenizer.tokenize(many(texts, str, TEXTS), self.context_length)
+        return _finite(self.tokens(tokens, self.tokenizer.lengths(tokens), count(batch_size)))
+
+    def similarity(self, images: ImageInput | Iterable[ImageInput], texts: str | Iterable[str]) -> np.ndarray:
+        """(images, texts) cosine similarities."""
+        return self.encode_image(images) @ self.encode_text(texts).T
+
+    def classify(
+        self, images: ImageInput | Iterable[ImageInput], labels: Sequence[str], templates: Sequence[str] = ("{}",)
+    ) -> list[list[tuple[str, float]]]:
+        """For each image, (label, probability) from the most to the least probable."""
+        labels = labels_of(labels)
+        logits = self.logit_scale * self.encode_image(images) @ self.class_vectors(labels, templates).T
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        return [
+            [(labels[place], float(row[place])) for place in np.argsort(-row, kind="stable")]
+            for row in weights / weights.sum(axis=1, keepdims=True)
+        ]
+
+    def class_vectors(self, names: Sequence[str], templates: Sequence[str]) -> np.ndarray:
+        """(classes, embed_dim) unit vectors: the mean over the templates, each of which must contain {}."""
+        groups = sentences(names, templates)
+        vectors = self.encode_text([text for group in groups for text in group])
+        means = vectors.reshape(len(groups), len(groups[0]), -1).mean(axis=1)
+        return means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
+
+    def square(self, image: ImageInput) -> np.ndarray:
+        """(size, size, 3) uint8, as in training."""
+        return square(image, self.preprocess)
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The checked contents of preprocess.json."""
+    path = folder / SETTINGS
+    try:
+        settings = json.loads(read_small(path, inside=folder))
+        version = format_version(settings)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {REMEDY}") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(f"{path}: not written by m1clip export; {REMEDY}") from None
+    if version > FORMAT:
+        raise UserError(f"{path}: written by a newer m1clip (format {version}, this one reads {FORMAT}): upgrade")
+    if not matches_schema(settings, SCHEMA):
+        raise UserError(f"{path}: values are missing or of the wrong type; {REMEDY}")
+    return dict(settings)
+
+
+def _session(path: Path, kind: str, shape: list[int | None], embed_dim: int, threads: int) -> Any:
+    """A checked session. onnxruntime refuses external data outside the folder and operators that it does not have."""
+    try:
+        import onnxruntime
+    except ImportError:
+        raise UserError("an ONNX folder needs onnxruntime: pip install 'm1clip[export]'") from None
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 4
+    try:
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # noqa: BLE001  its errors have no common class
+        reason = " ".join(str(error).split()).rpartition("rror: ")[2].rpartition("failed:")[2][:200]
+        raise UserError(f"{path}: onnxruntime cannot open it ({reason}); {REMEDY}") from None
+    given, made = session.get_inputs(), session.get_outputs()
+    fits = len(given) == len(made) == 1 and given[0].type == kind and made[0].type == "tensor(float)"
+    sides = [side if isinstance(side, int) else None for side in given[0].shape] if fits else []
+    if sides != [None, *shape] or made[0].shape[1:] != [embed_dim]:
+        raise UserError(f"{path}: not a graph of m1clip export, or for another {SETTINGS}; {REMEDY}")
+    return session
+
+
+def _run(session: Any, values: np.ndarray) -> np.ndarray:
+    (vectors,) = session.run(None, {session.get_inputs()[0].name: np.ascontiguousarray(values)})
+    return np.asarray(vectors)
+
+
+def _finite(vectors: np.ndarray) -> np.ndarray:
+    if not np.isfinite(vectors).all():
+        raise UserError(NOT_FINITE)
+    return vectors

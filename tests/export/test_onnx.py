@@ -1,0 +1,192 @@
+"""`m1clip export --to onnx`, and the exported folder without torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from image_sets import make_set
+from PIL import Image
+from small_run import ROOT
+from tiny_model import tiny_clip
+
+import m1clip
+from m1clip.cli.main import main
+from m1clip.data.images import Preprocess
+from m1clip.errors import UserError
+from m1clip.export.layouts import export
+from m1clip.inference.encoder import Model
+from m1clip.inference.onnx import OnnxModel
+from m1clip.text.tokenizers import make_tokenizer, wordpiece_tokenizer
+
+onnx = pytest.importorskip("onnx", reason="needs the extra `export`")
+CAPTIONS = ["a red ball on the grass", "two cats!", "it's a dog, running", "a naïve “quote” and a 7"]
+TEXTS = ["a red ball", "two dogs and seventeen unseen words that go on and on until the context is full", ""]
+NOISE = np.random.default_rng(0).integers(0, 256, (3, 40, 51, 3), np.uint8)
+
+
+def tiny_model(kind: str = "bpe-cut", **changes: Any) -> Model:
+    tokenizer = make_tokenizer(kind, CAPTIONS)
+    clip = tiny_clip(vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id, **changes)
+    return Model(clip.eval(), tokenizer, Preprocess(image_size=32, mean=(0.5, 0.4, 0.3)))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "model"
+    tiny_model(positions="sincos").save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(trained: Path) -> Path:
+    with pytest.raises(SystemExit) as end:
+        main(["export", str(trained), "--to", "onnx"])
+    assert not end.value.code
+    return trained.with_name("model-onnx")
+
+
+@pytest.fixture
+def copied(exported: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(exported, tmp_path / "copy"))
+
+
+def without(modules: str, code: str, *words: str | Path) -> str:
+    """Run code in a process that cannot import these modules."""
+    block = f"import sys; sys.modules.update(dict.fromkeys({modules.split()!r}))\n"
+    command = [sys.executable, "-c", block + code, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_vectors_are_those_of_the_model(trained: Path, exported: Path) -> None:
+    ours, theirs = m1clip.load(trained), m1clip.load(exported)
+    assert isinstance(theirs, OnnxModel)
+    for batch_size in (1, 2, 64):
+        np.testing.assert_allclose(theirs.encode_image(NOISE, batch_size), ours.encode_image(NOISE), atol=2e-6)
+        np.testing.assert_allclose(theirs.encode_text(TEXTS, batch_size), ours.encode_text(TEXTS), atol=2e-6)
+    np.testing.assert_allclose(theirs.similarity(NOISE[0], "a dog"), ours.similarity(NOISE[0], "a dog"), atol=2e-6)
+    one, other = (model.classify(NOISE, ["cat", "dog"], ["a {}", "the {}"]) for model in (ours, theirs))
+    assert [[name for name, _ in row] for row in one] == [[name for name, _ in row] for row in other]
+    np.testing.assert_allclose([row[0][1] for row in one], [row[0][1] for row in other], atol=1e-4)
+    assert theirs.encode_image([]).shape == ours.encode_image([]).shape
+    assert np.array_equal(theirs.tokenizer(TEXTS), ours.tokenizer(TEXTS))
+    assert theirs.preprocess(Image.fromarray(NOISE[0])).shape == (32, 32, 3)
+
+
+def test_the_example_runs_without_torch_and_m1clip(trained: Path, exported: Path, tmp_path: Path) -> None:
+    example = exported / "example.py"
+    assert len(example.read_text().splitlines()) <= 40
+    Image.fromarray(NOISE[0]).save(tmp_path / "photo.png")
+    code = f"import runpy; sys.argv = [''] + sys.argv[1:]; runpy.run_path({str(example)!r}, run_name='__main__')"
+    out = without("torch m1clip onnx", code, tmp_path / "photo.png", *TEXTS[:2])
+    found = [float(line.split()[0]) for line in out.splitlines()]
+    np.testing.assert_allclose(found, m1clip.load(trained).similarity(NOISE[0], TEXTS[:2])[0], atol=6e-4)
+
+
+def test_loading_an_onnx_folder_does_not_import_torch(exported: Path, tmp_path: Path) -> None:
+    Image.fromarray(NOISE[0]).save(tmp_path / "photo.png")
+    code = "import m1clip; print(m1clip.load(sys.argv[1]).classify(sys.argv[2], ['a', 'b'])); print(list(sys.modules))"
+    out = without("torch onnx", code, exported, tmp_path / "photo.png")
+    assert "m1clip.data.cache" not in out
+
+
+def test_an_onnx_folder_evaluates_as_the_model(exported: Path, trained: Path, tmp_path: Path) -> None:
+    data = make_set(tmp_path / "set", train=2, val=2, test=24)
+    one, other = (m1clip.evaluate(model, data, device="cpu") for model in (trained, exported))
+    assert dict(one) == pytest.approx(dict(other), abs=0.1)  # torch may choose bf16
+
+
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "##b", "é", "dog", "!"]
+
+
+@pytest.mark.parametrize("kind", ["char", "bpe", "bpe-cut", "wordpiece"])
+def test_the_library_tokenizes_as_m1clip(kind: str) -> None:
+    ours = wordpiece_tokenizer(PIECES) if kind == "wordpiece" else make_tokenizer(kind, CAPTIONS)
+    library, parts = ours.library(), getattr(ours, "parts", None)
+    if parts is not None:
+        parts = [*parts, [ours.sot_id], [ours.eot_id]]
+
+    @given(st.text(st.sampled_from("abdgo zé日7’“\t\n!.,'&A"), max_size=30))
+    def check(text: str) -> None:
+        found = library.encode(text).ids  # from here as example.py does it
+        found = found if parts is None else [part for token in found for part in parts[token]]
+        assert found == [ours.sot_id, *ours.encode(text), ours.eot_id]
+
+    check()
+
+
+def change_graph(path: Path, **changes: Any) -> None:
+    model = onnx.load(path)
+    tensor = model.graph.initializer[0]
+    if "domain" in changes:
+        model.graph.node[0].domain = changes["domain"]
+        model.opset_import.add(domain=changes["domain"], version=1)
+    if "location" in changes:
+        tensor.ClearField("raw_data")
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        tensor.external_data.add(key="location", value=changes["location"])
+    path.write_bytes(model.SerializeToString())
+
+
+def break_tokenizer(folder: Path) -> None:
+    change_settings(folder, tokenizer={"kind": "fast", "pad_id": 0})
+    (folder / "tokenizer.json").write_text("{}")
+
+
+def change_settings(folder: Path, **changes: Any) -> None:
+    path = folder / "preprocess.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: (folder / "text.onnx").unlink(), r"text\.onnx: onnxruntime cannot open it"),
+        (lambda folder: (folder / "image.onnx").write_bytes(b"no"), r"image\.onnx: onnxruntime cannot open it"),
+        (lambda folder: shutil.copy(folder / "text.onnx", folder / "image.onnx"), "not a graph of m1clip export"),
+        (lambda folder: change_graph(folder / "image.onnx", domain="evil"), "evil.*not a registered"),
+        (lambda folder: change_graph(folder / "text.onnx", location="../w.bin"), "escapes model directory"),
+        (lambda folder: change_graph(folder / "text.onnx", location="/etc/passwd"), "Absolute path not allowed"),
+        (lambda folder: (folder / "preprocess.json").unlink(), r"preprocess\.json: cannot be read"),
+        (lambda folder: (folder / "preprocess.json").write_text("[" * 9999), "not written by m1clip export"),
+        (lambda folder: change_settings(folder, format=2), "newer m1clip"),
+        (lambda folder: change_settings(folder, embed_dim=17), "for another preprocess"),
+        (lambda folder: change_settings(folder, logit_scale=float("nan")), "wrong type"),
+        (lambda folder: change_settings(folder, image={"image_size": 10**9}), "preprocessing"),
+        (lambda folder: change_settings(folder, tokenizer={"kind": "bpe-cut", "kept": [3]}), "increasing"),
+        (break_tokenizer, "not a tokenizer"),
+    ],
+)
+def test_a_damaged_folder_gets_one_line(copied: Path, damage: Any, words: str) -> None:
+    (copied.parent / "w.bin").write_bytes(bytes(10**6))
+    damage(copied)
+    with pytest.raises(UserError, match=words) as error:
+        m1clip.load(copied)
+    assert "\n" not in str(error.value)
+
+
+def test_an_onnx_folder_has_one_size_and_device(exported: Path) -> None:
+    for options in ({"device": "cuda"}, {"image_size": 64}):
+        with pytest.raises(UserError, match="runs on the CPU"):
+            m1clip.load(exported, **options)  # type: ignore[arg-type]
+
+
+def test_an_interrupted_export_leaves_nothing(trained: Path, tmp_path: Path) -> None:
+    def interrupt(line: str) -> None:
+        if "text.onnx" in line:
+            assert list(tmp_path.glob("out.*.partial/image.onnx"))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export(trained, "onnx", tmp_path / "out", say=interrupt)
+    assert list(tmp_path.iterdir()) == []
