@@ -22,7 +22,7 @@ settings.register_profile("m1clip", derandomize=True, deadline=None, database=No
 settings.load_profile("m1clip")
 torch.set_num_threads(1)
 
-# xdist's workers inherit the folder from the first process, so that they share what was measured.
+# xdist's workers inherit the folder from the first process, so that they share the cached measurements.
 if "M1CLIP_TEST_CACHE" not in os.environ:
     folder = tempfile.mkdtemp(prefix="m1clip-test-cache-")
     os.environ |= {"M1CLIP_TEST_CACHE": folder, "XDG_CACHE_HOME": folder}
@@ -38,7 +38,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip the long tests without --long."""
     if not config.getoption("--long"):
         for item in items:
             if "long" in item.keywords:
@@ -47,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def counts(request: pytest.FixtureRequest) -> dict[str, float]:
-    """What a test marked `long(promise)` has counted, for docs/reliability.md."""
+    """Counts that a test marked `long(promise)` reports to docs/reliability.md."""
     found: dict[str, float] = {}
     promise = request.node.get_closest_marker("long").args[0]
     request.node.user_properties += [("promise", promise), ("counts", found)]
@@ -70,7 +69,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the counts where that was asked for; not in a worker of xdist."""
+    """Write the counts if --record is given; not in an xdist worker."""
     if session.config.getoption("--record") and not hasattr(session.config, "workerinput"):
         from record import record
 

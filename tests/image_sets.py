@@ -1,4 +1,4 @@
-"""Small sets of images on disk, made for the tests of the cache, the packer and bad input."""
+"""Small image datasets on disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from m1clip.data.cache import DecodePlan
 
 
 def make_set(folder: Path, train: int = 40, val: int = 8, test: int = 8, suffix: str = "jpg") -> Path:
-    """captions.jsonl over images of chance, two captions each, splits named."""
+    """Random images and captions.jsonl with two captions per image and named splits."""
     (folder / "images").mkdir(parents=True)
     lines = []
     for split, count in (("train", train), ("val", val), ("test", test)):
@@ -28,17 +28,17 @@ def make_set(folder: Path, train: int = 40, val: int = 8, test: int = 8, suffix:
 
 
 def image(seed: int, size: tuple[int, int] = (52, 40)) -> Image.Image:
-    """Shapes of chance: no two look alike."""
+    """A random image; no two look alike."""
     small = np.random.default_rng(seed).integers(0, 255, (6, 9, 3), np.uint8)
     return Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
 
 
 def break_files(folder: Path, numbers: Iterable[int], split: str = "train", data: bytes = b"not an image") -> None:
-    """Overwrite images with something that is none."""
+    """Overwrite images with invalid data."""
     for number in numbers:
         (folder / "images" / f"{split}-{number:04d}.jpg").write_bytes(data)
 
 
 def plan(warn: Callable[[str], None] = lambda line: None, workers: int = 2) -> DecodePlan:
-    """A decode plan that shows nothing."""
+    """A decode plan without progress display."""
     return DecodePlan(workers, "fork", 8 * 2**30, lambda title: nullcontext(lambda done, total: None), warn)

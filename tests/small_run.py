@@ -1,4 +1,4 @@
-"""The smallest run that is still a real one: 32 px synthetic images, two towers of width 32."""
+"""A small but real run: 32 px synthetic images, two towers of width 32."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SMALL: dict[str, Any] = {
 
 
 def small_config(changes: dict[str, Any] | None = None) -> Config:
-    """The small run with changes by dotted name; None takes a setting out."""
+    """The small run with changes by dotted name; None removes a setting."""
     nested: dict[str, Any] = {}
     for name, value in {**SMALL, **(changes or {})}.items():
         section, _, key = name.rpartition(".")
@@ -59,7 +59,7 @@ def small_config(changes: dict[str, Any] | None = None) -> Config:
 
 
 def small_arguments(changes: dict[str, Any] | None = None) -> list[str]:
-    """The same as words of the command line."""
+    """`small_config` as command-line arguments."""
     words = []
     for name, value in small_options(changes).items():
         words += [f"--{name.replace('_', '-')}", str(value)]
@@ -67,24 +67,23 @@ def small_arguments(changes: dict[str, Any] | None = None) -> list[str]:
 
 
 def small_options(changes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The same by the flat names that the command line and Python use."""
+    """`small_config` as flat options of `m1clip.train`."""
     flat = {".".join(place): name for name, place in NAMES.items() if place[0]}
     given = {**SMALL, **(changes or {})}
     return {flat.get(name, name): value for name, value in given.items() if value is not None}
 
 
 def screen() -> Screen:
-    """A screen whose words can be read back from `console.file`."""
+    """A screen whose output is in `console.file`."""
     return Screen(Console(file=io.StringIO(), highlight=False, width=200))
 
 
 def run_small(folder: Path, changes: dict[str, Any] | None = None) -> Run:
-    """Train the small run in this process."""
     return train_config(small_config(changes), folder, screen())
 
 
 def resume_quietly(folder: Path) -> tuple[Run, str]:
-    """Continue a run; also what was said."""
+    """Resume a run; returns it and its output."""
     shown = screen()
     result = resume(folder, shown)
     return result, shown.console.file.getvalue()  # type: ignore[attr-defined]
@@ -106,7 +105,6 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
 
 
 def weights_sha256(run: Path, model: str = "model") -> str:
-    """Hash of the saved weights."""
     return hashlib.sha256((run / model / "model.safetensors").read_bytes()).hexdigest()
 
 
@@ -133,7 +131,6 @@ class Command:
             (os.killpg if group else os.kill)(self.pid, number)
 
     def wait(self, timeout: float = 100) -> int:
-        """The exit code."""
         self.process.join(timeout)
         if self.process.exitcode is None:
             self.send_signal(signal.SIGKILL, group=True)
@@ -141,7 +138,7 @@ class Command:
         return self.process.exitcode
 
     def wait_until(self, condition: Callable[[], Any], timeout: float = 100) -> None:
-        """Wait until something holds; an error if the process ends first."""
+        """Wait until a condition holds; fails if the process ends first."""
         deadline = time.monotonic() + timeout
         while not condition():
             assert self.process.is_alive(), (self.process.exitcode, self.read())
@@ -168,12 +165,11 @@ def _main(words: tuple[str, ...], cwd: Path, output: Path, prepare: Callable[[],
 
 
 def command(*words: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run `m1clip WORDS` in a separate process."""
     process = Command(*words, cwd=cwd)
     code = process.wait(timeout)
     return subprocess.CompletedProcess(words, code, *process.read())
 
 
 def environment() -> dict[str, str]:
-    """For a process: a wide terminal that is none, and no colors."""
+    """Environment of a process: 200 columns, no terminal, no colors."""
     return {**os.environ, "COLUMNS": "200", "LINES": "60", "NO_COLOR": "1", "TERM": "dumb", "PYTHONPATH": ROOT}

@@ -1,4 +1,4 @@
-"""The command line: quick help, overrides in the right order, mistakes in one line."""
+"""The command line: options, overrides, help, and one-line errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEAVY = ("torch", "numpy", "PIL", "tokenizers", "safetensors")
 
 
 class Caught(Exception):
-    """Carries what the command would have trained."""
+    """Raised with the arguments that `m1clip train` would train with."""
 
     def __init__(self, config: Config, run: Path | None) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> typing.Callable[..
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line that a mistake gives."""
+    """The error line of a command that fails."""
     with pytest.raises(SystemExit) as exit_:
         cli.main(list(words))
     shown = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Config: strict in, the same out, one clear line for each mistake."""
+"""Config: validation, TOML round trip, one-line errors."""
 
 from __future__ import annotations
 

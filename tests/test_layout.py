@@ -48,9 +48,9 @@ def test_file_follows_code_rules(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
     if text.strip():
-        assert ast.get_docstring(tree), "a module says what it is for"
-    assert MACHINE_PATH.findall(text) == [], "no path of one machine"
-    assert PICKLE.findall(text) == [], "nothing that runs code when it is read"
+        assert ast.get_docstring(tree), "a module needs a docstring"
+    assert MACHINE_PATH.findall(text) == [], "no absolute path of one machine"
+    assert PICKLE.findall(text) == [], "no format that runs code when read"
 
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)

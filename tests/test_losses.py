@@ -1,4 +1,4 @@
-"""Losses against matrices written by hand, loops in float64 and autograd."""
+"""Losses against known values, float64 loops and autograd."""
 
 from __future__ import annotations
 

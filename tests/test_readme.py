@@ -1,6 +1,6 @@
 """Every code block of the README runs, in order and in one folder.
 
-An HTML comment above a block says how: `<!-- test: skip -->` for set-up, or options for a smaller `m1clip train`.
+An HTML comment above a block sets how: `<!-- test: skip -->` for set-up, or options for a smaller `m1clip train`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""run.jsonl: complete lines, whatever happens to the writer."""
+"""run.jsonl: complete lines even if the writer is killed."""
 
 from __future__ import annotations
 

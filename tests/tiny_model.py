@@ -1,4 +1,4 @@
-"""A CLIP so small that a test can look inside."""
+"""A tiny CLIP for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The smallest run on pretrained towers: of the right shape with random weights, so that no package need be there."""
+"""A small run on pretrained towers with random weights, so that their packages are not needed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *LETTERS, ",", ".", *(f"##{c}" for
 
 
 def patch_towers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random weights in the place of the two packages'."""
+    """Replace the weights of the two packages with random ones."""
     torch.manual_seed(0)
     image = EfficientNetLite0().state_dict()
     for weight in (tensor for tensor in image.values() if tensor.ndim == 4):
-        torch.nn.init.kaiming_normal_(weight)  # torch's own start would let the signal die on the way
-    # As deep as MiniLM, but thin: a checkpoint of it would be most of a test's time.
+        torch.nn.init.kaiming_normal_(weight)  # with torch's default initialization the signal would vanish
+    # As deep as MiniLM, but narrow: saving a full-size one would take most of the test's time.
     thin = BertSize(width=48, heads=4, hidden=96, positions=64)
     monkeypatch.setattr(pretrained, "MINILM", thin)
     text = BertTower(len(PIECES), size=thin).state_dict()
@@ -32,17 +32,16 @@ def patch_towers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def frozen_changes(tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    """What the frozen recipe changes in the small run; features go into `tmp_path`."""
+    """Changes to the small run for the frozen recipe; features are cached in `tmp_path`."""
     sizes = {"data.train_count": 40, "train.batch_size": 16, "train.save_every": 3, "train.steps": 6}
     frozen = {"transfer.recipe": "frozen", "model.embed_dim": 16, "optim.optimizer": "adamw"}
     return {**frozen, **sizes, "data.cache_dir": str(tmp_path / "cache"), **changes}
 
 
 def frozen_config(tmp_path: Path, **changes: Any) -> Config:
-    """The small run with the frozen recipe."""
     return small_config(frozen_changes(tmp_path, **changes))
 
 
 def frozen_options(tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    """The same as flat options."""
+    """`frozen_config` as flat options."""
     return small_options(frozen_changes(tmp_path, **changes))

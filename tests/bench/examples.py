@@ -1,4 +1,4 @@
-"""Results made by hand, for tests of what is concluded from them."""
+"""Example results for tests of the report and the cost model."""
 
 from __future__ import annotations
 

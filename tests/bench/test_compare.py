@@ -1,4 +1,4 @@
-"""Which configurations are measured, what is skipped and why, and processes that really measure."""
+"""Choice of configurations, skipped ones with their reason, and worker processes."""
 
 from __future__ import annotations
 

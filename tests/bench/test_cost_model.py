@@ -1,4 +1,4 @@
-"""The cost model fitted to measured steps, the crossing of two devices, and the history of measurements."""
+"""The cost model fitted to measured steps, the crossing of two devices, and the stored measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run will take: memory by component, time from measurements, energy only from a meter or a given power."""
+"""Predicted memory, time and energy of a run."""
 
 from __future__ import annotations
 

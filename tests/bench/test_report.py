@@ -1,4 +1,4 @@
-"""The table and the sentences that a comparison ends with."""
+"""Table and verdict of a comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The naive baseline is what it claims to be."""
+"""The naive baseline: size, attention, samples, and that it learns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def naive() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def setup(naive: ModuleType) -> Setup:
-    """The prior art's data in small: 24 + 12 images of 32 px, towers of one narrow block."""
+    """The prior art's setup with 24 images of 32 px and towers of one narrow block."""
     from m1clip.config import from_dict, read_preset
 
     config = from_dict(read_preset("prior-art"), "prior-art")

@@ -1,4 +1,4 @@
-"""Every benchmark runs with tiny sizes; its arithmetic, parsing and tables on figures written by hand."""
+"""Every benchmark runs with tiny sizes; tests of its arithmetic, parsing and tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BENCHMARKS, TOOLS = ROOT / "benchmarks", ROOT / "tools"
 
 
 def script(name: str) -> ModuleType:
-    """A script as a module; its neighbours are found while it is imported."""
+    """Import a benchmark script with its folder on the path."""
     sys.path[:0] = [str(BENCHMARKS), str(TOOLS)]
     try:
         return importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Views of an image: exact where nothing is varied, right where something is."""
+"""Random views: crop, flip, color, resizing and patch dropout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache: correct, found again, continued after a kill, filled once by two processes, refused without space."""
+"""The cache: content, reuse, kills, concurrent processes, and disk space."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def row(word: str) -> np.ndarray:
 
 
 def fill(rows: RowCache, words: list[str], stop_after: int | None = None) -> list[str]:
-    """Fill two rows at a time; gives what was computed. `stop_after` blocks it is interrupted."""
+    """Fill two rows at a time and return the computed ones; interrupted after `stop_after` blocks."""
     asked: list[str] = []
 
     def compute(wanted: list[int], failed: dict[int, str]) -> Iterator[tuple[list[int], np.ndarray]]:
@@ -107,7 +107,7 @@ def test_partial_row_is_truncated_and_recomputed(tmp_path: Path, torn: str) -> N
 
 @pytest.mark.parametrize("name", ["rows.bin", "names.bin"])
 def test_untrusted_link_or_pipe_is_never_written(tmp_path: Path, name: str) -> None:
-    """A data set may bring its own cache folder."""
+    """A downloaded dataset may contain a cache folder."""
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / name).symlink_to(tmp_path / "precious")
@@ -350,7 +350,7 @@ def test_threads_and_processes_decode_the_same_in_order(refs: list[FileImage], m
 
 @dataclass(frozen=True)
 class Absurd:
-    """An image whose decoding fails as one of an absurd size does."""
+    """An image whose decoding fails like that of an absurdly large one."""
 
     error: type[Exception]
 

@@ -1,4 +1,4 @@
-"""Captions as flat arrays: who owns which, which are equal, which one is chosen."""
+"""The caption table: image of each caption, equal captions, random choice, token dropout."""
 
 from __future__ import annotations
 
@@ -63,4 +63,4 @@ def test_dropped_tokens_leave_no_gap(data: st.DataObject, words: list[list[int]]
         kept = kept or inner[:1]  # one word always stays
         assert row[:length].tolist() == [start, *kept, end]
         assert (row[length:] == pad).all()
-    assert (tokens == np.array(rows)).all(), "the table itself is left alone"
+    assert (tokens == np.array(rows)).all(), "the table itself is unchanged"

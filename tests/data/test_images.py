@@ -1,4 +1,4 @@
-"""Decoding is correct for every mode and safe for every file; preprocessing matches open_clip's."""
+"""Image decoding in every mode, damaged files, and preprocessing that matches open_clip's."""
 
 from __future__ import annotations
 

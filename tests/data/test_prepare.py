@@ -1,4 +1,4 @@
-"""From the config to splits: what is kept where, what is left out, and what lint says before a run."""
+"""From the config to splits: caches, unreadable images, and the quick check before a run."""
 
 from __future__ import annotations
 

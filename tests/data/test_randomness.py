@@ -1,4 +1,4 @@
-"""Randomness as a function of integers: uniform, and no stream knows of another."""
+"""Random numbers as a function of integers: uniform, with independent streams."""
 
 from __future__ import annotations
 

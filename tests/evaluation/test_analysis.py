@@ -1,4 +1,4 @@
-"""Analysis of vectors written by hand."""
+"""Analysis functions on small known vectors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_geometry_of_the_embedding_space() -> None:
 
 
 def test_difficulty_by_caption_similarity() -> None:
-    """Captions in close pairs; the model tells pairs apart, but not the two of a pair."""
+    """Captions in close pairs; the model distinguishes pairs, but not the captions of a pair."""
     centers = random_units(20, 32)
     text = normalize(torch.cat([centers, centers + 0.01 * random_units(20, 32, 1)]), dim=1)
     image = text.roll(20, 0)  # each image is closest to the other caption of its pair
@@ -55,7 +55,7 @@ def test_difficulty_by_caption_similarity() -> None:
     assert {value for value, _ in perfect.values()} == {1.0}
     assert difficulty_by_similarity(EYE[:1], EYE[:1], torch.zeros(1, dtype=torch.long)) == {}
     same_image = difficulty_by_similarity(EYE, EYE[[0, 0, 1]], torch.tensor([0, 0, 1]))
-    assert sum(n for _, n in same_image.values()) == 4, "captions of the same image are no negatives"
+    assert sum(n for _, n in same_image.values()) == 4, "captions of the same image are not negatives"
 
 
 def test_recall_by_group_and_by_length() -> None:

@@ -1,4 +1,4 @@
-"""The retrieval grid and the confusion matrix: right and wrong where they belong, and no text that breaks them."""
+"""The retrieval grid and the confusion matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks, recall and chance level, by hand and against a second implementation."""
+"""Ranks, recall and chance level: known values, and a reference implementation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def from_scores(scores: list[list[float]]) -> tuple[Tensor, Tensor]:
 
 
 def reference_ranks(image: np.ndarray, text: np.ndarray, image_index: np.ndarray) -> tuple[list[int], list[int]]:
-    """A slow second implementation: float64, one query at a time, by sorting with wrong before right at a tie."""
+    """Reference implementation: float64, one query at a time; at a tie, wrong candidates come first."""
     scores = np.round(text.astype(np.float64) @ image.astype(np.float64).T, 5)  # (texts, images)
 
     def best_rank(row: np.ndarray, right: np.ndarray) -> int:

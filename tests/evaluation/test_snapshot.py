@@ -1,4 +1,4 @@
-"""Examples that a run leaves for its pages: how many are kept."""
+"""Snapshots of a run are thinned out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Confidence intervals cover as often as they claim; scores as JSON and as a table."""
+"""Coverage of confidence intervals; scores as JSON and as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Zero-shot classification, the linear probe and similar images: by hand, and with a model that knows colors."""
+"""Zero-shot classification, the linear probe and similar images: known values, and a model that classifies colors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COLORS = {"red": (230, 20, 20), "green": (20, 230, 20), "deep_blue": (20, 20, 23
 
 
 class ColorModel(Model):
-    """Its vector of an image is the mean color, that of a text the colors it names."""
+    """Encodes an image as its mean color, and a text as the colors it names."""
 
     def __init__(self) -> None:
         self.preprocess = Preprocess(image_size=8)

@@ -1,4 +1,4 @@
-"""Device rules as functions of facts, and what stops torch.compile."""
+"""Device rules as functions of facts, and obstacles to torch.compile."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from m1clip.hardware.timing import Load, Phases, Timing, alternate, drift, is_se
 
 
 class FakeClock:
-    """A clock that advances only when a call says so; also the time of a fake CUDA device."""
+    """A clock that advances only on request; also that of a fake CUDA device."""
 
     def __init__(self) -> None:
         self.now, self.calls, self.synchronized = 0.0, [], 0  # type: ignore[var-annotated]

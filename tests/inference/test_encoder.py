@@ -1,4 +1,4 @@
-"""Model: vectors from paths, images, arrays and texts as in training's own evaluation; load, save, classify."""
+"""Model: encode paths, images, arrays and texts; load, save, classify."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOKENS = "text_tower.tokens.weight"
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    """A small model with random weights: what it has learned does not matter here."""
+    """A small model with random weights."""
     tokenizer = make_tokenizer("bpe-cut", [caption for group in CAPTIONS for caption in group])
     clip = tiny_clip(context_length=24, vocab_size=tokenizer.vocab_size, positions="sincos")
     return Model(clip, tokenizer, Preprocess(image_size=32))

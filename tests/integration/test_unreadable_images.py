@@ -1,4 +1,4 @@
-"""A set with broken files: a few are replaced and named once, many stop the run, and the order stays the same."""
+"""Datasets with broken images: a few are replaced and reported once, many stop the run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def assert_same(one: list[Batch], other: list[Batch]) -> None:
 
 @pytest.fixture(scope="module")
 def broken_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 train images: 6 are no images, one is empty, one is gone."""
+    """60 training images: 6 are not images, one is empty, one is missing."""
     folder = make_set(tmp_path_factory.mktemp("broken") / "set", train=60)
     break_files(folder, range(0, 60, 10))
     break_files(folder, [7], data=b"")
@@ -119,7 +119,7 @@ def broken_run(tmp_path: Path, fraction: float, cache: str, name: str = "run", *
 def test_training_continues_with_five_percent_bad_files_and_names_each_once(
     tmp_path: Path, cache: str, workers: int
 ) -> None:
-    # Twelve steps of 16 are one epoch of 200: each broken file but those left over is met.
+    # Twelve steps of 16 are one epoch of 200: each broken file is read, except those outside full batches.
     run = broken_run(tmp_path, 0.05, cache, **{"train.steps": 12, "data.workers": workers})
     records = list(read_log(run))
     skipped = [record for record in records if record["kind"] == "skipped"]

@@ -1,4 +1,4 @@
-"""Models of open_clip and Hugging Face in every form they come in, and export into their formats."""
+"""Models of open_clip and Hugging Face in every form, and export to their formats."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_load_open_clip_training_checkpoint_with_module_prefix(trained: Model, o
 
 
 def test_load_open_clip_custom_text_clip(trained: Model, openclip: Path) -> None:
-    """It keeps the text tower under `text.`; OpenAI's own files carry numbers beside the weights."""
+    """Its text tower has the prefix `text.`; OpenAI's own files contain numbers besides the weights."""
     parts = ("token_embedding", "positional_embedding", "transformer", "ln_final", "text_projection")
     state = {f"text.{name}" if name.startswith(parts) else name: t for name, t in weights_of(openclip).items()}
     state |= {"input_resolution": torch.tensor(32), "context_length": torch.tensor(16)}

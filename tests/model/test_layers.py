@@ -14,7 +14,7 @@ KINDS: tuple[AttentionKind, ...] = ("bmm", "sdpa")
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Softmax of q k / sqrt(dim) over what may be seen, one query at a time."""
+    """Softmax of q k / sqrt(dim) over the visible positions, one query at a time."""
     length, dim = q.shape[2:]
     rows = []
     for i in range(length):

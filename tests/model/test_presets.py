@@ -1,4 +1,4 @@
-"""The table of sizes: each count is known, the standard ones equal open_clip 3.3.0's."""
+"""Presets: parameter counts (the standard ones equal open_clip 3.3.0's), overrides and validation."""
 
 from __future__ import annotations
 

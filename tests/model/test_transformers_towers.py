@@ -1,4 +1,4 @@
-"""Towers from transformers, in a frozen run: loaded from a folder, trained on, and whole in the model folder."""
+"""Towers from transformers, in a frozen run: loaded from a folder, trained, and complete in the model folder."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_frozen_run_with_transformers_towers(towers: tuple[Path, Path], tmp_path
     train_config(config_of(towers, tmp_path), tmp_path / "run", screen())
     text = transformers.BertModel.from_pretrained(towers[1]).eval()
     for folder in towers:
-        shutil.rmtree(folder)  # the saved model is whole
+        shutil.rmtree(folder)  # the saved model is complete
     bundle = m1clip.load(tmp_path / "run")
     assert (bundle.preprocess.image_size, bundle.preprocess.mean) == (32, (0.4, 0.5, 0.6))
     assert bundle.encode_image([torch.zeros(9, 9, 3, dtype=torch.uint8).numpy()]).shape == (1, 32)

@@ -1,4 +1,4 @@
-"""Runs written by hand: no training, every number known."""
+"""Run folders with known values, written without training."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ BEGIN = 1_700_000_000.0
 
 
 def line(kind: str, **values: Any) -> dict[str, Any]:
-    """A record of the log."""
     return {"v": 1, "kind": kind, "time": BEGIN, **values}
 
 
 def step(number: int, **values: Any) -> dict[str, Any]:
-    """A step whose figures follow from its number."""
+    """A step record whose values depend on its number."""
     usual: dict[str, Any] = {
         **{"time": BEGIN + 0.5 * number, "loss": 4.0 / (1 + number / 50), "grad_norm": 1.0, "lr": 5e-4},
         **{"temperature": 0.07, "images_per_second": 256.0, "step_seconds": 0.5, "data_fraction": 0.01},
@@ -89,7 +88,7 @@ def full_run(folder: Path, recall: float = 0.4, finished: bool = True) -> Path:
 
 
 def write_example(run: Path, number: int) -> None:
-    """The snapshot of an evaluation; one caption tries to be a script."""
+    """A snapshot of an evaluation; one caption contains a script tag."""
     folder = run / "snapshots"
     (folder / "thumbnails").mkdir(parents=True, exist_ok=True)
     for image in range(4):

@@ -1,4 +1,4 @@
-"""A command in a pseudo-terminal, and just enough of a terminal to read its screen."""
+"""Runs a command in a pseudo-terminal and reads its screen."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CODES = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])|\x1b.")
 
 
 class Screen:
-    """What a user would see. `until` waits for it."""
+    """The visible screen. `until` waits for a state."""
 
     def __init__(self, process: subprocess.Popen[bytes], master: int) -> None:
         self.process, self._master = process, master
@@ -32,15 +32,13 @@ class Screen:
         self.alternate = False
 
     def press(self, keys: str) -> None:
-        """Type."""
         os.write(self._master, keys.encode())
 
     def resize(self, width: int, height: int) -> None:
-        """As a window manager does it."""
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
 
     def until(self, true: Callable[[str], object]) -> str:
-        """Read until the screen is as wanted."""
+        """Read until the condition holds for the screen."""
         deadline = time.monotonic() + TIMEOUT
         while time.monotonic() < deadline:
             if true(self.text):
@@ -50,7 +48,7 @@ class Screen:
         raise AssertionError(f"never seen (ended: {self.process.poll()}); the screen is\n{self.text}")
 
     def ends(self) -> int:
-        """Wait for the program's end; gives its code."""
+        """Wait for the program to exit; returns its exit code."""
         deadline = time.monotonic() + TIMEOUT
         while self.process.poll() is None and time.monotonic() < deadline:
             self._read(0.1)

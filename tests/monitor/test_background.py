@@ -33,7 +33,7 @@ def state(folder: Path) -> dict[str, Any]:
 def wait_until(true: Any, seconds: float = 90.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < deadline, "it never came true"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.1)
 
 

@@ -177,7 +177,7 @@ def replaced_by_fifo(path: Path, outside: Path) -> None:
 
 
 def replaced_by_link(path: Path, outside: Path) -> None:
-    """By a link to a file outside the run folder with the same content."""
+    """Replace a file by a link to a copy outside the run folder."""
     path.rename(outside)
     path.symlink_to(outside)
 

@@ -1,4 +1,4 @@
-"""Reading a log that grows, tears, is replaced or is very long, and what is known of its run."""
+"""Reading a log that grows, has partial lines, is replaced or is very long."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_only_complete_lines_are_read_and_each_once(tmp_path: Path) -> None:
         file.write(text[20:] + b"\n")
     assert steps_of(history.poll()) == [1, 2]
     assert len(history.poll().recent) == 2
-    with (run / "run.jsonl").open("ab") as file:  # a torn line that a later session ended, and foreign ones
+    with (run / "run.jsonl").open("ab") as file:  # a partial line that a later session ended, and invalid ones
         file.write(b'{"v":1,"kind":"step","lo\n\xff\xfe\n[1,2]\n{"kind":7}\n{"v":99,"kind":"step"}\n')
     append(run, [step(3)])
     assert steps_of(history.poll()) == [1, 2, 3]

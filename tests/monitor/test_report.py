@@ -1,4 +1,4 @@
-"""The report: one file, complete in itself, with every section."""
+"""The HTML report."""
 
 from __future__ import annotations
 

@@ -27,7 +27,6 @@ SIZES = [(80, 24), (200, 50), (100, 30), (60, 16), (40, 10), (150, 20), (300, 80
 def screen_of(
     history: History, status: Status = RUNNING, size: tuple[int, int] = (80, 24), encoding: str = "utf-8", **view: Any
 ) -> list[str]:
-    """The lines of the screen."""
     console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding=encoding), width=size[0], height=size[1])
     with console.capture() as capture:
         console.print(frame(history, status, View(**view), BEGIN + 60, console))
@@ -113,7 +112,7 @@ def test_monitor_resize_and_quit(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_monitor_of_growing_paused_and_died_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "live", [step(10)])
-    (run / "run.lock").write_text(lock_content())  # this process plays the training
+    (run / "run.lock").write_text(lock_content())  # this process acts as the training process
     with in_terminal("monitor", "live", cwd=tmp_path, width=100, NO_COLOR="1") as screen:
         screen.until(lambda text: "step 10 of 100" in text and "running" in text and "left, until" in text)
         append(run, [step(20)])

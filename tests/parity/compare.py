@@ -62,7 +62,7 @@ Outputs = dict[str, np.ndarray]
 
 
 def ours_encoded(bundle: Model) -> Outputs:
-    """The same outputs from a model of ours."""
+    """The same outputs from an m1clip model."""
     squares = np.stack([to_square(p, bundle.preprocess.image_size, bundle.preprocess.resize) for p in inputs.images()])
     with torch.inference_mode():
         pixels = render(torch.from_numpy(squares), None, bundle.preprocess)
@@ -86,7 +86,7 @@ def differences(ours: Outputs, theirs: Outputs) -> dict[str, float]:
 
 
 def filled(shape: CLIPConfig, kind: str) -> Model:
-    """A model of ours with the weights of inputs.py, and the crop of the library it goes to."""
+    """A model of ours with the weights of inputs.py and the crop of the target library."""
     tokenizer = BpeTokenizer()
     model = build_clip(with_fields(shape, eot_id=tokenizer.eot_id))
     with torch.no_grad():
@@ -97,7 +97,6 @@ def filled(shape: CLIPConfig, kind: str) -> Model:
 
 
 def peer(python: str, *words: str | Path) -> None:
-    """Run the other side."""
     done = subprocess.run([python, str(PEER), *map(str, words)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(map(str, words))}\n{done.stderr[-3000:]}")
@@ -158,7 +157,7 @@ def record(python: str, path: Path) -> None:
 
 
 def main() -> None:
-    """Print the table; exit code 1 where something differs by more than it may."""
+    """Print the table; exit code 1 if a difference exceeds the tolerance."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("peers", help="a Python that has open_clip, torchvision and transformers")
     parser.add_argument("--models", nargs="+", default=[name for name in MODELS if name.startswith("ViT")])

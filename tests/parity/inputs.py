@@ -1,4 +1,4 @@
-"""What both sides are given: weights, images and sentences that follow from their names alone. NumPy only."""
+"""Inputs of both sides: weights, images and sentences generated from their names. NumPy only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOGIT_SCALE = 3.25
 
 
 def uniform(key: str, count: int) -> np.ndarray:
-    """(count,) float32 in [-1, 1): a hash of the key and the place, the same in every version of everything."""
+    """(count,) float32 in [-1, 1): a hash of key and position, independent of library versions."""
     start = np.uint64(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little"))
     with np.errstate(over="ignore"):
         x = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + start
@@ -27,7 +27,7 @@ def uniform(key: str, count: int) -> np.ndarray:
 
 
 def tensor(name: str, shape: Sequence[int]) -> np.ndarray:
-    """A weight: no bias is zero and no norm is one, or a mix-up of two would not show."""
+    """A weight; no bias is zero and no norm is one, so that swapped tensors are detected."""
     if not shape:
         return np.array(LOGIT_SCALE, np.float32)
     values = uniform(name, math.prod(shape)).reshape(tuple(shape))
@@ -49,7 +49,6 @@ def images() -> list[Image.Image]:
 
 
 def write_images(folder: Path) -> list[Path]:
-    """The images as PNG files."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for number, image in enumerate(images()):

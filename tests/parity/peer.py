@@ -1,7 +1,7 @@
 """The other side of the parity check: runs in a Python with open_clip or transformers, on folders and files.
 
 python peer.py make openclip|hf CONFIG.json FOLDER    a model with the weights of inputs.py, in their own format
-python peer.py encode openclip|hf FOLDER OUT.npz      what their code makes of the images and sentences
+python peer.py encode openclip|hf FOLDER OUT.npz      encode the images and sentences with their code
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ import torchvision_ops  # noqa: E402, F401  first: open_clip and transformers im
 
 
 def fill(model: torch.nn.Module) -> None:
-    """Weights by name."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(np.asarray(inputs.tensor(name, tuple(parameter.shape)))))
 
 
 def make(kind: str, config: dict[str, Any], folder: Path) -> None:
-    """Write a model as its own library does."""
     folder.mkdir(parents=True)
     if kind == "openclip":
         import open_clip
@@ -64,7 +62,6 @@ def encode(kind: str, folder: Path) -> dict[str, np.ndarray]:
 
 
 def encode_openclip(folder: Path) -> dict[str, Any]:
-    """By open_clip's own API."""
     import open_clip
 
     model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}")

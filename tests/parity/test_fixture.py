@@ -1,4 +1,4 @@
-"""What open_clip and transformers made of a tiny model, recorded (compare.py --record): ours must make the same."""
+"""A tiny model gives the outputs of open_clip and transformers that compare.py --record stored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOLERANCE = 1e-5
 
 
 def tensors(kind: str) -> dict[str, torch.Tensor]:
-    """The weights that the library had, by its own names."""
+    """The weights under the names of the library."""
     shapes = FIXTURE[kind]["tensors"]
     return {name: torch.from_numpy(np.asarray(inputs.tensor(name, shape))) for name, shape in shapes.items()}
 

@@ -1,4 +1,4 @@
-"""A function in a process of its own, with little memory and a clock: what a hostile file must not break out of."""
+"""Run a function on a hostile file in a separate process with limited memory and time."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def _run(function: Callable[[], Any], answer: Any, room: int, seconds: int) -> N
         answer.send("ok")
     except (UserError, BadImage) as error:
         answer.send(f"UserError: {error}")
-    except BaseException as error:  # noqa: BLE001  the test tells of it
+    except BaseException as error:  # noqa: BLE001  the test reports it
         answer.send(f"{type(error).__name__}: {error}")
 
 
 class Bomb:
-    """Unpickled, it leaves a file behind: the proof that something was run."""
+    """Creates a file when unpickled, which proves that code was run."""
 
     def __init__(self, proof: Path) -> None:
         self.proof = proof
@@ -62,5 +62,5 @@ class Bomb:
 
 
 def files_under(place: Path) -> set[str]:
-    """Every name under a folder, to see what was written."""
+    """All paths under a folder, to detect new files."""
     return {str(path.relative_to(place)) for path in place.rglob("*")}

@@ -76,7 +76,6 @@ def images() -> tuple[bytes, ...]:
 
 
 def shard() -> bytes:
-    """A tar of two samples."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for number in range(2):
@@ -88,7 +87,6 @@ def shard() -> bytes:
 
 
 def parquet() -> bytes:
-    """A table with paths."""
     file = io.BytesIO()
     table = pyarrow.table({"image": ["a.jpg", "b.jpg"], "caption": ["a dog", "a cat"], "split": ["train", "val"]})
     pyarrow.parquet.write_table(table, file)

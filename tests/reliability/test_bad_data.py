@@ -142,7 +142,7 @@ def test_special_files_never_hang(tmp_path: Path) -> None:
 
 
 def cut_shard(folder: Path, keep: float) -> Path:
-    """A set packed into one shard, of which only a part is left."""
+    """A dataset packed into one shard, which is then truncated."""
     source = open_source(str(make_set(folder / "set", train=40)))
     pack(source, folder / "shards")
     shard = max((folder / "shards").rglob("*.tar"), key=lambda path: path.stat().st_size)

@@ -78,7 +78,7 @@ def test_failed_write_leaves_nothing_incomplete(tmp_path: Path) -> None:
 
 
 def fill(place: Path, leave: int) -> None:
-    """Fill the disk except for some bytes."""
+    """Fill the disk, leaving some bytes free."""
     room = os.statvfs(place)
     with (place / "filler").open("wb") as file:
         file.write(bytes(max(0, room.f_bavail * room.f_frsize - leave)))

@@ -1,4 +1,4 @@
-"""Promise 1: a run that is killed at random moments ends with the same bits: weights, optimizer, samples."""
+"""Promise 1: a run that is killed at random moments ends with identical weights, optimizer state and samples."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def take_memory(how: str) -> None:
         wanted, state["wanted"], state["begin"] = state["wanted"], 0, address_space()
         if number == THIRD and how == "near":
             missing = int(NEAR * update.oom.limit) - state["used"] + ABOVE
-            assert 0 < missing < 2**31, "near before anything was taken, or no small --memory was given"
+            assert 0 < missing < 2**31, "memory was already near the limit, or no --memory was given"
             state["held"] = np.ones(missing, np.uint8)  # written to, so that the system really assigns it
         if number == THIRD and how == "refused":
             limit = state["begin"] + int(GRANTED * wanted)
@@ -90,7 +90,7 @@ def losses(run: Path) -> list[float]:
 def compare(run: Path, reference: Path, why: str) -> tuple[int, float]:
     """It was reported, the batch and the weights stayed the same; returns the halvings and the largest difference."""
     reported = [line for line in read_log(run) if line.get("event") == "low memory"]
-    assert reported, "never short of memory: this run shows nothing"
+    assert reported, "memory never ran low: the test is void"
     assert [line["micro_batch"] for line in reported] == [BATCH // 2 ** (n + 1) for n in range(len(reported))]
     assert all(line["batch"] == BATCH and line["helps"] and why in line["reason"] for line in reported)
     assert reported[0]["step"] in (3, 4), "memory is freed first, which may be enough for one step"

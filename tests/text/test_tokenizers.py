@@ -1,4 +1,4 @@
-"""What all tokenizers share, characters and WordPiece, saving and loading."""
+"""All tokenizers: rows, saving and loading; characters and WordPiece."""
 
 from __future__ import annotations
 

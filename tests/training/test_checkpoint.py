@@ -287,7 +287,6 @@ def test_checkpoint_of_another_model_is_rejected_in_one_line(train_step: TrainSt
 
 
 def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Exit code and output of `m1clip checkpoints`."""
     with pytest.raises(SystemExit) as ended:
         main(["checkpoints", *words])
     output = capsys.readouterr()

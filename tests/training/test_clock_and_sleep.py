@@ -1,4 +1,4 @@
-"""An hour of sleep, a clock that is set: estimates and diagnostics stay right."""
+"""Estimates and diagnostics after an hour of sleep or a clock change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_single_long_step_is_not_throttling(tmp_path: Path) -> None:
 
 
 def test_stall_is_detected_after_clock_is_set_back(tmp_path: Path) -> None:
-    """The clock goes back by an hour; then the run falls silent, and that is seen by the new clock."""
+    """The clock is set back by an hour, then the run stops logging."""
     history = History(tmp_path)
     history.add({"kind": "start", "step": 0, "steps": 1000, "time": 10_000.0})
     for number in range(1, 9):

@@ -1,4 +1,4 @@
-"""Steps replayed as a CUDA graph are the steps themselves; what the host prepares for them is tested anywhere."""
+"""CUDA graphs: replayed steps match eager ones; the padding is also tested on the CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from m1clip.training.step import TrainStep
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
 VARIED = {"data.crop_min": 0.5, "data.flip": 0.5, "data.color_jitter": 0.3, "data.captions_per_step": 2}
 ON_CUDA = {**VARIED, "train.device": "cuda", "train.steps": 40}
-# The smallest run is sdpa-only there, and rates are such that rounding does not grow over forty steps.
+# CUDA uses sdpa; AdamW keeps rounding errors small over forty steps.
 ON_CUDA |= {"model.attention": "sdpa", "optim.optimizer": "adamw", "data.train_count": 136, "train.batch_size": 64}
 
 
@@ -100,7 +100,7 @@ def test_all_but_the_first_steps_are_replayed() -> None:
         update(batch, step)
         replays += update.cuda_graph._graph is not None
     assert not update.cuda_graph.disabled
-    # Texts may grow before the first recording, and then the warming up begins again.
+    # Texts may get longer before the first capture, which restarts the warm-up.
     assert replays >= 20
     assert update.cuda_graph.captures < MAX_CAPTURES
 

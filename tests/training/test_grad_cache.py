@@ -1,4 +1,4 @@
-"""The micro-batched gradient against the definition: all rows in one graph."""
+"""The micro-batched gradient against that of all rows in one graph."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_snapshots_contain_retrieval_examples(log: list[dict[str, Any]]) -> None
 
 
 class Reads(TorchDispatchMode):
-    """Counts how often a number is read from a tensor: on an accelerator each makes the host wait."""
+    """Counts reads of tensor values, each of which would synchronize on an accelerator."""
 
     count = 0
 

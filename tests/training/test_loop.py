@@ -1,4 +1,4 @@
-"""Ten steps equal five, resume, five: bit for bit, whatever is switched on."""
+"""Ten steps give the same bits as five, a resume and five more, with any settings."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rewind(run: Path, to: int) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_resume_gives_identical_weights(tmp_path: Path, name: str) -> None:
     run = tmp_path / "run"
-    run_small(run, {"train.save_every": 5, "train.save_total_limit": 9, **VARIANTS[name]})  # four steps an epoch
+    run_small(run, {"train.save_every": 5, "train.save_total_limit": 9, **VARIANTS[name]})  # four steps per epoch
     reference, model = tensors_of(run, 10), weights_sha256(run)
     if "optim.ema" in VARIANTS[name]:
         assert any(key.startswith("ema:") for key in reference)
@@ -73,7 +73,7 @@ def test_seed_changes_the_weights(tmp_path: Path) -> None:
 
 
 def test_config_of_a_run_reproduces_it(tmp_path: Path) -> None:
-    """Everything that was measured or left open is written down: the repeat measures nothing."""
+    """config.toml contains all resolved settings, so the second run measures nothing."""
     first, again = tmp_path / "first", tmp_path / "again"
     open_questions = {
         "train.epochs": 1.5,
@@ -129,7 +129,7 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
 
 def test_resume_after_early_stop_does_not_train_further(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    # A learning rate too small to move a rank: each evaluation after the first is no better.
+    # The learning rate is too small to change a rank, so no evaluation improves on the first.
     still = {"optim.lr": 1e-12, "optim.muon_lr": 1e-12, "train.eval_every": 2, "train.patience": 2, "train.steps": 20}
     run_small(run, still)
     log = list(read_log(run))
@@ -175,4 +175,4 @@ def test_resume_removes_partial_snapshot_files(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Path, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         write_bytes(thumbs / "99.jpg", b"an image", sync=False)
-    assert {path.name for path in thumbs.iterdir()} == kept, "reference or not there"
+    assert {path.name for path in thumbs.iterdir()} == kept, "complete or absent"

@@ -1,4 +1,4 @@
-"""Predicted memory of a training step: it matches the real step, and grows and shrinks as it should."""
+"""Predicted memory of a training step: known values, and the real step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FACTS = read_facts()
 
 
 class Accelerator(Device):
-    """A device that need not exist."""
+    """A device that does not need to exist."""
 
     def __init__(self) -> None:
         super().__init__("cpu", FACTS)

@@ -1,4 +1,4 @@
-"""Our Muon against torch's: the same update and state; our iterations against the exact orthogonal factor."""
+"""Muon against torch.optim.Muon: update and state; and the accuracy of `orthogonalize`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def jordan(x: Tensor) -> Tensor:
 
 
 def theirs_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch casts to bf16 by `Tensor.bfloat16`; for an exact comparison it must not, but it divides in place."""
+    """Make torch's Muon compute in fp32; a clone, because it divides in place."""
     monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)
 
 
@@ -71,7 +71,7 @@ def test_update_matches_torch_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = made(lambda named: torch.optim.Muon(named, lr=0.05))
     run(ours, 3)
     run(theirs, 3)
-    assert_same(ours, theirs, 0.05 * 3 * 0.03)  # three steps of that rate, each with bf16's rounding
+    assert_same(ours, theirs, 0.05 * 3 * 0.03)  # three steps of that learning rate, each with bf16 rounding
 
 
 def test_learning_rate_as_device_tensor() -> None:
@@ -91,7 +91,7 @@ def test_matrix_without_gradient_is_unchanged() -> None:
 
 
 def test_matrices_of_equal_shape_are_batched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wide, and tall ones turned, are one stack; with the square ones and the odd one that makes four."""
+    """Wide and transposed tall matrices share a batch."""
     seen: list[tuple[int, ...]] = []
     real = muon.orthogonalize
 

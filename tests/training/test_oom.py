@@ -32,7 +32,7 @@ class Changes(list[tuple[int, bool]]):
 
 
 def little_memory(monkeypatch: pytest.MonkeyPatch, most: int, error: type[Exception] = torch.OutOfMemoryError) -> None:
-    """An image tower that has memory for so many images at once, and no more."""
+    """An image tower that runs out of memory above a number of images."""
     real = CLIP.encode_image
 
     def encode(self: CLIP, pixels: Tensor, *rest: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def test_gradient_of_the_batch_stays_the_same(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_without_a_handler_the_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """compare and --batch-size auto look for the largest batch: for them the error is the answer."""
+    """compare needs the error to find the largest batch."""
     setup, update = make()
     little_memory(monkeypatch, most=5)
     update.encode_image = update.model.encode_image

@@ -1,4 +1,4 @@
-"""A GPU that is really full, and a host that really never waits. They need CUDA; what the CPU can show is elsewhere."""
+"""Out of memory and synchronization on a real GPU; test_oom.py and test_recovery.py run on the CPU."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ON_CUDA: dict[str, Any] = {"train.device": "cuda", "model.attention": "sdpa", "o
 LARGE = {**ON_CUDA, "model.patch_size": 4, "model.vision_width": 128, "data.train_count": 1100,
          "train.batch_size": BATCH, "train.steps": STEPS,
          "optim.lr": 1e-4}  # fmt: skip
-TOLERANCE = 1e-3  # relative, after six steps: chunks add in another order, and some kernels of CUDA in any order
+TOLERANCE = 1e-3  # relative, after six steps: micro-batches sum in another order, and some CUDA kernels in any order
 
 
 def forget() -> None:
-    """Give back what earlier runs left, and begin a new peak."""
+    """Free cached memory and reset the peak."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -36,7 +36,7 @@ def forget() -> None:
 
 @contextmanager
 def at_most(size: int) -> Iterator[None]:
-    """The process may have so many bytes of the device: beyond them torch raises its own OutOfMemoryError."""
+    """Limit the device memory of this process; above it, torch raises OutOfMemoryError."""
     torch.cuda.set_per_process_memory_fraction(size / torch.cuda.get_device_properties(0).total_memory)
     try:
         yield
@@ -45,7 +45,7 @@ def at_most(size: int) -> Iterator[None]:
 
 
 def wanted_by(run: Path, changes: dict[str, Any]) -> tuple[int, int]:
-    """Train with all the memory there is; gives the bytes in use before it and at its peak."""
+    """Train without a limit; returns the bytes in use before and at the peak."""
     forget()
     before = torch.cuda.memory_allocated()
     run_small(run, {**LARGE, **changes})
@@ -61,7 +61,7 @@ def short_of_memory(run: Path) -> list[dict[str, Any]]:
 
 
 def largest_difference(one: Path, other: Path) -> float:
-    """Of all weights of two runs, relative to the weight."""
+    """Largest relative difference between the weights of two runs."""
     found, wanted = tensors_of(one, STEPS), tensors_of(other, STEPS)
     names = [name for name in wanted if name.startswith("weights:") and wanted[name].is_floating_point()]
     return max(float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-6)) for name in names)
@@ -72,7 +72,7 @@ def largest_difference(one: Path, other: Path) -> float:
 def test_gpu_out_of_memory_halves_micro_batch(tmp_path: Path, graph: bool, counts: dict[str, float]) -> None:
     changes = {"model.cuda_graph": graph}
     before, peak = wanted_by(tmp_path / "reference", {"model.cuda_graph": False})
-    assert peak - before > 200 * 2**20, "else the limit is lost in what the allocator rounds up to"
+    assert peak - before > 200 * 2**20, "otherwise the allocator's rounding hides the limit"
     forget()
     with at_most(before + int(0.7 * (peak - before))):
         run_small(tmp_path / "short", {**LARGE, **changes})
@@ -92,7 +92,7 @@ def test_gpu_out_of_memory_halves_micro_batch(tmp_path: Path, graph: bool, count
 
 
 def test_too_little_memory_for_cuda_graph_changes_no_loss(tmp_path: Path) -> None:
-    """A plain step fits; whether a recording, which keeps as much a second time, fits too makes no difference."""
+    """An eager step fits, but a CUDA graph, which needs its activations a second time, may not."""
     before, peak = wanted_by(tmp_path / "reference", {"model.cuda_graph": False})
     forget()
     with at_most(before + int(1.3 * (peak - before))):
@@ -102,7 +102,7 @@ def test_too_little_memory_for_cuda_graph_changes_no_loss(tmp_path: Path) -> Non
 
 @contextmanager
 def waits_are_errors() -> Iterator[None]:
-    """Inside, an operation that makes the host wait for the device raises."""
+    """Raise an error for operations that synchronize with the device."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -120,7 +120,7 @@ def test_step_never_synchronizes_on_cuda(graph: bool, precision: str) -> None:
     update.oom = make_oom_handler(setup, 0, lambda *change: None)
     rules = setup.device.rules
     feed = list(batches(setup.training, 0, 8, 0, rules.worker_start, rules.pin_memory))
-    # Before a recording every shape of these batches must have been seen.
+    # The graph is captured only after all batch shapes have occurred.
     warm = 2 * len(feed) if graph else 3
     for step in range(warm):
         update(feed[step % len(feed)], step)
@@ -129,6 +129,6 @@ def test_step_never_synchronizes_on_cuda(graph: bool, precision: str) -> None:
     with waits_are_errors():
         for step in range(5):
             figures.append(update(feed[3 + step], warm + step))
-        with pytest.raises(RuntimeError, match="synchroniz"):  # and this is how it would be seen
+        with pytest.raises(RuntimeError, match="synchroniz"):  # a synchronization is detected
             figures[0][0].item()
     assert all(bool(loss.isfinite()) and bool(norm.isfinite()) for loss, norm in figures)

@@ -1,4 +1,4 @@
-"""Which parameter moves by which rule; state that can be written down and put back."""
+"""Optimizer groups, learning rates, state round trip and EMA."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def clip() -> CLIP:
 
 
 def groups_of(optimizer: Optimizer) -> dict[str, tuple[str, float]]:
-    """Parameter name -> (part, decay); fails where one is moved twice."""
+    """Parameter name -> (optimizer, weight decay); fails if one is in two groups."""
     found: dict[str, tuple[str, float]] = {}
     for part_name, part in optimizer.parts.items():
         for group in part.param_groups:
@@ -84,7 +84,7 @@ def test_first_adamw_step_matches_formula() -> None:
     for name, p in model.named_parameters():
         assert p.grad is not None
         decay = 0.1 * 0.5 if p.ndim >= 2 else 0.0
-        update = p.grad / (p.grad.abs() + EPS)  # both moments are corrected for their first step
+        update = p.grad / (p.grad.abs() + EPS)  # both moments are bias-corrected in the first step
         torch.testing.assert_close(p.detach(), before[name] * (1 - decay) - 0.1 * update, atol=1e-5, rtol=1e-5)
     optimizer.zero_grad()
     assert all(p.grad is None for p in model.parameters())
@@ -144,7 +144,7 @@ def test_ema_swap_and_swap_back() -> None:
 
 
 def test_ema_weights_may_be_in_any_order() -> None:
-    """A file gives its tensors sorted by name, a model in the order of its layers."""
+    """Tensors in a file are sorted by name, those of a model by layer."""
     model, twin = clip(), clip()
     ema, restored = EMA(model, 0.9), EMA(twin, 0.9)
     restored.weights = {name: ema.weights[name].clone() for name in sorted(ema.weights, reverse=True)}

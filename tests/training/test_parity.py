@@ -1,4 +1,4 @@
-"""A device that computes something else is refused; rounding is not."""
+"""The gradient check: wrong gradients stop a run, rounding errors do not."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_second_writer_is_refused_and_a_dead_one_holds_no_lock(tmp_path: Path) -
 
 
 def test_lock_and_log_are_not_written_through_a_link(tmp_path: Path) -> None:
-    """A lock or log that leads elsewhere, as a folder from a stranger may have it."""
+    """A downloaded run folder may contain links."""
     precious = tmp_path / "precious.txt"
     precious.write_text("mine")
     run = tmp_path / "run"
@@ -214,7 +214,7 @@ def test_no_worker_outlives_a_run_that_prepares_its_data(tmp_path: Path, number:
     if number == signal.SIGTERM:
         assert (process.returncode, error) == (143, "")
         assert "stopped by signal 15" in output
-        assert not (tmp_path / "run").exists(), "nothing had begun: the same command works again"
+        assert not (tmp_path / "run").exists(), "nothing was trained, so the same command works again"
 
 
 def test_signal_while_saving_stops_after_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

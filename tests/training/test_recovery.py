@@ -34,7 +34,7 @@ Poison = Callable[[TrainStep, Batch], Any]
 
 
 def everything(update: TrainStep) -> dict[str, Tensor]:
-    """All that a step may move, as it is now."""
+    """Copies of everything that a step can change."""
     kept = {f"weights:{name}": t for name, t in update.model.state_dict().items()}
     kept |= {f"optimizer:{name}": t for name, t in update.optimizer.tensors().items()}
     assert update.ema is not None
@@ -104,11 +104,11 @@ def test_samples_with_non_finite_features_are_found() -> None:
     assert update.nonfinite_rows(batch) == [3]
     with torch.no_grad():
         update.model.get_parameter(PARAMETER).fill_(NAN)
-    assert update.nonfinite_rows(batch) == [], "where every vector is broken it is not the samples"
+    assert update.nonfinite_rows(batch) == [], "if all features are non-finite, the samples are not the cause"
 
 
 def test_step_does_not_synchronize() -> None:
-    """By a profile: item() and is_nonzero() are what would make the host wait for an accelerator."""
+    """Profiled: item() and is_nonzero() would synchronize on an accelerator."""
     # With smoothing the loss is the one of accelerators: that of the CPU looks at the scale, which costs nothing there.
     setup, update = make({"optim.ema": 0.9, "train.label_smoothing": 0.1})
     update.skip = "device"
@@ -125,7 +125,7 @@ def test_step_does_not_synchronize() -> None:
     steps = [lambda step=step: update(batches[step], step) for step in (1, 2)]
     assert [reads(step) for step in steps] == [0, 0]
     update.skip = "host"
-    assert reads(lambda: update(batches[3], 3)) > 0, "the profile sees a read where there is one"
+    assert reads(lambda: update(batches[3], 3)) > 0, "the profiler detects a read"
 
 
 def callers(event: Any) -> list[str]:
@@ -229,7 +229,7 @@ def test_loss_that_stays_high_is_reported_once() -> None:
 
 
 def poisoned_steps(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int, float], bool]) -> None:
-    """The loss of a step is NaN where `bad(step, rate factor)` says so."""
+    """The loss of a step is NaN if `bad(step, learning rate factor)`."""
     real = TrainStep.compute_gradients
 
     def backward(self: TrainStep, batch: Batch, step: int) -> Tensor:
@@ -256,7 +256,7 @@ def test_one_non_finite_step_is_skipped_and_the_run_continues(tmp_path: Path, mo
 
 
 def test_rollback_lowers_the_learning_rate_and_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Divergence that a lower rate cures: steps 5 to 8 are not finite at the full one."""
+    """Steps 5 to 8 are not finite at the full learning rate; a lower one fixes them."""
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 3)
     poisoned_steps(monkeypatch, lambda step, factor: factor == 1.0 and 5 <= step < 9)
     changes = {"train.save_every": 3, "train.save_total_limit": 9}
@@ -271,7 +271,7 @@ def test_rollback_lowers_the_learning_rate_and_resumes_exactly(tmp_path: Path, m
     resume_quietly(run)
     assert_same_bits(tensors_of(run, 10), reference)
 
-    # A kill before the return: it is made again, from the same checkpoint, to the same end.
+    # Killed before the rollback: it is repeated from the same checkpoint with the same result.
     for step in (6, 9, 10):
         shutil.rmtree(run / "checkpoints" / f"step-{step:06d}")
     resume_quietly(run)
@@ -290,7 +290,7 @@ def test_layers_are_logged_after_a_rollback(tmp_path: Path, monkeypatch: pytest.
 def test_no_checkpoint_is_saved_between_skipped_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skip: Any
 ) -> None:
-    """On an accelerator too, where the host learns of them only when it looks; and the best model stays known."""
+    """Also on an accelerator, where the host detects them later; the best model is kept."""
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 3)
     poisoned_steps(monkeypatch, lambda step, factor: factor == 1.0 and 5 <= step < 8)
     monkeypatch.setattr(update_module, "skip_rule", lambda kind, one_device: skip)
@@ -303,7 +303,7 @@ def test_no_checkpoint_is_saved_between_skipped_steps(
     )
     run_small(run, {**changes, "train.steps": 8})
     saved = [line["step"] for line in read_log(run) if line["kind"] == "checkpoint"]
-    assert saved == [2, 4, 6, 8], "6 and 8 only after the return"
+    assert saved == [2, 4, 6, 8], "6 and 8 only after the rollback"
     (back,) = events(run, "rolled back")
     assert back["back_to"] == 4
     assert json.loads((run / "checkpoints/step-000008/state.json").read_text())["best_step"] == 3

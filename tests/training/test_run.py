@@ -1,4 +1,4 @@
-"""A whole training run: what it leaves behind, what it refuses, and that it learns."""
+"""A complete training run: its files, refused settings, duration, and that it learns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from m1clip.training.setup import Setup, prepare
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished small run that was evaluated on the way."""
+    """A finished small run with evaluations."""
     folder = tmp_path_factory.mktemp("runs") / "small"
     run_small(folder, {"train.eval_every": 5})
     return folder

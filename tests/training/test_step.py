@@ -1,4 +1,4 @@
-"""The training step: in micro-batches it is the step of the full batch, whatever else is switched on."""
+"""The training step: micro-batches, checkpointing, dropout, precision and compilation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PHASES = {"copy", "forward", "backward", "optimizer"}
 def make(changes: dict[str, Any] | None = None) -> tuple[Setup, TrainStep]:
     setup = prepare(small_config({**AUGMENTED, **(changes or {})}), lambda line: None, decode_plan(screen()))
     model = setup.build_model()
-    with torch.no_grad():  # no parameter at a start value that would hide its gradient
+    with torch.no_grad():  # no parameter at an initial value that would hide its gradient
         for p in model.parameters():
             noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
             p.add_(noise.to(p.device) * 0.05)
@@ -66,7 +66,7 @@ def test_micro_batches_give_gradient_of_full_batch(objective: str, micro_batch: 
 
 @pytest.mark.parametrize("micro_batch", [0, 6])
 def test_checkpointing_in_bf16_gives_same_gradient(micro_batch: int) -> None:
-    """Autocast keeps weights that it has cast; one cast without a graph must not be found again with one."""
+    """Autocast caches cast weights; one cast without a graph must not be reused in a pass with one."""
     changes = {"train.precision": "bf16", "train.micro_batch": micro_batch}
     setup, plain = make(changes)
     batch = setup.training[0]
@@ -86,8 +86,8 @@ def test_dropout_is_same_in_both_passes_of_a_micro_batch(checkpointing: bool) ->
     assert torch.equal(loss, again_loss)
     assert all(torch.equal(again[name], value) for name, value in found.items())
     other_loss, _ = gradients(update, batch, step=4)
-    assert not torch.equal(loss, other_loss), "each step draws its own"
-    # The definition: all micro-batches in one graph, each with its own draw.
+    assert not torch.equal(loss, other_loss), "each step has its own mask"
+    # Reference: all micro-batches in one graph, each with its own mask.
     wanted_loss = one_graph(update, batch, 6)
     torch.testing.assert_close(loss, wanted_loss.detach(), rtol=1e-6, atol=0)
     wanted_loss.backward()
@@ -101,10 +101,10 @@ def one_graph(update: TrainStep, batch: Batch, micro_batch: int) -> Tensor:
     for at in range(0, len(pixels), micro_batch):
         update._seed_dropout(3, 2 * at)
         image.append(update.model.encode_image(pixels[at : at + micro_batch]))
-    several = len(batch.tokens) // len(pixels)  # captions of each image
-    for at in range(0, len(batch.tokens), several * micro_batch):
+    captions_per_image = len(batch.tokens) // len(pixels)
+    for at in range(0, len(batch.tokens), captions_per_image * micro_batch):
         update._seed_dropout(3, 2 * at + 1)
-        text.append(update.model.encode_text(batch.texts(slice(at, at + several * micro_batch))))
+        text.append(update.model.encode_text(batch.texts(slice(at, at + captions_per_image * micro_batch))))
     features = Features(torch.cat(image), torch.cat(text), update.model.scale(), update.model.logit_bias)
     positive = positives(update.config.train.loss, batch.sample_ids, batch.caption_ids, batch.image_index)
     return update.objective(features, positive, 0.0)
@@ -144,13 +144,13 @@ def test_bf16_rounding_error_is_same_with_micro_batches() -> None:
             sum((found[name] - value).norm() for name, value in wanted.items())
             / sum(value.norm() for value in wanted.values())
         )
-        assert all(value.abs().sum() > 0 for value in found.values()), "a cast without a graph was met again"
+        assert all(value.abs().sum() > 0 for value in found.values()), "a cast without a graph was reused"
     assert errors[0] > 0
     assert errors[5] < 1.5 * errors[0]
 
 
 def test_gradients_are_unscaled_before_clipping() -> None:
-    """fp16 needs a GPU to train; what its scaler does to a micro_batched step can be asked here."""
+    """fp16 training needs a GPU, but the gradient scaler also works on the CPU."""
     _, plain = make({"train.micro_batch": 5})
     setup, scaled = make({"train.micro_batch": 5})
     scaled.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -177,7 +177,7 @@ def test_micro_batched_steps_with_ema_match_full_batch(optimizer: str) -> None:
     assert full.ema is not None
     assert micro_batched.ema is not None
     for name, value in full.ema.weights.items():
-        # Muon's bf16 makes a last bit grow; a wrong gradient would move a weight somewhere else altogether.
+        # Muon in bf16 amplifies rounding; a wrong gradient would give a much larger difference.
         assert (micro_batched.ema.weights[name] - value).norm() < 0.05 * (value - start[name]).norm(), name
 
 
@@ -193,7 +193,7 @@ def test_step_reports_seconds_by_phase(micro_batch: int) -> None:
 
 @pytest.mark.slow
 def test_compiled_micro_batches_give_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tracing and the split into forward and backward are real; the C++ compiler, a minute's work, is left out."""
+    """Without the C++ compiler, which takes a minute: only tracing and the joint graph are tested."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     changes = {"model.vision_layers": 1, "model.text_layers": 1, "train.micro_batch": 6, "model.dropout": 0.2}
     setup, plain = make(changes)

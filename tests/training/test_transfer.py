@@ -50,7 +50,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on frozen towers to start from; its features are cached beside it."""
+    """A run on frozen towers to start from; its features are cached next to it."""
     folder = tmp_path_factory.mktemp("frozen")
     with pytest.MonkeyPatch.context() as patch:
         patch_towers(patch)
@@ -322,7 +322,7 @@ def test_distillation_loss() -> None:
     image, text = F.normalize(torch.randn(4, 6), dim=1), F.normalize(torch.randn(7, 6), dim=1)
     features = Features(image, text, torch.tensor(5.0), None)
     assert float(distillation(features, 5.0 * image @ text.T)) == pytest.approx(0.0, abs=1e-6)
-    # By hand: one image, two captions; the student is even, the teacher has 3 : 1.
+    # One image, two captions: the student's probabilities are equal, the teacher's 3 : 1.
     even = Features(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0], [0.0, 1.0]]), torch.tensor(1.0), None)
     by_image = 0.75 * np.log(0.75 / 0.5) + 0.25 * np.log(0.25 / 0.5)
     target = torch.tensor([[np.log(3.0), 0.0]], dtype=torch.float32)
@@ -337,7 +337,7 @@ def test_distillation_loss() -> None:
 
 
 def test_distillation(scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of the teacher for each batch; the same gradient in micro-batches; a student that approaches it."""
+    """Teacher logits of each batch; the same gradient in micro-batches; the student approaches the teacher."""
     changes = {"transfer.teacher": str(scratch), "data.cache_dir": str(tmp_path / "cache"), "optim.lr": 2e-3}
     gradients = []
     for micro_batch in (0, 5):

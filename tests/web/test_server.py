@@ -117,7 +117,7 @@ def test_updates_are_incremental(server: Server, tmp_path: Path) -> None:
     append(run, [step(102, loss=0.125), step(104, loss="nan")])
     found = update(server, f"{key}={first['cursor']}")
     (later,) = found["rows"]
-    assert found["runs"][0]["last"]["loss"] == "nan"  # NaN is no JSON
+    assert found["runs"][0]["last"]["loss"] == "nan"  # NaN is not valid JSON
     assert not later["reset"]
     assert [row.get("loss") for row in later["steps"]] == [0.125, None]
     assert later["evaluations"] == later["layers"] == []

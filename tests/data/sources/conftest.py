@@ -1,4 +1,4 @@
-"""Small images that the tests of the sources share."""
+"""Small images for tests of sources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from source_helpers import image_bytes
 
 @pytest.fixture
 def images(tmp_path: Path) -> Callable[[Iterable[str]], Path]:
-    """Writes an image for each relative name under tmp_path, and gives tmp_path."""
+    """Returns a function that writes an image for each relative name under tmp_path."""
 
     def write(names: Iterable[str]) -> Path:
         for number, name in enumerate(names):

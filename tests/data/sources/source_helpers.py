@@ -1,4 +1,4 @@
-"""What the tests of the sources share besides fixtures."""
+"""Helpers for tests of sources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from m1clip.data.types import Sample, Source
 
 
 def image_bytes(number: int = 0, kind: str = "JPEG", size: tuple[int, int] = (24, 16)) -> bytes:
-    """An image whose color tells its number."""
+    """An image whose color encodes its number."""
     stream = io.BytesIO()
     Image.new("RGB", size, (number * 20 % 256, 100, 50)).save(stream, kind)
     return stream.getvalue()

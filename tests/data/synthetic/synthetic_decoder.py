@@ -1,4 +1,4 @@
-"""Reads a scene back from pixels and the label map, with the templates but without the scene or the seed."""
+"""Decodes a scene from its pixels and label map, without knowing the scene or the seed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _templates(size: int, outline: Rgb) -> list[tuple[str, str, tuple[np.ndarray
 
 
 def _empty_scene(image: np.ndarray, labels: np.ndarray) -> tuple[str, str, np.ndarray]:
-    """Time, ground and pixels of the background that agrees best where no object is."""
+    """Time, ground and pixels of the best matching background."""
     choices = [
         (time, category, background(time, category, len(image), variant).astype(np.float32))
         for time in VALUES["time"]
@@ -65,7 +65,7 @@ def _empty_scene(image: np.ndarray, labels: np.ndarray) -> tuple[str, str, np.nd
 def _object(
     pixels: np.ndarray, behind: np.ndarray, mask: np.ndarray, own: np.ndarray, outline: Rgb, size: int
 ) -> tuple[str, str, str]:
-    """Kind, color and size word whose template, with its best color, explains the pixels best."""
+    """Kind, color and size word of the best matching template."""
     best: tuple[float, str, str, np.ndarray] | None = None
     for kind, word, (covered, keep, body, fixed) in _templates(size, outline):
         if covered.shape != mask.shape or iou(covered, mask) < 0.5:
@@ -83,7 +83,7 @@ def _object(
 
 
 def decode(image: np.ndarray, labels: np.ndarray) -> tuple[Scene, str]:
-    """The scene that is seen, and the category that the ground shows."""
+    """The decoded scene, and the category of the ground."""
     size = len(image)
     time, ground, behind = _empty_scene(image, labels)
     seen: dict[tuple[str, str, str], list[np.ndarray]] = {}
@@ -104,7 +104,7 @@ def decode(image: np.ndarray, labels: np.ndarray) -> tuple[Scene, str]:
 
 @st.composite
 def scenes(draw: st.DrawFn) -> Scene:
-    """Any scene at all, of any split or of none."""
+    """Any scene, of any split or none."""
 
     def value(name: str) -> Any:
         return draw(st.sampled_from(VALUES[name]))
@@ -120,7 +120,7 @@ def scenes(draw: st.DrawFn) -> Scene:
 
 
 def is_valid(scene: Scene) -> bool:
-    """Known values; two things face each other and differ in kind and color."""
+    """Whether all values exist, and two things face each other and differ in kind and color."""
     values = [*((n, getattr(t, n)) for t in scene.things for n in VALUES if n != "time"), ("time", scene.time)]
     if not all(value in VALUES[name] for name, value in values):
         return False

@@ -58,7 +58,7 @@ def test_image_depends_only_on_scene_and_seed() -> None:
 
 
 def test_pixels_captions_and_negatives_stay_the_same() -> None:
-    """Other digests change every published figure: raise VERSION with them. Python hashes differ in each process."""
+    """If a digest changes, so do all published figures: raise VERSION."""
     pixels, texts = hashlib.sha256(), hashlib.sha256()
     source = SyntheticSource(64, train=60, val=20, test=20, seed=3)
     for split in source.splits():

@@ -17,7 +17,7 @@ OF_THINGS = [name for name in ATTRIBUTES if name != "time"]
 
 
 def _differences(one: Scene, other: Scene) -> list[set[str]]:
-    """Names of what differs, for each way to say which thing became which."""
+    """Names of the attributes that differ, for each way to match the things of both scenes."""
     time = {"time"} if one.time != other.time else set()
     return [
         time | {n for a, b in zip(one.things, order, strict=True) for n in OF_THINGS if getattr(a, n) != getattr(b, n)}

@@ -1,4 +1,4 @@
-"""A caption describes the complete scene: an independent parser gets the scene back."""
+"""A caption describes the complete scene: an independent parser recovers it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _parse(text: str) -> Scene:
 @given(scene=scenes())
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_every_paraphrase_describes_the_complete_scene(scene: Scene) -> None:
-    """Since a caption gives its scene back, two scenes never share one."""
+    """The scene can be recovered from a caption, so two scenes never share one."""
     for text in paraphrases(scene):
         assert _parse(text) == scene
 

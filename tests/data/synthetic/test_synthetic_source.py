@@ -1,4 +1,4 @@
-"""Splits hold out combinations, samples follow the protocol, and other tools can read the folder."""
+"""The synthetic source: held-out combinations, samples, and the written folder."""
 
 from __future__ import annotations
 
