@@ -124,13 +124,15 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Images, captions and augmentation."""
 
-    source: Annotated[tuple[str, ...], Parameter(name="--data", negative="", group=COMMON)] = ("synthetic",)
+    source: Annotated[tuple[str, ...], Parameter(name="--data", negative="", group=COMMON, show_default=" ".join)] = (
+        "synthetic",
+    )
     "Path to images and captions, or synthetic. Repeat it to mix datasets; b:0.3 uses 30% of the training images of b."
     train_count: Count = 8000
     "Synthetic data: number of training images; the validation and test splits have a ninth as many, at most 1,000."
     image_column: str | None = None
     "Tables: column with the image path (default: detected by name)."
-    caption_column: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    caption_column: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
     "Tables: caption columns (default: detected by name)."
     cache: Literal["auto", "ram", "disk", "off"] = "auto"
     "Decode images once and cache them in memory or on disk, or do not cache; auto decides by size."
@@ -284,7 +286,7 @@ class TransferConfig(Section):
     "Distillation: also learn from the similarities of this model (accepts what --init accepts)."
     wise_ft: Annotated[str, Parameter(group=COMMON)] = "off"
     "Fine-tuning: interpolate old and new weights after training (WiSE-FT): 0.5 is the mean, search tries several."
-    retention_data: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    retention_data: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
     "Fine-tuning: evaluate on this data too (recall; class folders: zero-shot top-1), to detect forgetting."
 
     def check(self) -> None:

@@ -19,7 +19,9 @@ app.command(data)
 Data = Annotated[str, Parameter(help="A file or folder in any format that --data accepts.")]
 NewFolder = Annotated[Path, Parameter(help="A new or empty folder.")]
 ImageColumn = Annotated[str | None, Parameter(help="Tables only: the column with the image path.")]
-CaptionColumn = Annotated[tuple[str, ...], Parameter(negative="", help="Tables only: the caption columns.")]
+CaptionColumn = Annotated[
+    tuple[str, ...], Parameter(negative="", show_default=False, help="Tables only: the caption columns.")
+]
 
 
 def _open(path: str, image_column: str | None, caption_columns: tuple[str, ...]) -> Source:
@@ -55,9 +57,9 @@ def data_lint(
     path: Data,
     /,
     *,
-    json: bool = False,
+    json: Annotated[bool, Parameter(negative="")] = False,
     context_length: Count = 32,
-    quick: bool = False,
+    quick: Annotated[bool, Parameter(negative="")] = False,
     image_column: ImageColumn = None,
     caption_column: CaptionColumn = (),
 ) -> None:

@@ -92,7 +92,7 @@ def search(
     Parameters
     ----------
     text
-        What to look for. Several texts are added up; 2*dog counts twice.
+        What to look for. Several texts are combined; 2*dog has twice the weight.
     k
         Number of results.
     folder
@@ -104,7 +104,7 @@ def search(
     since
         Only images taken since this year, month or day (2024, 2024-05, 2024-05-31).
     until
-        Only images taken until then, included.
+        Only images taken up to and including this year, month or day.
     under
         Only images in this folder, relative to the indexed one.
     orientation
@@ -112,7 +112,7 @@ def search(
     min_side
         Only images whose shorter side has at least this many pixels.
     copies
-        List near-duplicates as results of their own.
+        List near-duplicates as separate results.
     model
         Search the vectors of this model; default: the one that was indexed last.
     json

@@ -57,7 +57,7 @@ def _as_clip(saved: SavedModel, to: str, crop: str) -> tuple[SavedModel, list[st
 
 
 def with_learned_positions(saved: SavedModel) -> SavedModel:
-    """Fixed positions written out as learned ones: the same model, as the other formats can express it."""
+    """Fixed positions written out as learned ones: the same model in a form that other formats support."""
     tower = saved.config.image_tower
     if tower.kind != "vit" or tower.positions == "learned":
         return saved

@@ -1,4 +1,4 @@
-"""ONNX graphs of both towers, with normalization inside, and the files that other programs need beside them."""
+"""ONNX graphs of both towers, with normalization inside, and the files that other programs need to use them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TextGraph(nn.Module):
 
 
 def check_installed() -> None:
-    """UserError where a package of the extra is missing."""
+    """Raise UserError if a package for the export is missing."""
     missing = [name for name in EXTRA if find_spec(name) is None]
     if missing:
         raise UserError(f"--to onnx needs {', '.join(missing)}: pip install 'm1clip[export]'")
@@ -121,4 +121,4 @@ def _write_graph(module: nn.Module, example: Tensor, name: str, dynamic: dict[in
     finally:
         log.setLevel(level)
     assert program is not None
-    program.save(path)  # one file below 2 GB, else with its weights beside it
+    program.save(path)  # one file below 2 GB, else with its weights in a file next to it

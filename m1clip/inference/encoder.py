@@ -140,7 +140,7 @@ def encode_split(
 
 
 def split_features(image: Tensor, text: Tensor, captions: CaptionTable) -> SplitFeatures:
-    """Vectors with the captions that belong to them."""
+    """Features with their captions."""
     index, ids = (torch.from_numpy(each[: len(text)]) for each in (captions.image_index, captions.caption_ids))
     labels = None if captions.labels is None else torch.from_numpy(captions.labels[: len(image)])
     return SplitFeatures(image, text, index, ids, labels)
@@ -159,7 +159,7 @@ class Model:
 
     @property
     def context_length(self) -> int:
-        """Token ids of a text at most, start and EOT included."""
+        """Maximum number of tokens of a text, including start and EOT tokens."""
         return self.clip.config.context_length
 
     @property

@@ -52,7 +52,7 @@ def _is(value: object, kind: Any) -> bool:
 
 
 def count(batch_size: int) -> int:
-    """The batch size, if it is one."""
+    """The batch size; UserError if it is not a positive integer."""
     if not isinstance(batch_size, int) or batch_size < 1:
         raise UserError(f"batch_size must be an integer of at least 1, not {batch_size!r}")
     return batch_size
@@ -93,7 +93,7 @@ def labels_of(labels: Sequence[str]) -> list[str]:
 
 def sentences(names: Sequence[str], templates: Sequence[str]) -> list[list[str]]:
     """For each name, its sentences: one per template, each of which must contain {}."""
-    templates = many(templates, str, "templates are a list of sentences") or ["{}"]
+    templates = many(templates, str, "templates must be a list of sentences") or ["{}"]
     for template in templates:
         if "{}" not in template:
             raise UserError(f"template '{template}': has no {{}} for the name of the class")
@@ -103,5 +103,5 @@ def sentences(names: Sequence[str], templates: Sequence[str]) -> list[list[str]]
 def model_path(value: str | Path) -> Path:
     """The path of a model folder."""
     if not isinstance(value, str | os.PathLike):
-        raise UserError(f"a model is given by the path of its folder, not {type(value).__name__}")
+        raise UserError(f"load takes the path of a model folder, not {type(value).__name__}")
     return Path(value)

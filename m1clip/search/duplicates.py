@@ -1,4 +1,4 @@
-"""Equal and near-equal images of an index."""
+"""Duplicates and near-duplicates in an index."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def is_full(error: Exception) -> bool:
 
 
 def root_of(place: Path, db: sqlite3.Connection) -> Path:
-    """The folder of photos that an index is of."""
+    """The photo folder of an index."""
     (stored,) = db.execute("SELECT value FROM about WHERE name = 'root'").fetchone()
     return place.parent if stored is None else Path(os.fsdecode(stored))
 
@@ -395,7 +395,7 @@ class _Writer:
         length = self.rows * (self.dim or 0) * 2
         if os.fstat(self.file.fileno()).st_size < length:
             raise UserError(
-                f"{self.report.place / self.name}: shorter than it was; delete {self.report.place}, index again"
+                f"{self.report.place / self.name}: truncated; delete {self.report.place} and run m1clip index again"
             )
         self.file.truncate(length)  # a killed process may have left more
         self.file.seek(length)
@@ -456,7 +456,7 @@ class _Writer:
 
 
 def _remove_unused(db: sqlite3.Connection, place: Path, set_id: int) -> None:
-    """Rewrite the vectors where many belong to no file any more; a search that is open keeps the old file."""
+    """Rewrite the vectors if many no longer belong to a file; a search that is open keeps the old file."""
     used = "SELECT image FROM files WHERE image IS NOT NULL"
     (total,) = db.execute("SELECT count(*) FROM vectors WHERE model = ?", (set_id,)).fetchone()
     live = db.execute(f"SELECT image, row FROM vectors WHERE model = ? AND image IN ({used}) ORDER BY row", (set_id,))

@@ -70,12 +70,12 @@ class Result:
     id: int  # of the file, until it is deleted or renamed
     path: str  # relative to the folder of photos
     score: float  # cosine similarity; for sums of queries, that with the combined vector
-    probability: float | None  # that it matches; None for queries that are not a single text
+    probability: float | None  # that it matches; None unless the query is a single text
     width: int
     height: int
     taken: str  # ISO time of EXIF, or else of the file
     bytes: int
-    copies: tuple[str, ...] = ()  # equal and near-equal images that are not listed
+    copies: tuple[str, ...] = ()  # duplicates and near-duplicates that are not listed
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Index:
         self.refresh()
 
     def refresh(self) -> None:
-        """See what was indexed since; every search does this."""
+        """Reload the index if it has changed; every search does this."""
         with self._lock:
             (version,) = self._db.execute("PRAGMA data_version").fetchone()
             if version == self._version:
@@ -282,14 +282,14 @@ def nearest(
         places = np.flatnonzero(fast >= _kth_largest(fast, count) - 2 * error)
         chosen = places if rows is None else rows[places]
         exact = vectors[chosen].astype(np.float64) @ query.astype(np.float64)
-        if np.abs(exact - fast[places]).max() <= error:  # False where torch would add up in float16
+        if np.abs(exact - fast[places]).max() <= error:  # False where torch would accumulate in float16
             break
     order = np.lexsort((chosen, -exact))[:count]
     return chosen[order], exact[order]
 
 
 def _half_scores(vectors: np.ndarray, query: np.ndarray) -> tuple[np.ndarray, float]:
-    """Products of float16 vectors by torch, which reads half the bytes of float32 and adds up in float32."""
+    """Products of float16 vectors by torch, which reads half the bytes of float32 and accumulates in float32."""
     if "torch" not in sys.modules:  # importing it takes longer than a search
         return _float_scores(vectors, query)
     import torch

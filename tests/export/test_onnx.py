@@ -68,7 +68,7 @@ def without(modules: str, code: str, *words: str | Path) -> str:
     return done.stdout
 
 
-def test_the_vectors_are_those_of_the_model(trained: Path, exported: Path) -> None:
+def test_onnx_vectors_match_torch(trained: Path, exported: Path) -> None:
     ours, theirs = m1clip.load(trained), m1clip.load(exported)
     assert isinstance(theirs, OnnxModel)
     for batch_size in (1, 2, 64):
@@ -83,7 +83,7 @@ def test_the_vectors_are_those_of_the_model(trained: Path, exported: Path) -> No
     assert theirs.preprocess(Image.fromarray(NOISE[0])).shape == (32, 32, 3)
 
 
-def test_the_example_runs_without_torch_and_m1clip(trained: Path, exported: Path, tmp_path: Path) -> None:
+def test_onnx_example_runs_without_torch_and_m1clip(trained: Path, exported: Path, tmp_path: Path) -> None:
     example = exported / "example.py"
     assert len(example.read_text().splitlines()) <= 40
     Image.fromarray(NOISE[0]).save(tmp_path / "photo.png")
@@ -100,7 +100,7 @@ def test_loading_an_onnx_folder_does_not_import_torch(exported: Path, tmp_path: 
     assert "m1clip.data.cache" not in out
 
 
-def test_an_onnx_folder_evaluates_as_the_model(exported: Path, trained: Path, tmp_path: Path) -> None:
+def test_eval_of_onnx_folder_matches_model(exported: Path, trained: Path, tmp_path: Path) -> None:
     data = make_set(tmp_path / "set", train=2, val=2, test=24)
     one, other = (m1clip.evaluate(model, data, device="cpu") for model in (trained, exported))
     assert dict(one) == pytest.approx(dict(other), abs=0.1)  # torch may choose bf16
@@ -110,7 +110,7 @@ PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "##b", "é", "dog", "!"]
 
 
 @pytest.mark.parametrize("kind", ["char", "bpe", "bpe-cut", "wordpiece"])
-def test_the_library_tokenizes_as_m1clip(kind: str) -> None:
+def test_exported_tokenizer_matches_m1clip(kind: str) -> None:
     ours = wordpiece_tokenizer(PIECES) if kind == "wordpiece" else make_tokenizer(kind, CAPTIONS)
     library, parts = ours.library(), getattr(ours, "parts", None)
     if parts is not None:
@@ -167,7 +167,7 @@ def change_settings(folder: Path, **changes: Any) -> None:
         (break_tokenizer, "not a tokenizer"),
     ],
 )
-def test_a_damaged_folder_gets_one_line(copied: Path, damage: Any, words: str) -> None:
+def test_damaged_onnx_folder_is_a_one_line_error(copied: Path, damage: Any, words: str) -> None:
     (copied.parent / "w.bin").write_bytes(bytes(10**6))
     damage(copied)
     with pytest.raises(UserError, match=words) as error:
@@ -175,13 +175,13 @@ def test_a_damaged_folder_gets_one_line(copied: Path, damage: Any, words: str) -
     assert "\n" not in str(error.value)
 
 
-def test_an_onnx_folder_has_one_size_and_device(exported: Path) -> None:
+def test_onnx_folder_rejects_other_image_size_and_device(exported: Path) -> None:
     for options in ({"device": "cuda"}, {"image_size": 64}):
         with pytest.raises(UserError, match="runs on the CPU"):
             m1clip.load(exported, **options)  # type: ignore[arg-type]
 
 
-def test_an_interrupted_export_leaves_nothing(trained: Path, tmp_path: Path) -> None:
+def test_interrupted_export_leaves_no_folder(trained: Path, tmp_path: Path) -> None:
     def interrupt(line: str) -> None:
         if "text.onnx" in line:
             assert list(tmp_path.glob("out.*.partial/image.onnx"))

@@ -284,7 +284,7 @@ def test_missing_device_is_named(model: Model, folder: Path, device: Any) -> Non
 
 def test_odd_paths_and_sizes_are_user_errors(model: Model, folder: Path) -> None:
     for call in (lambda: load(None), lambda: model.save(3)):  # type: ignore[arg-type]
-        with pytest.raises(UserError, match="given by the path of its folder"):
+        with pytest.raises(UserError, match="takes the path of a model folder"):
             call()
     for size in ("32", 0, 2.5):
         with pytest.raises(UserError, match="image_size must be"):

@@ -66,7 +66,7 @@ STEPS = st.lists(
 
 @settings(max_examples=10)
 @given(STEPS)
-def test_index_after_any_changes_equals_a_new_one(model: Path, steps: list[tuple[str, str, str, int]]) -> None:
+def test_incremental_index_equals_new_index(model: Path, steps: list[tuple[str, str, str, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         photos = Path(folder) / "photos"
         make_photos(photos, 2)
@@ -177,7 +177,7 @@ def test_second_indexer_reports_the_first(model: Path, tmp_path: Path) -> None:
         update_index(photos)
 
 
-def test_folder_that_is_not_writable_has_its_index_elsewhere(model: Path, tmp_path: Path) -> None:
+def test_read_only_folder_has_index_in_user_data(model: Path, tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos", 2)
     (photos / FOLDER).touch()  # root may write everywhere, but not into a file
     report = update_index(photos, model)
@@ -242,7 +242,7 @@ def kill_at_random_moments(photos: Path, model: Path, kills: int, seconds: float
 
 
 @pytest.mark.slow
-def test_index_after_kills_equals_an_undisturbed_one(model: Path, tmp_path: Path) -> None:
+def test_index_after_sigkills_equals_undisturbed_index(model: Path, tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos", 60)
     assert kill_at_random_moments(photos, model, 3, 0.6) >= 1
     close(photos / FOLDER, fresh(photos, model))

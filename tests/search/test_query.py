@@ -68,7 +68,7 @@ def test_error_of_the_fast_scores_is_below_its_bound(scorer: object) -> None:
     assert single[0] == pytest.approx(float(vectors[0].astype(np.float64) @ query), abs=1e-6)
 
 
-def test_a_scorer_beyond_its_bound_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inaccurate_fast_scorer_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(500, 8)).astype(np.float16)
     monkeypatch.setattr(module, "_half_scores", lambda v, q: (rng.normal(size=len(v)), 1e-3))
@@ -89,7 +89,7 @@ def test_search_equals_brute_force(photos: Path) -> None:
     assert found.searched == len(index) == 13
 
 
-def test_near_duplicates_are_listed_with_their_best(photos: Path) -> None:
+def test_near_duplicates_are_grouped_with_best_result(photos: Path) -> None:
     found = Index(photos).search(like=[photos / "a/0000.jpg"], k=20)
     assert found.nearest[0].path == "a/0000.jpg"
     assert found.nearest[0].copies == ("larger.png",)
