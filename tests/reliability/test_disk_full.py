@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import resource
 import signal
@@ -14,13 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import command, small_arguments
+from small_run import SERVER, command, small_arguments
 
 from m1clip.io import PARTIAL, write_text
 from m1clip.runlog import RunLog, read_log
 from m1clip.training.checkpoint import TrainState, checkpoint_folder, save, saved_steps, verify
-
-FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
@@ -67,12 +64,12 @@ def limited(run: Path, tensors: dict[str, dict[str, torch.Tensor]], answers: Any
 def test_failed_write_leaves_nothing_incomplete(tmp_path: Path) -> None:
     save(tmp_path, TrainState(step=1), groups(1, 100), keep=1)
     write_text(tmp_path / "note.txt", "old")
-    here, there = FORK.Pipe()
-    process = FORK.Process(target=limited, args=(tmp_path, groups(2, 2**16), there))
+    here, there = SERVER.Pipe()
+    process = SERVER.Process(target=limited, args=(tmp_path, groups(2, 2**16), there))
     process.start()
     there.close()  # so that recv fails if the child dies
+    process.join(60)
     assert [here.recv(), here.recv()] == [errno.EFBIG, errno.EFBIG]
-    process.join()
     assert_complete(tmp_path, [1])
     assert (tmp_path / "note.txt").read_text() == "old"
 

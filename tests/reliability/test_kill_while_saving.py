@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from small_run import SERVER
 
 from m1clip.io import PARTIAL, atomic_folder, write_text
 from m1clip.training.checkpoint import TrainState, checkpoint_folder, load_latest, save, saved_steps, verify
 
 KEEP = 2
 CPU = torch.device("cpu")
-FORK = multiprocessing.get_context("fork")
 CRASH = 77
 
 
@@ -73,9 +71,11 @@ def killed_saves(run: Path, kills: int, size: int, seed: int) -> tuple[int, int]
     save_once(run / "rehearsal", 1, size)
     one_save = time.perf_counter() - begin
     for _ in range(kills):
-        done.write_bytes(b"")
-        process = FORK.Process(target=save_forever, args=(run, step, size, done))
+        done.unlink(missing_ok=True)
+        process = SERVER.Process(target=save_forever, args=(run, step, size, done))
         process.start()
+        while not done.exists():
+            assert process.is_alive()
         time.sleep(draw.uniform(0.0, 4 * one_save))
         process.kill()
         process.join()
@@ -104,11 +104,11 @@ def test_number_of_crash_points(tmp_path: Path, replace: bool, counts: dict[str,
     counts["crashes, one at each file operation"] = crash_everywhere(tmp_path / "run", replace)
 
 
-def crash_at(operation: int, run: Path, function: Callable[[], None]) -> None:
+def crash_at(operation: int, run: Path, step: int) -> None:
     """Save, but exit at the n-th file operation: each open, mkdir, rename, remove and fsync counts."""
     count = 0
 
-    def step(event: str, args: tuple[object, ...]) -> None:
+    def count_operation(event: str, args: tuple[object, ...]) -> None:
         nonlocal count
         if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fsync"):
             count += 1
@@ -118,12 +118,12 @@ def crash_at(operation: int, run: Path, function: Callable[[], None]) -> None:
     original = os.fsync
 
     def fsync(handle: int) -> None:
-        step("fsync", ())
+        count_operation("fsync", ())
         original(handle)
 
     os.fsync = fsync
-    sys.addaudithook(step)
-    function()
+    sys.addaudithook(count_operation)
+    save_once(run, step, 100)
     os._exit(0)
 
 
@@ -136,7 +136,7 @@ def crash_everywhere(run: Path, replace: bool) -> int:
     while True:
         operation += 1
         target = step if replace else step + 1
-        process = FORK.Process(target=crash_at, args=(operation, run, lambda at=target: save_once(run, at, 100)))
+        process = SERVER.Process(target=crash_at, args=(operation, run, target))
         process.start()
         process.join()
         assert process.exitcode in (0, CRASH)

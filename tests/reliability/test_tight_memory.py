@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
+import importlib
+import os
 import resource
+import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from small_run import Command, small_arguments, tensors_of
+from small_run import environment, small_arguments, tensors_of
 
 from m1clip.hardware.memory import NEAR, return_freed_memory
 from m1clip.runlog import read_log
@@ -35,24 +36,25 @@ CHANGES = {
 THIRD, FIFTH = 2, 4
 ABOVE = 16 * 2**20  # bytes more than what counts as near; half a micro-batch frees several times as much
 GRANTED = 0.4  # of what a step has used: too little for a complete batch
-M_MMAP_THRESHOLD = -3
 
 
 def take_memory(how: str) -> None:
     """In the training process: "near" holds memory in the third and fourth step until more than --memory is in use;
     with "refused", the system grants less than the steps before have used."""
-    state: dict[str, Any] = {"used": 0, "begin": 0, "wanted": 0, "held": None}
+    # The first `tensor.backward(gradient)` imports it, which could fail when memory is short.
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    state: dict[str, Any] = {"used": 0, "begin": 0, "wanted": {}, "step": 0, "held": None}
     original_step, original_check = TrainStep.__call__, OOMHandler.check
 
     def step(update: TrainStep, batch: Any, number: int, *rest: Any, **named: Any) -> Any:
         return_freed_memory()  # or a run near its limit would find enough of it to go on
-        wanted, state["wanted"], state["begin"] = state["wanted"], 0, address_space()
+        state["begin"], state["step"] = address_space(), number
         if number == THIRD and how == "near":
             missing = int(NEAR * update.oom.limit) - state["used"] + ABOVE
             assert 0 < missing < 2**31, "memory was already near the limit, or no --memory was given"
             state["held"] = np.ones(missing, np.uint8)  # written to, so that the system really assigns it
         if number == THIRD and how == "refused":
-            limit = state["begin"] + int(GRANTED * wanted)
+            limit = state["begin"] + int(GRANTED * min(state["wanted"].values()))
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
         if number == FIFTH:
             state["held"] = None
@@ -61,14 +63,12 @@ def take_memory(how: str) -> None:
 
     def check(handler: OOMHandler) -> None:
         state["used"] = max(state["used"], handler.used_bytes())
-        state["wanted"] = max(state["wanted"], address_space() - state["begin"])
+        state["wanted"][state["step"]] = address_space() - state["begin"]
         original_check(handler)
 
     TrainStep.__call__, OOMHandler.check = step, check
     if how == "refused":
         torch.backends.mkldnn.set_flags(_enabled=False)  # its error would be "could not create a primitive"
-        # glibc then returns each freed tensor at once, so that the address space is what is in use.
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**17)
 
 
 def address_space() -> int:
@@ -76,10 +76,13 @@ def address_space() -> int:
 
 
 def train(folder: Path, how: str, changes: dict[str, Any]) -> Path:
-    """Train in a process that runs short of memory in this way."""
-    words = small_arguments({**CHANGES, **changes})
-    process = Command("train", *words, "--run", how, cwd=folder, prepare=partial(take_memory, how))
-    assert process.wait(300) == 0, process.read()
+    """Train in a new process that runs short of memory in this way."""
+    code = f"import test_tight_memory; test_tight_memory.take_memory({how!r}); from m1clip.cli.main import main; main()"
+    words = [sys.executable, "-c", code, "train", *small_arguments({**CHANGES, **changes}), "--run", how]
+    # glibc then returns each freed tensor at once, so that the address space is what is in use.
+    env = {**environment(), "MALLOC_MMAP_THRESHOLD_": "131072", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ended = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, (ended.stdout, ended.stderr)
     return folder / how
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import platform
 import signal
@@ -11,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_run import Command, command, small_arguments
+from small_run import SERVER, Command, command, small_arguments
 
 from m1clip.errors import UserError
 from m1clip.io import LOCK, lock_content, read_owner
 from m1clip.training.process import lock_run
-
-FORK = multiprocessing.get_context("fork")
 
 
 def contend(run: Path, start: Any, answers: Connection) -> None:
@@ -33,9 +30,9 @@ def contend(run: Path, start: Any, answers: Connection) -> None:
 
 def one_round(run: Path, contenders: int) -> None:
     """Exactly one gets the lock, the others name its pid; then it is killed, and the run is free."""
-    start = FORK.Event()
-    pipes = [FORK.Pipe() for _ in range(contenders)]
-    processes = [FORK.Process(target=contend, args=(run, start, there)) for _, there in pipes]
+    start = SERVER.Event()
+    pipes = [SERVER.Pipe() for _ in range(contenders)]
+    processes = [SERVER.Process(target=contend, args=(run, start, there)) for _, there in pipes]
     for process in processes:
         process.start()
     for _, there in pipes:
