@@ -20,8 +20,8 @@ from sides import NO_PEERS, machine, write
 from speedrun_own import RECALLS, Plan, recall_at_10, seconds_until, setup_seconds, train
 
 RECIPES: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "adamw": ("--optimizer", "adamw", "--lr", "1e-3"),  # the rate that open_clip gets
+    "default": ("--recipe", "scratch"),
+    "adamw": ("--recipe", "scratch", "--optimizer", "adamw", "--lr", "1e-3"),  # the rate that open_clip gets
 }
 
 

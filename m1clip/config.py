@@ -264,8 +264,8 @@ class TrainConfig(Section):
 class TransferConfig(Section):
     """Pretrained towers, fine-tuning and distillation."""
 
-    recipe: Annotated[Literal["scratch", "frozen", "finetune", "auto"], Parameter(group=COMMON)] = "scratch"
-    "scratch; frozen: train heads on frozen pretrained towers; finetune: frozen, then unfreeze them; auto: by the data."
+    recipe: Annotated[Literal["auto", "frozen", "finetune", "scratch"], Parameter(group=COMMON)] = "auto"
+    "auto: by the data; frozen: train heads on pretrained towers; finetune: then unfreeze them; scratch: random weights."
     image_tower: str = "efficientnet-lite0"
     "Pretrained image tower: efficientnet-lite0, or a transformers model (folder or hub name); vit: train from scratch."
     text_tower: str = "minilm"
@@ -343,6 +343,25 @@ NAMES = {
 ALIASES = {"weight_decay": "wd", "learning_rate": "lr"}
 # How a model is computed, not what it is: these survive a change of --model.
 NOT_SHAPE = ("tokenizer", "attention", "grad_checkpointing", "compile", "cuda_graph")
+# Options of other tools -> the option of `m1clip train`.
+OTHER_TOOLS = {
+    **dict.fromkeys(("batch", "bs", "b", "batchsize", "per_device_train_batch_size"), "--batch-size"),
+    **dict.fromkeys(("gpu", "gpus", "cuda", "use_gpu", "accelerator"), "--device gpu"),
+    **{"cpu": "--device cpu", "mps": "--device mps"},
+    **dict.fromkeys(("out", "o", "output", "output_dir", "out_dir", "save_dir", "logs", "name", "project"), "--run"),
+    **dict.fromkeys(("num_workers", "dataloader_num_workers", "j", "jobs"), "--workers"),
+    **dict.fromkeys(("epoch", "e", "num_epochs", "num_train_epochs", "max_epochs"), "--epochs"),
+    **dict.fromkeys(("max_steps", "iterations", "iters"), "--steps"),
+    **dict.fromkeys(("time", "duration", "hours"), "--minutes"),
+    **dict.fromkeys(("dataset", "train_data", "data_dir", "input", "images", "folder", "path"), "--data"),
+    **dict.fromkeys(("pretrained", "checkpoint", "weights", "finetune", "finetune_from"), "--init"),
+    **dict.fromkeys(("arch", "backbone", "model_name"), "--model"),
+    **dict.fromkeys(("size", "img_size", "imgsz", "resolution"), "--image-size"),
+    **{"amp": "--precision bf16", "bf16": "--precision bf16", "fp16": "--precision fp16", "fp32": "--precision fp32"},
+    **dict.fromkeys(("accum_freq", "grad_accum", "gradient_accumulation_steps"), "--micro-batch"),
+    **dict.fromkeys(("wandb", "tensorboard"), "--report-to tensorboard"),
+    **dict.fromkeys(("lr_scheduler", "scheduler", "lr_scheduler_type"), "--warmup (a cosine follows it)"),
+}
 
 
 def option_of(kind: type, name: str) -> str:
@@ -390,7 +409,8 @@ def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         known = ALIASES.get(name, name)
         if known not in NAMES:
-            near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.0)[0]
+            near = OTHER_TOOLS[name].split()[0][2:].replace("-", "_") if name in OTHER_TOOLS else None
+            near = near or difflib.get_close_matches(name, NAMES, n=1, cutoff=0.0)[0]
             raise UserError(f"unknown option '{name}': did you mean '{near}'?")
         section, key = NAMES[known]
         (nested.setdefault(section, {}) if section else nested)[key] = value

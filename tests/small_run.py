@@ -29,6 +29,7 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["m1clip.cli.main", "m1clip.training.run", "m1clip.data.synthetic.source", "pytest"])
 
 SMALL: dict[str, Any] = {
+    "transfer.recipe": "scratch",
     "model.image_size": 32,
     "model.patch_size": 8,
     "model.vision_width": 32,

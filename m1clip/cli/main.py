@@ -12,11 +12,12 @@ import traceback
 from types import FrameType
 from typing import NoReturn
 
-from cyclopts import CycloptsError, UnusedCliTokensError
+from cyclopts import CycloptsError, UnknownOptionError, UnusedCliTokensError
 
 from m1clip.cli import app as commands
 from m1clip.cli import data, machine, models, runs, search, train
 from m1clip.cli.app import app
+from m1clip.config import OTHER_TOOLS
 from m1clip.errors import UserError
 
 
@@ -66,10 +67,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except (UserError, CycloptsError) as error:
         if debug:
             traceback.print_exc()
-        hint = ""
-        if isinstance(error, UnusedCliTokensError) and words[0] == "train":
-            hint = " Put the path of your images right after train, or use --data."
-        print(f"m1clip: {_one_line(error)}{hint}", file=sys.stderr)
+        print(f"m1clip: {_message(error, words)}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
         if isinstance(error, BrokenPipeError):  # the reader of the pipe, such as head, has exited
@@ -112,6 +110,17 @@ def _set_environment() -> None:
     from m1clip.hardware.facts import environment
 
     os.environ.update(environment(platform.system(), os.environ))
+
+
+def _message(error: Exception, words: list[str]) -> str:
+    """The error on one line; for train, with the option that users of other tools look for."""
+    if isinstance(error, UnusedCliTokensError) and words[0] == "train":
+        return f"{_one_line(error)} Put the path of your images right after train, or use --data."
+    if isinstance(error, UnknownOptionError) and words[0] == "train":
+        typed = (error.token.keyword or error.token.value).partition("=")[0]
+        if known := OTHER_TOOLS.get(typed.lstrip("-").replace("-", "_")):
+            return f"Unknown option: {typed}. Did you mean {known}?"
+    return _one_line(error)
 
 
 def _one_line(error: Exception | str) -> str:

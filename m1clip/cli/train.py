@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from m1clip.cli import app as commands
 from m1clip.cli.app import app
-from m1clip.config import ALIASES, COMMON, NAMES, Config, make_config
+from m1clip.config import ALIASES, COMMON, NAMES, Config
 from m1clip.errors import UserError
 
 SPLITS = {
@@ -32,8 +32,9 @@ def train(
 ) -> None:
     """Train CLIP on your images, or on synthetic ones.
 
-    m1clip train photos --minutes 10 trains on a folder of images and captions for ten minutes. m1clip train --resume
-    runs/tiny continues a run that was stopped or killed.
+    m1clip train photos trains on a folder of images and captions: on pretrained towers where they are installed (pip
+    install 'm1clip[towers]'), else from random weights. m1clip train photos --minutes 10 takes about ten minutes.
+    m1clip train --resume runs/frozen continues a run that was stopped or killed.
 
     Ctrl-C, SIGTERM or a closed terminal (SIGHUP) finishes the step, saves a checkpoint and exits with code 130, 143 or
     129; a second signal exits immediately. Other exit codes: 0 training finished, 2 a user error, reported in one line.
@@ -45,7 +46,7 @@ def train(
     config_file
         Settings from a TOML file; the config.toml of a run reproduces that run.
     run
-        Folder of the new run; default runs/MODEL, runs/MODEL-2, ...
+        Folder of the new run; default runs/RECIPE (from random weights: runs/MODEL), runs/RECIPE-2, ...
     resume
         Continue the run in this folder from its newest checkpoint, with its settings.
     background
@@ -57,16 +58,17 @@ def train(
         if others:
             raise UserError(f"--resume uses the settings of the run; remove {others[0]}, or start a new run")
     options = given_options(config, commands.words)
-    if background:
-        if resume is None:
-            make_config(options, config_file, preset)  # fail here, not in the background
-        _in_background(preset or config.model.name, run, resume)
-        return
     from m1clip.training import run as runs
     from m1clip.training.process import Interrupted, Stopped
     from m1clip.training.progress import Screen
 
     screen = Screen()
+    if background:
+        name = preset or ""
+        if resume is None:  # fail here, not in the background
+            name = name or runs.run_name(runs.with_recipe(options, config_file, preset, screen)[0])
+        _in_background(name, run, resume)
+        return
     try:
         if resume is not None:
             result = runs.resume(resume, screen)

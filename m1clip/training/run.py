@@ -32,7 +32,7 @@ from m1clip.hardware.memory import return_freed_memory
 from m1clip.hardware.timing import timing
 from m1clip.inference.encoder import Model, load
 from m1clip.io import matches_schema, read_small, remove_leftovers, write_json, write_text
-from m1clip.runlog import MEAN_RECALL, RunLog, read_log
+from m1clip.runlog import MEAN_RECALL, RunLog, Sink, read_log
 from m1clip.training.checkpoint import TrainState, load_latest, restore
 from m1clip.training.logger import check_sink, open_sink
 from m1clip.training.loop import TrainLoop
@@ -180,9 +180,17 @@ class Run:
         """The best model, ready to encode images and texts."""
         return load(self.path)
 
+    def _repr_png_(self) -> bytes:
+        """In a notebook, a run shows its retrieval examples."""
+        return self.grid.read_bytes()
+
 
 def train_config(
-    config: Config, run: str | Path | None = None, screen: Screen | None = None, name: str | None = None
+    config: Config,
+    run: str | Path | None = None,
+    screen: Screen | None = None,
+    name: str | None = None,
+    on_log: Sink | None = None,
 ) -> Run:
     """Train from the beginning in a new run folder: `run`, or runs/NAME (default: the model's preset)."""
     screen = screen or Screen()
@@ -199,7 +207,7 @@ def train_config(
         except BaseException:
             remove_unused_folder(folder)
             raise
-        return _train_and_finish(setup, folder, screen, TrainState(), None, asked)
+        return _train_and_finish(setup, folder, screen, TrainState(), None, asked, on_log)
 
 
 def resume(run: str | Path, screen: Screen | None = None) -> Run:
@@ -227,8 +235,10 @@ def _train_and_finish(
     state: TrainState,
     tensors: dict[str, dict[str, torch.Tensor]] | None,
     asked: StopRequest,
+    on_log: Sink | None = None,
 ) -> Run:
     log = RunLog(folder)
+    log.sinks += [on_log] if on_log is not None else []
     steps = setup.config.train.steps or 0
     sink = open_sink(setup.config.train.report_to, folder)
     if sink is not None:
@@ -397,35 +407,49 @@ def train(
     config: str | Path | None = None,
     preset: str | None = None,
     screen: Screen | None = None,
+    on_log: Sink | None = None,
     **options: Any,
 ) -> Run:
     """Train in a new run folder: `run`, or runs/NAME. `options` are those of `m1clip train`, such as batch_size=64.
 
-    `config` is a TOML file, `preset` the name of a built-in one; options override it.
+    `config` is a TOML file, `preset` the name of a built-in one; options override it. `on_log` is called with each
+    record of run.jsonl, such as {"kind": "step", "step": 10, "loss": 2.3, ...}; an exception in it stops the run.
     """
     options |= {name: value for name, value in (("data", data), ("minutes", minutes)) if value is not None}
     screen = screen or Screen()
-    settings = make_config(options, config, preset)
-    chosen = settings.transfer.recipe == "auto"
-    if chosen:
-        recipe, reason = choose_recipe(settings)
-        screen.say(f"recipe     {recipe}: {reason}")
-        options["recipe"] = recipe
-        settings = make_config(options, config, preset)
-    check_transfer(settings.transfer, chosen)
+    settings, options["recipe"] = with_recipe(options, config, preset, screen)
     if settings.transfer.recipe != "finetune":
-        return train_config(settings, run, screen, preset)
+        return train_config(settings, run, screen, preset, on_log)
     if run is not None:
         check_unused(Path(run))  # fail before the first stage, which takes minutes
     options = _flat(config, preset) | options
     if settings.transfer.init is None:
         screen.say("stage 1    training heads on frozen towers")
-        folder = None if run is None else Path(f"{run}-frozen")
-        first = train_config(make_config(frozen_options(options)), folder, screen)
+        folder, begin = None if run is None else Path(f"{run}-frozen"), time.monotonic()
+        first = train_config(make_config(frozen_options(options)), folder, screen, on_log=on_log)
         screen.say(f"stage 2    training the towers too, starting from {first.path}")
         options["init"] = str(first.path)
+        if settings.train.minutes is not None:  # of both stages; at least half of them for the second
+            spent = (time.monotonic() - begin) / 60
+            options["minutes"] = max(settings.train.minutes / 2, settings.train.minutes - spent)
     options = {name: value for name, value in options.items() if name not in TOWER_OPTIONS}
-    return train_config(make_config(options | {"recipe": "scratch"}), run, screen, preset)
+    return train_config(make_config(options | {"recipe": "scratch"}), run, screen, preset, on_log)
+
+
+def with_recipe(
+    options: dict[str, Any], config: str | Path | None, preset: str | None, screen: Screen
+) -> tuple[Config, str]:
+    """The settings of a run and its recipe; what `auto` chooses is printed with the reason."""
+    settings = make_config(options, config, preset)
+    if settings.transfer.recipe == "auto":
+        with screen.counter("reading the data"):
+            given = {name for name, value in {**_flat(config, preset), **options}.items() if value is not None}
+            recipe, reason = choose_recipe(settings, given)
+        others = " or ".join(name for name in ("frozen", "finetune", "scratch") if name != recipe)
+        screen.say(f"recipe     {recipe}: {reason} (to choose otherwise: --recipe {others})")
+        settings = make_config({**options, "recipe": recipe}, config, preset)
+    check_transfer(settings.transfer)
+    return settings, settings.transfer.recipe
 
 
 def frozen_options(options: dict[str, Any]) -> dict[str, Any]:

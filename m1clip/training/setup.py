@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,10 +58,15 @@ SAMPLED_CAPTIONS = 20_000  # to find the longest caption
 # These three are rules of thumb: the recipes were measured on one dataset of 6,000 images (docs/finetune.md).
 LONG_MINUTES = 10  # enough to fine-tune the towers after the heads
 ENOUGH_TO_FINETUNE = 2_000  # images; with fewer, trainable towers may overfit
-FEW_IMAGES = 100_000  # below this, pretrained towers are used if they are installed
+FEW_IMAGES = 1_000_000  # below this, pretrained towers are used if they are installed
 # Options of fine-tuning, and of pretrained towers with new heads.
 FINETUNE_OPTIONS = ("wise_ft", "retention_data", "lora_rank", "unfreeze_image", "unfreeze_text")
 TOWER_OPTIONS = ("image_tower", "text_tower", "download", "views")
+# Options of a model trained from random weights; the other ones of a model apply to pretrained towers too.
+SCRATCH_OPTIONS = (
+    *("model", "patch_size", "vision_width", "vision_layers", "text_width", "text_layers", "stem", "dropout"),
+    "tokenizer",
+)
 
 
 @dataclass(frozen=True)
@@ -136,8 +141,8 @@ def prepare(
     config: Config, say: Callable[[str], None], decode: Callable[[Facts], DecodePlan], saved: Path | None = None
 ) -> Setup:
     """Resolve every setting of a run, for any recipe. `saved` is the folder of a resumed run."""
-    if config.transfer.recipe == "finetune":
-        raise UserError("--recipe finetune consists of two runs: use m1clip.train")
+    if config.transfer.recipe in ("auto", "finetune"):
+        raise UserError(f"--recipe {config.transfer.recipe} is resolved before a run: use m1clip.train")
     facts, choices, asked_batch = read_facts(), dict[str, Any](), config.train.batch_size
     choose_device(config.train.device, facts)  # report a missing device before reading the data
     plan = decode(facts)
@@ -405,13 +410,13 @@ def run_name(config: Config) -> str:
     return config.model.name if config.transfer.recipe == "scratch" else config.transfer.recipe
 
 
-def check_transfer(transfer: TransferConfig, chosen: bool = False) -> None:
-    """Raise UserError for options that do not apply to the recipe; `chosen` if --recipe auto chose it."""
+def check_transfer(transfer: TransferConfig) -> None:
+    """Raise UserError for options that do not apply to the recipe."""
     default, tuned = TransferConfig(), transfer.init is not None
     recipe = "--init" if tuned else f"--recipe {transfer.recipe}"
     rules = [
         (FINETUNE_OPTIONS, tuned or transfer.recipe == "finetune", "--init or --recipe finetune"),
-        (TOWER_OPTIONS, chosen or (not tuned and transfer.recipe != "scratch"), "--recipe frozen or finetune"),
+        (TOWER_OPTIONS, not tuned and transfer.recipe != "scratch", "--recipe frozen or finetune"),
     ]
     for names, allowed, where in rules:
         for name in names:
@@ -419,20 +424,28 @@ def check_transfer(transfer: TransferConfig, chosen: bool = False) -> None:
                 raise UserError(f"--{name.replace('_', '-')} works with {where}, not with {recipe}")
 
 
-def choose_recipe(config: Config) -> tuple[str, str]:
-    """(recipe, reason): by the kind and size of the data, the installed packages, and the time budget."""
-    if config.transfer.init is not None:
-        return "scratch", f"fine-tuning {config.transfer.init}"
+def choose_recipe(config: Config, given: Collection[str]) -> tuple[str, str]:
+    """(recipe, reason): by the options in `given`, else by the data, the installed towers and the time.
+
+    `given` are the flat names of the settings that the user chose.
+    """
+    for recipe, names, reason in (
+        ("scratch", ("init",), "starts from a trained model"),
+        ("finetune", FINETUNE_OPTIONS, "is for towers that are trained"),
+        ("frozen", TOWER_OPTIONS, "is for pretrained towers"),
+        ("scratch", SCRATCH_OPTIONS, "is for a model trained from random weights"),
+    ):
+        if option := next((name for name in names if name in given), None):
+            return recipe, f"--{option.replace('_', '-')} {reason}"
     if is_synthetic(config.data):
-        return "scratch", "synthetic images differ from what the pretrained towers were trained on"
-    images = len(open_data(config.data, config.model.image_size or TOWER_SIZE, config.seed).samples("train"))
+        return "scratch", "random weights, because pretrained towers were trained on photographs"
+    images = len(open_data(config.data, TOWER_SIZE, config.seed).samples("train"))
     if images >= FEW_IMAGES:
-        return "scratch", f"{images:,} images are enough to train from scratch"
-    missing = [t for t in (config.transfer.image_tower, config.transfer.text_tower) if not installed(t)]
-    if missing:
-        return "scratch", f"{images:,} images are few, but {missing[0]} is not installed: {remedy(missing[0])}"
-    reason = f"{images:,} images are too few to train from scratch, and the pretrained towers are installed"
+        return "scratch", f"random weights, because {images:,} images are enough"
+    if not (installed(config.transfer.image_tower) and installed(config.transfer.text_tower)):
+        fix = remedy(config.transfer.image_tower)
+        return "scratch", f"random weights; {fix} would give about twice the recall on photographs"
     minutes = config.train.minutes or 0
     if minutes >= LONG_MINUTES and images >= ENOUGH_TO_FINETUNE:
-        return "finetune", f"{reason}; {minutes:g} minutes are enough to fine-tune them after the heads"
-    return "frozen", reason
+        return "finetune", f"pretrained towers, also trained: {minutes:g} minutes and {images:,} images are enough"
+    return "frozen", f"pretrained towers, because {images:,} images are too few to train from random weights"
