@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from m1clip.config import TransferConfig
 from m1clip.hardware.facts import environment, read_facts
 from m1clip.hardware.timing import Timing
 from m1clip.model.presets import CLIPConfig, flops_per_pair
@@ -60,6 +62,7 @@ def set_up(config: Config) -> Setup:
     from m1clip.training.run import decode_plan
     from m1clip.training.setup import prepare
 
+    config = dataclasses.replace(config, transfer=TransferConfig(recipe="scratch"))
     return prepare(config, lambda line: None, decode_plan(Screen()))
 
 

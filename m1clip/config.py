@@ -265,7 +265,7 @@ class TransferConfig(Section):
     """Pretrained towers, fine-tuning and distillation."""
 
     recipe: Annotated[Literal["auto", "frozen", "finetune", "scratch"], Parameter(group=COMMON)] = "auto"
-    "auto: by the data; frozen: train heads on pretrained towers; finetune: then unfreeze them; scratch: random weights."
+    "auto: by the data; frozen: heads on pretrained towers; finetune: then unfreeze them; scratch: random weights."
     image_tower: str = "efficientnet-lite0"
     "Pretrained image tower: efficientnet-lite0, or a transformers model (folder or hub name); vit: train from scratch."
     text_tower: str = "minilm"

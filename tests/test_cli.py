@@ -15,7 +15,8 @@ from small_run import environment
 import m1clip.training.run
 from m1clip import __version__
 from m1clip.cli import main as cli
-from m1clip.config import NAMES, Config, to_toml
+from m1clip.config import NAMES, OTHER_TOOLS, Config, TransferConfig, make_config, to_toml
+from m1clip.errors import UserError
 
 HEAVY = ("torch", "numpy", "PIL", "tokenizers", "safetensors")
 
@@ -32,7 +33,9 @@ class Caught(Exception):
 def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> typing.Callable[..., Caught]:
     """What `m1clip train WORDS` would train, without training it."""
 
-    def stop(config: Config, run: Path | None = None, screen: Any = None, name: str | None = None) -> None:
+    def stop(
+        config: Config, run: Path | None = None, screen: Any = None, name: str | None = None, on_log: Any = None
+    ) -> None:
         raise Caught(config, run or (Path("runs") / name if name else None))
 
     monkeypatch.setattr(m1clip.training.run, "train_config", stop)
@@ -52,14 +55,14 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         cli.main(list(words))
     shown = capsys.readouterr()
     assert exit_.value.code == 2
-    assert shown.out == ""
+    assert shown.out == "" or (shown.out.startswith("recipe ") and shown.out.count("\n") == 1)
     assert shown.err.startswith("m1clip: ")
     assert shown.err.count("\n") == 1
     return shown.err
 
 
 def test_defaults(parse: typing.Callable[..., Caught]) -> None:
-    assert parse().config == Config()
+    assert parse().config == dataclasses.replace(Config(), transfer=TransferConfig(recipe="scratch")), "synthetic"
 
 
 def test_common_options(parse: typing.Callable[..., Caught]) -> None:
@@ -76,8 +79,9 @@ def test_common_options(parse: typing.Callable[..., Caught]) -> None:
 
 
 def test_alternative_spellings(parse: typing.Callable[..., Caught], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parse("photos", "--steps", "3").config == parse("--data", "photos", "--steps", "3").config
-    assert parse("photos", "more:0.3", "--batch-size", "8").config.data.source == ("photos", "more:0.3")
+    frozen = ("--recipe", "frozen")
+    assert parse("photos", "--steps", "3", *frozen).config == parse("--data", "photos", "--steps", "3", *frozen).config
+    assert parse("photos", "more:0.3", "--batch-size", "8", *frozen).config.data.source == ("photos", "more:0.3")
     assert parse("--batch-size", "8").config == parse("--batch_size=8").config
     assert parse("--weight-decay", "0.2", "--learning_rate=1e-3").config == parse("--wd", "0.2", "--lr", "1e-3").config
     assert parse("--batch-size", "auto").config.train.batch_size == 0
@@ -89,7 +93,9 @@ def test_alternative_spellings(parse: typing.Callable[..., Caught], monkeypatch:
 
 def test_options_override_the_file_and_the_preset(parse: typing.Callable[..., Caught], tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_text("seed = 3\n[train]\nbatch_size = 32\nepochs = 4\n[data]\nsource = ['old']\n")
-    config = parse("--config", "x.toml", "--batch-size", "64", "--data", "a", "--data", "b:0.3", "--minutes=2").config
+    config = parse(
+        "--config=x.toml", "--batch-size=64", "--data=a", "--data=b:0.3", "--minutes=2", "--model=tiny"
+    ).config
     assert (config.seed, config.train.batch_size, config.data.source) == (3, 64, ("a", "b:0.3"))
     assert (config.train.minutes, config.train.epochs) == (2.0, None), "a duration replaces one of another kind"
     plain = parse("--preset", "prior-art")
@@ -102,10 +108,22 @@ def test_config_file_is_read_unchanged(parse: typing.Callable[..., Caught], tmp_
     train = dataclasses.replace(Config().train, steps=7, eval_every=0, loss="sigmoid")
     data = dataclasses.replace(Config().data, source=("a b", "c:0.5"), flip=0.25, caption_column=("x", "y"))
     model = dataclasses.replace(Config().model, name="small", grad_checkpointing=True, stem="conv")
-    config = Config(seed=5, train=train, data=data, model=model)
+    config = Config(seed=5, train=train, data=data, model=model, transfer=TransferConfig(recipe="scratch"))
     (tmp_path / "config.toml").write_text(to_toml(config))
     assert parse("--config", "config.toml").config == config
     assert parse("--config", ".").config == config
+
+
+def test_options_of_other_tools_get_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    for typed, meant in OTHER_TOOLS.items():
+        option = f"{'-' if len(typed) == 1 else '--'}{typed}"
+        assert f"Did you mean {meant}?" in refused(capsys, "train", option, "8")
+        name, *value = meant.split()[:2] if meant.count(" ") == 1 else meant.split()[:1]
+        assert name == "--run" or name.removeprefix("--").replace("-", "_") in NAMES
+        with pytest.raises(UserError, match=f"did you mean '{name.removeprefix('--').replace('-', '_')}'"):
+            make_config({typed: 8})
+        if name == "--precision":
+            make_config({"precision": value[0]})
 
 
 MISTAKES = [

@@ -183,7 +183,7 @@ def test_speedrun_summary_from_log() -> None:
 def test_speedrun_recipe_names() -> None:
     module = script("speedrun")
     found = module.named_recipes("default", ["wide=--vision-width 384"])
-    assert found == {"default": (), "wide": ("--vision-width", "384")}
+    assert found == {"default": ("--recipe", "scratch"), "wide": ("--vision-width", "384")}
     assert module.named_recipes("", []) == {}
     with pytest.raises(SystemExit, match="no recipe 'adam'"):
         module.named_recipes("adam", [])

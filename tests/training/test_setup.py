@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ def stages(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Config]:
     """The configs of the runs that `train` would start."""
     made: list[Config] = []
 
-    def train_config(config: Config, *rest: Any) -> Any:
+    def train_config(config: Config, *rest: Any, on_log: Any = None) -> Any:
         made.append(config)
         return runs.Run(Path("runs/x"), None, "test", Path())  # type: ignore[arg-type]
 
@@ -62,7 +63,7 @@ def test_finetune_stage_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = stages(monkeypatch, recipe="finetune", minutes=30, lr=1e-5, **common, **transfer)
     assert (first.train.minutes, first.train.epochs, first.train.threads, first.optim.lr) == (None, 20, 3, 1e-3)
     assert (first.transfer.recipe, first.transfer.wise_ft, first.transfer.lora_rank) == ("frozen", "off", 0)
-    assert (second.train.minutes, second.train.epochs, second.transfer.init) == (30, None, "runs/x")
+    assert (second.train.minutes, second.train.epochs, second.transfer.init) == (pytest.approx(30, abs=1), None, "runs/x")
     assert (second.optim.optimizer, second.optim.layer_decay, second.optim.lr) == ("adamw", 0.8, 1e-5)
     assert (second.transfer.wise_ft, second.transfer.lora_rank) == ("search", 4)
     assert (first.transfer.image_tower, second.transfer.image_tower) == ("org/vit", TransferConfig().image_tower)
@@ -70,12 +71,20 @@ def test_finetune_stage_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (stage.train.loss, stage.train.batch_size) == ("sigmoid", 64)
 
 
+def test_minutes_are_those_of_both_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    for spent, left in ((600, 20), (3600, 15)):
+        clock = iter((0.0, float(spent)))
+        monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda clock=clock: next(clock)))
+        assert stages(monkeypatch, recipe="finetune", minutes=30)[1].train.minutes == left
+
+
 def test_existing_run_is_refused_before_the_first_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.toml").touch()
     with pytest.raises(UserError, match="already contains a run"):
         stages(monkeypatch, recipe="finetune", run=tmp_path)
-    with pytest.raises(UserError, match="consists of two runs"):
-        prepared(Config(transfer=TransferConfig(recipe="finetune")))
+    for recipe in ("auto", "finetune"):
+        with pytest.raises(UserError, match=f"--recipe {recipe} is resolved before a run"):
+            prepared(Config(transfer=TransferConfig(recipe=recipe)))  # type: ignore[arg-type]
 
 
 FINETUNE = {"wise_ft": "0.5", "retention_data": ("set",), "lora_rank": 8, "unfreeze_image": 0, "unfreeze_text": 2}
@@ -93,19 +102,19 @@ def test_options_of_another_recipe_are_refused(name: str, value: Any, monkeypatc
         else:
             with pytest.raises(UserError, match=rf"^--{name.replace('_', '-')} works with .*, not with {label}$"):
                 stages(monkeypatch, **start, **{name: value})
-    if name in TOWERS:
-        stages(monkeypatch, recipe="auto", **{name: value})  # it may choose another recipe
+    recipes = [config.transfer.recipe for config in stages(monkeypatch, **{name: value})]
+    assert recipes == (["frozen"] if name in TOWERS else ["frozen", "scratch"]), "auto chooses a recipe that it fits"
 
 
 @pytest.mark.parametrize(
     ("images", "minutes", "installed", "recipe", "reason"),
     [
-        (500, None, True, "frozen", "too few to train from scratch"),
-        (500, 60, True, "frozen", "too few to train from scratch"),
-        (5_000, 5, True, "frozen", "too few to train from scratch"),
-        (5_000, 30, True, "finetune", "30 minutes are enough"),
-        (5_000, 30, False, "scratch", "is not installed"),
-        (200_000, 30, True, "scratch", "enough to train from scratch"),
+        (500, None, True, "frozen", "500 images are too few"),
+        (500, 60, True, "frozen", "500 images are too few"),
+        (5_000, 5, True, "frozen", "5,000 images are too few"),
+        (5_000, 30, True, "finetune", "30 minutes and 5,000 images are enough"),
+        (5_000, 30, False, "scratch", "pip install 'm1clip[towers]' would give about twice the recall"),
+        (2_000_000, 30, True, "scratch", "2,000,000 images are enough"),
     ],
 )
 def test_recipe_auto_choice(
@@ -118,16 +127,20 @@ def test_recipe_auto_choice(
     monkeypatch.setattr(setup, "is_synthetic", lambda data: False)
     monkeypatch.setattr(setup, "open_data", lambda *rest: Source())
     monkeypatch.setattr(setup, "installed", lambda tower: installed)
-    found, why = setup.choose_recipe(Config(train=TrainConfig(minutes=minutes)))
+    found, why = setup.choose_recipe(Config(train=TrainConfig(minutes=minutes)), {"minutes"})
     assert found == recipe
     assert reason in why
+    for option in ("model", "vision_width", "tokenizer"):
+        assert setup.choose_recipe(Config(), {option})[0] == "scratch"
 
 
 def test_recipe_auto_applies_recipe_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stages(monkeypatch, recipe="auto", init="runs/x")[0].transfer.recipe == "scratch"
-    assert stages(monkeypatch, recipe="auto")[0].transfer.recipe == "scratch", "synthetic images"
-    monkeypatch.setattr(runs, "choose_recipe", lambda config: ("frozen", ""))
-    (chosen,) = stages(monkeypatch, recipe="auto", batch_size=16)
+    assert stages(monkeypatch, init="runs/x")[0].transfer.recipe == "scratch"
+    assert stages(monkeypatch, init="runs/x", recipe="auto")[0].optim.layer_decay == 0.8
+    assert stages(monkeypatch)[0].transfer.recipe == "scratch", "synthetic images"
+    assert stages(monkeypatch, data="photos", preset="demo")[0].transfer.recipe == "scratch"
+    monkeypatch.setattr(runs, "choose_recipe", lambda config, given: ("frozen", ""))
+    (chosen,) = stages(monkeypatch, batch_size=16)
     assert (chosen.transfer.recipe, chosen.train.batch_size, chosen.optim.lr) == ("frozen", 16, 1e-3)
 
 
