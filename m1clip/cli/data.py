@@ -1,4 +1,4 @@
-"""data make, lint and pack."""
+"""data make, template, lint and pack."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from m1clip.cli.app import Count, app
+from m1clip.errors import UserError
 
 if TYPE_CHECKING:
     from m1clip.data.types import Source
@@ -50,6 +51,30 @@ def data_make(folder: NewFolder, /, *, count: Count = 1000, image_size: Count = 
     with screen.counter("drawing") as show:
         summary = write_folder(folder, count, image_size, seed, progress=show)
     screen.say(summary)
+
+
+@data.command(name="template")
+def data_template(folder: Annotated[Path, Parameter(help="A folder of images.")], /) -> None:
+    """Write captions.csv with one row per image of a folder; the captions are empty, for you to fill in.
+
+    m1clip data template photos, then write the captions into photos/captions.csv, with a spreadsheet or an editor. An
+    image may have several rows, each with a caption. m1clip train photos skips rows without one.
+    """
+    import csv
+    import io
+
+    from m1clip.data.sources.base import walk_images
+    from m1clip.io import write_text
+
+    table, path = io.StringIO(newline=""), folder / "captions.csv"
+    if path.exists():
+        raise UserError(f"{path}: already exists; write the captions into it, or rename it to start again")
+    names = [name for name in walk_images(folder) if name.isprintable()]  # a table cannot name others
+    if not names:
+        raise UserError(f"{folder}: no images found in this folder or below it")
+    csv.writer(table).writerows([("image", "caption"), *((name, "") for name in names)])
+    write_text(path, "\ufeff" + table.getvalue())  # the mark tells spreadsheets that it is UTF-8
+    print(f"wrote      {path}: {len(names):,} images; write a caption beside each, then m1clip train {folder}")
 
 
 @data.command(name="lint")

@@ -63,7 +63,11 @@ def test_finetune_stage_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = stages(monkeypatch, recipe="finetune", minutes=30, lr=1e-5, **common, **transfer)
     assert (first.train.minutes, first.train.epochs, first.train.threads, first.optim.lr) == (None, 20, 3, 1e-3)
     assert (first.transfer.recipe, first.transfer.wise_ft, first.transfer.lora_rank) == ("frozen", "off", 0)
-    assert (second.train.minutes, second.train.epochs, second.transfer.init) == (pytest.approx(30, abs=1), None, "runs/x")
+    assert (second.train.minutes, second.train.epochs, second.transfer.init) == (
+        pytest.approx(30, abs=1),
+        None,
+        "runs/x",
+    )
     assert (second.optim.optimizer, second.optim.layer_decay, second.optim.lr) == ("adamw", 0.8, 1e-5)
     assert (second.transfer.wise_ft, second.transfer.lora_rank) == ("search", 4)
     assert (first.transfer.image_tower, second.transfer.image_tower) == ("org/vit", TransferConfig().image_tower)

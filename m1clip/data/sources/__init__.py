@@ -21,6 +21,7 @@ FORMATS: dict[str, Callable[[DataSource], Iterator[Row]]] = {
     "webdataset": shards.shard_rows,
     "txt": folders.text_file_rows,
     "classes": folders.class_folder_rows,
+    "filenames": folders.file_name_rows,
 }
 
 
@@ -92,8 +93,10 @@ def _detect(path: Path, found: list[Path], options: Options) -> str:
         what = f"{len(unclear)} tables ({_listing(unclear)})"
         raise user_error(f"{path}: contains {what}; choose the one with captions: --data {unclear[0]}")
     if path.is_dir() and next(walk_images(path), None):
+        names = f", or use the file names: --data filenames:{path}" if folders.has_words_as_names(path) else ""
         raise user_error(
-            f"{path}: images but no captions; add captions.csv (image,caption), or a .txt file next to each image"
+            f"{path}: images but no captions; write them into the table that m1clip data template {path} makes, "
+            f"or sort the images into one folder per class{names}"
         )
     raise user_error(f"{path}: unknown format; specify it, as in csv:PATH (formats: {', '.join(FORMATS)})")
 

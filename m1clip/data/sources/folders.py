@@ -1,8 +1,9 @@
-"""Folders of images: a .txt file next to each image, or class folders whose names become captions."""
+"""Folders of images: a .txt file next to each image, or class folders or file names that become captions."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -17,6 +18,7 @@ TEMPLATE = "a photo of a {}."
 MAX_TEXT_BYTES = 2**20
 _IMAGES_CHECKED = 100
 _CLASSES_SHOWN = 5
+_COUNTER = re.compile(r"[\s_.-]*\(?\d*\)?$")  # of files with otherwise equal names
 
 
 def has_text_files(path: Path) -> bool:
@@ -70,6 +72,25 @@ def class_folder_rows(source: DataSource) -> Iterator[Row]:
         yield Row((name, 0), TEMPLATE.format(label), _split_of(name), image, name)
     names = ", ".join(list(classes)[:_CLASSES_SHOWN]) + (", ..." if len(classes) > _CLASSES_SHOWN else "")
     source.note(f"captions are generated from the names of {len(classes):,} folders: {names}")
+
+
+def file_name_rows(source: DataSource) -> Iterator[Row]:
+    """two-dogs_on a beach (3).jpg: the file name without its number is the caption."""
+    for name in walk_images(source.path):
+        image = FileImage(os.path.join(source.path, name))
+        yield Row((name, 0), _words(name), _split_of(name), image, name)
+
+
+def has_words_as_names(path: Path) -> bool:
+    """Whether most images have names of two or more words, and different ones."""
+    names = list(islice(walk_images(path), _IMAGES_CHECKED))
+    texts = {_words(name) for name in names}
+    return 2 * sum(sum(word.isalpha() and len(word) > 2 for word in text.split()) > 1 for text in texts) > len(names)
+
+
+def _words(name: str) -> str:
+    stem = os.path.splitext(name.rpartition("/")[2])[0]
+    return clean_text(re.sub(r"[_-]", " ", _COUNTER.sub("", stem)))
 
 
 def _class_of(name: str) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from source_helpers import everything, image_bytes
 
+from m1clip.cli import main as cli
 from m1clip.data.sources import Options, open_source
 from m1clip.errors import UserError
 
@@ -87,8 +88,39 @@ def test_hugging_face_folder(tmp_path: Path) -> None:
 
 
 def test_images_without_captions_error_names_remedy(images: Write) -> None:
-    with pytest.raises(UserError, match=r"add captions\.csv"):
-        open_source(str(images(["images/a.jpg", "images/b.jpg"])))
+    folder = images(["images/IMG_1.jpg", "images/IMG_2.jpg", "images/1000268201_693b08cb0e.jpg"])
+    with pytest.raises(UserError, match=f"m1clip data template {folder} makes, .* one folder per class$"):
+        open_source(str(folder))
+    words = images(["words/two-dogs_on a beach (2).jpg", "words/an old red bus.jpg", "words/IMG_7.jpg"]) / "words"
+    with pytest.raises(UserError, match=f"--data filenames:{words}$"):
+        open_source(str(words))
+    captions = {sample.captions for sample in everything(open_source(f"filenames:{words}")).values()}
+    assert captions == {("two dogs on a beach",), ("an old red bus",), ("IMG",)}
+
+
+def test_template_names_every_image_and_is_read_once_it_has_captions(
+    images: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = images(["a, b.jpg", "below/größe.jpg", "c.jpg"])
+
+    def template(code: int) -> str:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["data", "template", str(folder)])
+        assert ended.value.code == code
+        return "".join(capsys.readouterr())
+
+    assert "3 images" in template(0)
+    with pytest.raises(UserError, match=r"no caption in any of its 3 rows \(the first: captions.csv row 2\)"):
+        open_source(str(folder))
+    table = folder / "captions.csv"
+    rows = table.read_text(encoding="utf-8-sig").splitlines()
+    rows[1:] = [f"{row}a caption of {number}" for number, row in enumerate(rows[1:])]
+    table.write_text("\n".join(rows), encoding="utf-8")
+    found = everything(open_source(str(folder)))
+    assert {sample.id for sample in found.values()} == {"a, b.jpg", "below/größe.jpg", "c.jpg"}
+    assert all(sample.image.open() for sample in found.values())
+    assert "already exists" in template(2)
+    assert table.read_text(encoding="utf-8") == "\n".join(rows)
 
 
 def test_unknown_columns_error_names_columns_and_options(images: Write) -> None:
