@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,7 @@ def train_words(words: list[str], options: list[str]) -> list[str]:
 @pytest.mark.slow
 def test_readme_code_blocks_run(tmp_path: Path) -> None:
     write_folder(tmp_path / "photos", 60, 32, seed=0)
+    shutil.copy(tmp_path / "photos" / "images" / "train-000000.png", tmp_path / "dog.jpg")
     ran = 0
     for mark, language, text in BLOCK.findall((ROOT / "README.md").read_text()):
         if language == "python":

@@ -69,6 +69,7 @@ STEADY = 1.25
 CALIBRATION = 0.05  # of the time, at most, unless one step takes longer; --device auto may take as much again
 EVALUATING = 0.3  # of the time, at most: a short run evaluates less often
 FEW_STEPS = 10
+MAX_GRID_BYTES = 2**26
 SAMPLE_IMAGES = 64
 PAUSE = 50  # a step of this many times the median contains a pause: the machine slept, or the process was stopped
 
@@ -182,7 +183,7 @@ class Run:
 
     def _repr_png_(self) -> bytes:
         """In a notebook, a run shows its retrieval examples."""
-        return self.grid.read_bytes()
+        return read_small(self.grid, MAX_GRID_BYTES)
 
 
 def train_config(

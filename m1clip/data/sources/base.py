@@ -105,7 +105,8 @@ class DataSource:
         if not images:
             why = "no images with captions"
             if self.problems and all(problem.kind == "empty-caption" for problem in self.problems):
-                why = f"no caption in any of its {len(self.problems)} rows (the first: {self.problems[0].where}); write some"
+                first = self.problems[0].where
+                why = f"no caption in any of its {len(self.problems)} rows (the first: {first}); write some"
             elif self.problems:
                 why = f"none of its {len(self.problems)} rows can be used; the first: {self.problems[0]}"
             raise user_error(f"{self.path}: read as {self.format}, {why}")
