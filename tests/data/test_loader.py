@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 
 from m1clip.data.augment import Augmentation
 from m1clip.data.cache import RowTable
-from m1clip.data.captions import BUCKET, CaptionTable, tokenize_captions
+from m1clip.data.captions import CaptionTable, tokenize_captions
 from m1clip.data.images import FileImage
 from m1clip.data.loader import Batch, BatchPlan, TrainingSet, batches
 from m1clip.data.types import Sample, sample_ids_of
+from m1clip.text.base import BUCKET
 from m1clip.text.tokenizers import CharTokenizer, make_tokenizer
 
 PLANS = st.integers(2, 200).flatmap(
