@@ -1,4 +1,4 @@
-"""Commands that search photos: index and search."""
+"""Commands that search photos: index, search, teach and duplicates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from m1clip.formatting import duration, plural
 
 if TYPE_CHECKING:
     from m1clip.search.index import Report
-    from m1clip.search.query import Results
+    from m1clip.search.query import Result, Results
 
 Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 Texts = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
@@ -79,11 +79,12 @@ def search(
     orientation: Literal["landscape", "portrait"] | None = None,
     min_side: Count | None = None,
     copies: Flag = False,
+    all_: Annotated[Flag, Parameter(name="--all")] = False,
     model: Path | None = None,
     json: Flag = False,
     open_: Annotated[Flag, Parameter(name="--open")] = False,
 ) -> None:
-    """Search an indexed folder of photos by text or by image.
+    """Search an indexed folder of photos by text or by image, and say so if nothing matches.
 
     m1clip search "two dogs on a beach"
     m1clip search "at night" --like photo.jpg --not people --since 2024-05 --under trips
@@ -113,6 +114,8 @@ def search(
         Only images whose shorter side has at least this many pixels.
     copies
         List near-duplicates as separate results.
+    all_
+        Also list results that are unlikely to match.
     model
         Search the vectors of this model; default: the one that was indexed last.
     json
@@ -125,22 +128,25 @@ def search(
     where = Filter(since, until, under, orientation, min_side)
     opened = Index(folder, model)
     found = opened.search(text, k, like=like, exclude=exclude, where=where, collapse=not copies)
+    listed = found.nearest if all_ else found.matches
     if json:
-        print(json_text.dumps({"root": str(opened.root), **asdict(found)}, indent=2))
+        print(json_text.dumps({"root": str(opened.root), "matches": len(found.matches), **asdict(found)}, indent=2))
     else:
-        _show(found)
-    if open_ and found.matches:
-        _open(opened.file(found.matches[0].id))
+        _show(found, listed)
+    if open_ and listed:
+        _open(opened.file(listed[0].id))
 
 
-def _show(found: Results) -> None:
+def _show(found: Results, listed: list[Result]) -> None:
     from m1clip.data.images import one_line
 
-    for each in found.matches:
+    for each in listed:
+        chance = "" if each.probability is None else f"{100 * each.probability:3.0f}%  "
         more = f"  (+{plural(len(each.copies), 'near-duplicate')})" if each.copies else ""
-        print(f"{each.score:6.3f}  {one_line(each.path)}{more}")
-    if not found.matches:
-        print(f"nothing found in {plural(found.searched, 'image')}")
+        print(f"{chance}{each.score:6.3f}  {one_line(each.path)}{more}")
+    if not listed:
+        nearest = f"; the nearest is {one_line(found.nearest[0].path)} (--all lists more)" if found.nearest else ""
+        print(f"nothing here matches, in {plural(found.searched, 'image')}{nearest}")
 
 
 def _open(path: Path) -> None:
@@ -151,3 +157,86 @@ def _open(path: Path) -> None:
         subprocess.Popen([program, str(path)], stderr=subprocess.DEVNULL)
     except OSError as error:
         raise UserError(f"--open: cannot start {program} ({error.strerror}); open {path} yourself") from None
+
+
+@app.command
+def teach(
+    name: str = "",
+    /,
+    *images: Path,
+    wrong: Annotated[tuple[Path, ...], Parameter(negative="", show_default=False)] = (),
+    forget: Flag = False,
+    folder: Annotated[Path | None, Parameter(name="--in")] = None,
+) -> None:
+    """Teach a new word from a few images, in seconds: the name of a pet, a person, a place or a product.
+
+    m1clip teach Rex rex/*.jpg
+    m1clip search "Rex on a beach"
+
+    Without a name it lists the words that were taught.
+
+    Parameters
+    ----------
+    name
+        The word; a search that contains it uses its examples.
+    images
+        3 to 20 images of it; a later call adds to them.
+    wrong
+        An image that is not it, though it was found.
+    forget
+        Forget the word.
+    folder
+        The indexed folder; default: the current folder, or the one that was indexed last.
+    """
+    from m1clip.search.query import Index
+
+    opened = Index(folder)
+    if forget:
+        count = opened.concepts.forget(name)
+        if not count:
+            raise UserError(f"{name}: was not taught; m1clip teach lists the words that were")
+        print(f"forgot {name} and its {plural(count, 'example')}")
+        return
+    if name:
+        if not images and not wrong:
+            raise UserError(f"teach {name}: give 3 to 20 images of it")
+        for paths, good in ((images, True), (wrong, False)):
+            if paths:
+                opened.teach(name, paths, good)
+        print(f'now search for it: m1clip search "{name}"')
+    for word, (good_count, bad_count) in opened.concepts.names().items():
+        print(f"{word}: {plural(good_count, 'example')}{f', {bad_count} wrong' if bad_count else ''}")
+
+
+@app.command(name="duplicates")
+def list_duplicates(folder: Path | None = None, /, *, json: Flag = False) -> None:
+    """List groups of equal and near-equal images of an indexed folder; nothing is deleted.
+
+    m1clip duplicates ~/Pictures
+
+    Near-equal images look alike: saved again, resized, brightened or made gray, or taken of the same scene. The first
+    of each group has the most pixels.
+
+    Parameters
+    ----------
+    folder
+        The indexed folder; default: the current folder, or the one that was indexed last.
+    json
+        Print JSON.
+    """
+    from m1clip.data.images import one_line
+    from m1clip.formatting import size
+    from m1clip.search.query import Index
+
+    groups = Index(folder).duplicates()
+    if json:
+        print(json_text.dumps([[asdict(copy) for copy in group] for group in groups], indent=2))
+        return
+    for group in groups:
+        for number, copy in enumerate(group):
+            kind = "best" if number == 0 else "equal" if copy.equal else "near"
+            print(f"{kind:5}  {copy.width} x {copy.height}  {size(copy.bytes):>7}  {one_line(copy.path)}")
+        print()
+    copies = [copy for group in groups for copy in group[1:]]
+    total = f", {size(sum(copy.bytes for copy in copies))}" if copies else ""
+    print(f"{plural(len(groups), 'group')}, {plural(len(copies), 'image')} besides the best{total}")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sqlite3
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,3 +34,29 @@ def _find(leader: list[int], place: int) -> int:
     while leader[place] != place:
         place = leader[place]
     return place
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One image of a group of duplicates."""
+
+    path: str  # relative to the folder of photos
+    width: int
+    height: int
+    bytes: int
+    equal: bool  # the same content as the best, byte for byte
+
+
+def duplicates(db: sqlite3.Connection) -> list[list[Copy]]:
+    """Groups of equal and near-equal images: the best of each first, the group with the most bytes to save first.
+
+    The best has the most pixels, then the most bytes, then the shortest path.
+    """
+    columns = "path, width, height, bytes, sha256, look, thumb"
+    files = db.execute(f"SELECT {columns} FROM files JOIN images ON images.id = image ORDER BY path").fetchall()
+    groups = []
+    for members in look_groups([file[-2:] for file in files]):
+        ranked = sorted((files[at] for at in members), key=lambda file: (-file[1] * file[2], -file[3], len(file[0])))
+        best = ranked[0][4]
+        groups.append([Copy(os.fsdecode(f[0]), f[1], f[2], f[3], f[4] == best) for f in ranked])
+    return sorted((g for g in groups if len(g) > 1), key=lambda g: -sum(copy.bytes for copy in g[1:]))

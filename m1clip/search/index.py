@@ -32,6 +32,7 @@ from m1clip.data.images import READ_TIMEOUT, SUFFIXES, BadImage, FileImage, deco
 from m1clip.data.lint import appearance
 from m1clip.errors import UserError
 from m1clip.io import open_for_write, read_small, write_bytes
+from m1clip.search.calibration import CAPTIONS
 
 FOLDER, DATABASE, LOCK = ".m1clip-index", "index.sqlite", "lock"
 FORMAT = 1
@@ -346,11 +347,15 @@ def _update(db: sqlite3.Connection, root: Path, asked: str | Path | None, report
     report.removed = len(gone)
     db.commit()
     wanted = sorted(name for name, stamp in files.items() if stored.get(name) != (*stamp, 1))
-    if wanted:
+    captions = captions_file(report.place, set_id)
+    if wanted or (files and not captions.is_file()):
         model = m1clip.load(path)
         with _Writer(db, report, set_id) as writer:
             for found in _pipeline(root, wanted, writer, model, progress):
                 writer.add(found, files, model)
+        if not captions.is_file():
+            vectors = np.asarray(model.encode_text(list(CAPTIONS)), np.float16)
+            write_bytes(captions, vectors.tobytes())
     _remove_unused(db, report.place, set_id)
     report.problems += [
         (os.fsdecode(name), problem)
@@ -479,3 +484,8 @@ def _remove_unused(db: sqlite3.Connection, place: Path, set_id: int) -> None:
     db.execute("UPDATE models SET vectors = ? WHERE id = ?", (new, set_id))
     db.commit()
     (place / name).unlink()
+
+
+def captions_file(place: Path, set_id: int) -> Path:
+    """Vectors of the unrelated captions, for the calibration."""
+    return place / f"captions-{set_id}.f16"

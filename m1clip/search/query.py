@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -16,10 +17,12 @@ from typing import Any, Literal
 import numpy as np
 
 import m1clip
-from m1clip.data.images import BadImage
+from m1clip.data.images import BadImage, FileImage
 from m1clip.errors import UserError
-from m1clip.search.duplicates import look_groups
-from m1clip.search.index import connect, find_index, model_hash, model_stamp, root_of
+from m1clip.search.calibration import CUTOFF, probabilities, standard_scores
+from m1clip.search.concepts import Concepts, fit_concept, split_text
+from m1clip.search.duplicates import Copy, duplicates, look_groups
+from m1clip.search.index import captions_file, connect, find_index, model_hash, model_stamp, root_of
 
 NOT_WEIGHT = -0.5
 SAMPLE = 4096  # rows from which the library's distribution is estimated
@@ -84,11 +87,11 @@ class Results:
 
     nearest: list[Result]
     searched: int  # images
-    matches: list[Result] = field(init=False)  # those that probably match; empty: nothing here matches
 
-    def __post_init__(self) -> None:
-        found = [each for each in self.nearest if each.probability is None or each.probability >= 0.5]
-        object.__setattr__(self, "matches", found)
+    @property
+    def matches(self) -> list[Result]:
+        """Those above the cut-off; none: nothing here matches."""
+        return [each for each in self.nearest if each.probability is None or each.probability >= CUTOFF]
 
 
 class Index:
@@ -158,23 +161,47 @@ class Index:
         `collapse` is False.
         """
         self.refresh()
-        return self.search_vector(self._combined(self._parts(text, like, exclude)), k, where, collapse)
+        like = list(like)
+        parts = self._parts(text, like, exclude)
+        return self.search_vector(self._combined(parts), k, where, collapse, self._is_caption(text, like, exclude))
 
     def search_vector(
-        self, query: np.ndarray, k: int = 20, where: Filter | None = None, collapse: bool = True
+        self,
+        query: np.ndarray,
+        k: int = 20,
+        where: Filter | None = None,
+        collapse: bool = True,
+        calibrated: bool = False,
     ) -> Results:
-        """The k images nearest to a vector of length 1."""
+        """The k images nearest to a vector of length 1; with probabilities if `calibrated`, for vectors of texts."""
         condition, values = (where or Filter()).sql()
         with self._lock:
             rows = self._rows(condition, values) if condition else None
             total = len(self.vectors) if rows is None else len(rows)
             wanted = min(total, 4 * k + 32)
             while True:
-                found = nearest(self.vectors, query, wanted, rows)
-                results = self._results(*found, condition, values, collapse)[:k]
+                chosen, scores = nearest(self.vectors, query, wanted, rows)
+                chance = self._probabilities(chosen, scores, query) if calibrated else None
+                results = self._results(chosen, scores, chance, condition, values, collapse)[:k]
                 if len(results) == k or wanted == total:
                     return Results(results, total)
                 wanted = min(total, 4 * wanted)
+
+    def _probabilities(self, rows: np.ndarray, scores: np.ndarray, query: np.ndarray) -> np.ndarray | None:
+        """(n,) probability that the images of some rows match a text."""
+        path = captions_file(self.place, self.set_id)
+        if not path.is_file():  # the indexer was killed before it was finished
+            return None
+        vectors = self.vectors[rows].astype(np.float32)
+        captions = _mapped(path, self.dim).astype(np.float32)
+        standard = standard_scores(scores, query, vectors, self.moments, captions)
+        return probabilities(standard, len(self.vectors))
+
+    def _is_caption(self, text: Any, like: Iterable[Any], exclude: Sequence[str]) -> bool:
+        """Whether a query is a single text without taught words: only these are calibrated."""
+        texts = [text] if isinstance(text, str) else list(text)
+        single = len(texts) == 1 and not like and not exclude
+        return single and not split_text(texts[0], list(self.concepts.names()))[0]
 
     def _rows(self, condition: str, values: list[Any]) -> np.ndarray:
         """(n,) the rows of the images that pass a filter."""
@@ -182,7 +209,13 @@ class Index:
         return np.array([row for (row,) in found if row < len(self.vectors)], np.int64)
 
     def _results(
-        self, rows: np.ndarray, scores: np.ndarray, condition: str, values: list[Any], collapse: bool
+        self,
+        rows: np.ndarray,
+        scores: np.ndarray,
+        chance: np.ndarray | None,
+        condition: str,
+        values: list[Any],
+        collapse: bool,
     ) -> list[Result]:
         """The files of some rows, in the order of the rows; rows of deleted files have none."""
         place = {row: number for number, row in enumerate(rows.tolist())}
@@ -194,9 +227,14 @@ class Index:
         for group in groups:
             row, id_, path, width, height, taken, size, *_ = files[group[0]]
             copies = tuple(os.fsdecode(files[number][2]) for number in group[1:])
-            score = float(scores[place[row]])
-            results.append(Result(id_, os.fsdecode(path), score, None, width, height, taken, size, copies))
+            score, likely = float(scores[place[row]]), None if chance is None else float(chance[place[row]])
+            results.append(Result(id_, os.fsdecode(path), score, likely, width, height, taken, size, copies))
         return results
+
+    def duplicates(self) -> list[list[Copy]]:
+        """Groups of equal and near-equal images, the best of each first."""
+        with self._lock:
+            return duplicates(self._db)
 
     def file(self, id_: int) -> Path:
         """The path of a result; UserError if it is not in the index."""
@@ -211,12 +249,36 @@ class Index:
         weights = {text: 1.0} if isinstance(text, str) else dict(text if isinstance(text, Mapping) else _ones(text))
         weights |= dict.fromkeys(exclude, NOT_WEIGHT)
         parts = [(1.0, self._image_vector(image)) for image in like]
-        if weights:
-            vectors = np.asarray(self.model.encode_text(list(weights)), np.float32)
-            parts += zip(weights.values(), vectors, strict=True)
+        examples = self.concepts.examples()
+        for phrase, weight in weights.items():
+            names, rest = split_text(phrase, list(examples))
+            texts = [*names, *([rest] if rest or not names else [])]
+            vectors = dict(zip(texts, np.asarray(self.model.encode_text(texts), np.float32), strict=True))
+            parts += [(weight, fit_concept(*examples[name], self.moments, vectors[name])[0]) for name in names]
+            parts += [(weight, vectors[rest])] if rest or not names else []
         if not parts:
             raise UserError("an empty query: give a text, or an image with --like")
         return parts
+
+    @property
+    def concepts(self) -> Concepts:
+        """The words that were taught."""
+        return Concepts(self.place, self._hash)
+
+    def teach(self, name: str, images: Sequence[str | Path | int], good: bool = True) -> None:
+        """Add images (paths or ids) as examples of a word, or as wrong ones; a search finds the word by them."""
+        examples = []
+        for image in images:
+            path = self.file(image) if isinstance(image, int) else Path(image)
+            try:
+                digest = hashlib.sha256(FileImage(str(path)).read()).digest()
+            except BadImage as error:
+                raise UserError(str(error)) from None
+            with self._lock:
+                query = "SELECT row FROM vectors JOIN images ON images.id = image WHERE model = ? AND sha256 = ?"
+                found = self._db.execute(query, (self.set_id, digest)).fetchone()
+            examples.append((digest, self.vectors[found[0]] if found else self._image_vector(path)))
+        self.concepts.add(name, examples, good)
 
     def _image_vector(self, image: Any) -> np.ndarray:
         if isinstance(image, int):
