@@ -20,7 +20,7 @@ from m1clip.config import to_toml
 from m1clip.hardware.timing import timing
 
 GOAL_RATIO, GOAL_BYTES = 2.9, 2.0e9
-LINES = {"naive": "naive baseline, fp32", "m1clip": "m1clip", "full": "m1clip without text trimming"}
+LINES = {"naive": "naive baseline, fp32", "m1clip": "m1clip"}
 
 
 def measure(config: Path, steps: int) -> dict[str, Any]:
@@ -28,12 +28,11 @@ def measure(config: Path, steps: int) -> dict[str, Any]:
     rounds: list[dict[str, dict[str, float]]] = []
     rates: list[float] = []
     start = [sys.executable, str(Path(__file__).with_name("same_work.py")), "--config", str(config), "--worker"]
-    questions = {"naive": "naive", "m1clip": "default", "full": "default_full"}
     with Side([*start, "naive"]) as naive, Side([*start, "m1clip"]) as ours:
-        facts = ours.ask("facts")
+        facts = ours.ask("default_facts")
         for turn in range(-2, steps):  # the first two warm up
             order = list(LINES)[:: 1 if turn % 2 else -1]
-            found = {name: (naive if name == "naive" else ours).ask(questions[name]) for name in order}
+            found = {name: naive.ask("naive") if name == "naive" else ours.ask("default") for name in order}
             rate = ours.ask("gemm")
             words = ", ".join(f"{name} {found[name]['seconds']:.2f} s" for name in LINES)
             print(f"  round {turn + 1}: {words}", file=sys.stderr)
@@ -41,12 +40,11 @@ def measure(config: Path, steps: int) -> dict[str, Any]:
                 rounds.append(found)
                 rates.append(rate)
 
-    def ratio(ours: str, unit: str) -> list[float]:
-        return [found["naive"][unit] / found[ours][unit] for found in rounds]
+    def ratio(unit: str) -> list[float]:
+        return [found["naive"][unit] / found["m1clip"][unit] for found in rounds]
 
     lists = {name: [found[name]["seconds"] for found in rounds] for name in LINES}
-    lists |= {"ratio": ratio("m1clip", "seconds"), "ratio_full": ratio("full", "seconds")}
-    lists |= {"ratio_cpu": ratio("m1clip", "cpu_seconds"), "gemm_rate": rates}
+    lists |= {"ratio": ratio("seconds"), "ratio_cpu": ratio("cpu_seconds"), "gemm_rate": rates}
     own = [found["m1clip"] for found in rounds]
     lists["gemm_fraction"] = [step["flops"] / step["seconds"] / rate for step, rate in zip(own, rates, strict=True)]
     summary = {name: dataclasses.asdict(timing(values)) for name, values in lists.items()}
@@ -70,7 +68,6 @@ def show(result: dict[str, Any]) -> None:
     for name, words in LINES.items():
         print(f"  {words:32} {figure(name, unit=' s')} per step")
     print(f"  naive / m1clip                   {figure('ratio')} of paired steps (goal {GOAL_RATIO})")
-    print(f"  naive / m1clip without trimming  {figure('ratio_full')} of paired steps")
     print(f"  the same in processor seconds    {figure('ratio_cpu')} (other programs do not count here)")
     print(
         f"  fraction of the GEMM rate         {figure('gemm_fraction', '.0%')} "
