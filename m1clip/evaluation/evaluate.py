@@ -36,16 +36,13 @@ from m1clip.evaluation.analysis import (
 from m1clip.evaluation.figures import GridRow, retrieval_grid
 from m1clip.evaluation.retrieval import is_match, nearest, ranks, retrieval
 from m1clip.evaluation.statistics import Scores
-from m1clip.hardware.device import Device, autocast, choose_device, choose_precision, rules, threads
+from m1clip.hardware.device import Device, choose_device, choose_precision, rules, threads
 from m1clip.hardware.facts import Facts, read_facts, usable_cpus
-from m1clip.hardware.timing import bf16_speedup
 from m1clip.inference import load
-from m1clip.inference.encoder import Context, Model, SplitFeatures, encode_split, split_features
+from m1clip.inference.encoder import Model, SplitFeatures, encode_split, split_features
 from m1clip.inference.onnx import OnnxModel
-from m1clip.model.clip import CLIP
 
-# Images per batch: few on the CPU, where training keeps the optimizer's state in the same memory.
-CPU_BATCH, BATCH = 16, 128
+ONNX_BATCH = 16  # images
 GRID_ROWS, GRID_COLUMNS = 8, 5
 CONFUSIONS = 8
 NEGATIVE_IMAGES = 32  # images whose negative captions are encoded during training, the expensive part of the analysis
@@ -89,30 +86,27 @@ def open_split(
     config = load_config(run / "config.toml") if run is not None and trained else Config()
     sources = dataclasses.replace(config.data, source=data) if data else config.data
     facts = read_facts()
-    context = (
-        nullcontext if isinstance(bundle, OnnxModel) else _onto_device(bundle, config, trained, device_name, facts)
-    )
+    if isinstance(bundle, Model):
+        _onto_device(bundle, config, trained, device_name, facts)
     source = open_data(sources, bundle.preprocess.image_size, config.seed)
     if split not in source.splits():
         raise UserError(f"{', '.join(sources.source)}: has no {split} split, only {', '.join(source.splits())}")
     length, plan = bundle.context_length, decoding(facts)
     samples = load_split(source, split, sources, bundle.tokenizer, length, bundle.preprocess, 1.0, plan)
-    return Evaluator(bundle, source, split, samples, context)
+    return Evaluator(bundle, source, split, samples)
 
 
-def _onto_device(model: Model, config: Config, trained: bool, device_name: str, facts: Facts) -> Context:
-    """Move the model to the device; returns the precision to run it in."""
+def _onto_device(model: Model, config: Config, trained: bool, device_name: str, facts: Facts) -> None:
+    """Move the model to the device; set the precision to run it in."""
     device = Device(choose_device(device_name, facts), facts)
     torch.set_num_threads(threads(config.train.threads, facts))
     # On the device of the run, use its settings, so that the scores match those printed in training.
     as_trained = trained and device.kind == config.train.device
-    wish = config.train.precision if as_trained else "auto"
-    speedup = bf16_speedup(device) if wish == "auto" and device.rules.bf16 == "measure" else None
-    precision = choose_precision(wish, device.kind, facts, speedup)
     model.clip.to(device.torch)
     if as_trained:
+        if config.train.precision != "auto":
+            model.precision = choose_precision(config.train.precision, device.kind, facts, None)
         model.clip.set_attention(config.model.attention)  # type: ignore[arg-type]
-    return autocast(device, precision)
 
 
 @dataclass(frozen=True)
@@ -123,23 +117,18 @@ class Evaluator:
     source: Source
     split: str
     data: Split
-    autocast: Context
 
     def encode(self) -> SplitFeatures:
         """Vectors of every image and caption of the split."""
         if isinstance(self.model, OnnxModel):
             return self._encode_onnx(self.model)
-        return encode_split(self.model.clip, self.data, self.model.preprocess, self._batch, self.autocast)
-
-    @property
-    def _batch(self) -> int:
-        return CPU_BATCH if isinstance(self.model, OnnxModel) else eval_batch_size(self.model.clip)
+        return encode_split(self.model, self.data)
 
     def _encode_onnx(self, model: OnnxModel) -> SplitFeatures:
         images, captions = self.data.images, self.data.captions
         rows = np.arange(len(images))
-        blocks = [model.pixels(images.read(rows[at : at + CPU_BATCH])) for at in range(0, len(rows), CPU_BATCH)]
-        text = model.tokens(captions.tokens, captions.lengths, 4 * CPU_BATCH)
+        blocks = [model.pixels(images.read(rows[at : at + ONNX_BATCH])) for at in range(0, len(rows), ONNX_BATCH)]
+        text = model.tokens(captions.tokens, captions.lengths, 4 * ONNX_BATCH)
         return split_features(torch.from_numpy(np.concatenate(blocks)), torch.from_numpy(text), captions)
 
     def scores(self, features: SplitFeatures) -> Scores:
@@ -154,8 +143,7 @@ class Evaluator:
         # A frozen text tower with cached features is not in memory, so it cannot encode other captions.
         if not others or self.data.captions.features is not None:
             return None
-        with self.autocast():
-            return torch.as_tensor(self.model.encode_text(others)).float().cpu()
+        return torch.as_tensor(self.model.encode_text(others))
 
     @torch.inference_mode()
     def negative_scores(self, image: Tensor, indices: Sequence[int] | None = None) -> Scores:
@@ -169,8 +157,7 @@ class Evaluator:
         # The negatives of an image share one true caption, which is encoded once.
         texts = list(dict.fromkeys(text for _, negative in asked for text in (negative.truth, negative.caption)))
         row = {text: number for number, text in enumerate(texts)}
-        with self.autocast():
-            vectors = torch.as_tensor(self.model.encode_text(texts, 2 * self._batch)).cpu()
+        vectors = torch.as_tensor(self.model.encode_text(texts))
         return negatives_accuracy(
             image,
             vectors[[row[negative.truth] for _, negative in asked]],
@@ -228,11 +215,6 @@ class Evaluator:
         """The captions with the worst confusions, each with a caption of the image it retrieved."""
         worst = confusions(*features[:4], limit=CONFUSIONS)
         return [[caption_text(self.data, each.caption), self.data.samples[each.found].captions[0]] for each in worst]
-
-
-def eval_batch_size(model: CLIP) -> int:
-    """Images to encode at a time on the model's device."""
-    return CPU_BATCH if model.logit_scale.device.type == "cpu" else BATCH
 
 
 def caption_text(data: Split, caption: int) -> str:

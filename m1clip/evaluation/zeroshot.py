@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,17 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from m1clip.data.images import BadImage
+from m1clip.data.cache import decode_images
+from m1clip.data.images import FileImage
 from m1clip.data.sources.base import walk_images
 from m1clip.errors import UserError
 from m1clip.evaluation.analysis import even_indices
 from m1clip.evaluation.statistics import Metric, Scores, fraction_intervals
+from m1clip.hardware.facts import usable_cpus
 from m1clip.inference.encoder import Model
 from m1clip.inference.onnx import OnnxModel
 
 TEMPLATES = ("a photo of a {}.", "an image of a {}.", "a close-up photo of a {}.", "there is a {} here.", "{}")
 TOP_K = (1, 5)
-BATCH = 64
 TEST_FRACTION = 0.3  # of each class, for the linear probe
 PROBE_ITERATIONS = 1000
 
@@ -45,20 +46,27 @@ def class_folders(folder: Path, names: Sequence[str] = ()) -> tuple[list[str], l
 
 def encode_readable(model: Model | OnnxModel, paths: Sequence[Path]) -> tuple[Tensor, list[int], list[str]]:
     """(vectors, indices of the images that could be read, why the others could not)."""
-    vectors, kept, reasons = [], [], []
-    for start in range(0, len(paths), BATCH):
-        squares = []
-        for index in range(start, min(start + BATCH, len(paths))):
-            try:
-                squares.append(model.square(paths[index]))
-                kept.append(index)
-            except (BadImage, OSError) as error:
-                reasons.append(str(error))
-        if squares:
-            vectors.append(torch.as_tensor(model.encode_image(squares)))
+    refs, failures = [FileImage(str(path)) for path in paths], dict[int, str]()
+    if isinstance(model, OnnxModel):
+        image_size, resize = model.preprocess.image_size, model.preprocess.resize
+        blocks = decode_images(refs, image_size, resize, failures, _ignore, usable_cpus())
+        parts: Iterable[tuple[list[int], Tensor]] = (
+            (items, torch.from_numpy(model.pixels(block))) for items, block in blocks
+        )
+    else:
+        parts = model.encoder().files(refs, failures, _ignore)
+    kept, vectors = list[int](), list[Tensor]()
+    for items, found in parts:
+        kept += items
+        vectors.append(found)
+    reasons = [f"{refs[item]}: {reason}" for item, reason in sorted(failures.items())]
     if not kept:
         raise UserError(f"none of the {len(paths)} images can be read; first: {(reasons or ['no images'])[0]}")
     return torch.cat(vectors), kept, reasons
+
+
+def _ignore(done: int, total: int) -> None:
+    return None
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import json
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -15,12 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from m1clip.data.augment import render, same_view
-from m1clip.data.cache import Progress, decode_images
+from m1clip.data.cache import Progress, RowTable, decode_images, user_cache
 from m1clip.data.captions import CaptionTable
-from m1clip.data.images import Preprocess
+from m1clip.data.images import READ_TIMEOUT, BadImage, Preprocess, map_with_timeout
 from m1clip.data.prepare import Split
 from m1clip.data.types import ImageRef
 from m1clip.errors import UserError
+from m1clip.hardware.device import DTYPES, Device, Kind, Precision, choose_precision, rules
+from m1clip.hardware.facts import read_facts, usable_cpus
+from m1clip.hardware.memory import keep_freed_memory
+from m1clip.hardware.timing import bf16_speedup
 from m1clip.inference.inputs import (
     IMAGE,
     IMAGES,
@@ -33,14 +43,14 @@ from m1clip.inference.inputs import (
     sentences,
     square,
 )
+from m1clip.io import read_small, write_json
 from m1clip.model.clip import CLIP
 from m1clip.model.folder import CONFIG, open_device, read_model, write_model
-from m1clip.text.base import Tokenizer, by_length
+from m1clip.text.base import Tokenizer, rounded
 
 if TYPE_CHECKING:
     from m1clip.inference.inputs import ImageInput
 
-Context = Callable[[], AbstractContextManager[object]]
 Tower = Callable[[Tensor], Tensor]
 # (left, top, side as a fraction, mirrored): the complete image first, then crops of it.
 VIEWS = (
@@ -53,6 +63,60 @@ VIEWS = (
 )
 
 
+# Images and text tokens of a batch. On a CPU each core computes a batch of its own, which should fit into its cache.
+CPU_IMAGES, CPU_TOKENS = 4, 1024
+GPU_IMAGES, GPU_TOKENS = 256, 32768
+HEAD_BATCH = 1024  # features
+FEW_TOKENS = 64  # a smaller batch takes nearly as long
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@functools.cache
+def _pool(workers: int, process: int) -> ThreadPoolExecutor:
+    """Threads with one core each: if all cores computed one batch, each operation would wait for the slowest."""
+    ready = threading.Barrier(workers + 1)
+
+    def start() -> None:
+        torch.set_num_threads(1)
+        ready.wait()
+
+    keep_freed_memory()  # every batch needs the same blocks
+    pool = ThreadPoolExecutor(workers, "encode", start)
+    for _ in range(workers):
+        pool.submit(int)
+    ready.wait()
+    torch.set_num_threads(workers)  # what a thread sets is also the default of threads to come
+    return pool
+
+
+def _parallel(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
+    """`work` of each item, in order; a single item is computed by all cores, more by one core each."""
+    remaining = iter(items)
+    first = list(itertools.islice(remaining, 2))
+    if workers == 1 or len(first) < 2:
+        yield from map(work, itertools.chain(first, remaining))
+        return
+    pool, running = _pool(workers, os.getpid()), deque[Future[Result]]()
+    try:
+        for item in itertools.chain(first, remaining):
+            running.append(pool.submit(work, item))
+            if len(running) > 2 * workers:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+    finally:
+        for future in running:
+            future.cancel()
+
+
+def _chunks(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    remaining = iter(items)
+    while chunk := list(itertools.islice(remaining, size)):
+        yield chunk
+
+
 @dataclass(frozen=True)
 class Encoder:
     """Runs a model, or only its towers, over images and texts."""
@@ -61,32 +125,81 @@ class Encoder:
     text: Tower  # (n, length) token ids -> (n, width)
     preprocess: Preprocess
     device: torch.device
-    autocast: Context = nullcontext
-    text_batch: int = 256
+    precision: Precision = "fp32"
+    max_batch: int | None = None  # images or texts
 
     @torch.inference_mode()
     def pixels(self, pixels: np.ndarray, view: int = 0) -> Tensor:
-        """(n, side, side, 3) uint8 -> (n, width) float32 on the CPU."""
+        """(n, side, side, 3) uint8 -> (n, width) float32 on the CPU, as one batch."""
         views = same_view(len(pixels), *VIEWS[view]) if view else None
         with self.autocast():
             images = render(torch.from_numpy(pixels).to(self.device), views, self.preprocess)
             return self.image(images).float().cpu()
 
+    def images(self, images: Iterable[np.ndarray], count: int) -> Iterator[Tensor]:
+        """Vectors of `count` images of (side, side, 3), batch by batch."""
+        return _parallel(lambda batch: self.pixels(np.stack(batch)), _chunks(images, self.batch(count)), self.workers)
+
     def files(
         self, refs: Sequence[ImageRef], failures: dict[int, str], progress: Progress, view: int = 0
     ) -> Iterator[tuple[list[int], Tensor]]:
         """(indices into `refs`, their vectors), in chunks; unreadable images are added to `failures`."""
-        side, resize = self.preprocess.image_size, self.preprocess.resize
-        threads = max(2, (os.cpu_count() or 2) // 2)
-        for items, block in decode_images(refs, side, resize, failures, progress, threads):
-            yield items, self.pixels(block, view)
+        size = self.batch(len(refs))
+        blocks = decode_images(
+            refs, self.preprocess.image_size, self.preprocess.resize, failures, progress, usable_cpus()
+        )
+        batches = (
+            (items[at : at + size], block[at : at + size])
+            for items, block in blocks
+            for at in range(0, len(items), size)
+        )
+        return _parallel(lambda batch: (batch[0], self.pixels(batch[1], view)), batches, self.workers)
 
-    @torch.inference_mode()
     def tokens(self, tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, Tensor]]:
-        """(rows of `tokens`, their vectors), batch by batch: sorted by length, to reduce padding."""
-        for rows, cut in by_length(tokens, lengths, self.text_batch):
+        """(rows of `tokens`, their vectors), batch by batch, from short to long; equal rows are encoded once."""
+        first = dict[bytes, int]()
+        equal = np.array([first.setdefault(row.tobytes(), number) for number, row in enumerate(tokens)])
+        by_text = np.argsort(equal, kind="stable")  # all rows of the first text, all rows of the second, ...
+        texts, starts = np.unique(equal[by_text], return_index=True)
+        rows = dict(zip(texts.tolist(), np.split(by_text, starts[1:]), strict=True))
+
+        @torch.inference_mode()
+        def encode(texts: np.ndarray) -> tuple[np.ndarray, Tensor]:
+            cut = tokens[texts, : rounded(int(lengths[texts].max()), tokens.shape[1])]
             with self.autocast():
-                yield rows, self.text(torch.from_numpy(cut).to(self.device)).float().cpu()
+                vectors = self.text(torch.from_numpy(cut.astype(np.int64)).to(self.device)).float().cpu()
+            members = [rows[text] for text in texts.tolist()]
+            if len(rows) < len(tokens):
+                vectors = vectors.repeat_interleave(torch.tensor([len(each) for each in members]), dim=0)
+            return np.concatenate(members), vectors
+
+        order = texts[np.argsort(lengths[texts], kind="stable")]
+        return _parallel(encode, self._text_batches(order, lengths[order]), self.workers)
+
+    def _text_batches(self, order: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:
+        """Texts, sorted by length, with about the same number of tokens in each batch."""
+        limit = CPU_TOKENS if self.device.type == "cpu" else GPU_TOKENS
+        limit = min(limit, max(FEW_TOKENS, -(-int(lengths.sum()) // self.workers)))
+        ends, start = np.cumsum(lengths), 0
+        while start < len(order):
+            end = int(np.searchsorted(ends, (ends[start - 1] if start else 0) + limit, side="right"))
+            end = min(max(end, start + 1), start + (self.max_batch or len(order)))
+            yield order[start:end]
+            start = end
+
+    def batch(self, count: int) -> int:
+        """How many of `count` images to encode at a time."""
+        limit = CPU_IMAGES if self.device.type == "cpu" else GPU_IMAGES
+        return min(limit, self.max_batch or limit, max(1, -(-count // self.workers)))
+
+    @property
+    def workers(self) -> int:
+        """Batches computed at the same time."""
+        return torch.get_num_threads() if self.device.type == "cpu" else 1
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of the precision."""
+        return torch.autocast(self.device.type, DTYPES[self.precision]) if self.precision != "fp32" else nullcontext()
 
 
 def in_order(parts: Iterable[tuple[np.ndarray, Tensor]]) -> Tensor:
@@ -109,34 +222,33 @@ class SplitFeatures(NamedTuple):
 
 
 @torch.inference_mode()
-def encode_split(
-    model: CLIP, split: Split, preprocess: Preprocess, batch: int, autocast: Context, image_rows: int | None = None
-) -> SplitFeatures:
+def encode_split(model: Model, split: Split, image_rows: int | None = None) -> SplitFeatures:
     """Every image and every caption of a split, or of its first `image_rows`; features of frozen towers are reused."""
-    images, captions = split.images, split.captions
+    clip, images, captions = model.clip, split.images, split.captions
     image_rows = len(images) if image_rows is None else image_rows
     texts = int(captions.first[image_rows])
-    training, device = model.training, model.logit_scale.device
-    encoder = Encoder(model.encode_image, model.encode_text, preprocess, device, autocast, 4 * batch)
-    model.eval()
-    image = []
-    for start in range(0, image_rows, batch):
-        rows = np.arange(start, min(start + batch, image_rows))
-        if split.image_features is None:
-            image.append(encoder.pixels(images.read(rows)))
-        else:
-            with autocast():
-                features = torch.from_numpy(split.image_features.read(rows)).to(device).float()
-                image.append(model.project_image(features).cpu())
+    training = clip.training
+    encoder = model.encoder()
+
+    def project(head: Tower, table: RowTable, count: int) -> Tensor:
+        batches = np.array_split(np.arange(count), -(-count // HEAD_BATCH))
+        with encoder.autocast():
+            parts = [torch.from_numpy(table.read(rows)).to(model.device).float() for rows in batches]
+            return torch.cat([head(part).cpu() for part in parts])
+
+    if split.image_features is None:
+        batches = _chunks(range(image_rows), encoder.batch(image_rows))
+        found = _parallel(lambda rows: encoder.pixels(images.read(np.array(rows))), batches, encoder.workers)
+        image = torch.cat(list(found))
+    else:
+        image = project(clip.project_image, split.image_features, image_rows)
     if captions.features is None:
         text = in_order(encoder.tokens(captions.tokens[:texts], captions.lengths[:texts]))
     else:
-        with autocast():
-            rows = np.arange(texts)
-            parts = [captions.features.read(rows[at : at + 4 * batch]) for at in range(0, texts, 4 * batch)]
-            text = torch.cat([model.project_text(torch.from_numpy(part).to(device).float()).cpu() for part in parts])
-    model.train(training)
-    return split_features(torch.cat(image), text, captions)
+        text = project(clip.project_text, captions.features, texts)
+    if training:
+        clip.train()
+    return split_features(image, text, captions)
 
 
 def split_features(image: Tensor, text: Tensor, captions: CaptionTable) -> SplitFeatures:
@@ -146,15 +258,35 @@ def split_features(image: Tensor, text: Tensor, captions: CaptionTable) -> Split
     return SplitFeatures(image, text, index, ids, labels)
 
 
+@functools.cache
+def fastest_precision(kind: Kind) -> Precision:
+    """bf16 where its products are faster; measured once per machine, so that vectors stay the same."""
+    facts = read_facts()
+    path = user_cache() / "choices" / f"inference-{kind}-{facts.torch}.json"
+    with suppress(OSError, ValueError, LookupError):
+        remembered = json.loads(read_small(path))
+        if remembered["cpu"] == facts.cpu and remembered["precision"] in ("fp32", "bf16"):
+            return cast("Precision", remembered["precision"])
+    measured = rules(kind, facts).bf16 == "measure"
+    precision = choose_precision("auto", kind, facts, bf16_speedup(Device(kind, facts)) if measured else None)
+    if measured:
+        with suppress(OSError):
+            write_json(path, {"cpu": facts.cpu, "precision": precision})
+    return precision
+
+
 class Model:
     """A trained model: images and texts in, unit vectors out.
 
     `preprocess(image)` converts a PIL image to the model's input tensor, `tokenizer(texts)` texts to token ids;
-    `clip` is the torch module.
+    `clip` is the torch module. `precision` is "fp32", "bf16" or "auto", the faster one on the device.
+    May be used by several threads at the same time.
     """
 
-    def __init__(self, clip: CLIP, tokenizer: Tokenizer, preprocess: Preprocess) -> None:
-        self.clip, self.tokenizer, self.preprocess = clip, tokenizer, preprocess
+    def __init__(
+        self, clip: CLIP, tokenizer: Tokenizer, preprocess: Preprocess, precision: Precision | Literal["auto"] = "auto"
+    ) -> None:
+        self.clip, self.tokenizer, self.preprocess, self.precision = clip, tokenizer, preprocess, precision
         tokenizer.context_length = clip.config.context_length
 
     @property
@@ -167,31 +299,42 @@ class Model:
         """The device of the weights."""
         return self.clip.logit_scale.device
 
-    def _encoder(self, text_batch: int = 256) -> Encoder:
-        clip = self.clip.eval()
-        return Encoder(clip.encode_image, clip.encode_text, self.preprocess, self.device, text_batch=text_batch)
+    def encoder(self, max_batch: int | None = None) -> Encoder:
+        """What runs the model; switches it to evaluation mode."""
+        clip, kind = self.clip, self.device.type
+        if clip.training:
+            clip.eval()
+        precision = fastest_precision(kind) if self.precision == "auto" else self.precision
+        return Encoder(clip.encode_image, clip.encode_text, self.preprocess, self.device, precision, max_batch)
 
-    def encode_image(self, images: ImageInput | Iterable[ImageInput], batch_size: int = 64) -> Tensor:
+    def encode_image(self, images: ImageInput | Iterable[ImageInput], batch_size: int | None = None) -> Tensor:
         """(n, embed_dim) float32 unit vectors of one image (n = 1) or many.
 
         An image is a path, a PIL image, a (height, width, 3) uint8 array, or a uint8 tensor of that shape or of
         (3, height, width). Many are a list or other iterable of these, or an array or tensor with one more dimension.
+        `batch_size` limits how many are computed at a time.
         """
-        encoder, found, batch_size = self._encoder(), many(images, IMAGE, IMAGES), count(batch_size)
-        parts = [
-            encoder.pixels(np.stack([self.square(image) for image in found[start : start + batch_size]]))
-            for start in range(0, len(found), batch_size)
-        ]
+        found, encoder = many(images, IMAGE, IMAGES), self.encoder(count(batch_size))
+        if len(found) == 1:
+            return _finite(encoder.pixels(np.stack([self.square(found[0])])))
+        parts = list(encoder.images(self._squares(found), len(found)))
         return _finite(torch.cat(parts)) if parts else torch.empty(0, self.clip.config.embed_dim)
 
-    def encode_text(self, texts: str | Iterable[str], batch_size: int = 256) -> Tensor:
+    def _squares(self, images: Sequence[ImageInput]) -> Iterator[np.ndarray]:
+        """Decoded ahead by threads."""
+        for image, found in zip(images, map_with_timeout(images, self.square, threads=usable_cpus()), strict=True):
+            if found is None:
+                raise BadImage(str(image), f"the read did not finish within {READ_TIMEOUT:g} s")
+            yield found
+
+    def encode_text(self, texts: str | Iterable[str], batch_size: int | None = None) -> Tensor:
         """(n, embed_dim) float32 unit vectors of one text (n = 1) or many."""
         found = many(texts, str, TEXTS)
         if not found:
             return torch.empty(0, self.clip.config.embed_dim)
-        tokens = self.tokenizer.tokenize(found, self.clip.config.context_length)
-        lengths = self.tokenizer.lengths(tokens)
-        return _finite(in_order(self._encoder(count(batch_size)).tokens(tokens, lengths)))
+        encoder = self.encoder(count(batch_size))
+        tokens = self.tokenizer.tokenize(found, self.context_length)
+        return _finite(in_order(encoder.tokens(tokens, self.tokenizer.lengths(tokens))))
 
     def similarity(self, images: ImageInput | Iterable[ImageInput], texts: str | Iterable[str]) -> Tensor:
         """(images, texts) cosine similarities."""
@@ -234,13 +377,18 @@ class Model:
         return square(image, self.preprocess)
 
 
-def load(path: str | Path, device: str = "cpu", image_size: int | None = None) -> Model:
+def load(
+    path: str | Path,
+    device: str = "cpu",
+    image_size: int | None = None,
+    precision: Precision | Literal["auto"] = "auto",
+) -> Model:
     """Load a model folder, the best model of a run, or a model of open_clip or Hugging Face.
 
-    `image_size` is for images of another size.
+    `image_size` is for images of another size; `precision` is that of `Model`.
     """
     saved = read_model(model_path(path)).resized(image_size)
-    return Model(saved.build(device), saved.tokenizer, saved.preprocess)
+    return Model(saved.build(device), saved.tokenizer, saved.preprocess, precision)
 
 
 def _finite(vectors: Tensor) -> Tensor:

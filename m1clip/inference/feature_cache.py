@@ -24,7 +24,8 @@ from m1clip.data.captions import CaptionTable, tokenize_captions
 from m1clip.data.images import Preprocess
 from m1clip.data.types import Sample
 from m1clip.errors import UserError
-from m1clip.inference.encoder import Context, Encoder, Tower
+from m1clip.hardware.device import Precision
+from m1clip.inference.encoder import Encoder, Tower
 from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import fingerprint
 
@@ -51,14 +52,13 @@ class FeatureCache:
     folder: Path
     roots: tuple[str, ...]
     device: torch.device
-    precision: str
-    autocast: Context
+    precision: Precision
     plan: DecodePlan
 
     @property
     def encoder(self) -> Encoder:
         """What computes the features."""
-        return Encoder(self.image.tower, self.text.tower, self.preprocess, self.device, self.autocast)
+        return Encoder(self.image.tower, self.text.tower, self.preprocess, self.device, self.precision)
 
     def images(
         self, samples: Sequence[Sample], split: str, max_bad: float

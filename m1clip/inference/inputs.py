@@ -51,9 +51,9 @@ def _is(value: object, kind: Any) -> bool:
     return isinstance(value, kind) or (kind is IMAGE and _is_tensor(value))
 
 
-def count(batch_size: int) -> int:
-    """The batch size; UserError if it is not a positive integer."""
-    if not isinstance(batch_size, int) or batch_size < 1:
+def count(batch_size: int | None) -> int | None:
+    """The batch size, None for automatic; UserError if it is not a positive integer."""
+    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         raise UserError(f"batch_size must be an integer of at least 1, not {batch_size!r}")
     return batch_size
 

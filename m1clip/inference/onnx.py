@@ -82,18 +82,18 @@ class OnnxModel:
             vectors[rows] = _run(self._text, cut)
         return vectors
 
-    def encode_image(self, images: ImageInput | Iterable[ImageInput], batch_size: int = 64) -> np.ndarray:
+    def encode_image(self, images: ImageInput | Iterable[ImageInput], batch_size: int | None = None) -> np.ndarray:
         """(n, embed_dim) float32 unit vectors of one image (n = 1) or many; takes what `Model.encode_image` takes."""
-        found, batch_size = many(images, IMAGE, IMAGES), count(batch_size)
+        found, batch_size = many(images, IMAGE, IMAGES), count(batch_size) or 64
         parts = [np.empty((0, self.embed_dim), np.float32)]
         for start in range(0, len(found), batch_size):
             parts.append(self.pixels(np.stack([self.square(image) for image in found[start : start + batch_size]])))
         return _finite(np.concatenate(parts))
 
-    def encode_text(self, texts: str | Iterable[str], batch_size: int = 256) -> np.ndarray:
+    def encode_text(self, texts: str | Iterable[str], batch_size: int | None = None) -> np.ndarray:
         """(n, embed_dim) float32 unit vectors of one text (n = 1) or many."""
         tokens = self.tokenizer.tokenize(many(texts, str, TEXTS), self.context_length)
-        return _finite(self.tokens(tokens, self.tokenizer.lengths(tokens), count(batch_size)))
+        return _finite(self.tokens(tokens, self.tokenizer.lengths(tokens), count(batch_size) or 256))
 
     def similarity(self, images: ImageInput | Iterable[ImageInput], texts: str | Iterable[str]) -> np.ndarray:
         """(images, texts) cosine similarities."""

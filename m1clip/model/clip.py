@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from m1clip.model.heads import Head, Projection, build_head
-from m1clip.model.layers import Attention, Mlp, Transformer
+from m1clip.model.layers import Attention, Mlp, Transformer, drop_packed
 from m1clip.model.presets import AttentionKind, CLIPConfig
 from m1clip.model.pretrained import build_image_tower, build_text_tower
 from m1clip.model.towers import Tower
@@ -117,6 +117,7 @@ class CLIP(nn.Module):
 
     def train(self, mode: bool = True) -> CLIP:
         """Keep the batch norms of pretrained towers in eval mode: statistics of a small dataset would be noisy."""
+        drop_packed()
         super().train(mode)
         for module in self.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):

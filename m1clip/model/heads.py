@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from m1clip.model.layers import linear
 from m1clip.model.presets import HeadConfig
 
 DEAD_CHANNEL = 0.01  # of the median deviation
@@ -53,7 +53,9 @@ class Head(nn.Module):
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))  # once: autocast would do it for each product
-        return self.project(x) + self.down(self._dropped(F.gelu(self.up(x)), self.dropout))
+        hidden = self._dropped(linear(x, self.up.weight, self.up.bias, gelu=True), self.dropout)
+        projected = linear(x, self.project.weight, self.project.bias)
+        return linear(hidden, self.down.weight, self.down.bias, residual=projected)
 
     def _dropped(self, x: Tensor, p: float) -> Tensor:
         """Dropout in steps of 1/256: one random number serves eight elements, where torch draws one for each."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from m1clip.model.presets import Activation, AttentionKind, Init, TextTowerConfig, VisionTowerConfig
 
@@ -68,20 +69,62 @@ def uses_onednn(x: Tensor) -> bool:
     )
 
 
+_packed = WeakTensorKeyDictionary()  # parameter -> (its state, the copy that kernels take)
+
+
+def packed(parameter: Tensor, pack: Callable[[Tensor], Tensor], *key: object) -> Tensor:
+    """`pack(parameter)`, in inference mode kept until the parameter or `key` changes, or a model starts to train."""
+    if not torch.is_inference_mode_enabled() or not isinstance(parameter, nn.Parameter) or parameter.is_inference():
+        return pack(parameter)
+    state = (parameter._version, parameter.data_ptr(), key)
+    found = _packed.get(parameter)
+    if found is None or found[0] != state:
+        found = _packed[parameter] = (state, pack(parameter.detach()))
+    return cast("Tensor", found[1])
+
+
+def drop_packed() -> None:
+    """Free all packed copies; called when a model's mode changes, since optimizers may write past the version count."""
+    _packed.clear()
+
+
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: nn.LayerNorm | None = None, residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: nn.LayerNorm | None = None,
+    residual: Tensor | None = None,
+    gelu: bool = False,
 ) -> Tensor:
-    """F.linear of the input, or of its layer norm, in the precision of the input; added to `residual` where given."""
+    """F.linear of the input, or of its layer norm, in the precision of the input.
+
+    Then GELU where asked for; added to `residual` where given.
+    """
     if uses_onednn(x) and (residual is None or residual.dtype == x.dtype):
-        return _Linear.apply(x, weight, bias, residual, *norm_arguments(norm))
+        if torch.is_inference_mode_enabled():
+            y = layer_norm(x.flatten(0, -2), *norm_arguments(norm))[0]
+            added = None if residual is None else residual.flatten(0, -2)
+            vector = None if bias is None else packed(bias, to_bf16)
+            y = onednn_linear(y, packed(weight, _pack_matrix), vector, added, gelu)
+            return y.view(*x.shape[:-1], len(weight))
+        if not gelu:
+            return _Linear.apply(x, weight, bias, residual, *norm_arguments(norm))
     y = F.linear(x if norm is None else norm(x).to(x.dtype), weight, bias)
+    y = F.gelu(y) if gelu else y
     return y if residual is None else residual + y
 
 
-def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+def _pack_matrix(weight: Tensor) -> Tensor:
+    """In bf16 and in the order in which oneDNN reads it; otherwise each call would reorder it."""
+    return cast("Tensor", torch.ops.mkldnn._reorder_linear_weight(to_bf16(weight)))
+
+
+def onednn_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, gelu: bool = False
+) -> Tensor:
     """The oneDNN call for 2-D bf16 tensors."""
     if residual is None:
-        return _onednn_op()(x, weight, bias, "none", [], "")
+        return _onednn_op()(x, weight, bias, *(("gelu", [], "none") if gelu else ("none", [], "")))
     return _onednn_op().binary(x, residual, weight, bias, "add")
 
 
@@ -237,6 +280,9 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None, norm: nn.LayerNorm | None = None) -> Tensor:
         """(n, length, width) -> the same shape; of the `norm` of `x`, and added to `residual`, where given."""
         if uses_onednn(x) and not self.quick:
+            if torch.is_inference_mode_enabled():
+                y = linear(x, self.up.weight, self.up.bias, norm, gelu=True)
+                return linear(y, self.down.weight, self.down.bias, residual=residual)
             parts = (self.up.weight, self.up.bias, self.down.weight, self.down.bias)
             return _GeluMlp.apply(x, *parts, residual, *norm_arguments(norm))
         if self.use_triton and not self.quick:

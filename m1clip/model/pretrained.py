@@ -6,14 +6,17 @@ comes with weights is executed.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
 from m1clip.io import LIMITS, read_small
+from m1clip.model.layers import linear, packed
 from m1clip.model.presets import PretrainedImageConfig, PretrainedTextConfig, TextTowerConfig, VisionTowerConfig
 from m1clip.model.towers import TextTower, Tower, VisionTower
 from m1clip.model.weights import Tensors, read_checkpoint, read_json
@@ -57,14 +61,23 @@ class BertLayer(nn.Module):
         self.down = nn.Linear(size.hidden, size.width)
         self.norm2 = nn.LayerNorm(size.width, size.norm_eps)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """(n, length, width) and an additive mask (n, 1, 1, length) -> the same shape."""
-        n, length, width = x.shape
-        q, k, v = self.qkv(x).view(n, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3) + mask.to(q.dtype)
-        mixed = (scores.softmax(dim=-1).to(v.dtype) @ v).transpose(1, 2).reshape(n, length, width)
-        x = self.norm1(x + self.out(mixed)).to(x.dtype)
-        return self.norm2(x + self.down(F.gelu(self.up(x)))).to(x.dtype)
+    def forward(self, x: Tensor, groups: Sequence[tuple[int, int]], mask: Tensor | None) -> Tensor:
+        """(tokens, width) of all texts one after the other -> the same shape.
+
+        `groups` are (number, length) of consecutive texts; `mask` (n, 1, 1, length) is added to the scores.
+        """
+        width = x.shape[1]
+        qkv = linear(x, self.qkv.weight, self.qkv.bias)
+        mixed = []
+        for (n, length), part in zip(groups, qkv.split([n * length for n, length in groups]), strict=True):
+            q, k, v = part.view(n, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+            scores = (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3)
+            scores = scores if mask is None else scores + mask.to(q.dtype)
+            mixed.append((scores.softmax(dim=-1).to(v.dtype) @ v).transpose(1, 2).reshape(n * length, width))
+        found = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+        x = self.norm1(linear(found, self.out.weight, self.out.bias, residual=x)).to(x.dtype)
+        hidden = linear(x, self.up.weight, self.up.bias, gelu=True)
+        return self.norm2(linear(hidden, self.down.weight, self.down.bias, residual=x)).to(x.dtype)
 
 
 class BertTower(Tower):
@@ -80,15 +93,25 @@ class BertTower(Tower):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(n, length) token ids -> (n, width)."""
+        n, length = tokens.shape
         real = tokens != self.pad_id
-        mask = torch.zeros(real.shape, device=tokens.device).masked_fill_(~real, -1e4)[:, None, None]
-        x = self.norm(self.tokens(tokens) + self.positions[: tokens.shape[1]])
+        x = self.norm(self.tokens(tokens) + self.positions[:length]).flatten(0, 1)  # (n * length, width)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        groups, mask = [(n, length)], None
+        if x.device.type == "cpu" and torch.is_inference_mode_enabled():
+            # Without padding: attention for each group of texts of one length, everything else for all tokens at once.
+            x = x[real.flatten()]
+            groups = [(len(list(same)), size) for size, same in itertools.groupby(real.sum(dim=1).tolist())]
+        else:
+            mask = torch.zeros(real.shape, device=x.device).masked_fill_(~real, -1e4)[:, None, None]
         for block in self.blocks:
-            x = block(x, mask)
+            x = block(x, groups, mask)
+        if mask is None:
+            parts = x.float().split([n * size for n, size in groups])
+            return torch.cat([part.view(*group, -1).mean(dim=1) for group, part in zip(groups, parts, strict=True)])
         weight = real[..., None].to(torch.float32)
-        return (x.float() * weight).sum(dim=1) / weight.sum(dim=1)
+        return (x.view(n, length, -1).float() * weight).sum(dim=1) / weight.sum(dim=1)
 
 
 # Part of a layer -> their name for it, or for the three parts of a fused matrix.
@@ -142,6 +165,20 @@ BATCH_NORM_EPS = 1e-3
 POOLED_STAGES = (2, 3, 4, 5, 6)  # in addition to the last layer, which loses colors and textures
 
 
+@functools.cache
+def onednn_conv() -> Any:
+    """oneDNN's convolution with a fused activation or sum, or None where torch was built without it."""
+    try:
+        op, x = torch.ops.mkldnn._convolution_pointwise, torch.ones(1, 4, 2, 2)
+        kernel, options = torch.ones(4, 4, 1, 1), ([0, 0], [1, 1], [1, 1], 1)
+        torch.ops.mkldnn._reorder_convolution_weight(kernel, *options, [1, 4, 2, 2])
+        op(x, kernel, x[0, :, 0, 0], *options, "hardtanh", [0.0, 6.0], "")
+        op.binary(x, x, kernel, x[0, :, 0, 0], *options, "add", 1.0, None, [], None)
+    except (AttributeError, RuntimeError):  # private operations, as in layers.py
+        return None
+    return op
+
+
 class SameConv(nn.Conv2d):
     """A convolution padded as in TensorFlow: an odd pixel of padding goes to the right and to the bottom."""
 
@@ -150,12 +187,37 @@ class SameConv(nn.Conv2d):
         self.uneven = stride > 1
         super().__init__(inputs, outputs, kernel, stride, 0 if self.uneven else kernel // 2, groups=groups)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, inputs, h, w) -> (n, outputs, ceil(h / stride), ceil(w / stride))."""
+    def forward(self, x: Tensor, relu6: bool = False, residual: Tensor | None = None) -> Tensor:
+        """(n, inputs, h, w) -> (n, outputs, ceil(h / stride), ceil(w / stride)); added to `residual` where given."""
+        if x.device.type == "cpu" and torch.is_inference_mode_enabled() and onednn_conv() is not None:
+            return self._fused(x, relu6, residual)
         if self.uneven:
             down, across = (self._padding(length) for length in x.shape[2:])
             x = F.pad(x, (across // 2, across - across // 2, down // 2, down - down // 2))
-        return super().forward(x)
+        y = super().forward(x)
+        y = F.relu6(y) if relu6 else y
+        return y if residual is None else residual + y
+
+    def _fused(self, x: Tensor, relu6: bool, residual: Tensor | None) -> Tensor:
+        """The same as one oneDNN call, with weights in the order in which it reads them: 2.5 times as fast."""
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+        total = [self._padding(length) for length in x.shape[2:]]
+        # Odd padding as a kernel with one more row of zeros: copying the image into a larger one takes longer.
+        down, across = (length % 2 for length in total)
+        padding = [-(-length // 2) for length in total]
+        options = (padding, [*self.stride], [1, 1], self.groups)
+
+        def pack(weight: Tensor) -> Tensor:
+            kernel = F.pad(weight, (across, 0, down, 0)).to(dtype, memory_format=torch.channels_last)
+            return cast("Tensor", torch.ops.mkldnn._reorder_convolution_weight(kernel, *options, [*x.shape]))
+
+        weight = packed(self.weight, pack, dtype, down, across)
+        assert self.bias is not None
+        bias, x = packed(self.bias, lambda bias: bias.to(dtype), dtype), x.to(dtype)
+        if residual is not None:
+            return cast("Tensor", onednn_conv().binary(x, residual, weight, bias, *options, "add", 1.0, None, [], None))
+        activation = ("hardtanh", [0.0, 6.0], "") if relu6 else ("none", [], "")
+        return cast("Tensor", onednn_conv()(x, weight, bias, *options, *activation))
 
     def _padding(self, length: int) -> int:
         kernel, stride = self.kernel_size[0], self.stride[0]
@@ -175,9 +237,9 @@ class InvertedResidual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, inputs, h, w) -> (n, width, h / stride, w / stride)."""
-        y = x if isinstance(self.expand, nn.Identity) else F.relu6(self.expand(x))
-        y = self.project(F.relu6(self.depthwise(y)))
-        return x + y if self.residual else y
+        y = x if isinstance(self.expand, nn.Identity) else self.expand(x, relu6=True)
+        y = self.depthwise(y, relu6=True)
+        return self.project(y, residual=x if self.residual else None)
 
 
 class EfficientNetLite0(Tower):
@@ -200,13 +262,13 @@ class EfficientNetLite0(Tower):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """(n, 3, h, w) normalized pixels -> (n, width)."""
-        x = F.relu6(self.stem(pixels.contiguous(memory_format=torch.channels_last)))
+        x = self.stem(pixels.contiguous(memory_format=torch.channels_last), relu6=True)
         pooled = []
         for number, stage in enumerate(self.stages):
             x = stage(x)
             if number in self.pooled_stages:
                 pooled.append(x.mean(dim=(2, 3)))
-        pooled.append(F.relu6(self.head(x)).mean(dim=(2, 3)))
+        pooled.append(self.head(x, relu6=True).mean(dim=(2, 3)))
         return torch.cat(pooled, dim=1)
 
 

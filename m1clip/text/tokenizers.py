@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import string
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ LETTERS = string.ascii_lowercase + " ,."
 SPECIAL_COUNT = 4  # pad, start, EOT, unknown
 MAX_BYTES = 2**26  # the largest multilingual vocabularies take 35 MB
 REMEDY = "restore the model folder from a backup, or retrain"
+
+_rust_lock = threading.Lock()  # truncation is a setting of the library's object, which must not change while it is used
 
 
 class CharTokenizer(Tokenizer):
@@ -94,15 +97,18 @@ class FastTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Iterable[str]) -> Iterable[list[int]]:
         """By the library."""
-        return (found.ids for found in self._rust.encode_batch(list(texts), add_special_tokens=False))
+        with _rust_lock:
+            return [found.ids for found in self._rust.encode_batch(list(texts), add_special_tokens=False)]
 
     def tokenize(self, texts: Sequence[str], context_length: int) -> np.ndarray:
         """With the library's own special tokens, of which there may be more than two."""
         rows = np.full((len(texts), context_length), self.pad_id, np.int32)
-        self._rust.enable_truncation(context_length)
-        for row, found in zip(rows, self._rust.encode_batch(list(texts)), strict=True):
+        with _rust_lock:
+            self._rust.enable_truncation(context_length)
+            encoded = self._rust.encode_batch(list(texts))
+            self._rust.no_truncation()
+        for row, found in zip(rows, encoded, strict=True):
             row[: len(found.ids)] = found.ids
-        self._rust.no_truncation()
         return rows
 
     def library(self) -> RustTokenizer:

@@ -282,15 +282,15 @@ def _finish(setup: Setup, train_step: TrainStep, folder: Path, log: RunLog, scre
     if train_step.ema is not None:
         train_step.ema.swap(train_step.model)
     log.check_folder()
-    Model(train_step.model, setup.tokenizer, setup.preprocess).save(folder / "model")
+    setup.bundle(train_step.model).save(folder / "model")
     train_step.optimizer.drop_state()  # free memory for the second model
     return_freed_memory()
     setup.finish(folder, screen.say, log.write)
-    best = load(folder, device=setup.device.kind)
+    best = load(folder, device=setup.device.kind, precision=setup.precision)
     best.clip.set_attention(setup.config.model.attention)  # type: ignore[arg-type]
     split = next((name for name in ("test", "val") if name in setup.splits), "train")
     grid = folder / "retrieval.png"
-    evaluator = Evaluator(best, setup.source, split, setup.splits[split], setup.autocast)
+    evaluator = Evaluator(best, setup.source, split, setup.splits[split])
     features = evaluator.encode()
     scores = evaluator.scores(features)
     evaluator.save_grid(features, grid)

@@ -129,7 +129,11 @@ class Setup:
         """Evaluate on the retention data, in addition to the validation split."""
         if self.retention is None:
             return {}
-        return self.retention.evaluate(Model(model, self.tokenizer, self.preprocess), say)
+        return self.retention.evaluate(self.bundle(model), say)
+
+    def bundle(self, model: CLIP) -> Model:
+        """The model with what it needs to encode images and texts, in the precision of the run."""
+        return Model(model, self.tokenizer, self.preprocess, self.precision)
 
     def finish(self, folder: Path, say: Callable[[str], None], write: Callable[..., Any]) -> None:
         """Finish fine-tuning with the best model: WiSE-FT and the forgetting report."""
@@ -300,7 +304,7 @@ def _with_other_models(setup: Setup, say: Callable[[str], None], plan: DecodePla
         say(f"teacher    {transfer.teacher}: half of the loss, temperature {1 / teacher.scale:.3f}")
         setup = dataclasses.replace(setup, teacher=teacher)
     if transfer.retention_data:
-        before = Model(setup.build_model(), setup.tokenizer, setup.preprocess)
+        before = setup.bundle(setup.build_model())
         retention = measure_retention(setup.config, setup.start, before, setup.device, setup.precision, plan)
         setup = dataclasses.replace(setup, retention=retention)
     return setup

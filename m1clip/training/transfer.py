@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +24,7 @@ from m1clip.errors import UserError
 from m1clip.evaluation.retrieval import retrieval
 from m1clip.evaluation.statistics import selection_metric
 from m1clip.evaluation.zeroshot import zero_shot
-from m1clip.hardware.device import Device, Precision, autocast
+from m1clip.hardware.device import Device, Precision
 from m1clip.inference.encoder import Model, encode_split, load
 from m1clip.inference.feature_cache import FeatureCache, FrozenTower
 from m1clip.losses import distillation
@@ -43,12 +42,10 @@ if TYPE_CHECKING:  # setup imports this module too
     from m1clip.training.setup import Setup
 
 LORA_ALPHA = 16.0
-EVAL_BATCH = 128
 MAX_CLASS_IMAGES = 1000  # of class folders: they are decoded at each evaluation
 TEACHER_WEIGHT = 0.5  # of the distillation loss
 STATISTICS_ROWS = 50_000  # used to compute the mean and deviation of features
 WISE_FT_GRID = (0.0, 0.25, 0.5, 0.75, 1.0)  # interpolation weights that `--wise-ft search` tries
-Context = Callable[[], AbstractContextManager[object]]
 
 
 class Trainable(NamedTuple):
@@ -151,7 +148,6 @@ def open_feature_cache(
         roots=folders,
         device=device.torch,
         precision=precision,
-        autocast=autocast(device, precision),
         plan=plan,
     )
 
@@ -217,7 +213,6 @@ def load_teacher(
         roots=folders,
         device=device.torch,
         precision=precision,
-        autocast=autocast(device, precision),
         plan=plan,
     )
     _, images, kept, _ = cache.images(train.samples, "train", 0.0)
@@ -239,25 +234,22 @@ class Measure:
     run: Callable[[Model], float]
 
 
-def split_measure(split: Split, context: Context) -> Measure:
+def split_measure(split: Split) -> Measure:
     """The metric that selects the best model, on a split."""
     metric = TOP1 if split.captions.classes else MEAN_RECALL
 
     def run(model: Model) -> float:
-        return selection_metric(
-            retrieval(*encode_split(model.clip, split, model.preprocess, EVAL_BATCH, context))
-        ).value
+        return selection_metric(retrieval(*encode_split(model, split))).value
 
     return Measure(SELECTION[metric], metric, run)
 
 
-def class_measure(folder: Path, context: Context) -> Measure:
+def class_measure(folder: Path) -> Measure:
     """Zero-shot top-1 on class folders, or on an even sample of their images; the folder names are the classes."""
 
     def run(model: Model) -> float:
         training = model.clip.training
-        with context():
-            scores = zero_shot(model, folder, limit=MAX_CLASS_IMAGES).scores
+        scores = zero_shot(model, folder, limit=MAX_CLASS_IMAGES).scores
         model.clip.train(training)
         return scores["zero_shot/top1"].value
 
@@ -283,15 +275,15 @@ def measure_retention(
     config: Config, start: Start, model: Model, device: Device, precision: Precision, plan: DecodePlan
 ) -> Retention:
     """Open the retention data and measure the model before training."""
-    names, context = config.transfer.retention_data, autocast(device, precision)
+    names = config.transfer.retention_data
     data = dataclasses.replace(config, data=dataclasses.replace(config.data, source=names))
     source = open_data(data.data, model.preprocess.image_size, config.seed)
     if source.class_captions:
-        measure = class_measure(Path(names[0]), context)
+        measure = class_measure(Path(names[0]))
     else:
         split = next(name for name in ("test", "val", "train") if name in source.splits())
         cache = open_feature_cache(start, model.tokenizer, model.preprocess, data, source, device, precision, plan)
-        measure = split_measure(load_features(cache, data, source, split, start), context)
+        measure = split_measure(load_features(cache, data, source, split, start))
     return Retention(", ".join(names), measure, measure.run(model))
 
 
@@ -306,10 +298,11 @@ def interpolated(old: Tensors, new: Tensors, weight: float) -> Tensors:
 def finish_transfer(setup: Setup, folder: Path, say: Callable[[str], None], write: Callable[..., Any]) -> None:
     """Interpolate old and new weights as configured, save the best on validation, and report forgetting."""
     retention, val = setup.retention, setup.splits.get("val")
-    best, wish = load(folder, device=setup.device.kind), setup.config.transfer.wise_ft
+    best = load(folder, device=setup.device.kind, precision=setup.precision)
+    wish = setup.config.transfer.wise_ft
     if wish != "off":
         new = {name: tensor.clone() for name, tensor in best.clip.state_dict().items()}
-        measure = None if val is None else split_measure(val, setup.autocast)
+        measure = None if val is None else split_measure(val)
         found: list[tuple[float, float]] = []
         for weight in WISE_FT_GRID if wish == "search" else (float(wish),):
             best.clip.load_state_dict(interpolated(setup.start.weights, new, weight))

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from m1clip.evaluation.evaluate import NEGATIVE_IMAGES, Evaluator, eval_batch_size
+from m1clip.evaluation.evaluate import NEGATIVE_IMAGES, Evaluator
 from m1clip.evaluation.retrieval import retrieval
 from m1clip.evaluation.snapshot import write_snapshot
 from m1clip.evaluation.statistics import Metric, selection_metric
-from m1clip.inference.encoder import Model, SplitFeatures, encode_split
+from m1clip.inference.encoder import SplitFeatures, encode_split
 from m1clip.model.clip import CLIP
 from m1clip.runlog import RunLog
 from m1clip.training.checkpoint import TrainState, disk_errors
@@ -28,7 +28,7 @@ CHEAP_SECONDS = 0.25
 
 def encode(setup: Setup, model: CLIP, split: str, images: int | None = None) -> SplitFeatures:
     """Features of a split, or of its first `images`, in the precision of the run."""
-    return encode_split(model, setup.splits[split], setup.preprocess, eval_batch_size(model), setup.autocast, images)
+    return encode_split(setup.bundle(model), setup.splits[split], images)
 
 
 @dataclass
@@ -88,8 +88,7 @@ class Validator:
         images = self.budget.images(state.seconds, seconds_per_caption)
         begin, training = time.perf_counter(), model.training
         with disk_errors(self.log, self.run / "snapshots", state.step):
-            bundle = Model(model, setup.tokenizer, setup.preprocess)
-            found["analysis"] = Evaluator(bundle, setup.source, "val", data, setup.autocast).analysis(features, images)
+            found["analysis"] = Evaluator(setup.bundle(model), setup.source, "val", data).analysis(features, images)
             model.train(training)
             write_snapshot(self.run, state.step, "val", data, features)
         found["analysis_seconds"] = round(time.perf_counter() - begin, 4)
@@ -108,5 +107,5 @@ class Validator:
             state.stale += 1
             return
         with disk_errors(self.log, self.run / "best", state.step):
-            Model(self.train_step.model, setup.tokenizer, setup.preprocess).save(self.run / "best")
+            setup.bundle(self.train_step.model).save(self.run / "best")
             state.best, state.best_step, state.stale = metric.value, state.step, 0

@@ -21,7 +21,7 @@ from m1clip.evaluation.zeroshot import (
     top_k_accuracy,
     zero_shot,
 )
-from m1clip.inference.encoder import Model
+from m1clip.inference.encoder import Encoder, Model
 
 COLORS = {"red": (230, 20, 20), "green": (20, 230, 20), "deep_blue": (20, 20, 230)}
 
@@ -30,12 +30,15 @@ class ColorModel(Model):
     """Encodes an image as its mean color, and a text as the colors it names."""
 
     def __init__(self) -> None:
-        self.preprocess = Preprocess(image_size=8)
+        self.preprocess = Preprocess(image_size=8, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 
-    def encode_image(self, images: Any, batch_size: int = 64) -> torch.Tensor:
-        return normalize(torch.tensor(np.stack(images).mean(axis=(1, 2)), dtype=torch.float32), dim=-1)
+    def encoder(self, max_batch: int | None = None) -> Encoder:
+        def color(pixels: torch.Tensor) -> torch.Tensor:
+            return normalize(pixels.mean(dim=(2, 3)), dim=-1)
 
-    def encode_text(self, texts: Any, batch_size: int = 64) -> torch.Tensor:
+        return Encoder(color, color, self.preprocess, torch.device("cpu"))
+
+    def encode_text(self, texts: Any, batch_size: int | None = None) -> torch.Tensor:
         named = [[float(word in text) for word in ("red", "green", "blue")] for text in texts]
         return normalize(torch.tensor(named) + 1e-3, dim=-1)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import json
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_model import tiny_clip
+from tower_run import PIECES
 
 import m1clip
 from m1clip.data.cache import LiveImages
@@ -24,8 +28,12 @@ from m1clip.data.captions import tokenize_captions
 from m1clip.data.images import BadImage, FileImage, Preprocess
 from m1clip.data.prepare import Split
 from m1clip.errors import UserError
-from m1clip.inference.encoder import Model, encode_split, load
-from m1clip.text.tokenizers import make_tokenizer
+from m1clip.inference.encoder import Encoder, Model, encode_split, in_order, load
+from m1clip.model import pretrained
+from m1clip.model.clip import build_clip
+from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig
+from m1clip.model.pretrained import BertSize
+from m1clip.text.tokenizers import make_tokenizer, wordpiece_tokenizer
 
 CAPTIONS = [("a red ball", "the ball is red"), ("two green trees and a small house",), ("night",)]
 TEXTS = [caption for group in CAPTIONS for caption in group]
@@ -75,12 +83,149 @@ def test_vectors_have_unit_length_and_do_not_depend_on_the_batch(model: Model, i
         assert encode([]).shape == (0, 16)
 
 
+@pytest.fixture(scope="module")
+def pretrained_model() -> Model:
+    """EfficientNet and a thin BERT with random weights, whose kernels differ from those of our own towers."""
+    tokenizer = wordpiece_tokenizer(PIECES)
+    text = PretrainedTextConfig(vocab_size=tokenizer.vocab_size, pad_id=tokenizer.pad_id, context_length=24)
+    head = HeadConfig(kind="adapter", hidden=16)
+    towers = {"image_tower": PretrainedImageConfig(image_size=32), "text_tower": text}
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrained, "MINILM", BertSize(width=48, heads=4, hidden=96, positions=32))
+        clip = build_clip(CLIPConfig(**towers, image_head=head, text_head=head, embed_dim=16)).eval()
+    for parameter in clip.parameters():
+        if parameter.ndim == 4:
+            torch.nn.init.kaiming_normal_(parameter)
+        elif parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    return Model(clip, tokenizer, Preprocess(image_size=32))
+
+
+# Largest difference between entries of two unit vectors; products of other shapes are summed in another order, and bf16
+# rounds each of them to 8 bits.
+ROUNDING = {"fp32": 1e-5, "bf16": 0.02}
+SOME_TEXTS = ["", "a", "night", *(" ".join(["two trees and a red ball"] * count) for count in range(1, 7))]
+SOME_IMAGES = list(np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), np.uint8))
+
+
+@pytest.fixture(scope="module", params=["own-fp32", "own-bf16", "pretrained-fp32", "pretrained-bf16"])
+def alone(request: pytest.FixtureRequest, model: Model, pretrained_model: Model) -> tuple[Model, Any, Any]:
+    """A model, and its vectors of SOME_TEXTS and of SOME_IMAGES, each encoded alone."""
+    towers, precision = request.param.split("-")
+    base = model if towers == "own" else pretrained_model
+    tested = Model(base.clip, base.tokenizer, base.preprocess, precision)
+    texts, images = map(tested.encode_text, SOME_TEXTS), map(tested.encode_image, SOME_IMAGES)
+    return tested, torch.cat(list(texts)), torch.cat(list(images))
+
+
+@settings(max_examples=8)
+@given(
+    texts=st.lists(st.integers(0, len(SOME_TEXTS) - 1), min_size=1, max_size=60),
+    images=st.lists(st.integers(0, len(SOME_IMAGES) - 1), min_size=1, max_size=9),
+    threads=st.integers(1, 3),
+    batch=st.none() | st.integers(1, 7),
+)
+def test_a_vector_is_the_same_alone_in_any_batch_in_any_order_with_any_threads(
+    alone: tuple[Model, Any, Any], texts: list[int], images: list[int], threads: int, batch: int | None
+) -> None:
+    model, text, image = alone
+    tolerance = {"atol": ROUNDING[model.precision], "rtol": 0}
+    torch.set_num_threads(threads)
+    try:
+        found = model.encode_text([SOME_TEXTS[place] for place in texts], batch)
+        torch.testing.assert_close(found, text[texts], **tolerance)
+        found = model.encode_image([SOME_IMAGES[place] for place in images], batch)
+        torch.testing.assert_close(found, image[images], **tolerance)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_bf16_vectors_are_close_to_fp32(model: Model, pretrained_model: Model, images: list[Path]) -> None:
+    for base in (model, pretrained_model):
+        rough = Model(base.clip, base.tokenizer, base.preprocess, "bf16")
+        for encode, exact, values in (
+            (rough.encode_text, base.encode_text, TEXTS),
+            (rough.encode_image, base.encode_image, images),
+        ):
+            cosine = (encode(values) * exact(values)).sum(dim=1)  # type: ignore[operator]
+            assert 0.998 < float(cosine.min()) < 1 - 1e-8
+
+
+def test_threads_may_share_a_model(pretrained_model: Model, images: list[Path]) -> None:
+    texts = [" ".join(["night ball"] * (1 + number % 20)) for number in range(60)]
+    torch.set_num_threads(2)
+    try:
+        wanted = pretrained_model.encode_text(texts), pretrained_model.encode_image(images)
+        with ThreadPoolExecutor(4) as pool:
+            calls = [
+                pool.submit(encode, values)  # type: ignore[arg-type]
+                for _ in range(8)
+                for encode, values in ((pretrained_model.encode_text, texts), (pretrained_model.encode_image, images))
+            ]
+            for number, call in enumerate(calls):
+                torch.testing.assert_close(call.result(), wanted[number % 2], atol=1e-5, rtol=0)
+        assert torch.get_num_threads() == 2
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(torch.get_num_threads).result() == 2  # a new thread, too
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_changed_weights_give_other_vectors(pretrained_model: Model, images: list[Path], precision: Any) -> None:
+    """The encoder keeps copies of the weights for its kernels."""
+    changed = Model(
+        copy.deepcopy(pretrained_model.clip), pretrained_model.tokenizer, Preprocess(image_size=32), precision
+    )
+    state = {name: tensor.clone() for name, tensor in changed.clip.state_dict().items()}
+
+    def vectors() -> torch.Tensor:
+        return torch.cat([changed.encode_text(TEXTS), changed.encode_image(images)])
+
+    first, parameters = vectors(), list(changed.clip.parameters())
+
+    @torch.no_grad()
+    def in_place() -> None:
+        for parameter in parameters:
+            parameter.mul_(-0.5)
+
+    def behind() -> None:
+        changed.clip.train()  # as training does, whose optimizers may not count versions
+        for parameter in parameters:
+            parameter.data.mul_(-0.5)
+        changed.clip.eval()
+
+    def replaced() -> None:
+        for parameter in parameters:
+            parameter.data = parameter.data * -0.5
+
+    for change in (in_place, behind, replaced):
+        change()
+        assert not torch.allclose(vectors(), first, atol=1e-2), change.__name__
+        changed.clip.load_state_dict(state)
+        assert torch.equal(vectors(), first)
+
+
+def test_equal_texts_are_encoded_once() -> None:
+    seen = []
+
+    def tower(tokens: torch.Tensor) -> torch.Tensor:
+        seen.extend(tokens.tolist())
+        return tokens.float()
+
+    tokens = np.array([[1, 5, 2, 0], [1, 2, 0, 0], [1, 5, 2, 0], [1, 2, 0, 0], [1, 6, 2, 0]], np.int32)
+    encoder = Encoder(tower, tower, Preprocess(image_size=8), torch.device("cpu"))
+    assert in_order(encoder.tokens(tokens, np.array([3, 2, 3, 2, 3]))).tolist() == tokens.tolist()
+    assert sorted(seen) == sorted(map(list, {tuple(row) for row in tokens.tolist()}))
+
+
 def test_encoding_a_split_gives_the_same_vectors(model: Model, images: list[Path]) -> None:
     """Also for JPEG, which is decoded at a smaller size when it is large."""
     refs = LiveImages([FileImage(str(path)) for path in images], 32)
     split = Split(refs, tokenize_captions(CAPTIONS, model.tokenizer, 24), [])
     model.clip.train()
-    image, text, image_index, *_ = encode_split(model.clip, split, model.preprocess, 2, contextlib.nullcontext)
+    image, text, image_index, *_ = encode_split(model, split)
     assert model.clip.training
     torch.testing.assert_close(model.encode_image(images), image, atol=1e-6, rtol=0)
     torch.testing.assert_close(model.encode_text(TEXTS), text, atol=1e-6, rtol=1e-5)
@@ -259,7 +404,7 @@ def test_wrong_labels_are_user_errors(
         model.classify([], labels, templates)
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.5, None, "8"])
+@pytest.mark.parametrize("size", [0, -1, 2.5, "8"])
 def test_wrong_batch_size_is_a_one_line_error(model: Model, images: list[Path], size: Any) -> None:
     for encode, values in ((model.encode_image, images), (model.encode_text, ["night"])):
         with pytest.raises(UserError, match="batch_size must be an integer of at least 1"):

@@ -89,8 +89,25 @@ def test_efficientnet_matches_reference() -> None:
         wider = EfficientNetLite0(pooled_stages=(2, 6))
         wider.load_state_dict(from_efficientnet(weights))
         both = wider.eval()(pixels)
+        assert torch.equal(both[:, -HEAD:], tower(pixels))
     assert both.shape == (2, wider.width) == (2, HEAD + 40 + 320)
-    assert torch.equal(both[:, -HEAD:], tower(pixels))
+
+
+@pytest.mark.parametrize("size", [64, 50, 33])
+def test_fused_convolutions_and_unpadded_texts_give_the_plain_result(size: int) -> None:
+    torch.manual_seed(0)
+    image, text = EfficientNetLite0(), BertTower(50, size=SMALL)
+    image.load_state_dict(from_efficientnet(their_efficientnet()))
+    torch.nn.init.normal_(text.positions)
+    ids = torch.randint(1, 50, (6, 8))
+    for row, length in enumerate((3, 3, 8, 5, 5, 1)):
+        ids[row, length:] = 0
+    for tower, batch in ((image, torch.randn(2, 3, size, size)), (text, ids)):
+        with torch.no_grad():
+            plain = tower.eval()(batch)
+        with torch.inference_mode():
+            torch.testing.assert_close(tower(batch), plain, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(tower(batch), plain, atol=1e-4, rtol=1e-4)  # with the packed weights
 
 
 @pytest.mark.parametrize(("size", "stride", "out"), [(7, 2, 4), (8, 2, 4), (8, 1, 8), (5, 1, 5)])

@@ -7,7 +7,6 @@ import io
 import re
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +31,7 @@ from m1clip.training.process import check_unused, lock_run, remove_unused_folder
 from m1clip.training.progress import Screen
 from m1clip.training.run import decode_plan
 
-COUNT, FIRST = 600, r"(64|256) of 600, \d+:\d\d left"  # a chunk of images, a batch of captions
+COUNT, FIRST = 600, r"(64|86) of 600, \d+:\d\d left"  # a chunk of images, a batch of captions
 
 
 class Waiting:
@@ -84,7 +83,7 @@ def test_progress_is_printed_and_listed_while_a_run_prepares(
 
     side = FrozenTower(tower, 4, ("tower",))
     features: Any = FeatureCache(side, side, CharTokenizer("caption 0123456789"), 16, Preprocess(image_size=8), 1,
-                       tmp_path / "cache", (), torch.device("cpu"), "fp32", nullcontext, plan)  # fmt: skip
+                       tmp_path / "cache", (), torch.device("cpu"), "fp32", plan)  # fmt: skip
     with lock_run(run):
         if work in ("disk", "ram"):
             config = DataConfig(cache=work, cache_dir=str(tmp_path / "cache"))  # type: ignore[arg-type]

@@ -109,7 +109,7 @@ def test_frozen_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     # The saved model is complete: it computes the cached features from images and captions.
     model, data = m1clip.load(run), setup.splits["test"]
-    image, text, *_ = encode_split(model.clip, data, model.preprocess, 8, setup.autocast)
+    image, text, *_ = encode_split(model, data)
     images = list(data.images.read(np.arange(4)))
     torch.testing.assert_close(model.encode_image(images), image[:4], atol=2e-3, rtol=0)  # stored as float16
     captions = [caption for sample in data.samples for caption in sample.captions][:4]
