@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import statistics
 import sys
@@ -32,7 +33,8 @@ class Screen:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, file=cast(IO[str], _SafeOutput()))
-        self.live = self.console.is_terminal
+        notebook = self.console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
+        self.live = self.console.is_terminal or notebook
         self.warned: list[str] = []  # for the run log
         self._progress: Progress | None = None
         self._task = TaskID(0)
