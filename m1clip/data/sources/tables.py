@@ -114,7 +114,9 @@ def table_rows(source: DataSource) -> Iterator[Row]:
         if source.format in {"json", "parquet"}:
             split = split or splits.from_file_name(path.name)
         part, up = path.stem.removeprefix("captions_"), path.parent.parent  # COCO: train2017 of captions_train2017
-        folders = (path.parent, path.parent / part, up / part, up / "images" / part, up)
+        folders = [path.parent, path.parent / part]
+        if path.parent.name == "annotations" or root in path.parent.parents:  # never in a dataset beside this one
+            folders += [up / part, up / "images" / part, up]
         header, records = READERS[source.format](path, source)
         columns = choose_columns(header, source.options, str(path))
         yield from rows_of(source, f"{prefix}{path.name}", columns, records(columns), folders, split, prefix)

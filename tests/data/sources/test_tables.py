@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from source_helpers import everything, image_bytes
 
+from m1clip.data.images import BadImage
 from m1clip.data.sources import Options, open_source
 from m1clip.errors import UserError
 
@@ -131,3 +132,12 @@ def test_parquet_paths_and_bytes(images: Write) -> None:
     for sample in samples.values():
         number = int(sample.captions[0].split()[1])
         assert abs(sample.image.open().getpixel((3, 3))[0] - number * 20) < 6  # type: ignore[index]
+
+
+def test_missing_image_is_not_taken_from_a_dataset_beside_this_one(images: Write) -> None:
+    root = images(["photos/images/a.jpg", "images/b.jpg", "b.jpg"])
+    (root / "photos" / "captions.csv").write_text("image,caption\na.jpg,one\nb.jpg,two\n")
+    samples = everything(open_source(str(root / "photos")))
+    assert samples["a.jpg"].image.open().size == (24, 16)
+    with pytest.raises(BadImage, match="the file is missing"):
+        samples["b.jpg"].image.open()
