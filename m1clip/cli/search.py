@@ -1,4 +1,4 @@
-"""Commands that search photos: index, search, teach and duplicates."""
+"""Commands that search photos: index, search, teach, duplicates and serve."""
 
 from __future__ import annotations
 
@@ -240,3 +240,42 @@ def list_duplicates(folder: Path | None = None, /, *, json: Flag = False) -> Non
     copies = [copy for group in groups for copy in group[1:]]
     total = f", {size(sum(copy.bytes for copy in copies))}" if copies else ""
     print(f"{plural(len(groups), 'group')}, {plural(len(copies), 'image')} besides the best{total}")
+
+
+@app.command
+def serve(
+    folder: Path | None = None,
+    /,
+    *,
+    runs: Annotated[tuple[Path, ...], Parameter(negative="", show_default=False)] = (),
+    model: Path | None = None,
+    port: int = 8765,
+    browser: Annotated[bool, Parameter(negative="--no-browser")] = True,
+) -> None:
+    """Serve a page on this machine only, to search your photos and to monitor runs.
+
+    m1clip serve ~/Pictures
+
+    Type to search, drop an image to find similar ones, mark results as right or wrong. Nothing is sent over a network.
+
+    Parameters
+    ----------
+    folder
+        The indexed folder; default: the current folder, or the one that was indexed last. It may be indexed later.
+    runs
+        Run folders, or folders of runs, for the page of runs; default: runs.
+    model
+        Search the vectors of this model; default: the one that was indexed last.
+    port
+        Port of the page at http://127.0.0.1:PORT; 0 picks a free port.
+    browser
+        Open the page in your browser.
+    """
+    import threading
+
+    from m1clip.web import server
+    from m1clip.web.photos import Photos
+
+    photos = Photos(folder, model)
+    threading.Thread(target=photos.warm_up, daemon=True).start()
+    server.serve(list(runs) or [server.DEFAULT], port, browser, photos)

@@ -60,6 +60,22 @@ class Concepts:
         db.close()
         return count
 
+    def remove(self, name: str, sha256: bytes) -> None:
+        """Remove one example of a word."""
+        with self._connect() as db:
+            db.execute("DELETE FROM examples WHERE name = ? COLLATE NOCASE AND sha256 = ?", (name, sha256))
+        db.close()
+
+    def marks(self, name: str) -> dict[bytes, bool]:
+        """{sha256: whether it is a right example} of a word."""
+        if not self.path.is_file():
+            return {}
+        db = self._connect()
+        query = "SELECT sha256, good FROM examples WHERE name = ? COLLATE NOCASE AND model = ?"
+        found = {bytes(digest): bool(good) for digest, good in db.execute(query, (name, self.model))}
+        db.close()
+        return found
+
     def names(self) -> dict[str, tuple[int, int]]:
         """{word: (right, wrong) examples}."""
         return {name: (len(good), len(bad)) for name, (good, bad) in self.examples().items()}
@@ -107,6 +123,9 @@ def fit_concept(
         found = [(one - mean) @ head(np.delete(good, at, axis=0), *choice) for at, one in enumerate(good)]
         return float(np.mean(found))
 
+    if len(good) == 0:  # only wrong ones: the text, turned away from them
+        direction = unit(text) - 0.5 * unit(bad.mean(axis=0) - mean)
+        return direction / np.linalg.norm(direction), {"shrinkage": 0.0, "text": 1.0}
     choices = [(shrinkage, weight) for shrinkage in SHRINKAGE for weight in TEXT_WEIGHTS]
     chosen = max(choices, key=left_out) if len(good) >= MIN_EXAMPLES else (1.0, 0.5)
     direction = head(good, *chosen)

@@ -40,6 +40,7 @@ def _find(leader: list[int], place: int) -> int:
 class Copy:
     """One image of a group of duplicates."""
 
+    id: int  # of the file
     path: str  # relative to the folder of photos
     width: int
     height: int
@@ -52,11 +53,11 @@ def duplicates(db: sqlite3.Connection) -> list[list[Copy]]:
 
     The best has the most pixels, then the most bytes, then the shortest path.
     """
-    columns = "path, width, height, bytes, sha256, look, thumb"
+    columns = "files.id, path, width, height, bytes, sha256, look, thumb"
     files = db.execute(f"SELECT {columns} FROM files JOIN images ON images.id = image ORDER BY path").fetchall()
     groups = []
     for members in look_groups([file[-2:] for file in files]):
-        ranked = sorted((files[at] for at in members), key=lambda file: (-file[1] * file[2], -file[3], len(file[0])))
-        best = ranked[0][4]
-        groups.append([Copy(os.fsdecode(f[0]), f[1], f[2], f[3], f[4] == best) for f in ranked])
+        ranked = sorted((files[at] for at in members), key=lambda file: (-file[2] * file[3], -file[4], len(file[1])))
+        best = ranked[0][5]
+        groups.append([Copy(f[0], os.fsdecode(f[1]), f[2], f[3], f[4], f[5] == best) for f in ranked])
     return sorted((g for g in groups if len(g) > 1), key=lambda g: -sum(copy.bytes for copy in g[1:]))

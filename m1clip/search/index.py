@@ -348,10 +348,17 @@ def _update(db: sqlite3.Connection, root: Path, asked: str | Path | None, report
     db.commit()
     wanted = sorted(name for name, stamp in files.items() if stored.get(name) != (*stamp, 1))
     captions = captions_file(report.place, set_id)
+
+    def noted(done: int, total: int) -> None:
+        """Also for `m1clip serve`; committed with the images."""
+        note = f"{done} {total} {time.time():.0f}"
+        db.execute("INSERT OR REPLACE INTO about VALUES ('progress', ?)", (note,))
+        progress(done, total)
+
     if wanted or (files and not captions.is_file()):
         model = m1clip.load(path)
         with _Writer(db, report, set_id) as writer:
-            for found in _pipeline(root, wanted, writer, model, progress):
+            for found in _pipeline(root, wanted, writer, model, noted):
                 writer.add(found, files, model)
         if not captions.is_file():
             vectors = np.asarray(model.encode_text(list(CAPTIONS)), np.float16)

@@ -7,11 +7,12 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +26,7 @@ from m1clip.search.duplicates import Copy, duplicates, look_groups
 from m1clip.search.index import captions_file, connect, find_index, model_hash, model_stamp, root_of
 
 NOT_WEIGHT = -0.5
+INDEXER_SECONDS = 60.0  # without news, after which an indexer was killed
 SAMPLE = 4096  # rows from which the library's distribution is estimated
 LONGEST = 1.01  # of a unit vector rounded to float16
 BLOCK = 512  # rows converted at a time: 512 x 256 float32 stay in the cache of a core
@@ -127,6 +129,26 @@ class Index:
             self.__dict__.pop("moments", None)
             self._version = version
 
+    @property
+    def version(self) -> int:
+        """Changes with the index."""
+        return self._version
+
+    def progress(self) -> tuple[int, int] | None:
+        """(done, total) images of an indexer that is running now."""
+        with self._lock:
+            found = self._db.execute("SELECT value FROM about WHERE name = 'progress'").fetchone()
+        done, total, at = found[0].split() if found else ("0", "0", "0")
+        return (int(done), int(total)) if done != total and time.time() - float(at) < INDEXER_SECONDS else None
+
+    def folders(self) -> list[str]:
+        """Folders that contain indexed images, relative to the folder of photos."""
+        with self._lock:
+            paths = self._db.execute(f"SELECT path {LIVE}", (self.set_id,))
+            found = {os.fsdecode(os.path.dirname(path)) for (path,) in paths}
+        above = {str(each) for folder in found for each in PurePosixPath(folder).parents}
+        return sorted((found | above) - {"", "."})
+
     def __len__(self) -> int:
         with self._lock:
             return int(self._db.execute(f"SELECT count(*) {LIVE}", (self.set_id,)).fetchone()[0])
@@ -157,8 +179,8 @@ class Index:
     ) -> Results:
         """The k images nearest to a text, to several with weights, to images (`like`), and far from `exclude`.
 
-        An image is a path, a PIL image, or the id of a result. Near-duplicates of a result are listed with it, unless
-        `collapse` is False.
+        An image is a path, a PIL image, its vector, or the id of a result. Near-duplicates of a result are listed
+        with it, unless `collapse` is False.
         """
         self.refresh()
         like = list(like)
@@ -186,6 +208,16 @@ class Index:
                 if len(results) == k or wanted == total:
                     return Results(results, total)
                 wanted = min(total, 4 * wanted)
+
+    def newest(self, k: int = 20, where: Filter | None = None) -> Results:
+        """The k images taken last."""
+        self.refresh()
+        condition, values = (where or Filter()).sql()
+        with self._lock:
+            query = f"SELECT row {LIVE}{condition} GROUP BY row ORDER BY max({TAKEN}) DESC, row LIMIT ?"
+            found = self._db.execute(query, (self.set_id, *values, k)).fetchall()
+            rows = np.array([row for (row,) in found if row < len(self.vectors)], np.int64)
+            return Results(self._results(rows, np.zeros(len(rows)), None, condition, values, True), len(rows))
 
     def _probabilities(self, rows: np.ndarray, scores: np.ndarray, query: np.ndarray) -> np.ndarray | None:
         """(n,) probability that the images of some rows match a text."""
@@ -280,7 +312,32 @@ class Index:
             examples.append((digest, self.vectors[found[0]] if found else self._image_vector(path)))
         self.concepts.add(name, examples, good)
 
+    def mark(self, text: str, id_: int, good: bool | None) -> None:
+        """Mark an image as right or wrong for a text: an example as in `teach`. None removes the mark."""
+        same = (name for name in self.concepts.names() if name.lower() == text.lower())
+        name = next(same, text)
+        if good is None:
+            self.concepts.remove(name, self.sha256(id_))
+        else:
+            self.teach(name, [id_], good)
+
+    def marks(self, text: str, ids: Sequence[int]) -> dict[int, bool]:
+        """Which of some images are marked as right or wrong for a text."""
+        marked = self.concepts.marks(text)
+        return {id_: marked[digest] for id_ in ids if (digest := self.sha256(id_)) in marked} if marked else {}
+
+    def sha256(self, id_: int) -> bytes:
+        """The hash of a result's content; UserError if it is not in the index."""
+        with self._lock:
+            query = "SELECT sha256 FROM files JOIN images ON images.id = image WHERE files.id = ?"
+            found = self._db.execute(query, (id_,)).fetchone()
+        if found is None:
+            raise UserError(f"image {id_}: no longer in the index")
+        return bytes(found[0])
+
     def _image_vector(self, image: Any) -> np.ndarray:
+        if isinstance(image, np.ndarray) and image.ndim == 1:
+            return image
         if isinstance(image, int):
             with self._lock:
                 query = (

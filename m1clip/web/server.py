@@ -1,9 +1,13 @@
-"""`m1clip monitor --web`: a local page that asks for new values every second, served by the standard library."""
+"""`m1clip serve` and `m1clip monitor --web`: a local page for search and runs, served by the standard library.
+
+The page asks for new values of runs every second. This module reads runs only; requests about photos go to `photos`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
 import json
 import os
 import re
@@ -17,7 +21,7 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
 from m1clip.errors import UserError
@@ -96,9 +100,10 @@ HOST = "127.0.0.1"
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 PORT = re.compile(r":\d+$")
 NUMBER = re.compile(r"[0-9]{1,12}")
-INDEX = "index.html"
+INDEX, SEARCH = "index.html", "search.html"
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
-FILES = (INDEX, "app.js", "plots.js", "views.js", "uplot.js", "style.css", "uplot.css")
+SCRIPTS = ("common.js", "app.js", "plots.js", "views.js", "search.js", "uplot.js")
+FILES = (INDEX, SEARCH, *SCRIPTS, "style.css", "search.css", "uplot.css")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -110,17 +115,31 @@ HEADERS = {
 }
 IDLE_SECONDS = 10.0  # a connection that sends or takes nothing for longer is closed
 CONNECTIONS = 128  # each with a thread; macOS allows 256 open files
+UPLOAD_SECONDS = 60.0  # for the body of a request
+UPLOADS = 4  # bodies received at a time
 FREE_SECONDS = 0.01  # to wait for a free thread before the oldest connection is closed
 
 
+class Requests(Protocol):
+    """What answers requests about photos: (status, type, body), or None for not found."""
+
+    token: str  # of requests that change something
+    max_upload: int  # bytes
+
+    def get(self, path: str, values: dict[str, str]) -> tuple[int, str, bytes] | None: ...
+
+    def post(self, path: str, data: bytes) -> tuple[int, str, bytes] | None: ...
+
+
 class Server(ThreadingHTTPServer):
-    """Serves one store, with a bounded number of connections: above it, a new one replaces the oldest."""
+    """Serves runs and photos, with a bounded number of connections: above it, a new one replaces the oldest."""
 
     daemon_threads = True
     request_queue_size = CONNECTIONS
 
-    def __init__(self, store: Store, port: int) -> None:
-        self.store = store
+    def __init__(self, store: Store, port: int, photos: Requests | None = None) -> None:
+        self.store, self.photos = store, photos
+        self.uploads = threading.Semaphore(UPLOADS)
         self._free = threading.Semaphore(CONNECTIONS)
         self._open: OrderedDict[socket.socket, None] = OrderedDict()
         super().__init__((HOST, port), Handler)
@@ -153,7 +172,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET only; every response has the same strict headers."""
+    """Every response has the same strict headers; POST needs the token of the page."""
 
     server: Server
     protocol_version = "HTTP/1.1"
@@ -166,13 +185,18 @@ class Handler(BaseHTTPRequestHandler):
             self._send(403, "text/plain", b"this page is only available at 127.0.0.1 and localhost\n")
             return
         path, _, query = self.path.partition("?")  # unlike urlsplit, accepts anything
-        name, values, store = path.removeprefix("/") or INDEX, dict(parse_qsl(query)), self.server.store
+        values, store, photos = dict(parse_qsl(query)), self.server.store, self.server.photos
+        home = INDEX if photos is None else SEARCH
+        name = {"/": home, "/runs": INDEX}.get(path, path.removeprefix("/"))
         if name in FILES:
             data = (resources.files("m1clip.web") / "page" / name).read_bytes()
             self._send(200, f"{TYPES[name.rpartition('.')[2]]}; charset=utf-8", data)
             return
         if path == "/api/update":
-            self._send_json(store.update(values))
+            self._send_json({"search": photos is not None, **store.update(values)})
+            return
+        if photos is not None and (answer := photos.get(path, values)) is not None:
+            self._send(*answer)
             return
         run, index = store.folder(values.get("run", "")), values.get("index", "")
         if run is not None and NUMBER.fullmatch(index):
@@ -184,6 +208,36 @@ class Handler(BaseHTTPRequestHandler):
                 return
         self._send(404, "text/plain", b"not found\n")
 
+    def do_POST(self) -> None:
+        """Handle a request that changes something or contains an image."""
+        photos, token = self.server.photos, self.headers.get("X-M1clip-Token", "").encode("utf-8", "replace")
+        if photos is None or not self._allowed() or not hmac.compare_digest(token, photos.token.encode()):
+            self._send(403, "text/plain", b"reload the page\n")
+            return
+        length = self.headers.get("Content-Length", "")
+        if not NUMBER.fullmatch(length) or int(length) > photos.max_upload:
+            self._send_json({"error": f"at most {photos.max_upload >> 20} MB"}, 413)
+            return
+        if not self.server.uploads.acquire(blocking=False):
+            self._send_json({"error": "too many uploads at a time; try again"}, 503)
+            return
+        try:
+            data = self._body(int(length))
+            answer = None if data is None else photos.post(self.path, data)
+        finally:
+            self.server.uploads.release()
+        self._send(*(answer or (404, "text/plain", b"not found\n")))
+
+    def _body(self, length: int) -> bytes | None:
+        """The body of a request, or None if it is slow or ends too early."""
+        data, deadline = bytearray(), time.monotonic() + UPLOAD_SECONDS
+        while len(data) < length:
+            part = self.rfile.read1(min(length - len(data), 2**16))
+            if not part or time.monotonic() > deadline:
+                return None
+            data += part
+        return bytes(data)
+
     def _allowed(self) -> bool:
         """Reject foreign host names (DNS rebinding) and scripts of other sites."""
         host = PORT.sub("", self.headers.get("Host", ""))
@@ -192,12 +246,14 @@ class Handler(BaseHTTPRequestHandler):
         site, mode = self.headers.get("Sec-Fetch-Site", "none"), self.headers.get("Sec-Fetch-Mode", "")
         return host in HOSTS and own and (site in ("none", "same-origin") or mode == "navigate")
 
-    def _send_json(self, value: Any) -> None:
-        self._send(200, "application/json", json.dumps(json_safe(value), separators=(",", ":")).encode())
+    def _send_json(self, value: Any, code: int = 200) -> None:
+        self._send(code, "application/json", json.dumps(json_safe(value), separators=(",", ":")).encode())
 
     def _send(self, code: int, kind: str, body: bytes) -> None:
         self.send_response(code)
-        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **HEADERS}.items():
+        # A photo of an id may be another after indexing: the page adds a version to the address.
+        keep = {"Cache-Control": "private, max-age=86400"} if code == 200 and self.path.startswith("/photo") else {}
+        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **HEADERS, **keep}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
@@ -206,17 +262,18 @@ class Handler(BaseHTTPRequestHandler):
         """Do not log requests."""
 
 
-def serve(folders: Sequence[Path], port: int, browser: bool) -> None:
+def serve(folders: Sequence[Path], port: int, browser: bool, photos: Requests | None = None) -> None:
     """Serve until Ctrl-C."""
     store = Store(folders)
-    if not store.update({})["runs"]:
+    if photos is None and not store.update({})["runs"]:
         print(f"{', '.join(map(str, folders))}: no runs yet; they appear on the page when they start")
     try:
-        server = Server(store, port)
+        server = Server(store, port, photos)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"--port {port}: {reason}; is another monitor running? --port 0 picks a free port") from None
-    print(f"monitor    {server.url}   (on this machine only; Ctrl-C closes the page, the run continues)", flush=True)
+        raise UserError(f"--port {port}: {reason}; is it served already? --port 0 picks a free port") from None
+    what, note = ("monitor", "the page, the run continues") if photos is None else ("serve", "it")
+    print(f"{what:10} {server.url}   (on this machine only; Ctrl-C closes {note})", flush=True)
     # Over ssh a browser would open on the wrong machine, or as text in this terminal.
     if browser and (sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         with contextlib.suppress(webbrowser.Error):

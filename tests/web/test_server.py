@@ -98,10 +98,10 @@ def test_malformed_request_is_answered_with_404(server: Server, target: str) -> 
         assert client.recv(100).startswith(b"HTTP/1.1 404 ")
 
 
-def test_only_get_is_answered(server: Server) -> None:
+def test_post_is_refused_without_photos(server: Server) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=20)
     connection.request("POST", "/api/update", body=b"{}")
-    assert connection.getresponse().status == 501
+    assert connection.getresponse().status == 403
     connection.close()
 
 

@@ -1,6 +1,5 @@
 "use strict";
 /* The page of runs: its state, the updates from the server, and what is drawn where. */
-const $ = (id) => document.getElementById(id);
 const RECALL = "text_to_image/recall@1", BACK = "image_to_text/recall@1";
 const UPDATE_MS = 1000;
 const MAX_POINTS = { steps: 6000, layers: 300 };
@@ -15,22 +14,6 @@ const state = {
 const runOf = (id) => state.runs.find((run) => run.id === id);
 const order = (id) => Math.max(0, state.runs.findIndex((run) => run.id === id));
 const isNumber = (value) => typeof value === "number";
-const count = (value) => value.toLocaleString("en");
-
-/* theme ------------------------------------------------------------------------------------------------------- */
-const THEMES = ["system", "light", "dark"];
-const system = matchMedia("(prefers-color-scheme: dark)");
-let theme = localStorage.getItem("m1clip-theme") || "system";
-function applyTheme() {
-  document.documentElement.dataset.theme = theme === "system" ? (system.matches ? "dark" : "light") : theme;
-  $("theme").textContent = `Theme: ${theme}`;
-  draw();
-}
-function nextTheme() {
-  theme = THEMES[(THEMES.indexOf(theme) + 1) % 3];
-  localStorage.setItem("m1clip-theme", theme);
-  applyTheme();
-}
 
 /* plots ------------------------------------------------------------------------------------------------------- */
 const plots = {}, cards = {};
@@ -279,7 +262,8 @@ async function update() {
   const query = new URLSearchParams([...state.shown].map((id) => [id, state.cursors[id] || "new"]));
   const answer = await fetch(`/api/update?${query}`).catch(() => null);
   if (!answer?.ok) { link("lost", "connection lost, reconnecting"); return; }
-  const { runs, rows } = await answer.json();
+  const { runs, rows, search } = await answer.json();
+  $("pages").hidden = !search;
   if (state.paused) return;
   link("live", "live");
   for (const each of rows) takeRows(each);
@@ -338,18 +322,15 @@ function pause() {
   if (state.paused) link("live", "paused"); else updateNow();
 }
 
-$("theme").addEventListener("click", nextTheme);
 $("pause").addEventListener("click", pause);
 $("reset").addEventListener("click", () => Zoom.reset());
 $("axis").addEventListener("change", () => { state.axis = $("axis").value; Zoom.range = null; draw(); });
 $("smooth").addEventListener("input", () => { state.smooth = Number($("smooth").value); draw(); });
 $("log").addEventListener("change", () => { state.log = $("log").checked; draw(); });
 $("snapshot").addEventListener("input", () => showSnapshot(Number($("snapshot").value)));
-system.addEventListener("change", applyTheme);
+document.addEventListener("themechange", draw);
 document.addEventListener("keydown", (event) => {
-  if (event.target.matches("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (typing(event)) return;
   if (event.key === "p") pause();
-  if (event.key === "t") nextTheme();
 });
-applyTheme();
 follow();

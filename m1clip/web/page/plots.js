@@ -29,17 +29,6 @@ function labels(ticks) {
   return ticks.map((t) => (t === null || t === undefined ? "" : plain && gap ? t.toFixed(digits) : short(t)));
 }
 
-function el(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name === "class") node.className = value;
-    else if (name in node && typeof value !== "string") node[name] = value;
-    else node.setAttribute(name, value);
-  }
-  node.append(...children);
-  return node;
-}
-
 function smooth(values, weight) {
   if (!weight) return values;
   let kept = 0, norm = 0;

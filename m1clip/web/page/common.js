@@ -1,0 +1,35 @@
+"use strict";
+/* What the pages of search and of runs share. */
+const $ = (id) => document.getElementById(id);
+const count = (value) => value.toLocaleString("en");
+
+function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "class") node.className = value;
+    else if (name in node && typeof value !== "string") node[name] = value;
+    else node.setAttribute(name, value);
+  }
+  node.append(...children);
+  return node;
+}
+
+/* theme ------------------------------------------------------------------------------------------------------- */
+const THEMES = ["system", "light", "dark"];
+const system = matchMedia("(prefers-color-scheme: dark)");
+let theme = localStorage.getItem("m1clip-theme") || "system";
+function applyTheme() {
+  document.documentElement.dataset.theme = theme === "system" ? (system.matches ? "dark" : "light") : theme;
+  $("theme").textContent = `Theme: ${theme}`;
+  document.dispatchEvent(new Event("themechange"));
+}
+function nextTheme() {
+  theme = THEMES[(THEMES.indexOf(theme) + 1) % 3];
+  localStorage.setItem("m1clip-theme", theme);
+  applyTheme();
+}
+const typing = (event) => event.target.matches("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey;
+$("theme").addEventListener("click", nextTheme);
+system.addEventListener("change", applyTheme);
+document.addEventListener("keydown", (event) => { if (event.key === "t" && !typing(event)) nextTheme(); });
+applyTheme();

@@ -1,0 +1,229 @@
+"""Search for `m1clip serve`: results, thumbnails, uploads and marks of one index; files by id, never by path."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+import secrets
+import sqlite3
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from m1clip.data.images import BadImage, decode, one_line
+from m1clip.errors import UserError
+from m1clip.io import read_small, write_bytes
+from m1clip.search.index import DATABASE
+from m1clip.search.query import Filter, Index
+
+THUMBNAIL, LARGE, PREVIEW = 320, 1600, 96  # pixels of the longer side
+MAX_FILE = 2**28  # bytes of an image that is shown
+MAX_UPLOAD = 2**25  # bytes
+MAX_RESULTS = 300
+MAX_TEXT = 1000  # characters
+MAX_GROUPS = 100  # of duplicates that are listed
+UPLOADS = 32  # images to search by that are remembered
+DECODERS = 2  # images decoded at a time: one may take 192 MiB
+NUMBER = re.compile(r"[0-9]{1,12}")
+NOT = re.compile(r'(?:^|\s)-(?:"([^"]+)"|(\w\S*))')  # beach -people -"red car"
+
+Answer = tuple[int, str, bytes]  # status, type, body
+
+
+class Photos:
+    """Answers the requests of the search page. The index may be made, changed or replaced while it is open."""
+
+    def __init__(self, folder: Path | None, model: Path | None = None) -> None:
+        self.token = secrets.token_urlsafe(24)
+        self.max_upload = MAX_UPLOAD
+        self._folder, self._model = folder, model
+        self._lock, self._decoders = threading.Lock(), threading.Semaphore(DECODERS)
+        self._index: Index | None = None
+        self._inode = 0
+        self._folders: tuple[int, list[str], int] = (-1, [], 0)
+        self._uploads: OrderedDict[str, np.ndarray] = OrderedDict()
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[Index]:
+        """The index, for one thread at a time: the encoder and two searches at once would only slow each other."""
+        with self._lock:
+            if self._index is None or _inode(self._index.place) != self._inode:
+                self._index = Index(self._folder, self._model)
+                self._inode = _inode(self._index.place)
+            yield self._index
+
+    def warm_up(self) -> None:
+        """Load the model, so that the first search is fast."""
+        with contextlib.suppress(UserError, OSError, sqlite3.Error), self._opened() as index:
+            index.search("a photo", 1)
+
+    def get(self, path: str, values: dict[str, str]) -> Answer | None:
+        """The answer to a GET request; None if there is nothing at this path."""
+        routes: dict[str, Callable[[dict[str, str]], Any]] = {
+            "/api/library": self._library,
+            "/api/search": self._search,
+            "/api/duplicates": self._duplicates,
+        }
+        if path in routes:
+            return _answer(lambda: routes[path](values))
+        if path not in ("/photo", "/photo/small") or not NUMBER.fullmatch(values.get("id", "")):
+            return None
+        try:
+            return 200, "image/jpeg", self._photo(int(values["id"]), path == "/photo/small")
+        except (UserError, BadImage, OSError, sqlite3.Error):
+            return None
+
+    def post(self, path: str, data: bytes) -> Answer | None:
+        """The answer to a POST request whose token was valid."""
+        if path == "/api/upload":
+            return _answer(lambda: self._upload(data))
+        if path == "/api/mark":
+            return _answer(lambda: self._mark(data))
+        return None
+
+    def _library(self, values: dict[str, str]) -> dict[str, Any]:
+        with self._opened() as index:
+            index.refresh()
+            if self._folders[0] != index.version:
+                self._folders = index.version, index.folders(), len(index)
+            _, folders, images = self._folders
+            progress = index.progress()
+            words = list(index.concepts.names())
+            where, model = str(index.root), os.path.basename(index.model_path)
+        return {
+            "token": self.token,
+            "folder": one_line(where),
+            "model": one_line(model),
+            "images": images,
+            "folders": folders,
+            "words": words,
+            "progress": progress,
+            "max_upload": MAX_UPLOAD,
+        }
+
+    def _search(self, values: dict[str, str]) -> dict[str, Any]:
+        began = time.perf_counter()
+        typed = " ".join(values.get("text", "")[:MAX_TEXT].split())
+        exclude = [quoted or word for quoted, word in NOT.findall(typed)]
+        text = " ".join(NOT.sub(" ", typed).split())
+        names = ("since", "until", "under", "orientation")
+        since, until, under, orientation = (values.get(name) or None for name in names)
+        if orientation not in (None, "landscape", "portrait"):
+            raise UserError(f"orientation {orientation}: give landscape or portrait")
+        where = Filter(since, until, under, orientation)  # type: ignore[arg-type]
+        count = min(int(values["count"]) if NUMBER.fullmatch(values.get("count", "")) else 60, MAX_RESULTS)
+        like: list[Any] = [int(values["like"])] if NUMBER.fullmatch(values.get("like", "")) else []
+        if key := values.get("upload"):
+            if key not in self._uploads:
+                raise UserError("the image to search by is no longer there; drop it again")
+            like.append(self._uploads[key])
+        with self._opened() as index:
+            if text or like or exclude:
+                found = index.search((text,) if text else (), count, like=like, exclude=exclude, where=where)
+            else:
+                found = index.newest(count, where)
+            marks = index.marks(text, [each.id for each in found.nearest]) if text else {}
+        results = [
+            {**asdict(each), "path": one_line(each.path), "copies": len(each.copies), "mark": marks.get(each.id)}
+            for each in found.nearest
+        ]
+        return {
+            "results": results,
+            "matches": len(found.matches),
+            "searched": found.searched,
+            "text": text,
+            "milliseconds": round(1000 * (time.perf_counter() - began), 1),
+        }
+
+    def _duplicates(self, values: dict[str, str]) -> dict[str, Any]:
+        with self._opened() as index:
+            groups = index.duplicates()
+        shown = [[{**asdict(copy), "path": one_line(copy.path)} for copy in group] for group in groups[:MAX_GROUPS]]
+        return {"groups": shown, "total": len(groups)}
+
+    def _photo(self, id_: int, small: bool) -> bytes:
+        """A JPEG of an indexed file, upright and without EXIF data; small ones are kept on disk, by content."""
+        index = self._index
+        if index is None:
+            raise UserError("no index is open")
+        path, sha256 = index.file(id_), index.sha256(id_)
+        name = sha256.hex()
+        cached = index.place / "thumbnails" / name[:2] / f"{name}.jpg"
+        if small:
+            with contextlib.suppress(OSError):
+                return read_small(cached, inside=index.place)
+        data = read_small(path, MAX_FILE, inside=index.root)
+        with self._decoders:
+            jpeg = _jpeg(data, THUMBNAIL if small else LARGE, one_line(path.name))
+        if small and hashlib.sha256(data).digest() == sha256:  # else the file has changed and will be indexed again
+            with contextlib.suppress(OSError):  # a full or read-only disk
+                cached.parent.mkdir(parents=True, exist_ok=True)
+                write_bytes(cached, jpeg, sync=False)
+        return jpeg
+
+    def _upload(self, data: bytes) -> dict[str, str]:
+        with self._decoders:
+            image = decode(data, LARGE, "the dropped file")
+        with self._opened() as index:
+            vector = np.asarray(index.model.encode_image(image), np.float32)[0]
+            key = secrets.token_urlsafe(9)
+            self._uploads[key] = vector
+            while len(self._uploads) > UPLOADS:
+                self._uploads.popitem(last=False)
+        image.thumbnail((PREVIEW, PREVIEW))
+        return {"upload": key, "preview": "data:image/jpeg;base64," + base64.b64encode(_encoded(image)).decode()}
+
+    def _mark(self, data: bytes) -> dict[str, Any]:
+        try:
+            asked = json.loads(data)
+            text, id_, good = asked["text"], asked["id"], asked["good"]
+        except (ValueError, RecursionError, TypeError, KeyError):
+            raise UserError("a mark is {text, id, good}") from None
+        if not (
+            isinstance(text, str) and 0 < len(text) <= MAX_TEXT and type(id_) is int and good in (True, False, None)
+        ):
+            raise UserError("a mark is {text, id, good}")
+        with self._opened() as index:
+            index.mark(text, id_, good)
+        return {}
+
+
+def _answer(work: Callable[[], Any]) -> Answer:
+    try:
+        code, value = 200, work()
+    except (UserError, BadImage) as error:
+        code, value = 400, {"error": one_line(str(error))}
+    except (OSError, OverflowError, UnicodeError, sqlite3.Error) as error:
+        code, value = 500, {"error": one_line(f"the index cannot be read: {error}")}
+    return code, "application/json", json.dumps(value, separators=(",", ":")).encode()
+
+
+def _inode(place: Path) -> int:
+    try:
+        return os.stat(place / DATABASE).st_ino
+    except OSError:
+        return -1
+
+
+def _jpeg(data: bytes, side: int, where: str) -> bytes:
+    image = decode(data, side, where)
+    image.thumbnail((side, side), Image.Resampling.LANCZOS)
+    return _encoded(image)
+
+
+def _encoded(image: Image.Image) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, "JPEG", quality=82)
+    return stream.getvalue()

@@ -1,0 +1,306 @@
+"""Search over HTTP: what a page of this machine may ask and change, and what no request ever receives."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from image_sets import image
+from photos import make_photos, save_model
+from PIL import Image
+
+from m1clip.search.index import update_index
+from m1clip.search.query import Index
+from m1clip.web import server as server_module
+from m1clip.web.photos import Photos
+from m1clip.web.server import Server, Store
+
+HOSTILE = "<img src=x onerror=alert(1)>\u202e.jpg"
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight photos, one with a hostile name and one that is stored sideways; and a secret beside them."""
+    folder = tmp_path_factory.mktemp("library")
+    photos = make_photos(folder / "photos", 8)
+    image(50).save(photos / HOSTILE)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees
+    image(51, (90, 60)).save(photos / "sideways.jpg", exif=exif)
+    image(99).save(folder / "secret.jpg")
+    update_index(photos, save_model(folder / "model"))
+    return photos
+
+
+@pytest.fixture
+def server(library: Path) -> Iterator[Server]:
+    made = Server(Store([]), 0, Photos(library))
+    thread = threading.Thread(target=made.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    yield made
+    made.shutdown()
+    made.server_close()
+    thread.join(timeout=10)
+
+
+def ask(server: Server, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request("GET" if body is None else "POST", path, body, headers)
+    answer = connection.getresponse()
+    data = answer.read()
+    connection.close()
+    return answer.status, data, dict(answer.getheaders())
+
+
+def read(server: Server, path: str, **values: Any) -> dict[str, Any]:
+    status, body, _ = ask(server, f"{path}?{urlencode(values)}")
+    assert status == 200, body
+    return dict(json.loads(body, parse_constant=pytest.fail))
+
+
+def post(server: Server, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+    status, data, _ = ask(server, path, body, X_M1clip_Token=read(server, "/api/library")["token"])
+    return status, json.loads(data)
+
+
+def ids(server: Server) -> dict[str, int]:
+    return {each["path"]: each["id"] for each in read(server, "/api/search")["results"]}
+
+
+def opened(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data))
+
+
+def test_page_library_and_results(server: Server, library: Path) -> None:
+    for page, title in (("/", b"<title>m1clip search"), ("/runs", b"<title>m1clip monitor")):
+        assert title in ask(server, page)[1]
+    facts = read(server, "/api/library")
+    assert (facts["images"], facts["folders"], facts["progress"]) == (10, ["a", "b"], None)
+    found = read(server, "/api/search", text="a red dog")
+    same = Index(library).search("a red dog", 60)
+    assert [each["id"] for each in found["results"]] == [each.id for each in same.nearest]
+    assert found["matches"] == len(same.matches)
+    assert {each["path"][0] for each in read(server, "/api/search", text="dog", under="a")["results"]} == {"a"}
+    assert read(server, "/api/search", text="dog", since="2999")["results"] == []
+    excluded = read(server, "/api/search", text='dog -"a beach" -night')
+    expected = Index(library).search(("dog",), 60, exclude=["a beach", "night"])
+    assert [each["id"] for each in excluded["results"]] == [each.id for each in expected.nearest]
+    number = ids(server)["sideways.jpg"]
+    assert read(server, "/api/search", like=number)["results"][0]["id"] == number
+    assert json.loads(ask(server, "/api/search?since=tomorrow")[1])["error"].startswith("--since tomorrow")
+
+
+def test_thumbnails_are_upright_bounded_without_exif_and_made_once(server: Server, library: Path) -> None:
+    number = ids(server)["sideways.jpg"]
+    status, small, headers = ask(server, f"/photo/small?id={number}")
+    assert (status, headers["Content-Type"], opened(small).size) == (200, "image/jpeg", (60, 90))
+    assert not opened(small).getexif()
+    assert opened(ask(server, f"/photo?id={number}")[1]).size == (60, 90)
+    (library / "sideways.jpg").rename(library / "away")
+    try:
+        assert ask(server, f"/photo/small?id={number}")[1] == small  # from the cache
+        assert ask(server, f"/photo?id={number}")[0] == 404
+    finally:
+        (library / "away").rename(library / "sideways.jpg")
+
+
+def test_only_indexed_files_inside_the_folder_are_served(server: Server, library: Path) -> None:
+    number = ids(server)["a/0000.jpg"]
+    for value in ("../secret.jpg", "0", "-1", "999999999999", "1e3", "²", "", f"{number}/../../secret.jpg"):
+        assert ask(server, f"/photo?{urlencode({'id': value})}")[0] == 404, value
+    for path in ("/secret.jpg", "/photo/../secret.jpg", "/a/0000.jpg", "/.m1clip-index/index.sqlite", "/photo"):
+        assert ask(server, path)[0] == 404, path
+    folder, aside = library / "a", library / "aside"
+    folder.rename(aside)
+    outside = library.parent / "outside"
+    outside.mkdir()
+    shutil.copy(library.parent / "secret.jpg", outside / "0000.jpg")
+    try:
+        folder.symlink_to(outside)  # the folder was replaced by a link after indexing
+        assert ask(server, f"/photo?id={number}")[0] == 404
+        assert ask(server, f"/photo/small?id={number}")[0] == 404
+    finally:
+        folder.unlink()
+        aside.rename(folder)
+        shutil.rmtree(outside)
+    assert ask(server, f"/photo?id={number}")[0] == 200
+
+
+def test_names_are_text_without_control_characters(server: Server) -> None:
+    (path,) = (path for path in ids(server) if path.startswith("<img"))
+    assert path == "<img src=x onerror=alert(1)>\\u202e.jpg"
+    scripts = [ask(server, f"/{name}")[1].decode() for name in ("search.js", "common.js", "search.html")]
+    assert all(
+        word not in text for text in scripts for word in ("innerHTML", "insertAdjacent", "document.write", "eval(")
+    )
+
+
+def test_changes_need_the_token_and_a_page_of_this_machine(server: Server) -> None:
+    mark = json.dumps({"text": "token", "id": ids(server)["a/0000.jpg"], "good": True}).encode()
+    token = read(server, "/api/library")["token"]
+    for headers in (
+        {},
+        {"X_M1clip_Token": "x" + token[1:]},
+        {"X_M1clip_Token": "ü"},
+        {"X_M1clip_Token": token, "Host": "evil.example"},
+        {"X_M1clip_Token": token, "Origin": "https://evil.example"},
+        {"X_M1clip_Token": token, "Sec_Fetch_Site": "cross-site"},
+    ):
+        for path in ("/api/mark", "/api/upload"):
+            assert ask(server, path, mark, **headers)[0] == 403, headers
+    for path in ("/api/library", "/api/search", "/photo?id=1"):
+        assert ask(server, path, Host="evil.example")[0] == ask(server, path, Origin="null")[0] == 403
+    assert "token" not in read(server, "/api/library")["words"]
+    assert ask(server, "/api/mark", mark, X_M1clip_Token=token)[0] == 200
+    assert "token" in read(server, "/api/library")["words"]
+    assert ask(server, "/api/other", mark, X_M1clip_Token=token)[0] == 404
+
+
+def test_marks_change_the_ranking_at_once_and_can_be_removed(server: Server) -> None:
+    def places() -> list[int]:
+        return [each["id"] for each in read(server, "/api/search", text="red beach")["results"]]
+
+    def mark(id_: int, good: bool | None) -> None:
+        assert post(server, "/api/mark", json.dumps({"text": "red beach", "id": id_, "good": good}).encode())[0] == 200
+
+    before = places()
+    mark(before[0], False)
+    assert places().index(before[0]) > 0
+    mark(before[0], None)
+    assert places() == before
+    mark(before[-1], True)
+    assert places()[0] == before[-1]
+    (marked,) = (each for each in read(server, "/api/search", text="Red  beach")["results"] if each["mark"] is not None)
+    assert (marked["id"], marked["mark"]) == (before[-1], True)
+    mark(before[-1], None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.one_of(
+        st.binary(max_size=200),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3)
+        ).map(lambda value: json.dumps({"text": value, "id": value, "good": value}).encode()),
+    )
+)
+def test_any_other_body_is_an_error_of_one_line(shared: Photos, body: bytes) -> None:
+    for path in ("/api/mark", "/api/upload"):
+        answer = shared.post(path, body)
+        assert answer is not None
+        assert answer[0] == 400
+        assert "\n" not in json.loads(answer[2])["error"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(["text", "since", "until", "under", "orientation", "like", "upload", "count"]), st.text()
+    )
+)
+def test_any_query_is_answered(shared: Photos, values: dict[str, str]) -> None:
+    answer = shared.get("/api/search", values)
+    assert answer is not None
+    assert answer[0] in (200, 400)
+
+
+@pytest.fixture(scope="module")
+def shared(library: Path) -> Photos:
+    return Photos(library)
+
+
+def test_uploads_are_bounded_in_bytes_pixels_and_number(server: Server, library: Path) -> None:
+    status, made = post(server, "/api/upload", (library / "sideways.jpg").read_bytes())
+    assert status == 200
+    found = read(server, "/api/search", upload=made["upload"])["results"]
+    assert found[0]["path"] == "sideways.jpg"
+    assert made["preview"].startswith("data:image/jpeg;base64,")
+    huge = io.BytesIO()
+    Image.new("1", (70_000, 1000)).save(huge, "PNG")  # 70 megapixels in a few bytes
+    status, error = post(server, "/api/upload", huge.getvalue())
+    assert (status, "megapixels" in error["error"]) == (400, True)
+    token = read(server, "/api/library")["token"]
+    lines = ["POST /api/upload HTTP/1.1", "Host: localhost", f"X-M1clip-Token: {token}"]
+    for length in (str(2**25 + 1), "-1", "1e3", ""):
+        with connect(server) as client:
+            client.sendall("\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode())
+            assert client.recv(100).startswith(b"HTTP/1.1 413 "), length
+    for _ in range(40):
+        post(server, "/api/upload", (library / "a" / "0000.jpg").read_bytes())
+    status, body, _ = ask(server, f"/api/search?upload={made['upload']}")
+    assert (status, json.loads(body)["error"]) == (400, "the image to search by is no longer there; drop it again")
+
+
+def connect(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=20)
+
+
+def test_slow_uploads_do_not_stop_the_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "UPLOAD_SECONDS", 0.5)
+    token = read(server, "/api/library")["token"]
+    head = f"POST /api/upload HTTP/1.1\r\nHost: localhost\r\nX-M1clip-Token: {token}\r\nContent-Length: 1000\r\n\r\n"
+    slow = [connect(server) for _ in range(server_module.UPLOADS)]
+    for client in slow:
+        client.sendall(head.encode())
+    deadline = time.monotonic() + 20
+    while ask(server, "/api/upload", b"x", X_M1clip_Token=token)[0] != 503:  # until all four are being received
+        assert time.monotonic() < deadline
+    assert read(server, "/api/search", text="dog")["results"]
+    time.sleep(0.6)
+    for client in slow:
+        client.sendall(b"x")
+        assert client.recv(100).startswith(b"HTTP/1.1 404 ")
+        client.close()
+    assert ask(server, "/api/upload", b"x", X_M1clip_Token=token)[0] == 400
+
+
+def test_index_that_is_made_or_replaced_while_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    photos, served = make_photos(tmp_path / "photos", 2), Photos(tmp_path / "photos")
+
+    def images() -> Any:
+        answer = served.get("/api/library", {})
+        assert answer is not None
+        return json.loads(answer[2]).get("images", json.loads(answer[2]).get("error"))
+
+    assert "not indexed yet; run: m1clip index" in images()
+    model = save_model(tmp_path / "model")
+    update_index(photos, model)
+    assert images() == 2
+    image(7).save(photos / "new.png")
+    update_index(photos)
+    assert images() == 3
+    shutil.rmtree(photos / ".m1clip-index")
+    (photos / "new.png").unlink()
+    update_index(photos, model)
+    assert images() == 2
+
+
+def test_progress_of_a_running_indexer_is_reported(library: Path) -> None:
+    seen = []
+    update_index(library, progress=lambda done, total: None)
+    index = Index(library)
+    assert index.progress() is None
+    image(70).save(library / "one-more.png")
+
+    def during(done: int, total: int) -> None:
+        seen.append((done, total))
+
+    update_index(library, progress=during)
+    assert seen == [(0, 1), (1, 1)]
+    assert Index(library).progress() is None  # finished
+    (library / "one-more.png").unlink()
+    update_index(library)
