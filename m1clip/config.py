@@ -266,8 +266,8 @@ class TransferConfig(Section):
 
     recipe: Annotated[Literal["auto", "frozen", "finetune", "scratch"], Parameter(group=COMMON)] = "auto"
     "auto: by the data; frozen: heads on pretrained towers; finetune: then unfreeze them; scratch: random weights."
-    image_tower: str = "efficientnet-lite0"
-    "Pretrained image tower: efficientnet-lite0, or a transformers model (folder or hub name); vit: train from scratch."
+    image_tower: str = "efficientnet-lite0+lite2"
+    "Pretrained image tower: efficientnet-lite0, -lite2, -lite0+lite2, a transformers model (folder or hub), or vit."
     text_tower: str = "minilm"
     "Pretrained text tower: minilm, or a transformers model (folder or hub name); text: train from scratch."
     download: bool = False

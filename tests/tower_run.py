@@ -11,7 +11,7 @@ from small_run import small_config, small_options
 
 from m1clip.config import Config
 from m1clip.model import pretrained
-from m1clip.model.pretrained import BertSize, BertTower, EfficientNetLite0
+from m1clip.model.pretrained import BertSize, BertTower, EfficientNetLite
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *LETTERS, ",", ".", *(f"##{c}" for c in LETTERS)]
@@ -20,7 +20,7 @@ PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *LETTERS, ",", ".", *(f"##{c}" for
 def patch_towers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the weights of the two packages with random ones."""
     torch.manual_seed(0)
-    image = EfficientNetLite0().state_dict()
+    image = EfficientNetLite().state_dict()
     for weight in (tensor for tensor in image.values() if tensor.ndim == 4):
         torch.nn.init.kaiming_normal_(weight)  # with torch's default initialization the signal would vanish
     # As deep as MiniLM, but narrow: saving a full-size one would take most of the test's time.
@@ -34,7 +34,12 @@ def patch_towers(monkeypatch: pytest.MonkeyPatch) -> None:
 def frozen_changes(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     """Changes to the small run for the frozen recipe; features are cached in `tmp_path`."""
     sizes = {"data.train_count": 40, "train.batch_size": 16, "train.save_every": 3, "train.steps": 6}
-    frozen = {"transfer.recipe": "frozen", "model.embed_dim": 16, "optim.optimizer": "adamw"}
+    frozen = {
+        "transfer.recipe": "frozen",
+        "transfer.image_tower": "efficientnet-lite0",
+        "model.embed_dim": 16,
+        "optim.optimizer": "adamw",
+    }
     return {**frozen, **sizes, "data.cache_dir": str(tmp_path / "cache"), **changes}
 
 

@@ -9,6 +9,8 @@ from m1clip.model.layers import linear
 from m1clip.model.presets import HeadConfig
 
 DEAD_CHANNEL = 0.01  # of the median deviation
+LARGEST = 8.0  # of a standardized feature; larger ones are outliers
+FEATURE_DROPOUT = 0.4  # of the hidden layer's
 
 
 def build_head(config: HeadConfig, width: int, embed_dim: int) -> Projection | Head:
@@ -47,15 +49,18 @@ class Head(nn.Module):
         self.down = nn.Linear(config.hidden, outputs)
 
     def forward(self, features: Tensor) -> Tensor:
-        """The features have a third of the hidden layer's dropout."""
-        x = (features.float() - self.mean).mul_(1 / self.deviation)
-        x = self._dropped(x, self.dropout / 3)
+        """The features have less dropout than the hidden layer."""
+        x = self._dropped(self.standardized(features), FEATURE_DROPOUT * self.dropout)
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))  # once: autocast would do it for each product
         hidden = self._dropped(linear(x, self.up.weight, self.up.bias, gelu=True), self.dropout)
         projected = linear(x, self.project.weight, self.project.bias)
         return linear(hidden, self.down.weight, self.down.bias, residual=projected)
+
+    def standardized(self, features: Tensor) -> Tensor:
+        """The features with mean 0 and deviation 1 on the training set, without outliers."""
+        return (features.float() - self.mean).mul_(1 / self.deviation).clamp_(-LARGEST, LARGEST)
 
     def _dropped(self, x: Tensor, p: float) -> Tensor:
         """Dropout in steps of 1/256: one random number serves eight elements, where torch draws one for each."""

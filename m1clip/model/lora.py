@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from m1clip.errors import UserError
+from m1clip.model.pretrained import SideBySide
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 ALL = -1
@@ -20,6 +21,12 @@ ADDED = ".parametrizations.weight.0."
 
 def layer_groups(tower: nn.Module) -> list[NamedParameters]:
     """The parameters from the input to the output: [before the blocks, block 1, ..., block n, after the blocks]."""
+    if isinstance(tower, SideBySide):  # the same depth of both
+        sides = [layer_groups(part) for part in (tower.first, tower.second)]
+        return [
+            [(f"{part}.{name}", p) for part, group in zip(("first", "second"), depth, strict=True) for name, p in group]
+            for depth in zip(*sides, strict=True)
+        ]
     found = find_blocks(tower)
     if found is None:
         return [[], list(tower.named_parameters())]  # no blocks: one group

@@ -135,7 +135,9 @@ class TextTowerConfig(_Transformer):
 class PretrainedImageConfig(_Part):
     """A third-party image tower."""
 
-    kind: Literal["efficientnet-lite0", "transformers"] = "efficientnet-lite0"
+    kind: Literal["efficientnet-lite0", "efficientnet-lite2", "efficientnet-lite0+lite2", "transformers"] = (
+        "efficientnet-lite0"
+    )
     name: str = "efficientnet-lite0"  # as the user gave it
     settings: str = ""  # JSON from which the library builds it
     image_size: int = 224
@@ -143,8 +145,8 @@ class PretrainedImageConfig(_Part):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fits = not self.builtin or self.image_size % 32 == 0
-        _check(fits, f"{self.kind} takes images whose side is a multiple of 32, not {self.image_size}")
+        fits = not self.builtin or self.image_size >= 32
+        _check(fits, f"{self.kind} takes images of at least 32 pixels, not {self.image_size}")
 
     @property
     def builtin(self) -> bool:

