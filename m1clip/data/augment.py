@@ -7,7 +7,9 @@ batched matrix products, with one matrix per sample.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,11 +69,17 @@ def render(pixels: Tensor, views: Tensor | None, preprocess: Preprocess) -> Tens
     `views` are those of `draw_views`; None shows each image in full. Under autocast the two products run in its
     precision, whose rounding error is similar to that of 8-bit pixels.
     """
+    constants = (lambda function, *of: function(*of)) if pixels.device.type == "cpu" else _sent
+    if views is None and pixels.shape[1] == preprocess.image_size:
+        # One pass over rows of pixels; the channels stay last in memory, as convolutions want them.
+        scale, shift = constants(_scale_and_shift, preprocess, pixels.device)
+        rows = torch.addcmul(shift, pixels.flatten(2).float(), scale)
+        return rows.view(pixels.shape).permute(0, 3, 1, 2)
     x = pixels.permute(0, 3, 1, 2).contiguous()  # (n, 3, side, side), while they are bytes
     if views is not None:
         views = views.to(x.device)
         x = _resample(x, views, preprocess.image_size)
-    elif pixels.shape[1] != preprocess.image_size:
+    else:
         x = _resample(x, same_view(len(x)).to(x.device), preprocess.image_size)
     x = x.float() / 255
     if views is not None:
@@ -79,16 +87,26 @@ def render(pixels: Tensor, views: Tensor | None, preprocess: Preprocess) -> Tens
         middle = x.mean(dim=(1, 2, 3), keepdim=True)
         # ((x * b) - (middle * b)) * c + middle * b, in one pass over the pixels
         x = x.mul_(brightness * contrast).add_(middle * brightness * (1 - contrast)).clamp_(0, 1)
-    constants = _channels if x.device.type == "cpu" else _sent_channels
-    return x.sub_(constants(preprocess.mean, x.device)).div_(constants(preprocess.std, x.device))
+    return x.sub_(constants(_channels, preprocess.mean, x.device)).div_(constants(_channels, preprocess.std, x.device))
 
 
 def _channels(values: tuple[float, float, float], device: torch.device) -> Tensor:
     return torch.tensor(values, device=device).view(1, 3, 1, 1)
 
 
-# Copied to a device once: a copy synchronizes, and cannot be part of a CUDA graph.
-_sent_channels = functools.lru_cache(maxsize=8)(_channels)
+def _scale_and_shift(preprocess: Preprocess, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(size * 3,) each: bytes of a row of pixels times the first plus the second are normalized."""
+    mean, std = (
+        torch.tensor(values, device=device).repeat(preprocess.image_size)
+        for values in (preprocess.mean, preprocess.std)
+    )
+    return 1 / (255 * std), -mean / std
+
+
+@functools.lru_cache(maxsize=8)
+def _sent(function: Callable[..., Any], *of: Any) -> Any:
+    """Constants that are copied to a device once: a copy synchronizes, and cannot be part of a CUDA graph."""
+    return function(*of)
 
 
 def _resample(x: Tensor, views: Tensor, size: int) -> Tensor:
