@@ -87,10 +87,10 @@ def peak_memory(model: str, images: list[str]) -> None:
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
-def timed(command: list[str]) -> tuple[float, str]:
-    """Wall seconds of a command, and its output."""
+def timed(command: list[str], folder: Path) -> tuple[float, str]:
+    """Wall seconds of a command that is run in a folder, and its output."""
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, cwd=folder)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
     return time.perf_counter() - start, done.stdout
@@ -125,7 +125,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     turns = [("m1clip", job) for job in ("images", "texts", "image", "text")] + [("tiny", "images")]
     if find_spec("onnxruntime") is not None:
         models["onnxruntime"] = str(folder / "onnx")
-        timed(["-m", "m1clip", "export", options.model, "--to", "onnx", "--out", models["onnxruntime"]])
+        timed(["-m", "m1clip", "export", options.model, "--to", "onnx", "--out", models["onnxruntime"]], folder)
         turns = [
             (side, job)
             for job in counts
@@ -152,9 +152,11 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             ratios = [own / theirs for own, theirs in zip(ours, values, strict=True)]
             result["ratios"][job] = dataclasses.asdict(timing(ratios))
     evaluate = ["-m", "m1clip", "eval", options.model, "--data", options.data]
-    timed(evaluate)  # decodes the images into the cache
-    result["evaluation_seconds"] = dataclasses.asdict(timing([timed(evaluate)[0] for _ in range(3)]))
-    result["peak_bytes"] = int(timed([__file__, options.model, str(inputs), "--memory"])[1])
+    timed(evaluate, folder)  # decodes the images into the cache
+    result["evaluation_seconds"] = dataclasses.asdict(timing([timed(evaluate, folder)[0] for _ in range(3)]))
+    result["peak_bytes"] = int(
+        timed([str(Path(__file__).resolve()), options.model, str(inputs), "--memory"], folder)[1]
+    )
     return result
 
 
@@ -163,8 +165,8 @@ WORDS = {
     "texts": "captions to vectors, texts per second",
     "image": "one image at a time, per second",
     "text": "one text at a time, per second",
-    "ready images": "the same, onnxruntime on images that are already decoded",
-    "padded texts": f"the same, onnxruntime on texts padded to {CONTEXT_TOKENS} tokens",
+    "ready images": "images per second, onnxruntime on images that are already decoded",
+    "padded texts": f"texts per second, onnxruntime on texts padded to {CONTEXT_TOKENS} tokens",
 }
 
 
@@ -207,6 +209,7 @@ def main() -> None:
     parser.add_argument("--side", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.model, options.data = (os.path.abspath(each) for each in (options.model, options.data))
     if options.side:
         answer(options.model, Path(options.data))
     elif options.memory:
