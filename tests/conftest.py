@@ -65,6 +65,14 @@ def _clean_process() -> Iterator[None]:
         Command.started.pop().send_signal(signal.SIGKILL, group=True)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _short_timings() -> None:
+    """An export measures speeds for seconds; in a test one round will do."""
+    from m1clip.export import parity
+
+    parity.TIMING_SECONDS = 0.0
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Collect the counts; with xdist, this runs in the main process."""
     if report.when == "call" and report.user_properties:

@@ -204,13 +204,23 @@ def similar(
 
 
 @app.command
-def export(model: Path, /, *, to: Target = "onnx", out: Path | None = None, image_size: Count | None = None) -> None:
+def export(
+    model: Path,
+    /,
+    *,
+    to: Target = "onnx",
+    out: Path | None = None,
+    source: Annotated[tuple[str, ...], Parameter(name="--data", negative="", show_default=False)] = (),
+    image_size: Count | None = None,
+    force: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+) -> None:
     """Write a model in the format of another program, or convert one to m1clip's own.
 
     m1clip export runs/demo --to onnx writes image.onnx and text.onnx with all that they need, for any model: python
     FOLDER/example.py photo.jpg "a dog" uses them without torch. --to openclip writes a folder for
     open_clip.create_model("local-dir:FOLDER"), --to hf one for transformers' CLIPModel.from_pretrained, --to
-    safetensors m1clip's own model folder.
+    safetensors m1clip's own model folder. What was written is compared with the original, on the validation images of
+    the run or of --data, and is deleted if it differs.
 
     Parameters
     ----------
@@ -220,14 +230,18 @@ def export(model: Path, /, *, to: Target = "onnx", out: Path | None = None, imag
         The format to write.
     out
         The new folder; default: MODEL-onnx for --to onnx, and so on.
+    source
+        Data whose val split the models are compared on; default: the data of the run, else synthetic images.
     image_size
         Convert for another image size: learned position embeddings are interpolated.
+    force
+        Keep the export even if it differs from the original.
     """
     from m1clip.export.layouts import export as write
     from m1clip.training.progress import Screen
+    from m1clip.training.run import decode_plan
 
     screen = Screen()
     folder = out or model.with_name(f"{model.stem if model.is_file() else model.name}-{to}")
-    for note in write(model, to, folder, image_size, screen.say):
-        screen.say(f"note       {note}")
+    write(model, to, folder, image_size, source, force, screen.say, decode_plan(screen))
     screen.say(f"exported   {folder}")

@@ -121,15 +121,8 @@ class Evaluator:
     def encode(self) -> SplitFeatures:
         """Vectors of every image and caption of the split."""
         if isinstance(self.model, OnnxModel):
-            return self._encode_onnx(self.model)
+            return encode_split_onnx(self.model, self.data)
         return encode_split(self.model, self.data)
-
-    def _encode_onnx(self, model: OnnxModel) -> SplitFeatures:
-        images, captions = self.data.images, self.data.captions
-        rows = np.arange(len(images))
-        blocks = [model.pixels(images.read(rows[at : at + ONNX_BATCH])) for at in range(0, len(rows), ONNX_BATCH)]
-        text = model.tokens(captions.tokens, captions.lengths, 4 * ONNX_BATCH)
-        return split_features(torch.from_numpy(np.concatenate(blocks)), torch.from_numpy(text), captions)
 
     def scores(self, features: SplitFeatures) -> Scores:
         """Retrieval; for synthetic images also the accuracy against negative captions."""
@@ -215,6 +208,16 @@ class Evaluator:
         """The captions with the worst confusions, each with a caption of the image it retrieved."""
         worst = confusions(*features[:4], limit=CONFUSIONS)
         return [[caption_text(self.data, each.caption), self.data.samples[each.found].captions[0]] for each in worst]
+
+
+def encode_split_onnx(model: OnnxModel, split: Split, image_rows: int | None = None) -> SplitFeatures:
+    """`encode_split` for a model in onnxruntime."""
+    captions = split.captions
+    rows = np.arange(len(split.images) if image_rows is None else image_rows)
+    texts = int(captions.first[len(rows)])
+    blocks = [model.pixels(split.images.read(rows[at : at + ONNX_BATCH])) for at in range(0, len(rows), ONNX_BATCH)]
+    text = model.tokens(captions.tokens[:texts], captions.lengths[:texts], 4 * ONNX_BATCH)
+    return split_features(torch.from_numpy(np.concatenate(blocks)), torch.from_numpy(text), captions)
 
 
 def caption_text(data: Split, caption: int) -> str:

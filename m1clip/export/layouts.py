@@ -6,9 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from m1clip.data.cache import DecodePlan
 from m1clip.errors import UserError
+from m1clip.evaluation.evaluate import quiet_decoding
 from m1clip.export import Target
 from m1clip.export.onnx import write_onnx
+from m1clip.export.parity import compare, open_examples, report_table
+from m1clip.hardware.facts import Facts
+from m1clip.inference import load
+from m1clip.inference.encoder import Model
 from m1clip.io import atomic_folder, write_json, write_text
 from m1clip.model.convert import HUGGING_FACE, OPENCLIP, check_expressible, hf_config, openclip_config, to_theirs
 from m1clip.model.folder import (
@@ -26,18 +32,54 @@ from m1clip.model.weights import POSITIONS, replace_tokens, write_tensors
 from m1clip.text.bpe import BpeTokenizer, hugging_face_files, row_sources
 
 Say = Callable[[str], None]
+REPORT = "export.json"
 Writer = Callable[[Path, SavedModel, Say], list[str]]  # writes into the folder and returns notes for the user
 
 
-def export(
-    model: Path, to: Target, folder: Path, image_size: int | None = None, say: Say = lambda line: None
-) -> list[str]:
-    """Write the model to a new folder, which appears when it is complete; returns notes for the user."""
+def convert(
+    saved: SavedModel,
+    to: Target,
+    folder: Path,
+    say: Say = lambda line: None,
+    check: Callable[[Path], None] = lambda partial: None,
+) -> None:
+    """Write a model to a new folder, which appears when it is complete and `check` did not raise."""
     if folder.exists():
         raise UserError(f"{folder}: already exists; choose another --out, or delete it first")
-    saved = read_model(model).resized(image_size)
     with atomic_folder(folder) as partial:
-        return WRITERS[to](partial, saved, say)
+        for note in WRITERS[to](partial, saved, say):
+            say(f"note       {note}")
+        check(partial)
+
+
+def export(
+    path: Path,
+    to: Target,
+    folder: Path,
+    image_size: int | None = None,
+    data: tuple[str, ...] = (),
+    force: bool = False,
+    say: Say = lambda line: None,
+    decoding: Callable[[Facts], DecodePlan] = quiet_decoding,
+) -> None:
+    """Convert a model, compare the result with the original and write the comparison to export.json.
+
+    UserError, and no folder, if the result differs, unless `force`.
+    """
+    saved = read_model(path).resized(image_size)
+    original = Model(saved.build(), saved.tokenizer, saved.preprocess, "fp32")
+    examples = open_examples(path, data, original, decoding)
+
+    def check(partial: Path) -> None:
+        say("comparing  with the original")
+        models, folders = {"torch": original, to: load(partial, precision="fp32")}, {"torch": Path(saved.where), to: partial}
+        record = {"format": 1, "to": to, "model": str(path), **compare(models, folders, examples, exact=True)}
+        say(f"\n{report_table(record)}\n")
+        if record["failures"] and not force:
+            raise UserError(f"not exported: {'; '.join(record['failures'])}. --force writes it anyway")
+        write_json(partial / REPORT, record)
+
+    convert(saved, to, folder, say, check)
 
 
 def _write_own(folder: Path, saved: SavedModel, say: Say) -> list[str]:

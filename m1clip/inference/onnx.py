@@ -148,6 +148,7 @@ def _session(path: Path, kind: str, shape: list[int | None], embed_dim: int, thr
         raise UserError("an ONNX folder needs onnxruntime: pip install 'm1clip[export]'") from None
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # would take the cores from others
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # noqa: BLE001  its errors have no common class

@@ -22,9 +22,10 @@ import m1clip
 from m1clip.cli.main import main
 from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
-from m1clip.export.layouts import export
+from m1clip.export.layouts import convert
 from m1clip.inference.encoder import Model
 from m1clip.inference.onnx import OnnxModel
+from m1clip.model.folder import read_model
 from m1clip.text.tokenizers import make_tokenizer, wordpiece_tokenizer
 
 onnx = pytest.importorskip("onnx", reason="needs the extra `export`")
@@ -188,5 +189,5 @@ def test_interrupted_export_leaves_no_folder(trained: Path, tmp_path: Path) -> N
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        export(trained, "onnx", tmp_path / "out", say=interrupt)
+        convert(read_model(trained), "onnx", tmp_path / "out", interrupt)
     assert list(tmp_path.iterdir()) == []

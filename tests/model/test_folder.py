@@ -13,8 +13,9 @@ from tiny_model import tiny_clip, tiny_config
 import m1clip
 from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
-from m1clip.export.layouts import export
+from m1clip.export.layouts import convert
 from m1clip.inference.encoder import Model
+from m1clip.model.folder import read_model
 from m1clip.model.presets import with_fields
 from m1clip.text.bpe import BpeTokenizer
 from m1clip.text.tokenizers import CharTokenizer, make_tokenizer
@@ -40,7 +41,7 @@ def trained() -> Model:
 def exported(trained: Model, tmp_path: Path) -> dict[str, Path]:
     trained.save(tmp_path / "ours")
     for to in ("openclip", "hf"):
-        export(tmp_path / "ours", to, tmp_path / to)  # type: ignore[arg-type]
+        convert(read_model(tmp_path / "ours"), to, tmp_path / to)  # type: ignore[arg-type]
     return {to: tmp_path / to for to in ("openclip", "hf")}
 
 
@@ -129,7 +130,7 @@ def test_unsupported_architecture_is_named(openclip: Path, change: dict[str, obj
 
 def test_export_with_another_image_size(trained: Model, tmp_path: Path) -> None:
     trained.save(tmp_path / "ours")
-    export(tmp_path / "ours", "openclip", tmp_path / "larger", image_size=48)
+    convert(read_model(tmp_path / "ours").resized(48), "openclip", tmp_path / "larger")
     larger = m1clip.load(tmp_path / "larger")
     assert larger.clip.config == with_fields(SHAPE, image_size=48)
     torch.testing.assert_close(
@@ -143,7 +144,8 @@ def test_export_expands_cut_vocabulary_and_keeps_features(tmp_path: Path) -> Non
     model = tiny_clip(**FULL | {"vocab_size": tokenizer.vocab_size}, positions="sincos", eot_id=tokenizer.eot_id)
     small = Model(model.eval(), tokenizer, Preprocess(image_size=32))
     small.save(tmp_path / "small")
-    notes = export(tmp_path / "small", "hf", tmp_path / "full")
+    notes: list[str] = []
+    convert(read_model(tmp_path / "small"), "hf", tmp_path / "full", notes.append)
     assert "grew from" in notes[0]
     full = m1clip.load(tmp_path / "full")
     assert full.tokenizer.vocab_size == 49408
@@ -155,12 +157,12 @@ def test_export_of_unsupported_model_is_rejected(trained: Model, tmp_path: Path)
     odd = tiny_clip(**FULL, pooling="mean", projection_bias=True)
     Model(odd, trained.tokenizer, trained.preprocess).save(tmp_path / "odd")
     with pytest.raises(UserError, match="support pooling mean, projection_bias True"):
-        export(tmp_path / "odd", "hf", tmp_path / "out")
+        convert(read_model(tmp_path / "odd"), "hf", tmp_path / "out")
     letters = CharTokenizer("abc ")
     character = tiny_clip(vocab_size=letters.vocab_size, eot_id=letters.eot_id)
     Model(character, letters, trained.preprocess).save(tmp_path / "char")
     with pytest.raises(UserError, match="character tokenizer"):
-        export(tmp_path / "char", "openclip", tmp_path / "out")
+        convert(read_model(tmp_path / "char"), "openclip", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match="already exists"):
-        export(tmp_path / "char", "safetensors", tmp_path / "odd")
+        convert(read_model(tmp_path / "char"), "safetensors", tmp_path / "odd")

@@ -26,10 +26,11 @@ import inputs
 
 from m1clip.data.augment import render
 from m1clip.data.images import Preprocess, to_square
-from m1clip.export.layouts import export
+from m1clip.export.layouts import convert
 from m1clip.inference.encoder import Model, load
 from m1clip.model.clip import build_clip
 from m1clip.model.convert import hf_config, openclip_config
+from m1clip.model.folder import read_model
 from m1clip.model.presets import PRESETS, CLIPConfig, with_fields
 from m1clip.text.bpe import BpeTokenizer
 
@@ -132,7 +133,7 @@ def check(python: str, name: str, kind: str, work: Path) -> list[dict[str, Any]]
         found["openclip .pt -> m1clip"] = differences(ours_encoded(load(work / "theirs" / "epoch_1.pt")), theirs)
     ours = filled(shape, kind)
     ours.save(work / "ours")
-    export(work / "ours", kind, work / "export")  # type: ignore[arg-type]
+    convert(read_model(work / "ours"), kind, work / "export")  # type: ignore[arg-type]
     found[f"m1clip -> {kind}"] = differences(ours_encoded(ours), encoded(python, kind, work / "export"))
     version = str(theirs["version"])
     return [{"model": name, "version": version, "direction": direction, **row} for direction, row in found.items()]

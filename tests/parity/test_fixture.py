@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 import m1clip
 from m1clip.data.augment import render
 from m1clip.data.images import to_square
-from m1clip.export.layouts import export
+from m1clip.export.layouts import convert
 from m1clip.inference.encoder import Model
+from m1clip.model.folder import read_model
 
 from . import inputs
 
@@ -68,10 +69,10 @@ def test_open_clip_and_hf_folders_give_reference_features(kind: str, tmp_path: P
 @pytest.mark.parametrize("other", KINDS)
 def test_conversion_round_trip_is_bit_identical(kind: str, other: str, tmp_path: Path) -> None:
     """Theirs -> ours -> the other library's -> ours -> theirs."""
-    export(write(kind, tmp_path / "theirs"), "safetensors", tmp_path / "ours")
-    export(tmp_path / "ours", other, tmp_path / "other")  # type: ignore[arg-type]
+    convert(read_model(write(kind, tmp_path / "theirs")), "safetensors", tmp_path / "ours")
+    convert(read_model(tmp_path / "ours"), other, tmp_path / "other")  # type: ignore[arg-type]
     assert sorted(load_file(tmp_path / "other" / WEIGHTS[other])) == sorted(FIXTURE[other]["tensors"])
-    export(tmp_path / "other", kind, tmp_path / "back")  # type: ignore[arg-type]
+    convert(read_model(tmp_path / "other"), kind, tmp_path / "back")  # type: ignore[arg-type]
     back, wanted = load_file(tmp_path / "back" / WEIGHTS[kind]), tensors(kind)
     assert back.keys() == wanted.keys()
     assert all(torch.equal(back[name], wanted[name]) for name in wanted)

@@ -26,7 +26,7 @@ from m1clip.config import init_preset, load_config
 from m1clip.data.images import MAX_PIXELS, Preprocess, decode
 from m1clip.data.sources import open_source
 from m1clip.errors import UserError
-from m1clip.export.layouts import export
+from m1clip.export.layouts import convert
 from m1clip.inference.encoder import Model, load, read_model
 from m1clip.model.clip import build_clip
 from m1clip.model.presets import CLIPConfig, PretrainedTextConfig, with_fields
@@ -228,7 +228,7 @@ def test_sizes_in_third_party_configs_are_checked(tmp_path: Path, proof: Path, t
     tokenizer = BpeTokenizer()
     own = Model(build_clip(with_fields(shape, eot_id=tokenizer.eot_id)), tokenizer, Preprocess(image_size=32))
     own.save(tmp_path / "own")
-    export(tmp_path / "own", to, tmp_path / "theirs")
+    convert(read_model(tmp_path / "own"), to, tmp_path / "theirs")
     path = tmp_path / "theirs" / ("config.json" if to == "hf" else "open_clip_config.json")
     honest = path.read_text()
     root = json.loads(honest)["model_cfg"] if to == "openclip" else json.loads(honest)

@@ -1,0 +1,307 @@
+"""Whether an exported model does what the original does: token ids, pixels, vectors, recall, size and speed."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import reduce
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from m1clip.config import Config, DataConfig, load_config
+from m1clip.data.cache import DecodePlan
+from m1clip.data.captions import tokenize_captions
+from m1clip.data.images import to_square
+from m1clip.data.prepare import Split, load_split, open_data, with_classes
+from m1clip.data.types import Source
+from m1clip.errors import UserError
+from m1clip.evaluation.evaluate import encode_split_onnx
+from m1clip.evaluation.retrieval import ranks, retrieval
+from m1clip.evaluation.statistics import Z95
+from m1clip.formatting import MISSING, duration, number, percent, size, table
+from m1clip.hardware.device import threads
+from m1clip.hardware.facts import Facts, read_facts
+from m1clip.hardware.timing import alternate
+from m1clip.inference.encoder import Model, SplitFeatures, encode_split
+from m1clip.inference.onnx import IMAGE_GRAPH, OnnxModel
+
+MAX_IMAGES = 1000  # of the validation split
+SYNTHETIC_TRAIN_IMAGES = 288  # of which 32 are for validation
+PIXEL_IMAGES = 64
+THROUGHPUT_BATCH = 16
+TIMING_SECONDS = 3.0
+RECALL_AT = (1, 10)
+PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime", "tokenizers", "numpy", "pillow")
+# Beyond these an export is not the same model.
+LEAST_COSINE = 0.9999
+MOST_TOKEN_ROWS = 0.005
+MOST_PIXEL_DIFFERENCE = 4.0  # mean, of 255: JPEG decoded at a reduced size against the complete image
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What the original and the exported model are compared on."""
+
+    source: Source
+    split: Split
+    images: int
+    real: bool  # whether recall means something
+
+    @property
+    def captions(self) -> list[str]:
+        """The captions of the images, in the order of their rows."""
+        return [caption for sample in self.split.samples[: self.images] for caption in sample.captions]
+
+
+def open_examples(path: Path, data: tuple[str, ...], model: Model, decoding: Callable[[Facts], DecodePlan]) -> Examples:
+    """The validation split of `data` or of the run's data; synthetic images where neither is known."""
+    run = path / "config.toml"
+    config = load_config(run) if run.is_file() else Config()
+    real = bool(data) or run.is_file()
+    sources = replace(config.data, source=data) if data else config.data
+    if not real:
+        sources = DataConfig(source=("synthetic",), train_count=SYNTHETIC_TRAIN_IMAGES)
+    source = open_data(sources, model.preprocess.image_size, config.seed)
+    if "val" not in source.splits():
+        raise UserError(f"{', '.join(sources.source)}: has no val split to compare the exported model on")
+    plan, length = decoding(read_facts()), model.context_length
+    split = load_split(source, "val", sources, model.tokenizer, length, model.preprocess, 1.0, plan)
+    return Examples(source, split, min(MAX_IMAGES, len(split.images)), real)
+
+
+def encode(model: Model | OnnxModel, examples: Examples) -> SplitFeatures:
+    """Vectors of the examples in float32, with the model's own tokenizer."""
+    split = examples.split
+    captions = tokenize_captions([s.captions for s in split.samples], model.tokenizer, model.context_length)
+    split = replace(split, captions=with_classes(captions, examples.source))
+    if isinstance(model, OnnxModel):
+        return encode_split_onnx(model, split, examples.images)
+    return encode_split(model, split, examples.images)
+
+
+def _same_length(one: Model | OnnxModel, other: Model | OnnxModel, examples: Examples) -> np.ndarray:
+    """Captions with as many tokens for both: a vocabulary that grew reads words that it did not have differently."""
+    models, texts = (one, other), examples.captions
+    lengths = [each.tokenizer.lengths(each.tokenizer.tokenize(texts, each.context_length)) for each in models]
+    return np.flatnonzero(lengths[0] == lengths[1])
+
+
+def recall_changes(before: SplitFeatures, after: SplitFeatures) -> dict[str, dict[str, float]]:
+    """For each k: recall of both (the mean of both directions), the change, and its 95% interval over images."""
+    index, found = before.image_index, [ranks(*each[:4]) for each in (before, after)]
+    captioned = found[0].captioned
+    changes = {}
+    for k in RECALL_AT:
+        texts = [(each.text_to_image <= k).double() for each in found]
+        images = [(each.image_to_text <= k).double()[captioned] for each in found]
+        old, new = ((text.mean() + image.mean()).item() / 2 for text, image in zip(texts, images, strict=True))
+        by_text, by_image = texts[1] - texts[0], images[1] - images[0]
+        # The captions of one image are correlated: residuals are summed for each image.
+        residual = torch.zeros(len(before.image), dtype=torch.float64)
+        residual.index_add_(0, index, (by_text - by_text.mean()) / len(by_text))
+        residual[captioned] += (by_image - by_image.mean()) / len(by_image)
+        half = Z95 * residual.square().sum().sqrt().item() / 2
+        change = new - old
+        interval = {"low": change - half, "high": change + half}
+        changes[f"recall@{k}"] = {"before": old, "after": new, "change": change, **interval}
+    return changes
+
+
+def recall_failures(before: SplitFeatures, after: SplitFeatures) -> list[str]:
+    """Recall that falls below the 95% interval of the original's."""
+    old, new = (retrieval(*each[:4]) for each in (before, after))
+    return [
+        f"{metric.label} is {percent(new[metric.name].value)}, below the 95% interval of the original's "
+        f"{percent(metric.value)} ({percent(metric.interval.low)} to {percent(metric.interval.high)})"
+        for metric in old.metrics
+        if metric.name.endswith(tuple(f"recall@{k}" for k in RECALL_AT))
+        and new[metric.name].value < metric.interval.low
+    ]
+
+
+def vector_differences(before: SplitFeatures, after: SplitFeatures, texts: np.ndarray) -> dict[str, dict[str, float]]:
+    """For images and `texts`: smallest and mean cosine, and the largest difference of a coordinate."""
+    found = {}
+    for name, kept in (("image", slice(None)), ("text", texts)):
+        one, other = (getattr(each, name).double()[kept] for each in (before, after))
+        if not len(one):
+            continue
+        cosine = torch.nn.functional.cosine_similarity(one, other)
+        found[name] = {
+            "cosine_min": cosine.min().item(),
+            "cosine_mean": cosine.mean().item(),
+            "largest_difference": (one - other).abs().max().item(),
+        }
+    return found
+
+
+def example_differences(folder: Path, model: Model, examples: Examples) -> dict[str, dict[str, float]]:
+    """Token ids and pixels as the folder's example.py computes them, against m1clip's."""
+    functions = runpy.run_path(str(folder / "example.py"))
+    texts = examples.captions
+    ours, theirs = model.tokenizer.tokenize(texts, model.context_length), functions["tokens"](texts)
+    pad = np.full((len(texts), ours.shape[1] - theirs.shape[1]), model.tokenizer.pad_id)
+    rows = (ours != np.concatenate([theirs, pad], axis=1)).any(axis=1)
+    differences = []
+    for sample in examples.split.samples[:PIXEL_IMAGES]:
+        square = to_square(sample.image.open(model.preprocess.image_size), *_sizes(model))
+        differences.append(np.abs(square.astype(int) - functions["pixels"](sample.image.open())))
+    pixels = np.stack(differences)
+    return {
+        "token_ids": {"captions": len(texts), "differ": int(rows.sum())},
+        "pixels": {"images": len(pixels), "mean": float(pixels.mean()), "max": int(pixels.max())},
+    }
+
+
+def _sizes(model: Model) -> tuple[int, str]:
+    return model.preprocess.image_size, model.preprocess.resize
+
+
+def speeds(models: dict[str, Model | OnnxModel], examples: Examples) -> dict[str, dict[str, Any]]:
+    """Seconds (median, quartiles, n) of one image, one text and a batch of images, in alternation on all cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads(0, read_facts()))
+    block = examples.split.images.read(np.arange(THROUGHPUT_BATCH) % examples.images)
+    found: dict[str, dict[str, Any]] = {name: {} for name in models}
+    for what, count in (("image_seconds", 1), ("text_seconds", 0), ("batch_seconds", THROUGHPUT_BATCH)):
+        calls = {name: _call(model, block[:count], examples.captions[:1]) for name, model in models.items()}
+        for name, taken in alternate(calls, lambda: None, rounds=41, warmup=2, seconds=TIMING_SECONDS).items():
+            found[name][what] = asdict(taken)
+    torch.set_num_threads(before)
+    for entry in found.values():
+        entry["images_per_second"] = THROUGHPUT_BATCH / entry["batch_seconds"]["median"]
+    return found
+
+
+def _call(model: Model | OnnxModel, pixels: np.ndarray, texts: Sequence[str]) -> Callable[[], object]:
+    if not len(pixels):
+        return lambda: model.encode_text(texts)
+    return lambda: model.encode_image(pixels)
+
+
+def compare(
+    models: dict[str, Model | OnnxModel], folders: dict[str, Path], examples: Examples, exact: bool
+) -> dict[str, Any]:
+    """The contents of export.json. The first model is the original, the last one was exported to its folder.
+
+    `exact`: the vectors must be the same; otherwise only recall must be.
+    """
+    (original, first), *_, (exported, last) = models.items()
+    features = {name: encode(model, examples) for name, model in models.items()}
+    speed = speeds(models, examples)
+    record: dict[str, Any] = {
+        "examples": {"data": examples.source.name, "images": examples.images, "captions": len(examples.captions)},
+        "runtimes": {},
+        "failures": [],
+    }
+    if isinstance(last, OnnxModel):
+        assert isinstance(first, Model)
+        record |= example_differences(folders[exported], first, examples)
+        record["operator_set"] = operator_set(folders[exported] / IMAGE_GRAPH)
+    for name in models:
+        entry: dict[str, Any] = {"bytes": folder_bytes(folders[name]), **speed[name]}
+        if name != original:
+            entry |= vector_differences(features[original], features[name], _same_length(first, models[name], examples))
+        if examples.real:
+            entry |= recall_changes(features[original], features[name])
+        record["runtimes"][name] = entry
+    packages = {name: found for name in PACKAGES if (found := _version(name))}
+    record |= {"machine": read_facts().cpu, "versions": packages}
+    record["failures"] = [*_failures(record, exported, exact)]
+    if examples.real:
+        record["failures"] += recall_failures(features[original], features[exported])
+    return record
+
+
+def _failures(record: dict[str, Any], exported: str, exact: bool) -> Iterator[str]:
+    rows, pixels = record.get("token_ids"), record.get("pixels")
+    if rows and rows["differ"] > MOST_TOKEN_ROWS * rows["captions"]:
+        yield f"the token ids of {rows['differ']:,} of {rows['captions']:,} captions differ"
+    if pixels and pixels["mean"] > MOST_PIXEL_DIFFERENCE:
+        yield f"pixels differ by {number(pixels['mean'])} of 255 on average"
+    for name in ("image", "text"):
+        cosine = record["runtimes"][exported].get(name, {}).get("cosine_min", 1.0)
+        if exact and not cosine >= LEAST_COSINE:
+            yield f"the smallest cosine of {name} vectors with the original's is {cosine:.5f}, below {LEAST_COSINE}"
+
+
+def operator_set(path: Path) -> int:
+    """The version of ONNX's operators that a graph uses."""
+    import onnx
+
+    opsets = onnx.load(str(path), load_external_data=False).opset_import
+    return int(next(each.version for each in opsets if each.domain in ("", "ai.onnx")))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def folder_bytes(folder: Path) -> int:
+    """Size on disk of everything in a folder, or of a file."""
+    paths = folder.rglob("*") if folder.is_dir() else [folder]
+    return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def _figure(digits: int) -> Callable[[float | None], str]:
+    return lambda value: MISSING if value is None else f"{value:.{digits}f}"
+
+
+def _change(entry: dict[str, float] | None) -> str:
+    if entry is None or entry["low"] == entry["high"]:
+        return MISSING if entry is None else f"{100 * entry['change']:+.2f}"
+    change, low, high = (100 * entry[name] for name in ("change", "low", "high"))
+    return f"{change:+.2f} ({low:+.2f} to {high:+.2f})"
+
+
+# (label, path in the entry of a runtime, how to write it)
+ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("image vectors: smallest cosine", "image/cosine_min", _figure(6)),
+    ("  mean cosine", "image/cosine_mean", _figure(6)),
+    ("  largest difference", "image/largest_difference", number),
+    ("text vectors: smallest cosine", "text/cosine_min", _figure(6)),
+    ("  mean cosine", "text/cosine_mean", _figure(6)),
+    ("  largest difference", "text/largest_difference", number),
+    ("recall@1", "recall@1/after", percent),
+    ("  change in points (95% interval)", "recall@1", _change),
+    ("recall@10", "recall@10/after", percent),
+    ("  change in points (95% interval)", "recall@10", _change),
+    ("size on disk", "bytes", size),
+    ("one image", "image_seconds/median", duration),
+    ("one text", "text_seconds/median", duration),
+    (f"images per second, in batches of {THROUGHPUT_BATCH}", "images_per_second", number),
+)
+
+
+def report_table(record: dict[str, Any]) -> str:
+    """export.json for the screen: one column per runtime."""
+    columns, examples = record["runtimes"], record["examples"]
+    rows = []
+    for label, keys, text in ROWS:
+        cells = []
+        for entry in columns.values():
+            cells.append(text(reduce(lambda found, key: (found or {}).get(key), keys.split("/"), entry)))
+        if any(cell != MISSING for cell in cells):
+            rows.append([label, *cells])
+    lines = [table(["", *columns], rows), ""]
+    if "token_ids" in record:
+        tokens, pixels, versions = record["token_ids"], record["pixels"], record["versions"]
+        lines.append(f"token ids  {tokens['differ']:,} of {tokens['captions']:,} captions differ")
+        mean = f"mean difference {number(pixels['mean'])} of 255, largest {pixels['max']}"
+        lines.append(f"pixels     {mean}: {pixels['images']} images that example.py decodes and resizes")
+        lines.append(f"graph      operator set {record['operator_set']}, onnxruntime {versions['onnxruntime']}")
+    recall = (
+        ""
+        if any("recall@1" in entry for entry in columns.values())
+        else "; recall was not measured: export a run, or use --data"
+    )
+    lines.append(f"compared   {examples['images']:,} validation images of {examples['data']}{recall}")
+    return "\n".join(lines)

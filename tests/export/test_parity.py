@@ -1,0 +1,105 @@
+"""The comparison at the end of every export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from image_sets import make_set
+from tiny_model import tiny_clip
+
+from m1clip.cli.main import main
+from m1clip.data.images import Preprocess
+from m1clip.export import layouts
+from m1clip.export.parity import recall_changes, recall_failures
+from m1clip.inference.encoder import Model, SplitFeatures
+from m1clip.text.tokenizers import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer = make_tokenizer("char", ["two red balls"])
+    clip = tiny_clip(vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id)
+    folder = tmp_path_factory.mktemp("model") / "model"
+    Model(clip, tokenizer, Preprocess(image_size=32)).save(folder)
+    return folder
+
+
+def run(*words: str | Path) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(["export", *map(str, words)])
+    return int(end.value.code or 0)
+
+
+def test_a_model_that_differs_is_not_written_unless_forced(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out, writer = make_set(tmp_path / "set", train=2, val=40, test=2), tmp_path / "out", layouts._write_own
+    words = (model, "--to", "safetensors", "--data", data, "--out", out)
+
+    def damaged(folder: Path, saved: layouts.SavedModel, say: layouts.Say) -> list[str]:
+        saved.weights["image_head.weight"][0] *= -1
+        return writer(folder, saved, say)
+
+    monkeypatch.setitem(layouts.WRITERS, "safetensors", damaged)
+    assert run(*words) == 2
+    assert "not exported: the smallest cosine of image vectors" in capsys.readouterr().err
+    assert not out.exists()
+    assert run(*words, "--force") == 0
+    assert json.loads((out / "export.json").read_text())["failures"]
+
+
+def test_the_report_is_on_the_screen_and_in_the_folder(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = make_set(tmp_path / "set", train=2, val=8, test=2)
+    assert run(model, "--to", "safetensors", "--data", data, "--out", tmp_path / "out") == 0
+    shown, record = capsys.readouterr().out, json.loads((tmp_path / "out" / "export.json").read_text())
+    entry = record["runtimes"]["safetensors"]
+    assert entry["image"]["cosine_min"] == pytest.approx(1)
+    assert entry["recall@10"]["change"] == 0
+    assert entry["image_seconds"]["n"] > 0
+    assert record["examples"]["images"] == 8
+    for words in ("smallest cosine", "recall@1", "change in points", "size on disk", "images per second", "compared"):
+        assert words in shown
+
+
+def noisy(features: SplitFeatures, noise: float) -> SplitFeatures:
+    image = features.image + noise * torch.randn(features.image.shape, generator=torch.Generator().manual_seed(7))
+    return features._replace(image=torch.nn.functional.normalize(image, dim=-1))
+
+
+@pytest.fixture(scope="module")
+def features() -> SplitFeatures:
+    generator = torch.Generator().manual_seed(0)
+    image = torch.nn.functional.normalize(torch.randn(200, 16, generator=generator), dim=-1)
+    index = torch.arange(200).repeat_interleave(3)
+    text = torch.nn.functional.normalize(image[index] + 0.3 * torch.randn(600, 16, generator=generator), dim=-1)
+    return SplitFeatures(image, text, index, torch.arange(600), None)
+
+
+def test_the_interval_of_a_change_in_recall_is_that_of_the_bootstrap(features: SplitFeatures) -> None:
+    after = noisy(features, 0.1)
+    found = recall_changes(features, after)["recall@1"]
+    hits = []
+    for image, text, *_ in (features, after):
+        scores = (text @ image.T).numpy()
+        by_text = (scores.argmax(axis=1) == np.repeat(np.arange(200), 3)).reshape(200, 3).mean(axis=1)
+        by_image = scores.argmax(axis=0) // 3 == np.arange(200)
+        hits.append((by_text + by_image) / 2)
+    difference = hits[1] - hits[0]
+    drawn = np.random.default_rng(0).integers(0, 200, (4000, 200))
+    low, high = np.quantile(difference[drawn].mean(axis=1), (0.025, 0.975))
+    assert found["change"] == pytest.approx(difference.mean())
+    assert (found["low"], found["high"]) == pytest.approx((low, high), abs=0.01)
+
+
+def test_recall_below_the_interval_of_the_original_fails(features: SplitFeatures) -> None:
+    assert recall_failures(features, features) == []
+    assert recall_failures(features, noisy(features, 0.02)) == []
+    found = recall_failures(features, noisy(features, 1.0))
+    assert len(found) == 4
+    assert "below the 95% interval of the original's" in found[0]
