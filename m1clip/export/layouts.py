@@ -72,7 +72,10 @@ def export(
 
     def check(partial: Path) -> None:
         say("comparing  with the original")
-        models, folders = {"torch": original, to: load(partial, precision="fp32")}, {"torch": Path(saved.where), to: partial}
+        models, folders = (
+            {"torch": original, to: load(partial, precision="fp32")},
+            {"torch": Path(saved.where), to: partial},
+        )
         record = {"format": 1, "to": to, "model": str(path), **compare(models, folders, examples, exact=True)}
         say(f"\n{report_table(record)}\n")
         if record["failures"] and not force:
