@@ -29,7 +29,7 @@ $(READY): pyproject.toml constraints.txt
 
 $(DEV): $(READY)
 	@echo "adding the tools for tests (once) ..."
-	@$(PIP) -e '.[dev,data,plot,export]'
+	@$(PIP) -e '.[dev,data,plot,export,search]'
 	@touch $@
 
 setup: $(DEV)

@@ -21,10 +21,9 @@ from m1clip.data.sources import open_source
 from m1clip.formatting import percent, table
 from m1clip.search.calibration import CAPTIONS, CUTOFF, WEIGHTS, fit_weights, probabilities, standard_scores
 
-DEPTH = 100  # results per query that the weights are fitted on
 LISTED = 20  # results that a search lists at most
 RESAMPLES = 1000
-BINS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
+BINS = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 1.0)
 
 
 class Queries:
@@ -40,7 +39,7 @@ class Queries:
         moments = mean, (images - mean).T @ (images - mean) / len(images)
         scores = texts @ images.T
         scores[~self.present, self.own[~self.present]] = -np.inf
-        nearest = np.argsort(-scores, axis=1)[:, :DEPTH]
+        nearest = np.argsort(-scores, axis=1)[:, :LISTED]
         self.cosine = np.take_along_axis(scores, nearest, axis=1)
         self.right = nearest == self.own[:, None]
         self.standard = np.stack(
@@ -53,13 +52,12 @@ class Queries:
     def scores(self, weights: np.ndarray) -> dict[str, np.ndarray]:
         """(queries, LISTED) score of each result by each rule."""
         chance = probabilities(self.standard, self.library, weights)
-        rules = {"cosine": self.cosine, "standard score": self.standard[..., 1], "probability": chance}
-        return {name: values[:, :LISTED] for name, values in rules.items()}
+        return {"cosine": self.cosine, "standard score": self.standard[..., 1], "probability": chance}
 
     def rates(self, score: np.ndarray, cut: float, queries: np.ndarray) -> dict[str, float]:
         """Precision, recall, false-positive rate and F1 of the results above a cut-off, for some of the queries."""
         listed = score[queries] >= cut
-        found, present = listed & self.right[queries, :LISTED], self.present[queries]
+        found, present = listed & self.right[queries], self.present[queries]
         precision, recall = found.sum() / max(1, listed.sum()), found.sum() / max(1, present.sum())
         return {
             "precision": precision,
@@ -128,7 +126,7 @@ def main() -> None:
     fitted, tested = val.scores(weights), test.scores(weights)
     cuts = {name: best_cut(val, score) for name, score in fitted.items()}
     found = {name: with_intervals(test, score, cuts[name]) for name, score in tested.items()}
-    bins = reliability(tested["probability"].ravel(), test.right[:, :LISTED].ravel())
+    bins = reliability(tested["probability"].ravel(), test.right.ravel())
     print(
         f"weights {np.round(weights, 3).tolist()} (in use: {WEIGHTS}), cut-off {cuts['probability']:.3f} ({CUTOFF})\n"
     )

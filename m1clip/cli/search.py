@@ -24,7 +24,15 @@ SHOWN = 5  # problems on screen
 
 
 @app.command
-def index(folder: Path, /, *, model: Path | None = None, problems: Flag = False) -> None:
+def index(
+    folder: Path,
+    /,
+    *,
+    model: Path | None = None,
+    problems: Flag = False,
+    watch: Flag = False,
+    export: Path | None = None,
+) -> None:
     """Index a folder of photos for search; a second call only reads what is new or changed.
 
     m1clip index ~/Pictures --model runs/frozen
@@ -41,15 +49,29 @@ def index(folder: Path, /, *, model: Path | None = None, problems: Flag = False)
         in runs/. Each model has its own vectors.
     problems
         List every file that cannot be used, not only the first five.
+    watch
+        Keep the index up to date until Ctrl-C.
+    export
+        Also write the vectors to this Parquet file, for a vector database.
     """
-    from m1clip.search.index import update_index
+    from m1clip.search.index import update_index, watch_folder
+    from m1clip.search.query import Index
     from m1clip.training.progress import Screen
 
     screen = Screen()
-    with screen.counter("indexing images") as progress:
-        report = update_index(folder, model, progress)
-    for line in _report_lines(report, None if problems else SHOWN):
-        screen.say(line)
+
+    def update() -> None:
+        with screen.counter("indexing images") as progress:
+            report = update_index(folder, model, progress)
+        for line in _report_lines(report, None if problems else SHOWN):
+            screen.say(line)
+
+    changes = watch_folder(folder) if watch else iter(())  # before the first pass: it must not miss a change
+    update()
+    if export is not None:
+        screen.say(f"export     {export} ({Index(folder, model).export(export):,} vectors)")
+    for _ in changes:
+        update()
 
 
 def _report_lines(report: Report, shown: int | None) -> list[str]:

@@ -38,8 +38,10 @@ FOLDER, DATABASE, LOCK = ".m1clip-index", "index.sqlite", "lock"
 FORMAT = 1
 BATCH = 64  # images encoded together
 SAVE_SECONDS = 2.0  # maximum work lost when a process is killed
+WATCH_MILLISECONDS = 2000  # changes within this time are indexed together
 KNOWN_FOLDERS = 50  # indexed folders that are remembered
 MAX_UNUSED = 0.2  # fraction of vectors without a file, above which the vectors are rewritten
+MODEL_FILES = ("config.json", "open_clip_config.json", "text.onnx")  # one of these is in every model folder
 TEMPORARY = ("missing", "no-decoder", "unreadable")  # problems that may be gone next time, though the file is the same
 SCHEMA = """
 CREATE TABLE about (name TEXT PRIMARY KEY, value);
@@ -197,7 +199,7 @@ def _model_files(path: str | Path) -> list[str]:
 def _resolved(model: str | Path) -> str:
     """The absolute path of a model folder or file: best/ or model/ of a run."""
     for folder in (Path(model), Path(model) / "best", Path(model) / "model"):
-        if folder.is_file() or (folder / "config.json").is_file() or (folder / "open_clip_config.json").is_file():
+        if folder.is_file() or any((folder / name).is_file() for name in MODEL_FILES):
             return os.path.abspath(folder)
     raise UserError(f"{model}: no model found; give a run or a model folder with --model")
 
@@ -491,6 +493,16 @@ def _remove_unused(db: sqlite3.Connection, place: Path, set_id: int) -> None:
     db.execute("UPDATE models SET vectors = ? WHERE id = ?", (new, set_id))
     db.commit()
     (place / name).unlink()
+
+
+def watch_folder(folder: Path) -> Iterator[object]:
+    """Yield whenever files of a folder have changed; the index itself does not count."""
+    try:
+        from watchfiles import watch
+    except ImportError:
+        raise UserError("--watch needs watchfiles: pip install 'm1clip[search]'") from None
+    hidden = os.sep + FOLDER + os.sep
+    return watch(folder, watch_filter=lambda _, path: hidden not in path + os.sep, debounce=WATCH_MILLISECONDS)
 
 
 def captions_file(place: Path, set_id: int) -> Path:

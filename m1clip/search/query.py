@@ -20,6 +20,7 @@ import numpy as np
 import m1clip
 from m1clip.data.images import BadImage, FileImage
 from m1clip.errors import UserError
+from m1clip.io import PARTIAL
 from m1clip.search.calibration import CUTOFF, probabilities, standard_scores
 from m1clip.search.concepts import Concepts, fit_concept, split_text
 from m1clip.search.duplicates import Copy, duplicates, look_groups
@@ -125,7 +126,7 @@ class Index:
                 what = f"has no vectors of {self._asked}" if self._asked else "is empty"
                 raise UserError(f"{self.root}: the index {what}; run m1clip index {self.root}")
             self.set_id, self.model_path, self._hash, self._stamp, self.dim, name = found
-            self.vectors = _mapped(self.place / name, self.dim)  # (rows, dim) float16
+            self.vectors = mapped(self.place / name, self.dim)  # (rows, dim) float16
             self.__dict__.pop("moments", None)
             self._version = version
 
@@ -225,7 +226,7 @@ class Index:
         if not path.is_file():  # the indexer was killed before it was finished
             return None
         vectors = self.vectors[rows].astype(np.float32)
-        captions = _mapped(path, self.dim).astype(np.float32)
+        captions = mapped(path, self.dim).astype(np.float32)
         standard = standard_scores(scores, query, vectors, self.moments, captions)
         return probabilities(standard, len(self.vectors))
 
@@ -262,6 +263,25 @@ class Index:
             score, likely = float(scores[place[row]]), None if chance is None else float(chance[place[row]])
             results.append(Result(id_, os.fsdecode(path), score, likely, width, height, taken, size, copies))
         return results
+
+    def export(self, path: Path) -> int:
+        """Write a Parquet file for a vector database (path, sha256, taken, width, height, vector); returns its rows."""
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError:
+            raise UserError("--export needs pyarrow: pip install 'm1clip[data]'") from None
+        with self._lock:
+            columns = f"SELECT path, sha256, {TAKEN}, width, height, row {LIVE} ORDER BY path"
+            *facts, rows = zip(*self._db.execute(columns, (self.set_id,)), strict=True)
+        names = pa.array([os.fsdecode(name).encode("utf-8", "replace").decode() for name in facts[0]])
+        flat = pa.array(self.vectors[list(rows)].astype(np.float32).ravel())
+        vectors = pa.FixedSizeListArray.from_arrays(flat, self.dim)
+        arrays = [names, *(pa.array(each) for each in facts[1:]), vectors]
+        partial = path.with_name(path.name + PARTIAL)
+        pq.write_table(pa.table(arrays, names=["path", "sha256", "taken", "width", "height", "vector"]), partial)
+        partial.replace(path)
+        return len(rows)
 
     def duplicates(self) -> list[list[Copy]]:
         """Groups of equal and near-equal images, the best of each first."""
@@ -373,7 +393,8 @@ def _ones(texts: Iterable[str]) -> Iterable[tuple[str, float]]:
         yield (found[2], float(found[1])) if found else (text, 1.0)
 
 
-def _mapped(path: Path, dim: int) -> np.ndarray:
+def mapped(path: Path, dim: int) -> np.ndarray:
+    """(rows, dim) float16 of a file of vectors."""
     rows = path.stat().st_size // (2 * dim)
     if rows == 0:
         return np.zeros((0, dim), np.float16)

@@ -26,8 +26,8 @@ def test_standard_scores_compare_with_the_library_and_the_captions() -> None:
     images, captions, query = rng.normal(size=(500, 8)), rng.normal(size=(60, 8)), rng.normal(size=8)
     moments = images.mean(axis=0), np.cov(images.T, bias=True)
     found = standard_scores(images @ query, query, images, moments, captions)
-    np.testing.assert_allclose(found[:, 1].mean(), 0, atol=1e-9)
-    np.testing.assert_allclose(found[:, 1].std(), 1, rtol=1e-6)
+    assert found[:, 1].max() < 4
+    np.testing.assert_allclose([found[:, 1].mean(), found[:, 1].std()], [0, 1], atol=1e-9)
     unrelated = images[3] @ captions.T
     assert found[3, 2] == pytest.approx((images[3] @ query - unrelated.mean()) / unrelated.std())
 
