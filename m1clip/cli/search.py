@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -60,18 +61,20 @@ def index(
 
     screen = Screen()
 
-    def update() -> None:
+    def update(always: bool) -> None:
         with screen.counter("indexing images") as progress:
             report = update_index(folder, model, progress)
-        for line in _report_lines(report, None if problems else SHOWN):
-            screen.say(line)
+        if always or report.added or report.kept or report.removed:
+            for line in _report_lines(report, None if problems else SHOWN):
+                screen.say(line)
 
-    changes = watch_folder(folder) if watch else iter(())  # before the first pass: it must not miss a change
-    update()
+    changes = watch_folder(folder) if watch else iter(())
+    update(always=True)
     if export is not None:
         screen.say(f"export     {export} ({Index(folder, model).export(export):,} vectors)")
-    for _ in changes:
-        update()
+    with suppress(KeyboardInterrupt):
+        for _ in changes:
+            update(always=False)
 
 
 def _report_lines(report: Report, shown: int | None) -> list[str]:

@@ -496,13 +496,20 @@ def _remove_unused(db: sqlite3.Connection, place: Path, set_id: int) -> None:
 
 
 def watch_folder(folder: Path) -> Iterator[object]:
-    """Yield whenever files of a folder have changed; the index itself does not count."""
+    """Yield once the folder is watched, and then whenever its files have changed; the index itself does not count."""
     try:
         from watchfiles import watch
     except ImportError:
         raise UserError("--watch needs watchfiles: pip install 'm1clip[search]'") from None
-    hidden = os.sep + FOLDER + os.sep
-    return watch(folder, watch_filter=lambda _, path: hidden not in path + os.sep, debounce=WATCH_MILLISECONDS)
+    inside = os.sep + FOLDER + os.sep
+    steps = watch(
+        folder,
+        watch_filter=lambda _, path: inside not in path + os.sep,
+        debounce=WATCH_MILLISECONDS,
+        rust_timeout=WATCH_MILLISECONDS,
+        yield_on_timeout=True,
+    )
+    return (changes for number, changes in enumerate(steps) if changes or number == 0)
 
 
 def captions_file(place: Path, set_id: int) -> Path:

@@ -222,6 +222,20 @@ def test_vectors_of_deleted_images_are_removed(model: Path, tmp_path: Path) -> N
     assert len(opened.search(like=[photos / "b/0001.jpg"]).nearest) == 7  # opened before
 
 
+@pytest.mark.slow
+def test_watched_folder_is_kept_up_to_date(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("watchfiles")
+    photos = make_photos(tmp_path / "photos", 2)
+    process = Command("index", str(photos), "--model", str(model), "--watch", cwd=tmp_path)
+    process.wait_until(lambda: (photos / FOLDER / DATABASE).exists() and len(content(photos / FOLDER)) == 2)
+    image(7).save(photos / "new.jpg")
+    process.wait_until(lambda: b"new.jpg" in content(photos / FOLDER))
+    (photos / "new.jpg").unlink()
+    process.wait_until(lambda: b"new.jpg" not in content(photos / FOLDER))
+    process.send_signal(2)
+    assert process.wait() == 0
+
+
 def slow_saves() -> None:
     """In the process that is killed: many commits."""
     module.BATCH, module.SAVE_SECONDS = 4, 0.0

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -138,6 +141,34 @@ def test_changed_model_is_refused(tmp_path: Path) -> None:
     save_model(model, embed_dim=8)
     with pytest.raises(UserError, match="has changed since"):
         Index(photos).search("a")
+
+
+def test_exported_vectors_are_those_of_the_index(photos: Path, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    index = Index(photos)
+    assert index.export(tmp_path / "vectors.parquet") == 13
+    table = parquet.read_table(tmp_path / "vectors.parquet").to_pylist()
+    best = max(table, key=lambda row: float(np.dot(row["vector"], index._image_vector(photos / "b/0003.jpg"))))
+    assert (best["path"], best["width"], best["height"]) == ("b/0003.jpg", 52, 40)
+
+
+def test_onnx_folder_indexes_and_searches_without_torch(photos: Path, tmp_path: Path) -> None:
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(name)
+    from m1clip.export.layouts import export
+
+    copied = shutil.copytree(photos, tmp_path / "photos")
+    export(Path(Index(photos).model_path), "onnx", tmp_path / "onnx", None)
+    code = (
+        "import sys; from m1clip.cli.main import main\n"
+        "import m1clip; from m1clip.search.index import update_index\n"
+        f"update_index({str(copied)!r}, {str(tmp_path / 'onnx')!r})\n"
+        f"found = m1clip.Index({str(copied)!r}).search('a dog', k=3)\n"
+        "print([each.path for each in found.nearest], 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    expected = [each.path for each in Index(photos).search("a dog", k=3).nearest]
+    assert done.stdout.strip() == f"{expected} False", done.stderr
 
 
 def test_command_line(photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
