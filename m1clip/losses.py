@@ -17,7 +17,17 @@ INFONCE_BLOCK = 1 << 19  # logits: 1 MB of bf16, which stays in the processor's 
 # Up to this scale exp(logit) and its sums are normal float32 numbers; above it each row needs its own offset.
 MAX_SHARED_SCALE = 75.0
 HALF_PRECISION_PAIRS = 1 << 20  # from this many pairs on, InfoNCE's products use autocast's precision, if enabled
+# Rows of a product. Its gradients are sums over rows, and MPS computes longer ones wrong on M1 and M2 (pytorch#193487).
+MAX_ROWS = 32_766
 FLAGS_PER_WORD = 8  # bools in an int64
+
+
+def similarity(a: Tensor, b: Tensor) -> Tensor:
+    """(n, d) and (m, d) -> the products (n, m)."""
+    if max(len(a), len(b)) <= MAX_ROWS:
+        return a @ b.T
+    parts = b.split(MAX_ROWS)
+    return torch.cat([torch.cat([rows @ part.T for part in parts], dim=1) for rows in a.split(MAX_ROWS)])
 
 
 def infonce(features: Features, positive: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -27,7 +37,7 @@ def infonce(features: Features, positive: Tensor, smoothing: float = 0.0) -> Ten
         half = torch.is_autocast_enabled("cpu") and positive.numel() >= HALF_PRECISION_PAIRS
         dtype = torch.get_autocast_dtype("cpu") if half else None
         return fused_infonce(features.image, features.text, features.scale, positive, dtype)
-    logits = features.scale * features.image @ features.text.T  # (n, m)
+    logits = similarity(features.scale * features.image, features.text)
     target = positive.to(logits.dtype)
 
     def one_direction(logits: Tensor, target: Tensor) -> Tensor:
@@ -40,14 +50,14 @@ def infonce(features: Features, positive: Tensor, smoothing: float = 0.0) -> Ten
 def sigmoid(features: Features, positive: Tensor, smoothing: float = 0.0) -> Tensor:
     """SigLIP's loss: each of the n x m pairs is a binary classification."""
     assert features.bias is not None, "the sigmoid loss needs a model with a logit bias"
-    logits = features.scale * features.image @ features.text.T + features.bias
+    logits = similarity(features.scale * features.image, features.text) + features.bias
     sign = 2.0 * positive.to(logits.dtype) - 1.0
     return -F.logsigmoid(sign * logits).sum() / logits.shape[1]
 
 
 def distillation(features: Features, teacher: Tensor) -> Tensor:
     """KL divergence from a teacher's logits (n, m), mean of both directions, in nats."""
-    logits = features.scale * features.image @ features.text.T
+    logits = similarity(features.scale * features.image, features.text)
 
     def one_direction(logits: Tensor, target: Tensor) -> Tensor:
         return F.kl_div(logits.log_softmax(dim=1), target.log_softmax(dim=1), reduction="batchmean", log_target=True)
@@ -203,7 +213,7 @@ def text_contrast(
     counts = positive.sum(dim=1)
     # A row without positives keeps its logits: a row of only -inf would have a NaN gradient.
     ignored = same_caption & (counts > 0)[:, None]
-    logits = (features.scale * features.text @ features.text.T).masked_fill(ignored, float("-inf"))
+    logits = similarity(features.scale * features.text, features.text).masked_fill(ignored, float("-inf"))
     log_probability = logits.log_softmax(dim=1).masked_fill(~positive, 0.0)
     rows = torch.where(counts > 0, log_probability.sum(dim=1) / counts.clamp(min=1), 0.0)
     return -rows.sum() / (counts > 0).sum().clamp(min=1)

@@ -270,3 +270,13 @@ def test_blockwise_text_contrast_matches_autograd(data: st.DataObject) -> None:
             results.append((loss.detach(), f.text.grad, f.scale.grad))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_similarity_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = torch.randn(9, 4, dtype=torch.float64, requires_grad=True), torch.randn(14, 4, dtype=torch.float64)
+    expected, weight = a @ b.T, torch.randn(9, 14, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((expected * weight).sum(), a)
+    monkeypatch.setattr(losses, "MAX_ROWS", 4)
+    found = losses.similarity(a, b)
+    assert torch.allclose(found, expected)
+    assert torch.allclose(torch.autograd.grad((found * weight).sum(), a)[0], gradient)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import resource
 import shutil
 import sys
@@ -40,6 +41,16 @@ class Rules:
     float64: bool = True
     graphs: bool = False  # CUDA graphs
     resident: bool = False  # images fit into the device's own memory
+    max_reduction: int | None = None  # longest sum in a matrix product
+    max_sequences: int | None = None  # in one call of a linear layer
+
+    def rows_at_once(self, tokens: int) -> int | None:
+        """How many sequences of this length a tower may encode in one call; None: any number.
+
+        The gradient of a weight is a sum over all tokens of the call.
+        """
+        limits = [self.max_sequences, None if self.max_reduction is None else max(1, self.max_reduction // tokens)]
+        return min((limit for limit in limits if limit is not None), default=None)
 
 
 def available(facts: Facts) -> tuple[Kind, ...]:
@@ -57,6 +68,51 @@ def choose_device(asked: str, facts: Facts) -> Kind:
         if kind == asked:
             return kind
     raise UserError(f"--device {asked}: not available on this machine (found: {', '.join(kinds)}); use --device auto")
+
+
+WRONG_REDUCTION, WRONG_SIDE = 32_767, 16
+BATCHED = ("bmm", "baddbmm", "addbmm", "einsum")
+
+
+def apple_chip(facts: Facts) -> int:
+    """1 for M1, 2 for M2 ...; a name without a number counts as 1, for which every rule applies."""
+    found = re.search(r"\bM(\d+)\b", facts.cpu)
+    return int(found.group(1)) if found else 1
+
+
+def torch_version(text: str) -> tuple[int, int]:
+    """(2, 13) of "2.13.0+cpu"; a nightly build counts as the release before it, since it may lack a fix."""
+    major, minor = (int(part) for part in text.split(".")[:2])
+    return major, minor - ("dev" in text or "a0" in text)
+
+
+def product_is_wrong(operation: str, reduction: int, sides: tuple[int, int], facts: Facts) -> bool:
+    """Whether MPS sums memory behind the operands into a matrix product: silently, depending on what is there.
+
+    M1 and M2, from a reduction of 32,767 on if both sides of the output are at least 16. torch 2.14 has mended 2-D
+    products of more than 32,768, and no batched ones (pytorch#193487, #195163; #183535 and #195012 are the fixes).
+    """
+    if apple_chip(facts) > 2 or reduction < WRONG_REDUCTION or min(sides) < WRONG_SIDE:
+        return False
+    mended = torch_version(facts.torch) >= (2, 14) and operation not in BATCHED
+    return not mended or reduction <= WRONG_REDUCTION + 1
+
+
+def causal_sdpa_is_wrong(kind: str, dtype: torch.dtype) -> bool:
+    """Whether causal SDPA lets positions see later tokens: MPS, fp16 and bf16, without a gradient (pytorch#195910).
+
+    The issue is closed, but names no release with the fix: so this holds for every version.
+    """
+    return kind == "mps" and dtype in (torch.float16, torch.bfloat16)
+
+
+def transposed_weight_aborts(dtype: torch.dtype, facts: Facts) -> bool:
+    """Whether F.linear with a transposed view as weight ends the process: bf16, macOS 27, before torch 2.14.
+
+    pytorch#197796. Every weight of a model is contiguous, which a test checks.
+    """
+    macos = int(facts.macos.split(".")[0] or 0)
+    return dtype == torch.bfloat16 and macos >= 27 and torch_version(facts.torch) < (2, 14)
 
 
 def rules(kind: Kind, facts: Facts) -> Rules:
@@ -77,8 +133,11 @@ def rules(kind: Kind, facts: Facts) -> Rules:
         # Non-blocking copies from pageable memory have corrupted data, and changing shapes leak memory.
         return Rules(
             precisions=("fp32", "bf16", "fp16"),
-            bf16="no" if any(chip in facts.cpu for chip in ("M1", "M2")) else "measure",
+            bf16="no" if apple_chip(facts) <= 2 else "measure",
             fixed_shapes=True,
+            # With every version of torch: the split takes no time, and 2.14 has mended only a part.
+            max_reduction=WRONG_REDUCTION - 1 if apple_chip(facts) <= 2 else None,
+            max_sequences=65_536,  # with more, linear layers with a bias gave wrong rows (pytorch#189495)
             worker_start="spawn",
             float64=False,
         )

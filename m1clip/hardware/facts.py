@@ -28,6 +28,7 @@ class Facts:
     cuda_capability: tuple[int, int] = (0, 0)
     mps: bool = False
     torch: str = ""
+    macos: str = ""  # version, "" on other systems
     python: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,6 +53,7 @@ def read_facts() -> Facts:
         cuda_capability=torch.cuda.get_device_capability() if cuda else (0, 0),
         mps=torch.backends.mps.is_available(),
         torch=torch.__version__,
+        macos=platform.mac_ver()[0],
         python=platform.python_version(),
     )
 

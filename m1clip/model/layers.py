@@ -13,12 +13,13 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from m1clip.hardware.device import causal_sdpa_is_wrong
 from m1clip.model.presets import Activation, AttentionKind, Init, TextTowerConfig, VisionTowerConfig
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, kind: AttentionKind) -> Tensor:
     """(n, heads, length, dim) x 3 -> the same shape; `causal` lets position i see only positions <= i."""
-    if kind == "sdpa":
+    if kind == "sdpa" and not (causal and causal_sdpa_is_wrong(q.device.type, q.dtype)):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     return _bmm_attention(q, k, v, causal)
 

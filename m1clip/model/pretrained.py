@@ -358,7 +358,16 @@ class TransformersImageTower(Tower):
         self.model = _transformers_model(settings)
         size = getattr(self.model.config, "image_size", None) or PROBE_SIZE
         size = size if isinstance(size, int) else size[0]
+        rows: list[int] = []
+        hooks = [
+            layer.register_forward_pre_hook(lambda layer, inputs: rows.append(inputs[0].numel() // layer.in_features))
+            for layer in self.modules()
+            if isinstance(layer, nn.Linear)
+        ]
         self.width = _feature_width(self, torch.zeros(1, 3, size, size))
+        self.tokens_per_image = max(rows, default=1)
+        for hook in hooks:
+            hook.remove()
 
     def forward(self, pixels: Tensor) -> Tensor:
         """(n, 3, h, w) normalized pixels -> (n, width)."""

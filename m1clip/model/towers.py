@@ -16,6 +16,7 @@ class Tower(nn.Module):
     """A module from a batch to (n, width) features."""
 
     width: int
+    tokens_per_image = 1  # rows of a linear layer for one image
     capturable = False  # whether a CUDA graph of a step with this tower is right
 
     def initialize(self) -> None:
@@ -92,7 +93,7 @@ class VisionTower(Tower):
     def __init__(self, config: VisionTowerConfig) -> None:
         super().__init__()
         width = config.width
-        self.config, self.width = config, width
+        self.config, self.width, self.tokens_per_image = config, width, config.tokens
         self.patch: nn.Conv2d | ConvStem = (
             ConvStem(config)
             if config.stem == "conv"
@@ -131,7 +132,8 @@ class VisionTower(Tower):
         x = x.permute(0, 2, 4, 1, 3, 5).reshape(n, -1, 3 * size * size)
         if kept is not None:
             x = x[torch.arange(n, device=x.device)[:, None], kept]
-        return F.linear(x, self.patch.weight.flatten(1), self.patch.bias)
+        # 2-D: without a bias, a 3-D input in half precision gives other results in each call on an M5 (pytorch#180776).
+        return F.linear(x.flatten(0, 1), self.patch.weight.flatten(1), self.patch.bias).view(n, -1, self.width)
 
     @torch.no_grad()
     def reset_buffers(self) -> None:

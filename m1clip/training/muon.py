@@ -38,6 +38,7 @@ else:
 
 
 EPS = 1e-7
+MAX_COLUMNS = 32_766  # in one product: MPS sums longer rows wrong on M1 and M2 (pytorch#195163)
 MAX_CPU_STACK = 2**24  # numbers in a batch of matrices: 64 MB of float32
 Quintic = tuple[float, float, float]  # a x + b x^3 + c x^5
 # Four minimax quintics for singular values from 0.003 of the largest to 1 (the method of Polar Express, 2025), where
@@ -54,7 +55,7 @@ QUINTICS: tuple[Quintic, ...] = (
 def orthogonalize(x: Tensor) -> Tensor:
     """(k, m, n) with m <= n -> each matrix with its singular values brought close to 1, in the dtype of `x`."""
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPS)
-    gram = torch.bmm(x, x.transpose(1, 2))
+    gram = _gram(x)
     square = torch.bmm(gram, gram)
     # The fourth root of the sum of s^8 bounds the largest s^2, within a few percent where few values are large.
     bound = torch.linalg.vector_norm(square, dim=(1, 2), keepdim=True).sqrt().clamp(min=EPS)
@@ -68,9 +69,17 @@ def orthogonalize(x: Tensor) -> Tensor:
             factor = torch.bmm(_quintic_factor(gram, torch.bmm(gram, gram), quintic), factor)
             continue
         x = torch.bmm(factor, x)
-        gram = torch.bmm(x, x.transpose(1, 2))
+        gram = _gram(x)
         factor = _quintic_factor(gram, torch.bmm(gram, gram), quintic)
     return torch.bmm(factor, x)
+
+
+def _gram(x: Tensor) -> Tensor:
+    """(k, m, n) -> the products (k, m, m) of the rows of each matrix."""
+    first, *rest = (torch.bmm(part, part.transpose(1, 2)) for part in x.split(MAX_COLUMNS, dim=2))
+    for part in rest:
+        first += part
+    return first
 
 
 def _quintic_factor(gram: Tensor, square: Tensor, quintic: Quintic) -> Tensor:

@@ -251,10 +251,10 @@ def _train_and_finish(
     train_step = setup.make_step()
     if tensors is not None:
         restore(train_step, state, tensors)
-    difference = check_parity(setup, train_step.model)
+    difference = check_parity(setup, train_step)
     if difference is not None:
         log.write("parity", gradient_difference=difference)
-        screen.say(f"parity     gradients on {setup.device.kind} differ from the CPU's by {difference:.2%}")
+        screen.say(f"parity     gradients on {setup.device.kind} differ by at most {difference:.2%}")
     try:
         TrainLoop(setup, train_step, state, folder, log, screen).run_until_stopped(asked)
         return _finish(setup, train_step, folder, log, screen, state)

@@ -119,9 +119,11 @@ class TrainStep:
             torch.manual_seed(self.config.seed * 1_000_003 + step)  # dropout is a function of the step
         with self.autocast():
             # Text first: the backward pass then starts with the larger tower and frees its activations.
-            texts = [self._encode_texts(batch, rows) for rows in batch.text_rows()]
+            most_images, most_texts = self._rows_at_once(batch)
+            texts = [self._encode_texts(batch, part) for rows in batch.text_rows() for part in split(rows, most_texts)]
             text = texts[0] if len(texts) == 1 else torch.cat(texts)
-            image = self._encode_images(batch)
+            images = [self._encode_images(batch, part) for part in split(slice(0, len(batch)), most_images)]
+            image = images[0] if len(images) == 1 else torch.cat(images)
         loss = self._loss(image, text, positive, batch)
         self._mark("backward")
         self.scale_loss(loss).backward()
@@ -190,6 +192,13 @@ class TrainStep:
         """Samples encoded at a time; 0: the full batch."""
         return self.config.train.micro_batch if self.oom is None else self.oom.micro_batch
 
+    def _rows_at_once(self, batch: Batch) -> tuple[int, int]:
+        """How many images and how many captions the device may encode in one call."""
+        rules, images, captions = self.device.rules, len(batch), len(batch.caption_ids)
+        image_tokens = self.model.image_tower.tokens_per_image if batch.image_features is None else 1
+        text_tokens = 1 if batch.tokens is None else batch.tokens.shape[1]
+        return rules.rows_at_once(image_tokens) or images, rules.rows_at_once(text_tokens) or captions
+
     def _encode_images(self, batch: Batch, rows: slice = slice(None)) -> Tensor:
         """Unit vectors of some images, from pixels or from the features of a frozen tower."""
         if batch.image_features is not None:
@@ -214,7 +223,11 @@ class TrainStep:
             return self._encode_texts(batch, rows)
 
         images, captions, size = len(batch), len(batch.caption_ids), self.micro_batch
-        towers = [Tower(encode_images, images, size), Tower(encode_texts, captions, -(-size * captions // images))]
+        most_images, most_texts = self._rows_at_once(batch)
+        towers = [
+            Tower(encode_images, images, min(size, most_images)),
+            Tower(encode_texts, captions, min(-(-size * captions // images), most_texts)),
+        ]
         return self.grad_cache.backward(towers, lambda image, text: self._loss(image, text, positive, batch))
 
     def _seed_dropout(self, step: int, draw: int) -> None:
@@ -260,6 +273,11 @@ class TrainStep:
                 bad[batch.image_index[part][~text.isfinite().all(dim=1)]] = True
         found: list[int] = bad.nonzero().flatten().tolist()
         return found if len(found) < rows else []
+
+
+def split(rows: slice, most: int) -> list[slice]:
+    """The rows in slices of at most `most`."""
+    return [slice(at, min(at + most, rows.stop)) for at in range(rows.start, rows.stop, most)]
 
 
 def normalized_pixels(batch: Batch, preprocess: Preprocess, rows: slice = slice(None)) -> Tensor:

@@ -148,3 +148,10 @@ def test_convolution_is_updated_as_a_matrix() -> None:
         Muon([p], lr=0.1, dtype=torch.float32).step()
     assert not torch.equal(kernel, start)
     assert torch.equal(kernel.flatten(1), matrix)
+
+
+def test_long_rows_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(2, 6, 40, generator=torch.Generator().manual_seed(0))
+    expected = orthogonalize(x)
+    monkeypatch.setattr(muon, "MAX_COLUMNS", 7)
+    assert torch.allclose(orthogonalize(x), expected, atol=1e-5)

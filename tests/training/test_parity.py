@@ -4,19 +4,36 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from small_run import screen, small_config
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from m1clip.data.loader import Batch
 from m1clip.errors import UserError
+from m1clip.hardware.device import causal_sdpa_is_wrong
+from m1clip.model import layers
 from m1clip.model.clip import CLIP
 from m1clip.model.presets import PRESETS, with_fields
 from m1clip.training import parity
 from m1clip.training.memory import random_batch
-from m1clip.training.parity import TOLERANCE, check_parity, fill_zeros, first_samples, gradient, relative_difference
+from m1clip.training.muon import orthogonalize
+from m1clip.training.parity import (
+    TOLERANCE,
+    check_causality,
+    check_parity,
+    fill_zeros,
+    first_samples,
+    gradient,
+    optimizer_difference,
+    relative_difference,
+)
 from m1clip.training.run import decode_plan
-from m1clip.training.setup import prepare
+from m1clip.training.setup import Setup, prepare
+from m1clip.training.step import TrainStep
 
 
 def test_relative_difference() -> None:
@@ -70,11 +87,112 @@ def test_zero_initialized_branches_do_not_fail_the_check(monkeypatch: pytest.Mon
     assert moved
 
 
-def test_wrong_gradients_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = prepare(small_config(), lambda line: None, decode_plan(screen()))
-    assert check_parity(setup, setup.build_model()) is None, "nothing to compare on the CPU"
+def prepared(**changes: object) -> tuple[Setup, TrainStep]:
+    """A run whose device calls itself mps, but computes on the CPU."""
+    setup = prepare(small_config(changes), lambda line: None, decode_plan(screen()))
+    step = setup.make_step()
     setup.device.kind = "mps"
-    assert check_parity(setup, setup.build_model()) == 0.0
+    return setup, step
+
+
+def test_wrong_gradients_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup, step = prepared()
+    setup.device.kind = "cpu"
+    assert check_parity(setup, step) is None, "nothing to compare on the CPU"
+    setup.device.kind = "mps"
+    weights = copy.deepcopy(step.model.state_dict())
+    assert check_parity(setup, step) == 0.0
+    assert all(p.grad is None for p in step.model.parameters())
+    assert all(torch.equal(weights[name], value) for name, value in step.model.state_dict().items())
     monkeypatch.setattr(parity, "relative_difference", lambda *_: TOLERANCE["fp32"] * 1.1)
     with pytest.raises(UserError, match="mps computes gradients"):
-        check_parity(setup, setup.build_model())
+        check_parity(setup, step)
+
+
+class WrongFrom(TorchDispatchMode):
+    """Adds to every product whose reduction has at least some length, as MPS does from 32,767 on."""
+
+    def __init__(self, reduction: int) -> None:
+        super().__init__()
+        self.reduction = reduction
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("mm", "bmm") and args[0].shape[-1] >= self.reduction:
+            found = found * 1.5
+        return found
+
+
+def test_error_that_depends_on_the_size_is_found_at_the_real_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "SLICE", 4)
+    setup, step = prepared(**{"data.captions_per_step": 1})
+    assert check_parity(setup, step) < 1e-3  # type: ignore[operator]
+    with WrongFrom(16 * 16), pytest.raises(UserError, match="of a batch of 16 that differ from those of its slices"):
+        check_parity(setup, step)
+    monkeypatch.setattr(parity, "PAIRS", 2)
+    monkeypatch.setattr(parity, "SLICE", 16)  # only a few samples, as before: nothing is found
+    with WrongFrom(16 * 16):
+        assert check_parity(setup, step) == 0.0
+
+
+def test_memory_error_in_the_check_takes_smaller_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "SLICE", 4)
+    setup, step = prepared()
+    original, sizes = TrainStep.compute_gradients, []
+
+    def short(self: TrainStep, batch: Batch, number: int) -> torch.Tensor:
+        sizes.append(self.micro_batch)
+        if self.micro_batch not in range(1, 9):
+            raise torch.OutOfMemoryError("out of memory")
+        return original(self, batch, number)
+
+    monkeypatch.setattr(TrainStep, "compute_gradients", short)
+    assert check_parity(setup, step) < 1e-3  # type: ignore[operator]
+    assert sizes == [0, 8, 4]
+
+
+def test_wrong_update_of_the_optimizer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup, step = prepared(**{"optim.optimizer": "muon"})
+    assert optimizer_difference(step) < 1e-6
+    monkeypatch.setattr(parity, "size_difference", lambda *_: 0.0)
+    right, calls = orthogonalize, []
+
+    def wrong_on_the_device(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)  # the device's, then the CPU's
+        return right(x) + 0.1 * (len(calls) % 2)
+
+    monkeypatch.setattr(parity, "orthogonalize", wrong_on_the_device)
+    with pytest.raises(UserError, match="updates of the optimizer that differ"):
+        check_parity(setup, step)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["bmm", "sdpa"])
+def test_leak_from_later_tokens_stops_the_run(precision: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup, step = prepared(**{"train.precision": precision, "model.attention": kind})
+    check_causality(step.model, "cpu", setup.autocast)
+    original = layers.attention
+    # The mask once per group of four queries, as in pytorch#195910.
+    mask = (torch.arange(64)[:, None] // 4 * 4 + 3 >= torch.arange(64)).float().log()
+
+    def leaks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, kind: str) -> torch.Tensor:
+        length = q.shape[2]
+        if not causal:
+            return original(q, k, v, causal, kind)  # type: ignore[arg-type]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:length, :length].to(q.dtype))
+
+    monkeypatch.setattr(layers, "attention", leaks)
+    with pytest.raises(UserError, match="attention sees later tokens"):
+        check_parity(setup, step)
+
+
+def test_half_precision_on_mps_uses_no_causal_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = torch.randn(3, 2, 4, 9, 16).bfloat16()
+    expected = layers.attention(q, k, v, True, "sdpa")
+    monkeypatch.setattr(layers, "causal_sdpa_is_wrong", lambda kind, dtype: causal_sdpa_is_wrong("mps", dtype))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", None)
+    assert torch.allclose(layers.attention(q, k, v, True, "sdpa"), expected, atol=0.03)
+    with pytest.raises(TypeError):
+        layers.attention(q, k, v, False, "sdpa")
+    with pytest.raises(TypeError):
+        layers.attention(q.float(), k.float(), v.float(), True, "sdpa")
