@@ -30,6 +30,7 @@ class Machine:
     torch_cuda_build: str | None = None
     nvidia_driver: bool = False  # the system has an NVIDIA GPU and driver, regardless of the torch build
     kernel_failures: dict[str, str] = field(default_factory=dict)  # device -> "" if its gradient was correct
+    known_errors: dict[str, dict[str, str]] = field(default_factory=dict)  # device -> error -> "" if it is right
     gemm_flops: dict[str, dict[str, float]] = field(default_factory=dict)  # device -> precision -> FLOP/s
     variables: dict[str, str] = field(default_factory=dict)
     usable_cpus: int = 1
@@ -48,6 +49,8 @@ def read_machine() -> Machine:
     """Inspect this machine. Takes a few seconds: a kernel runs on each device."""
     import torch
 
+    from m1clip.bench.known_errors import find_errors
+
     facts, load = read_facts(), os.getloadavg()[0]
     kinds = available(facts)
     failures: dict[str, str] = {kind: try_kernel(Device(kind, facts)) for kind in kinds}
@@ -58,6 +61,7 @@ def read_machine() -> Machine:
         torch_cuda_build=torch.version.cuda,
         nvidia_driver=Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None,
         kernel_failures=failures,
+        known_errors={kind: find_errors(kind) for kind in kinds if not failures[kind]},
         gemm_flops={kind: _gemm_flops(Device(kind, facts), facts) for kind in kinds if not failures[kind]},
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
         usable_cpus=usable_cpus(),
@@ -213,6 +217,22 @@ def check_devices(m: Machine) -> Iterator[Finding]:
         text = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in rates.items())
         name = m.facts.cuda if kind == "cuda" else m.facts.cpu
         yield Finding("ok", kind, f"{name}: gradients are correct; {text}")
+        yield from check_known_errors(kind, m.known_errors.get(kind, {}))
+
+
+def check_known_errors(kind: str, found: dict[str, str]) -> Iterator[Finding]:
+    """Which known errors of torch on Apple GPUs this device has; m1clip avoids them, other programs may not."""
+    from m1clip.bench.known_errors import KNOWN_ERRORS
+
+    present = [(error, what) for error, what in zip(KNOWN_ERRORS, found.values(), strict=False) if what]
+    if found and not present:
+        yield Finding("ok", f"{kind} errors", f"none of {len(found)} known errors of torch")
+    for error, what in present:
+        text = f"pytorch#{error.issue}, {error.what}: {what}"
+        if kind == "mps":
+            yield Finding("warning", "mps error", text, f"m1clip avoids it: {error.avoided}; a newer torch may mend it")
+        else:
+            yield Finding("problem", f"{kind} error", text, "use another device or version of torch")
 
 
 def doctor_text(findings: list[Finding]) -> str:

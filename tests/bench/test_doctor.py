@@ -5,13 +5,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from m1clip.bench import doctor as module
-from m1clip.bench.doctor import Finding, Machine, check, cpu_quota, doctor_text, read_machine, try_kernel
+from m1clip.bench.doctor import (
+    Finding,
+    Machine,
+    check,
+    check_known_errors,
+    cpu_quota,
+    doctor_text,
+    read_machine,
+    try_kernel,
+)
+from m1clip.bench.known_errors import KNOWN_ERRORS, find_errors
 from m1clip.cli.machine import doctor
 from m1clip.hardware.device import Device
 from m1clip.hardware.facts import Facts, read_facts
@@ -127,12 +140,61 @@ def test_doctor_on_this_machine() -> None:
 
 
 def test_wrong_kernel_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     device = Device("cpu", read_facts())
     assert try_kernel(device) == ""
     monkeypatch.setattr(torch, "allclose", lambda *a, **k: False)
     assert "differs" in try_kernel(device)
+
+
+def test_known_errors_are_all_right_on_this_machine() -> None:
+    for kind in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
+        found = find_errors(kind)
+        assert len(found) == len(KNOWN_ERRORS)
+        assert set(found.values()) == {""}
+        (finding,) = check_known_errors(kind, found)
+        assert finding.level == "ok"
+
+
+def test_known_errors_are_found_where_kernels_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attention that ignores its mask, and a linear layer that drops its bias."""
+    attention, linear = F.scaled_dot_product_attention, F.linear
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, is_causal: attention(q, k, v))
+    calls: list[bool] = []
+
+    def without_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        calls.append(bias is not None)  # the device's call comes first, then the expected result
+        return linear(x, weight, None if sum(calls) % 2 else bias)
+
+    monkeypatch.setattr(F, "linear", without_bias)
+    wrong = {name.split(",")[0] for name, what in find_errors("cpu").items() if what}
+    assert "pytorch#195910" in wrong
+    assert wrong & {"pytorch#189495", "pytorch#188438"}
+
+
+def test_error_that_ends_the_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reproduction runs in a process of its own; the device does not exist here, so that process fails."""
+    aborting = [error for error in KNOWN_ERRORS if error.aborts]
+    monkeypatch.setattr("m1clip.bench.known_errors.KNOWN_ERRORS", aborting)
+    codes = iter([0, 1, -6])
+    monkeypatch.setattr(
+        "m1clip.bench.known_errors.subprocess.run", lambda *a, **k: subprocess.CompletedProcess([], next(codes))
+    )
+    assert [*find_errors("mps").values(), *find_errors("mps").values(), *find_errors("mps").values()] == [
+        "",
+        "wrong",
+        "the process ends",
+    ]
+
+
+def test_known_error_on_mps_is_a_warning_with_our_remedy() -> None:
+    found = dict.fromkeys((error.what for error in KNOWN_ERRORS), "")
+    found[KNOWN_ERRORS[2].what] = "wrong"
+    finding = by_name(dataclasses.replace(M1, known_errors={"mps": found}))["mps error"]
+    assert finding.level == "warning"
+    assert finding.text == "pytorch#195163, bmm with a reduction of 40,000: wrong"
+    assert "no call is that long" in finding.remedy
+    finding = by_name(dataclasses.replace(AMX, known_errors={"cpu": found}))["cpu error"]
+    assert finding.level == "problem"
 
 
 def test_container_cpu_quota(tmp_path: Path) -> None:
