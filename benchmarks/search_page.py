@@ -78,9 +78,13 @@ def main() -> None:
         page.evaluate(WATCH)
         for query in QUERIES:
             page.fill("#text", "")
-            page.wait_for_timeout(500)
-            page.type("#text", query, delay=250)
-        page.wait_for_timeout(1000)
+            page.wait_for_timeout(1000)
+            page.evaluate("times.pop()")
+            for letter in query:  # each after the results of the one before
+                done = page.evaluate("times.length")
+                page.type("#text", letter)
+                while page.evaluate("times.length") == done:
+                    page.wait_for_timeout(20)
         times = sorted(page.evaluate("times"))
         browser.close()
     server.shutdown()
