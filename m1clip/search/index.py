@@ -471,10 +471,10 @@ class _Writer:
 
 def _remove_unused(db: sqlite3.Connection, place: Path, set_id: int) -> None:
     """Rewrite the vectors if many no longer belong to a file; a search that is open keeps the old file."""
-    used = "SELECT image FROM files WHERE image IS NOT NULL"
     (total,) = db.execute("SELECT count(*) FROM vectors WHERE model = ?", (set_id,)).fetchone()
-    live = db.execute(f"SELECT image, row FROM vectors WHERE model = ? AND image IN ({used}) ORDER BY row", (set_id,))
-    pairs = live.fetchall()
+    pairs = db.execute(
+        "SELECT image, row FROM vectors WHERE model = ? AND image IN (SELECT image FROM files) ORDER BY row", (set_id,)
+    ).fetchall()
     name, dim = db.execute("SELECT vectors, dim FROM models WHERE id = ?", (set_id,)).fetchone()
     for file in place.glob(f"vectors-{set_id}-*"):  # a process was killed before it deleted the old file
         if name and file.name != name:
@@ -489,7 +489,10 @@ def _remove_unused(db: sqlite3.Connection, place: Path, set_id: int) -> None:
     db.executemany(
         "INSERT INTO vectors VALUES (?, ?, ?)", [(set_id, image, row) for row, (image, _) in enumerate(pairs)]
     )
-    db.execute(f"DELETE FROM images WHERE id NOT IN ({used}) AND id NOT IN (SELECT image FROM vectors)")
+    db.execute(
+        "DELETE FROM images WHERE id NOT IN (SELECT image FROM files WHERE image IS NOT NULL) "
+        "AND id NOT IN (SELECT image FROM vectors)"
+    )
     db.execute("UPDATE models SET vectors = ? WHERE id = ?", (new, set_id))
     db.commit()
     (place / name).unlink()
