@@ -23,6 +23,7 @@ from small_run import Command
 import m1clip
 from m1clip.data.images import FileImage
 from m1clip.errors import UserError
+from m1clip.inference import encoder
 from m1clip.search import index as module
 from m1clip.search.index import DATABASE, FOLDER, find_index, known_folders, update_index
 
@@ -237,8 +238,9 @@ def test_watched_folder_is_kept_up_to_date(model: Path, tmp_path: Path) -> None:
 
 
 def slow_saves() -> None:
-    """In the process that is killed: many commits."""
+    """In the process that is killed: many commits, and the precision of the other tests."""
     module.BATCH, module.SAVE_SECONDS = 4, 0.0
+    encoder.fastest_precision = lambda kind: "fp32"  # type: ignore[assignment]
 
 
 def kill_at_random_moments(photos: Path, model: Path, kills: int, seconds: float) -> int:
