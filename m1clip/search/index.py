@@ -147,6 +147,8 @@ def connect(place: Path, write: bool = False) -> sqlite3.Connection:
     except sqlite3.DatabaseError as error:
         if is_full(error):
             raise
+        if not write and "no such table: about" in str(error):
+            raise UserError(f"{path}: the index is being created; wait, or run m1clip index again") from None
         raise UserError(f"{path}: not a valid index ({error}); delete {place} and run m1clip index again") from None
     if facts.get("format", FORMAT) != FORMAT:
         raise UserError(f"{path}: written by another version of m1clip ({facts.get('version')}); upgrade, or delete it")
