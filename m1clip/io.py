@@ -10,7 +10,8 @@ import platform
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args, get_origin, get_type_hints
@@ -308,3 +309,16 @@ def read_owner(run: Path) -> Owner | None:
         return Owner(int(pid), host, start_id)
     except (OSError, ValueError):
         return None
+
+
+def first_writable(places: Iterable[Path], purpose: str, remedy: str) -> Path:
+    """The first folder that can be created and written to."""
+    reason = ""
+    for place in places:
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=place).close()
+            return place
+        except OSError as error:
+            reason = f"{place}: {error.strerror or error}"
+    raise UserError(f"no folder for the {purpose} ({reason}); {remedy}")

@@ -17,7 +17,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +40,7 @@ from m1clip.data.sources.mixture import MixedSource
 from m1clip.data.synthetic.source import SyntheticImage
 from m1clip.data.types import ImageRef, Sample, Source
 from m1clip.errors import UserError
-from m1clip.io import open_for_write, open_regular
+from m1clip.io import first_writable, open_for_write, open_regular
 
 FOLDER = ".m1clip-cache"
 ROWS, NAMES, LOCK = "rows.bin", "names.bin", "lock"
@@ -425,15 +424,7 @@ def _sync(file: BinaryIO) -> None:
 def cache_folder(asked: str | None, data: Sequence[str]) -> Path:
     """The requested folder; else next to the data; else, if that is not writable, the user's cache folder."""
     places = [Path(asked).expanduser()] if asked else [*(Path(folder) / FOLDER for folder in data[:1]), user_cache()]
-    reason = ""
-    for place in places:
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=place).close()
-            return place
-        except OSError as error:
-            reason = f"{place}: {error.strerror or error}"
-    raise UserError(f"no folder for the cache ({reason}); choose one with --cache-dir, or use --cache ram")
+    return first_writable(places, "cache", "choose one with --cache-dir, or use --cache ram")
 
 
 def user_cache() -> Path:

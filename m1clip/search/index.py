@@ -13,7 +13,6 @@ import itertools
 import os
 import sqlite3
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -31,7 +30,7 @@ import m1clip
 from m1clip.data.images import READ_TIMEOUT, SUFFIXES, BadImage, FileImage, decode, map_with_timeout, one_line, opened
 from m1clip.data.lint import appearance
 from m1clip.errors import UserError
-from m1clip.io import open_for_write, read_small, write_bytes
+from m1clip.io import first_writable, open_for_write, read_small, write_bytes
 from m1clip.search.calibration import CAPTIONS
 
 FOLDER, DATABASE, LOCK = ".m1clip-index", "index.sqlite", "lock"
@@ -115,18 +114,6 @@ def _remember(root: Path) -> None:
 def _outside(root: Path) -> Path:
     """Where the index is if the photo folder is not writable."""
     return user_data() / "indexes" / hashlib.sha256(os.fsencode(root)).hexdigest()[:24]
-
-
-def _writable_place(root: Path) -> Path:
-    reason = ""
-    for place in (root / FOLDER, _outside(root)):
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=place).close()
-            return place
-        except OSError as error:
-            reason = f"{place}: {error.strerror or error}"
-    raise UserError(f"no folder for the index ({reason}); make one of them writable")
 
 
 def connect(place: Path, write: bool = False) -> sqlite3.Connection:
@@ -314,7 +301,7 @@ def update_index(
     began, root = time.monotonic(), Path(os.path.abspath(Path(folder).expanduser()))
     if not root.is_dir():
         raise UserError(f"{root}: no such folder")
-    report = Report(_writable_place(root))
+    report = Report(first_writable((root / FOLDER, _outside(root)), "index", "make one of them writable"))
     lock = FileLock(report.place / LOCK, fallback_to_soft=False)  # a soft lock would outlive a killed process
     try:
         with lock.acquire(blocking=False), closing(connect(report.place, write=True)) as db:

@@ -75,9 +75,11 @@ def paths(value: Any) -> Iterator[tuple[Any, ...]]:
 def read_everything(run: Path) -> None:
     """What `runs`, `monitor --once`, `monitor --web` and `report` do."""
     rows = list_runs(run.parent)
-    as_table(rows, run.parent), once(run)
+    assert run.name in as_table(rows, run.parent)
+    assert once(run)
     json.dumps(json_safe([rows, Store([run.parent]).update({key_of(run): "new"})]), allow_nan=False).encode()
     write_report([run], run / "report.html")
+    assert "</html>" in (run / "report.html").read_text()
 
 
 @pytest.fixture(autouse=True)
