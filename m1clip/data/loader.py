@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import itertools
 import signal
+import time
 import traceback
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -298,7 +299,9 @@ class _Workers:
         try:
             batch = pipe.recv()
         except (EOFError, OSError):
-            process.join(1.0)
+            end = time.monotonic() + 1.0
+            while process.exitcode is None and time.monotonic() < end:  # another thread may be joining it
+                time.sleep(0.01)
             if process.exitcode is None:
                 raise
             raise WorkerDied(f"data worker {process.pid} was killed (exit code {process.exitcode})") from None
