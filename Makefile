@@ -45,7 +45,7 @@ lint: $(DEV)
 	@$(BIN)/bandit -q -c pyproject.toml -r m1clip
 
 test: lint
-	@$(BIN)/pytest -n auto
+	@$(BIN)/pytest -n auto $(PYTEST)
 
 # Writes docs/results/reliability.json and the table of docs/reliability.md.
 test-long: $(DEV)
