@@ -39,6 +39,6 @@ def break_files(folder: Path, numbers: Iterable[int], split: str = "train", data
         (folder / "images" / f"{split}-{number:04d}.jpg").write_bytes(data)
 
 
-def plan(warn: Callable[[str], None] = lambda line: None, workers: int = 2) -> DecodePlan:
+def plan(warn: Callable[[str], None] = lambda line: None) -> DecodePlan:
     """A decode plan without progress display."""
-    return DecodePlan(workers, "fork", 8 * 2**30, lambda title: nullcontext(lambda done, total: None), warn)
+    return DecodePlan(2, 8 * 2**30, lambda title: nullcontext(lambda done, total: None), warn)

@@ -20,11 +20,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -36,7 +34,6 @@ from torch import Tensor
 from m1clip.config import DataConfig
 from m1clip.data import randomness as rnd
 from m1clip.data.images import READ_TIMEOUT, failure_reason, map_with_timeout, to_square
-from m1clip.data.sources.mixture import MixedSource
 from m1clip.data.synthetic.source import SyntheticImage
 from m1clip.data.types import ImageRef, Sample, Source
 from m1clip.errors import UserError
@@ -219,19 +216,11 @@ def decode_images(
     resize: str,
     failures: dict[int, str],
     progress: Progress,
-    workers: int = 1,
-    start_method: str | None = None,
+    threads: int = 1,
     timeout: float = READ_TIMEOUT,
 ) -> Computed:
-    """Decode all images in order, in chunks; unreadable ones are added to `failures`.
-
-    Files are decoded in threads: Pillow releases the GIL and nothing is pickled. Synthetic images are drawn in Python
-    and need processes, which `start_method` selects.
-    """
-    if start_method and workers > 1 and len(refs) >= 4 * CHUNK:  # else starting processes takes longer than the work
-        decoded = _draw_in_processes(refs, functools.partial(_decode, side=side, resize=resize), workers, start_method)
-    else:
-        decoded = LiveImages(refs, side, resize, timeout).decode(range(len(refs)), workers)
+    """Decode all images in order, in chunks; unreadable ones are added to `failures`."""
+    decoded = LiveImages(refs, side, resize, timeout).decode(range(len(refs)), threads)
     done = 0
     progress(done, len(refs))
     while chunk := list(itertools.islice(decoded, CHUNK)):
@@ -251,29 +240,10 @@ def decode_images(
         progress(done, len(refs))
 
 
-def _draw_in_processes(
-    refs: Sequence[ImageRef], draw: Callable[[ImageRef], Any], workers: int, start_method: str
-) -> Iterator[np.ndarray | str]:
-    pool = ProcessPoolExecutor(workers, get_context(start_method), follow_parent)
-    try:
-        yield from pool.map(draw, refs, chunksize=CHUNK)
-    except BrokenProcessPool:
-        raise UserError(
-            "a process that decodes images was killed; the system may be out of memory: "
-            "close other programs and run again; a disk cache continues where it stopped"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
 def follow_parent() -> None:
-    """Initialize a worker process: ignore Ctrl-C, and exit when the parent does.
-
-    SIGTERM keeps its default effect: concurrent.futures uses it to end the other workers when one was killed.
-    """
+    """Initialize a worker process: ignore Ctrl-C, and exit when the parent does."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parent = parent_process()
     assert parent is not None
 
@@ -437,10 +407,8 @@ def user_cache() -> Path:
 
 def data_folders(source: Source) -> tuple[str, ...]:
     """The folders that contain the data; a cache goes next to the first."""
-    parts: Sequence[Any] = [part for part, _ in source.parts] if isinstance(source, MixedSource) else [source]
-    paths = [part.path for part in parts if isinstance(getattr(part, "path", None), Path)]
     # A shard pattern is not a file, and a hub dataset (hf:owner/name) has no folder.
-    folders = [path if path.is_dir() else path.parent for path in paths if not str(path).startswith("hf:")]
+    folders = [path if path.is_dir() else path.parent for path in source.paths if not str(path).startswith("hf:")]
     return tuple(str(folder) for folder in folders if folder.is_dir())
 
 
@@ -507,10 +475,9 @@ Kind = Literal["ram", "disk", "off"]
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """How images are decoded: by how many workers, started how, with which progress display."""
+    """How images are decoded: in how many threads, with which progress display."""
 
-    workers: int
-    start_method: str
+    threads: int
     memory_bytes: int
     progress: Callable[[str], AbstractContextManager[Progress]]  # by title
     warn: Callable[[str], None]
@@ -543,9 +510,9 @@ def cache_split(
     bad: dict[int, str] = {}
 
     def decode(wanted: Sequence[int], failed: dict[int, str]) -> Computed:
-        chosen, method = [refs[index] for index in wanted], plan.start_method if synthetic else None
+        chosen = [refs[index] for index in wanted]
         with plan.progress(f"preparing {split} images") as show:
-            yield from decode_images(chosen, side, resize, failed, show, plan.workers, method)
+            yield from decode_images(chosen, side, resize, failed, show, plan.threads)
 
     def kind_for(needed: int, free: int) -> Kind:
         size = {"images": total, "total": total * side * side * 3, "memory": plan.memory_bytes}
@@ -572,7 +539,7 @@ def cache_split(
         # Evaluation images are a fixed set, so try all of them; of the training images, try a sample.
         if split == "train" and len(samples) > CHECKED:
             tried = [index * len(samples) // CHECKED for index in range(CHECKED)]
-        found = LiveImages(refs, side=32).decode(tried, max(1, plan.workers))
+        found = LiveImages(refs, side=32).decode(tried, plan.threads)
         bad = {index: reason for index, reason in zip(tried, found, strict=True) if isinstance(reason, str)}
         keep = [ref for index, ref in enumerate(refs) if split == "train" or index not in bad]
         images = LiveImages(keep, side, resize)

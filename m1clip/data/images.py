@@ -165,23 +165,38 @@ def _to_8bit(values: np.ndarray) -> np.ndarray:
     return np.rint((real - low) * (255 / max(high - low, 1e-300))).astype(np.uint8)
 
 
+class ImageRef:
+    """An image that is not yet decoded: hashable, picklable for worker processes, and as a string its place."""
+
+    __slots__ = ()
+
+    def open(self, want: int | None = None) -> Image.Image:
+        """Decode to RGB; `want` is the short side needed, so that JPEG may be decoded smaller. BadImage on failure."""
+        return decode(self.read(), want, str(self))
+
+    def read(self) -> bytes:
+        """The encoded bytes; BadImage if they cannot be read."""
+        raise NotImplementedError
+
+    def stamp(self) -> str:
+        """Identifies the content (name, size, time), for cache keys."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
-class FileImage:
+class FileImage(ImageRef):
     """An image file."""
 
     path: str
 
     def open(self, want: int | None = None) -> Image.Image:
-        """Decode to RGB; BadImage on failure."""
         return decode(self.path, want, self.path)
 
     def read(self) -> bytes:
-        """The bytes of the file; BadImage on failure."""
         with _open_file(self.path, self.path) as stream:
             return stream.read()
 
     def stamp(self) -> str:
-        """Name, size and time of the file."""
         return f"{self.path}|{file_stamp(self.path)}"
 
     def __str__(self) -> str:

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
+from m1clip.data.images import ImageRef
+from m1clip.errors import UserError
 
-class ImageRef(Protocol):
-    """An image that is not yet decoded. Must be hashable, and picklable for worker processes."""
-
-    def open(self, want: int | None = None) -> Image.Image:
-        """Decode to RGB; `want` is the short side wanted, so that JPEG may be decoded smaller."""
-
-    def read(self) -> bytes:
-        """The encoded bytes; BadImage if they cannot be read."""
-
-    def stamp(self) -> str:
-        """Identifies the content (name, size, time), for cache keys."""
-
-    def __str__(self) -> str:
-        """Where it is, for messages: the file, or the shard and member, or the row."""
+SPLITS = ("train", "val", "test")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,30 +41,29 @@ class Problem:
         return f"{self.where}: {self.what}"
 
 
-class Source(Protocol):
-    """A dataset: samples in named splits ("train", "val", "test")."""
+class Source:
+    """A dataset: samples in named splits, which subclasses put into `by_split`."""
 
-    @property
-    def name(self) -> str:
-        """For messages: the path."""
+    class_captions = False  # whether captions are made from class names
 
-    @property
-    def class_captions(self) -> bool:
-        """Whether the captions are made from class names."""
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Notes for the user about how the data was read."""
-
-    @property
-    def problems(self) -> Sequence[Problem]:
-        """What was skipped."""
+    def __init__(self, name: str, paths: Sequence[Path] = ()) -> None:
+        self.name, self.paths = name, tuple(paths)  # for messages; of its files or folders
+        self.notes: list[str] = []  # for the user, about how the data was read
+        self.problems: list[Problem] = []  # what was skipped
+        self.by_split: dict[str, list[Sample]] = {}
 
     def splits(self) -> tuple[str, ...]:
-        """The names of the splits that hold at least one sample."""
+        """The splits that hold at least one sample: train, val, test, then others by name."""
+        return tuple(
+            sorted(self.by_split, key=lambda name: (SPLITS.index(name) if name in SPLITS else len(SPLITS), name))
+        )
 
     def samples(self, split: str) -> Sequence[Sample]:
         """All samples of a split, in an order that depends only on the data."""
+        if split not in self.by_split:
+            raise UserError(f"{self.name}: no split {split!r}; it has {', '.join(self.splits())}")
+        return self.by_split[split]
 
     def origin(self, id_: str, caption: int = 0) -> str:
         """The file and row of a caption."""
+        return id_

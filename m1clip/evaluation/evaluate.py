@@ -36,7 +36,7 @@ from m1clip.evaluation.analysis import (
 from m1clip.evaluation.figures import GridRow, retrieval_grid
 from m1clip.evaluation.retrieval import is_match, nearest, ranks, retrieval
 from m1clip.evaluation.statistics import Scores
-from m1clip.hardware.device import Device, choose_device, choose_precision, rules, threads
+from m1clip.hardware.device import Device, choose_device, choose_precision, threads
 from m1clip.hardware.facts import Facts, read_facts, usable_cpus
 from m1clip.inference import load
 from m1clip.inference.encoder import Model, SplitFeatures, encode_split, split_features
@@ -62,8 +62,7 @@ def evaluate(
 
 def quiet_decoding(facts: Facts) -> DecodePlan:
     """Decode images without reporting progress."""
-    start = rules("cpu", facts).worker_start
-    return DecodePlan(usable_cpus(), start, facts.memory_bytes, lambda title: nullcontext(_ignore), _ignore)
+    return DecodePlan(usable_cpus(), facts.memory_bytes, lambda title: nullcontext(_ignore), _ignore)
 
 
 def _ignore(*_: object) -> None:
@@ -145,7 +144,7 @@ class Evaluator:
         asked = [
             (index, negative)
             for index in (range(len(self.data.samples)) if indices is None else indices)
-            for negative in negatives(self.source.scene_of(self.data.samples[index].id), seed=index)
+            for negative in negatives(self.source.scene_of[self.data.samples[index].id], seed=index)
         ]
         # The negatives of an image share one true caption, which is encoded once.
         texts = list(dict.fromkeys(text for _, negative in asked for text in (negative.truth, negative.caption)))
@@ -173,7 +172,7 @@ class Evaluator:
             "length": recall_by_length(rank, torch.from_numpy(self.data.captions.lengths)),
         }
         if isinstance(self.source, SyntheticSource):
-            labels = [scene_labels(self.source.scene_of(sample.id)) for sample in self.data.samples]
+            labels = [scene_labels(self.source.scene_of[sample.id]) for sample in self.data.samples]
             found["groups"] = fraction_by_group(rank == 1, group_masks(labels, image_index))
             indices = even_indices(len(image), len(image) if negative_images is None else negative_images).tolist()
             # A frozen text tower with cached features is not in memory, so it cannot encode new captions.

@@ -26,7 +26,6 @@ from m1clip.evaluation.evaluate import Evaluator
 from m1clip.evaluation.snapshot import FOLDER as WATCH
 from m1clip.evaluation.snapshot import THUMBNAILS
 from m1clip.evaluation.statistics import Scores, selection_metric
-from m1clip.hardware.device import rules
 from m1clip.hardware.facts import Facts, usable_cpus
 from m1clip.hardware.memory import return_freed_memory
 from m1clip.hardware.timing import timing
@@ -390,8 +389,7 @@ def decode_plan(screen: Screen, run: Path | None = None) -> Callable[[Facts], De
         def progress(title: str) -> AbstractContextManager[Progress]:
             return screen.counter(title, run)
 
-        start = rules("cpu", facts).worker_start
-        return DecodePlan(usable_cpus(), start, facts.memory_bytes, progress, screen.warn)
+        return DecodePlan(usable_cpus(), facts.memory_bytes, progress, screen.warn)
 
     return plan
 

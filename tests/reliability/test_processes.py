@@ -70,25 +70,6 @@ def test_run_whose_workers_die_repeatedly_is_saved_and_ends(tmp_path: Path, monk
     assert multiprocessing.active_children() == []
 
 
-def test_killed_decoder_ends_the_run_with_one_line(tmp_path: Path) -> None:
-    words = small_arguments({"data.train_count": 20_000, "model.image_size": 64})
-    process = Command("train", *words, "--run", "run", cwd=tmp_path)
-    decoders: list[psutil.Process] = []
-
-    def decoding() -> bool:  # one child alone may be a short-lived command such as `uname`
-        decoders[:] = psutil.Process(process.pid).children()
-        return len(decoders) > 1
-
-    process.wait_until(decoding)
-    time.sleep(0.3)  # so that they have begun
-    decoders[0].kill()
-    assert process.wait() == 2
-    error = process.read()[1]
-    assert error.startswith("m1clip: a process that decodes images was killed")
-    assert error.count("\n") == 1
-    assert psutil.wait_procs(decoders, timeout=30)[1] == []
-
-
 def test_no_data_worker_outlives_a_killed_parent(tmp_path: Path) -> None:
     process = start(tmp_path)
     workers = psutil.Process(process.pid).children(recursive=True)

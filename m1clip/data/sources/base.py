@@ -6,17 +6,15 @@ import contextlib
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from PIL import Image
-
-from m1clip.data.images import SUFFIXES, decode, one_line
+from m1clip.data.images import SUFFIXES, ImageRef, one_line
 from m1clip.data.sources import splits
 from m1clip.data.sources.splits import clean_text
-from m1clip.data.types import ImageRef, Problem, Sample
+from m1clip.data.types import Problem, Sample, Source
 from m1clip.errors import UserError
 
 NO_CAPTION = "no caption"
@@ -49,26 +47,17 @@ def user_error(message: str) -> UserError:
     return UserError(one_line(message))
 
 
-class DataSource:
+class DataSource(Source):
     """All samples of a file or folder. `read` yields the rows of its format."""
 
     def __init__(
         self, path: Path, format_name: str, read: Callable[[DataSource], Iterator[Row]], options: Options = DEFAULT
     ) -> None:
+        super().__init__(str(path), [path])
         self.path, self.format, self.options = path, format_name, options
-        self.name, self.class_captions = str(path), format_name == "classes"
-        self.problems: list[Problem] = []
-        self.notes: list[str] = []
+        self.class_captions = format_name == "classes"
         self._places: dict[str, list[Place]] = {}
-        self._by_split = self._gather(read(self))
-
-    def splits(self) -> tuple[str, ...]:
-        return splits.in_order(self._by_split)
-
-    def samples(self, split: str) -> Sequence[Sample]:
-        if split not in self._by_split:
-            raise UserError(f"{self.path}: no split {split!r}; it has {', '.join(self.splits())}")
-        return self._by_split[split]
+        self._gather(read(self))
 
     def origin(self, id_: str, caption: int = 0) -> str:
         places = self._places[id_]
@@ -82,7 +71,7 @@ class DataSource:
         """Record something the user should know."""
         self.notes.append(one_line(text))
 
-    def _gather(self, rows: Iterator[Row]) -> dict[str, list[Sample]]:
+    def _gather(self, rows: Iterator[Row]) -> None:
         images: dict[str, ImageRef] = {}
         captions: dict[str, list[str]] = {}
         given: dict[str, str | None] = {}
@@ -112,10 +101,8 @@ class DataSource:
             raise user_error(f"{self.path}: read as {self.format}, {why}")
         split_of, notes = splits.assign(given)
         self.notes += map(one_line, notes)
-        by_split: dict[str, list[Sample]] = {}
         for id_, image in images.items():
-            by_split.setdefault(split_of[id_], []).append(Sample(image, tuple(captions[id_]), id_))
-        return by_split
+            self.by_split.setdefault(split_of[id_], []).append(Sample(image, tuple(captions[id_]), id_))
 
 
 def _shown(place: Place) -> str:
@@ -164,15 +151,3 @@ def walk_images(root: Path) -> Iterator[str]:
             # macOS leaves ._a.jpg next to a.jpg.
             if os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith("."):
                 yield prefix + name
-
-
-class StoredImage:
-    """An image inside a shard or table; subclasses read its bytes."""
-
-    __slots__ = ()
-
-    def open(self, want: int | None = None) -> Image.Image:
-        return decode(self.read(), want, str(self))
-
-    def read(self) -> bytes:
-        raise NotImplementedError

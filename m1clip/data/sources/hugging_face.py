@@ -8,9 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from m1clip.data.images import BadImage, FileImage, one_line
+from m1clip.data.images import BadImage, FileImage, ImageRef, one_line
 from m1clip.data.sources import splits
-from m1clip.data.sources.base import DataSource, Row, StoredImage, require, user_error
+from m1clip.data.sources.base import DataSource, Row, require, user_error
 from m1clip.data.sources.tables import Columns, Record, bytes_in, choose_columns, rows_of
 
 HUB = "hf:"
@@ -67,7 +67,7 @@ def open_dataset(name: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class HubImage(StoredImage):
+class HubImage(ImageRef):
     """An image in a row of a Hugging Face dataset; a worker process opens the dataset itself."""
 
     name: str

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 from m1clip.data.sources import splits
 from m1clip.data.sources.base import DataSource
-from m1clip.data.types import Sample
+from m1clip.data.types import Sample, Source
 from m1clip.errors import UserError
 
 _WEIGHT = re.compile(r"(.+):(-?(?:\d+\.?\d*|\.\d+))")
@@ -26,32 +26,25 @@ def parse_weight(spec: str, formats: Collection[str] = ()) -> tuple[str, float]:
     return match.group(1), weight
 
 
-class MixedSource:
-    """The weight is the fraction (or the repetition) of a source's train images; val and test stay complete."""
+class MixedSource(Source):
+    """The weight is the fraction (or the repetition) of a source's train images; val and test stay complete.
+
+    The sources come one after the other; ids start with the number of the source.
+    """
 
     def __init__(self, parts: Sequence[tuple[DataSource, float]]) -> None:
         if not parts:
             raise UserError("no data: give at least one source")
+        super().__init__(", ".join(source.name for source, _ in parts), [source.path for source, _ in parts])
         self.parts = tuple(parts)
-        self.name = ", ".join(source.name for source, _ in parts)
         self.class_captions = all(source.class_captions for source, _ in parts)
-        self.problems = [problem for source, _ in parts for problem in source.problems]
-        self.notes = [note for source, _ in parts for note in source.notes]
-
-    def splits(self) -> tuple[str, ...]:
-        return splits.in_order({name for source, _ in self.parts for name in source.splits()})
-
-    def samples(self, split: str) -> Sequence[Sample]:
-        """The sources one after the other; ids start with the number of the source."""
-        mixed = [
-            Sample(sample.image, sample.captions, f"{number}/{sample.id}" + (f"#{copy + 1}" if copy else ""))
-            for number, (source, weight) in enumerate(self.parts)
-            if split in source.splits()
-            for sample, copy in _weighted(source.samples(split), weight if split == "train" else 1.0)
-        ]
-        if not mixed:
-            raise UserError(f"no split {split!r} in the data; it has {', '.join(self.splits())}")
-        return mixed
+        for number, (source, weight) in enumerate(parts):
+            self.problems += source.problems
+            self.notes += source.notes
+            for split in source.splits():
+                for sample, copy in _weighted(source.samples(split), weight if split == "train" else 1.0):
+                    id_ = f"{number}/{sample.id}" + (f"#{copy + 1}" if copy else "")
+                    self.by_split.setdefault(split, []).append(Sample(sample.image, sample.captions, id_))
 
     def origin(self, id_: str, caption: int = 0) -> str:
         number, _, rest = id_.partition("/")

@@ -13,9 +13,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from m1clip.data.images import MAX_FILE_BYTES, SUFFIXES, BadImage, file_stamp, one_line
+from m1clip.data.images import MAX_FILE_BYTES, SUFFIXES, BadImage, ImageRef, file_stamp, one_line
 from m1clip.data.sources import splits
-from m1clip.data.sources.base import DataSource, Row, StoredImage, captions_of, user_error
+from m1clip.data.sources.base import DataSource, Row, captions_of, user_error
 from m1clip.data.sources.splits import clean_text
 from m1clip.data.sources.tables import CAPTION_NAMES
 from m1clip.io import open_regular
@@ -107,7 +107,7 @@ def _pax_fields(body: bytes) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class TarImage(StoredImage):
+class TarImage(ImageRef):
     """An image in a shard."""
 
     path: str

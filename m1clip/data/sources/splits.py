@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
+from m1clip.data.types import SPLITS
+
 VAL_FRACTION = TEST_FRACTION = 0.05
-ORDER = ("train", "val", "test")
 _NAMES = {
     "train": ("train", "training", "trn", "restval"),
     "val": ("val", "valid", "validation", "dev", "eval"),
@@ -40,11 +41,6 @@ def from_file_name(name: str) -> str | None:
     return _KNOWN[found.group(1)] if found else None
 
 
-def in_order(names: Iterable[str]) -> tuple[str, ...]:
-    """train, val, test, then others by name."""
-    return tuple(sorted(names, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name)))
-
-
 def hash_unit(text: str) -> float:
     """A number in [0, 1) that depends only on the text: validation images are the same for every training seed."""
     digest = blake2b(f"0:{text}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
@@ -60,7 +56,7 @@ def assign(given: Mapping[str, str | None]) -> tuple[dict[str, str], list[str]]:
     split_of = {id_: name or "train" for id_, name in given.items()}
     if unnamed := sum(name is None for name in given.values()):
         notes.append(f"{unnamed} images have no split although others do: assigned to train")
-    if unused := sorted(names - set(ORDER)):
+    if unused := sorted(names - set(SPLITS)):
         notes.append(f"splits not used in training: {', '.join(unused[:5])}")
     train = [id_ for id_, name in split_of.items() if name == "train"]
     if train and "val" not in names:

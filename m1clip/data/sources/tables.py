@@ -17,10 +17,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from m1clip.data.images import BadImage, FileImage, file_stamp, one_line
+from m1clip.data.images import BadImage, FileImage, ImageRef, file_stamp, one_line
 from m1clip.data.sources import splits
-from m1clip.data.sources.base import DEFAULT, DataSource, Options, Row, StoredImage, require, user_error
-from m1clip.data.types import ImageRef
+from m1clip.data.sources.base import DEFAULT, DataSource, Options, Row, require, user_error
 from m1clip.errors import UserError
 from m1clip.io import open_regular, read_small
 
@@ -383,7 +382,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class ParquetImage(StoredImage):
+class ParquetImage(ImageRef):
     """An image in a row of a Parquet file."""
 
     path: str

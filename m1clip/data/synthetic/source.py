@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from m1clip.data.images import ImageRef
 from m1clip.data.synthetic import scene as scenes
 from m1clip.data.synthetic.captions import captions
 from m1clip.data.synthetic.drawing import LARGEST, SMALLEST, VERSION, draw
 from m1clip.data.synthetic.scene import AXES, VALUES, Scene, Thing
-from m1clip.data.types import Problem, Sample
+from m1clip.data.types import SPLITS, Sample, Source
 from m1clip.errors import UserError
 from m1clip.io import write_text
 
-SPLITS = ("train", "val", "test")
 CAPTIONS_PER_IMAGE = 5
 Look = tuple[str, str]  # kind and color
 
@@ -90,7 +90,7 @@ def sample_scenes(split: str, count: int, seed: int) -> list[Scene]:
 
 
 @dataclass(frozen=True, slots=True)
-class SyntheticImage:
+class SyntheticImage(ImageRef):
     """An image that is drawn when it is opened."""
 
     scene: Scene
@@ -114,47 +114,24 @@ class SyntheticImage:
         return f"synthetic image {self.name}"
 
 
-class SyntheticSource:
+class SyntheticSource(Source):
     """Scenes with captions; val and test show combinations of kind and color that train never shows."""
-
-    name = "synthetic"
-    class_captions = False
-    notes: tuple[str, ...] = ()
-    problems: tuple[Problem, ...] = ()
 
     def __init__(self, image_size: int, train: int = 8000, val: int = 500, test: int = 500, seed: int = 0) -> None:
         if not SMALLEST <= image_size <= LARGEST:
             raise UserError(f"synthetic images are {SMALLEST} to {LARGEST} px wide, not {image_size}")
         if seed < 0:
             raise UserError(f"the seed must be at least 0, not {seed}")
-        counts = dict(zip(SPLITS, (train, val, test), strict=True))
-        self._scenes = {split: sample_scenes(split, count, seed) for split, count in counts.items()}
-        self._samples: dict[str, list[Sample]] = {}
-        self._image_size, self._seed = image_size, seed
-
-    def splits(self) -> tuple[str, ...]:
-        return tuple(split for split in SPLITS if self._scenes[split])
-
-    def samples(self, split: str) -> Sequence[Sample]:
-        if split not in self._scenes:
-            raise UserError(f"the synthetic dataset has no split {split!r}; it has {', '.join(SPLITS)}")
-        if split not in self._samples:
-            self._samples[split] = [self._sample(split, i, scene) for i, scene in enumerate(self._scenes[split])]
-        return self._samples[split]
-
-    def origin(self, id_: str, caption: int = 0) -> str:
-        return id_
-
-    def scene_of(self, sample_id: str) -> Scene:
-        """The scene of a sample."""
-        split, _, number = sample_id.rpartition("-")
-        return self._scenes[split][int(number)]
-
-    def _sample(self, split: str, index: int, scene: Scene) -> Sample:
-        name = f"{split}-{index:06d}"
-        seed = scenes.derive(scenes.IMAGE, self._seed, SPLITS.index(split), index)
-        image = SyntheticImage(scene, self._image_size, seed, name)
-        return Sample(image, captions(scene, CAPTIONS_PER_IMAGE, seed), name)
+        super().__init__("synthetic")
+        self.scene_of: dict[str, Scene] = {}  # by the id of the sample
+        for number, count in enumerate((train, val, test)):
+            for index, scene in enumerate(sample_scenes(SPLITS[number], count, seed)):
+                name = f"{SPLITS[number]}-{index:06d}"
+                own_seed = scenes.derive(scenes.IMAGE, seed, number, index)
+                image = SyntheticImage(scene, image_size, own_seed, name)
+                sample = Sample(image, captions(scene, CAPTIONS_PER_IMAGE, own_seed), name)
+                self.by_split.setdefault(SPLITS[number], []).append(sample)
+                self.scene_of[name] = scene
 
 
 def write_folder(
