@@ -83,7 +83,7 @@ def same_work(config: Config) -> Config:
         config,
         model=model,
         data=dataclasses.replace(config.data, captions_per_step=1, patch_dropout=0.0, word_dropout=0.0),
-        optim=dataclasses.replace(config.optim, optimizer="adamw", ema=0.0),
+        optim=dataclasses.replace(config.optim, optimizer="adamw"),
     )
 
 

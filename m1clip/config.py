@@ -11,23 +11,21 @@ import difflib
 import json
 import math
 import tomllib
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from cyclopts import Group, Parameter
 
 from m1clip.errors import UserError
 from m1clip.formatting import amount, number_or_auto, steps_or_seconds, steps_or_time
-from m1clip.io import LIMITS, read_small
+from m1clip.io import LIMITS, converted, read_small
 
 COMMON = Group("Common", sort_key=0)
 DURATIONS = ("minutes", "epochs", "steps")  # a run has one of them
-MAX_VIEWS = 6
 
 
 class Range(NamedTuple):
@@ -180,10 +178,6 @@ class OptimConfig(Section):
     "Warm-up: a fraction of all steps if below 1, else a number of steps."
     layer_decay: Annotated[float, Range(0, 1, above=True)] = 1.0
     "Layer-wise learning rate decay: each block's learning rate as a fraction of that of the block above it."
-    grad_clip_norm: NotNegative = 1.0
-    "Maximum gradient norm; 0 = no clipping."
-    ema: Annotated[float, Range(0, 1, below=True)] = 0.0
-    "Decay of an exponential moving average of the weights, which is evaluated and saved instead of them; 0 = off."
 
     def check(self) -> None:
         """Validate the warm-up: a fraction or a number of steps."""
@@ -211,8 +205,6 @@ class TrainConfig(Section):
     "infonce (CLIP); sigmoid (SigLIP); multi: infonce with all captions of an image, and identical ones, as positives."
     text_contrast: NotNegative | None = None
     "Weight of a contrastive loss between captions of one image. Default: 0.2 (from scratch, several captions), else 0."
-    label_smoothing: Annotated[float, Range(0, 1, below=True)] = 0.0
-    "Label smoothing: fraction of the target spread over the batch (infonce, multi)."
     device: Annotated[Literal["auto", "cpu", "mps", "cuda"], Parameter(group=COMMON)] = "auto"
     "auto measures the devices of this machine and takes the fastest; a missing device is an error."
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Parameter(group=COMMON)] = "auto"
@@ -240,9 +232,6 @@ class TrainConfig(Section):
             ),
             f"--micro-batch {self.micro_batch} is more than --batch-size {self.batch_size}": (
                 not self.batch_size or self.micro_batch <= self.batch_size
-            ),
-            "--label-smoothing works with the losses infonce and multi, not with sigmoid": (
-                self.loss != "sigmoid" or not self.label_smoothing
             ),
             "--patience counts evaluations, but --eval-every 0 runs none before the end": (
                 not self.patience or self.eval_every != 0
@@ -272,8 +261,6 @@ class TransferConfig(Section):
     "Pretrained text tower: minilm, or a transformers model (folder or hub name); text: train from scratch."
     download: bool = False
     "Download a tower that is not on this machine from the Hugging Face hub; nothing is downloaded without this."
-    views: Annotated[int, Range(1, MAX_VIEWS)] = 1
-    "Pretrained towers: cached views of each training image; all but the first are cropped and flipped."
     init: Annotated[str | None, Parameter(group=COMMON)] = None
     "Fine-tune this model: a run, a model folder, or an open_clip or Hugging Face checkpoint."
     unfreeze_image: Annotated[int, Range(-1)] = -1
@@ -286,8 +273,6 @@ class TransferConfig(Section):
     "Distillation: also learn from the similarities of this model (accepts what --init accepts)."
     wise_ft: Annotated[str, Parameter(group=COMMON)] = "off"
     "Fine-tuning: interpolate old and new weights after training (WiSE-FT): 0.5 is the mean, search tries several."
-    retention_data: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
-    "Fine-tuning: evaluate on this data too (recall; class folders: zero-shot top-1), to detect forgetting."
 
     def check(self) -> None:
         """Validate the WiSE-FT weight, and reject recipes that exclude each other."""
@@ -507,58 +492,18 @@ def _literal(value: Any) -> str:
 
 
 def _build(kind: type, values: Any, where: str, prefix: str) -> Any:
-    if not isinstance(values, dict):
-        raise UserError(f"{where}: {prefix.rstrip('.') or 'the file'} must be a table, not {_name(values)}")
+    converted(dict, values, f"{where}: {prefix.rstrip('.') or 'the file'}")
     hints = typing.get_type_hints(kind)
-    known = [item.name for item in dataclasses.fields(kind)]
     built = {}
     for key, value in values.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)[0]
             raise UserError(f"{where}: unknown key '{prefix}{key}': did you mean '{prefix}{near}'?")
         if dataclasses.is_dataclass(hints[key]):
-            built[key] = _build(hints[key], value, where, f"{prefix}{key}.")
+            built[key] = _build(typing.cast("type", hints[key]), value, where, f"{prefix}{key}.")
+        elif key == "batch_size" and value == "auto":
+            built[key] = 0
         else:
             label = option_of(kind, key) if where == "options" else f"{where}: {prefix}{key}"
-            built[key] = _convert(hints[key], value, label)
+            built[key] = converted(hints[key], value, label)
     return kind(**built)
-
-
-def _convert(hint: Any, value: Any, key: str) -> Any:
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return _convert(args[0], value, key)
-    if value == "auto" and key.endswith(("batch_size", "--batch-size")):
-        return 0
-    if origin is Literal:
-        if value not in args:
-            raise UserError(f"{key} = {value!r}: choose from {', '.join(map(str, args))}")
-        return value
-    if origin in (Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        kinds = [arg for arg in args if arg is not type(None)]
-        return _convert(next((kind for kind in kinds if type(value) is kind), kinds[0]), value, key)
-    if origin is tuple:
-        items = [value] if isinstance(value, str) else value
-        if not isinstance(items, list | tuple):
-            raise UserError(f"{key} must be a list, not {_name(value)}")
-        return tuple(_convert(args[0], item, key) for item in items)
-    if isinstance(value, Path) and hint is str:
-        return str(value)
-    if type(value) is int and abs(value) >= 2**63:
-        raise UserError(f"{key} is too large for a TOML integer")
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is not hint:
-        raise UserError(f"{key} must be {_KINDS[hint]}, not {_name(value)}")
-    return value
-
-
-_KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text in quotes"}
-
-
-def _name(value: Any) -> str:
-    if isinstance(value, dict):
-        return "a table"
-    return "a list" if isinstance(value, list) else repr(value)

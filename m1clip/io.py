@@ -14,7 +14,8 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints
 
 import psutil
 
@@ -194,27 +195,42 @@ def validated(cls: type, values: dict[str, Any], what: str) -> dict[str, Any]:
     odd = sorted(set(values) ^ set(hints))
     if odd:
         raise UserError(f"{what} has missing or unknown keys: {', '.join(map(ascii, odd))}")
-    return {name: _value(hint, values[name], f"{what}: {name}") for name, hint in hints.items()}
+    return {name: converted(hint, values[name], f"{what}: {name}") for name, hint in hints.items()}
 
 
-def _value(hint: Any, value: Any, where: str) -> Any:
+KINDS = {str: "text in quotes", bool: "true or false", int: "an integer", float: "a finite number", dict: "a table"}
+
+
+def converted(hint: Any, value: Any, where: str) -> Any:
+    """The value as its type annotation says, or UserError; lists become tuples, integers floats and paths text."""
     origin, parts = get_origin(hint), get_args(hint)
-    if origin is tuple and isinstance(value, list | tuple) and len(value) == len(parts):
-        return tuple(_value(part, item, where) for part, item in zip(parts, value, strict=True))
-    if origin is Literal:
-        # Compare types too: True == 1.
-        expected, valid = f"one of {', '.join(parts)}", any(type(value) is type(e) and value == e for e in parts)
-    elif origin is tuple:
-        expected, valid = f"{len(parts)} numbers", False
-    else:
-        expected = {str: "text", bool: "true or false", int: "an integer", float: "a number"}.get(hint, "")
-        kinds = (int, float) if hint is float else hint
-        valid = not expected or (isinstance(value, kinds) and (hint is bool or not isinstance(value, bool)))
-        valid = valid and (hint is not float or abs(value) <= MAX_FLOAT)  # NaN is not
-    if not valid:
-        text = ascii(value)
-        raise UserError(f"{where} must be {expected}, not {text if len(text) <= 40 else text[:40] + '...'}")
-    return value
+    if origin is Annotated:
+        return converted(parts[0], value, where)
+    if origin in (Union, UnionType):
+        kinds = [part for part in parts if part is not NoneType]
+        chosen = next((kind for kind in kinds if type(value) is kind), kinds[0])
+        return None if value is None and NoneType in parts else converted(chosen, value, where)
+    expected, kind = KINDS.get(hint, ""), type(value)
+    if origin is tuple:
+        items = (value,) if kind is str else value
+        each = parts[:1] * len(items) if isinstance(items, list | tuple) and parts[-1] is ... else parts
+        if isinstance(items, list | tuple) and len(items) == len(each):
+            return tuple(converted(part, item, where) for part, item in zip(each, items, strict=True))
+        expected = "a list" if parts[-1] is ... else f"{len(parts)} numbers"
+    elif origin is Literal:
+        if any(kind is type(part) and value == part for part in parts):  # True == 1
+            return value
+        expected = f"one of {', '.join(map(str, parts))}"
+    elif hint is float and kind in (int, float) and abs(value) <= MAX_FLOAT:  # NaN is not
+        return float(value)
+    elif hint is str and isinstance(value, Path):
+        return str(value)
+    elif hint is int and kind is int and abs(value) >= 2**63:
+        expected = "a smaller integer"
+    elif not expected or (kind is hint and hint is not float):
+        return value
+    text = ascii(value)
+    raise UserError(f"{where} must be {expected}, not {text if len(text) <= 40 else text[:40] + '...'}")
 
 
 MAX_FLOAT = sys.float_info.max

@@ -30,10 +30,10 @@ def similarity(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([torch.cat([rows @ part.T for part in parts], dim=1) for rows in a.split(MAX_ROWS)])
 
 
-def infonce(features: Features, positive: Tensor, smoothing: float = 0.0) -> Tensor:
+def infonce(features: Features, positive: Tensor) -> Tensor:
     """CLIP's loss; targets are spread evenly over all positives (n, m) of an image or caption."""
     # The fused loss reads values: on an accelerator this would synchronize, and a fake tensor (memory.py) has none.
-    if smoothing == 0 and features.image.device.type == "cpu" and not is_fake(features.image):
+    if features.image.device.type == "cpu" and not is_fake(features.image):
         half = torch.is_autocast_enabled("cpu") and positive.numel() >= HALF_PRECISION_PAIRS
         dtype = torch.get_autocast_dtype("cpu") if half else None
         return fused_infonce(features.image, features.text, features.scale, positive, dtype)
@@ -42,12 +42,12 @@ def infonce(features: Features, positive: Tensor, smoothing: float = 0.0) -> Ten
 
     def one_direction(logits: Tensor, target: Tensor) -> Tensor:
         target = target / target.sum(dim=1, keepdim=True)
-        return F.cross_entropy(logits, target, label_smoothing=smoothing)
+        return F.cross_entropy(logits, target)
 
     return (one_direction(logits, target) + one_direction(logits.T, target.T)) / 2
 
 
-def sigmoid(features: Features, positive: Tensor, smoothing: float = 0.0) -> Tensor:
+def sigmoid(features: Features, positive: Tensor) -> Tensor:
     """SigLIP's loss: each of the n x m pairs is a binary classification."""
     assert features.bias is not None, "the sigmoid loss needs a model with a logit bias"
     logits = similarity(features.scale * features.image, features.text) + features.bias
@@ -117,7 +117,7 @@ def _repeated(values: Tensor) -> Tensor:
 def fused_infonce(
     image: Tensor, text: Tensor, scale: Tensor, positive: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`infonce` without smoothing for unit vectors (n, d) and (m, d); the gradient overwrites the logits.
+    """`infonce` for unit vectors (n, d) and (m, d); the gradient overwrites the logits.
 
     Products and exponentials are in `dtype`, sums in the dtype of the scale.
     """

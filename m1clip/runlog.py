@@ -9,17 +9,15 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from m1clip.errors import UserError
-from m1clip.formatting import clock
 from m1clip.io import PARTIAL, is_well_formed, matches_schema, open_for_write, open_regular, read_small
 
 VERSION = 1  # incremented when the meaning of a field changes, not for a new field
 NAME = "run.jsonl"
-PREPARING = "preparing.json"  # exists only while the data of a run is being prepared
+PREPARING = "preparing.txt"  # exists only while the data of a run is being prepared
 PREPARING_PARTIAL = PREPARING + PARTIAL
 LONGEST_LINE = 2**24
 
@@ -121,7 +119,7 @@ def _figure(value: Any) -> bool:
 
 
 def _analysis(value: Any) -> bool:
-    parts = ("difficulty", "negatives", "length", "groups")
+    parts = ("difficulty", "length", "groups")
     return matches_schema(value, dict) and all(
         matches_schema(value[name], {str: (float, int)}) for name in parts if name in value
     )
@@ -129,8 +127,8 @@ def _analysis(value: Any) -> bool:
 
 FIGURES = (
     *("epoch", "loss", "grad_norm", "lr", "temperature", "images_per_second", "step_seconds", "data_fraction"),
-    *("memory_bytes", "watts", "celsius", "elapsed", "joules", "joules_per_epoch", "recall_per_watt_hour"),
-    *("retention", "retention_before", "gradient_difference"),
+    *("memory_bytes", "watts", "celsius", "elapsed", "joules", "joules_per_epoch"),
+    "gradient_difference",
 )
 # The schema of each field that readers use, and of those that differ between kinds of record.
 SCHEMAS: dict[str, Any] = {
@@ -172,36 +170,19 @@ def json_safe(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True)
-class Preparing:
-    """Progress of the work before the first step."""
-
-    title: str
-    done: int = 0
-    total: int = 0  # 0: not known yet
-    seconds_left: float | None = None
-
-    def words(self) -> str:
-        """preparing train images: 640 of 8,000, 1:15 left."""
-        count = f": {self.done:,} of {self.total:,}" if self.total else ""
-        left = "" if self.seconds_left is None else f", {clock(self.seconds_left)} left"
-        return self.title + count + left
-
-    def write(self, run: Path) -> None:
-        """Write the progress for `m1clip runs` and `monitor`; ignores a missing folder or full disk."""
-        with contextlib.suppress(OSError, UserError):
-            handle = open_for_write(run / PREPARING_PARTIAL, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            with os.fdopen(handle, "wb") as file:
-                file.write(json.dumps(asdict(self)).encode())
-            (run / PREPARING_PARTIAL).replace(run / PREPARING)
+def write_preparing(run: Path, text: str) -> None:
+    """Write the progress of data preparation, for `runs` and `monitor`; ignores a missing folder or full disk."""
+    with contextlib.suppress(OSError, UserError):
+        handle = open_for_write(run / PREPARING_PARTIAL, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode())
+        (run / PREPARING_PARTIAL).replace(run / PREPARING)
 
 
-def read_preparing(run: Path) -> Preparing | None:
-    """The progress of a run in preparation, or None."""
+def read_preparing(run: Path) -> str | None:
+    """The progress of a run that prepares its data, or None."""
     try:
-        found = Preparing(**json.loads(read_small(run / PREPARING, 4096, run)))
-        counted = matches_schema(found.done, int) and matches_schema(found.total, int)
-        timed = found.seconds_left is None or 0 <= found.seconds_left < 2**31
-        return found if counted and timed and found.title.isprintable() else None
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        text = read_small(run / PREPARING, 4096, run).decode()
+    except (OSError, ValueError):
         return None
+    return text if text.isprintable() else None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+import zlib
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,6 +33,16 @@ def image(seed: int, size: tuple[int, int] = (52, 40)) -> Image.Image:
     """A random image; no two look alike."""
     small = np.random.default_rng(seed).integers(0, 255, (6, 9, 3), np.uint8)
     return Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
+
+
+def png(width: int, height: int, data: bytes = b"") -> bytes:
+    """A PNG header of any size with little data."""
+
+    def part(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", head) + part(b"IDAT", data) + part(b"IEND", b"")
 
 
 def break_files(folder: Path, numbers: Iterable[int], split: str = "train", data: bytes = b"not an image") -> None:

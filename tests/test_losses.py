@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
@@ -42,11 +41,11 @@ def of_logits(logits: list[list[float]]) -> Features:
     return Features(image, torch.eye(len(image), dtype=torch.float64), one, 0 * one)
 
 
-def loop_infonce(f: Features, positive: Tensor, smoothing: float) -> float:
+def loop_infonce(f: Features, positive: Tensor) -> float:
     """Minus the sum of target times log softmax, entry by entry, over both directions."""
     logits, total = (f.scale * f.image @ f.text.T).detach(), 0.0
     for matrix, same in ((logits, positive), (logits.T, positive.T)):
-        target = (1 - smoothing) * same.double() / same.sum(1, keepdim=True) + smoothing / len(matrix)
+        target = same.double() / same.sum(1, keepdim=True)
         for row, wanted in zip(matrix.tolist(), target.tolist(), strict=True):
             log_sum = math.log(sum(map(math.exp, row)))
             total -= sum(w * (value - log_sum) for value, w in zip(row, wanted, strict=True)) / len(matrix)
@@ -109,21 +108,18 @@ def test_losses_known_values() -> None:
 
 @pytest.mark.parametrize("positive", [NO_DUPLICATES, DUPLICATES])
 def test_losses_match_loop(positive: Tensor) -> None:
-    for smoothing in (0.0, 0.1):
-        expected = loop_infonce(features(), positive, smoothing)
-        assert infonce(features(), positive, smoothing).item() == pytest.approx(expected, rel=1e-12)
+    assert infonce(features(), positive).item() == pytest.approx(loop_infonce(features(), positive), rel=1e-12)
     f = features(bias=-3.0)
     logits = (f.scale * f.image @ f.text.T - 3.0).tolist()
     pairs = [-logits[i][j] if positive[i, j] else logits[i][j] for i in range(6) for j in range(6)]
     assert sigmoid(f, positive).item() == pytest.approx(sum(math.log1p(math.exp(x)) for x in pairs) / 6, rel=1e-12)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_infonce_is_cross_entropy_with_one_caption_per_image(smoothing: float) -> None:
+def test_infonce_is_cross_entropy_with_one_caption_per_image() -> None:
     f, target = features(), torch.arange(6)
     logits = f.scale * f.image @ f.text.T
-    expected = sum(F.cross_entropy(m, target, label_smoothing=smoothing) for m in (logits, logits.T)) / 2
-    torch.testing.assert_close(infonce(f, NO_DUPLICATES, smoothing), expected)
+    expected = sum(F.cross_entropy(m, target) for m in (logits, logits.T)) / 2
+    torch.testing.assert_close(infonce(f, NO_DUPLICATES), expected)
 
 
 def test_duplicates_are_not_negatives() -> None:
@@ -139,7 +135,7 @@ def test_duplicates_are_not_negatives() -> None:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_symmetry_and_gradients(name: str) -> None:
-    loss = functools.partial(OBJECTIVES[name], smoothing=0.0)
+    loss = OBJECTIVES[name]
     f, order = features(bias=-2.0), torch.tensor([3, 1, 5, 0, 2, 4])
     expected = loss(f, DUPLICATES)
     torch.testing.assert_close(loss(f._replace(image=f.text, text=f.image), DUPLICATES.T), expected)

@@ -1,4 +1,4 @@
-"""Commands that use a trained model: eval, classify, similar and export."""
+"""Commands that use a trained model: eval, classify and export."""
 
 from __future__ import annotations
 
@@ -169,38 +169,6 @@ def classify(
         raise UserError(str(error)) from None
     for name, probability in ranked:
         print(f"{100 * probability:5.1f}%  {name}")
-
-
-@app.command
-def similar(
-    image: Path, /, *, folder: Annotated[Path, Parameter(name="--in")], model: Path | None = None, count: Count = 10
-) -> None:
-    """List the images of a folder that are most similar to an image, with their cosine similarity.
-
-    m1clip similar dog.jpg --in ~/Pictures --model runs/frozen
-
-    Parameters
-    ----------
-    image
-        An image file.
-    folder
-        A folder of images; subfolders are included.
-    model
-        A run, a model folder, an ONNX folder, or an open_clip or Hugging Face model; default: the newest run in runs/.
-    count
-        Number of images to list.
-    """
-    from m1clip.evaluation.zeroshot import similar as most_similar
-    from m1clip.inference import load
-    from m1clip.model.folder import newest_run
-    from m1clip.training.progress import Screen
-
-    screen = Screen()
-    found, unreadable = most_similar(load(model or newest_run()), image, folder, count)
-    for path, similarity in found:
-        screen.say(f"{similarity:6.3f}  {path}")
-    if unreadable:
-        screen.warn(f"skipped {len(unreadable)} images that cannot be read; first: {unreadable[0]}")
 
 
 @app.command

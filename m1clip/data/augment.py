@@ -51,11 +51,6 @@ def draw_views(augmentation: Augmentation, seed: int, epoch: int, samples: np.nd
     return torch.from_numpy(np.stack([left, top, width, height, flips, brightness, contrast], 1).astype(np.float32))
 
 
-def same_view(count: int, left: float = 0, top: float = 0, side: float = 1, flipped: bool = False) -> Tensor:
-    """(n, 7) the same view of each image, without a change of color."""
-    return torch.tensor([left, top, side, side, flipped, 1, 1], dtype=torch.float32).repeat(count, 1)
-
-
 def draw_patches(dropout: float, count: int, seed: int, epoch: int, samples: np.ndarray) -> np.ndarray:
     """(n, kept) of `count` patches for each sample, sorted, as a function of (seed, epoch, sample)."""
     kept = max(1, round(count * (1 - dropout)))
@@ -76,14 +71,10 @@ def render(pixels: Tensor, views: Tensor | None, preprocess: Preprocess) -> Tens
         rows = torch.addcmul(shift, pixels.flatten(2).float(), scale)
         return rows.view(pixels.shape).permute(0, 3, 1, 2)
     x = pixels.permute(0, 3, 1, 2).contiguous()  # (n, 3, side, side), while they are bytes
+    complete = torch.tensor([0.0, 0, 1, 1, 0]).repeat(len(x), 1)
+    x = _resample(x, (complete if views is None else views).to(x.device), preprocess.image_size).float() / 255
     if views is not None:
-        views = views.to(x.device)
-        x = _resample(x, views, preprocess.image_size)
-    else:
-        x = _resample(x, same_view(len(x)).to(x.device), preprocess.image_size)
-    x = x.float() / 255
-    if views is not None:
-        brightness, contrast = views[:, 5:].view(-1, 2, 1, 1, 1).unbind(1)
+        brightness, contrast = views[:, 5:].to(x.device).view(-1, 2, 1, 1, 1).unbind(1)
         middle = x.mean(dim=(1, 2, 3), keepdim=True)
         # ((x * b) - (middle * b)) * c + middle * b, in one pass over the pixels
         x = x.mul_(brightness * contrast).add_(middle * brightness * (1 - contrast)).clamp_(0, 1)

@@ -65,8 +65,7 @@ Compute = Callable[[list[int], dict[int, str]], Computed]  # adds the places tha
 class RowTable:
     """Decoded images or computed features: rows of an array in RAM, or of a memory-mapped file.
 
-    `rows[i]` is the row of item i, or of each view of it where `rows` is (items, views); None: item i is row i.
-    A mapped file is pickled as its path.
+    `rows[i]` is the row of item i; None: item i is row i. A mapped file is pickled as its path.
     """
 
     def __init__(self, array: np.ndarray, rows: np.ndarray | None = None, path: Path | None = None) -> None:
@@ -95,14 +94,9 @@ class RowTable:
         """0 if memory-mapped: the system can drop those pages."""
         return self.array.nbytes if self.path is None else 0
 
-    @property
-    def views(self) -> int:
-        """Views of each item."""
-        return 1 if self.rows.ndim == 1 else self.rows.shape[1]
-
-    def read(self, items: np.ndarray, views: np.ndarray | int = 0) -> np.ndarray:
-        """The rows of some items, in the first view or in view `views[i]` of each."""
-        return self.array.take(self.rows[items] if self.rows.ndim == 1 else self.rows[items, views], axis=0)
+    def read(self, items: np.ndarray) -> np.ndarray:
+        """The rows of some items."""
+        return self.array.take(self.rows[items], axis=0)
 
     def try_read(self, items: np.ndarray) -> tuple[np.ndarray, dict[int, Failure]]:
         """Same as `read`: failed images are not in the cache."""
@@ -259,7 +253,7 @@ def row_name(*parts: str) -> bytes:
     return hashlib.sha256("\x1f".join(parts).encode("utf-8", "surrogatepass")).digest()[:NAME_BYTES]
 
 
-def image_names(samples: Sequence[Sample], folders: Sequence[str], *parts: str) -> list[bytes]:
+def image_names(samples: Sequence[Sample], folders: Sequence[str]) -> list[bytes]:
     """The row name of each image. Paths are relative to the data folders, so that the data may be moved."""
     here, roots = os.getcwd(), [os.path.join(os.path.abspath(folder), "") for folder in folders]
     names = []
@@ -267,7 +261,7 @@ def image_names(samples: Sequence[Sample], folders: Sequence[str], *parts: str) 
         stamp = sample.image.stamp()
         path = os.path.normpath(os.path.join(here, stamp))
         inside = next((path[len(root) :] for root in roots if path.startswith(root)), stamp)
-        names.append(row_name(inside, *parts))
+        names.append(row_name(inside))
     return names
 
 

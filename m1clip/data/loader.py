@@ -160,9 +160,7 @@ class TrainingSet:
         """The images of a batch, where some members may be replaced, and its fields for them."""
         seed, fields = self.plan.seed, dict[str, Any]()
         if self.image_features is not None:
-            views = rnd.bits(seed, epoch, members, rnd.VIEW) % np.uint64(self.image_features.views)
-            features = torch.from_numpy(self.image_features.read(members, views.astype(np.int64)))
-            return members, {"image_features": features.float()}
+            return members, {"image_features": torch.from_numpy(self.image_features.read(members)).float()}
         if self.device_images is not None:
             fields = {"cached_images": self.device_images, "rows": torch.from_numpy(members.astype(np.int64))}
         else:

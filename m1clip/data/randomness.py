@@ -8,7 +8,6 @@ import numpy as np
 
 # One stream for each use.
 CAPTION, CROP_AREA, CROP_ASPECT, CROP_X, CROP_Y, FLIP, BRIGHTNESS, CONTRAST, REPLACEMENT, PATCH, WORD = range(11)
-VIEW = 1 << 8
 
 
 @functools.lru_cache(maxsize=2)

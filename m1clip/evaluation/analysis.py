@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from m1clip.evaluation.retrieval import TIE, is_match, nearest
-from m1clip.evaluation.statistics import Metric, Scores, fraction_intervals
+from m1clip.evaluation.statistics import Metric, Scores, metrics_of
 from m1clip.formatting import percent, table
 
 Fraction = list[float]
@@ -134,12 +134,11 @@ def negatives_accuracy(
     groups = {f"negatives/{name}": [each == name for each in difficulty] for name in DIFFICULTIES}
     attributes = sorted({name for name in changed if name is not None})
     groups |= {f"negatives/changed_{name}": [each == name for each in changed] for name in attributes}
-    metrics = []
+    metrics: list[Metric] = []
     for name, members in groups.items():
         mask = torch.tensor(members)
         if bool(mask.any()):
-            interval = fraction_intervals(hits[mask][:, None], image_index[mask])[0]
-            metrics.append(Metric(name, float(hits[mask].double().mean()), 0.5, interval, int(mask.sum())))
+            metrics += metrics_of([name], hits[mask][:, None], [0.5], image_index[mask])
     return Scores(tuple(metrics))
 
 
@@ -156,7 +155,6 @@ GEOMETRY = {
 }
 TITLES = {
     "difficulty": "Accuracy against other captions, by similarity (easy: lower half, hard: top tenth)",
-    "negatives": "Accuracy against generated negative captions",
     "length": "Recall@1 text to image, by length of the caption (thirds)",
     "groups": "Recall@1 text to image, by content of the image, weakest first",
 }

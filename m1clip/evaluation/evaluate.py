@@ -25,7 +25,6 @@ from m1clip.evaluation.analysis import (
     alignment,
     confusions,
     difficulty_by_similarity,
-    even_indices,
     fraction_by_group,
     group_masks,
     modality_gap,
@@ -45,7 +44,6 @@ from m1clip.inference.onnx import OnnxModel
 ONNX_BATCH = 16  # images
 GRID_ROWS, GRID_COLUMNS = 8, 5
 CONFUSIONS = 8
-NEGATIVE_IMAGES = 32  # images whose negative captions are encoded during training, the expensive part of the analysis
 
 
 def evaluate(
@@ -138,13 +136,13 @@ class Evaluator:
         return torch.as_tensor(self.model.encode_text(others))
 
     @torch.inference_mode()
-    def negative_scores(self, image: Tensor, indices: Sequence[int] | None = None) -> Scores:
-        """How often a true caption beats one with a changed attribute, for all images or those in `indices`."""
+    def negative_scores(self, image: Tensor) -> Scores:
+        """How often the true caption of a synthetic image beats one with a changed attribute."""
         assert isinstance(self.source, SyntheticSource)
         asked = [
             (index, negative)
-            for index in (range(len(self.data.samples)) if indices is None else indices)
-            for negative in negatives(self.source.scene_of[self.data.samples[index].id], seed=index)
+            for index, sample in enumerate(self.data.samples)
+            for negative in negatives(self.source.scene_of[sample.id], seed=index)
         ]
         # The negatives of an image share one true caption, which is encoded once.
         texts = list(dict.fromkeys(text for _, negative in asked for text in (negative.truth, negative.caption)))
@@ -159,8 +157,8 @@ class Evaluator:
             [negative.changed[0] if negative.difficulty == "hard" else None for _, negative in asked],
         )
 
-    def analysis(self, features: SplitFeatures, negative_images: int | None = None) -> dict[str, Any]:
-        """The analysis for the run log, with negative captions of all images, or of `negative_images`."""
+    def analysis(self, features: SplitFeatures) -> dict[str, Any]:
+        """The analysis for the run log; nothing is encoded for it."""
         image, text, image_index, keys, _ = features
         rank = ranks(image, text, image_index, keys).text_to_image
         found: dict[str, Any] = {
@@ -174,13 +172,6 @@ class Evaluator:
         if isinstance(self.source, SyntheticSource):
             labels = [scene_labels(self.source.scene_of[sample.id]) for sample in self.data.samples]
             found["groups"] = fraction_by_group(rank == 1, group_masks(labels, image_index))
-            indices = even_indices(len(image), len(image) if negative_images is None else negative_images).tolist()
-            # A frozen text tower with cached features is not in memory, so it cannot encode new captions.
-            if indices and self.data.captions.features is None:
-                found["negatives"] = {
-                    metric.name.removeprefix("negatives/"): [round(metric.value, 5), metric.n]
-                    for metric in self.negative_scores(image, indices).metrics
-                }
         return found
 
     def save_grid(self, features: SplitFeatures, path: Path) -> None:

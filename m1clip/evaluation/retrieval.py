@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from m1clip.evaluation.statistics import Metric, Scores, fraction_intervals, wilson
+from m1clip.evaluation.statistics import Metric, Scores, metrics_of, wilson
 from m1clip.runlog import MEAN_RECALL, TOP1
 
 RECALL_AT = (1, 5, 10)
@@ -48,12 +48,8 @@ def retrieval(
 def _direction(name: str, rank: Tensor, image_index: Tensor, right: Tensor, candidates: int) -> list[Metric]:
     # The cap keeps rank n + 1 (never found) a miss when k exceeds the number of candidates.
     hits = rank[:, None] <= torch.tensor([min(k, candidates) for k in RECALL_AT])
-    return [
-        Metric(f"{name}/recall@{k}", value, recall_chance(k, right, candidates), interval, len(rank))
-        for k, value, interval in zip(
-            RECALL_AT, hits.double().mean(dim=0).tolist(), fraction_intervals(hits, image_index), strict=True
-        )
-    ]
+    names, chances = zip(*((f"{name}/recall@{k}", recall_chance(k, right, candidates)) for k in RECALL_AT), strict=True)
+    return metrics_of(names, hits, chances, image_index)
 
 
 def _mean_recall(recalls: Sequence[Metric]) -> Metric:

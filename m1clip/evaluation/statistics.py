@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,8 +15,7 @@ from m1clip.runlog import SELECTION
 Z95 = 1.959964
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     """A 95% confidence interval."""
 
     low: float
@@ -99,6 +99,13 @@ def wilson(fraction: float, n: float) -> Interval:
     low = 0.0 if fraction <= 0 else (center - half) / scale
     high = 1.0 if fraction >= 1 else (center + half) / scale
     return Interval(low, high)
+
+
+def metrics_of(names: Sequence[str], hits: Tensor, chances: Sequence[float], image_index: Tensor) -> list[Metric]:
+    """One metric per column of hits (n, metrics) bool; image_index (n,) is the image of each row."""
+    values = hits.double().mean(dim=0).tolist()
+    columns = zip(names, values, chances, fraction_intervals(hits, image_index), strict=True)
+    return [Metric(*column, len(hits)) for column in columns]
 
 
 def fraction_intervals(hits: Tensor, image_index: Tensor) -> list[Interval]:

@@ -1,8 +1,7 @@
-"""Zero-shot classification by class names, a linear probe, and nearest images."""
+"""Zero-shot classification by class names, and a linear probe."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,7 @@ from m1clip.data.cache import decode_images
 from m1clip.data.images import FileImage
 from m1clip.data.sources.base import walk_images
 from m1clip.errors import UserError
-from m1clip.evaluation.analysis import even_indices
-from m1clip.evaluation.statistics import Metric, Scores, fraction_intervals
+from m1clip.evaluation.statistics import Scores, metrics_of
 from m1clip.hardware.facts import usable_cpus
 from m1clip.inference.encoder import Model
 from m1clip.inference.onnx import OnnxModel
@@ -85,16 +83,11 @@ def zero_shot(
     names: Sequence[str] = (),
     templates: Sequence[str] = (),
     probe: bool = False,
-    limit: int | None = None,
 ) -> ZeroShot:
-    """Zero-shot accuracy on class folders, given only the class names; optionally also of a linear probe.
-
-    With `limit`, use at most this many images, evenly spaced.
-    """
+    """Zero-shot accuracy on class folders, given only the class names; optionally also of a linear probe."""
     shown, images = class_folders(folder, names)
-    chosen = [images[index] for index in even_indices(len(images), limit or len(images)).tolist()]
-    vectors, kept, unreadable = encode_readable(model, [path for path, _ in chosen])
-    labels = torch.tensor([chosen[index][1] for index in kept])
+    vectors, kept, unreadable = encode_readable(model, [path for path, _ in images])
+    labels = torch.tensor([images[index][1] for index in kept])
     classes = torch.as_tensor(model.class_vectors(shown, templates or TEMPLATES))
     with torch.autocast("cpu", enabled=False):
         similarity = vectors @ classes.T
@@ -112,13 +105,8 @@ def top_k_accuracy(scores: Tensor, labels: Tensor, prefix: str) -> Scores:
     kept = [k for k in TOP_K if k < classes]
     order = scores.topk(max(kept), dim=1).indices
     hits = torch.stack([(order[:, :k] == labels[:, None]).any(dim=1) for k in kept], dim=1)
-    intervals = fraction_intervals(hits, torch.arange(len(labels)))
-    return Scores(
-        tuple(
-            Metric(f"{prefix}/top{k}", float(hits[:, place].double().mean()), k / classes, interval, len(labels))
-            for place, (k, interval) in enumerate(zip(kept, intervals, strict=True))
-        )
-    )
+    names, chances = [f"{prefix}/top{k}" for k in kept], [k / classes for k in kept]
+    return Scores(tuple(metrics_of(names, hits, chances, torch.arange(len(labels)))))
 
 
 def linear_probe(features: Tensor, labels: Tensor, seed: int = 0) -> Scores:
@@ -151,20 +139,3 @@ def stratified_test_mask(labels: Tensor, seed: int) -> Tensor:
         count = max(round(TEST_FRACTION * len(rows)), min(1, len(rows) - 1))
         chosen[rows[torch.randperm(len(rows), generator=generator)[:count]]] = True
     return chosen
-
-
-def similar(
-    model: Model | OnnxModel, image: Path, folder: Path, count: int
-) -> tuple[list[tuple[Path, float]], list[str]]:
-    """((path, cosine similarity), most similar first; why some files could not be read), without the image itself."""
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder")
-    own = os.path.realpath(image)  # Path.resolve raises RuntimeError for a link to itself
-    paths = [path for path in (folder / name for name in walk_images(folder)) if os.path.realpath(path) != own]
-    if not paths:
-        raise UserError(f"{folder}: contains no other images")
-    query, _, _ = encode_readable(model, [image])
-    vectors, kept, unreadable = encode_readable(model, paths)
-    similarity, order = (vectors @ query[0]).topk(min(count, len(kept)))
-    found = [(paths[kept[row]], value) for row, value in zip(order.tolist(), similarity.tolist(), strict=True)]
-    return found, unreadable

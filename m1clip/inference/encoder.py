@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from m1clip.data.augment import render, same_view
+from m1clip.data.augment import render
 from m1clip.data.cache import Progress, RowTable, decode_images, user_cache
 from m1clip.data.captions import CaptionTable
 from m1clip.data.images import READ_TIMEOUT, BadImage, Preprocess, map_with_timeout
@@ -52,16 +52,6 @@ if TYPE_CHECKING:
     from m1clip.inference.inputs import ImageInput
 
 Tower = Callable[[Tensor], Tensor]
-# (left, top, side as a fraction, mirrored): the complete image first, then crops of it.
-VIEWS = (
-    (0.0, 0.0, 1.0, False),
-    (0.0, 0.0, 1.0, True),
-    (0.0, 0.0, 0.8, False),
-    (0.2, 0.2, 0.8, True),
-    (0.2, 0.0, 0.8, False),
-    (0.0, 0.2, 0.8, True),
-)
-
 
 # Images and text tokens of a batch. On a CPU each core computes a batch of its own, which should fit into its cache.
 CPU_IMAGES, CPU_TOKENS = 4, 1024
@@ -129,11 +119,10 @@ class Encoder:
     max_batch: int | None = None  # images or texts
 
     @torch.inference_mode()
-    def pixels(self, pixels: np.ndarray, view: int = 0) -> Tensor:
+    def pixels(self, pixels: np.ndarray) -> Tensor:
         """(n, side, side, 3) uint8 -> (n, width) float32 on the CPU, as one batch."""
-        views = same_view(len(pixels), *VIEWS[view]) if view else None
         with self.autocast():
-            images = render(torch.from_numpy(pixels).to(self.device), views, self.preprocess)
+            images = render(torch.from_numpy(pixels).to(self.device), None, self.preprocess)
             return self.image(images).float().cpu()
 
     def images(self, images: Iterable[np.ndarray], count: int) -> Iterator[Tensor]:
@@ -141,7 +130,7 @@ class Encoder:
         return _parallel(lambda batch: self.pixels(np.stack(batch)), _chunks(images, self.batch(count)), self.workers)
 
     def files(
-        self, refs: Sequence[ImageRef], failures: dict[int, str], progress: Progress, view: int = 0
+        self, refs: Sequence[ImageRef], failures: dict[int, str], progress: Progress
     ) -> Iterator[tuple[list[int], Tensor]]:
         """(indices into `refs`, their vectors), in chunks; unreadable images are added to `failures`."""
         size = self.batch(len(refs))
@@ -153,7 +142,7 @@ class Encoder:
             for items, block in blocks
             for at in range(0, len(items), size)
         )
-        return _parallel(lambda batch: (batch[0], self.pixels(batch[1], view)), batches, self.workers)
+        return _parallel(lambda batch: (batch[0], self.pixels(batch[1])), batches, self.workers)
 
     def tokens(self, tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, Tensor]]:
         """(rows of `tokens`, their vectors), batch by batch, from short to long; equal rows are encoded once."""

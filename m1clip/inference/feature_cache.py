@@ -48,7 +48,6 @@ class FeatureCache:
     tokenizer: Tokenizer
     context_length: int
     preprocess: Preprocess
-    views: int
     folder: Path
     roots: tuple[str, ...]
     device: torch.device
@@ -63,24 +62,19 @@ class FeatureCache:
     def images(
         self, samples: Sequence[Sample], split: str, max_bad: float
     ) -> tuple[LiveImages, RowTable, list[Sample], tuple[Failure, ...]]:
-        """(images, their features in each view, the samples that can be read, the failures)."""
+        """(images, their features, the samples that can be read, the failures)."""
         seen = f"{sorted(self.preprocess.to_dict().items())}|{self.precision}"
         cache = self._cache("image", self.image, seen)
-        refs, bad = [sample.image for sample in samples], dict[int, str]()
+        refs = [sample.image for sample in samples]
 
-        def fill(view: int) -> np.ndarray:
-            def compute(wanted: list[int], failed: dict[int, str]) -> Computed:
-                with self.plan.progress(f"computing features of {split} images") as show:
-                    for items, vectors in self.encoder.files([refs[item] for item in wanted], failed, show, view):
-                        yield items, vectors.numpy()
+        def compute(wanted: list[int], failed: dict[int, str]) -> Computed:
+            with self.plan.progress(f"computing features of {split} images") as show:
+                for items, vectors in self.encoder.files([refs[item] for item in wanted], failed, show):
+                    yield items, vectors.numpy()
 
-            rows, failed = cache.fill(image_names(samples, self.roots, str(view)), compute, self.plan.warn)
-            bad.update(failed)
-            return rows
-
-        rows = np.stack([fill(view) for view in range(self.views)], axis=1)  # (images, views)
+        rows, bad = cache.fill(image_names(samples, self.roots), compute, self.plan.warn)
         failures = check_failures(bad, refs, split, len(samples), max_bad, self.plan.warn)
-        good = np.flatnonzero((rows >= 0).all(axis=1)).tolist()
+        good = np.flatnonzero(rows >= 0).tolist()
         if not good:
             raise UserError(f"none of the {len(samples):,} {split} images can be read; m1clip data lint shows why")
         images = LiveImages([refs[item] for item in good], self.preprocess.image_size, self.preprocess.resize)

@@ -35,7 +35,6 @@ STEP_FIGURES = (  # name, title, factor
 EVALUATION_FIGURES = (
     ("text_to_image/recall@1", "Recall@1 text to image, %", 100.0),
     ("image_to_text/recall@1", "Recall@1 image to text, %", 100.0),
-    ("retention", "Retention (--retention-data), %", 100.0),
     ("analysis/difficulty/hard", "Accuracy against similar captions, %", 100.0),
     ("analysis/modality_gap", "Modality gap", 1.0),
 )

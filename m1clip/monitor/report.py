@@ -135,7 +135,6 @@ def bars(title: str, rows: Sequence[tuple[str, float, str]]) -> str:
 
 ANALYSIS_PLOTS = (  # group of figures, their names, title, factor
     ("analysis/difficulty", LEVELS, "Accuracy by similarity of the wrong caption, %", 100.0),
-    ("analysis/negatives", LEVELS, "Accuracy against generated negatives, %", 100.0),
     ("analysis", GEOMETRY, "Alignment, uniformity, modality gap", 1.0),
 )
 
@@ -225,9 +224,9 @@ def costs(histories: Sequence[History]) -> str:
         values = numbers(history.steps, name)
         return words(statistics.median(values)) if values else "not measured"
 
-    def energy(history: History, name: str, unit: str) -> str:
-        values = numbers([history.end], name)
-        return f"{values[0]:,.4g} {unit}" if values else "not measured"
+    def energy(history: History) -> str:
+        values = numbers([history.end], "joules_per_epoch")
+        return f"{values[0]:,.4g} J" if values else "not measured"
 
     rows: dict[str, Callable[[History], str]] = {
         "state": lambda h: status_of(h).message,
@@ -238,8 +237,7 @@ def costs(histories: Sequence[History]) -> str:
         "fraction of a step spent on data, median": lambda h: median(h, "data_fraction", percent),
         "peak memory": lambda h: size(h.end.get("peak_bytes") or h.memory.get("peak")),
         "power, median": lambda h: median(h, "watts", lambda value: f"{value:.1f} W"),
-        "energy per epoch": lambda h: energy(h, "joules_per_epoch", "J"),
-        "mean recall per watt-hour": lambda h: energy(h, "recall_per_watt_hour", "points"),
+        "energy per epoch": energy,
     }
     table = [[name, *(words(history) for history in histories)] for name, words in rows.items()]
     return html_table(["", *(history.name for history in histories)], table)

@@ -34,8 +34,7 @@ def status_of(history: History, now: float | None = None) -> Status:
     if process is not None:
         preparing = read_preparing(history.run)
         if preparing is not None or not (history.start or history.steps.last):
-            message = preparing.words() if preparing else "preparing its data"
-            return Status("preparing", message, process.pid)
+            return Status("preparing", preparing or "preparing its data", process.pid)
         finishing = history.total and history.step >= history.total
         return Status("running", "last evaluation" if finishing else "running", process.pid)
     if history.end:

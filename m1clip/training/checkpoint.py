@@ -234,10 +234,7 @@ def checkpoint_tensors(train_step: TrainStep, state: TrainState) -> TensorGroups
         scaler = train_step.scaler.state_dict()
         state.scaler_scale, state.scaler_growth = float(scaler["scale"]), int(scaler["_growth_tracker"])
     state.frozen_sha256 = train_step.frozen_sha256
-    groups = {"weights": trained_tensors(train_step.model), "optimizer": train_step.optimizer.tensors()}
-    if train_step.ema is not None:
-        groups["ema"] = {name: t for name, t in train_step.ema.weights.items() if name in groups["weights"]}
-    return groups
+    return {"weights": trained_tensors(train_step.model), "optimizer": train_step.optimizer.tensors()}
 
 
 def restore(train_step: TrainStep, state: TrainState, groups: TensorGroups) -> None:
@@ -251,8 +248,6 @@ def restore(train_step: TrainStep, state: TrainState, groups: TensorGroups) -> N
     train_step.reset_graph()
     train_step.model.load_state_dict(groups["weights"], strict=False)  # frozen weights are not saved
     train_step.optimizer.load_tensors(groups["optimizer"])
-    if train_step.ema is not None:
-        train_step.ema.weights |= groups["ema"]
     if train_step.scaler is not None:
         scale = {"scale": state.scaler_scale, "_growth_tracker": state.scaler_growth}
         train_step.scaler.load_state_dict({**train_step.scaler.state_dict(), **scale})
@@ -263,14 +258,12 @@ def _mismatch(train_step: TrainStep, state: TrainState, groups: TensorGroups) ->
     if state.frozen_sha256 != train_step.frozen_sha256:
         return "the frozen weights have changed since the run started"
     trained = {name: p.detach() for name, p in train_step.model.named_parameters() if p.requires_grad}
-    expected = {"weights": trained_tensors(train_step.model)} | ({} if train_step.ema is None else {"ema": trained})
-    for group, tensors in expected.items():
-        found = groups.get(group, {})
-        for name in sorted(found.keys() ^ tensors.keys()):
-            return f"{group}: {name} is {'missing' if name in tensors else 'unknown'}"
-        for name, tensor in tensors.items():
-            if found[name].shape != tensor.shape:
-                return f"{group}: {name} has the shape {tuple(found[name].shape)}, not {tuple(tensor.shape)}"
+    expected, found = trained_tensors(train_step.model), groups.get("weights", {})
+    for name in sorted(found.keys() ^ expected.keys()):
+        return f"weights: {name} is {'missing' if name in expected else 'unknown'}"
+    for name, tensor in expected.items():
+        if found[name].shape != tensor.shape:
+            return f"weights: {name} has the shape {tuple(found[name].shape)}, not {tuple(tensor.shape)}"
     moments = groups.get("optimizer", {})
     for part in train_step.optimizer.parts:
         keys = [key.split("/") for key in moments if key.startswith(f"{part}/")]

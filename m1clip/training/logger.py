@@ -164,8 +164,6 @@ def memory_parts(setup: Setup, train_step: TrainStep) -> dict[str, int]:
         "gradients": nbytes(p for p in model.parameters() if p.requires_grad),
         "optimizer": nbytes(train_step.optimizer.tensors().values()),
     }
-    if train_step.ema is not None:
-        parts["average"] = nbytes(train_step.ema.weights.values())
     if setup.device.kind == "cpu":
         parts["images"] = sum(split.images.ram_bytes for split in setup.splits.values())
     peak = setup.device.peak_bytes()

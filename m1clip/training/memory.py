@@ -139,7 +139,7 @@ class MemoryEstimate:
             image, text = (0 if trained else width for width, trained in widths)
             samples = random_batch(self.start.config, batch, self.text_tokens, several, (image, text))
             step(samples, 1)  # creates the optimizer state
-            state = [*step.optimizer.tensors().values(), *(step.ema.weights.values() if step.ema else ())]
+            state = list(step.optimizer.tensors().values())
             weights = [*model.parameters(), *model.buffers()]
             with PeakMemory([*weights, *state, *samples.tensors().values()]) as memory:
                 step(samples, 1)

@@ -1,4 +1,4 @@
-"""Optimizers: Muon for hidden matrices, AdamW for the rest; and the exponential moving average of the weights."""
+"""Optimizers: Muon for hidden matrices, AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -119,43 +119,3 @@ class Optimizer:
 def _named_parameters(part: torch.optim.Optimizer) -> Iterator[NamedParameter]:
     for group in part.param_groups:
         yield from zip(group["param_names"], group["params"], strict=True)
-
-
-class EMA:
-    """Exponential moving average of the weights."""
-
-    def __init__(self, model: nn.Module, decay: float, capturable: bool = False) -> None:
-        """`capturable` keeps the weight of a step on the device, for CUDA graphs."""
-        self.decay = decay
-        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-        device = next(iter(self.weights.values())).device
-        self.new_fraction: float | Tensor = torch.zeros((), device=device) if capturable else 0.0
-
-    def set_step(self, step: int) -> None:
-        """Set the decay for a step; it is lower at the start, so that the first steps are soon forgotten."""
-        fraction = 1 - min(self.decay, (1 + step) / (10 + step))
-        if isinstance(self.new_fraction, Tensor):
-            self.new_fraction.fill_(fraction)
-        else:
-            self.new_fraction = fraction
-
-    @torch.no_grad()
-    def update(self, model: nn.Module, skip: Tensor | None = None) -> None:
-        """Update the average; a `skip` of 1 on the device leaves it unchanged, without synchronization."""
-        live = {name: p.detach() for name, p in model.named_parameters()}
-        average = [self.weights[name] for name in live]  # by name: weights from a file may be in another order
-        if skip is None and not isinstance(self.new_fraction, Tensor):
-            torch._foreach_lerp_(average, list(live.values()), self.new_fraction)
-        else:
-            difference = torch._foreach_sub(list(live.values()), average)
-            fraction = self.new_fraction if skip is None else self.new_fraction * (1 - skip)
-            torch._foreach_mul_(difference, fraction)
-            torch._foreach_add_(average, difference)
-
-    @torch.no_grad()
-    def swap(self, model: nn.Module) -> None:
-        """Swap the model's weights with the average; a second call undoes it."""
-        for name, p in model.named_parameters():
-            live = p.detach().clone()
-            p.copy_(self.weights[name])
-            self.weights[name].copy_(live)

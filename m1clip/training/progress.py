@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -21,7 +20,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from m1clip.evaluation.statistics import Metric, Scores
 from m1clip.formatting import clock, size
-from m1clip.runlog import MEAN_RECALL, PREPARING, Preparing
+from m1clip.runlog import MEAN_RECALL, PREPARING, write_preparing
 
 RECENT = 25  # log lines whose speed predicts the time left
 STEP_SECONDS = 15.0  # between two progress lines without a terminal
@@ -72,11 +71,11 @@ class Screen:
             # In a thread: a large image or slow disk can delay the callback for longer than this.
             while True:
                 if run is not None:
-                    work.now().write(run)
+                    write_preparing(run, str(work))
                 if ended.wait(PREPARING_SECONDS):
                     return
                 if bar is None:
-                    self.say(work.now().words())
+                    self.say(str(work))
 
         ticker = threading.Thread(target=tick, daemon=True)
         ticker.start()
@@ -137,23 +136,25 @@ class Screen:
 
 
 class Work:
-    """Progress of data preparation, with an estimate of the time left."""
+    """Progress of data preparation; as text, with an estimate of the time left."""
 
     def __init__(self, title: str) -> None:
-        self._now, self._first = Preparing(title), (0.0, 0)
+        self.title, self.done, self.total = title, 0, 0
+        self._began, self._before = 0.0, 0
 
     def show(self, done: int, total: int) -> None:
         """Report the items done; those of the first call were done before."""
-        self._first = (time.monotonic(), done) if self._now.total == 0 else self._first
-        self._now = Preparing(self._now.title, done, total)
+        if self.total == 0:
+            self._began, self._before = time.monotonic(), done
+        self.done, self.total = done, total
 
-    def now(self) -> Preparing:
-        """The current progress."""
-        now, (began, before) = self._now, self._first
-        if now.done == before:
-            return now
-        left = (now.total - now.done) * (time.monotonic() - began) / (now.done - before)
-        return replace(now, seconds_left=round(left, 1))
+    def __str__(self) -> str:
+        """preparing train images: 640 of 8,000, 1:15 left."""
+        text = f"{self.title}: {self.done:,} of {self.total:,}" if self.total else self.title
+        if self.done == self._before:
+            return text
+        left = (self.total - self.done) * (time.monotonic() - self._began) / (self.done - self._before)
+        return f"{text}, {clock(left)} left"
 
 
 class _SafeOutput:

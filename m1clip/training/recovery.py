@@ -182,8 +182,4 @@ class Recovery:
         return 1.0 if self.train_step.scaler is None else float(self.train_step.scaler.get_scale())
 
     def _initial_tensors(self) -> TensorGroups:
-        model = self.setup.build_model()
-        tensors: TensorGroups = {"weights": trained_tensors(model), "optimizer": {}}
-        if self.train_step.ema is not None:
-            tensors["ema"] = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-        return tensors
+        return {"weights": trained_tensors(self.setup.build_model()), "optimizer": {}}

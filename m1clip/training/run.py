@@ -31,7 +31,7 @@ from m1clip.hardware.memory import return_freed_memory
 from m1clip.hardware.timing import timing
 from m1clip.inference.encoder import Model, load
 from m1clip.io import matches_schema, read_small, remove_leftovers, write_json, write_text
-from m1clip.runlog import MEAN_RECALL, RunLog, Sink, read_log
+from m1clip.runlog import RunLog, Sink, read_log
 from m1clip.training.checkpoint import TrainState, load_latest, restore
 from m1clip.training.logger import check_sink, open_sink
 from m1clip.training.loop import TrainLoop
@@ -163,9 +163,6 @@ def without_pauses(step_seconds: list[float], usual: float) -> float:
     return sum(seconds if seconds < PAUSE * usual else usual for seconds in step_seconds)
 
 
-JOULES_PER_WATT_HOUR = 3600.0
-
-
 @dataclass(frozen=True)
 class Run:
     """A finished run."""
@@ -278,8 +275,6 @@ def _failure_log(setup: Setup, folder: Path, log: RunLog, screen: Screen) -> Fai
 
 def _finish(setup: Setup, train_step: TrainStep, folder: Path, log: RunLog, screen: Screen, state: TrainState) -> Run:
     """Save the last model, then evaluate the best validation model once on the test split."""
-    if train_step.ema is not None:
-        train_step.ema.swap(train_step.model)
     log.check_folder()
     setup.bundle(train_step.model).save(folder / "model")
     train_step.optimizer.drop_state()  # free memory for the second model
@@ -298,7 +293,6 @@ def _finish(setup: Setup, train_step: TrainStep, folder: Path, log: RunLog, scre
         screen.say(f"best       step {state.best_step:,}: validation {label} {100 * state.best:.1f}%")
     steps = [record for record in read_log(folder) if record["kind"] == "step"]
     fractions = [record["data_fraction"] for record in steps if matches_schema(record.get("data_fraction"), float)]
-    epochs = state.step / setup.training.plan.steps_per_epoch
     log.write(
         "end",
         step=state.step,
@@ -307,22 +301,16 @@ def _finish(setup: Setup, train_step: TrainStep, folder: Path, log: RunLog, scre
         seconds=state.seconds,
         data_fraction=sum(fractions) / max(len(fractions), 1),
         peak_bytes=setup.device.peak_bytes(),
-        **energy_figures(steps, epochs, scores[MEAN_RECALL].value),
+        **energy_figures(steps, state.step / setup.training.plan.steps_per_epoch),
         **scores.as_dict(),
     )
     return Run(folder, scores, split, grid)
 
 
-def energy_figures(steps: Sequence[dict[str, Any]], epochs: float, recall: float) -> dict[str, float]:
-    """Energy of training and of one epoch, and mean recall in percent per watt-hour; {} if not measured."""
+def energy_figures(steps: Sequence[dict[str, Any]], epochs: float) -> dict[str, float]:
+    """Energy of training and of one epoch in joules; {} if not measured."""
     joules = sum(float(record.get("joules", 0.0)) for record in steps)
-    if not joules or not epochs:
-        return {}
-    return {
-        "joules": joules,
-        "joules_per_epoch": joules / epochs,
-        "recall_per_watt_hour": 100 * recall / (joules / JOULES_PER_WATT_HOUR),
-    }
+    return {"joules": joules, "joules_per_epoch": joules / epochs} if joules and epochs else {}
 
 
 def _with_steps(setup: Setup, warn: Callable[[str], None]) -> Setup:
@@ -395,7 +383,7 @@ def decode_plan(screen: Screen, run: Path | None = None) -> Callable[[Facts], De
 
 
 # Fine-tuning settings that also apply to the first stage, on frozen towers; the others are for the second.
-FIRST_STAGE = {"batch_size", "device", "precision", "threads", "report_to", "loss", "label_smoothing"}
+FIRST_STAGE = {"batch_size", "device", "precision", "threads", "report_to", "loss"}
 
 
 def train(

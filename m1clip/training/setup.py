@@ -43,16 +43,14 @@ from m1clip.text.tokenizers import load_tokenizer, make_tokenizer
 from m1clip.training.autotune import choose_attention, choose_hardware, default_batch, fit_memory, largest_batch
 from m1clip.training.step import TrainStep
 from m1clip.training.transfer import (
-    Retention,
     Start,
     Teacher,
     Trainable,
     augmentation_for,
-    finish_transfer,
     fit_heads,
+    interpolate_weights,
     load_features,
     load_teacher,
-    measure_retention,
     open_feature_cache,
 )
 
@@ -68,8 +66,8 @@ LONG_MINUTES = 10  # enough to fine-tune the towers after the heads
 ENOUGH_TO_FINETUNE = 2_000  # images; with fewer, trainable towers may overfit
 FEW_IMAGES = 1_000_000  # below this, pretrained towers are used if they are installed
 # Options of fine-tuning, and of pretrained towers with new heads.
-FINETUNE_OPTIONS = ("wise_ft", "retention_data", "lora_rank", "unfreeze_image", "unfreeze_text")
-TOWER_OPTIONS = ("image_tower", "text_tower", "download", "views")
+FINETUNE_OPTIONS = ("wise_ft", "lora_rank", "unfreeze_image", "unfreeze_text")
+TOWER_OPTIONS = ("image_tower", "text_tower", "download")
 # Options of a model trained from random weights; the other ones of a model apply to pretrained towers too.
 SCRATCH_OPTIONS = (
     *("model", "patch_size", "vision_width", "vision_layers", "text_width", "text_layers", "stem", "dropout"),
@@ -94,7 +92,6 @@ class Setup:
     choices: dict[str, Any]  # the measurements behind the decisions
     autocast: Callable[[], AbstractContextManager[object]]
     teacher: Teacher | None = None
-    retention: Retention | None = None
 
     @property
     def shape(self) -> CLIPConfig:
@@ -131,20 +128,14 @@ class Setup:
         attention = self.config.model.attention
         return name if attention == "auto" else f"{name}, attention {attention}"
 
-    def evaluate_retention(self, model: CLIP, say: Callable[[str], None]) -> dict[str, Any]:
-        """Evaluate on the retention data, in addition to the validation split."""
-        if self.retention is None:
-            return {}
-        return self.retention.evaluate(self.bundle(model), say)
-
     def bundle(self, model: CLIP) -> Model:
         """The model with what it needs to encode images and texts, in the precision of the run."""
         return Model(model, self.tokenizer, self.preprocess, self.precision)
 
     def finish(self, folder: Path, say: Callable[[str], None], write: Callable[..., Any]) -> None:
-        """Finish fine-tuning with the best model: WiSE-FT and the forgetting report."""
-        if self.config.transfer.init is not None:
-            finish_transfer(self, folder, say, write)
+        """Finish fine-tuning with the best model: WiSE-FT."""
+        if self.config.transfer.wise_ft != "off":
+            interpolate_weights(self, folder, say, write)
 
 
 def prepare(
@@ -195,7 +186,11 @@ def prepare(
         batch = min(batch, largest_batch(len(train.samples)))  # some images may be unreadable
     config = _replaced(config, batch_size=batch, micro_batch=min(config.train.micro_batch, batch))
     config = _resolved(config, start, train, device, precision, tokens, augmentation, choices)
-    setup = Setup(
+    teacher = None
+    if config.transfer.teacher is not None:
+        teacher = load_teacher(config, source, train, device, precision, plan)
+        say(f"teacher    {config.transfer.teacher}: half of the loss, temperature {1 / teacher.scale:.3f}")
+    return Setup(
         config=config,
         facts=facts,
         device=device,
@@ -208,8 +203,8 @@ def prepare(
         splits=splits,
         choices=choices,
         autocast=autocast(device, precision),
+        teacher=teacher,
     )
-    return _with_other_models(setup, say, plan)
 
 
 def _open(
@@ -307,20 +302,6 @@ def _resolved(
         text_contrast=contrast,
         **dataclasses.asdict(augmentation),
     )
-
-
-def _with_other_models(setup: Setup, say: Callable[[str], None], plan: DecodePlan) -> Setup:
-    """Load the teacher, and measure the initial model on the retention data."""
-    transfer, train = setup.config.transfer, setup.splits["train"]
-    if transfer.teacher is not None:
-        teacher = load_teacher(setup.config, setup.source, train, setup.device, setup.precision, plan)
-        say(f"teacher    {transfer.teacher}: half of the loss, temperature {1 / teacher.scale:.3f}")
-        setup = dataclasses.replace(setup, teacher=teacher)
-    if transfer.retention_data:
-        before = setup.bundle(setup.build_model())
-        retention = measure_retention(setup.config, setup.start, before, setup.device, setup.precision, plan)
-        setup = dataclasses.replace(setup, retention=retention)
-    return setup
 
 
 def _training_set(

@@ -25,10 +25,11 @@ from m1clip.model.pretrained import weights_hash
 from m1clip.training.cuda_graph import CapturedStep
 from m1clip.training.grad_cache import GradCache, Tower
 from m1clip.training.oom import OOMHandler
-from m1clip.training.optim import EMA, Optimizer
+from m1clip.training.optim import Optimizer
 from m1clip.training.schedule import lr_schedule
 from m1clip.training.transfer import Teacher
 
+GRAD_CLIP_NORM = 1.0
 INTEGER_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 DROPOUT_ATTRIBUTES = ("p", "drop_prob", "dropout", "dropout_prob", "attention_dropout", "layerdrop")
 DROPOUT_STREAM = 1 << 16  # a random stream separate from the data's
@@ -36,7 +37,7 @@ INSPECTED_ROWS = 32  # rows of a non-finite step to inspect at a time
 
 
 class TrainStep:
-    """A model with its loss, optimizer and average. `loss, grad_norm = train_step(batch, step)` trains it."""
+    """A model with its loss and optimizer. `loss, grad_norm = train_step(batch, step)` trains it."""
 
     def __init__(
         self,
@@ -59,7 +60,6 @@ class TrainStep:
         # Muon's products use bf16 only where it is fast.
         muon_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.optimizer = Optimizer(model, config.optim, device.rules.fused_optimizer, muon_dtype, graph)
-        self.ema = EMA(model, config.optim.ema, graph) if config.optim.ema else None
         self.schedule = lr_schedule(config.optim, config.train.steps)
         self.lr_factor = 1.0  # lowered by each rollback
         self.cuda_graph = CapturedStep(self) if graph else None
@@ -88,8 +88,6 @@ class TrainStep:
     def __call__(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         """Train on one batch. Loss and gradient norm stay on the device to avoid synchronization."""
         self.optimizer.set_lr(self.schedule(step) * self.lr_factor)
-        if self.ema is not None:
-            self.ema.set_step(step)
         if self.cuda_graph is not None and self.cuda_graph.accepts(batch):
             batch = self.cuda_graph.pad(batch)
             replayed = self.cuda_graph.replay(batch, step)
@@ -133,7 +131,7 @@ class TrainStep:
         features = Features(image, text, self.model.scale(), self.model.logit_bias)
         # With cached features the loss dominates the step; with towers, autocast is not worth the rounding error.
         with self.autocast() if batch.image_features is not None else nullcontext():
-            loss = self.objective(features, positive, self.config.train.label_smoothing)
+            loss = self.objective(features, positive)
         if self.config.train.text_contrast:
             text_loss = text_contrast(
                 features, batch.sample_ids, batch.caption_ids, batch.image_index, self.blockwise_loss
@@ -142,32 +140,28 @@ class TrainStep:
         return loss if self.teacher is None else self.teacher.add_distillation(loss, features, batch)
 
     def update_weights(self, loss: Tensor) -> Tensor:
-        """Clip the gradients, update the weights and their average; returns the gradient norm.
+        """Clip the gradients and update the weights; returns the gradient norm.
 
-        If the loss or norm is not finite, nothing changes: no weight, no optimizer state, no average.
+        If the loss or norm is not finite, nothing changes: no weight, no optimizer state.
         """
         if self.scaler is not None:
             for part in self.optimizer.parts.values():
                 self.scaler.unscale_(part)
         grads = [p.grad for p in self.parameters if p.grad is not None]
         grad_norm = torch.nn.utils.get_total_norm(grads)
-        if self.config.optim.grad_clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.optim.grad_clip_norm, grad_norm)
+        torch.nn.utils.clip_grads_with_norm_(self.parameters, GRAD_CLIP_NORM, grad_norm)
         grad_norm = grad_norm.detach()
         finite = loss.isfinite() & grad_norm.isfinite()
         on_device = self.scaler is None and self.skip == "device"
-        # An fp16 overflow must stop both optimizers: the scaler by itself would skip only the affected one.
-        updates = on_device or self.skip == "never" or bool(finite)
         if on_device:
             self._step_if(finite, grads)
-        elif updates:
+        # An fp16 overflow must stop both optimizers: the scaler by itself would skip only the affected one.
+        elif self.skip == "never" or bool(finite):
             self.optimizer.step(self.scaler)
         if self.scaler is not None:
             self.scaler.update()
         self.optimizer.zero_grad()
         self.model.clamp_scale()
-        if self.ema is not None and updates:
-            self.ema.update(self.model, 1 - finite.float() if on_device else None)
         return grad_norm
 
     @torch.no_grad()

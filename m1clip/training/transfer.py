@@ -1,4 +1,4 @@
-"""Transfer learning: frozen and fine-tuned towers, LoRA, distillation, WiSE-FT and forgetting."""
+"""Transfer learning: frozen and fine-tuned towers, LoRA, distillation and WiSE-FT."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from m1clip.data.augment import Augmentation
 from m1clip.data.cache import DecodePlan, cache_folder, data_folders
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
-from m1clip.data.prepare import Split, choose_augmentation, load_split, open_data, with_classes
+from m1clip.data.prepare import Split, choose_augmentation, load_split, with_classes
 from m1clip.data.types import Source
 from m1clip.errors import UserError
 from m1clip.evaluation.retrieval import retrieval
 from m1clip.evaluation.statistics import selection_metric
-from m1clip.evaluation.zeroshot import zero_shot
 from m1clip.hardware.device import Device, Precision
-from m1clip.inference.encoder import Model, encode_split, load
+from m1clip.inference.encoder import encode_split, load
 from m1clip.inference.feature_cache import FeatureCache, FrozenTower
 from m1clip.losses import distillation
 from m1clip.model.clip import CLIP, Features, build_clip
@@ -34,7 +33,6 @@ from m1clip.model.lora import ALL, unfreeze
 from m1clip.model.presets import CLIPConfig
 from m1clip.model.pretrained import weights_hash
 from m1clip.model.weights import Tensors, assign_weights
-from m1clip.runlog import MEAN_RECALL, SELECTION, TOP1
 from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import CharTokenizer
 from m1clip.training.cca import fit_projections
@@ -43,7 +41,6 @@ if TYPE_CHECKING:  # setup imports this module too
     from m1clip.training.setup import Setup
 
 LORA_ALPHA = 16.0
-MAX_CLASS_IMAGES = 1000  # of class folders: they are decoded at each evaluation
 TEACHER_WEIGHT = 0.5  # of the distillation loss
 STATISTICS_ROWS = 50_000  # used to compute the mean and deviation of features
 WISE_FT_GRID = (0.0, 0.25, 0.5, 0.75, 1.0)  # interpolation weights that `--wise-ft search` tries
@@ -107,7 +104,7 @@ def fit_heads(config: CLIPConfig, train: Split) -> Tensors:
     for name, table in tables.items():
         if table is not None:  # our own towers already end in a norm
             heads[name] = Head(getattr(config, name), table.array.shape[1], config.embed_dim)
-            heads[name].standardize(*moments(table.array, table.rows.reshape(len(table.rows), -1)[:, 0]))
+            heads[name].standardize(*moments(table.array, table.rows))
     fitted = ["mean", "deviation"]
     if len(heads) == 2:
         fit_projections(heads["image_head"], heads["text_head"], train)
@@ -160,7 +157,6 @@ def open_feature_cache(
         tokenizer=tokenizer,
         context_length=start.config.context_length,
         preprocess=preprocess,
-        views=config.transfer.views,
         folder=cache_folder(config.data.cache_dir, folders),
         roots=folders,
         device=device.torch,
@@ -180,8 +176,7 @@ def load_features(
         if start.trainable.text:
             return found
         return dataclasses.replace(found, captions=with_classes(cache.captions(found.samples, split), source))
-    wanted = cache if split == "train" else dataclasses.replace(cache, views=1)
-    images, features, kept, failures = wanted.images(source.samples(split), split, config.data.max_bad)
+    images, features, kept, failures = cache.images(source.samples(split), split, config.data.max_bad)
     captions = cache.tokens(kept) if start.trainable.text else cache.captions(kept, split)
     return Split(images, with_classes(captions, source), kept, failures, "features", features)
 
@@ -225,7 +220,6 @@ def load_teacher(
         tokenizer=teacher.tokenizer,
         context_length=clip.config.context_length,
         preprocess=teacher.preprocess,
-        views=1,
         folder=cache_folder(config.data.cache_dir, folders),
         roots=folders,
         device=device.torch,
@@ -239,69 +233,7 @@ def load_teacher(
     assert texts is not None
     _, first = np.unique(train.captions.caption_ids, return_index=True)  # keys are 0, 1, 2, ...
     scale = float(clip.scale().detach())
-    return Teacher(images.array, images.rows[:, 0], texts.array, texts.rows[first], scale)
-
-
-@dataclass(frozen=True)
-class Measure:
-    """One metric between 0 and 1: zero-shot top-1 of class folders, or mean recall of a split."""
-
-    name: str
-    metric: str  # its name in run.jsonl
-    run: Callable[[Model], float]
-
-
-def split_measure(split: Split) -> Measure:
-    """The metric that selects the best model, on a split."""
-    metric = TOP1 if split.captions.classes else MEAN_RECALL
-
-    def run(model: Model) -> float:
-        return selection_metric(retrieval(*encode_split(model, split))).value
-
-    return Measure(SELECTION[metric], metric, run)
-
-
-def class_measure(folder: Path) -> Measure:
-    """Zero-shot top-1 on class folders, or on an even sample of their images; the folder names are the classes."""
-
-    def run(model: Model) -> float:
-        training = model.clip.training
-        scores = zero_shot(model, folder, limit=MAX_CLASS_IMAGES).scores
-        model.clip.train(training)
-        return scores["zero_shot/top1"].value
-
-    return Measure("zero-shot top-1", TOP1, run)
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Data to measure forgetting, and the score on it before training."""
-
-    data: str
-    measure: Measure
-    before: float
-
-    def evaluate(self, model: Model, say: Callable[[str], None]) -> dict[str, Any]:
-        """Evaluate the model; returns fields for the eval record in run.jsonl."""
-        now = self.measure.run(model)
-        say(f"retention  {self.measure.name} on {self.data}: {now:.1%} ({self.before:.1%} before)")
-        return {"retention": now, "retention_before": self.before, "retention_metric": self.measure.name}
-
-
-def measure_retention(
-    config: Config, start: Start, model: Model, device: Device, precision: Precision, plan: DecodePlan
-) -> Retention:
-    """Open the retention data and measure the model before training."""
-    names = config.transfer.retention_data
-    data = dataclasses.replace(config, data=dataclasses.replace(config.data, source=names))
-    source = open_data(data.data, model.preprocess.image_size, config.seed)
-    if source.class_captions:
-        measure = class_measure(Path(names[0]))
-    else:
-        split = next(name for name in ("test", "val", "train") if name in source.splits())
-        cache = open_feature_cache(start, model.tokenizer, model.preprocess, data, source, device, precision, plan)
-        measure = split_measure(load_features(cache, data, source, split, start))
-    return Retention(", ".join(names), measure, measure.run(model))
+    return Teacher(images.array, images.rows, texts.array, texts.rows[first], scale)
 
 
 def interpolated(old: Tensors, new: Tensors, weight: float) -> Tensors:
@@ -312,28 +244,20 @@ def interpolated(old: Tensors, new: Tensors, weight: float) -> Tensors:
     }
 
 
-def finish_transfer(setup: Setup, folder: Path, say: Callable[[str], None], write: Callable[..., Any]) -> None:
-    """Interpolate old and new weights as configured, save the best on validation, and report forgetting."""
-    retention, val = setup.retention, setup.splits.get("val")
+def interpolate_weights(setup: Setup, folder: Path, say: Callable[[str], None], write: Callable[..., Any]) -> None:
+    """WiSE-FT of the best model as configured; the interpolation with the best validation score replaces it."""
+    wish, val = setup.config.transfer.wise_ft, setup.splits.get("val")
     best = load(folder, device=setup.device.kind, precision=setup.precision)
-    wish = setup.config.transfer.wise_ft
-    if wish != "off":
-        new = {name: tensor.clone() for name, tensor in best.clip.state_dict().items()}
-        measure = None if val is None else split_measure(val)
-        found: list[tuple[float, float]] = []
-        for weight in WISE_FT_GRID if wish == "search" else (float(wish),):
-            best.clip.load_state_dict(interpolated(setup.start.weights, new, weight))
-            score = 0.0 if measure is None else measure.run(best)
-            found.append((score, weight))
-            write("wise_ft", new_fraction=weight, **({} if measure is None else {f"val_{measure.metric}": score}))
-        score, weight = max(found)
+    new = {name: tensor.clone() for name, tensor in best.clip.state_dict().items()}
+    found: list[tuple[float, float]] = []
+    shown = ""
+    for weight in WISE_FT_GRID if wish == "search" else (float(wish),):
         best.clip.load_state_dict(interpolated(setup.start.weights, new, weight))
-        shown = "" if measure is None else f": validation {measure.name} {100 * score:.1f}%"
-        say(f"WiSE-FT    {weight:.2f} of the new weights, {1 - weight:.2f} of the old{shown}")
-        best.save(folder / "best")
-    if retention is not None:
-        after = retention.measure.run(best)
-        write("forgetting", before=retention.before, after=after, metric=retention.measure.name)
-        say(
-            f"forgetting {retention.measure.name} on {retention.data}: {retention.before:.1%} before, {after:.1%} after"
-        )
+        metric = None if val is None else selection_metric(retrieval(*encode_split(best, val)))
+        found.append((0.0 if metric is None else metric.value, weight))
+        write("wise_ft", new_fraction=weight, **({} if metric is None else {f"val_{metric.name}": metric.value}))
+        shown = "" if metric is None else f": validation {metric.label} {100 * max(found)[0]:.1f}%"
+    weight = max(found)[1]
+    best.clip.load_state_dict(interpolated(setup.start.weights, new, weight))
+    say(f"WiSE-FT    {weight:.2f} of the new weights, {1 - weight:.2f} of the old{shown}")
+    best.save(folder / "best")

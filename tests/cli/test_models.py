@@ -1,4 +1,4 @@
-"""The commands export, classify, similar and eval: output and exit code."""
+"""The commands export, classify and eval: output and exit code."""
 
 from __future__ import annotations
 
@@ -9,37 +9,21 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny_model import tiny_clip
 
 import m1clip
 from m1clip.cli.main import main
 from m1clip.data.images import Preprocess
 from m1clip.inference.encoder import Model
-from m1clip.model.clip import build_clip
 from m1clip.model.folder import newest_run
-from m1clip.model.presets import CLIPConfig, with_fields
 from m1clip.text.bpe import BpeTokenizer
-
-SHAPE = with_fields(
-    CLIPConfig(),
-    image_size=32,
-    patch_size=16,
-    vision_width=32,
-    vision_layers=1,
-    vision_heads=2,
-    text_width=32,
-    text_layers=1,
-    text_heads=2,
-    context_length=12,
-    embed_dim=16,
-)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
     tokenizer = BpeTokenizer()
     folder = tmp_path_factory.mktemp("models") / "model"
-    Model(build_clip(SHAPE), tokenizer, Preprocess(image_size=32)).save(folder)
+    Model(tiny_clip(vocab_size=tokenizer.vocab_size), tokenizer, Preprocess(image_size=32)).save(folder)
     return folder
 
 
@@ -71,7 +55,7 @@ def test_export(model: Path, to: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "already exists" in error
 
 
-def test_classify_and_similar(model: Path, images: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_classify(model: Path, images: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run_command(
         capsys, "classify", images / "red" / "0.png", "--labels", "red, green,blue", "--model", model
     )
@@ -79,12 +63,6 @@ def test_classify_and_similar(model: Path, images: Path, capsys: pytest.CaptureF
     assert code == 0
     assert {line.split("  ")[-1] for line in lines} == {"red", "green", "blue"}
     assert sum(float(line.split("%")[0]) for line in lines) == pytest.approx(100, abs=0.2)
-    code, out, _ = run_command(
-        capsys, "similar", images / "red" / "0.png", "--in", images, "--model", model, "--count", "2"
-    )
-    assert code == 0
-    assert len(out.strip().splitlines()) == 2
-    assert "red/0.png" not in out
 
 
 def test_zero_shot(
@@ -113,8 +91,6 @@ def test_default_model_is_newest_run(tmp_path: Path) -> None:
         (("classify", "set/red/0.png", "--labels", "a", "--model", "MODEL"), "two or more"),
         (("classify", "notes.txt", "--labels", "a,b", "--model", "MODEL"), "notes.txt"),
         (("classify", "set/red/0.png", "--labels", "a,b", "--template", "a thing", "--model", "MODEL"), "has no {}"),
-        (("similar", "set/red/0.png", "--in", "nowhere", "--model", "MODEL"), "nowhere: no such folder"),
-        (("similar", "set/red/0.png", "--in", "set", "--count", "1.5"), "--count 1.5: give an integer"),
         (("export", "MODEL", "--to", "hf", "--image-size", "1.5"), "--image-size 1.5: give an integer"),
         (("eval", "MODEL"), "specify data with --data"),
         (("train", "--init", "nothing", "--recipe", "frozen"), "--init cannot be combined with --recipe frozen"),

@@ -1,4 +1,4 @@
-"""Zero-shot classification, the linear probe and similar images: known values, and a model that classifies colors."""
+"""Zero-shot classification and the linear probe: known values, and a model that classifies colors."""
 
 from __future__ import annotations
 
@@ -13,14 +13,7 @@ from torch.nn.functional import normalize
 
 from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
-from m1clip.evaluation.zeroshot import (
-    class_folders,
-    linear_probe,
-    similar,
-    stratified_test_mask,
-    top_k_accuracy,
-    zero_shot,
-)
+from m1clip.evaluation.zeroshot import class_folders, linear_probe, stratified_test_mask, top_k_accuracy, zero_shot
 from m1clip.inference.encoder import Encoder, Model
 
 COLORS = {"red": (230, 20, 20), "green": (20, 230, 20), "deep_blue": (20, 20, 230)}
@@ -89,14 +82,6 @@ def test_zero_shot_accuracy_and_confusion(folder: Path) -> None:
     assert len(result.unreadable) == 1
     wrong = zero_shot(ColorModel(), folder, ("green", "red", "blue"))
     assert wrong.scores["zero_shot/top1"].value == 0.0
-
-
-def test_similar_excludes_query_image(folder: Path) -> None:
-    found, unreadable = similar(ColorModel(), folder / "green" / "3.png", folder, 5)
-    assert [path.parent.name for path, _ in found] == ["green"] * 5
-    assert folder / "green" / "3.png" not in [path for path, _ in found]
-    assert [cosine for _, cosine in found] == sorted((c for _, c in found), reverse=True)
-    assert unreadable == []
 
 
 def test_linear_probe_learns_linear_classes() -> None:

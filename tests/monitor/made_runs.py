@@ -35,7 +35,6 @@ def evaluation(number: int, recall: float, low: float | None = None, **values: A
     analysis = {
         **{"alignment": 1.0 - recall / 2, "uniformity_image": -2.0, "uniformity_text": -2.1, "modality_gap": 0.5},
         "difficulty": {"easy": [0.99, 100], "medium": [0.9, 80], "hard": [0.6, 20]},
-        "negatives": {"easy": [0.99, 96], "medium": [0.8, 96], "hard": [0.7, 192], "changed/color": [0.9, 32]},
         "length": {"short": [0.2, 30], "long": [0.3, 30]},
         "groups": {"color/red": [0.3, 20], "color/blue": [0.1, 20], "object/<b>cat</b>": [0.5, 10]},
     }

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import zlib
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from image_sets import png
 from small_run import environment
 
 from m1clip.errors import UserError
@@ -92,8 +92,8 @@ def test_readers_survive_damaged_log_lines(tmp_path: Path, monkeypatch: pytest.M
     run = full_run(tmp_path / "runs" / "one", finished=False)
     log = (run / "run.jsonl").read_bytes()
     lines = [each for record in RECORDS for each in damaged(record)]
-    for number, each in enumerate(random.Random(0).sample(lines, 60)):
-        monkeypatch.setattr("m1clip.monitor.report.has_matplotlib", lambda drawn=number % 30 == 0: drawn and INSTALLED)
+    for number, each in enumerate(random.Random(0).sample(lines, 30)):
+        monkeypatch.setattr("m1clip.monitor.report.has_matplotlib", lambda drawn=number == 0: drawn and INSTALLED)
         (run / "run.jsonl").write_bytes(log + each.encode() + b"\n")
         read_everything(run)
 
@@ -155,20 +155,11 @@ def test_readers_survive_invalid_settings(tmp_path: Path) -> None:
         read_everything(run)
 
 
-def huge_png() -> bytes:
-    """60,000 x 60,000 pixels in a few bytes."""
-
-    def part(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    head = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", head) + part(b"IDAT", zlib.compress(bytes(1000))) + part(b"IEND", b"")
-
-
 @pytest.mark.parametrize("padding", [0, 1_000_000], ids=["small file", "large file"])
 def test_report_omits_undecodable_image(tmp_path: Path, padding: int) -> None:
     run = full_run(tmp_path / "runs" / "one")
-    for data in (huge_png() + bytes(padding), b"\x89PNG" + bytes(padding), b"\xff\xd8" + bytes(padding), b""):
+    huge = png(60_000, 60_000, zlib.compress(bytes(1000)))
+    for data in (huge + bytes(padding), b"\x89PNG" + bytes(padding), b"\xff\xd8" + bytes(padding), b""):
         (run / "retrieval.png").write_bytes(data)
         assert "retrieval.png left out" in write_report([run], tmp_path / "report.html").read_text()
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from small_run import run_small
+from small_run import run_small, screen
 
+from m1clip.formatting import ago
 from m1clip.io import LOCK, lock_content, process_start_id, read_owner
 from m1clip.monitor.diagnostics import diagnose
 from m1clip.monitor.history import History
@@ -62,8 +63,23 @@ def test_time_left_and_diagnostics_ignore_the_clock(tmp_path: Path, jump: float)
     assert "nothing logged" not in words
 
 
+def test_run_that_stops_logging_after_the_clock_was_set_back_is_stalled(tmp_path: Path) -> None:
+    times = [BEGIN + 10 * HOUR + n for n in range(8)] + [BEGIN + n for n in range(3)]
+    history = history_of(make_run(tmp_path, [step(n, time=time) for n, time in enumerate(times, 1)]))
+    assert history.last_time == times[-1]
+    words = [" ".join(each.message for each in diagnose(history, times[-1] + after, "running")) for after in (1, 200)]
+    assert ["nothing logged" in each for each in words] == [False, True]
+    assert ago(-HOUR) == "0 s ago"
+
+
 def test_one_step_of_an_hour_does_not_change_the_time_left(tmp_path: Path) -> None:
     """Where the system counts the sleep as time, one step seems to have taken an hour."""
+    shown = screen()
+    shown.begin(0, 1000)
+    for number in range(1, 12):
+        shown._last_line = -1e9
+        shown.step({**step(number), "step_seconds": HOUR / 10 if number == 5 else 0.1})
+    assert shown.console.file.getvalue().endswith("1:39 left\n")  # type: ignore[attr-defined]
     rows = [step(n, step_seconds=HOUR if n == 70 else 0.5) for n in range(10, 90, 2)]
     history = history_of(make_run(tmp_path, rows))
     left = seconds_left(history)

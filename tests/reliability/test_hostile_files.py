@@ -18,8 +18,10 @@ from typing import Literal
 import pytest
 import torch
 from bounded import Bomb, bounded, files_under
+from image_sets import png
 from PIL import Image
 from small_run import run_small
+from tiny_model import tiny_clip
 
 from m1clip.cli.main import main
 from m1clip.config import init_preset, load_config
@@ -28,8 +30,7 @@ from m1clip.data.sources import open_source
 from m1clip.errors import UserError
 from m1clip.export.layouts import convert
 from m1clip.inference.encoder import Model, load, read_model
-from m1clip.model.clip import build_clip
-from m1clip.model.presets import CLIPConfig, PretrainedTextConfig, with_fields
+from m1clip.model.presets import PretrainedTextConfig
 from m1clip.model.pretrained import check_settings
 from m1clip.model.weights import read_checkpoint, write_tensors
 from m1clip.runlog import read_log
@@ -105,8 +106,7 @@ def test_hostile_weights_are_refused(model: Path, tmp_path: Path, proof: Path, f
         assert_refused(bounded(lambda name=name: read_checkpoint(tmp_path / name)), proof)
 
 
-@pytest.mark.parametrize("fake", FAKES)
-@pytest.mark.parametrize("matching_hash", [False, True])
+@pytest.mark.parametrize(("fake", "matching_hash"), [("pickle", False), *((fake, True) for fake in FAKES)])
 def test_hostile_checkpoint_is_refused(tmp_path: Path, proof: Path, fake: str, matching_hash: bool) -> None:
     save(tmp_path, TrainState(step=1), {"weights": {"a": torch.ones(3)}, "optimizer": {"m": torch.ones(3)}}, keep=1)
     folder = tmp_path / "checkpoints" / "step-000001"
@@ -207,27 +207,14 @@ def test_sizes_in_config_json_are_checked_before_the_model_is_created(
         also = [(("preprocess", "image_size"), value)] if size[-1] == "image_size" else []
         change_json(model / "config.json", (("model", *size), value), *also)
         assert_refused(bounded(lambda: load(model)), proof)
-        assert_refused(bounded(lambda: read_model(model)), proof)
 
 
 @pytest.mark.parametrize("to", ["openclip", "hf"])
 def test_sizes_in_third_party_configs_are_checked(tmp_path: Path, proof: Path, to: Literal["openclip", "hf"]) -> None:
-    shape = with_fields(
-        CLIPConfig(),
-        image_size=32,
-        patch_size=16,
-        vision_width=64,
-        vision_layers=1,
-        vision_heads=1,
-        text_width=64,
-        text_layers=1,
-        text_heads=1,
-        context_length=8,
-        embed_dim=16,
-    )
     tokenizer = BpeTokenizer()
-    own = Model(build_clip(with_fields(shape, eot_id=tokenizer.eot_id)), tokenizer, Preprocess(image_size=32))
-    own.save(tmp_path / "own")
+    widths = {"vision_width": 64, "vision_heads": 1, "text_width": 64, "text_heads": 1}  # open_clip's heads have 64
+    clip = tiny_clip(**widths, vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id)
+    Model(clip, tokenizer, Preprocess(image_size=32)).save(tmp_path / "own")
     convert(read_model(tmp_path / "own"), to, tmp_path / "theirs")
     path = tmp_path / "theirs" / ("config.json" if to == "hf" else "open_clip_config.json")
     honest = path.read_text()
@@ -278,10 +265,9 @@ def test_weights_that_are_not_finite_are_refused(model: Path, proof: Path, value
     load(model)
     weights["text_tower.tokens.weight"][3, 5] = value
     write_tensors(model / "model.safetensors", weights)
-    for read in (load, read_model):
-        result = bounded(lambda read=read: read(model))
-        assert_refused(result, proof)
-        assert "'text_tower.tokens.weight' contains NaN or infinity" in result
+    result = bounded(lambda: load(model))
+    assert_refused(result, proof)
+    assert "'text_tower.tokens.weight' contains NaN or infinity" in result
 
 
 def test_unsafe_tar_members_are_skipped(tmp_path: Path, proof: Path) -> None:
@@ -326,16 +312,6 @@ def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     member = tarfile.TarInfo(name)
     member.size = len(data)
     tar.addfile(member, io.BytesIO(data))
-
-
-def png(width: int, height: int, data: bytes = b"") -> bytes:
-    """A PNG header of any size with little data."""
-
-    def part(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", head) + part(b"IDAT", data) + part(b"IEND", b"")
 
 
 def bombs() -> dict[str, bytes]:

@@ -17,14 +17,7 @@ from small_run import Command, small_arguments
 from m1clip.data.loader import Batch
 from m1clip.training.step import TrainStep
 
-CHANGES = {
-    "train.save_every": 7,
-    "train.eval_every": 50,
-    "model.dropout": 0.1,
-    "data.crop_min": 0.6,
-    "data.flip": 0.5,
-    "optim.ema": 0.9,
-}
+CHANGES = {"train.save_every": 7, "train.eval_every": 50, "model.dropout": 0.1, "data.crop_min": 0.6, "data.flip": 0.5}
 
 
 def log_samples(path: Path) -> None:
@@ -52,7 +45,7 @@ def hashes(run: Path, steps: int) -> dict[str, str]:
     """SHA-256 of every tensor file at the end."""
     files = [*(run / "checkpoints" / f"step-{steps:06d}").glob("*.safetensors"), *run.glob("*/model.safetensors")]
     found = {str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-    assert {"weights", "optimizer", "ema"} <= {Path(name).stem for name in found}
+    assert {"weights", "optimizer"} <= {Path(name).stem for name in found}
     assert {"model/model.safetensors", "best/model.safetensors"} <= set(found)
     return found
 

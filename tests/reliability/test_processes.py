@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -83,13 +82,11 @@ def test_no_data_worker_outlives_a_killed_parent(tmp_path: Path) -> None:
     assert psutil.wait_procs(workers, timeout=30)[1] == []
 
 
-@pytest.mark.parametrize("workers", ["running", "suspended"])
-def test_closed_terminal_saves_the_run(tmp_path: Path, workers: str) -> None:
+def test_closed_terminal_saves_the_run_while_it_waits_for_data(tmp_path: Path) -> None:
     process = start(tmp_path)
-    if workers == "suspended":
-        for worker in psutil.Process(process.pid).children(recursive=True):
-            worker.suspend()
-        time.sleep(1)  # until the run waits for a batch
+    for worker in psutil.Process(process.pid).children(recursive=True):
+        worker.suspend()
+    time.sleep(1)  # until the run waits for a batch
     process.send_signal(signal.SIGHUP, group=True)
     assert process.wait() == 129
     output, error = process.read()
@@ -123,13 +120,11 @@ def test_training_continues_without_standard_output(tmp_path: Path, output: str)
     assert (tmp_path / "run" / "retrieval.png").is_file()
 
 
-@pytest.mark.parametrize("change", ["removed", "renamed", "replaced"])
+@pytest.mark.parametrize("change", ["renamed", "replaced"])
 def test_run_stops_when_its_folder_is_gone(tmp_path: Path, change: str) -> None:
     run = tmp_path / "run"
     process = start(tmp_path, eval_every=5)
     run.rename(tmp_path / "moved")
-    if change == "removed":
-        shutil.rmtree(tmp_path / "moved")
     if change == "replaced":
         run.mkdir()
     assert process.wait() == 2
@@ -149,34 +144,3 @@ def test_many_interrupts_print_no_traceback(tmp_path: Path) -> None:
         time.sleep(0.005)
     assert process.wait() == 130
     assert process.read()[1] in ("", "m1clip: interrupted\n")
-
-
-def test_stop_does_not_wait_for_a_zombie(tmp_path: Path) -> None:
-    words = small_arguments(ENDLESS)
-    zombie = subprocess.Popen(
-        [sys.executable, "-m", "m1clip", "train", *words, "--run", "run"],
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-    )
-    while not (tmp_path / "run" / "run.jsonl").exists() or "checkpoint" not in kinds(tmp_path / "run"):
-        assert zombie.poll() is None
-        time.sleep(0.05)
-    stopped = command("stop", "run", "--wait", "30", cwd=tmp_path)  # the process is not reaped
-    assert (stopped.returncode, stopped.stderr) == (0, "")
-    assert "continue with: m1clip train --resume run" in stopped.stdout
-    assert zombie.wait(60) == 143
-
-
-def slow_imports(folder: Path) -> None:
-    """In the process that starts the training: imports are slow, as on a busy machine."""
-    (folder / "sitecustomize.py").write_text("import time; time.sleep(1)")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])
-
-
-def test_unknown_model_in_the_background_leaves_no_folder(tmp_path: Path) -> None:
-    words = ("train", "--model", "tinny", "--background")
-    process = Command(*words, cwd=tmp_path, prepare=partial(slow_imports, tmp_path))
-    assert process.wait() == 2
-    assert "unknown model preset 'tinny'" in process.read()[1]
-    assert not (tmp_path / "runs").exists()

@@ -96,9 +96,13 @@ def send(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("phase", "number"), [("caching", signal.SIGTERM), ("evaluation", signal.SIGINT)])
-def test_signal_in_a_phase(tmp_path: Path, phase: str, number: signal.Signals) -> None:
-    send(tmp_path, phase, number)
+@pytest.mark.parametrize(
+    ("phase", "number", "workers"),
+    [("caching", signal.SIGTERM, 0), ("evaluation", signal.SIGINT, 0), ("training", signal.SIGINT, 2)],
+)
+def test_signal_in_a_phase(tmp_path: Path, phase: str, number: signal.Signals, workers: int) -> None:
+    """To the process group, as a terminal or a batch system does it."""
+    send(tmp_path, phase, number, workers, group=True)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_run import SERVER, Command, command, small_arguments
+from small_run import SERVER
 
 from m1clip.errors import UserError
 from m1clip.io import LOCK, lock_content, read_owner
@@ -92,16 +92,3 @@ def test_stale_lock_is_replaced(tmp_path: Path, mark: str) -> None:
 def test_fifo_in_place_of_the_lock_does_not_hang(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / LOCK)
     assert read_owner(tmp_path) is None
-
-
-@pytest.mark.slow
-def test_second_training_process_is_refused(tmp_path: Path) -> None:
-    first = Command("train", *small_arguments({"train.steps": 100_000}), "--run", "run", cwd=tmp_path)
-    first.wait_until((tmp_path / "run" / "run.jsonl").exists)
-    second = command("train", "--resume", "run", cwd=tmp_path)
-    assert second.returncode == 2
-    assert second.stderr == (
-        f"m1clip: run: process {first.pid} is training in this folder; wait for it, or stop it first\n"
-    )
-    first.send_signal(signal.SIGKILL)
-    first.wait()

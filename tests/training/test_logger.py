@@ -21,7 +21,7 @@ from m1clip.training.logger import LayerProbe, check_sink, layer_of, log_interva
 from m1clip.training.loop import TrainLoop
 from m1clip.training.optim import Optimizer
 from m1clip.training.process import StopRequest
-from m1clip.training.validation import AnalysisBudget, Validator
+from m1clip.training.validation import Validator
 
 
 def test_layer_names_of_parameters() -> None:
@@ -93,11 +93,6 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [{**record, "folder": folder} for record in read_log(folder)]
 
 
-def test_short_run_logs_every_step(tmp_path: Path) -> None:
-    run_small(tmp_path / "run", {"train.steps": 60, "train.batch_size": 4})
-    assert len(of(list(read_log(tmp_path / "run")), "step")) == 60
-
-
 def of(log: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [record for record in log if record["kind"] == kind]
 
@@ -120,13 +115,11 @@ def test_layers_memory_and_analysis_are_logged(log: list[dict[str, Any]]) -> Non
     assert memory["peak"] > memory["optimizer"] > 0
     for record in of(log, "eval"):
         analysis = record["analysis"]
-        assert {"alignment", "modality_gap", "difficulty", "negatives", "groups", "length"} <= analysis.keys()
+        assert {"alignment", "modality_gap", "difficulty", "groups", "length"} <= analysis.keys()
         assert {"category", "object", "color", "count", "position"} <= {
             name.split("/")[0] for name in analysis["groups"]
         }
-        assert {"easy", "medium", "hard"} <= analysis["negatives"].keys()
         assert record["seconds"] > 0
-        assert record["analysis_seconds"] > 0
 
 
 def test_snapshots_contain_retrieval_examples(log: list[dict[str, Any]]) -> None:
@@ -165,8 +158,8 @@ def test_device_is_read_only_for_log_lines(tmp_path: Path, monkeypatch: pytest.M
         counts.append(reads.count)
 
     monkeypatch.setattr(TrainLoop, "run_until_stopped", counted)
-    common = {"train.eval_every": 0, "optim.optimizer": optimizer, "optim.ema": 0.9,
-              "train.label_smoothing": 0.1}  # fmt: skip  # the loss of accelerators; the CPU's looks at the scale
+    # The sigmoid loss is that of accelerators; the CPU's InfoNCE looks at the scale.
+    common = {"train.eval_every": 0, "optim.optimizer": optimizer, "train.loss": "sigmoid"}
     monkeypatch.setattr(logger, "LOG_EVERY", 40)
     monkeypatch.setattr(LayerProbe, "arm", lambda self: None)
     monkeypatch.setattr(Validator, "run_due", lambda self, stop: setattr(self.state, "evaluation_due", False))
@@ -208,24 +201,9 @@ def test_tensorboard_has_the_values_of_the_log(tmp_path: Path) -> None:
     assert {e.step: pytest.approx(e.value) for e in events.Scalars("step/loss")} == logged
 
 
-def test_analysis_stays_within_its_time_budget() -> None:
-    def images(trained: float, seconds_per_caption: float, before: float = 0.0, spent: float = 0.0) -> int:
-        return AnalysisBudget(before, spent).images(trained, seconds_per_caption)
-
-    each = 13 * 0.034  # seconds per image: a large model on a small machine
-    assert images(1000.0, 0.001) == 32, "no more than a sample needs"
-    assert images(47.0, 0.034) == 0, "1.5% of 47 s is enough for one image"
-    later = images(200.0, 0.034)
-    assert 4 <= later <= 0.015 * 200 / each
-    assert images(210.0, 0.034, spent=later * each) == 0
-    assert images(0.01, 0.0001) == 4, "takes almost no time"
-    assert images(201.0, 0.034, before=200.0) == 0, "earlier sessions do not count"
-
-
 def test_energy_of_a_run_is_the_sum_of_its_log() -> None:
     from m1clip.training.run import energy_figures
 
     steps = [{"joules": 1800.0}, {"joules": 1800.0}, {}]
-    found = energy_figures(steps, epochs=4.0, recall=0.25)
-    assert found == {"joules": 3600.0, "joules_per_epoch": 900.0, "recall_per_watt_hour": 25.0}
-    assert energy_figures([{}, {}], 4.0, 0.25) == {}, "no meter, no figure"
+    assert energy_figures(steps, epochs=4.0) == {"joules": 3600.0, "joules_per_epoch": 900.0}
+    assert energy_figures([{}, {}], 4.0) == {}, "no meter, no figure"

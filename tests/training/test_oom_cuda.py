@@ -114,7 +114,7 @@ def waits_are_errors() -> Iterator[None]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("graph", [False, True], ids=["plain", "replayed"])
 def test_step_never_synchronizes_on_cuda(graph: bool, precision: str) -> None:
-    changes = {**ON_CUDA, "model.cuda_graph": graph, "train.precision": precision, "optim.ema": 0.9,
+    changes = {**ON_CUDA, "model.cuda_graph": graph, "train.precision": precision,
                "data.captions_per_step": 2, "data.train_count": 136, "train.batch_size": 64}  # fmt: skip
     setup, update = make(changes)
     update.oom = make_oom_handler(setup, 0, lambda *change: None)

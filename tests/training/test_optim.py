@@ -1,4 +1,4 @@
-"""Optimizer groups, learning rates, state round trip and EMA."""
+"""Optimizer groups, learning rates, and state round trip."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from m1clip.config import OptimConfig
 from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.presets import CLIPConfig, with_fields
-from m1clip.training.optim import EMA, EPS, MUON_WEIGHT_DECAY, Optimizer
+from m1clip.training.optim import EPS, MUON_WEIGHT_DECAY, Optimizer
 
 SHAPE = with_fields(CLIPConfig(),
     image_size=16, patch_size=8, vision_width=16, vision_layers=2, vision_heads=2, text_width=16, text_layers=1,
@@ -113,50 +113,6 @@ def test_optimizer_state_round_trip(name: str) -> None:
         assert torch.equal(one, same)
     for key, tensor in optimizer.tensors().items():
         assert torch.equal(tensor, other.tensors()[key]), key
-
-
-def test_ema_update_uses_decay() -> None:
-    model = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.constant_(model.weight, 0.0)
-    ema = EMA(model, 0.9)
-    torch.nn.init.constant_(model.weight, 1.0)
-    ema.set_step(0)
-    ema.update(model)  # at the start the decay is 1 / 10
-    assert ema.weights["weight"].item() == pytest.approx(0.9)
-    ema.set_step(10**6)
-    ema.update(model)
-    assert ema.weights["weight"].item() == pytest.approx(0.9 * 0.9 + 0.1)
-
-
-def test_ema_swap_and_swap_back() -> None:
-    model = torch.nn.Linear(2, 2)
-    ema = EMA(model, 0.5)
-    averaged = {name: t.clone() for name, t in ema.weights.items()}
-    live = {}
-    for name, p in model.named_parameters():
-        torch.nn.init.constant_(p, 3.0)
-        live[name] = p.detach().clone()
-    ema.swap(model)
-    assert all(torch.equal(p, averaged[name]) for name, p in model.named_parameters())
-    ema.swap(model)
-    assert all(torch.equal(p, live[name]) for name, p in model.named_parameters())
-    assert all(torch.equal(t, averaged[name]) for name, t in ema.weights.items())
-
-
-def test_ema_weights_may_be_in_any_order() -> None:
-    """Tensors in a file are sorted by name, those of a model by layer."""
-    model, twin = clip(), clip()
-    ema, restored = EMA(model, 0.9), EMA(twin, 0.9)
-    restored.weights = {name: ema.weights[name].clone() for name in sorted(ema.weights, reverse=True)}
-    for m in (model, twin):
-        give_gradients(m, 1)
-        for p in m.parameters():
-            p.data += p.grad
-    ema.set_step(3)
-    ema.update(model)
-    restored.set_step(3)
-    restored.update(twin)
-    assert all(torch.equal(t, restored.weights[name]) for name, t in ema.weights.items())
 
 
 def test_device_learning_rate_is_updated_in_place() -> None:

@@ -38,27 +38,6 @@ from m1clip.training.process import (
     stop_on_signals,
 )
 
-LONG = {"train.steps": 60, "train.save_every": 7, "data.workers": 2, "model.dropout": 0.1}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("workers", "number"), [(0, signal.SIGTERM), (2, signal.SIGINT)])
-def test_signal_saves_a_checkpoint_of_the_last_step(tmp_path: Path, workers: int, number: signal.Signals) -> None:
-    run = tmp_path / "run"
-    changes = {**LONG, "train.steps": 400, "data.workers": workers}
-    process = Command("train", *small_arguments(changes), "--run", "run", cwd=tmp_path)
-    process.wait_until(lambda: (run / NAME).exists() and "checkpoint" in [line["kind"] for line in read_log(run)])
-    process.send_signal(number, group=True)  # as a terminal does it: to the workers too
-    assert process.wait() == 128 + number
-    output, error = process.read()
-    assert error == ""
-    (stopped,) = [line for line in read_log(run) if line["kind"] == "event"]
-    assert stopped["event"] == f"stopped by signal {int(number)}"
-    assert 7 <= stopped["step"] < 400
-    assert (run / "checkpoints" / f"step-{stopped['step']:06d}" / "manifest.json").exists()
-    line = f"stopped at step {stopped['step']}; continue with: m1clip train --resume run"
-    assert line in output.splitlines()
-
 
 @pytest.mark.slow
 def test_command_line_repeats_a_run_from_its_config(tmp_path: Path) -> None:
@@ -107,8 +86,9 @@ def test_run_folder_must_be_empty(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exists and is not a run"):
         create_run_folder(tmp_path / "mine", "x")
     (tmp_path / "mine" / "config.toml").touch()
-    with pytest.raises(UserError, match="already contains a run"):
-        create_run_folder(tmp_path / "mine", "x")
+    for name, message in (("mine", "already contains a run"), ("mine/photo.jpg", "exists and is not a run")):
+        with pytest.raises(UserError, match=message):
+            create_run_folder(tmp_path / name, "x")
 
 
 def test_folder_of_a_run_that_wrote_nothing_is_removed(tmp_path: Path) -> None:
@@ -172,7 +152,7 @@ def test_signal_waits_for_the_step_and_a_second_has_its_default_effect() -> None
 def test_signal_aborts_the_evaluation_and_the_resume_repeats_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = {"train.eval_every": 4, "train.save_every": 100, "optim.ema": 0.9, "train.steps": 8}
+    changes = {"train.eval_every": 4, "train.save_every": 100, "train.steps": 8}
     run_small(tmp_path / "reference", changes)
     real, calls = validation.encode, []
 
@@ -199,22 +179,16 @@ def test_signal_aborts_the_evaluation_and_the_resume_repeats_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_no_worker_outlives_a_run_that_prepares_its_data(tmp_path: Path, number: signal.Signals) -> None:
+def test_no_worker_outlives_a_run_that_is_killed_while_it_prepares_its_data(tmp_path: Path) -> None:
     words = small_arguments({"data.train_count": 20_000, "model.image_size": 64})
     process = Command("train", *words, "--run", "run", cwd=tmp_path)
     children = psutil.Process(process.pid).children
     process.wait_until(children)
     workers = children(recursive=True)
     time.sleep(0.3)  # so that they have begun
-    process.send_signal(number, group=number == signal.SIGTERM)  # as a batch system does it: to the workers too
+    process.send_signal(signal.SIGKILL)
     process.wait()
     assert psutil.wait_procs(workers, timeout=30)[1] == []
-    output, error = process.read()
-    if number == signal.SIGTERM:
-        assert (process.returncode, error) == (143, "")
-        assert "stopped by signal 15" in output
-        assert not (tmp_path / "run").exists(), "nothing was trained, so the same command works again"
 
 
 def test_signal_while_saving_stops_after_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from m1clip.data.types import Sample
 from m1clip.hardware.facts import read_facts
 from m1clip.inference.feature_cache import FeatureCache, FrozenTower
 from m1clip.monitor.status import as_table, list_runs
-from m1clip.runlog import PREPARING, Preparing, read_preparing
+from m1clip.runlog import PREPARING, read_preparing, write_preparing
 from m1clip.text.tokenizers import CharTokenizer
 from m1clip.training import progress as screen_module
 from m1clip.training import setup
@@ -82,7 +82,7 @@ def test_progress_is_printed_and_listed_while_a_run_prepares(
         return torch.zeros(len(rows), 4)
 
     side = FrozenTower(tower, 4, ("tower",))
-    features: Any = FeatureCache(side, side, CharTokenizer("caption 0123456789"), 16, Preprocess(image_size=8), 1,
+    features: Any = FeatureCache(side, side, CharTokenizer("caption 0123456789"), 16, Preprocess(image_size=8),
                        tmp_path / "cache", (), torch.device("cpu"), "fp32", plan)  # fmt: skip
     with lock_run(run):
         if work in ("disk", "ram"):
@@ -104,17 +104,17 @@ def test_progress_is_printed_and_listed_while_a_run_prepares(
 def test_progress_left_by_a_killed_process_is_ignored(tmp_path: Path) -> None:
     run = tmp_path / "a"
     run.mkdir()
-    Preparing("preparing train images", 3, 9, 3700.0).write(run)
+    write_preparing(run, "preparing train images: 3 of 9")
     check_unused(run)
     with lock_run(run):
         assert read_preparing(run) is None
-        Preparing("preparing train images", 3, 9, 3700.0).write(run)
-        assert "preparing train images: 3 of 9, 1:01:40 left" in as_table(list_runs(tmp_path), tmp_path)
-        (run / PREPARING).write_text('{"title": "x", "done": 1e400, "total": "9"}')
+        write_preparing(run, "preparing train images: 3 of 9")
+        assert "preparing train images: 3 of 9" in as_table(list_runs(tmp_path), tmp_path)
+        (run / PREPARING).write_bytes(b"\x1b[2J")
         assert read_preparing(run) is None
     remove_unused_folder(run)
     assert not run.exists()
-    Preparing("preparing train images").write(run)
+    write_preparing(run, "preparing train images")
     assert not run.exists()  # a removed folder is not recreated
 
 
@@ -122,12 +122,12 @@ def test_time_left_excludes_items_done_before(monkeypatch: pytest.MonkeyPatch) -
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     work = screen_module.Work("x")
-    assert work.now() == Preparing("x")
+    assert str(work) == "x"
     work.show(500, 1000)
-    assert work.now() == Preparing("x", 500, 1000)
+    assert str(work) == "x: 500 of 1,000"
     now[0] += 10
     work.show(600, 1000)
-    assert work.now() == Preparing("x", 600, 1000, 40.0)
+    assert str(work) == "x: 600 of 1,000, 0:40 left"
 
 
 def test_reading_the_data_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,8 +37,6 @@ def everything(update: TrainStep) -> dict[str, Tensor]:
     """Copies of everything that a step can change."""
     kept = {f"weights:{name}": t for name, t in update.model.state_dict().items()}
     kept |= {f"optimizer:{name}": t for name, t in update.optimizer.tensors().items()}
-    assert update.ema is not None
-    kept |= {f"ema:{name}": t for name, t in update.ema.weights.items()}
     return {name: t.clone() for name, t in kept.items()}
 
 
@@ -65,7 +63,7 @@ POISONS: dict[str, Poison] = {
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_non_finite_step_changes_nothing(optimizer: str, poison: str, skip: Any) -> None:
-    setup, update = make({"optim.optimizer": optimizer, "optim.ema": 0.9, "data.color_jitter": 0.2})
+    setup, update = make({"optim.optimizer": optimizer, "data.color_jitter": 0.2})
     update.skip = skip
     update(setup.training[0], 0)
     before = everything(update)
@@ -79,7 +77,7 @@ def test_non_finite_step_changes_nothing(optimizer: str, poison: str, skip: Any)
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_finite_step_is_the_same_when_skipping_on_host_or_device(optimizer: str) -> None:
-    changes = {"optim.optimizer": optimizer, "optim.ema": 0.9}
+    changes = {"optim.optimizer": optimizer}
     setup, host = make(changes)
     _, device = make(changes)
     device.skip = "device"
@@ -89,11 +87,10 @@ def test_finite_step_is_the_same_when_skipping_on_host_or_device(optimizer: str)
     one, other = everything(host), everything(device)
     assert one.keys() == other.keys()
     for name, value in one.items():
-        # AdamW is the same to the bit; Muon's momentum and the average are the same sum in another order.
+        # AdamW is the same to the bit; Muon's momentum is the same sum in another order.
         torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-6)
     if optimizer == "adamw":
-        same = {name for name in one if name.startswith(("weights", "optimizer"))}
-        assert_same_bits({n: one[n] for n in same}, {n: other[n] for n in same})
+        assert_same_bits(one, other)
 
 
 def test_samples_with_non_finite_features_are_found() -> None:
@@ -109,8 +106,8 @@ def test_samples_with_non_finite_features_are_found() -> None:
 
 def test_step_does_not_synchronize() -> None:
     """Profiled: item() and is_nonzero() would synchronize on an accelerator."""
-    # With smoothing the loss is the one of accelerators: that of the CPU looks at the scale, which costs nothing there.
-    setup, update = make({"optim.ema": 0.9, "train.label_smoothing": 0.1})
+    # The sigmoid loss is that of accelerators; the CPU's InfoNCE looks at the scale, which costs nothing there.
+    setup, update = make({"train.loss": "sigmoid"})
     update.skip = "device"
     batches = [setup.training[step] for step in range(4)]
     update(batches[0], 0)
@@ -327,7 +324,7 @@ def test_rollback_keeps_the_smaller_loss_scale_and_the_best_model(
 def test_run_without_a_checkpoint_rolls_back_to_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "SKIP_LIMIT", 2)
     poisoned_steps(monkeypatch, lambda step, factor: factor == 1.0 and step >= 2)
-    run_small(tmp_path / "run", {"optim.ema": 0.9})
+    run_small(tmp_path / "run")
     (back,) = events(tmp_path / "run", "rolled back")
     assert back["back_to"] == 0
 

@@ -91,19 +91,6 @@ def test_impossible_settings_leave_no_folder(tmp_path: Path, changes: dict[str, 
     assert not (tmp_path / "run").exists()
 
 
-def test_existing_run_is_not_overwritten(run: Path) -> None:
-    with pytest.raises(UserError, match="already contains a run; continue it with --resume"):
-        run_small(run)
-
-
-def test_other_folders_are_not_touched(tmp_path: Path) -> None:
-    (tmp_path / "letters.txt").write_text("dear")
-    with pytest.raises(UserError, match="exists and is not a run"):
-        run_small(tmp_path)
-    with pytest.raises(UserError, match="exists and is not a run"):
-        run_small(tmp_path / "letters.txt")
-
-
 def test_minutes_become_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()  # a clock that moves by 1/128 s each time it is read
     monkeypatch.setattr(duration, "time", SimpleNamespace(perf_counter=lambda: next(ticks) / 128))
@@ -156,8 +143,7 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in read_log(run) if line["kind"] == "step"]
 
 
-@pytest.mark.parametrize("objective", ["infonce", "sigmoid", "multi"])
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize(("objective", "optimizer"), [("infonce", "adamw"), ("sigmoid", "adamw"), ("multi", "muon")])
 def test_every_loss_learns_a_few_images(tmp_path: Path, objective: str, optimizer: str) -> None:
     changes = {"train.loss": objective, "optim.optimizer": optimizer, "train.steps": 24}
     run_small(tmp_path / "run", {**changes, "optim.lr": 3e-3})
@@ -173,15 +159,6 @@ def test_bf16_trains_like_fp32(tmp_path: Path) -> None:
     exact, rough = losses(tmp_path / "fp32"), losses(tmp_path / "bf16")
     assert exact != rough
     assert rough == pytest.approx(exact, rel=0.03)
-
-
-def test_moving_average_is_saved(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run_small(run, {"optim.ema": 0.9})
-    saved = load_file(run / "model" / "model.safetensors")
-    kept = tensors_of(run, 10)
-    assert all(torch.equal(saved[name], kept[f"ema:{name}"]) for name in saved)
-    assert not torch.equal(saved["text_tower.tokens.weight"], kept["weights:text_tower.tokens.weight"])
 
 
 def test_patience_stops_early(tmp_path: Path) -> None:

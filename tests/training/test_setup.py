@@ -91,8 +91,8 @@ def test_existing_run_is_refused_before_the_first_stage(tmp_path: Path, monkeypa
             prepared(Config(transfer=TransferConfig(recipe=recipe)))  # type: ignore[arg-type]
 
 
-FINETUNE = {"wise_ft": "0.5", "retention_data": ("set",), "lora_rank": 8, "unfreeze_image": 0, "unfreeze_text": 2}
-TOWERS = {"image_tower": "nope", "text_tower": "nope", "views": 2, "download": True}
+FINETUNE = {"wise_ft": "0.5", "lora_rank": 8, "unfreeze_image": 0, "unfreeze_text": 2}
+TOWERS = {"image_tower": "nope", "text_tower": "nope", "download": True}
 
 
 @pytest.mark.parametrize(("name", "value"), (FINETUNE | TOWERS).items())

@@ -44,7 +44,6 @@ addPlot("plots", "recall", "Recall@1, %", AFTER_EVALUATION);
 for (const [id, , title] of CURVES.slice(1)) addPlot("plots", id, title);
 addCard("analysis", "layers", "Gradients by layer");
 addPlot("analysis", "difficulty", "Accuracy by similarity of the wrong caption, %", AFTER_EVALUATION);
-addPlot("analysis", "negatives", "Accuracy against generated negatives, %", "only for synthetic images");
 addPlot("analysis", "geometry", "Alignment, uniformity, modality gap", AFTER_EVALUATION);
 addCard("analysis", "groups", "Recall@1 by image content");
 addCard("analysis", "lengths", "Recall@1 by caption length");
@@ -105,10 +104,9 @@ function drawPlots() {
 
 function drawAnalysis(id) {
   const data = state.data[id];
-  const levels = (group) => ["easy", "medium", "hard"].map((name, index) =>
-    evaluations(id, (row) => 100 * row.analysis?.[group]?.[name]?.[0], { name, index }));
-  plots.difficulty.set(levels("difficulty"), { unit: "%" });
-  plots.negatives.set(levels("negatives"), { unit: "%" });
+  const levels = ["easy", "medium", "hard"].map((name, index) =>
+    evaluations(id, (row) => 100 * row.analysis?.difficulty?.[name]?.[0], { name, index }));
+  plots.difficulty.set(levels, { unit: "%" });
   const geometry = {
     alignment: "alignment", uniformity_image: "uniformity of images", uniformity_text: "uniformity of captions",
     modality_gap: "modality gap",
