@@ -87,7 +87,7 @@ def test_progress_is_printed_and_listed_while_a_run_prepares(
     with lock_run(run):
         if work in ("disk", "ram"):
             config = DataConfig(cache=work, cache_dir=str(tmp_path / "cache"))  # type: ignore[arg-type]
-            source: Any = SimpleNamespace(splits=lambda: ("train",), samples=lambda split: samples)
+            source: Any = SimpleNamespace(paths=(), splits=lambda: ("train",), samples=lambda split: samples)
             cache_split(source, "train", 8, "squash", config, plan)
             title = "preparing train images"
         elif work == "image features":
