@@ -16,7 +16,7 @@ from torch import Tensor
 from m1clip.config import Config, load_config
 from m1clip.data.cache import DecodePlan
 from m1clip.data.prepare import Split, load_split, open_data
-from m1clip.data.synthetic.negatives import negatives
+from m1clip.data.synthetic.captions import negatives
 from m1clip.data.synthetic.scene import Scene
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.data.types import Source

@@ -6,22 +6,21 @@ import errno
 import os
 import pickle
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from image_sets import break_files, make_set, plan
 from PIL import Image
-from small_run import screen, small_config
+from small_run import SERVER, screen, small_config
 
 from m1clip.config import DataConfig
 from m1clip.data import cache
@@ -143,13 +142,6 @@ def squares(split: Split) -> np.ndarray:
     return np.stack([to_square(sample.image.open(SIDE), SIDE) for sample in split.samples])
 
 
-@pytest.mark.parametrize("kind", ["disk", "ram", "off"])
-def test_cached_pixels_are_those_of_the_files(tmp_path: Path, kind: str) -> None:
-    split = cached(make_set(tmp_path / "set", train=150), kind)
-    assert split.cache == kind
-    np.testing.assert_array_equal(split.images.read(np.arange(150)), squares(split))
-
-
 def test_second_run_decodes_nothing_even_after_a_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_set(tmp_path / "set")
     first = cached(folder).images.read(np.arange(40))
@@ -194,58 +186,52 @@ def test_mapped_images_pickle_by_their_path(tmp_path: Path) -> None:
     np.testing.assert_array_equal(pickle.loads(data).read(indices), images.read(indices))
 
 
-BUILD = """
-import sys, time
-from pathlib import Path
-sys.path[:0] = {paths!r}
-from m1clip.config import DataConfig
-from m1clip.data import cache
-cache.SAVE_SECONDS = 0.0
-honest = cache.to_square
-def slow(*arguments):
-    time.sleep({pause})
-    with open({log!r}, "a") as file:
-        file.write("x")
-    return honest(*arguments)
-cache.to_square = slow
-from test_cache import cached
-print(len(cached(Path({folder!r})).images), flush=True)
-"""
+def build(folder: Path, log: Path, pause: float) -> None:
+    """Cache a dataset slowly, with one byte in the log for each decoded image."""
+    honest, cache.SAVE_SECONDS = cache.to_square, 0.0
+
+    def slow(*arguments: Any) -> np.ndarray:
+        time.sleep(pause)
+        with log.open("a") as file:
+            file.write("x")
+        return honest(*arguments)
+
+    cache.to_square = slow
+    cached(folder)
 
 
-def build_process(folder: Path, log: Path, pause: float) -> subprocess.Popen[str]:
-    tests = Path(__file__).parents[1]
-    paths = [str(tests.parent), str(tests), str(tests / "data")]
-    script = BUILD.format(paths=paths, folder=str(folder), log=str(log), pause=pause)
-    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def building(*arguments: Any) -> BaseProcess:
+    process = SERVER.Process(target=build, args=arguments)
+    process.start()
+    return process
 
 
-@pytest.mark.slow
 def test_killed_process_leaves_a_cache_that_continues(tmp_path: Path) -> None:
-    folder = make_set(tmp_path / "set", train=640)
-    killed = build_process(folder, tmp_path / "first", pause=0.004)
-    deadline, names = time.monotonic() + 60, list[Path]()
-    while not (names and names[0].stat().st_size >= 3 * 64 * 16):
+    folder = make_set(tmp_path / "set", train=320)
+    killed = building(folder, tmp_path / "first", 0.01)
+    deadline, names = time.monotonic() + 100, list[Path]()
+    while not (names and names[0].stat().st_size >= 2 * 64 * 16):
         assert time.monotonic() < deadline, "nothing was saved"
         time.sleep(0.01)
         names = list((folder / ".m1clip-cache").glob("*/names.bin"))
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    killed.kill()
+    killed.join()
     done = names[0].stat().st_size // 16
-    out, error = build_process(folder, tmp_path / "second", pause=0.0).communicate(timeout=60)
-    assert out == "640\n", error
-    assert (tmp_path / "second").stat().st_size == 640 - done
+    second = building(folder, tmp_path / "second", 0.0)
+    second.join(100)
+    assert second.exitcode == 0
+    assert (tmp_path / "second").stat().st_size == 320 - done
     split = cached(folder)
-    np.testing.assert_array_equal(split.images.read(np.arange(640)), squares(split))
+    np.testing.assert_array_equal(split.images.read(np.arange(320)), squares(split))
 
 
-@pytest.mark.slow
 def test_two_processes_decode_each_image_once(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set", train=320)
-    both = [build_process(folder, tmp_path / f"log{n}", pause=0.003) for n in range(2)]
-    assert [process.communicate(timeout=90)[0] for process in both] == ["320\n", "320\n"]
-    decoded = [(tmp_path / f"log{n}").stat().st_size for n in range(2) if (tmp_path / f"log{n}").exists()]
-    assert sum(decoded) == 320
+    both = [building(folder, tmp_path / "log", 0.003) for _ in range(2)]
+    for process in both:
+        process.join(100)
+    assert [process.exitcode for process in both] == [0, 0]
+    assert (tmp_path / "log").stat().st_size == 320
 
 
 def test_too_little_space_is_refused_before_anything_is_written(

@@ -6,16 +6,11 @@ import io
 import json
 import os
 import pickle
-import struct
 import sys
-import tracemalloc
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 from m1clip.data import images
@@ -33,14 +28,6 @@ def saved(image: Image.Image, kind: str, **more: object) -> bytes:
     return stream.getvalue()
 
 
-def png_header(width: int, height: int) -> bytes:
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    ihdr = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + ihdr + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
-
-
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
 def test_six_formats_become_rgb(kind: str) -> None:
     image = decode(saved(Image.new("RGB", (20, 10), (200, 30, 30)), kind))
@@ -52,19 +39,6 @@ def test_other_formats_are_refused() -> None:
     for kind in ("PPM", "ICO", "TGA"):
         with pytest.raises(BadImage, match="not an image in a supported format"):
             decode(saved(Image.new("RGB", (16, 16)), kind), where="x")
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("side", [50_000, 12_000, 9_000])
-def test_decompression_bomb_is_rejected_from_header(side: int, tmp_path: Path) -> None:
-    path = tmp_path / "bomb.png"
-    path.write_bytes(png_header(side, side))
-    tracemalloc.start()
-    with pytest.raises(BadImage, match=r"bomb\.png.*64 megapixels"):
-        decode(path)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 5_000_000
 
 
 def test_sixteen_bits_and_floats_are_scaled() -> None:
@@ -137,24 +111,6 @@ def test_stamp_changes_with_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(b"three")
     assert image.stamp() != before
     assert pickle.loads(pickle.dumps(image)) == image
-
-
-@pytest.mark.filterwarnings("ignore")
-@settings(max_examples=150, deadline=None)
-@given(
-    st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]),
-    st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=6),
-    st.integers(0, 400),
-)
-def test_any_damage_gives_an_image_or_bad_image(kind: str, damage: list[tuple[int, int]], cut: int) -> None:
-    data = bytearray(saved(Image.linear_gradient("L").resize((12, 9)).convert("RGB"), kind))
-    for place, value in damage:
-        data[place % len(data)] = value
-    try:
-        mode = decode(bytes(data[: len(data) - cut]), want=4, where="x").mode
-    except BadImage as error:
-        mode = "RGB" if "\n" not in str(error) else "more than one line"
-    assert mode == "RGB"
 
 
 @pytest.mark.parametrize("name", ["a.heic", "a.jpg"])  # phones also write HEIC under the name of a JPEG

@@ -47,8 +47,12 @@ def _read_source(name: str) -> Callable[[Path], object]:
         source = open_source(str(folder / name))
         for split in source.splits():
             for sample in source.samples(split):
-                str(sample.image), sample.image.stamp(), source.origin(sample.id)
-        return [str(problem) for problem in source.problems]
+                assert sample.captions
+                assert all(text.strip() and text.encode("utf-8") for text in sample.captions)
+                assert all(map(str.isprintable, (str(sample.image), source.origin(sample.id))))
+                assert sample.image.stamp()
+        assert all(str(problem).isprintable() for problem in source.problems)
+        return source
 
     return read
 

@@ -65,7 +65,7 @@ def test_ascii_fast_path_matches_full_text_cleaning(text: str) -> None:
     assert clean_text(text + " é").removesuffix("é").strip() == clean_text(text)
 
 
-@settings(deadline=None)  # the first example reads the merges
+@settings(max_examples=8)  # each builds tables of 49,408 tokens
 @given(st.lists(AWKWARD_TEXT, max_size=5), AWKWARD_TEXT)
 def test_cut_vocabulary_keeps_caption_tokens_and_encodes_any_text(texts: list[str], other: str) -> None:
     cut = FULL.cut_to(texts)

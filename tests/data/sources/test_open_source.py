@@ -37,6 +37,15 @@ def test_missing_and_unknown_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         open_source(spec)
 
 
+@pytest.mark.parametrize("byte", [b"\0", b'"', b",", b"\x80"])
+@pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.jsonl", "t.json", "t.txt", "t.tar"])
+def test_large_file_of_one_byte_is_a_one_line_error(tmp_path: Path, byte: bytes, name: str) -> None:
+    (tmp_path / name).write_bytes(byte * 200_000)
+    with pytest.raises(UserError, match=name) as caught:
+        open_source(str(tmp_path / name))
+    assert str(caught.value).isprintable()
+
+
 @pytest.mark.parametrize("name", ["t.parquet", "hf:x/y"])
 def test_missing_library_error_names_remedy(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(module: str, *rest: Any) -> Any:

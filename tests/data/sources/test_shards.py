@@ -47,24 +47,6 @@ def test_json_caption_and_incomplete_samples(tmp_path: Path) -> None:
     assert [problem.what for problem in source.problems] == ["no caption", "no image", "no caption"]
 
 
-def test_unsafe_members_are_skipped_and_nothing_is_unpickled(tmp_path: Path) -> None:
-    class Boom:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
-            return (exec, ("raise SystemExit('unpickled')",))
-
-    unsafe = [("../evil.jpg", b"x"), ("/abs.jpg", b"x"), ("a/../../b.txt", b"x")]
-    path = write_tar(tmp_path / "in/s.tar", [*shard_samples(1), ("00000.pyd", pickle.dumps(Boom())), *unsafe])
-    with tarfile.open(path, "a") as tar:
-        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE):
-            info = tarfile.TarInfo("link.jpg")
-            info.type, info.linkname = kind, "/etc/passwd"
-            tar.addfile(info)
-    source = open_source(str(path))
-    assert len(everything(source)) == 1
-    assert [problem.kind for problem in source.problems] == ["unsafe-member"] * 6
-    assert sorted(item.name for item in tmp_path.rglob("*")) == ["in", "s.tar"]
-
-
 def test_truncated_shard_gives_samples_before_the_end(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "s.tar", shard_samples(10))
     data = path.read_bytes()
