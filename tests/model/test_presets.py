@@ -70,8 +70,9 @@ def test_resolved_config_sets_every_field() -> None:
 
 
 def test_config_dict_round_trip() -> None:
-    shape = preset("tiny")
-    assert CLIPConfig.from_dict(shape.to_dict()) == shape
+    pretrained = CLIPConfig(image_tower=PretrainedImageConfig(), image_head=HeadConfig(kind="adapter", hidden=16))
+    for shape in (pretrained, preset("tiny")):
+        assert CLIPConfig.from_dict(shape.to_dict()) == shape
     with pytest.raises(UserError, match="color"):
         CLIPConfig.from_dict({**shape.to_dict(), "color": 3})
     with pytest.raises(UserError, match="width"):

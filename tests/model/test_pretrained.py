@@ -11,9 +11,8 @@ from torch import Tensor
 from m1clip.data.captions import drop_tokens
 from m1clip.errors import UserError
 from m1clip.model import pretrained
-from m1clip.model.clip import build_clip
 from m1clip.model.heads import Head
-from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig
+from m1clip.model.presets import HeadConfig, PretrainedImageConfig
 from m1clip.model.pretrained import (
     BATCH_NORM_EPS,
     HEAD,
@@ -23,7 +22,6 @@ from m1clip.model.pretrained import (
     BertTower,
     EfficientNetLite,
     LiteSize,
-    SameConv,
     SideBySide,
     from_bert,
     from_efficientnet,
@@ -81,21 +79,6 @@ def plain_efficientnet(weights: dict[str, Tensor], x: Tensor, size: LiteSize = L
     return conv(x, "_conv_head", "_bn1", 1, True).mean(dim=(2, 3))
 
 
-def test_efficientnet_matches_reference() -> None:
-    torch.manual_seed(0)
-    weights = their_efficientnet()
-    tower = EfficientNetLite(pooled_stages=())
-    tower.load_state_dict(from_efficientnet(weights))
-    pixels = torch.randn(2, 3, 64, 64)
-    with torch.inference_mode():
-        torch.testing.assert_close(tower.eval()(pixels), plain_efficientnet(weights, pixels), atol=1e-4, rtol=1e-4)
-        wider = EfficientNetLite(pooled_stages=(2, 6))
-        wider.load_state_dict(from_efficientnet(weights))
-        both = wider.eval()(pixels)
-        assert torch.equal(both[:, -HEAD:], tower(pixels))
-    assert both.shape == (2, wider.width) == (2, HEAD + 40 + 320)
-
-
 @pytest.mark.parametrize("size", [64, 50, 33])
 def test_fused_convolutions_and_unpadded_texts_give_the_plain_result(size: int) -> None:
     torch.manual_seed(0)
@@ -129,11 +112,6 @@ def test_lite2_and_two_networks_side_by_side() -> None:
     first = features[:, : tower.first.width]
     torch.testing.assert_close(first[:, -HEAD:], smaller, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(features[:, -HEAD:], larger, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(("size", "stride", "out"), [(7, 2, 4), (8, 2, 4), (8, 1, 8), (5, 1, 5)])
-def test_same_padding(size: int, stride: int, out: int) -> None:
-    assert SameConv(1, 1, 5, stride)(torch.zeros(1, 1, size, size)).shape[2:] == (out, out)
 
 
 SMALL = BertSize(width=16, layers=2, heads=2, hidden=24, positions=12)
@@ -186,19 +164,6 @@ def test_head_dropout_fraction_and_mean() -> None:
     assert float(columns.min()) > 0.15  # every position is dropped sometimes, none always
     assert float(columns.max()) < 0.35
     assert torch.equal(head.eval()._dropped(torch.ones(3), 0.25), torch.ones(3))
-
-
-def test_projecting_precomputed_features_matches_encoding() -> None:
-    torch.manual_seed(0)
-    head = HeadConfig(kind="adapter", hidden=16)
-    image, text = PretrainedImageConfig(image_size=32), PretrainedTextConfig(vocab_size=50)
-    config = CLIPConfig(image_tower=image, text_tower=text, image_head=head, text_head=head, embed_dim=8)
-    assert CLIPConfig.from_dict(config.to_dict()) == config
-    model = build_clip(config).eval()
-    pixels, ids = torch.randn(3, 3, 32, 32), torch.tensor([[5, 9, 7], [8, 3, 0], [1, 0, 0]])
-    with torch.inference_mode():
-        torch.testing.assert_close(model.project_image(model.image_tower(pixels)), model.encode_image(pixels))
-        torch.testing.assert_close(model.project_text(model.text_tower(ids)), model.encode_text(ids))
 
 
 @torch.inference_mode()

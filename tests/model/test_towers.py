@@ -11,7 +11,7 @@ from tiny_model import tiny_clip, tiny_config
 from torch import Tensor, nn
 
 from m1clip.model.clip import CLIP, MAX_LOGIT_SCALE, build_clip
-from m1clip.model.layers import Block, Mlp
+from m1clip.model.layers import Block
 from m1clip.model.presets import flops_per_pair, with_fields
 from m1clip.model.towers import ConvStem, VisionTower, resize_positions, sincos_2d
 
@@ -82,17 +82,6 @@ def test_truncated_padding_gives_same_text_features(kind: str) -> None:
     torch.testing.assert_close(model.encode_text(ids()[:, :8]), model.encode_text(ids()), atol=1e-6, rtol=1e-5)
 
 
-def test_bmm_and_sdpa_give_same_features_and_gradients() -> None:
-    results = []
-    for kind in ("bmm", "sdpa"):
-        model = clip()
-        model.set_attention(kind)  # type: ignore[arg-type]
-        results.append(gradients(model))
-    assert results[0].keys() == dict(model.named_parameters()).keys()  # the gradient reaches every parameter
-    for name, grad in results[0].items():
-        torch.testing.assert_close(grad, results[1][name], atol=1e-5, rtol=1e-4)
-
-
 def test_activation_checkpointing_is_bit_identical(monkeypatch: pytest.MonkeyPatch) -> None:
     import m1clip.model.layers as module
 
@@ -105,6 +94,7 @@ def test_activation_checkpointing_is_bit_identical(monkeypatch: pytest.MonkeyPat
         torch.manual_seed(5)
         results.append(gradients(model))
     assert [type(module) for module in used].count(Block) == 4
+    assert results[0].keys() == dict(plain.named_parameters()).keys(), "the gradient reaches every parameter"
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
@@ -130,18 +120,6 @@ def test_sincos_positions_are_not_saved() -> None:
     small, large = (clip(positions="sincos", pooling="mean"), clip(positions="sincos", pooling="mean", image_size=64))
     large.load_state_dict(small.state_dict())
     assert large.encode_image(pixels(size=64)).shape == (3, 16)
-
-
-def test_quick_gelu_matches_openai() -> None:
-    x = torch.linspace(-4, 4, 101)[:, None]
-    mlps = {kind: Mlp(1, 1, kind) for kind in ("gelu", "quick_gelu")}  # type: ignore[arg-type]
-    for mlp in mlps.values():
-        for linear in (mlp.up, mlp.down):
-            torch.nn.init.ones_(linear.weight)
-            torch.nn.init.zeros_(linear.bias)
-    torch.testing.assert_close(mlps["gelu"](x), F.gelu(x))
-    torch.testing.assert_close(mlps["quick_gelu"](x), x * torch.sigmoid(1.702 * x))
-    assert (mlps["gelu"](x) - mlps["quick_gelu"](x)).abs().max() > 0.01
 
 
 def test_zero_init_makes_every_residual_branch_zero() -> None:
@@ -178,13 +156,6 @@ def test_sigmoid_loss_has_siglip_bias_and_temperature() -> None:
     assert features.bias is model.logit_bias
     assert (features.bias.item(), features.scale.item()) == (-10.0, pytest.approx(10.0))
     assert math.isclose(sum(p.numel() for p in model.parameters()), sum(p.numel() for p in clip().parameters()) + 1)
-
-
-def test_dropout_only_in_training() -> None:
-    model = clip(dropout=0.5)
-    assert not torch.equal(model.encode_image(pixels()), model.encode_image(pixels()))
-    model.eval()
-    assert torch.equal(model.encode_image(pixels()), model.encode_image(pixels()))
 
 
 def test_bf16_is_close_to_fp32() -> None:
