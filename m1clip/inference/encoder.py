@@ -146,11 +146,10 @@ class Encoder:
 
     def tokens(self, tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, Tensor]]:
         """(rows of `tokens`, their vectors), batch by batch, from short to long; equal rows are encoded once."""
-        first = dict[bytes, int]()
-        equal = np.array([first.setdefault(row.tobytes(), number) for number, row in enumerate(tokens)])
-        by_text = np.argsort(equal, kind="stable")  # all rows of the first text, all rows of the second, ...
-        texts, starts = np.unique(equal[by_text], return_index=True)
-        rows = dict(zip(texts.tolist(), np.split(by_text, starts[1:]), strict=True))
+        equal = dict[bytes, list[int]]()  # the rows of each text
+        for number, row in enumerate(tokens):
+            equal.setdefault(row.tobytes(), []).append(number)
+        rows = {same[0]: same for same in equal.values()}
 
         @torch.inference_mode()
         def encode(texts: np.ndarray) -> tuple[np.ndarray, Tensor]:
@@ -160,8 +159,9 @@ class Encoder:
             members = [rows[text] for text in texts.tolist()]
             if len(rows) < len(tokens):
                 vectors = vectors.repeat_interleave(torch.tensor([len(each) for each in members]), dim=0)
-            return np.concatenate(members), vectors
+            return np.array([*itertools.chain(*members)]), vectors
 
+        texts = np.array([*rows])
         order = texts[np.argsort(lengths[texts], kind="stable")]
         return _parallel(encode, self._text_batches(order, lengths[order]), self.workers)
 

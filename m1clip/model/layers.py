@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -70,10 +70,11 @@ def uses_onednn(x: Tensor) -> bool:
     )
 
 
+Packed = TypeVar("Packed")
 _packed = WeakTensorKeyDictionary()  # parameter -> (its state, the copy that kernels take)
 
 
-def packed(parameter: Tensor, pack: Callable[[Tensor], Tensor], *key: object) -> Tensor:
+def packed(parameter: Tensor, pack: Callable[[Tensor], Packed], *key: object) -> Packed:
     """`pack(parameter)`, in inference mode kept until the parameter or `key` changes, or a model starts to train."""
     if not torch.is_inference_mode_enabled() or not isinstance(parameter, nn.Parameter) or parameter.is_inference():
         return pack(parameter)
@@ -81,7 +82,7 @@ def packed(parameter: Tensor, pack: Callable[[Tensor], Tensor], *key: object) ->
     found = _packed.get(parameter)
     if found is None or found[0] != state:
         found = _packed[parameter] = (state, pack(parameter.detach()))
-    return cast("Tensor", found[1])
+    return cast("Packed", found[1])
 
 
 def drop_packed() -> None:
@@ -103,11 +104,9 @@ def linear(
     """
     if uses_onednn(x) and (residual is None or residual.dtype == x.dtype):
         if torch.is_inference_mode_enabled():
-            y = layer_norm(x.flatten(0, -2), *norm_arguments(norm))[0]
-            added = None if residual is None else residual.flatten(0, -2)
-            vector = None if bias is None else packed(bias, to_bf16)
-            y = onednn_linear(y, packed(weight, _pack_matrix), vector, added, gelu)
-            return y.view(*x.shape[:-1], len(weight))
+            y = x if norm is None else layer_norm(x, *norm_arguments(norm))[0]
+            matrix, vector = packed(weight, _pack_matrix), None if bias is None else packed(bias, to_bf16)
+            return onednn_linear(y, matrix, vector, residual, gelu)
         if not gelu:
             return _Linear.apply(x, weight, bias, residual, *norm_arguments(norm))
     y = F.linear(x if norm is None else norm(x).to(x.dtype), weight, bias)

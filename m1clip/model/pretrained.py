@@ -13,7 +13,7 @@ import importlib.util
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -71,13 +71,23 @@ class BertLayer(nn.Module):
         mixed = []
         for (n, length), part in zip(groups, qkv.split([n * length for n, length in groups]), strict=True):
             q, k, v = part.view(n, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-            scores = (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3)
-            scores = scores if mask is None else scores + mask.to(q.dtype)
-            mixed.append((scores.softmax(dim=-1).to(v.dtype) @ v).transpose(1, 2).reshape(n * length, width))
+            mixed.append(_bert_attention(q, k, v, mask).transpose(1, 2).reshape(n * length, width))
         found = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
         x = self.norm1(linear(found, self.out.weight, self.out.bias, residual=x)).to(x.dtype)
         hidden = linear(x, self.up.weight, self.up.bias, gelu=True)
         return self.norm2(linear(hidden, self.down.weight, self.down.bias, residual=x)).to(x.dtype)
+
+
+def _bert_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """(n, heads, length, dim) x 3 -> the same shape; `mask` None is for inference, without padding."""
+    if mask is None and len(q) == 1:
+        return F.scaled_dot_product_attention(q, k, v)
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3)
+    if mask is not None:
+        return (scores + mask.to(q.dtype)).softmax(dim=-1).to(v.dtype) @ v
+    scores = scores.float()  # a softmax of rows this short takes twice as long as its parts
+    scores.sub_(scores.amax(dim=-1, keepdim=True)).exp_()
+    return scores.div_(scores.sum(dim=-1, keepdim=True)).to(v.dtype) @ v
 
 
 class BertTower(Tower):
@@ -200,37 +210,24 @@ class SameConv(nn.Conv2d):
         self.uneven = stride > 1
         super().__init__(inputs, outputs, kernel, stride, 0 if self.uneven else kernel // 2, groups=groups)
 
-    def forward(self, x: Tensor, relu6: bool = False, residual: Tensor | None = None) -> Tensor:
-        """(n, inputs, h, w) -> (n, outputs, ceil(h / stride), ceil(w / stride)); added to `residual` where given."""
-        if x.device.type == "cpu" and torch.is_inference_mode_enabled() and onednn_conv() is not None:
-            return self._fused(x, relu6, residual)
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, inputs, h, w) -> (n, outputs, ceil(h / stride), ceil(w / stride))."""
         if self.uneven:
             down, across = (self._padding(length) for length in x.shape[2:])
             x = F.pad(x, (across // 2, across - across // 2, down // 2, down - down // 2))
-        y = super().forward(x)
-        y = F.relu6(y) if relu6 else y
-        return y if residual is None else residual + y
+        return super().forward(x)
 
-    def _fused(self, x: Tensor, relu6: bool, residual: Tensor | None) -> Tensor:
-        """The same as one oneDNN call, with weights in the order in which it reads them: 2.5 times as fast."""
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-        total = [self._padding(length) for length in x.shape[2:]]
+    def onednn_arguments(self, sides: list[int], dtype: torch.dtype) -> tuple[Any, ...]:
+        """Weight, bias and options of oneDNN's convolution for images of these sides."""
+        total = [self._padding(length) for length in sides]
         # Odd padding as a kernel with one more row of zeros: copying the image into a larger one takes longer.
         down, across = (length % 2 for length in total)
-        padding = [-(-length // 2) for length in total]
-        options = (padding, [*self.stride], [1, 1], self.groups)
-
-        def pack(weight: Tensor) -> Tensor:
-            kernel = F.pad(weight, (across, 0, down, 0)).to(dtype, memory_format=torch.channels_last)
-            return cast("Tensor", torch.ops.mkldnn._reorder_convolution_weight(kernel, *options, [*x.shape]))
-
-        weight = packed(self.weight, pack, dtype, down, across)
+        options = ([-(-length // 2) for length in total], [*self.stride], [1, 1], self.groups)
+        kernel = F.pad(self.weight, (across, 0, down, 0)).to(dtype, memory_format=torch.channels_last)
+        shape = [1, self.in_channels, *sides]
+        weight = torch.ops.mkldnn._reorder_convolution_weight(kernel, *options, shape)  # in the order it is read
         assert self.bias is not None
-        bias, x = packed(self.bias, lambda bias: bias.to(dtype), dtype), x.to(dtype)
-        if residual is not None:
-            return cast("Tensor", onednn_conv().binary(x, residual, weight, bias, *options, "add", 1.0, None, [], None))
-        activation = ("hardtanh", [0.0, 6.0], "") if relu6 else ("none", [], "")
-        return cast("Tensor", onednn_conv()(x, weight, bias, *options, *activation))
+        return weight, self.bias.to(dtype), *options
 
     def _padding(self, length: int) -> int:
         kernel, stride = self.kernel_size[0], self.stride[0]
@@ -250,9 +247,9 @@ class InvertedResidual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, inputs, h, w) -> (n, width, h / stride, w / stride)."""
-        y = x if isinstance(self.expand, nn.Identity) else self.expand(x, relu6=True)
-        y = self.depthwise(y, relu6=True)
-        return self.project(y, residual=x if self.residual else None)
+        y = x if isinstance(self.expand, nn.Identity) else F.relu6(self.expand(x))
+        y = self.project(F.relu6(self.depthwise(y)))
+        return x + y if self.residual else y
 
 
 class EfficientNetLite(Tower):
@@ -272,17 +269,54 @@ class EfficientNetLite(Tower):
                 width = stage.width
             self.stages.append(blocks)
         self.head = SameConv(width, HEAD, 1)
+        self.convs = [module for module in self.modules() if isinstance(module, SameConv)]
 
     def forward(self, pixels: Tensor) -> Tensor:
         """(n, 3, h, w) normalized pixels -> (n, width)."""
-        x = self.stem(pixels.contiguous(memory_format=torch.channels_last), relu6=True)
+        if pixels.device.type == "cpu" and torch.is_inference_mode_enabled() and onednn_conv() is not None:
+            return self._fused(pixels)
+        x = F.relu6(self.stem(pixels.contiguous(memory_format=torch.channels_last)))
         pooled = []
         for number, stage in enumerate(self.stages):
             x = stage(x)
             if number in self.pooled_stages:
                 pooled.append(x.mean(dim=(2, 3)))
-        pooled.append(self.head(x, relu6=True).mean(dim=(2, 3)))
+        pooled.append(F.relu6(self.head(x)).mean(dim=(2, 3)))
         return torch.cat(pooled, dim=1)
+
+    def _fused(self, pixels: Tensor) -> Tensor:
+        """The same with activations and sums in oneDNN's convolutions, 2.5 times as fast; arguments are built once."""
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else pixels.dtype
+        sides, weights = [*pixels.shape[2:]], (p for conv in self.convs for p in conv._parameters.values())
+        state = [(p.data_ptr(), p.is_inference() or p._version) for p in weights if p is not None]
+        blocks = packed(self.stem.weight, lambda _: [*self._onednn_blocks(sides, dtype)], dtype, sides, state)
+        op, x, pooled = onednn_conv(), pixels.to(dtype, memory_format=torch.channels_last), []
+        for first, last, residual, pool in blocks:
+            y = x
+            for arguments in first:
+                y = op(y, *arguments)
+            x = op.binary(y, x, *last) if residual else op(y, *last)
+            if pool:
+                pooled.append(x.mean(dim=(2, 3)))
+        return torch.cat(pooled, dim=1)
+
+    def _onednn_blocks(self, sides: list[int], dtype: torch.dtype) -> Iterator[tuple[list[Any], Any, bool, bool]]:
+        """(arguments of a block's first convolutions, of its last, whether to add the input, whether to pool)."""
+
+        def arguments(conv: SameConv, *ending: Any) -> tuple[Any, ...]:
+            nonlocal sides
+            found = conv.onednn_arguments(sides, dtype)
+            sides = [-(-side // conv.stride[0]) for side in sides]
+            return *found, *(ending or ("hardtanh", [0.0, 6.0], ""))  # relu6
+
+        yield [], arguments(self.stem), False, False
+        for number, stage in enumerate(cast("Iterable[nn.Sequential]", self.stages)):
+            for place, block in enumerate(cast("Iterable[InvertedResidual]", stage), start=1):
+                convs = (conv for conv in (block.expand, block.depthwise) if isinstance(conv, SameConv))
+                first, add = [arguments(conv) for conv in convs], block.residual
+                last = arguments(block.project, *(("add", 1.0, None, [], None) if add else ("none", [], "")))
+                yield first, last, add, place == len(stage) and number in self.pooled_stages
+        yield [], arguments(self.head), False, True
 
 
 class SideBySide(Tower):

@@ -94,6 +94,13 @@ def test_fused_convolutions_and_unpadded_texts_give_the_plain_result(size: int) 
         with torch.inference_mode():
             torch.testing.assert_close(tower(batch), plain, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(tower(batch), plain, atol=1e-4, rtol=1e-4)  # with the packed weights
+            torch.testing.assert_close(tower(batch[:1]), plain[:1], atol=1e-4, rtol=1e-4)
+        for changed in (list(tower.parameters())[-2], list(tower.parameters())[-1]):  # copies of it are not reused
+            with torch.no_grad():
+                changed.mul_(2.0).add_(0.1)
+                plain = tower(batch)
+            with torch.inference_mode():
+                torch.testing.assert_close(tower(batch), plain, atol=1e-4, rtol=1e-4)
 
 
 def test_lite2_and_two_networks_side_by_side() -> None:
