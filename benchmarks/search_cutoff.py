@@ -1,16 +1,20 @@
-"""How honest is the cut-off of `m1clip search`? Each caption of a split is a query, and half have their image removed.
+"""How honest is the cut-off of `m1clip search`? Half of the queries have their matching images removed.
 
     python benchmarks/search_cutoff.py runs/frozen flickr8k --json docs/results/search_cutoff.json
 
-The weights and cut-offs are fitted on the validation split; the table and the reliability diagram show the test split.
-A listed result is right if it is the image that the caption was written for. Compared with a threshold on the cosine
-similarity, and one on the standard score among the library's images.
+Two kinds of queries over the images of a split: words and pairs of words, where an image matches if its captions
+mention them; and captions, where only the image matches that the caption was written for. The weights and the
+cut-offs are fitted on the validation split; the tables and the reliability diagram show the test split. Compared with
+a threshold on the cosine similarity, and one on the standard score of the cosine among the library's images.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,71 +23,91 @@ import numpy as np
 import m1clip
 from m1clip.data.sources import open_source
 from m1clip.formatting import percent, table
-from m1clip.search.calibration import CAPTIONS, CUTOFF, WEIGHTS, fit_weights, probabilities, standard_scores
+from m1clip.search.calibration import CUTOFF, WEIGHTS, height, probabilities
 
 LISTED = 20  # results that a search lists at most
 RESAMPLES = 1000
-BINS = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 1.0)
+BINS = (0.0, 0.03, 0.06, 0.1, 0.2, 0.3, 0.4, 0.6, 1.0)
+MENTIONS, IMAGES = 3, 4  # a word is a query if it is in 3 captions of at least 4 images
+SMALL = "his her its their him who she them they has have had being are was were while that this there with from for"
+SMALL += " the and into onto out off over under near next down along around through behind two three one other another"
+SMALL += " some front each wearing using doing"
+
+
+def word_queries(samples: Any) -> tuple[list[str], np.ndarray]:
+    """Words and pairs of words, and (queries, images) whether the captions of an image mention all words."""
+    counts = [Counter(w for text in s.captions for w in set(re.findall("[a-z]{3,}", text.lower()))) for s in samples]
+    words = {word for count in counts for word in count} - set(SMALL.split())
+    mentions = {word: np.array([count[word] for count in counts]) for word in sorted(words)}
+    singles = [word for word, found in mentions.items() if (found >= MENTIONS).sum() >= IMAGES]
+    pairs = itertools.combinations(singles, 2)
+    both = [p for p in pairs if (np.minimum(*(mentions[w] for w in p)) >= MENTIONS).sum() >= IMAGES]
+    queries = [(word,) for word in singles] + both
+    match = np.array([np.min([mentions[word] for word in query], axis=0) > 0 for query in queries])
+    return [" ".join(query) for query in queries], match
 
 
 class Queries:
-    """The nearest images of every caption of a split, where every second image is removed for its own captions."""
+    """The nearest images of some texts, where the matching images of every second group are removed."""
 
-    def __init__(self, model: Any, samples: Any, captions: np.ndarray) -> None:
-        images = np.asarray(model.encode_image([sample.image.open() for sample in samples]))
-        texts = np.asarray(model.encode_text([text for sample in samples for text in sample.captions]))
-        self.own = np.repeat(np.arange(len(samples)), [len(sample.captions) for sample in samples])
-        self.present = self.own % 2 == 0
-        self.library = len(images)
-        mean = images.mean(axis=0)
-        moments = mean, (images - mean).T @ (images - mean) / len(images)
-        scores = texts @ images.T
-        scores[~self.present, self.own[~self.present]] = -np.inf
-        nearest = np.argsort(-scores, axis=1)[:, :LISTED]
-        self.cosine = np.take_along_axis(scores, nearest, axis=1)
-        self.right = nearest == self.own[:, None]
-        self.standard = np.stack(
-            [
-                standard_scores(row, text, images[rows], moments, captions)
-                for row, text, rows in zip(self.cosine, texts, nearest, strict=True)
-            ]
-        )
+    def __init__(self, images: np.ndarray, texts: np.ndarray, match: np.ndarray, group: np.ndarray) -> None:
+        self.group, self.present = group, group % 2 == 0
+        found = []
+        for text, matching, present in zip(texts, match, self.present, strict=True):
+            keep = np.ones(len(images), bool) if present else ~matching
+            library = images[keep]
+            moments, scores = (library.mean(axis=0), np.diag(library.var(axis=0))), library @ text
+            best = np.argsort(-scores)[:LISTED]
+            standard = (scores[best] - scores.mean()) / scores.std()
+            found.append((scores[best], standard, height(scores[best], text, moments), matching[keep][best]))
+        self.cosine, self.standard, self.height, right = map(np.stack, zip(*found, strict=True))
+        self.right = right.astype(bool)
+        self.wanted = np.where(self.present, np.minimum(match.sum(axis=1), LISTED), 0)
 
-    def scores(self, weights: np.ndarray) -> dict[str, np.ndarray]:
+    def scores(self, weights: tuple[float, ...]) -> dict[str, np.ndarray]:
         """(queries, LISTED) score of each result by each rule."""
-        chance = probabilities(self.standard, self.library, weights)
-        return {"cosine": self.cosine, "standard score": self.standard[..., 1], "probability": chance}
+        chance = probabilities(self.height, weights)
+        return {"cosine": self.cosine, "standard score": self.standard, "probability": chance}
 
-    def rates(self, score: np.ndarray, cut: float, queries: np.ndarray) -> dict[str, float]:
-        """Precision, recall, false-positive rate and F1 of the results above a cut-off, for some of the queries."""
-        listed = score[queries] >= cut
-        found, present = listed & self.right[queries], self.present[queries]
-        precision, recall = found.sum() / max(1, listed.sum()), found.sum() / max(1, present.sum())
+    def rates(self, score: np.ndarray, cut: float, queries: Any = slice(None)) -> dict[str, float]:
+        """Of the results above a cut-off, for some of the queries.
+
+        A query is answered correctly by a right result, or by none if its matching images are removed.
+        """
+        listed, present = score[queries] >= cut, self.present[queries]
+        found = listed & self.right[queries]
+        false_positives, answered = listed[~present].any(axis=1).mean(), found[present].any(axis=1).mean()
+        precision, recall = found.sum() / max(1, listed.sum()), found.sum() / max(1, self.wanted[queries].sum())
         return {
             "precision": precision,
             "recall": recall,
-            "false positives": listed[~present].any(axis=1).mean(),
+            "false positives": false_positives,
             "F1": 2 * precision * recall / max(1e-9, precision + recall),
+            "correct answers": (answered + 1 - false_positives) / 2,
         }
 
+    def best_cut(self, score: np.ndarray, rate: str) -> float:
+        """The cut-off with the best value of a rate."""
+        cuts = np.quantile(score, np.linspace(0, 0.9995, 400))
+        return float(max(cuts, key=lambda cut: self.rates(score, cut)[rate]))
 
-def best_cut(queries: Queries, score: np.ndarray) -> float:
-    """The cut-off with the best F1."""
-    every = np.arange(len(score))
-    cuts = np.quantile(score, np.linspace(0.5, 0.9995, 400))
-    return float(max(cuts, key=lambda cut: queries.rates(score, cut, every)["F1"]))
+    def with_intervals(self, score: np.ndarray, cut: float) -> dict[str, list[float]]:
+        """{rate: [value, low, high]}: 95% by resampling groups of queries."""
+        rng, value = np.random.default_rng(0), self.rates(score, cut)
+        rows = [np.flatnonzero(self.group == group) for group in np.unique(self.group)]
+        draws = ([rows[i] for i in rng.integers(0, len(rows), len(rows))] for _ in range(RESAMPLES))
+        samples = [self.rates(score, cut, np.concatenate(draw)) for draw in draws]
+        return {name: [value[name], *np.quantile([s[name] for s in samples], [0.025, 0.975])] for name in value}
 
 
-def with_intervals(queries: Queries, score: np.ndarray, cut: float) -> dict[str, list[float]]:
-    """{rate: [value, low, high]}: 95% by resampling images with their captions."""
-    rng, every = np.random.default_rng(0), np.arange(len(score))
-    rows = [np.flatnonzero(queries.own == image) for image in range(queries.library)]
-    samples = [
-        queries.rates(score, cut, np.concatenate([rows[i] for i in rng.integers(0, len(rows), len(rows))]))
-        for _ in range(RESAMPLES)
-    ]
-    value = queries.rates(score, cut, every)
-    return {name: [value[name], *np.quantile([s[name] for s in samples], [0.025, 0.975])] for name in value}
+def fit_weights(heights: np.ndarray, match: np.ndarray) -> tuple[float, ...]:
+    """(constant, slope) of the most likely logistic regression, by Newton's method."""
+    inputs, weights = np.stack([np.ones(heights.size), heights.ravel()], axis=1), np.zeros(2)
+    for _ in range(25):
+        p = probabilities(heights.ravel(), tuple(weights))
+        hessian = (inputs * (p * (1 - p))[:, None]).T @ inputs
+        weights -= np.linalg.solve(hessian, inputs.T @ (p - match.ravel()))
+    return tuple(weights.tolist())
 
 
 def reliability(chance: np.ndarray, right: np.ndarray) -> list[dict[str, float]]:
@@ -98,15 +122,12 @@ def diagram(bins: list[dict[str, float]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(4.2, 4.2), layout="constrained")
-    low, high = 0.002, 1.0
-    axes.plot([low, high], [low, high], color="0.6", linestyle="--", linewidth=1)
+    axes.plot([0, 1], [0, 1], color="0.6", linestyle="--", linewidth=1)
     predicted, right = (np.array([each[name] for each in bins]) for name in ("predicted", "right"))
     error = 1.96 * np.sqrt(right * (1 - right) / np.array([each["results"] for each in bins]))
-    axes.errorbar(predicted, right, yerr=np.minimum(error, right * 0.99), marker="o", capsize=2)
-    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
-    axes.set(
-        xlabel="predicted probability", ylabel="fraction that is right", title="Flickr8k test, results of a search"
-    )
+    axes.errorbar(predicted, right, yerr=error, marker="o", capsize=2)
+    axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted probability", ylabel="fraction that matches")
+    axes.set(title="Flickr8k test, words as queries")
     figure.savefig(path, dpi=110)
 
 
@@ -119,29 +140,39 @@ def main() -> None:
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
     model, source = m1clip.load(options.model), open_source(options.data)
-    captions = np.asarray(model.encode_text(list(CAPTIONS)))
-    val, test = (Queries(model, source.samples(split), captions) for split in ("val", "test"))
-    rows, ones = val.standard.reshape(-1, 3), np.ones(val.right.size)
-    weights = fit_weights(rows, val.right.ravel().astype(float), val.library, ones)
-    fitted, tested = val.scores(weights), test.scores(weights)
-    cuts = {name: best_cut(val, score) for name, score in fitted.items()}
-    found = {name: with_intervals(test, score, cuts[name]) for name, score in tested.items()}
-    bins = reliability(tested["probability"].ravel(), test.right.ravel())
-    print(
-        f"weights {np.round(weights, 3).tolist()} (in use: {WEIGHTS}), cut-off {cuts['probability']:.3f} ({CUTOFF})\n"
-    )
-    columns = ("precision", "recall", "false positives", "F1")
-    cells = [
-        (name, f"{cuts[name]:.3f}", *(f"{percent(v)} [{percent(a)}, {percent(b)}]" for v, a, b in rates.values()))
-        for name, rates in found.items()
-    ]
-    print(table(("rule", "cut-off", *columns), cells), "\n")
+    tasks: dict[str, list[Queries]] = {"words": [], "captions": []}  # of val and test
+    for split in ("val", "test"):
+        samples = source.samples(split)
+        images = np.asarray(model.encode_image([sample.image.open() for sample in samples]))
+        words, match = word_queries(samples)
+        tasks["words"].append(Queries(images, np.asarray(model.encode_text(words)), match, np.arange(len(words))))
+        captions = np.asarray(model.encode_text([text for sample in samples for text in sample.captions]))
+        own = np.repeat(np.arange(len(samples)), [len(sample.captions) for sample in samples])
+        tasks["captions"].append(Queries(images, captions, own[:, None] == np.arange(len(samples)), own))
+    weights = fit_weights(tasks["words"][0].height, tasks["words"][0].right)
+    record: dict[str, Any] = {"weights": weights}
+    for name, (val, test) in tasks.items():
+        fitted, tested = val.scores(weights), test.scores(weights)
+        # Of captions, correct answers are no criterion: without its image, a caption finds others as good.
+        rate = "correct answers" if name == "words" else "F1"
+        cuts = {rule: val.best_cut(score, rate) for rule, score in fitted.items()}
+        found = {rule: test.with_intervals(score, cuts[rule]) for rule, score in tested.items()}
+        record[name] = {"queries": len(test.right), "cutoffs": cuts, "test": found}
+        cells = [
+            (rule, f"{cuts[rule]:.3f}", *(f"{percent(v)} [{percent(a)}, {percent(b)}]" for v, a, b in rates.values()))
+            for rule, rates in found.items()
+        ]
+        columns = (f"{len(test.right):,} {name}", "cut-off", *next(iter(found.values())))
+        print(table(columns, cells), "\n")
+        if name == "words":
+            bins = record["reliability"] = reliability(tested["probability"].ravel(), test.right.ravel())
     shown = [(percent(b["predicted"]), percent(b["right"]), f"{b['results']:,}") for b in bins]
-    print(table(("predicted", "right", "results"), shown))
+    print(table(("words: predicted", "right", "results"), shown))
+    cut = record["words"]["cutoffs"]["probability"]
+    print(f"\nweights {np.round(weights, 3).tolist()} (in use: {WEIGHTS}), cut-off {cut:.3f} (in use: {CUTOFF})")
     if options.figure:
         diagram(bins, options.figure)
     if options.json:
-        record = {"weights": weights.tolist(), "cutoffs": cuts, "test": found, "reliability": bins}
         options.json.write_text(json.dumps(record, indent=2, default=float) + "\n")
 
 

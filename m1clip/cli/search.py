@@ -191,14 +191,16 @@ def teach(
     *images: Path,
     wrong: Annotated[tuple[Path, ...], Parameter(negative="", show_default=False)] = (),
     forget: Flag = False,
+    captions: Path | None = None,
     folder: Annotated[Path | None, Parameter(name="--in")] = None,
 ) -> None:
     """Teach a new word from a few images, in seconds: the name of a pet, a person, a place or a product.
 
     m1clip teach Rex rex/*.jpg
     m1clip search "Rex on a beach"
+    m1clip teach --captions marks.csv; m1clip train --data marks.csv
 
-    Without a name it lists the words that were taught.
+    Without a name it lists the words that were taught, here and by marks in the page of m1clip serve.
 
     Parameters
     ----------
@@ -210,14 +212,20 @@ def teach(
         An image that is not it, though it was found.
     forget
         Forget the word.
+    captions
+        Write the right examples of all words to this CSV file, each word as a caption, for m1clip train.
     folder
         The indexed folder; default: the current folder, or the one that was indexed last.
     """
+    import csv
+    import io
+
+    from m1clip.io import write_bytes
     from m1clip.search.query import Index
 
     opened = Index(folder)
     if forget:
-        count = opened.concepts.forget(name)
+        count = opened.concepts.remove(name)
         if not count:
             raise UserError(f"{name}: was not taught; m1clip teach lists the words that were")
         print(f"forgot {name} and its {plural(count, 'example')}")
@@ -229,6 +237,13 @@ def teach(
             if paths:
                 opened.teach(name, paths, good)
         print(f'now search for it: m1clip search "{name}"')
+    if captions is not None:
+        pairs = opened.captions()
+        lines = io.StringIO(newline="")
+        csv.writer(lines).writerows([("image", "caption"), *pairs])
+        write_bytes(captions, lines.getvalue().encode("utf-8", "surrogateescape"))
+        print(f"wrote {plural(len(pairs), 'caption')} to {captions}")
+        return
     for word, (good_count, bad_count) in opened.concepts.names().items():
         print(f"{word}: {plural(good_count, 'example')}{f', {bad_count} wrong' if bad_count else ''}")
 

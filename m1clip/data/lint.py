@@ -7,7 +7,7 @@ import re
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -15,9 +15,9 @@ from statistics import median
 from typing import Literal
 
 import numpy as np
-from PIL import Image
 
 from m1clip.data.images import BadImage, decode, one_line, opened
+from m1clip.data.looks import MAX_ALL_PAIRS, appearance, near_duplicates
 from m1clip.data.sources.mixture import MixedSource
 from m1clip.data.types import ImageRef, Sample, Source
 from m1clip.text.bpe import BpeTokenizer
@@ -192,16 +192,7 @@ def _statistics(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> dict[s
 MIN_SIDE, MAX_ASPECT = 16, 8
 NEAR_EMPTY_CONTRAST = 2.0
 _DECODED_SIDE = 36  # enough for the hash and the thumbnail; JPEG decodes at a fraction of its size
-_THUMB_SIDE = 16
 _CHUNK = 32  # images per task of a thread
-# Chosen by eye on Flickr8k: the 7 pairs within these limits are one image or one scene; looser limits add
-# pairs of sky and fog. Of 1,000 of its images, copies that were re-encoded, resized, brightened or made gray
-# were all found; of those cropped by 8% on each side 228, of mirrored ones 5.
-MAX_BITS = 32  # of 128 that differ
-MIN_CORRELATION = 0.8
-MIN_DETAIL_CORRELATION = 0.55
-MIN_CONTRAST = 6.0  # flat images all look alike
-MAX_ALL_PAIRS = 200_000  # above, comparing all pairs takes longer than decoding the images
 TOO_MANY_FOR_PAIRS = f"only identical images were searched for: near-duplicates take too long above {MAX_ALL_PAIRS:,}"
 
 
@@ -229,20 +220,8 @@ def inspect(ref: ImageRef) -> ImageFacts:
     except BadImage as error:
         return ImageFacts(error.kind, error.reason)
     look, thumb = appearance(image)
-    contrast = float(np.frombuffer(thumb, np.uint8).astype(np.float32).std())
+    contrast = float(np.frombuffer(thumb, np.uint8).std())
     return ImageFacts(None, "", size, blake2b(data, digest_size=16).digest(), look, thumb, contrast)
-
-
-def appearance(image: Image.Image) -> tuple[bytes, bytes]:
-    """(hash of how an image looks, gray thumbnail), by which `near_duplicates` compares images.
-
-    The hash is a dHash of 128 bits: whether brightness grows to the right and downwards, on a grid of 8 x 8.
-    """
-    gray = image.convert("L")
-    small = np.asarray(gray.resize((9, 9), Image.Resampling.BOX), np.int16)
-    right, down = small[:8, 1:] > small[:8, :8], small[1:, :8] > small[:8, :8]
-    look = np.packbits(np.concatenate([right.ravel(), down.ravel()])).tobytes()
-    return look, gray.resize((_THUMB_SIDE, _THUMB_SIDE), Image.Resampling.BOX).tobytes()
 
 
 def inspect_all(refs: Sequence[ImageRef], workers: int, progress: Progress) -> list[ImageFacts]:
@@ -283,7 +262,11 @@ def find_duplicates(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> li
     first: dict[bytes, int] = {}
     same = [(first.setdefault(fact.digest, i), i) for i, fact in enumerate(facts) if fact.digest]
     same = [(i, j) for i, j in same if i != j]
-    near = [(i, j) for i, j in near_duplicates(facts) if facts[i].digest != facts[j].digest]
+    near = [
+        (i, j)
+        for i, j in near_duplicates([(fact.look, fact.thumb) for fact in facts])
+        if facts[i].digest != facts[j].digest
+    ]
 
     def places(pairs: Sequence[tuple[int, int]], between: bool) -> list[str]:
         return [
@@ -304,36 +287,6 @@ def find_duplicates(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> li
         *finding("duplicate-identical", "warning", "identical images within a split", join, places(same, False)),
         *finding("duplicate-near", "info", f"near-duplicates within a split {saved_again}", "", places(near, False)),
     ]
-
-
-def near_duplicates(facts: Sequence[ImageFacts]) -> Iterator[list[int]]:
-    """Pairs (i < j) that look alike, regardless of size and format; none above MAX_ALL_PAIRS images."""
-    usable = np.array([i for i, fact in enumerate(facts) if not fact.fault and fact.contrast >= MIN_CONTRAST], int)
-    if not 1 < len(usable) <= MAX_ALL_PAIRS:
-        return
-    looks = np.frombuffer(b"".join(facts[i].look for i in usable), np.uint8).reshape(len(usable), -1)
-    thumbs = np.frombuffer(b"".join(facts[i].thumb for i in usable), np.uint8)
-    thumbs = thumbs.reshape(-1, _THUMB_SIDE, _THUMB_SIDE)
-    signs = np.unpackbits(looks, axis=1).astype(np.float32) * 2 - 1
-    for start in range(0, len(usable), 256):
-        # Bits that agree minus bits that differ.
-        i, j = np.nonzero(signs[start : start + 256] @ signs[start:].T >= signs.shape[1] - 2 * MAX_BITS)
-        pairs = np.stack([i[i < j], j[i < j]]) + start
-        for part in np.array_split(pairs, len(pairs[0]) // 2**14 + 1, axis=1):  # a video has many
-            (gray1, detail1), (gray2, detail2) = (_unit_vectors(thumbs[index]) for index in part)
-            alike = (gray1 * gray2).sum(1) >= MIN_CORRELATION
-            alike &= (detail1 * detail2).sum(1) >= MIN_DETAIL_CORRELATION
-            yield from usable[part[:, alike]].T.tolist()
-
-
-def _unit_vectors(thumbs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Thumbnails as unit vectors: as they are, and without the broad shades of sky or fog."""
-    gray = thumbs.astype(np.float32)
-    padded = np.pad(gray, ((0, 0), (2, 2), (2, 2)), mode="edge")
-    shades = sum(padded[:, y : y + _THUMB_SIDE, x : x + _THUMB_SIDE] for y in range(5) for x in range(5)) / 25
-    pair = (each.reshape(-1, _THUMB_SIDE**2) for each in (gray - gray.mean(axis=(1, 2), keepdims=True), gray - shades))
-    plain, detail = (values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-6) for values in pair)
-    return plain, detail
 
 
 # Captions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,9 +68,14 @@ class OnnxModel:
         self.tokenizer.context_length, self.tokenizer.arrays = settings["context_length"], True
         self.context_length, self.embed_dim = settings["context_length"], settings["embed_dim"]
         self.logit_scale = float(settings["logit_scale"])
-        size = self.preprocess.image_size
-        self._image = _session(folder / IMAGE_GRAPH, "tensor(uint8)", [size, size, 3], self.embed_dim, threads)
+        self._folder, self._threads = folder, threads
         self._text = _session(folder / TEXT_GRAPH, "tensor(int64)", [None], self.embed_dim, threads)
+
+    @cached_property
+    def _image(self) -> Any:
+        """Opened when it is needed: a search by text is faster without it."""
+        size, path = self.preprocess.image_size, self._folder / IMAGE_GRAPH
+        return _session(path, "tensor(uint8)", [size, size, 3], self.embed_dim, self._threads)
 
     def pixels(self, pixels: np.ndarray) -> np.ndarray:
         """(n, size, size, 3) uint8 -> (n, embed_dim) float32 unit vectors."""
@@ -84,7 +90,7 @@ class OnnxModel:
 
     def encode_image(self, images: ImageInput | Iterable[ImageInput], batch_size: int | None = None) -> np.ndarray:
         """(n, embed_dim) float32 unit vectors of one image (n = 1) or many; takes what `Model.encode_image` takes."""
-        found, batch_size = many(images, IMAGE, IMAGES), count(batch_size) or 64
+        found, batch_size = many(images, IMAGE, IMAGES), count(batch_size) or 8
         parts = [np.empty((0, self.embed_dim), np.float32)]
         for start in range(0, len(found), batch_size):
             parts.append(self.pixels(np.stack([self.square(image) for image in found[start : start + batch_size]])))

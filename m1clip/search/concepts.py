@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,8 @@ SHRINKAGE = (0.03, 0.1, 0.3, 1.0, 3.0, 1e6)
 TEXT_WEIGHTS = (0.0, 0.5, 1.0)
 MIN_EXAMPLES = 2  # to choose by leave-one-out
 
+Examples = tuple[np.ndarray, np.ndarray]  # (n, dim) vectors of right examples, (m, dim) of wrong ones
+
 
 class Concepts:
     """The taught words of an index, for one model (its hash)."""
@@ -32,11 +35,12 @@ class Concepts:
     def __init__(self, place: Path, model: str) -> None:
         self.path, self.model = place / DATABASE, model
 
-    def _connect(self) -> sqlite3.Connection:
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
         try:
-            db = sqlite3.connect(self.path, timeout=30)
-            db.executescript(SCHEMA)
-            return db
+            with closing(sqlite3.connect(self.path, timeout=30)) as db, db:
+                db.executescript(SCHEMA)
+                yield db
         except sqlite3.DatabaseError as error:
             raise UserError(f"{self.path}: cannot be used ({error}); restore it from a backup, or delete it") from None
 
@@ -45,51 +49,41 @@ class Concepts:
         name = " ".join(name.split())
         if not name:
             raise UserError("the name of a concept is empty")
+        name = next((each for each in self.examples() if each.lower() == name.lower()), name)
         rows = [
             (name, digest, self.model, np.asarray(vector, np.float16).tobytes(), int(good), time.time())
             for digest, vector in examples
         ]
-        with self._connect() as db:
+        with self._open() as db:
             db.executemany("INSERT OR REPLACE INTO examples VALUES (?, ?, ?, ?, ?, ?)", rows)
-        db.close()
 
-    def forget(self, name: str) -> int:
-        """Remove a word; returns the number of its examples."""
-        with self._connect() as db:
-            count = db.execute("DELETE FROM examples WHERE name = ? COLLATE NOCASE", (name,)).rowcount
-        db.close()
-        return count
+    def remove(self, name: str, sha256: bytes | None = None) -> int:
+        """Remove one example of a word, or all of them; returns how many."""
+        with self._open() as db:
+            query = "DELETE FROM examples WHERE name = ?1 COLLATE NOCASE AND (?2 IS NULL OR sha256 = ?2)"
+            return db.execute(query, (name, sha256)).rowcount
 
-    def remove(self, name: str, sha256: bytes) -> None:
-        """Remove one example of a word."""
-        with self._connect() as db:
-            db.execute("DELETE FROM examples WHERE name = ? COLLATE NOCASE AND sha256 = ?", (name, sha256))
-        db.close()
+    def rows(self) -> list[tuple[str, bytes, bytes, int]]:
+        """(word, sha256, vector, 1 if it is a right example or else 0) of all examples, the oldest first."""
+        if not self.path.is_file():
+            return []
+        with self._open() as db:
+            columns = "SELECT name, sha256, vector, good FROM examples WHERE model = ? ORDER BY time, sha256"
+            return db.execute(columns, (self.model,)).fetchall()
 
     def marks(self, name: str) -> dict[bytes, bool]:
         """{sha256: whether it is a right example} of a word."""
-        if not self.path.is_file():
-            return {}
-        db = self._connect()
-        query = "SELECT sha256, good FROM examples WHERE name = ? COLLATE NOCASE AND model = ?"
-        found = {bytes(digest): bool(good) for digest, good in db.execute(query, (name, self.model))}
-        db.close()
-        return found
+        return {digest: good == 1 for word, digest, _, good in self.rows() if word.lower() == name.lower()}
 
     def names(self) -> dict[str, tuple[int, int]]:
         """{word: (right, wrong) examples}."""
         return {name: (len(good), len(bad)) for name, (good, bad) in self.examples().items()}
 
-    def examples(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """{word: ((n, dim) vectors of right examples, (m, dim) of wrong ones)}."""
-        if not self.path.is_file():
-            return {}
-        db = self._connect()
+    def examples(self) -> dict[str, Examples]:
+        """The examples of each word."""
         found: dict[str, tuple[list[np.ndarray], list[np.ndarray]]] = {}
-        columns = "SELECT name, vector, good FROM examples WHERE model = ? ORDER BY time, sha256"
-        for name, vector, good in db.execute(columns, (self.model,)):
+        for name, _, vector, good in self.rows():
             found.setdefault(name, ([], []))[1 - good].append(np.frombuffer(vector, np.float16).astype(np.float32))
-        db.close()
         return {name: (_stacked(good), _stacked(bad)) for name, (good, bad) in found.items()}
 
 

@@ -7,25 +7,19 @@ import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from m1clip.data.lint import ImageFacts, near_duplicates
+from m1clip.data.looks import near_duplicates
 
 
 def look_groups(looks: Sequence[tuple[bytes, bytes]]) -> list[list[int]]:
     """Groups of images that look alike, from their (hash, thumbnail); each image is in one group, in order."""
-    facts = [
-        ImageFacts(look=look, thumb=thumb, contrast=float(np.frombuffer(thumb, np.uint8).std()))
-        for look, thumb in looks
-    ]
-    leader, first = list(range(len(facts))), dict[tuple[bytes, bytes], int]()
+    leader, first = list(range(len(looks))), dict[tuple[bytes, bytes], int]()
     for place, look in enumerate(looks):  # equal ones also where they have too little contrast to be compared
         leader[place] = first.setdefault(look, place)
-    for i, j in near_duplicates(facts):
+    for i, j in near_duplicates(looks):
         low, high = sorted((_find(leader, i), _find(leader, j)))
         leader[high] = low
     groups: dict[int, list[int]] = {}
-    for place in range(len(facts)):
+    for place in range(len(looks)):
         groups.setdefault(_find(leader, place), []).append(place)
     return list(groups.values())
 

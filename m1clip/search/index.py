@@ -28,17 +28,16 @@ from PIL import Image
 
 import m1clip
 from m1clip.data.images import READ_TIMEOUT, SUFFIXES, BadImage, FileImage, decode, map_with_timeout, one_line, opened
-from m1clip.data.lint import appearance
+from m1clip.data.looks import appearance
 from m1clip.errors import UserError
 from m1clip.io import first_writable, open_for_write, read_small, write_bytes
-from m1clip.search.calibration import CAPTIONS
 
-FOLDER, DATABASE, LOCK = ".m1clip-index", "index.sqlite", "lock"
+FOLDER, DATABASE, LOCK, THUMBNAILS = ".m1clip-index", "index.sqlite", "lock", "thumbnails"
+LAST = "last-folder"  # in the data folder of the user
 FORMAT = 1
 BATCH = 64  # images encoded together
 SAVE_SECONDS = 2.0  # maximum work lost when a process is killed
 WATCH_MILLISECONDS = 2000  # changes within this time are indexed together
-KNOWN_FOLDERS = 50  # indexed folders that are remembered
 MAX_UNUSED = 0.2  # fraction of vectors without a file, above which the vectors are rewritten
 MODEL_FILES = ("config.json", "open_clip_config.json", "text.onnx")  # one of these is in every model folder
 TEMPORARY = ("missing", "no-decoder", "unreadable")  # problems that may be gone next time, though the file is the same
@@ -83,32 +82,21 @@ def user_data() -> Path:
 
 
 def find_index(folder: Path | None = None) -> Path:
-    """The index of a folder or of one above it; by default of the current folder, or else the newest index."""
-    start = Path(os.path.abspath((folder or Path()).expanduser()))
-    for each in (start, *start.parents):
-        for place in (each / FOLDER, _outside(each)):
-            if (place / DATABASE).is_file():
-                return place
-    known = [] if folder is not None else known_folders()
-    if known:
-        return find_index(known[0])
+    """The index of a folder or of one above it; by default of the current folder, or else of the one indexed last."""
+    for start in [folder] if folder is not None else [Path(), *_last_folder()]:
+        path = Path(os.path.abspath(start.expanduser()))
+        for each in (path, *path.parents):
+            for place in (each / FOLDER, _outside(each)):
+                if (place / DATABASE).is_file():
+                    return place
     raise UserError(f"{folder or 'this folder'}: not indexed yet; run: m1clip index {folder or 'FOLDER'}")
 
 
-def known_folders() -> list[Path]:
-    """Indexed folders, the newest first."""
+def _last_folder() -> list[Path]:
     try:
-        lines = read_small(user_data() / "folders").split(b"\n")
+        return [Path(os.fsdecode(read_small(user_data() / LAST)))]
     except OSError:
         return []
-    folders = [Path(os.fsdecode(line)) for line in lines if line and b"\0" not in line]
-    return [path for path in folders if any((place / DATABASE).is_file() for place in (path / FOLDER, _outside(path)))]
-
-
-def _remember(root: Path) -> None:
-    folders = [root, *(path for path in known_folders() if path != root)][:KNOWN_FOLDERS]
-    with contextlib.suppress(OSError):  # the home folder may be read-only
-        write_bytes(user_data() / "folders", b"\n".join(os.fsencode(path) for path in folders), sync=False)
 
 
 def _outside(root: Path) -> Path:
@@ -156,6 +144,11 @@ def root_of(place: Path, db: sqlite3.Connection) -> Path:
     """The photo folder of an index."""
     (stored,) = db.execute("SELECT value FROM about WHERE name = 'root'").fetchone()
     return place.parent if stored is None else Path(os.fsdecode(stored))
+
+
+def thumbnail(place: Path, sha256: bytes) -> Path:
+    """Where `m1clip serve` keeps the thumbnail of an image."""
+    return place / THUMBNAILS / sha256.hex()[:2] / f"{sha256.hex()}.jpg"
 
 
 # Models
@@ -312,7 +305,8 @@ def update_index(
         if not is_full(error):
             raise
         raise UserError(f"{report.place}: the disk is full; free some space and run again to continue") from None
-    _remember(root)
+    with contextlib.suppress(OSError):  # the home folder may be read-only
+        write_bytes(user_data() / LAST, os.fsencode(root), sync=False)
     report.seconds = time.monotonic() - began
     return report
 
@@ -338,7 +332,6 @@ def _update(db: sqlite3.Connection, root: Path, asked: str | Path | None, report
     report.removed = len(gone)
     db.commit()
     wanted = sorted(name for name, stamp in files.items() if stored.get(name) != (*stamp, 1))
-    captions = captions_file(report.place, set_id)
 
     def noted(done: int, total: int) -> None:
         """Also for `m1clip serve`; committed with the images."""
@@ -346,14 +339,14 @@ def _update(db: sqlite3.Connection, root: Path, asked: str | Path | None, report
         db.execute("INSERT OR REPLACE INTO about VALUES ('progress', ?)", (note,))
         progress(done, total)
 
-    if wanted or (files and not captions.is_file()):
+    if wanted:
         model = m1clip.load(path)
         with _Writer(db, report, set_id) as writer:
             for found in _pipeline(root, wanted, writer, model, noted):
                 writer.add(found, files, model)
-        if not captions.is_file():
-            vectors = np.asarray(model.encode_text(list(CAPTIONS)), np.float16)
-            write_bytes(captions, vectors.tobytes())
+    unused = "SELECT sha256 FROM images WHERE id NOT IN (SELECT image FROM files WHERE image IS NOT NULL)"
+    for (sha256,) in db.execute(unused):
+        thumbnail(report.place, sha256).unlink(missing_ok=True)
     _remove_unused(db, report.place, set_id)
     report.problems += [
         (os.fsdecode(name), problem)
@@ -502,8 +495,3 @@ def watch_folder(folder: Path) -> Iterator[object]:
         yield_on_timeout=True,
     )
     return (changes for number, changes in enumerate(steps) if changes or number == 0)
-
-
-def captions_file(place: Path, set_id: int) -> Path:
-    """Vectors of the unrelated captions, for the calibration."""
-    return place / f"captions-{set_id}.f16"

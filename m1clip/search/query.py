@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -21,20 +19,20 @@ import m1clip
 from m1clip.data.images import BadImage, FileImage
 from m1clip.errors import UserError
 from m1clip.io import PARTIAL
-from m1clip.search.calibration import CUTOFF, probabilities, standard_scores
-from m1clip.search.concepts import Concepts, fit_concept, split_text
+from m1clip.search.calibration import CUTOFF, Moments, height, probabilities
+from m1clip.search.concepts import Concepts, Examples, fit_concept, split_text
 from m1clip.search.duplicates import Copy, duplicates, look_groups
-from m1clip.search.index import captions_file, connect, find_index, model_hash, model_stamp, root_of
+from m1clip.search.index import connect, find_index, model_hash, model_stamp, root_of
+from m1clip.search.nearest import SAMPLE, mapped, nearest
 
 NOT_WEIGHT = -0.5
 INDEXER_SECONDS = 60.0  # without news, after which an indexer was killed
-SAMPLE = 4096  # rows from which the library's distribution is estimated
-LONGEST = 1.01  # of a unit vector rounded to float16
-BLOCK = 512  # rows converted at a time: 512 x 256 float32 stay in the cache of a core
 WEIGHTED = re.compile(r"(\d+(?:\.\d+)?)\*(.+)", re.DOTALL)
 DATE = re.compile(r"\d{4}(-\d\d(-\d\d)?)?")
 TAKEN = "coalesce(taken, strftime('%Y-%m-%dT%H:%M:%S', mtime_ns / 1000000000, 'unixepoch', 'localtime'))"
 LIVE = "FROM vectors JOIN files ON files.image = vectors.image JOIN images ON images.id = vectors.image WHERE model = ?"
+
+Condition = tuple[str, list[Any]]  # SQL and its values
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Filter:
             if (date := getattr(self, name)) is not None and not DATE.fullmatch(date):
                 raise UserError(f"--{name} {date}: give a date as 2024, 2024-05 or 2024-05-31")
 
-    def sql(self) -> tuple[str, list[Any]]:
+    def sql(self) -> Condition:
         """A condition and its values; "" for no filter."""
         parts: list[tuple[str, list[Any]]] = []
         if self.since:
@@ -162,7 +160,7 @@ class Index:
         return m1clip.load(self.model_path)
 
     @cached_property
-    def moments(self) -> tuple[np.ndarray, np.ndarray]:
+    def moments(self) -> Moments:
         """((dim,) mean, (dim, dim) covariance) of the vectors, from a sample."""
         sample = self.vectors[:: -(-len(self.vectors) // SAMPLE)].astype(np.float32)
         mean = sample.mean(axis=0)
@@ -184,9 +182,12 @@ class Index:
         with it, unless `collapse` is False.
         """
         self.refresh()
-        like = list(like)
-        parts = self._parts(text, like, exclude)
-        return self.search_vector(self._combined(parts), k, where, collapse, self._is_caption(text, like, exclude))
+        like, examples = list(like), self.concepts.examples()
+        parts = self._parts(text, like, exclude, examples)
+        texts = [text] if isinstance(text, str) else list(text)
+        single = len(texts) == 1 and not like and not exclude  # only single texts without taught words are calibrated
+        calibrated = single and not split_text(texts[0], list(examples))[0]
+        return self.search_vector(self._combined(parts), k, where, collapse, calibrated)
 
     def search_vector(
         self,
@@ -197,15 +198,15 @@ class Index:
         calibrated: bool = False,
     ) -> Results:
         """The k images nearest to a vector of length 1; with probabilities if `calibrated`, for vectors of texts."""
-        condition, values = (where or Filter()).sql()
+        filtered = (where or Filter()).sql()
         with self._lock:
-            rows = self._rows(condition, values) if condition else None
+            rows = self._rows(filtered) if filtered[0] else None
             total = len(self.vectors) if rows is None else len(rows)
-            wanted = min(total, 4 * k + 32)
+            wanted = min(total, k + k // 4 + 8)  # some are near-duplicates, or of files that are gone
             while True:
                 chosen, scores = nearest(self.vectors, query, wanted, rows)
-                chance = self._probabilities(chosen, scores, query) if calibrated else None
-                results = self._results(chosen, scores, chance, condition, values, collapse)[:k]
+                chance = probabilities(height(scores, query, self.moments)) if calibrated else None
+                results = self._results(chosen, scores, chance, filtered, collapse)[:k]
                 if len(results) == k or wanted == total:
                     return Results(results, total)
                 wanted = min(total, 4 * wanted)
@@ -213,48 +214,25 @@ class Index:
     def newest(self, k: int = 20, where: Filter | None = None) -> Results:
         """The k images taken last."""
         self.refresh()
-        condition, values = (where or Filter()).sql()
+        filtered = (where or Filter()).sql()
         with self._lock:
-            query = f"SELECT row {LIVE}{condition} GROUP BY row ORDER BY max({TAKEN}) DESC, row LIMIT ?"
-            found = self._db.execute(query, (self.set_id, *values, k)).fetchall()
-            rows = np.array([row for (row,) in found if row < len(self.vectors)], np.int64)
-            return Results(self._results(rows, np.zeros(len(rows)), None, condition, values, True), len(rows))
+            rows = self._rows(filtered, f"GROUP BY row ORDER BY max({TAKEN}) DESC, row LIMIT ?", k)
+            return Results(self._results(rows, np.zeros(len(rows)), None, filtered, True), len(rows))
 
-    def _probabilities(self, rows: np.ndarray, scores: np.ndarray, query: np.ndarray) -> np.ndarray | None:
-        """(n,) probability that the images of some rows match a text."""
-        path = captions_file(self.place, self.set_id)
-        if not path.is_file():  # the indexer was killed before it was finished
-            return None
-        vectors = self.vectors[rows].astype(np.float32)
-        captions = mapped(path, self.dim).astype(np.float32)
-        standard = standard_scores(scores, query, vectors, self.moments, captions)
-        return probabilities(standard, len(self.vectors))
-
-    def _is_caption(self, text: Any, like: Iterable[Any], exclude: Sequence[str]) -> bool:
-        """Whether a query is a single text without taught words: only these are calibrated."""
-        texts = [text] if isinstance(text, str) else list(text)
-        single = len(texts) == 1 and not like and not exclude
-        return single and not split_text(texts[0], list(self.concepts.names()))[0]
-
-    def _rows(self, condition: str, values: list[Any]) -> np.ndarray:
+    def _rows(self, filtered: Condition, end: str = "GROUP BY row", *values: Any) -> np.ndarray:
         """(n,) the rows of the images that pass a filter."""
-        found = self._db.execute(f"SELECT DISTINCT row {LIVE}{condition}", (self.set_id, *values)).fetchall()
+        found = self._db.execute(f"SELECT row {LIVE}{filtered[0]} {end}", (self.set_id, *filtered[1], *values))
         return np.array([row for (row,) in found if row < len(self.vectors)], np.int64)
 
     def _results(
-        self,
-        rows: np.ndarray,
-        scores: np.ndarray,
-        chance: np.ndarray | None,
-        condition: str,
-        values: list[Any],
-        collapse: bool,
+        self, rows: np.ndarray, scores: np.ndarray, chance: np.ndarray | None, filtered: Condition, collapse: bool
     ) -> list[Result]:
         """The files of some rows, in the order of the rows; rows of deleted files have none."""
         place = {row: number for number, row in enumerate(rows.tolist())}
         columns = f"row, files.id, path, width, height, {TAKEN}, bytes, look, thumb"
-        query = f"SELECT {columns} {LIVE} AND row IN ({','.join(map(str, place))}){condition}"
-        files = sorted(self._db.execute(query, (self.set_id, *values)), key=lambda file: (place[file[0]], file[2]))
+        query = f"SELECT {columns} {LIVE} AND row IN ({','.join(map(str, place))}){filtered[0]}"
+        found = self._db.execute(query, (self.set_id, *filtered[1]))
+        files = sorted(found, key=lambda file: (place[file[0]], file[2]))
         groups = look_groups([file[-2:] for file in files]) if collapse else [[number] for number in range(len(files))]
         results = []
         for group in groups:
@@ -290,18 +268,27 @@ class Index:
 
     def file(self, id_: int) -> Path:
         """The path of a result; UserError if it is not in the index."""
+        return self.root / os.fsdecode(self._entry(id_)[0])
+
+    def _entry(self, id_: int) -> tuple[bytes, bytes, int | None]:
+        """(path, sha256, row of the vector) of a result; UserError if it is not in the index."""
+        query = (
+            "SELECT path, sha256, row FROM files JOIN images ON images.id = files.image "
+            "LEFT JOIN vectors ON vectors.image = files.image AND model = ? WHERE files.id = ?"
+        )
         with self._lock:
-            found = self._db.execute("SELECT path FROM files WHERE id = ?", (id_,)).fetchone()
+            found = self._db.execute(query, (self.set_id, id_)).fetchone()
         if found is None:
             raise UserError(f"image {id_}: no longer in the index")
-        return self.root / os.fsdecode(found[0])
+        return found[0], bytes(found[1]), found[2]
 
-    def _parts(self, text: Any, like: Iterable[Any], exclude: Sequence[str]) -> list[tuple[float, np.ndarray]]:
+    def _parts(
+        self, text: Any, like: Iterable[Any], exclude: Sequence[str], examples: Mapping[str, Examples]
+    ) -> list[tuple[float, np.ndarray]]:
         """(weight, unit vector) of each part of a query."""
         weights = {text: 1.0} if isinstance(text, str) else dict(text if isinstance(text, Mapping) else _ones(text))
         weights |= dict.fromkeys(exclude, NOT_WEIGHT)
         parts = [(1.0, self._image_vector(image)) for image in like]
-        examples = self.concepts.examples()
         for phrase, weight in weights.items():
             names, rest = split_text(phrase, list(examples))
             texts = [*names, *([rest] if rest or not names else [])]
@@ -321,52 +308,49 @@ class Index:
         """Add images (paths or ids) as examples of a word, or as wrong ones; a search finds the word by them."""
         examples = []
         for image in images:
-            path = self.file(image) if isinstance(image, int) else Path(image)
-            try:
-                digest = hashlib.sha256(FileImage(str(path)).read()).digest()
-            except BadImage as error:
-                raise UserError(str(error)) from None
-            with self._lock:
-                query = "SELECT row FROM vectors JOIN images ON images.id = image WHERE model = ? AND sha256 = ?"
-                found = self._db.execute(query, (self.set_id, digest)).fetchone()
-            examples.append((digest, self.vectors[found[0]] if found else self._image_vector(path)))
+            if isinstance(image, int):
+                digest = self.sha256(image)
+            else:
+                try:
+                    digest = hashlib.sha256(FileImage(str(image)).read()).digest()
+                except BadImage as error:
+                    raise UserError(str(error)) from None
+            examples.append((digest, self._image_vector(image)))
         self.concepts.add(name, examples, good)
 
     def mark(self, text: str, id_: int, good: bool | None) -> None:
         """Mark an image as right or wrong for a text: an example as in `teach`. None removes the mark."""
-        same = (name for name in self.concepts.names() if name.lower() == text.lower())
-        name = next(same, text)
         if good is None:
-            self.concepts.remove(name, self.sha256(id_))
+            self.concepts.remove(text, self.sha256(id_))
         else:
-            self.teach(name, [id_], good)
+            self.teach(text, [id_], good)
 
     def marks(self, text: str, ids: Sequence[int]) -> dict[int, bool]:
         """Which of some images are marked as right or wrong for a text."""
         marked = self.concepts.marks(text)
         return {id_: marked[digest] for id_ in ids if (digest := self.sha256(id_)) in marked} if marked else {}
 
+    def captions(self) -> list[tuple[str, str]]:
+        """(path, word) of the right examples and marks of all words, for `m1clip train`; of indexed images only."""
+        with self._lock:
+            paths = dict(
+                self._db.execute("SELECT sha256, min(path) FROM files JOIN images ON images.id = image GROUP BY 1")
+            )
+        found = ((paths.get(digest), name) for name, digest, _, good in self.concepts.rows() if good)
+        return [(str(self.root / os.fsdecode(path)), name) for path, name in found if path is not None]
+
     def sha256(self, id_: int) -> bytes:
         """The hash of a result's content; UserError if it is not in the index."""
-        with self._lock:
-            query = "SELECT sha256 FROM files JOIN images ON images.id = image WHERE files.id = ?"
-            found = self._db.execute(query, (id_,)).fetchone()
-        if found is None:
-            raise UserError(f"image {id_}: no longer in the index")
-        return bytes(found[0])
+        return self._entry(id_)[1]
 
     def _image_vector(self, image: Any) -> np.ndarray:
         if isinstance(image, np.ndarray) and image.ndim == 1:
             return image
         if isinstance(image, int):
-            with self._lock:
-                query = (
-                    "SELECT row FROM vectors JOIN files ON files.image = vectors.image WHERE model = ? AND files.id = ?"
-                )
-                found = self._db.execute(query, (self.set_id, image)).fetchone()
-            if found is None:
-                raise UserError(f"image {image}: no longer in the index")
-            return self.vectors[found[0]].astype(np.float32)
+            path, _, row = self._entry(image)
+            if row is not None:
+                return self.vectors[row].astype(np.float32)
+            image = self.root / os.fsdecode(path)
         try:
             return np.asarray(self.model.encode_image(image), np.float32)[0]
         except BadImage as error:
@@ -391,85 +375,3 @@ def _ones(texts: Iterable[str]) -> Iterable[tuple[str, float]]:
     for text in texts:
         found = WEIGHTED.fullmatch(text)
         yield (found[2], float(found[1])) if found else (text, 1.0)
-
-
-def mapped(path: Path, dim: int) -> np.ndarray:
-    """(rows, dim) float16 of a file of vectors."""
-    rows = path.stat().st_size // (2 * dim)
-    if rows == 0:
-        return np.zeros((0, dim), np.float16)
-    # Copy on write: torch accepts no read-only array. asarray: slices of a np.memmap are memmaps too, which is slow.
-    return np.asarray(np.memmap(path, np.float16, "c", shape=(rows, dim)))
-
-
-# Exact search
-
-
-def nearest(
-    vectors: np.ndarray, query: np.ndarray, count: int, rows: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, scores) with the largest products with a query in float64, the largest first; ties by row.
-
-    A fast pass computes every product up to a known error e. The row with the count-th largest fast score c has a true
-    score of at least c - e, so each of the true nearest has a fast score of at least c - 2 e; these rows are rescored.
-    """
-    count = min(count, len(vectors) if rows is None else len(rows))
-    if count == 0:
-        return np.zeros(0, np.int64), np.zeros(0)
-    for scorer in (_half_scores, _float_scores):
-        fast, error = scorer(vectors, query)
-        fast = fast if rows is None else fast[rows]
-        places = np.flatnonzero(fast >= _kth_largest(fast, count) - 2 * error)
-        chosen = places if rows is None else rows[places]
-        exact = vectors[chosen].astype(np.float64) @ query.astype(np.float64)
-        if np.abs(exact - fast[places]).max() <= error:  # False where torch would accumulate in float16
-            break
-    order = np.lexsort((chosen, -exact))[:count]
-    return chosen[order], exact[order]
-
-
-def _half_scores(vectors: np.ndarray, query: np.ndarray) -> tuple[np.ndarray, float]:
-    """Products of float16 vectors by torch, which reads half the bytes of float32 and accumulates in float32."""
-    if "torch" not in sys.modules:  # importing it takes longer than a search
-        return _float_scores(vectors, query)
-    import torch
-
-    rounded = query.astype(np.float16)
-    scores = torch.mv(torch.from_numpy(vectors), torch.from_numpy(rounded)).float().numpy()
-    length = LONGEST * float(np.linalg.norm(query))
-    lost = LONGEST * float(np.linalg.norm(query.astype(np.float64) - rounded))
-    return scores, lost + length * (2**-11 + len(query) * 2**-23)
-
-
-def _float_scores(vectors: np.ndarray, query: np.ndarray) -> tuple[np.ndarray, float]:
-    """Products in float32 by numpy, in blocks.
-
-    numpy converts float16 one number at a time. Shifting the bits into a float32 is faster; it is too small by 2^112.
-    """
-    scores, scaled = np.empty(len(vectors), np.float32), (query * np.float32(2.0**112)).astype(np.float32)
-
-    def work(start: int, end: int) -> None:
-        block = np.empty((BLOCK, vectors.shape[1]), np.float32)
-        for at in range(start, end, BLOCK):
-            part = block[: min(BLOCK, end - at)]
-            bits = part.view(np.int32)
-            np.copyto(bits, vectors[at : at + len(part)].view(np.int16))
-            np.left_shift(bits, 13, out=bits)
-            np.bitwise_and(bits, np.int32(-0x70000001), out=bits)  # the sign was extended over the exponent
-            np.dot(part, scaled, out=scores[at : at + len(part)])
-
-    threads = min(os.cpu_count() or 1, 1 + len(vectors) // (16 * BLOCK))
-    ends = np.linspace(0, len(vectors), threads + 1).astype(int).tolist()
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(work, ends, ends[1:]))
-    return scores, LONGEST * float(np.linalg.norm(query)) * len(query) * 2**-23
-
-
-def _kth_largest(values: np.ndarray, k: int) -> float:
-    step = max(1, len(values) // SAMPLE)
-    sample = values[::step]
-    place = min(len(sample), 2 * k // step + 16)
-    guess = np.partition(sample, -place)[-place]
-    top = values[values >= guess]  # comparing is faster than a partition of all
-    values = top if len(top) >= k else values
-    return float(np.partition(values, -k)[-k])

@@ -15,7 +15,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from PIL import Image
 from m1clip.data.images import BadImage, decode, one_line
 from m1clip.errors import UserError
 from m1clip.io import read_small, write_bytes
-from m1clip.search.index import DATABASE
+from m1clip.search.index import DATABASE, thumbnail
 from m1clip.search.query import Filter, Index
 
 THUMBNAIL, LARGE, PREVIEW = 320, 1600, 96  # pixels of the longer side
@@ -136,7 +135,7 @@ class Photos:
                 found = index.newest(count, where)
             marks = index.marks(text, [each.id for each in found.nearest]) if text else {}
         results = [
-            {**asdict(each), "path": one_line(each.path), "copies": len(each.copies), "mark": marks.get(each.id)}
+            {**vars(each), "path": one_line(each.path), "copies": len(each.copies), "mark": marks.get(each.id)}
             for each in found.nearest
         ]
         return {
@@ -150,7 +149,7 @@ class Photos:
     def _duplicates(self, values: dict[str, str]) -> dict[str, Any]:
         with self._opened() as index:
             groups = index.duplicates()
-        shown = [[{**asdict(copy), "path": one_line(copy.path)} for copy in group] for group in groups[:MAX_GROUPS]]
+        shown = [[{**vars(copy), "path": one_line(copy.path)} for copy in group] for group in groups[:MAX_GROUPS]]
         return {"groups": shown, "total": len(groups)}
 
     def _photo(self, id_: int, small: bool) -> bytes:
@@ -159,8 +158,7 @@ class Photos:
         if index is None:
             raise UserError("no index is open")
         path, sha256 = index.file(id_), index.sha256(id_)
-        name = sha256.hex()
-        cached = index.place / "thumbnails" / name[:2] / f"{name}.jpg"
+        cached = thumbnail(index.place, sha256)
         if small:
             with contextlib.suppress(OSError):
                 return read_small(cached, inside=index.place)

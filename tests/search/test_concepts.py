@@ -13,6 +13,7 @@ from photos import make_photos, save_model
 
 import m1clip
 from m1clip.cli.main import main
+from m1clip.data.sources import open_source
 from m1clip.errors import UserError
 from m1clip.search.concepts import fit_concept, split_text
 from m1clip.search.index import update_index
@@ -52,12 +53,12 @@ def test_taught_word_finds_its_images_also_within_a_text(index: m1clip.Index) ->
     names, rest = split_text("a Rex, on the T-Rex beach", ["T-Rex", "Rex"])
     assert (names, rest) == (["T-Rex", "Rex"], "a , on the beach")
     assert split_text("Rexona", ["Rex"]) == ([], "Rexona")
-    assert [weight for weight, _ in index._parts("Rex at night", [], [])] == [1.0, 1.0]
+    assert [weight for weight, _ in index._parts("Rex at night", [], [], index.concepts.examples())] == [1.0, 1.0]
     before = index.search("Rex").nearest[0]
     index.teach("Rex", [before.id], good=False)  # marked as wrong
     assert index.concepts.names() == {"Rex": (2, 1)}
     assert index.search("Rex").nearest[0].path != before.path
-    assert index.concepts.forget("REX") == 3
+    assert index.concepts.remove("REX") == 3
     assert index.concepts.names() == {}
 
 
@@ -84,3 +85,17 @@ def test_teach_and_duplicates_on_the_command_line(index: m1clip.Index, capsys: p
     assert [copy["equal"] for copy in group] == [True, False, False]
     with pytest.raises(UserError, match="the file is missing"):
         index.teach("Rex", ["nowhere.jpg"])
+
+
+def test_marks_are_captions_for_training(index: m1clip.Index, tmp_path: Path) -> None:
+    ids = {each.path: each.id for each in index.newest(20).nearest}
+    index.mark('a "red", ball', ids["a/0002.jpg"], True)
+    index.mark("A RED DOG", ids["a/0002.jpg"], False)  # a wrong one is no caption
+    index.teach("Rex", [index.root / "b/0001.jpg"])
+    with pytest.raises(SystemExit) as exit_:
+        main(["teach", "--captions", str(tmp_path / "marks.csv"), "--in", str(index.root)])
+    assert exit_.value.code == 0
+    source = open_source(str(tmp_path / "marks.csv"))
+    samples = [sample for split in source.splits() for sample in source.samples(split)]
+    found = {(Path(str(sample.image)).relative_to(index.root).as_posix(), *sample.captions) for sample in samples}
+    assert found == {("a/0002.jpg", 'a "red", ball'), ("b/0001.jpg", "Rex")}

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from image_sets import image
 from photos import make_photos, save_model
 
@@ -21,7 +19,7 @@ from m1clip.cli.main import main
 from m1clip.errors import UserError
 from m1clip.search import query as module
 from m1clip.search.index import update_index
-from m1clip.search.query import Filter, Index, nearest
+from m1clip.search.query import Filter, Index
 
 
 @pytest.fixture(scope="module")
@@ -34,50 +32,6 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     image(0, (104, 80)).save(photos / "larger.png")
     update_index(photos, save_model(folder / "model"))
     return photos
-
-
-@given(
-    st.integers(1, 400), st.integers(1, 24), st.integers(1, 60), st.integers(0, 2**32 - 1), st.booleans(), st.booleans()
-)
-def test_nearest_equals_brute_force_in_float64(
-    n: int, dim: int, k: int, seed: int, coarse: bool, filtered: bool
-) -> None:
-    rng = np.random.default_rng(seed)
-    vectors = rng.normal(size=(n, dim))
-    vectors = np.round(vectors) + 1e-3 if coarse else vectors  # many ties and near-ties
-    vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float16)
-    query = rng.normal(size=dim).astype(np.float32)
-    query /= np.linalg.norm(query)
-    rows = np.flatnonzero(rng.random(n) < 0.5) if filtered else None
-    exact = vectors.astype(np.float64) @ query.astype(np.float64)
-    candidates = np.arange(n) if rows is None else rows
-    expected = candidates[np.lexsort((candidates, -exact[candidates]))][:k]
-    found, scores = nearest(vectors, query, k, rows)
-    assert found.tolist() == expected.tolist()
-    np.testing.assert_array_equal(scores, exact[expected])
-
-
-@pytest.mark.parametrize("scorer", [module._half_scores, module._float_scores])
-def test_error_of_the_fast_scores_is_below_its_bound(scorer: object) -> None:
-    rng = np.random.default_rng(0)
-    vectors = rng.normal(size=(20_000, 256))
-    vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float16)
-    vectors[0, :9] = [0, -0.0, 6e-8, -6e-8, 6.1e-5, -6.1e-5, 1, -1, 0.5]  # zeros and subnormal numbers
-    query = vectors[7].astype(np.float32)
-    scores, bound = scorer(vectors[1:], query)  # type: ignore[operator]
-    error = np.abs(scores - vectors[1:].astype(np.float64) @ query.astype(np.float64)).max()
-    assert error <= bound < 2e-3
-    single, _ = module._float_scores(vectors[:1], query)
-    assert single[0] == pytest.approx(float(vectors[0].astype(np.float64) @ query), abs=1e-6)
-
-
-def test_inaccurate_fast_scorer_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(0)
-    vectors = rng.normal(size=(500, 8)).astype(np.float16)
-    monkeypatch.setattr(module, "_half_scores", lambda v, q: (rng.normal(size=len(v)), 1e-3))
-    query = np.ones(8, np.float32)
-    found, _ = nearest(vectors, query, 5)
-    assert found.tolist() == np.argsort(-(vectors.astype(np.float64) @ query))[:5].tolist()
 
 
 def test_search_equals_brute_force(photos: Path) -> None:
@@ -121,7 +75,7 @@ def test_filters(photos: Path, where: Filter, count: int) -> None:
 
 def test_sums_and_differences_of_queries(photos: Path) -> None:
     index = Index(photos)
-    parts = index._parts({"red": 1.0, "night": 2.0}, [3], ["dog"])
+    parts = index._parts({"red": 1.0, "night": 2.0}, [3], ["dog"], {})
     assert [weight for weight, _ in parts] == [1.0, 1.0, 2.0, module.NOT_WEIGHT]
     query = index._combined(parts)
     scores = sum(w * (index.vectors @ v) / np.std(index.vectors.astype(np.float32) @ v) for w, v in parts)

@@ -117,6 +117,23 @@ def test_thumbnails_are_upright_bounded_without_exif_and_made_once(server: Serve
         (library / "away").rename(library / "sideways.jpg")
 
 
+def test_thumbnails_of_deleted_images_are_deleted(server: Server, library: Path) -> None:
+    for name in ("deleted.jpg", "moved.jpg"):
+        image(len(name)).save(library / name)
+    update_index(library)
+    before = set((library / ".m1clip-index").rglob("*.jpg"))
+    found = ids(server)
+    assert ask(server, f"/photo/small?id={found['moved.jpg']}")[0] == 200
+    (kept,) = set((library / ".m1clip-index").rglob("*.jpg")) - before
+    assert ask(server, f"/photo/small?id={found['deleted.jpg']}")[0] == 200
+    (library / "deleted.jpg").unlink()
+    (library / "moved.jpg").rename(library / "there.jpg")
+    update_index(library)
+    assert set((library / ".m1clip-index").rglob("*.jpg")) - before == {kept}
+    (library / "there.jpg").unlink()
+    update_index(library)
+
+
 def test_only_indexed_files_inside_the_folder_are_served(server: Server, library: Path) -> None:
     number = ids(server)["a/0000.jpg"]
     for value in ("../secret.jpg", "0", "-1", "999999999999", "1e3", "²", "", f"{number}/../../secret.jpg"):

@@ -1,0 +1,79 @@
+"""Exact search: equal to brute force in float64, whichever library computes the fast scores."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from m1clip.search import nearest as module
+from m1clip.search.nearest import nearest
+
+
+@pytest.fixture(params=["torch", "onnxruntime", "neither"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The library that is loaded, as far as a search can see."""
+    if request.param != "neither":
+        pytest.importorskip(request.param)
+    for name in ("torch", "onnxruntime"):
+        if name != request.param:
+            monkeypatch.delitem(sys.modules, name, raising=False)
+    return str(request.param)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.integers(1, 400), st.integers(1, 24), st.integers(1, 60), st.integers(0, 2**32 - 1), st.booleans(), st.booleans()
+)
+def test_nearest_equals_brute_force_in_float64(
+    library: str, n: int, dim: int, k: int, seed: int, coarse: bool, filtered: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    vectors = rng.normal(size=(n, dim))
+    vectors = np.round(vectors) + 1e-3 if coarse else vectors  # many ties and near-ties
+    vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float16)
+    query = rng.normal(size=dim).astype(np.float32)
+    query /= np.linalg.norm(query)
+    rows = np.flatnonzero(rng.random(n) < 0.5) if filtered else None
+    exact = vectors.astype(np.float64) @ query.astype(np.float64)
+    candidates = np.arange(n) if rows is None else rows
+    expected = candidates[np.lexsort((candidates, -exact[candidates]))][:k]
+    found, scores = nearest(vectors, query, k, rows)
+    assert found.tolist() == expected.tolist()
+    np.testing.assert_array_equal(scores, exact[expected])
+
+
+def test_error_of_the_fast_scores_is_below_its_bound(library: str) -> None:
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(20_000, 256))  # more than one block
+    vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float16)
+    vectors[0, :9] = [0, -0.0, 6e-8, -6e-8, 6.1e-5, -6.1e-5, 0.1, -0.1, 0.05]  # zeros and subnormal numbers
+    query = vectors[7].astype(np.float32)
+    scores, bound = module._fast_scores(vectors, query)
+    error = np.abs(scores - vectors.astype(np.float64) @ query.astype(np.float64)).max()
+    assert error <= bound < {"torch": 2e-3, "onnxruntime": 1e-4, "neither": 1e-10}[library]
+
+
+def test_inaccurate_fast_scores_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(500, 8)).astype(np.float16)
+    monkeypatch.setattr(module, "_fast_scores", lambda v, q: (rng.normal(size=len(v)), 1e-3))
+    query = np.ones(8, np.float32)
+    found, _ = nearest(vectors, query, 5)
+    assert found.tolist() == np.argsort(-(vectors.astype(np.float64) @ query))[:5].tolist()
+
+
+def test_graph_for_onnxruntime_is_the_product_in_float32() -> None:
+    onnx = pytest.importorskip("onnx")
+    helper, types = onnx.helper, onnx.TensorProto
+    cast = helper.make_node("Cast", ["h"], ["f"], to=types.FLOAT)
+    inputs = [
+        helper.make_tensor_value_info(name, kind, None) for name, kind in (("h", types.FLOAT16), ("q", types.FLOAT))
+    ]
+    output = helper.make_tensor_value_info("s", types.FLOAT, None)
+    graph = helper.make_graph([cast, helper.make_node("MatMul", ["f", "q"], ["s"])], "s", inputs, [output])
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=7)
+    assert made == onnx.load_from_string(module.GRAPH)
