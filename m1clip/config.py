@@ -310,6 +310,15 @@ class Config:
     def __post_init__(self) -> None:
         Range(0, 2**31, below=True).check("--seed", self.seed)
 
+    def changed(self, **settings: Any) -> Config:
+        """The config with other values, by their flat names."""
+        sections: dict[str, dict[str, Any]] = {}
+        for name, value in settings.items():
+            section, key = NAMES[name]
+            sections.setdefault(section, {})[key] = value
+        new = {section: dataclasses.replace(getattr(self, section), **values) for section, values in sections.items()}
+        return dataclasses.replace(self, **new)
+
 
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelConfig,
@@ -361,18 +370,11 @@ def make_config(options: Mapping[str, Any], file: str | Path | None = None, pres
         raise UserError("use either --config or --preset, not both")
     values = read_toml(Path(file)) if file is not None else read_preset(preset) if preset is not None else {}
     from_dict(values, str(file or preset))  # so that an error names the file
-    given = _nested(options)
-    merged = _merged(values, given)
-    recipe = recipe_preset(from_dict(merged, "options"))
+    merged = _merged(values, _nested(options))
+    transfer = from_dict(merged, "options").transfer
+    recipe = {"frozen": "frozen", "finetune": "unfreeze"}.get(transfer.recipe)
+    recipe = recipe if transfer.init is None else init_preset(Path(transfer.init))
     return from_dict(_merged(read_preset(recipe), merged) if recipe else merged, "options")
-
-
-def recipe_preset(config: Config) -> str | None:
-    """The preset with the defaults of a recipe."""
-    transfer = config.transfer
-    if transfer.init is not None:
-        return init_preset(Path(transfer.init))
-    return {"frozen": "frozen", "finetune": "unfreeze"}.get(transfer.recipe)
 
 
 def init_preset(model: Path) -> str:

@@ -48,10 +48,11 @@ class RunLog:
         self.sinks: list[Sink] = []  # also called with each record, such as TensorBoard's
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append one record; kinds are start, step, eval, layers, memory, checkpoint, event, warning, skipped, end."""
+        """Append one record; kinds are start, step, eval, memory, checkpoint, event, warning, skipped, end."""
         self.check_folder()
         record = json_safe({"v": VERSION, "kind": kind, "time": round(time.time(), 3), **values})
-        self._append(_line(record))
+        text = json.dumps(record, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        self._append(text.encode("utf-8", "replace") + b"\n")
         for sink in self.sinks:
             sink(record)
 
@@ -81,11 +82,6 @@ class RunLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _line(record: Record) -> bytes:
-    text = json.dumps(record, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return text.encode("utf-8", "replace") + b"\n"
 
 
 def read_log(run: Path) -> Iterator[Record]:
@@ -141,7 +137,6 @@ SCHEMAS: dict[str, Any] = {
 OWN_SCHEMAS: dict[str, dict[str, Any]] = {
     "step": {"step": int, "seconds": {str: float}},
     "eval": {"step": int, "seconds": float},
-    "layers": {"step": int, "layers": {str: (_figure, _figure)}},
 }
 
 

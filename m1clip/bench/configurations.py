@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from m1clip.bench.options import CompareOptions
-from m1clip.config import Config, ModelConfig, OptimConfig, TrainConfig
+from m1clip.config import Config, ModelConfig
 from m1clip.data.captions import tokenize_captions
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.hardware.device import Kind, Precision, rules
@@ -61,14 +61,7 @@ class Configuration:
 
     def train_config(self) -> Config:
         """The equivalent settings of a run."""
-        values = asdict(self)
-        model = {key: values[key] for key in ("attention", "compile", "cuda_graph", "grad_checkpointing")}
-        train = {key: values[key] for key in ("device", "precision", "threads")}
-        return Config(
-            model=ModelConfig(name=self.model, **model),
-            optim=OptimConfig(optimizer=values["optimizer"]),
-            train=TrainConfig(batch_size=max(2, self.batch_size), steps=10_000, **train),
-        )
+        return Config().changed(**{**asdict(self), "batch_size": max(2, self.batch_size), "steps": 10_000})
 
 
 @dataclass(frozen=True)

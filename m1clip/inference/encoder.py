@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 Tower = Callable[[Tensor], Tensor]
 
-# Images and text tokens of a batch. On a CPU each core computes a batch of its own, which should fit into its cache.
-CPU_IMAGES, CPU_TOKENS = 4, 1024
+# Images and tokens of a batch. On a CPU each core computes a batch of its own, which should fit into its cache.
+CPU_IMAGES, CPU_TOKENS = 4, 2048
 GPU_IMAGES, GPU_TOKENS = 256, 32768
 HEAD_BATCH = 1024  # features
 FEW_TOKENS = 64  # a smaller batch takes nearly as long
@@ -117,6 +117,7 @@ class Encoder:
     device: torch.device
     precision: Precision = "fp32"
     max_batch: int | None = None  # images or texts
+    tokens_per_image: int = 1  # 1: the image tower has no tokens
 
     @torch.inference_mode()
     def pixels(self, pixels: np.ndarray) -> Tensor:
@@ -178,7 +179,8 @@ class Encoder:
 
     def batch(self, count: int) -> int:
         """How many of `count` images to encode at a time."""
-        limit = CPU_IMAGES if self.device.type == "cpu" else GPU_IMAGES
+        per_core = CPU_IMAGES if self.tokens_per_image == 1 else max(CPU_IMAGES, CPU_TOKENS // self.tokens_per_image)
+        limit = per_core if self.device.type == "cpu" else GPU_IMAGES
         return min(limit, self.max_batch or limit, max(1, -(-count // self.workers)))
 
     @property
@@ -294,7 +296,8 @@ class Model:
         if clip.training:
             clip.eval()
         precision = fastest_precision(kind) if self.precision == "auto" else self.precision
-        return Encoder(clip.encode_image, clip.encode_text, self.preprocess, self.device, precision, max_batch)
+        encode, tokens = (clip.encode_image, clip.encode_text), clip.image_tower.tokens_per_image
+        return Encoder(*encode, self.preprocess, self.device, precision, max_batch, tokens)
 
     def encode_image(self, images: ImageInput | Iterable[ImageInput], batch_size: int | None = None) -> Tensor:
         """(n, embed_dim) float32 unit vectors of one image (n = 1) or many.

@@ -1,4 +1,4 @@
-"""The history of a run in bounded memory: curves, evaluations, layers, events, snapshots."""
+"""The history of a run in bounded memory: curves, evaluations, events, snapshots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = 8 << 20  # bytes read at a time
 PARSE_ALL = 16 << 20  # bytes; in a longer backlog only a fraction of the steps is parsed
 EDGE = 64  # lines at both ends of a block that are always parsed
 LONGEST_LINE = 4 << 20  # bytes; anything longer is not a record
-POINTS, EVALUATIONS, LAYERS, EVENTS, RECENT, FIRST = 2000, 500, 200, 200, 60, 12
+POINTS, EVALUATIONS, EVENTS, RECENT, FIRST = 2000, 500, 200, 60, 12
 # "step": forward, backward and optimizer together, where a step is replayed as a CUDA graph
 PHASES = ("data", "copy", "forward", "backward", "optimizer", "step", "rest")
 STEP_FIGURES = (  # name, title, factor
@@ -92,7 +92,7 @@ class History:
         self.records = 0  # that were read
         self.config = _read(self.run / "config.toml")
         self.environment = _read(self.run / "environment.json")
-        self.steps, self.evaluations, self.layers = Thinned(POINTS), Thinned(EVALUATIONS), Thinned(LAYERS)
+        self.steps, self.evaluations = Thinned(POINTS), Thinned(EVALUATIONS)
         self.events: deque[Record] = deque(maxlen=EVENTS)
         self.recent: deque[Record] = deque(maxlen=RECENT)  # complete records of the newest steps
         self.first: list[Record] = []  # and of this session's first ones
@@ -164,8 +164,8 @@ class History:
             self.recent.append(record)
             if len(self.first) < FIRST:
                 self.first.append(record)
-        elif kind in ("eval", "layers"):
-            (self.evaluations if kind == "eval" else self.layers).add({**record, "order": self.records})
+        elif kind == "eval":
+            self.evaluations.add({**record, "order": self.records})
         elif kind == "memory":
             self.memory = record
         elif kind == "end":
@@ -179,7 +179,7 @@ class History:
 
     def _cut(self, step: int) -> None:
         """Discard everything after this step, from which training continues."""
-        curves = (self.steps, self.evaluations, self.layers)
+        curves = (self.steps, self.evaluations)
         if any(curve.last and curve.last["step"] > step for curve in curves):
             self.generation += 1
         for curve in curves:

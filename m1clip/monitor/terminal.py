@@ -142,8 +142,8 @@ def head_lines(history: History, status: Status, view: View, width: int, now: fl
     """The run's folder and state, its progress and the time left."""
     place = f"run {view.place + 1} of {view.runs}  " if view.runs > 1 else ""
     tail = f"* {status.state}  {place}{'PAUSED' if view.paused else ''}"
-    name, room = str(history.run), max(8, width - len(tail) - 12)
-    name = name if len(name) <= room else "~" + name[-room + 1 :]  # the end of a path matters more than its start
+    name, space = str(history.run), max(8, width - len(tail) - 12)
+    name = name if len(name) <= space else "~" + name[-space + 1 :]  # the end of a path matters more than its start
     fraction = history.step / history.total if history.total else 0.0
     words = f"{percent(fraction, 0)}  step {history.step:,} of {history.total:,}"
     if not history.total or status.state == "preparing":

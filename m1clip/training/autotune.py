@@ -188,12 +188,8 @@ def time_step(
     config: Config, model: CLIP, device: Device, precision: Precision, work: Batch, seconds: float, cpu_time: bool
 ) -> float:
     """Seconds of a training step (of CPU time on request), measured as many times as fit in `seconds`."""
-    plain = dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, compile=False),
-        train=dataclasses.replace(config.train, batch_size=config.train.batch_size or len(work)),
-    )
-    step = TrainStep(model, plain, device, precision, Preprocess(image_size=model.config.image_size))
+    eager = config.changed(compile=False, batch_size=config.train.batch_size or len(work))
+    step = TrainStep(model, eager, device, precision, Preprocess(image_size=model.config.image_size))
     step.keeps_memory = False  # cached blocks would fragment the heap before the run starts
     clock = time.process_time if cpu_time else time.perf_counter
     begin, taken = time.monotonic(), []

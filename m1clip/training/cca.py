@@ -26,10 +26,10 @@ def fit_projections(image_head: Head, text_head: Head, train: Split) -> None:
     xx, yy, xy = (torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64) for a, b in ((wx, wx), (wy, wy), (wx, wy)))
     x_sum, y_sum, ybar_sum = torch.zeros(len(xx)), torch.zeros(len(yy)), torch.zeros(len(yy))
     images = captions = 0
-    for x_raw, y_raw, owner in _blocks(train):
+    for x_raw, y_raw, image_index in _blocks(train):
         x, y = image_head.standardized(x_raw), text_head.standardized(y_raw)
-        count = torch.bincount(owner, minlength=len(x))[:, None]
-        ybar = torch.zeros(len(x), y.shape[1]).index_add_(0, owner, y) / count.clamp(
+        count = torch.bincount(image_index, minlength=len(x))[:, None]
+        ybar = torch.zeros(len(x), y.shape[1]).index_add_(0, image_index, y) / count.clamp(
             min=1
         )  # mean of an image's captions
         xx += x.T @ x
@@ -76,10 +76,10 @@ def _blocks(train: Split) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     for start in range(0, len(chosen), BLOCK):
         block = chosen[start : start + BLOCK]
         counts = captions.first[block + 1] - captions.first[block]
-        owner = np.repeat(np.arange(len(block)), counts)
+        image_index = np.repeat(np.arange(len(block)), counts)
         rows = np.concatenate([np.arange(captions.first[i], captions.first[i + 1]) for i in block])
         yield (
             torch.from_numpy(images.read(block)),
             torch.from_numpy(captions.features.read(rows)),
-            torch.from_numpy(owner),
+            torch.from_numpy(image_index),
         )

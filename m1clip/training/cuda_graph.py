@@ -52,9 +52,8 @@ class CapturedStep:
         return self._graph is not None or bool(self.disabled)
 
     def accepts(self, batch: Batch) -> bool:
-        """Whether this step can be replayed: no micro-batches, no hooks."""
-        one_pass = not 0 < self.train_step.micro_batch < len(batch)
-        return not self.disabled and one_pass and not self.train_step.optimizer.observed
+        """Whether this step can be replayed: no micro-batches."""
+        return not self.disabled and not 0 < self.train_step.micro_batch < len(batch)
 
     def replay(self, batch: Batch, step: int) -> StepResult | None:
         """Loss and gradient norm of a padded batch, on the device; None if it must run without a graph."""

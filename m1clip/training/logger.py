@@ -1,11 +1,10 @@
-"""Logging of training steps: loss, speed, time split, hardware, layers. Values are read only when a line is written."""
+"""Logging of training steps: loss, speed, time split, hardware. Values are read only when a line is written."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -13,22 +12,18 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
 from m1clip.errors import UserError
 from m1clip.hardware.energy import open_meter, temperature
 from m1clip.runlog import Record, RunLog, Sink
 from m1clip.training.checkpoint import TrainState
-from m1clip.training.optim import Optimizer
 from m1clip.training.progress import Screen
 from m1clip.training.setup import Setup
 from m1clip.training.step import TrainStep
 
 TEMPERATURE_SECONDS = 5.0  # between two readings: some sensors take milliseconds
-LAYER_LINES = 40  # per run
 LOG_EVERY, LOG_LINES = 10, 50  # maximum steps between two log lines, minimum lines per run
-BLOCK = re.compile(r"^(?P<tower>[^.]+)_tower\..*?\b(?:blocks|layers?|resblocks|stages)\.(?P<number>\d+)\.")
 
 
 class StepLogger:
@@ -38,9 +33,7 @@ class StepLogger:
         self.setup, self.train_step, self.log, self.screen = setup, train_step, log, screen
         total_steps = setup.config.train.steps or 0
         self.every = log_interval(total_steps)
-        self.layers_every = -(-(total_steps // LAYER_LINES or 1) // self.every) * self.every
         self.telemetry = Telemetry(setup.device.kind)
-        self.probe = LayerProbe(train_step.model, train_step.optimizer)
         self._wrote_memory = self._wrote_graph = False
         self._begin()
 
@@ -51,15 +44,9 @@ class StepLogger:
 
     def restart(self) -> None:
         """Discard everything since the last line, such as an evaluation, a checkpoint or rolled-back steps."""
-        self.probe.disarm()
         self.train_step.phases.take()
         self.telemetry.read(1.0)
         self._begin()
-
-    def before_step(self, step: int) -> None:
-        """Called before step number `step`, counted from 1."""
-        if step % self.layers_every == 0:
-            self.probe.arm()
 
     def after_step(self, waited: float, loss: Tensor, grad_norm: Tensor) -> None:
         """Called after each step; nothing is read from the device."""
@@ -93,9 +80,6 @@ class StepLogger:
         if len(finite) < n:
             line["skipped"] = n - len(finite)  # the means exclude them
         self.log.write("step", **line)
-        layers = self.probe.take(values[-1][1])
-        if layers:
-            self.log.write("layers", step=state.step, layers=layers)
         if not self._wrote_memory:
             self.log.write("memory", **memory_parts(setup, self.train_step), meter=self.telemetry.meter_name)
             self._wrote_memory = True
@@ -170,75 +154,6 @@ def memory_parts(setup: Setup, train_step: TrainStep) -> dict[str, int]:
     return {**parts, "rest": max(0, peak - sum(parts.values())), "peak": peak}
 
 
-def layer_of(name: str) -> str:
-    """The layer of a parameter: image block 3, text stem, image head."""
-    if name.startswith("logit_"):
-        return "temperature"
-    block = BLOCK.match(name)
-    if block:
-        return f"{block['tower']} block {int(block['number']) + 1}"
-    tower = re.split(r"[._]", name)[0]
-    head = name.startswith((f"{tower}_head.", f"{tower}_tower.norm."))
-    return f"{tower} {'head' if head else 'stem'}"
-
-
-class LayerProbe:
-    """When armed for a step, stores gradient norms and weights before the optimizer step; `take` computes updates."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._layers = {id(p): layer_of(name) for name, p in model.named_parameters()}
-        self._handles: list[RemovableHandle] = []
-        self._params: list[Tensor] = []
-        self._before: list[Tensor] = []  # a copy of the weights
-        self._grad_norms: list[Tensor] = []
-
-    def arm(self) -> None:
-        """Observe the next step."""
-        self._optimizer.observed = True
-        for part in self._optimizer.parts.values():
-            self._handles.append(part.register_step_pre_hook(self._before_step))
-
-    def disarm(self) -> None:
-        """Stop observing and discard the values."""
-        for handle in self._handles:
-            handle.remove()
-        self._optimizer.observed = False
-        self._handles, self._params, self._before, self._grad_norms = [], [], [], []
-
-    @torch.no_grad()
-    def _before_step(self, part: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        params = [p for group in part.param_groups for p in group["params"] if p.grad is not None]
-        self._params += params
-        self._before += [p.detach().clone() for p in params]
-        self._grad_norms += torch._foreach_norm([p.grad for p in params])
-
-    @torch.no_grad()
-    def take(self, grad_norm: float) -> dict[str, list[float]]:
-        """layer -> [gradient norm before clipping, update / weight], read in one transfer; {} if no step was made."""
-        layers = [self._layers[id(p)] for p in self._params]
-        sums: dict[str, list[float]] = {}
-        if layers:
-            weights = torch._foreach_norm(self._before)
-            torch._foreach_sub_(self._before, self._params)
-            columns = (self._grad_norms, weights, torch._foreach_norm(self._before))
-            norms = [torch.stack([t.float() for t in column]) for column in columns]
-            for layer, *row in zip(layers, *torch.stack(norms).square().tolist(), strict=True):
-                sums[layer] = [a + b for a, b in zip(sums.get(layer, [0.0] * 3), row, strict=True)]
-        self.disarm()
-        # Clipping scaled all gradients by one factor, which follows from the norm before clipping.
-        clipped = math.sqrt(sum(gradient for gradient, *_ in sums.values()))
-        scale = grad_norm / clipped if clipped > 0 and math.isfinite(grad_norm) else 1.0
-        return {
-            layer: [_rounded(scale * math.sqrt(gradient)), _rounded(math.sqrt(update / weight) if weight else 0.0)]
-            for layer, (gradient, weight, update) in sums.items()
-        }
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
 def check_sink(name: str) -> None:
     """Raise UserError if the logging backend is not installed."""
     if name == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
@@ -254,7 +169,7 @@ def open_sink(name: str, run: Path) -> tuple[Sink, Callable[[], None]] | None:
     writer: Any = SummaryWriter(str(run / "tensorboard"))
 
     def write(record: Record) -> None:
-        if record["kind"] in ("step", "eval", "end", "layers"):
+        if record["kind"] in ("step", "eval", "end"):
             for key, value in scalars(record["kind"], record):
                 writer.add_scalar(key, value, record["step"], walltime=record["time"])
 

@@ -58,7 +58,6 @@ class TrainLoop:
             return
         with contextlib.closing(self._timed_batches()) as feed:
             for step in range(state.step, total):
-                self.logger.before_step(step + 1)
                 waited, batch = self._next(feed)
                 loss, grad_norm = train_step(batch, step)
                 self.logger.after_step(waited, loss, grad_norm)

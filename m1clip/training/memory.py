@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
 from collections.abc import Iterable
@@ -117,14 +116,10 @@ class MemoryEstimate:
         return batch if batch >= 2 else 0
 
     def _step(self, batch: int, checkpointing: bool) -> dict[str, int]:
-        several = self.config.data.captions_per_step or 1
-        train = self.config.train
-        contrast = float(several > 1) if train.text_contrast is None else train.text_contrast  # any weight above 0
-        plain = dataclasses.replace(
-            self.config,
-            model=dataclasses.replace(self.config.model, compile=False),  # it does not support fake tensors
-            train=dataclasses.replace(train, batch_size=max(batch, 2), micro_batch=0, text_contrast=contrast),
-        )
+        captions, contrast = self.config.data.captions_per_step or 1, self.config.train.text_contrast
+        contrast = float(captions > 1) if contrast is None else contrast  # any weight above 0
+        # The compiler does not support fake tensors.
+        eager = self.config.changed(compile=False, batch_size=max(batch, 2), micro_batch=0, text_contrast=contrast)
         host = Device("cpu", self.facts)  # fake tensors cannot be on a missing device, and the shapes are the same
         process_bytes(self.facts)  # private operations are probed at first use, which must not be with fake tensors
         with FakeTensorMode(), _WithoutShapes():
@@ -132,12 +127,12 @@ class MemoryEstimate:
             model.set_attention("bmm" if self.config.model.attention == "bmm" else "sdpa")
             model.set_activation_checkpointing(checkpointing)
             half: Precision = "bf16" if self.precision == "fp16" else self.precision  # the CPU has no fp16
-            step = TrainStep(model, plain, host, half, Preprocess(image_size=self.start.config.image_size))
+            step = TrainStep(model, eager, host, half, Preprocess(image_size=self.start.config.image_size))
             step.skip = "never"  # fake tensors have no values to check
             step.blockwise_loss = self.device.kind == "cpu"
             widths = zip((model.image_tower.width, model.text_tower.width), self.start.trainable, strict=True)
             image, text = (0 if trained else width for width, trained in widths)
-            samples = random_batch(self.start.config, batch, self.text_tokens, several, (image, text))
+            samples = random_batch(self.start.config, batch, self.text_tokens, captions, (image, text))
             step(samples, 1)  # creates the optimizer state
             state = list(step.optimizer.tensors().values())
             weights = [*model.parameters(), *model.buffers()]
@@ -147,7 +142,7 @@ class MemoryEstimate:
             found["gradients"] = _bytes(p for p in model.parameters() if p.requires_grad)
         found["activations"] = max(0, memory.peak - sum(found.values()))
         if self.device.kind != "cpu" and not checkpointing:
-            found["activations"] += self._mlp_bytes(batch, several * self.text_tokens)
+            found["activations"] += self._mlp_bytes(batch, captions * self.text_tokens)
         return found
 
     def _mlp_bytes(self, batch: int, text_tokens: int) -> int:

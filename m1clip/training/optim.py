@@ -65,7 +65,6 @@ class Optimizer:
             muon_groups = list(groups(hidden, config.muon_lr))
             self.parts["muon"] = Muon(muon_groups, weight_decay=MUON_WEIGHT_DECAY, dtype=muon_dtype)
         self._peak_lr = {"adamw": config.lr, "muon": config.muon_lr}
-        self.observed = False  # hooks observe the next step; a replayed CUDA graph would not call them
 
     def set_lr(self, fraction: float) -> None:
         """Set each learning rate to a fraction of its peak."""

@@ -114,7 +114,10 @@ class Recovery:
             self.log.write("event", step=failed_step, event="diverged", rollbacks=state.rollbacks)
             raise self._diagnosis()
         loaded = load_latest(self.run, self.setup.device.torch, self.screen.warn, without_skips=True)
-        earlier, tensors = loaded or (TrainState(frozen_sha256=train_step.frozen_sha256), self._initial_tensors())
+        if loaded is None:
+            initial: TensorGroups = {"weights": trained_tensors(self.setup.build_model()), "optimizer": {}}
+            loaded = TrainState(frozen_sha256=train_step.frozen_sha256), initial
+        earlier, tensors = loaded
         earlier.rollbacks = state.rollbacks + 1
         earlier.lr_factor = state.lr_factor * ROLLBACK_LR_FACTOR
         earlier.micro_batch, earlier.skipped = state.micro_batch, 0
@@ -180,6 +183,3 @@ class Recovery:
 
     def _loss_scale(self) -> float:
         return 1.0 if self.train_step.scaler is None else float(self.train_step.scaler.get_scale())
-
-    def _initial_tensors(self) -> TensorGroups:
-        return {"weights": trained_tensors(self.setup.build_model()), "optimizer": {}}

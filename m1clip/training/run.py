@@ -196,7 +196,7 @@ def train_config(
     if config.data.workers > most:
         raise UserError(f"--workers {config.data.workers}: this machine has {usable_cpus()} CPUs; use at most {most}")
     folder = create_run_folder(Path(run) if run is not None else None, name or run_name(config))
-    with lock_run(folder), stop_on_signals() as asked:
+    with lock_run(folder), stop_on_signals() as stop:
         try:
             setup = _with_steps(prepare(config, screen.say, decode_plan(screen, folder)), screen.warn)
             _describe(setup, screen)
@@ -204,7 +204,7 @@ def train_config(
         except BaseException:
             remove_unused_folder(folder)
             raise
-        return _train_and_finish(setup, folder, screen, TrainState(), None, asked, on_log)
+        return _train_and_finish(setup, folder, screen, TrainState(), None, stop, on_log)
 
 
 def resume(run: str | Path, screen: Screen | None = None) -> Run:
@@ -212,7 +212,7 @@ def resume(run: str | Path, screen: Screen | None = None) -> Run:
     screen, folder = screen or Screen(), Path(run)
     if not (folder / "config.toml").is_file():
         raise UserError(f"{folder}: not a run folder (no config.toml)")
-    with lock_run(folder), stop_on_signals() as asked:
+    with lock_run(folder), stop_on_signals() as stop:
         for part in (folder, folder / WATCH, folder / WATCH / THUMBNAILS):
             remove_leftovers(part)
         setup = prepare(load_config(folder / "config.toml"), screen.say, decode_plan(screen, folder), saved=folder)
@@ -221,7 +221,7 @@ def resume(run: str | Path, screen: Screen | None = None) -> Run:
         kept = load_latest(folder, setup.device.torch, screen.warn)
         state, tensors = kept if kept is not None else (TrainState(), None)
         screen.say(f"resume     from step {state.step:,} of {setup.config.train.steps:,}")
-        return _train_and_finish(setup, folder, screen, state, tensors, asked)
+        return _train_and_finish(setup, folder, screen, state, tensors, stop)
 
 
 @oom_as_user_error()
@@ -231,7 +231,7 @@ def _train_and_finish(
     screen: Screen,
     state: TrainState,
     tensors: dict[str, dict[str, torch.Tensor]] | None,
-    asked: StopRequest,
+    stop: StopRequest,
     on_log: Sink | None = None,
 ) -> Run:
     log = RunLog(folder)
@@ -252,7 +252,7 @@ def _train_and_finish(
         log.write("parity", gradient_difference=difference)
         screen.say(f"parity     gradients on {setup.device.kind} differ by at most {difference:.2%}")
     try:
-        TrainLoop(setup, train_step, state, folder, log, screen).run_until_stopped(asked)
+        TrainLoop(setup, train_step, state, folder, log, screen).run_until_stopped(stop)
         return _finish(setup, train_step, folder, log, screen, state)
     except Interrupted as stopped:
         log.write("event", step=state.step, event=str(stopped))
@@ -320,8 +320,8 @@ def _with_steps(setup: Setup, warn: Callable[[str], None]) -> Setup:
     train = setup.config.train
     every = train.eval_every if train.eval_every is not None else max(1, -(-steps // evaluations))
     saves = train.save_every if train.save_every is not None else every
-    train = dataclasses.replace(train, steps=steps, minutes=None, epochs=None, eval_every=every, save_every=saves)
-    return dataclasses.replace(setup, config=dataclasses.replace(setup.config, train=train))
+    length = {"steps": steps, "minutes": None, "epochs": None, "eval_every": every, "save_every": saves}
+    return dataclasses.replace(setup, config=setup.config.changed(**length))
 
 
 def _describe(setup: Setup, screen: Screen) -> None:
@@ -330,8 +330,8 @@ def _describe(setup: Setup, screen: Screen) -> None:
     screen.say(f"data       {', '.join(setup.config.data.source)}: {counts} images of {shape.image_size} px")
     screen.say(f"model      {setup.describe_model()}")
     epochs = (train.steps or 0) / setup.training.plan.steps_per_epoch
-    several = setup.training.captions_per_image
-    captions = f" with {several} captions each" if several > 1 else " and captions"
+    captions_per_image = setup.training.captions_per_image
+    captions = f" with {captions_per_image} captions each" if captions_per_image > 1 else " and captions"
     screen.say(
         f"training   {train.steps:,} steps of {train.batch_size} images{captions} ({epochs:.1f} epochs), "
         f"{setup.config.optim.optimizer}"

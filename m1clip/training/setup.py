@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from m1clip.config import NAMES, Config, TransferConfig
+from m1clip.config import Config, TransferConfig
 from m1clip.data.augment import Augmentation
 from m1clip.data.cache import DecodePlan
 from m1clip.data.captions import tokenize_captions
@@ -160,7 +160,7 @@ def prepare(
     if fit is not None:
         say(f"memory     {fit[0]}, within {fit[1] / 1e9:.1f} GB")
         choices["memory"] = dataclasses.asdict(fit[0])
-        config = _replaced(config, **choices["memory"])
+        config = config.changed(**choices["memory"])
 
     augmentation = augmentation_for(config, captions, start, tokenizer)
     if device.kind == "cpu" and not all(start.trainable):
@@ -184,7 +184,7 @@ def prepare(
     batch = config.train.batch_size or 0
     if not asked_batch:
         batch = min(batch, largest_batch(len(train.samples)))  # some images may be unreadable
-    config = _replaced(config, batch_size=batch, micro_batch=min(config.train.micro_batch, batch))
+    config = config.changed(batch_size=batch, micro_batch=min(config.train.micro_batch, batch))
     config = _resolved(config, start, train, device, precision, tokens, augmentation, choices)
     teacher = None
     if config.transfer.teacher is not None:
@@ -249,25 +249,15 @@ def open_training_data(config: Config, image_size: int, plan: DecodePlan) -> Sou
     return source
 
 
-def _replaced(config: Config, **values: Any) -> Config:
-    """The config with other values, under their flat names."""
-    sections: dict[str, dict[str, Any]] = {}
-    for name, value in values.items():
-        section, key = NAMES[name]
-        sections.setdefault(section, {})[key] = value
-    changed = {section: dataclasses.replace(getattr(config, section), **new) for section, new in sections.items()}
-    return dataclasses.replace(config, **changed)
-
-
 def _with_batch(config: Config, start: Start, caption_counts: list[int]) -> Config:
     """The default captions per step and batch size, where none are given; `auto` stays 0 until memory is known."""
     captions = config.data.captions_per_step or max(1, min(int(np.median(caption_counts)), MAX_CAPTIONS))
-    config = _replaced(config, captions_per_step=captions)
+    config = config.changed(captions_per_step=captions)
     if config.train.batch_size is not None:
         return config
     batch = default_batch(start, len(caption_counts))
-    return _replaced(
-        config, batch_size=batch, micro_batch=config.train.micro_batch if config.train.micro_batch < batch else 0
+    return config.changed(
+        batch_size=batch, micro_batch=config.train.micro_batch if config.train.micro_batch < batch else 0
     )
 
 
@@ -293,8 +283,7 @@ def _resolved(
         attention, seconds = choose_attention(start, device, precision, config.train.batch_size or 0, tokens)
         choices["attention"] = {"chosen": attention, **seconds}
     config = dataclasses.replace(config, model=model_config(config.model, start.config))
-    return _replaced(
-        config,
+    return config.changed(
         attention=attention,
         captions_per_step=captions,
         device=device.kind,

@@ -246,12 +246,12 @@ def interpolated(old: Tensors, new: Tensors, weight: float) -> Tensors:
 
 def interpolate_weights(setup: Setup, folder: Path, say: Callable[[str], None], write: Callable[..., Any]) -> None:
     """WiSE-FT of the best model as configured; the interpolation with the best validation score replaces it."""
-    wish, val = setup.config.transfer.wise_ft, setup.splits.get("val")
+    setting, val = setup.config.transfer.wise_ft, setup.splits.get("val")
     best = load(folder, device=setup.device.kind, precision=setup.precision)
     new = {name: tensor.clone() for name, tensor in best.clip.state_dict().items()}
     found: list[tuple[float, float]] = []
     shown = ""
-    for weight in WISE_FT_GRID if wish == "search" else (float(wish),):
+    for weight in WISE_FT_GRID if setting == "search" else (float(setting),):
         best.clip.load_state_dict(interpolated(setup.start.weights, new, weight))
         metric = None if val is None else selection_metric(retrieval(*encode_split(best, val)))
         found.append((0.0 if metric is None else metric.value, weight))

@@ -86,7 +86,7 @@ def rows(history: History, cursor: str) -> dict[str, Any]:
     generation, _, order = cursor.partition(".")
     reset = generation != str(history.generation) or not NUMBER.fullmatch(order)
     after = -1 if reset else int(order)
-    curves = {"steps": history.steps, "evaluations": history.evaluations, "layers": history.layers}
+    curves = {"steps": history.steps, "evaluations": history.evaluations}
     new = {kind: [row for row in curve if row["order"] > after] for kind, curve in curves.items()}
     return {"cursor": f"{history.generation}.{history.records}", "reset": reset, **new}
 

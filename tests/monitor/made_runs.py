@@ -67,13 +67,10 @@ def append(folder: Path, records: list[dict[str, Any]]) -> None:
 
 
 def full_run(folder: Path, recall: float = 0.4, finished: bool = True) -> Path:
-    """A hundred steps, four evaluations, layers, memory, examples with thumbnails."""
+    """A hundred steps, four evaluations, memory, examples with thumbnails."""
     records = [line("memory", weights=10_000_000, gradients=10_000_000, rest=5_000_000, peak=30_000_000)]
     for number in range(2, 102, 2):
         records.append(step(number))
-        if number % 10 == 0:
-            layers = {"image block 1": [1.0 / number, 1e-3], "text stem": [2.0, 2e-3]}
-            records.append(line("layers", step=number, layers=layers))
         if number % 25 == 0:
             records.append(evaluation(number, recall * number / 100))
             records.append(line("checkpoint", step=number, time=BEGIN + number, path=f"step-{number:06d}"))

@@ -1,89 +1,27 @@
-"""Log lines about steps: values, time split, layers; nothing is read from the device in between."""
+"""Log lines about steps: values, time split; nothing is read from the device in between."""
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from small_run import run_small
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from m1clip.config import OptimConfig
 from m1clip.errors import UserError
 from m1clip.runlog import read_log
 from m1clip.training import logger
-from m1clip.training.logger import LayerProbe, check_sink, layer_of, log_interval, scalars, time_split
+from m1clip.training.logger import check_sink, log_interval, scalars, time_split
 from m1clip.training.loop import TrainLoop
-from m1clip.training.optim import Optimizer
 from m1clip.training.process import StopRequest
 from m1clip.training.validation import Validator
 
 
-def test_layer_names_of_parameters() -> None:
-    assert layer_of("image_tower.transformer.blocks.0.attn.qkv.weight") == "image block 1"
-    assert layer_of("text_tower.transformer.blocks.11.mlp.up.bias") == "text block 12"
-    assert layer_of("text_tower.tokens.weight") == "text stem"
-    assert layer_of("image_tower.norm.weight") == "image head"
-    assert layer_of("image_head.weight") == "image head"
-    assert layer_of("logit_scale") == "temperature"
-
-
 def test_short_runs_log_more_often() -> None:
     assert [log_interval(steps) for steps in (1, 60, 200, 4000)] == [1, 1, 4, 10]
-
-
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.image_tower = nn.ModuleDict({"patch": nn.Linear(3, 4), "norm": nn.LayerNorm(4)})
-        self.text_tower = nn.ModuleDict({"tokens": nn.Linear(4, 2, bias=False)})
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.25])  # 0.25: as if the gradients had been clipped to a quarter
-def test_layer_norms_of_gradients_and_updates(scale: float) -> None:
-    torch.manual_seed(0)
-    model = Small()
-    optimizer = Optimizer(model, OptimConfig(optimizer="adamw", wd=0.0), fused=False)
-    probe = LayerProbe(model, optimizer)
-    grads = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for name, p in model.named_parameters():
-        p.grad = scale * grads[name]
-    probe.arm()
-    optimizer.step()
-    total = math.sqrt(sum(float(g.square().sum()) for g in grads.values()))
-    found = probe.take(total)
-    groups = {
-        "image stem": ["image_tower.patch.weight", "image_tower.patch.bias"],
-        "image head": ["image_tower.norm.weight", "image_tower.norm.bias"],
-        "text stem": ["text_tower.tokens.weight"],
-    }
-    assert found.keys() == groups.keys()
-    after = {name: p.detach() for name, p in model.named_parameters()}
-    for layer, names in groups.items():
-        norm = math.sqrt(sum(float(grads[n].square().sum()) for n in names))
-        moved = math.sqrt(sum(float((after[n] - before[n]).square().sum()) for n in names))
-        weight = math.sqrt(sum(float(before[n].square().sum()) for n in names))
-        assert found[layer] == pytest.approx([norm, moved / weight], rel=1e-3)
-
-
-def test_layer_probe_observes_one_step_and_leaves_no_hooks() -> None:
-    model = Small()
-    optimizer = Optimizer(model, OptimConfig(optimizer="adamw"), fused=False)
-    probe = LayerProbe(model, optimizer)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    for armed in (False, True, False):
-        if armed:
-            probe.arm()
-        optimizer.step()
-        assert bool(probe.take(1.0)) == armed
-    assert all(not part._optimizer_step_pre_hooks for part in optimizer.parts.values())
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +44,7 @@ def test_time_split_adds_up_to_the_time_of_a_step(log: list[dict[str, Any]]) -> 
         assert ("joules" in record) == ("watts" in record)
 
 
-def test_layers_memory_and_analysis_are_logged(log: list[dict[str, Any]]) -> None:
-    assert [record["step"] for record in of(log, "layers")] == list(range(1, 11))
-    layers = of(log, "layers")[0]["layers"]
-    assert {"image block 1", "image block 2", "text stem", "text head", "temperature"} <= layers.keys()
+def test_memory_and_analysis_are_logged(log: list[dict[str, Any]]) -> None:
     (memory,) = of(log, "memory")
     assert memory["weights"] >= memory["gradients"] > 100_000  # buffers have no gradient
     assert memory["peak"] > memory["optimizer"] > 0
@@ -161,7 +96,6 @@ def test_device_is_read_only_for_log_lines(tmp_path: Path, monkeypatch: pytest.M
     # The sigmoid loss is that of accelerators; the CPU's InfoNCE looks at the scale.
     common = {"train.eval_every": 0, "optim.optimizer": optimizer, "train.loss": "sigmoid"}
     monkeypatch.setattr(logger, "LOG_EVERY", 40)
-    monkeypatch.setattr(LayerProbe, "arm", lambda self: None)
     monkeypatch.setattr(Validator, "run_due", lambda self, stop: setattr(self.state, "evaluation_due", False))
     for name, steps, lines in (("a", 20, 1), ("b", 40, 1), ("c", 40, 10)):
         monkeypatch.setattr(logger, "LOG_LINES", lines)
@@ -183,8 +117,8 @@ def test_waiting_for_data_counts_only_while_the_device_is_idle() -> None:
 def test_scalars_of_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     record = {"v": 1, "kind": "step", "step": 3, "time": 1.0, "loss": 0.5, "seconds": {"data": 0.1}, "x": "nan"}
     assert list(scalars("step", record)) == [("step/loss", 0.5), ("step/seconds/data", 0.1)]
-    layers = {"kind": "layers", "layers": {"image block 1": [2.0, 0.1]}}
-    assert list(scalars("layers", layers)) == [("layers/layers/image block 1", 2.0)]
+    groups = {"groups": {"color/red": [0.5, 9]}}
+    assert list(scalars("eval", groups)) == [("eval/groups/color/red", 0.5)]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'm1clip\[log\]'"):
         check_sink("tensorboard")

@@ -2,10 +2,10 @@
 /* The page of runs: its state, the updates from the server, and what is drawn where. */
 const RECALL = "text_to_image/recall@1", BACK = "image_to_text/recall@1";
 const UPDATE_MS = 1000;
-const MAX_POINTS = { steps: 6000, layers: 300 };
+const MAX_POINTS = 6000;
 const state = {
   runs: [], // what the server says about each run
-  data: {}, // run -> { steps: one column per figure, evaluations, layers }
+  data: {}, // run -> { steps: one column per figure, evaluations }
   cursors: {}, // run -> which rows the page already has
   focus: null, shown: new Set(), // the run in focus, and all runs in the plots
   paused: false, smooth: 0, log: false, axis: "step",
@@ -42,7 +42,6 @@ addPlot("plots", "loss", "Loss");
 addPlot("plots", "best", "Mean recall, %", AFTER_EVALUATION);
 addPlot("plots", "recall", "Recall@1, %", AFTER_EVALUATION);
 for (const [id, , title] of CURVES.slice(1)) addPlot("plots", id, title);
-addCard("analysis", "layers", "Gradients by layer");
 addPlot("analysis", "difficulty", "Accuracy by similarity of the wrong caption, %", AFTER_EVALUATION);
 addPlot("analysis", "geometry", "Alignment, uniformity, modality gap", AFTER_EVALUATION);
 addCard("analysis", "groups", "Recall@1 by image content");
@@ -113,9 +112,6 @@ function drawAnalysis(id) {
   };
   plots.geometry.set(Object.entries(geometry).map(([key, name], index) =>
     evaluations(id, (row) => row.analysis?.[key], { name, index })));
-  const layers = data.layers.filter((row) => row.layers), newest = layers[layers.length - 1];
-  if (newest) showLayers(cards.layers.body, layers); else hint(cards.layers.body, NOTHING);
-  cards.layers.now.textContent = newest ? `step ${count(newest.step)}` : "";
   const analysis = data.evaluations[data.evaluations.length - 1]?.analysis || {}, groups = {};
   for (const [name, value] of Object.entries(analysis.groups || {})) {
     const [attribute, word] = name.split("/");
@@ -283,9 +279,9 @@ function takeRuns(runs) {
   loadSnapshots();
 }
 const halve = (list) => list.filter((_, i) => i % 2 === 0);
-function takeRows({ id, cursor, reset, steps, evaluations: evaluated, layers }) {
+function takeRows({ id, cursor, reset, steps, evaluations: evaluated }) {
   state.cursors[id] = cursor;
-  if (reset || !state.data[id]) state.data[id] = { steps: {}, evaluations: [], layers: [] };
+  if (reset || !state.data[id]) state.data[id] = { steps: {}, evaluations: [] };
   const data = state.data[id], columns = data.steps;
   for (const row of steps) {
     const length = (columns.step || []).length;
@@ -295,11 +291,9 @@ function takeRows({ id, cursor, reset, steps, evaluations: evaluated, layers }) 
     }
   }
   data.evaluations.push(...evaluated);
-  data.layers.push(...layers);
-  if ((columns.step || []).length > MAX_POINTS.steps) {
+  if ((columns.step || []).length > MAX_POINTS) {
     for (const name of Object.keys(columns)) columns[name] = halve(columns[name]);
   }
-  if (data.layers.length > MAX_POINTS.layers) data.layers = halve(data.layers);
 }
 function focus(id) {
   if (state.focus && state.shown.size <= 1) state.shown.clear();

@@ -1,5 +1,5 @@
 "use strict";
-/* Everything but curves: examples, similarity matrix, confusions, bars, layers, time split. Text is set, never parsed. */
+/* Everything but curves: examples, similarity matrix, confusions, bars, time split. Text is set, never parsed. */
 const PHASES = ["data", "copy", "forward", "backward", "optimizer", "step", "rest"];
 const PHASE_COLORS = { data: "#e8a200", copy: "#c2255c", forward: "#1098ad", backward: "#3b5bdb", optimizer: "#2b8a3e", step: "#1098ad", rest: "#868e96" };
 const NOTHING = "nothing measured yet";
@@ -106,28 +106,4 @@ function showSplit(body, now, seconds) {
   }
   body.replaceChildren(bar, legend);
   now.textContent = total < 0.1 ? `${(1000 * total).toFixed(1)} ms per step` : `${total.toFixed(2)} s per step`;
-}
-
-/* One row per layer: its gradient over the run as colors, then the newest gradient and update. */
-function showLayers(body, rows) {
-  const last = rows[rows.length - 1].layers, height = 14;
-  const names = Object.keys(last).sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
-  const log = (row, name) => (row.layers[name]?.[0] > 0 ? Math.log10(row.layers[name][0]) : null);
-  const logs = rows.flatMap((row) => names.map((name) => log(row, name))).filter((value) => value !== null);
-  const low = Math.min(...logs), range = Math.max(...logs) - low;
-  const head = ["layer", "gradient norm over the run", "now", "update/weight"].map((text) => el("th", {}, text));
-  const lines = names.map((name) => {
-    const label = `${name}: gradient norm now ${short(last[name][0])}`;
-    const strip = el("canvas", { height, width: rows.length, role: "img", "aria-label": label });
-    const pen = strip.getContext("2d");
-    rows.forEach((row, i) => {
-      const value = log(row, name), [r, g, b] = ramp(value === null || !range ? 0 : (value - low) / range);
-      pen.fillStyle = `rgb(${r} ${g} ${b})`;
-      pen.fillRect(i, 0, 1, height);
-    });
-    return el("tr", {}, el("th", { scope: "row" }, name), el("td", { class: "cell" }, strip),
-      el("td", {}, short(last[name][0])), el("td", {}, short(last[name][1])));
-  });
-  const table = el("table", { class: "heat" }, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...lines));
-  body.replaceChildren(el("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Gradients by layer" }, table));
 }
