@@ -27,7 +27,7 @@ from m1clip.errors import UserError
 from m1clip.io import LIMITS, read_small
 from m1clip.model.layers import linear, packed
 from m1clip.model.presets import PretrainedImageConfig, PretrainedTextConfig, TextTowerConfig, VisionTowerConfig
-from m1clip.model.towers import TextTower, Tower, VisionTower
+from m1clip.model.towers import TextTower, Tower, VisionTower, embedding
 from m1clip.model.weights import Tensors, read_checkpoint, read_json
 from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import MAX_BYTES, FastTokenizer, wordpiece_tokenizer
@@ -96,7 +96,7 @@ class BertTower(Tower):
     def __init__(self, vocab_size: int, pad_id: int = 0, size: BertSize = MINILM) -> None:
         super().__init__()
         self.pad_id, self.width = pad_id, (size.layers + 1) * size.width
-        self.tokens = nn.Embedding(vocab_size, size.width)
+        self.tokens = embedding(vocab_size, size.width)
         self.positions = nn.Parameter(torch.zeros(size.positions, size.width))
         self.norm = nn.LayerNorm(size.width, size.norm_eps)
         self.blocks = nn.ModuleList(BertLayer(size) for _ in range(size.layers))

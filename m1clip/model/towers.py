@@ -157,6 +157,12 @@ class VisionTower(Tower):
         self.transformer.initialize(self.config.init)
 
 
+def embedding(vocab_size: int, width: int) -> nn.Embedding:
+    """A table of tokens. On the meta device it is not filled: torch would import its compiler to find the shape."""
+    table = torch.empty(vocab_size, width)
+    return nn.Embedding(vocab_size, width, _weight=table if table.is_meta else None)
+
+
 class TextTower(Tower):
     """Causal transformer over token ids; the feature is read at the EOT token."""
 
@@ -165,9 +171,7 @@ class TextTower(Tower):
     def __init__(self, config: TextTowerConfig) -> None:
         super().__init__()
         self.config, self.width = config, config.width
-        # On the meta device torch draws no random numbers, but would import its compiler to find the result's shape.
-        table = torch.empty(config.vocab_size, config.width)
-        self.tokens = nn.Embedding(config.vocab_size, config.width, _weight=table if table.is_meta else None)
+        self.tokens = embedding(config.vocab_size, config.width)
         self.positions = nn.Parameter(torch.empty(config.context_length, config.width))
         self.transformer = Transformer(config, causal=True)
         self.norm = nn.LayerNorm(config.width)
