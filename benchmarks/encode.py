@@ -1,9 +1,10 @@
 """How fast a trained model encodes JPEG files and captions, beside onnxruntime in fp32 on the exported graph.
 
-    python benchmarks/encode.py runs/frozen DATA --json docs/results/encode.json
+    python benchmarks/encode.py runs/lite0 DATA --also runs/frozen --json docs/results/encode.json
 
 Both sides answer in turn, each in its own process with all cores, and go from files and strings to float32 unit
 vectors. onnxruntime gets the same decoder with threads that decode ahead; it is also measured on decoded images.
+Then the seconds of `m1clip eval`, the peak memory, and recall in bf16 against fp32. Takes 5 minutes on 2 idle cores.
 Without onnxruntime (m1clip[export]) the figures of m1clip alone are printed.
 """
 
@@ -29,7 +30,7 @@ from sides import Side, machine, spread, write
 
 from m1clip.hardware.timing import timing
 
-BATCH, CONTEXT_TOKENS, SINGLES, MEMORY_IMAGES = 16, 30, 25, 10_000
+BATCH, CONTEXT_TOKENS, SINGLES, MEMORY_IMAGES, TEST_IMAGES = 16, 30, 25, 10_000, 1000
 
 
 def decoded_ahead(model: Any, paths: list[str]) -> Iterator[np.ndarray]:
@@ -110,106 +111,142 @@ def tiny_folder(folder: Path) -> str:
     return str(folder / "tiny")
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Items per second of each side and job, measured in turn; seconds of an evaluation; peak memory."""
-    from m1clip.data.sources import open_source
+def recall_change(model: str, data: str) -> dict[str, Any]:
+    """Recall on the test split in bf16 against fp32: for each k, both values and the change with its interval."""
+    from m1clip.evaluation.evaluate import open_split
+    from m1clip.export.parity import recall_changes
+    from m1clip.inference.encoder import load
 
-    samples = open_source(options.data).samples("test")[:1000]
-    images = [str(sample.image) for sample in samples][: options.images]
-    texts = [caption for sample in samples for caption in sample.captions][: options.texts]
-    inputs = folder / "inputs.json"
-    inputs.write_text(json.dumps({"images": images, "texts": texts}))
-    counts = {"images": len(images), "texts": len(texts), "image": SINGLES, "text": SINGLES}
-    counts |= {"ready images": len(images), "padded texts": len(texts)}
-    models = {"m1clip": options.model, "tiny": tiny_folder(folder)}
-    turns = [("m1clip", job) for job in ("images", "texts", "image", "text")] + [("tiny", "images")]
+    loaded = load(model, precision="fp32")
+    split = open_split(loaded, (data,), "test", "cpu")
+    exact = split.encode()
+    loaded.precision = "bf16"
+    return {"images": len(exact.image), "captions": len(exact.text), **recall_changes(exact, split.encode())}
+
+
+# (model, m1clip's job, onnxruntime's job or None, what it is, the goal)
+FIGURES = (
+    ("", "images", "images", "JPEG files to vectors, images per second", "1.2 times; 240 per second"),
+    ("", "images", "ready images", "images per second, onnxruntime on images that are already decoded", ""),
+    ("", "texts", "texts", "captions to vectors, texts per second", "1,200 per second"),
+    (
+        "",
+        "texts",
+        "padded texts",
+        f"texts per second, onnxruntime on texts padded to {CONTEXT_TOKENS} tokens",
+        "5 times",
+    ),
+    ("", "image", "image", "one image at a time, per second", "0.83 times"),
+    ("", "text", "text", "one text at a time, per second", "0.83 times"),
+    ("also", "images", "images", "JPEG files to vectors, images per second", "1.2 times"),
+    ("also", "image", "image", "one image at a time, per second", "0.83 times"),
+    ("tiny", "images", None, "JPEG files to vectors, images per second", "600 per second"),
+)
+
+
+def rates(options: argparse.Namespace, folder: Path, inputs: Path) -> dict[str, list[float]]:
+    """Items per second of each side and job, such as "onnxruntime also: images", measured in turn."""
+    from m1clip.export.onnx import write_onnx
+    from m1clip.model.folder import read_model
+
+    given = json.loads(inputs.read_text())
+    images, texts = len(given["images"]), len(given["texts"])
+    counts = {"images": images, "ready images": images, "texts": texts, "padded texts": texts}
+    models = {"m1clip ": options.model, "m1clip tiny": tiny_folder(folder)}
+    if options.also:
+        models["m1clip also"] = options.also
     if find_spec("onnxruntime") is not None:
-        models["onnxruntime"] = str(folder / "onnx")
-        timed(["-m", "m1clip", "export", options.model, "--to", "onnx", "--out", models["onnxruntime"]], folder)
-        turns = [
-            (side, job)
-            for job in counts
-            for side in ("m1clip", "onnxruntime")
-            if (side, job) in turns or side != "m1clip"
-        ]
-        turns.append(("tiny", "images"))
+        for name in ("", *(["also"] if options.also else [])):
+            path = folder / f"onnx-{name}"
+            path.mkdir()
+            write_onnx(path, read_model(Path(models[f"m1clip {name}"])), lambda line: None)
+            models[f"onnxruntime {name}"] = str(path)
+    turns = dict.fromkeys(
+        (f"{side} {name}", job)
+        for name, own, theirs, *_ in FIGURES
+        for side, job in (("m1clip", own), ("onnxruntime", theirs))
+        if f"{side} {name}" in models
+    )
     sides = {name: Side([sys.executable, __file__, path, str(inputs), "--side"]) for name, path in models.items()}
-    rates: dict[str, list[float]] = {f"{side}: {job}": [] for side, job in turns}
+    found: dict[str, list[float]] = {f"{side}: {job}": [] for side, job in turns}
     for number in range(options.rounds + 1):
         for side, job in turns:
-            rate = counts[job] / sides[side].ask(job)
+            rate = counts.get(str(job), SINGLES) / sides[side].ask(str(job))
             if number:  # the first round warms up
-                rates[f"{side}: {job}"].append(rate)
+                found[f"{side}: {job}"].append(rate)
         print(f"  round {number} of {options.rounds}", file=sys.stderr)
     for each in sides.values():
         each.__exit__()
-    result: dict[str, Any] = {"machine": machine(), "per_second": {}, "ratios": {}}
-    for name, values in rates.items():
-        result["per_second"][name] = dataclasses.asdict(timing(values))
-        side, _, job = name.partition(": ")
-        ours = rates["m1clip: images" if job == "ready images" else f"m1clip: {job.removeprefix('padded ')}"]
-        if side == "onnxruntime":
-            ratios = [own / theirs for own, theirs in zip(ours, values, strict=True)]
-            result["ratios"][job] = dataclasses.asdict(timing(ratios))
-    evaluate = ["-m", "m1clip", "eval", options.model, "--data", options.data]
-    timed(evaluate, folder)  # decodes the images into the cache
-    result["evaluation_seconds"] = dataclasses.asdict(timing([timed(evaluate, folder)[0] for _ in range(3)]))
-    result["peak_bytes"] = int(
-        timed([str(Path(__file__).resolve()), options.model, str(inputs), "--memory"], folder)[1]
-    )
-    return result
+    return found
 
 
-WORDS = {
-    "images": "JPEG files to vectors, images per second",
-    "texts": "captions to vectors, texts per second",
-    "image": "one image at a time, per second",
-    "text": "one text at a time, per second",
-    "ready images": "images per second, onnxruntime on images that are already decoded",
-    "padded texts": f"texts per second, onnxruntime on texts padded to {CONTEXT_TOKENS} tokens",
-}
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The result: rates of all sides, ratios, seconds of evaluations, peak memory, change of recall."""
+    from m1clip.data.sources import open_source
+
+    result: dict[str, Any] = {"machine": machine(), "per_second": {}, "ratios": {}, "evaluation_seconds": {}}
+    samples = open_source(options.data).samples("test")[:TEST_IMAGES]
+    inputs = folder / "inputs.json"
+    texts = [caption for sample in samples for caption in sample.captions][: options.texts]
+    inputs.write_text(json.dumps({"images": [str(each.image) for each in samples[: options.images]], "texts": texts}))
+    found = rates(options, folder, inputs)
+    result["per_second"] = {name: dataclasses.asdict(timing(values)) for name, values in found.items()}
+    for name, own, theirs, *_ in FIGURES:
+        if (peer := f"onnxruntime {name}: {theirs}") in found:
+            pairs = zip(found[f"m1clip {name}: {own}"], found[peer], strict=True)
+            result["ratios"][peer] = dataclasses.asdict(timing([ours / other for ours, other in pairs]))
+    for model in filter(None, (options.model, options.also)):
+        evaluate = ["-m", "m1clip", "eval", model, "--data", options.data]
+        seconds = [timed(evaluate, folder)[0] for _ in range(options.evaluations + 1)]
+        result["evaluation_seconds"]["also" if model == options.also else ""] = dataclasses.asdict(timing(seconds[1:]))
+        print("  evaluated", file=sys.stderr)  # the first time decodes the images into the cache
+    memory = timed([str(Path(__file__).resolve()), options.model, str(inputs), "--memory"], folder)
+    return result | {"peak_bytes": int(memory[1]), "recall": recall_change(options.model, options.data)}
 
 
-def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+def rows(result: dict[str, Any], also: str = "the default model") -> list[dict[str, Any]]:
     """Lines for docs/benchmarks.md."""
-    found = []
-    for job, words in WORDS.items():
-        own = "images" if job == "ready images" else job.removeprefix("padded ")
-        figure = f"m1clip {spread(result['per_second'][f'm1clip: {own}'], '.0f')}"
-        if job in result["ratios"]:
-            theirs = spread(result["per_second"][f"onnxruntime: {job}"], ".0f")
-            figure = f"**{spread(result['ratios'][job])}** times; {figure}, onnxruntime {theirs}"
-        elif own != job:
+    named = {"": "", "also": f"{also}, ", "tiny": "`tiny`, "}
+    found: list[dict[str, Any]] = []
+    for name, own, theirs, words, goal in FIGURES:
+        values, peer = result["per_second"].get(f"m1clip {name}: {own}"), f"onnxruntime {name}: {theirs}"
+        if values is None or (peer not in result["ratios"] and theirs not in (own, None)):
             continue
-        found.append({"what": f"encoding: {words}", "figure": figure})
-    tiny = spread(result["per_second"]["tiny: images"], ".0f")
-    seconds = spread(result["evaluation_seconds"], ".1f", " s")
-    found += [
-        {"what": "encoding: `tiny`, JPEG files to vectors, images per second", "figure": tiny},
-        {"what": "`m1clip eval` of 1,000 images and 5,000 captions, start to end", "figure": seconds, "n": 3},
-        {
-            "what": f"peak memory of a process that encodes {MEMORY_IMAGES:,} images",
-            "figure": f"{result['peak_bytes'] / 1e6:.0f} MB",
-            "n": 1,
-        },
-    ]
-    n = result["per_second"]["m1clip: images"]["n"]
-    return [{"n": n, "command": "python benchmarks/encode.py MODEL DATA", **row} for row in found]
+        figure = spread(values, ".0f")
+        if peer in result["ratios"]:
+            ratio, other = result["ratios"][peer], result["per_second"][peer]
+            figure = f"**{spread(ratio)}** times; m1clip {figure}, onnxruntime {spread(other, '.0f')}"
+        found.append({"what": f"encoding: {named[name]}{words}", "figure": figure, "goal": goal, "n": values["n"]})
+    for name, seconds in result["evaluation_seconds"].items():
+        words = f"{named[name]}`m1clip eval` of 1,000 images and 5,000 captions, start to end"
+        goal = "" if name else "under 12 s"
+        found.append({"what": words, "figure": spread(seconds, ".1f", " s"), "goal": goal, "n": seconds["n"]})
+    what = f"peak memory of a process that encodes {MEMORY_IMAGES:,} images"
+    found.append({"what": what, "figure": f"{result['peak_bytes'] / 1e6:.0f} MB", "goal": "700 MB", "n": 1})
+    recall = result["recall"]
+    changes = [(k, recall[k]) for k in recall if k.startswith("recall@")]
+    figures = (f"{k} {100 * c['change']:+.2f} [{100 * c['low']:+.2f}, {100 * c['high']:+.2f}]" for k, c in changes)
+    what = f"bf16 instead of fp32, change in points ({recall['images']:,} images, {recall['captions']:,} captions)"
+    found.append({"what": what, "figure": ", ".join(figures), "goal": "0 in the interval", "n": recall["images"]})
+    return [{**row, "command": "python benchmarks/encode.py MODEL DATA --also MODEL"} for row in found]
 
 
 def main() -> None:
     """Measure, print the lines, keep them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a run with frozen towers, or any other model")
+    parser.add_argument("model", help="a run with frozen towers (goals: EfficientNet-Lite0 and MiniLM), or any model")
     parser.add_argument("data", help="captioned photographs with a test split")
-    parser.add_argument("--images", type=int, default=400)
-    parser.add_argument("--texts", type=int, default=2000)
+    parser.add_argument("--also", help="a second model, of which only images and the evaluation are measured")
+    parser.add_argument("--images", type=int, default=200)
+    parser.add_argument("--texts", type=int, default=1000)
+    parser.add_argument("--evaluations", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--side", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.model, options.data = (os.path.abspath(each) for each in (options.model, options.data))
+    options.also = options.also and os.path.abspath(options.also)
     if options.side:
         answer(options.model, Path(options.data))
     elif options.memory:
@@ -219,7 +256,7 @@ def main() -> None:
             result = measure(options, Path(folder))
         result["rows"] = rows(result)
         for row in result["rows"]:
-            print(f"{row['what']:75} {row['figure']}")
+            print(f"{row['what']:90} {row['figure']}{'  goal: ' * bool(row['goal'])}{row['goal']}")
         if options.json:
             write(options.json, result)
 

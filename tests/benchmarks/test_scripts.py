@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
+import m1clip
 from m1clip.model.clip import count_parameters
 from m1clip.model.presets import preset, with_fields
 
@@ -151,3 +152,36 @@ def test_stored_results_make_a_table() -> None:
         assert f"{result}.json)" in text
     assert "on a GPU: fraction of the bf16 GEMM rate" in text
     assert re.search(r"peak memory of `m1clip train --preset prior-art.*GB \(maximum\)", text)
+
+
+def test_encode_prints_each_figure_beside_its_peer(tmp_path: Path) -> None:
+    encode = script("encode")
+    rate = {"median": 100.0, "low": 90.0, "high": 110.0, "n": 5}
+    change = {"before": 0.5, "after": 0.499, "change": -0.001, "low": -0.004, "high": 0.002}
+    result = {
+        "per_second": {
+            **{f"m1clip {name}: {own}": rate for name, own, *_ in encode.FIGURES},
+            **{f"onnxruntime {name}: {theirs}": rate for name, _, theirs, *_ in encode.FIGURES if theirs},
+        },
+        "ratios": {
+            f"onnxruntime {name}: {theirs}": {**rate, "median": 1.25}
+            for name, _, theirs, *_ in encode.FIGURES
+            if theirs
+        },
+        "evaluation_seconds": {"": rate},
+        "peak_bytes": 600_000_000,
+        "recall": {"images": 1000, "captions": 5000, "recall@1": change},
+    }
+    rows = encode.rows(result)
+    assert len(rows) == len(encode.FIGURES) + 3
+    assert all(row["figure"].startswith("**1.25 [") for row in rows if "times" in row["goal"])
+    assert [row["figure"] for row in rows[-2:]] == ["600 MB", "recall@1 -0.10 [-0.40, +0.20]"]
+    alone = encode.rows({**result, "ratios": {}})  # without onnxruntime
+    assert [row["figure"] for row in alone[:2]] == ["100 [90, 110]"] * 2
+    assert "onnxruntime" not in "".join(row["figure"] + row["what"] for row in alone)
+    model = m1clip.load(encode.tiny_folder(tmp_path))
+    Image.new("RGB", (20, 30)).save(tmp_path / "a.png")
+    images, texts = [str(tmp_path / "a.png")] * 3, ["a", "a red ball"]
+    jobs = encode.own_jobs(model, images, texts)
+    assert {name: len(job()) for name, job in jobs.items()} == {"images": 3, "texts": 2, "image": 3, "text": 2}
+    assert [len(batch) for batch in encode.decoded_ahead(model, images)] == [3]
