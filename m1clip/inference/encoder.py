@@ -69,6 +69,7 @@ def _pool(workers: int, process: int) -> ThreadPoolExecutor:
     ready = threading.Barrier(workers + 1)
 
     def start() -> None:
+        torch.get_num_threads()  # initializes the thread: its first operation would, and undo the next line
         torch.set_num_threads(1)
         ready.wait()
 
@@ -169,7 +170,9 @@ class Encoder:
     def _text_batches(self, order: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:
         """Texts, sorted by length, with about the same number of tokens in each batch."""
         limit = CPU_TOKENS if self.device.type == "cpu" else GPU_TOKENS
-        limit = min(limit, max(FEW_TOKENS, -(-int(lengths.sum()) // self.workers)))
+        total = int(lengths.sum())
+        batches = self.workers * -(-total // (self.workers * limit))  # the same number for each worker
+        limit = max(FEW_TOKENS, -(-total // batches))
         ends, start = np.cumsum(lengths), 0
         while start < len(order):
             end = int(np.searchsorted(ends, (ends[start - 1] if start else 0) + limit, side="right"))

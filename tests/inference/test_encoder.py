@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from m1clip.data.captions import tokenize_captions
 from m1clip.data.images import BadImage, FileImage, Preprocess
 from m1clip.data.prepare import Split
 from m1clip.errors import UserError
+from m1clip.inference import encoder
 from m1clip.inference.encoder import Encoder, Model, encode_split, in_order, load
 from m1clip.model import pretrained
 from m1clip.model.clip import build_clip
@@ -139,6 +141,20 @@ def test_a_vector_is_the_same_alone_in_any_batch_in_any_order_with_any_threads(
         torch.testing.assert_close(found, image[images], **tolerance)
     finally:
         torch.set_num_threads(1)
+
+
+def test_each_thread_of_the_pool_keeps_to_one_core() -> None:
+    before = torch.get_num_threads()
+    try:
+        pool = encoder._pool(2, os.getpid())
+
+        def threads() -> int:
+            torch.ones(100_000).add(1)  # the first operation of a thread initializes it
+            return torch.get_num_threads()
+
+        assert {pool.submit(threads).result() for _ in range(8)} == {1}
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_bf16_vectors_are_close_to_fp32(model: Model, pretrained_model: Model, images: list[Path]) -> None:
