@@ -58,14 +58,14 @@ class Screen:
         Shows a bar on a terminal, otherwise a line every few seconds; also written to `run`, for `m1clip runs`.
         """
         work, ended = Work(title), threading.Event()
-        bar = self._bar(f"{title}: {{task.completed:,}} of {{task.total:,}}") if self.live else None
+        bar = self._bar("{task.description}") if self.live else None
         task = bar.add_task(title, total=1) if bar is not None else TaskID(0)
 
         def show(done: int, total: int) -> None:
             work.show(done, total)
             if bar is not None:
                 bar.start()
-                bar.update(task, completed=done, total=total)
+                bar.update(task, completed=done, total=total, description=str(work))
 
         def tick() -> None:
             # In a thread: a large image or slow disk can delay the callback for longer than this.
@@ -149,12 +149,13 @@ class Work:
         self.done, self.total = done, total
 
     def __str__(self) -> str:
-        """preparing train images: 640 of 8,000, 1:15 left."""
+        """preparing train images: 640 of 8,000, 98/s, 1:15 left."""
         text = f"{self.title}: {self.done:,} of {self.total:,}" if self.total else self.title
         if self.done == self._before:
             return text
-        left = (self.total - self.done) * (time.monotonic() - self._began) / (self.done - self._before)
-        return f"{text}, {clock(left)} left"
+        per_second = (self.done - self._before) / max(time.monotonic() - self._began, 1e-9)
+        speed = f"{per_second:,.{0 if per_second >= 10 else 1}f}/s"
+        return f"{text}, {speed}, {clock((self.total - self.done) / per_second)} left"
 
 
 class _SafeOutput:

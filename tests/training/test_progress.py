@@ -31,7 +31,7 @@ from m1clip.training.process import check_unused, lock_run, remove_unused_folder
 from m1clip.training.progress import Screen
 from m1clip.training.run import decode_plan
 
-COUNT, FIRST = 600, r"(64|86) of 600, \d+:\d\d left"  # a chunk of images, a batch of captions
+COUNT, FIRST = 600, r"\d+ of 600, [\d,.]+/s, \d+:\d\d left"
 
 
 class Waiting:
@@ -127,7 +127,7 @@ def test_time_left_excludes_items_done_before(monkeypatch: pytest.MonkeyPatch) -
     assert str(work) == "x: 500 of 1,000"
     now[0] += 10
     work.show(600, 1000)
-    assert str(work) == "x: 600 of 1,000, 0:40 left"
+    assert str(work) == "x: 600 of 1,000, 10/s, 0:40 left"
 
 
 def test_reading_the_data_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
