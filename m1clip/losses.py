@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,8 @@ HALF_PRECISION_PAIRS = 1 << 20  # from this many pairs on, InfoNCE's products us
 # Rows of a product. Its gradients are sums over rows, and MPS computes longer ones wrong on M1 and M2 (pytorch#193487).
 MAX_ROWS = 32_766
 FLAGS_PER_WORD = 8  # bools in an int64
+TERM_LOGITS = 1 << 23  # logits of one term of `loss_terms`: 32 MB of float32
+ALL = slice(None)
 
 
 def similarity(a: Tensor, b: Tensor) -> Tensor:
@@ -65,6 +68,80 @@ def distillation(features: Features, teacher: Tensor) -> Tensor:
     return (one_direction(logits, teacher) + one_direction(logits.T, teacher.T)) / 2
 
 
+class Terms(NamedTuple):
+    """The loss of a run: its objective with the weights of its parts."""
+
+    objective: str
+    text_contrast: float = 0.0
+    teacher: Callable[[Tensor, Tensor], Tensor] | None = None  # its logits (n, m) of sample and caption ids
+    teacher_weight: float = 0.0
+
+
+def loss_terms(
+    loss: Terms,
+    features: Callable[[], Features],
+    sample_ids: Tensor,
+    caption_ids: Tensor,
+    image_index: Tensor,
+    images: slice,
+    texts: slice,
+) -> Iterator[Tensor]:
+    """The part of the loss that belongs to some images and captions, as terms of a few rows each.
+
+    The terms of all rows add up to the loss. Each has at most TERM_LOGITS logits, so that with a backward pass after
+    each term the memory of the loss grows with the batch, not with its square. `features` is called for each term.
+    """
+    n, m = len(sample_ids), len(caption_ids)
+    teacher_weight = loss.teacher_weight if loss.teacher is not None else 0.0
+
+    def positive(rows: slice, columns: slice) -> Tensor:
+        if loss.objective == "infonce":
+            return torch.arange(n, device=image_index.device)[rows, None] == image_index[columns]
+        return block_pairs(sample_ids, caption_ids, image_index, rows, columns)
+
+    def one_direction(logits: Tensor, positive: Tensor, teacher: Tensor | None) -> Tensor:
+        """Of some rows; the mean over all rows and both directions."""
+        total = logits.new_zeros(())
+        if loss.objective != "sigmoid":
+            target = positive.to(logits.dtype)
+            target = target / target.sum(dim=1, keepdim=True)
+            total = F.cross_entropy(logits, target, reduction="sum")
+        if teacher is not None:
+            kl = F.kl_div(logits.log_softmax(1), teacher.log_softmax(1), reduction="sum", log_target=True)
+            total = (1 - teacher_weight) * total + teacher_weight * kl
+        return total / 2
+
+    for rows in _row_blocks(images, m):
+        f = features()
+        logits, matches = similarity(f.scale * f.image[rows], f.text), positive(rows, ALL)
+        teacher = None if loss.teacher is None else loss.teacher(sample_ids[rows], caption_ids).to(logits.dtype)
+        term = one_direction(logits, matches, teacher) / n
+        if f.bias is not None and loss.objective == "sigmoid":
+            sign = 2.0 * matches.to(logits.dtype) - 1.0
+            term = term - (1 - teacher_weight) * F.logsigmoid(sign * (logits + f.bias)).sum() / m
+        yield term
+    both_directions = loss.objective != "sigmoid" or loss.teacher is not None
+    if not both_directions and not loss.text_contrast:
+        return
+    for rows in _row_blocks(texts, max(n, m)):
+        f = features()
+        term = 0.0 * f.scale
+        if both_directions:
+            logits = similarity(f.scale * f.text[rows], f.image)
+            teacher = None if loss.teacher is None else loss.teacher(sample_ids, caption_ids[rows]).T.to(logits.dtype)
+            term = one_direction(logits, positive(ALL, rows).T, teacher) / m
+        if loss.text_contrast:
+            contrast = text_contrast_of_rows(f, sample_ids[image_index], caption_ids, rows)
+            term = term + (1 - teacher_weight) * loss.text_contrast * contrast
+        yield term
+
+
+def _row_blocks(rows: slice, columns: int) -> Iterator[slice]:
+    size = max(1, TERM_LOGITS // columns)
+    for start in range(rows.start, rows.stop, size):
+        yield slice(start, min(start + size, rows.stop))
+
+
 OBJECTIVES = {"infonce": infonce, "multi": infonce, "sigmoid": sigmoid}
 
 
@@ -84,14 +161,30 @@ def same_pairs(sample_ids: Tensor, caption_ids: Tensor, image_index: Tensor) -> 
     """(n, m) bool: caption j describes image i, because its image or one of that image's captions is the same."""
     if image_index.device.type == "cpu" and not is_fake(image_index):
         return _same_pairs_by_repeats(sample_ids, caption_ids, image_index)
-    same_image = sample_ids[:, None] == sample_ids[image_index]
-    # Equal captions get the same number below m without counting them: a count would synchronize.
-    order = caption_ids.argsort()
-    changes = caption_ids[order].diff(prepend=caption_ids[order[:1]]) != 0
-    number = torch.empty_like(order).scatter_(0, order, changes.cumsum(0))
-    has_caption = torch.zeros(same_image.numel(), dtype=torch.bool, device=image_index.device)
-    has_caption.scatter_(0, image_index * len(caption_ids) + number, True)  # image i has a caption with this number
-    return same_image | has_caption.view(same_image.shape)[:, number]
+    return block_pairs(sample_ids, caption_ids, image_index, ALL, ALL)
+
+
+def block_pairs(sample_ids: Tensor, caption_ids: Tensor, image_index: Tensor, images: slice, texts: slice) -> Tensor:
+    """The rows `images` and columns `texts` of `same_pairs`, without a synchronization."""
+    image_ids, text_images = sample_ids[images], image_index[texts]
+    rows, columns = len(image_ids), len(text_images)
+    same_image = image_ids[:, None] == sample_ids[text_images]
+    # `column`: for each caption of the batch, a caption of this block that is equal; if there is none, one column more.
+    number = numbered(caption_ids)
+    places = torch.arange(columns, device=number.device)
+    column = torch.full_like(number, columns).scatter_(0, number[texts], places)[number]
+    row = image_index - (images.start or 0)
+    row = torch.where((row >= 0) & (row < rows), row, rows)
+    has_caption = torch.zeros((rows + 1) * (columns + 1), dtype=torch.bool, device=row.device)
+    has_caption.scatter_(0, row * (columns + 1) + column, True)
+    return same_image | has_caption.view(rows + 1, columns + 1)[:rows, column[texts]]
+
+
+def numbered(values: Tensor) -> Tensor:
+    """Equal values get the same number below their count; without counting the distinct ones, which would sync."""
+    order = values.argsort()
+    changes = values[order].diff(prepend=values[order[:1]]) != 0
+    return torch.empty_like(order).scatter_(0, order, changes.cumsum(0))
 
 
 def _same_pairs_by_repeats(sample_ids: Tensor, caption_ids: Tensor, image_index: Tensor) -> Tensor:
@@ -207,16 +300,32 @@ def text_contrast(
     if blockwise:
         loss: Tensor = _BlockwiseTextContrast.apply(features.text, features.scale, sample_ids[image_index], caption_ids)
         return loss
-    same_image = sample_ids[image_index][:, None] == sample_ids[image_index]
-    same_caption = caption_ids[:, None] == caption_ids  # itself and duplicates: neither positive nor negative
+    return text_contrast_of_rows(features, sample_ids[image_index], caption_ids, ALL)
+
+
+def text_contrast_of_rows(features: Features, image_ids: Tensor, caption_ids: Tensor, rows: slice) -> Tensor:
+    """The part of `text_contrast` that belongs to some captions; `image_ids` (m,) are the ids of their images."""
+    same_image = image_ids[rows, None] == image_ids
+    same_caption = caption_ids[rows, None] == caption_ids  # itself and duplicates: neither positive nor negative
     positive = same_image & ~same_caption
     counts = positive.sum(dim=1)
     # A row without positives keeps its logits: a row of only -inf would have a NaN gradient.
     ignored = same_caption & (counts > 0)[:, None]
-    logits = similarity(features.scale * features.text, features.text).masked_fill(ignored, float("-inf"))
+    logits = similarity(features.scale * features.text[rows], features.text).masked_fill(ignored, float("-inf"))
     log_probability = logits.log_softmax(dim=1).masked_fill(~positive, 0.0)
-    rows = torch.where(counts > 0, log_probability.sum(dim=1) / counts.clamp(min=1), 0.0)
-    return -rows.sum() / (counts > 0).sum().clamp(min=1)
+    per_row = torch.where(counts > 0, log_probability.sum(dim=1) / counts.clamp(min=1), 0.0)
+    return -per_row.sum() / _captions_with_positives(image_ids, caption_ids).clamp(min=1)
+
+
+def _captions_with_positives(image_ids: Tensor, caption_ids: Tensor) -> Tensor:
+    """How many captions have a different caption of the same image in the batch."""
+    number = numbered(image_ids)
+    both = numbered(number * len(number) + numbered(caption_ids))
+
+    def occurrences(values: Tensor) -> Tensor:
+        return torch.zeros_like(values).scatter_add_(0, values, torch.ones_like(values))[values]
+
+    return (occurrences(number) > occurrences(both)).sum()
 
 
 class _BlockwiseTextContrast(torch.autograd.Function):

@@ -84,6 +84,22 @@ class RunLog:
         self._file.close()
 
 
+class NoLog(RunLog):
+    """The log of a rank that writes none."""
+
+    def __init__(self, run: Path) -> None:
+        self.path, self.sinks = run / NAME, []
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Nothing: rank 0 writes the log."""
+
+    def check_folder(self) -> None:
+        """Nothing: the run folder may be on another machine."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 def read_log(run: Path) -> Iterator[Record]:
     """Yield the records of all valid lines of a run's log."""
     with open_regular(run / NAME) as file:

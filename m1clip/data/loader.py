@@ -102,6 +102,7 @@ class BatchPlan:
     images: int
     batch: int
     seed: int
+    part: tuple[int, int] = (0, 1)  # of each batch: this rank and the number of ranks
 
     @property
     def steps_per_epoch(self) -> int:
@@ -116,10 +117,11 @@ class BatchPlan:
             )
 
     def members(self, step: int) -> tuple[int, np.ndarray]:
-        """(epoch, image indices) of a step."""
+        """(epoch, image indices) of a step, or of this rank's part of it."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        order = rnd.permutation(self.seed, epoch, self.images)
-        return epoch, order[place * self.batch : (place + 1) * self.batch]
+        order, (rank, ranks) = rnd.permutation(self.seed, epoch, self.images), self.part
+        first, last = (place * self.batch + self.batch * bound // ranks for bound in (rank, rank + 1))
+        return epoch, order[first:last]
 
 
 @dataclass

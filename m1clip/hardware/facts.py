@@ -41,14 +41,14 @@ def read_facts() -> Facts:
     import torch
 
     cuda = torch.cuda.is_available()
-    cores = min(psutil.cpu_count(logical=False) or 1, usable_cpus())
+    cores = max(1, min(psutil.cpu_count(logical=False) or 1, usable_cpus()) // local_ranks())
     return Facts(
         system=platform.system(),
         machine=platform.machine(),
         cpu=_cpu_name(),
         cores=cores,
         performance_cores=min(int(_sysctl("hw.perflevel0.physicalcpu") or cores), cores),
-        memory_bytes=psutil.virtual_memory().total,
+        memory_bytes=psutil.virtual_memory().total // local_ranks(),
         cuda=torch.cuda.get_device_name() if cuda else None,
         cuda_capability=torch.cuda.get_device_capability() if cuda else (0, 0),
         mps=torch.backends.mps.is_available(),
@@ -56,6 +56,11 @@ def read_facts() -> Facts:
         macos=platform.mac_ver()[0],
         python=platform.python_version(),
     )
+
+
+def local_ranks() -> int:
+    """Processes that torchrun has started on this machine; each uses its share of cores and memory."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def usable_cpus() -> int:

@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from m1clip.hardware.facts import local_ranks
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _ALL = 2**31 - 1
 _OLD_LIMIT = 32 * 2**20  # maximum of the second in glibc before 2.35
@@ -61,12 +63,12 @@ CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 
 def memory_limit(files: tuple[str, ...] = CGROUPS) -> int:
-    """Bytes that the process can use before the system swaps or kills it: the machine's, or a container's limit."""
+    """Bytes that this process can use before the system swaps or kills it: the machine's, or a container's limit."""
     limits = [int(psutil.virtual_memory().total)]
     for name in files:
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
             limits.append(int(Path(name).read_text(encoding="ascii")))
-    return min(limit for limit in limits if limit > 0)
+    return min(limit for limit in limits if limit > 0) // local_ranks()
 
 
 _process = cache(psutil.Process)  # by process id: called in each step

@@ -216,33 +216,46 @@ class SplitFeatures(NamedTuple):
 
 
 @torch.inference_mode()
-def encode_split(model: Model, split: Split, image_rows: int | None = None) -> SplitFeatures:
-    """Every image and every caption of a split, or of its first `image_rows`; features of frozen towers are reused."""
+def encode_split(
+    model: Model,
+    split: Split,
+    image_rows: int | None = None,
+    part: tuple[int, int] = (0, 1),
+    gather: Callable[[Tensor], Tensor] = lambda rows: rows,
+) -> SplitFeatures:
+    """Every image and every caption of a split, or of its first `image_rows`; features of frozen towers are reused.
+
+    With part (r, n), encodes the r-th of n parts; `gather` then concatenates those of all.
+    """
     clip, images, captions = model.clip, split.images, split.captions
     image_rows = len(images) if image_rows is None else image_rows
-    texts = int(captions.first[image_rows])
+    image_part, text_part = (
+        range(count * part[0] // part[1], count * (part[0] + 1) // part[1])
+        for count in (image_rows, int(captions.first[image_rows]))
+    )
     training = clip.training
     encoder = model.encoder()
 
-    def project(head: Tower, table: RowTable, count: int) -> Tensor:
-        batches = np.array_split(np.arange(count), -(-count // HEAD_BATCH))
+    def project(head: Tower, table: RowTable, rows: range) -> Tensor:
+        batches = np.array_split(np.array(rows), -(-len(rows) // HEAD_BATCH))
         with encoder.autocast():
             parts = [torch.from_numpy(table.read(rows)).to(model.device).float() for rows in batches]
             return torch.cat([head(part).cpu() for part in parts])
 
     if split.image_features is None:
-        batches = _chunks(range(image_rows), encoder.batch(image_rows))
+        batches = _chunks(image_part, encoder.batch(len(image_part)))
         found = _parallel(lambda rows: encoder.pixels(images.read(np.array(rows))), batches, encoder.workers)
         image = torch.cat(list(found))
     else:
-        image = project(clip.project_image, split.image_features, image_rows)
+        image = project(clip.project_image, split.image_features, image_part)
     if captions.features is None:
-        text = in_order(encoder.tokens(captions.tokens[:texts], captions.lengths[:texts]))
+        texts = slice(text_part.start, text_part.stop)
+        text = in_order(encoder.tokens(captions.tokens[texts], captions.lengths[texts]))
     else:
-        text = project(clip.project_text, captions.features, texts)
+        text = project(clip.project_text, captions.features, text_part)
     if training:
         clip.train()
-    return split_features(image, text, captions)
+    return split_features(gather(image), gather(text), captions)
 
 
 def split_features(image: Tensor, text: Tensor, captions: CaptionTable) -> SplitFeatures:

@@ -32,6 +32,7 @@ from m1clip.model.weights import read_tensors, write_tensors
 from m1clip.runlog import RunLog
 
 if TYPE_CHECKING:
+    from m1clip.training.distributed import Ranks
     from m1clip.training.progress import Screen
     from m1clip.training.setup import Setup
     from m1clip.training.step import TrainStep
@@ -179,6 +180,7 @@ class CheckpointWriter:
 
     def __init__(self, setup: Setup, run: Path, log: RunLog, screen: Screen) -> None:
         self.run, self.log, self.screen, self.keep = run, log, screen, setup.config.train.save_total_limit
+        self.writes = setup.ranks.rank == 0  # all ranks have the same state
         train = setup.config.train
         self.steps, self.seconds = steps_or_seconds(train.save_every or train.steps or 0, "train.save_every")
         self._last = time.monotonic()
@@ -196,6 +198,9 @@ class CheckpointWriter:
 
     def save(self, state: TrainState, groups: TensorGroups) -> None:
         """Write a checkpoint and log it."""
+        if not self.writes:
+            self.reset()
+            return
         begin = time.monotonic()
         with disk_errors(self.log, self.run / FOLDER, state.step):
             path = save(self.run, state, groups, self.keep)
@@ -235,6 +240,36 @@ def checkpoint_tensors(train_step: TrainStep, state: TrainState) -> TensorGroups
         state.scaler_scale, state.scaler_growth = float(scaler["scale"]), int(scaler["_growth_tracker"])
     state.frozen_sha256 = train_step.frozen_sha256
     return {"weights": trained_tensors(train_step.model), "optimizer": train_step.optimizer.tensors()}
+
+
+def share_checkpoint(
+    ranks: Ranks, device: torch.device, read: Callable[[], tuple[TrainState, TensorGroups] | None]
+) -> tuple[TrainState, TensorGroups] | None:
+    """What rank 0 reads, on all ranks: the others need no access to the run folder."""
+    found: list[TensorGroups] = []
+
+    def describe() -> tuple[TrainState, dict[str, dict[str, tuple[torch.Size, torch.dtype]]]] | None:
+        kept = read()
+        if kept is None:
+            return None
+        found.append(kept[1])
+        shapes = {group: {name: (t.shape, t.dtype) for name, t in ts.items()} for group, ts in kept[1].items()}
+        return kept[0], shapes
+
+    described = ranks.first(describe)
+    if described is None:
+        return None
+    state, shapes = described
+    tensors = (
+        found[0]
+        if found
+        else {
+            group: {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in each.items()}
+            for group, each in shapes.items()
+        }
+    )
+    ranks.share([tensor for group in shapes for tensor in (tensors[group][name] for name in shapes[group])])
+    return state, tensors
 
 
 def restore(train_step: TrainStep, state: TrainState, groups: TensorGroups) -> None:

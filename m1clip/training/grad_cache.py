@@ -30,36 +30,28 @@ class Tower:
 
 @dataclass(frozen=True)
 class GradCache:
-    """Runs the two passes."""
+    """Runs the two passes; between them, the caller computes the gradient of the features."""
 
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext
     no_autocast: Callable[[], AbstractContextManager[object]] = nullcontext  # disables it for backward passes
-    scale_loss: Callable[[Tensor], Tensor] = lambda loss: loss  # fp16's gradient scaler
     mark: Callable[[str], None] = lambda phase: None
     first_pass_with_graph: bool = False
 
-    def backward(self, towers: Sequence[Tower], loss_function: Callable[..., Tensor]) -> Tensor:
-        """Add the gradient of `loss_function(*features of each tower)` to every parameter; returns the detached loss.
-
-        Other inputs of the loss (temperature, bias) get their gradient once, from the single loss.
-        """
+    def encode(self, towers: Sequence[Tower]) -> list[Tensor]:
+        """The features of each tower, without a graph."""
         self.mark("forward")
         # One autocast context per pass: its cache of cast weights saves a cast per micro-batch, but casts made without
         # a graph must not be reused in the pass that needs one.
         with self.autocast(), torch.set_grad_enabled(self.first_pass_with_graph):
-            features = [torch.cat([t.encode(rows).detach() for rows in t.micro_batches()]) for t in towers]
-        for feature in features:
-            feature.requires_grad_()
-        loss = loss_function(*features)
-        self.mark("backward")
-        self.scale_loss(loss).backward()
+            return [torch.cat([t.encode(rows).detach() for rows in t.micro_batches()]) for t in towers]
+
+    def backward(self, towers: Sequence[Tower], gradients: Sequence[Tensor]) -> None:
+        """Add to every parameter what follows from the gradients of the features."""
         with self.autocast():
-            for tower, feature in zip(towers, features, strict=True):
-                assert feature.grad is not None, "the loss does not depend on the features"
+            for tower, gradient in zip(towers, gradients, strict=True):
                 for rows in tower.micro_batches():
                     self.mark("forward")
                     encoded = tower.encode(rows)
                     self.mark("backward")
                     with self.no_autocast():
-                        encoded.backward(feature.grad[rows])
-        return loss.detach()
+                        encoded.backward(gradient[rows])

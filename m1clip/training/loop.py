@@ -82,8 +82,8 @@ class TrainLoop:
             self.logger.restart()
         last, early = state.step == self.total_steps, self._out_of_patience()
         # Read once: a signal that arrives later is handled after the next step, which then saves too.
-        signal = self.stop.signal
-        due, ends = self.writer.due(state.step), last or early or bool(signal)
+        signal, due = self.setup.ranks.agree(self.stop.signal, self.writer.due(state.step))
+        ends = last or early or bool(signal)
         if due or ends:
             self.recovery.read()  # on CUDA, skipped steps are only detected here
         if ends or (due and state.skipped == 0):
@@ -135,7 +135,9 @@ class TrainLoop:
         setup, rules = self.setup, self.setup.device.rules
         start, workers = self.state.step, setup.config.data.workers
         where = (start, self.total_steps, workers, rules.worker_start, rules.pin_memory)
-        feed = batches(setup.training, *where, self._warn, self.stop.interrupting)
+        # One rank alone must not leave a step.
+        interruptible = self.stop.interrupting if setup.ranks.size == 1 else contextlib.nullcontext
+        feed = batches(setup.training, *where, self._warn, interruptible)
         with contextlib.closing(feed):
             begin = time.perf_counter()
             for batch in feed:

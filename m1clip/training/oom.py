@@ -33,6 +33,10 @@ USELESS = 0.98  # a smaller micro-batch that still uses more than this fraction 
 class MemoryPressure(Exception):
     """Memory in use came close to the limit, but no allocation has failed yet."""
 
+    def __init__(self, reason: str, used: int) -> None:
+        super().__init__(reason)
+        self.used = used  # bytes
+
 
 class OOMHandler:
     """Halves the micro-batch of a run when memory runs out, and reports each change."""
@@ -57,8 +61,8 @@ class OOMHandler:
             return
         used = self.used_bytes()
         if used > NEAR * self.limit:
-            self._used = used
-            raise MemoryPressure(f"{used / 1e9:.2f} GB in use, close to the limit of {self.limit / 1e9:.2f} GB")
+            reason = f"{used / 1e9:.2f} GB in use, close to the limit of {self.limit / 1e9:.2f} GB"
+            raise MemoryPressure(reason, used)
 
     def run(self, work: Callable[[], Result], clear: Callable[[], None], rows: int, step: int) -> Result:
         """Run `work`; if memory runs out, `clear` and retry with half the micro-batch.
@@ -71,7 +75,7 @@ class OOMHandler:
                 self._used_before = float("inf")
                 return result
             except MemoryPressure as error:
-                reason, failed = str(error), False
+                reason, failed, self._used = str(error), False, error.used
             except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
                 if not is_out_of_memory(error):
                     raise

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -24,6 +23,7 @@ from m1clip.hardware.device import Precision
 from m1clip.losses import infonce, same_pairs
 from m1clip.model.clip import CLIP, Features
 from m1clip.model.towers import TextTower
+from m1clip.training.distributed import Ranks
 from m1clip.training.muon import Muon, orthogonalize
 from m1clip.training.oom import OOMHandler
 from m1clip.training.step import TrainStep, normalized_pixels
@@ -105,7 +105,7 @@ def size_difference(train_step: TrainStep, twin: CLIP, batch: Batch) -> float:
     step.project_image, step.project_text = twin.project_image, twin.project_text
     # Gradients that are too small for fp16 are so in both; a scaled loss could overflow.
     step.scale_loss = lambda loss: loss
-    step.grad_cache = dataclasses.replace(step.grad_cache, scale_loss=step.scale_loss)
+    step.ranks = Ranks()  # a rank's own rows suffice
     batch = batch.to(step.device.torch)
 
     def run(micro_batch: int) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,8 @@ class Screen:
     """Prints messages and progress."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False, file=cast(IO[str], _SafeOutput()))
+        other_rank = os.environ.get("RANK", "0") != "0"  # started by torchrun: rank 0 prints for all
+        self.console = console or Console(highlight=False, file=cast(IO[str], _SafeOutput()), quiet=other_rank)
         notebook = self.console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
         self.live = self.console.is_terminal or notebook
         self.warned: list[str] = []  # for the run log

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from m1clip.errors import UserError
 from m1clip.runlog import RunLog
-from m1clip.training.checkpoint import TensorGroups, TrainState, load_latest, restore, trained_tensors
+from m1clip.training.checkpoint import TensorGroups, TrainState, load_latest, restore, share_checkpoint, trained_tensors
 from m1clip.training.oom import make_oom_handler
 from m1clip.training.progress import Screen
 from m1clip.training.setup import Setup
@@ -113,7 +113,10 @@ class Recovery:
         if state.rollbacks >= MAX_ROLLBACKS:
             self.log.write("event", step=failed_step, event="diverged", rollbacks=state.rollbacks)
             raise self._diagnosis()
-        loaded = load_latest(self.run, self.setup.device.torch, self.screen.warn, without_skips=True)
+        device = self.setup.device.torch
+        loaded = share_checkpoint(
+            self.setup.ranks, device, lambda: load_latest(self.run, device, self.screen.warn, without_skips=True)
+        )
         if loaded is None:
             initial: TensorGroups = {"weights": trained_tensors(self.setup.build_model()), "optimizer": {}}
             loaded = TrainState(frozen_sha256=train_step.frozen_sha256), initial
@@ -151,11 +154,13 @@ class Recovery:
         )
 
     def _report_skipped(self, step: int, sample_ids: Tensor, loss: float, norm: float) -> None:
-        samples = [self._sample(number) for number in sample_ids.tolist()]
-        suspects, first = [], self.state.skipped == 1
+        ranks = self.setup.ranks
+        samples = ranks.chained([self._sample(number) for number in sample_ids.tolist()])
+        suspects, first = list[str](), self.state.skipped == 1
         if first:  # the others in a row are likely similar, and finding them takes a forward pass
             batch = self.setup.training[step - 1]
-            suspects = [self._sample(batch.sample_ids[row]) for row in self.train_step.nonfinite_rows(batch)]
+            rows = self.train_step.nonfinite_rows(batch)
+            suspects = ranks.chained([self._sample(batch.sample_ids[row]) for row in rows])
         named = suspects or samples
         self.suspects.update(named)
         reason = "the loss is not finite" if not math.isfinite(loss) else "the gradient is not finite"

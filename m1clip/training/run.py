@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
 import hashlib
 import json
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -31,8 +34,10 @@ from m1clip.hardware.memory import return_freed_memory
 from m1clip.hardware.timing import timing
 from m1clip.inference.encoder import Model, load
 from m1clip.io import matches_schema, read_small, remove_leftovers, write_json, write_text
-from m1clip.runlog import RunLog, Sink, read_log
-from m1clip.training.checkpoint import TrainState, load_latest, restore
+from m1clip.runlog import NoLog, RunLog, Sink, read_log
+from m1clip.text.base import Tokenizer
+from m1clip.training.checkpoint import TrainState, load_latest, restore, share_checkpoint
+from m1clip.training.distributed import RankLost, Ranks, connect, launched
 from m1clip.training.logger import check_sink, open_sink
 from m1clip.training.loop import TrainLoop
 from m1clip.training.oom import oom_as_user_error
@@ -130,12 +135,12 @@ def _step_seconds(setup: Setup, train_step: TrainStep, deadline: float) -> tuple
     taken: list[float] = []
     for step, batch in enumerate(batches(setup.training, 0, most, 0, "fork", pin=False)):
         start = time.perf_counter()
-        if step >= least and start + taken[-1] > deadline:
+        if any(setup.ranks.agree(step >= least and start + taken[-1] > deadline)):
             break
         train_step(batch, step)
         setup.device.synchronize()
         taken.append(time.perf_counter() - start)
-        if len(taken) >= WARM_STEPS + TIMED_STEPS and is_steady(taken[WARM_STEPS:]):
+        if any(setup.ranks.agree(len(taken) >= WARM_STEPS + TIMED_STEPS and is_steady(taken[WARM_STEPS:]))):
             break
     timed = taken[WARM_STEPS:] or taken[-1:]
     # The lower quartile of disturbed steps is disturbed least.
@@ -195,33 +200,87 @@ def train_config(
     most = max(16, 4 * usable_cpus())
     if config.data.workers > most:
         raise UserError(f"--workers {config.data.workers}: this machine has {usable_cpus()} CPUs; use at most {most}")
-    folder = create_run_folder(Path(run) if run is not None else None, name or run_name(config))
-    with lock_run(folder), stop_on_signals() as stop:
+    ranks = connect()
+    ranks.check_same({"m1clip": __version__, "torch": torch.__version__, **dataclasses.asdict(config)})
+    name = name or run_name(config)
+    started = ranks.first(lambda: started_before(run, name))
+    if started is not None:
+        return resume(started, screen, on_log)
+    folder = ranks.first(lambda: create_run_folder(Path(run) if run is not None else None, name))
+    with _locked(folder, ranks), stop_on_signals() as stop:
         try:
-            setup = _with_steps(prepare(config, screen.say, decode_plan(screen, folder)), screen.warn)
+            setup = _with_steps(_prepare(config, folder, screen, ranks), screen.warn)
             _describe(setup, screen)
-            _write_run_files(setup, folder)
+            ranks.first(lambda: _write_run_files(setup, folder))
         except BaseException:
-            remove_unused_folder(folder)
+            if ranks.rank == 0:
+                remove_unused_folder(folder)
             raise
         return _train_and_finish(setup, folder, screen, TrainState(), None, stop, on_log)
 
 
-def resume(run: str | Path, screen: Screen | None = None) -> Run:
-    """Continue a run from its newest valid checkpoint, exactly as if it had not stopped."""
-    screen, folder = screen or Screen(), Path(run)
-    if not (folder / "config.toml").is_file():
-        raise UserError(f"{folder}: not a run folder (no config.toml)")
-    with lock_run(folder), stop_on_signals() as stop:
-        for part in (folder, folder / WATCH, folder / WATCH / THUMBNAILS):
+def resume(run: str | Path, screen: Screen | None = None, on_log: Sink | None = None) -> Run:
+    """Continue a run from its newest valid checkpoint, exactly as if it had not stopped; on any number of ranks."""
+    screen, folder, ranks = screen or Screen(), Path(run), connect()
+
+    def saved_config() -> Config:
+        if not (folder / "config.toml").is_file():
+            raise UserError(f"{folder}: not a run folder (no config.toml)")
+        return load_config(folder / "config.toml")
+
+    config = ranks.first(saved_config)
+    with _locked(folder, ranks), stop_on_signals() as stop:
+        for part in (folder, folder / WATCH, folder / WATCH / THUMBNAILS) if ranks.rank == 0 else ():
             remove_leftovers(part)
-        setup = prepare(load_config(folder / "config.toml"), screen.say, decode_plan(screen, folder), saved=folder)
-        _check_same_data(setup, folder)
+        setup = _prepare(config, folder, screen, ranks, resumed=True)
+        ranks.first(lambda: _check_same_data(setup, folder))
         _describe(setup, screen)
-        kept = load_latest(folder, setup.device.torch, screen.warn)
+        device = setup.device.torch
+        kept = share_checkpoint(ranks, device, lambda: load_latest(folder, device, screen.warn))
         state, tensors = kept if kept is not None else (TrainState(), None)
         screen.say(f"resume     from step {state.step:,} of {setup.config.train.steps:,}")
-        return _train_and_finish(setup, folder, screen, state, tensors, stop)
+        return _train_and_finish(setup, folder, screen, state, tensors, stop, on_log)
+
+
+def started_before(run: str | Path | None, name: str) -> Path | None:
+    """The run that this very command started before torchrun restarted it; None for a new run."""
+    if not launched():
+        return None
+    folders = [Path(run)] if run is not None else []
+    if run is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        folders = sorted(Path("runs").glob(f"{name}*"), key=lambda folder: folder.stat().st_mtime, reverse=True)
+    for folder in folders:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            same = json.loads(read_small(folder / "environment.json")).get("command") == sys.argv
+            if same and (folder / "config.toml").is_file():
+                return folder
+    return None
+
+
+def _locked(folder: Path, ranks: Ranks) -> AbstractContextManager[None]:
+    """The lock of a run, which rank 0 holds for all."""
+    return lock_run(folder) if ranks.rank == 0 else contextlib.nullcontext()
+
+
+def _prepare(config: Config, folder: Path, screen: Screen, ranks: Ranks, resumed: bool = False) -> Setup:
+    """Resolve the settings on rank 0; the other ranks then open the same data with them."""
+    decode, found = decode_plan(screen, folder if ranks.rank == 0 else None), list[Setup]()
+
+    def on_first() -> tuple[Config, Tokenizer]:
+        found.append(prepare(config, screen.say, decode, saved=folder if resumed else None))
+        return found[0].config, found[0].tokenizer
+
+    def on_others() -> Setup:
+        with tempfile.TemporaryDirectory() as saved:  # like a resumed run: every setting is resolved already
+            tokenizer.save(Path(saved))
+            return prepare(resolved, screen.say, decode, saved=Path(saved))
+
+    resolved, tokenizer = ranks.first(on_first)
+    setup = ranks.everywhere(lambda: found[0] if found else on_others())
+    if ranks.size > 1:
+        facts = {"training images": setup.training.plan.images, "hash of ids and captions": _fingerprint(setup)}
+        ranks.check_same(facts)
+    return setup.divided(ranks)
 
 
 @oom_as_user_error()
@@ -234,13 +293,14 @@ def _train_and_finish(
     stop: StopRequest,
     on_log: Sink | None = None,
 ) -> Run:
-    log = RunLog(folder)
+    ranks = setup.ranks
+    log = RunLog(folder) if ranks.rank == 0 else NoLog(folder)
     log.sinks += [on_log] if on_log is not None else []
     steps = setup.config.train.steps or 0
-    sink = open_sink(setup.config.train.report_to, folder)
+    sink = open_sink(setup.config.train.report_to, folder) if ranks.rank == 0 else None
     if sink is not None:
         log.sinks.append(sink[0])
-    log.write("start", step=state.step, steps=steps, choices=setup.choices, version=__version__)
+    log.write("start", step=state.step, steps=steps, choices=setup.choices, version=__version__, ranks=ranks.size)
     for line in screen.warned:
         log.write("warning", step=state.step, text=line)
     setup.training.report = _failure_log(setup, folder, log, screen)
@@ -253,8 +313,8 @@ def _train_and_finish(
         screen.say(f"parity     gradients on {setup.device.kind} differ by at most {difference:.2%}")
     try:
         TrainLoop(setup, train_step, state, folder, log, screen).run_until_stopped(stop)
-        return _finish(setup, train_step, folder, log, screen, state)
-    except Interrupted as stopped:
+        return ranks.first(lambda: _finish(setup, train_step, folder, log, screen, state))
+    except (Interrupted, RankLost) as stopped:
         log.write("event", step=state.step, event=str(stopped))
         raise
     finally:
@@ -266,7 +326,8 @@ def _train_and_finish(
 
 def _failure_log(setup: Setup, folder: Path, log: RunLog, screen: Screen) -> FailureLog:
     """Records each unreadable image once in the run log, starting with those found before training."""
-    named = [str(record.get("where")) for record in read_log(folder) if record["kind"] == "skipped"]
+    records = read_log(folder) if setup.ranks.rank == 0 else ()
+    named = [str(record.get("where")) for record in records if record["kind"] == "skipped"]
     failures = FailureLog(setup.training.plan.images, setup.config.data.max_bad, log.write, screen.warn, named)
     for name, split in setup.splits.items():
         failures.record(name, split.failures)
@@ -315,7 +376,8 @@ def energy_figures(steps: Sequence[dict[str, Any]], epochs: float) -> dict[str, 
 
 def _with_steps(setup: Setup, warn: Callable[[str], None]) -> Setup:
     """Convert the duration to steps, and resolve the settings that depend on it."""
-    steps, evaluations = run_length(setup, warn)
+    length = run_length(setup, warn)
+    steps, evaluations = setup.ranks.first(lambda: length)
     warmup_steps(setup.config.optim.warmup, steps)  # raises if the run would never leave warm-up
     train = setup.config.train
     every = train.eval_every if train.eval_every is not None else max(1, -(-steps // evaluations))
@@ -407,7 +469,7 @@ def train(
     settings, options["recipe"] = with_recipe(options, config, preset, screen)
     if settings.transfer.recipe != "finetune":
         return train_config(settings, run, screen, preset, on_log)
-    if run is not None:
+    if run is not None and not launched():
         check_unused(Path(run))  # fail before the first stage, which takes minutes
     options = _flat(config, preset) | options
     if settings.transfer.init is None:

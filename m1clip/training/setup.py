@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from m1clip.model.pretrained import (
 from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import load_tokenizer, make_tokenizer
 from m1clip.training.autotune import choose_attention, choose_hardware, default_batch, fit_memory, largest_batch
+from m1clip.training.distributed import Ranks
 from m1clip.training.step import TrainStep
 from m1clip.training.transfer import (
     Start,
@@ -92,6 +93,7 @@ class Setup:
     choices: dict[str, Any]  # the measurements behind the decisions
     autocast: Callable[[], AbstractContextManager[object]]
     teacher: Teacher | None = None
+    ranks: Ranks = field(default_factory=Ranks)
 
     @property
     def shape(self) -> CLIPConfig:
@@ -109,7 +111,21 @@ class Setup:
 
     def make_step(self) -> TrainStep:
         """The training step of the initialized model."""
-        return TrainStep(self.build_model(), self.config, self.device, self.precision, self.preprocess, self.teacher)
+        settings = (self.config, self.device, self.precision, self.preprocess, self.teacher)
+        train_step = TrainStep(self.build_model(), *settings, self.ranks)
+        self.ranks.share(list(train_step.model.state_dict().values()))  # other machines may round differently
+        return train_step
+
+    def divided(self, ranks: Ranks) -> Setup:
+        """The setup of one rank, which trains on its rows of each batch."""
+        if ranks.size > self.training.plan.batch:
+            ranks.refuse(
+                f"--batch-size {self.training.plan.batch} is less than one image for each of {ranks.size} ranks"
+            )
+        if ranks.size > 1 and self.device.kind == "mps":
+            ranks.refuse("mps: torch.distributed cannot exchange its tensors; use one process, or --device cpu")
+        plan = dataclasses.replace(self.training.plan, part=(ranks.rank, ranks.size))
+        return dataclasses.replace(self, training=dataclasses.replace(self.training, plan=plan), ranks=ranks)
 
     def describe_model(self) -> str:
         """The model in one line."""

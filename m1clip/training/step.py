@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -19,20 +19,22 @@ from m1clip.data.loader import Batch
 from m1clip.hardware.device import Device, Precision, autocast
 from m1clip.hardware.memory import keep_freed_memory, map_large_blocks
 from m1clip.hardware.timing import Phases
-from m1clip.losses import OBJECTIVES, positives, text_contrast
+from m1clip.losses import OBJECTIVES, Terms, loss_terms, positives, text_contrast
 from m1clip.model.clip import CLIP, Features
 from m1clip.model.pretrained import weights_hash
 from m1clip.training.cuda_graph import CapturedStep
+from m1clip.training.distributed import JointBatch, Ranks, Sizes
 from m1clip.training.grad_cache import GradCache, Tower
 from m1clip.training.oom import OOMHandler
 from m1clip.training.optim import Optimizer
 from m1clip.training.schedule import lr_schedule
-from m1clip.training.transfer import Teacher
+from m1clip.training.transfer import TEACHER_WEIGHT, Teacher
 
 GRAD_CLIP_NORM = 1.0
 INTEGER_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 DROPOUT_ATTRIBUTES = ("p", "drop_prob", "dropout", "dropout_prob", "attention_dropout", "layerdrop")
 DROPOUT_STREAM = 1 << 16  # a random stream separate from the data's
+MAX_LOGITS = 1 << 26  # a larger loss is computed in blocks; 256 MB of float32
 INSPECTED_ROWS = 32  # rows of a non-finite step to inspect at a time
 
 
@@ -47,8 +49,10 @@ class TrainStep:
         precision: Precision,
         preprocess: Preprocess,
         teacher: Teacher | None = None,
+        ranks: Ranks = Ranks(),  # noqa: B008  immutable
     ) -> None:
         self.model, self.config, self.device, self.preprocess = model, config, device, preprocess
+        self.ranks = ranks
         self.autocast, self.teacher = autocast(device, precision), teacher
         self.objective = OBJECTIVES[config.train.loss]
         self.scaler = torch.amp.GradScaler(device.kind) if precision == "fp16" else None  # gradients underflow
@@ -63,6 +67,8 @@ class TrainStep:
         self.schedule = lr_schedule(config.optim, config.train.steps)
         self.lr_factor = 1.0  # lowered by each rollback
         self.cuda_graph = CapturedStep(self) if graph else None
+        if self.cuda_graph is not None and ranks.size > 1:
+            self.cuda_graph.disabled = "the ranks exchange the sizes of their batches on the host in each step"
         self.oom: OOMHandler | None = None  # reduces the micro-batch when memory runs out; None: raise
         self.phases = Phases(device.kind)
         if device.kind == "cpu":
@@ -80,7 +86,7 @@ class TrainStep:
         # Compiled code may draw different dropout masks with and without an autograd graph.
         with_graph = config.model.compile and self.has_dropout
         no_autocast = autocast(device, precision, enabled=False)
-        self.grad_cache = GradCache(self.autocast, no_autocast, self.scale_loss, self._mark, with_graph)
+        self.grad_cache = GradCache(self.autocast, no_autocast, self._mark, with_graph)
         self.parameters = list(model.parameters())
         self.blockwise_loss = device.kind == "cpu"  # for the text-text loss; other devices compute all logits at once
         model.train()
@@ -108,13 +114,40 @@ class TrainStep:
         return loss, grad_norm
 
     def compute_gradients(self, batch: Batch, step: int) -> Tensor:
-        """Forward and backward of a batch on the device; returns the detached loss."""
-        positive = positives(self.config.train.loss, batch.sample_ids, batch.caption_ids, batch.image_index)
+        """Forward and backward of a batch on the device; returns the detached loss.
+
+        With several ranks the batch has the rows of this one; loss and gradients are those of all rows together.
+        """
+        captions = len(batch.caption_ids)
         if 0 < self.micro_batch < len(batch):
-            return self._micro_batched_gradients(batch, positive, step)
+            towers = self._towers(batch, step)
+            encode = partial(self.grad_cache.encode, towers)
+            backward: Callable[[list[Tensor]], None] = partial(self.grad_cache.backward, towers)
+        elif self.ranks.size == 1 and len(batch) * captions <= MAX_LOGITS:
+            loss = self._loss(self._encode(batch, step), batch)
+            self._mark("backward")
+            self.scale_loss(loss).backward()
+            return loss.detach()
+        else:
+            encode = partial(self._encode, batch, step)
+            backward = lambda gradients: torch.autograd.backward(features, gradients)  # noqa: E731
+        features, sizes = self.ranks.together(encode, len(batch), captions)
+        loss, gradients = self._loss_gradients(features, batch, sizes)
+
+        def backward_pass() -> None:
+            self._mark("backward")
+            backward(gradients)
+
+        self.ranks.together(backward_pass)
+        self._mark_exchange()
+        return self.ranks.add_gradients(self.parameters, loss)
+
+    def _encode(self, batch: Batch, step: int) -> list[Tensor]:
+        """Features of the images and captions of a batch."""
         self.phases.mark("forward")
         if self.has_dropout:
-            torch.manual_seed(self.config.seed * 1_000_003 + step)  # dropout is a function of the step
+            # Dropout is a function of the step.
+            torch.manual_seed(self.config.seed * 1_000_003 + step + (self.ranks.rank << 40))
         with self.autocast():
             # Text first: the backward pass then starts with the larger tower and frees its activations.
             most_images, most_texts = self._rows_at_once(batch)
@@ -122,12 +155,11 @@ class TrainStep:
             text = texts[0] if len(texts) == 1 else torch.cat(texts)
             images = [self._encode_images(batch, part) for part in split(slice(0, len(batch)), most_images)]
             image = images[0] if len(images) == 1 else torch.cat(images)
-        loss = self._loss(image, text, positive, batch)
-        self._mark("backward")
-        self.scale_loss(loss).backward()
-        return loss.detach()
+        return [image, text]
 
-    def _loss(self, image: Tensor, text: Tensor, positive: Tensor, batch: Batch) -> Tensor:
+    def _loss(self, encoded: Sequence[Tensor], batch: Batch) -> Tensor:
+        image, text = encoded
+        positive = positives(self.config.train.loss, batch.sample_ids, batch.caption_ids, batch.image_index)
         features = Features(image, text, self.model.scale(), self.model.logit_bias)
         # With cached features the loss dominates the step; with towers, autocast is not worth the rounding error.
         with self.autocast() if batch.image_features is not None else nullcontext():
@@ -138,6 +170,45 @@ class TrainStep:
             )
             loss = loss + self.config.train.text_contrast * text_loss
         return loss if self.teacher is None else self.teacher.add_distillation(loss, features, batch)
+
+    def _loss_gradients(self, features: list[Tensor], batch: Batch, sizes: Sizes) -> tuple[Tensor, list[Tensor]]:
+        """The detached loss and its gradient for the features of this rank's rows.
+
+        The parameters of the loss (temperature, bias) get their gradients here. With several ranks, the loss and these
+        gradients are parts that add up over the ranks.
+        """
+        self._mark_exchange()
+        joint = self.ranks.join(batch, features, sizes)
+        for feature in joint.features:
+            feature.requires_grad_()
+        if self.ranks.size == 1 and len(batch) * len(batch.caption_ids) <= MAX_LOGITS:
+            loss = self._loss(joint.features, batch)
+            self._mark("backward")
+            self.scale_loss(loss).backward()
+        else:
+            self.phases.mark("forward")
+            loss = self.ranks.together(lambda: self._blockwise_loss(joint))[0]
+        gradients = [feature.grad for feature in joint.features if feature.grad is not None]
+        self._mark_exchange()
+        return loss.detach(), self.ranks.own_rows(gradients, sizes)
+
+    def _blockwise_loss(self, joint: JointBatch) -> Tensor:
+        """The loss of this rank's rows against all features; gradients are computed block by block."""
+        image, text = joint.features
+        train, teacher = self.config.train, self.teacher
+        terms = Terms(train.loss, train.text_contrast or 0.0)
+        if teacher is not None:
+            terms = terms._replace(teacher=teacher.logits, teacher_weight=TEACHER_WEIGHT)
+        total = torch.zeros((), dtype=image.dtype, device=image.device)
+        for term in loss_terms(
+            terms,
+            lambda: Features(image, text, self.model.scale(), self.model.logit_bias),
+            *(joint.sample_ids, joint.caption_ids, joint.image_index),
+            *(joint.images, joint.texts),
+        ):
+            self.scale_loss(term).backward()
+            total += term.detach()
+        return total
 
     def update_weights(self, loss: Tensor) -> Tensor:
         """Clip the gradients and update the weights; returns the gradient norm.
@@ -205,8 +276,8 @@ class TrainStep:
             return self.project_text(batch.text_features[rows])
         return self.encode_text(batch.texts(rows))
 
-    def _micro_batched_gradients(self, batch: Batch, positive: Tensor, step: int) -> Tensor:
-        """The same gradient with the activations of one micro-batch at a time (grad_cache.py)."""
+    def _towers(self, batch: Batch, step: int) -> list[Tower]:
+        """Both encoders in micro-batches, for the same gradient with less memory (grad_cache.py)."""
 
         def encode_images(rows: slice) -> Tensor:
             self._seed_dropout(step, 2 * rows.start)
@@ -218,21 +289,24 @@ class TrainStep:
 
         images, captions, size = len(batch), len(batch.caption_ids), self.micro_batch
         most_images, most_texts = self._rows_at_once(batch)
-        towers = [
+        return [
             Tower(encode_images, images, min(size, most_images)),
             Tower(encode_texts, captions, min(-(-size * captions // images), most_texts)),
         ]
-        return self.grad_cache.backward(towers, lambda image, text: self._loss(image, text, positive, batch))
 
     def _seed_dropout(self, step: int, draw: int) -> None:
         """Make the dropout masks of a micro-batch a function of step and position, so that both passes agree."""
         if self.has_dropout:
-            torch.manual_seed(int(rnd.bits(self.config.seed, step, np.array(draw), DROPOUT_STREAM)))
+            torch.manual_seed(int(rnd.bits(self.config.seed, step, np.array(draw), DROPOUT_STREAM + self.ranks.rank)))
 
     def _mark(self, phase: str) -> None:
         if phase == "backward" and self.oom is not None:
             self.oom.check()  # all activations are in memory now
         self.phases.mark(phase)
+
+    def _mark_exchange(self) -> None:
+        if self.ranks.size > 1:
+            self.phases.mark("exchange")
 
     def clear(self) -> None:
         """Discard an interrupted step and free its memory."""

@@ -20,8 +20,11 @@ from m1clip.training.step import TrainStep
 
 
 def encode(setup: Setup, model: CLIP, split: str, images: int | None = None) -> SplitFeatures:
-    """Features of a split, or of its first `images`, in the precision of the run."""
-    return encode_split(setup.bundle(model), setup.splits[split], images)
+    """Features of a split, or of its first `images`, in the precision of the run; each rank encodes a part."""
+    ranks, data = setup.ranks, setup.splits[split]
+    if ranks.size > (len(data.images) if images is None else images):
+        return encode_split(setup.bundle(model), data, images)
+    return encode_split(setup.bundle(model), data, images, (ranks.rank, ranks.size), ranks.concatenated)
 
 
 class Validator:
@@ -36,23 +39,28 @@ class Validator:
 
     def run_due(self, stop: StopRequest) -> None:
         """Evaluate; if interrupted by a signal, the evaluation stays due."""
+        model, state, ranks = self.train_step.model, self.state, self.setup.ranks
         try:
-            with stop.interrupting():
+            with stop.interrupting(ranks.size == 1):  # one rank alone must not leave an exchange
                 if "val" in self.setup.splits:
-                    self._save_if_best(self._score())
-            self.state.evaluation_due = False
+                    begin = time.perf_counter()
+                    features = encode(self.setup, model, "val")
+                    state.best, state.best_step, state.stale, self.metric_label = ranks.first(
+                        lambda: self._score(features, begin)
+                    )
+            state.evaluation_due = False
         except Interrupted:
             self.train_step.model.train()
 
-    def _score(self) -> Metric:
-        """Score the validation split; all metrics are logged. Returns the one that selects the best model."""
+    def _score(self, features: SplitFeatures, begin: float) -> tuple[float, int, int, str]:
+        """Score the validation split, log all metrics, save the best model.
+
+        Returns the best score, its step, the evaluations since then, and the label of the metric.
+        """
         setup, state, model, data = self.setup, self.state, self.train_step.model, self.setup.splits["val"]
-        begin = time.perf_counter()
-        features = encode(setup, model, "val")
         scores = retrieval(*features)
         seconds = time.perf_counter() - begin
         metric = selection_metric(scores)
-        self.metric_label = metric.label
         analysis = Evaluator(setup.bundle(model), setup.source, "val", data).analysis(features)
         with disk_errors(self.log, self.run / "snapshots", state.step):
             write_snapshot(self.run, state.step, "val", data, features)
@@ -60,7 +68,8 @@ class Validator:
         self.log.write("eval", step=state.step, **values)
         better = None if metric.value > state.best else (state.best, state.best_step)
         self.screen.evaluation(state.step, scores, metric, better)
-        return metric
+        self._save_if_best(metric)
+        return state.best, state.best_step, state.stale, metric.label
 
     def _save_if_best(self, metric: Metric) -> None:
         """Save the model if it is the best so far."""

@@ -33,6 +33,7 @@ from m1clip.training.checkpoint import (
     sha256,
     verify,
 )
+from m1clip.training.distributed import Ranks
 from m1clip.training.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -198,7 +199,7 @@ def test_invalid_save_every_is_rejected(value: str) -> None:
 
 def writer(run: Path, every: int | str) -> CheckpointWriter:
     config = small_config({"train.save_every": every, "train.save_total_limit": 2})
-    return CheckpointWriter(SimpleNamespace(config=config), run, RunLog(run), screen())  # type: ignore[arg-type]
+    return CheckpointWriter(SimpleNamespace(config=config, ranks=Ranks()), run, RunLog(run), screen())  # type: ignore[arg-type]
 
 
 def test_saves_by_the_clock_and_after_sleep_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from m1clip.runlog import RunLog, read_log
 from m1clip.training import recovery
 from m1clip.training import step as update_module
 from m1clip.training.checkpoint import TrainState, checkpoint_tensors, save
+from m1clip.training.distributed import Ranks
 from m1clip.training.recovery import Recovery, Rollback, SpikeDetector
 from m1clip.training.run import train_config
 from m1clip.training.step import TrainStep, skip_rule
@@ -152,7 +153,8 @@ def checker(state: TrainState | None = None) -> tuple[Recovery, Log]:
     batch = SimpleNamespace(sample_ids=torch.tensor([7]))
     samples = [SimpleNamespace(id=f"image {number}") for number in range(20)]
     setup = SimpleNamespace(config=small_config(), device=SimpleNamespace(kind="cpu"), precision="bf16",
-                            splits={"train": SimpleNamespace(samples=samples)}, training=[batch] * 20)  # fmt: skip
+                            splits={"train": SimpleNamespace(samples=samples)}, training=[batch] * 20,
+                            ranks=Ranks())  # fmt: skip
     step = SimpleNamespace(scaler=None, skip="device", nonfinite_rows=lambda batch: [0])
     log: Any = Log()
     return Recovery(setup, step, state or TrainState(), Path(), log, log), log  # type: ignore[arg-type]

@@ -1,0 +1,322 @@
+"""Several processes that train one model, started by torchrun.
+
+The batch is global: each rank encodes its rows of it, features are exchanged, each rank computes the loss of its rows
+against all features, and gradients are added. Every rank then makes the same update, so that weights stay equal.
+
+Rare exchanges (settings, evaluations, checkpoints) wait for as long as another rank works, because torchrun ends all
+ranks when one ends. Exchanges within a step have a timeout, after which the rank that does not answer is named.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from m1clip.data.loader import Batch
+from m1clip.errors import UserError
+from m1clip.formatting import duration
+from m1clip.training.oom import MemoryPressure, is_out_of_memory
+
+Result = TypeVar("Result")
+Sizes = list[list[int]]  # images and captions of each rank
+INIT_METHOD = "env://"  # the variables that torchrun sets
+TIMEOUT_VARIABLE, TIMEOUT = "M1CLIP_RANK_TIMEOUT", 600.0  # seconds
+REPORT_SECONDS = 5.0  # in which a rank that has lost another one hears of the others
+POLL_SECONDS = 0.02
+BUCKET = 1 << 23  # numbers of gradients exchanged at a time: 32 MB of float32
+PRESSURE, FAILED = 1, 2  # memory is short; an allocation has failed
+
+
+class RankLost(UserError):
+    """Another rank has ended, or does not answer."""
+
+
+class JointBatch(NamedTuple):
+    """The features of all ranks, which of them belong together, and the rows of this rank."""
+
+    features: list[Tensor]  # images (n, d), captions (m, d)
+    sample_ids: Tensor
+    caption_ids: Tensor
+    image_index: Tensor
+    images: slice
+    texts: slice
+
+
+@dataclass
+class Ranks:
+    """The processes of a run; one, unless torchrun has started more."""
+
+    rank: int = 0
+    size: int = 1
+    store: dist.Store | None = None
+    names: tuple[str, ...] = ()  # process and host of each rank
+    timeout: float = TIMEOUT
+    _exchanges: int = 0  # rare ones so far; the same number on every rank
+
+    # Exchanges of a step.
+
+    def gather(self, values: Tensor) -> Tensor:
+        """(ranks, ...) from tensors of equal shape."""
+        found = values.new_empty((self.size, *values.shape))
+        with self._watched():
+            dist.all_gather(list(found), values.contiguous())
+        return found
+
+    def agree(self, *values: int) -> list[int]:
+        """The maximum of each value over all ranks."""
+        if self.size == 1:
+            return list(values)
+        return self.gather(torch.tensor(values, dtype=torch.int64)).amax(dim=0).tolist()
+
+    def together(self, work: Callable[[], Result], *facts: int) -> tuple[Result, Sizes]:
+        """Run work that may run out of memory; if it does on one rank, all raise. Also exchanges a few numbers."""
+        if self.size == 1:
+            return work(), [list(facts)]
+        result: Any = None
+        problem, used = 0, 0
+        try:
+            result = work()
+        except MemoryPressure as error:
+            problem, used = PRESSURE, error.used
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            problem = FAILED
+        table: Sizes = self.gather(torch.tensor([problem, used, *facts], dtype=torch.int64)).tolist()
+        worst = max(table)
+        where = f"on rank {table.index(worst)}"
+        if worst[0] == FAILED:
+            raise torch.OutOfMemoryError(f"out of memory {where}")
+        if worst[0] == PRESSURE:
+            raise MemoryPressure(f"{worst[1] / 1e9:.2f} GB in use {where}, close to its limit", worst[1])
+        return result, [row[2:] for row in table]
+
+    def join(self, batch: Batch, features: Sequence[Tensor], sizes: Sizes) -> JointBatch:
+        """The features and ids of all ranks; `sizes` are the numbers of their images and captions."""
+        images, texts = ([row[column] for row in sizes] for column in (0, 1))
+        first_image, first_text = sum(images[: self.rank]), sum(texts[: self.rank])
+        encoded = [feature.detach() for feature in features]
+        ids = [batch.sample_ids, batch.caption_ids, batch.image_index + first_image]
+        if self.size > 1:
+            encoded, ids = self._rows(encoded, [images, texts]), self._rows(ids, [images, texts, texts])
+        own_images = slice(first_image, first_image + images[self.rank])
+        own_texts = slice(first_text, first_text + texts[self.rank])
+        return JointBatch(encoded, ids[0], ids[1], ids[2], own_images, own_texts)
+
+    def own_rows(self, gradients: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
+        """This rank's rows of the gradients of all features, added over all ranks."""
+        if self.size == 1:
+            return list(gradients)
+        columns = [list(column) for column in zip(*sizes, strict=True)]
+        most = [max(column) for column in columns]
+        split = [gradient.split(column) for gradient, column in zip(gradients, columns, strict=True)]
+        parts = [torch.cat(list(map(_padded, rows, most))) for rows in zip(*split, strict=True)]
+        own = torch.empty_like(parts[0])
+        with self._watched():
+            dist.reduce_scatter(own, parts)
+        return [part[:count] for part, count in zip(own.split(most), sizes[self.rank], strict=True)]
+
+    def concatenated(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks in order; their numbers may differ."""
+        if self.size == 1:
+            return rows
+        return self._rows([rows], [self.gather(torch.tensor(len(rows))).tolist()])[0]
+
+    def _rows(self, tensors: Sequence[Tensor], sizes: list[list[int]]) -> list[Tensor]:
+        """The rows of all ranks of several tensors, in one exchange; `sizes` are the rows of each tensor by rank."""
+        most = [max(each) for each in sizes]
+        gathered = self.gather(torch.cat(list(map(_padded, tensors, most)))).split(most, dim=1)
+        return [
+            torch.cat([rows[:n] for rows, n in zip(g, each, strict=True)])
+            for g, each in zip(gathered, sizes, strict=True)
+        ]
+
+    @torch.no_grad()
+    def add_gradients(self, parameters: Sequence[Tensor], loss: Tensor) -> Tensor:
+        """Add the gradients of all ranks in place; returns the sum of their losses.
+
+        Not DDP: it averages, and exchanges after each backward pass, of which a micro-batched step has many.
+        """
+        if self.size == 1:
+            return loss
+        loss = loss.reshape(1)
+        bucket: list[Tensor] = []
+        for tensor in [loss, *(p.grad for p in parameters if p.grad is not None)]:
+            full = sum(t.numel() for t in bucket) + tensor.numel() > BUCKET
+            if bucket and (full or tensor.dtype != bucket[0].dtype):
+                self._add(bucket)
+                bucket = []
+            bucket.append(tensor)
+        self._add(bucket)
+        return loss[0]
+
+    def _add(self, tensors: list[Tensor]) -> None:
+        """Add the tensors of all ranks, in place."""
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        with self._watched():
+            dist.all_reduce(flat)
+        parts = flat.split([t.numel() for t in tensors])
+        torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
+
+    # Rare exchanges.
+
+    def first(self, work: Callable[[], Result]) -> Result:
+        """Run on rank 0 and give the result to all ranks, which wait for as long as it takes."""
+        if self.size == 1:
+            return work()
+        found: list[Any] = [None]
+        key = f"m1clip/first/{self._count()}"
+        assert self.store is not None
+        if self.rank == 0:
+            try:
+                found = [work()]
+            except BaseException:
+                self.store.set(key, "failed")
+                raise
+            self.store.set(key, "done")
+        while not self.store.check([key]):
+            time.sleep(POLL_SECONDS)
+        if self.store.get(key) == b"failed":
+            raise SystemExit(2)  # rank 0 reports the reason
+        with self._watched():
+            dist.broadcast_object_list(found)
+        result: Result = found[0]
+        return result
+
+    def gather_objects(self, value: Result) -> list[Result]:
+        """The values of all ranks, which wait for as long as another rank works."""
+        if self.size == 1:
+            return [value]
+        assert self.store is not None
+        count = self._count()
+        self.store.set(f"m1clip/there/{count}/{self.rank}", "")
+        while not self.store.check([f"m1clip/there/{count}/{rank}" for rank in range(self.size)]):
+            time.sleep(POLL_SECONDS)
+        found: list[Any] = [None] * self.size
+        with self._watched():
+            dist.all_gather_object(found, value)
+        return found
+
+    def chained(self, values: list[Result]) -> list[Result]:
+        """The lists of all ranks, one after the other."""
+        return [value for part in self.gather_objects(values) for value in part]
+
+    def everywhere(self, work: Callable[[], Result]) -> Result:
+        """Run on all ranks; if it fails on one, all end, and rank 0 reports which."""
+        if self.size == 1:
+            return work()
+        result, error = None, ""
+        try:
+            result = work()
+        except UserError as found:
+            error = str(found)
+        for rank, problem in enumerate(self.gather_objects(error)):
+            if problem:
+                self.refuse(problem if rank == 0 else f"{self.name(rank)}: {problem}")
+        return result  # type: ignore[return-value]
+
+    def check_same(self, facts: Mapping[str, Any]) -> None:
+        """End all ranks if one of them differs from rank 0, naming the rank and the difference."""
+        expected, *others = self.gather_objects(dict(facts))
+        for rank, found in enumerate(others, start=1):
+            for name in expected.keys() | found.keys():
+                if found.get(name) != expected.get(name):
+                    self.refuse(
+                        f"{self.name(rank)}: {name} is {found.get(name)}, but {expected.get(name)} on rank 0; all "
+                        f"ranks need the same version, command and data"
+                    )
+
+    def refuse(self, reason: str) -> None:
+        """End all ranks with one message."""
+        if self.rank:
+            raise SystemExit(2)
+        raise UserError(reason)
+
+    @torch.no_grad()
+    def share(self, tensors: Sequence[Tensor]) -> None:
+        """Give the values of rank 0 to all ranks."""
+        for tensor in tensors if self.size > 1 else ():
+            with self._watched():
+                dist.broadcast(tensor, 0)
+
+    def name(self, rank: int) -> str:
+        """A rank for messages."""
+        return f"rank {rank} ({self.names[rank]})"
+
+    def _count(self) -> int:
+        self._exchanges += 1
+        return self._exchanges
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Name the rank that was lost if an exchange fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise self._lost(error) from None
+
+    def _lost(self, error: RuntimeError) -> Exception:
+        """Those that do not report within a few seconds are lost."""
+        assert self.store is not None
+        keys = [f"m1clip/lost/{rank}" for rank in range(self.size)]
+        deadline, missing = time.monotonic() + REPORT_SECONDS, list(range(self.size))
+        with contextlib.suppress(RuntimeError):  # the store may have ended too
+            self.store.set(keys[self.rank], "")
+            while len(missing) > 1 and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+                missing = [rank for rank in missing if not self.store.check([keys[rank]])]
+        reporting = set(range(self.size)) - set(missing)
+        if self.rank != min(reporting, default=self.rank):
+            return SystemExit(1)  # type: ignore[return-value]  # one report is enough
+        names = ", ".join(self.name(rank) for rank in missing) or "the connection"
+        timed_out = "timed out" in str(error).lower()
+        reason = f"did not answer for {duration(self.timeout)}" if timed_out else "has ended"
+        return RankLost(f"{names} {reason}; training continues from the last checkpoint when torchrun starts it again")
+
+
+def _padded(rows: Tensor, size: int) -> Tensor:
+    if len(rows) == size:
+        return rows
+    return torch.cat([rows, rows.new_zeros((size - len(rows), *rows.shape[1:]))])
+
+
+def launched() -> bool:
+    """Whether torchrun (or another launcher with its variables) has started this process."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+
+
+@functools.cache
+def connect() -> Ranks:
+    """Connect to the other ranks; the connection stays open until this process ends."""
+    if not launched() or int(os.environ["WORLD_SIZE"]) == 1:
+        return Ranks()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    seconds = float(os.environ.get(TIMEOUT_VARIABLE, TIMEOUT))
+    backend = "gloo"
+    if torch.cuda.is_available():
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if local >= torch.cuda.device_count():
+            raise UserError(
+                f"rank {rank}: this machine has {torch.cuda.device_count()} GPUs; lower --nproc-per-node to that number"
+            )
+        torch.cuda.set_device(local)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, INIT_METHOD, timeout=timedelta(seconds=seconds), rank=rank, world_size=size)
+    atexit.register(dist.destroy_process_group)
+    names: list[Any] = [None] * size
+    dist.all_gather_object(names, f"process {os.getpid()} on {socket.gethostname()}")
+    return Ranks(rank, size, dist.distributed_c10d._get_default_store(), tuple(names), seconds)
