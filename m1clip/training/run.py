@@ -376,8 +376,8 @@ def energy_figures(steps: Sequence[dict[str, Any]], epochs: float) -> dict[str, 
 
 def _with_steps(setup: Setup, warn: Callable[[str], None]) -> Setup:
     """Convert the duration to steps, and resolve the settings that depend on it."""
-    length = run_length(setup, warn)
-    steps, evaluations = setup.ranks.first(lambda: length)
+    measured = run_length(setup, warn)
+    steps, evaluations = setup.ranks.first(lambda: measured)
     warmup_steps(setup.config.optim.warmup, steps)  # raises if the run would never leave warm-up
     train = setup.config.train
     every = train.eval_every if train.eval_every is not None else max(1, -(-steps // evaluations))

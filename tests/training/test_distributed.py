@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "distillation": {"train.text_contrast": 0.2, "teacher": True},
     "distillation of sigmoid": {"train.loss": "sigmoid", "teacher": True, "train.micro_batch": 3},
 }
-LONG = ("multi", "multi in micro-batches", "sigmoid")  # 20 steps
+LONG = ("multi in micro-batches", "sigmoid")  # 20 steps with AdamW and with Muon, two of the others
 
 
 def prepared() -> Setup:
@@ -106,7 +106,7 @@ def assert_close(found: Tensor, wanted: Tensor, what: str) -> None:
     assert difference < 1e-5, f"{what}: relative difference {difference:.1e}"
 
 
-@pytest.mark.parametrize(("size", "cases"), [(2, list(CASES)), (4, ["multi in micro-batches", "text-text", "sigmoid"])])
+@pytest.mark.parametrize(("size", "cases"), [(2, list(CASES)), (4, ["text-text", "distillation of sigmoid"])])
 def test_ranks_train_like_one_process(size: int, cases: list[str], one_process: dict[str, dict[str, Any]]) -> None:
     results = on_ranks(size, train, cases)
     for name in cases:
