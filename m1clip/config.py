@@ -104,8 +104,6 @@ class ModelConfig(Section):
     "Dimension of the shared embedding space."
     stem: Literal["patch", "conv"] | None = None
     "First layer of the image tower: CLIP's patch projection, or convolutions, which work better on small datasets."
-    dropout: Annotated[float | None, Range(0, 1, below=True)] = None
-    "Dropout on each residual branch."
     tokenizer: Literal["char", "bpe", "bpe-cut"] = "bpe-cut"
     "char: characters; bpe: CLIP's BPE (49,408 tokens); bpe-cut: only the BPE tokens that the training captions use."
     attention: Literal["auto", "bmm", "sdpa"] = "auto"

@@ -143,7 +143,7 @@ SHAPE_MISTAKES = [
     ({"vision_width": 200}, "a width of 200 cannot be split into 3 heads"),
     ({"text_width": 0}, "--text-width must be a finite number at least 1"),
     ({"context_length": 2}, "context_length must be at least 3"),
-    ({"dropout": 1.0}, "--dropout must be a finite number at least 0 and below 1"),
+    ({"patch_dropout": 1.0}, "--patch-dropout must be a finite number at least 0 and below 1"),
     ({"vision_width": 6}, "multiple of 4"),
     ({"name": "VIT-B-32"}, "did you mean 'ViT-B-32'?"),
 ]

@@ -213,12 +213,11 @@ def parameter_grads(
 
 def recompute(module: nn.Module, function: Callable[..., Tensor], x: Tensor, *rest: object) -> Tensor:
     """function(x, *rest), a method of the module, with activation checkpointing."""
-    uses_dropout = bool(getattr(module, "dropout", 0.0))
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         trainable = [p for p in module.parameters() if p.requires_grad]
-        return cast("Tensor", _Recompute.apply(function, uses_dropout, rest, x, *trainable))
-    # The random state is saved only for dropout: a CUDA graph cannot capture reading it.
-    return cast("Tensor", checkpoint(function, x, *rest, use_reentrant=False, preserve_rng_state=uses_dropout))
+        return cast("Tensor", _Recompute.apply(function, rest, x, *trainable))
+    # Our blocks draw no random numbers, and a CUDA graph cannot capture reading the random state.
+    return cast("Tensor", checkpoint(function, x, *rest, use_reentrant=False, preserve_rng_state=False))
 
 
 class _Recompute(torch.autograd.Function):
@@ -226,15 +225,10 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        function: Callable[..., Tensor],
-        uses_dropout: bool,
-        rest: tuple[object, ...],
-        x: Tensor,
-        *trainable: Tensor,
+        ctx: Any, function: Callable[..., Tensor], rest: tuple[object, ...], x: Tensor, *trainable: Tensor
     ) -> Tensor:
         ctx.save_for_backward(x, *trainable)
-        ctx.function, ctx.rest, ctx.rng_state = function, rest, torch.get_rng_state() if uses_dropout else None
+        ctx.function, ctx.rest = function, rest
         ctx.autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         with _autocast(ctx):
             return function(x, *rest)
@@ -243,22 +237,15 @@ class _Recompute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *trainable = ctx.saved_tensors
-        x = x.detach().requires_grad_(ctx.needs_input_grad[3])
+        x = x.detach().requires_grad_(ctx.needs_input_grad[2])
         inputs = [x, *trainable] if x.requires_grad else trainable
-        now = torch.get_rng_state() if ctx.rng_state is not None else None
-        try:
-            if ctx.rng_state is not None:
-                torch.set_rng_state(ctx.rng_state)  # the same dropout
-            with torch.enable_grad(), _autocast(ctx):
-                y = ctx.function(x, *ctx.rest)
-        finally:
-            if now is not None:
-                torch.set_rng_state(now)
+        with torch.enable_grad(), _autocast(ctx):
+            y = ctx.function(x, *ctx.rest)
         # torch.autograd.grad, which would load the compiler's symbols to look at the shape of a given gradient.
         found = torch.autograd.graph._engine_run_backward(
             (y,), (grad,), False, False, tuple(inputs), True, accumulate_grad=False
         )
-        return None, None, None, *(() if x.requires_grad else (None,)), *found
+        return None, None, *(() if x.requires_grad else (None,)), *found
 
 
 def _autocast(ctx: Any) -> torch.autocast:
@@ -414,39 +401,28 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, width: int, heads: int, hidden: int, causal: bool, activation: Activation, dropout: float):
+    def __init__(self, width: int, heads: int, hidden: int, causal: bool, activation: Activation) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
         self.attn = Attention(width, heads, causal)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = Mlp(width, hidden, activation)
-        self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, length, width) -> the same shape and dtype."""
-        x = self._attend(x)
-        if self.dropout and self.training:
-            return x + self._drop(self.mlp(x, norm=self.norm2))
+        # Norm and sum are part of the products where that is faster or takes less memory.
+        x = self.attn(x, residual=x, norm=self.norm1)
         return self.mlp(x, residual=x, norm=self.norm2)
 
     def at(self, x: Tensor, position: Position) -> Tensor:
         """The output of `forward` at one position of each sequence, (n, width), for the work of that position alone."""
-        y = take_position(x, position) + self._drop(self.attn.at(self.norm1(x).to(x.dtype), position))
-        return y + self._drop(self.mlp(self.norm2(y).to(y.dtype)))
+        y = take_position(x, position) + self.attn.at(self.norm1(x).to(x.dtype), position)
+        return y + self.mlp(self.norm2(y).to(y.dtype))
 
     def mean(self, x: Tensor) -> Tensor:
         """The mean of `forward` over the sequence, (n, width): the last product is computed after the mean."""
-        x = self._attend(x)
-        return x.mean(dim=1) + self._drop(self.mlp.mean(self.norm2(x).to(x.dtype)))
-
-    def _attend(self, x: Tensor) -> Tensor:
-        if self.dropout and self.training:
-            return x + self._drop(self.attn(x, norm=self.norm1))
-        # Norm and sum are part of the products where that is faster or takes less memory.
-        return self.attn(x, residual=x, norm=self.norm1)
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+        x = self.attn(x, residual=x, norm=self.norm1)
+        return x.mean(dim=1) + self.mlp.mean(self.norm2(x).to(x.dtype))
 
 
 class Transformer(nn.Module):
@@ -458,8 +434,7 @@ class Transformer(nn.Module):
         self.activation_checkpointing = False
         hidden = int(config.width * config.mlp_ratio)
         self.blocks = nn.ModuleList(
-            Block(config.width, config.heads, hidden, causal, config.activation, config.dropout)
-            for _ in range(config.layers)
+            Block(config.width, config.heads, hidden, causal, config.activation) for _ in range(config.layers)
         )
 
     def forward(self, x: Tensor, position: Position | Literal["mean"] | None = None) -> Tensor:

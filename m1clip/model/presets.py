@@ -35,7 +35,6 @@ class _Part:
         check_limits(self, "model: ")
         for name in SIZES:
             _check(getattr(self, name, 1) >= 1, f"{name} must be at least 1, not {getattr(self, name, 1)}")
-        _check(0 <= getattr(self, "dropout", 0) < 1, "dropout must be in [0, 1)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,6 @@ class _Transformer(_Part):
     heads: int = 12
     mlp_ratio: float = 4.0
     activation: Activation = "gelu"
-    dropout: float = 0.0
     init: Init = "clip"
     builtin = True  # built by code of m1clip, not by a library
 
@@ -184,6 +182,7 @@ class HeadConfig(_Part):
         super().__post_init__()
         least = int(self.kind == "adapter")
         _check(self.hidden >= least, f"hidden must be at least {least}, not {self.hidden}")
+        _check(0 <= self.dropout < 1, "dropout must be in [0, 1)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +302,7 @@ FIELDS: dict[str, tuple[tuple[str, str], ...]] = {
     },
     **{f"text_{name}": (("text_tower", name),) for name in ("width", "layers", "heads")},
     **{name: (("text_tower", name),) for name in ("context_length", "vocab_size", "eot_id")},
-    **{name: (("image_tower", name), ("text_tower", name)) for name in ("mlp_ratio", "activation", "dropout", "init")},
+    **{name: (("image_tower", name), ("text_tower", name)) for name in ("mlp_ratio", "activation", "init")},
     "projection_bias": (("image_head", "bias"), ("text_head", "bias")),
 }
 

@@ -71,7 +71,7 @@ FINETUNE_OPTIONS = ("wise_ft", "lora_rank", "unfreeze_image", "unfreeze_text")
 TOWER_OPTIONS = ("image_tower", "text_tower", "download")
 # Options of a model trained from random weights; the other ones of a model apply to pretrained towers too.
 SCRATCH_OPTIONS = (
-    *("model", "patch_size", "vision_width", "vision_layers", "text_width", "text_layers", "stem", "dropout"),
+    *("model", "patch_size", "vision_width", "vision_layers", "text_width", "text_layers", "stem"),
     "tokenizer",
 )
 

@@ -98,7 +98,6 @@ def test_flops_grow_with_tokens() -> None:
         {"vision_width": 0},
         {"mlp_ratio": 0.0},
         {"eot_id": 20, "vocab_size": 20},
-        {"dropout": 1.0},
     ],
 )
 def test_impossible_sizes_are_user_errors(values: dict[str, Any]) -> None:

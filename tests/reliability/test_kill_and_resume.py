@@ -17,7 +17,7 @@ from small_run import Command, small_arguments
 from m1clip.data.loader import Batch
 from m1clip.training.step import TrainStep
 
-CHANGES = {"train.save_every": 7, "train.eval_every": 50, "model.dropout": 0.1, "data.crop_min": 0.6, "data.flip": 0.5}
+CHANGES = {"train.save_every": 7, "train.eval_every": 50, "data.crop_min": 0.6, "data.flip": 0.5}
 
 
 def log_samples(path: Path) -> None:

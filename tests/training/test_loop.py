@@ -19,8 +19,7 @@ from m1clip.training.run import train_config
 VARIANTS: dict[str, dict[str, Any]] = {
     "no workers": {},
     "two workers": {"data.workers": 2},
-    "dropout, evaluations": {
-        "model.dropout": 0.2,
+    "evaluations, augmentation": {
         "train.eval_every": 3,
         "data.crop_min": 0.5,
         "data.flip": 0.5,
@@ -31,7 +30,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "train.loss": "sigmoid",
         "train.precision": "bf16",
         "model.grad_checkpointing": True,
-        "model.dropout": 0.1,
     },
 }
 

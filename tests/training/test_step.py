@@ -76,10 +76,20 @@ def test_checkpointing_in_bf16_gives_same_gradient(micro_batch: int) -> None:
     assert_close(found, wanted, 1e-3)
 
 
+def make_with_dropout(changes: dict[str, Any]) -> tuple[Setup, TrainStep]:
+    """Dropout after both towers, as third-party towers and heads have it."""
+    setup, plain = make(changes)
+    assert not plain.has_dropout
+    for tower in (plain.model.image_tower, plain.model.text_tower):
+        tower.thin = nn.Dropout(0.5)
+        tower.register_forward_hook(lambda tower, inputs, output: tower.thin(output))
+    return setup, TrainStep(plain.model, setup.config, setup.device, setup.precision, setup.preprocess)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_dropout_is_same_in_both_passes_of_a_micro_batch(checkpointing: bool) -> None:
-    changes = {"model.dropout": 0.2, "model.grad_checkpointing": checkpointing, "train.text_contrast": 0.0}
-    setup, update = make({**changes, "train.micro_batch": 6})
+    changes = {"model.grad_checkpointing": checkpointing, "train.text_contrast": 0.0, "train.micro_batch": 6}
+    setup, update = make_with_dropout(changes)
     batch = setup.training[0]
     loss, found = gradients(update, batch)
     again_loss, again = gradients(update, batch)
@@ -112,12 +122,7 @@ def one_graph(update: TrainStep, batch: Batch, micro_batch: int) -> Tensor:
 
 @pytest.mark.parametrize("micro_batch", [0, 8])
 def test_dropout_of_third_party_tower_depends_only_on_step(micro_batch: int) -> None:
-    setup, plain = make({"train.micro_batch": micro_batch})
-    assert not plain.has_dropout
-    image: Any = plain.model.image_tower
-    image.thin = nn.Dropout(0.5)
-    image.register_forward_hook(lambda tower, inputs, output: tower.thin(output))
-    thinned = TrainStep(plain.model, setup.config, setup.device, setup.precision, setup.preprocess)
+    setup, thinned = make_with_dropout({"train.micro_batch": micro_batch})
     batch = setup.training[0]
     (one, wanted), (other, found) = gradients(thinned, batch), gradients(thinned, batch)
     assert one == other != gradients(thinned, batch, step=4)[0]
@@ -125,10 +130,9 @@ def test_dropout_of_third_party_tower_depends_only_on_step(micro_batch: int) -> 
 
 
 def test_checkpointing_gives_same_gradient() -> None:
-    changes = {"model.dropout": 0.2}
-    setup, plain = make(changes)
+    setup, plain = make({})
     batch = setup.training[0]
-    _, recomputing = make({**changes, "model.grad_checkpointing": True})
+    _, recomputing = make({"model.grad_checkpointing": True})
     assert_close(gradients(recomputing, batch)[1], gradients(plain, batch)[1], 1e-5)
 
 
@@ -193,7 +197,7 @@ def test_step_reports_seconds_by_phase(micro_batch: int) -> None:
 def test_compiled_micro_batches_give_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the C++ compiler, which takes a minute: only tracing and the joint graph are tested."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    changes = {"model.vision_layers": 1, "model.text_layers": 1, "train.micro_batch": 6, "model.dropout": 0.2}
+    changes = {"model.vision_layers": 1, "model.text_layers": 1, "train.micro_batch": 6}
     setup, plain = make(changes)
     _, compiled = make(changes)
     compiled = TrainStep(
