@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from m1clip.errors import UserError
-from m1clip.io import read_small
+from m1clip.io import open_regular, read_small
 from m1clip.model.presets import CLIPConfig
 from m1clip.model.towers import resize_positions
 
@@ -41,17 +40,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
 def read_tensors(path: Path, device: str = "cpu") -> Tensors:
     """All tensors of a safetensors file; anything else is a UserError."""
     try:
-        # Checked before it is opened: reading from a pipe would block forever.
-        facts = path.stat()
-        if not stat.S_ISREG(facts.st_mode):
-            raise OSError("not a regular file")
-        with path.open("rb") as file:
+        with open_regular(path) as file:  # the library would wait forever for a pipe
             header = int.from_bytes(file.read(8), "little")
-        if header > min(MAX_HEADER_BYTES, facts.st_size):
+        if header > min(MAX_HEADER_BYTES, path.stat().st_size):
             raise OSError(f"its header claims {header:,} bytes")
         return load_file(path, device=device)
     except (SafetensorError, OSError, ValueError, OverflowError) as error:
-        raise UserError(f"{path}: not a readable safetensors file ({error})") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path}: not a readable safetensors file ({reason})") from None
 
 
 def read_checkpoint(path: Path) -> Tensors:

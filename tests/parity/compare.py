@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import inputs
+from tiny_model import tiny_config
 
 from m1clip.data.augment import render
 from m1clip.data.images import Preprocess, to_square
@@ -35,21 +36,7 @@ from m1clip.model.presets import PRESETS, CLIPConfig, with_fields
 from m1clip.text.bpe import BpeTokenizer
 
 PEER = Path(__file__).with_name("peer.py")
-TINY = with_fields(
-    CLIPConfig(),
-    image_size=32,
-    patch_size=8,
-    vision_width=32,
-    vision_layers=2,
-    vision_heads=2,
-    text_width=32,
-    text_layers=2,
-    text_heads=2,
-    context_length=24,
-    embed_dim=16,
-    mlp_ratio=3.0,
-    activation="quick_gelu",
-)
+TINY = tiny_config(vocab_size=49408, context_length=24, mlp_ratio=3.0, activation="quick_gelu")
 MODELS = {
     "ViT-S-16": PRESETS["ViT-S-16"],
     "ViT-B-32-quickgelu": with_fields(PRESETS["ViT-B-32"], activation="quick_gelu"),

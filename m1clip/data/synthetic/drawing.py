@@ -26,7 +26,6 @@ class Sprite:
     keep: np.ndarray
     body: np.ndarray
     fixed: np.ndarray
-    covered: np.ndarray  # (d, d) bool: where more than half belongs to the object
 
 
 @lru_cache(maxsize=4096)
@@ -54,7 +53,7 @@ def sprite(kind: str, diameter: int, outline: Rgb) -> Sprite:
     rim = np.clip(cover - body - dark - light, 0, 1)
     tones = np.array((*TABLES["tones"].values(), outline), np.float32)
     fixed = dark * tones[0] + light * tones[1] + rim * tones[2]
-    return Sprite(1 - cover, body, fixed, cover[:, :, 0] > 0.5)
+    return Sprite(1 - cover, body, fixed)
 
 
 VARIANTS = 4  # heights of the horizon

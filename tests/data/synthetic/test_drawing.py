@@ -23,7 +23,7 @@ def test_no_object_hides_another(scene: Scene, seed: int) -> None:
     labels = np.zeros((112, 112), np.int64)  # 0 for the background, else 1 + the index of the object
     for number, instance in enumerate(place(scene, seed)[1], start=1):
         shape, rows, columns = sprite_at(instance, scene.time, 112)
-        labels[rows, columns][shape.covered] = number
+        labels[rows, columns][shape.keep[:, :, 0] < 0.5] = number
     numbers, areas = np.unique(labels[labels > 0], return_counts=True)
     assert numbers.tolist() == list(range(1, sum(t.count for t in scene.things) + 1))
     # Objects of one thing are the same sprite: a smaller area would be a covered one.
