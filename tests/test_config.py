@@ -91,6 +91,7 @@ def test_missing_settings_have_their_defaults(tmp_path: Path) -> None:
 
 
 MISTAKES = [
+    ({"data": {"patch_dropout": 1.0}}, ["--patch-dropout must be a finite number at least 0 and below 1"]),
     ({"modle": {}}, ["unknown key 'modle'", "'model'"]),
     ({"train": {"bacth_size": 4}}, ["unknown key 'train.bacth_size'", "'train.batch_size'"]),
     ({"optim": {"learning_rate": 1.0}}, ["unknown key 'optim.learning_rate'", "did you mean 'optim."]),
@@ -143,7 +144,6 @@ SHAPE_MISTAKES = [
     ({"vision_width": 200}, "a width of 200 cannot be split into 3 heads"),
     ({"text_width": 0}, "--text-width must be a finite number at least 1"),
     ({"context_length": 2}, "context_length must be at least 3"),
-    ({"patch_dropout": 1.0}, "--patch-dropout must be a finite number at least 0 and below 1"),
     ({"vision_width": 6}, "multiple of 4"),
     ({"name": "VIT-B-32"}, "did you mean 'ViT-B-32'?"),
 ]
