@@ -1,7 +1,7 @@
 # Each target makes the virtual environment by itself, once, and then needs no network.
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: demo test test-long lint bench speedrun setup parity clean help
+.PHONY: demo test test-mlx test-long lint bench speedrun setup parity clean help
 
 # A relative path: folder names with spaces would break a prerequisite, never a relative one.
 VENV := .venv
@@ -14,6 +14,7 @@ PYTHON ?= python3
 help:
 	@echo "make demo   train a small CLIP on synthetic images and show what it finds (about 3 minutes on 2 cores)"
 	@echo "make test   ruff, mypy, import-linter, pytest"
+	@echo "make test-mlx  installs the extra mlx and compares training in MLX with torch"
 	@echo "make test-long  kills, full disks, hostile files and fuzzing with large counts, on all cores, and a soak of an hour"
 	@echo "make bench  speed as ratios against baselines, on this machine (DATA=folder: loaders too; PEERS=python: open_clip too)"
 	@echo "make speedrun DATA=folder   recall after ten minutes, three seeds (PEERS=python: open_clip beside it; 90 minutes)"
@@ -46,6 +47,10 @@ lint: $(DEV)
 
 test: lint
 	@$(BIN)/pytest -n auto $(PYTEST)
+
+test-mlx: $(DEV)
+	@$(PIP) -e '.[mlx]'
+	@$(BIN)/pytest tests/training/test_mlx.py $(PYTEST)
 
 # Writes docs/results/reliability.json and the table of docs/reliability.md.
 test-long: $(DEV)

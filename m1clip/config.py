@@ -203,8 +203,8 @@ class TrainConfig(Section):
     "infonce (CLIP); sigmoid (SigLIP); multi: infonce with all captions of an image, and identical ones, as positives."
     text_contrast: NotNegative | None = None
     "Weight of a contrastive loss between captions of one image. Default: 0.2 (from scratch, several captions), else 0."
-    device: Annotated[Literal["auto", "cpu", "mps", "cuda"], Parameter(group=COMMON)] = "auto"
-    "auto measures the devices of this machine and takes the fastest; a missing device is an error."
+    device: Annotated[Literal["auto", "cpu", "mps", "cuda", "mlx"], Parameter(group=COMMON)] = "auto"
+    "auto takes the fastest of cpu, mps and cuda; mlx: Apple's MLX (docs/apple.md). A missing device is an error."
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Parameter(group=COMMON)] = "auto"
     "Precision of the towers (autocast); auto takes bf16 if it measures faster than fp32."
     threads: Annotated[int, Range(0, 1024)] = 0
@@ -339,7 +339,7 @@ NOT_SHAPE = ("tokenizer", "attention", "grad_checkpointing", "compile", "cuda_gr
 OTHER_TOOLS = {
     **dict.fromkeys(("batch", "bs", "b", "batchsize", "per_device_train_batch_size"), "--batch-size"),
     **dict.fromkeys(("gpu", "gpus", "cuda", "use_gpu", "accelerator"), "--device gpu"),
-    **{"cpu": "--device cpu", "mps": "--device mps"},
+    **{kind: f"--device {kind}" for kind in ("cpu", "mps", "mlx")},
     **dict.fromkeys(("out", "o", "output", "output_dir", "out_dir", "save_dir", "logs", "name", "project"), "--run"),
     **dict.fromkeys(("num_workers", "dataloader_num_workers", "j", "jobs"), "--workers"),
     **dict.fromkeys(("epoch", "e", "num_epochs", "num_train_epochs", "max_epochs"), "--epochs"),

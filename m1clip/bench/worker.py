@@ -118,7 +118,7 @@ class Measurements:
         from m1clip.model.clip import build_clip
         from m1clip.model.presets import flops_per_pair
         from m1clip.training.memory import random_batch
-        from m1clip.training.step import TrainStep
+        from m1clip.training.step import make_train_step
 
         self.step = None
         gc.collect()
@@ -137,7 +137,7 @@ class Measurements:
         model.set_activation_checkpointing(configuration.grad_checkpointing)
         preprocess = Preprocess(image_size=shape.image_size)
         self.number = 0
-        self.step = TrainStep(model, config, self.device, precision, preprocess)
+        self.step = make_train_step(model, config, self.device, precision, preprocess)
         self.batch = random_batch(shape, configuration.batch_size, tokens)
         self.parity_batch = random_batch(shape, PARITY_IMAGES, tokens)
         taken = [self._run_step()]
@@ -165,14 +165,12 @@ class Measurements:
 
     def gradient_difference(self) -> float:
         """Relative difference between the gradient of a few images and the CPU's in fp32."""
-        from m1clip.training.parity import fill_zeros, gradient, relative_difference
+        from m1clip.training.parity import fill_zeros, gradient, on_cpu, relative_difference
 
-        twin = fill_zeros(copy.deepcopy(self.step.model)).eval()
-        there = gradient(twin, self.parity_batch, self.step.preprocess, self.step.autocast)
-        twin.zero_grad(set_to_none=True)
-        twin.set_attention("bmm")
-        here = gradient(twin.to("cpu"), self.parity_batch, self.step.preprocess, contextlib.nullcontext)
-        return relative_difference(there, here)
+        check = self.step.for_check(fill_zeros(copy.deepcopy(self.step.model)))
+        there = gradient(check, self.parity_batch)
+        check.model.set_attention("bmm")
+        return max(map(relative_difference, there, gradient(on_cpu(check, self.facts), self.parity_batch)))
 
     def _run_step(self) -> float:
         """Seconds of one step."""

@@ -98,7 +98,7 @@ def _onto_device(model: Model, config: Config, trained: bool, device_name: str, 
     device = Device(choose_device(device_name, facts), facts)
     torch.set_num_threads(threads(config.train.threads, facts))
     # On the device of the run, use its settings, so that the scores match those printed in training.
-    as_trained = trained and device.kind == config.train.device
+    as_trained = trained and config.train.device != "auto" and device.torch == Device(config.train.device, facts).torch
     model.clip.to(device.torch)
     if as_trained:
         if config.train.precision != "auto":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -10,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from m1clip.errors import UserError
 from m1clip.hardware.facts import Facts
 from m1clip.hardware.memory import return_freed_memory
 
-Kind = Literal["cpu", "mps", "cuda"]
+Kind = Literal["cpu", "mps", "cuda", "mlx"]
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -54,8 +55,8 @@ class Rules:
 
 
 def available(facts: Facts) -> tuple[Kind, ...]:
-    """Devices of this machine, usually the fastest first."""
-    kinds: dict[Kind, bool] = {"cuda": facts.cuda is not None, "mps": facts.mps, "cpu": True}
+    """Devices of this machine, usually the fastest first; MLX last, since only the user chooses it."""
+    kinds: dict[Kind, bool] = {"cuda": facts.cuda is not None, "mps": facts.mps, "cpu": True, "mlx": bool(facts.mlx)}
     return tuple(kind for kind, there in kinds.items() if there)
 
 
@@ -67,7 +68,8 @@ def choose_device(asked: str, facts: Facts) -> Kind:
     for kind in kinds:
         if kind == asked:
             return kind
-    raise UserError(f"--device {asked}: not available on this machine (found: {', '.join(kinds)}); use --device auto")
+    fix = "run pip install 'm1clip[mlx]', or use" if asked == "mlx" else "use"
+    raise UserError(f"--device {asked}: not available on this machine (found: {', '.join(kinds)}); {fix} --device auto")
 
 
 WRONG_REDUCTION, WRONG_SIDE = 32_767, 16
@@ -141,6 +143,10 @@ def rules(kind: Kind, facts: Facts) -> Rules:
             worker_start="spawn",
             float64=False,
         )
+    if kind == "mlx":
+        # Towers that are not part of the step, and evaluations, run in torch: on MPS, under its rules.
+        host = rules("mps" if facts.mps else "cpu", facts)
+        return replace(host, precisions=("fp32", "bf16"), bf16="no", attention="sdpa", fixed_shapes=True)
     return Rules(worker_start="fork" if facts.system == "Linux" else "spawn")
 
 
@@ -173,10 +179,15 @@ class Device:
     def __init__(self, kind: Kind, facts: Facts) -> None:
         self.kind: Kind = kind
         self.rules = rules(kind, facts)
-        self.torch = torch.device(kind)
-        self._backend: Any = {"cuda": torch.cuda, "mps": torch.mps}.get(kind)
+        self.torch = torch.device(kind if kind != "mlx" else "mps" if facts.mps else "cpu")
+        self._backend: Any = _mlx() if kind == "mlx" else {"cuda": torch.cuda, "mps": torch.mps}.get(kind)
         self._most_seen = 0  # MPS tracks no peak: the maximum returned by memory_bytes()
         self._peak_file: Path | None = None  # Linux, after reset_peak: rusage cannot be reset
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether steps run on a GPU; MLX's build for Linux has none."""
+        return bool(self._backend.default_device() == self._backend.gpu) if self.kind == "mlx" else self.kind != "cpu"
 
     def synchronize(self) -> None:
         """Wait until the device has finished all work."""
@@ -191,6 +202,8 @@ class Device:
             used = int(self._backend.driver_allocated_memory())
             self._most_seen = max(self._most_seen, used)
             return used
+        if self.kind == "mlx":
+            return int(self._backend.get_active_memory() + self._backend.get_cache_memory())
         return int(psutil.Process().memory_info().rss)
 
     def peak_bytes(self) -> int:
@@ -200,6 +213,8 @@ class Device:
         if self.kind == "mps":
             self.memory_bytes()
             return self._most_seen
+        if self.kind == "mlx":
+            return int(self._backend.get_peak_memory())
         if self._peak_file is not None:
             return peak_of_status(self._peak_file.read_text())
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -211,6 +226,8 @@ class Device:
         self._most_seen = 0
         if self.kind == "cuda":
             self._backend.reset_peak_memory_stats()
+        if self.kind == "mlx":
+            self._backend.reset_peak_memory()
         if self.kind != "cpu":
             return True
         try:
@@ -224,7 +241,9 @@ class Device:
 
     def release(self) -> None:
         """Return cached free memory to the system."""
-        if self._backend is not None:
+        if self.kind == "mlx":
+            self._backend.clear_cache()
+        elif self._backend is not None:
             self._backend.empty_cache()
         else:
             return_freed_memory()
@@ -242,6 +261,13 @@ class Device:
         return int(psutil.virtual_memory().available)
 
 
+def _mlx() -> Any:
+    try:
+        return importlib.import_module("mlx.core")
+    except ImportError as error:
+        raise UserError(f"--device mlx: mlx cannot be loaded ({error}); run pip install 'm1clip[mlx]'") from None
+
+
 def autocast(
     device: Device, precision: Precision, enabled: bool = True
 ) -> Callable[[], AbstractContextManager[object]]:
@@ -251,7 +277,7 @@ def autocast(
     """
     if precision == "fp32":
         return nullcontext
-    return lambda: torch.autocast(device.kind, dtype=DTYPES[precision], enabled=enabled)
+    return lambda: torch.autocast(device.torch.type, dtype=DTYPES[precision], enabled=enabled)
 
 
 def compile_obstacle(kind: str, torch_folder: str, compiler: str | None, triton: bool) -> str:

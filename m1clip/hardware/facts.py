@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import subprocess
@@ -29,6 +30,7 @@ class Facts:
     mps: bool = False
     torch: str = ""
     macos: str = ""  # version, "" on other systems
+    mlx: str = ""  # version, "" if not installed
     python: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -54,6 +56,7 @@ def read_facts() -> Facts:
         mps=torch.backends.mps.is_available(),
         torch=torch.__version__,
         macos=platform.mac_ver()[0],
+        mlx=_version("mlx"),
         python=platform.python_version(),
     )
 
@@ -78,6 +81,13 @@ def environment(system: str, current: Mapping[str, str]) -> dict[str, str]:
     if system == "Darwin":
         wanted["PYTORCH_MPS_HIGH_WATERMARK_RATIO"] = "1.0"  # fail before the Mac starts to swap
     return {name: value for name, value in wanted.items() if name not in current}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _cpu_name() -> str:

@@ -106,7 +106,7 @@ class Phases:
     def __init__(self, kind: str = "cpu") -> None:
         self.kind = kind
         self._marks: deque[tuple[str, Any]] = deque(maxlen=MAX_MARKS)  # "" is no phase
-        self.silent = kind == "mps"  # the host's clock would show when work was queued, not when it was done
+        self.silent = kind in ("mps", "mlx")  # the host's clock would show when work was queued, not when it was done
 
     def mark(self, name: str) -> None:
         """Start the phase `name` and end the one before; the host does not wait."""

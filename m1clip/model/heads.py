@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +18,20 @@ FEATURE_DROPOUT = 0.4  # of the hidden layer's
 def build_head(config: HeadConfig, width: int, embed_dim: int) -> Projection | Head:
     """The head on a tower of this width."""
     return Projection(width, embed_dim, config.bias) if config.kind == "projection" else Head(config, width, embed_dim)
+
+
+def dropped_of_256(p: float) -> int:
+    """A dropout probability in steps of 1/256."""
+    return round(256 * p)
+
+
+def dropout_mask(shape: tuple[int, ...], p: float, device: torch.device) -> Tensor:
+    """uint8: 1 to keep, 0 to drop; one random number serves eight elements, where torch draws one for each."""
+    dropped, count = dropped_of_256(p), math.prod(shape)
+    words = torch.randint(-(2**63), 2**63 - 1, (-(-count // 8),), device=device)
+    draws = words.view(torch.uint8)[:count].view(shape)
+    # 1 where the draw is at least `dropped`, else 0; on a CPU a comparison takes eight times as long.
+    return draws.clamp(dropped - 1, dropped).sub_(dropped - 1)
 
 
 class Projection(nn.Linear):
@@ -63,15 +79,10 @@ class Head(nn.Module):
         return (features.float() - self.mean).mul_(1 / self.deviation).clamp_(-LARGEST, LARGEST)
 
     def _dropped(self, x: Tensor, p: float) -> Tensor:
-        """Dropout in steps of 1/256: one random number serves eight elements, where torch draws one for each."""
-        dropped = round(256 * p)
+        dropped = dropped_of_256(p)
         if not self.training or not dropped:
             return x
-        words = torch.randint(-(2**63), 2**63 - 1, (-(-x.numel() // 8),), device=x.device)
-        draws = words.view(torch.uint8)[: x.numel()].view(x.shape)
-        # 1 where the draw is at least `dropped`, else 0; on a CPU a comparison takes eight times as long.
-        kept = draws.clamp(dropped - 1, dropped).sub_(dropped - 1)
-        return x * kept.to(x.dtype).mul_(256 / (256 - dropped))
+        return x * dropout_mask(x.shape, p, x.device).to(x.dtype).mul_(256 / (256 - dropped))
 
     @torch.no_grad()
     def standardize(self, mean: Tensor, deviation: Tensor) -> None:

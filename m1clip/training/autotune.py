@@ -27,7 +27,6 @@ from m1clip.hardware.device import (
     Device,
     Kind,
     Precision,
-    autocast,
     available,
     check_compile,
     choose_device,
@@ -39,7 +38,6 @@ from m1clip.hardware.facts import Facts
 from m1clip.hardware.memory import map_large_blocks, return_freed_memory
 from m1clip.hardware.timing import alternate, timing
 from m1clip.io import read_small, write_json
-from m1clip.model.clip import CLIP
 from m1clip.model.layers import AttentionKind, attention
 from m1clip.training.memory import MemoryEstimate, power_of_two, process_bytes, random_batch
 from m1clip.training.parity import PAIRS, TOLERANCE, fill_zeros, gradient, relative_difference
@@ -102,7 +100,7 @@ def candidates(device: str, precision: str, facts: Facts) -> list[tuple[Kind, Pr
     """The candidates to measure, unless the user or the device rules have already decided."""
     found: list[tuple[Kind, Precision]] = []
     for kind in available(facts):
-        if device not in ("auto", kind):
+        if device not in ("auto", kind) or (device == "auto" and kind == "mlx"):
             continue
         rule = rules(kind, facts)
         usual: list[Precision] = {"yes": ["bf16"], "no": ["fp32"], "measure": ["fp32", "bf16"]}[rule.bf16]  # type: ignore[assignment]
@@ -146,11 +144,10 @@ def measure(
     limit = MAX_SECONDS if minutes is None else min(MAX_SECONDS, MINUTES_FRACTION * 60 * minutes)
     begin = time.monotonic()
     map_large_blocks()
-    preprocess = Preprocess(image_size=start.config.image_size)
     torch.manual_seed(config.seed)
     samples = random_batch(start.config, PAIRS, text_tokens)
     cpu = Device("cpu", facts)
-    reference = gradient(_model(config, start, cpu, "fp32"), samples, preprocess, contextlib.nullcontext)
+    reference = _gradient(_step(config, start, cpu, "fp32", batch), samples)
     spent = time.monotonic() - begin
     if spent * (1 + len(options)) > limit:
         return [Candidate(*options[0])], 0
@@ -163,40 +160,33 @@ def measure(
         device = Device(kind, facts)
         seconds = (limit - (time.monotonic() - begin)) / (len(options) - index)
         try:
-            model = _model(config, start, device, precision)
-            difference = relative_difference(
-                gradient(model, samples, preprocess, autocast(device, precision)), reference
-            )
+            step = _step(config, start, device, precision, batch)
+            difference = relative_difference(_gradient(step, samples), reference)
             rejected, taken = "", 0.0
             if difference > TOLERANCE[precision]:
                 rejected = f"gradients {difference:.0%} different from the CPU's"
             else:
-                taken = time_step(config, model, device, precision, work, seconds, only_cpu)
+                taken = time_step(step, work, seconds, only_cpu)
             found.append(Candidate(kind, precision, taken, difference, rejected))
         except torch.OutOfMemoryError:
             found.append(Candidate(kind, precision, rejected="does not fit in its memory"))
         except RuntimeError as error:
             found.append(Candidate(kind, precision, rejected=str(error).strip().splitlines()[0][:120]))
         finally:
-            model = None  # type: ignore[assignment]  # free its memory before the next candidate
+            step = None  # type: ignore[assignment]  # free its memory before the next candidate
             return_freed_memory()
             device.reset_peak()  # the run reports its own peak
     return found, batch
 
 
-def time_step(
-    config: Config, model: CLIP, device: Device, precision: Precision, work: Batch, seconds: float, cpu_time: bool
-) -> float:
+def time_step(step: TrainStep, work: Batch, seconds: float, cpu_time: bool) -> float:
     """Seconds of a training step (of CPU time on request), measured as many times as fit in `seconds`."""
-    eager = config.changed(compile=False, batch_size=config.train.batch_size or len(work))
-    step = TrainStep(model, eager, device, precision, Preprocess(image_size=model.config.image_size))
-    step.keeps_memory = False  # cached blocks would fragment the heap before the run starts
     clock = time.process_time if cpu_time else time.perf_counter
     begin, taken = time.monotonic(), []
     for number in range(1 + MAX_STEPS):
         before, used = time.monotonic(), clock()
         step(work, number + 1)
-        device.synchronize()
+        step.device.synchronize()
         taken.append(clock() - used)
         now = time.monotonic()
         # The first step is cold; it counts only if there is no time for another.
@@ -206,12 +196,22 @@ def time_step(
     return timing(taken[1:] or taken).low
 
 
-def _model(config: Config, start: Start, device: Device, precision: Precision) -> CLIP:
+def _step(config: Config, start: Start, device: Device, precision: Precision, batch: int) -> TrainStep:
+    eager = config.changed(compile=False, batch_size=config.train.batch_size or batch)
     torch.manual_seed(config.seed)
-    model = fill_zeros(start.build()).to(device.torch).eval()
+    model = fill_zeros(start.build()).to(device.torch)
     model.set_attention("sdpa" if device.kind != "cpu" or precision == "fp32" else "bmm")
     model.set_activation_checkpointing(config.model.grad_checkpointing)
-    return model
+    step = TrainStep(model, eager, device, precision, Preprocess(image_size=start.config.image_size))
+    step.keeps_memory = False  # cached blocks would fragment the heap before the run starts
+    return step
+
+
+def _gradient(step: TrainStep, samples: Batch) -> torch.Tensor:
+    _, found = gradient(step.for_check(step.model), samples)
+    step.optimizer.zero_grad()
+    step.model.train()
+    return found
 
 
 def _key(
@@ -255,6 +255,8 @@ def choose_hardware(
         check_compile(device.kind)
     name = facts.cuda if device.kind == "cuda" else facts.cpu
     cores = f", {plural(torch.get_num_threads(), 'thread')}" if device.kind == "cpu" else ""
+    if device.kind == "mlx":
+        cores = f", mlx {facts.mlx}" + ("" if device.has_gpu else " without a GPU: its build for the CPU, for tests")
     why = f" ({found.why})" if found.why else ""
     say(f"device     {device.kind}: {name}{cores}, {found.precision}{why}")
     return device, found.precision

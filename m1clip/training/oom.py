@@ -25,6 +25,8 @@ OOM_MESSAGES = (
     "not enough memory",
     "out of memory",
     "could not create a primitive",  # oneDNN's error when memory is short
+    "unable to allocate",  # MLX
+    "attempting to allocate",  # MLX, beyond the largest buffer of a GPU
 )
 RETRY_STEPS = 50  # at least this many steps between two retries with an unchanged micro-batch
 USELESS = 0.98  # a smaller micro-batch that still uses more than this fraction of the memory does not help
@@ -112,7 +114,7 @@ def make_oom_handler(setup: Setup, micro_batch: int, report: Report) -> OOMHandl
     limit = amount(train.memory, "B", "--memory") if train.memory else None
     if device.kind == "cpu":
         return OOMHandler(micro_batch, own_bytes, limit or memory_limit(), report)
-    total = float(device.total_bytes()) if device.kind == "mps" else None
+    total = float(device.total_bytes()) if device.kind in ("mps", "mlx") else None
     return OOMHandler(micro_batch, device.memory_bytes, limit or total, report)
 
 

@@ -6,27 +6,25 @@ finds errors that depend on the size (pytorch#193487), and would take minutes on
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
 from m1clip.errors import UserError
-from m1clip.hardware.device import Precision
-from m1clip.losses import infonce, same_pairs
-from m1clip.model.clip import CLIP, Features
+from m1clip.formatting import duration
+from m1clip.hardware.device import Device, Precision
+from m1clip.hardware.facts import Facts
+from m1clip.model.clip import CLIP
 from m1clip.model.towers import TextTower
-from m1clip.training.distributed import Ranks
 from m1clip.training.muon import Muon, orthogonalize
 from m1clip.training.oom import OOMHandler
-from m1clip.training.step import TrainStep, normalized_pixels
+from m1clip.training.step import TrainStep
 
 if TYPE_CHECKING:  # setup imports this module too
     from m1clip.training.setup import Setup
@@ -41,34 +39,37 @@ MOST = 1 << 22  # gradient entries to compare: several copies of a complete grad
 TOLERANCE: dict[Precision, float] = {"fp32": 0.02, "bf16": 0.15, "fp16": 0.05}
 
 
-def check_parity(setup: Setup, train_step: TrainStep) -> float | None:
-    """The largest relative difference found; UserError if it is too large. None on the CPU."""
-    device, precision, batch = setup.device, setup.precision, setup.training[0]
-    kind = device.kind
+class Parity(NamedTuple):
+    """The largest relative difference found, and what was not compared and why ("" if everything was)."""
+
+    difference: float
+    skipped: str = ""
+
+
+def check_parity(setup: Setup, train_step: TrainStep) -> Parity | None:
+    """Compare gradients and updates with the CPU's; UserError if they differ too much. None on the CPU."""
+    kind, precision, batch = setup.device.kind, setup.precision, setup.training[0]
     check_causality(train_step.model, kind, setup.autocast)
     if kind == "cpu":
         return None
-    twin = fill_zeros(copy.deepcopy(train_step.model)).eval()  # dropout masks would differ between devices
-    at_size = size_difference(train_step, twin, batch)
-    twin.zero_grad(set_to_none=True)
-    products = optimizer_difference(train_step)
-    few = first_samples(batch)
-    on_device = gradient(twin, few, setup.preprocess, setup.autocast)
-    twin.zero_grad(set_to_none=True)
-    on_cpu = gradient(twin.to("cpu"), few, setup.preprocess, contextlib.nullcontext)
+    check = train_step.for_check(fill_zeros(copy.deepcopy(train_step.model)))
+    at_size = size_difference(check, batch)
+    products, few = optimizer_difference(train_step), first_samples(batch)
+    check.teacher = None
+    on_device, reference = gradient(check, few), gradient(on_cpu(check, setup.facts), few)
     found = {
-        "computes gradients that differ from the CPU's": relative_difference(on_device, on_cpu),
-        f"computes gradients of a batch of {len(batch)} that differ from those of its slices": at_size,
+        "computes gradients that differ from the CPU's": max(map(relative_difference, on_device, reference)),
+        f"computes gradients of a batch of {len(batch)} that differ from those of its slices": at_size.difference,
         "computes updates of the optimizer that differ from the CPU's": products,
     }
     for what, difference in found.items():
         if difference > TOLERANCE[precision]:
             raise UserError(
                 f"{kind} {what} by {difference:.1%} ({precision} allows {TOLERANCE[precision]:.0%}): a kernel gives "
-                f"wrong results for this model; use --device cpu, another --precision, or another version of torch "
-                f"(m1clip doctor lists known errors)"
+                f"wrong results for this model; use --device cpu, another --precision, or another version of "
+                f"{'mlx' if kind == 'mlx' else 'torch'} (m1clip doctor lists known errors)"
             )
-    return max(found.values())
+    return Parity(max(found.values()), at_size.skipped)
 
 
 @torch.no_grad()
@@ -94,33 +95,27 @@ def check_causality(model: CLIP, kind: str, context: Callable[[], AbstractContex
         )
 
 
-def size_difference(train_step: TrainStep, twin: CLIP, batch: Batch) -> float:
-    """Relative difference of loss and gradients between a batch as the run computes it and the same in small slices.
+def size_difference(check: TrainStep, batch: Batch) -> Parity:
+    """Difference of loss and gradients between a batch as the run computes it and the same in small slices.
 
-    0 for a batch that is one slice, and for a step that takes too long to be repeated.
+    0 for a batch that is one slice; not compared if a step takes too long to be repeated.
     """
-    step = copy.copy(train_step)
-    step.model, step.has_dropout = twin, False
-    step.encode_image, step.encode_text = twin.encode_image, twin.encode_text
-    step.project_image, step.project_text = twin.project_image, twin.project_text
-    # Gradients that are too small for fp16 are so in both; a scaled loss could overflow.
-    step.scale_loss = lambda loss: loss
-    step.ranks = Ranks()  # a rank's own rows suffice
-    batch = batch.to(step.device.torch)
 
     def run(micro_batch: int) -> tuple[Tensor, Tensor]:
         """Loss and gradients, with a smaller micro-batch where memory is short."""
-        twin.zero_grad(set_to_none=True)
-        step.oom = OOMHandler(micro_batch, step.device.memory_bytes)
-        clear = lambda: twin.zero_grad(set_to_none=True)  # noqa: E731
-        loss = step.oom.run(lambda: step.compute_gradients(batch, 0), clear, len(batch), 0)
-        return loss.float().cpu().view(1), flat_gradient(twin)
+        check.oom = OOMHandler(micro_batch, check.device.memory_bytes)
+        clear = lambda: check.model.zero_grad(set_to_none=True)  # noqa: E731
+        return check.oom.run(lambda: gradient(check, batch), clear, len(batch), 0)
 
-    begin = time.monotonic()
-    whole = run(train_step.micro_batch)
-    if len(batch) <= SLICE or time.monotonic() - begin > MAX_SECONDS:
-        return 0.0
-    return max(relative_difference(a, b) for a, b in zip(whole, run(SLICE), strict=True))
+    begin, micro_batch = time.monotonic(), check.micro_batch
+    complete = run(micro_batch)
+    seconds = time.monotonic() - begin
+    if len(batch) <= SLICE:
+        return Parity(0.0)
+    if seconds > MAX_SECONDS:
+        too_long = f"one step takes {duration(seconds)}, more than {duration(MAX_SECONDS)}"
+        return Parity(0.0, f"the batch of {len(batch)} was not compared with its slices: {too_long}")
+    return Parity(max(map(relative_difference, complete, run(SLICE))))
 
 
 def optimizer_difference(train_step: TrainStep) -> float:
@@ -131,7 +126,7 @@ def optimizer_difference(train_step: TrainStep) -> float:
             sides = {tuple(sorted(p.flatten(1).shape)) for group in muon.param_groups for p in group["params"]}
             for shape in sides:
                 x = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
-                there = orthogonalize(x.to(train_step.device.torch, muon.dtype)).float().cpu()
+                there = train_step.orthogonalize(x.to(muon.dtype))
                 found = max(found, relative_difference(there, orthogonalize(x)))
     return found
 
@@ -156,31 +151,21 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
     return difference if difference == difference else float("inf")
 
 
-def gradient(
-    model: CLIP, batch: Batch, preprocess: Preprocess, context: Callable[[], AbstractContextManager[object]]
-) -> Tensor:
-    """The gradient of every parameter as one float32 vector on the CPU; subsampled for a large model."""
-    batch = batch.to(model.logit_scale.device)
-    with context():
-        if batch.image_features is None:
-            image = model.encode_image(normalized_pixels(batch, preprocess))
-        else:
-            image = model.project_image(batch.image_features)
-        if batch.text_features is None:
-            text = model.encode_text(batch.texts(slice(None)))
-        else:
-            text = model.project_text(batch.text_features)
-        features = Features(image, text, model.scale(), model.logit_bias)
-    # Not the run's own objective: this one works for every model and exercises the same kernels.
-    infonce(features, same_pairs(batch.sample_ids, batch.caption_ids, batch.image_index)).backward()
-    return flat_gradient(model)
+def on_cpu(check: TrainStep, facts: Facts) -> TrainStep:
+    """The same step on the CPU in fp32, with the model moved there."""
+    eager = check.config.changed(compile=False)
+    check.model.zero_grad(set_to_none=True)
+    model = check.model.to("cpu")
+    return TrainStep(model, eager, Device("cpu", facts), "fp32", check.preprocess).for_check(model)
 
 
-def flat_gradient(model: CLIP) -> Tensor:
-    """The gradients in `p.grad` as one float32 vector on the CPU; subsampled for a large model."""
-    grads = [p.grad.detach().flatten() for p in model.parameters() if p.grad is not None]
+def gradient(check: TrainStep, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The loss of a step, and its gradient as one vector, in float32 on the CPU; subsampled for a large model."""
+    check.model.zero_grad(set_to_none=True)
+    loss = check.compute_gradients(batch.to(check.device.torch), 0)
+    grads = [p.grad.detach().flatten() for p in check.model.parameters() if p.grad is not None]
     every = -(-sum(g.numel() for g in grads) // MOST)
-    return torch.cat([g[::every].float().cpu() for g in grads])
+    return loss.float().cpu(), torch.cat([g[::every].float().cpu() for g in grads])
 
 
 def first_samples(batch: Batch, samples: int = PAIRS) -> Batch:

@@ -219,8 +219,13 @@ def train_config(
         return _train_and_finish(setup, folder, screen, TrainState(), None, stop, on_log)
 
 
-def resume(run: str | Path, screen: Screen | None = None, on_log: Sink | None = None) -> Run:
-    """Continue a run from its newest valid checkpoint, exactly as if it had not stopped; on any number of ranks."""
+def resume(
+    run: str | Path, screen: Screen | None = None, on_log: Sink | None = None, on_device: str | None = None
+) -> Run:
+    """Continue a run from its newest valid checkpoint, exactly as if it had not stopped; on any number of ranks.
+
+    On another device the batches are the same, and the numbers are the same up to rounding.
+    """
     screen, folder, ranks = screen or Screen(), Path(run), connect()
 
     def saved_config() -> Config:
@@ -232,8 +237,17 @@ def resume(run: str | Path, screen: Screen | None = None, on_log: Sink | None = 
     with _locked(folder, ranks), stop_on_signals() as stop:
         for part in (folder, folder / WATCH, folder / WATCH / THUMBNAILS) if ranks.rank == 0 else ():
             remove_leftovers(part)
-        setup = _prepare(config, folder, screen, ranks, resumed=True)
+        moved = on_device not in (None, config.train.device)
+        chosen = config.changed(device=on_device) if moved else config
+        setup = _prepare(chosen, folder, screen, ranks, resumed=True)
         ranks.first(lambda: _check_same_data(setup, folder))
+        if moved and setup.config.data.captions_per_step != config.data.captions_per_step:
+            raise UserError(
+                f"{folder}: cannot continue on {on_device}, which needs batches of one shape: some images have fewer "
+                f"than {config.data.captions_per_step} captions"
+            )
+        if moved and ranks.rank == 0:
+            write_text(folder / "config.toml", to_toml(setup.config))
         _describe(setup, screen)
         device = setup.device.torch
         kept = share_checkpoint(ranks, device, lambda: load_latest(folder, device, screen.warn))
@@ -307,10 +321,12 @@ def _train_and_finish(
     train_step = setup.make_step()
     if tensors is not None:
         restore(train_step, state, tensors)
-    difference = check_parity(setup, train_step)
-    if difference is not None:
-        log.write("parity", gradient_difference=difference)
-        screen.say(f"parity     gradients on {setup.device.kind} differ by at most {difference:.2%}")
+    parity = check_parity(setup, train_step)
+    if parity is not None:
+        skipped = {"skipped": parity.skipped} if parity.skipped else {}
+        log.write("parity", gradient_difference=parity.difference, **skipped)
+        note = f"; {parity.skipped}" if parity.skipped else ""
+        screen.say(f"parity     gradients on {setup.device.kind} differ by at most {parity.difference:.2%}{note}")
     try:
         TrainLoop(setup, train_step, state, folder, log, screen).run_until_stopped(stop)
         return ranks.first(lambda: _finish(setup, train_step, folder, log, screen, state))
@@ -341,7 +357,7 @@ def _finish(setup: Setup, train_step: TrainStep, folder: Path, log: RunLog, scre
     train_step.optimizer.drop_state()  # free memory for the second model
     return_freed_memory()
     setup.finish(folder, screen.say, log.write)
-    best = load(folder, device=setup.device.kind, precision=setup.precision)
+    best = load(folder, device=setup.device.torch.type, precision=setup.precision)
     best.clip.set_attention(setup.config.model.attention)  # type: ignore[arg-type]
     split = next((name for name in ("test", "val") if name in setup.splits), "train")
     grid = folder / "retrieval.png"

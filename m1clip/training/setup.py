@@ -42,7 +42,7 @@ from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import load_tokenizer, make_tokenizer
 from m1clip.training.autotune import choose_attention, choose_hardware, default_batch, fit_memory, largest_batch
 from m1clip.training.distributed import Ranks
-from m1clip.training.step import TrainStep
+from m1clip.training.step import TrainStep, make_train_step
 from m1clip.training.transfer import (
     Start,
     Teacher,
@@ -112,7 +112,7 @@ class Setup:
     def make_step(self) -> TrainStep:
         """The training step of the initialized model."""
         settings = (self.config, self.device, self.precision, self.preprocess, self.teacher)
-        train_step = TrainStep(self.build_model(), *settings, self.ranks)
+        train_step = make_train_step(self.build_model(), *settings, self.ranks)
         self.ranks.share(list(train_step.model.state_dict().values()))  # other machines may round differently
         return train_step
 
@@ -122,8 +122,9 @@ class Setup:
             ranks.refuse(
                 f"--batch-size {self.training.plan.batch} is less than one image for each of {ranks.size} ranks"
             )
-        if ranks.size > 1 and self.device.kind == "mps":
-            ranks.refuse("mps: torch.distributed cannot exchange its tensors; use one process, or --device cpu")
+        if ranks.size > 1 and self.device.kind in ("mps", "mlx"):
+            kind = self.device.kind
+            ranks.refuse(f"{kind}: torch.distributed cannot exchange its tensors; use one process, or --device cpu")
         plan = dataclasses.replace(self.training.plan, part=(ranks.rank, ranks.size))
         return dataclasses.replace(self, training=dataclasses.replace(self.training, plan=plan), ranks=ranks)
 
@@ -164,6 +165,10 @@ def prepare(
     choose_device(config.train.device, facts)  # report a missing device before reading the data
     plan = decode(facts)
     source, start, tokenizer, preprocess = _open(config, facts, plan, saved)
+    if config.train.device == "mlx":
+        from m1clip.training.mlx_step import check_supported
+
+        check_supported(config, start)
     samples = source.samples("train")
     if not is_synthetic(config.data):
         choices["lint"] = quick_check(source, start.config.context_length, say, plan.warn)

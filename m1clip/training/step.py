@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
@@ -25,6 +26,7 @@ from m1clip.model.pretrained import weights_hash
 from m1clip.training.cuda_graph import CapturedStep
 from m1clip.training.distributed import JointBatch, Ranks, Sizes
 from m1clip.training.grad_cache import GradCache, Tower
+from m1clip.training.muon import orthogonalize
 from m1clip.training.oom import OOMHandler
 from m1clip.training.optim import Optimizer
 from m1clip.training.schedule import lr_schedule
@@ -308,6 +310,21 @@ class TrainStep:
         if self.ranks.size > 1:
             self.phases.mark("exchange")
 
+    def orthogonalize(self, x: Tensor) -> Tensor:
+        """Muon's products (k, m, n) as this device computes them; the result is float32 on the CPU."""
+        return orthogonalize(x.to(self.device.torch)).float().cpu()
+
+    def for_check(self, model: CLIP) -> TrainStep:
+        """This step for a copy of the model, without dropout and loss scaling: its gradients are compared."""
+        step = copy.copy(self)
+        step.model, step.has_dropout = model.eval(), False
+        step.encode_image, step.encode_text = model.encode_image, model.encode_text
+        step.project_image, step.project_text = model.project_image, model.project_text
+        # Gradients that are too small for fp16 are so in both; a scaled loss could overflow.
+        step.scale_loss = lambda loss: loss
+        step.ranks = Ranks()  # a rank's own rows suffice
+        return step
+
     def clear(self) -> None:
         """Discard an interrupted step and free its memory."""
         self.reset_graph()
@@ -341,6 +358,23 @@ class TrainStep:
                 bad[batch.image_index[part][~text.isfinite().all(dim=1)]] = True
         found: list[int] = bad.nonzero().flatten().tolist()
         return found if len(found) < rows else []
+
+
+def make_train_step(
+    model: CLIP,
+    config: Config,
+    device: Device,
+    precision: Precision,
+    preprocess: Preprocess,
+    teacher: Teacher | None = None,
+    ranks: Ranks = Ranks(),  # noqa: B008  immutable
+) -> TrainStep:
+    """The step of a device: one in torch for all, except for MLX."""
+    if device.kind != "mlx":
+        return TrainStep(model, config, device, precision, preprocess, teacher, ranks)
+    from m1clip.training.mlx_step import MLXStep
+
+    return MLXStep(model, config, device, precision, preprocess, teacher)
 
 
 def split(rows: slice, most: int) -> list[slice]:

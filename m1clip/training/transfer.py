@@ -247,7 +247,7 @@ def interpolated(old: Tensors, new: Tensors, weight: float) -> Tensors:
 def interpolate_weights(setup: Setup, folder: Path, say: Callable[[str], None], write: Callable[..., Any]) -> None:
     """WiSE-FT of the best model as configured; the interpolation with the best validation score replaces it."""
     setting, val = setup.config.transfer.wise_ft, setup.splits.get("val")
-    best = load(folder, device=setup.device.kind, precision=setup.precision)
+    best = load(folder, device=setup.device.torch.type, precision=setup.precision)
     new = {name: tensor.clone() for name, tensor in best.clip.state_dict().items()}
     found: list[tuple[float, float]] = []
     shown = ""

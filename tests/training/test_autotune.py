@@ -114,7 +114,7 @@ def test_cpu_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert all((c.gradient_difference or 0.0) < 0.1 and c.step_seconds > 0 for c in found.candidates)
     assert resets == ["cpu"] * 2, "the run reports its own peak"
     powers = (torch.full((4,), 10.0**n) for n in itertools.count())
-    monkeypatch.setattr(autotune, "gradient", lambda *_: next(powers))
+    monkeypatch.setattr(autotune, "gradient", lambda *_: (torch.ones(()), next(powers)))
     with pytest.raises(UserError, match="different from the CPU's"):
         choose(auto(), START, facts, 24, tmp_path)
     monkeypatch.setattr(autotune, "MAX_SECONDS", 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +18,9 @@ from m1clip.hardware.device import causal_sdpa_is_wrong
 from m1clip.model import layers
 from m1clip.model.clip import CLIP
 from m1clip.model.presets import PRESETS, with_fields
+from m1clip.runlog import read_log
 from m1clip.training import parity
+from m1clip.training import run as runs
 from m1clip.training.memory import random_batch
 from m1clip.training.muon import orthogonalize
 from m1clip.training.parity import (
@@ -28,10 +30,11 @@ from m1clip.training.parity import (
     fill_zeros,
     first_samples,
     gradient,
+    on_cpu,
     optimizer_difference,
     relative_difference,
 )
-from m1clip.training.run import decode_plan
+from m1clip.training.run import decode_plan, train_config
 from m1clip.training.setup import Setup, prepare
 from m1clip.training.step import TrainStep
 
@@ -54,12 +57,11 @@ def test_bf16_rounding_passes_and_missing_gradient_fails() -> None:
 
 def test_gradients_of_a_large_model_are_subsampled(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = prepare(small_config(), lambda line: None, decode_plan(screen()))
-    batch, model = first_samples(setup.training[0]), setup.build_model()
-    full = gradient(model, batch, setup.preprocess, nullcontext)
-    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    batch, step = first_samples(setup.training[0]), setup.make_step()
+    _, full = gradient(step, batch)
+    grads = [p.grad.flatten() for p in step.parameters if p.grad is not None]
     monkeypatch.setattr(parity, "MOST", len(full) // 7)
-    model.zero_grad()
-    some = gradient(model, batch, setup.preprocess, nullcontext)
+    _, some = gradient(step, batch)
     every = -(-len(full) // parity.MOST)
     assert torch.equal(some, torch.cat([g[::every] for g in grads]))
     assert len(grads) <= len(some) < len(full) / 6
@@ -74,8 +76,9 @@ def test_zero_initialized_branches_do_not_fail_the_check(monkeypatch: pytest.Mon
     batch = first_samples(random_batch(setup.shape, 8, 12))
 
     def apart(model: CLIP) -> float:
-        rough = gradient(copy.deepcopy(model), batch, setup.preprocess, setup.autocast)
-        return relative_difference(rough, gradient(model, batch, setup.preprocess, nullcontext))
+        step = TrainStep(model, setup.config, setup.device, setup.precision, setup.preprocess)
+        _, rough = gradient(step.for_check(model), batch)
+        return relative_difference(rough, gradient(on_cpu(step, setup.facts), batch)[1])
 
     model = setup.build_model()
     twin = fill_zeros(copy.deepcopy(model))
@@ -101,7 +104,7 @@ def test_wrong_gradients_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_parity(setup, step) is None, "nothing to compare on the CPU"
     setup.device.kind = "mps"
     weights = copy.deepcopy(step.model.state_dict())
-    assert check_parity(setup, step) == 0.0
+    assert check_parity(setup, step) == (0.0, "")
     assert all(p.grad is None for p in step.model.parameters())
     assert all(torch.equal(weights[name], value) for name, value in step.model.state_dict().items())
     monkeypatch.setattr(parity, "relative_difference", lambda *_: TOLERANCE["fp32"] * 1.1)
@@ -126,13 +129,33 @@ class WrongFrom(TorchDispatchMode):
 def test_error_that_depends_on_the_size_is_found_at_the_real_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "SLICE", 4)
     setup, step = prepared(**{"data.captions_per_step": 1})
-    assert check_parity(setup, step) < 1e-3  # type: ignore[operator]
+    assert check_parity(setup, step).difference < 1e-3  # type: ignore[union-attr]
     with WrongFrom(16 * 16), pytest.raises(UserError, match="of a batch of 16 that differ from those of its slices"):
         check_parity(setup, step)
     monkeypatch.setattr(parity, "PAIRS", 2)
     monkeypatch.setattr(parity, "SLICE", 16)  # only a few samples, as before: nothing is found
     with WrongFrom(16 * 16):
-        assert check_parity(setup, step) == 0.0
+        assert check_parity(setup, step) == (0.0, "")
+
+
+def test_skipped_comparison_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(parity, "SLICE", 4)
+    monkeypatch.setattr(parity, "MAX_SECONDS", 0.0)
+    original, shown = runs.check_parity, screen()
+
+    def on_mps(setup: Setup, step: TrainStep) -> parity.Parity | None:
+        setup.device.kind = "mps"
+        try:
+            return original(setup, step)
+        finally:
+            setup.device.kind = "cpu"
+
+    monkeypatch.setattr(runs, "check_parity", on_mps)
+    train_config(small_config({"train.steps": 1}), tmp_path / "run", shown)
+    note = "the batch of 16 was not compared with its slices: one step takes"
+    assert note in shown.console.file.getvalue()  # type: ignore[attr-defined]
+    (record,) = [record for record in read_log(tmp_path / "run") if record["kind"] == "parity"]
+    assert note in record["skipped"]
 
 
 def test_memory_error_in_the_check_takes_smaller_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,26 +165,19 @@ def test_memory_error_in_the_check_takes_smaller_slices(monkeypatch: pytest.Monk
 
     def short(self: TrainStep, batch: Batch, number: int) -> torch.Tensor:
         sizes.append(self.micro_batch)
-        if self.micro_batch not in range(1, 9):
+        if self.device.kind == "mps" and self.micro_batch not in range(1, 9):
             raise torch.OutOfMemoryError("out of memory")
         return original(self, batch, number)
 
     monkeypatch.setattr(TrainStep, "compute_gradients", short)
-    assert check_parity(setup, step) < 1e-3  # type: ignore[operator]
-    assert sizes == [0, 8, 4]
+    assert check_parity(setup, step).difference < 1e-3  # type: ignore[union-attr]
+    assert sizes == [0, 8, 4, 4, 0], "the batch, half, slices; a few samples here and on the CPU"
 
 
 def test_wrong_update_of_the_optimizer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     setup, step = prepared(**{"optim.optimizer": "muon"})
     assert optimizer_difference(step) < 1e-6
-    monkeypatch.setattr(parity, "size_difference", lambda *_: 0.0)
-    right, calls = orthogonalize, []
-
-    def wrong_on_the_device(x: torch.Tensor) -> torch.Tensor:
-        calls.append(x)  # the device's, then the CPU's
-        return right(x) + 0.1 * (len(calls) % 2)
-
-    monkeypatch.setattr(parity, "orthogonalize", wrong_on_the_device)
+    monkeypatch.setattr(step, "orthogonalize", lambda x: orthogonalize(x) + 0.1)
     with pytest.raises(UserError, match="updates of the optimizer that differ"):
         check_parity(setup, step)
 

@@ -1,0 +1,145 @@
+"""CLIP's forward pass in MLX: functions of the torch model's own parameters, by their names and in their layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from m1clip.model.clip import SHORTEST
+from m1clip.model.heads import FEATURE_DROPOUT, LARGEST, dropped_of_256
+from m1clip.model.presets import CLIPConfig, HeadConfig
+
+Array = Any  # mx.array: the package is an extra, and without types here
+Arrays = dict[str, Array]
+NORM_EPS = 1e-5  # of torch's LayerNorm
+
+
+def encoder(
+    config: CLIPConfig, side: Literal["image", "text"], dtype: Any, checkpointing: bool
+) -> Callable[[Arrays, Arrays], Array]:
+    """The function from all weights and the inputs of one side to unit vectors (n, embed_dim) in float32.
+
+    Inputs are `pixels` (n, size, size, 3) with optional `kept` patches, or `tokens`, or the `features` of a frozen
+    tower; and the head's dropout masks, where it has any. Towers and heads compute in `dtype`.
+    With `checkpointing`, the backward pass recomputes the activations of all blocks but the last.
+    """
+    head: HeadConfig = getattr(config, f"{side}_head")
+
+    def encode(weights: Arrays, inputs: Arrays) -> Array:
+        tower = part(weights, f"{side}_tower")
+        if "features" in inputs:
+            x = inputs["features"]
+        elif side == "image":
+            x = _vision(tower, inputs["pixels"].astype(dtype), inputs.get("kept"), config.image_tower, checkpointing)
+        else:
+            x = _text(tower, inputs["tokens"], config.text_tower, dtype, checkpointing)
+        x = _head(part(weights, f"{side}_head"), x, head, inputs, dtype).astype(mx.float32)
+        return x * mx.rsqrt(mx.maximum((x * x).sum(axis=-1, keepdims=True), SHORTEST))
+
+    return encode
+
+
+def part(weights: Arrays, name: str) -> Arrays:
+    """The weights of one module, by their names within it."""
+    return {key[len(name) + 1 :]: value for key, value in weights.items() if key.startswith(f"{name}.")}
+
+
+def _product(x: Array, weight: Array, bias: Array | None) -> Array:
+    y = x @ weight.astype(x.dtype).T
+    return y if bias is None else y + bias.astype(x.dtype)
+
+
+def _linear(w: Arrays, name: str, x: Array) -> Array:
+    return _product(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+
+def _norm(w: Arrays, name: str, x: Array) -> Array:
+    return mx.fast.layer_norm(x, w[f"{name}.weight"], w[f"{name}.bias"], NORM_EPS).astype(x.dtype)
+
+
+def _gelu(x: Array) -> Array:
+    return x * (1 + mx.erf(x * 0.5**0.5)) / 2
+
+
+def _vision(w: Arrays, pixels: Array, kept: Array | None, config: Any, checkpointing: bool) -> Array:
+    """(n, size, size, 3) -> (n, width)."""
+    n, grid, size = len(pixels), config.grid, config.patch_size
+    if config.stem == "conv":
+        x, last = pixels, len(config.stem_channels) - 1
+        for number in range(last + 1):
+            # torch stores (out, in, height, width)
+            weight = w[f"patch.convs.{number}.weight"].astype(x.dtype).transpose(0, 2, 3, 1)
+            x = mx.conv2d(x, weight, stride=2, padding=1) + w[f"patch.convs.{number}.bias"].astype(x.dtype)
+            if number < last:
+                x = _gelu(_norm(w, f"patch.norms.{number}", x))
+        x = x.reshape(n, grid * grid, -1)
+    else:
+        x = pixels.reshape(n, grid, size, grid, size, 3).transpose(0, 1, 3, 5, 2, 4).reshape(n, grid * grid, -1)
+        x = _product(x, w["patch.weight"].reshape(config.width, -1), w.get("patch.bias"))
+    positions = w["positions"].astype(x.dtype)
+    patch_positions = positions[-grid * grid :]
+    if kept is not None:
+        x, patch_positions = x[mx.arange(n)[:, None], kept], patch_positions[kept]
+    x = x + patch_positions
+    if "cls" in w:
+        first = w["cls"].astype(x.dtype) + positions[0]
+        x = mx.concatenate([mx.broadcast_to(first, (n, 1, config.width)), x], axis=1)
+    if config.pre_norm:
+        x = _norm(w, "norm_pre", x)
+    position = mx.zeros((n,), mx.int32) if "cls" in w else None
+    return _norm(w, "norm", _transformer(part(w, "transformer"), x, config, position, False, checkpointing))
+
+
+def _text(w: Arrays, tokens: Array, config: Any, dtype: Any, checkpointing: bool) -> Array:
+    """(n, length) -> (n, width), at the first EOT token."""
+    x = w["tokens.weight"][tokens] + w["positions"][: tokens.shape[1]]
+    eot = mx.argmax(tokens == config.eot_id, axis=1)
+    return _norm(w, "norm", _transformer(part(w, "transformer"), x.astype(dtype), config, eot, True, checkpointing))
+
+
+def _transformer(w: Arrays, x: Array, config: Any, position: Array | None, causal: bool, checkpointing: bool) -> Array:
+    """(n, length, width) -> (n, width): at one position, or the mean; the last block computes only that."""
+
+    def block(w: Arrays, x: Array, position: Array | None = None, mean: bool = False) -> Array:
+        n, length, width = x.shape
+        y, mask = _norm(w, "norm1", x), "causal" if causal else None
+        queries = y
+        if position is not None:
+            rows = mx.arange(n)
+            x, queries = x[rows, position][:, None], y[rows, position][:, None]
+            mask = (mx.arange(length) <= position[:, None])[:, None, None] if causal else None
+        weight, bias = w["attn.qkv.weight"], w["attn.qkv.bias"]
+
+        def heads(z: Array) -> Array:
+            return z.reshape(n, -1, config.heads, width // config.heads).transpose(0, 2, 1, 3)
+
+        q = heads(_product(queries, weight[:width], bias[:width]))
+        k, v = map(heads, mx.split(_product(y, weight[width:], bias[width:]), 2, axis=-1))
+        mixed = mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=mask)
+        x = x + _linear(w, "attn.out", mixed.transpose(0, 2, 1, 3).reshape(n, -1, width))
+        hidden = _linear(w, "mlp.up", _norm(w, "norm2", x))
+        hidden = hidden * mx.sigmoid(1.702 * hidden) if config.activation == "quick_gelu" else _gelu(hidden)
+        if mean:
+            x, hidden = x.mean(axis=1), hidden.mean(axis=1)
+        x = x + _linear(w, "mlp.down", hidden)
+        return x if position is None else x[:, 0]
+
+    run = mx.checkpoint(block) if checkpointing else block
+    for number in range(config.layers - 1):
+        x = run(part(w, f"blocks.{number}"), x)
+    return block(part(w, f"blocks.{config.layers - 1}"), x, position, mean=position is None)
+
+
+def _head(w: Arrays, features: Array, config: HeadConfig, masks: Arrays, dtype: Any) -> Array:
+    if config.kind == "projection":
+        return _product(features.astype(dtype), w["weight"], w.get("bias"))
+    x = mx.clip((features.astype(mx.float32) - w["mean"]) * (1 / w["deviation"]), -LARGEST, LARGEST)
+    x = _dropped(x, masks.get("feature_mask"), FEATURE_DROPOUT * config.dropout).astype(dtype)
+    hidden = _dropped(_gelu(_linear(w, "up", x)), masks.get("hidden_mask"), config.dropout)
+    return _linear(w, "down", hidden) + _linear(w, "project", x)
+
+
+def _dropped(x: Array, mask: Array | None, p: float) -> Array:
+    return x if mask is None else x * mask.astype(x.dtype) * (256 / (256 - dropped_of_256(p)))

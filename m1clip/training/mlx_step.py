@@ -1,0 +1,387 @@
+"""The training step in MLX. Loop, batches, schedule and checkpoints stay torch's; weights are copied when read.
+
+Arrays have the names and layout of the torch tensors: a checkpoint of one device continues on another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import mlx.core as mx
+import numpy as np
+import torch
+from torch import Tensor
+
+from m1clip.config import Config
+from m1clip.data.images import Preprocess
+from m1clip.data.loader import Batch
+from m1clip.errors import UserError
+from m1clip.hardware.device import Device, Precision
+from m1clip.losses import positives
+from m1clip.model.clip import CLIP, MAX_LOGIT_SCALE
+from m1clip.model.heads import FEATURE_DROPOUT, Head, dropout_mask
+from m1clip.model.mlx import Array, Arrays, encoder
+from m1clip.training.muon import EPS as MUON_EPS
+from m1clip.training.muon import QUINTICS
+from m1clip.training.optim import BETAS, EPS, Optimizer
+from m1clip.training.step import GRAD_CLIP_NORM, TrainStep, normalized_pixels, split
+from m1clip.training.transfer import Start, Teacher
+
+Side = Literal["image", "text"]
+SIDES: tuple[Side, Side] = ("image", "text")
+SCALE = "logit_scale"
+CLIP_EPS = 1e-6  # of torch's clip_grad_norm_
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # of a parameter, named as in torch
+
+
+def check_supported(config: Config, start: Start) -> None:
+    """Raise UserError for a run that the MLX step cannot train."""
+    transfer, own = config.transfer, {"image": "vit", "text": "transformer"}
+    trained = list(zip(SIDES, start.trainable, strict=True))
+    foreign = [side for side, on in trained if on and getattr(start.config, f"{side}_tower").kind != own[side]]
+    unsupported = {
+        "--loss sigmoid": config.train.loss == "sigmoid" or start.config.logit_bias,
+        "--lora-rank": start.lora_rank > 0,
+        "--teacher": transfer.teacher is not None,
+        "--dropout": any(getattr(start.config, f"{side}_tower").dropout for side, on in trained if on),
+        "--compile (the step is always compiled)": config.model.compile,
+        f"training a pretrained {' and '.join(foreign)} tower": bool(foreign),
+    }
+    for what, asked in unsupported.items():
+        if asked:
+            raise UserError(f"--device mlx does not support {what}; use --device mps or cpu")
+
+
+def to_mlx(tensor: Tensor) -> Array:
+    """A copy of a tensor on any device."""
+    return mx.array(tensor.detach().cpu().contiguous().numpy())
+
+
+def to_torch(array: Array) -> Tensor:
+    """A copy of an array on the CPU."""
+    return torch.from_numpy(np.array(array))
+
+
+def infonce(image: Array, text: Array, scale: Array, positive: Array) -> Array:
+    """As `losses.infonce`."""
+
+    def one_direction(logits: Array, positive: Array) -> Array:
+        target = positive.astype(logits.dtype)
+        target = target / target.sum(axis=1, keepdims=True)
+        return (mx.logsumexp(logits, axis=1) - (target * logits).sum(axis=1)).mean()
+
+    logits = scale * image @ text.T
+    return (one_direction(logits, positive) + one_direction(logits.T, positive.T)) / 2
+
+
+def text_contrast(text: Array, scale: Array, images: Array, captions: Array) -> Array:
+    """As `losses.text_contrast`; `images` and `captions` are the ids of each caption's image and of the caption."""
+    same_caption = captions[:, None] == captions
+    positive = (images[:, None] == images) & ~same_caption
+    counts = positive.sum(axis=1)
+    ignored = same_caption & (counts > 0)[:, None]
+    logits = mx.where(ignored, -mx.inf, scale * text @ text.T)
+    log_probability = logits - mx.logsumexp(logits, axis=1, keepdims=True)
+    rows = mx.where(positive, log_probability, 0.0).sum(axis=1) / mx.maximum(counts, 1)
+    return -rows.sum() / mx.maximum((counts > 0).sum(), 1)
+
+
+def orthogonalize(x: Array) -> Array:
+    """As `muon.orthogonalize`: (k, m, n) with m <= n -> singular values close to 1."""
+
+    def norm(x: Array) -> Array:
+        return mx.maximum(mx.sqrt((x * x).sum(axis=(1, 2), keepdims=True)), MUON_EPS)
+
+    def factor_of(gram: Array, square: Array, quintic: tuple[float, float, float]) -> Array:
+        a, b, c = quintic
+        return b * gram + c * square + a * mx.eye(gram.shape[1], dtype=gram.dtype)
+
+    x = x / norm(x)
+    gram = x @ x.swapaxes(1, 2)
+    square = gram @ gram
+    bound = mx.maximum(mx.sqrt(norm(square)), MUON_EPS)
+    gram, wide = gram / bound, x.shape[2] >= 2 * x.shape[1]
+    factor = factor_of(gram, square / (bound * bound), QUINTICS[0]) * mx.rsqrt(bound)
+    for number, quintic in enumerate(QUINTICS[1:], start=1):
+        if wide and number % 2:  # two iterations on the small Gram matrix
+            gram = factor @ gram @ factor * (bound if number == 1 else 1)
+            factor = factor_of(gram, gram @ gram, quintic) @ factor
+            continue
+        x = factor @ x
+        gram = x @ x.swapaxes(1, 2)
+        factor = factor_of(gram, gram @ gram, quintic)
+    return factor @ x
+
+
+def adamw(
+    names: list[str], weights: Arrays, moments: Arrays, grads: Arrays, lr: Array, correction: tuple[Array, Array]
+) -> None:
+    """Update weights and moments as torch.optim.AdamW, after the weight decay."""
+    first, second = BETAS
+    for name in names:
+        (mean, square), grad = (f"adamw/{name}/{key}" for key in MOMENTS["adamw"]), grads[name]
+        moments[mean] = moments[mean] + (1 - first) * (grad - moments[mean])
+        moments[square] = second * moments[square] + (1 - second) * grad * grad
+        denominator = mx.sqrt(moments[square] / correction[1]) + EPS
+        weights[name] = weights[name] - lr / correction[0] * moments[mean] / denominator
+
+
+def muon(
+    names: list[str], weights: Arrays, moments: Arrays, grads: Arrays, lr: Array, momentum: float, dtype: Any
+) -> None:
+    """Update weights and moments as `muon.Muon`, after the weight decay; its products are in `dtype`."""
+    stacks: dict[tuple[int, ...], list[tuple[str, Array]]] = {}
+    for name in names:
+        key, grad = f"muon/{name}/momentum_buffer", grads[name]
+        moments[key] = moments[key] + (1 - momentum) * (grad - moments[key])
+        update = (grad + momentum * (moments[key] - grad)).reshape(len(grad), -1)
+        stacks.setdefault(tuple(sorted(update.shape)), []).append((name, update))
+    for members in stacks.values():
+        tall = [len(update) > update.shape[1] for _, update in members]
+        wide = [update.T if turned else update for (_, update), turned in zip(members, tall, strict=True)]
+        stack = orthogonalize(mx.stack(wide).astype(dtype)).astype(mx.float32)
+        for (name, update), x, turned in zip(members, stack, tall, strict=True):
+            scale = lr * math.sqrt(max(1.0, len(update) / update.shape[1]))
+            weights[name] = weights[name] - scale * (x.T if turned else x).reshape(weights[name].shape)
+
+
+class MLXStep(TrainStep):
+    """TrainStep with gradients and updates in MLX. `model` and `optimizer` are torch's, current when read."""
+
+    def __init__(
+        self,
+        model: CLIP,
+        config: Config,
+        device: Device,
+        precision: Precision,
+        preprocess: Preprocess,
+        teacher: Teacher | None = None,
+    ) -> None:
+        self._arrays: dict[str, Arrays] | None = None  # weights and moments; None: torch's are current
+        self._stale: set[str] = set()  # of those, the ones that torch has older values of
+        self._grads: Arrays = {}
+        self._fills_gradients, self._precision = False, precision
+        self._dtype = dtype = mx.bfloat16 if precision == "bf16" else mx.float32
+        self._updates = 0  # of AdamW, which every parameter counts
+        super().__init__(model, config, device, precision, preprocess, teacher)
+        encode = {side: encoder(model.config, side, dtype, config.model.grad_checkpointing) for side in SIDES}
+        train = config.train
+
+        def loss_of(features: Arrays, labels: Arrays) -> Array:
+            scale = mx.exp(mx.minimum(features[SCALE], MAX_LOGIT_SCALE))
+            loss = infonce(features["image"], features["text"], scale, labels["positive"])
+            if train.text_contrast:
+                contrast = text_contrast(features["text"], scale, labels["images"], labels["captions"])
+                loss = loss + train.text_contrast * contrast
+            return loss
+
+        def full_loss(weights: Arrays, fixed: Arrays, inputs: dict[str, Arrays], labels: Arrays) -> Array:
+            image, text = (encode[side](weights | fixed, inputs[side]) for side in SIDES)
+            return loss_of({"image": image, "text": text, SCALE: weights[SCALE]}, labels)
+
+        def weighted(side: Side) -> Callable[..., Array]:
+            """A function of the weights whose gradient is that of the loss, given the loss's gradient by features."""
+            return lambda weights, fixed, inputs, by: (encode[side](weights | fixed, inputs) * by).sum()
+
+        self._full = mx.compile(mx.value_and_grad(full_loss))
+        self._encoders = {side: mx.compile(lambda w, fixed, x, e=encode[side]: e(w | fixed, x)) for side in SIDES}
+        self._feature_gradients = mx.compile(mx.value_and_grad(loss_of))
+        self._weight_gradients = {side: mx.compile(mx.grad(weighted(side))) for side in SIDES}
+        self._update = mx.compile(self._updated)
+
+    @property
+    def model(self) -> CLIP:
+        """The torch model, with the current weights."""
+        self._read("weights")
+        return self._model
+
+    @model.setter
+    def model(self, value: CLIP) -> None:
+        self._model = value
+        named = dict(value.named_parameters())
+        self._trained = {name: p for name, p in named.items() if p.requires_grad}
+        fixed = [*named.items(), *value.named_buffers()]
+        # Frozen towers are not part of the step: their features are its inputs.
+        unused = [f"{side}_tower." for side in SIDES if not any(n.startswith(f"{side}_tower.") for n in self._trained)]
+        self._fixed = {n: to_mlx(t) for n, t in fixed if n not in self._trained and not n.startswith(tuple(unused))}
+        self._arrays = None
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The torch optimizers, with the current state."""
+        self._read("moments")
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, value: Optimizer) -> None:
+        self._optimizer = value
+
+    def _read(self, group: str) -> None:
+        """Copy a group of arrays to torch, if newer."""
+        if self._arrays is None or group not in self._stale:
+            return
+        self._stale.discard(group)
+        values = {name: to_torch(array) for name, array in self._arrays[group].items()}
+        if group == "moments":
+            keys = [key.removesuffix("exp_avg") for key in values if key.endswith("/exp_avg")]
+            self._optimizer.load_tensors(values | {f"{key}step": torch.tensor(float(self._updates)) for key in keys})
+            return
+        with torch.no_grad():
+            for name, value in values.items():
+                self._trained[name].copy_(value)
+
+    def _state(self) -> dict[str, Arrays]:
+        """The arrays; read from torch at the start and after anything there was replaced."""
+        if self._arrays is None:
+            weights = {name: to_mlx(p) for name, p in self._trained.items()}
+            known = self._optimizer.tensors()
+            self._updates = max((int(value) for key, value in known.items() if key.endswith("/step")), default=0)
+            moments = {}
+            for part, _, group in self._groups():
+                for name, kind in itertools.product(group["param_names"], MOMENTS[part]):
+                    key = f"{part}/{name}/{kind}"
+                    moments[key] = to_mlx(known[key]) if key in known else mx.zeros_like(weights[name])
+            self._arrays = {"weights": weights, "moments": moments}
+        return self._arrays
+
+    def reset_graph(self) -> None:
+        """Copy everything to torch, where it is about to be replaced."""
+        for group in tuple(self._stale):
+            self._read(group)
+        self._arrays, self._grads = None, {}
+
+    def _groups(self) -> list[tuple[str, str, dict[str, Any]]]:
+        """(part, key of the learning rate, group) of each group of parameters."""
+        return [
+            (name, f"{name}/{number}", group)
+            for name, part in self._optimizer.parts.items()
+            for number, group in enumerate(part.param_groups)
+        ]
+
+    def __call__(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+        """Train on one batch."""
+        self._optimizer.set_lr(self.schedule(step) * self.lr_factor)
+        if self.oom is None:
+            loss = self.compute_gradients(batch, step)
+        else:
+            loss = self.oom.run(lambda: self.compute_gradients(batch, step), self.clear, len(batch), step)
+        return loss, self.update_weights(loss)
+
+    def compute_gradients(self, batch: Batch, step: int) -> Tensor:
+        """Forward and backward of a batch; returns the loss."""
+        weights = self._state()["weights"]
+        positive = positives(self.config.train.loss, batch.sample_ids, batch.caption_ids, batch.image_index)
+        labels = {"positive": to_mlx(positive)}
+        if self.config.train.text_contrast:
+            labels |= {"images": to_mlx(batch.sample_ids[batch.image_index]), "captions": to_mlx(batch.caption_ids)}
+        if 0 < self.micro_batch < len(batch):
+            loss, self._grads = self._micro_batched(weights, batch, labels, step)
+        else:
+            if self.has_dropout:
+                torch.manual_seed(self.config.seed * 1_000_003 + step)  # the masks of torch's step: texts first
+            text = self._inputs("text", batch, slice(0, len(batch.caption_ids)))
+            inputs = {"image": self._inputs("image", batch, slice(0, len(batch))), "text": text}
+            loss, self._grads = self._full(weights, self._fixed, inputs, labels)
+        mx.eval(loss, self._grads)
+        if self._fills_gradients:
+            for name, p in self._trained.items():
+                p.grad = to_torch(self._grads[name]).to(p.device)
+        return torch.tensor(loss.item())
+
+    def _inputs(self, side: Side, batch: Batch, rows: slice) -> Arrays:
+        """The inputs of one side's encoder for some rows, with dropout masks drawn by torch as in its own step."""
+        features = batch.image_features if side == "image" else batch.text_features
+        if features is not None:
+            inputs = {"features": features[rows]}
+        elif side == "image":
+            inputs = {"pixels": normalized_pixels(batch, self.preprocess, rows).permute(0, 2, 3, 1)}
+            inputs |= {} if batch.kept_patches is None else {"kept": batch.kept_patches[rows]}
+        else:
+            inputs = {"tokens": batch.texts(rows)}
+        head = getattr(self._model, f"{side}_head")
+        if isinstance(head, Head) and head.dropout and self.has_dropout:
+            cpu, count = torch.device("cpu"), rows.stop - rows.start
+            for name, layer, p in (
+                ("feature", head.up, FEATURE_DROPOUT * head.dropout),
+                ("hidden", head.down, head.dropout),
+            ):
+                inputs[f"{name}_mask"] = dropout_mask((count, layer.in_features), p, cpu)
+        return {name: to_mlx(tensor) for name, tensor in inputs.items()}
+
+    def _micro_batched(self, weights: Arrays, batch: Batch, labels: Arrays, step: int) -> tuple[Array, Arrays]:
+        """Loss and gradients with the activations of one micro-batch at a time, as in grad_cache.py."""
+        images, captions, size = len(batch), len(batch.caption_ids), self.micro_batch
+        counts: dict[Side, tuple[int, int]] = {
+            "image": (images, size),
+            "text": (captions, -(-size * captions // images)),
+        }
+        parts: dict[Side, list[tuple[slice, Arrays]]] = {side: [] for side in SIDES}
+        features: Arrays = {SCALE: weights[SCALE]}
+        for side, (count, most) in counts.items():
+            for rows in split(slice(0, count), most):
+                self._seed_dropout(step, 2 * rows.start + (side == "text"))
+                parts[side].append((rows, self._inputs(side, batch, rows)))
+            encoded = []
+            for _, inputs in parts[side]:
+                encoded.append(self._encoders[side](weights, self._fixed, inputs))
+                mx.eval(encoded[-1])
+            features[side] = mx.concatenate(encoded)
+        loss, by_features = self._feature_gradients(features, labels)
+        total = {SCALE: by_features[SCALE]}
+        for side in SIDES:
+            for rows, inputs in parts[side]:
+                found = self._weight_gradients[side](weights, self._fixed, inputs, by_features[side][rows])
+                total = {name: grad + total[name] if name in total else grad for name, grad in found.items()}
+                mx.eval(total)
+        return loss, total
+
+    def update_weights(self, loss: Tensor) -> Tensor:
+        """Clip and update the weights; nothing changes if loss or gradients are not finite."""
+        grad_norm = mx.sqrt(sum((grad * grad).sum() for grad in self._grads.values())).item()
+        if math.isfinite(loss.item()) and math.isfinite(grad_norm):
+            self._updates += 1
+            numbers: dict[str, Any] = {"first": 1 - BETAS[0] ** self._updates, "second": 1 - BETAS[1] ** self._updates}
+            numbers["clip"] = min(1.0, GRAD_CLIP_NORM / (grad_norm + CLIP_EPS))
+            numbers |= {key: group["lr"] for _, key, group in self._groups()}
+            # As inputs, not constants: the compiled function is the same for every step.
+            state, scalars = self._state(), {name: mx.array(value) for name, value in numbers.items()}
+            self._arrays = self._update(state, self._grads, scalars)
+            del state  # its memory is reused
+            mx.eval(self._arrays)
+            self._stale = set(self._arrays)
+        self._grads = {}
+        return torch.tensor(grad_norm)
+
+    def _updated(self, state: dict[str, Arrays], grads: Arrays, numbers: Arrays) -> dict[str, Arrays]:
+        """The state after one step of AdamW and Muon."""
+        weights, moments = dict(state["weights"]), dict(state["moments"])
+        grads = {name: grad * numbers["clip"] for name, grad in grads.items()}
+        for part, key, group in self._groups():
+            names, lr = group["param_names"], numbers[key]
+            for name in names:
+                weights[name] = weights[name] * (1 - lr * group["weight_decay"])
+            if part == "muon":
+                muon(names, weights, moments, grads, lr, group["momentum"], self._dtype)
+            else:
+                adamw(names, weights, moments, grads, lr, (numbers["first"], numbers["second"]))
+        weights[SCALE] = mx.clip(weights[SCALE], 0.0, MAX_LOGIT_SCALE)
+        return {"weights": weights, "moments": moments}
+
+    def orthogonalize(self, x: Tensor) -> Tensor:
+        """Muon's products in MLX."""
+        return to_torch(orthogonalize(to_mlx(x.float()).astype(self._dtype)).astype(mx.float32))
+
+    def for_check(self, model: CLIP) -> MLXStep:
+        """This step for a copy of the model, without dropout; gradients are also stored in torch's parameters."""
+        step = MLXStep(model, self.config, self.device, self._precision, self.preprocess)
+        step.has_dropout, step._fills_gradients = False, True
+        model.eval()
+        return step
+
+    def nonfinite_rows(self, batch: Batch) -> list[int]:
+        """As torch's step, with the current weights."""
+        self._read("weights")
+        return super().nonfinite_rows(batch)
