@@ -46,7 +46,6 @@ def check_supported(config: Config, start: Start) -> None:
         "--loss sigmoid": config.train.loss == "sigmoid" or start.config.logit_bias,
         "--lora-rank": start.lora_rank > 0,
         "--teacher": transfer.teacher is not None,
-        "--dropout": any(getattr(start.config, f"{side}_tower").dropout for side, on in trained if on),
         "--compile (the step is always compiled)": config.model.compile,
         f"training a pretrained {' and '.join(foreign)} tower": bool(foreign),
     }

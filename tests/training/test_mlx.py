@@ -150,7 +150,6 @@ def test_model_trained_in_mlx_loads_in_torch(tmp_path: Path) -> None:
     ("changes", "what"),
     [
         ({"train.loss": "sigmoid"}, "--loss sigmoid"),
-        ({"model.dropout": 0.1}, "--dropout"),
         ({"model.compile": True}, "--compile"),
         ({"transfer.teacher": "other"}, "--teacher"),
     ],
