@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import m1clip.config
@@ -70,6 +70,7 @@ def configs(draw: st.DrawFn) -> Config:
     return Config(seed=draw(st.integers(0, 2**31 - 1)), **built)
 
 
+@settings(max_examples=40)
 @given(configs())
 def test_toml_round_trip(tmp_path_factory: pytest.TempPathFactory, config: Config) -> None:
     path = tmp_path_factory.getbasetemp() / "round-trip.toml"

@@ -235,16 +235,9 @@ def _open(
     if config.transfer.init is not None:
         start, tokenizer, preprocess = _from_model(config)
         return open_training_data(config, preprocess.image_size, plan), start, tokenizer, preprocess
-    if config.transfer.recipe == "frozen":
-        own = config.transfer.image_tower == OWN_IMAGE
-        size = (
-            clip_config(config.model).image_size
-            if own
-            else config.model.image_size or tower_image_size(config.transfer.image_tower)
-        )
-    else:
+    if config.transfer.recipe != "frozen":
         _check_memory(clip_config(config.model), facts)
-        size = clip_config(config.model).image_size
+    size = _image_size(config)
     source = open_training_data(config, size, plan)
     captions = [caption for sample in source.samples("train") for caption in sample.captions]
     if config.transfer.recipe == "frozen":
@@ -252,6 +245,12 @@ def _open(
     tokenizer = load_tokenizer(saved) if saved else make_tokenizer(config.model.tokenizer, captions)
     start = Start(clip_config(config.model, tokenizer, logit_bias=config.train.loss == "sigmoid"))
     return source, start, tokenizer, Preprocess(image_size=size)
+
+
+def _image_size(config: Config) -> int:
+    if config.transfer.recipe == "frozen" and config.transfer.image_tower != OWN_IMAGE:
+        return config.model.image_size or tower_image_size(config.transfer.image_tower)
+    return clip_config(config.model).image_size
 
 
 def open_training_data(config: Config, image_size: int, plan: DecodePlan) -> Source:
@@ -372,8 +371,7 @@ def _from_towers(config: Config, captions: list[str], saved: Path | None) -> tup
         image_tower = clip_config(config.model).image_tower
         preprocess = Preprocess(image_size=image_tower.image_size)
     else:
-        size = config.model.image_size or tower_image_size(transfer.image_tower)
-        image_tower, found, preprocess = load_image_tower(transfer.image_tower, size, transfer.download)
+        image_tower, found, preprocess = load_image_tower(transfer.image_tower, _image_size(config), transfer.download)
         weights |= {f"image_tower.{name}": value for name, value in found.items()}
     if trainable.text:
         tokenizer = load_tokenizer(saved) if saved else make_tokenizer(config.model.tokenizer, captions)
