@@ -35,10 +35,6 @@ def run_with_nan(folder: Path, at: set[int], monkeypatch: pytest.MonkeyPatch) ->
     assert all(line["samples"] for line in skipped)
 
 
-def test_steps_with_nan_are_skipped_and_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_with_nan(tmp_path / "run", {3, 4, 17, 29}, monkeypatch)
-
-
 @pytest.mark.long("NaN and spikes")
 @pytest.mark.parametrize("seed", range(40))
 def test_random_steps_with_nan(

@@ -105,35 +105,6 @@ def test_samples_with_non_finite_features_are_found() -> None:
     assert update.nonfinite_rows(batch) == [], "if all features are non-finite, the samples are not the cause"
 
 
-def test_step_does_not_synchronize() -> None:
-    """Profiled: item() and is_nonzero() would synchronize on an accelerator."""
-    # The sigmoid loss is that of accelerators; the CPU's InfoNCE looks at the scale, which costs nothing there.
-    setup, update = make({"train.loss": "sigmoid"})
-    update.skip = "device"
-    batches = [setup.training[step] for step in range(4)]
-    update(batches[0], 0)
-
-    def reads(work: Callable[[], object]) -> int:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            work()
-        found = [event for event in profile.events() if event.name == "aten::_local_scalar_dense"]
-        # The CPU's kernel of AdamW reads its own step counter; the one for CUDA does so on the device.
-        return sum("aten::_fused_adamw_" not in callers(event) for event in found)
-
-    steps = [lambda step=step: update(batches[step], step) for step in (1, 2)]
-    assert [reads(step) for step in steps] == [0, 0]
-    update.skip = "host"
-    assert reads(lambda: update(batches[3], 3)) > 0, "the profiler detects a read"
-
-
-def callers(event: Any) -> list[str]:
-    names = []
-    while event.cpu_parent is not None:
-        event = event.cpu_parent
-        names.append(event.name)
-    return names
-
-
 class Log:
     """Records that would go to run.jsonl, and warnings."""
 

@@ -58,6 +58,44 @@ def test_run_log(run: Path) -> None:
     assert log[-1]["split"] == "test"
 
 
+def of(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [record for record in read_log(run) if record["kind"] == kind]
+
+
+def test_time_split_adds_up_to_the_time_of_a_step(run: Path) -> None:
+    for record in of(run, "step"):
+        assert set(record["seconds"]) >= {"data", "forward", "backward", "optimizer", "rest"}
+        assert sum(record["seconds"].values()) == pytest.approx(record["step_seconds"], rel=0.02)
+        assert all(0 <= use <= 100 for use in record["cores"])
+        assert record["elapsed"] > 0
+        assert ("joules" in record) == ("watts" in record)
+
+
+def test_memory_and_analysis_are_logged(run: Path) -> None:
+    (memory,) = of(run, "memory")
+    assert memory["weights"] >= memory["gradients"] > 100_000  # buffers have no gradient
+    assert memory["peak"] > memory["optimizer"] > 0
+    for record in of(run, "eval"):
+        analysis = record["analysis"]
+        assert {"alignment", "modality_gap", "difficulty", "groups", "length"} <= analysis.keys()
+        assert {"category", "object", "color", "count", "position"} <= {
+            name.split("/")[0] for name in analysis["groups"]
+        }
+        assert record["seconds"] > 0
+
+
+def test_snapshots_contain_retrieval_examples(run: Path) -> None:
+    folder = run / "snapshots"
+    names = sorted(path.name for path in folder.glob("*.json"))
+    assert names == ["step-00000005.json", "step-00000010.json"]
+    content = json.loads((folder / names[-1]).read_text())
+    assert len(content["matrix"]["values"]) == 8
+    shown = set(content["matrix"]["images"]).union(*(query["found"] for query in content["queries"]))
+    assert all((folder / "thumbnails" / f"{image}.jpg").is_file() for image in shown)
+    for query in content["queries"]:
+        assert (query["rank"] == 1) == (query["found"][0] == query["right"])
+
+
 def test_best_model_is_chosen_on_validation(run: Path) -> None:
     evaluations = {line["step"]: line["mean_recall"] for line in read_log(run) if line["kind"] == "eval"}
     best_step = max(evaluations, key=lambda step: evaluations[step])  # the first, where two are equal
