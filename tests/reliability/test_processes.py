@@ -40,9 +40,9 @@ def kinds(run: Path) -> list[str]:
 
 
 def test_run_with_a_killed_data_worker_ends_with_the_same_weights(tmp_path: Path) -> None:
-    reference = command("train", *small_arguments({**ENDLESS, "train.steps": 150}), "--run", "reference", cwd=tmp_path)
+    reference = command("train", *small_arguments({**ENDLESS, "train.steps": 60}), "--run", "reference", cwd=tmp_path)
     assert reference.returncode == 0, reference.stderr
-    process = start(tmp_path, steps=150)
+    process = start(tmp_path, steps=60)
     psutil.Process(process.pid).children()[0].kill()
     assert process.wait() == 0, process.read()
     output, error = process.read()
@@ -112,7 +112,7 @@ def test_training_continues_without_standard_output(tmp_path: Path, output: str)
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert (ended.returncode, ended.stderr) == (0, "")

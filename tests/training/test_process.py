@@ -7,22 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from small_run import (
-    Command,
-    assert_same_bits,
-    command,
-    resume_quietly,
-    run_small,
-    small_arguments,
-    tensors_of,
-    weights_sha256,
-)
+from small_run import assert_same_bits, command, resume_quietly, run_small, small_arguments, tensors_of, weights_sha256
 
 from m1clip.errors import UserError
 from m1clip.io import LOCK
@@ -176,19 +165,6 @@ def test_signal_aborts_the_evaluation_and_the_resume_repeats_it(
 
     assert evaluations(run) == evaluations(tmp_path / "reference")
     assert_same_bits(tensors_of(run, 8), tensors_of(tmp_path / "reference", 8))
-
-
-@pytest.mark.slow
-def test_no_worker_outlives_a_run_that_is_killed_while_it_prepares_its_data(tmp_path: Path) -> None:
-    words = small_arguments({"data.train_count": 20_000, "model.image_size": 64})
-    process = Command("train", *words, "--run", "run", cwd=tmp_path)
-    children = psutil.Process(process.pid).children
-    process.wait_until(children)
-    workers = children(recursive=True)
-    time.sleep(0.3)  # so that they have begun
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert psutil.wait_procs(workers, timeout=30)[1] == []
 
 
 def test_signal_while_saving_stops_after_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
