@@ -171,8 +171,7 @@ class Encoder:
         """Texts, sorted by length, with about the same number of tokens in each batch."""
         limit = CPU_TOKENS if self.device.type == "cpu" else GPU_TOKENS
         total = int(lengths.sum())
-        batches = self.workers * -(-total // (self.workers * limit))  # the same number for each worker
-        limit = max(FEW_TOKENS, -(-total // batches))
+        limit = max(FEW_TOKENS, -(-total // self._batches(total, limit)))
         ends, start = np.cumsum(lengths), 0
         while start < len(order):
             end = int(np.searchsorted(ends, (ends[start - 1] if start else 0) + limit, side="right"))
@@ -184,7 +183,12 @@ class Encoder:
         """How many of `count` images to encode at a time."""
         per_core = CPU_IMAGES if self.tokens_per_image == 1 else max(CPU_IMAGES, CPU_TOKENS // self.tokens_per_image)
         limit = per_core if self.device.type == "cpu" else GPU_IMAGES
-        return min(limit, self.max_batch or limit, max(1, -(-count // self.workers)))
+        limit = min(limit, self.max_batch or limit)
+        return max(1, -(-count // self._batches(count, limit)))
+
+    def _batches(self, total: int, limit: int) -> int:
+        """How many batches of at most `limit`: the same number for each worker."""
+        return self.workers * max(1, -(-total // (self.workers * limit)))
 
     @property
     def workers(self) -> int:
