@@ -34,6 +34,8 @@ PROMISES = {
     "Clock and sleep": "test_clock_jumps.py",
     "Soak": "test_soak.py",
     "Fuzzing": "test_fuzz.py",
+    "Kill while indexing photos": "search/test_index.py",
+    "Many clients of the search page": "web/test_photos.py",
 }
 
 

@@ -279,8 +279,8 @@ def test_index_after_sigkills_equals_undisturbed_index(model: Path, tmp_path: Pa
     close(photos / FOLDER, fresh(photos, model))
 
 
-@pytest.mark.long("11. An index that was killed at any moment continues, and equals an undisturbed one")
+@pytest.mark.long("Kill while indexing photos")
 def test_many_kills_while_indexing(model: Path, tmp_path: Path, counts: dict[str, float]) -> None:
     photos = make_photos(tmp_path / "photos", 10_000)
-    counts["kills while indexing 10,000 images"] = kill_at_random_moments(photos, model, 20, 20.0)
+    counts["SIGKILLs at random moments, 10,000 images"] = kill_at_random_moments(photos, model, 20, 20.0)
     close(photos / FOLDER, fresh(photos, model))

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import http.client
 import io
 import json
+import os
 import shutil
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 from urllib.parse import urlencode
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from image_sets import image
 from photos import make_photos, save_model
 from PIL import Image
+from reliability.test_soak import ALLOWED, growth
+from small_run import Command
 
 from m1clip.search.index import update_index
 from m1clip.search.query import Index
@@ -321,3 +328,54 @@ def test_progress_of_a_running_indexer_is_reported(library: Path) -> None:
     assert Index(library).progress() is None  # finished
     (library / "one-more.png").unlink()
     update_index(library)
+
+
+async def client(port: int, deadline: float, random: Random, answered: list[int]) -> None:
+    """One of many clients until a deadline: searches, photos, wrong bytes, and connections that send nothing."""
+    kinds = {
+        "search": b"GET /api/search?text=dog%d HTTP/1.1\r\nHost: localhost\r\n\r\n" % random.randrange(10**6),
+        "photo": b"GET /photo/small?id=%d HTTP/1.1\r\nHost: localhost\r\n\r\n" % random.randrange(1, 9),
+        "upload": b"POST /api/upload HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n"
+        + random.randbytes(99),
+        "half": b"GET /api/lib",
+        "nothing": b"",
+    }
+    while time.monotonic() < deadline:
+        kind = random.choice(list(kinds))
+        with contextlib.suppress(OSError, TimeoutError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(kinds[kind])
+            answer = await asyncio.wait_for(reader.read(), 60)
+            answered.append(kind in ("search", "photo") and answer.startswith(b"HTTP/1.1 200 "))
+            writer.close()
+        await asyncio.sleep(8 * random.random())
+
+
+@pytest.mark.long("Many clients of the search page")
+def test_200_clients_for_ten_minutes(library: Path, tmp_path: Path, counts: dict[str, float]) -> None:
+    minutes, samples, answered = float(os.environ.get("SOAK_MINUTES", "10")), dict[str, list[tuple[float, float]]](), []
+    (tmp_path / "runs").mkdir()
+    process = Command("serve", str(library), "--port", "0", "--no-browser", cwd=tmp_path / "runs")
+    process.wait_until(lambda: "http://" in process.read()[0])
+    port, server = int(process.read()[0].partition("127.0.0.1:")[2].partition("/")[0]), psutil.Process(process.pid)
+
+    async def soak() -> None:
+        deadline = time.monotonic() + 60 * minutes
+        clients = [asyncio.create_task(client(port, deadline, Random(number), answered)) for number in range(200)]
+        while time.monotonic() < deadline:
+            figures = {"rss": server.memory_info().rss, "fds": server.num_fds(), "threads": server.num_threads()}
+            for name, value in figures.items():
+                samples.setdefault(name, []).append((time.monotonic(), value))
+            await asyncio.sleep(60 * minutes / 200)
+        await asyncio.gather(*clients)
+
+    asyncio.run(soak())
+    assert process.returncode is None
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", "/api/search?text=dog")
+    assert connection.getresponse().status == 200
+    assert growth(samples["rss"]) <= ALLOWED["rss"], samples["rss"]
+    for name in ("fds", "threads"):  # one of each for a connection, and those of the process
+        assert max(value for _, value in samples[name]) <= server_module.CONNECTIONS + 50, samples[name]
+    counts |= {"minutes of 200 clients": minutes, "connections": len(answered), "searches and photos": sum(answered)}
+    counts["MB of growth"] = round(growth(samples["rss"]) / 1e6, 1)
