@@ -275,7 +275,7 @@ def list_duplicates(folder: Path | None = None, /, *, json: Flag = False) -> Non
     for group in groups:
         for number, copy in enumerate(group):
             kind = "best" if number == 0 else "equal" if copy.equal else "near"
-            print(f"{kind:5}  {copy.width} x {copy.height}  {size(copy.bytes):>7}  {one_line(copy.path)}")
+            print(f"{kind:5}  {f'{copy.width} x {copy.height}':>11}  {size(copy.bytes):>7}  {one_line(copy.path)}")
         print()
     copies = [copy for group in groups for copy in group[1:]]
     total = f", {size(sum(copy.bytes for copy in copies))}" if copies else ""
