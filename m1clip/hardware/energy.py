@@ -95,14 +95,10 @@ def _open_apple() -> EnergyMeter | None:
         monitor = importlib.import_module("zeus_apple_silicon").AppleEnergyMonitor()
     except (ImportError, RuntimeError):
         return None
-    return apple_meter(monitor)
-
-
-def apple_meter(monitor: Any) -> EnergyMeter:
-    """A meter from an AppleEnergyMonitor; components that a chip does not report count as 0."""
 
     def read() -> float:
         metrics = monitor.get_cumulative_energy()
+        # Components that a chip does not report count as 0.
         return sum(getattr(metrics, part, None) or 0 for part in APPLE_PARTS) / 1e3
 
     return EnergyMeter("zeus-apple-silicon", "CPU, GPU, memory and neural engine of the chip", read)
@@ -122,11 +118,6 @@ def temperature(kind: str) -> float | None:
         except nvml.NVMLError:
             return None
     sensors: dict[str, list[Any]] = getattr(psutil, "sensors_temperatures", dict)()
-    return hottest(sensors)
-
-
-def hottest(sensors: dict[str, list[Any]]) -> float | None:
-    """The highest reading of the first known processor sensor."""
     for name in CPU_SENSORS:
         values = [float(item.current) for item in sensors.get(name, ()) if item.current]
         if values:

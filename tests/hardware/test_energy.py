@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from m1clip.hardware import energy
-from m1clip.hardware.energy import EnergyMeter, apple_meter, hottest, open_meter, open_rapl, temperature
+from m1clip.hardware.energy import EnergyMeter, open_meter, open_rapl, temperature
 
 
 def zone(folder: Path, name: str, microjoules: int, most: int = 1_000_000_000) -> Path:
@@ -54,12 +54,17 @@ def test_no_meter_without_a_readable_counter(tmp_path: Path) -> None:
     assert open_rapl(tmp_path) is None
 
 
-def test_apple_meter_sums_the_parts_that_exist() -> None:
+def test_apple_meter_sums_the_parts_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = [
         SimpleNamespace(cpu_total_mj=1000, gpu_mj=500, dram_mj=None, ane_mj=0, gpu_sram_mj=None),
         SimpleNamespace(cpu_total_mj=3000, gpu_mj=1500, dram_mj=None, ane_mj=0, gpu_sram_mj=None),
     ]
-    meter = apple_meter(SimpleNamespace(get_cumulative_energy=lambda: readings.pop(0)))
+    monitor = SimpleNamespace(get_cumulative_energy=lambda: readings.pop(0))
+    library = SimpleNamespace(AppleEnergyMonitor=lambda: monitor)
+    monkeypatch.setitem(sys.modules, "zeus_apple_silicon", library)  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "platform", "darwin")
+    meter = open_meter("mps")
+    assert meter is not None
     assert meter.joules() == pytest.approx(3.0)
 
 
@@ -107,10 +112,8 @@ def test_no_meter_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_meter("mps") is None
 
 
-def test_temperature_is_the_highest_of_the_first_known_sensor() -> None:
-    def reading(value: float) -> SimpleNamespace:
-        return SimpleNamespace(current=value)
-
-    assert hottest({"acpitz": [reading(20)], "k10temp": [reading(55), reading(61.5)]}) == 61.5
-    assert hottest({"nvme": [reading(80)]}) is None
-    assert hottest({}) is None
+def test_temperature_is_the_highest_of_the_first_known_sensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    for values, highest in (({"acpitz": [20], "k10temp": [55, 61.5]}, 61.5), ({"nvme": [80]}, None), ({}, None)):
+        sensors = {name: [SimpleNamespace(current=value) for value in each] for name, each in values.items()}
+        monkeypatch.setattr("psutil.sensors_temperatures", lambda sensors=sensors: sensors, raising=False)
+        assert temperature("cpu") == highest
