@@ -217,10 +217,9 @@ def _first(folder: Path, names: tuple[str, ...]) -> Path:
 
 
 def _preprocess(config: CLIPConfig, mean: Any, std: Any, resize: Any, where: Path) -> Preprocess:
-    values = []
-    for found in (OPENAI_MEAN if mean is None else mean, OPENAI_STD if std is None else std):
-        numbers = list(found) if isinstance(found, list | tuple) else []
-        if len(numbers) != 3 or not all(isinstance(value, int | float) for value in numbers):
-            raise UserError(f"{where}: mean and std must be 3 numbers each, not {str(found)[:40]}")
-        values.append((float(numbers[0]), float(numbers[1]), float(numbers[2])))
-    return Preprocess(image_size=config.image_size, mean=values[0], std=values[1], resize=resize)
+    mean, std = OPENAI_MEAN if mean is None else mean, OPENAI_STD if std is None else std
+    try:
+        values = {"image_size": config.image_size, "mean": mean, "std": std, "resize": resize}
+        return Preprocess.from_dict(values)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None

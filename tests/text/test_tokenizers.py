@@ -41,7 +41,7 @@ TOKENIZERS: list[Tokenizer] = [
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
-@settings(deadline=None)
+@settings(max_examples=30)
 @given(texts=st.lists(st.text(max_size=60), max_size=5), context_length=st.integers(2, 40))
 def test_token_rows_are_start_text_eot_padding(tokenizer: Tokenizer, texts: list[str], context_length: int) -> None:
     rows = tokenizer.tokenize(texts, context_length)
