@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from m1clip.cli.app import Count, app
 from m1clip.errors import UserError
-from m1clip.export import Target
+from m1clip.export import Precision, Target
 from m1clip.io import read_small
 
 if TYPE_CHECKING:
@@ -180,6 +180,8 @@ def export(
     out: Path | None = None,
     source: Annotated[tuple[str, ...], Parameter(name="--data", negative="", show_default=False)] = (),
     image_size: Count | None = None,
+    int8: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    fp16: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     force: Annotated[bool, Parameter(negative="", show_default=False)] = False,
 ) -> None:
     """Write a model in the format of another program, or convert one to m1clip's own.
@@ -202,6 +204,10 @@ def export(
         Data whose val split the models are compared on; default: the data of the run, else synthetic images.
     image_size
         Convert for another image size: learned position embeddings are interpolated.
+    int8
+        ONNX: a quarter of the size and faster on CPUs. Layers that this harms stay in float.
+    fp16
+        ONNX: half the size, for GPUs.
     force
         Keep the export even if it differs from the original.
     """
@@ -209,7 +215,11 @@ def export(
     from m1clip.training.progress import Screen
     from m1clip.training.run import decode_plan
 
+    if int8 and fp16:
+        raise UserError("choose one of --int8 and --fp16")
     screen = Screen()
-    folder = out or model.with_name(f"{model.stem if model.is_file() else model.name}-{to}")
-    write(model, to, folder, image_size, source, force, screen.say, decode_plan(screen))
+    precision: Precision = "int8" if int8 else "fp16" if fp16 else "fp32"
+    name = f"{model.stem if model.is_file() else model.name}-{to}"
+    folder = out or model.with_name(name if precision == "fp32" else f"{name}-{precision}")
+    write(model, to, folder, image_size, source, precision, force, screen.say, decode_plan(screen))
     screen.say(f"exported   {folder}")

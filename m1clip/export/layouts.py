@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from m1clip.data.cache import DecodePlan
+from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
 from m1clip.evaluation.evaluate import quiet_decoding
-from m1clip.export import Target
-from m1clip.export.onnx import write_onnx
-from m1clip.export.parity import compare, open_examples, report_table
+from m1clip.export import Precision, Target
+from m1clip.export.onnx import Layout, write_graphs, write_onnx
+from m1clip.export.parity import AnyModel, compare, folder_bytes, open_examples, report_table
+from m1clip.export.quantize import CALIBRATION_IMAGES, quantize
 from m1clip.hardware.facts import Facts
 from m1clip.inference import load
 from m1clip.inference.encoder import Model
+from m1clip.inference.onnx import OnnxModel
 from m1clip.io import atomic_folder, write_json, write_text
 from m1clip.model.convert import HUGGING_FACE, OPENCLIP, check_expressible, hf_config, openclip_config, to_theirs
 from m1clip.model.folder import (
@@ -29,10 +33,27 @@ from m1clip.model.folder import (
 from m1clip.model.presets import with_fields
 from m1clip.model.towers import sincos_2d
 from m1clip.model.weights import POSITIONS, replace_tokens, write_tensors
+from m1clip.text.base import FILE_NAME
 from m1clip.text.bpe import BpeTokenizer, hugging_face_files, row_sources
+from m1clip.text.tokenizers import FastTokenizer
 
 Say = Callable[[str], None]
 REPORT = "export.json"
+ONNX_TARGETS: tuple[Target, ...] = ("onnx", "transformers.js", "immich")
+TRANSFORMERS_JS = Layout(
+    "onnx/vision_model.onnx", "onnx/text_model.onnx", (("pixel_values", "image_embeds"), ("input_ids", "text_embeds"))
+)
+TRANSFORMERS_JS_NAMES: dict[Precision, str] = {"int8": "_quantized", "fp16": "_fp16"}
+IMMICH = Layout("visual/model.onnx", "textual/model.onnx", (("image", "vector"), ("text", "vector")), int32=True)
+# Immich accepts only the names of its list, each with a fixed size of the vectors: one of each size.
+IMMICH_NAMES = {
+    512: "ViT-B-32__openai",
+    640: "RN50x4__openai",
+    768: "ViT-L-14__openai",
+    1024: "RN50__openai",
+    1152: "ViT-SO400M-14-SigLIP-384__webli",
+    1536: "ViT-gopt-16-SigLIP2-256__webli",
+}
 Writer = Callable[[Path, SavedModel, Say], list[str]]  # writes into the folder and returns notes for the user
 
 
@@ -58,6 +79,7 @@ def export(
     folder: Path,
     image_size: int | None = None,
     data: tuple[str, ...] = (),
+    precision: Precision = "fp32",
     force: bool = False,
     say: Say = lambda line: None,
     decoding: Callable[[Facts], DecodePlan] = quiet_decoding,
@@ -66,17 +88,29 @@ def export(
 
     UserError, and no folder, if the result differs, unless `force`.
     """
+    if precision != "fp32" and to not in ONNX_TARGETS:
+        raise UserError(f"--{precision} is for --to {', '.join(ONNX_TARGETS)}")
     saved = read_model(path).resized(image_size)
     original = Model(saved.build(), saved.tokenizer, saved.preprocess, "fp32")
     examples = open_examples(path, data, original, decoding)
 
     def check(partial: Path) -> None:
+        models: dict[str, AnyModel] = {"torch": original}
+        sizes = {"torch": folder_bytes(Path(saved.where))}
+        if precision != "fp32":
+            full = models["onnx fp32"] = OnnxModel(partial)
+            sizes["onnx fp32"] = folder_bytes(partial)
+            pixels = examples.calibration(full, CALIBRATION_IMAGES)
+            ending = TRANSFORMERS_JS_NAMES[precision] if to == "transformers.js" else ""
+            for note in quantize(partial, precision, full, pixels, say, ending):
+                say(f"note       {note}")
+        name = to if precision == "fp32" else f"{to} {precision}"
+        models[name], sizes[name] = load(partial, precision="fp32"), folder_bytes(partial)
         say("comparing  with the original")
-        models, folders = (
-            {"torch": original, to: load(partial, precision="fp32")},
-            {"torch": Path(saved.where), to: partial},
-        )
-        record = {"format": 1, "to": to, "model": str(path), **compare(models, folders, examples, exact=True)}
+        # Where the program crops differently, the vectors differ too: recall decides.
+        exact = precision == "fp32" and models[name].preprocess.resize == saved.preprocess.resize
+        record: dict[str, Any] = {"format": 1, "to": to, "precision": precision, "model": str(path)}
+        record |= compare(models, sizes, partial, examples, exact)
         say(f"\n{report_table(record)}\n")
         if record["failures"] and not force:
             raise UserError(f"not exported: {'; '.join(record['failures'])}. --force writes it anyway")
@@ -116,8 +150,10 @@ def with_learned_positions(saved: SavedModel) -> SavedModel:
 def with_full_vocabulary(saved: SavedModel) -> tuple[SavedModel, list[str]]:
     """CLIP's 49,408 tokens in place of those that the training captions used."""
     old = saved.tokenizer
+    if isinstance(old, FastTokenizer):
+        return saved, []
     if not isinstance(old, BpeTokenizer):
-        raise UserError("open_clip and Hugging Face have no character tokenizer; --to safetensors keeps it")
+        raise UserError("other programs have no character tokenizer; --to onnx and --to safetensors keep it")
     if old.kept is None:
         return saved, []
     full = BpeTokenizer()
@@ -157,29 +193,75 @@ def _write_hf(folder: Path, saved: SavedModel, say: Say) -> list[str]:
         raise UserError("this model squashes images to a square, which CLIPImageProcessor does not support")
     write_tensors(folder / HF_WEIGHTS[0], to_theirs(saved.weights, HUGGING_FACE, saved.config), {"format": "pt"})
     write_json(folder / "config.json", hf_config(saved.config, tokenizer.sot_id, tokenizer.eot_id))
-    size = seen.image_size
-    preprocess = {
-        "image_processor_type": "CLIPImageProcessor",
-        "do_resize": True,
-        "size": {"shortest_edge": size},
-        "resample": BICUBIC,
-        "do_center_crop": True,
-        "crop_size": {"height": size, "width": size},
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "do_convert_rgb": True,
-        "image_mean": list(seen.mean),
-        "image_std": list(seen.std),
-    }
-    write_json(folder / "preprocessor_config.json", preprocess)
+    write_json(folder / "preprocessor_config.json", _image_processor(seen))
     for name, text in hugging_face_files(saved.config.context_length).items():
         write_text(folder / name, text)
     return notes
 
 
+def _image_processor(preprocess: Preprocess) -> dict[str, Any]:
+    """The config of a CLIPImageProcessor."""
+    size, crop = preprocess.image_size, preprocess.resize != "squash"
+    square = {"height": size, "width": size}
+    return {
+        "image_processor_type": "CLIPImageProcessor",
+        "do_resize": True,
+        "size": {"shortest_edge": size} if crop else square,
+        "resample": BICUBIC,
+        "do_center_crop": crop,
+        "crop_size": square,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "do_convert_rgb": True,
+        "image_mean": list(preprocess.mean),
+        "image_std": list(preprocess.std),
+    }
+
+
+def _write_tokenizer(folder: Path, saved: SavedModel) -> None:
+    library, context = saved.tokenizer.library(), saved.config.context_length
+    library.enable_truncation(context)
+    write_text(folder / FILE_NAME, library.to_str())
+    names = {"pad_token": saved.tokenizer.pad_id, "eos_token": saved.tokenizer.eot_id}
+    config: dict[str, Any] = {name: library.id_to_token(token) for name, token in names.items()}
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
+    write_json(folder / "tokenizer_config.json", config)
+
+
+def _write_transformers_js(folder: Path, saved: SavedModel, say: Say) -> list[str]:
+    """A folder for CLIPTextModelWithProjection and CLIPVisionModelWithProjection of transformers.js."""
+    saved, notes = with_full_vocabulary(saved)
+    write_graphs(folder, saved, TRANSFORMERS_JS, say)
+    _write_tokenizer(folder, saved)
+    write_json(folder / "config.json", {"model_type": "clip", "projection_dim": saved.config.embed_dim})
+    write_json(folder / "preprocessor_config.json", _image_processor(saved.preprocess))
+    return notes
+
+
+def _write_immich(folder: Path, saved: SavedModel, say: Say) -> list[str]:
+    """A folder for the machine-learning service of Immich."""
+    saved, notes = with_full_vocabulary(saved)
+    width = next((size for size in IMMICH_NAMES if size >= saved.config.embed_dim), None)
+    if width is None:
+        raise UserError(f"Immich takes vectors of at most {max(IMMICH_NAMES)} numbers, not {saved.config.embed_dim}")
+    if saved.preprocess.resize != "shortest-floor":
+        notes.append("Immich crops images in its own way: recall is measured with it")
+    seen = replace(saved.preprocess, resize="shortest-floor")
+    write_graphs(folder, replace(saved, preprocess=seen), IMMICH, say, width)
+    _write_tokenizer(folder / "textual", saved)
+    text = {"context_length": saved.config.context_length}
+    write_json(folder / "config.json", {"embed_dim": width, "text_cfg": text})
+    preprocess = {"size": seen.image_size, "mean": seen.mean, "std": seen.std, "interpolation": "bicubic"}
+    write_json(folder / "visual" / "preprocess_cfg.json", preprocess)
+    name = IMMICH_NAMES[width]
+    return [*notes, f"copy the folder to clip/{name} in Immich's model cache, and choose {name} in its settings"]
+
+
 WRITERS: dict[Target, Writer] = {
     "onnx": write_onnx,
+    "transformers.js": _write_transformers_js,
+    "immich": _write_immich,
     "hf": _write_hf,
     "openclip": _write_openclip,
     "safetensors": _write_own,

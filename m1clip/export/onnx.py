@@ -1,4 +1,4 @@
-"""ONNX graphs of both towers, with normalization inside, and the files that other programs need to use them."""
+"""ONNX graphs of both towers, and the files that other programs need to use them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import json
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from m1clip import __version__
 from m1clip.data.augment import render
 from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
-from m1clip.inference.onnx import FORMAT, IMAGE_GRAPH, SETTINGS, TEXT_GRAPH
+from m1clip.inference.onnx import FORMAT, SETTINGS
 from m1clip.io import write_json, write_text
 from m1clip.model.clip import CLIP
 from m1clip.model.folder import SavedModel
@@ -28,28 +30,45 @@ EXAMPLE, TOKEN_PARTS = "example.py", "token_parts.json"
 EXTRA = ("onnx", "onnxscript", "onnxruntime")
 
 
-class ImageGraph(nn.Module):
-    """(n, size, size, 3) uint8 -> (n, embed_dim) unit vectors."""
+@dataclass(frozen=True)
+class Layout:
+    """Where a program looks for the graphs, and how it names their inputs and outputs."""
 
-    def __init__(self, clip: CLIP, preprocess: Preprocess) -> None:
+    image: str
+    text: str
+    names: tuple[tuple[str, str], tuple[str, str]]  # (input, output) of the image graph and of the text graph
+    normalizes: bool = False  # the graph takes uint8 pixels; otherwise the program normalizes them
+    int32: bool = False  # token ids
+
+
+ONNX = Layout("image.onnx", "text.onnx", (("pixels", "vectors"), ("tokens", "vectors")), normalizes=True)
+
+
+class ImageGraph(nn.Module):
+    """(n, size, size, 3) uint8, or (n, 3, size, size) normalized pixels -> (n, width) unit vectors."""
+
+    def __init__(self, clip: CLIP, preprocess: Preprocess | None, width: int) -> None:
         super().__init__()
-        self.clip, self.preprocess = clip, preprocess
+        self.clip, self.preprocess, self.missing = clip, preprocess, width - clip.config.embed_dim
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Normalize and encode."""
-        return self.clip.encode_image(render(pixels, None, self.preprocess))
+        """Normalize, encode and fill up with zeros."""
+        images = pixels if self.preprocess is None else render(pixels, None, self.preprocess)
+        vectors = self.clip.encode_image(images)
+        return F.pad(vectors, (0, self.missing)) if self.missing else vectors
 
 
 class TextGraph(nn.Module):
-    """(n, length) token ids -> (n, embed_dim) unit vectors."""
+    """(n, length) token ids -> (n, width) unit vectors."""
 
-    def __init__(self, clip: CLIP) -> None:
+    def __init__(self, clip: CLIP, width: int) -> None:
         super().__init__()
-        self.clip = clip
+        self.clip, self.missing = clip, width - clip.config.embed_dim
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Encode."""
-        return self.clip.encode_text(tokens)
+        """Encode and fill up with zeros."""
+        vectors = self.clip.encode_text(tokens.long())
+        return F.pad(vectors, (0, self.missing)) if self.missing else vectors
 
 
 def check_installed() -> None:
@@ -61,45 +80,66 @@ def check_installed() -> None:
 
 def write_onnx(folder: Path, saved: SavedModel, say: Callable[[str], None]) -> list[str]:
     """image.onnx, text.onnx, tokenizer.json, preprocess.json and example.py; returns notes for the user."""
-    check_installed()
-    clip, context = saved.build(), saved.config.context_length
-    batch = torch.export.Dim("batch", min=1, max=2**16)
-    length = torch.export.Dim("length", min=2, max=context)
-    side = saved.preprocess.image_size
-    say("writing    image.onnx")
-    pixels = torch.zeros(2, side, side, 3, dtype=torch.uint8)
-    _write_graph(ImageGraph(clip, saved.preprocess), pixels, "pixels", {0: batch}, folder / IMAGE_GRAPH)
-    say("writing    text.onnx")
-    tokens = torch.from_numpy(saved.tokenizer.tokenize(["a", "b"], context)).long()
-    _write_graph(TextGraph(clip), tokens, "tokens", {0: batch, 1: length}, folder / TEXT_GRAPH)
-    library = saved.tokenizer.library()
-    cut = saved.tokenizer.parts if isinstance(saved.tokenizer, BpeTokenizer) else None
+    write_graphs(folder, saved, ONNX, say)
+    library, cut = saved.tokenizer.library(), token_parts(saved)
     if cut is None:
-        library.enable_truncation(context)
+        library.enable_truncation(saved.config.context_length)
     else:
-        parts = [*cut, [saved.tokenizer.sot_id], [saved.tokenizer.eot_id]]
-        write_text(folder / TOKEN_PARTS, json.dumps(parts, separators=(",", ":")))
+        write_text(folder / TOKEN_PARTS, json.dumps(cut, separators=(",", ":")))
     write_text(folder / FILE_NAME, library.to_str())
-    record = saved.tokenizer.record()
-    settings = {
-        "format": FORMAT,
-        "m1clip": __version__,
-        "image": saved.preprocess.to_dict(),
-        "context_length": context,
-        "embed_dim": saved.config.embed_dim,
-        "logit_scale": float(clip.scale().detach()),
-        "logit_bias": None if clip.logit_bias is None else float(clip.logit_bias.detach()),
-        "pad_id": saved.tokenizer.pad_id,
-        "token_parts": cut is not None,
-        # tokenizer.json itself is the library's; this makes m1clip's own tokenizer, with CLIP's text cleaning.
-        "tokenizer": {name: value for name, value in record.items() if name != "tokenizer"},
-    }
-    write_json(folder / SETTINGS, settings)
     write_text(folder / EXAMPLE, (files("m1clip.export") / "example.txt").read_text("utf-8"))
     return []
 
 
-def _write_graph(module: nn.Module, example: Tensor, name: str, dynamic: dict[int, object], path: Path) -> None:
+def token_parts(saved: SavedModel) -> list[list[int]] | None:
+    """For each of CLIP's tokens, the ids in the model's smaller vocabulary; None if it has CLIP's or another."""
+    tokenizer = saved.tokenizer
+    parts = tokenizer.parts if isinstance(tokenizer, BpeTokenizer) else None
+    return parts and [*parts, [tokenizer.sot_id], [tokenizer.eot_id]]
+
+
+def write_graphs(
+    folder: Path, saved: SavedModel, layout: Layout, say: Callable[[str], None], width: int | None = None
+) -> None:
+    """Both graphs, and preprocess.json, with which `m1clip.load` opens them; `width` is that of the vectors."""
+    check_installed()
+    clip, preprocess, context = saved.build(), saved.preprocess, saved.config.context_length
+    width, side = width or saved.config.embed_dim, preprocess.image_size
+    batch = torch.export.Dim("batch", min=1, max=2**16)
+    length = torch.export.Dim("length", min=2, max=context)
+    say(f"writing    {layout.image}")
+    pixels = torch.zeros(2, 3, side, side)
+    if layout.normalizes:
+        pixels = torch.zeros(2, side, side, 3, dtype=torch.uint8)
+    graph = ImageGraph(clip, preprocess if layout.normalizes else None, width)
+    _write_graph(graph, pixels, layout.names[0], {0: batch}, folder / layout.image)
+    say(f"writing    {layout.text}")
+    tokens = torch.from_numpy(saved.tokenizer.tokenize(["a", "b"], context))
+    tokens = tokens.int() if layout.int32 else tokens.long()
+    _write_graph(TextGraph(clip, width), tokens, layout.names[1], {0: batch, 1: length}, folder / layout.text)
+    record = saved.tokenizer.record()
+    settings = {
+        "format": FORMAT,
+        "m1clip": __version__,
+        "image_graph": layout.image,
+        "text_graph": layout.text,
+        "image": preprocess.to_dict(),
+        "context_length": context,
+        "embed_dim": width,
+        "logit_scale": float(clip.scale().detach()),
+        "logit_bias": None if clip.logit_bias is None else float(clip.logit_bias.detach()),
+        "pad_id": saved.tokenizer.pad_id,
+        "token_parts": token_parts(saved) is not None,
+        # tokenizer.json itself is the library's; this makes m1clip's own tokenizer, with CLIP's text cleaning.
+        "tokenizer": {name: value for name, value in record.items() if name != "tokenizer"},
+    }
+    write_json(folder / SETTINGS, settings)
+
+
+def _write_graph(
+    module: nn.Module, example: Tensor, names: tuple[str, str], dynamic: dict[int, object], path: Path
+) -> None:
+    path.parent.mkdir(exist_ok=True)
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)  # a line for each library that is not installed
@@ -111,8 +151,8 @@ def _write_graph(module: nn.Module, example: Tensor, name: str, dynamic: dict[in
                 (example,),
                 dynamo=True,
                 dynamic_shapes=(dynamic,),
-                input_names=[name],
-                output_names=["vectors"],
+                input_names=[names[0]],
+                output_names=[names[1]],
                 verbose=False,
             )
     except torch.onnx.OnnxExporterError as error:

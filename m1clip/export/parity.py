@@ -15,21 +15,23 @@ import torch
 
 from m1clip.config import Config, DataConfig, load_config
 from m1clip.data.cache import DecodePlan
-from m1clip.data.captions import tokenize_captions
 from m1clip.data.images import to_square
-from m1clip.data.prepare import Split, load_split, open_data, with_classes
+from m1clip.data.prepare import Split, load_split, open_data
 from m1clip.data.types import Source
 from m1clip.errors import UserError
 from m1clip.evaluation.evaluate import encode_split_onnx
 from m1clip.evaluation.retrieval import ranks, retrieval
 from m1clip.evaluation.statistics import Z95
+from m1clip.export.onnx import EXAMPLE
 from m1clip.formatting import MISSING, duration, number, percent, size, table
 from m1clip.hardware.device import threads
 from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.timing import alternate
 from m1clip.inference.encoder import Model, SplitFeatures, encode_split
-from m1clip.inference.onnx import IMAGE_GRAPH, OnnxModel
+from m1clip.inference.onnx import OnnxModel, read_settings
+from m1clip.text.base import FILE_NAME
 
+AnyModel = Model | OnnxModel
 MAX_IMAGES = 1000  # of the validation split
 SYNTHETIC_TRAIN_IMAGES = 288  # of which 32 are for validation
 PIXEL_IMAGES = 64
@@ -45,17 +47,32 @@ MOST_PIXEL_DIFFERENCE = 4.0  # mean, of 255: JPEG decoded at a reduced size agai
 
 @dataclass(frozen=True)
 class Examples:
-    """What the original and the exported model are compared on."""
+    """What the original and the exported model are compared on: images of the validation split."""
 
     source: Source
-    split: Split
-    images: int
+    data: DataConfig
+    plan: DecodePlan
     real: bool  # whether recall means something
 
-    @property
-    def captions(self) -> list[str]:
-        """The captions of the images, in the order of their rows."""
-        return [caption for sample in self.split.samples[: self.images] for caption in sample.captions]
+    def split(self, model: AnyModel) -> Split:
+        """The split as a model sees it: with its own preprocessing and tokenizer."""
+        length = model.context_length
+        return load_split(self.source, "val", self.data, model.tokenizer, length, model.preprocess, 1.0, self.plan)
+
+    def encode(self, model: AnyModel, split: Split) -> SplitFeatures:
+        """Vectors in float32."""
+        images = min(MAX_IMAGES, len(split.images))
+        return (
+            encode_split_onnx(model, split, images)
+            if isinstance(model, OnnxModel)
+            else encode_split(model, split, images)
+        )
+
+    def calibration(self, model: OnnxModel, count: int) -> np.ndarray:
+        """(count, size, size, 3) uint8: training images, or others where there are none."""
+        samples = self.source.samples("train" if "train" in self.source.splits() else "val")
+        chosen = np.linspace(0, len(samples) - 1, min(count, len(samples))).astype(int)
+        return np.stack([model.preprocess(samples[place].image.open(model.preprocess.image_size)) for place in chosen])
 
 
 def open_examples(path: Path, data: tuple[str, ...], model: Model, decoding: Callable[[Facts], DecodePlan]) -> Examples:
@@ -69,26 +86,7 @@ def open_examples(path: Path, data: tuple[str, ...], model: Model, decoding: Cal
     source = open_data(sources, model.preprocess.image_size, config.seed)
     if "val" not in source.splits():
         raise UserError(f"{', '.join(sources.source)}: has no val split to compare the exported model on")
-    plan, length = decoding(read_facts()), model.context_length
-    split = load_split(source, "val", sources, model.tokenizer, length, model.preprocess, 1.0, plan)
-    return Examples(source, split, min(MAX_IMAGES, len(split.images)), real)
-
-
-def encode(model: Model | OnnxModel, examples: Examples) -> SplitFeatures:
-    """Vectors of the examples in float32, with the model's own tokenizer."""
-    split = examples.split
-    captions = tokenize_captions([s.captions for s in split.samples], model.tokenizer, model.context_length)
-    split = replace(split, captions=with_classes(captions, examples.source))
-    if isinstance(model, OnnxModel):
-        return encode_split_onnx(model, split, examples.images)
-    return encode_split(model, split, examples.images)
-
-
-def _same_length(one: Model | OnnxModel, other: Model | OnnxModel, examples: Examples) -> np.ndarray:
-    """Captions with as many tokens for both: a vocabulary that grew reads words that it did not have differently."""
-    models, texts = (one, other), examples.captions
-    lengths = [each.tokenizer.lengths(each.tokenizer.tokenize(texts, each.context_length)) for each in models]
-    return np.flatnonzero(lengths[0] == lengths[1])
+    return Examples(source, sources, decoding(read_facts()), real)
 
 
 def recall_changes(before: SplitFeatures, after: SplitFeatures) -> dict[str, dict[str, float]]:
@@ -129,6 +127,7 @@ def vector_differences(before: SplitFeatures, after: SplitFeatures, texts: np.nd
     found = {}
     for name, kept in (("image", slice(None)), ("text", texts)):
         one, other = (getattr(each, name).double()[kept] for each in (before, after))
+        one = torch.nn.functional.pad(one, (0, other.shape[1] - one.shape[1]))  # Immich's vectors are longer
         if not len(one):
             continue
         cosine = torch.nn.functional.cosine_similarity(one, other)
@@ -140,36 +139,43 @@ def vector_differences(before: SplitFeatures, after: SplitFeatures, texts: np.nd
     return found
 
 
-def example_differences(folder: Path, model: Model, examples: Examples) -> dict[str, dict[str, float]]:
-    """Token ids and pixels as the folder's example.py computes them, against m1clip's."""
-    functions = runpy.run_path(str(folder / "example.py"))
-    texts = examples.captions
-    ours, theirs = model.tokenizer.tokenize(texts, model.context_length), functions["tokens"](texts)
-    pad = np.full((len(texts), ours.shape[1] - theirs.shape[1]), model.tokenizer.pad_id)
+def input_differences(folder: Path, models: tuple[Model, OnnxModel], split: Split, texts: list[str]) -> dict[str, Any]:
+    """Token ids and pixels as the folder's own files give them, against m1clip's."""
+    model, exported = models
+    tokens, pixels = library_tokens(folder, exported), exported.preprocess
+    if (folder / EXAMPLE).is_file():
+        functions = runpy.run_path(str(folder / EXAMPLE))
+        tokens, pixels = functions["tokens"], functions["pixels"]
+    ours, theirs = exported.tokenizer.tokenize(texts, model.context_length), tokens(texts)
+    pad = np.full((len(texts), ours.shape[1] - theirs.shape[1]), exported.tokenizer.pad_id)
     rows = (ours != np.concatenate([theirs, pad], axis=1)).any(axis=1)
-    differences = []
-    for sample in examples.split.samples[:PIXEL_IMAGES]:
-        square = to_square(sample.image.open(model.preprocess.image_size), *_sizes(model))
-        differences.append(np.abs(square.astype(int) - functions["pixels"](sample.image.open())))
-    pixels = np.stack(differences)
+    size, resize = model.preprocess.image_size, model.preprocess.resize
+    images = [sample.image for sample in split.samples[:PIXEL_IMAGES]]
+    found = np.stack([to_square(each.open(size), size, resize).astype(int) - pixels(each.open()) for each in images])
     return {
         "token_ids": {"captions": len(texts), "differ": int(rows.sum())},
-        "pixels": {"images": len(pixels), "mean": float(pixels.mean()), "max": int(pixels.max())},
+        "pixels": {"images": len(found), "mean": float(np.abs(found).mean()), "max": int(np.abs(found).max())},
     }
 
 
-def _sizes(model: Model) -> tuple[int, str]:
-    return model.preprocess.image_size, model.preprocess.resize
+def library_tokens(folder: Path, model: OnnxModel) -> Callable[[Sequence[str]], np.ndarray]:
+    """What reads the folder's tokenizer.json as other programs do."""
+    from tokenizers import Tokenizer
+
+    library = Tokenizer.from_file(str(next(folder.rglob(FILE_NAME))))
+    library.enable_truncation(model.context_length)
+    library.enable_padding(pad_id=model.tokenizer.pad_id)
+    return lambda texts: np.array([found.ids for found in library.encode_batch(list(texts))])
 
 
-def speeds(models: dict[str, Model | OnnxModel], examples: Examples) -> dict[str, dict[str, Any]]:
+def speeds(models: dict[str, AnyModel], split: Split) -> dict[str, dict[str, Any]]:
     """Seconds (median, quartiles, n) of one image, one text and a batch of images, in alternation on all cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads(0, read_facts()))
-    block = examples.split.images.read(np.arange(THROUGHPUT_BATCH) % examples.images)
+    block = split.images.read(np.arange(THROUGHPUT_BATCH) % len(split.images))
     found: dict[str, dict[str, Any]] = {name: {} for name in models}
     for what, count in (("image_seconds", 1), ("text_seconds", 0), ("batch_seconds", THROUGHPUT_BATCH)):
-        calls = {name: _call(model, block[:count], examples.captions[:1]) for name, model in models.items()}
+        calls = {name: _call(model, block[:count], split.samples[0].captions[:1]) for name, model in models.items()}
         for name, taken in alternate(calls, lambda: None, rounds=41, warmup=2, seconds=TIMING_SECONDS).items():
             found[name][what] = asdict(taken)
     torch.set_num_threads(before)
@@ -178,43 +184,43 @@ def speeds(models: dict[str, Model | OnnxModel], examples: Examples) -> dict[str
     return found
 
 
-def _call(model: Model | OnnxModel, pixels: np.ndarray, texts: Sequence[str]) -> Callable[[], object]:
+def _call(model: AnyModel, pixels: np.ndarray, texts: Sequence[str]) -> Callable[[], object]:
     if not len(pixels):
         return lambda: model.encode_text(texts)
     return lambda: model.encode_image(pixels)
 
 
 def compare(
-    models: dict[str, Model | OnnxModel], folders: dict[str, Path], examples: Examples, exact: bool
+    models: dict[str, AnyModel], sizes: dict[str, int], folder: Path, examples: Examples, exact: bool
 ) -> dict[str, Any]:
-    """The contents of export.json. The first model is the original, the last one was exported to its folder.
+    """The contents of export.json. The first model is the original, the last one was exported to `folder`.
 
-    `exact`: the vectors must be the same; otherwise only recall must be.
+    `exact`: the vectors must be the same; otherwise only recall must be. Models between the two are only timed.
     """
     (original, first), *_, (exported, last) = models.items()
-    features = {name: encode(model, examples) for name, model in models.items()}
-    speed = speeds(models, examples)
+    assert isinstance(first, Model)
+    splits = [examples.split(model) for model in (first, last)]
+    before, after = (examples.encode(model, split) for model, split in zip((first, last), splits, strict=True))
+    texts = [caption for sample in splits[0].samples[: len(before.image)] for caption in sample.captions]
     record: dict[str, Any] = {
-        "examples": {"data": examples.source.name, "images": examples.images, "captions": len(examples.captions)},
-        "runtimes": {},
-        "failures": [],
+        "examples": {"data": examples.source.name, "images": len(before.image), "captions": len(texts)},
+        "runtimes": {name: {"bytes": sizes[name], **speed} for name, speed in speeds(models, splits[0]).items()},
     }
     if isinstance(last, OnnxModel):
-        assert isinstance(first, Model)
-        record |= example_differences(folders[exported], first, examples)
-        record["operator_set"] = operator_set(folders[exported] / IMAGE_GRAPH)
-    for name in models:
-        entry: dict[str, Any] = {"bytes": folder_bytes(folders[name]), **speed[name]}
-        if name != original:
-            entry |= vector_differences(features[original], features[name], _same_length(first, models[name], examples))
-        if examples.real:
-            entry |= recall_changes(features[original], features[name])
-        record["runtimes"][name] = entry
+        record |= input_differences(folder, (first, last), splits[0], texts)
+        record["operator_set"] = operator_set(folder / read_settings(folder)["image_graph"])
+    # A vocabulary that grew reads words that it did not have differently: compare captions with as many tokens.
+    lengths = [split.captions.lengths[: len(texts)] for split in splits]
+    same = np.flatnonzero(lengths[0] == lengths[1])
+    record["runtimes"][exported] |= vector_differences(before, after, same)
+    if examples.real:
+        record["runtimes"][original] |= recall_changes(before, before)
+        record["runtimes"][exported] |= recall_changes(before, after)
     packages = {name: found for name in PACKAGES if (found := _version(name))}
     record |= {"machine": read_facts().cpu, "versions": packages}
     record["failures"] = [*_failures(record, exported, exact)]
     if examples.real:
-        record["failures"] += recall_failures(features[original], features[exported])
+        record["failures"] += recall_failures(before, after)
     return record
 
 
@@ -222,7 +228,7 @@ def _failures(record: dict[str, Any], exported: str, exact: bool) -> Iterator[st
     rows, pixels = record.get("token_ids"), record.get("pixels")
     if rows and rows["differ"] > MOST_TOKEN_ROWS * rows["captions"]:
         yield f"the token ids of {rows['differ']:,} of {rows['captions']:,} captions differ"
-    if pixels and pixels["mean"] > MOST_PIXEL_DIFFERENCE:
+    if exact and pixels and pixels["mean"] > MOST_PIXEL_DIFFERENCE:
         yield f"pixels differ by {number(pixels['mean'])} of 255 on average"
     for name in ("image", "text"):
         cosine = record["runtimes"][exported].get(name, {}).get("cosine_min", 1.0)
@@ -296,7 +302,7 @@ def report_table(record: dict[str, Any]) -> str:
         tokens, pixels, versions = record["token_ids"], record["pixels"], record["versions"]
         lines.append(f"token ids  {tokens['differ']:,} of {tokens['captions']:,} captions differ")
         mean = f"mean difference {number(pixels['mean'])} of 255, largest {pixels['max']}"
-        lines.append(f"pixels     {mean}: {pixels['images']} images that example.py decodes and resizes")
+        lines.append(f"pixels     {mean}: {pixels['images']} images decoded at full size and resized")
         lines.append(f"graph      operator set {record['operator_set']}, onnxruntime {versions['onnxruntime']}")
     recall = (
         ""

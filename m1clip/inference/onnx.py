@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from m1clip.inference.inputs import ImageInput
 
 FORMAT = 1
-IMAGE_GRAPH, TEXT_GRAPH, SETTINGS = "image.onnx", "text.onnx", "preprocess.json"
-REMEDY = "export the model again with m1clip export --to onnx"
+SETTINGS = "preprocess.json"
+REMEDY = "export the model again with m1clip export"
 SCHEMA = {
+    "image_graph": str,
+    "text_graph": str,
     "image": dict,
     "tokenizer": dict,
     "context_length": lambda value: type(value) is int and 2 <= value <= 4096,
@@ -36,7 +38,7 @@ SCHEMA = {
 
 def is_onnx_folder(path: Path) -> bool:
     """Whether a path looks like an export of ours, complete or not."""
-    return any((path / name).is_file() for name in (IMAGE_GRAPH, TEXT_GRAPH))
+    return any((path / name).is_file() for name in (SETTINGS, "image.onnx", "text.onnx"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,31 +57,41 @@ class OnnxModel:
     """
 
     def __init__(self, folder: Path, threads: int = 0) -> None:
-        """Open a folder of `m1clip export --to onnx`; `threads` 0 uses all cores."""
+        """Open a folder with ONNX graphs of `m1clip export`; `threads` 0 uses all cores."""
         settings = read_settings(folder)
         try:
             self.preprocess = ArrayPreprocess.from_dict(settings["image"])
             record = settings["tokenizer"]
             if record.get("kind") == "fast":  # the same file as for other programs
-                record = {**record, "tokenizer": json.loads(read_small(folder / FILE_NAME, MAX_BYTES, folder))}
+                path = next(folder.rglob(FILE_NAME), folder / FILE_NAME)
+                record = {**record, "tokenizer": json.loads(read_small(path, MAX_BYTES, folder))}
             self.tokenizer = from_record(record)
         except (OSError, UserError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{folder}: {error}; {REMEDY}") from None
         self.tokenizer.context_length, self.tokenizer.arrays = settings["context_length"], True
         self.context_length, self.embed_dim = settings["context_length"], settings["embed_dim"]
         self.logit_scale = float(settings["logit_scale"])
-        self._folder, self._threads = folder, threads
-        self._text = _session(folder / TEXT_GRAPH, "tensor(int64)", [None], self.embed_dim, threads)
+        self._folder, self._threads, self._image_graph = folder, threads, settings["image_graph"]
+        texts = {"tensor(int64)": [None], "tensor(int32)": [None]}
+        self._text = _session(folder, settings["text_graph"], texts, self.embed_dim, threads)
 
     @cached_property
     def _image(self) -> Any:
         """Opened when it is needed: a search by text is faster without it."""
-        size, path = self.preprocess.image_size, self._folder / IMAGE_GRAPH
-        return _session(path, "tensor(uint8)", [size, size, 3], self.embed_dim, self._threads)
+        size = self.preprocess.image_size
+        shapes = {"tensor(uint8)": [size, size, 3], "tensor(float)": [3, size, size]}
+        return _session(self._folder, self._image_graph, shapes, self.embed_dim, self._threads)
 
     def pixels(self, pixels: np.ndarray) -> np.ndarray:
         """(n, size, size, 3) uint8 -> (n, embed_dim) float32 unit vectors."""
-        return _run(self._image, pixels)
+        return _run(self._image, self.graph_input(pixels))
+
+    def graph_input(self, pixels: np.ndarray) -> np.ndarray:
+        """(n, size, size, 3) uint8 as the graph takes them: unchanged, or normalized, where the graph does not."""
+        if self._image.get_inputs()[0].type == "tensor(uint8)":
+            return pixels
+        mean, std = (np.array(each, np.float32) for each in (self.preprocess.mean, self.preprocess.std))
+        return ((pixels.astype(np.float32) / 255 - mean) / std).transpose(0, 3, 1, 2)
 
     def tokens(self, tokens: np.ndarray, lengths: np.ndarray, batch_size: int = 256) -> np.ndarray:
         """(n, context_length) token ids -> (n, embed_dim) float32 unit vectors."""
@@ -146,8 +158,14 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return dict(settings)
 
 
-def _session(path: Path, kind: str, shape: list[int | None], embed_dim: int, threads: int) -> Any:
-    """A checked session. onnxruntime refuses external data outside the folder and operators that it does not have."""
+def _session(folder: Path, name: str, shapes: dict[str, list[Any]], embed_dim: int, threads: int) -> Any:
+    """A checked session; `shapes` are those of one input, by its type.
+
+    onnxruntime refuses external data outside the folder and operators that it does not have.
+    """
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"{folder / SETTINGS}: {name} is outside the folder; {REMEDY}")
     try:
         import onnxruntime
     except ImportError:
@@ -161,15 +179,18 @@ def _session(path: Path, kind: str, shape: list[int | None], embed_dim: int, thr
         reason = " ".join(str(error).split()).rpartition("rror: ")[2].rpartition("failed:")[2][:200]
         raise UserError(f"{path}: onnxruntime cannot open it ({reason}); {REMEDY}") from None
     given, made = session.get_inputs(), session.get_outputs()
-    fits = len(given) == len(made) == 1 and given[0].type == kind and made[0].type == "tensor(float)"
+    fits = len(given) == len(made) == 1 and given[0].type in shapes and made[0].type == "tensor(float)"
     sides = [side if isinstance(side, int) else None for side in given[0].shape] if fits else []
-    if sides != [None, *shape] or made[0].shape[1:] != [embed_dim]:
+    if sides != [None, *shapes.get(given[0].type, [])] or made[0].shape[1:] != [embed_dim]:
         raise UserError(f"{path}: not a graph of m1clip export, or for another {SETTINGS}; {REMEDY}")
     return session
 
 
 def _run(session: Any, values: np.ndarray) -> np.ndarray:
-    (vectors,) = session.run(None, {session.get_inputs()[0].name: np.ascontiguousarray(values)})
+    given = session.get_inputs()[0]
+    if given.type == "tensor(int32)":
+        values = values.astype(np.int32)
+    (vectors,) = session.run(None, {given.name: np.ascontiguousarray(values)})
     return np.asarray(vectors)
 
 

@@ -22,6 +22,7 @@ import m1clip
 from m1clip.cli.main import main
 from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
+from m1clip.export import quantize
 from m1clip.export.layouts import convert
 from m1clip.inference.encoder import Model
 from m1clip.inference.onnx import OnnxModel
@@ -166,6 +167,8 @@ def change_settings(folder: Path, **changes: Any) -> None:
         (lambda folder: change_settings(folder, image={"image_size": 10**9}), "preprocessing"),
         (lambda folder: change_settings(folder, tokenizer={"kind": "bpe-cut", "kept": [3]}), "increasing"),
         (break_tokenizer, "not a tokenizer"),
+        (lambda folder: change_settings(folder, image_graph="../image.onnx"), "outside the folder"),
+        (lambda folder: change_settings(folder, text_graph=None), "wrong type"),
     ],
 )
 def test_damaged_onnx_folder_is_a_one_line_error(copied: Path, damage: Any, words: str) -> None:
@@ -191,3 +194,50 @@ def test_interrupted_export_leaves_no_folder(trained: Path, tmp_path: Path) -> N
     with pytest.raises(KeyboardInterrupt):
         convert(read_model(trained), "onnx", tmp_path / "out", interrupt)
     assert list(tmp_path.iterdir()) == []
+
+
+def check_close(folder: Path, float_folder: Path, least_cosine: float) -> None:
+    one, other = m1clip.load(float_folder), m1clip.load(folder)
+    for what, inputs in (("encode_image", NOISE), ("encode_text", TEXTS)):
+        before, after = getattr(one, what)(inputs), getattr(other, what)(inputs)
+        assert (before * after).sum(axis=1).min() > least_cosine
+        assert not np.array_equal(before, after)
+    for name in ("image.onnx", "text.onnx"):
+        assert (folder / name).stat().st_size < (float_folder / name).stat().st_size
+
+
+def test_int8_export_is_smaller_and_close_to_float(trained: Path, exported: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as end:
+        main(["export", str(trained), "--int8", "--out", str(out)])
+    assert not end.value.code
+    assert {path.name for path in out.iterdir()} == {path.name for path in exported.iterdir()}
+    check_close(out, exported, 0.98)
+    record = json.loads((out / "export.json").read_text())
+    assert list(record["runtimes"]) == ["torch", "onnx fp32", "onnx int8"]
+    assert record["runtimes"]["onnx fp32"]["image_seconds"]
+
+
+def test_fp16_graphs_are_smaller_and_close_to_float(exported: Path, copied: Path) -> None:
+    quantize.quantize(copied, "fp16", OnnxModel(exported), NOISE[:0], lambda line: None, "_half")
+    for name in ("image", "text"):
+        (copied / f"{name}_half.onnx").rename(copied / f"{name}.onnx")
+    change_settings(copied, image_graph="image.onnx", text_graph="text.onnx")
+    check_close(copied, exported, 0.9999)
+
+
+def test_blocks_that_int8_harms_stay_in_float(exported: Path, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, pixels = OnnxModel(exported), np.stack([OnnxModel(exported).square(image) for image in NOISE])
+
+    def image_cosine(enough: float) -> tuple[float, list[str]]:
+        shutil.copy(exported / "image.onnx", copied)
+        shutil.copy(exported / "text.onnx", copied)
+        monkeypatch.setattr(quantize, "ENOUGH_COSINE", enough)
+        notes = quantize.quantize(copied, "int8", model, pixels, lambda line: None)
+        return float((OnnxModel(copied).pixels(pixels) * model.pixels(pixels)).sum(axis=1).mean()), notes
+
+    all_int8, no_notes = image_cosine(0.5)
+    some, notes = image_cosine((1 + all_int8) / 2)
+    assert not no_notes
+    assert "stay in float" in notes[0]
+    assert some >= (1 + all_int8) / 2
