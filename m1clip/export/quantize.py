@@ -20,7 +20,7 @@ TRIED_IMAGES = 16  # of them, to find the layers that int8 harms
 BATCH = 8
 BLOCKS = 8  # of consecutive layers, tried one by one
 # Mean cosine with the float vectors at which no further block stays in float.
-ENOUGH_COSINE = 0.99
+ENOUGH_COSINE = 0.995
 LAYERS = ("Conv", "MatMul", "Gemm")
 # Bounds of the activations: without them the range before ReLU6, most of which is cut off, would be quantized.
 BOUNDS = ("Clip", "Relu")

@@ -125,7 +125,10 @@ class BpeTokenizer(Tokenizer):
 
     def library(self) -> RustTokenizer:
         """CLIP's full vocabulary, of which `parts` makes this one. The library has no ftfy and no HTML entities."""
-        rust = RustTokenizer.from_str(_rust_tokenizer().to_str())
+        record = json.loads(_rust_tokenizer().to_str())
+        # In the vocabulary, where programs look their ids up, but not special: a text that contains them stays text.
+        record["model"]["vocab"] |= {START: FULL_SOT_ID, END: FULL_EOT_ID}
+        rust = RustTokenizer.from_str(json.dumps(record))
         quotes = [Replace(curly, straight) for curly, straight in zip("“”‘’", "\"\"''", strict=True)]
         rust.normalizer = AllOf([NFC(), *quotes, Lowercase()])
         rust.post_processor = with_ends(FULL_SOT_ID, FULL_EOT_ID)

@@ -1,0 +1,57 @@
+"""Folders for transformers.js and Immich; test_programs.py opens them with those programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_model import tiny_clip
+
+import m1clip
+from m1clip.data.images import Preprocess
+from m1clip.errors import UserError
+from m1clip.export.layouts import IMMICH_NAMES, convert, export
+from m1clip.inference.encoder import Model
+from m1clip.model.folder import read_model
+from m1clip.text.tokenizers import make_tokenizer
+
+pytest.importorskip("onnx", reason="needs the extra `export`")
+NOISE = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), np.uint8)
+TEXTS = ["a red ball", "two cats!", ""]
+FILES = {
+    "transformers.js": "config.json onnx/text_model.onnx onnx/vision_model.onnx preprocess.json "
+    "preprocessor_config.json tokenizer.json tokenizer_config.json",
+    "immich": "config.json preprocess.json textual/model.onnx textual/tokenizer.json textual/tokenizer_config.json "
+    "visual/model.onnx visual/preprocess_cfg.json",
+}
+
+
+def save(folder: Path, kind: str = "bpe-cut") -> Path:
+    tokenizer = make_tokenizer(kind, TEXTS[:2])
+    clip = tiny_clip(vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id)
+    Model(clip.eval(), tokenizer, Preprocess(image_size=32, mean=(0.5, 0.4, 0.3))).save(folder)
+    return folder
+
+
+@pytest.mark.parametrize("to", ["transformers.js", "immich"])
+def test_layouts_of_other_programs_give_the_same_vectors(to: str, tmp_path: Path) -> None:
+    model, out, said = save(tmp_path / "model"), tmp_path / "out", list[str]()
+    convert(read_model(model), to, out, said.append)  # type: ignore[arg-type]
+    assert " ".join(sorted(str(path.relative_to(out)) for path in out.rglob("*.*"))) == FILES[to]
+    ours, theirs = m1clip.load(model, precision="fp32"), m1clip.load(out)
+    for what, inputs in (("encode_image", NOISE), ("encode_text", TEXTS)):
+        wanted, found = getattr(ours, what)(inputs), getattr(theirs, what)(inputs)
+        np.testing.assert_allclose(found[:, : wanted.shape[1]], wanted, atol=2e-6)
+        assert found.shape[1] == (min(IMMICH_NAMES) if to == "immich" else wanted.shape[1])
+        assert not found[:, wanted.shape[1] :].any()
+    assert any("clip/ViT-B-32__openai" in line for line in said) == (to == "immich")
+
+
+def test_layouts_refuse_what_the_program_cannot_read(tmp_path: Path) -> None:
+    model = save(tmp_path / "model", "char")
+    with pytest.raises(UserError, match="no character tokenizer"):
+        convert(read_model(model), "immich", tmp_path / "out")
+    with pytest.raises(UserError, match="--int8 is for --to onnx"):
+        export(model, "hf", tmp_path / "out", precision="int8")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
