@@ -15,7 +15,7 @@ import torch
 
 from m1clip.config import Config, DataConfig, load_config
 from m1clip.data.cache import DecodePlan
-from m1clip.data.images import to_square
+from m1clip.data.images import Preprocess, to_square
 from m1clip.data.prepare import Split, load_split, open_data
 from m1clip.data.types import Source
 from m1clip.errors import UserError
@@ -68,11 +68,13 @@ class Examples:
             else encode_split(model, split, images)
         )
 
-    def calibration(self, model: OnnxModel, count: int) -> np.ndarray:
-        """(count, size, size, 3) uint8: training images, or others where there are none."""
+    def calibration(self, preprocess: Preprocess, count: int) -> tuple[np.ndarray, list[str]]:
+        """(count, size, size, 3) uint8 and a caption each: of training images, or of others where there are none."""
         samples = self.source.samples("train" if "train" in self.source.splits() else "val")
-        chosen = np.linspace(0, len(samples) - 1, min(count, len(samples))).astype(int)
-        return np.stack([model.preprocess(samples[place].image.open(model.preprocess.image_size)) for place in chosen])
+        chosen = [samples[at] for at in np.linspace(0, len(samples) - 1, min(count, len(samples))).astype(int)]
+        size, resize = preprocess.image_size, preprocess.resize
+        pixels = np.stack([to_square(sample.image.open(size), size, resize) for sample in chosen])
+        return pixels, [sample.captions[0] for sample in chosen]
 
 
 def open_examples(path: Path, data: tuple[str, ...], model: Model, decoding: Callable[[Facts], DecodePlan]) -> Examples:

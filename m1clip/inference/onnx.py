@@ -181,7 +181,7 @@ def _session(folder: Path, name: str, shapes: dict[str, list[Any]], embed_dim: i
     given, made = session.get_inputs(), session.get_outputs()
     fits = len(given) == len(made) == 1 and given[0].type in shapes and made[0].type == "tensor(float)"
     sides = [side if isinstance(side, int) else None for side in given[0].shape] if fits else []
-    if sides != [None, *shapes.get(given[0].type, [])] or made[0].shape[1:] != [embed_dim]:
+    if not fits or sides != [None, *shapes[given[0].type]] or made[0].shape[1:] != [embed_dim]:
         raise UserError(f"{path}: not a graph of m1clip export, or for another {SETTINGS}; {REMEDY}")
     return session
 

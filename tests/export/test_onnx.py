@@ -219,7 +219,7 @@ def test_int8_export_is_smaller_and_close_to_float(trained: Path, exported: Path
 
 
 def test_fp16_graphs_are_smaller_and_close_to_float(exported: Path, copied: Path) -> None:
-    quantize.quantize(copied, "fp16", OnnxModel(exported), NOISE[:0], lambda line: None, "_half")
+    quantize.quantize(copied, "fp16", OnnxModel(exported), NOISE[:0], [], print, "_half")
     for name in ("image", "text"):
         (copied / f"{name}_half.onnx").rename(copied / f"{name}.onnx")
     change_settings(copied, image_graph="image.onnx", text_graph="text.onnx")
@@ -233,7 +233,7 @@ def test_blocks_that_int8_harms_stay_in_float(exported: Path, copied: Path, monk
         shutil.copy(exported / "image.onnx", copied)
         shutil.copy(exported / "text.onnx", copied)
         monkeypatch.setattr(quantize, "ENOUGH_COSINE", enough)
-        notes = quantize.quantize(copied, "int8", model, pixels, lambda line: None)
+        notes = quantize.quantize(copied, "int8", model, pixels, TEXTS, print)
         return float((OnnxModel(copied).pixels(pixels) * model.pixels(pixels)).sum(axis=1).mean()), notes
 
     all_int8, no_notes = image_cosine(0.5)
