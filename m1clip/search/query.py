@@ -107,14 +107,14 @@ class Index:
         self._asked, self._lock = None if model is None else os.path.abspath(model), threading.RLock()
         self._db = connect(self.place)
         self.root = root_of(self.place, self._db)
-        self._version = -1
+        self.version = -1  # changes with the index
         self.refresh()
 
     def refresh(self) -> None:
         """Reload the index if it has changed; every search does this."""
         with self._lock:
             (version,) = self._db.execute("PRAGMA data_version").fetchone()
-            if version == self._version:
+            if version == self.version:
                 return
             columns = "SELECT id, path, hash, stamp, dim, vectors FROM models WHERE vectors IS NOT NULL"
             only = (None,) if self._asked is None else tuple(self._asked + end for end in ("", "/best", "/model"))
@@ -126,12 +126,7 @@ class Index:
             self.set_id, self.model_path, self._hash, self._stamp, self.dim, name = found
             self.vectors = mapped(self.place / name, self.dim)  # (rows, dim) float16
             self.__dict__.pop("moments", None)
-            self._version = version
-
-    @property
-    def version(self) -> int:
-        """Changes with the index."""
-        return self._version
+            self.version = version
 
     def progress(self) -> tuple[int, int] | None:
         """(done, total) images of an indexer that is running now."""
@@ -183,21 +178,10 @@ class Index:
         """
         self.refresh()
         like, examples = list(like), self.concepts.examples()
-        parts = self._parts(text, like, exclude, examples)
+        query = self._combined(self._parts(text, like, exclude, examples))
         texts = [text] if isinstance(text, str) else list(text)
         single = len(texts) == 1 and not like and not exclude  # only single texts without taught words are calibrated
         calibrated = single and not split_text(texts[0], list(examples))[0]
-        return self.search_vector(self._combined(parts), k, where, collapse, calibrated)
-
-    def search_vector(
-        self,
-        query: np.ndarray,
-        k: int = 20,
-        where: Filter | None = None,
-        collapse: bool = True,
-        calibrated: bool = False,
-    ) -> Results:
-        """The k images nearest to a vector of length 1; with probabilities if `calibrated`, for vectors of texts."""
         filtered = (where or Filter()).sql()
         with self._lock:
             rows = self._rows(filtered) if filtered[0] else None

@@ -186,16 +186,16 @@ class Photos:
     def _mark(self, data: bytes) -> dict[str, Any]:
         try:
             asked = json.loads(data)
-            text, id_, good = asked["text"], asked["id"], asked["good"]
-        except (ValueError, RecursionError, TypeError, KeyError):
-            raise UserError("a mark is {text, id, good}") from None
-        if not (
-            isinstance(text, str) and 0 < len(text) <= MAX_TEXT and type(id_) is int and good in (True, False, None)
-        ):
-            raise UserError("a mark is {text, id, good}")
-        with self._opened() as index:
-            index.mark(text, id_, good)
-        return {}
+        except (ValueError, RecursionError):
+            asked = None
+        match asked:
+            case {"text": str(text), "id": id_, "good": True | False | None as good} if (
+                0 < len(text) <= MAX_TEXT and type(id_) is int
+            ):
+                with self._opened() as index:
+                    index.mark(text, id_, good)
+                return {}
+        raise UserError("a mark is {text, id, good}")
 
 
 def _answer(work: Callable[[], Any]) -> Answer:
