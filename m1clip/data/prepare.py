@@ -15,6 +15,7 @@ from m1clip.data.images import Preprocess
 from m1clip.data.lint import QUICK, lint
 from m1clip.data.sources import open_sources
 from m1clip.data.sources.base import Options
+from m1clip.data.synthetic.drawing import LARGEST
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.data.types import Sample, Source
 from m1clip.errors import UserError
@@ -62,7 +63,8 @@ def open_data(config: DataConfig, image_size: int, seed: int) -> Source:
     """Open the configured source."""
     if is_synthetic(config):
         held_out = max(2, min(config.train_count // 9, 1000))
-        return SyntheticSource(image_size, config.train_count, held_out, held_out, seed=seed)
+        size = min(image_size, LARGEST)  # scaled up for a larger model
+        return SyntheticSource(size, config.train_count, held_out, held_out, seed=seed)
     # The split seed stays fixed, so that the validation images are the same for every training seed.
     return open_sources(config.source, options=Options(config.image_column, config.caption_column))
 

@@ -66,6 +66,14 @@ def test_synthetic_images_are_cached_on_disk_if_asked(tmp_path: Path) -> None:
     np.testing.assert_array_equal(kept.images.read(np.arange(9)), drawn.images.read(np.arange(9)))
 
 
+def test_synthetic_images_are_scaled_up_for_a_model_with_larger_ones() -> None:
+    config = DataConfig(train_count=4)
+    split = load_split(
+        open_data(config, 260, 0), "val", config, BpeTokenizer(), 32, Preprocess(image_size=260), 1.0, plan()
+    )
+    assert split.images.read(np.array([0])).shape == (1, 260, 260, 3)
+
+
 def test_split_without_a_readable_image_is_a_one_line_error(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set")
     break_files(folder, range(8), split="val")
