@@ -1,4 +1,4 @@
-"""How fast a trained model encodes JPEG files and captions, beside onnxruntime in fp32 on the exported graph.
+"""How fast a trained model encodes JPEG files and captions, compared with onnxruntime in fp32 on the exported graph.
 
     python benchmarks/encode.py runs/lite0 DATA --also runs/frozen --json docs/results/encode.json
 

@@ -113,7 +113,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             result["peak_bytes"] = {"plain": plain.ask("peak"), "chunked": chunked.ask("peak")}
         result["seconds"] = {side: dataclasses.asdict(timing(values)) for side, values in seconds.items()}
         samples = zip(seconds["chunked"], seconds["plain"], strict=True)
-        result["ratio"] = dataclasses.asdict(timing([ours / whole for ours, whole in samples]))
+        result["ratio"] = dataclasses.asdict(timing([ours / full for ours, full in samples]))
         result["peer"] = ask_peer(options, result, folder) if options.peers else None
     return result
 
@@ -125,16 +125,16 @@ def ask_peer(options: argparse.Namespace, result: dict[str, Any], folder: Path) 
     job["precision"] = "amp_bf16" if result["precision"] == "bf16" else "fp32"
     (folder / "peer.json").write_text(json.dumps(job), encoding="utf-8")
     command = [options.peers, str(PEER), str(folder / "peer.json")]
-    with Side(command) as whole, Side(command) as parts:
+    with Side(command) as full, Side(command) as parts:
         sides = {
-            "peer_plain": lambda: whole.ask({"do": "step", "accum": 1}),
+            "peer_plain": lambda: full.ask({"do": "step", "accum": 1}),
             "peer_accum": lambda: parts.ask({"do": "step", "accum": accum}),
         }
         seconds = alternate(sides, options.rounds)
-        peaks = {"peer_plain": whole.ask({"do": "peak"}), "peer_accum": parts.ask({"do": "peak"})}
+        peaks = {"peer_plain": full.ask({"do": "peak"}), "peer_accum": parts.ask({"do": "peak"})}
         samples = zip(seconds["peer_accum"], seconds["peer_plain"], strict=True)
         return {
-            "versions": whole.ask({"do": "versions"}),
+            "versions": full.ask({"do": "versions"}),
             "accum": accum,
             "seconds": {side: dataclasses.asdict(timing(values)) for side, values in seconds.items()},
             "peak_bytes": peaks,

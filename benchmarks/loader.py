@@ -2,7 +2,7 @@
 
     python benchmarks/loader.py DATA --peer-python PEERS/bin/python
 
-Everything up to a normalized float batch counts. What the `tiny` training step consumes is printed beside it.
+Everything up to a normalized float batch counts. What the `tiny` training step consumes is printed with it.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ def naive_answers(config: Config) -> dict[str, Callable[[], Any]]:
     from naive import NaiveTrainer, prior_art_job
 
     # It takes images as they are kept, so they must be kept without the margin for crops.
-    whole = dataclasses.replace(config.data, crop_min=1.0, flip=0.0, color_jitter=0.0)
-    trainer = NaiveTrainer(prior_art_job(dataclasses.replace(config, data=whole)))
+    plain = dataclasses.replace(config.data, crop_min=1.0, flip=0.0, color_jitter=0.0)
+    trainer = NaiveTrainer(prior_art_job(dataclasses.replace(config, data=plain)))
     feed = trainer.epochs()
     return {"naive": lambda: timed(lambda: trainer.step(next(feed)))}
 

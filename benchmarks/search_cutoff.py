@@ -5,7 +5,7 @@
 Two kinds of queries over the images of a split: words and pairs of words, where an image matches if its captions
 mention them; and captions, where only the image matches that the caption was written for. The weights and the
 cut-offs are fitted on the validation split; the tables and the reliability diagram show the test split. Compared with
-a threshold on the cosine similarity, and one on the standard score of the cosine among the library's images.
+a threshold on the cosine similarity, and one on the standard score of the cosine within the library's images.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Same minutes: how good a model is after MINUTES from random weights, m1clip beside open_clip's own trainer.
+"""Same minutes: how good a model is after MINUTES from random weights, m1clip compared with open_clip's own trainer.
 
     python benchmarks/speedrun.py DATA --minutes 10 --seeds 3 --peers PEERS/bin/python
 
@@ -92,7 +92,7 @@ def markdown(table: list[list[str]]) -> str:
 
 
 def named_recipes(names: str, more: list[str]) -> dict[str, tuple[str, ...]]:
-    """The recipes asked for: known names, and `NAME=FLAGS` given beside them."""
+    """The recipes asked for: known names, and `NAME=FLAGS` given in addition."""
     known = RECIPES | {name: tuple(shlex.split(flags)) for name, _, flags in (item.partition("=") for item in more)}
     wanted = [name for name in names.split(",") if name] + [item.partition("=")[0] for item in more]
     unknown = [name for name in wanted if name not in known]

@@ -90,7 +90,7 @@ class OpenClip:
         }
 
     def _train(self, name: str, seed: int, batches: int) -> tuple[float, list[float]]:
-        """Seconds of the whole process, and the images per second that it logged."""
+        """Seconds of the complete process, and the images per second that it logged."""
         table = self.folder / f"{name}.tsv"
         write_rows(self.source, table, batches * self.batch, seed)
         settings = SETTINGS | {"model": MODEL, "train-data": table, "batch-size": self.batch, "name": name}
@@ -117,13 +117,13 @@ class OpenClip:
         result = subprocess.run([self.python, *map(str, words)], stdout=subprocess.PIPE, text=True, check=True)
         self.version = result.stdout.split()[-1]
         image, text = (torch.from_numpy(np.load(out / f"{kind}.npy")) for kind in ("image", "text"))
-        owner = torch.tensor([index for index, sample in enumerate(samples) for _ in sample.captions])
+        image_index = torch.tensor([index for index, sample in enumerate(samples) for _ in sample.captions])
         keys = caption_ids_of([caption for sample in samples for caption in sample.captions])
-        return recalls(dict(retrieval(image, text, owner, torch.from_numpy(keys))))
+        return recalls(dict(retrieval(image, text, image_index, torch.from_numpy(keys))))
 
 
 def write_rows(source: Source, path: Path, count: int, seed: int) -> None:
-    """`count` training samples as open_clip reads them: whole shuffled passes over all captions, the last one cut."""
+    """`count` training samples as open_clip reads them: full shuffled passes over all captions, the last one cut."""
     samples = [(str(Path(str(p.image)).resolve()), caption) for p in source.samples("train") for caption in p.captions]
     draw, rows = random.Random(seed), []
     while len(rows) < count:

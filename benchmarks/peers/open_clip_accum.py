@@ -81,15 +81,15 @@ def gradients(model: nn.Module, batch: tuple[Tensor, Tensor], accum: int) -> dic
 
     hook = model.visual.register_forward_hook(count)  # type: ignore[operator,union-attr]
     step(model, keep, batch, 1, "fp32")
-    whole = dict(zip(names, keep.kept, strict=True))
+    full = dict(zip(names, keep.kept, strict=True))
     rows = 0
     loss = step(model, keep, batch, accum, "fp32")
     hook.remove()
     found = dict(zip(names, keep.kept, strict=True))
     towers = [name for name in names if name != "logit_scale"]
-    worst = max(float((found[n] - whole[n]).norm() / whole[n].norm().clamp(min=1e-12)) for n in towers)
+    worst = max(float((found[n] - full[n]).norm() / full[n].norm().clamp(min=1e-12)) for n in towers)
     return {
-        "temperature_ratio": float(found["logit_scale"] / whole["logit_scale"]),
+        "temperature_ratio": float(found["logit_scale"] / full["logit_scale"]),
         "worst_tower_parameter": worst,
         "encodings_of_a_image": rows / len(batch[0]),
         "losses_over_all_features": loss.asked,

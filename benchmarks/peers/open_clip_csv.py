@@ -21,7 +21,7 @@ PREFETCH = 2  # batches that each worker of a torch DataLoader holds ready
 
 
 def main() -> None:
-    """Serve rounds until told to stop."""
+    """Serve rounds until asked to stop."""
     table, size, batch, workers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     options = SimpleNamespace(
         train_data=table, csv_img_key="filepath", csv_caption_key="title", csv_separator="\t",

@@ -1,4 +1,4 @@
-"""Training steps of open_clip and Hugging Face's CLIPModel, made when told. Runs in a Python that has both.
+"""Training steps of open_clip and Hugging Face's CLIPModel, one per request. Runs in a Python that has both.
 
 Argument: a JSON file with the job (shape, batch, text tokens, threads). Each line on standard input is a JSON object:
 {"do": "versions"}, {"do": "step", "variant": "open_clip amp_bf16"} or {"do": "drop", "variant": ...}; each gets one
@@ -100,7 +100,7 @@ class Trainer:
         self.done = 0
 
     def step(self) -> float:
-        """One whole update; gives the loss."""
+        """One complete update; returns the loss."""
         pixels, ids = self.inputs[self.done % BATCHES]
         self.done += 1
         context = torch.autocast("cpu", torch.bfloat16) if self.mixed else contextlib.nullcontext()

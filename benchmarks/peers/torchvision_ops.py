@@ -1,4 +1,4 @@
-"""Import this before open_clip or timm: it makes torchvision importable beside a torch that its binary does not fit."""
+"""Import this before open_clip or timm: it makes torchvision importable with a torch that its binary does not fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _binary_loads() -> bool:
     return bool(files)
 
 
-# No torchvision build loads beside a CPU-only torch on Linux unless these two exist; nothing here calls them.
+# No torchvision build loads with a CPU-only torch on Linux unless these two exist; nothing here calls them.
 LIBRARY = None
 if not _binary_loads():
     LIBRARY = torch.library.Library("torchvision", "DEF")

@@ -266,7 +266,7 @@ def to_square(image: Image.Image, size: int, resize: str = "shortest") -> np.nda
         # In this order, as torchvision does: a scale computed first is sometimes one pixel short.
         wide, high = (size, int(size * height / width)) if width <= height else (int(size * width / height), size)
         image = image.resize((max(wide, size), max(high, size)), Image.Resampling.BICUBIC)
-        left, top = ((whole - size) / 2 for whole in image.size)
+        left, top = ((length - size) / 2 for length in image.size)
         left, top = (int(left), int(top)) if resize == "shortest-floor" else (round(left), round(top))
         image = image.crop((left, top, left + size, top + size))
     return np.asarray(image)
