@@ -115,7 +115,8 @@ class Session:
     def run(self) -> None:
         """Measure the devices, then each group of configurations."""
         for kind in available(self.facts):
-            if not self.options.device or kind in self.options.device:
+            # MLX's build for Linux has no GPU: it is measured only on request.
+            if kind in self.options.device or (not self.options.device and (kind != "mlx" or self.facts.mps)):
                 self.probe(kind)
         todo = groups(self.facts, self.options, list(self.devices))  # type: ignore[arg-type]
         is_sweep, waiting = len(todo) > 1, sum(map(len, todo))

@@ -20,7 +20,13 @@ from m1clip.text.tokenizers import LETTERS, make_tokenizer
 from m1clip.training.parity import TOLERANCE
 
 SAMPLED_CAPTIONS = 64  # synthetic images, to estimate the caption length
-ATTENTION = {"cpu": ("bmm", "sdpa"), "mps": ("sdpa", "bmm"), "cuda": ("sdpa", "bmm")}  # the default first
+# The default first; MLX has one kernel, and is always compiled.
+ATTENTION: dict[Kind, tuple[str, ...]] = {
+    "cpu": ("bmm", "sdpa"),
+    "mps": ("sdpa", "bmm"),
+    "cuda": ("sdpa", "bmm"),
+    "mlx": ("sdpa",),
+}
 
 
 @dataclass(frozen=True)
@@ -136,11 +142,13 @@ def groups(facts: Facts, options: CompareOptions, devices: Sequence[Kind]) -> li
 
 def _one_change_each(facts: Facts, base: list[Configuration]) -> Iterator[Configuration]:
     for c in base:
-        yield dataclasses.replace(c, attention=ATTENTION[c.device][1])
+        for kind in ATTENTION[c.device][1:]:
+            yield dataclasses.replace(c, attention=kind)
     for likely in {c.device: c for c in reversed(base)}.values():
         yield dataclasses.replace(likely, grad_checkpointing=True)
         if likely.device == "cpu" and facts.performance_cores > 1:
             yield dataclasses.replace(likely, threads=facts.performance_cores // 2)
         if likely.device == "cuda":
             yield dataclasses.replace(likely, cuda_graph=False)
-        yield dataclasses.replace(likely, compile=True)  # last: compiling takes a minute or two
+        if likely.device != "mlx":
+            yield dataclasses.replace(likely, compile=True)  # last: compiling takes a minute or two

@@ -52,7 +52,7 @@ def read_machine() -> Machine:
     from m1clip.bench.known_errors import find_errors
 
     facts, load = read_facts(), os.getloadavg()[0]
-    kinds = available(facts)
+    kinds = [kind for kind in available(facts) if kind != "mlx"]  # each run in MLX checks itself (training/parity.py)
     failures: dict[str, str] = {kind: try_kernel(Device(kind, facts)) for kind in kinds}
     battery = getattr(psutil, "sensors_battery", lambda: None)()
     low_power = re.search(r"lowpowermode\s+(\d)", _macos("/usr/bin/pmset", "-g"))
@@ -140,6 +140,9 @@ def check_software(m: Machine) -> Iterator[Finding]:
     """Python and torch."""
     facts = m.facts
     yield Finding("ok", "python", f"{facts.python}, {facts.system} {facts.machine}")
+    if facts.mlx:
+        gpu = "" if facts.mps else ", its build for the CPU"
+        yield Finding("ok", "mlx", f"{facts.mlx}{gpu}: m1clip train --device mlx; m1clip compare measures it")
     if m.rosetta:
         text = "this is an Intel build of Python, running under Rosetta on Apple silicon"
         yield Finding("problem", "rosetta", text, "install an arm64 Python (python.org, Homebrew) and a new venv")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+from m1clip import __version__
 from m1clip.bench.configurations import Result
 from m1clip.bench.cost_model import by_device, crossing, fit
 from m1clip.formatting import duration, number, percent, size, table
+from m1clip.hardware.facts import Facts
 
 HEAD = ("configuration", "step", "quartiles", "n", "vs. fastest", "images/s", "of GEMM", "memory", "energy", "gradient")
 DETAILED = 4  # models and batch sizes described individually; beyond that, only each model's largest batch
@@ -52,6 +55,8 @@ def _fastest(group: list[Result]) -> Iterator[str]:
         ratios = (r.seconds.median / t.median, r.seconds.low / t.high, r.seconds.high / t.low)
         middle, low, high = (f"{ratio:.2g}" if ratio < 10 else f"{ratio:,.0f}" for ratio in ratios)
         yield f"It is {middle} times as fast [{low}, {high}] as {r.configuration.variant}, the fastest on {device}."
+    if rivals:
+        yield f"Use --device {c.device} --precision {c.precision} for it."
 
 
 def crossovers(results: Sequence[Result]) -> Iterator[str]:
@@ -109,6 +114,28 @@ def rows(results: Sequence[Result]) -> list[list[str]]:
         for group in by_model_and_batch(results).values()
         for r in group
     ]
+
+
+def shared(facts: Facts, results: Sequence[Result]) -> dict[str, Any]:
+    """The results with what they depend on, for docs/machines.md: no names, paths or settings of the user."""
+    return {
+        "chip": facts.cuda or facts.cpu,
+        "cores": facts.cores,
+        "memory_gib": round(facts.memory_bytes / 2**30),
+        "system": f"macOS {facts.macos}" if facts.macos else facts.system,
+        "m1clip": __version__,
+        "torch": facts.torch,
+        "mlx": facts.mlx,
+        "results": [
+            {
+                "configuration": r.configuration.label,
+                "images_per_second": round(r.images_per_second, 2),
+                "n": r.seconds.n,
+                "gradient_difference": r.gradient_difference,
+            }
+            for r in results
+        ],
+    }
 
 
 def text(results: Sequence[Result], skipped: Mapping[str, str]) -> str:

@@ -20,7 +20,7 @@ from m1clip.hardware.energy import open_meter
 from m1clip.hardware.facts import read_facts
 from m1clip.hardware.timing import Load, is_settled
 
-GEMM_SIZE = {"cpu": 1536, "mps": 4096, "cuda": 8192}  # large enough to reach the device's peak rate
+GEMM_SIZE = {"cpu": 1536, "mps": 4096, "mlx": 4096, "cuda": 8192}  # large enough to reach the device's peak rate
 MAX_WARM_STEPS, MAX_CAPTURE_STEPS = 4, 24  # a CUDA graph is captured after a few steps
 PARITY_IMAGES = 4
 
@@ -105,7 +105,8 @@ class Measurements:
 
         device = Device(kind, self.facts)
         torch.set_num_threads(threads(0, self.facts))
-        return device.total_bytes(), {name: gemm_rate(device, name, GEMM_SIZE[kind], rounds=5) for name in precisions}
+        size = GEMM_SIZE[kind if device.has_gpu else "cpu"]
+        return device.total_bytes(), {name: gemm_rate(device, name, size, rounds=5) for name in precisions}
 
     def open(self, configuration: Configuration, seconds: float) -> tuple[int, float, float]:
         """Build the step of a configuration and warm it up until two steps agree, or for `seconds`.

@@ -16,7 +16,9 @@ Json = Annotated[bool, Parameter(negative="")]
 
 
 @app.command
-def compare(options: Annotated[CompareOptions, Flat] | None = None, *, out: Path = Path("comparison")) -> None:
+def compare(
+    options: Annotated[CompareOptions, Flat] | None = None, *, out: Path = Path("comparison"), share: Path | None = None
+) -> None:
     """Measure the training step on each device of this machine, in each precision, and report which is fastest.
 
     m1clip compare --model small --batch-size 12 also tries attention kernels, thread counts, gradient
@@ -27,11 +29,14 @@ def compare(options: Annotated[CompareOptions, Flat] | None = None, *, out: Path
     ----------
     out
         Folder for comparison.json.
+    share
+        Also write a small JSON file with the chip, versions and speeds, without names or paths: for docs/machines.md.
     """
     from rich.console import Console
 
     from m1clip.bench.compare import compare as run
-    from m1clip.bench.report import text
+    from m1clip.bench.report import shared, text
+    from m1clip.io import write_json
 
     console = Console(highlight=False)
     with console.status("starting") as status:
@@ -43,6 +48,9 @@ def compare(options: Annotated[CompareOptions, Flat] | None = None, *, out: Path
         found = run(options or CompareOptions(), out, show)
     print(text(found.results, found.skipped))
     print(f"data       {out / 'comparison.json'}")
+    if share is not None:
+        write_json(share, shared(found.facts, found.results))
+        print(f"share      {share}: send it in an issue, for docs/machines.md")
 
 
 @app.command

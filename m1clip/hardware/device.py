@@ -39,7 +39,6 @@ class Rules:
     fixed_shapes: bool = False  # every batch has the same shape
     fused_optimizer: bool = True
     worker_start: Literal["fork", "spawn", "forkserver"] = "fork"
-    float64: bool = True
     graphs: bool = False  # CUDA graphs
     resident: bool = False  # images fit into the device's own memory
     max_reduction: int | None = None  # longest sum in a matrix product
@@ -108,15 +107,6 @@ def causal_sdpa_is_wrong(kind: str, dtype: torch.dtype) -> bool:
     return kind == "mps" and dtype in (torch.float16, torch.bfloat16)
 
 
-def transposed_weight_aborts(dtype: torch.dtype, facts: Facts) -> bool:
-    """Whether F.linear with a transposed view as weight ends the process: bf16, macOS 27, before torch 2.14.
-
-    pytorch#197796. Every weight of a model is contiguous, which a test checks.
-    """
-    macos = int(facts.macos.split(".")[0] or 0)
-    return dtype == torch.bfloat16 and macos >= 27 and torch_version(facts.torch) < (2, 14)
-
-
 def rules(kind: Kind, facts: Facts) -> Rules:
     """The rules for one device of one machine."""
     if kind == "cuda":
@@ -141,7 +131,6 @@ def rules(kind: Kind, facts: Facts) -> Rules:
             max_reduction=WRONG_REDUCTION - 1 if apple_chip(facts) <= 2 else None,
             max_sequences=65_536,  # with more, linear layers with a bias gave wrong rows (pytorch#189495)
             worker_start="spawn",
-            float64=False,
         )
     if kind == "mlx":
         # Towers that are not part of the step, and evaluations, run in torch: on MPS, under its rules.
@@ -196,25 +185,26 @@ class Device:
 
     def memory_bytes(self) -> int:
         """Memory in use now: the allocator's on an accelerator, the process's on the CPU."""
-        if self.kind == "cuda":
-            return int(self._backend.memory_allocated())
-        if self.kind == "mps":
-            used = int(self._backend.driver_allocated_memory())
-            self._most_seen = max(self._most_seen, used)
-            return used
-        if self.kind == "mlx":
-            return int(self._backend.get_active_memory() + self._backend.get_cache_memory())
+        match self.kind:
+            case "cuda":
+                return int(self._backend.memory_allocated())
+            case "mps":
+                used = int(self._backend.driver_allocated_memory())
+                self._most_seen = max(self._most_seen, used)
+                return used
+            case "mlx":
+                return int(self._backend.get_active_memory() + self._backend.get_cache_memory())
         return int(psutil.Process().memory_info().rss)
 
     def peak_bytes(self) -> int:
         """Peak memory of this process so far, or since `reset_peak`."""
-        if self.kind == "cuda":
-            return int(self._backend.max_memory_allocated())
-        if self.kind == "mps":
-            self.memory_bytes()
-            return self._most_seen
-        if self.kind == "mlx":
-            return int(self._backend.get_peak_memory())
+        match self.kind:
+            case "cuda":
+                return int(self._backend.max_memory_allocated())
+            case "mps":
+                return max(self.memory_bytes(), self._most_seen)
+            case "mlx":
+                return int(self._backend.get_peak_memory())
         if self._peak_file is not None:
             return peak_of_status(self._peak_file.read_text())
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -224,10 +214,8 @@ class Device:
         """Free cached memory and reset the peak; False where this is not possible (CPU, except on Linux)."""
         self.release()
         self._most_seen = 0
-        if self.kind == "cuda":
-            self._backend.reset_peak_memory_stats()
-        if self.kind == "mlx":
-            self._backend.reset_peak_memory()
+        if self.kind in ("cuda", "mlx"):
+            (self._backend.reset_peak_memory_stats if self.kind == "cuda" else self._backend.reset_peak_memory)()
         if self.kind != "cpu":
             return True
         try:
@@ -241,12 +229,10 @@ class Device:
 
     def release(self) -> None:
         """Return cached free memory to the system."""
-        if self.kind == "mlx":
-            self._backend.clear_cache()
-        elif self._backend is not None:
-            self._backend.empty_cache()
-        else:
+        if self._backend is None:
             return_freed_memory()
+        else:
+            (self._backend.clear_cache if self.kind == "mlx" else self._backend.empty_cache)()
 
     def total_bytes(self) -> int:
         """Total memory of the device; of the machine for CPU and unified memory."""

@@ -167,12 +167,23 @@ def gemm_timings(
     device: Device, precisions: tuple[Precision, ...], size: int = 1536, rounds: int = 5
 ) -> dict[str, Timing]:
     """Time a square matrix multiplication in each precision, alternating between them."""
-    calls = {}
+    calls: dict[Precision, Callable[[], object]] = {}
     for precision in precisions:
+        if device.kind == "mlx":
+            calls[precision] = _mlx_product(size, precision)
+            continue
         a = torch.randn(size, size, device=device.torch).to(DTYPES[precision])
         b = torch.randn(size, size, device=device.torch).to(DTYPES[precision])
         calls[precision] = functools.partial(torch.mm, a, b)
     return alternate(calls, device.synchronize, rounds=rounds, warmup=2)
+
+
+def _mlx_product(size: int, precision: Precision) -> Callable[[], object]:
+    import mlx.core as mx
+
+    dtype = {"fp32": mx.float32, "bf16": mx.bfloat16}[precision]
+    a, b = (mx.random.normal((size, size)).astype(dtype) for _ in range(2))
+    return lambda: mx.eval(a @ b)
 
 
 def gemm_rate(device: Device, precision: Precision, size: int = 1536, rounds: int = 7) -> float:

@@ -45,6 +45,12 @@ def test_single_model_also_varies_one_setting_at_a_time() -> None:
     assert len(set(found)) == len(found)
 
 
+def test_mlx_is_measured_without_torchs_variants() -> None:
+    (found,) = groups(dataclasses.replace(LAPTOP, mlx="0.32.4"), CompareOptions(), ["mps", "cpu", "mlx"])
+    variants = [c.variant for c in found if c.device == "mlx"]
+    assert variants == ["mlx bf16 sdpa", "mlx fp32 sdpa", "mlx bf16 sdpa gradient checkpointing"]
+
+
 def test_several_models_are_ordered_by_size() -> None:
     options = CompareOptions(model=("tiny", "small"), batch_size=(64, 1))
     found = groups(LAPTOP, options, ["mps", "cpu"])

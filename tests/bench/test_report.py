@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import platform
+from pathlib import Path
+
 import pytest
 
-from m1clip.bench.report import text, verdict
+from m1clip.bench.report import shared, text, verdict
 
-from .examples import configuration, result, sweep_results
+from .examples import LAPTOP, configuration, result, sweep_results
 
 
 def test_fastest_is_named_with_its_interval() -> None:
     slow, fast = result(configuration(device="cpu"), 4.1), result(configuration(device="cuda"), 0.1)
     assert "tiny, batch 8: cuda bf16 sdpa CUDA graph is the fastest of 2" in "\n".join(verdict([slow, fast]))
     assert "41 times as fast [40, 42] as cpu bf16 bmm" in "\n".join(verdict([slow, fast]))
+    assert verdict([slow, fast])[-1] == "Use --device cuda --precision bf16 for it."
     assert verdict([slow])[-1] == "Only the CPU was measured."
 
 
@@ -40,6 +45,21 @@ def test_crossover_lies_between_measured_batch_sizes() -> None:
     found = "\n".join(verdict(sweep_results()))
     assert "tiny in bf16: the CPU is faster up to batch 4, cuda from batch 16 (the cost model predicts equal" in found
     assert "small in bf16: cuda is faster than the CPU at every batch size measured" in found  # 66 ms against 21 ms
+
+
+def test_shared_results_have_no_names_or_paths() -> None:
+    found = shared(LAPTOP, sweep_results())
+    assert set(found) == {"chip", "cores", "memory_gib", "system", "m1clip", "torch", "mlx", "results"}
+    assert (found["chip"], found["system"]) == (LAPTOP.cpu, f"macOS {LAPTOP.macos}" if LAPTOP.macos else LAPTOP.system)
+    assert {key for row in found["results"] for key in row} == {
+        "configuration",
+        "images_per_second",
+        "n",
+        "gradient_difference",
+    }
+    written = json.dumps(found)
+    assert str(Path.home()) not in written
+    assert platform.node() not in written
 
 
 def test_table_and_skipped_configurations() -> None:

@@ -24,7 +24,6 @@ from m1clip.hardware.device import (
     rules,
     threads,
     torch_version,
-    transposed_weight_aborts,
 )
 from m1clip.hardware.facts import Facts, environment, read_facts, usable_cpus
 
@@ -55,6 +54,24 @@ def test_available_devices_and_the_choice_of_auto(facts: Facts, kinds: tuple[str
     assert choose_device("auto", facts) == kinds[0]
     for kind in kinds:
         assert choose_device(kind, facts) == kind
+
+
+def test_mlx_is_chosen_by_name_only_and_keeps_the_rules_of_torchs_device() -> None:
+    m1, linux = dataclasses.replace(M1, mlx="0.32.4"), dataclasses.replace(XEON, mlx="0.32.4")
+    assert (available(m1), choose_device("auto", m1)) == (("mps", "cpu", "mlx"), "mps")
+    assert (available(linux), choose_device("auto", linux), choose_device("mlx", linux)) == (
+        ("cpu", "mlx"),
+        "cpu",
+        "mlx",
+    )
+    on_mac, on_linux = rules("mlx", m1), rules("mlx", linux)
+    assert on_mac.max_reduction == rules("mps", m1).max_reduction, "for frozen towers and evaluations"
+    assert on_mac.worker_start == "spawn"
+    assert on_linux.max_reduction is None
+    for rule in (on_mac, on_linux):
+        assert (rule.precisions, rule.bf16, rule.fixed_shapes) == (("fp32", "bf16"), "no", True)
+    with pytest.raises(UserError, match=r"--device mlx: not available .* pip install 'm1clip\[mlx\]'"):
+        choose_device("mlx", M1)
 
 
 @pytest.mark.parametrize(("facts", "missing"), [(M1, "cuda"), (XEON, "cuda"), (XEON, "mps"), (H200, "mps")])
@@ -97,16 +114,16 @@ def test_unsupported_precision_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("kind", "facts", "expected"),
     [
-        ("mps", M1, (False, False, False, True, "spawn", "measure")),
-        ("mps", M4, (False, False, False, True, "spawn", "measure")),
-        ("cuda", H200, (True, True, True, False, "forkserver", "sdpa")),
-        ("cpu", XEON, (False, False, True, False, "fork", "measure")),
-        ("cpu", M1, (False, False, True, False, "spawn", "measure")),
+        ("mps", M1, (False, False, True, "spawn", "measure")),
+        ("mps", M4, (False, False, True, "spawn", "measure")),
+        ("cuda", H200, (True, True, False, "forkserver", "sdpa")),
+        ("cpu", XEON, (False, False, False, "fork", "measure")),
+        ("cpu", M1, (False, False, False, "spawn", "measure")),
     ],
 )
 def test_rules(kind: Kind, facts: Facts, expected: tuple[object, ...]) -> None:
     rule = rules(kind, facts)
-    found = rule.non_blocking, rule.pin_memory, rule.float64, rule.fixed_shapes, rule.worker_start, rule.attention
+    found = rule.non_blocking, rule.pin_memory, rule.fixed_shapes, rule.worker_start, rule.attention
     assert found == expected
     assert kind != "cpu" or rule.bf16 == "measure"
 
@@ -215,13 +232,8 @@ def test_calls_within_the_limit_are_never_wrong(tokens: int, chip: str, operatio
     assert rows == 65_536 or (rows + 1) * tokens >= 32_767, "no smaller than needed"
 
 
-def test_causal_sdpa_and_transposed_weights() -> None:
+def test_causal_sdpa_is_avoided_in_half_precision_on_mps() -> None:
     assert causal_sdpa_is_wrong("mps", torch.bfloat16)
     assert causal_sdpa_is_wrong("mps", torch.float16)
     assert not causal_sdpa_is_wrong("mps", torch.float32)
     assert not causal_sdpa_is_wrong("cuda", torch.bfloat16)
-    facts = with_torch(CHIPS["M5"], "2.13.0", macos="27.0")
-    assert transposed_weight_aborts(torch.bfloat16, facts)
-    assert not transposed_weight_aborts(torch.float32, facts)
-    assert not transposed_weight_aborts(torch.bfloat16, with_torch(facts, "2.14.0", macos="27.0"))
-    assert not transposed_weight_aborts(torch.bfloat16, with_torch(facts, "2.13.0"))
