@@ -1,6 +1,6 @@
 """CLIP's byte-level BPE of 49,408 ids, and the same cut down to the tokens that a set of captions uses.
 
-Ids are those of open_clip's `SimpleTokenizer`. The merges (clip_bpe_merges.txt.gz: the first 48,894) come from OpenAI CLIP,
+Ids are those of open_clip's `SimpleTokenizer`. The merges (clip_bpe_merges.txt.gz) are the first 48,894 of OpenAI CLIP,
 MIT License, Copyright (c) 2021 OpenAI; see clip_bpe_merges.LICENSE.txt.
 """
 

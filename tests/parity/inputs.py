@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -46,12 +45,3 @@ def images() -> list[Image.Image]:
         coarse = (uniform(f"{width}x{height}", 9 * 7 * 3).reshape(9, 7, 3) * 127 + 128).astype(np.uint8)
         made.append(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC))
     return made
-
-
-def write_images(folder: Path) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for number, image in enumerate(images()):
-        paths.append(folder / f"{number}.png")
-        image.save(paths[-1])
-    return paths
