@@ -1,4 +1,4 @@
-"""Several ranks without torchrun: processes forked from a server that has imported torch, connected by a file."""
+"""Several ranks without torchrun: processes forked from a server that has imported torch; this one has their store."""
 
 from __future__ import annotations
 
@@ -13,23 +13,29 @@ from typing import Any
 
 import torch
 from small_run import SERVER, Command
+from torch.distributed import TCPStore
 
-from m1clip.training import distributed
-from m1clip.training.distributed import Ranks, connect
+from m1clip.training.distributed import TIMEOUT_VARIABLE, Ranks, connect
 
 
-def join_ranks(rank: int, size: int, file: Path) -> Ranks:
-    """Make this process a rank, as torchrun would."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "-", "MASTER_PORT": "0"}
-    distributed.INIT_METHOD = f"file://{file}"
+def join_ranks(rank: int, size: int, port: int, timeout: float = 600) -> Ranks:
+    """Make this process a rank, as torchrun does."""
+    ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, TIMEOUT_VARIABLE: timeout}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    os.environ |= {name: str(value) for name, value in (ranks | store).items()}
     torch.set_num_threads(1)
     return connect()
 
 
+def new_store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 def on_ranks(size: int, work: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
     """`work(ranks, *args)` on each rank; returns the results in order."""
-    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-    processes = [SERVER.Process(target=_work, args=(rank, size, folder, work, args)) for rank in range(size)]
+    folder, store = Path(tempfile.mkdtemp(prefix="ranks-")), new_store()
+    port = store.port
+    processes = [SERVER.Process(target=_work, args=(rank, size, port, folder, work, args)) for rank in range(size)]
     for process in processes:
         process.start()
     deadline = time.monotonic() + timeout
@@ -43,22 +49,20 @@ def on_ranks(size: int, work: Callable[..., Any], *args: Any, timeout: float = 3
     return [torch.load(folder / f"result-{rank}", weights_only=False) for rank in range(size)]
 
 
-def _work(rank: int, size: int, folder: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _work(rank: int, size: int, port: int, folder: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
-        result = work(join_ranks(rank, size, folder / "store"), *args)
+        result = work(join_ranks(rank, size, port), *args)
     except BaseException:
         (folder / f"error-{rank}").write_text(traceback.format_exc())
         raise
     torch.save(result, folder / f"result-{rank}")
 
 
-def start_ranks(size: int, *words: str, cwd: Path, prepare: Callable[[int], object] | None = None) -> list[Command]:
-    """`m1clip WORDS` on each rank."""
-    file = Path(tempfile.mkdtemp(prefix="ranks-")) / "store"
-    return [Command(*words, cwd=cwd, prepare=partial(_prepare, rank, size, file, prepare)) for rank in range(size)]
+def start_ranks(commands: list[list[str]], cwd: Path, timeout: float = 600) -> list[Command]:
+    """`m1clip WORDS` on each rank; rank r runs the r-th command."""
+    STORES.append(new_store())
+    place = (len(commands), STORES[-1].port, timeout)
+    return [Command(*words, cwd=cwd, prepare=partial(join_ranks, rank, *place)) for rank, words in enumerate(commands)]
 
 
-def _prepare(rank: int, size: int, file: Path, prepare: Callable[[int], object] | None) -> None:
-    join_ranks(rank, size, file)
-    if prepare is not None:
-        prepare(rank)
+STORES: list[TCPStore] = []  # needed for as long as their ranks run

@@ -26,15 +26,14 @@ from torch import Tensor
 
 from m1clip.data.loader import Batch
 from m1clip.errors import UserError
-from m1clip.formatting import duration
 from m1clip.training.oom import MemoryPressure, is_out_of_memory
 
 Result = TypeVar("Result")
 Sizes = list[list[int]]  # images and captions of each rank
-INIT_METHOD = "env://"  # the variables that torchrun sets
 TIMEOUT_VARIABLE, TIMEOUT = "M1CLIP_RANK_TIMEOUT", 600.0  # seconds
 REPORT_SECONDS = 5.0  # in which a rank that has lost another one hears of the others
 POLL_SECONDS = 0.02
+MAX_CLOCK_SECONDS = 300.0  # files of a run get their times from different machines
 BUCKET = 1 << 23  # numbers of gradients exchanged at a time: 32 MB of float32
 PRESSURE, FAILED = 1, 2  # memory is short; an allocation has failed
 
@@ -284,7 +283,7 @@ class Ranks:
             return SystemExit(1)  # type: ignore[return-value]  # one report is enough
         names = ", ".join(self.name(rank) for rank in missing) or "the connection"
         timed_out = "timed out" in str(error).lower()
-        reason = f"did not answer for {duration(self.timeout)}" if timed_out else "has ended"
+        reason = f"did not answer for {self.timeout:g} s" if timed_out else "has ended"
         return RankLost(f"{names} {reason}; training continues from the last checkpoint when torchrun starts it again")
 
 
@@ -315,8 +314,13 @@ def connect() -> Ranks:
             )
         torch.cuda.set_device(local)
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, INIT_METHOD, timeout=timedelta(seconds=seconds), rank=rank, world_size=size)
+    dist.init_process_group(backend, timeout=timedelta(seconds=seconds), rank=rank, world_size=size)
     atexit.register(dist.destroy_process_group)
-    names: list[Any] = [None] * size
-    dist.all_gather_object(names, f"process {os.getpid()} on {socket.gethostname()}")
-    return Ranks(rank, size, dist.distributed_c10d._get_default_store(), tuple(names), seconds)
+    store = dist.distributed_c10d._get_default_store()
+    names = tuple(Ranks(rank, size, store).gather_objects(f"process {os.getpid()} on {socket.gethostname()}"))
+    ranks = Ranks(rank, size, store, names, seconds, 1)
+    clocks = ranks.gather_objects(time.time())  # all have arrived, so that these are the same moment
+    for other, clock in enumerate(clocks):
+        if abs(clock - clocks[0]) > MAX_CLOCK_SECONDS:
+            ranks.refuse(f"{ranks.name(other)}: its clock differs by {clock - clocks[0]:+.0f} s from rank 0's; set it")
+    return ranks

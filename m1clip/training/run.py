@@ -201,7 +201,11 @@ def train_config(
     if config.data.workers > most:
         raise UserError(f"--workers {config.data.workers}: this machine has {usable_cpus()} CPUs; use at most {most}")
     ranks = connect()
-    ranks.check_same({"m1clip": __version__, "torch": torch.__version__, **dataclasses.asdict(config)})
+    settings = {
+        f"--{flat.replace('_', '-')}": getattr(getattr(config, section) if section else config, key)
+        for flat, (section, key) in NAMES.items()
+    }
+    ranks.check_same({"the version of m1clip": __version__, "the version of torch": torch.__version__, **settings})
     name = name or run_name(config)
     started = ranks.first(lambda: started_before(run, name))
     if started is not None:
@@ -292,8 +296,8 @@ def _prepare(config: Config, folder: Path, screen: Screen, ranks: Ranks, resumed
     resolved, tokenizer = ranks.first(on_first)
     setup = ranks.everywhere(lambda: found[0] if found else on_others())
     if ranks.size > 1:
-        facts = {"training images": setup.training.plan.images, "hash of ids and captions": _fingerprint(setup)}
-        ranks.check_same(facts)
+        count = setup.training.plan.images
+        ranks.check_same({"the number of training images": count, "the hash of their captions": _fingerprint(setup)})
     return setup.divided(ranks)
 
 

@@ -13,12 +13,15 @@ from small_run import screen, small_config
 from torch import Tensor
 
 from m1clip.model.clip import normalize
+from m1clip.training.checkpoint import TrainState, checkpoint_tensors, restore, share_checkpoint
 from m1clip.training.distributed import Ranks
 from m1clip.training.muon import Muon
+from m1clip.training.oom import MemoryPressure, OOMHandler
 from m1clip.training.run import decode_plan
 from m1clip.training.setup import Setup, prepare
 from m1clip.training.step import TrainStep
 from m1clip.training.transfer import Teacher
+from m1clip.training.validation import encode
 
 TINY = {
     "model.patch_size": 16,
@@ -123,3 +126,65 @@ def test_ranks_train_like_one_process(size: int, cases: list[str], one_process: 
                     assert_close(found[key][parameter], value, f"{name}: {key} of {parameter}")
             for parameter, value in results[0][name]["weights"].items():
                 assert torch.equal(found["weights"][parameter], value), f"{name}: ranks differ in {parameter}"
+
+
+def disturbances(ranks: Ranks) -> dict[str, Any]:
+    """What rank 1 alone meets: too little memory, a result that is not finite; and what rank 0 alone reads."""
+    setup, step = make(prepared(), ranks, CASES["multi"])
+    found: dict[str, Any] = {}
+    batch = setup.training[0]
+    encode_image, calls = step.encode_image, [0]
+
+    def fail(pixels: Tensor, *kept: Tensor) -> Tensor:
+        calls[0] += 1
+        if ranks.rank == 1 and calls[0] <= 2:
+            raise MemoryError if calls[0] == 1 else MemoryPressure("close to the limit", 10)
+        return encode_image(pixels, *kept)
+
+    for kind in ("undisturbed", "memory"):
+        step.oom = OOMHandler(0, lambda: 0)
+        step.encode_image = fail if kind == "memory" else encode_image
+        loss = step.oom.run(lambda: step.compute_gradients(batch, 0), step.clear, len(batch), 100)
+        gradients = {key: p.grad.clone() for key, p in step.model.named_parameters() if p.grad is not None}
+        found[kind] = loss, gradients, step.oom.micro_batch
+        step.clear()
+
+    before = {key: p.detach().clone() for key, p in step.model.named_parameters()}
+    step.encode_image = lambda pixels, *kept: encode_image(pixels, *kept) * (float("nan") if ranks.rank == 1 else 1.0)
+    loss, _ = step(batch, 0)
+    unchanged = all(torch.equal(p, before[key]) for key, p in step.model.named_parameters())
+    found["not finite"] = bool(loss.isfinite()), unchanged
+
+    step.encode_image = encode_image
+    step(batch, 0)
+    groups = checkpoint_tensors(step, TrainState(step=1))
+    shared = share_checkpoint(ranks, setup.device.torch, lambda: (TrainState(step=7), groups))
+    assert shared is not None
+    restore(step, shared[0], shared[1])
+    found["checkpoint"] = shared
+    found["features"] = encode(setup, step.model.float(), "val")
+    found["too many ranks"] = encode(setup, step.model, "val", 1)
+    return found
+
+
+def test_memory_nan_checkpoints_and_evaluation_of_all_ranks() -> None:
+    first, second = on_ranks(2, disturbances)
+    for found in (first, second):
+        assert found["undisturbed"][2] == 0
+        assert found["memory"][2] == 5, "the failed attempt halves the 9 images of each rank; the second is repeated"
+        assert_close(found["memory"][0], found["undisturbed"][0], "loss")
+        for name, gradient in found["undisturbed"][1].items():
+            assert_close(found["memory"][1][name], gradient, name)
+        assert found["not finite"] == (False, True)
+        assert found["checkpoint"][0].step == 7
+    for group, tensors in first["checkpoint"][1].items():
+        assert all(torch.equal(second["checkpoint"][1][group][name], tensor) for name, tensor in tensors.items())
+    alone = prepared()
+    model = alone.make_step().model
+    restored = first["checkpoint"][1]["weights"]
+    model.load_state_dict(restored, strict=False)
+    wanted = encode(alone, model, "val")
+    for found in (first, second):
+        for ours, expected in zip(found["features"][:4], wanted[:4], strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+        assert len(found["too many ranks"].image) == 1

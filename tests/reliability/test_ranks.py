@@ -1,0 +1,156 @@
+"""Ranks that are killed, stopped, hang or differ: one report, one checkpoint, and the same run afterwards."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from ranks import start_ranks
+from small_run import ROOT, Command, environment, run_small, small_arguments, tensors_of
+
+TINY: dict[str, Any] = {
+    "model.patch_size": 16,
+    "model.vision_layers": 1,
+    "model.text_layers": 1,
+    "train.steps": 12,
+    "train.save_every": 2,
+}
+STEPS = 12
+
+
+def saved(run: Path) -> set[int]:
+    return {int(folder.name[5:]) for folder in (run / "checkpoints").glob("step-*[0-9]")}
+
+
+def records(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (run / "run.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def assert_same_training(run: Path, undisturbed: Path) -> None:
+    """The same batches in the same order: weights and moments are equal but for rounding."""
+    found, wanted = tensors_of(run, STEPS), tensors_of(undisturbed, STEPS)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    losses = {record["step"]: record["loss"] for record in records(run, "step")}
+    for record in records(undisturbed, "step"):
+        assert losses[record["step"]] == pytest.approx(record["loss"], rel=1e-3)
+
+
+def wait_all(commands: list[Command]) -> list[int]:
+    return [command.wait() for command in commands]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("one-process") / "run"
+    run_small(run, TINY)
+    return run
+
+
+def disturb(tmp_path: Path, undisturbed: Path, kills: int, draw: random.Random) -> None:
+    """Kill a random rank again and again, each time with another number of ranks; then finish."""
+    run = tmp_path / "run"
+    words = ["train", *small_arguments(TINY), "--run", str(run)]
+    for _ in range(kills):
+        size = draw.choice([2, 3])
+        ranks = start_ranks([words] * size, tmp_path)
+        before, victim = max(saved(run), default=0), draw.choice(ranks)
+        until = min(before + 2 * draw.randint(0, 1), STEPS - 2)
+        victim.wait_until(lambda until=until: (run / "run.jsonl").is_file() and max(saved(run), default=0) >= until)
+        victim.send_signal(signal.SIGKILL, group=True)
+        codes = wait_all(ranks)
+        assert all(codes), "the others end too"
+        errors = [error for command in ranks for error in command.read()[1].splitlines() if error]
+        assert len(errors) <= 1, errors
+        assert all(f"rank {ranks.index(victim)} " in error for error in errors)
+    assert wait_all(start_ranks([words] * 2, tmp_path)) == [0, 0]
+    assert_same_training(run, undisturbed)
+
+
+def test_killed_ranks_and_other_numbers_of_ranks_change_nothing(tmp_path: Path, undisturbed: Path) -> None:
+    disturb(tmp_path, undisturbed, 2, random.Random(0))
+
+
+@pytest.mark.long("kill a random rank, continue on another number of ranks: the same training")
+def test_many_kills(tmp_path: Path, undisturbed: Path, counts: dict[str, float]) -> None:
+    for round_ in range(5):
+        folder = tmp_path / str(round_)
+        folder.mkdir()
+        disturb(folder, undisturbed, 4, random.Random(round_))
+    counts["kills"] = 20
+
+
+def test_signal_to_one_rank_stops_all_with_one_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
+    run = tmp_path / "run"
+    words = ["train", *small_arguments({**TINY, "train.save_every": 100}), "--run", str(run)]
+    ranks = start_ranks([words] * 2, tmp_path)
+    ranks[1].wait_until(lambda: (run / "run.jsonl").is_file() and records(run, "step"))
+    ranks[1].send_signal(signal.SIGTERM)
+    assert wait_all(ranks) == [143, 143]
+    assert len(saved(run)) == 1
+    assert [record["event"] for record in records(run, "event")] == ["stopped by signal 15"]
+    texts = [command.read() for command in ranks]
+    assert f"continue with: m1clip train --resume {run}" in texts[0][0]
+    assert texts[1] == ("", "")
+    assert wait_all(start_ranks([["train", "--resume", str(run)]], tmp_path)) == [0]
+    assert_same_training(run, undisturbed)
+
+
+def test_hanging_rank_is_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    changes = {**TINY, "train.steps": 100_000, "train.save_every": 100_000}
+    ranks = start_ranks([["train", *small_arguments(changes), "--run", str(run)]] * 2, tmp_path, timeout=10)
+    ranks[1].wait_until(lambda: (run / "run.jsonl").is_file() and records(run, "step"))
+    ranks[1].send_signal(signal.SIGSTOP)
+    assert ranks[0].wait(200) == 2
+    error = ranks[0].read()[1]
+    assert f"rank 1 (process {ranks[1].pid} on " in error
+    assert "did not answer for 10 s" in error
+    assert "rank 1 " in records(run, "event")[-1]["event"]
+
+
+def test_other_settings_on_one_rank_are_refused(tmp_path: Path) -> None:
+    ranks = start_ranks([["train", *small_arguments({"train.batch_size": size})] for size in (16, 12)], tmp_path)
+    assert wait_all(ranks) == [2, 2]
+    assert f"rank 1 (process {ranks[1].pid} on " in ranks[0].read()[1]
+    assert "--batch-size is 12, but 16 on rank 0" in ranks[0].read()[1]
+    assert [command.read() for command in ranks[1:]] == [("", "")], "one report is enough"
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.long("torchrun restarts ranks of which one was killed: the same training")
+def test_torchrun_restarts_and_continues(tmp_path: Path, undisturbed: Path, counts: dict[str, float]) -> None:
+    run = tmp_path / "run"
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        "-m",
+        "--",
+    ]
+    words = ["m1clip", "train", *small_arguments({**TINY, "train.save_every": 1}), "--run", str(run)]
+    with subprocess.Popen([sys.executable, *torchrun, *words], cwd=ROOT, env=environment()) as process:
+        while process.poll() is None and not saved(run):
+            time.sleep(0.05)
+        ranks = [child for child in psutil.Process(process.pid).children() if "m1clip" in child.cmdline()]
+        assert len(ranks) == 2
+        ranks[1].kill()
+        assert process.wait(300) == 0
+    assert [record["step"] > 0 for record in records(run, "start")] == [False, True]
+    assert_same_training(run, undisturbed)
+    counts["restarts"] = 1
