@@ -234,7 +234,7 @@ class Session:
         c = item.configuration
         earlier = self.measured(c)
         difference = earlier[0].gradient_difference if earlier else None
-        if difference is None and self.left > 0:
+        if difference is None and (self.left > 0 or c.device != "cpu"):  # an accelerator is never named unchecked
             self.show(f"{c.label}: gradient")
             try:
                 difference = item.worker.call("gradient_difference", max(60.0, 60 * item.step_seconds))
