@@ -72,9 +72,9 @@ def alternate(
     return {name: timing(values) for name, values in taken.items()}
 
 
-def is_settled(seconds: Sequence[float], tolerance: float = 0.1) -> bool:
-    """Whether the warm-up is over: the last two calls took the same time, within a tolerance."""
-    return len(seconds) >= 2 and abs(seconds[-1] - seconds[-2]) <= tolerance * seconds[-2]
+def is_settled(seconds: Sequence[float]) -> bool:
+    """Whether the warm-up is over: the last two calls took the same time, within 10%."""
+    return len(seconds) >= 2 and abs(seconds[-1] - seconds[-2]) <= 0.1 * seconds[-2]
 
 
 def drift(seconds: Sequence[float]) -> float | None:

@@ -255,10 +255,9 @@ class InvertedResidual(nn.Module):
 class EfficientNetLite(Tower):
     """Images to features: the mean over the image of the last layer, and of some stages before it."""
 
-    def __init__(self, size: LiteSize = LITE0, pooled_stages: tuple[int, ...] = POOLED_STAGES) -> None:
+    def __init__(self, size: LiteSize = LITE0) -> None:
         super().__init__()
-        self.pooled_stages = pooled_stages
-        self.width = HEAD + sum(size.stages[stage].width for stage in pooled_stages)
+        self.width = HEAD + sum(size.stages[stage].width for stage in POOLED_STAGES)
         self.stem = SameConv(3, STEM, 3, 2)
         self.stages = nn.ModuleList()
         width = STEM
@@ -279,7 +278,7 @@ class EfficientNetLite(Tower):
         pooled = []
         for number, stage in enumerate(self.stages):
             x = stage(x)
-            if number in self.pooled_stages:
+            if number in POOLED_STAGES:
                 pooled.append(x.mean(dim=(2, 3)))
         pooled.append(F.relu6(self.head(x)).mean(dim=(2, 3)))
         return torch.cat(pooled, dim=1)
@@ -315,7 +314,7 @@ class EfficientNetLite(Tower):
                 convs = (conv for conv in (block.expand, block.depthwise) if isinstance(conv, SameConv))
                 first, add = [arguments(conv) for conv in convs], block.residual
                 last = arguments(block.project, *(("add", 1.0, None, [], None) if add else ("none", [], "")))
-                yield first, last, add, place == len(stage) and number in self.pooled_stages
+                yield first, last, add, place == len(stage) and number in POOLED_STAGES
         yield [], arguments(self.head), False, True
 
 
