@@ -159,9 +159,8 @@ class Encoder:
             with self.autocast():
                 vectors = self.text(torch.from_numpy(cut.astype(np.int64)).to(self.device)).float().cpu()
             members = [rows[text] for text in texts.tolist()]
-            if len(rows) < len(tokens):
-                vectors = vectors.repeat_interleave(torch.tensor([len(each) for each in members]), dim=0)
-            return np.array([*itertools.chain(*members)]), vectors
+            repeats = torch.tensor([len(each) for each in members])
+            return np.concatenate(members), vectors.repeat_interleave(repeats, dim=0)
 
         texts = np.array([*rows])
         order = texts[np.argsort(lengths[texts], kind="stable")]
@@ -170,8 +169,7 @@ class Encoder:
     def _text_batches(self, order: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:
         """Texts, sorted by length, with about the same number of tokens in each batch."""
         limit = CPU_TOKENS if self.device.type == "cpu" else GPU_TOKENS
-        total = int(lengths.sum())
-        limit = max(FEW_TOKENS, -(-total // self._batches(total, limit)))
+        limit = max(FEW_TOKENS, self._even(int(lengths.sum()), limit))
         ends, start = np.cumsum(lengths), 0
         while start < len(order):
             end = int(np.searchsorted(ends, (ends[start - 1] if start else 0) + limit, side="right"))
@@ -183,12 +181,12 @@ class Encoder:
         """How many of `count` images to encode at a time."""
         per_core = CPU_IMAGES if self.tokens_per_image == 1 else max(CPU_IMAGES, CPU_TOKENS // self.tokens_per_image)
         limit = per_core if self.device.type == "cpu" else GPU_IMAGES
-        limit = min(limit, self.max_batch or limit)
-        return max(1, -(-count // self._batches(count, limit)))
+        return self._even(count, min(limit, self.max_batch or limit))
 
-    def _batches(self, total: int, limit: int) -> int:
-        """How many batches of at most `limit`: the same number for each worker."""
-        return self.workers * max(1, -(-total // (self.workers * limit)))
+    def _even(self, total: int, limit: int) -> int:
+        """The size of a batch, at most `limit`, with which each worker gets as many."""
+        batches = self.workers * max(1, -(-total // (self.workers * limit)))
+        return max(1, -(-total // batches))
 
     @property
     def workers(self) -> int:
