@@ -15,8 +15,11 @@ from m1clip import losses
 from m1clip.losses import (
     MAX_SHARED_SCALE,
     OBJECTIVES,
+    Terms,
+    distillation,
     fused_infonce,
     infonce,
+    loss_terms,
     own_pairs,
     positives,
     same_pairs,
@@ -276,3 +279,48 @@ def test_similarity_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     found = losses.similarity(a, b)
     assert torch.allclose(found, expected)
     assert torch.allclose(torch.autograd.grad((found * weight).sum(), a)[0], gradient)
+
+
+@given(st.data())
+def test_terms_of_rows_add_up_to_loss_and_gradient(data: st.DataObject) -> None:
+    """In blocks of any size, and divided among any number of ranks."""
+    n, m = data.draw(st.integers(1, 6)), data.draw(st.integers(6, 12))
+    image_index = torch.arange(m) % n
+    numbers = {name: st.lists(st.integers(0, 4), min_size=k, max_size=k) for name, k in (("image", n), ("text", m))}
+    ids = [torch.tensor(data.draw(numbers[name])) for name in ("image", "text")]
+    objective, contrast = data.draw(st.sampled_from(list(OBJECTIVES))), data.draw(st.sampled_from([0.0, 0.3]))
+    torch.manual_seed(0)
+    vectors = [F.normalize(torch.randn(k, 5, dtype=torch.float64), dim=1) for k in (n, m)]
+    logits = torch.randn(5, 5, dtype=torch.float64)
+    weight = data.draw(st.sampled_from([0.0, 0.5]))
+
+    def teacher(sample_ids: Tensor, caption_ids: Tensor) -> Tensor:
+        return logits[sample_ids][:, caption_ids]
+
+    def leaves() -> Features:
+        numbers = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (7.0, -2.0))
+        return Features(*(v.clone().requires_grad_() for v in vectors), *numbers)
+
+    one = leaves()
+    wanted = OBJECTIVES[objective](one, positives(objective, *ids, image_index))
+    if contrast:
+        wanted = wanted + contrast * text_contrast(one, *ids, image_index, blockwise=False)
+    if weight:
+        wanted = (1 - weight) * wanted + weight * distillation(one, teacher(*ids))
+    wanted.backward()
+
+    other, total = leaves(), torch.zeros((), dtype=torch.float64)
+    terms = Terms(objective, contrast, teacher if weight else None, weight)
+    cuts = [data.draw(st.integers(0, k)) for k in (n, m)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(losses, "TERM_LOGITS", data.draw(st.integers(1, 40)))
+        for images, texts in ((slice(0, cuts[0]), slice(0, cuts[1])), (slice(cuts[0], n), slice(cuts[1], m))):
+            for term in loss_terms(terms, lambda: other, *ids, image_index, images, texts):
+                term.backward()
+                total += term.detach()
+    torch.testing.assert_close(total, wanted.detach())
+    for ours, expected in zip(other, one, strict=True):
+        assert ours is not None
+        assert expected is not None
+        gradients = (torch.zeros_like(t) if t.grad is None else t.grad for t in (ours, expected))
+        torch.testing.assert_close(*gradients)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -106,6 +106,11 @@ class _Matrix(NamedTuple):
         rows, columns = self.weight.shape
         return min(rows, columns), max(rows, columns)
 
+    @property
+    def cost(self) -> int:
+        """Of a product with its transpose, relative to others."""
+        return self.sides[0] ** 2 * self.sides[1]
+
 
 class Muon(CompilableOptimizer):
     """torch.optim.Muon with Newton-Schulz batched over equal shapes: the same state, names and update.
@@ -125,6 +130,8 @@ class Muon(CompilableOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         self.dtype = dtype
+        # Rank, number of ranks, and a function that gathers a tensor from all: each orthogonalizes a part.
+        self.share: tuple[int, int, Callable[[Tensor], Tensor]] | None = None
         if any(p.ndim < 2 for group in self.param_groups for p in group["params"]):
             raise ValueError("Muon takes matrices and convolutions only")
 
@@ -150,20 +157,41 @@ class Muon(CompilableOptimizer):
         decay = lr * group["weight_decay"]
         torch._foreach_mul_(params, 1 - decay if skip is None else 1 - decay * (1 - skip))
 
-        stacks: _Stacks = {}
-        for p, grad, buffer in zip(params, grads, buffers, strict=True):
-            # A convolution is a matrix from its receptive field to its output channels.
-            matrix = _Matrix(p.flatten(1), grad.flatten(1), buffer.flatten(1))
-            stacks.setdefault((matrix.sides, p.device), []).append(matrix)
-        for sides, matrices in _bounded(stacks):
-            x = torch.empty((len(matrices), *sides), dtype=self.dtype, device=matrices[0].weight.device)
-            # Nesterov momentum for one shape at a time: for all at once it would need the memory of one more gradient.
-            nesterov = torch._foreach_lerp([m.grad for m in matrices], [m.momentum for m in matrices], momentum)
-            # Cast, and transposed where tall, in one pass.
-            torch._foreach_copy_(list(x), [u.t() if m.tall else u for m, u in zip(matrices, nesterov, strict=True)])
-            del nesterov
-            x = orthogonalize(x)
-            _add_updates(matrices, x if skip is None else x * (1 - skip).to(x.dtype), lr)
+        # A convolution is a matrix from its receptive field to its output channels.
+        each = zip(params, grads, buffers, strict=True)
+        matrices = [_Matrix(p.flatten(1), grad.flatten(1), buffer.flatten(1)) for p, grad, buffer in each]
+        if self.share is None:
+            for stack in _bounded(matrices):
+                x = self._orthogonal(stack, momentum)
+                _add_updates(stack, x if skip is None else x * (1 - skip).to(x.dtype), lr)
+            return
+        rank, ranks, gather = self.share
+        parts = divided([m.cost for m in matrices], ranks)
+        flat = torch.zeros(
+            max(sum(matrices[place].weight.numel() for place in part) for part in parts),
+            dtype=self.dtype,
+            device=matrices[0].weight.device,
+        )
+        updates = _views(flat, [matrices[place] for place in parts[rank]])
+        own = {id(matrices[place]): update for place, update in zip(parts[rank], updates, strict=True)}
+        for stack in _bounded([matrices[place] for place in parts[rank]]):
+            torch._foreach_copy_([own[id(m)] for m in stack], list(self._orthogonal(stack, momentum)))
+        for part, row in zip(parts, gather(flat), strict=True):
+            owned = [matrices[place] for place in part]
+            by_matrix = {id(m): update for m, update in zip(owned, _views(row, owned), strict=True)}
+            for stack in _bounded(owned):
+                x = torch.stack([by_matrix[id(m)] for m in stack])
+                _add_updates(stack, x if skip is None else x * (1 - skip).to(x.dtype), lr)
+
+    def _orthogonal(self, matrices: list[_Matrix], momentum: float) -> Tensor:
+        """The updates of matrices of one shape, transposed where tall."""
+        x = torch.empty((len(matrices), *matrices[0].sides), dtype=self.dtype, device=matrices[0].weight.device)
+        # Nesterov momentum for one shape at a time: for all at once it would need the memory of one more gradient.
+        nesterov = torch._foreach_lerp([m.grad for m in matrices], [m.momentum for m in matrices], momentum)
+        # Cast, and transposed where tall, in one pass.
+        torch._foreach_copy_(list(x), [u.t() if m.tall else u for m, u in zip(matrices, nesterov, strict=True)])
+        del nesterov
+        return orthogonalize(x)
 
     def _momentum(self, p: Tensor) -> Tensor:
         state = self.state[p]
@@ -172,15 +200,33 @@ class Muon(CompilableOptimizer):
         return state["momentum_buffer"]
 
 
-_Stacks = dict[tuple[tuple[int, int], torch.device], list[_Matrix]]
+def _bounded(matrices: Sequence[_Matrix]) -> Iterator[list[_Matrix]]:
+    """Stacks of one shape, split on the CPU to bound memory: a stack and its products are several copies of it."""
+    stacks: dict[tuple[tuple[int, int], torch.device], list[_Matrix]] = {}
+    for matrix in matrices:
+        stacks.setdefault((matrix.sides, matrix.weight.device), []).append(matrix)
+    for (sides, device), stack in stacks.items():
+        most = max(1, MAX_CPU_STACK // math.prod(sides)) if device.type == "cpu" else len(stack)
+        for start in range(0, len(stack), most):
+            yield stack[start : start + most]
 
 
-def _bounded(stacks: _Stacks) -> Iterator[tuple[tuple[int, int], list[_Matrix]]]:
-    """The stacks, split on the CPU to bound memory: a stack and its products are several copies of its matrices."""
-    for (sides, device), matrices in stacks.items():
-        most = max(1, MAX_CPU_STACK // math.prod(sides)) if device.type == "cpu" else len(matrices)
-        for start in range(0, len(matrices), most):
-            yield sides, matrices[start : start + most]
+def divided(costs: Sequence[int], ranks: int) -> list[list[int]]:
+    """Which matrices each rank orthogonalizes: the most expensive first, each to the rank with the least work."""
+    parts, work = [list[int]() for _ in range(ranks)], [0] * ranks
+    for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
+        least = work.index(min(work))
+        parts[least].append(place)
+        work[least] += costs[place]
+    return parts
+
+
+def _views(flat: Tensor, matrices: Sequence[_Matrix]) -> list[Tensor]:
+    """A flat buffer as the updates of matrices, transposed where tall."""
+    if not matrices:
+        return []
+    sizes = [m.weight.numel() for m in matrices]
+    return [part.view(m.sides) for part, m in zip(flat[: sum(sizes)].split(sizes), matrices, strict=True)]
 
 
 def _add_updates(matrices: list[_Matrix], x: Tensor, lr: float | Tensor) -> None:

@@ -26,7 +26,7 @@ from m1clip.model.pretrained import weights_hash
 from m1clip.training.cuda_graph import CapturedStep
 from m1clip.training.distributed import JointBatch, Ranks, Sizes
 from m1clip.training.grad_cache import GradCache, Tower
-from m1clip.training.muon import orthogonalize
+from m1clip.training.muon import Muon, orthogonalize
 from m1clip.training.oom import OOMHandler
 from m1clip.training.optim import Optimizer
 from m1clip.training.schedule import lr_schedule
@@ -66,6 +66,9 @@ class TrainStep:
         # Muon's products use bf16 only where it is fast.
         muon_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.optimizer = Optimizer(model, config.optim, device.rules.fused_optimizer, muon_dtype, graph)
+        muon = self.optimizer.parts.get("muon")
+        if isinstance(muon, Muon) and ranks.size > 1:
+            muon.share = (ranks.rank, ranks.size, ranks.gather)
         self.schedule = lr_schedule(config.optim, config.train.steps)
         self.lr_factor = 1.0  # lowered by each rollback
         self.cuda_graph = CapturedStep(self) if graph else None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from m1clip.training import muon
-from m1clip.training.muon import Muon, orthogonalize
+from m1clip.training.muon import Muon, divided, orthogonalize
 
 SHAPES = {"a.qkv.weight": (24, 8), "a.up": (32, 8), "a.down": (8, 32), "b.up": (32, 8), "b.out": (8, 8), "odd": (5, 7)}
 Made = tuple[dict[str, nn.Parameter], torch.optim.Optimizer]
@@ -155,3 +155,10 @@ def test_long_rows_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = orthogonalize(x)
     monkeypatch.setattr(muon, "MAX_COLUMNS", 7)
     assert torch.allclose(orthogonalize(x), expected, atol=1e-5)
+
+
+def test_matrices_are_divided_by_cost() -> None:
+    parts = divided([1, 8, 2, 4, 4, 3], 3)
+    assert sorted(place for part in parts for place in part) == list(range(6))
+    assert [sum([1, 8, 2, 4, 4, 3][place] for place in part) for part in parts] == [8, 7, 7]
+    assert divided([5], 3) == [[0], [], []]

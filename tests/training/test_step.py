@@ -11,10 +11,12 @@ import torch
 from small_run import screen, small_config
 from torch import Tensor, nn
 
+from m1clip import losses
 from m1clip.data.augment import render
 from m1clip.data.loader import Batch
 from m1clip.losses import positives
 from m1clip.model.clip import Features
+from m1clip.training import step as step_module
 from m1clip.training.run import decode_plan
 from m1clip.training.setup import Setup, prepare
 from m1clip.training.step import TrainStep
@@ -209,3 +211,17 @@ def test_compiled_micro_batches_give_same_gradient(monkeypatch: pytest.MonkeyPat
     )
     batch = setup.training[0]
     assert_close(gradients(compiled, batch)[1], gradients(plain, batch)[1], 1e-5)
+
+
+@pytest.mark.parametrize("micro_batch", [0, 5])
+def test_loss_in_blocks_gives_same_gradient(micro_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"train.micro_batch": micro_batch, "train.text_contrast": 0.3}
+    setup, whole = make(changes)
+    batch = setup.training[0]
+    loss, wanted = gradients(whole, batch)
+    monkeypatch.setattr(step_module, "MAX_LOGITS", 0)
+    monkeypatch.setattr(losses, "TERM_LOGITS", 100)
+    _, in_blocks = make(changes)
+    found_loss, found = gradients(in_blocks, batch)
+    torch.testing.assert_close(found_loss, loss, rtol=1e-6, atol=0)
+    assert_close(found, wanted, 1e-5)
