@@ -148,7 +148,7 @@ SCHEMAS: dict[str, Any] = {
     **dict.fromkeys(("step", "steps", "best_step", "back_to"), int),
     **dict.fromkeys((TOP1, MEAN_RECALL, "peak", "peak_bytes"), float),
     **dict.fromkeys(("split", "event", "text", "where", "version"), str),
-    **{"time": _time, "cores": [float], "analysis": _analysis},
+    **{"time": _time, "cores": [float], "rank_seconds": [float], "analysis": _analysis},
 }
 OWN_SCHEMAS: dict[str, dict[str, Any]] = {
     "step": {"step": int, "seconds": {str: float}},

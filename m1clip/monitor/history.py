@@ -20,7 +20,7 @@ EDGE = 64  # lines at both ends of a block that are always parsed
 LONGEST_LINE = 4 << 20  # bytes; anything longer is not a record
 POINTS, EVALUATIONS, EVENTS, RECENT, FIRST = 2000, 500, 200, 60, 12
 # "step": forward, backward and optimizer together, where a step is replayed as a CUDA graph
-PHASES = ("data", "copy", "forward", "backward", "optimizer", "step", "rest")
+PHASES = ("data", "copy", "forward", "backward", "exchange", "optimizer", "step", "rest")
 STEP_FIGURES = (  # name, title, factor
     ("loss", "Loss", 1.0),
     ("grad_norm", "Gradient norm", 1.0),

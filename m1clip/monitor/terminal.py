@@ -35,7 +35,7 @@ STYLES = {
     **{"running": "green", "preparing": "yellow", "finished": "cyan", "stopped": "yellow", "died": "bold red"},
     **{"good": "green", "warning": "yellow", "error": "bold red", "skipped": "yellow"},
 }
-PHASE_STYLES = dict(zip(PHASES, ("yellow", "magenta", "cyan", "blue", "green", "cyan", "dim"), strict=True))
+PHASE_STYLES = dict(zip(PHASES, ("yellow", "magenta", "cyan", "blue", "red", "green", "cyan", "dim"), strict=True))
 KEYS = " q quit   p pause   m metric   r recall   n next run"
 ARROWS = {"\x1b[C": "n", "\x1b[D": "b", "\x1b[A": "M", "\x1b[B": "m", "\t": "m", "\x03": "q", "\x1b": "q", "\x04": "q"}
 POLL = 0.25  # seconds between two reads of the log
@@ -193,6 +193,11 @@ def time_line(history: History) -> list[Text]:
     if (total := sum(seconds.values())) <= 0:
         return []
     parts = [(f" {name} {percent(value / total, 0)}", PHASE_STYLES[name]) for name, value in seconds.items()]
+    ranks = history.newest.get("rank_seconds") or []
+    if len(ranks) > 1:
+        slowest = max(range(len(ranks)), key=ranks.__getitem__)
+        behind = ranks[slowest] / max(sum(ranks) / len(ranks), 1e-9) - 1
+        parts.append((f"  {len(ranks)} ranks, slowest {slowest} (+{percent(behind, 0)})", "dim"))
     return [line((" step ", "dim"), (f"{duration(total / len(rows))} ", "bold"), *parts)]
 
 

@@ -77,6 +77,9 @@ class StepLogger:
             "elapsed": round(state.seconds, 3),
             **self.telemetry.read(seconds),
         }
+        if setup.ranks.size > 1:  # without the time in which a rank waits for others
+            own = torch.tensor((seconds - split.get("exchange", 0.0)) / n)
+            line["rank_seconds"] = [round(each, 6) for each in setup.ranks.gather(own).tolist()]
         if len(finite) < n:
             line["skipped"] = n - len(finite)  # the means exclude them
         self.log.write("step", **line)

@@ -1,7 +1,7 @@
 "use strict";
 /* Everything but curves: examples, similarity matrix, confusions, bars, time split. Text is set, never parsed. */
-const PHASES = ["data", "copy", "forward", "backward", "optimizer", "step", "rest"];
-const PHASE_COLORS = { data: "#e8a200", copy: "#c2255c", forward: "#1098ad", backward: "#3b5bdb", optimizer: "#2b8a3e", step: "#1098ad", rest: "#868e96" };
+const PHASES = ["data", "copy", "forward", "backward", "exchange", "optimizer", "step", "rest"];
+const PHASE_COLORS = { data: "#e8a200", copy: "#c2255c", forward: "#1098ad", backward: "#3b5bdb", exchange: "#e8590c", optimizer: "#2b8a3e", step: "#1098ad", rest: "#868e96" };
 const NOTHING = "nothing measured yet";
 const percent = (fraction, digits = 1) => (100 * fraction).toFixed(digits) + "%";
 
