@@ -170,16 +170,14 @@ def gradient(check: TrainStep, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def first_samples(batch: Batch, samples: int = PAIRS) -> Batch:
     """The first captions of a batch, which are its shortest, with their images."""
-    image_index = batch.image_index[:samples]
-    has_images, has_tokens = batch.image_features is None, batch.text_features is None
+    index, tensors = batch.image_index[:samples], batch.tensors()
+    by_image = {name: tensors[name][index] for name in ("sample_ids", "image_features", "views") if name in tensors}
+    by_caption = {name: tensors[name][:samples] for name in ("caption_ids", "text_features") if name in tensors}
     return Batch(
-        sample_ids=batch.sample_ids[image_index],
-        caption_ids=batch.caption_ids[:samples],
-        image_index=torch.arange(len(image_index)),
-        images=batch.pixels(image_index) if has_images else None,
-        image_features=None if batch.image_features is None else batch.image_features[image_index],
-        tokens=batch.texts(slice(0, samples)) if has_tokens else None,
-        text_features=None if batch.text_features is None else batch.text_features[:samples],
-        views=None if batch.views is None else batch.views[image_index],
+        image_index=torch.arange(len(index)),
+        images=batch.pixels(index) if batch.image_features is None else None,
+        tokens=batch.texts(slice(0, samples)) if batch.text_features is None else None,
         lengths=batch.lengths[:samples],
+        **by_image,
+        **by_caption,
     )
