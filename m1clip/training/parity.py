@@ -10,7 +10,7 @@ import copy
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -171,13 +171,14 @@ def gradient(check: TrainStep, batch: Batch) -> tuple[Tensor, Tensor]:
 def first_samples(batch: Batch, samples: int = PAIRS) -> Batch:
     """The first captions of a batch, which are its shortest, with their images."""
     index, tensors = batch.image_index[:samples], batch.tensors()
-    by_image = {name: tensors[name][index] for name in ("sample_ids", "image_features", "views") if name in tensors}
-    by_caption = {name: tensors[name][:samples] for name in ("caption_ids", "text_features") if name in tensors}
+    fields: dict[str, Any] = {
+        name: tensors[name][index] for name in ("sample_ids", "image_features", "views") if name in tensors
+    }
+    fields |= {name: tensors[name][:samples] for name in ("caption_ids", "text_features") if name in tensors}
     return Batch(
         image_index=torch.arange(len(index)),
         images=batch.pixels(index) if batch.image_features is None else None,
         tokens=batch.texts(slice(0, samples)) if batch.text_features is None else None,
         lengths=batch.lengths[:samples],
-        **by_image,
-        **by_caption,
+        **fields,
     )
