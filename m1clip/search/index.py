@@ -39,7 +39,7 @@ BATCH = 64  # images encoded together
 SAVE_SECONDS = 2.0  # maximum work lost when a process is killed
 WATCH_MILLISECONDS = 2000  # changes within this time are indexed together
 MAX_UNUSED = 0.2  # fraction of vectors without a file, above which the vectors are rewritten
-MODEL_FILES = ("config.json", "open_clip_config.json", "text.onnx")  # one of these is in every model folder
+MODEL_FILES = ("config.json", "open_clip_config.json", "preprocess.json")  # one of these is in every model folder
 TEMPORARY = ("missing", "no-decoder", "unreadable")  # problems that may be gone next time, though the file is the same
 SCHEMA = """
 CREATE TABLE about (name TEXT PRIMARY KEY, value);
@@ -172,9 +172,8 @@ def model_hash(path: str | Path) -> str:
 def _model_files(path: str | Path) -> list[str]:
     if os.path.isfile(path):
         return [str(path)]
-    with contextlib.suppress(OSError), os.scandir(path) as entries:
-        if found := sorted(entry.path for entry in entries if entry.is_file() and not entry.name.startswith(".")):
-            return found
+    if found := sorted(str(file) for file in Path(path).rglob("[!.]*") if file.is_file()):
+        return found
     raise UserError(f"{path}: the model is no longer there; give another with --model, and index again")
 
 
