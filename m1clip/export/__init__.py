@@ -2,5 +2,5 @@
 
 from typing import Literal
 
-Target = Literal["onnx", "transformers.js", "immich", "hf", "openclip", "safetensors"]
+Target = Literal["onnx", "transformers.js", "immich", "coreml", "hf", "openclip", "safetensors"]
 Precision = Literal["fp32", "fp16", "int8"]

@@ -12,6 +12,7 @@ from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
 from m1clip.evaluation.evaluate import quiet_decoding
 from m1clip.export import Precision, Target
+from m1clip.export.coreml import write_coreml
 from m1clip.export.onnx import Layout, write_graphs, write_onnx
 from m1clip.export.parity import AnyModel, compare, folder_bytes, open_examples, report_table
 from m1clip.export.quantize import CALIBRATION_IMAGES, quantize
@@ -91,6 +92,9 @@ def export(
     if precision != "fp32" and to not in ONNX_TARGETS:
         raise UserError(f"--{precision} is for --to {', '.join(ONNX_TARGETS)}")
     saved = read_model(path).resized(image_size)
+    if to == "coreml":  # runs on Apple computers only: checked by what wrote it, and there
+        convert(saved, to, folder, say)
+        return
     original = Model(saved.build(), saved.tokenizer, saved.preprocess, "fp32")
     examples = open_examples(path, data, original, decoding)
 
@@ -262,6 +266,7 @@ WRITERS: dict[Target, Writer] = {
     "onnx": write_onnx,
     "transformers.js": _write_transformers_js,
     "immich": _write_immich,
+    "coreml": write_coreml,
     "hf": _write_hf,
     "openclip": _write_openclip,
     "safetensors": _write_own,

@@ -69,7 +69,7 @@ def _vectors(path: Path, inputs: np.ndarray) -> np.ndarray:
     return np.asarray(session.run(None, {given.name: inputs.astype(kind)})[0])
 
 
-def _float_layers(graph: Any, blocks: int, cosine: Callable[[list[str]], float], say: Say) -> list[str]:
+def _float_layers(graph: Any, name: str, cosine: Callable[[list[str]], float], say: Say) -> list[str]:
     """The layers to keep in float: blocks in the order of what each alone gains, until the cosine is enough."""
     kept: list[str] = []
     reached = cosine(kept)
@@ -77,7 +77,7 @@ def _float_layers(graph: Any, blocks: int, cosine: Callable[[list[str]], float],
         return kept
     weights = {each.name for each in graph.initializer}
     layers = [node.name for node in graph.node if node.op_type in LAYERS and weights & set(node.input)]
-    size = -(-len(layers) // blocks)
+    size = -(-len(layers) // BLOCKS[name])
     parts = [layers[at : at + size] for at in range(0, len(layers), size)]
     say(f"trying     {len(parts)} blocks of layers in float: all in int8 give a mean cosine of {reached:.4f}")
     alone = [cosine(part) for part in parts]
@@ -120,7 +120,7 @@ def _int8_text(path: Path, tokens: np.ndarray, say: Say) -> list[str]:
         )
         return float((_vectors(path, tokens) * wanted).sum(axis=1).mean())
 
-    return _float_layers(source.graph, BLOCKS["text"], cosine, say)
+    return _float_layers(source.graph, "text", cosine, say)
 
 
 def _int8_image(path: Path, inputs: np.ndarray, say: Say) -> list[str]:
@@ -158,7 +158,7 @@ def _int8_image(path: Path, inputs: np.ndarray, say: Say) -> list[str]:
         )
         return float((_vectors(path, tried) * wanted).sum(axis=1).mean())
 
-    kept = _float_layers(source.graph, BLOCKS["image"], cosine, say)
+    kept = _float_layers(source.graph, "image", cosine, say)
     ranges.unlink(missing_ok=True)
     return kept
 

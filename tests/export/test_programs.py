@@ -22,6 +22,7 @@ import m1clip
 from m1clip.data.images import Preprocess
 from m1clip.export.layouts import IMMICH_NAMES, export
 from m1clip.inference.encoder import Model
+from m1clip.model.folder import read_model
 from m1clip.text.tokenizers import make_tokenizer
 
 # NODE_FOLDER: with node_modules. IMMICH: machine-learning/ of Immich's repository. MODEL: instead of a tiny one.
@@ -29,6 +30,7 @@ NODE, IMMICH = os.environ.get("NODE_FOLDER", ""), os.environ.get("IMMICH", "")
 IMMICH_PYTHON, SCREENSHOT = os.environ.get("IMMICH_PYTHON", "python3"), os.environ.get("SCREENSHOT", "")
 PROGRAMS = Path(__file__).with_name("programs")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLOAT16 = 10  # in the data types of Core ML programs
 TEXTS = ["a dog runs on the grass", "two children play in the snow!", "a red car", "people at the beach"]
 pytestmark = pytest.mark.skipif("NODE_FOLDER" not in os.environ, reason="`make test-export` runs it")
 
@@ -130,3 +132,20 @@ def test_a_page_in_chromium_classifies_without_a_network(model: Path, photo: Pat
     assert {row["label"] for row in found} == set(TEXTS)
     for row in found:
         assert row["probability"] == pytest.approx(wanted[row["label"]], abs=0.1)
+
+
+def test_coreml_packages_have_an_image_input_and_half_precision(model: Path, tmp_path: Path) -> None:
+    coremltools = pytest.importorskip("coremltools", reason="needs the extra `coreml`")
+    export(model, "coreml", tmp_path / "out", say=print)
+    saved = read_model(model)
+    for name in ("image", "text"):
+        spec = coremltools.models.MLModel(str(tmp_path / "out" / f"{name}.mlpackage"), skip_model_load=True).get_spec()
+        blocks = spec.mlProgram.functions["main"].block_specializations.values()
+        types = {each.type.tensorType.dataType for block in blocks for op in block.operations for each in op.outputs}
+        assert FLOAT16 in types
+        assert spec.description.output[0].type.multiArrayType.shape[1] == saved.config.embed_dim
+    expected = json.loads((tmp_path / "out" / "expected.json").read_text())
+    pixels = np.array(expected["pixels"], np.uint8)
+    ours = m1clip.load(model, precision="fp32")
+    assert cosine(expected["image"], ours.encode_image(pixels))[0] > 0.99999
+    compile((tmp_path / "out" / "verify_on_mac.py").read_text(), "verify_on_mac.py", "exec")
