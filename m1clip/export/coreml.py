@@ -6,8 +6,10 @@ import json
 import logging
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from importlib.resources import files
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,7 @@ def _write_package(module: nn.Module, example: Tensor, path: Path) -> Tensor:
     import coremltools
 
     image = example.is_floating_point()
-    with warnings.catch_warnings(), torch.no_grad():
+    with warnings.catch_warnings(), torch.no_grad(), redirect_stderr(StringIO()):  # progress bars
         warnings.simplefilter("ignore")
         program = torch.export.export(module.eval(), (example,)).run_decompositions({})
         wanted, found = module(example), program.module()(example)

@@ -31,7 +31,8 @@ IMMICH_PYTHON, SCREENSHOT = os.environ.get("IMMICH_PYTHON", "python3"), os.envir
 PROGRAMS = Path(__file__).with_name("programs")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLOAT16 = 10  # in the data types of Core ML programs
-TEXTS = ["a dog runs on the grass", "two children play in the snow!", "a red car", "people at the beach"]
+LABELS = "a dog runs on the grass,two children play in the snow!,a red car,people at the beach"
+TEXTS = os.environ.get("LABELS", LABELS).split(",")
 pytestmark = pytest.mark.skipif("NODE_FOLDER" not in os.environ, reason="`make test-export` runs it")
 
 
@@ -117,7 +118,7 @@ def test_a_page_in_chromium_classifies_without_a_network(model: Path, photo: Pat
     try:
         with playwright.sync_playwright() as running:
             browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=120_000)
-            page = browser.new_page(viewport={"width": 800, "height": 420})
+            page = browser.new_page(viewport={"width": 800, "height": 450})
             page.route(lambda url: not url.startswith((here, "blob:", "data:")), lambda route: route.abort())
             page.goto(f"{here}/page.html?{query}", timeout=120_000)
             page.wait_for_function("window.result || window.failure", timeout=300_000)
