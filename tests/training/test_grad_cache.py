@@ -62,7 +62,7 @@ def make(micro_batch: int, captions: int, objective: str) -> tuple[TwoTowers, li
     positive = torch.arange(IMAGES)[:, None] == torch.arange(captions) % IMAGES
 
     def loss(image: Tensor, text: Tensor) -> Tensor:
-        return OBJECTIVES[objective](Features(image, text, model.logit_scale.exp(), model.logit_bias), positive, 0.0)
+        return OBJECTIVES[objective](Features(image, text, model.logit_scale.exp(), model.logit_bias), positive)
 
     return model, towers, loss
 
