@@ -16,15 +16,31 @@ from small_run import SERVER, Command
 from torch.distributed import TCPStore
 
 from m1clip.training.distributed import TIMEOUT_VARIABLE, Ranks, connect
+from m1clip.training.step import TrainStep
+
+Gate = tuple[int, Path]  # a step, before which ranks wait until the file exists
 
 
-def join_ranks(rank: int, size: int, port: int, timeout: float = 600) -> Ranks:
+def join_ranks(rank: int, size: int, port: int, timeout: float = 600, gate: Gate | None = None) -> Ranks:
     """Make this process a rank, as torchrun does."""
+    if gate is not None:
+        _wait_at(*gate)
     ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, TIMEOUT_VARIABLE: timeout}
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     os.environ |= {name: str(value) for name, value in (ranks | store).items()}
     torch.set_num_threads(1)
     return connect()
+
+
+def _wait_at(gate: int, file: Path) -> None:
+    train = TrainStep.__call__
+
+    def wait_and_train(self: TrainStep, batch: Any, step: int) -> Any:
+        while step == gate and not file.exists():
+            time.sleep(0.005)
+        return train(self, batch, step)
+
+    TrainStep.__call__ = wait_and_train  # type: ignore[method-assign]
 
 
 def new_store() -> TCPStore:
@@ -58,10 +74,10 @@ def _work(rank: int, size: int, port: int, folder: Path, work: Callable[..., Any
     torch.save(result, folder / f"result-{rank}")
 
 
-def start_ranks(commands: list[list[str]], cwd: Path, timeout: float = 600) -> list[Command]:
+def start_ranks(commands: list[list[str]], cwd: Path, timeout: float = 600, gate: Gate | None = None) -> list[Command]:
     """`m1clip WORDS` on each rank; rank r runs the r-th command."""
     STORES.append(new_store())
-    place = (len(commands), STORES[-1].port, timeout)
+    place = (len(commands), STORES[-1].port, timeout, gate)
     return [Command(*words, cwd=cwd, prepare=partial(join_ranks, rank, *place)) for rank, words in enumerate(commands)]
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 import torch
 from ranks import start_ranks
 from small_run import ROOT, Command, environment, run_small, small_arguments, tensors_of
+
+from m1clip.runlog import parse
 
 TINY: dict[str, Any] = {
     "model.patch_size": 16,
@@ -34,6 +37,14 @@ def saved(run: Path) -> set[int]:
 def records(run: Path, kind: str) -> list[dict[str, Any]]:
     lines = (run / "run.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def reached(run: Path, step: int, session: int = 0) -> bool:
+    """Whether the log has this step in a session; sessions before it may have it too."""
+    lines = (run / "run.jsonl").read_bytes().splitlines() if (run / "run.jsonl").is_file() else []
+    kinds = [(line["kind"], line.get("step")) for line in map(parse, lines) if line is not None]
+    starts = [place for place, (kind, _) in enumerate(kinds) if kind == "start"]
+    return len(starts) > session and ("step", step) in kinds[starts[session] :]
 
 
 def assert_same_training(run: Path, undisturbed: Path) -> None:
@@ -62,13 +73,14 @@ def disturb(tmp_path: Path, undisturbed: Path, kills: int, draw: random.Random) 
     """Kill a random rank again and again, each time with another number of ranks; then finish."""
     run = tmp_path / "run"
     words = ["train", *small_arguments(TINY), "--run", str(run)]
-    for _ in range(kills):
-        size = draw.choice([2, 3])
-        ranks = start_ranks([words] * size, tmp_path)
-        before, victim = max(saved(run), default=0), draw.choice(ranks)
-        until = min(before + 2 * draw.randint(0, 1), STEPS - 2)
-        victim.wait_until(lambda until=until: (run / "run.jsonl").is_file() and max(saved(run), default=0) >= until)
+    for number in range(kills):
+        # Ranks wait before a step until the victim is killed: the test does not depend on how fast they are.
+        step, gate = draw.randint(1, 2) + max(saved(run), default=0), tmp_path / f"gate-{number}"
+        ranks = start_ranks([words] * draw.choice([2, 3]), tmp_path, gate=(step, gate))
+        victim = draw.choice(ranks)
+        victim.wait_until(partial(reached, run, step, number))
         victim.send_signal(signal.SIGKILL, group=True)
+        gate.touch()
         codes = wait_all(ranks)
         assert all(codes), "the others end too"
         errors = [error for command in ranks for error in command.read()[1].splitlines() if error]
@@ -94,9 +106,11 @@ def test_many_kills(tmp_path: Path, undisturbed: Path, counts: dict[str, float])
 def test_signal_to_one_rank_stops_all_with_one_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
     run = tmp_path / "run"
     words = ["train", *small_arguments({**TINY, "train.save_every": 100}), "--run", str(run)]
-    ranks = start_ranks([words] * 2, tmp_path)
-    ranks[1].wait_until(lambda: (run / "run.jsonl").is_file() and records(run, "step"))
+    gate = tmp_path / "gate"
+    ranks = start_ranks([words] * 2, tmp_path, gate=(3, gate))
+    ranks[1].wait_until(lambda: reached(run, 3))
     ranks[1].send_signal(signal.SIGTERM)
+    gate.touch()
     assert wait_all(ranks) == [143, 143]
     assert len(saved(run)) == 1
     assert [record["event"] for record in records(run, "event")] == ["stopped by signal 15"]
@@ -111,7 +125,7 @@ def test_hanging_rank_is_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
     changes = {**TINY, "train.steps": 100_000, "train.save_every": 100_000}
     ranks = start_ranks([["train", *small_arguments(changes), "--run", str(run)]] * 2, tmp_path, timeout=10)
-    ranks[1].wait_until(lambda: (run / "run.jsonl").is_file() and records(run, "step"))
+    ranks[1].wait_until(lambda: reached(run, 10))
     ranks[1].send_signal(signal.SIGSTOP)
     assert ranks[0].wait(200) == 2
     error = ranks[0].read()[1]
