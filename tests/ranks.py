@@ -82,3 +82,10 @@ def start_ranks(commands: list[list[str]], cwd: Path, timeout: float = 600, gate
 
 
 STORES: list[TCPStore] = []  # needed for as long as their ranks run
+
+
+if __name__ == "__main__":  # started by torchrun
+    from m1clip.cli.main import main
+
+    _wait_at(int(os.environ["GATE_STEP"]), Path(os.environ["GATE_FILE"]))
+    main()

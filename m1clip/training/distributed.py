@@ -176,7 +176,7 @@ class Ranks:
         if self.size == 1:
             return work()
         found: list[Any] = [None]
-        key = f"m1clip/first/{self._count()}"
+        key = f"first/{self._count()}"
         assert self.store is not None
         if self.rank == 0:
             try:
@@ -200,8 +200,8 @@ class Ranks:
             return [value]
         assert self.store is not None
         count = self._count()
-        self.store.set(f"m1clip/there/{count}/{self.rank}", "")
-        while not self.store.check([f"m1clip/there/{count}/{rank}" for rank in range(self.size)]):
+        self.store.set(f"there/{count}/{self.rank}", "")
+        while not self.store.check([f"there/{count}/{rank}" for rank in range(self.size)]):
             time.sleep(POLL_SECONDS)
         found: list[Any] = [None] * self.size
         with self._watched():
@@ -271,7 +271,7 @@ class Ranks:
     def _lost(self, error: RuntimeError) -> Exception:
         """Those that do not report within a few seconds are lost."""
         assert self.store is not None
-        keys = [f"m1clip/lost/{rank}" for rank in range(self.size)]
+        keys = [f"lost/{rank}" for rank in range(self.size)]
         deadline, missing = time.monotonic() + REPORT_SECONDS, list(range(self.size))
         with contextlib.suppress(RuntimeError):  # the store may have ended too
             self.store.set(keys[self.rank], "")
@@ -314,9 +314,13 @@ def connect() -> Ranks:
             )
         torch.cuda.set_device(local)
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=seconds), rank=rank, world_size=size)
+    timeout = timedelta(seconds=seconds)
+    store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+    # torchrun's store outlives its ranks: after a restart it still has the addresses of those before.
+    attempt = f"m1clip/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}"
+    store = dist.PrefixStore(attempt, store)
+    dist.init_process_group(backend, store=store, timeout=timeout, rank=rank, world_size=size)
     atexit.register(dist.destroy_process_group)
-    store = dist.distributed_c10d._get_default_store()
     names = tuple(Ranks(rank, size, store).gather_objects(f"process {os.getpid()} on {socket.gethostname()}"))
     ranks = Ranks(rank, size, store, names, seconds, 1)
     clocks = ranks.gather_objects(time.time())  # all have arrived, so that these are the same moment

@@ -146,24 +146,16 @@ def test_other_settings_on_one_rank_are_refused(tmp_path: Path) -> None:
 @pytest.mark.long("torchrun restarts ranks of which one was killed: the same training")
 def test_torchrun_restarts_and_continues(tmp_path: Path, undisturbed: Path, counts: dict[str, float]) -> None:
     run = tmp_path / "run"
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--max-restarts",
-        "1",
-        "-m",
-        "--",
-    ]
-    words = ["m1clip", "train", *small_arguments({**TINY, "train.save_every": 1}), "--run", str(run)]
-    with subprocess.Popen([sys.executable, *torchrun, *words], cwd=ROOT, env=environment()) as process:
-        while process.poll() is None and not saved(run):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--"]
+    words = [f"{ROOT}/tests/ranks.py", "train", *small_arguments(TINY), "--run", str(run)]
+    gate = {"GATE_STEP": "4", "GATE_FILE": str(tmp_path / "gate")}
+    with subprocess.Popen([sys.executable, *torchrun, *words], cwd=tmp_path, env=environment() | gate) as process:
+        while process.poll() is None and not reached(run, 4):
             time.sleep(0.05)
-        ranks = [child for child in psutil.Process(process.pid).children() if "m1clip" in child.cmdline()]
+        ranks = [child for child in psutil.Process(process.pid).children() if words[0] in child.cmdline()]
         assert len(ranks) == 2
         ranks[1].kill()
+        (tmp_path / "gate").touch()
         assert process.wait(300) == 0
     assert [record["step"] > 0 for record in records(run, "start")] == [False, True]
     assert_same_training(run, undisturbed)
