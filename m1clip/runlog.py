@@ -131,10 +131,8 @@ def _figure(value: Any) -> bool:
 
 
 def _analysis(value: Any) -> bool:
-    parts = ("difficulty", "length", "groups")
-    return matches_schema(value, dict) and all(
-        matches_schema(value[name], {str: (float, int)}) for name in parts if name in value
-    )
+    difficulty = value.get("difficulty", {}) if isinstance(value, dict) else None
+    return matches_schema(difficulty, {str: (float, int)})
 
 
 FIGURES = (

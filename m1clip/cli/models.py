@@ -14,8 +14,6 @@ from m1clip.export import Precision, Target
 from m1clip.io import read_small
 
 if TYPE_CHECKING:
-    from m1clip.evaluation.evaluate import Evaluator
-    from m1clip.inference.encoder import SplitFeatures
     from m1clip.training.progress import Screen
 
 
@@ -56,12 +54,16 @@ def evaluate(
     probe
         With --classes: also train a linear probe on 70% of the image features and evaluate it on the rest.
     analysis
-        Also show what the model gets right and wrong: by caption difficulty and length, by image content (synthetic
-        images), the geometry of the embedding space, and the worst confusions.
+        Also show the geometry of the embedding space, the accuracy by similarity of the wrong caption, and the worst
+        confusions.
     device
         Device to run on.
     """
+    from m1clip.evaluation.analysis import analysis_table, analyze
     from m1clip.evaluation.evaluate import open_split
+    from m1clip.evaluation.examples import confusion_examples, retrieval_grid
+    from m1clip.formatting import table
+    from m1clip.io import write_json
     from m1clip.training.progress import Screen
     from m1clip.training.run import decode_plan
 
@@ -75,24 +77,15 @@ def evaluate(
     name = f"{split}{'-other-data' if source else ''}"
     screen.say(f"\n{model}, {split} split\n\n{evaluator.scores(features)}\n")
     grid = folder / f"retrieval-{name}.png"
-    evaluator.save_grid(features, grid)
+    retrieval_grid(evaluator.data, features, split, grid)
     screen.say(f"image      {grid}")
-    if analysis:
-        _analyze(screen, evaluator, features, folder / f"analysis-{name}.json")
-
-
-def _analyze(screen: Screen, evaluator: Evaluator, features: SplitFeatures, path: Path) -> None:
-    from m1clip.evaluation.analysis import analysis_tables
-    from m1clip.formatting import table
-    from m1clip.io import write_json
-
-    found = evaluator.analysis(features)
-    found["confusions"] = evaluator.confusions(features)
-    write_json(path, found)
-    screen.say(f"\n{analysis_tables(found)}\n")
-    if found["confusions"]:
-        screen.say(f"Worst confusions\n\n{table(('caption', 'retrieved an image of'), found['confusions'])}\n")
-    screen.say(f"analysis   {path}")
+    if not analysis:
+        return
+    found = {**analyze(*features[:4]), "confusions": confusion_examples(evaluator.data, features)}
+    write_json(folder / f"analysis-{name}.json", found)
+    confused = [(each["caption"], each["truth"]) for each in found["confusions"]]
+    screen.say(f"\n{analysis_table(found)}\n\n{table(('worst confusions', 'retrieved an image of'), confused)}\n")
+    screen.say(f"analysis   {folder / f'analysis-{name}.json'}")
 
 
 def _zero_shot(
@@ -105,8 +98,7 @@ def _zero_shot(
     device: str,
     folder: Path,
 ) -> None:
-    from m1clip.evaluation.figures import confusion_figure
-    from m1clip.evaluation.zeroshot import zero_shot
+    from m1clip.evaluation.zeroshot import confusion_figure, zero_shot
     from m1clip.hardware.device import choose_device
     from m1clip.hardware.facts import read_facts
     from m1clip.inference import load

@@ -10,6 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from m1clip.cli.app import app
+from m1clip.errors import UserError
 
 RUNS = Path("runs")
 Flag = Annotated[bool, Parameter(negative="")]
@@ -25,13 +26,13 @@ def monitor(
 ) -> None:
     """Monitor running or finished runs, in this terminal or with --web in a browser.
 
-    Without a name it shows the run that is training now, or else the newest in runs/. Closing it never affects
-    the run. Keys in the terminal: q quit, p pause, m next metric, r next recall, n next run, b previous run.
+    Without a name it shows the run that is training now, or else the newest in runs/. Ctrl-C closes it and never
+    affects the run.
 
     Parameters
     ----------
     runs
-        Run folders, or a folder of runs.
+        Run folders, or a folder of runs; the terminal shows the run of a folder that is training, or the newest.
     web
         Serve a page at http://127.0.0.1:PORT with zoomable plots, overlaid runs and retrieval examples.
     port
@@ -41,21 +42,22 @@ def monitor(
     once
         Print the screen once as plain text, for pipes and logs.
     """
-    from m1clip.monitor.status import find_runs, newest_run, require_run
-
     if web:
         from m1clip.web.server import serve
 
         serve(list(runs) or [RUNS], port, browser)
         return
     from m1clip.monitor import terminal
+    from m1clip.monitor.status import newest_run, require_run
 
-    found = [run for each in runs for run in (find_runs(each) or [require_run(each)])] or [newest_run(RUNS)]
-    if not once:
-        terminal.monitor(found)
-        return
-    for run in found:
-        print(terminal.once(run))
+    found = [newest_run(run) if run.is_dir() else require_run(run) for run in runs or [RUNS]]
+    if once:
+        for run in found:
+            print(terminal.once(run))
+    elif len(found) > 1:
+        raise UserError("the terminal shows one run; --web shows several in one page")
+    else:
+        terminal.monitor(found[0])
 
 
 @app.command
@@ -104,7 +106,6 @@ def report(*runs: Path, out: Annotated[Path | None, Parameter(name=["--out", "-o
     out
         The file to write; default: report.html in the first run's folder.
     """
-    from m1clip.errors import UserError
     from m1clip.formatting import size
     from m1clip.monitor.report import NO_PLOTS, has_matplotlib, write_report
     from m1clip.monitor.status import require_run

@@ -13,16 +13,26 @@ import torch
 from torch import Tensor
 
 from m1clip.evaluation.retrieval import TIE, is_match, nearest
-from m1clip.evaluation.statistics import Metric, Scores, metrics_of
+from m1clip.evaluation.statistics import Scores, metrics_of
 from m1clip.formatting import percent, table
 
 Fraction = list[float]
 
 MAX_CAPTIONS = 256  # compared with each other by `difficulty_by_similarity`
 MAX_POINTS = 1024  # compared with each other by `uniformity`
-HARD, MEDIUM = 0.9, 0.5  # quantiles of similarity: the top tenth is hard, the lower half easy
+HARD, MEDIUM = 0.9, 0.5  # quantiles of similarity
 DIFFICULTIES = ("easy", "medium", "hard")
-LENGTHS = ("short", "middle", "long")
+
+
+def analyze(image: Tensor, text: Tensor, image_index: Tensor, keys: Tensor) -> dict[str, Any]:
+    """The analysis for the run log; nothing is encoded for it."""
+    return {
+        "alignment": round(alignment(image, text, image_index), 5),
+        "uniformity_image": round(uniformity(image), 5),
+        "uniformity_text": round(uniformity(text), 5),
+        "modality_gap": round(modality_gap(image, text), 5),
+        "difficulty": difficulty_by_similarity(image, text, image_index, keys),
+    }
 
 
 def alignment(image: Tensor, text: Tensor, image_index: Tensor) -> float:
@@ -55,36 +65,9 @@ def difficulty_by_similarity(
         return {}
     wins = (scores.diagonal()[:, None] > scores + TIE)[negative]
     medium, hard = similarity.quantile(torch.tensor([MEDIUM, HARD])).tolist()
-    groups = (similarity < medium, (similarity >= medium) & (similarity < hard), similarity >= hard)
-    return fraction_by_group(wins, dict(zip(DIFFICULTIES, groups, strict=True)))
-
-
-def fraction_by_group(hits: Tensor, groups: Mapping[str, Tensor]) -> dict[str, Fraction]:
-    """Fraction of hits (n,) bool in each group, a mask (n,); empty groups are left out."""
-    return {
-        name: [round(float(hits[group].float().mean()), 5), int(group.sum())]
-        for name, group in groups.items()
-        if bool(group.any())
-    }
-
-
-def recall_by_length(rank: Tensor, lengths: Tensor) -> dict[str, Fraction]:
-    """recall@1 of the shortest, the middle and the longest third of the captions."""
-    low, high = lengths.float().quantile(torch.tensor([1 / 3, 2 / 3])).tolist()
-    if low == high:
-        return fraction_by_group(rank == 1, {"all": torch.ones_like(rank, dtype=torch.bool)})
-    thirds = (lengths <= low, (lengths > low) & (lengths <= high), lengths > high)
-    return fraction_by_group(rank == 1, dict(zip(LENGTHS, thirds, strict=True)))
-
-
-def group_masks(labels: Sequence[Mapping[str, Sequence[str]]], image_index: Tensor) -> dict[str, Tensor]:
-    """From the labels of each image, {"color": ["red", "blue"]}, a mask over captions for "color/red" and so on."""
-    members: dict[str, list[int]] = {}
-    for image, attributes in enumerate(labels):
-        for attribute, values in attributes.items():
-            for value in values:
-                members.setdefault(f"{attribute}/{value}", []).append(image)
-    return {name: torch.isin(image_index, torch.tensor(images)) for name, images in sorted(members.items())}
+    level = (similarity >= medium).int() + (similarity >= hard)
+    parts = [(name, wins[level == number]) for number, name in enumerate(DIFFICULTIES)]
+    return {name: [round(float(part.float().mean()), 5), len(part)] for name, part in parts if len(part)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,30 +98,21 @@ def confusions(
 
 
 def negatives_accuracy(
-    image: Tensor,
-    caption: Tensor,
-    negative: Tensor,
-    image_index: Tensor,
-    difficulty: Sequence[str],
-    changed: Sequence[str | None],
+    image: Tensor, caption: Tensor, negative: Tensor, image_index: Tensor, changed: Sequence[str]
 ) -> Scores:
     """How often an image scores its true caption above a negative one; chance is 1/2.
 
-    image: (n, d); caption, negative: (m, d), the true and the negative caption of image image_index[j], with the
-    negative's difficulty and the attribute it changes (None: not counted by attribute).
+    image: (n, d); caption, negative: (m, d), the true and the negative caption of image image_index[j], which differ
+    in the attribute changed[j].
     """
     with torch.autocast(image.device.type, enabled=False):
         own = image.float()[image_index]
         true, false = ((own * each.float()).sum(dim=1) for each in (caption, negative))
     hits = true > false + TIE  # a tie or a NaN is a miss
-    groups = {f"negatives/{name}": [each == name for each in difficulty] for name in DIFFICULTIES}
-    attributes = sorted({name for name in changed if name is not None})
-    groups |= {f"negatives/changed_{name}": [each == name for each in changed] for name in attributes}
-    metrics: list[Metric] = []
-    for name, members in groups.items():
-        mask = torch.tensor(members)
-        if bool(mask.any()):
-            metrics += metrics_of([name], hits[mask][:, None], [0.5], image_index[mask])
+    metrics = metrics_of(["negatives"], hits[:, None], [0.5], image_index)
+    for name in sorted(set(changed)):
+        mask = torch.tensor([each == name for each in changed])
+        metrics += metrics_of([f"negatives/changed_{name}"], hits[mask][:, None], [0.5], image_index[mask])
     return Scores(tuple(metrics))
 
 
@@ -153,22 +127,12 @@ GEOMETRY = {
     "uniformity_text": "how evenly captions spread",
     "modality_gap": "distance between the mean image and the mean caption",
 }
-TITLES = {
-    "difficulty": "Accuracy against other captions, by similarity (easy: lower half, hard: top tenth)",
-    "length": "Recall@1 text to image, by length of the caption (thirds)",
-    "groups": "Recall@1 text to image, by content of the image, weakest first",
-}
+SIMILARITY = {"easy": "the lower half by similarity", "medium": "the middle", "hard": "the top tenth"}
 
 
-def analysis_tables(analysis: dict[str, Any]) -> str:
-    """Tables of the geometry of the embedding space and of each breakdown."""
-    geometry = [(name.replace("_", " "), f"{analysis[name]:.3f}", meaning) for name, meaning in GEOMETRY.items()]
-    tables = [f"Embedding space\n\n{table(('figure', 'value', 'meaning'), geometry)}"]
-    for key, title in TITLES.items():
-        rows = list(analysis.get(key, {}).items())
-        if key == "groups":
-            rows.sort(key=lambda row: (row[0].partition("/")[0], row[1][0]))
-        cells = [(name.replace("_", " ").replace("/", ": "), percent(value), f"{n:,}") for name, (value, n) in rows]
-        if cells:
-            tables.append(f"{title}\n\n{table(('group', 'fraction', 'n'), cells)}")
-    return "\n\n".join(tables)
+def analysis_table(analysis: Mapping[str, Any]) -> str:
+    """The geometry of the embedding space, and the accuracy by similarity of the wrong caption."""
+    rows = [(name.replace("_", " "), f"{analysis[name]:.3f}", meaning) for name, meaning in GEOMETRY.items()]
+    for name, (value, n) in analysis["difficulty"].items():
+        rows.append((f"accuracy, {name}", percent(value), f"against {n:,} other captions, {SIMILARITY[name]}"))
+    return table(("figure", "value", "meaning"), rows)

@@ -1,13 +1,12 @@
-"""Evaluating a model on a split: scores, analysis and figures."""
+"""Evaluating a model on a split."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,23 +16,11 @@ from m1clip.config import Config, load_config
 from m1clip.data.cache import DecodePlan
 from m1clip.data.prepare import Split, load_split, open_data
 from m1clip.data.synthetic.captions import negatives
-from m1clip.data.synthetic.scene import Scene
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.data.types import Source
 from m1clip.errors import UserError
-from m1clip.evaluation.analysis import (
-    alignment,
-    confusions,
-    difficulty_by_similarity,
-    fraction_by_group,
-    group_masks,
-    modality_gap,
-    negatives_accuracy,
-    recall_by_length,
-    uniformity,
-)
-from m1clip.evaluation.figures import GridRow, retrieval_grid
-from m1clip.evaluation.retrieval import is_match, nearest, ranks, retrieval
+from m1clip.evaluation.analysis import negatives_accuracy
+from m1clip.evaluation.retrieval import retrieval
 from m1clip.evaluation.statistics import Scores
 from m1clip.hardware.device import Device, choose_device, choose_precision, threads
 from m1clip.hardware.facts import Facts, read_facts, usable_cpus
@@ -42,8 +29,6 @@ from m1clip.inference.encoder import Model, SplitFeatures, encode_split, split_f
 from m1clip.inference.onnx import OnnxModel
 
 ONNX_BATCH = 16  # images
-GRID_ROWS, GRID_COLUMNS = 8, 5
-CONFUSIONS = 8
 
 
 def evaluate(
@@ -153,51 +138,8 @@ class Evaluator:
             vectors[[row[negative.truth] for _, negative in asked]],
             vectors[[row[negative.caption] for _, negative in asked]],
             torch.tensor([index for index, _ in asked]),
-            [negative.difficulty for _, negative in asked],
-            [negative.changed[0] if negative.difficulty == "hard" else None for _, negative in asked],
+            [negative.changed for _, negative in asked],
         )
-
-    def analysis(self, features: SplitFeatures) -> dict[str, Any]:
-        """The analysis for the run log; nothing is encoded for it."""
-        image, text, image_index, keys, _ = features
-        rank = ranks(image, text, image_index, keys).text_to_image
-        found: dict[str, Any] = {
-            "alignment": round(alignment(image, text, image_index), 5),
-            "uniformity_image": round(uniformity(image), 5),
-            "uniformity_text": round(uniformity(text), 5),
-            "modality_gap": round(modality_gap(image, text), 5),
-            "difficulty": difficulty_by_similarity(image, text, image_index, keys),
-            "length": recall_by_length(rank, torch.from_numpy(self.data.captions.lengths)),
-        }
-        if isinstance(self.source, SyntheticSource):
-            labels = [scene_labels(self.source.scene_of[sample.id]) for sample in self.data.samples]
-            found["groups"] = fraction_by_group(rank == 1, group_masks(labels, image_index))
-        return found
-
-    def save_grid(self, features: SplitFeatures, path: Path) -> None:
-        """An image of captions, from the best to the worst rank, and what they retrieve."""
-        image, text, image_index, keys, _ = features
-        rank = ranks(image, text, image_index, keys).text_to_image
-        order = rank.argsort(stable=True)[np.linspace(0, len(rank) - 1, min(GRID_ROWS, len(rank))).astype(int)]
-        scores, found = nearest(text[order], image, GRID_COLUMNS)
-        correct = is_match(found, keys[order][:, None], image_index, keys)
-        rows = [
-            GridRow(
-                query=caption_text(self.data, int(caption)),
-                images=self.data.images.read(found[row].numpy()),
-                correct=correct[row].tolist(),
-                scores=scores[row].tolist(),
-                rank=int(rank[caption]),
-            )
-            for row, caption in enumerate(order)
-        ]
-        title = f"{len(image):,} images of the {self.split} split: the best {found.shape[1]} for each caption"
-        retrieval_grid(rows, path, title)
-
-    def confusions(self, features: SplitFeatures) -> list[list[str]]:
-        """The captions with the worst confusions, each with a caption of the image it retrieved."""
-        worst = confusions(*features[:4], limit=CONFUSIONS)
-        return [[caption_text(self.data, each.caption), self.data.samples[each.found].captions[0]] for each in worst]
 
 
 def encode_split_onnx(model: OnnxModel, split: Split, image_rows: int | None = None) -> SplitFeatures:
@@ -208,23 +150,3 @@ def encode_split_onnx(model: OnnxModel, split: Split, image_rows: int | None = N
     blocks = [model.pixels(split.images.read(rows[at : at + ONNX_BATCH])) for at in range(0, len(rows), ONNX_BATCH)]
     text = model.tokens(captions.tokens[:texts], captions.lengths[:texts], 4 * ONNX_BATCH)
     return split_features(torch.from_numpy(np.concatenate(blocks)), torch.from_numpy(text), captions)
-
-
-def caption_text(data: Split, caption: int) -> str:
-    """The text of a caption, by its index."""
-    image = int(data.captions.image_index[caption])
-    return data.samples[image].captions[caption - int(data.captions.first[image])]
-
-
-def scene_labels(scene: Scene) -> Mapping[str, Sequence[str]]:
-    """What a synthetic image shows, by attribute."""
-    things = scene.things
-    return {
-        "category": [thing.category for thing in things],
-        "object": [thing.kind for thing in things],
-        "color": [thing.color for thing in things],
-        "count": [str(thing.count) for thing in things],
-        "size": [thing.size for thing in things],
-        "position": [thing.position for thing in things],
-        "time": [scene.time],
-    }

@@ -1,4 +1,4 @@
-"""Zero-shot classification by class names, and a linear probe."""
+"""Zero-shot classification by class names, its confusion matrix, and a linear probe."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from m1clip.data.cache import decode_images
 from m1clip.data.images import FileImage
 from m1clip.data.sources.base import walk_images
 from m1clip.errors import UserError
+from m1clip.evaluation.examples import safe_text
 from m1clip.evaluation.statistics import Scores, metrics_of
 from m1clip.hardware.facts import usable_cpus
 from m1clip.inference.encoder import Model
@@ -139,3 +140,24 @@ def stratified_test_mask(labels: Tensor, seed: int) -> Tensor:
         count = max(round(TEST_FRACTION * len(rows)), min(1, len(rows) - 1))
         chosen[rows[torch.randperm(len(rows), generator=generator)[:count]]] = True
     return chosen
+
+
+def confusion_figure(counts: Tensor, names: Sequence[str], path: Path, title: str) -> None:
+    """Write a PNG of counts (classes, classes), rows the truth; a cell is as dark as its fraction of the row."""
+    from matplotlib.figure import Figure
+
+    classes = len(names)
+    side = min(16.0, 3 + 0.4 * classes)
+    figure = Figure(figsize=(side, side), layout="constrained")
+    axes = figure.subplots()
+    fractions = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
+    axes.imshow(fractions.numpy(), cmap="Greens", vmin=0, vmax=1)
+    axes.set(title=safe_text(title), xlabel="predicted class", ylabel="true class")
+    if classes <= 40:  # more labels would be unreadable
+        labels = [safe_text(name)[:30].replace("$", r"\$") for name in names]
+        axes.set_xticks(range(classes), labels, rotation=90)
+        axes.set_yticks(range(classes), labels)
+        for row, column in counts.nonzero().tolist():
+            color = "white" if fractions[row, column] > 0.6 else "black"
+            axes.text(column, row, str(int(counts[row, column])), ha="center", va="center", color=color)
+    figure.savefig(path, dpi=100)

@@ -14,9 +14,7 @@ from typing import Any, TypeVar
 from m1clip.io import is_well_formed, matches_schema, open_regular, read_small
 from m1clip.runlog import NAME, Record, parse, selection_metric
 
-BLOCK = 8 << 20  # bytes read at a time
-PARSE_ALL = 16 << 20  # bytes; in a longer backlog only a fraction of the steps is parsed
-EDGE = 64  # lines at both ends of a block that are always parsed
+BLOCK = 1 << 20  # bytes read at a time
 LONGEST_LINE = 4 << 20  # bytes; anything longer is not a record
 POINTS, EVALUATIONS, EVENTS, RECENT, FIRST = 2000, 500, 200, 60, 12
 # "step": forward, backward and optimizer together, where a step is replayed as a CUDA graph
@@ -125,23 +123,17 @@ class History:
         return self
 
     def _read_log(self) -> None:
-        """Add all new records; of a very long backlog only a part of the steps, evenly spread."""
+        """Add all new records."""
         with open_regular(self.path, self.run) as file:
             self.problem = ""
-            size = file.seek(0, 2)
-            every = max(1, (size - self._offset) // PARSE_ALL)
             file.seek(self._offset)
-            while block := file.read(min(BLOCK, size - self._offset)):
+            while block := file.read(BLOCK):
                 self._offset += len(block)
                 lines = (self._partial_line + block).split(b"\n")
                 self._partial_line = lines.pop()
                 if len(self._partial_line) > LONGEST_LINE:
                     self._partial_line = b""
-                for index, line in enumerate(lines):
-                    at_edge = min(index, len(lines) - 1 - index) < EDGE
-                    if not line or not (at_edge or index % every == 0 or b'"kind":"step"' not in line):
-                        continue
-                    record = parse(line)
+                for record in map(parse, filter(None, lines)):
                     if record is None:
                         self.invalid += 1
                     else:

@@ -27,8 +27,6 @@ from m1clip.monitor.history import EVALUATION_FIGURES, PHASES, STEP_FIGURES, His
 from m1clip.monitor.status import elapsed, status_of
 from m1clip.runlog import SELECTION
 
-LEVELS = ("easy", "medium", "hard")
-GEOMETRY = ("alignment", "uniformity_image", "uniformity_text", "modality_gap")
 GRID_WIDTH = 1000  # pixels of the retrieval grid; a wider one is scaled down
 COLORS = ("#0b8ba3", "#e8590c", "#7d5fff", "#2f9e44", "#d6336c", "#b58100", "#1c7ed6", "#868e96")
 INK = "#76818f"  # text of a plot: readable on white and on the dark theme
@@ -71,9 +69,10 @@ def has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def plot(title: str, alt: str, draw: Callable[[Any], None], height: float = 2.5) -> str:
-    """A figure with its title, drawn by matplotlib as SVG; "" if matplotlib is missing."""
-    if not has_matplotlib():
+def plot(title: str, curves: Sequence[Curve], log: bool = False) -> str:
+    """A line plot with confidence bands, drawn by matplotlib as SVG; "" if nothing was measured."""
+    curves = [curve for curve in curves if any(y > 0 or not log for _, y in curve.points)]
+    if not curves:
         return ""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -82,29 +81,16 @@ def plot(title: str, alt: str, draw: Callable[[Any], None], height: float = 2.5)
     settings = {"font.size": 8, "svg.fonttype": "none", "axes.axisbelow": True, "text.parse_math": False}
     buffer = io.BytesIO()
     with rc_context({**style, **settings}):
-        figure = Figure(figsize=(4.6, height), layout="constrained")
+        figure = Figure(figsize=(4.6, 2.5), layout="constrained")
         axes = figure.add_subplot()
         axes.spines[["top", "right"]].set_visible(False)
-        draw(axes)
-        figure.savefig(buffer, format="svg", transparent=True)
-    image = html_image(buffer.getvalue(), "svg+xml", f"{title}: {alt}")
-    return f"<figure class='card'><figcaption>{escape(title)}</figcaption>{image}</figure>"
-
-
-def lines(title: str, curves: Sequence[Curve], log: bool = False) -> str:
-    """A line plot with confidence bands; "" if nothing was measured."""
-    curves = [curve for curve in curves if any(y > 0 or not log for _, y in curve.points)]
-    if not curves:
-        return ""
-
-    def draw(axes: Any) -> None:
         for curve in curves:
             xs, ys = zip(*curve.points, strict=True)
-            color, style = COLORS[curve.color % len(COLORS)], "--" if curve.dashed else "-"
-            marker = "o" if len(xs) < 30 else None
-            axes.plot(xs, ys, style, color=color, label=curve.name, marker=marker, markersize=2.5)
+            color, marker = COLORS[curve.color % len(COLORS)], "o" if len(xs) < 30 else None
+            axes.plot(xs, ys, "--" if curve.dashed else "-", color=color, label=curve.name, marker=marker, ms=2.5)
             if len(curve.band) == len(xs):
-                axes.fill_between(xs, *zip(*curve.band, strict=True), color=color, alpha=0.15, linewidth=0)
+                low, high = zip(*curve.band, strict=True)
+                axes.fill_between(xs, low, high, color=color, alpha=0.15, linewidth=0)
         if log:
             axes.set_yscale("log", nonpositive="mask")
             axes.yaxis.set_major_formatter(lambda value, _: number(value))
@@ -113,30 +99,10 @@ def lines(title: str, curves: Sequence[Curve], log: bool = False) -> str:
         axes.set_xlabel("step")
         if len(curves) > 1:
             axes.legend(frameon=False)
-
+        figure.savefig(buffer, format="svg", transparent=True)
     alt = "; ".join(f"{c.name} from {number(c.points[0][1])} to {number(c.points[-1][1])}" for c in curves)
-    return plot(title, alt, draw)
-
-
-def bars(title: str, rows: Sequence[tuple[str, float, str]]) -> str:
-    """Horizontal bars of (label, fraction, text of the fraction); "" without rows."""
-
-    def draw(axes: Any) -> None:
-        labels = [label if len(label) <= 32 else label[:31] + "…" for label, _, _ in rows]
-        drawn = axes.barh(labels, [value for _, value, _ in rows], color=COLORS[0])
-        axes.bar_label(drawn, [text for _, _, text in rows], padding=3)
-        axes.set_xlim(0, 1.3)
-        axes.set_xticks([])
-        axes.invert_yaxis()
-
-    alt = "; ".join(f"{label} {text}" for label, _, text in rows)
-    return plot(title, alt, draw, 0.5 + 0.2 * len(rows)) if rows else ""
-
-
-ANALYSIS_PLOTS = (  # group of figures, their names, title, factor
-    ("analysis/difficulty", LEVELS, "Accuracy by similarity of the wrong caption, %", 100.0),
-    ("analysis", GEOMETRY, "Alignment, uniformity, modality gap", 1.0),
-)
+    image = html_image(buffer.getvalue(), "svg+xml", f"{title}: {alt}")
+    return f"<figure class='card'><figcaption>{escape(title)}</figcaption>{image}</figure>"
 
 
 def curve_plots(histories: Sequence[History]) -> str:
@@ -144,8 +110,7 @@ def curve_plots(histories: Sequence[History]) -> str:
     metrics = " or ".join(dict.fromkeys(SELECTION[h.metric] for h in histories)).capitalize()
     plots = ""
     best = ("", f"{metrics} on validation, % (selects the best model)", 100.0)
-    scores = [figure for figure in EVALUATION_FIGURES if not figure[0].startswith("analysis/")]
-    for name, title, factor in (STEP_FIGURES[0], best, *scores, *STEP_FIGURES[1:]):
+    for name, title, factor in (STEP_FIGURES[0], best, *EVALUATION_FIGURES, *STEP_FIGURES[1:]):
         curves = []
         for color, history in enumerate(histories):
             key, rows = name or history.metric, history.evaluations
@@ -153,26 +118,8 @@ def curve_plots(histories: Sequence[History]) -> str:
             curves.append(Curve(history.name, history.curve(key, factor), color, band=band))
         chance = histories[0].curve(f"{name or histories[0].metric}/chance", factor)
         curves.append(Curve("chance", chance, 7, dashed=True))
-        plots += lines(title, curves, log=name in ("loss", "grad_norm"))
+        plots += plot(title, curves, log=name in ("loss", "grad_norm"))
     return plots
-
-
-def analysis_plots(history: History) -> str:
-    """Difficulty, geometry, image content and step time of one run."""
-    plots = ""
-    for group, names, title, factor in ANALYSIS_PLOTS:
-        figures = [(name.replace("_", " "), history.curve(f"{group}/{name}", factor)) for name in names]
-        plots += lines(title, [Curve(label, points, color) for color, (label, points) in enumerate(figures)])
-    groups: dict[str, list[tuple[str, float, str]]] = {}
-    for name, (value, n) in ((history.evaluations.last or {}).get("analysis") or {}).get("groups", {}).items():
-        attribute, _, word = name.partition("/")
-        groups.setdefault(attribute, []).append((word, value, f"{percent(value)} of {n:,}"))
-    for attribute, rows in groups.items():
-        plots += bars(f"Recall@1 by {attribute}", sorted(rows, key=lambda row: row[1]))
-    sums = {phase: sum(numbers(history.steps, f"seconds/{phase}")) for phase in PHASES}
-    total = sum(sums.values())
-    phases = [(phase, value / total, percent(value / total)) for phase, value in sums.items() if value > 0]
-    return plots + bars("Step time by phase", phases)
 
 
 def scores(history: History) -> tuple[str, dict[str, Any]]:
@@ -224,6 +171,11 @@ def costs(histories: Sequence[History]) -> str:
         values = numbers(history.steps, name)
         return words(statistics.median(values)) if values else "not measured"
 
+    def phases(history: History) -> str:
+        sums = {phase: sum(numbers(history.steps, f"seconds/{phase}")) for phase in PHASES}
+        total = sum(sums.values())
+        return ", ".join(f"{name} {percent(value / total, 0)}" for name, value in sums.items() if value > 0)
+
     def energy(history: History) -> str:
         values = numbers([history.end], "joules_per_epoch")
         return f"{values[0]:,.4g} J" if values else "not measured"
@@ -234,7 +186,7 @@ def costs(histories: Sequence[History]) -> str:
         "training time": lambda h: clock(elapsed(h)),
         "images per second, median": lambda h: median(h, "images_per_second", lambda value: f"{value:,.0f}"),
         "step, median": lambda h: median(h, "step_seconds", duration),
-        "fraction of a step spent on data, median": lambda h: median(h, "data_fraction", percent),
+        "step time by phase": phases,
         "peak memory": lambda h: size(h.end.get("peak_bytes") or h.memory.get("peak")),
         "power, median": lambda h: median(h, "watts", lambda value: f"{value:.1f} W"),
         "energy per epoch": energy,
@@ -268,11 +220,10 @@ def _page(histories: Sequence[History]) -> bytes:
     body = f"<h1>{escape(names)}</h1><p class='hint'>m1clip {version}, {time.strftime('%d %B %Y, %H:%M')}</p>"
     diagnostics = f"<ul class='diagnostics'>{items}</ul>" if items else ""
     body += _section("Summary", diagnostics + summary(histories) + "<h3>Cost</h3>" + costs(histories))
-    note = "" if has_matplotlib() else f"<p class='hint'>{escape(NO_PLOTS)}</p>"
-    body += _section("Curves", note or f"<div class='grid'>{curve_plots(histories)}</div>")
+    plots = f"<div class='grid'>{curve_plots(histories)}</div>" if has_matplotlib() else escape(NO_PLOTS)
+    body += _section("Curves", plots)
     for history in histories:
         run = f": {history.name}" if several else ""
-        body += _section(f"Analysis{run}", note or f"<div class='grid'>{analysis_plots(history)}</div>")
         body += _section(f"Examples{run}", _retrieval_grid(history))
         body += _section(f"Settings{run}", _settings(history))
     style = (resources.files("m1clip.web") / "page" / "style.css").read_text(encoding="utf-8")

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import shutil
 import signal
 import sys
-import termios
 import time
-import tty
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -26,7 +23,7 @@ from rich.text import Text
 from m1clip.errors import UserError
 from m1clip.formatting import clock, duration, number, percent, size, when
 from m1clip.monitor.diagnostics import describe, diagnose
-from m1clip.monitor.history import EVALUATION_FIGURES, PHASES, STEP_FIGURES, History, numbers
+from m1clip.monitor.history import PHASES, STEP_FIGURES, History, numbers
 from m1clip.monitor.status import Status, elapsed, seconds_left, status_of
 from m1clip.runlog import SELECTION, Record
 
@@ -36,33 +33,10 @@ STYLES = {
     **{"good": "green", "warning": "yellow", "error": "bold red", "skipped": "yellow"},
 }
 PHASE_STYLES = dict(zip(PHASES, ("yellow", "magenta", "cyan", "blue", "red", "green", "cyan", "dim"), strict=True))
-KEYS = " q quit   p pause   m metric   r recall   n next run"
-ARROWS = {"\x1b[C": "n", "\x1b[D": "b", "\x1b[A": "M", "\x1b[B": "m", "\t": "m", "\x03": "q", "\x1b": "q", "\x04": "q"}
+FOOTER = " Ctrl-C closes the monitor; the run continues. All metrics: m1clip monitor --web"
 POLL = 0.25  # seconds between two reads of the log
 REDRAW = 2.0  # seconds after which the screen is drawn even if nothing changed
 Part = tuple[str, str]  # text and style
-
-
-@dataclass
-class View:
-    """What is shown."""
-
-    left: int = 0
-    right: int = 0
-    paused: bool = False
-    place: int = 0  # of the run
-    runs: int = 1
-
-    def press(self, key: str | None) -> None:
-        """Act on a key."""
-        if key == "p":
-            self.paused = not self.paused
-        elif key in ("m", "M"):
-            self.left += 1 if key == "m" else -1
-        elif key == "r":
-            self.right += 1
-        elif key in ("n", "b"):
-            self.place = (self.place + (1 if key == "n" else -1)) % self.runs
 
 
 def line(*parts: str | Part) -> Text:
@@ -107,7 +81,6 @@ class Chart:
     title: str
     points: Sequence[tuple[float, float]]
     style: str = ""
-    empty: str = "waiting for the first values"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, height = options.max_width - 1, (options.height or 8) - 1
@@ -119,29 +92,26 @@ class Chart:
         if self.points:
             yield Text(plot(self.points, width, height, unicode), self.style, no_wrap=True)
         else:
-            yield Text("\n" * (height // 2) + self.empty.center(width), "dim")
+            yield Text("\n" * (height // 2) + "waiting for the first values".center(width), "dim")
 
 
-def charts(history: History, view: View, width: int) -> Layout:
-    """A figure of the steps and, if there is space, one of the evaluations."""
-    name, title, factor = STEP_FIGURES[view.left % len(STEP_FIGURES)]
-    empty = "not measured on this machine" if name in ("watts", "celsius") else Chart.empty
-    shown = [Chart(title, history.curve(name, factor), empty=empty)]
+def charts(history: History, width: int) -> Layout:
+    """The loss and, if there is space, the metric that selects the best model."""
+    name, title, factor = STEP_FIGURES[0]
+    shown = [Chart(title, history.curve(name, factor))]
     if width >= 70:
-        choices = ((history.metric, f"{SELECTION[history.metric].capitalize()}, %", 100.0), *EVALUATION_FIGURES)
-        name, title, factor = choices[view.right % len(choices)]
-        chance = numbers([history.evaluations.last or {}], f"{name}/chance")
-        title += f" (chance {percent(chance[0]).removesuffix('%')})" if chance else ""
-        shown.append(Chart(title, history.curve(name, factor), "cyan"))
+        chance = numbers([history.evaluations.last or {}], f"{history.metric}/chance")
+        words = f" (chance {percent(chance[0]).removesuffix('%')})" if chance else ""
+        title = f"{SELECTION[history.metric].capitalize()}, %{words}"
+        shown.append(Chart(title, history.curve(history.metric, 100.0), "cyan"))
     layout = Layout()
     layout.split_row(*(Layout(chart) for chart in shown))
     return layout
 
 
-def head_lines(history: History, status: Status, view: View, width: int, now: float) -> list[RenderableType]:
+def head_lines(history: History, status: Status, width: int, now: float) -> list[RenderableType]:
     """The run's folder and state, its progress and the time left."""
-    place = f"run {view.place + 1} of {view.runs}  " if view.runs > 1 else ""
-    tail = f"* {status.state}  {place}{'PAUSED' if view.paused else ''}"
+    tail = f"* {status.state}"
     name, space = str(history.run), max(8, width - len(tail) - 12)
     name = name if len(name) <= space else "~" + name[-space + 1 :]  # the end of a path matters more than its start
     fraction = history.step / history.total if history.total else 0.0
@@ -228,67 +198,41 @@ def event_lines(history: History, most: int) -> list[Text]:
     ]
 
 
-def frame(history: History, status: Status, view: View, now: float, console: Console) -> RenderableType:
+def frame(history: History, status: Status, now: float, console: Console) -> RenderableType:
     """The screen, as large as the console."""
     width, height = console.size
     if width < SMALLEST[0] or height < SMALLEST[1]:
         return Text(f"window too small\nneeds {SMALLEST[0]}x{SMALLEST[1]}", "bold red")
-    top = head_lines(history, status, view, width, now)
+    top = head_lines(history, status, width, now)
     lower: list[RenderableType] = [*value_lines(history), *time_line(history), *machine_line(history)]
     spare = (height - len(top) - len(lower) - 1) // 5  # most of the screen is for the charts
     found = diagnose(history, now, status.state)[: max(1, spare)]
     lower += [line((f"{each.level:>8}", STYLES[each.level]), f" {each.message}") for each in found]
-    lower += [*event_lines(history, max(2, min(10, spare))), line((KEYS, "dim"))]
+    lower += [*event_lines(history, max(2, min(10, spare))), line((FOOTER, "dim"))]
     screen = Layout()
     screen.split_column(
-        Layout(Group(*top), size=len(top)), Layout(charts(history, view, width)), Layout(Group(*lower), size=len(lower))
+        Layout(Group(*top), size=len(top)), Layout(charts(history, width)), Layout(Group(*lower), size=len(lower))
     )
     return screen
 
 
-@contextlib.contextmanager
-def key_reader() -> Iterator[Callable[[float], str | None]]:
-    """Yield a function that waits up to some seconds for a key press. Signals exit cleanly."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+def monitor(run: Path) -> None:
+    """Show a run in the terminal until Ctrl-C."""
+    if not sys.stdout.isatty():
         raise UserError("the monitor needs a terminal; --once prints the screen once, --web opens a page")
-    before = termios.tcgetattr(sys.stdin)
-
-    def read(seconds: float) -> str | None:
-        if not select.select([sys.stdin], [], [], seconds)[0]:
-            return None
-        pressed = os.read(sys.stdin.fileno(), 32).decode("utf-8", "ignore")
-        return ARROWS.get(pressed, pressed[0]) if pressed else "q"  # end of input: the terminal is gone
-
-    for each in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, lambda received, _: sys.exit(128 + received))
-    try:
-        tty.setcbreak(sys.stdin)
-        yield read
-    finally:
-        with contextlib.suppress(OSError, termios.error):  # the window was closed
-            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-def monitor(runs: Sequence[Path]) -> None:
-    """Show runs in the terminal until `q`."""
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)  # they would prevent resizing
-    histories = [History(run) for run in runs]
-    view, drawn, console = View(runs=len(runs)), None, Console(highlight=False)
-    with key_reader() as read_key, Live(console=console, screen=True, auto_refresh=False) as live:
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, lambda received, _: sys.exit(128 + received))
+    history, drawn, console = History(run), None, Console(highlight=False)
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            history = histories[view.place]
-            if not view.paused:
-                history.poll()
-            status, now = status_of(history), time.time()
-            state = (replace(view), status, console.size, history.last_time, history.step, now // REDRAW)
+            status, now = status_of(history.poll()), time.time()
+            state = (status, console.size, history.last_time, history.step, now // REDRAW)
             if state != drawn:
-                live.update(frame(history, status, view, now, console), refresh=True)
+                live.update(frame(history, status, now, console), refresh=True)
                 drawn = state
-            key = read_key(POLL)
-            if key in ("q", "Q"):
-                return
-            view.press(key)
+            time.sleep(POLL)
 
 
 def once(run: Path, window: tuple[int, int] | None = None) -> str:
@@ -297,5 +241,5 @@ def once(run: Path, window: tuple[int, int] | None = None) -> str:
     console = Console(width=width, height=height, highlight=False, no_color=True)
     history = History(run).poll()
     with console.capture() as capture:
-        console.print(frame(history, status_of(history), View(), time.time(), console))
+        console.print(frame(history, status_of(history), time.time(), console))
     return "\n".join(text.rstrip() for text in capture.get().rstrip().split("\n"))

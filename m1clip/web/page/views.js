@@ -71,18 +71,16 @@ function card(title, id) {
 
 function hint(body, words) { body.className = ""; body.replaceChildren(el("p", { class: "hint" }, words)); }
 
-/* rows: [[name, value, words]], or [heading, null]; none: the text if there are no rows */
-function bars(body, rows, top, none) {
-  if (!rows.length) { hint(body, none); return; }
+/* rows: [[name, value, words]] */
+function bars(body, rows, top) {
+  if (!rows.length) { hint(body, NOTHING); return; }
   const parts = [];
   for (const [name, value, words] of rows) {
-    if (value === null) { parts.push(el("h4", {}, name)); continue; }
     const fill = el("div", {});
     fill.style.width = `${Math.min(100, Math.max(0, 100 * value / (top || 1)))}%`;
     parts.push(el("span", {}, name), el("div", { class: "track", "aria-hidden": "true" }, fill), el("span", {}, words));
   }
-  body.className = rows.length > 12 ? "bars scroll" : "bars";
-  if (rows.length > 12) body.tabIndex = 0; // scrolls with the keyboard
+  body.className = "bars";
   body.replaceChildren(...parts);
 }
 

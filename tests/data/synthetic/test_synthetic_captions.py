@@ -81,30 +81,22 @@ def _differences(one: Scene, other: Scene) -> list[set[str]]:
 
 @given(scene=scenes(), seed=st.integers(0, 2**64 - 1))
 @settings(max_examples=40)
-def test_negatives_change_exactly_the_named_attributes(scene: Scene, seed: int) -> None:
+def test_negatives_change_exactly_the_named_attribute(scene: Scene, seed: int) -> None:
     found = negatives(scene, seed)
+    assert [negative.changed for negative in found] == list(ATTRIBUTES)
     for negative in found:
         assert is_valid(negative.scene)
-        assert set(negative.changed) in _differences(scene, negative.scene)
+        assert {negative.changed} in _differences(scene, negative.scene)
         assert negative.caption not in paraphrases(scene)
         assert negative.caption in paraphrases(negative.scene)
         assert negative.truth in paraphrases(scene)
-    assert [negative.changed for negative in found if negative.difficulty == "hard"] == [(n,) for n in ATTRIBUTES]
-    assert {len(negative.changed) for negative in found if negative.difficulty == "medium"} <= {2, 3}
-    categories = {thing.category for thing in scene.things}
-    for negative in found:
-        if negative.difficulty == "easy":
-            assert negative.changed == ATTRIBUTES
-            assert not categories & {thing.category for thing in negative.scene.things}
-            for before, after in zip(scene.things, negative.scene.things, strict=True):
-                assert all(getattr(before, name) != getattr(after, name) for name in OF_THINGS)
-        if negative.changed == ("kind",):  # a hard change of kind stays in the category
+        if negative.changed == "kind":
             assert sorted(t.category for t in negative.scene.things) == sorted(t.category for t in scene.things)
 
 
 def test_negatives_change_either_thing_of_a_scene() -> None:
     scene = next(scene for scene in sample_scenes("val", 20, seed=0) if len(scene.things) == 2)
-    changed = [n.scene for seed in range(40) for n in negatives(scene, seed) if n.changed == ("color",)]
+    changed = [n.scene for seed in range(40) for n in negatives(scene, seed) if n.changed == "color"]
     assert {scene.things.index(t) for each in changed for t in each.things if t in scene.things} == {0, 1}
 
 

@@ -1,0 +1,179 @@
+"""Examples of an evaluation: retrieved images, a similarity matrix and confusions, for the monitor and as an image."""
+
+from __future__ import annotations
+
+import io
+import json
+import textwrap
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from m1clip.data.prepare import Split
+from m1clip.evaluation.analysis import confusions, even_indices
+from m1clip.evaluation.retrieval import is_match, nearest, ranks
+from m1clip.inference.encoder import SplitFeatures
+from m1clip.io import write_bytes, write_text
+
+FOLDER, THUMBNAILS = "snapshots", "thumbnails"
+QUERIES, RETRIEVED, MATRIX, CONFUSIONS = 8, 5, 24, 8
+MAX_SNAPSHOTS = 24  # per run
+THUMBNAIL_SIDE = 72
+MAX_CAPTION = 300  # characters
+
+
+def write_snapshot(run: Path, step: int, split: str, data: Split, features: SplitFeatures) -> None:
+    """Write a snapshot of this step, and delete some of the old ones."""
+    content = {
+        "step": step,
+        "split": split,
+        "images": len(features[0]),
+        "queries": query_examples(data, features),
+        "matrix": _matrix(data, features[0], features[1]),
+        "confusions": confusion_examples(data, features),
+    }
+    folder = run / FOLDER
+    (folder / THUMBNAILS).mkdir(parents=True, exist_ok=True)
+    for image in _shown_images(content):
+        path = folder / THUMBNAILS / f"{image}.jpg"
+        if not path.exists():
+            small = Image.fromarray(data.images.read(np.array([image]))[0])
+            small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+            encoded = io.BytesIO()
+            small.save(encoded, format="JPEG", quality=82)
+            write_bytes(path, encoded.getvalue(), sync=False)  # atomic, but without waiting for the disk
+    write_text(folder / f"step-{step:08d}.json", json.dumps(content, ensure_ascii=False, separators=(",", ":")))
+    thin_out(folder, step)
+
+
+def _caption(data: Split, caption: int) -> str:
+    image = int(data.captions.image_index[caption])
+    return data.samples[image].captions[caption - int(data.captions.first[image])][:MAX_CAPTION]
+
+
+def query_examples(data: Split, features: SplitFeatures) -> list[dict[str, Any]]:
+    """Some captions, evenly spread over the split, and the images they retrieve."""
+    image, text, image_index, keys, _ = features
+    chosen = even_indices(len(text), QUERIES)
+    scores, found = nearest(text[chosen], image, RETRIEVED)
+    correct = is_match(found, keys[chosen][:, None], image_index, keys)
+    # All captions equal to a chosen one, because their images are right as well.
+    asked = torch.isin(keys, keys[chosen]).nonzero()[:, 0]
+    rank = ranks(image, text[asked], image_index[asked], keys[asked]).text_to_image[torch.searchsorted(asked, chosen)]
+    return [
+        {
+            "caption": _caption(data, int(caption)),
+            "right": int(image_index[caption]),
+            "rank": int(rank[row]),
+            "found": found[row].tolist(),
+            "correct": correct[row].tolist(),
+            "scores": _rounded(scores[row]),
+        }
+        for row, caption in enumerate(chosen)
+    ]
+
+
+def _matrix(data: Split, image: Tensor, text: Tensor) -> dict[str, Any]:
+    """Similarity of images and the first caption of each: the diagonal is right."""
+    images = even_indices(len(image), MATRIX)
+    captions = data.captions.first[images.numpy()].tolist()
+    return {
+        "images": images.tolist(),
+        "captions": [_caption(data, caption) for caption in captions],
+        "values": [_rounded(row) for row in image[images].float() @ text[captions].float().T],
+    }
+
+
+def confusion_examples(data: Split, features: SplitFeatures) -> list[dict[str, Any]]:
+    """The worst confusions, each with a caption of the image that was retrieved instead."""
+    return [
+        {
+            "caption": _caption(data, each.caption),
+            "found": each.found,
+            "right": each.right,
+            "margin": round(each.margin, 3),
+            "truth": data.samples[each.found].captions[0][:MAX_CAPTION],
+        }
+        for each in confusions(*features[:4], limit=CONFUSIONS)
+    ]
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(value, 3) for value in values.tolist()]
+
+
+def _shown_images(content: dict[str, Any]) -> set[int]:
+    shown = set(content["matrix"]["images"])
+    for query in content["queries"]:
+        shown |= {query["right"], *query["found"]}
+    for each in content["confusions"]:
+        shown |= {each["found"], each["right"]}
+    return shown
+
+
+def thin_out(folder: Path, step: int) -> None:
+    """Delete snapshots after `step` (written before a resume) and, above the limit, every second one."""
+    kept = sorted(folder.glob("step-*.json"))
+    for stale in [path for path in kept if int(path.stem[5:]) > step]:
+        stale.unlink()
+        kept.remove(stale)
+    for path in kept[1:-1:2] if len(kept) > MAX_SNAPSHOTS else []:
+        path.unlink()
+
+
+RIGHT, WRONG = (0, 138, 92), (206, 44, 58)
+INK, GRAY, PAPER = (28, 32, 38), (104, 112, 122), (255, 255, 255)
+MARGIN, GAP, FRAME, CELL = 24, 14, 5, 112
+QUERY_WIDTH, HEADER_HEIGHT, LABEL_HEIGHT, ROW_GAP = 232, 66, 24, 18
+QUERY_LETTERS = 32  # per line; images are drawn over what is too wide
+MAX_TEXT = 1000  # longer captions do not fit a cell; bounds the time for text layout
+# The built-in font has no glyph for these.
+ASCII = str.maketrans({"–": "-", "—": "-", "’": "'", "‘": "'", "“": '"', "”": '"', "…": "...", "→": "->"})
+
+
+def retrieval_grid(data: Split, features: SplitFeatures, split: str, path: Path) -> None:
+    """Write a PNG with captions on the left and the images they retrieve on the right."""
+    rows = query_examples(data, features)
+    images = [data.images.read(np.array(row["found"])) for row in rows]
+    draw_grid(rows, images, path, f"{len(data.images):,} images of the {split} split: the best for each caption")
+
+
+def draw_grid(rows: Sequence[dict[str, Any]], images: Sequence[np.ndarray], path: Path, title: str) -> None:
+    """Draw queries and their images (n, side, side, 3) uint8, best first, framed as correct or wrong."""
+    side = CELL + 2 * FRAME
+    columns = max(map(len, images))
+    row_height = side + LABEL_HEIGHT + ROW_GAP
+    width = max(2 * MARGIN + QUERY_WIDTH + columns * (side + GAP), 560)
+    canvas = Image.new("RGB", (width, 2 * MARGIN + HEADER_HEIGHT + len(rows) * row_height - ROW_GAP), PAPER)
+    draw = ImageDraw.Draw(canvas)
+    small, normal, large = (ImageFont.load_default(size) for size in (12, 14, 20))
+    draw.text((MARGIN, MARGIN - 6), safe_text(title), fill=INK, font=large)
+    legend = "Below each image: rank, cosine similarity, and whether it is an image of the caption."
+    draw.text((MARGIN, MARGIN + 28), legend, fill=GRAY, font=normal)
+    for number, row in enumerate(rows):
+        top = MARGIN + HEADER_HEIGHT + number * row_height
+        lines = textwrap.wrap(safe_text(row["caption"]), QUERY_LETTERS, max_lines=5, placeholder="...")
+        query = "\n".join([*lines, f"(right image: rank {row['rank']:,})"])
+        draw.multiline_text((MARGIN, top), query, fill=INK, font=normal)
+        for column, pixels in enumerate(images[number]):
+            left = MARGIN + QUERY_WIDTH + GAP + column * (side + GAP)
+            color = RIGHT if row["correct"][column] else WRONG
+            draw.rectangle((left, top, left + side - 1, top + side - 1), fill=color)
+            image = Image.fromarray(pixels).resize((CELL, CELL), Image.Resampling.BICUBIC)
+            canvas.paste(image, (left + FRAME, top + FRAME))
+            # Words as well as color, for readers who cannot tell green from red.
+            label = f"{column + 1}.  {row['scores'][column]:.2f}  {'right' if row['correct'][column] else 'wrong'}"
+            draw.text((left + side / 2, top + side + 5), label, fill=color, font=small, anchor="ma")
+    canvas.save(path, format="PNG", optimize=True)
+
+
+def safe_text(text: str) -> str:
+    """Text that Pillow can draw: one line, no control characters, no lone surrogates, of bounded length."""
+    text = text[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8").translate(ASCII)
+    return " ".join("".join(" " if unicodedata.category(letter) == "Cc" else letter for letter in text).split())

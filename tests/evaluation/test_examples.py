@@ -1,0 +1,80 @@
+"""The retrieval grid, the confusion matrix, and the number of snapshots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from m1clip.evaluation import examples
+from m1clip.evaluation.examples import MAX_SNAPSHOTS, draw_grid, safe_text, thin_out
+from m1clip.evaluation.zeroshot import confusion_figure
+
+BLUE = (20, 40, 200)
+TEXTS = [
+    "",
+    " ",
+    "東京の夜",
+    "🙂👩‍👩‍👧",
+    "שלום",
+    "\ud800 lone",
+    "tab\tnew\nline\x00",
+    "w" * 5000,
+    "a cat " * 3000,
+    "$\\x{$",
+]
+
+
+def draw(
+    path: Path, query: str = "a blue square", marks: tuple[tuple[bool, ...], ...] = ((False, True),)
+) -> Image.Image:
+    rows = [{"caption": query, "correct": each, "scores": [0.9, 0.8], "rank": 2} for each in marks]
+    draw_grid(rows, [np.full((2, 32, 32, 3), BLUE, np.uint8)] * len(marks), path, query)
+    with Image.open(path) as opened:
+        return opened.convert("RGB")
+
+
+def test_retrieval_grid_marks_correct_and_wrong_images(tmp_path: Path) -> None:
+    marks = ((False, True), (True, False))
+    image = draw(tmp_path / "grid.png", marks=marks)
+    side = examples.CELL + 2 * examples.FRAME
+    for line, correct in enumerate(marks):
+        for column, right in enumerate(correct):
+            left = examples.MARGIN + examples.QUERY_WIDTH + examples.GAP + column * (side + examples.GAP)
+            top = examples.MARGIN + examples.HEADER_HEIGHT + line * (side + examples.LABEL_HEIGHT + examples.ROW_GAP)
+            for x, y in ((0, 0), (0, side - 1), (side - 1, side - 1), (side // 2, examples.FRAME - 1)):
+                assert image.getpixel((left + x, top + y)) == (examples.RIGHT if right else examples.WRONG)
+            assert image.getpixel((left - 1, top + side // 2)) == examples.PAPER
+            assert image.getpixel((left + side // 2, top + side // 2)) == BLUE
+
+
+@pytest.mark.parametrize("query", TEXTS)
+def test_retrieval_grid_with_unusual_captions(tmp_path: Path, query: str) -> None:
+    assert draw(tmp_path / "grid.png", query).size == draw(tmp_path / "plain.png").size
+
+
+def test_safe_text_is_one_line_without_control_characters() -> None:
+    assert safe_text("a\tb\n\x00c “d” \ud800") == 'a b c "d" ?'
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_confusion_figure_of_any_size_and_name(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for names in (TEXTS, [f"class {number}" for number in range(300)]):
+        confusion_figure(torch.eye(len(names)).long(), names, tmp_path / "confusion.png", "classes")
+        with Image.open(tmp_path / "confusion.png") as image:
+            assert 300 < max(image.size) < 2200
+
+
+def test_snapshots_are_thinned_out(tmp_path: Path) -> None:
+    for step in range(1, 200):
+        (tmp_path / f"step-{step:08d}.json").touch()
+        thin_out(tmp_path, step)
+    kept = sorted(int(path.stem[5:]) for path in tmp_path.glob("*.json"))
+    assert len(kept) <= MAX_SNAPSHOTS
+    assert {1, 199} <= set(kept)  # the first and the last
+    thin_out(tmp_path, 100)  # resumed from a checkpoint at 100
+    assert max(int(path.stem[5:]) for path in tmp_path.glob("*.json")) <= 100
