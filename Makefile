@@ -16,7 +16,7 @@ help:
 	@echo "make test   ruff, mypy, import-linter, pytest"
 	@echo "make test-mlx  installs the extra mlx and compares training in MLX with torch"
 	@echo "make test-long  kills, full disks, hostile files and fuzzing with large counts, on all cores, and a soak of an hour"
-	@echo "make test-export  exported models in transformers.js, Chromium, Core ML's tools and Immich (IMMICH=its machine-learning folder)"
+	@echo "make test-export  exported models in transformers.js, Chromium, sentence-transformers, Core ML's tools and Immich (IMMICH=its machine-learning folder)"
 	@echo "make bench  speed as ratios against baselines, on this machine (DATA=folder: loaders too; PEERS=python: open_clip too)"
 	@echo "make speedrun DATA=folder   recall after ten minutes, three seeds (PEERS=python: open_clip beside it; 90 minutes)"
 	@echo "make parity PEERS=python  features against installed open_clip and transformers, both directions"
@@ -65,8 +65,9 @@ test-export: $(DEV)
 	@npm install --prefix $(NODE) --ignore-scripts --no-audit --no-fund --silent @huggingface/transformers@4 onnxruntime-web || echo "not installed: transformers.js (npm)"
 	@$(PIP) playwright || echo "not installed: Playwright"
 	@$(PIP) -e '.[coreml]' || echo "not installed: coremltools"
+	@$(PYTHON) -m venv $(VENV)/sentence-transformers && $(VENV)/sentence-transformers/bin/pip install --quiet -c constraints.txt sentence-transformers onnxruntime pillow || echo "not installed: sentence-transformers"
 	@test -z "$(IMMICH)" || { $(PYTHON) -m venv $(VENV)/immich && $(VENV)/immich/bin/pip install --quiet fastapi python-multipart gunicorn uvicorn pydantic-settings opencv-python-headless orjson huggingface_hub onnxruntime tokenizers rich pillow; } || echo "not installed: what Immich needs"
-	@NODE_FOLDER=$(NODE) IMMICH="$(IMMICH)" IMMICH_PYTHON=$(VENV)/immich/bin/python MODEL="$(MODEL)" PHOTO="$(PHOTO)" $(BIN)/pytest -rs tests/export
+	@NODE_FOLDER=$(NODE) IMMICH="$(IMMICH)" IMMICH_PYTHON=$(VENV)/immich/bin/python SENTENCE_TRANSFORMERS_PYTHON=$(VENV)/sentence-transformers/bin/python MODEL="$(MODEL)" PHOTO="$(PHOTO)" $(BIN)/pytest -rs tests/export
 
 # PEERS: the Python of an environment with open_clip and transformers (benchmarks/README.md). DATA: a set of images.
 bench: $(READY)

@@ -180,10 +180,10 @@ def export(
 
     m1clip export runs/demo --to onnx writes image.onnx and text.onnx with all that they need, for any model: python
     FOLDER/example.py photo.jpg "a dog" uses them without torch. --to transformers.js is for JavaScript, --to immich for
-    Immich's machine-learning service, --to coreml for Apple devices, --to openclip for
-    open_clip.create_model("local-dir:FOLDER"), --to hf for transformers' CLIPModel.from_pretrained, --to safetensors
-    is m1clip's own model folder. What was written is compared with the original, on the validation images of the run
-    or of --data, and is deleted if it differs (docs/export.md).
+    Immich's machine-learning service, --to coreml for Apple devices, --to sentence-transformers for
+    SentenceTransformer(FOLDER), --to openclip for open_clip.create_model("local-dir:FOLDER"), --to hf for transformers'
+    CLIPModel.from_pretrained, --to safetensors is m1clip's own model folder. What was written is compared with the
+    original, on the validation images of the run or of --data, and is deleted if it differs (docs/export.md).
 
     Parameters
     ----------

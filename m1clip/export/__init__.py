@@ -2,5 +2,7 @@
 
 from typing import Literal
 
-Target = Literal["onnx", "transformers.js", "immich", "coreml", "hf", "openclip", "safetensors"]
+Target = Literal[
+    "onnx", "transformers.js", "immich", "coreml", "sentence-transformers", "hf", "openclip", "safetensors"
+]
 Precision = Literal["fp32", "fp16", "int8"]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
 from m1clip.export.onnx import TextGraph
+from m1clip.inference.onnx import ArrayPreprocess, OnnxModel
 from m1clip.io import write_json, write_text
 from m1clip.model.clip import CLIP
 from m1clip.model.folder import SavedModel
@@ -41,6 +42,42 @@ class PixelGraph(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         """Normalize and encode."""
         return self.clip.encode_image(image * self.scale + self.shift)
+
+
+class ProgramModel(OnnxModel):
+    """What the packages are converted from, in torch, with the API of an ONNX folder; weights rounded to float16."""
+
+    def __init__(self, saved: SavedModel) -> None:
+        clip = saved.build().half().float()
+        self.preprocess = ArrayPreprocess.from_dict(saved.preprocess.to_dict())
+        self.tokenizer, self.context_length = saved.tokenizer, saved.config.context_length
+        self.embed_dim, self.logit_scale = saved.config.embed_dim, float(clip.scale().detach())
+        side = self.preprocess.image_size
+        self._programs = {
+            name: _exported(graph, example).module()
+            for name, graph, example in (
+                ("image", PixelGraph(clip, saved.preprocess), torch.zeros(1, 3, side, side)),
+                ("text", TextGraph(clip, self.embed_dim), torch.zeros(1, self.context_length, dtype=torch.int32)),
+            )
+        }
+
+    def pixels(self, pixels: np.ndarray) -> np.ndarray:
+        """(n, size, size, 3) uint8 -> (n, embed_dim) float32 unit vectors."""
+        return self._run("image", torch.from_numpy(pixels).permute(0, 3, 1, 2).float().contiguous())
+
+    def tokens(self, tokens: np.ndarray, lengths: np.ndarray, batch_size: int = 1) -> np.ndarray:
+        """(n, context_length) token ids -> (n, embed_dim) float32 unit vectors."""
+        return self._run("text", torch.from_numpy(tokens).int())
+
+    @torch.no_grad()
+    def _run(self, name: str, rows: Tensor) -> np.ndarray:
+        return torch.cat([self._programs[name](row[None]) for row in rows]).numpy()
+
+
+def _exported(module: nn.Module, example: Tensor) -> Any:
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        return torch.export.export(module.eval(), (example,)).run_decompositions({})
 
 
 def write_coreml(folder: Path, saved: SavedModel, say: Callable[[str], None]) -> list[str]:
@@ -75,7 +112,7 @@ def _write_package(module: nn.Module, example: Tensor, path: Path) -> Tensor:
     image = example.is_floating_point()
     with warnings.catch_warnings(), torch.no_grad(), redirect_stderr(StringIO()):  # progress bars
         warnings.simplefilter("ignore")
-        program = torch.export.export(module.eval(), (example,)).run_decompositions({})
+        program = _exported(module, example)
         wanted, found = module(example), program.module()(example)
         difference = (found - wanted).abs().max()
         if not difference < LARGEST_DIFFERENCE:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
 from m1clip.evaluation.evaluate import quiet_decoding
 from m1clip.export import Precision, Target
-from m1clip.export.coreml import write_coreml
+from m1clip.export.coreml import ProgramModel, write_coreml
 from m1clip.export.onnx import Layout, write_graphs, write_onnx
 from m1clip.export.parity import AnyModel, compare, folder_bytes, open_examples, report_table
 from m1clip.export.quantize import CALIBRATION_IMAGES, quantize
@@ -39,7 +41,7 @@ from m1clip.text.bpe import BpeTokenizer, hugging_face_files, row_sources
 from m1clip.text.tokenizers import FastTokenizer
 
 Say = Callable[[str], None]
-REPORT = "export.json"
+REPORT, MODULE = "export.json", "m1clip_module"
 ONNX_TARGETS: tuple[Target, ...] = ("onnx", "transformers.js", "immich")
 TRANSFORMERS_JS = Layout(
     "onnx/vision_model.onnx", "onnx/text_model.onnx", (("pixel_values", "image_embeds"), ("input_ids", "text_embeds"))
@@ -92,9 +94,6 @@ def export(
     if precision != "fp32" and to not in ONNX_TARGETS:
         raise UserError(f"--{precision} is for --to {', '.join(ONNX_TARGETS)}")
     saved = read_model(path).resized(image_size)
-    if to == "coreml":  # runs on Apple computers only: checked by what wrote it, and there
-        convert(saved, to, folder, say)
-        return
     original = Model(saved.build(), saved.tokenizer, saved.preprocess, "fp32")
     examples = open_examples(path, data, original, decoding)
 
@@ -109,10 +108,15 @@ def export(
             for note in quantize(partial, precision, full, pixels, texts, say, ending):
                 say(f"note       {note}")
         name = to if precision == "fp32" else f"{to} {precision}"
-        models[name], sizes[name] = load(partial, precision="fp32"), folder_bytes(partial)
+        sizes[name] = folder_bytes(partial)
+        # Core ML runs on Apple computers only: what the packages were converted from is compared.
+        models[name] = (
+            ProgramModel(with_full_vocabulary(saved)[0]) if to == "coreml" else load(partial, precision="fp32")
+        )
         say("comparing  with the original")
         # Where the program crops differently, the vectors differ too: recall decides.
-        exact = precision == "fp32" and models[name].preprocess.resize == saved.preprocess.resize
+        same = models[name].preprocess.resize == saved.preprocess.resize
+        exact = precision == "fp32" and to != "coreml" and same
         record: dict[str, Any] = {"format": 1, "to": to, "precision": precision, "model": str(path)}
         record |= compare(models, sizes, partial, examples, exact)
         say(f"\n{report_table(record)}\n")
@@ -203,6 +207,22 @@ def _write_hf(folder: Path, saved: SavedModel, say: Say) -> list[str]:
     return notes
 
 
+def _write_sentence_transformers(folder: Path, saved: SavedModel, say: Say) -> list[str]:
+    """A folder for `SentenceTransformer(FOLDER)`: transformers' CLIPModel, or else ONNX graphs and custom code."""
+    try:
+        notes = _write_hf(folder, saved, say)
+        modules = ["sentence_transformers.models.CLIPModel", "sentence_transformers.models.Normalize"]
+    except UserError:
+        write_onnx(folder, saved, say)
+        write_text(folder / f"{MODULE}.py", (files("m1clip.export") / f"{MODULE}.txt").read_text("utf-8"))
+        notes = [f"custom code in {MODULE}.py: load it with SentenceTransformer(FOLDER, trust_remote_code=True)"]
+        modules = [f"{MODULE}.OnnxClip"]
+    paths = ("", "1_Normalize")
+    entries = [{"idx": at, "name": str(at), "path": paths[at], "type": module} for at, module in enumerate(modules)]
+    write_text(folder / "modules.json", json.dumps(entries, indent=1))
+    return notes
+
+
 def _image_processor(preprocess: Preprocess) -> dict[str, Any]:
     """The config of a CLIPImageProcessor."""
     size, crop = preprocess.image_size, preprocess.resize != "squash"
@@ -243,6 +263,11 @@ def _write_transformers_js(folder: Path, saved: SavedModel, say: Say) -> list[st
     return notes
 
 
+def _write_coreml(folder: Path, saved: SavedModel, say: Say) -> list[str]:
+    saved, notes = with_full_vocabulary(saved)
+    return [*notes, *write_coreml(folder, saved, say)]
+
+
 def _write_immich(folder: Path, saved: SavedModel, say: Say) -> list[str]:
     """A folder for the machine-learning service of Immich."""
     saved, notes = with_full_vocabulary(saved)
@@ -266,7 +291,8 @@ WRITERS: dict[Target, Writer] = {
     "onnx": write_onnx,
     "transformers.js": _write_transformers_js,
     "immich": _write_immich,
-    "coreml": write_coreml,
+    "coreml": _write_coreml,
+    "sentence-transformers": _write_sentence_transformers,
     "hf": _write_hf,
     "openclip": _write_openclip,
     "safetensors": _write_own,

@@ -22,6 +22,7 @@ from m1clip.errors import UserError
 from m1clip.evaluation.evaluate import encode_split_onnx
 from m1clip.evaluation.retrieval import ranks, retrieval
 from m1clip.evaluation.statistics import Z95
+from m1clip.export.coreml import ProgramModel
 from m1clip.export.onnx import EXAMPLE
 from m1clip.formatting import MISSING, duration, number, percent, size, table
 from m1clip.hardware.device import threads
@@ -38,7 +39,7 @@ PIXEL_IMAGES = 64
 THROUGHPUT_BATCH = 16
 TIMING_SECONDS = 3.0
 RECALL_AT = (1, 10)
-PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime", "tokenizers", "numpy", "pillow")
+PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime", "coremltools", "tokenizers", "numpy", "pillow")
 # Beyond these an export is not the same model.
 LEAST_COSINE = 0.9999
 MOST_TOKEN_ROWS = 0.005
@@ -205,15 +206,19 @@ def compare(
     before, after = (examples.encode(model, split) for model, split in zip((first, last), splits, strict=True))
     texts = [caption for sample in splits[0].samples[: len(before.image)] for caption in sample.captions]
     record: dict[str, Any] = {
-        "examples": {"data": examples.source.name, "images": len(before.image), "captions": len(texts)},
-        "runtimes": {name: {"bytes": sizes[name], **speed} for name, speed in speeds(models, splits[0]).items()},
+        "examples": {"data": examples.source.name, "images": len(before.image), "captions": len(texts)}
     }
+    timed = speeds({name: model for name, model in models.items() if not isinstance(model, ProgramModel)}, splits[0])
+    record["runtimes"] = {name: {"bytes": sizes[name], **timed.get(name, {})} for name in models}
     if isinstance(last, OnnxModel):
         record |= input_differences(folder, (first, last), splits[0], texts)
+    if isinstance(last, OnnxModel) and not isinstance(last, ProgramModel):
         record["operator_set"] = operator_set(folder / read_settings(folder)["image_graph"])
     # A vocabulary that grew reads words that it did not have differently: compare captions with as many tokens.
     lengths = [split.captions.lengths[: len(texts)] for split in splits]
-    same = np.flatnonzero(lengths[0] == lengths[1])
+    grew = first.tokenizer.vocab_size != last.tokenizer.vocab_size
+    cut = grew & (lengths[0] == first.context_length)  # not at the same word
+    same = np.flatnonzero((lengths[0] == lengths[1]) & ~cut)
     record["runtimes"][exported] |= vector_differences(before, after, same)
     if examples.real:
         record["runtimes"][original] |= recall_changes(before, before)
@@ -301,11 +306,15 @@ def report_table(record: dict[str, Any]) -> str:
             rows.append([label, *cells])
     lines = [table(["", *columns], rows), ""]
     if "token_ids" in record:
-        tokens, pixels, versions = record["token_ids"], record["pixels"], record["versions"]
+        tokens, pixels = record["token_ids"], record["pixels"]
         lines.append(f"token ids  {tokens['differ']:,} of {tokens['captions']:,} captions differ")
         mean = f"mean difference {number(pixels['mean'])} of 255, largest {pixels['max']}"
         lines.append(f"pixels     {mean}: {pixels['images']} images decoded at full size and resized")
-        lines.append(f"graph      operator set {record['operator_set']}, onnxruntime {versions['onnxruntime']}")
+    if "operator_set" in record:
+        runtime = record["versions"]["onnxruntime"]
+        lines.append(f"graph      operator set {record['operator_set']}, onnxruntime {runtime}")
+    if "coreml" in columns:
+        lines.append("vectors    of the exported program in torch, with weights in float16; Core ML itself was not run")
     recall = (
         ""
         if any("recall@1" in entry for entry in columns.values())

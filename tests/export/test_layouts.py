@@ -1,7 +1,9 @@
-"""Folders for transformers.js and Immich; test_programs.py opens them with those programs."""
+"""Folders for transformers.js, Immich and sentence-transformers; test_programs.py opens them with those programs."""
 
 from __future__ import annotations
 
+import json
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,8 @@ FILES = {
     "preprocessor_config.json tokenizer.json tokenizer_config.json",
     "immich": "config.json preprocess.json textual/model.onnx textual/tokenizer.json textual/tokenizer_config.json "
     "visual/model.onnx visual/preprocess_cfg.json",
+    "sentence-transformers": "config.json merges.txt model.safetensors modules.json preprocessor_config.json "
+    "special_tokens_map.json tokenizer_config.json vocab.json",
 }
 
 
@@ -34,18 +38,29 @@ def save(folder: Path, kind: str = "bpe-cut") -> Path:
     return folder
 
 
-@pytest.mark.parametrize("to", ["transformers.js", "immich"])
+@pytest.mark.parametrize("to", FILES)
 def test_layouts_of_other_programs_give_the_same_vectors(to: str, tmp_path: Path) -> None:
     model, out, said = save(tmp_path / "model"), tmp_path / "out", list[str]()
     convert(read_model(model), to, out, said.append)  # type: ignore[arg-type]
     assert " ".join(sorted(str(path.relative_to(out)) for path in out.rglob("*.*"))) == FILES[to]
-    ours, theirs = m1clip.load(model, precision="fp32"), m1clip.load(out)
+    ours, theirs = m1clip.load(model, precision="fp32"), m1clip.load(out, precision="fp32")
     for what, inputs in (("encode_image", NOISE), ("encode_text", TEXTS)):
         wanted, found = getattr(ours, what)(inputs), getattr(theirs, what)(inputs)
         np.testing.assert_allclose(found[:, : wanted.shape[1]], wanted, atol=2e-6)
         assert found.shape[1] == (min(IMMICH_NAMES) if to == "immich" else wanted.shape[1])
         assert not found[:, wanted.shape[1] :].any()
     assert any("clip/ViT-B-32__openai" in line for line in said) == (to == "immich")
+
+
+def test_sentence_transformers_folder_of_other_models_has_code_of_its_own(tmp_path: Path) -> None:
+    model, out, said = save(tmp_path / "model", "char"), tmp_path / "out", list[str]()
+    convert(read_model(model), "sentence-transformers", out, said.append)
+    assert json.loads((out / "modules.json").read_text())[0]["type"] == "m1clip_module.OnnxClip"
+    assert "trust_remote_code" in said[-1]
+    functions = runpy.run_path(str(out / "m1clip_module.py"))
+    module = functions["OnnxClip"].load(str(out))
+    found = module(module.preprocess(TEXTS))["sentence_embedding"]
+    np.testing.assert_allclose(found, m1clip.load(model, precision="fp32").encode_text(TEXTS), atol=2e-6)
 
 
 def test_layouts_refuse_what_the_program_cannot_read(tmp_path: Path) -> None:

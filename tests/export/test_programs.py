@@ -30,21 +30,24 @@ NODE, IMMICH = os.environ.get("NODE_FOLDER", ""), os.environ.get("IMMICH", "")
 IMMICH_PYTHON, SCREENSHOT = os.environ.get("IMMICH_PYTHON", "python3"), os.environ.get("SCREENSHOT", "")
 PROGRAMS = Path(__file__).with_name("programs")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SENTENCE_TRANSFORMERS = Path(os.environ.get("SENTENCE_TRANSFORMERS_PYTHON", "missing"))
 FLOAT16 = 10  # in the data types of Core ML programs
 LABELS = "a dog runs on the grass,two children play in the snow!,a red car,people at the beach"
 TEXTS = os.environ.get("LABELS", LABELS).split(",")
 pytestmark = pytest.mark.skipif("NODE_FOLDER" not in os.environ, reason="`make test-export` runs it")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if os.environ.get("MODEL"):
-        return Path(os.environ["MODEL"])
-    tokenizer = make_tokenizer("bpe-cut", TEXTS)
+def tiny_model(folder: Path, tokens: str) -> Path:
+    tokenizer = make_tokenizer(tokens, TEXTS)
     clip = tiny_clip(vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id)
-    folder = tmp_path_factory.mktemp("model") / "model"
     Model(clip.eval(), tokenizer, Preprocess(image_size=32)).save(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    given = os.environ.get("MODEL")
+    return Path(given) if given else tiny_model(tmp_path_factory.mktemp("model") / "model", "bpe-cut")
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +105,22 @@ def test_immich_gives_the_same_vectors(model: Path, photo: Path) -> None:
     assert np.abs(np.array(found["image"]) - ours.encode_image(Image.open(photo))[0]).max() < 1e-4
 
 
+@pytest.mark.skipif(not SENTENCE_TRANSFORMERS.is_file(), reason="pip could not install sentence-transformers")
+@pytest.mark.parametrize("custom", [False, True])
+def test_sentence_transformers_gives_the_same_vectors(model: Path, custom: bool, photo: Path, tmp_path: Path) -> None:
+    if custom:  # no built-in class has a character tokenizer
+        model = tiny_model(tmp_path / "model", "char")
+    export(model, "sentence-transformers", tmp_path / "out", say=print)
+    found = run(SENTENCE_TRANSFORMERS, PROGRAMS / "sentence_transformers_folder.py", tmp_path / "out", photo, *TEXTS)
+    ours = m1clip.load(model, precision="fp32")
+    assert found["custom"] is (custom or bool(os.environ.get("MODEL")))
+    assert found["cosine"] == pytest.approx(1)
+    assert np.abs(np.array(found["text"]) - np.asarray(ours.encode_text(TEXTS))).max() < 1e-5
+    assert cosine(found["image"], ours.encode_image(Image.open(photo)))[0] > 0.9999
+    prompted = np.asarray(ours.encode_text([f"{TEXTS[0]} {text}" for text in TEXTS[1:]]))
+    assert np.abs(np.array(found["prompted"]) - prompted).max() < 1e-5
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 def test_a_page_in_chromium_classifies_without_a_network(model: Path, photo: Path, tmp_path: Path) -> None:
     playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright (pip install playwright)")
@@ -150,3 +169,9 @@ def test_coreml_packages_have_an_image_input_and_half_precision(model: Path, tmp
     ours = m1clip.load(model, precision="fp32")
     assert cosine(expected["image"], ours.encode_image(pixels))[0] > 0.99999
     compile((tmp_path / "out" / "verify_on_mac.py").read_text(), "verify_on_mac.py", "exec")
+    record = json.loads((tmp_path / "out" / "export.json").read_text())
+    entry = record["runtimes"]["coreml"]
+    assert 0.999 < entry["image"]["cosine_min"] <= 1.00001
+    assert "image_seconds" not in entry  # only a Mac can time it
+    assert record["versions"]["coremltools"]
+    assert record["token_ids"]["differ"] == 0
