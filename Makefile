@@ -18,7 +18,7 @@ help:
 	@echo "make test-long  kills, full disks, hostile files and fuzzing with large counts, on all cores, and a soak of an hour"
 	@echo "make test-export  exported models in transformers.js, Chromium, sentence-transformers, Core ML's tools and Immich (IMMICH=its machine-learning folder)"
 	@echo "make bench  speed as ratios against baselines, on this machine (DATA=folder: loaders too; PEERS=python: open_clip too)"
-	@echo "make speedrun DATA=folder   recall after ten minutes, three seeds (PEERS=python: open_clip beside it; 90 minutes)"
+	@echo "make speedrun DATA=folder   repeat an entry of docs/speedrun.md: recall after ten minutes, three seeds (ENTRY=name)"
 	@echo "make parity PEERS=python  features against installed open_clip and transformers, both directions"
 	@echo "make clean  remove the virtual environment"
 
@@ -77,10 +77,11 @@ bench: $(READY)
 	@for name in large_batch memory; do $(BIN)/python benchmarks/$$name.py --json docs/results/$$name.json || exit 1; done
 	@$(BIN)/python tools/results_table.py
 
-MINUTES ?= 10
+# ENTRY: a name in docs/speedrun.md. PEER_SOURCE: src/ of a checkout of open_clip, instead of the installed one.
+ENTRY ?= m1clip
 speedrun: $(READY)
-	@test -n "$(DATA)" || { echo "make speedrun DATA=folder [PEERS=python] [MINUTES=10]"; exit 1; }
-	@$(BIN)/python benchmarks/speedrun.py "$(DATA)" --minutes $(MINUTES) --peers "$(PEERS)" --out docs/results/speedrun.json
+	@test -n "$(DATA)" || { echo "make speedrun DATA=folder [ENTRY=name] [PEERS=python] [PEER_SOURCE=folder]"; exit 1; }
+	@$(BIN)/python benchmarks/speedrun.py "$(DATA)" --entry $(ENTRY) --peer-python "$(PEERS)" --peer-source "$(PEER_SOURCE)"
 
 # PEERS: a Python that has open_clip, torchvision and transformers (benchmarks/README.md).
 parity: $(READY)

@@ -1,209 +1,323 @@
-"""Same minutes: how good a model is after MINUTES from random weights, m1clip compared with open_clip's own trainer.
+"""The speedrun: recall on Flickr8k from random weights against a fixed clock. Rules and table: docs/speedrun.md.
 
-    python benchmarks/speedrun.py DATA --minutes 10 --seeds 3 --peers PEERS/bin/python
-
-The clock runs from the start of the process to the end of training: decoding, tokenizer, calibration and validation
-are inside. The data's own split; the test split is scored once a seed, after the clock, and decides nothing.
+python benchmarks/speedrun.py DATA --entry m1clip                    # three seeds, appended to the log
+python benchmarks/speedrun.py DATA --entry m1clip --options '--lr 1e-3'   # a trial: validation only, not logged
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import itertools
+import json
 import os
+import platform
 import shlex
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from sides import NO_PEERS, machine, write
-from speedrun_own import RECALLS, Plan, recall_at_10, seconds_until, setup_seconds, train
+import numpy as np
+import torch
+import torch.nn.functional as F
+from sides import RESULTS, machine, write
 
-RECIPES: dict[str, tuple[str, ...]] = {
-    "default": ("--recipe", "scratch"),
-    "adamw": ("--recipe", "scratch", "--optimizer", "adamw", "--lr", "1e-3"),  # the rate that open_clip gets
+from m1clip.data.captions import caption_ids_of
+from m1clip.data.sources import open_sources
+from m1clip.evaluation.retrieval import retrieval
+from m1clip.hardware.facts import environment
+
+LOG, PAGE = RESULTS / "speedrun.json", RESULTS.parent / "speedrun.md"
+MARKS = ("<!-- table -->\n", "<!-- end of table -->\n")
+RECALLS = tuple(f"{way}/recall@{k}" for way in ("text_to_image", "image_to_text") for k in (1, 5, 10))
+OVERTIME = 1.25  # a run that takes longer than this many clocks is killed
+
+
+class Track(NamedTuple):
+    """A clock and the machine that it is for."""
+
+    seconds: float
+    device: str
+    words: str
+
+
+class Entry(NamedTuple):
+    """A script with the actions probe, train and encode, and its options."""
+
+    track: str
+    script: str
+    options: str
+    words: str
+
+
+TRACKS = {"cpu": Track(600, "cpu", "two CPU cores, ten minutes"), "gpu": Track(120, "cuda", "one GPU, two minutes")}
+M1CLIP, OPEN_CLIP = "entry_m1clip.py", "peers/open_clip_entry.py"
+MUON = "--opt timm/muon --lr {} --wd 0.1 --opt-kwargs fallback_lr_scale={} --batch-size 64"
+ADAMW = "--recipe scratch --optimizer adamw --lr 1e-3"
+ENTRIES = {
+    "m1clip": Entry("cpu", M1CLIP, "--recipe scratch", "m1clip's defaults"),
+    "m1clip-adamw": Entry("cpu", M1CLIP, ADAMW, "m1clip with AdamW for all weights"),
+    "open_clip-muon": Entry("cpu", OPEN_CLIP, MUON.format("2e-3", 0.25), "open_clip's trainer with timm's Muon"),
+    "open_clip-adamw": Entry("cpu", OPEN_CLIP, "--lr 1e-3 --wd 0.1 --batch-size 256", "open_clip's trainer, AdamW"),
+    "m1clip-gpu": Entry("gpu", M1CLIP, "--recipe scratch", "m1clip's defaults"),
+    "open_clip-muon-gpu": Entry("gpu", OPEN_CLIP, MUON.format("1e-3", 0.5), "open_clip's trainer with timm's Muon"),
 }
 
 
-def mean_spread(values: list[float], form: str = ".1f") -> str:
-    """`17.5 +- 0.4`: mean and standard deviation over seeds; one seed has none."""
-    mean = f"{statistics.fmean(values):{form}}"
-    return f"{mean} ± {statistics.stdev(values):{form}}" if len(values) > 1 else mean
-
-
-def rows(runs: list[dict[str, Any]], target: float | None, limit: float) -> list[list[str]]:
-    """The table: a recipe a row, means over seeds."""
-    head = [
-        "recipe",
-        "seeds",
-        "images/s",
-        "seen in training",
-        "text to image R@1 / 5 / 10",
-        "image to text R@1 / 5 / 10",
-        "mean R@10",
-        "minutes",
-    ]
-    head += [f"seconds to val R@10 {100 * target:.1f}"] if target is not None else []
-    table = [head]
-    for name in dict.fromkeys(run["recipe"] for run in runs):
-        own = [run for run in runs if run["recipe"] == name]
-        cells = [mean_spread([100 * run["test"][recall] for run in own]) for recall in RECALLS]
-        over = " (over)" if any(run["seconds"] > limit for run in own) else ""
-        row = [
-            name,
-            str(len(own)),
-            mean_spread([run["images_per_second"] for run in own], ".0f"),
-            seen(own),
-            " / ".join(cells[:3]),
-            " / ".join(cells[3:]),
-            mean_spread([100 * recall_at_10(run["test"]) for run in own]),
-            mean_spread([run["seconds"] / 60 for run in own], ".2f") + over,
-        ]
-        if target is not None:
-            row.append(until(own, target))
-        table.append(row)
-    return table
-
-
-def seen(runs: list[dict[str, Any]]) -> str:
-    """Images seen in training, and the captions of each if there are several."""
-    captions = runs[0].get("captions_per_step", 1)
-    images = mean_spread([run["images_seen"] for run in runs], ",.0f") + " images seen"
-    return images + (f", {captions} captions each" if captions > 1 else "")
-
-
-def until(runs: list[dict[str, Any]], target: float) -> str:
-    """When validation first showed the recall, in the seeds that reached it."""
-    found = [seconds_until(run["curve"], target) for run in runs]
-    reached = [seconds for seconds in found if seconds is not None]
-    if not any(run["curve"] for run in runs):
-        return "no curve"
-    if not reached:
-        return "not reached"
-    part = f" ({len(reached)} of {len(runs)} seeds)" if len(reached) < len(runs) else ""
-    return mean_spread(reached, ".0f") + part
-
-
-def markdown(table: list[list[str]]) -> str:
-    """The table as markdown, which a terminal can be read in too."""
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in table]
-    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
-
-
-def named_recipes(names: str, more: list[str]) -> dict[str, tuple[str, ...]]:
-    """The recipes asked for: known names, and `NAME=FLAGS` given in addition."""
-    known = RECIPES | {name: tuple(shlex.split(flags)) for name, _, flags in (item.partition("=") for item in more)}
-    wanted = [name for name in names.split(",") if name] + [item.partition("=")[0] for item in more]
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise SystemExit(f"no recipe {unknown[0]!r}: known are {', '.join(known)}; or --recipe {unknown[0]}='FLAGS'")
-    return {name: known[name] for name in wanted}
-
-
-def check_splits(data: str) -> None:
-    """The three splits must be the data's own, or test images might have been trained on elsewhere."""
-    from m1clip.data.sources import open_sources
-
-    missing = {"train", "val", "test"} - set(open_sources((data,)).splits())
-    if missing:
-        raise SystemExit(f"{data}: has no {', '.join(sorted(missing))} split; a speedrun needs train, val and test")
+def main() -> None:
+    """Run the entries with every seed and write the log after each run."""
+    options = parse()
+    if options.add:
+        record(json.loads(options.add.read_text(encoding="utf-8"))["runs"], LOG)
+        return
+    if options.data is None or not options.entry:
+        lines = [f"{name:20} {TRACKS[entry.track].words}: {entry.words}" for name, entry in ENTRIES.items()]
+        raise SystemExit("\n".join(["give DATA and --entry NAME:", *lines]))
+    trial = bool(options.options or options.minutes or options.quick)
+    log = options.json or (None if trial else LOG)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.keep or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        data_hash = write_splits(options.data, folder)
+        probes: dict[str, Any] = {}
+        for seed in options.seeds:  # the outer loop: a slow hour of the machine affects all entries
+            for name in options.entry:
+                run = run_entry(name, seed, options, folder, probes, trial)
+                run |= {"data": Path(options.data).resolve().name, "data_hash": data_hash}
+                shown = "val" if trial else "test"
+                print(
+                    f"{run['entry']}, seed {seed}: {run['images_seen']:,} images seen in {run['seconds']:.0f} s, "
+                    f"{shown} recall@10 {100 * recall_at_10(run[shown]):.1f}",
+                    flush=True,
+                )
+                if log:
+                    record([run], log)
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", help="a set that m1clip train --data takes, with train, val and test")
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0, help="to repeat one that was disturbed")
-    parser.add_argument("--recipes", default="default,adamw", help="of m1clip, with commas between; may be empty")
-    parser.add_argument("--recipe", action="append", default=[], metavar="NAME=FLAGS", help="one more recipe")
-    parser.add_argument("--flags", default="", help="flags of m1clip train for every recipe")
-    parser.add_argument("--peers", default=os.environ.get("PEERS"), help="a Python with open_clip")
-    parser.add_argument("--peer-seeds", type=int, help="of open_clip; default: as many as --seeds")
-    parser.add_argument("--peer-batch", type=int, default=256)
-    parser.add_argument("--peer-precision", default="amp_bf16", help="as open_clip names it")
+    parser.add_argument("data", nargs="?", help="a folder that m1clip train accepts, with train, val and test splits")
+    parser.add_argument("--entry", action="append", default=[], choices=ENTRIES, metavar="NAME", help="may be repeated")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--options", default="", help="more options for the trainer: a trial, scored on validation")
+    parser.add_argument("--minutes", type=float, help="another clock: a trial")
+    parser.add_argument("--quick", action="store_true", help="a few steps: a smoke test")
+    parser.add_argument("--peer-python", default=os.environ.get("PEERS"), help="a Python with open_clip (or set PEERS)")
     parser.add_argument(
-        "--until-recall",
-        type=float,
-        metavar="PERCENT",
-        help="also: seconds until validation has this mean recall@10; default: what open_clip reached on validation",
+        "--peer-source",
+        default=os.environ.get("PEER_SOURCE"),
+        help="src/ of a checkout of open_clip, instead of the installed version (or set PEER_SOURCE)",
     )
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "mps"))
-    parser.add_argument("--quick", action="store_true", help="four steps instead of --minutes: a smoke test")
-    parser.add_argument("--keep", type=Path, help="keep run folders there (must be new); else they are removed")
-    parser.add_argument("--out", type=Path, help="write the figures there as JSON")
+    parser.add_argument("--json", type=Path, help=f"the log; default {LOG.name} in docs/results, none for a trial")
+    parser.add_argument("--add", type=Path, help="append the runs of another log, of another machine")
+    parser.add_argument("--keep", type=Path, help="keep the folders of the runs here")
     return parser.parse_args()
 
 
-def main() -> None:
-    """Run every recipe with every seed, print the table, write the figures after each run."""
-    options = parse()
-    recipes = named_recipes(options.recipes, options.recipe)
-    check_splits(options.data)
-    if options.keep:
-        options.keep.mkdir(parents=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = options.keep or Path(scratch)
-        flags = tuple(shlex.split(options.flags))
-        plan = Plan(options.data, 60 * options.minutes, folder, options.device, flags, options.quick)
-        run_all(options, recipes, plan)
+def write_splits(data: str, folder: Path) -> str:
+    """FOLDER/data.jsonl with train and val, for training, and one file per split; returns their hash."""
+    source = open_sources((data,))
+    if missing := {"train", "val", "test"} - set(source.splits()):
+        raise SystemExit(f"{data}: has no {', '.join(sorted(missing))} split; a speedrun needs train, val and test")
+    digest, visible = hashlib.sha256(), ""
+    for split in ("train", "val", "test"):
+        rows = [(Path(str(s.image)).resolve(), list(s.captions)) for s in source.samples(split)]
+        digest.update(json.dumps([split, sorted((image.name, texts) for image, texts in rows)]).encode())
+        lines = [json.dumps({"image": str(image), "captions": texts, "split": split}) + "\n" for image, texts in rows]
+        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+        visible += "" if split == "test" else "".join(lines)
+    (folder / "data.jsonl").write_text(visible, encoding="utf-8")
+    return digest.hexdigest()[:12]
 
 
-def run_all(options: argparse.Namespace, recipes: dict[str, tuple[str, ...]], plan: Plan) -> None:
-    """Seeds in the outer loop, so that a slow hour of the machine falls on all recipes alike."""
-    result: dict[str, Any] = {
-        "machine": machine(),
-        "data": Path(options.data).name,
-        "minutes": options.minutes,
-        "seeds": options.seeds,
-        "peer": None,
-        "runs": [],
+def run_entry(
+    name: str, seed: int, given: argparse.Namespace, folder: Path, probes: dict[str, Any], trial: bool
+) -> dict[str, Any]:
+    """Probe the speed (once per entry), train against the clock, encode and score."""
+    entry = ENTRIES[name]
+    track, script = TRACKS[entry.track], Path(__file__).parent / entry.script
+    seconds = 60 * given.minutes if given.minutes else track.seconds
+    python, variables = sys.executable, {**os.environ, **environment(platform.system(), os.environ)}
+    if entry.script.startswith("peers/"):
+        if not given.peer_python:
+            raise SystemExit(f"{name} needs --peer-python PYTHON, a Python with open_clip (benchmarks/README.md)")
+        python, variables["PYTHONPATH"] = given.peer_python, given.peer_source or ""
+    out = folder / f"{name}-seed{seed}"
+    out.mkdir()
+    job = {
+        **{"data": str(folder / "data.jsonl"), "out": str(out), "seed": seed, "seconds": seconds, "quick": given.quick},
+        **{"device": "cpu" if given.quick else track.device},
+        "options": [*shlex.split(entry.options), *shlex.split(given.options)],
     }
-    target = options.until_recall / 100 if options.until_recall is not None else None
-    peer, probed = None, (0.0, 0.0)
-    if options.peers:
-        from speedrun_peer import OpenClip
+    cores = limit_cores(2) if entry.track == "cpu" else os.cpu_count()
 
-        peer = OpenClip(options.peers, plan, options.peer_batch, options.peer_precision)
-        probed = peer.probe()
-        print(f"open_clip: {probed[1]:.0f} images/s and {probed[0]:.0f} s around training in a probe", flush=True)
-    setups = {name: setup_seconds(plan, name, flags) for name, flags in recipes.items()}
-    print("set-up: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in setups.items()), flush=True)
-    for seed in range(options.first_seed, options.first_seed + options.seeds):
-        for name, flags in recipes.items():
-            note(result, train(plan, name, flags, seed, setups[name]), options.out)
-        peer_seeds = options.seeds if options.peer_seeds is None else options.peer_seeds
-        if peer is not None and seed < options.first_seed + peer_seeds:
-            note(result, peer.train(seed, *probed), options.out)
-            result["peer"] = f"open_clip {peer.version}, {options.peer_precision}, batch {options.peer_batch}"
-    theirs = [recall_at_10(run["val"]) for run in result["runs"] if run["recipe"] == "open_clip"]
-    if target is None and theirs:
-        target = statistics.fmean(theirs)
-    result["until_recall"] = target
-    table = rows(result["runs"], target, plan.seconds)
-    place = result["machine"]
-    print(
-        f"\n{place['cpu']}, {place['cores']} cores, torch {place['torch']}, commit {place['commit']}; "
-        f"{result['data']}, {options.minutes:g} minutes, test split, mean ± deviation over seeds"
+    def act(action: str, limit: float | None = None, **more: Any) -> Any:
+        return run_action([python, str(script), action], variables, out, {**job, **more}, limit)
+
+    if name not in probes:
+        probes[name] = act("probe")
+    begin = time.time()
+    told = act("train", limit=OVERTIME * seconds, probe=probes[name])
+    run: dict[str, Any] = {
+        **{"entry": f"{name} {given.options}".strip(), "track": entry.track, "seed": seed, "clock": seconds},
+        **{"seconds": time.time() - begin, "date": time.strftime("%Y-%m-%d", time.gmtime(begin))},
+        **{"options": job["options"], "machine": {**machine(), "cores": cores}, **told},
+    }
+    for split in ("val",) if trial else ("val", "test"):  # the test split decides nothing, so a trial does not see it
+        rows = folder / f"{split}.jsonl"
+        made = act("encode", rows=str(rows))
+        run[split] = score(rows, out)
+    sources = [script, *(file for each in made["sources"] for file in Path(each).rglob("*.py"))]
+    return {**run, "version": made["version"], "source_hash": source_hash(sources)}
+
+
+def run_action(words: list[str], variables: dict[str, str], out: Path, job: dict[str, Any], limit: float | None) -> Any:
+    """Run one action of an entry in a process group of its own; returns the JSON that it wrote."""
+    action = words[-1]
+    (out / "job.json").write_text(json.dumps(job), encoding="utf-8")
+    with (out / f"{action}.log").open("w+", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            [*words, str(out / "job.json")], stdout=output, stderr=output, env=variables, start_new_session=True
+        )
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = f"nothing within {limit:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        if code:
+            output.seek(0)
+            raise SystemExit(f"{' '.join(words)} ended with {code}:\n{output.read()[-3000:]}")
+    return json.loads((out / f"{action}.json").read_text(encoding="utf-8"))
+
+
+def limit_cores(count: int) -> int:
+    """Restrict this process and those that it starts to `count` cores, where the system can."""
+    if not hasattr(os, "sched_setaffinity"):
+        return os.cpu_count() or 1
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
+    return len(os.sched_getaffinity(0))
+
+
+def score(rows: Path, out: Path) -> dict[str, float]:
+    """The six recalls of the embeddings in OUT."""
+    captions = [json.loads(line)["captions"] for line in rows.read_text(encoding="utf-8").splitlines()]
+    image, text = (F.normalize(torch.from_numpy(np.load(out / f"{side}.npy")), dim=-1) for side in ("image", "text"))
+    image_index = torch.tensor([index for index, texts in enumerate(captions) for _ in texts])
+    keys = torch.from_numpy(caption_ids_of([caption for texts in captions for caption in texts]))
+    found = dict(retrieval(image, text, image_index, keys))
+    return {name: float(found[name]) for name in RECALLS}
+
+
+def source_hash(files: Iterable[Path]) -> str:
+    """A hash of the contents of files, whatever folder they are in."""
+    contents = sorted(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
+    return hashlib.sha256("".join(contents).encode()).hexdigest()[:12]
+
+
+def recall_at_10(recalls: dict[str, float]) -> float:
+    """The mean of both directions."""
+    return (recalls["text_to_image/recall@10"] + recalls["image_to_text/recall@10"]) / 2
+
+
+def record(runs: list[dict[str, Any]], log: Path) -> None:
+    """Append runs to a log; the table of docs/speedrun.md follows the log in docs/results."""
+    before = json.loads(log.read_text(encoding="utf-8"))["runs"] if log.exists() else []
+    write(log, {"runs": [*before, *runs]})
+    if log == LOG:
+        head, _, rest = PAGE.read_text(encoding="utf-8").partition(MARKS[0])
+        PAGE.write_text(
+            head + MARKS[0] + table([*before, *runs]) + MARKS[1] + rest.partition(MARKS[1])[2], encoding="utf-8"
+        )
+
+
+def groups(runs: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Runs of the same entry, source, data and machine, best first within each track and data."""
+    found: dict[Any, list[dict[str, Any]]] = {}
+    for run in (run for run in runs if "test" in run):  # not a trial
+        where = run["machine"]
+        key = (run["entry"], run["source_hash"], run["data"], run["track"], where.get("cuda") or where["cpu"])
+        found.setdefault(key, []).append(run)
+
+    def rank(group: list[dict[str, Any]]) -> tuple[Any, ...]:
+        place = list(TRACKS).index(group[0]["track"])
+        return place, group[0]["data"], over(group), -statistics.fmean(recalls(group, "test"))
+
+    return sorted(found.values(), key=rank)
+
+
+def over(runs: list[dict[str, Any]]) -> bool:
+    """Whether a run took longer than the clock: it is shown, but not ranked."""
+    return any(run["seconds"] > run["clock"] for run in runs)
+
+
+def recalls(runs: list[dict[str, Any]], split: str) -> list[float]:
+    """Recall@10 of each run, in percent."""
+    return [100 * recall_at_10(run[split]) for run in runs]
+
+
+def mean_spread(values: Sequence[float], form: str = ".1f") -> str:
+    """`17.5 ± 0.4`: mean and standard deviation over seeds; one seed has none."""
+    mean = f"{statistics.fmean(values):{form}}"
+    return f"{mean} ± {statistics.stdev(values):{form}}" if len(values) > 1 else mean
+
+
+def seen(runs: list[dict[str, Any]]) -> str:
+    """Images seen in training, and the captions of each if there are several."""
+    captions = runs[0]["captions_per_image"]
+    images = f"{statistics.fmean(run['images_seen'] for run in runs):,.0f}"
+    return images + (f" x {captions} captions" if captions > 1 else "")
+
+
+def table(runs: Sequence[dict[str, Any]]) -> str:
+    """The leaderboard as markdown: one table per track and data."""
+    lines = []
+    for (track, data), ranked in itertools.groupby(groups(runs), lambda group: (group[0]["track"], group[0]["data"])):
+        found = list(ranked)
+        lines += ["", f"**{TRACKS[track].words}, {data}** (data {found[0][0]['data_hash']})", ""]
+        lines += ["| | entry | test recall@10 | recall@1 | minutes | images seen | seeds | machine | source |"]
+        lines += ["|---" * 9 + "|", *(row(place, group) for place, group in enumerate(found, 1)), *catching_up(found)]
+    return "\n".join([*lines, "", ""])
+
+
+def row(place: int, group: list[dict[str, Any]]) -> str:
+    """One entry as a line of the table."""
+    first, late = group[0], over(group)
+    where = first["machine"]
+    cells = [
+        *("-" if late else str(place), f"`{first['entry']}`", f"**{mean_spread(recalls(group, 'test'))}**"),
+        f"{statistics.fmean(50 * (run['test'][RECALLS[0]] + run['test'][RECALLS[3]]) for run in group):.1f}",
+        mean_spread([run["seconds"] / 60 for run in group], ".2f") + (" (over the clock)" if late else ""),
+        *(seen(group), ", ".join(str(run["seed"]) for run in group)),
+        f"{where.get('cuda') or where['cpu']}, {where['cores']} cores",
+        f"{first['version']}, {first['source_hash']}, commit {where['commit']}, {first['date']}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def catching_up(ranked: list[list[dict[str, Any]]]) -> list[str]:
+    """When the best entry of m1clip passes the final validation recall of the best peer."""
+    own, peers = ([g for g in ranked if g[0]["entry"].startswith("open_clip") == peer] for peer in (False, True))
+    if not own or not peers:
+        return []
+    target = statistics.fmean(recalls(peers[0], "val"))
+    times = [next((t / 60 for t, recall in run["curve"] if 100 * recall >= target), None) for run in own[0]]
+    reached = [t for t in times if t is not None]
+    when = (
+        f"after {mean_spread(reached)} minutes"
+        if len(reached) == len(times)
+        else f"in {len(reached)} of {len(times)} runs"
     )
-    print(markdown(table))
-    print(f"peer: {result['peer'] or NO_PEERS}")
-    if options.out:
-        write(options.out, result)
-
-
-def note(result: dict[str, Any], run: dict[str, Any], out: Path | None) -> None:
-    """Keep a run, and say what it gave on validation; the test is shown at the end."""
-    result["runs"].append(run)
-    print(
-        f"{run['recipe']} seed {run['seed']}: {run['images_seen']:,} samples at {run['images_per_second']:.0f}/s, "
-        f"val R@10 {100 * recall_at_10(run['val']):.1f}, {run['seconds']:.0f} s",
-        flush=True,
-    )
-    if out:
-        write(out, result)
+    who, whom = own[0][0]["entry"], peers[0][0]["entry"]
+    return ["", f"On validation, `{who}` reaches the final recall@10 of `{whom}` ({target:.1f}) {when}."]
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from same_work import OWN, SIDES
 from sides import NO_PEERS, RESULTS, spread
-from speedrun import mean_spread, seen, until
-from speedrun_own import recall_at_10
+from speedrun import TRACKS, groups, mean_spread, recalls, seen
 
 from m1clip.formatting import plural
 
@@ -86,29 +85,16 @@ def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
 
 
 def speedrun_rows(result: dict[str, Any]) -> Iterator[Row]:
-    """Mean recall@10 of each recipe, and when m1clip reaches the final recall of open_clip."""
-    command = f"python benchmarks/speedrun.py DATA --minutes {result['minutes']:g} --seeds {result['seeds']}"
-    where = f"{result['data']}, {result['minutes']:g} minutes from random weights"
-    for name in dict.fromkeys(run["recipe"] for run in result["runs"]):
-        runs = [run for run in result["runs"] if run["recipe"] == name]
-        recall = mean_spread([100 * recall_at_10(run["test"]) for run in runs])
-        who = result["peer"] if name == "open_clip" else f"m1clip, {name} recipe"
+    """Mean recall@10 of each entry; its machine and source are in docs/speedrun.md."""
+    for group in groups(result["runs"]):
+        first = group[0]
         yield Row(
-            f"{where}: {who}, mean of both test recall@10",
-            f"**{recall}%**, {seen(runs)}",
-            plural(len(runs), "seed"),
-            command,
+            f"{first['data']} from random weights, {TRACKS[first['track']].words}: {first['version']} "
+            f"(commit {first['machine']['commit']}, entry `{first['entry']}`), mean of both test recall@10",
+            f"**{mean_spread(recalls(group, 'test'))}%**, {seen(group)} seen",
+            plural(len(group), "seed"),
+            f"python benchmarks/speedrun.py DATA --entry {first['entry']}",
         )
-        if name == "default" and result.get("until_recall") is not None:
-            target = 100 * result["until_recall"]
-            yield Row(
-                f"{where}: m1clip, {name} recipe, seconds until validation recall@10 reaches {target:.1f}%",
-                until(runs, result["until_recall"]),
-                plural(len(runs), "seed"),
-                command,
-            )
-    if result["peer"] is None:
-        yield Row(f"{where}: open_clip's own trainer", NO_PEERS, "0", command)
 
 
 def loader_rows(result: dict[str, Any]) -> Iterator[Row]:
@@ -199,6 +185,8 @@ def own_rows(result: dict[str, Any]) -> Iterator[Row]:
 
 def machine_line(result: dict[str, Any]) -> str:
     """The machine of a result, in one line."""
+    if "machine" not in result and "runs" in result:
+        return "every run with its machine, options and source, see [speedrun.md](speedrun.md)"
     place = result.get("machine") or result.get("facts") or "unknown machine"
     if not isinstance(place, dict):
         return str(place)

@@ -53,7 +53,7 @@ SMOKE = {
     "large_batch": ("--quick --peers=", {"ratio", "peak_bytes"}),
     "loader": ("PHOTOS --rounds 1 --batch-size 4", {"images_per_second", "ratios"}),
     "cuda_step": ("--device cpu --quick --models tiny --variants m1clip", {"models", "facts"}),
-    "speedrun": (f"PHOTOS --quick --seeds 1 --recipes default --peers= --flags='{SMALL} --batch-size 8'", {"runs"}),
+    "speedrun": (f"PHOTOS --quick --seeds 0 --entry m1clip --options '{SMALL} --batch-size 8'", {"runs"}),
 }
 MINUTES_OF_CPU = ("step", "same_work", "large_batch", "loader", "speedrun")
 
@@ -65,17 +65,16 @@ MINUTES_OF_CPU = ("step", "same_work", "large_batch", "loader", "speedrun")
 def test_benchmark_script_runs_and_writes_json(name: str, photos: Path, tmp_path: Path) -> None:
     words, keys = SMOKE[name]
     out = tmp_path / f"{name}.json"
-    option = "--out" if name == "speedrun" else "--json"
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *shlex.split(words.replace("PHOTOS", str(photos)))]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     result = subprocess.run(
-        [*command, option, str(out)], capture_output=True, text=True, check=False, timeout=900, env=environment
+        [*command, "--json", str(out)], capture_output=True, text=True, check=False, timeout=900, env=environment
     )
     assert result.returncode == 0, result.stderr + result.stdout
     figures = json.loads(out.read_text(encoding="utf-8"))
     assert keys <= figures.keys()
     table = script("results_table").render(tmp_path)
-    assert name == "cuda_step" or out.name in table
+    assert name in ("cuda_step", "speedrun") or out.name in table
 
 
 def test_baseline_has_the_size_of_m1clips_model() -> None:
@@ -87,7 +86,7 @@ def test_baseline_has_the_size_of_m1clips_model() -> None:
 
 def test_peer_scripts_do_not_import_m1clip() -> None:
     files = sorted((BENCHMARKS / "peers").glob("*.py"))
-    assert {"steps.py", "open_clip_cli.py", "open_clip_features.py"} <= {file.name for file in files}
+    assert {"steps.py", "open_clip_entry.py"} <= {file.name for file in files}
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -114,36 +113,70 @@ def test_ratios_compare_steps_of_same_round() -> None:
     assert found["samples"] == {"m1clip": 8, "default": 40}
 
 
-def test_speedrun_summary_from_log() -> None:
-    own = script("speedrun_own")
-    recalls, better = (dict.fromkeys(own.RECALLS, value) for value in (0.1, 0.3))
+def test_speedrun_entry_reads_the_log_of_m1clip() -> None:
+    entry = script("entry_m1clip")
+    recalls, better = (
+        {"text_to_image/recall@10": value, "image_to_text/recall@10": value + 0.1} for value in (0.1, 0.3)
+    )
     records = [
         {"kind": "start", "time": 1010.0, "steps": 20},
         {"kind": "step", "time": 1020.0, "step": 10, "images_per_second": 100.0, "step_seconds": 0.64},
-        {"kind": "eval", "time": 1021.0, "step": 10, "split": "val", "mean_recall": 0.1, **recalls},
+        {"kind": "eval", "time": 1021.0, "step": 10, "split": "val", **recalls},
         {"kind": "step", "time": 1030.0, "step": 20, "images_per_second": 120.0, "step_seconds": 64 / 120},
-        {"kind": "eval", "time": 1031.0, "step": 20, "split": "val", "mean_recall": 0.3, **better},
-        {"kind": "checkpoint", "time": 1032.0, "step": 20},
-        {"kind": "end", "time": 1040.0, "split": "test", **recalls},
+        {"kind": "eval", "time": 1031.0, "step": 20, "split": "val", **better},
     ]
-    found = own.summary(records, begin=1000.0)
-    assert found["seconds"] == 32.0  # the test, which follows, is outside the clock
-    assert found["setup_seconds"] == 10.0
+    found = entry.summary(records, begin=1000.0)
     assert found["images_seen"] == 20 * 64
     assert found["images_per_second"] == 110.0
-    assert found["val"] == better
-    assert own.seconds_until(found["curve"], 0.2) == 31.0
-    assert own.seconds_until(found["curve"], 0.4) is None
+    assert found["curve"] == [[21.0, pytest.approx(0.15)], [31.0, pytest.approx(0.35)]]
     with pytest.raises(SystemExit, match="no evaluation"):
-        own.summary(records[:2], begin=1000.0)
+        entry.summary(records[:2], begin=1000.0)
 
 
-def test_open_clip_log_line_is_parsed() -> None:
+@pytest.mark.parametrize("module", ["", "open_clip_train.train | "])  # 3.3 and 4.2
+def test_open_clip_log_line_is_parsed(module: str) -> None:
     line = (
-        "2026-11-15,11:43:31 | INFO | Train Epoch: 0 [  256/2048 (12%)] Data (t): 2.239 Batch (t): 33.714, "
+        f"2026-11-15,11:43:31 | INFO | {module}Train Epoch: 0 [  256/2048 (12%)] Data (t): 2.239 Batch (t): 33.714, "
         "7.59339/s, 7.59339/s/gpu LR: 0.001000 Logit Scale: 14.286 Contrastive_loss: 5.6385 (5.6385)"
     )
-    assert script("speedrun_peer").LINE.findall(line) == [("256", "7.59339")]
+    assert script("peers.open_clip_entry").LINE.findall(line) == [("2026-11-15,11:43:31", "256")]
+
+
+def test_speedrun_hides_the_test_split_from_training(photos: Path, tmp_path: Path) -> None:
+    speedrun = script("speedrun")
+    (tmp_path / "again").mkdir()
+    assert speedrun.write_splits(str(photos), tmp_path) == speedrun.write_splits(str(photos), tmp_path / "again")
+    rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 30
+    assert {row["split"] for row in rows} == {"train", "val"}
+    assert len((tmp_path / "test.jsonl").read_text(encoding="utf-8").splitlines()) == 10
+
+
+def test_speedrun_ranks_entries_and_shows_runs_over_the_clock_last() -> None:
+    speedrun = script("speedrun")
+
+    def run(entry: str, seed: int, recall: float, seconds: float = 590.0) -> dict[str, object]:
+        where = {"cpu": "a CPU", "cores": 2, "commit": "abc"}
+        scores = {split: dict.fromkeys(speedrun.RECALLS, recall) for split in ("val", "test")}
+        facts = {"entry": entry, "track": "cpu", "seed": seed, "clock": 600, "seconds": seconds, "machine": where}
+        made = {"images_seen": 1000, "captions_per_image": 1, "curve": [[60.0, 0.01], [90.0, recall]]}
+        source = {"version": "1", "source_hash": "h", "date": "d", "data": "photos", "data_hash": "x"}
+        return {**facts, **made, **source, **scores}
+
+    runs = [run("slow", 0, 0.5, 601.0), run("open_clip-muon", 0, 0.1), run("m1clip", 0, 0.2), run("m1clip", 1, 0.4)]
+    lines = [line for line in speedrun.table(runs).splitlines() if "`" in line]
+    assert lines[0].startswith(
+        "| 1 | `m1clip` | **30.0 ± 14.1** | 30.0 | 9.83 ± 0.00 | 1,000 | 0, 1 | a CPU, 2 cores |"
+    )
+    assert lines[1].startswith("| 2 | `open_clip-muon` | **10.0** |")
+    assert "(10.0) after 1.5 ± 0.0 minutes." in lines[3]
+    assert lines[2].startswith("| - | `slow` | **50.0** | 50.0 | 10.02 (over the clock) |")
+
+
+def test_speedrun_page_shows_the_stored_runs() -> None:
+    speedrun = script("speedrun")
+    runs = json.loads(speedrun.LOG.read_text(encoding="utf-8"))["runs"]
+    assert speedrun.MARKS[0] + speedrun.table(runs) + speedrun.MARKS[1] in speedrun.PAGE.read_text(encoding="utf-8")
 
 
 def test_stored_results_make_a_table() -> None:
