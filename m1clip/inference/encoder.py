@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, cast
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 from m1clip.data.augment import render
@@ -74,11 +75,12 @@ def _pool(workers: int, process: int) -> ThreadPoolExecutor:
         ready.wait()
 
     keep_freed_memory()  # every batch needs the same blocks
+    threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(workers, "encode", start)
     for _ in range(workers):
         pool.submit(int)
     ready.wait()
-    torch.set_num_threads(workers)  # what a thread sets is also the default of threads to come
+    torch.set_num_threads(threads)  # what a thread sets is also the default of threads to come
     return pool
 
 
@@ -190,8 +192,8 @@ class Encoder:
 
     @property
     def workers(self) -> int:
-        """Batches computed at the same time."""
-        return torch.get_num_threads() if self.device.type == "cpu" else 1
+        """Batches at the same time; with CUDA, one is assembled and copied while the GPU computes the other."""
+        return torch.get_num_threads() if self.device.type == "cpu" else 1 + (self.device.type == "cuda")
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context of the precision."""
@@ -332,6 +334,9 @@ class Model:
 
     def _squares(self, images: Sequence[ImageInput]) -> Iterator[np.ndarray]:
         """Decoded ahead by threads."""
+        if not any(isinstance(image, str | Path | Image.Image) for image in images):
+            yield from map(self.square, images)  # arrays have nothing to decode
+            return
         for image, found in zip(images, map_with_timeout(images, self.square, threads=usable_cpus()), strict=True):
             if found is None:
                 raise BadImage(str(image), f"the read did not finish within {READ_TIMEOUT:g} s")

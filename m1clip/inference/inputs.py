@@ -64,7 +64,10 @@ def square(image: ImageInput, preprocess: Preprocess) -> np.ndarray:
     if isinstance(image, str | Path):
         image = decode(Path(image), size, str(image))
     elif not isinstance(image, Image.Image):
-        image = Image.fromarray(_array(image))
+        array = _array(image)
+        if array.shape[:2] == (size, size):
+            return array
+        image = Image.fromarray(array)
     elif min(image.size) == 0:
         raise UserError(f"a PIL image of {image.width} x {image.height} has no pixels")
     return to_square(image, size, resize)

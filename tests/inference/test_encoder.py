@@ -91,7 +91,7 @@ def pretrained_model() -> Model:
     tokenizer = wordpiece_tokenizer(PIECES)
     text = PretrainedTextConfig(vocab_size=tokenizer.vocab_size, pad_id=tokenizer.pad_id, context_length=24)
     head = HeadConfig(kind="adapter", hidden=16)
-    towers = {"image_tower": PretrainedImageConfig(image_size=32), "text_tower": text}
+    towers = {"image_tower": PretrainedImageConfig(image_size=64), "text_tower": text}
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pretrained, "MINILM", BertSize(width=48, heads=4, hidden=96, positions=32))
@@ -101,7 +101,7 @@ def pretrained_model() -> Model:
             torch.nn.init.kaiming_normal_(parameter)
         elif parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
-    return Model(clip, tokenizer, Preprocess(image_size=32))
+    return Model(clip, tokenizer, Preprocess(image_size=64))
 
 
 # Largest difference between entries of two unit vectors; products of other shapes are summed in another order, and bf16
@@ -192,7 +192,7 @@ def test_threads_may_share_a_model(pretrained_model: Model, images: list[Path]) 
 def test_changed_weights_give_other_vectors(pretrained_model: Model, images: list[Path], precision: Any) -> None:
     """The encoder keeps copies of the weights for its kernels."""
     changed = Model(
-        copy.deepcopy(pretrained_model.clip), pretrained_model.tokenizer, Preprocess(image_size=32), precision
+        copy.deepcopy(pretrained_model.clip), pretrained_model.tokenizer, Preprocess(image_size=64), precision
     )
     state = {name: tensor.clone() for name, tensor in changed.clip.state_dict().items()}
 

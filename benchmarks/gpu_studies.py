@@ -1,0 +1,233 @@
+"""Studies on one GPU: models of 200M to 1B parameters, a batch of 65,536, encoding from JPEG files.
+
+    python benchmarks/gpu_studies.py sizes DATA --json docs/results/gpu_sizes.json
+    python benchmarks/gpu_studies.py batch --json docs/results/gpu_batch.json
+    python benchmarks/gpu_studies.py encode DATA --json docs/results/gpu_encode.json
+
+sizes: each model sees the same images of DATA in a process of its own, with and without activation checkpointing:
+images per second, fraction of the bf16 GEMM rate, peak memory, energy of the GPU, loss at the end.
+batch: one exact ViT-B-32 step of this batch in micro-batches, with the plain and the blockwise loss.
+encode: ViT-B-32 with random weights. The limits are the compiled model on tensors that are already on the GPU, and
+decoding without a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from sides import machine, set_up, training_step, write
+
+import m1clip.training.step as step_module
+from m1clip.config import Config, DataConfig, ModelConfig, TrainConfig
+from m1clip.data.images import Preprocess, map_with_timeout
+from m1clip.data.loader import Batch
+from m1clip.data.sources import open_source
+from m1clip.hardware.device import Device
+from m1clip.hardware.energy import open_meter
+from m1clip.hardware.facts import read_facts, usable_cpus
+from m1clip.hardware.timing import gemm_rate, timing
+from m1clip.inference.encoder import Model
+from m1clip.model.clip import build_clip
+from m1clip.model.presets import flops_per_pair, preset, with_fields
+from m1clip.text.bpe import BpeTokenizer
+from m1clip.training.step import TrainStep
+
+SIZES = ("200M", "500M", "1B")
+WARM_UP = 3  # steps that compile and allocate
+ROUNDS = 5
+
+
+def config_of(options: argparse.Namespace, **train: Any) -> Config:
+    """A bf16 run of a model on the GPU, one caption per image."""
+    return Config(
+        model=ModelConfig(name=options.model, grad_checkpointing=options.checkpointing, compile=options.compile),
+        data=DataConfig(source=(options.data or "synthetic",), captions_per_step=1),
+        train=TrainConfig(device=options.device, precision="bf16", **train),
+    )
+
+
+def train_size(options: argparse.Namespace) -> dict[str, Any]:
+    """Train one model on `--images` images, and measure."""
+    batch, device = options.batch_size, Device(options.device, read_facts())
+    steps = options.images // batch
+    job = set_up(config_of(options, batch_size=batch, steps=steps))
+    update, meter = training_step(job), open_meter(options.device)
+    losses, joules, start = [], 0.0, 0.0
+    for number in range(steps):
+        if number == WARM_UP:
+            device.synchronize()
+            joules, start = (meter.joules() if meter else 0.0), time.perf_counter()
+        losses.append(update(job.training[number], number)[0])
+    device.synchronize()
+    seconds, images = time.perf_counter() - start, (steps - WARM_UP) * batch
+    flops = flops_per_pair(job.shape, job.training[0].tokens.shape[1])
+    return {
+        "parameters": sum(p.numel() for p in update.model.parameters()),
+        "images": steps * batch,
+        "images_per_second": images / seconds,
+        "gemm_fraction": images
+        / seconds
+        * flops
+        / gemm_rate(device, "bf16", 8192 if options.device == "cuda" else 1536),
+        "peak_bytes": torch.cuda.max_memory_allocated() if options.device == "cuda" else 0,
+        "joules_per_image": (meter.joules() - joules) / images if meter else None,
+        "first_loss": float(losses[0]),
+        "last_loss": float(torch.stack(losses[-5:]).mean()),
+    }
+
+
+def sizes(options: argparse.Namespace) -> dict[str, Any]:
+    """Each model with and without activation checkpointing, in processes of their own."""
+    found: dict[str, Any] = {}
+    for name in options.models:
+        for flag in ([], ["--checkpointing"]):
+            command = [
+                sys.executable,
+                __file__,
+                "size",
+                options.data,
+                "--model",
+                name,
+                *flag,
+                "--device",
+                options.device,
+            ]
+            command += [
+                "--device",
+                options.device,
+                "--images",
+                str(options.images),
+                "--batch-size",
+                str(options.batch_size),
+            ]
+            command += ["--compile"] * options.compile
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            key = f"{name}{', activation checkpointing' if flag else ''}"
+            lines = done.stdout.strip().splitlines()
+            found[key] = json.loads(lines[-1]) if done.returncode == 0 else {"failed": done.stderr[-800:]}
+            print(f"{key}: {found[key]}", flush=True)
+    return {"models": found, "batch": options.batch_size}
+
+
+def large_batch(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds and peak memory of a step, and of the loss alone, with the plain and with the blockwise loss."""
+    device, size, micro = Device(options.device, read_facts()), options.batch_size, options.micro_batch
+    shape = with_fields(preset(options.model), vocab_size=1024)
+    config = config_of(options, batch_size=size, micro_batch=micro, steps=100, loss="infonce", text_contrast=0.0)
+    model = build_clip(shape).to(device.torch)
+    update = TrainStep(model, config, device, "bf16", Preprocess(image_size=shape.image_size))
+    ids, draw = torch.arange(size), torch.Generator().manual_seed(0)
+    few = torch.randint(0, 256, (64, shape.image_size, shape.image_size, 3), dtype=torch.uint8, generator=draw)
+    tokens = torch.randint(1, 1023, (size, 32), generator=draw)
+    tokens[:, -1] = 1023
+    identity = {"sample_ids": ids, "caption_ids": ids, "image_index": ids}
+    batch = Batch(**identity, tokens=tokens, cached_images=few.to(device.torch), rows=ids % 64).to(device.torch)
+    features = torch.nn.functional.normalize(torch.randn(2, size, shape.embed_dim, device=device.torch), dim=-1)
+
+    def loss_alone() -> None:
+        update._loss_gradients(list(features), batch, update.ranks.together(lambda: None, size, size)[1])
+
+    found: dict[str, Any] = {}
+    plain_limit = 1 << 62
+    for name, limit in (("blockwise", step_module.MAX_LOGITS), ("plain", plain_limit)):
+        step_module.MAX_LOGITS = limit
+        for what, work in (("loss", loss_alone), ("step", lambda: update(batch, 0))):
+            seconds = []
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            try:
+                for _ in range(1 + (ROUNDS if what == "loss" else 2)):
+                    device.synchronize()
+                    start = time.perf_counter()
+                    work()
+                    device.synchronize()
+                    seconds.append(time.perf_counter() - start)
+            except torch.OutOfMemoryError as error:
+                found[f"{what}, {name}"] = {"out_of_memory": str(error).splitlines()[0]}
+            else:
+                peak = torch.cuda.max_memory_allocated()
+                values = {"peak_bytes": peak, "added_bytes": peak - before}
+                found[f"{what}, {name}"] = {**dataclasses.asdict(timing(seconds[1:])), **values}
+            update.clear()
+            print(f"{what}, {name}: {found[f'{what}, {name}']}", flush=True)
+    return {"batch": size, "micro_batch": micro, "model": options.model, "figures": found}
+
+
+def encode(options: argparse.Namespace) -> dict[str, Any]:
+    """Images per second of the encoder, and of what limits it."""
+    tokenizer, device = BpeTokenizer(), Device(options.device, read_facts())
+    config = with_fields(preset(options.model), vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id)
+    model = Model(build_clip(config), tokenizer, Preprocess(image_size=config.image_size)).to(options.device)
+    samples = open_source(options.data).samples("train")
+    paths = [str(each.image) for each in samples][: options.images]
+    texts = [caption for each in samples for caption in each.captions][: 5 * options.images]
+    squares = [each for each in map_with_timeout(paths, model.square, threads=usable_cpus()) if each is not None]
+    ready = torch.randn(512, 3, config.image_size, config.image_size, device=device.torch)
+    compiled = torch.compile(model.clip.encode_image, dynamic=False)
+    model.clip.eval()
+
+    def on_tensors() -> None:
+        with torch.inference_mode(), torch.autocast(options.device, torch.bfloat16):
+            for _ in range(16):
+                compiled(ready)
+        device.synchronize()
+
+    works = {
+        "compiled model, tensors on the GPU": (on_tensors, 16 * len(ready)),
+        "decoding JPEG files, no model": (
+            lambda: list(map_with_timeout(paths, model.square, threads=usable_cpus())),
+            len(paths),
+        ),
+        "encode_image, JPEG files": (lambda: model.encode_image(paths), len(paths)),
+        "encode_image, decoded images": (lambda: model.encode_image(squares), len(squares)),
+        "encode_text, captions": (lambda: model.encode_text(texts), len(texts)),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in works}
+    for number in range(ROUNDS + 1):
+        for name, (work, count) in works.items():
+            start = time.perf_counter()
+            work()
+            if number:  # the first round warms up
+                rates[name].append(count / (time.perf_counter() - start))
+    return {"per_second": {name: dataclasses.asdict(timing(values)) for name, values in rates.items()}}
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=("sizes", "batch", "encode", "size"))
+    parser.add_argument("data", nargs="?", default="")
+    parser.add_argument("--model", default="ViT-B-32")
+    parser.add_argument("--models", nargs="+", default=SIZES)
+    parser.add_argument("--images", type=int, default=6000)
+    parser.add_argument("--batch-size", type=int)
+    parser.add_argument("--micro-batch", type=int, default=4096)
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    options.batch_size = options.batch_size or {"batch": 65536}.get(options.study, 128)
+    study = {"sizes": sizes, "size": train_size, "batch": large_batch, "encode": encode}[options.study]
+    result = study(options)
+    if options.study == "size":
+        print(json.dumps(result))
+        return
+    result["machine"] = machine()
+    for name, values in result.get("per_second", {}).items():
+        print(f"{name:40} {values['median']:9.0f} [{values['low']:.0f}, {values['high']:.0f}]")
+    if options.json:
+        write(options.json, result)
+
+
+if __name__ == "__main__":
+    main()
