@@ -11,7 +11,6 @@ from cyclopts import Parameter
 from m1clip.cli.app import Count, app
 from m1clip.errors import UserError
 from m1clip.export import Precision, Target
-from m1clip.io import read_small
 
 if TYPE_CHECKING:
     from m1clip.training.progress import Screen
@@ -25,7 +24,6 @@ def evaluate(
     source: Annotated[tuple[str, ...], Parameter(name="--data", negative="", show_default=False)] = (),
     split: Literal["train", "val", "test"] = "test",
     classes: Path | None = None,
-    class_names: Path | None = None,
     template: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
     probe: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     analysis: Annotated[bool, Parameter(negative="", show_default=False)] = False,
@@ -47,8 +45,6 @@ def evaluate(
         The split to evaluate on; train shows how much the model overfits.
     classes
         A folder of class folders, for zero-shot accuracy and a confusion matrix.
-    class_names
-        With --classes: a text file with one class name per line, in sorted folder order; default: the folder names.
     template
         With --classes: a sentence with {} for the class name; repeat the option to average several templates.
     probe
@@ -70,7 +66,7 @@ def evaluate(
     screen = Screen()
     folder = model if (model / "config.toml").is_file() else Path()  # figures go to the run, or to the current folder
     if classes is not None:
-        _zero_shot(screen, model, classes, class_names, template, probe, device, folder)
+        _zero_shot(screen, model, classes, template, probe, device, folder)
         return
     evaluator = open_split(model, source, split, device, decode_plan(screen))
     features = evaluator.encode()
@@ -89,14 +85,7 @@ def evaluate(
 
 
 def _zero_shot(
-    screen: Screen,
-    model: Path,
-    classes: Path,
-    class_names: Path | None,
-    templates: tuple[str, ...],
-    probe: bool,
-    device: str,
-    folder: Path,
+    screen: Screen, model: Path, classes: Path, templates: tuple[str, ...], probe: bool, device: str, folder: Path
 ) -> None:
     from m1clip.evaluation.zeroshot import confusion_figure, zero_shot
     from m1clip.hardware.device import choose_device
@@ -104,15 +93,8 @@ def _zero_shot(
     from m1clip.inference import load
     from m1clip.inference.onnx import is_onnx_folder
 
-    try:
-        lines = read_small(class_names).decode("utf-8-sig").splitlines() if class_names is not None else []
-    except UnicodeDecodeError:
-        raise UserError(f"--class-names {class_names}: not a UTF-8 text file; write one name per line") from None
-    names = [line.strip() for line in lines if line.strip()]
-    if class_names is not None and not names:
-        raise UserError(f"--class-names {class_names}: contains no names; write one per line")
     loaded = load(model, "cpu" if is_onnx_folder(model) else choose_device(device, read_facts()))
-    result = zero_shot(loaded, classes, names, templates, probe)
+    result = zero_shot(loaded, classes, templates, probe)
     for reason in result.unreadable[:3]:
         screen.warn(f"skipped {reason}")
     screen.say(f"\n{model}, classes of {classes}\n\n{result.scores}\n")

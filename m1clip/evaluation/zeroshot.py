@@ -26,21 +26,16 @@ TEST_FRACTION = 0.3  # of each class, for the linear probe
 PROBE_ITERATIONS = 1000
 
 
-def class_folders(folder: Path, names: Sequence[str] = ()) -> tuple[list[str], list[tuple[Path, int]]]:
-    """Class names, and images with the index of their class, from one folder per class (cats/1.jpg).
-
-    `names`, in the order of the sorted folders, replace the folder names.
-    """
+def class_folders(folder: Path) -> tuple[list[str], list[tuple[Path, int]]]:
+    """Class names, and images with the index of their class, from one folder per class (cats/1.jpg)."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; --classes expects a folder with one subfolder of images per class")
     found = [(path.parts[0], folder / path) for path in map(Path, walk_images(folder)) if len(path.parts) > 1]
     classes = sorted({label for label, _ in found})
     if len(classes) < 2:
         raise UserError(f"{folder}: has {len(classes)} class folders with images; at least two are needed")
-    if names and len(names) != len(classes):
-        raise UserError(f"{len(names)} names for the {len(classes)} class folders of {folder}")
-    shown = list(names) or [label.replace("_", " ").replace("-", " ").strip() for label in classes]
-    return shown, [(path, classes.index(label)) for label, path in found]
+    names = [label.replace("_", " ").replace("-", " ").strip() for label in classes]
+    return names, [(path, classes.index(label)) for label, path in found]
 
 
 def encode_readable(model: Model | OnnxModel, paths: Sequence[Path]) -> tuple[Tensor, list[int], list[str]]:
@@ -78,26 +73,20 @@ class ZeroShot:
     unreadable: list[str]
 
 
-def zero_shot(
-    model: Model | OnnxModel,
-    folder: Path,
-    names: Sequence[str] = (),
-    templates: Sequence[str] = (),
-    probe: bool = False,
-) -> ZeroShot:
+def zero_shot(model: Model | OnnxModel, folder: Path, templates: Sequence[str] = (), probe: bool = False) -> ZeroShot:
     """Zero-shot accuracy on class folders, given only the class names; optionally also of a linear probe."""
-    shown, images = class_folders(folder, names)
+    names, images = class_folders(folder)
     vectors, kept, unreadable = encode_readable(model, [path for path, _ in images])
     labels = torch.tensor([images[index][1] for index in kept])
-    classes = torch.as_tensor(model.class_vectors(shown, templates or TEMPLATES))
+    classes = torch.as_tensor(model.class_vectors(names, templates or TEMPLATES))
     with torch.autocast("cpu", enabled=False):
         similarity = vectors @ classes.T
     scores = top_k_accuracy(similarity, labels, "zero_shot")
     if probe:
         scores += linear_probe(vectors, labels)
-    pairs = labels * len(shown) + similarity.argmax(dim=1)
-    confusion = torch.bincount(pairs, minlength=len(shown) ** 2).view(len(shown), len(shown))
-    return ZeroShot(scores, confusion, shown, unreadable)
+    pairs = labels * len(names) + similarity.argmax(dim=1)
+    confusion = torch.bincount(pairs, minlength=len(names) ** 2).view(len(names), len(names))
+    return ZeroShot(scores, confusion, names, unreadable)
 
 
 def top_k_accuracy(scores: Tensor, labels: Tensor, prefix: str) -> Scores:
