@@ -43,12 +43,6 @@ def test_partial_line_after_kill_is_skipped(log: RunLog, tmp_path: Path) -> None
     assert kinds(tmp_path) == ["start", "step"]
 
 
-def test_invalid_lines_and_those_of_a_newer_version_are_skipped(tmp_path: Path) -> None:
-    lines = [b"", b"[1]", b'"x"', b'{"a": 1}', b"\xff\xfe", b'{"v": 2, "kind": "step"}', b'{"v": "x", "kind": "step"}']
-    (tmp_path / "run.jsonl").write_bytes(b"\n".join([*lines, b'{"v": 1, "kind": "end"}\n']))
-    assert kinds(tmp_path) == ["end"]
-
-
 def test_non_finite_numbers_are_written_as_valid_json(log: RunLog, tmp_path: Path) -> None:
     seen: list[Record] = []
     log.sinks.append(seen.append)

@@ -6,7 +6,6 @@ import errno
 import os
 import pickle
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -87,12 +86,6 @@ def test_each_row_is_computed_once_and_only_new_ones_later(tmp_path: Path) -> No
     assert fill(row_cache(tmp_path), ["w4", "w2", "w5"]) == ["w4", "w5"]
     assert fill(row_cache(tmp_path), ["w5", "w1", "w1"]) == []
     assert row_cache(tmp_path, "b").missing([row_name("w1")]) == [0], "another key is another cache"
-
-
-def test_interrupted_fill_continues(tmp_path: Path) -> None:
-    words = [f"w{i}" for i in range(9)]
-    assert fill(row_cache(tmp_path), words, stop_after=2) == words[:4]
-    assert fill(row_cache(tmp_path), words) == words[4:]
 
 
 @pytest.mark.parametrize("torn", ["rows.bin", "names.bin"])
@@ -269,14 +262,6 @@ def test_unwritable_data_folder_falls_back_to_the_user_cache(tmp_path: Path, mon
         cached(folder, cache_dir=str(tmp_path / "file"))
 
 
-def test_user_cache_of_each_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(cache.sys, "platform", "darwin")
-    assert cache.user_cache() == Path.home() / "Library/Caches/m1clip"
-    monkeypatch.setattr(cache.sys, "platform", "linux")
-    assert cache.user_cache() == Path.home() / ".cache/m1clip"
-
-
 def test_data_folders_of_a_mixture_and_of_the_hub(tmp_path: Path) -> None:
     one, two = make_set(tmp_path / "one"), make_set(tmp_path / "two")
     assert data_folders(open_sources([str(one), f"{two}:0.5"])) == (str(one), str(two))
@@ -357,28 +342,6 @@ def test_image_too_large_for_memory_is_a_failure(refs: list[FileImage], error: t
     assert {failure.index for failure in failed} == {1}
     with pytest.raises(UserError, match=r"too large for memory; .*continue with --resume"):
         LiveImages(mixed, 16).read(np.array([0, 1]))
-
-
-@dataclass(frozen=True)
-class Together:
-    """An image that is decoded only while another one is being decoded."""
-
-    barrier: threading.Barrier
-    grey: int
-
-    def open(self, want: int | None = None) -> Image.Image:
-        self.barrier.wait(timeout=20)
-        return Image.new("RGB", (16, 16), (self.grey,) * 3)
-
-    def stamp(self) -> str:
-        return str(self.grey)
-
-
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core decodes one image at a time")
-def test_live_images_are_decoded_in_parallel_and_in_order() -> None:
-    barrier = threading.Barrier(2)
-    live = LiveImages([Together(barrier, grey) for grey in range(6)], 16)
-    assert live.read(np.array([5, 0, 3, 1]))[:, 0, 0, 0].tolist() == [5, 0, 3, 1]
 
 
 HOST = torch.device("cpu")

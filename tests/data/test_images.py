@@ -103,16 +103,6 @@ def test_bad_image_is_one_line_and_pickles() -> None:
     assert str(error) == r"a\nb\x1b[31m.jpg: broken"
 
 
-def test_stamp_changes_with_the_file(tmp_path: Path) -> None:
-    image = FileImage(str(tmp_path / "a.jpg"))
-    assert image.stamp().endswith("missing")
-    (tmp_path / "a.jpg").write_bytes(b"one")
-    before = image.stamp()
-    (tmp_path / "a.jpg").write_bytes(b"three")
-    assert image.stamp() != before
-    assert pickle.loads(pickle.dumps(image)) == image
-
-
 @pytest.mark.parametrize("name", ["a.heic", "a.jpg"])  # phones also write HEIC under the name of a JPEG
 def test_heic_without_library_error_names_remedy(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pi_heif", None)

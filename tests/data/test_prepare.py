@@ -58,14 +58,6 @@ def test_synthetic_and_few_images_write_nothing_to_disk(tmp_path: Path, monkeypa
     assert sorted(path.name for path in (tmp_path / "set").iterdir()) == ["captions.jsonl", "images"]
 
 
-def test_synthetic_images_are_cached_on_disk_if_asked(tmp_path: Path) -> None:
-    facts = {"train_count": 9}
-    kept = loaded(None, "train", cache="disk", cache_dir=str(tmp_path), **facts)
-    drawn = loaded(None, "train", cache="ram", **facts)
-    assert kept.cache == "disk"
-    np.testing.assert_array_equal(kept.images.read(np.arange(9)), drawn.images.read(np.arange(9)))
-
-
 def test_synthetic_images_are_scaled_up_for_a_model_with_larger_ones() -> None:
     config = DataConfig(train_count=4)
     split = load_split(

@@ -139,14 +139,6 @@ def test_nan_is_a_miss_for_its_caption_only() -> None:
     assert all(value == 0 for name, value in nothing if "recall" in name)
 
 
-def test_image_without_captions_is_candidate_but_not_query() -> None:
-    image, text = from_scores([[0.5, 0.9, 0.1], [0.1, 0.2, 0.9]])
-    image_index = torch.tensor([0, 2])
-    assert ranks(image, text, image_index).text_to_image.tolist() == [2, 1]
-    recall = retrieval(image, text, image_index)["image_to_text/recall@1"]
-    assert (recall.n, recall.value) == (2, 1)
-
-
 def test_autocast_of_the_caller_does_not_affect_the_scores() -> None:
     image, text = from_scores([[0.5, 0.5004], [0.5, 0.5004]])
     with torch.autocast("cpu", dtype=torch.bfloat16):

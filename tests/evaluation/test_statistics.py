@@ -37,16 +37,6 @@ def test_interval_coverage_with_correlated_captions() -> None:
     assert covered_naive / trials < 0.85, "treated as independent, captions give far too narrow an interval"
 
 
-@pytest.mark.parametrize("truth", [0.02, 0.5, 0.97])
-def test_interval_coverage_with_one_caption_per_image(truth: float) -> None:
-    generator = torch.Generator().manual_seed(1)
-    covered = 0
-    for _ in range(400):
-        interval = fraction_intervals(torch.rand(200, 1, generator=generator) < truth, torch.arange(200))[0]
-        covered += interval.low <= truth <= interval.high
-    assert 0.92 <= covered / 400 <= 0.99
-
-
 def test_interval_has_width_for_no_hits_all_hits_and_one_image() -> None:
     image_index = torch.arange(100).repeat_interleave(3)
     hits = torch.stack([torch.zeros(300), torch.ones(300), torch.arange(300) % 2], dim=1).bool()

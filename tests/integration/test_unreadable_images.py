@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 import torch
 from image_sets import break_files, make_set
-from small_run import run_small, screen, small_config
+from small_run import run_small
 
 from m1clip.data.augment import Augmentation
-from m1clip.data.cache import LiveImages, read_or_replace
+from m1clip.data.cache import LiveImages
 from m1clip.data.captions import tokenize_captions
 from m1clip.data.loader import Batch, BatchPlan, TrainingSet, batches
 from m1clip.data.sources import open_source
 from m1clip.errors import UserError
 from m1clip.runlog import read_log
 from m1clip.text.tokenizers import CharTokenizer
-from m1clip.training.run import resume, train_config
 
 STEPS = 12
 
@@ -81,13 +80,6 @@ def _left_over(data: TrainingSet) -> list[int]:
     return sorted(set(range(data.plan.images)) - set(used.tolist()))
 
 
-def test_replacement_depends_on_epoch_and_sample(broken_set: Path) -> None:
-    images = live_set(broken_set).images
-    found = [read_or_replace(images, np.array(sorted(BROKEN)), 3, epoch)[0].tolist() for epoch in range(3)]
-    assert len({tuple(row) for row in found}) == 3
-    assert len(set(found[0])) > 3
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_missing_disk_is_a_one_line_error(tmp_path: Path, workers: int) -> None:
     folder = make_set(tmp_path / "set")
@@ -130,24 +122,6 @@ def test_training_continues_with_five_percent_bad_files_and_names_each_once(
     assert start["choices"]["cache"]["train"] == cache
     assert start["choices"]["lint"]["verdict"] == "problems"
     assert 0 <= records[-1]["data_fraction"] < 1
-
-
-@pytest.mark.slow
-def test_resume_with_bad_files_ends_the_same(tmp_path: Path) -> None:
-    reference = broken_run(tmp_path, 0.05, "off")
-    config = small_config(
-        {"data.source": [str(tmp_path / "set")], "data.cache": "off", "train.steps": 8, "train.save_every": 4}
-    )
-    train_config(config, tmp_path / "again", screen())
-    for part in (tmp_path / "again" / "checkpoints").glob("step-000008"):
-        for file in part.iterdir():
-            file.unlink()
-        part.rmdir()
-    resume(tmp_path / "again", screen())
-    names = [record["where"] for record in read_log(tmp_path / "again") if record["kind"] == "skipped"]
-    assert len(names) == len(set(names)) > 0
-    weights = [(run / "model" / "model.safetensors").read_bytes() for run in (reference, tmp_path / "again")]
-    assert weights[0] == weights[1]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from m1clip.errors import UserError
-from m1clip.io import Owner, lock_content, process_start_id, read_owner
+from m1clip.io import Owner, lock_content, process_start_id
 from m1clip.monitor.history import History
 from m1clip.monitor.status import (
     as_table,
@@ -48,18 +48,6 @@ def test_state_of_finished_stopped_and_dead_runs(tmp_path: Path) -> None:
     assert state_of(dead) == "stopped"
     append(dead, [line("start", step=10, steps=100), step(20)])
     assert state_of(dead) == "died"  # it continued, and then died
-
-
-def test_process_with_reused_pid_is_not_the_owner(tmp_path: Path) -> None:
-    run = make_run(tmp_path, [step(10)])
-    (run / "run.lock").write_text(lock_content())
-    status = status_of(History(run).poll())
-    assert (status.state, status.pid) == ("running", os.getpid())
-    (run / "run.lock").write_text(f"{os.getpid()}\n{platform.node()}\nan earlier start\n")
-    assert state_of(run) == "died"  # the number now belongs to another process
-    (run / "run.lock").write_text(f"{os.getpid()}\n")
-    assert read_owner(run) is None
-    assert state_of(run) == "died"
 
 
 def test_state_of_run_on_another_machine_comes_from_log(tmp_path: Path) -> None:

@@ -81,21 +81,15 @@ def repeated(work: Callable[[], int], ended: threading.Event) -> Iterator[list[i
 
 @contextlib.contextmanager
 def terminal(run: Path, ended: threading.Event) -> Iterator[tuple[int, list[int]]]:
-    """`m1clip monitor` in a pseudo-terminal that is read, and in which keys are pressed."""
+    """`m1clip monitor` in a pseudo-terminal that is read."""
     master, slave = pty.openpty()
     words = [sys.executable, "-m", "m1clip", "monitor", str(run)]
     env = {**environment(), "TERM": "xterm-256color"}
     process = subprocess.Popen(words, stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True)
     os.close(slave)
 
-    def read_and_press() -> int:
-        read = len(os.read(master, 65536))
-        os.write(master, b"m")
-        time.sleep(0.5)
-        return read
-
     try:
-        with repeated(read_and_press, ended) as screen:
+        with repeated(lambda: len(os.read(master, 65536)), ended) as screen:
             yield process.pid, screen
             assert process.poll() is None
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import pickle
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -93,16 +92,3 @@ def test_removed_token_falls_back_to_its_parts() -> None:
     left_and_right = _merged_from()[token - BASE_COUNT]
     halves = BpeTokenizer(kept=[part for part in left_and_right if part >= BASE_COUNT])
     assert full_ids(halves, "dogs") == list(left_and_right)
-
-
-@pytest.mark.parametrize("token", [0, 511, 49_406, -1])
-def test_only_merged_tokens_can_be_kept(token: int) -> None:
-    with pytest.raises(ValueError, match="between 512 and 49405"):
-        BpeTokenizer(kept=[token])
-
-
-def test_pickled_tokenizer_excludes_tables() -> None:
-    CUT.encode("a dog")
-    packed = pickle.dumps(CUT)
-    assert len(packed) < 400
-    assert pickle.loads(packed) == CUT
