@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from m1clip.io import (
-    read_small,
-    remove_leftovers,
-    restore_folders,
-    write_json,
-    write_text,
-)
+from m1clip.io import read_small, remove_leftovers, restore_folders, write_json, write_text
 
 
 def names(folder: Path) -> list[str]:

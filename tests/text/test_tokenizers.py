@@ -17,13 +17,7 @@ from hypothesis import strategies as st
 from m1clip.errors import UserError
 from m1clip.text.base import Tokenizer
 from m1clip.text.bpe import BpeTokenizer
-from m1clip.text.tokenizers import (
-    LETTERS,
-    CharTokenizer,
-    load_tokenizer,
-    make_tokenizer,
-    wordpiece_tokenizer,
-)
+from m1clip.text.tokenizers import LETTERS, CharTokenizer, load_tokenizer, make_tokenizer, wordpiece_tokenizer
 
 CAPTIONS = ["A brown dog.", "Über 2 cats é\u2028"]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "dog", "##s", "run", "##ning", "cafe", ",", "[", "]", "sep"]
