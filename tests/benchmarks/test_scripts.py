@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -177,6 +178,32 @@ def test_speedrun_page_shows_the_stored_runs() -> None:
     speedrun = script("speedrun")
     runs = json.loads(speedrun.LOG.read_text(encoding="utf-8"))["runs"]
     assert speedrun.MARKS[0] + speedrun.table(runs) + speedrun.MARKS[1] in speedrun.PAGE.read_text(encoding="utf-8")
+
+
+def test_frozen_trains_on_drawn_images_and_shows_test_only_when_asked(photos: Path, tmp_path: Path) -> None:
+    frozen = script("frozen")
+    script("speedrun").write_splits(str(photos), tmp_path)
+
+    def chosen(images: int | None, seed: int, test: bool) -> list[tuple[str, str]]:
+        path = frozen.choose(tmp_path, tmp_path / "table.jsonl", images, seed, test)
+        table = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [(row["split"], row["image"]) for row in table]
+
+    counts = [Counter(split for split, _ in chosen(*which)) for which in ((5, 0, False), (None, 0, True))]
+    assert counts == [{"train": 5, "val": 10}, {"train": 20, "val": 10, "test": 10}]
+    assert chosen(5, 0, False) == chosen(5, 0, False) != chosen(5, 1, False)
+
+
+def test_frozen_rows_join_seeds_of_a_split() -> None:
+    frozen = script("frozen")
+    facts = {"row": "both", "split": "val", "machine": {"data": "photos"}}
+    runs = [
+        {**facts, **dict.fromkeys(frozen.RECALLS, recall), "seconds": 100 * recall, "empty_cache": recall == 0.6}
+        for recall in (0.6, 0.8)
+    ]
+    (row,) = frozen.rows(runs)
+    assert row["figure"] == "**70.0 ± 14.1%**, mean of six recalls 70.0 ± 14.1; 1:00 from an empty cache"
+    assert (row["n"], row["command"]) == ("2 seeds", "python benchmarks/frozen.py DATA --rows both")
 
 
 def test_stored_results_make_a_table() -> None:
