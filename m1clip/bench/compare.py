@@ -2,58 +2,76 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from m1clip import __version__
-from m1clip.bench.configurations import Configuration, Result, groups, model_shape, precisions_of
-from m1clip.bench.cost_model import save_measured
-from m1clip.bench.options import CompareOptions
 from m1clip.bench.report import verdict
-from m1clip.bench.worker import MeasurementError, Worker
+from m1clip.bench.steps import (
+    ASSUMED_GEMM_FRACTION,
+    ATTENTION,
+    Configuration,
+    Result,
+    default_configuration,
+    predict,
+    save_measured,
+    size_of,
+)
+from m1clip.bench.worker import Measurement, MeasurementError, Worker
 from m1clip.errors import UserError
-from m1clip.hardware.device import available
+from m1clip.hardware.device import Kind, Precision, available, choose_device, rules
 from m1clip.hardware.facts import Facts, read_facts
-from m1clip.hardware.timing import remarks, timing
+from m1clip.hardware.timing import timing
 from m1clip.io import write_json
-from m1clip.model.clip import count_parameters
-from m1clip.model.presets import flops_per_pair, preset
+from m1clip.model.presets import preset
 from m1clip.runlog import json_safe
 
-FORMAT, VERSION = "m1clip-comparison", 3
-MAX_STEPS = 20  # per round
-MIN_ROUNDS, MAX_ROUNDS, MAX_SWEEP_ROUNDS = 3, 15, 4
-ROUND_SECONDS, SWEEP_ROUND_SECONDS = 1.0, 0.3  # per configuration in one round: one slow step, or many fast ones
+FORMAT = "m1clip-comparison"
+MAX_SECONDS, MIN_STEPS = 10.0, 3  # of one measurement of a configuration
+OVERHEAD_STEPS = 12  # warm-up and the check of the gradient, in steps
 START_SECONDS, COMPILE_SECONDS = 6.0, 60.0  # of a worker process; guesses
 ALWAYS_SECONDS = 2.0  # a configuration that needs less than this is measured as long as any time is left
-ASSUMED_GEMM_FRACTION = 0.3  # of the GEMM rate, until a model has been measured on a device
 BYTES_PER_PARAMETER = 20  # weights, gradients, optimizer state and a half-precision copy
-MAX_MEMORY, MIN_FREE_MEMORY = 0.85, 0.35  # of free memory, for one configuration; of total memory, to open another one
+MAX_MEMORY = 0.85  # of free memory, for one configuration
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """What to compare; no devices or precisions means all."""
+
+    models: Sequence[str] = ("tiny",)
+    batch_sizes: Sequence[int] = (64,)
+    devices: Sequence[str] = ()
+    precisions: Sequence[str] = ()
+    optimizer: str = "muon"
+    minutes: float = 4.7
+
+    def __post_init__(self) -> None:
+        for name in self.models:
+            preset(name)  # raises for an unknown name
+        if not self.batch_sizes or min(self.batch_sizes) < 1:
+            raise UserError("--batch-size: give integers of at least 1, such as --batch-size 1 8 64")
+        if not self.minutes > 0:
+            raise UserError(f"--minutes must be above 0, not {self.minutes:g}")
 
 
 def compare(options: CompareOptions, folder: Path, show: Callable[[str, float], None]) -> Session:
     """Run a comparison and write comparison.json; `show` receives a message and the fraction of time used."""
     facts = read_facts()
-    for name in options.model:
-        preset(name)  # raises for an unknown name
-    for name in options.device:
-        if name not in available(facts):
-            raise UserError(f"--device {name}: not available on this machine (found: {', '.join(available(facts))})")
+    for name in options.devices:
+        choose_device(name, facts)  # raises for one that is not there
     folder.mkdir(parents=True, exist_ok=True)
     session = Session(options, facts, folder, show)
     try:
         session.run()
     finally:
-        for worker in session.workers.values():
-            worker.close()
+        session.close()
     if not session.results:
         reasons = "; ".join(dict.fromkeys(session.skipped.values()))
         raise UserError(f"nothing could be measured within {options.minutes:g} minutes: {reasons}")
@@ -61,34 +79,43 @@ def compare(options: CompareOptions, folder: Path, show: Callable[[str, float], 
     return session
 
 
-@dataclass
-class Open:
-    """A configuration loaded in its worker process."""
+def configurations(facts: Facts, options: CompareOptions, devices: Sequence[Kind]) -> list[Configuration]:
+    """Every device and precision for each model and batch size, from small to large.
 
-    configuration: Configuration
-    worker: Worker
-    parameters: int
-    flops: float
-    step_seconds: float  # of the most recent step
-    rounds: list[dict[str, Any]] = field(default_factory=list)
+    For a single model also one change at a time from each device's likely fastest; and all of it a second time in
+    reverse order, so that a machine that becomes slower or faster affects each configuration alike.
+    """
+    found = [
+        default_configuration(model, batch_size, device, precision, options.optimizer)
+        for model in options.models
+        for batch_size in sorted(options.batch_sizes)
+        for device in devices
+        for precision in precisions_of(facts, device, options.precisions)
+    ]
+    if len(options.models) > 1:
+        return found
+    found += _one_change_each(facts, [c for c in found if c.batch_size == min(options.batch_sizes)])
+    return found + [c for c in reversed(found) if not c.compile]
 
-    def result(self, gradient_difference: float | None, gemm_flops: float) -> Result:
-        """The summary of all rounds."""
-        seconds = [value for found in self.rounds for value in found["seconds"]]
-        joules = [found["joules"] for found in self.rounds if found["joules"] is not None]
-        load = [found["other_load"] for found in self.rounds if found["other_load"] is not None]
-        taken = timing(seconds)
-        return Result(
-            self.configuration,
-            self.parameters,
-            self.flops,
-            taken,
-            gemm_fraction=self.flops / taken.median / gemm_flops,
-            peak_bytes=self.rounds[-1]["peak_bytes"],
-            joules_per_step=sum(joules) / len(seconds) if joules else None,
-            gradient_difference=gradient_difference,
-            warnings=remarks(seconds, statistics.median(load) if load else None),
-        )
+
+def precisions_of(facts: Facts, device: Kind, asked: Sequence[str]) -> list[Precision]:
+    """The precisions to measure on a device, the likely fastest first; fp16 only if requested."""
+    possible = rules(device, facts).precisions[::-1]
+    return [name for name in possible if (name in asked if asked else name != "fp16")]
+
+
+def _one_change_each(facts: Facts, base: list[Configuration]) -> Iterator[Configuration]:
+    for c in base:
+        for kind in ATTENTION[c.device][1:]:
+            yield replace(c, attention=kind)
+    for likely in {c.device: c for c in reversed(base)}.values():
+        yield replace(likely, grad_checkpointing=True)
+        if likely.device == "cpu" and facts.performance_cores > 1:
+            yield replace(likely, threads=facts.performance_cores // 2)
+        if likely.device == "cuda":
+            yield replace(likely, cuda_graph=False)
+        if likely.device != "mlx":
+            yield replace(likely, compile=True)  # last: compiling takes a minute or two
 
 
 class Session:
@@ -101,8 +128,9 @@ class Session:
         self.log = folder / "workers.log"
         self.log.write_bytes(b"")
         self.workers: dict[str, Worker] = {}
-        self.devices: dict[str, tuple[int, dict[str, float]]] = {}  # memory, and GEMM FLOP/s by precision
-        self.results: list[Result] = []
+        self.devices: dict[Kind, tuple[int, dict[str, float]]] = {}  # memory, and GEMM FLOP/s by precision
+        self.measured: dict[Configuration, list[Measurement]] = {}
+        self.gradients: dict[tuple[str, str], float] = {}  # model and variant -> difference from the CPU's
         self.skipped: dict[str, str] = {}  # label -> reason
         self.failed: dict[tuple[str, str], int] = {}  # model and variant -> the smallest batch size that failed
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -112,155 +140,115 @@ class Session:
         """Seconds left in the budget."""
         return self.seconds - (time.monotonic() - self.begin)
 
+    @property
+    def results(self) -> list[Result]:
+        """The measured configurations."""
+        return [self.result(c, measurements) for c, measurements in self.measured.items()]
+
     def run(self) -> None:
-        """Measure the devices, then each group of configurations."""
+        """Measure the devices, then the configurations."""
         for kind in available(self.facts):
             # MLX's build for Linux has no GPU: it is measured only on request.
-            if kind in self.options.device or (not self.options.device and (kind != "mlx" or self.facts.mps)):
-                self.probe(kind)
-        todo = groups(self.facts, self.options, list(self.devices))  # type: ignore[arg-type]
-        is_sweep, waiting = len(todo) > 1, sum(map(len, todo))
-        while todo:
-            group = todo.pop(0)
-            later = {c.variant for other in todo for c in other}
-            while group:
-                opened = self.open_group(group, waiting)
-                waiting = len(group) + sum(map(len, todo))
-                fair = self.left * len(opened) / max(1, len(opened) + waiting)
-                self.measure(opened, fair, is_sweep)
-                for variant in [v for v in self.workers if v not in later]:
-                    self.workers.pop(variant).close()
+            if kind in self.options.devices or (not self.options.devices and (kind != "mlx" or self.facts.mps)):
+                self.show(f"{kind}: matrix multiplication")
+                precisions = precisions_of(self.facts, kind, self.options.precisions)
+                try:
+                    self.devices[kind] = self.worker(kind).call("probe", max(60.0, self.left), kind, precisions)
+                except MeasurementError as error:
+                    self.skipped[kind] = str(error)
+                self.close()
+        todo = configurations(self.facts, self.options, list(self.devices))
+        for number, c in enumerate(todo):
+            if reason := self.obstacle(c, self.left / (len(todo) - number)):
+                self.skipped |= {} if c in self.measured else {c.label: reason}
+            else:
+                self.measure(c, self.left / (len(todo) - number))
+            self.close({later.variant for later in todo[number + 1 :]})
         self.write(complete=True)
 
-    def probe(self, kind: Any) -> None:
-        """Measure the speed of matrix multiplication on a device."""
-        self.show(f"{kind}: matrix multiplication")
-        worker = Worker(self.log)
-        precisions = precisions_of(self.facts, kind, self.options.precision)
-        try:
-            self.devices[kind] = worker.call("probe", max(60.0, self.left), kind, precisions)
-        except MeasurementError as error:
-            self.skipped[kind] = str(error)
-        finally:
-            worker.close()
-
-    def open_group(self, group: list[Configuration], waiting: int) -> list[Open]:
-        """Take as many configurations from the group as fit in memory together, and open them."""
-        opened: list[Open] = []
-        while group:
-            memory = psutil.virtual_memory()
-            if opened and memory.available < MIN_FREE_MEMORY * memory.total:
-                break
-            configuration = group.pop(0)
-            reason = self.obstacle(configuration, self.left / max(1, waiting))
-            waiting -= 1
-            if reason:
-                self.skipped[configuration.label] = reason
-            elif item := self.open(configuration):
-                opened.append(item)
-        return opened
-
     def obstacle(self, c: Configuration, fair: float) -> str:
-        """Why to skip a configuration; `fair` is the average time left per waiting configuration."""
+        """Why to skip a configuration; `fair` is the average time left per configuration."""
         if (failed := self.failed.get((c.model, c.variant))) is not None:
             return f"batch {failed} failed"
-        seconds, size = self.predict(c)
-        memory = psutil.virtual_memory().available if c.device == "cpu" else self.devices[c.device][0]
-        if size > MAX_MEMORY * memory:
-            return f"needs about {size / 1e9:.0f} GB of {memory / 1e9:.0f} GB"
-        needed = seconds * (MIN_ROUNDS + 2) + COMPILE_SECONDS * c.compile
+        parameters, flops = size_of(c)
+        total, rates = self.devices[c.device]
+        memory = psutil.virtual_memory().available if c.device == "cpu" else total
+        results = self.results
+        bytes_needed = BYTES_PER_PARAMETER * parameters
+        for r in results:
+            if (r.configuration.model, r.configuration.variant) == (c.model, c.variant):
+                grow = c.batch_size / r.configuration.batch_size
+                bytes_needed += int(grow * max(0, (r.peak_bytes or 0) - bytes_needed))
+        if bytes_needed > MAX_MEMORY * memory:
+            return f"needs about {bytes_needed / 1e9:.0f} GB of {memory / 1e9:.0f} GB"
+        known = predict(c, results)
+        step_seconds = known[0] if known else flops / (ASSUMED_GEMM_FRACTION * rates[c.precision])
+        needed = step_seconds * (MIN_STEPS + OVERHEAD_STEPS) + COMPILE_SECONDS * c.compile
         needed += 0 if c.variant in self.workers else START_SECONDS
-        is_needed = len(self.results) + len(self.workers) < 2  # a comparison needs two
+        is_needed = len(results) < 2  # a comparison needs two
         if needed > (self.left if is_needed else max(2 * fair, min(ALWAYS_SECONDS, self.left))):
             return f"needs about {needed:.0f} s: too long for --minutes {self.options.minutes:g}"
         return ""
 
-    def predict(self, c: Configuration) -> tuple[float, float]:
-        """Predicted step seconds and peak bytes, from smaller batches of the same model or from its FLOPs."""
-        shape, tokens = model_shape(c.model)
-        rate = ASSUMED_GEMM_FRACTION * self.devices[c.device][1][c.precision]
-        seconds = c.batch_size * flops_per_pair(shape, tokens) / rate
-        size = float(BYTES_PER_PARAMETER * count_parameters(shape))
-        if before := self.measured(c):
-            taken, grow = before[-1].seconds.median, c.batch_size / before[-1].configuration.batch_size
-            # A small step is mostly fixed cost: it grows with its FLOPs, at most in proportion.
-            seconds = min(grow * taken, taken + seconds * (1 - 1 / grow))
-            size += grow * max(0.0, (before[-1].peak_bytes or 0) - size)
-        return seconds, size
-
-    def measured(self, c: Configuration) -> list[Result]:
-        """Results of smaller batches with the same model and variant."""
-        return [r for r in self.results if (r.configuration.model, r.configuration.variant) == (c.model, c.variant)]
-
-    def open(self, configuration: Configuration) -> Open | None:
-        """Open a configuration in its worker and warm it up; None, with the reason recorded, if it fails."""
-        self.show(f"{configuration.label}: first steps")
-        worker = self.workers.get(configuration.variant)
-        if worker is None or not worker.alive:
-            worker = self.workers[configuration.variant] = Worker(self.log)
+    def measure(self, c: Configuration, seconds: float) -> None:
+        """Time steps of a configuration for at most `seconds`; its gradient is checked once per model and variant."""
+        self.show(c.label)
+        key = c.model, c.variant
+        arguments = c, min(MAX_SECONDS, 0.5 * seconds), MIN_STEPS, key not in self.gradients
         try:
-            return Open(
-                configuration, worker, *worker.call("open", max(60.0, self.left), configuration, 0.1 * self.left)
-            )
+            found: Measurement = self.worker(c.variant).call("measure", max(120.0, self.left), *arguments)
         except MeasurementError as error:
-            self.fail(configuration, str(error))
-            return None
-
-    def measure(self, group: list[Open], seconds: float, is_sweep: bool) -> None:
-        """Run at least three rounds in alternating order, more within `seconds`; then check the gradients."""
-        deadline = self.left - seconds
-        for number in range(MAX_SWEEP_ROUNDS if is_sweep else MAX_ROUNDS):
-            needed = sum(max(1.0, item.step_seconds) for item in group)
-            # The gradients take about as long as two rounds.
-            if number and self.left - 3 * needed < (deadline if number >= MIN_ROUNDS else 0):
-                break
-            for item in list(group)[:: 1 if number % 2 == 0 else -1]:
-                self.show(f"{item.configuration.label}: round {number + 1}")
-                most = SWEEP_ROUND_SECONDS if is_sweep else ROUND_SECONDS
-                count = max(1, min(MAX_STEPS, round(most / max(item.step_seconds, 1e-4))))
-                try:
-                    item.rounds.append(
-                        item.worker.call("steps", max(60.0, 10 * count * item.step_seconds), count, most)
-                    )
-                    item.step_seconds = item.rounds[-1]["seconds"][-1]
-                except MeasurementError as error:
-                    self.fail(item.configuration, str(error))
-                    group.remove(item)
-        for item in group:
-            self.finish(item)
-
-    def finish(self, item: Open) -> None:
-        """Check the gradient once for each model and variant, and write the result."""
-        c = item.configuration
-        earlier = self.measured(c)
-        difference = earlier[0].gradient_difference if earlier else None
-        if difference is None and (self.left > 0 or c.device != "cpu"):  # an accelerator is never named unchecked
-            self.show(f"{c.label}: gradient")
-            try:
-                difference = item.worker.call("gradient_difference", max(60.0, 60 * item.step_seconds))
-            except MeasurementError as error:
-                self.fail(c, f"gradient: {error}")
-        self.results.append(item.result(difference, self.devices[c.device][1][c.precision]))
+            self.skipped[c.label] = str(error)
+            self.failed.setdefault(key, c.batch_size)
+            return
+        if found.gradient_difference is not None:
+            self.gradients[key] = found.gradient_difference
+        self.measured.setdefault(c, []).append(found)
         self.write()
 
-    def fail(self, c: Configuration, reason: str) -> None:
-        """Record a failure; larger batches of the same model and variant are not tried."""
-        self.skipped[c.label] = reason
-        self.failed.setdefault((c.model, c.variant), c.batch_size)
+    def result(self, c: Configuration, measurements: list[Measurement]) -> Result:
+        """The summary of all measurements of a configuration."""
+        parameters, flops = size_of(c)
+        seconds = [value for found in measurements for value in found.seconds]
+        joules = [found.joules for found in measurements if found.joules is not None]
+        load = [found.other_load for found in measurements if found.other_load is not None]
+        taken = timing(seconds)
+        return Result(
+            c,
+            parameters,
+            flops,
+            taken,
+            gemm_fraction=flops / taken.median / self.devices[c.device][1][c.precision],
+            peak_bytes=measurements[0].peak_bytes,
+            joules_per_step=sum(joules) / len(seconds) if joules else None,
+            other_load=max(load, default=None),
+            gradient_difference=self.gradients[c.model, c.variant],
+        )
+
+    def worker(self, name: str) -> Worker:
+        """The worker process with this name."""
+        if name not in self.workers or not self.workers[name].alive:
+            self.workers[name] = Worker(self.log)
+        return self.workers[name]
+
+    def close(self, keep: Collection[str] = ()) -> None:
+        """End all worker processes but those to keep."""
+        for name in [name for name in self.workers if name not in keep]:
+            self.workers.pop(name).close()
 
     def write(self, complete: bool = False) -> None:
         """Write all results so far, with their verdict."""
+        results = self.results
         document = {
             "format": FORMAT,
-            "version": VERSION,
             "m1clip": __version__,
             "command": ["m1clip", *sys.argv[1:]],
             "date": self.date,
             "facts": self.facts.to_dict(),
             "gemm_flops": {kind: rates for kind, (_, rates) in self.devices.items()},
-            "results": [asdict(r) for r in self.results],
+            "results": [asdict(r) for r in results],
             "skipped": self.skipped,
-            "verdict": verdict(self.results),
+            "verdict": verdict(results),
             "complete": complete,
         }
         write_json(self.folder / "comparison.json", json_safe(document))

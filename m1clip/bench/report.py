@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from m1clip import __version__
-from m1clip.bench.configurations import Result
-from m1clip.bench.cost_model import by_device, crossing, fit
+from m1clip.bench.steps import Result, crossing, fit
 from m1clip.formatting import duration, number, percent, size, table
 from m1clip.hardware.facts import Facts
+from m1clip.hardware.timing import Timing
 
 HEAD = ("configuration", "step", "quartiles", "n", "vs. fastest", "images/s", "of GEMM", "memory", "energy", "gradient")
 DETAILED = 4  # models and batch sizes described individually; beyond that, only each model's largest batch
+BUSY = 0.10  # report a larger fraction of CPU time used by other programs
 
 
 def by_model_and_batch(results: Sequence[Result]) -> dict[tuple[str, int], list[Result]]:
@@ -64,36 +65,38 @@ def crossovers(results: Sequence[Result]) -> Iterator[str]:
 
     Times count as different only where their quartiles do not overlap; the cost models predict where they are equal.
     """
-    series = by_device(results)
+    series: dict[tuple[str, str], list[Result]] = {}  # by device and precision
+    for r in results:
+        if r.configuration.is_default:
+            series.setdefault((r.configuration.device, r.configuration.precision), []).append(r)
     for (device, precision), members in series.items():
+        others = series.get(("cpu", precision), [])
         for model in dict.fromkeys(r.configuration.model for r in members if device != "cpu"):
-            on_cpu = series.get(("cpu", precision), [])
             gpu, cpu = (
                 {r.configuration.batch_size: r for r in those if r.configuration.model == model}
-                for those in (members, on_cpu)
+                for those in (members, others)
             )
-            shared = sorted(set(gpu) & set(cpu))
-            if not shared:
-                continue
-            wins = [b for b in shared if cpu[b].seconds.high < gpu[b].seconds.low]
-            losses = [b for b in shared if cpu[b].seconds.low > gpu[b].seconds.high]
-            equal, one, fits = None, gpu[shared[0]], (fit(on_cpu), fit(members))
-            if fits[0] and fits[1]:
-                equal = crossing(fits[0], fits[1], one.parameters, one.flops / shared[0])
-            note = f" (the cost model predicts equal times at batch {equal:.2g})" if equal else ""
-            if wins and losses:
-                words = f"the CPU is faster up to batch {max(wins)}, {device} from batch {min(losses)}"
-            elif wins:
-                words = f"the CPU is faster than {device} at every batch size measured, up to {max(wins)}"
-            elif losses:
-                first, last = (cpu[b].seconds.median / gpu[b].seconds.median for b in (shared[0], shared[-1]))
-                words = (
-                    f"{device} is faster than the CPU at every batch size measured, {first:.1f} times at {shared[0]}"
-                )
-                words += f", {last:.0f} times at {shared[-1]}"
-            else:
-                words = f"no clear difference between the CPU and {device} at the batch sizes measured"
-            yield f"{model} in {precision}: {words}{note}."
+            if shared := sorted(set(gpu) & set(cpu)):
+                equal, one, fits = None, gpu[shared[0]], (fit(others), fit(members))
+                if fits[0] and fits[1]:
+                    equal = crossing(fits[0], fits[1], one.parameters, one.flops / shared[0])
+                note = f" (the cost model predicts equal times at batch {equal:.2g})" if equal else ""
+                pairs = {batch: (cpu[batch].seconds, gpu[batch].seconds) for batch in shared}
+                yield f"{model} in {precision}: {_crossover(device, pairs)}{note}."
+
+
+def _crossover(device: str, pairs: dict[int, tuple[Timing, Timing]]) -> str:
+    """In words, from the times of the CPU and of the device by batch size."""
+    wins = [batch for batch, (cpu, gpu) in pairs.items() if cpu.high < gpu.low]
+    losses = [batch for batch, (cpu, gpu) in pairs.items() if cpu.low > gpu.high]
+    if wins and losses:
+        return f"the CPU is faster up to batch {max(wins)}, {device} from batch {min(losses)}"
+    if wins:
+        return f"the CPU is faster than {device} at every batch size measured, up to {max(wins)}"
+    if losses:
+        ratios = [f"{cpu.median / gpu.median:.1f} times at {batch}" for batch, (cpu, gpu) in pairs.items()]
+        return f"{device} is faster than the CPU at every batch size measured, {ratios[0]}, {ratios[-1]}"
+    return f"no clear difference between the CPU and {device} at the batch sizes measured"
 
 
 def rows(results: Sequence[Result]) -> list[list[str]]:
@@ -141,5 +144,9 @@ def shared(facts: Facts, results: Sequence[Result]) -> dict[str, Any]:
 def text(results: Sequence[Result], skipped: Mapping[str, str]) -> str:
     """The results, the verdict, warnings and skipped configurations."""
     lines = [table(HEAD, rows(results)), "", *(f"- {line}" for line in verdict(results))]
-    lines += [f"warning: {r.configuration.label}: {warning}" for r in results for warning in r.warnings]
+    lines += [
+        f"warning: {r.configuration.label}: other programs used {r.other_load:.0%} of the CPU"
+        for r in results
+        if (r.other_load or 0.0) > BUSY
+    ]
     return "\n".join([*lines, *(f"skipped: {label}: {reason}" for label, reason in skipped.items())])

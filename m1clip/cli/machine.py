@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from m1clip.bench.options import CompareOptions, PlanOptions
 from m1clip.cli.app import app
 
-Flat = Parameter(name="*")
 Json = Annotated[bool, Parameter(negative="")]
+Several = Parameter(consume_multiple=True, negative="", show_default=lambda values: " ".join(map(str, values)) or "all")
 
 
 @app.command
 def compare(
-    options: Annotated[CompareOptions, Flat] | None = None, *, out: Path = Path("comparison"), share: Path | None = None
+    *,
+    model: Annotated[tuple[str, ...], Several] = ("tiny",),
+    batch_size: Annotated[tuple[int, ...], Several] = (64,),
+    device: Annotated[tuple[str, ...], Several] = (),
+    precision: Annotated[tuple[str, ...], Several] = (),
+    optimizer: Literal["muon", "adamw"] = "muon",
+    minutes: float = 4.7,
+    out: Path = Path("comparison"),
+    share: Path | None = None,
 ) -> None:
     """Measure the training step on each device of this machine, in each precision, and report which is fastest.
 
@@ -27,6 +34,18 @@ def compare(
 
     Parameters
     ----------
+    model
+        Model presets: tiny, small, ViT-B-32, ... With more than one, only device and precision vary.
+    batch_size
+        Images per step, one or more values.
+    device
+        Only these devices, such as cpu cuda.
+    precision
+        Only these precisions, such as fp32 bf16; fp16 is measured only if listed.
+    optimizer
+        As in train.
+    minutes
+        Time budget in minutes. Configurations that do not fit are skipped and listed.
     out
         Folder for comparison.json.
     share
@@ -34,10 +53,14 @@ def compare(
     """
     from rich.console import Console
 
+    from m1clip.bench.compare import CompareOptions
     from m1clip.bench.compare import compare as run
     from m1clip.bench.report import shared, text
     from m1clip.io import write_json
 
+    options = CompareOptions(
+        models=model, batch_sizes=batch_size, devices=device, precisions=precision, optimizer=optimizer, minutes=minutes
+    )
     console = Console(highlight=False)
     with console.status("starting") as status:
 
@@ -45,7 +68,7 @@ def compare(
             line = f"{min(used, 1.0):4.0%}  {message}"
             status.update(line) if console.is_terminal else print(line, flush=True)
 
-        found = run(options or CompareOptions(), out, show)
+        found = run(options, out, show)
     print(text(found.results, found.skipped))
     print(f"data       {out / 'comparison.json'}")
     if share is not None:
@@ -79,19 +102,46 @@ def doctor(*, json: Json = False) -> None:
 
 
 @app.command
-def plan(options: Annotated[PlanOptions, Flat] | None = None, *, json: Json = False) -> None:
-    """Predict what a training run will take: memory by component, the largest batch size, time and energy.
+def plan(
+    *,
+    model: str = "tiny",
+    batch_size: int = 64,
+    images: int = 8000,
+    epochs: float = 10.0,
+    device: Literal["auto", "cpu", "mps", "cuda"] = "auto",
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    optimizer: Literal["muon", "adamw"] = "muon",
+    memory: str | None = None,
+    json: Json = False,
+) -> None:
+    """Predict what a training run will take: memory, the largest batch size and time.
 
     Uses the step times that m1clip compare measured on this machine, or else measures matrix multiplication speed.
 
     Parameters
     ----------
+    model
+        Model preset: tiny, small, ViT-B-32, 200M, 500M, 1B, ...
+    batch_size
+        Images per step.
+    images
+        Number of training images.
+    epochs
+        Number of epochs.
+    device
+        As in train.
+    precision
+        As in train.
+    optimizer
+        As in train.
+    memory
+        Memory limit, such as 8GB. Default: all memory of the device.
     json
         Print the plan as JSON.
     """
     from m1clip.bench.plan import make_plan, plan_text
 
-    found = make_plan(options or PlanOptions())
+    found = make_plan(model, batch_size, images, epochs, device, precision, optimizer, memory)
     _print_json(found) if json else print(plan_text(found))
 
 

@@ -17,8 +17,6 @@ import torch
 
 from m1clip.hardware.device import DTYPES, Device, Precision
 
-DRIFT = 0.08  # report a larger relative change between the first and the last third
-BUSY = 0.10  # report a larger fraction of CPU time used by other programs
 MAX_MARKS = 2**16  # of phases that nobody reads
 
 
@@ -75,29 +73,6 @@ def alternate(
 def is_settled(seconds: Sequence[float]) -> bool:
     """Whether the warm-up is over: the last two calls took the same time, within 10%."""
     return len(seconds) >= 2 and abs(seconds[-1] - seconds[-2]) <= 0.1 * seconds[-2]
-
-
-def drift(seconds: Sequence[float]) -> float | None:
-    """How much slower the last third of the calls was than the first (0.1 = 10%); None for fewer than six calls."""
-    third = len(seconds) // 3
-    if third < 2:
-        return None
-    return statistics.median(seconds[-third:]) / statistics.median(seconds[:third]) - 1
-
-
-def remarks(seconds: Sequence[float], others: float | None) -> list[str]:
-    """Warnings about a measurement; `others` is the CPU fraction of other programs."""
-    warnings = []
-    change = drift(seconds)
-    if change is not None and change > DRIFT:
-        warnings.append(f"slowed down by {change:.0%} during the measurement: thermal throttling, or other programs")
-    if change is not None and change < -DRIFT:
-        warnings.append(f"became {-change:.0%} faster during the measurement: not warmed up, or other programs")
-    if others is not None and others > BUSY:
-        warnings.append(f"other programs used {others:.0%} of the CPU")
-    if len(seconds) < 3:
-        warnings.append(f"too few measurements ({len(seconds)})")
-    return warnings
 
 
 class Phases:

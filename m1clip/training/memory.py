@@ -27,6 +27,7 @@ from m1clip.training.transfer import Start
 
 # RSS relative to live tensors on the CPU: glibc's cached blocks and oneDNN's workspace (docs/compare.md).
 HEAP_BASE, HEAP_SLACK = 170_000_000, 1.10
+TRACED = 1024  # the largest batch that is traced
 
 
 class PeakMemory(TorchDispatchMode):
@@ -95,27 +96,29 @@ class MemoryEstimate:
     data_bytes: int = 0  # of images cached in main memory
 
     @functools.cache  # noqa: B019  an estimate lives as long as its cache is useful
-    def parts(self, batch: int, checkpointing: bool) -> dict[str, int]:
-        """Bytes by component; on the CPU also of the process, its data and the allocator."""
-        found = self._step(batch, checkpointing)
-        if self.device.kind != "cpu":
-            return found
-        rest = int(HEAP_BASE + (HEAP_SLACK - 1) * sum(found.values()))
-        return {"process": process_bytes(self.facts), "data": self.data_bytes, **found, "rest": rest}
-
     def peak(self, batch: int, checkpointing: bool) -> int:
-        """Bytes in total."""
-        return sum(self.parts(batch, checkpointing).values())
+        """Bytes; on the CPU also those of the process, its data and the allocator."""
+        step = self.step_bytes(batch, checkpointing)
+        if self.device.kind != "cpu":
+            return step
+        return process_bytes(self.facts) + self.data_bytes + int(HEAP_BASE + HEAP_SLACK * step)
 
     def largest(self, limit: float, most: int, checkpointing: bool) -> int:
-        """The largest power of two from 2 to `most` that fits in `limit`; 0 if none does."""
-        batch = power_of_two(most)
+        """The largest power of two from 2 to `most` that fits in `limit`; 0 if none does.
+
+        Beyond `TRACED`, memory is extrapolated: tracing the loss of a very large batch takes minutes.
+        """
+        batch = power_of_two(min(most, TRACED))
         while batch >= 2 and (peak := self.peak(batch, checkpointing)) > limit:
             # Memory is a constant plus at least a linear term, so every batch above this bound is too large as well.
             batch = power_of_two(min(batch - 1, int(batch * limit / peak)))
+        if batch == TRACED:
+            per_image = (peak - self.peak(batch // 2, checkpointing)) / (batch // 2)
+            batch = power_of_two(min(most, batch + int((limit - peak) / per_image)))
         return batch if batch >= 2 else 0
 
-    def _step(self, batch: int, checkpointing: bool) -> dict[str, int]:
+    def step_bytes(self, batch: int, checkpointing: bool) -> int:
+        """Peak bytes of weights, gradients, optimizer state and activations."""
         captions, contrast = self.config.data.captions_per_step or 1, self.config.train.text_contrast
         contrast = float(captions > 1) if contrast is None else contrast  # any weight above 0
         # The compiler does not support fake tensors.
@@ -134,16 +137,12 @@ class MemoryEstimate:
             image, text = (0 if trained else width for width, trained in widths)
             samples = random_batch(self.start.config, batch, self.text_tokens, captions, (image, text))
             step(samples, 1)  # creates the optimizer state
-            state = list(step.optimizer.tensors().values())
-            weights = [*model.parameters(), *model.buffers()]
-            with PeakMemory([*weights, *state, *samples.tensors().values()]) as memory:
+            known = [*model.parameters(), *model.buffers(), *step.optimizer.tensors().values()]
+            with PeakMemory([*known, *samples.tensors().values()]) as memory:
                 step(samples, 1)
-            found = {"weights": _bytes(weights), "optimizer": _bytes(state)}
-            found["gradients"] = _bytes(p for p in model.parameters() if p.requires_grad)
-        found["activations"] = max(0, memory.peak - sum(found.values()))
-        if self.device.kind != "cpu" and not checkpointing:
-            found["activations"] += self._mlp_bytes(batch, captions * self.text_tokens)
-        return found
+        if self.device.kind == "cpu" or checkpointing:
+            return memory.peak
+        return memory.peak + self._mlp_bytes(batch, captions * self.text_tokens)
 
     def _mlp_bytes(self, batch: int, text_tokens: int) -> int:
         """The MLP activations of our towers, which accelerators store and the CPU recomputes."""
@@ -164,10 +163,6 @@ class _WithoutShapes(TorchDispatchMode):
             weight = args[2] if func.name().endswith(".binary") else args[1]
             return args[0].new_empty(*args[0].shape[:-1], weight.shape[0])
         return func(*args, **(kwargs or {}))
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 @functools.cache

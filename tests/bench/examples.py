@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from m1clip.bench.compare import Open
-from m1clip.bench.configurations import Configuration, Result, default_configuration
+from m1clip.bench.steps import Configuration, Result, default_configuration
 from m1clip.hardware.facts import Facts
+from m1clip.hardware.timing import timing
 
 MACHINE = Facts(
     system="Linux",
@@ -33,15 +33,12 @@ def configuration(
     return default_configuration(model, batch_size, device, precision, "muon")
 
 
-def result(
-    c: Configuration, seconds: float, spread: float = 0.02, gradient: float | None = 0.001, peak_bytes: float = 1e9
-) -> Result:
+def result(c: Configuration, seconds: float, gradient: float = 0.001, other_load: float = 0.0) -> Result:
     """A configuration with five measured steps around a median."""
-    times = [seconds * (1 + spread * (i / 2 - 1)) for i in range(5)]
-    measured = {"seconds": times, "joules": None, "other_load": 0.0, "peak_bytes": peak_bytes}
+    times = [seconds * (1 + 0.02 * (i / 2 - 1)) for i in range(5)]
     work = FLOPS_PER_IMAGE[c.model] * c.batch_size
-    item = Open(c, None, int(PARAMETERS[c.model]), work, seconds, [measured])  # type: ignore[arg-type]
-    return item.result(gradient, gemm_flops=1e12)
+    fraction = work / seconds / 1e12
+    return Result(c, int(PARAMETERS[c.model]), work, timing(times), fraction, 10**9, None, other_load, gradient)
 
 
 def sweep_results(cpu_rate: float = 1e12, gpu_rate: float = 1e14, gpu_fixed: float = 0.02) -> list[Result]:

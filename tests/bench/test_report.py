@@ -63,7 +63,9 @@ def test_shared_results_have_no_names_or_paths() -> None:
 
 
 def test_table_and_skipped_configurations() -> None:
-    shown = text(sweep_results(), {"1B": "needs about 90 GB of 69 GB"})
+    busy = result(configuration("1B"), 1.0, other_load=0.4)
+    shown = text([*sweep_results(), busy], {"1B": "needs about 90 GB of 69 GB"})
+    assert "warning: 1B, batch 8, cpu bf16 bmm: other programs used 40% of the CPU" in shown
     assert shown.endswith("skipped: 1B: needs about 90 GB of 69 GB")
     (line,) = [line for line in shown.splitlines() if line.startswith("small, batch 64, cpu bf16 bmm")]
     assert line.split()[-7:-1] == ["15.2", "100%", "1", "GB", "not", "measured"]

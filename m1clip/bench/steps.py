@@ -1,0 +1,206 @@
+"""Training steps that `compare` measures: configurations, results, and the cost model fitted to them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from m1clip.config import Config, ModelConfig
+from m1clip.data.cache import user_cache
+from m1clip.data.captions import tokenize_captions
+from m1clip.data.synthetic.source import SyntheticSource
+from m1clip.hardware.device import Kind, Precision
+from m1clip.hardware.facts import Facts
+from m1clip.hardware.timing import Timing
+from m1clip.io import read_small, write_json
+from m1clip.model.clip import count_parameters
+from m1clip.model.presets import CLIPConfig, clip_config, flops_per_pair, preset
+from m1clip.text.tokenizers import LETTERS, make_tokenizer
+from m1clip.training.parity import TOLERANCE
+
+SAMPLED_CAPTIONS = 64  # synthetic images, to estimate the caption length
+ASSUMED_GEMM_FRACTION = 0.5  # of the GEMM rate, for a model that was not measured
+# The default first; MLX has one kernel, and is always compiled.
+ATTENTION: dict[Kind, tuple[str, ...]] = {
+    "cpu": ("bmm", "sdpa"),
+    "mps": ("sdpa", "bmm"),
+    "cuda": ("sdpa", "bmm"),
+    "mlx": ("sdpa",),
+}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A model at a batch size on a device, and how the training step is computed there."""
+
+    model: str
+    batch_size: int
+    device: Kind
+    precision: Precision
+    attention: str
+    cuda_graph: bool = False
+    compile: bool = False
+    threads: int = 0  # 0: one per physical core
+    grad_checkpointing: bool = False
+    optimizer: str = "muon"
+
+    @property
+    def variant(self) -> str:
+        """Everything but model and batch size, as text."""
+        options = {
+            "compiled": self.compile,
+            "CUDA graph": self.cuda_graph,
+            f"{self.threads} thread{'s' * (self.threads > 1)}": self.threads,
+            "gradient checkpointing": self.grad_checkpointing,
+        }
+        return " ".join([self.device, self.precision, self.attention, *(name for name, on in options.items() if on)])
+
+    @property
+    def label(self) -> str:
+        """A name that is unique within a comparison."""
+        return f"{self.model}, batch {self.batch_size}, {self.variant}"
+
+    @property
+    def is_default(self) -> bool:
+        """Whether `train` would compute the step in this way."""
+        return self == default_configuration(self.model, self.batch_size, self.device, self.precision, self.optimizer)
+
+    def train_config(self) -> Config:
+        """The equivalent settings of a run."""
+        return Config().changed(**{**asdict(self), "batch_size": max(2, self.batch_size), "steps": 10_000})
+
+
+def default_configuration(model: str, batch_size: int, device: Kind, precision: Any, optimizer: str) -> Configuration:
+    """The default configuration of `train`."""
+    attention, graph = ATTENTION[device][0], device == "cuda"
+    return Configuration(model, batch_size, device, precision, attention, graph, optimizer=optimizer)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The measured step of a configuration."""
+
+    configuration: Configuration
+    parameters: int
+    flops: float
+    seconds: Timing
+    gemm_fraction: float
+    peak_bytes: int | None
+    joules_per_step: float | None
+    other_load: float | None  # fraction of the CPU used by other programs
+    gradient_difference: float | None
+
+    @property
+    def images_per_second(self) -> float:
+        """At the median step time."""
+        return self.configuration.batch_size / self.seconds.median
+
+    @property
+    def gradient_is_right(self) -> bool:
+        """Whether the gradient matches the CPU's in fp32 within the precision's tolerance, or was not checked."""
+        return (self.gradient_difference or 0.0) <= TOLERANCE[self.configuration.precision]
+
+
+@functools.cache
+def model_shape(model: str) -> tuple[CLIPConfig, int]:
+    """The model with the vocabulary of its tokenizer, and the length of the longest synthetic caption in tokens."""
+    kind = "bpe-cut" if model == "tiny" else "bpe"
+    if preset(model).vocab_size == len(LETTERS) + 4:
+        kind = "char"
+    samples = SyntheticSource(32, SAMPLED_CAPTIONS, 1, 1, seed=0).samples("train")
+    captions = [caption for sample in samples for caption in sample.captions]
+    tokenizer = make_tokenizer(kind, captions)
+    shape = clip_config(ModelConfig(name=model), tokenizer)
+    longest = int(tokenize_captions([tuple(captions)], tokenizer, shape.context_length).lengths.max())
+    return shape, min(-(-longest // 8) * 8, shape.context_length)
+
+
+@functools.cache
+def size_of(c: Configuration) -> tuple[int, float]:
+    """Number of parameters, and FLOPs of a step."""
+    shape, tokens = model_shape(c.model)
+    return count_parameters(shape), c.batch_size * flops_per_pair(shape, tokens)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """seconds = fixed + per_parameter * parameters + per_flop * operations."""
+
+    fixed: float
+    per_parameter: float
+    per_flop: float
+
+    def seconds(self, parameters: float, flops: float) -> float:
+        """The predicted seconds of a step."""
+        return self.fixed + self.per_parameter * parameters + self.per_flop * flops
+
+
+def fit(results: Sequence[Result]) -> CostModel | None:
+    """Non-negative coefficients with a small relative error; None for fewer than three measured steps."""
+    if len(results) < 3:
+        return None
+    columns = np.array([[1.0, r.parameters, r.flops] for r in results])
+    columns /= np.array([[r.seconds.median] for r in results])  # relative error: 10 ms count as much as 10 s
+    size = columns.max(axis=0)  # the columns differ by 12 orders of magnitude
+    used = [0, 1, 2]
+    while True:
+        values = np.linalg.lstsq(columns[:, used] / size[used], np.ones(len(results)), rcond=None)[0]
+        if (values >= 0).all():
+            break
+        used.pop(int(values.argmin()))  # a negative cost makes no sense: fit without it
+    found = np.zeros(3)
+    found[used] = values / size[used]
+    return CostModel(*found.tolist())
+
+
+def crossing(first: CostModel, second: CostModel, parameters: float, flops_per_image: float) -> float | None:
+    """The batch size at which two devices take the same time; None if one is faster at every batch size."""
+    start = first.seconds(parameters, 0) - second.seconds(parameters, 0)
+    slope = (second.per_flop - first.per_flop) * flops_per_image
+    return start / slope if slope and start / slope > 0 else None
+
+
+def predict(c: Configuration, measured: Sequence[Result]) -> tuple[float, str] | None:
+    """Seconds of a step and where they come from; None without measured steps of the same variant."""
+    alike = [r for r in measured if r.configuration.variant == c.variant and r.configuration.optimizer == c.optimizer]
+    parameters, flops = size_of(c)
+    if same_model := [r for r in alike if r.configuration.model == c.model]:
+        near = min(same_model, key=lambda r: abs(r.configuration.batch_size - c.batch_size))
+        return near.seconds.median * flops / near.flops, f"measured at batch {near.configuration.batch_size}"
+    if model := fit(alike):
+        return model.seconds(parameters, flops), f"cost model of {len(alike)} measured steps"
+    return None
+
+
+def save_measured(facts: Facts, results: Sequence[Result], folder: Path | None = None) -> None:
+    """Save steps measured on this machine; a newer measurement of the same configuration replaces the older one."""
+    kept = {r.configuration: r for r in [*load_measured(facts, folder), *results]}
+    try:
+        write_json(_path(facts, folder), [asdict(r) for r in kept.values()])
+    except OSError:
+        return  # the cache folder is not writable; comparison.json has the results
+
+
+def load_measured(facts: Facts, folder: Path | None = None) -> list[Result]:
+    """The steps measured on this machine with this torch version."""
+    try:
+        values = json.loads(read_small(_path(facts, folder), 2**26))
+        return [_result(**value) for value in values]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def _result(configuration: dict[str, Any], seconds: dict[str, Any], **rest: Any) -> Result:
+    return Result(Configuration(**configuration), seconds=Timing(**seconds), **rest)
+
+
+def _path(facts: Facts, folder: Path | None) -> Path:
+    values = json.dumps({**facts.to_dict(), "python": ""}, sort_keys=True)
+    return (folder or user_cache()) / "compare" / f"{hashlib.sha256(values.encode()).hexdigest()[:16]}.json"

@@ -1,0 +1,108 @@
+"""The cost model fitted to measured steps, stored measurements, and what `plan` predicts from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m1clip.bench.plan import make_plan, plan_text, step_time
+from m1clip.bench.steps import CostModel, crossing, fit, load_measured, model_shape, save_measured, size_of
+from m1clip.errors import UserError
+from m1clip.hardware.device import Device
+from m1clip.hardware.facts import read_facts
+from m1clip.model.presets import PRESETS, with_fields
+
+from .examples import FLOPS_PER_IMAGE, LAPTOP, MACHINE, PARAMETERS, configuration, result
+
+
+def test_fit_recovers_the_coefficients() -> None:
+    true = CostModel(fixed=0.01, per_parameter=1e-10, per_flop=1e-12)
+    measured = [
+        result(configuration(name, b), true.seconds(PARAMETERS[name], b * FLOPS_PER_IMAGE[name]))
+        for name in ("tiny", "small", "ViT-B-32")
+        for b in (1, 4, 16, 64)
+    ]
+    found = fit(measured)
+    assert found is not None
+    assert (found.fixed, found.per_parameter, found.per_flop) == pytest.approx((0.01, 1e-10, 1e-12), rel=1e-6)
+
+
+def test_fit_has_no_negative_coefficient() -> None:
+    odd = [result(configuration(batch_size=b), s) for b, s in ((1, 5.0), (8, 1.0), (64, 0.5))]
+    found = fit(odd)
+    assert found is not None
+    assert min(found.fixed, found.per_parameter, found.per_flop) >= 0
+    assert fit(odd[:2]) is None
+
+
+def test_crossing_of_two_cost_models() -> None:
+    cpu, gpu = CostModel(0.0, 0.0, 1e-12), CostModel(0.02, 0.0, 1e-14)
+    batch_size = crossing(cpu, gpu, parameters=1e7, flops_per_image=2e9)
+    assert batch_size == pytest.approx(0.02 / (2e9 * (1e-12 - 1e-14)))
+    assert crossing(CostModel(0.1, 0, 1e-12), gpu, 1e7, 2e9) is None  # the GPU is faster at every batch size
+
+
+def test_newer_measurements_replace_older_ones(tmp_path: Path) -> None:
+    for seconds in (2.0, 1.0):
+        save_measured(MACHINE, [result(configuration(), seconds)], tmp_path)
+    assert [r.seconds.median for r in load_measured(MACHINE, tmp_path)] == [1.0]
+    assert load_measured(LAPTOP, tmp_path) == []
+    (file,) = (tmp_path / "compare").iterdir()
+    for damaged in ('{"a": 1}', "[1]", "[{}]", "no JSON"):
+        file.write_text(damaged)
+        assert load_measured(MACHINE, tmp_path) == []
+
+
+@pytest.mark.parametrize(("model", "vocabulary", "tokens"), [("small", 33, 77), ("ViT-B-32", 49408, 24)])
+def test_caption_length_in_tokens(model: str, vocabulary: int, tokens: int) -> None:
+    shape, found = model_shape(model)
+    assert shape.vocab_size == vocabulary
+    assert abs(found - tokens) <= 8
+
+
+@pytest.fixture
+def shallow_model_and_own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shallow = with_fields(PRESETS["tiny"], vision_layers=2, text_layers=1)  # a plan traces it several times
+    monkeypatch.setitem(PRESETS, "tiny", shallow)
+    for cached in (model_shape, size_of):
+        cached.cache_clear()
+    yield
+    for cached in (model_shape, size_of):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("shallow_model_and_own_cache")
+def test_complete_plan() -> None:
+    measured = result(configuration(batch_size=8), 2.0)
+    save_measured(read_facts(), [measured])
+    plan = make_plan("tiny", 16, 1600, 2, "cpu", "bf16", memory="4GB")
+    assert plan["steps"] == 200
+    assert plan["step_seconds"] == pytest.approx(2.0 * 16 * plan["flops_per_image"] / measured.flops)
+    assert plan["seconds"] == pytest.approx(200 * plan["step_seconds"])
+    assert plan["memory_bytes"] > 12 * plan["parameters"] > 1e6
+    assert 16 < plan["max_batch_size"] <= plan["max_batch_size_checkpointing"] < 65_536
+    assert "measured at batch 8 on this machine" in plan_text(plan)
+    assert ": fits in 4 GB" in plan_text(plan)
+
+
+@pytest.mark.usefixtures("shallow_model_and_own_cache")
+def test_plan_uses_the_cost_model_or_the_speed_of_matrix_products() -> None:
+    facts = read_facts()
+    one, device = configuration("200M", precision="fp32"), Device("cpu", facts)
+    seconds, source = step_time(one, facts, device)
+    assert seconds > 0
+    assert "measured on this machine; m1clip compare measures the step itself" in source
+    others = {"tiny": 0.02, "small": 0.6, "ViT-B-32": 0.3}
+    save_measured(facts, [result(configuration(model, precision="fp32"), s) for model, s in others.items()])
+    seconds, source = step_time(one, facts, device)
+    assert source == "cost model of 3 measured steps on this machine"
+    assert seconds > 0.6
+
+
+@pytest.mark.parametrize("values", [{"batch_size": 1}, {"images": 0}, {"epochs": 0.0}, {"memory": "much"}])
+def test_invalid_options_of_plan_are_one_line_errors(values: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"--{next(iter(values)).replace('_', '-')}"):
+        make_plan(**values)
