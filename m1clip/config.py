@@ -207,6 +207,8 @@ class TrainConfig(Section):
     "auto takes the fastest of cpu, mps and cuda; mlx: Apple's MLX (docs/apple.md). A missing device is an error."
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Parameter(group=COMMON)] = "auto"
     "Precision of the towers (autocast); auto takes bf16 if it measures faster than fp32."
+    shard: Literal["auto", "on", "off"] = "auto"
+    "Under torchrun, divide weights and optimizer state among the ranks (FSDP2); auto: if a GPU's memory needs it."
     threads: Annotated[int, Range(0, 1024)] = 0
     "CPU threads; 0 = one per physical core."
     report_to: Literal["none", "tensorboard"] = "none"

@@ -48,13 +48,15 @@ def train(
     run
         Folder of the new run; default runs/RECIPE (from random weights: runs/MODEL), runs/RECIPE-2, ...
     resume
-        Continue the run in this folder from its newest checkpoint, with its settings; --device may name another device.
+        Continue the run in this folder from its newest checkpoint, with its settings; --device and --shard may differ.
     background
         Train in a background process that survives closing this terminal.
     """
     if resume is not None:
         others = [word for word in commands.words if word.startswith("--")]
-        others = [word for word in others if word.partition("=")[0] not in ("--resume", "--device", "--background")]
+        others = [
+            word for word in others if word.partition("=")[0] not in ("--resume", "--device", "--shard", "--background")
+        ]
         if others:
             raise UserError(f"--resume uses the settings of the run; remove {others[0]}, or start a new run")
     options = given_options(config, commands.words)
@@ -71,7 +73,7 @@ def train(
         return
     try:
         if resume is not None:
-            result = runs.resume(resume, screen, on_device=options.get("device"))
+            result = runs.resume(resume, screen, on_device=options.get("device"), shard=options.get("shard"))
         else:
             result = runs.train(run=run, config=config_file, preset=preset, screen=screen, **options)
     except Stopped as stopped:

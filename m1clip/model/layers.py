@@ -213,7 +213,8 @@ def parameter_grads(
 
 def recompute(module: nn.Module, function: Callable[..., Tensor], x: Tensor, *rest: object) -> Tensor:
     """function(x, *rest), a method of the module, with activation checkpointing."""
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+    sharded = hasattr(module, "unshard")  # by fully_shard: its parameters are not yet gathered here
+    if x.device.type == "cpu" and not sharded and not torch.compiler.is_compiling():
         trainable = [p for p in module.parameters() if p.requires_grad]
         return cast("Tensor", _Recompute.apply(function, rest, x, *trainable))
     # Our blocks draw no random numbers, and a CUDA graph cannot capture reading the random state.

@@ -32,7 +32,6 @@ from m1clip.model.weights import read_tensors, write_tensors
 from m1clip.runlog import RunLog
 
 if TYPE_CHECKING:
-    from m1clip.training.distributed import Ranks
     from m1clip.training.progress import Screen
     from m1clip.training.setup import Setup
     from m1clip.training.step import TrainStep
@@ -239,17 +238,22 @@ def checkpoint_tensors(train_step: TrainStep, state: TrainState) -> TensorGroups
         scaler = train_step.scaler.state_dict()
         state.scaler_scale, state.scaler_growth = float(scaler["scale"]), int(scaler["_growth_tracker"])
     state.frozen_sha256 = train_step.frozen_sha256
-    return {"weights": trained_tensors(train_step.model), "optimizer": train_step.optimizer.tensors()}
+    groups = {"weights": trained_tensors(train_step.model), "optimizer": train_step.optimizer.tensors()}
+    if train_step.shards is None:
+        return groups
+    return {name: train_step.shards.complete(tensors) for name, tensors in groups.items()}
 
 
 def share_checkpoint(
-    ranks: Ranks, device: torch.device, read: Callable[[], tuple[TrainState, TensorGroups] | None]
+    train_step: TrainStep, read: Callable[[torch.device], tuple[TrainState, TensorGroups] | None]
 ) -> tuple[TrainState, TensorGroups] | None:
-    """What rank 0 reads, on all ranks: the others need no access to the run folder."""
+    """What rank 0 reads, on all ranks, which need no access to the run folder; of sharded tensors only their rows."""
+    ranks, shards = train_step.ranks, train_step.shards
+    device = train_step.device.torch if shards is None else torch.device("cpu")
     found: list[TensorGroups] = []
 
     def describe() -> tuple[TrainState, dict[str, dict[str, tuple[torch.Size, torch.dtype]]]] | None:
-        kept = read()
+        kept = read(device)
         if kept is None:
             return None
         found.append(kept[1])
@@ -260,16 +264,14 @@ def share_checkpoint(
     if described is None:
         return None
     state, shapes = described
-    tensors = (
-        found[0]
-        if found
-        else {
-            group: {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in each.items()}
-            for group, each in shapes.items()
-        }
-    )
-    ranks.share([tensor for group in shapes for tensor in (tensors[group][name] for name in shapes[group])])
-    return state, tensors
+    groups: TensorGroups = {}
+    for group, each in shapes.items():
+        groups[group] = {}
+        for name, (shape, dtype) in each.items():
+            tensor = found[0][group].pop(name) if found else torch.empty(shape, dtype=dtype, device=device)
+            ranks.share([tensor])
+            groups[group][name] = tensor if shards is None else shards.divided(name, tensor)
+    return state, groups
 
 
 def restore(train_step: TrainStep, state: TrainState, groups: TensorGroups) -> None:
@@ -281,8 +283,12 @@ def restore(train_step: TrainStep, state: TrainState, groups: TensorGroups) -> N
             f"backup, or start a new run"
         )
     train_step.reset_graph()
-    train_step.model.load_state_dict(groups["weights"], strict=False)  # frozen weights are not saved
-    train_step.optimizer.load_tensors(groups["optimizer"])
+    weights, moments, shards = groups["weights"], groups["optimizer"], train_step.shards
+    if shards is not None:
+        weights = {name: shards.divided(name, tensor) for name, tensor in weights.items()}
+        moments = {key: shards.local_rows(key, tensor) for key, tensor in moments.items()}
+    train_step.model.load_state_dict(weights, strict=False)  # frozen weights are not saved
+    train_step.optimizer.load_tensors(moments)
     if train_step.scaler is not None:
         scale = {"scale": state.scaler_scale, "_growth_tracker": state.scaler_growth}
         train_step.scaler.load_state_dict({**train_step.scaler.state_dict(), **scale})

@@ -155,19 +155,26 @@ class Ranks:
         for tensor in [loss, *(p.grad for p in parameters if p.grad is not None)]:
             full = sum(t.numel() for t in bucket) + tensor.numel() > BUCKET
             if bucket and (full or tensor.dtype != bucket[0].dtype):
-                self._add(bucket)
+                self.add(bucket)
                 bucket = []
             bucket.append(tensor)
-        self._add(bucket)
+        self.add(bucket)
         return loss[0]
 
-    def _add(self, tensors: list[Tensor]) -> None:
+    def add(self, tensors: list[Tensor]) -> None:
         """Add the tensors of all ranks, in place."""
         flat = torch.cat([t.reshape(-1) for t in tensors])
         with self._watched():
             dist.all_reduce(flat)
         parts = flat.split([t.numel() for t in tensors])
         torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
+
+    def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, ...]:
+        """Send the r-th flat tensor to rank r; returns those received, of which the r-th has `sizes[r]` numbers."""
+        found = parts[0].new_empty(sum(sizes))
+        with self._watched():
+            dist.all_to_all_single(found, torch.cat(list(parts)), list(sizes), [part.numel() for part in parts])
+        return found.split(list(sizes))
 
     # Rare exchanges.
 
@@ -266,9 +273,9 @@ class Ranks:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            raise self._lost(error) from None
+            raise self.lost(error) from None
 
-    def _lost(self, error: RuntimeError) -> Exception:
+    def lost(self, error: Exception) -> Exception:
         """Those that do not report within a few seconds are lost."""
         assert self.store is not None
         keys = [f"lost/{rank}" for rank in range(self.size)]
@@ -291,6 +298,12 @@ def _padded(rows: Tensor, size: int) -> Tensor:
     if len(rows) == size:
         return rows
     return torch.cat([rows, rows.new_zeros((size - len(rows), *rows.shape[1:]))])
+
+
+def rows_of_rank(count: int, rank: int, size: int) -> slice:
+    """The rows of a rank if `count` are divided as by torch.chunk."""
+    each = -(-count // size)
+    return slice(min(rank * each, count), min((rank + 1) * each, count))
 
 
 def launched() -> bool:

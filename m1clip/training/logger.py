@@ -147,8 +147,8 @@ def memory_parts(setup: Setup, train_step: TrainStep) -> dict[str, int]:
 
     model = train_step.model
     parts = {
-        "weights": nbytes(model.parameters()) + nbytes(model.buffers()),
-        "gradients": nbytes(p for p in model.parameters() if p.requires_grad),
+        "weights": nbytes(train_step.parameters) + nbytes(model.buffers()),
+        "gradients": nbytes(p for p in train_step.parameters if p.requires_grad),
         "optimizer": nbytes(train_step.optimizer.tensors().values()),
     }
     if setup.device.kind == "cpu":

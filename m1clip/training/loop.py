@@ -122,7 +122,7 @@ class TrainLoop:
                 self._between_steps()  # saves, and raises Stopped
             raise
         except UserError as error:
-            if self.state.step == 0:
+            if self.state.step == 0 or self.train_step.shards is not None:  # a checkpoint needs all ranks
                 raise
             self.recovery.read()
             self.writer.save(self.state, checkpoint_tensors(self.train_step, self.state))

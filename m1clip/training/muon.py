@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from m1clip.training.distributed import Ranks, rows_of_rank
 
 if TYPE_CHECKING:
     CompilableOptimizer = Optimizer
@@ -40,6 +42,7 @@ else:
 EPS = 1e-7
 MAX_COLUMNS = 32_766  # in one product: MPS sums longer rows wrong on M1 and M2 (pytorch#195163)
 MAX_CPU_STACK = 2**24  # numbers in a batch of matrices: 64 MB of float32
+Shape = tuple[int, int]
 Quintic = tuple[float, float, float]  # a x + b x^3 + c x^5
 # Four minimax quintics for singular values from 0.003 of the largest to 1 (the method of Polar Express, 2025), where
 # torch.optim.Muon applies one quintic five times. Values above 1 would diverge, so all but the last expect up to
@@ -90,28 +93,6 @@ def _quintic_factor(gram: Tensor, square: Tensor, quintic: Quintic) -> Tensor:
     return factor
 
 
-class _Matrix(NamedTuple):
-    """A parameter as a matrix, its gradient and momentum."""
-
-    weight: Tensor
-    grad: Tensor
-    momentum: Tensor
-
-    @property
-    def tall(self) -> bool:
-        return self.weight.shape[0] > self.weight.shape[1]
-
-    @property
-    def sides(self) -> tuple[int, int]:
-        rows, columns = self.weight.shape
-        return min(rows, columns), max(rows, columns)
-
-    @property
-    def cost(self) -> int:
-        """Of a product with its transpose, relative to others."""
-        return self.sides[0] ** 2 * self.sides[1]
-
-
 class Muon(CompilableOptimizer):
     """torch.optim.Muon with Newton-Schulz batched over equal shapes: the same state, names and update.
 
@@ -130,8 +111,8 @@ class Muon(CompilableOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         self.dtype = dtype
-        # Rank, number of ranks, and a function that gathers a tensor from all: each orthogonalizes a part.
-        self.share: tuple[int, int, Callable[[Tensor], Tensor]] | None = None
+        self.ranks: Ranks | None = None  # each orthogonalizes a part of the matrices
+        self.full_rows: dict[int, int] = {}  # of matrices of which each rank has some rows, by id
         if any(p.ndim < 2 for group in self.param_groups for p in group["params"]):
             raise ValueError("Muon takes matrices and convolutions only")
 
@@ -158,40 +139,78 @@ class Muon(CompilableOptimizer):
         torch._foreach_mul_(params, 1 - decay if skip is None else 1 - decay * (1 - skip))
 
         # A convolution is a matrix from its receptive field to its output channels.
-        each = zip(params, grads, buffers, strict=True)
-        matrices = [_Matrix(p.flatten(1), grad.flatten(1), buffer.flatten(1)) for p, grad, buffer in each]
-        if self.share is None:
-            for stack in _bounded(matrices):
-                x = self._orthogonal(stack, momentum)
-                _add_updates(stack, x if skip is None else x * (1 - skip).to(x.dtype), lr)
-            return
-        rank, ranks, gather = self.share
-        parts = divided([m.cost for m in matrices], ranks)
-        flat = torch.zeros(
-            max(sum(matrices[place].weight.numel() for place in part) for part in parts),
-            dtype=self.dtype,
-            device=matrices[0].weight.device,
-        )
-        updates = _views(flat, [matrices[place] for place in parts[rank]])
-        own = {id(matrices[place]): update for place, update in zip(parts[rank], updates, strict=True)}
-        for stack in _bounded([matrices[place] for place in parts[rank]]):
-            torch._foreach_copy_([own[id(m)] for m in stack], list(self._orthogonal(stack, momentum)))
-        for part, row in zip(parts, gather(flat), strict=True):
-            owned = [matrices[place] for place in part]
-            by_matrix = {id(m): update for m, update in zip(owned, _views(row, owned), strict=True)}
-            for stack in _bounded(owned):
-                x = torch.stack([by_matrix[id(m)] for m in stack])
-                _add_updates(stack, x if skip is None else x * (1 - skip).to(x.dtype), lr)
+        weights, grads, buffers = ([t.flatten(1) for t in each] for each in (params, grads, buffers))
+        shapes = [(self.full_rows.get(id(p), len(p)), w.shape[1]) for p, w in zip(params, weights, strict=True)]
 
-    def _orthogonal(self, matrices: list[_Matrix], momentum: float) -> Tensor:
-        """The updates of matrices of one shape, transposed where tall."""
-        x = torch.empty((len(matrices), *matrices[0].sides), dtype=self.dtype, device=matrices[0].weight.device)
-        # Nesterov momentum for one shape at a time: for all at once it would need the memory of one more gradient.
-        nesterov = torch._foreach_lerp([m.grad for m in matrices], [m.momentum for m in matrices], momentum)
+        def nesterov(places: Sequence[int]) -> Sequence[Tensor]:
+            return torch._foreach_lerp(
+                [grads[place] for place in places], [buffers[place] for place in places], momentum
+            )
+
+        def orthogonal(
+            places: Sequence[int], given: Mapping[int, Tensor]
+        ) -> Iterator[tuple[list[int], Sequence[Tensor]]]:
+            """The updates of some matrices, stack by stack: for all at once, momentum would need another gradient."""
+            for stack in _stacks(places, shapes, weights):
+                x = self._orthogonal([given[place] for place in stack] if given else nesterov(stack))
+                yield stack, x if skip is None else torch._foreach_mul(x, (1 - skip).to(self.dtype))
+
+        def add(places: Sequence[int], updates: Sequence[Tensor]) -> None:
+            _add_updates([weights[place] for place in places], updates, [shapes[place] for place in places], lr)
+
+        ranks = self.ranks
+        if ranks is None:
+            for stack, updates in orthogonal(range(len(weights)), {}):
+                add(stack, updates)
+            return
+        parts = divided([_cost(shape) for shape in shapes], ranks.size)
+        own, given = parts[ranks.rank], dict[int, Tensor]()
+        if self.full_rows:
+            rows = [m.to(self.dtype) for m in nesterov(range(len(weights)))]
+            given = self._collected(ranks, rows, parts, shapes)
+        found = {place: x for stack, updates in orthogonal(own, given) for place, x in zip(stack, updates, strict=True)}
+        if self.full_rows:
+            add(range(len(weights)), self._scattered(ranks, found, parts, shapes))
+            return
+        sizes = [sum(math.prod(shapes[place]) for place in part) for part in parts]
+        flat = torch.zeros(max(sizes), dtype=self.dtype, device=weights[0].device)
+        for view, place in zip(_views(flat, [shapes[place] for place in own]), own, strict=True):
+            view.copy_(found[place])
+        for part, received in zip(parts, ranks.gather(flat), strict=True):
+            add(part, _views(received, [shapes[place] for place in part]))
+
+    def _collected(
+        self, ranks: Ranks, rows: list[Tensor], parts: list[list[int]], shapes: list[Shape]
+    ) -> dict[int, Tensor]:
+        """The complete matrices that this rank orthogonalizes, from the rows of all ranks."""
+        own = parts[ranks.rank]
+        held = [[_held(shapes[place], rank, ranks.size) for place in own] for rank in range(ranks.size)]
+        received = ranks.exchange([_flat([rows[p] for p in part], rows[0]) for part in parts], [*map(_numbers, held)])
+        views = [_views(flat, each) for flat, each in zip(received, held, strict=True)]
+        return {place: torch.cat(each) for place, each in zip(own, zip(*views, strict=True), strict=True)}
+
+    def _scattered(
+        self, ranks: Ranks, found: dict[int, Tensor], parts: list[list[int]], shapes: list[Shape]
+    ) -> list[Tensor]:
+        """The rows of this rank of the updates of all matrices."""
+        sent = []
+        for rank in range(ranks.size):
+            each = [found[place][rows_of_rank(shapes[place][0], rank, ranks.size)] for place in parts[ranks.rank]]
+            sent.append(_flat(each, torch.empty(0, dtype=self.dtype, device=next(iter(self.state)).device)))
+        held = [[_held(shapes[place], ranks.rank, ranks.size) for place in part] for part in parts]
+        received = ranks.exchange(sent, [*map(_numbers, held)])
+        updates = dict[int, Tensor]()
+        for part, flat, shapes_held in zip(parts, received, held, strict=True):
+            updates |= zip(part, _views(flat, shapes_held), strict=True)
+        return [updates[place] for place in range(len(shapes))]
+
+    def _orthogonal(self, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """The updates of matrices with the same two sides."""
+        tall = [len(m) > m.shape[1] for m in matrices]
+        x = torch.empty((len(matrices), *sorted(matrices[0].shape)), dtype=self.dtype, device=matrices[0].device)
         # Cast, and transposed where tall, in one pass.
-        torch._foreach_copy_(list(x), [u.t() if m.tall else u for m, u in zip(matrices, nesterov, strict=True)])
-        del nesterov
-        return orthogonalize(x)
+        torch._foreach_copy_(list(x), [m.t() if turned else m for m, turned in zip(matrices, tall, strict=True)])
+        return [row.t() if turned else row for row, turned in zip(orthogonalize(x), tall, strict=True)]
 
     def _momentum(self, p: Tensor) -> Tensor:
         state = self.state[p]
@@ -200,13 +219,18 @@ class Muon(CompilableOptimizer):
         return state["momentum_buffer"]
 
 
-def _bounded(matrices: Sequence[_Matrix]) -> Iterator[list[_Matrix]]:
-    """Stacks of one shape, split on the CPU to bound memory: a stack and its products are several copies of it."""
-    stacks: dict[tuple[tuple[int, int], torch.device], list[_Matrix]] = {}
-    for matrix in matrices:
-        stacks.setdefault((matrix.sides, matrix.weight.device), []).append(matrix)
-    for (sides, device), stack in stacks.items():
-        most = max(1, MAX_CPU_STACK // math.prod(sides)) if device.type == "cpu" else len(stack)
+def _cost(shape: Shape) -> int:
+    """Of a product with its transpose, relative to others."""
+    return min(shape) ** 2 * max(shape)
+
+
+def _stacks(places: Sequence[int], shapes: Sequence[Shape], weights: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Matrices of one shape or its transpose; few on the CPU, since a stack and its products are several copies."""
+    stacks: dict[tuple[int, int, torch.device], list[int]] = {}
+    for place in places:
+        stacks.setdefault((min(shapes[place]), max(shapes[place]), weights[place].device), []).append(place)
+    for (short, long, device), stack in stacks.items():
+        most = max(1, MAX_CPU_STACK // (short * long)) if device.type == "cpu" else len(stack)
         for start in range(0, len(stack), most):
             yield stack[start : start + most]
 
@@ -221,25 +245,36 @@ def divided(costs: Sequence[int], ranks: int) -> list[list[int]]:
     return parts
 
 
-def _views(flat: Tensor, matrices: Sequence[_Matrix]) -> list[Tensor]:
-    """A flat buffer as the updates of matrices, transposed where tall."""
-    if not matrices:
-        return []
-    sizes = [m.weight.numel() for m in matrices]
-    return [part.view(m.sides) for part, m in zip(flat[: sum(sizes)].split(sizes), matrices, strict=True)]
+def _held(shape: Shape, rank: int, size: int) -> Shape:
+    """The shape of the rows of a matrix that a rank has."""
+    rows = rows_of_rank(shape[0], rank, size)
+    return rows.stop - rows.start, shape[1]
 
 
-def _add_updates(matrices: list[_Matrix], x: Tensor, lr: float | Tensor) -> None:
-    """Add the stack `x` to the weights; updates of tall matrices are scaled up for the same effect on the output."""
-    for tall in (False, True):
-        chosen = [(matrix, row) for matrix, row in zip(matrices, x, strict=True) if matrix.tall is tall]
-        if not chosen:
-            continue
-        weights = [matrix.weight for matrix, _ in chosen]
-        updates = [row.t() if tall else row for _, row in chosen]
-        rows, columns = weights[0].shape
-        scale = math.sqrt(max(1.0, rows / columns))
+def _numbers(shapes: Sequence[Shape]) -> int:
+    return sum(map(math.prod, shapes))
+
+
+def _flat(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors]) if tensors else like.new_empty(0)
+
+
+def _views(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+    """A flat buffer as matrices."""
+    parts = flat[: _numbers(shapes)].split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)] if shapes else []
+
+
+def _add_updates(
+    weights: Sequence[Tensor], updates: Sequence[Tensor], shapes: Sequence[Shape], lr: float | Tensor
+) -> None:
+    """Add updates to the weights; those of tall matrices are scaled up for the same effect on the output."""
+    groups: dict[float, list[int]] = {}
+    for place, (rows, columns) in enumerate(shapes):
+        groups.setdefault(math.sqrt(max(1.0, rows / columns)), []).append(place)
+    for scale, places in groups.items():
+        chosen, added = [weights[place] for place in places], [updates[place] for place in places]
         if isinstance(lr, Tensor):
-            torch._foreach_add_(weights, torch._foreach_mul([u.to(weights[0].dtype) for u in updates], -lr * scale))
+            torch._foreach_add_(chosen, torch._foreach_mul([u.to(chosen[0].dtype) for u in added], -lr * scale))
         else:
-            torch._foreach_add_(weights, updates, alpha=-lr * scale)
+            torch._foreach_add_(chosen, added, alpha=-lr * scale)

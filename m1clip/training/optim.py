@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +34,13 @@ class Optimizer:
         fused: bool,
         muon_dtype: torch.dtype = torch.bfloat16,
         capturable: bool = False,
+        local: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """`muon_dtype` is that of Muon's products; `capturable` keeps learning rates on the device, for CUDA graphs."""
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        """`muon_dtype` is that of Muon's products; `capturable` keeps learning rates on the device, for CUDA graphs.
+
+        `local` replaces parameters by this rank's rows of them.
+        """
+        named = [(name, local.get(name, p)) for name, p in model.named_parameters() if p.requires_grad]
         hidden = [(n, p) for n, p in named if config.optimizer == "muon" and is_hidden_matrix(n, p)]
         hidden_names = {name for name, _ in hidden}
         rest = [(n, p) for n, p in named if n not in hidden_names]

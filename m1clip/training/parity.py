@@ -49,10 +49,11 @@ class Parity(NamedTuple):
 def check_parity(setup: Setup, train_step: TrainStep) -> Parity | None:
     """Compare gradients and updates with the CPU's; UserError if they differ too much. None on the CPU."""
     kind, precision, batch = setup.device.kind, setup.precision, setup.training[0]
-    check_causality(train_step.model, kind, setup.autocast)
+    model = setup.complete_model(train_step)
+    check_causality(model, kind, setup.autocast)
     if kind == "cpu":
         return None
-    check = train_step.for_check(fill_zeros(copy.deepcopy(train_step.model)))
+    check = train_step.for_check(fill_zeros(copy.deepcopy(model)))
     at_size = size_difference(check, batch)
     products, few = optimizer_difference(train_step), first_samples(batch)
     check.teacher = None

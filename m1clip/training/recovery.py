@@ -113,9 +113,8 @@ class Recovery:
         if state.rollbacks >= MAX_ROLLBACKS:
             self.log.write("event", step=failed_step, event="diverged", rollbacks=state.rollbacks)
             raise self._diagnosis()
-        device = self.setup.device.torch
         loaded = share_checkpoint(
-            self.setup.ranks, device, lambda: load_latest(self.run, device, self.screen.warn, without_skips=True)
+            train_step, lambda device: load_latest(self.run, device, self.screen.warn, without_skips=True)
         )
         if loaded is None:
             initial: TensorGroups = {"weights": trained_tensors(self.setup.build_model()), "optimizer": {}}
@@ -159,7 +158,10 @@ class Recovery:
         suspects, first = list[str](), self.state.skipped == 1
         if first:  # the others in a row are likely similar, and finding them takes a forward pass
             batch = self.setup.training[step - 1]
-            rows = self.train_step.nonfinite_rows(batch)
+            train_step = self.train_step
+            if train_step.shards is not None:  # ranks may have different numbers of rows to inspect
+                train_step = train_step.for_check(self.setup.complete_model(train_step))
+            rows = train_step.nonfinite_rows(batch)
             suspects = ranks.chained([self._sample(batch.sample_ids[row]) for row in rows])
         named = suspects or samples
         self.suspects.update(named)

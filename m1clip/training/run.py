@@ -34,6 +34,7 @@ from m1clip.hardware.memory import return_freed_memory
 from m1clip.hardware.timing import timing
 from m1clip.inference.encoder import Model, load
 from m1clip.io import matches_schema, read_small, remove_leftovers, write_json, write_text
+from m1clip.model.clip import CLIP
 from m1clip.runlog import NoLog, RunLog, Sink, read_log
 from m1clip.text.base import Tokenizer
 from m1clip.training.checkpoint import TrainState, load_latest, restore, share_checkpoint
@@ -153,7 +154,7 @@ def _evaluation_seconds(setup: Setup, train_step: TrainStep) -> float:
     images = len(setup.splits["val"].samples)
     sample = min(images, SAMPLE_IMAGES)
     start = time.perf_counter()
-    encode(setup, train_step.model, "val", sample)
+    encode(setup, setup.complete_model(train_step), "val", sample)
     return (time.perf_counter() - start) * images / sample
 
 
@@ -200,12 +201,12 @@ def train_config(
     most = max(16, 4 * usable_cpus())
     if config.data.workers > most:
         raise UserError(f"--workers {config.data.workers}: this machine has {usable_cpus()} CPUs; use at most {most}")
-    ranks = connect()
+    ranks = connect_same()
     settings = {
         f"--{flat.replace('_', '-')}": getattr(getattr(config, section) if section else config, key)
         for flat, (section, key) in NAMES.items()
     }
-    ranks.check_same({"the version of m1clip": __version__, "the version of torch": torch.__version__, **settings})
+    ranks.check_same(settings)
     name = name or run_name(config)
     started = ranks.first(lambda: started_before(run, name))
     if started is not None:
@@ -220,17 +221,28 @@ def train_config(
             if ranks.rank == 0:
                 remove_unused_folder(folder)
             raise
-        return _train_and_finish(setup, folder, screen, TrainState(), None, stop, on_log)
+        return _train_and_finish(setup, folder, screen, stop, on_log)
+
+
+def connect_same() -> Ranks:
+    """Connect to the other ranks; refuse other versions."""
+    ranks = connect()
+    ranks.check_same({"the version of m1clip": __version__, "the version of torch": torch.__version__})
+    return ranks
 
 
 def resume(
-    run: str | Path, screen: Screen | None = None, on_log: Sink | None = None, on_device: str | None = None
+    run: str | Path,
+    screen: Screen | None = None,
+    on_log: Sink | None = None,
+    on_device: str | None = None,
+    shard: str | None = None,
 ) -> Run:
     """Continue a run from its newest valid checkpoint, exactly as if it had not stopped; on any number of ranks.
 
     On another device the batches are the same, and the numbers are the same up to rounding.
     """
-    screen, folder, ranks = screen or Screen(), Path(run), connect()
+    screen, folder, ranks = screen or Screen(), Path(run), connect_same()
 
     def saved_config() -> Config:
         if not (folder / "config.toml").is_file():
@@ -243,6 +255,7 @@ def resume(
             remove_leftovers(part)
         moved = on_device not in (None, config.train.device)
         chosen = config.changed(device=on_device) if moved else config
+        chosen = chosen.changed(shard=shard) if shard is not None else chosen
         setup = _prepare(chosen, folder, screen, ranks, resumed=True)
         ranks.first(lambda: _check_same_data(setup, folder))
         if moved and setup.config.data.captions_per_step != config.data.captions_per_step:
@@ -250,14 +263,10 @@ def resume(
                 f"{folder}: cannot continue on {on_device}, which needs batches of one shape: some images have fewer "
                 f"than {config.data.captions_per_step} captions"
             )
-        if moved and ranks.rank == 0:
+        if setup.config != config and ranks.rank == 0:
             write_text(folder / "config.toml", to_toml(setup.config))
         _describe(setup, screen)
-        device = setup.device.torch
-        kept = share_checkpoint(ranks, device, lambda: load_latest(folder, device, screen.warn))
-        state, tensors = kept if kept is not None else (TrainState(), None)
-        screen.say(f"resume     from step {state.step:,} of {setup.config.train.steps:,}")
-        return _train_and_finish(setup, folder, screen, state, tensors, stop, on_log)
+        return _train_and_finish(setup, folder, screen, stop, on_log, resumed=True)
 
 
 def started_before(run: str | Path | None, name: str) -> Path | None:
@@ -303,15 +312,15 @@ def _prepare(config: Config, folder: Path, screen: Screen, ranks: Ranks, resumed
 
 @oom_as_user_error()
 def _train_and_finish(
-    setup: Setup,
-    folder: Path,
-    screen: Screen,
-    state: TrainState,
-    tensors: dict[str, dict[str, torch.Tensor]] | None,
-    stop: StopRequest,
-    on_log: Sink | None = None,
+    setup: Setup, folder: Path, screen: Screen, stop: StopRequest, on_log: Sink | None = None, resumed: bool = False
 ) -> Run:
-    ranks = setup.ranks
+    ranks, state, train_step = setup.ranks, TrainState(), setup.make_step()
+    if resumed:
+        kept = share_checkpoint(train_step, lambda device: load_latest(folder, device, screen.warn))
+        if kept is not None:
+            state = kept[0]
+            restore(train_step, *kept)
+        screen.say(f"resume     from step {state.step:,} of {setup.config.train.steps:,}")
     log = RunLog(folder) if ranks.rank == 0 else NoLog(folder)
     log.sinks += [on_log] if on_log is not None else []
     steps = setup.config.train.steps or 0
@@ -322,9 +331,6 @@ def _train_and_finish(
     for line in screen.warned:
         log.write("warning", step=state.step, text=line)
     setup.training.report = _failure_log(setup, folder, log, screen)
-    train_step = setup.make_step()
-    if tensors is not None:
-        restore(train_step, state, tensors)
     parity = check_parity(setup, train_step)
     if parity is not None:
         skipped = {"skipped": parity.skipped} if parity.skipped else {}
@@ -333,7 +339,8 @@ def _train_and_finish(
         screen.say(f"parity     gradients on {setup.device.kind} differ by at most {parity.difference:.2%}{note}")
     try:
         TrainLoop(setup, train_step, state, folder, log, screen).run_until_stopped(stop)
-        return ranks.first(lambda: _finish(setup, train_step, folder, log, screen, state))
+        last = setup.complete_model(train_step)
+        return ranks.first(lambda: _finish(setup, last, train_step, folder, log, screen, state))
     except (Interrupted, RankLost) as stopped:
         log.write("event", step=state.step, event=str(stopped))
         raise
@@ -354,10 +361,12 @@ def _failure_log(setup: Setup, folder: Path, log: RunLog, screen: Screen) -> Fai
     return failures
 
 
-def _finish(setup: Setup, train_step: TrainStep, folder: Path, log: RunLog, screen: Screen, state: TrainState) -> Run:
+def _finish(
+    setup: Setup, last: CLIP, train_step: TrainStep, folder: Path, log: RunLog, screen: Screen, state: TrainState
+) -> Run:
     """Save the last model, then evaluate the best validation model once on the test split."""
     log.check_folder()
-    setup.bundle(train_step.model).save(folder / "model")
+    setup.bundle(last).save(folder / "model")
     train_step.optimizer.drop_state()  # free memory for the second model
     return_freed_memory()
     setup.finish(folder, screen.say, log.write)

@@ -42,6 +42,7 @@ from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import load_tokenizer, make_tokenizer
 from m1clip.training.autotune import choose_attention, choose_hardware, default_batch, fit_memory, largest_batch
 from m1clip.training.distributed import Ranks
+from m1clip.training.memory import MemoryEstimate
 from m1clip.training.step import TrainStep, make_train_step
 from m1clip.training.transfer import (
     Start,
@@ -58,6 +59,7 @@ from m1clip.training.transfer import (
 HEAD_WIDTH, HEAD_DROPOUT = 512, 0.5  # of the hidden layer of a head
 TOWER_CONTEXT, TOWER_EMBED = 64, 256  # defaults on pretrained towers
 BYTES_PER_PARAMETER = 12  # weight, gradient and one moment of the optimizer in float32
+MAX_UNSHARDED = 0.9  # of a GPU's memory; a step that needs more is sharded
 TEXT_CONTRAST = 0.2  # docs/recipe.md
 MAX_CAPTIONS = 5  # per image and step, by default; docs/recipe.md
 TINY_SET = 100  # images; fewer cause a warning
@@ -100,11 +102,16 @@ class Setup:
         """The model's config."""
         return self.start.config
 
+    @property
+    def shards(self) -> bool:
+        """Whether weights are divided among the ranks."""
+        return self.config.train.shard == "on" and self.ranks.size > 1
+
     def build_model(self) -> CLIP:
-        """The initialized model on the device."""
+        """The initialized model on the device, or on the CPU if only a part of it will be on the device."""
         torch.manual_seed(self.config.seed)
         model = self.start.build()
-        model = model.to(self.device.torch)
+        model = model if self.shards else model.to(self.device.torch)
         model.set_attention(self.config.model.attention)  # type: ignore[arg-type]
         model.set_activation_checkpointing(self.config.model.grad_checkpointing)
         return model
@@ -112,9 +119,18 @@ class Setup:
     def make_step(self) -> TrainStep:
         """The training step of the initialized model."""
         settings = (self.config, self.device, self.precision, self.preprocess, self.teacher)
-        train_step = make_train_step(self.build_model(), *settings, self.ranks)
-        self.ranks.share(list(train_step.model.state_dict().values()))  # other machines may round differently
-        return train_step
+        model = self.build_model()
+        self.ranks.share(list(model.state_dict().values()))  # other machines may round differently
+        return make_train_step(model, *settings, self.ranks)
+
+    def complete_model(self, train_step: TrainStep) -> CLIP:
+        """The model with all its weights: a copy if they are divided among the ranks, which must all call this."""
+        if train_step.shards is None:
+            return train_step.model
+        model = self.start.build(load_weights=False)
+        model.load_state_dict(train_step.shards.complete(train_step.model.state_dict(), on_all_ranks=True))
+        model.set_attention(self.config.model.attention)  # type: ignore[arg-type]
+        return model.to(self.device.torch).train()
 
     def divided(self, ranks: Ranks) -> Setup:
         """The setup of one rank, which trains on its rows of each batch."""
@@ -126,7 +142,32 @@ class Setup:
             kind = self.device.kind
             ranks.refuse(f"{kind}: torch.distributed cannot exchange its tensors; use one process, or --device cpu")
         plan = dataclasses.replace(self.training.plan, part=(ranks.rank, ranks.size))
-        return dataclasses.replace(self, training=dataclasses.replace(self.training, plan=plan), ranks=ranks)
+        config = self.config
+        if ranks.size > 1:
+            config = config.changed(shard=ranks.first(lambda: self._sharding(ranks.size)))
+        training = dataclasses.replace(self.training, plan=plan)
+        return dataclasses.replace(self, config=config, training=training, ranks=ranks)
+
+    def _sharding(self, ranks: int) -> str:
+        """Whether to divide weights among the ranks: on or off; UserError if that is asked for, but not possible."""
+        config, asked = self.config, self.config.train.shard
+        excluded = {
+            "--compile": config.model.compile,
+            "--precision fp16": self.precision == "fp16",
+            "--lora-rank": config.transfer.lora_rank > 0,
+        }
+        unsupported = next((name for name, given in excluded.items() if given), None)
+        if asked == "on" and unsupported:
+            raise UserError(f"--shard on does not support {unsupported}: remove one of them")
+        if asked != "auto":
+            return asked
+        if self.device.kind != "cuda" or unsupported:
+            return "off"
+        captions, rows = self.splits["train"].captions, -(-self.training.plan.batch // ranks)
+        tokens = int(captions.lengths.max()) if captions.features is None else 1
+        estimate = MemoryEstimate(config, self.start, self.facts, self.device, self.precision, tokens)
+        peak = estimate.peak(config.train.micro_batch or rows, config.model.grad_checkpointing)
+        return "on" if peak > MAX_UNSHARDED * self.device.total_bytes() else "off"
 
     def describe_model(self) -> str:
         """The model in one line."""

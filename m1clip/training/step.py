@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -25,19 +26,65 @@ from m1clip.model.clip import CLIP, Features
 from m1clip.model.pretrained import weights_hash
 from m1clip.training.cuda_graph import CapturedStep
 from m1clip.training.distributed import JointBatch, Ranks, Sizes
-from m1clip.training.grad_cache import GradCache, Tower
 from m1clip.training.muon import Muon, orthogonalize
 from m1clip.training.oom import OOMHandler
 from m1clip.training.optim import Optimizer
 from m1clip.training.schedule import lr_schedule
 from m1clip.training.transfer import TEACHER_WEIGHT, Teacher
 
+if TYPE_CHECKING:  # a heavy import
+    from m1clip.training.sharding import Shards
+
 GRAD_CLIP_NORM = 1.0
+Result = TypeVar("Result")
 INTEGER_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 DROPOUT_ATTRIBUTES = ("p", "drop_prob", "dropout", "dropout_prob", "attention_dropout", "layerdrop")
 DROPOUT_STREAM = 1 << 16  # a random stream separate from the data's
 MAX_LOGITS = 1 << 26  # a larger loss is computed in blocks; 256 MB of float32
 INSPECTED_ROWS = 32  # rows of a non-finite step to inspect at a time
+ONE_ROW = slice(0, 1)
+
+
+@dataclass(frozen=True)
+class Tower:
+    """One encoder and its input in slices; `encode(rows)` must give the same features for the same rows each time.
+
+    The exact gradient of a large batch in the memory of a slice (GradCache, arXiv 2101.06983): a contrastive loss needs
+    all features of the batch at once, but only the towers' activations are large. So all slices are encoded without a
+    graph, the loss is computed once over all features, and then each slice is re-encoded with a graph and
+    backpropagates the gradient of its features.
+    """
+
+    encode: Callable[[slice], Tensor]
+    slices: list[slice]
+    extra: int = 0  # calls without a result: with sharded weights, all ranks call a tower equally often
+
+    def features(self) -> Tensor:
+        """The features of all rows; with a graph only if it is needed for the backward pass of all at once."""
+        found = [self.encode(rows) for rows in self.slices] + [self.encode(ONE_ROW)[:0] for _ in range(self.extra)]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def features_only(self) -> Tensor:
+        """The features of all rows, each slice's graph freed at once."""
+        found = [self.encode(rows).detach() for rows in self.slices]
+        for _ in range(self.extra):
+            self.encode(ONE_ROW)
+        return torch.cat(found)
+
+    def backward(
+        self,
+        gradient: Tensor,
+        mark: Callable[[str], None] = lambda phase: None,
+        no_autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """Re-encode each slice and add to every parameter what follows from the gradient of its features."""
+        zero = torch.zeros_like(gradient[ONE_ROW])
+        for rows, part in [*((rows, gradient[rows]) for rows in self.slices), *[(ONE_ROW, zero)] * self.extra]:
+            mark("forward")
+            encoded = self.encode(rows)
+            mark("backward")
+            with no_autocast():
+                encoded.backward(part)
 
 
 class TrainStep:
@@ -55,6 +102,12 @@ class TrainStep:
     ) -> None:
         self.model, self.config, self.device, self.preprocess = model, config, device, preprocess
         self.ranks = ranks
+        self.shards: Shards | None = None
+        if config.train.shard == "on" and ranks.size > 1:
+            from m1clip.training.sharding import Shards
+
+            self.frozen_sha256  # noqa: B018  of the complete weights
+            self.shards = Shards(model, ranks, device.torch, precision)
         self.autocast, self.teacher = autocast(device, precision), teacher
         self.objective = OBJECTIVES[config.train.loss]
         self.scaler = torch.amp.GradScaler(device.kind) if precision == "fp16" else None  # gradients underflow
@@ -65,10 +118,11 @@ class TrainStep:
         graph = graph and model.image_tower.capturable and model.text_tower.capturable and teacher is None
         # Muon's products use bf16 only where it is fast.
         muon_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        self.optimizer = Optimizer(model, config.optim, device.rules.fused_optimizer, muon_dtype, graph)
+        local = {} if self.shards is None else self.shards.local
+        self.optimizer = Optimizer(model, config.optim, device.rules.fused_optimizer, muon_dtype, graph, local)
         muon = self.optimizer.parts.get("muon")
         if isinstance(muon, Muon) and ranks.size > 1:
-            muon.share = (ranks.rank, ranks.size, ranks.gather)
+            muon.ranks, muon.full_rows = ranks, {} if self.shards is None else self.shards.full_rows
         self.schedule = lr_schedule(config.optim, config.train.steps)
         self.lr_factor = 1.0  # lowered by each rollback
         self.cuda_graph = CapturedStep(self) if graph else None
@@ -89,10 +143,10 @@ class TrainStep:
         if self.scaler is not None:
             self.scale_loss = self.scaler.scale
         # Compiled code may draw different dropout masks with and without an autograd graph.
-        with_graph = config.model.compile and self.has_dropout
-        no_autocast = autocast(device, precision, enabled=False)
-        self.grad_cache = GradCache(self.autocast, no_autocast, self._mark, with_graph)
-        self.parameters = list(model.parameters())
+        self.first_pass_with_graph = config.model.compile and self.has_dropout
+        self.no_autocast = autocast(device, precision, enabled=False)  # for backward passes
+        self.complete_parameters = [p for name, p in model.named_parameters() if name not in local]
+        self.parameters = [*self.complete_parameters, *local.values()]
         self.blockwise_loss = device.kind == "cpu"  # for the text-text loss; other devices compute all logits at once
         model.train()
 
@@ -124,30 +178,43 @@ class TrainStep:
         With several ranks the batch has the rows of this one; loss and gradients are those of all rows together.
         """
         captions = len(batch.caption_ids)
-        if 0 < self.micro_batch < len(batch):
-            towers = self._towers(batch, step)
-            encode = partial(self.grad_cache.encode, towers)
-            backward: Callable[[list[Tensor]], None] = partial(self.grad_cache.backward, towers)
+        rows = len(batch) if self.shards is None else self.ranks.agree(len(batch))[0]
+        in_micro_batches = 0 < self.micro_batch < rows
+        towers = self._towers(batch, step, in_micro_batches)
+        if in_micro_batches:
+            encode = partial(self._encode_only, towers)
+            backward: Callable[[list[Tensor]], None] = partial(self._encode_and_backward, towers)
         elif self.ranks.size == 1 and len(batch) * captions <= MAX_LOGITS:
-            loss = self._loss(self._encode(batch, step), batch)
+            loss = self._loss(self._encode(towers, step), batch)
             self._mark("backward")
             self.scale_loss(loss).backward()
             return loss.detach()
         else:
-            encode = partial(self._encode, batch, step)
+            encode = partial(self._encode, towers, step)
             backward = lambda gradients: torch.autograd.backward(features, gradients)  # noqa: E731
-        features, sizes = self.ranks.together(encode, len(batch), captions)
+        features, sizes = self._together(encode, len(batch), captions)
         loss, gradients = self._loss_gradients(features, batch, sizes)
 
         def backward_pass() -> None:
             self._mark("backward")
             backward(gradients)
 
-        self.ranks.together(backward_pass)
+        self._together(backward_pass)
         self._mark_exchange()
-        return self.ranks.add_gradients(self.parameters, loss)
+        if self.shards is not None:
+            self.shards.take_gradients()
+        return self.ranks.add_gradients(self.complete_parameters, loss)
 
-    def _encode(self, batch: Batch, step: int) -> list[Tensor]:
+    def _together(self, work: Callable[[], Result], *facts: int) -> tuple[Result, Sizes]:
+        """Run work that may run out of memory, and exchange a few numbers."""
+
+        def watched() -> Result:
+            with nullcontext() if self.shards is None else self.shards.watched():
+                return work()
+
+        return self.ranks.together(watched, *facts)
+
+    def _encode(self, towers: Sequence[Tower], step: int) -> list[Tensor]:
         """Features of the images and captions of a batch."""
         self.phases.mark("forward")
         if self.has_dropout:
@@ -155,12 +222,21 @@ class TrainStep:
             torch.manual_seed(self.config.seed * 1_000_003 + step + (self.ranks.rank << 40))
         with self.autocast():
             # Text first: the backward pass then starts with the larger tower and frees its activations.
-            most_images, most_texts = self._rows_at_once(batch)
-            texts = [self._encode_texts(batch, part) for rows in batch.text_rows() for part in split(rows, most_texts)]
-            text = texts[0] if len(texts) == 1 else torch.cat(texts)
-            images = [self._encode_images(batch, part) for part in split(slice(0, len(batch)), most_images)]
-            image = images[0] if len(images) == 1 else torch.cat(images)
+            text, image = towers[1].features(), towers[0].features()
         return [image, text]
+
+    def _encode_only(self, towers: Sequence[Tower]) -> list[Tensor]:
+        """Features without a graph."""
+        self.phases.mark("forward")
+        # One autocast context per pass: its cache of cast weights saves a cast per micro-batch, but casts made without
+        # a graph must not be reused in the pass that needs one.
+        with self.autocast(), torch.set_grad_enabled(self.first_pass_with_graph):
+            return [tower.features_only() for tower in towers]
+
+    def _encode_and_backward(self, towers: Sequence[Tower], gradients: Sequence[Tensor]) -> None:
+        with self.autocast():
+            for tower, gradient in zip(towers, gradients, strict=True):
+                tower.backward(gradient, self._mark, self.no_autocast)
 
     def _loss(self, encoded: Sequence[Tensor], batch: Batch) -> Tensor:
         image, text = encoded
@@ -192,7 +268,7 @@ class TrainStep:
             self.scale_loss(loss).backward()
         else:
             self.phases.mark("forward")
-            loss = self.ranks.together(lambda: self._blockwise_loss(joint))[0]
+            loss = self._together(lambda: self._blockwise_loss(joint))[0]
         gradients = [feature.grad for feature in joint.features if feature.grad is not None]
         self._mark_exchange()
         return loss.detach(), self.ranks.own_rows(gradients, sizes)
@@ -224,7 +300,9 @@ class TrainStep:
             for part in self.optimizer.parts.values():
                 self.scaler.unscale_(part)
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        grad_norm = torch.nn.utils.get_total_norm(grads)
+        complete = [p.grad for p in self.complete_parameters if p.grad is not None]
+        total_norm = torch.nn.utils.get_total_norm if self.shards is None else self.shards.total_norm
+        grad_norm = total_norm(complete)
         torch.nn.utils.clip_grads_with_norm_(self.parameters, GRAD_CLIP_NORM, grad_norm)
         grad_norm = grad_norm.detach()
         finite = loss.isfinite() & grad_norm.isfinite()
@@ -281,23 +359,30 @@ class TrainStep:
             return self.project_text(batch.text_features[rows])
         return self.encode_text(batch.texts(rows))
 
-    def _towers(self, batch: Batch, step: int) -> list[Tower]:
-        """Both encoders in micro-batches, for the same gradient with less memory (grad_cache.py)."""
+    def _towers(self, batch: Batch, step: int, in_micro_batches: bool) -> list[Tower]:
+        """Both encoders with their input in slices: as few as the device takes, or micro-batches."""
 
         def encode_images(rows: slice) -> Tensor:
-            self._seed_dropout(step, 2 * rows.start)
+            if in_micro_batches:
+                self._seed_dropout(step, 2 * rows.start)
             return self._encode_images(batch, rows)
 
         def encode_texts(rows: slice) -> Tensor:
-            self._seed_dropout(step, 2 * rows.start + 1)
+            if in_micro_batches:
+                self._seed_dropout(step, 2 * rows.start + 1)
             return self._encode_texts(batch, rows)
 
         images, captions, size = len(batch), len(batch.caption_ids), self.micro_batch
         most_images, most_texts = self._rows_at_once(batch)
-        return [
-            Tower(encode_images, images, min(size, most_images)),
-            Tower(encode_texts, captions, min(-(-size * captions // images), most_texts)),
-        ]
+        groups = batch.text_rows()
+        if in_micro_batches:
+            most_images, most_texts = min(size, most_images), min(-(-size * captions // images), most_texts)
+            groups = [slice(0, captions)]
+        slices = [split(slice(0, images), most_images), [part for rows in groups for part in split(rows, most_texts)]]
+        calls = list(map(len, slices))
+        most = calls if self.shards is None else self.ranks.agree(*calls)
+        encoders = (encode_images, encode_texts)
+        return [Tower(encode, rows, n - len(rows)) for encode, rows, n in zip(encoders, slices, most, strict=True)]
 
     def _seed_dropout(self, step: int, draw: int) -> None:
         """Make the dropout masks of a micro-batch a function of step and position, so that both passes agree."""
@@ -305,7 +390,7 @@ class TrainStep:
             torch.manual_seed(int(rnd.bits(self.config.seed, step, np.array(draw), DROPOUT_STREAM + self.ranks.rank)))
 
     def _mark(self, phase: str) -> None:
-        if phase == "backward" and self.oom is not None:
+        if phase == "backward" and self.oom is not None and self.shards is None:
             self.oom.check()  # all activations are in memory now
         self.phases.mark(phase)
 
@@ -325,13 +410,15 @@ class TrainStep:
         step.project_image, step.project_text = model.project_image, model.project_text
         # Gradients that are too small for fp16 are so in both; a scaled loss could overflow.
         step.scale_loss = lambda loss: loss
-        step.ranks = Ranks()  # a rank's own rows suffice
+        step.ranks, step.shards = Ranks(), None  # a rank's own rows suffice
         return step
 
     def clear(self) -> None:
         """Discard an interrupted step and free its memory."""
         self.reset_graph()
         self.optimizer.zero_grad()
+        if self.shards is not None:
+            self.shards.drop_gradients()
         self.device.release()
 
     def reset_graph(self) -> None:

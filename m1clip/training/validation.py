@@ -39,20 +39,21 @@ class Validator:
 
     def run_due(self, stop: StopRequest) -> None:
         """Evaluate; if interrupted by a signal, the evaluation stays due."""
-        model, state, ranks = self.train_step.model, self.state, self.setup.ranks
+        state, ranks = self.state, self.setup.ranks
         try:
             with stop.interrupting(ranks.size == 1):  # one rank alone must not leave an exchange
                 if "val" in self.setup.splits:
                     begin = time.perf_counter()
+                    model = self.setup.complete_model(self.train_step)
                     features = encode(self.setup, model, "val")
                     state.best, state.best_step, state.stale, self.metric_label = ranks.first(
-                        lambda: self._score(features, begin)
+                        lambda: self._score(model, features, begin)
                     )
             state.evaluation_due = False
         except Interrupted:
             self.train_step.model.train()
 
-    def _score(self, features: SplitFeatures, begin: float) -> tuple[float, int, int, str]:
+    def _score(self, model: CLIP, features: SplitFeatures, begin: float) -> tuple[float, int, int, str]:
         """Score the validation split, log all metrics, save the best model.
 
         Returns the best score, its step, the evaluations since then, and the label of the metric.
@@ -68,15 +69,15 @@ class Validator:
         self.log.write("eval", step=state.step, **values)
         better = None if metric.value > state.best else (state.best, state.best_step)
         self.screen.evaluation(state.step, scores, metric, better)
-        self._save_if_best(metric)
+        self._save_if_best(model, metric)
         return state.best, state.best_step, state.stale, metric.label
 
-    def _save_if_best(self, metric: Metric) -> None:
+    def _save_if_best(self, model: CLIP, metric: Metric) -> None:
         """Save the model if it is the best so far."""
         state, setup = self.state, self.setup
         if metric.value <= state.best:
             state.stale += 1
             return
         with disk_errors(self.log, self.run / "best", state.step):
-            setup.bundle(self.train_step.model).save(self.run / "best")
+            setup.bundle(model).save(self.run / "best")
             state.best, state.best_step, state.stale = metric.value, state.step, 0

@@ -69,10 +69,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def disturb(tmp_path: Path, undisturbed: Path, kills: int, draw: random.Random) -> None:
+def disturb(tmp_path: Path, undisturbed: Path, kills: int, draw: random.Random, shard: str = "off") -> None:
     """Kill a random rank again and again, each time with another number of ranks; then finish."""
     run = tmp_path / "run"
-    words = ["train", *small_arguments(TINY), "--run", str(run)]
+    words = ["train", *small_arguments({**TINY, "train.shard": shard}), "--run", str(run)]
     for number in range(kills):
         # Ranks wait before a step until the victim is killed: the test does not depend on how fast they are.
         step, gate = draw.randint(1, 2) + max(saved(run), default=0), tmp_path / f"gate-{number}"
@@ -99,8 +99,21 @@ def test_many_kills(tmp_path: Path, undisturbed: Path, counts: dict[str, float])
     for round_ in range(5):
         folder = tmp_path / str(round_)
         folder.mkdir()
-        disturb(folder, undisturbed, 4, random.Random(round_))
+        disturb(folder, undisturbed, 4, random.Random(round_), "on" if round_ % 2 else "off")
     counts["kills"] = 20
+
+
+def test_sharded_run_is_killed_and_continues_on_one_rank(tmp_path: Path, undisturbed: Path) -> None:
+    run, gate = tmp_path / "run", tmp_path / "gate"
+    words = ["train", *small_arguments({**TINY, "train.shard": "on"}), "--run", str(run)]
+    ranks = start_ranks([words] * 2, tmp_path, gate=(3, gate))
+    ranks[0].wait_until(partial(reached, run, 3))
+    ranks[1].send_signal(signal.SIGKILL, group=True)
+    gate.touch()
+    assert all(wait_all(ranks))
+    assert ranks[0].read()[1].count("rank 1 ") == 1, ranks[0].read()[1]
+    assert wait_all(start_ranks([["train", "--resume", str(run)]], tmp_path)) == [0]
+    assert_same_training(run, undisturbed)
 
 
 def test_signal_to_one_rank_stops_all_with_one_checkpoint(tmp_path: Path, undisturbed: Path) -> None:

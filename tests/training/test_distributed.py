@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -48,8 +49,8 @@ CASES: dict[str, dict[str, Any]] = {
 LONG = ("multi in micro-batches", "sigmoid")  # 20 steps with AdamW and with Muon, two of the others
 
 
-def prepared() -> Setup:
-    return prepare(small_config(TINY), lambda line: None, decode_plan(screen()))
+def prepared(**changes: Any) -> Setup:
+    return prepare(small_config(TINY | changes), lambda line: None, decode_plan(screen()))
 
 
 def make(setup: Setup, ranks: Ranks, changes: dict[str, Any]) -> tuple[Setup, TrainStep]:
@@ -68,8 +69,10 @@ def make(setup: Setup, ranks: Ranks, changes: dict[str, Any]) -> tuple[Setup, Tr
         images = setup.training.plan.images
         image, text = (draw.normal(size=(count, 6)).astype(np.float16) for count in (images, captions))
         setup = dataclasses.replace(setup, teacher=Teacher(image, np.arange(images), text, np.arange(captions), 2.0))
+    torch.set_default_dtype(torch.float64)
     step = setup.make_step()
-    model = step.model.double()
+    torch.set_default_dtype(torch.float32)
+    model = step.model if step.shards is not None else step.model.double()
     step.encode_image = lambda pixels, *kept: normalize(model.image_head(model.image_tower(pixels.double(), *kept)))
     step.encode_text = lambda tokens: normalize(model.text_head(model.text_tower(tokens)))
     muon = step.optimizer.parts.get("muon")
@@ -158,7 +161,7 @@ def disturbances(ranks: Ranks) -> dict[str, Any]:
     step.encode_image = encode_image
     step(batch, 0)
     groups = checkpoint_tensors(step, TrainState(step=1))
-    shared = share_checkpoint(ranks, setup.device.torch, lambda: (TrainState(step=7), groups))
+    shared = share_checkpoint(step, lambda device: (TrainState(step=7), groups))
     assert shared is not None
     restore(step, shared[0], shared[1])
     found["checkpoint"] = shared
@@ -188,3 +191,49 @@ def test_memory_nan_checkpoints_and_evaluation_of_all_ranks() -> None:
         for ours, expected in zip(found["features"][:4], wanted[:4], strict=True):
             torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
         assert len(found["too many ranks"].image) == 1
+
+
+SHARDED: dict[str, dict[str, Any]] = {
+    "in one pass": {"train.text_contrast": 0.3, "data.captions_per_step": 3},
+    "in micro-batches": {"train.micro_batch": 8},  # two on rank 0, one on rank 1
+    "with activation checkpointing": {"model.grad_checkpointing": True, "train.loss": "sigmoid"},
+}
+
+
+def shard(ranks: Ranks) -> dict[str, Any]:
+    """Checkpoints after some steps, with and without sharding; then each continues from that of the other."""
+    common, found = prepared(**{"model.vision_layers": 2, "train.batch_size": 17}), dict[str, Any]()
+    for name, changes in SHARDED.items():
+        settings = {"optim.optimizer": "muon", "train.batch_size": 17, **changes}
+        made = [make(common, ranks, {**settings, "train.shard": shard}) for shard in ("on", "off")]
+        setup, steps = made[0][0], [step for _, step in made]
+        assert steps[0].shards is not None
+        rows = [len(rows) for key, rows in steps[0].shards.local.items() if "blocks.0.attn.qkv.weight" in key]
+        results = [torch.stack([torch.stack(step(setup.training[n], n)) for n in range(3)]) for step in steps]
+        state = TrainState(step=3)
+        saved = [copy.deepcopy(checkpoint_tensors(step, state)) for step in steps]
+        for step, groups in zip(steps, reversed(saved), strict=True):
+            kept = share_checkpoint(step, lambda device, groups=groups: (state, copy.deepcopy(groups)))  # noqa: B023
+            assert kept is not None
+            restore(step, *kept)
+        later = [torch.stack(step(setup.training[3], 3)) for step in steps]
+        weights = [made[0][0].complete_model(step).state_dict() for step in steps]
+        found[name] = {"rows": rows, "results": results, "saved": saved, "later": later, "weights": weights}
+    return found
+
+
+def test_sharded_weights_train_like_complete_ones() -> None:
+    first, second = on_ranks(2, shard)
+    for name in SHARDED:
+        for found in (first[name], second[name]):
+            assert found["rows"] == [24, 24], "half of the 48 rows of each tower's matrix"
+            assert_close(*found["results"], f"{name}: losses and gradient norms")
+            assert_close(*found["later"], f"{name}: after continuing from the other's checkpoint")
+            for key, value in found["weights"][1].items():
+                assert_close(found["weights"][0][key].to(value.dtype), value, f"{name}: {key}")
+        sharded, complete = first[name]["saved"]
+        assert second[name]["saved"][0] == {"weights": {}, "optimizer": {}}, "rank 0 alone has the complete tensors"
+        for group, tensors in complete.items():
+            assert sharded[group].keys() == tensors.keys()
+            for key, value in tensors.items():
+                assert_close(sharded[group][key], value, f"{name}: {key}")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from m1clip.losses import OBJECTIVES
 from m1clip.model.clip import Features
-from m1clip.training.grad_cache import GradCache, Tower
+from m1clip.training.step import Tower, split
 
 IMAGES, CAPTIONS = 10, 30
 
@@ -43,11 +43,13 @@ def gradients_of(
     towers: list[Tower], loss_function: Callable[..., Tensor], scale: Callable[[Tensor], Tensor] = lambda loss: loss
 ) -> Tensor:
     """Both passes, with the gradient of the features between them; returns the loss."""
-    cache = GradCache()
-    features = [feature.requires_grad_() for feature in cache.encode(towers)]
-    loss = loss_function(*features)
+    with torch.no_grad():
+        features = [tower.features_only() for tower in towers]
+    loss = loss_function(*(feature.requires_grad_() for feature in features))
     scale(loss).backward()
-    cache.backward(towers, [feature.grad for feature in features if feature.grad is not None])
+    for tower, feature in zip(towers, features, strict=True):
+        assert feature.grad is not None
+        tower.backward(feature.grad)
     return loss.detach()
 
 
@@ -56,8 +58,8 @@ def make(micro_batch: int, captions: int, objective: str) -> tuple[TwoTowers, li
     torch.manual_seed(1)
     pixels, tokens = torch.randn(IMAGES, 7), torch.randn(captions, 9)
     towers = [
-        Tower(seeded(model.image, pixels), IMAGES, micro_batch),
-        Tower(seeded(model.text, tokens), captions, micro_batch * captions // IMAGES),
+        Tower(seeded(model.image, pixels), split(slice(0, IMAGES), micro_batch)),
+        Tower(seeded(model.text, tokens), split(slice(0, captions), micro_batch * captions // IMAGES), extra=2),
     ]
     positive = torch.arange(IMAGES)[:, None] == torch.arange(captions) % IMAGES
 
@@ -73,7 +75,7 @@ def make(micro_batch: int, captions: int, objective: str) -> tuple[TwoTowers, li
 )
 def test_gradients_match_single_pass(micro_batch: int, objective: str, captions: int) -> None:
     model, towers, loss_function = make(micro_batch, captions, objective)
-    one_pass = loss_function(*(torch.cat([t.encode(rows) for rows in t.micro_batches()]) for t in towers))
+    one_pass = loss_function(*(tower.features() for tower in towers))
     one_pass.backward()
     expected = model.gradients()
     loss = gradients_of(towers, loss_function)
@@ -117,11 +119,9 @@ def test_only_one_micro_batch_of_activations_is_alive() -> None:
     def counted(tower: Tower) -> Tower:
         return Tower(
             lambda rows: Count.apply(tower.encode(rows)) if torch.is_grad_enabled() else tower.encode(rows),
-            tower.rows,
-            tower.micro_batch,
+            tower.slices,
         )
 
     gradients_of([counted(tower) for tower in towers], loss_function)
     assert (alive, most) == (0, 2)
-    tower = Tower(lambda rows: torch.empty(0), rows=10, micro_batch=4)
-    assert tower.micro_batches() == [slice(0, 4), slice(4, 8), slice(8, 10)]
+    assert split(slice(0, 10), 4) == [slice(0, 4), slice(4, 8), slice(8, 10)]
