@@ -126,7 +126,7 @@ def checker(state: TrainState | None = None) -> tuple[Recovery, Log]:
     setup = SimpleNamespace(config=small_config(), device=SimpleNamespace(kind="cpu"), precision="bf16",
                             splits={"train": SimpleNamespace(samples=samples)}, training=[batch] * 20,
                             ranks=Ranks())  # fmt: skip
-    step = SimpleNamespace(scaler=None, skip="device", nonfinite_rows=lambda batch: [0])
+    step = SimpleNamespace(scaler=None, shards=None, skip="device", nonfinite_rows=lambda batch: [0])
     log: Any = Log()
     return Recovery(setup, step, state or TrainState(), Path(), log, log), log  # type: ignore[arg-type]
 

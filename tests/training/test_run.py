@@ -149,7 +149,8 @@ def test_calibration_takes_a_small_part_of_the_minutes(seconds: float, monkeypat
     def encode(setup: Any, model: Any, split: str, images: int) -> None:
         clock.now += IMAGE * images
 
-    step.model, step.reset_graph = None, lambda: None  # type: ignore[attr-defined]
+    step.model = step.shards = None  # type: ignore[attr-defined]
+    step.reset_graph = lambda: None  # type: ignore[attr-defined]
     monkeypatch.setattr(Setup, "make_step", lambda self: step)
     monkeypatch.setattr(duration, "encode", encode)
     monkeypatch.setattr(duration, "time", clock)
