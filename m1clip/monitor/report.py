@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import importlib.util
 import io
+import itertools
 import json
 import shlex
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -28,7 +28,8 @@ from m1clip.monitor.status import elapsed, status_of
 from m1clip.runlog import SELECTION
 
 GRID_WIDTH = 1000  # pixels of the retrieval grid; a wider one is scaled down
-COLORS = ("#0b8ba3", "#e8590c", "#7d5fff", "#2f9e44", "#d6336c", "#b58100", "#1c7ed6", "#868e96")
+COLORS, GRAY = ("#0b8ba3", "#e8590c", "#7d5fff", "#2f9e44", "#d6336c", "#b58100", "#1c7ed6"), "#868e96"
+CHANCE = "chance"
 INK = "#76818f"  # text of a plot: readable on white and on the dark theme
 NO_PLOTS = "plots need matplotlib: pip install 'm1clip[plot]'"
 
@@ -53,54 +54,40 @@ def _section(title: str, body: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{body}</section>" if body else ""
 
 
-@dataclass(frozen=True)
-class Curve:
-    """One line of a plot; `band` is (low, high) for each point."""
-
-    name: str
-    points: Sequence[tuple[float, float]]
-    color: int = 0
-    dashed: bool = False
-    band: Sequence[Sequence[float]] = ()
-
-
 def has_matplotlib() -> bool:
     """Whether the extra `plot` is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def plot(title: str, curves: Sequence[Curve], log: bool = False) -> str:
-    """A line plot with confidence bands, drawn by matplotlib as SVG; "" if nothing was measured."""
-    curves = [curve for curve in curves if any(y > 0 or not log for _, y in curve.points)]
-    if not curves:
+def plot(title: str, curves: Sequence[tuple[str, Sequence[tuple[float, float]]]], log: bool = False) -> str:
+    """A line plot of (name, points), drawn by matplotlib as SVG; "" if nothing was measured."""
+    shown = [(name, points) for name, points in curves if any(y > 0 or not log for _, y in points)]
+    if not shown:
         return ""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    style = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
+    inks = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
     settings = {"font.size": 8, "svg.fonttype": "none", "axes.axisbelow": True, "text.parse_math": False}
     buffer = io.BytesIO()
-    with rc_context({**style, **settings}):
+    with rc_context({**inks, **settings}):
         figure = Figure(figsize=(4.6, 2.5), layout="constrained")
         axes = figure.add_subplot()
         axes.spines[["top", "right"]].set_visible(False)
-        for curve in curves:
-            xs, ys = zip(*curve.points, strict=True)
-            color, marker = COLORS[curve.color % len(COLORS)], "o" if len(xs) < 30 else None
-            axes.plot(xs, ys, "--" if curve.dashed else "-", color=color, label=curve.name, marker=marker, ms=2.5)
-            if len(curve.band) == len(xs):
-                low, high = zip(*curve.band, strict=True)
-                axes.fill_between(xs, low, high, color=color, alpha=0.15, linewidth=0)
+        for (name, points), color in zip(shown, itertools.cycle(COLORS), strict=False):
+            xs, ys = zip(*points, strict=True)
+            style: dict[str, Any] = {"color": GRAY, "linestyle": "--"} if name == CHANCE else {"color": color}
+            axes.plot(xs, ys, label=name, marker="o" if len(xs) < 30 else None, ms=2.5, **style)
         if log:
             axes.set_yscale("log", nonpositive="mask")
             axes.yaxis.set_major_formatter(lambda value, _: number(value))
             axes.yaxis.set_minor_formatter(lambda value, _: number(value))
         axes.grid(alpha=0.25)
         axes.set_xlabel("step")
-        if len(curves) > 1:
+        if len(shown) > 1:
             axes.legend(frameon=False)
         figure.savefig(buffer, format="svg", transparent=True)
-    alt = "; ".join(f"{c.name} from {number(c.points[0][1])} to {number(c.points[-1][1])}" for c in curves)
+    alt = "; ".join(f"{name} from {number(points[0][1])} to {number(points[-1][1])}" for name, points in shown)
     image = html_image(buffer.getvalue(), "svg+xml", f"{title}: {alt}")
     return f"<figure class='card'><figcaption>{escape(title)}</figcaption>{image}</figure>"
 
@@ -111,13 +98,8 @@ def curve_plots(histories: Sequence[History]) -> str:
     plots = ""
     best = ("", f"{metrics} on validation, % (selects the best model)", 100.0)
     for name, title, factor in (STEP_FIGURES[0], best, *EVALUATION_FIGURES, *STEP_FIGURES[1:]):
-        curves = []
-        for color, history in enumerate(histories):
-            key, rows = name or history.metric, history.evaluations
-            band = [[factor * row[f"{key}/{end}"] for end in ("low", "high")] for row in rows if f"{key}/low" in row]
-            curves.append(Curve(history.name, history.curve(key, factor), color, band=band))
-        chance = histories[0].curve(f"{name or histories[0].metric}/chance", factor)
-        curves.append(Curve("chance", chance, 7, dashed=True))
+        curves = [(history.name, history.curve(name or history.metric, factor)) for history in histories]
+        curves.append((CHANCE, histories[0].curve(f"{name or histories[0].metric}/chance", factor)))
         plots += plot(title, curves, log=name in ("loss", "grad_norm"))
     return plots
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from m1clip.errors import UserError
 from m1clip.monitor import report
-from m1clip.monitor.report import Curve, plot, write_report
+from m1clip.monitor.report import plot, write_report
 
 from .made_runs import full_run, make_run, step
 
@@ -114,7 +114,7 @@ def test_report_is_not_written_through_a_link(tmp_path: Path) -> None:
 
 @needs_matplotlib
 def test_plots_of_extreme_values() -> None:
-    assert plot("x", [Curve("a", [(2, -1.0)])], log=True) == plot("x", []) == ""
-    single = plot("$x^{$", [Curve("$", [(1, 2.0)]), Curve("huge", [(1, 1e100), (2, 1e-100)])], log=True)
-    many = plot("x", [Curve("a", [(n, 1.0 + n % 7) for n in range(2000)])])
+    assert plot("x", [("a", [(2, -1.0)])], log=True) == plot("x", []) == ""
+    single = plot("$x^{$", [("$", [(1, 2.0)]), ("huge", [(1, 1e100), (2, 1e-100)])], log=True)
+    many = plot("x", [("a", [(n, 1.0 + n % 7) for n in range(2000)])])
     assert all(500 < len(each) < 300_000 for each in (single, many))
