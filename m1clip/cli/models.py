@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -13,7 +12,7 @@ from m1clip.errors import UserError
 from m1clip.export import Precision, Target
 
 if TYPE_CHECKING:
-    from m1clip.training.progress import Screen
+    pass
 
 
 @app.command(name="eval")
@@ -44,7 +43,7 @@ def evaluate(
     split
         The split to evaluate on; train shows how much the model overfits.
     classes
-        A folder of class folders, for zero-shot accuracy and a confusion matrix.
+        A folder of class folders, for zero-shot accuracy and the most frequent confusions.
     template
         With --classes: a sentence with {} for the class name; repeat the option to average several templates.
     probe
@@ -58,7 +57,12 @@ def evaluate(
     from m1clip.evaluation.analysis import analysis_table, analyze
     from m1clip.evaluation.evaluate import open_split
     from m1clip.evaluation.examples import confusion_examples, retrieval_grid
+    from m1clip.evaluation.zeroshot import zero_shot
     from m1clip.formatting import table
+    from m1clip.hardware.device import choose_device
+    from m1clip.hardware.facts import read_facts
+    from m1clip.inference import load
+    from m1clip.inference.onnx import is_onnx_folder
     from m1clip.io import write_json
     from m1clip.training.progress import Screen
     from m1clip.training.run import decode_plan
@@ -66,7 +70,11 @@ def evaluate(
     screen = Screen()
     folder = model if (model / "config.toml").is_file() else Path()  # figures go to the run, or to the current folder
     if classes is not None:
-        _zero_shot(screen, model, classes, template, probe, device, folder)
+        loaded = load(model, "cpu" if is_onnx_folder(model) else choose_device(device, read_facts()))
+        result = zero_shot(loaded, classes, template, probe)
+        for reason in result.unreadable[:3]:
+            screen.warn(f"skipped {reason}")
+        screen.say(f"\n{model}, classes of {classes}\n\n{result}")
         return
     evaluator = open_split(model, source, split, device, decode_plan(screen))
     features = evaluator.encode()
@@ -82,28 +90,6 @@ def evaluate(
     confused = [(each["caption"], each["truth"]) for each in found["confusions"]]
     screen.say(f"\n{analysis_table(found)}\n\n{table(('worst confusions', 'retrieved an image of'), confused)}\n")
     screen.say(f"analysis   {folder / f'analysis-{name}.json'}")
-
-
-def _zero_shot(
-    screen: Screen, model: Path, classes: Path, templates: tuple[str, ...], probe: bool, device: str, folder: Path
-) -> None:
-    from m1clip.evaluation.zeroshot import confusion_figure, zero_shot
-    from m1clip.hardware.device import choose_device
-    from m1clip.hardware.facts import read_facts
-    from m1clip.inference import load
-    from m1clip.inference.onnx import is_onnx_folder
-
-    loaded = load(model, "cpu" if is_onnx_folder(model) else choose_device(device, read_facts()))
-    result = zero_shot(loaded, classes, templates, probe)
-    for reason in result.unreadable[:3]:
-        screen.warn(f"skipped {reason}")
-    screen.say(f"\n{model}, classes of {classes}\n\n{result.scores}\n")
-    if find_spec("matplotlib") is None:
-        screen.say("note       to plot the confusion matrix: pip install 'm1clip[plot]'")
-        return
-    path = folder / f"confusion-{classes.name or 'classes'}.png"
-    confusion_figure(result.confusion, result.names, path, f"Zero-shot classification of {classes.name}")
-    screen.say(f"image      {path}")
 
 
 @app.command

@@ -1,4 +1,4 @@
-"""Zero-shot classification by class names, its confusion matrix, and a linear probe."""
+"""Zero-shot classification by class names, what is confused, and a linear probe."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from m1clip.data.cache import decode_images
 from m1clip.data.images import FileImage
 from m1clip.data.sources.base import walk_images
 from m1clip.errors import UserError
-from m1clip.evaluation.examples import safe_text
 from m1clip.evaluation.statistics import Scores, metrics_of
+from m1clip.formatting import table
 from m1clip.hardware.facts import usable_cpus
 from m1clip.inference.encoder import Model
 from m1clip.inference.onnx import OnnxModel
@@ -24,6 +24,7 @@ TEMPLATES = ("a photo of a {}.", "an image of a {}.", "a close-up photo of a {}.
 TOP_K = (1, 5)
 TEST_FRACTION = 0.3  # of each class, for the linear probe
 PROBE_ITERATIONS = 1000
+CONFUSIONS = 8  # shown
 
 
 def class_folders(folder: Path) -> tuple[list[str], list[tuple[Path, int]]]:
@@ -71,6 +72,14 @@ class ZeroShot:
     confusion: Tensor  # (classes, classes) counts: rows are the true class, columns the predicted one
     names: list[str]
     unreadable: list[str]
+
+    def __str__(self) -> str:
+        """The scores, and the most frequent confusions."""
+        wrong = self.confusion.clone().fill_diagonal_(0)
+        worst = [divmod(place, len(wrong)) for place in wrong.flatten().argsort(descending=True, stable=True).tolist()]
+        rows = [(self.names[t], self.names[p], f"{n:,}") for t, p in worst[:CONFUSIONS] if (n := int(wrong[t, p]))]
+        confused = table(("class", "taken for", "images"), rows)
+        return f"{self.scores}\n\n{confused}" if rows else str(self.scores)
 
 
 def zero_shot(model: Model | OnnxModel, folder: Path, templates: Sequence[str] = (), probe: bool = False) -> ZeroShot:
@@ -129,24 +138,3 @@ def stratified_test_mask(labels: Tensor, seed: int) -> Tensor:
         count = max(round(TEST_FRACTION * len(rows)), min(1, len(rows) - 1))
         chosen[rows[torch.randperm(len(rows), generator=generator)[:count]]] = True
     return chosen
-
-
-def confusion_figure(counts: Tensor, names: Sequence[str], path: Path, title: str) -> None:
-    """Write a PNG of counts (classes, classes), rows the truth; a cell is as dark as its fraction of the row."""
-    from matplotlib.figure import Figure
-
-    classes = len(names)
-    side = min(16.0, 3 + 0.4 * classes)
-    figure = Figure(figsize=(side, side), layout="constrained")
-    axes = figure.subplots()
-    fractions = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
-    axes.imshow(fractions.numpy(), cmap="Greens", vmin=0, vmax=1)
-    axes.set(title=safe_text(title), xlabel="predicted class", ylabel="true class")
-    if classes <= 40:  # more labels would be unreadable
-        labels = [safe_text(name)[:30].replace("$", r"\$") for name in names]
-        axes.set_xticks(range(classes), labels, rotation=90)
-        axes.set_yticks(range(classes), labels)
-        for row, column in counts.nonzero().tolist():
-            color = "white" if fractions[row, column] > 0.6 else "black"
-            axes.text(column, row, str(int(counts[row, column])), ha="center", va="center", color=color)
-    figure.savefig(path, dpi=100)

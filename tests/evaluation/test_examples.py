@@ -1,4 +1,4 @@
-"""The retrieval grid, the confusion matrix, and the number of snapshots."""
+"""The retrieval grid, and the number of snapshots."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from m1clip.evaluation import examples
 from m1clip.evaluation.examples import MAX_SNAPSHOTS, draw_grid, safe_text, thin_out
-from m1clip.evaluation.zeroshot import confusion_figure
 
 BLUE = (20, 40, 200)
 TEXTS = [
@@ -58,15 +56,6 @@ def test_retrieval_grid_with_unusual_captions(tmp_path: Path, query: str) -> Non
 
 def test_safe_text_is_one_line_without_control_characters() -> None:
     assert safe_text("a\tb\n\x00c “d” \ud800") == 'a b c "d" ?'
-
-
-@pytest.mark.filterwarnings("ignore:Glyph")
-def test_confusion_figure_of_any_size_and_name(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for names in (TEXTS, [f"class {number}" for number in range(300)]):
-        confusion_figure(torch.eye(len(names)).long(), names, tmp_path / "confusion.png", "classes")
-        with Image.open(tmp_path / "confusion.png") as image:
-            assert 300 < max(image.size) < 2200
 
 
 def test_snapshots_are_thinned_out(tmp_path: Path) -> None:

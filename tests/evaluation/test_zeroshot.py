@@ -78,7 +78,9 @@ def test_zero_shot_accuracy_and_confusion(folder: Path) -> None:
     (folder / "red").rename(folder / "x")
     (folder / "green").rename(folder / "red")
     (folder / "x").rename(folder / "green")
-    assert zero_shot(ColorModel(), folder).scores["zero_shot/top1"].value == 1 / 3
+    swapped = zero_shot(ColorModel(), folder)
+    assert swapped.scores["zero_shot/top1"].value == 1 / 3
+    assert str(swapped).splitlines()[-2:] == ["green  red             6", "red    green           6"]
 
 
 def test_linear_probe_learns_linear_classes() -> None:

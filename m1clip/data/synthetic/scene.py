@@ -65,7 +65,6 @@ def _oval(x: float, y: float, rx: float, ry: float, start: float = 0, stop: floa
 KINDS = {name: _read_kind(**kind) for name, kind in TABLES["kinds"].items()}
 COLORS: dict[str, Rgb] = {name: tuple(rgb) for name, rgb in TABLES["colors"].items()}
 OUTLINE: dict[str, Rgb] = {name: tuple(sky["outline"]) for name, sky in TABLES["times"].items()}
-CATEGORIES = tuple(TABLES["grounds"])
 # The values of each attribute of a scene.
 VALUES: dict[str, tuple[Any, ...]] = {
     "color": tuple(COLORS),

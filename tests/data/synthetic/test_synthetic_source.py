@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from m1clip.data.sources import open_source
-from m1clip.data.synthetic.scene import CATEGORIES, COLORS, KINDS
+from m1clip.data.synthetic.scene import COLORS, KINDS, TABLES
 from m1clip.data.synthetic.source import (
     SPLITS,
     SyntheticImage,
@@ -25,7 +25,7 @@ from m1clip.errors import UserError
 
 
 def test_kinds_and_colors_are_spread_evenly_over_the_splits() -> None:
-    assert Counter(kind.category for kind in KINDS.values()) == dict.fromkeys(CATEGORIES, 6)
+    assert Counter(kind.category for kind in KINDS.values()) == dict.fromkeys(TABLES["grounds"], 6)
     assert {split: len(looks(split)) for split in SPLITS} == {"train": 144, "val": 24, "test": 24}
     assert set(Counter(kind for kind, _ in looks("train")).values()) == {6}
     assert set(Counter(color for _, color in looks("train")).values()) == {18}
