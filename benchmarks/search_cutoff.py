@@ -5,7 +5,9 @@
 Two kinds of queries over the images of a split: words and pairs of words, where an image matches if its captions
 mention them; and captions, where only the image matches that the caption was written for. The weights and the
 cut-offs are fitted on the validation split; the tables and the reliability diagram show the test split. Compared with
-a threshold on the cosine similarity, and one on the standard score of the cosine within the library's images.
+a threshold on the cosine similarity, and one on the standard score of the cosine within the library's images. The last
+row of a table is the difference of the probability and the cosine, over the same resamples of queries. The test split
+is read once, with the rules and cut-offs of the validation split.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ import numpy as np
 
 import m1clip
 from m1clip.data.sources import open_source
-from m1clip.formatting import percent, table
-from m1clip.search.calibration import CUTOFF, WEIGHTS, height, probabilities
+from m1clip.formatting import number, percent, table
+from m1clip.search.query import CUTOFF, WEIGHTS, height, probabilities
 
 LISTED = 20  # results that a search lists at most
 RESAMPLES = 1000
@@ -91,13 +93,22 @@ class Queries:
         cuts = np.quantile(score, np.linspace(0, 0.9995, 400))
         return float(max(cuts, key=lambda cut: self.rates(score, cut)[rate]))
 
-    def with_intervals(self, score: np.ndarray, cut: float) -> dict[str, list[float]]:
-        """{rate: [value, low, high]}: 95% by resampling groups of queries."""
-        rng, value = np.random.default_rng(0), self.rates(score, cut)
+    def with_intervals(self, rules: dict[str, tuple[np.ndarray, float]]) -> dict[str, dict[str, list[float]]]:
+        """{rule: {rate: [value, low, high]}} and the difference of two: 95% by resampling groups of queries."""
+        rng = np.random.default_rng(0)
         rows = [np.flatnonzero(self.group == group) for group in np.unique(self.group)]
-        draws = ([rows[i] for i in rng.integers(0, len(rows), len(rows))] for _ in range(RESAMPLES))
-        samples = [self.rates(score, cut, np.concatenate(draw)) for draw in draws]
-        return {name: [value[name], *np.quantile([s[name] for s in samples], [0.025, 0.975])] for name in value}
+        draws: list[Any] = [slice(None)]
+        draws += [np.concatenate([rows[i] for i in rng.integers(0, len(rows), len(rows))]) for _ in range(RESAMPLES)]
+        found = {name: [self.rates(*rule, draw) for draw in draws] for name, rule in rules.items()}
+        pairs = zip(found["probability"], found["cosine"], strict=True)
+        found["probability - cosine"] = [{rate: one[rate] - other[rate] for rate in one} for one, other in pairs]
+        return {
+            name: {
+                rate: [values[0][rate], *np.quantile([each[rate] for each in values[1:]], [0.025, 0.975])]
+                for rate in values[0]
+            }
+            for name, values in found.items()
+        }
 
 
 def fit_weights(heights: np.ndarray, match: np.ndarray) -> tuple[float, ...]:
@@ -156,10 +167,14 @@ def main() -> None:
         # Of captions, correct answers are no criterion: without its image, a caption finds others as good.
         rate = "correct answers" if name == "words" else "F1"
         cuts = {rule: val.best_cut(score, rate) for rule, score in fitted.items()}
-        found = {rule: test.with_intervals(score, cuts[rule]) for rule, score in tested.items()}
+        found = test.with_intervals({rule: (score, cuts[rule]) for rule, score in tested.items()})
         record[name] = {"queries": len(test.right), "cutoffs": cuts, "test": found}
         cells = [
-            (rule, f"{cuts[rule]:.3f}", *(f"{percent(v)} [{percent(a)}, {percent(b)}]" for v, a, b in rates.values()))
+            (
+                rule,
+                number(cuts.get(rule)),
+                *(f"{percent(v)} [{percent(a)}, {percent(b)}]" for v, a, b in rates.values()),
+            )
             for rule, rates in found.items()
         ]
         columns = (f"{len(test.right):,} {name}", "cut-off", *next(iter(found.values())))

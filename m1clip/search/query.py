@@ -17,14 +17,17 @@ import numpy as np
 
 import m1clip
 from m1clip.data.images import BadImage, FileImage
+from m1clip.data.looks import near_duplicates
 from m1clip.errors import UserError
 from m1clip.io import PARTIAL
-from m1clip.search.calibration import CUTOFF, Moments, height, probabilities
 from m1clip.search.concepts import Concepts, Examples, fit_concept, split_text
-from m1clip.search.duplicates import Copy, duplicates, look_groups
 from m1clip.search.index import connect, find_index, model_hash, model_stamp, root_of
 from m1clip.search.nearest import SAMPLE, mapped, nearest
 
+# The probability of a match: a logistic function of the height of a score (constant, slope). Fitted on the validation
+# split of Flickr8k by benchmarks/search_cutoff.py, where a cut-off of 0.52 gives the most correct answers.
+WEIGHTS = (-4.41, 0.553)
+CUTOFF = 0.5  # results below it are not listed
 NOT_WEIGHT = -0.5
 INDEXER_SECONDS = 60.0  # without news, after which an indexer was killed
 WEIGHTED = re.compile(r"(\d+(?:\.\d+)?)\*(.+)", re.DOTALL)
@@ -33,6 +36,7 @@ TAKEN = "coalesce(taken, strftime('%Y-%m-%dT%H:%M:%S', mtime_ns / 1000000000, 'u
 LIVE = "FROM vectors JOIN files ON files.image = vectors.image JOIN images ON images.id = vectors.image WHERE model = ?"
 
 Condition = tuple[str, list[Any]]  # SQL and its values
+Moments = tuple[np.ndarray, np.ndarray]  # (dim,) mean and (dim, dim) covariance of the library's vectors
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,18 @@ class Results:
     def matches(self) -> list[Result]:
         """Those above the cut-off; none: nothing here matches."""
         return [each for each in self.nearest if each.probability is None or each.probability >= CUTOFF]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One image of a group of duplicates."""
+
+    id: int  # of the file
+    path: str  # relative to the folder of photos
+    width: int
+    height: int
+    bytes: int
+    equal: bool  # the same content as the best, byte for byte
 
 
 class Index:
@@ -246,9 +262,20 @@ class Index:
         return len(rows)
 
     def duplicates(self) -> list[list[Copy]]:
-        """Groups of equal and near-equal images, the best of each first."""
+        """Groups of equal and near-equal images: the best of each first, the group with the most bytes to save first.
+
+        The best has the most pixels, then the most bytes, then the shortest path.
+        """
+        columns = "files.id, path, width, height, bytes, sha256, look, thumb"
         with self._lock:
-            return duplicates(self._db)
+            files = self._db.execute(
+                f"SELECT {columns} FROM files JOIN images ON images.id = image ORDER BY path"
+            ).fetchall()
+        groups = []
+        for members in look_groups([file[-2:] for file in files]):
+            group = sorted((files[at] for at in members), key=lambda file: (-file[2] * file[3], -file[4], len(file[1])))
+            groups.append([Copy(f[0], os.fsdecode(f[1]), f[2], f[3], f[4], f[5] == group[0][5]) for f in group])
+        return sorted((g for g in groups if len(g) > 1), key=lambda g: -sum(copy.bytes for copy in g[1:]))
 
     def file(self, id_: int) -> Path:
         """The path of a result; UserError if it is not in the index."""
@@ -359,3 +386,37 @@ def _ones(texts: Iterable[str]) -> Iterable[tuple[str, float]]:
     for text in texts:
         found = WEIGHTED.fullmatch(text)
         yield (found[2], float(found[1])) if found else (text, 1.0)
+
+
+def height(scores: np.ndarray, query: np.ndarray, moments: Moments) -> np.ndarray:
+    """(n,) how far scores are above their mean over the library, in standard deviations of one of its dimensions.
+
+    The spread of the query's own scores would hide matching images, because it is larger if the library has some.
+    """
+    mean, covariance = moments
+    return np.asarray((scores - query @ mean) / max(float(np.sqrt(np.trace(covariance) / len(mean))), 1e-6))
+
+
+def probabilities(heights: np.ndarray, weights: tuple[float, ...] = WEIGHTS) -> np.ndarray:
+    """(n,) probability that each image matches."""
+    return np.asarray(1 / (1 + np.exp(-weights[0] - weights[1] * heights)))
+
+
+def look_groups(looks: Sequence[tuple[bytes, bytes]]) -> list[list[int]]:
+    """Groups of images that look alike, from their (hash, thumbnail); each image is in one group, in order."""
+    leader, first = list(range(len(looks))), dict[tuple[bytes, bytes], int]()
+
+    def find(place: int) -> int:
+        while leader[place] != place:
+            place = leader[place]
+        return place
+
+    for place, look in enumerate(looks):  # equal ones also where they have too little contrast to be compared
+        leader[place] = first.setdefault(look, place)
+    for i, j in near_duplicates(looks):
+        low, high = sorted((find(i), find(j)))
+        leader[high] = low
+    groups: dict[int, list[int]] = {}
+    for place in range(len(looks)):
+        groups.setdefault(find(place), []).append(place)
+    return list(groups.values())

@@ -189,7 +189,10 @@ class Handler(BaseHTTPRequestHandler):
         home = INDEX if photos is None else SEARCH
         name = {"/": home, "/runs": INDEX}.get(path, path.removeprefix("/"))
         if name in FILES:
-            data = (resources.files("m1clip.web") / "page" / name).read_bytes()
+            page = resources.files("m1clip.web") / "page"
+            data = (page / name).read_bytes()
+            if name.endswith(".html"):
+                data = (page / "head.html").read_bytes() + data
             self._send(200, f"{TYPES[name.rpartition('.')[2]]}; charset=utf-8", data)
             return
         if path == "/api/update":
