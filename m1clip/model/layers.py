@@ -19,7 +19,10 @@ from m1clip.model.presets import Activation, AttentionKind, Init, TextTowerConfi
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, kind: AttentionKind) -> Tensor:
     """(n, heads, length, dim) x 3 -> the same shape; `causal` lets position i see only positions <= i."""
-    if kind == "sdpa" and not (causal and causal_sdpa_is_wrong(q.device.type, q.dtype)):
+    # bf16 products of an inference on a CPU take two thirds of the time of SDPA (measured up to 197 positions).
+    products = q.dtype == torch.bfloat16 and q.device.type == "cpu" and not causal and torch.is_inference_mode_enabled()
+    products = (products and q.shape[2] <= 256) or (causal and causal_sdpa_is_wrong(q.device.type, q.dtype))
+    if kind == "sdpa" and not products:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     return _bmm_attention(q, k, v, causal)
 
