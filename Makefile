@@ -31,7 +31,7 @@ $(READY): pyproject.toml constraints.txt
 
 $(DEV): $(READY)
 	@echo "adding the tools for tests (once) ..."
-	@$(PIP) -e '.[dev,data,plot,export,search]'
+	@$(PIP) -e '.[dev,data,remote,plot,export,search]'
 	@touch $@
 
 setup: $(DEV)

@@ -123,15 +123,15 @@ class DataConfig(Section):
     source: Annotated[tuple[str, ...], Parameter(name="--data", negative="", group=COMMON, show_default=" ".join)] = (
         "synthetic",
     )
-    "Path to images and captions, or synthetic. Repeat it to mix datasets; b:0.3 uses 30% of the training images of b."
+    "Path to images and captions, or synthetic. Repeat it to use several datasets together."
     train_count: Count = 8000
     "Synthetic data: number of training images; the validation and test splits have a ninth as many, at most 1,000."
     image_column: str | None = None
     "Tables: column with the image path (default: detected by name)."
     caption_column: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
     "Tables: caption columns (default: detected by name)."
-    cache: Literal["auto", "ram", "disk", "off"] = "auto"
-    "Decode images once and cache them in memory or on disk, or do not cache; auto decides by size."
+    cache: Literal["auto", "ram", "disk", "off", "stream"] = "auto"
+    "Decode images once and cache them in memory or on disk, or not (off); stream: read shards during training."
     cache_dir: str | None = None
     "Folder of the disk cache (default: next to the data, or the user's cache folder)."
     max_bad: Fraction = 0.10

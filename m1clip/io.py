@@ -338,3 +338,11 @@ def first_writable(places: Iterable[Path], purpose: str, remedy: str) -> Path:
         except OSError as error:
             reason = f"{place}: {error.strerror or error}"
     raise UserError(f"no folder for the {purpose} ({reason}); {remedy}")
+
+
+def user_cache() -> Path:
+    """The folder for caches of this user."""
+    asked = os.environ.get("XDG_CACHE_HOME")
+    if asked and os.path.isabs(asked):
+        return Path(asked) / "m1clip"
+    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "m1clip"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from m1clip import io
 from m1clip.io import read_small, remove_leftovers, restore_folders, write_json, write_text
 
 
@@ -87,3 +88,11 @@ def test_read_small_rejects_link_out_of_folder(tmp_path: Path) -> None:
     (run / "loop").symlink_to("loop")
     with pytest.raises(OSError, match="symbolic links"):
         read_small(run / "loop", inside=run)
+
+
+def test_user_cache_of_each_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(io.sys, "platform", "darwin")
+    assert io.user_cache() == Path.home() / "Library/Caches/m1clip"
+    monkeypatch.setattr(io.sys, "platform", "linux")
+    assert io.user_cache() == Path.home() / ".cache/m1clip"

@@ -1,4 +1,4 @@
-"""data make, template, lint and pack."""
+"""data make, template, lint, index and pack."""
 
 from __future__ import annotations
 
@@ -112,6 +112,44 @@ def data_lint(
     print(report.to_json() if json else report.to_text())
     if report.verdict == "problems":
         sys.exit(1)
+
+
+@data.command(name="index")
+def data_index(
+    shards: Annotated[str, Parameter(help="Shards: a folder, a pattern such as train-{000..099}.tar, or a URL.")],
+    /,
+    *,
+    cache_dir: str | None = None,
+) -> None:
+    """Index webdataset shards, so that training can stream them: m1clip data index 's3://bucket/train-{0000..0999}.tar'
+
+    Each shard is read once, from start to end; m1clip train does the same if an index is missing. The index is written
+    next to the shard (upload it with the shard), or to the cache folder if the shard is remote or read-only.
+
+    Parameters
+    ----------
+    cache_dir
+        Folder for the indexes of remote shards. Default: the user's cache folder.
+    """
+    import time
+
+    from m1clip.data.sources import Options
+    from m1clip.data.sources.shards import list_shards
+    from m1clip.data.sources.stream import open_shards
+    from m1clip.formatting import duration, plural
+    from m1clip.training.progress import Screen
+
+    screen, start = Screen(), time.perf_counter()
+    with screen.counter("indexing") as show:
+        found, made = open_shards(list_shards(shards), Options(cache_dir=cache_dir, progress=show))
+    problems = [problem for shard in found for problem in shard.problems]
+    for where, what, _ in problems[:10]:
+        screen.warn(f"{where}: {what}")
+    if len(problems) > 10:
+        screen.warn(f"{len(problems) - 10:,} more problems; m1clip data lint --cache stream counts them")
+    counts = f"{plural(sum(s.samples for s in found), 'image')}, {plural(sum(s.captions for s in found), 'caption')}"
+    seconds = duration(time.perf_counter() - start)
+    screen.say(f"{plural(len(found), 'shard')}, {counts}; {plural(made, 'shard')} indexed in {seconds}")
 
 
 @data.command(name="pack")

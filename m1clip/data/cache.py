@@ -16,7 +16,6 @@ import math
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ from m1clip.data.images import READ_TIMEOUT, failure_reason, map_with_timeout, t
 from m1clip.data.synthetic.source import SyntheticImage
 from m1clip.data.types import ImageRef, Sample, Source
 from m1clip.errors import UserError
-from m1clip.io import first_writable, open_for_write, open_regular
+from m1clip.io import first_writable, open_for_write, open_regular, user_cache
 
 FOLDER = ".m1clip-cache"
 ROWS, NAMES, LOCK = "rows.bin", "names.bin", "lock"
@@ -130,6 +129,7 @@ class LiveImages:
     side: int
     resize: str = "shortest"
     timeout: float = READ_TIMEOUT
+    threads: int = 0  # that read at a time; 0: one per core, or one in a worker process
     ram_bytes = 0
 
     def __len__(self) -> int:
@@ -148,9 +148,9 @@ class LiveImages:
     def try_read(self, indices: np.ndarray) -> tuple[np.ndarray, dict[int, Failure]]:
         """(n, side, side, 3) uint8, and the failures by position, whose pixels are 0."""
         # Single-threaded: with many worker processes, threads would only compete for the cores.
-        threads = 1 if parent_process() is not None else min(MAX_THREADS, os.cpu_count() or 1)
+        threads = self.threads or (1 if parent_process() is not None else min(MAX_THREADS, os.cpu_count() or 1))
         pixels, failed = np.zeros((len(indices), self.side, self.side, 3), np.uint8), dict[int, Failure]()
-        for place, found in enumerate(self.decode(indices.tolist(), threads)):
+        for place, found in enumerate(self.decode(indices.tolist(), min(threads, len(indices)))):
             if isinstance(found, str):
                 failed[place] = Failure(int(indices[place]), str(self.refs[indices[place]]), found)
             else:
@@ -391,14 +391,6 @@ def cache_folder(asked: str | None, data: Sequence[str]) -> Path:
     return first_writable(places, "cache", "choose one with --cache-dir, or use --cache ram")
 
 
-def user_cache() -> Path:
-    """The folder for caches of this user."""
-    asked = os.environ.get("XDG_CACHE_HOME")
-    if asked and os.path.isabs(asked):
-        return Path(asked) / "m1clip"
-    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "m1clip"
-
-
 def data_folders(source: Source) -> tuple[str, ...]:
     """The folders that contain the data; a cache goes next to the first."""
     # A shard pattern is not a file, and a hub dataset (hf:owner/name) has no folder.
@@ -442,6 +434,7 @@ class FailureLog:
         self.total, self.limit, self.write, self.warn = total, limit, write, warn
         self.named = set(named)  # before a resume
         self.failures: dict[int, Failure] = {}
+        self.shown: set[str] = set()
 
     def record(self, split: str, failures: Iterable[Failure]) -> None:
         """Log those that are new."""
@@ -455,7 +448,8 @@ class FailureLog:
         for failure in failures:
             if failure.index not in self.failures:
                 self.failures[failure.index] = failure
-                if len(self.failures) <= SHOWN:
+                if failure.where not in self.shown and len(self.shown) < SHOWN:  # once for a shard
+                    self.shown.add(failure.where)
                     self.warn(f"skipped {failure.where}: {failure.reason}; replaced by another image")
         self.record("train", failures)
         if len(self.failures) > self.limit * self.total:
@@ -483,7 +477,7 @@ def choose_kind(asked: str, *, synthetic: bool, images: int, needed: int, total:
     Synthetic images and small datasets stay in RAM. Others go to disk, so that the next run starts immediately; if the
     disk is too small they stay in RAM, and if that is too small they are decoded each time.
     """
-    if asked != "auto":
+    if asked not in ("auto", "stream"):
         return asked  # type: ignore[return-value]
     fits_memory = total <= RAM_FRACTION * memory
     if fits_memory and (synthetic or images <= FEW_IMAGES):
@@ -493,20 +487,37 @@ def choose_kind(asked: str, *, synthetic: bool, images: int, needed: int, total:
     return "ram" if fits_memory else "off"
 
 
+def _unreadable(refs: Sequence[ImageRef], tried: Sequence[int], threads: int) -> dict[int, str]:
+    """Which of the images that are tried cannot be read, and why."""
+    found = LiveImages(refs, side=32).decode(tried, threads)
+    return {index: reason for index, reason in zip(tried, found, strict=True) if isinstance(reason, str)}
+
+
+def stream_images(
+    refs: Sequence[ImageRef], side: int, resize: str, config: DataConfig, plan: DecodePlan, threads: int
+) -> tuple[LiveImages, tuple[Failure, ...]]:
+    """Training images that are read for each batch, and those of a sample that cannot be read."""
+    tried = sorted({index * len(refs) // CHECKED for index in range(CHECKED)})
+    bad = _unreadable(refs, tried, threads or plan.threads)
+    failures = check_failures(bad, refs, "train", len(tried), config.max_bad, plan.warn)
+    return LiveImages(refs, side, resize, threads=threads), failures
+
+
 def cache_split(
     source: Source, split: str, side: int, resize: str, config: DataConfig, plan: DecodePlan
 ) -> tuple[Images, Sequence[Sample], tuple[Failure, ...], Kind]:
     """Cache the images of a split as asked: (images, samples that can be read, failures, where they are cached)."""
-    samples, folders = list(source.samples(split)), data_folders(source)
+    samples, folders = source.cached(split), data_folders(source)
     refs = [sample.image for sample in samples]
     synthetic = all(isinstance(ref, SyntheticImage) for ref in refs)
-    total = sum(len(source.samples(name)) for name in source.splits())
+    total = len(samples) if source.streamed else sum(len(source.samples(name)) for name in source.splits())
+    threads = source.threads or plan.threads
     bad: dict[int, str] = {}
 
     def decode(wanted: Sequence[int], failed: dict[int, str]) -> Computed:
         chosen = [refs[index] for index in wanted]
         with plan.progress(f"preparing {split} images") as show:
-            yield from decode_images(chosen, side, resize, failed, show, plan.threads)
+            yield from decode_images(chosen, side, resize, failed, show, threads)
 
     def kind_for(needed: int, free: int) -> Kind:
         size = {"images": total, "total": total * side * side * 3, "memory": plan.memory_bytes}
@@ -533,8 +544,7 @@ def cache_split(
         # Evaluation images are a fixed set, so try all of them; of the training images, try a sample.
         if split == "train" and len(samples) > CHECKED:
             tried = [index * len(samples) // CHECKED for index in range(CHECKED)]
-        found = LiveImages(refs, side=32).decode(tried, plan.threads)
-        bad = {index: reason for index, reason in zip(tried, found, strict=True) if isinstance(reason, str)}
+        bad = _unreadable(refs, tried, threads)
         keep = [ref for index, ref in enumerate(refs) if split == "train" or index not in bad]
         images = LiveImages(keep, side, resize)
     failures = check_failures(bad, refs, split, len(tried), config.max_bad, plan.warn)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 import numpy as np
 
 from m1clip.data.cache import RowTable
 from m1clip.text.base import Tokenizer
+
+MAX_LIVE = 256  # captions of an image
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,11 @@ class CaptionTable:
     pad_id: int
     classes: bool = False  # made from class names: equal first captions are one class
     features: RowTable | None = None  # of a frozen text tower, one row per caption
+    numbers: np.ndarray | None = None  # (captions,) by which word dropout is drawn; None: the rows
+
+    def of(self, images: np.ndarray) -> tuple[CaptionTable, np.ndarray]:
+        """A table with the captions of some images, and the numbers of these images in it."""
+        return self, images
 
     @property
     def image_index(self) -> np.ndarray:
@@ -42,6 +50,24 @@ class CaptionTable:
         # Consecutive captions from a random start: no duplicates, and all are equally likely.
         start = (draws % counts.astype(np.uint64)).astype(np.int64)
         return rows, self.first[images][rows] + (start[rows] + place) % counts[rows]
+
+
+@dataclass(frozen=True)
+class LiveCaptions:
+    """Captions that are read and tokenized for each batch. `read` returns the captions of an image."""
+
+    read: Callable[[int], tuple[str, ...]]
+    tokenizer: Tokenizer
+    context_length: int
+
+    def of(self, images: np.ndarray) -> tuple[CaptionTable, np.ndarray]:
+        """A table of the captions of some images; numbers and ids do not depend on the other images of the batch."""
+        texts = [self.read(image)[:MAX_LIVE] for image in images.tolist()]
+        table = tokenize_captions(texts, self.tokenizer, self.context_length)
+        keys = [blake2b(text.strip().lower().encode(), digest_size=8).digest() for group in texts for text in group]
+        numbers = np.concatenate([image * MAX_LIVE + np.arange(len(g)) for image, g in zip(images, texts, strict=True)])
+        ids = np.frombuffer(b"".join(keys), "<i8")
+        return replace(table, caption_ids=ids, numbers=numbers), np.arange(len(images))
 
 
 def drop_tokens(

@@ -6,7 +6,7 @@ import json
 import re
 import time
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -18,13 +18,13 @@ import numpy as np
 
 from m1clip.data.images import BadImage, decode, one_line, opened
 from m1clip.data.looks import MAX_ALL_PAIRS, appearance, near_duplicates
-from m1clip.data.sources.mixture import MixedSource
 from m1clip.data.types import ImageRef, Sample, Source
 from m1clip.text.bpe import BpeTokenizer
 
 Severity = Literal["problem", "warning", "info"]
 Progress = Callable[[int, int], None]  # (done, total)
 QUICK = 64  # images checked before each run
+STREAMED = 2_000  # images checked of streamed shards
 MAX_EXAMPLES = 100  # of each finding in the JSON
 EXAMPLES_SHOWN = 3  # of each finding in the text
 MAX_BAD_FRACTION = 0.10  # a run stops above it
@@ -143,38 +143,47 @@ def lint(
     workers: int = 2,
     progress: Progress = lambda done, total: None,
 ) -> LintReport:
-    """Decode every image once and check all captions; with `sample`, that many images and their captions."""
+    """Decode every image once and check all captions; with `sample`, or of streamed shards, only some of them."""
     start = time.perf_counter()
-    if isinstance(source, MixedSource):  # without the weights, which repeat images
-        source = MixedSource([(part, 1.0) for part, _ in source.parts])
-    entries = [Entry(item, split, source.origin) for split in source.splits() for item in source.samples(split)]
-    checked = entries
-    if sample is not None and sample < len(entries):  # spread over all splits and all parts of the data
-        checked = [entries[i * len(entries) // sample] for i in range(sample)]
-    facts = inspect_all([entry.sample.image for entry in checked], workers, progress)
+    counts = {split: len(source.samples(split)) for split in source.splits()}
+    total = sum(counts.values())
+    everything = sample is None and not source.streamed
+    checked = _entries(source, counts, total if everything else min(sample or STREAMED, total))
+    facts = inspect_all([entry.sample.image for entry in checked], max(workers, source.threads), progress)
     found = check_images(checked, facts)
-    if sample is None:
+    if everything:
         found += find_duplicates(checked, facts)
     for kind, (severity, message, remedy) in SKIPPED.items():
         places = [str(problem) for problem in source.problems if problem.kind == kind]
         found += finding(f"skipped-{kind}", severity, message, remedy, places)
     found += check_captions(checked, context_length, source.class_captions)
-    images = Counter(entry.split for entry in entries)
     remedy = "name the splits train, val and test, or remove the split column"
-    if not images["train"]:
+    if "train" not in counts:
         found += finding("no-train", "problem", "missing splits", remedy, ["train"])
-    if not images["val"]:
+    if "val" not in counts:
         found += finding("no-val", "warning", "missing splits", remedy, ["val"])
     return LintReport(
         source=source.name,
-        images={split: count for split, count in images.items() if count},
-        captions=sum(len(entry.sample.captions) for entry in entries),
+        images=counts,
+        captions=source.caption_count(),
         checked=len(checked),
         seconds=time.perf_counter() - start,
         findings=tuple(sorted(found, key=lambda each: list(_VERDICT).index(each.severity))),
-        facts={} if sample is not None else _statistics(entries, facts),
-        notes=(*source.notes, *([TOO_MANY_FOR_PAIRS] if sample is None and len(entries) > MAX_ALL_PAIRS else [])),
+        facts={} if sample is not None else _statistics(checked, facts),
+        notes=(*source.notes, *([TOO_MANY_FOR_PAIRS] if everything and total > MAX_ALL_PAIRS else [])),
     )
+
+
+def _entries(source: Source, counts: dict[str, int], wanted: int) -> list[Entry]:
+    """Samples that are spread over all splits and all parts of the data."""
+    entries, before, total = list[Entry](), 0, sum(counts.values())
+    for split, count in counts.items():
+        # The k-th of them is sample k * total // wanted of all splits in a row.
+        numbers = range(-(-before * wanted // total), -(-(before + count) * wanted // total))
+        picked = source.pick(split, [number * total // wanted - before for number in numbers])
+        entries += [Entry(item, split, source.origin) for item in picked]
+        before += count
+    return entries
 
 
 def _statistics(entries: Sequence[Entry], facts: Sequence[ImageFacts]) -> dict[str, dict[str, int]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import os
 import signal
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +26,7 @@ from torch import Tensor
 from m1clip.data import randomness as rnd
 from m1clip.data.augment import Augmentation, draw_patches, draw_views
 from m1clip.data.cache import Failure, Images, RowTable, follow_parent, read_or_replace
-from m1clip.data.captions import CaptionTable, drop_tokens
+from m1clip.data.captions import CaptionTable, LiveCaptions, drop_tokens
 from m1clip.errors import UserError
 from m1clip.text.base import rounded
 
@@ -103,6 +105,7 @@ class BatchPlan:
     batch: int
     seed: int
     part: tuple[int, int] = (0, 1)  # of each batch: this rank and the number of ranks
+    blocks: np.ndarray | None = None  # of streamed images, whose order keeps neighbours near each other
 
     @property
     def steps_per_epoch(self) -> int:
@@ -119,9 +122,11 @@ class BatchPlan:
     def members(self, step: int) -> tuple[int, np.ndarray]:
         """(epoch, image indices) of a step, or of this rank's part of it."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        order, (rank, ranks) = rnd.permutation(self.seed, epoch, self.images), self.part
+        rank, ranks = self.part
         first, last = (place * self.batch + self.batch * bound // ranks for bound in (rank, rank + 1))
-        return epoch, order[first:last]
+        if self.blocks is not None:
+            return epoch, rnd.windowed_order(self.seed, epoch, self.blocks, first, last)
+        return epoch, rnd.permutation(self.seed, epoch, self.images)[first:last]
 
 
 @dataclass
@@ -129,7 +134,7 @@ class TrainingSet:
     """Makes the batch of a step, from `image_features`, `device_images` or `images`. Picklable, for workers."""
 
     images: Images | None
-    captions: CaptionTable
+    captions: CaptionTable | LiveCaptions
     plan: BatchPlan
     augmentation: Augmentation
     image_features: RowTable | None = None
@@ -144,16 +149,17 @@ class TrainingSet:
         epoch, members = self.plan.members(step)
         members, fields = self._images(epoch, members)
         draws = rnd.bits(self.plan.seed, epoch, members, rnd.CAPTION)
-        image_index, chosen = self.captions.pick(members, draws, self.captions_per_image)
-        if self.captions.features is not None:
-            fields["text_features"] = torch.from_numpy(self.captions.features.read(chosen)).float()
+        captions, rows = self.captions.of(members)
+        image_index, chosen = captions.pick(rows, draws, self.captions_per_image)
+        if captions.features is not None:
+            fields["text_features"] = torch.from_numpy(captions.features.read(chosen)).float()
         else:
-            order, fields["tokens"], fields["lengths"] = self._tokens(epoch, chosen)
+            order, fields["tokens"], fields["lengths"] = self._tokens(epoch, captions, chosen)
             image_index, chosen = image_index[order], chosen[order]
         ids = members if self.identity is None else self.identity[members]
         return Batch(
             sample_ids=torch.from_numpy(ids.astype(np.int64)),
-            caption_ids=torch.from_numpy(self.captions.caption_ids[chosen]),
+            caption_ids=torch.from_numpy(captions.caption_ids[chosen]),
             image_index=torch.from_numpy(image_index),
             **fields,
         )
@@ -176,13 +182,16 @@ class TrainingSet:
             fields["kept_patches"] = torch.from_numpy(kept)
         return members, fields
 
-    def _tokens(self, epoch: int, chosen: np.ndarray) -> tuple[np.ndarray, Tensor, tuple[int, ...]]:
+    def _tokens(
+        self, epoch: int, table: CaptionTable, chosen: np.ndarray
+    ) -> tuple[np.ndarray, Tensor, tuple[int, ...]]:
         """(order, tokens, lengths) of captions after word dropout; sorted by length unless all get the full length."""
-        table, dropout = self.captions, self.augmentation.word_dropout
+        dropout = self.augmentation.word_dropout
         tokens, lengths = table.tokens[chosen], table.lengths[chosen]
         context = tokens.shape[1]
         if dropout:
-            places = chosen[:, None] * context + np.arange(context)
+            numbers = chosen if table.numbers is None else table.numbers[chosen]
+            places = numbers[:, None] * context + np.arange(context)
             dropped = rnd.uniform(self.plan.seed, epoch, places, rnd.WORD) < dropout
             tokens, lengths = drop_tokens(tokens, lengths, dropped, table.pad_id)
         if self.full_length:
@@ -224,12 +233,30 @@ def batches(
 
         feed = _from_workers(start_workers, start, stop, warn)
     else:
-        feed = (data[step].pin_memory() if pin else data[step] for step in range(start, stop))
+        feed = (batch.pin_memory() if pin else batch for batch in _in_this_process(data, start, stop, interruptible))
     with contextlib.closing(feed):  # not left to the garbage collector, which prints a Ctrl-C in it as a traceback
         for batch in feed:
             if data.report is not None:
                 data.report(batch.failed)
             yield batch
+
+
+def _in_this_process(data: TrainingSet, start: int, stop: int, interruptible: Interruptible) -> Feed:
+    """Batches without workers; a thread reads streamed ones ahead, as reads of remote shards mostly wait."""
+    if data.plan.blocks is None:
+        yield from (data[step] for step in range(start, stop))
+        return
+    with ThreadPoolExecutor(1) as thread:
+        coming = deque(thread.submit(data.__getitem__, step) for step in range(start, min(start + AHEAD, stop)))
+        try:
+            for step in range(start, stop):
+                with interruptible():
+                    batch = coming.popleft().result()
+                if step + AHEAD < stop:
+                    coming.append(thread.submit(data.__getitem__, step + AHEAD))
+                yield batch
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)
 
 
 def _from_workers(start_workers: Callable[[int], _Workers], start: int, stop: int, warn: Callable[[str], None]) -> Feed:
@@ -324,6 +351,7 @@ def _make_batches(data: TrainingSet, pipe: Connection) -> None:
     follow_parent()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to the process group: the parent needs batches for its step
     torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
     with contextlib.suppress(EOFError, OSError):  # the parent has ended
         while True:
             step = pipe.recv()

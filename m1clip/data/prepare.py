@@ -9,12 +9,13 @@ from typing import Any
 
 from m1clip.config import DataConfig
 from m1clip.data.augment import Augmentation
-from m1clip.data.cache import DecodePlan, Failure, Images, RowTable, cache_split
-from m1clip.data.captions import CaptionTable, tokenize_captions
+from m1clip.data.cache import DecodePlan, Failure, Images, Progress, RowTable, cache_split, stream_images
+from m1clip.data.captions import CaptionTable, LiveCaptions, tokenize_captions
 from m1clip.data.images import Preprocess
 from m1clip.data.lint import QUICK, lint
 from m1clip.data.sources import open_sources
 from m1clip.data.sources.base import Options
+from m1clip.data.sources.stream import StreamedSource
 from m1clip.data.synthetic.drawing import LARGEST
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.data.types import Sample, Source
@@ -38,6 +39,7 @@ class Split:
     failures: tuple[Failure, ...] = ()  # images found unreadable before training
     cache: str = "ram"  # ram, disk or off
     image_features: RowTable | None = None  # of a frozen image tower
+    live_captions: LiveCaptions | None = None  # of streamed training images; `captions` is empty
 
 
 def is_synthetic(config: DataConfig) -> bool:
@@ -59,14 +61,15 @@ def choose_augmentation(
     return replace(usual, **{name: value for name, value in asked.items() if value is not None})
 
 
-def open_data(config: DataConfig, image_size: int, seed: int) -> Source:
-    """Open the configured source."""
+def open_data(config: DataConfig, image_size: int, seed: int, progress: Progress = lambda done, total: None) -> Source:
+    """Open the configured source; `progress` of indexing shards."""
     if is_synthetic(config):
         held_out = max(2, min(config.train_count // 9, 1000))
         size = min(image_size, LARGEST)  # scaled up for a larger model
         return SyntheticSource(size, config.train_count, held_out, held_out, seed=seed)
     # The split seed stays fixed, so that the validation images are the same for every training seed.
-    return open_sources(config.source, options=Options(config.image_column, config.caption_column))
+    columns, stream = (config.image_column, config.caption_column), config.cache == "stream"
+    return open_sources(config.source, options=Options(*columns, stream, config.cache_dir, progress))
 
 
 def load_split(
@@ -87,6 +90,22 @@ def load_split(
         raise UserError(f"none of the {total:,} {split} images can be read; m1clip data lint shows why")
     captions = tokenize_captions([sample.captions for sample in samples], tokenizer, context_length)
     return Split(images, with_classes(captions, source), samples, failures, cache)
+
+
+def stream_split(
+    source: StreamedSource,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    context_length: int,
+    preprocess: Preprocess,
+    margin: float,
+    plan: DecodePlan,
+) -> Split:
+    """The training images of streamed shards with their captions, which are read for each batch."""
+    samples, side = source.parts["train"], round(preprocess.image_size * margin)
+    images, failures = stream_images(samples.images(), side, preprocess.resize, config, plan, source.threads)
+    captions = LiveCaptions(samples.captions, tokenizer, context_length)
+    return Split(images, tokenize_captions([], tokenizer, context_length), samples, failures, "off", None, captions)
 
 
 def with_classes(captions: CaptionTable, source: Source) -> CaptionTable:

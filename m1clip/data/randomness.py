@@ -9,6 +9,8 @@ import numpy as np
 # One stream for each use.
 CAPTION, CROP_AREA, CROP_ASPECT, CROP_X, CROP_Y, FLIP, BRIGHTNESS, CONTRAST, REPLACEMENT, PATCH, WORD = range(11)
 
+WINDOW = 65_536  # samples that are shuffled together
+
 
 @functools.lru_cache(maxsize=2)
 def permutation(seed: int, epoch: int, count: int) -> np.ndarray:
@@ -16,6 +18,28 @@ def permutation(seed: int, epoch: int, count: int) -> np.ndarray:
     order = np.random.Generator(np.random.Philox(key=np.array([seed, epoch], np.uint64))).permutation(count)
     order.flags.writeable = False
     return order
+
+
+def windowed_order(seed: int, epoch: int, blocks: np.ndarray, first: int, last: int) -> np.ndarray:
+    """Samples first .. last - 1 of an epoch in which neighbours stay near each other, for data that is streamed.
+
+    `blocks` are sizes of groups of neighbours. The blocks are shuffled, then the samples in each window of WINDOW of
+    them: each sample comes once, and memory does not grow with the number of samples.
+    """
+    order = permutation(seed, epoch, len(blocks))
+    starts, ends = (np.cumsum(blocks) - blocks)[order], np.cumsum(blocks[order])
+    windows = range(first // WINDOW, -(-last // WINDOW))
+    sizes = [min(WINDOW, int(ends[-1]) - number * WINDOW) for number in windows]
+    shuffled = [n * WINDOW + _window(seed, epoch, n, size) for n, size in zip(windows, sizes, strict=True)]
+    places = np.concatenate(shuffled)[first - windows[0] * WINDOW :][: last - first]
+    block = np.searchsorted(ends, places, side="right")
+    return starts[block] + places - (ends - blocks[order])[block]
+
+
+@functools.lru_cache(maxsize=4)
+def _window(seed: int, epoch: int, number: int, size: int) -> np.ndarray:
+    key, counter = np.array([seed, epoch], np.uint64), np.array([0, 0, number + 1, 0], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter)).permutation(size)
 
 
 def bits(seed: int, epoch: int, samples: np.ndarray, stream: int) -> np.ndarray:

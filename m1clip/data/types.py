@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -45,12 +47,14 @@ class Source:
     """A dataset: samples in named splits, which subclasses put into `by_split`."""
 
     class_captions = False  # whether captions are made from class names
+    streamed = False  # whether samples are read from shards when they are needed, never all at once
+    threads = 0  # that read at a time; 0: as many as decode
 
     def __init__(self, name: str, paths: Sequence[Path] = ()) -> None:
         self.name, self.paths = name, tuple(paths)  # for messages; of its files or folders
         self.notes: list[str] = []  # for the user, about how the data was read
         self.problems: list[Problem] = []  # what was skipped
-        self.by_split: dict[str, list[Sample]] = {}
+        self.by_split: dict[str, Any] = {}  # sequences of samples
 
     def splits(self) -> tuple[str, ...]:
         """The splits that hold at least one sample: train, val, test, then others by name."""
@@ -67,3 +71,31 @@ class Source:
     def origin(self, id_: str, caption: int = 0) -> str:
         """The file and row of a caption."""
         return id_
+
+    def pick(self, split: str, indices: Sequence[int]) -> list[Sample]:
+        """Some samples of a split."""
+        samples = self.samples(split)
+        return [samples[index] for index in indices]
+
+    def sampled(self, split: str) -> Sequence[Sample]:
+        """Samples that stand for a split: all of them, or some of a streamed one."""
+        return self.samples(split)
+
+    def cached(self, split: str) -> list[Sample]:
+        """The samples of a split that are to be cached: all of them, or an evaluation's share of a streamed one."""
+        return list(self.samples(split))
+
+    def caption_count(self) -> int:
+        """Captions of all splits."""
+        return sum(len(sample.captions) for split in self.splits() for sample in self.samples(split))
+
+    def fewest_captions(self, split: str) -> int:
+        """The least number of captions that an image of a split has."""
+        return min(len(sample.captions) for sample in self.samples(split))
+
+    def fingerprint(self, samples: Sequence[Sample]) -> str:
+        """Hash of the names and captions of some of its samples, in order."""
+        digest = hashlib.sha256()
+        for sample in samples:
+            digest.update("\x1f".join((sample.id, *sample.captions, "\x1e")).encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import hashlib
 import json
 import os
 import sys
@@ -454,11 +453,8 @@ def _check_same_data(setup: Setup, folder: Path) -> None:
 
 
 def _fingerprint(setup: Setup) -> str:
-    """Hash of the names and captions of the training samples, in order."""
-    digest = hashlib.sha256()
-    for sample in setup.splits["train"].samples:
-        digest.update("\x1f".join((sample.id, *sample.captions, "\x1e")).encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()
+    """Hash of the training samples."""
+    return setup.source.fingerprint(setup.splits["train"].samples)
 
 
 def decode_plan(screen: Screen, run: Path | None = None) -> Callable[[Facts], DecodePlan]:

@@ -19,6 +19,7 @@ from m1clip.data.captions import tokenize_captions
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import BatchPlan, TrainingSet
 from m1clip.data.prepare import CROP_MARGIN, Split, is_synthetic, open_data, quick_check
+from m1clip.data.sources.stream import ShardSamples
 from m1clip.data.types import Source, sample_ids_of
 from m1clip.errors import UserError
 from m1clip.evaluation.analysis import even_indices
@@ -210,15 +211,20 @@ def prepare(
         from m1clip.training.mlx_step import check_supported
 
         check_supported(config, start)
-    samples = source.samples("train")
+    if source.streamed and not (all(start.trainable) and config.transfer.teacher is None):
+        raise UserError(
+            f"{source.name}: shards that are streamed train both towers; --recipe frozen and --teacher cache features "
+            f"of all images: use --recipe scratch, or --init with a trained model"
+        )
+    samples, images = source.sampled("train"), len(source.samples("train"))
     if not is_synthetic(config.data):
         choices["lint"] = quick_check(source, start.config.context_length, say, plan.warn)
     captions = [caption for sample in samples for caption in sample.captions]
     tokens = _longest(captions, tokenizer, start.config.context_length)
 
-    config = _with_batch(config, start, [len(sample.captions) for sample in samples])
+    config = _with_batch(config, start, [len(sample.captions) for sample in samples], images)
     device, precision = choose_hardware(config, start, facts, tokens, say, choices)
-    fit = fit_memory(config, start, device, precision, facts, tokens, len(samples))
+    fit = fit_memory(config, start, device, precision, facts, tokens, 0 if source.streamed else images)
     if fit is not None:
         say(f"memory     {fit[0]}, within {fit[1] / 1e9:.1f} GB")
         choices["memory"] = dataclasses.asdict(fit[0])
@@ -247,7 +253,7 @@ def prepare(
     if not asked_batch:
         batch = min(batch, largest_batch(len(train.samples)))  # some images may be unreadable
     config = config.changed(batch_size=batch, micro_batch=min(config.train.micro_batch, batch))
-    config = _resolved(config, start, train, device, precision, tokens, augmentation, choices)
+    config = _resolved(config, start, source, device, precision, tokens, augmentation, choices)
     teacher = None
     if config.transfer.teacher is not None:
         teacher = load_teacher(config, source, train, device, precision, plan)
@@ -280,10 +286,11 @@ def _open(
         _check_memory(clip_config(config.model), facts)
     size = _image_size(config)
     source = open_training_data(config, size, plan)
-    captions = [caption for sample in source.samples("train") for caption in sample.captions]
+    captions = [caption for sample in source.sampled("train") for caption in sample.captions]
     if config.transfer.recipe == "frozen":
         return source, *_from_towers(config, captions, saved)
-    tokenizer = load_tokenizer(saved) if saved else make_tokenizer(config.model.tokenizer, captions)
+    kind = "bpe" if source.streamed and config.model.tokenizer == "bpe-cut" else config.model.tokenizer
+    tokenizer = load_tokenizer(saved) if saved else make_tokenizer(kind, captions)
     start = Start(clip_config(config.model, tokenizer, logit_bias=config.train.loss == "sigmoid"))
     return source, start, tokenizer, Preprocess(image_size=size)
 
@@ -296,8 +303,8 @@ def _image_size(config: Config) -> int:
 
 def open_training_data(config: Config, image_size: int, plan: DecodePlan) -> Source:
     """Open the data of a run; UserError if the images cannot fill a batch."""
-    with plan.progress("reading the data"):
-        source = open_data(config.data, image_size, config.seed)
+    with plan.progress("reading the data") as show:
+        source = open_data(config.data, image_size, config.seed, show)
         images, names = len(source.samples("train")), ", ".join(config.data.source)
     if images < 2:
         raise UserError(f"{names}: {images} training images found; contrastive training needs at least 2")
@@ -310,13 +317,13 @@ def open_training_data(config: Config, image_size: int, plan: DecodePlan) -> Sou
     return source
 
 
-def _with_batch(config: Config, start: Start, caption_counts: list[int]) -> Config:
+def _with_batch(config: Config, start: Start, caption_counts: list[int], images: int) -> Config:
     """The default captions per step and batch size, where none are given; `auto` stays 0 until memory is known."""
     captions = config.data.captions_per_step or max(1, min(int(np.median(caption_counts)), MAX_CAPTIONS))
     config = config.changed(captions_per_step=captions)
     if config.train.batch_size is not None:
         return config
-    batch = default_batch(start, len(caption_counts))
+    batch = default_batch(start, images)
     return config.changed(
         batch_size=batch, micro_batch=config.train.micro_batch if config.train.micro_batch < batch else 0
     )
@@ -325,7 +332,7 @@ def _with_batch(config: Config, start: Start, caption_counts: list[int]) -> Conf
 def _resolved(
     config: Config,
     start: Start,
-    train: Split,
+    source: Source,
     device: Device,
     precision: Precision,
     tokens: int,
@@ -335,7 +342,7 @@ def _resolved(
     """The settings that depend on the device and on the readable images; all of them are written to config.toml."""
     captions = config.data.captions_per_step or 1
     if device.rules.fixed_shapes:  # images with fewer captions would change the batch shape
-        captions = min(captions, *(len(sample.captions) for sample in train.samples))
+        captions = min(captions, source.fewest_captions("train"))
     contrast = config.train.text_contrast
     if contrast is None:
         contrast = TEXT_CONTRAST if captions > 1 and not start.weights else 0.0
@@ -359,15 +366,16 @@ def _training_set(
 ) -> TrainingSet:
     cached_features = train.image_features is not None
     resident = device.rules.resident and not cached_features
+    blocks = train.samples.blocks() if isinstance(train.samples, ShardSamples) else None
     return TrainingSet(
         None if cached_features else train.images,
-        train.captions,
-        BatchPlan(len(train.samples), config.train.batch_size or 0, config.seed),
+        train.live_captions or train.captions,
+        BatchPlan(len(train.samples), config.train.batch_size or 0, config.seed, blocks=blocks),
         augmentation,
         image_features=train.image_features,
         device_images=train.images.to_device(device.torch, device.free_bytes()) if resident else None,
         full_length=device.rules.fixed_shapes or config.model.compile,
-        identity=sample_ids_of(train.samples),
+        identity=sample_ids_of(train.samples) if blocks is None else None,
         captions_per_image=config.data.captions_per_step or 1,
         patches=patches,
     )
@@ -486,7 +494,10 @@ def choose_recipe(config: Config, given: Collection[str]) -> tuple[str, str]:
             return recipe, f"--{option.replace('_', '-')} {reason}"
     if is_synthetic(config.data):
         return "scratch", "random weights, because pretrained towers were trained on photographs"
-    images = len(open_data(config.data, tower_image_size(config.transfer.image_tower), config.seed).samples("train"))
+    source = open_data(config.data, tower_image_size(config.transfer.image_tower), config.seed)
+    images = len(source.samples("train"))
+    if source.streamed:
+        return "scratch", "random weights, because the shards are streamed"
     if images >= FEW_IMAGES:
         return "scratch", f"random weights, because {images:,} images are enough"
     if not (installed(config.transfer.image_tower) and installed(config.transfer.text_tower)):

@@ -18,7 +18,8 @@ from m1clip.data.augment import Augmentation
 from m1clip.data.cache import DecodePlan, cache_folder, data_folders
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
-from m1clip.data.prepare import Split, choose_augmentation, load_split, with_classes
+from m1clip.data.prepare import Split, choose_augmentation, load_split, stream_split, with_classes
+from m1clip.data.sources.stream import StreamedSource
 from m1clip.data.types import Source
 from m1clip.errors import UserError
 from m1clip.evaluation.retrieval import retrieval
@@ -170,9 +171,10 @@ def load_features(
 ) -> Split:
     """A split of the data, with the features of frozen towers instead of images or tokens."""
     if start.trainable.image:
-        found = load_split(
-            source, split, config.data, cache.tokenizer, cache.context_length, cache.preprocess, margin, cache.plan
-        )
+        how = (config.data, cache.tokenizer, cache.context_length, cache.preprocess, margin, cache.plan)
+        if isinstance(source, StreamedSource) and split == "train":
+            return stream_split(source, *how)
+        found = load_split(source, split, *how)
         if start.trainable.text:
             return found
         return dataclasses.replace(found, captions=with_classes(cache.captions(found.samples, split), source))

@@ -264,7 +264,7 @@ def test_unwritable_data_folder_falls_back_to_the_user_cache(tmp_path: Path, mon
 
 def test_data_folders_of_a_mixture_and_of_the_hub(tmp_path: Path) -> None:
     one, two = make_set(tmp_path / "one"), make_set(tmp_path / "two")
-    assert data_folders(open_sources([str(one), f"{two}:0.5"])) == (str(one), str(two))
+    assert data_folders(open_sources([str(one), str(two)])) == (str(one), str(two))
     assert data_folders(Source("hub", [Path("hf:owner/name")])) == ()
 
 

@@ -13,7 +13,7 @@ from PIL import Image, ImageEnhance
 
 from m1clip.data.images import MAX_PIXELS
 from m1clip.data.lint import LintReport, lint
-from m1clip.data.sources import open_source, open_sources
+from m1clip.data.sources import open_source
 
 FLICKR8K = Path(__file__).parents[2] / "../shared/data/flickr8k-112"
 
@@ -142,13 +142,6 @@ def test_labels_and_class_folders_are_recognized(tmp_path: Path) -> None:
         (folder / f"{n}.jpg").write_bytes(saved(photo(n)))
     report = lint(open_source(str(tmp_path / "classes")))
     assert (counts(report), report.verdict) == ({"labels": 12}, "ok")
-
-
-def test_repeated_part_of_a_mixture_is_not_a_duplicate(tmp_path: Path) -> None:
-    one, two = make(tmp_path / "one", good(6)), make(tmp_path / "two", good(6, 20))
-    report = lint(open_sources([f"{one}:3", str(two)]))
-    assert report.images == {"train": 10, "val": 2}
-    assert report.findings == ()
 
 
 def test_missing_splits(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -24,6 +27,37 @@ def test_numbers_are_uniform() -> None:
     for stream in STREAMS:
         counts, _ = np.histogram(rnd.uniform(3, 7, SAMPLES, stream), bins=20, range=(0, 1))
         assert ((counts - 1000) ** 2 / 1000).sum() < 43.8  # chi-square with 19 degrees of freedom, p = 0.001
+
+
+@given(
+    blocks=st.lists(st.integers(1, 50), min_size=1, max_size=40),
+    seed=st.integers(0, 2**31 - 1),
+    epoch=st.integers(0, 1000),
+    window=st.integers(1, 400),
+    cuts=st.lists(st.floats(0, 1), max_size=5),
+)
+def test_windowed_order_has_each_sample_once_wherever_it_is_cut(
+    blocks: list[int], seed: int, epoch: int, window: int, cuts: list[float]
+) -> None:
+    total = sum(blocks)
+    bounds = sorted({0, total, *(int(cut * total) for cut in cuts)})
+    with mock.patch.object(rnd, "WINDOW", window):
+        rnd._window.cache_clear()
+        order = rnd.windowed_order(seed, epoch, np.array(blocks), 0, total)
+        parts = [rnd.windowed_order(seed, epoch, np.array(blocks), *pair) for pair in itertools.pairwise(bounds)]
+    rnd._window.cache_clear()
+    assert sorted(order.tolist()) == list(range(total))
+    assert np.concatenate(parts).tolist() == order.tolist()
+
+
+def test_windowed_order_differs_by_epoch_and_spreads_neighbours() -> None:
+    blocks = np.full(400, 1000)
+    orders = [rnd.windowed_order(0, epoch, blocks, 0, 400_000) for epoch in (0, 1)]
+    assert (orders[0] == orders[1]).mean() < 0.001
+    place = np.argsort(orders[0])
+    assert abs(np.corrcoef(place, np.arange(400_000))[0, 1]) < 0.2  # 400 blocks in random order
+    batch = orders[0][:4096] // 1000
+    assert len(np.unique(batch)) == 66, "from all blocks of the first window"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from rich.console import Console
 from m1clip.config import Config, DataConfig
 from m1clip.data.cache import cache_split
 from m1clip.data.images import Preprocess
-from m1clip.data.types import Sample
+from m1clip.data.types import Sample, Source
 from m1clip.hardware.facts import read_facts
 from m1clip.inference.feature_cache import FeatureCache, FrozenTower
 from m1clip.monitor.status import as_table, list_runs
@@ -87,7 +86,8 @@ def test_progress_is_printed_and_listed_while_a_run_prepares(
     with lock_run(run):
         if work in ("disk", "ram"):
             config = DataConfig(cache=work, cache_dir=str(tmp_path / "cache"))  # type: ignore[arg-type]
-            source: Any = SimpleNamespace(paths=(), splits=lambda: ("train",), samples=lambda split: samples)
+            source = Source("images")
+            source.by_split["train"] = samples
             cache_split(source, "train", 8, "squash", config, plan)
             title = "preparing train images"
         elif work == "image features":

@@ -14,6 +14,7 @@ from tower_run import PIECES, frozen_config, frozen_options, patch_towers
 import m1clip.config
 from m1clip.config import Config, DataConfig, TrainConfig, TransferConfig, init_preset, load_config
 from m1clip.data.augment import Augmentation
+from m1clip.data.types import Source
 from m1clip.errors import UserError
 from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig, VisionTowerConfig
 from m1clip.text.tokenizers import CharTokenizer, wordpiece_tokenizer
@@ -124,12 +125,10 @@ def test_options_of_another_recipe_are_refused(name: str, value: Any, monkeypatc
 def test_recipe_auto_choice(
     images: int, minutes: float | None, installed: bool, recipe: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Source:
-        def samples(self, split: str) -> range:
-            return range(images)
-
+    source = Source("photos")
+    source.by_split["train"] = range(images)
     monkeypatch.setattr(setup, "is_synthetic", lambda data: False)
-    monkeypatch.setattr(setup, "open_data", lambda *rest: Source())
+    monkeypatch.setattr(setup, "open_data", lambda *rest: source)
     monkeypatch.setattr(setup, "installed", lambda tower: installed)
     found, why = setup.choose_recipe(Config(train=TrainConfig(minutes=minutes)), {"minutes"})
     assert found == recipe

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from m1clip.data.sources import folders, shards, splits, tables
-from m1clip.data.sources.base import DEFAULT, DataSource, Options, Row, user_error, walk_images
+from m1clip.data.sources.base import DEFAULT, DataSource, MixedSource, Options, Row, user_error, walk_images
 from m1clip.data.sources.hugging_face import HUB, hugging_face_rows, is_saved_dataset
-from m1clip.data.sources.mixture import MixedSource, parse_weight
+from m1clip.data.sources.remote import is_remote
+from m1clip.data.sources.stream import STREAM_BYTES, StreamedSource
 from m1clip.data.sources.tables import find_tables, table_format, text_tables
+from m1clip.data.types import Source
 from m1clip.errors import UserError
 
-__all__ = ["FORMATS", "DataSource", "MixedSource", "Options", "open_source", "open_sources", "parse_weight"]
+__all__ = ["FORMATS", "DataSource", "MixedSource", "Options", "open_source", "open_sources"]
 
 FOLDERS_CHECKED = 100  # a folder of datasets has few, one of classes may have thousands
 FORMATS: dict[str, Callable[[DataSource], Iterator[Row]]] = {
@@ -25,19 +28,32 @@ FORMATS: dict[str, Callable[[DataSource], Iterator[Row]]] = {
 }
 
 
-def open_sources(specs: Sequence[str], *, options: Options = DEFAULT) -> DataSource | MixedSource:
-    """One dataset, or several with weights: `photos`, `shards:0.3`."""
-    parsed = [parse_weight(spec, FORMATS) for spec in specs]
-    if len(parsed) == 1 and parsed[0][1] == 1.0:
-        return open_source(parsed[0][0], options=options)
-    return MixedSource([(open_source(spec, options=options), weight) for spec, weight in parsed])
+def open_sources(specs: Sequence[str], *, options: Options = DEFAULT) -> Source:
+    """One dataset, or several together."""
+    sources = [open_source(spec, options=options) for spec in specs]
+    if len(sources) == 1:
+        return sources[0]
+    streamed = [source for source in sources if isinstance(source, StreamedSource)]
+    loaded = [source for source in sources if isinstance(source, DataSource)]
+    if not streamed:
+        return MixedSource(loaded)
+    if loaded:
+        other = loaded[0].name
+        raise UserError(
+            f"{other}: cannot be mixed with streamed shards; write it as shards (m1clip data pack), and --cache stream"
+        )
+    paths = [shard.path for source in streamed for shard in source.shards]
+    return StreamedSource(", ".join(source.name for source in streamed), paths, options)
 
 
-def open_source(spec: str, *, options: Options = DEFAULT) -> DataSource:
+def open_source(spec: str, *, options: Options = DEFAULT) -> DataSource | StreamedSource:
     """The dataset at a path. Its format is detected, or named: `csv:PATH`, `hf:owner/name`."""
     if not spec:
         raise UserError("the path to the data is empty; use '.' for the current folder")
     prefix, _, rest = spec.partition(":")
+    if is_remote(spec):
+        url = rest if prefix == "webdataset" else spec
+        return StreamedSource(url, shards.remote_paths(url), options)
     name, path = (prefix, Path(rest)) if rest and prefix in FORMATS else (None, Path(spec))
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
@@ -51,6 +67,12 @@ def open_source(spec: str, *, options: Options = DEFAULT) -> DataSource:
             raise user_error(f"{path}: tables in {len(formats)} formats; choose one, as in {name}:{path}")
         if name in tables.READERS and len(found) == 1:
             path = found[0]
+        if name == "webdataset" and (stream := _streamed(path, options)) is not None:
+            return stream
+        if options.stream:
+            raise user_error(
+                f"{path}: --cache stream is for webdataset shards; m1clip data pack {path} SHARDS writes them"
+            )
         source = DataSource(path, name, FORMATS[name], options)
     except (OSError, ValueError) as error:
         # ValueError: a path that no system accepts, such as one with a zero byte.
@@ -59,6 +81,13 @@ def open_source(spec: str, *, options: Options = DEFAULT) -> DataSource:
     for table in text_tables(path) if source.class_captions else ():
         source.note(f"{table} was not read; if it contains the captions, use --data {table}")
     return source
+
+
+def _streamed(path: Path, options: Options) -> StreamedSource | None:
+    """The shards at a path, if they are asked to be streamed or too large to load."""
+    paths = shards.shard_paths(path)
+    large = sum(os.path.getsize(name) for name in paths) > STREAM_BYTES
+    return StreamedSource(str(path), paths, options) if large or options.stream else None
 
 
 def _detect(path: Path, found: list[Path], options: Options) -> str:

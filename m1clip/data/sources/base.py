@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,10 +23,13 @@ Place = tuple[str, int]  # file and row number; row 0 means the file itself
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Column names of a table; detected if not given."""
+    """Column names of a table, detected if not given; and how shards are read."""
 
     image_column: str | None = None
     caption_columns: tuple[str, ...] = ()
+    stream: bool = False  # read shards during training, whatever their size
+    cache_dir: str | None = None  # for what is kept about remote shards
+    progress: Callable[[int, int], None] = lambda done, total: None  # of indexing shards
 
 
 DEFAULT = Options()
@@ -105,6 +108,28 @@ class DataSource(Source):
             self.by_split.setdefault(split_of[id_], []).append(Sample(image, tuple(captions[id_]), id_))
 
 
+class MixedSource(Source):
+    """Several sources, one after the other; ids start with the number of the source."""
+
+    def __init__(self, parts: Sequence[DataSource]) -> None:
+        if not parts:
+            raise UserError("no data: give at least one source")
+        super().__init__(", ".join(source.name for source in parts), [source.path for source in parts])
+        self.parts = tuple(parts)
+        self.class_captions = all(source.class_captions for source in parts)
+        for number, source in enumerate(parts):
+            self.problems += source.problems
+            self.notes += source.notes
+            for split in source.splits():
+                self.by_split.setdefault(split, []).extend(
+                    Sample(sample.image, sample.captions, f"{number}/{sample.id}") for sample in source.samples(split)
+                )
+
+    def origin(self, id_: str, caption: int = 0) -> str:
+        number, _, rest = id_.partition("/")
+        return self.parts[int(number)].origin(rest, caption)
+
+
 def _shown(place: Place) -> str:
     name, row = place
     return one_line(f"{name} row {row}" if row else name)
@@ -132,13 +157,13 @@ def captions_of(value: Any, depth: int = 2) -> tuple[list[str], str | None]:
     return found, next((what for _, what in parts if what not in (None, NO_CAPTION)), None if found else NO_CAPTION)
 
 
-def require(module: str, purpose: str) -> Any:
+def require(module: str, purpose: str, extra: str = "data") -> Any:
     """Import an optional library; UserError with install instructions if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         name = module.partition(".")[0]
-        raise UserError(f"{purpose} needs the library {name}: pip install 'm1clip[data]'") from error
+        raise UserError(f"{purpose} needs the library {name}: pip install 'm1clip[{extra}]'") from error
 
 
 def walk_images(root: Path) -> Iterator[str]:

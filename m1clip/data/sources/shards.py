@@ -7,7 +7,7 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +15,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from m1clip.data.images import MAX_FILE_BYTES, SUFFIXES, BadImage, ImageRef, file_stamp, one_line
 from m1clip.data.sources import splits
-from m1clip.data.sources.base import DataSource, Row, captions_of, user_error
+from m1clip.data.sources.base import DataSource, Place, Row, captions_of, user_error
+from m1clip.data.sources.remote import is_remote, matching, shown, with_variables
 from m1clip.data.sources.splits import clean_text
 from m1clip.data.sources.tables import CAPTION_NAMES
 from m1clip.io import open_regular
@@ -146,40 +147,61 @@ def shard_rows(source: DataSource) -> Iterator[Row]:
     """One row per sample, shard by shard; a truncated shard gives what is before the cut."""
     for path in shard_paths(source.path):
         with open_regular(path) as file:
-            # Consecutive members with the same key are a sample.
-            for key, group in groupby(_named(path, file, source), key=lambda item: item[0]):
-                parts = {suffix: member for _, suffix, member in group}
-                place = (f"{path}: {key}", 0)
-                image = next((parts[name] for name in parts if f".{name.rsplit('.', 1)[-1]}" in SUFFIXES), None)
-                if image is None:
-                    source.problem(place, "no image", "no-image")
-                    continue
-                captions, split, id_ = _texts(file, parts)
-                split = split or splits.from_file_name(os.path.basename(path))
-                split = split or splits.from_folder(os.path.basename(os.path.dirname(path)))
+            for place, image, parts in samples_in(path, file, source.problem):
+                texts = read_texts(file, parts)
+                split = texts.split or split_of(path)
                 # Keys start again in each shard, so the shard is part of the id.
-                id_ = id_ or f"{os.path.basename(path)}/{image.name}"
-                yield Row(place, captions, split, TarImage(path, image.name, image.offset, image.size), id_)
+                id_ = texts.id or f"{os.path.basename(path)}/{image.name}"
+                yield Row(place, texts.captions, split, TarImage(path, image.name, image.offset, image.size), id_)
 
 
-def _named(path: str, file: BinaryIO, source: DataSource) -> Iterator[tuple[str, str, Member]]:
+def split_of(path: str) -> str | None:
+    """The split in the name of a shard or of its folder."""
+    return splits.from_file_name(os.path.basename(path)) or splits.from_folder(os.path.basename(os.path.dirname(path)))
+
+
+def samples_in(
+    path: str, file: BinaryIO, problem: Callable[[Place, str, str], None]
+) -> Iterator[tuple[Place, Member, dict[str, Member]]]:
+    """(place, image, all members by suffix) of each sample: consecutive members with the same key."""
+    for key, group in groupby(_named(path, file, problem), key=lambda item: item[0]):
+        parts = {suffix: member for _, suffix, member in group}
+        place = (f"{path}: {key}", 0)
+        image = next((parts[name] for name in parts if f".{name.rsplit('.', 1)[-1]}" in SUFFIXES), None)
+        if image is None:
+            problem(place, "no image", "no-image")
+        else:
+            yield place, image, parts
+
+
+def _named(path: str, file: BinaryIO, problem: Callable[[Place, str, str], None]) -> Iterator[tuple[str, str, Member]]:
     """(key, suffix, member) of each usable member."""
     try:
-        for member in members(file, os.fstat(file.fileno()).st_size):
+        for member in members(file, file.seek(0, os.SEEK_END)):
             name = _KEY.fullmatch(member.name)
             if member.refused:
-                source.problem((path, 0), f"{member.name[:200]} is {member.refused}: skipped", "unsafe-member")
+                problem((path, 0), f"{member.name[:200]} is {member.refused}: skipped", "unsafe-member")
             elif name:
                 yield name.group(1), name.group(2).lower(), member
     except TruncatedTar as error:
         file.seek(0)
         if file.read(2) == b"\x1f\x8b":
             raise user_error(f"{path}: a compressed tar; unpack it to a plain .tar (gunzip)") from error
-        source.problem((path, 0), str(error), "shard")
+        problem((path, 0), str(error), "shard")
 
 
-def _texts(file: BinaryIO, parts: dict[str, Member]) -> tuple[Any, str | None, str | None]:
-    """The captions of a sample, and the split and id that `m1clip data pack` wrote."""
+class Texts(NamedTuple):
+    """What the members of a sample say: captions, the member with them, and the split and id of `m1clip data pack`."""
+
+    captions: Any
+    member: Member | None
+    is_json: bool
+    split: str | None
+    id: str | None
+
+
+def read_texts(file: BinaryIO, parts: dict[str, Member]) -> Texts:
+    """The captions of a sample. The json may have several; the txt, which open_clip reads, has one."""
 
     def read(suffix: str) -> str:
         if suffix not in parts or parts[suffix].size > MAX_TEXT_BYTES:
@@ -187,18 +209,33 @@ def _texts(file: BinaryIO, parts: dict[str, Member]) -> tuple[Any, str | None, s
         file.seek(parts[suffix].offset)
         return file.read(parts[suffix].size).decode("utf-8-sig", "replace")
 
-    try:
-        metadata = json.loads(read("json") or "{}")
-    except (ValueError, RecursionError):
-        metadata = {}
-    if not isinstance(metadata, dict):
-        metadata = {}
-    captions: Any = next((metadata[name] for name in CAPTION_NAMES if name in metadata), None)
-    # The json may have several captions; the txt, which open_clip reads, has one.
+    metadata = _metadata(read("json"))
+    captions, is_json = _json_captions(metadata), True
     if "txt" in parts and not (isinstance(metadata.get("captions"), list) and captions_of(captions)[0]):
-        captions = read("txt")
+        captions, is_json = read("txt"), False
     is_packed = metadata.get("format") == PACKED and isinstance(metadata.get("id"), str)
-    return captions, splits.from_value(metadata.get("split")), clean_text(metadata["id"]) if is_packed else None
+    id_ = clean_text(metadata["id"]) if is_packed else None
+    return Texts(
+        captions, parts.get("json" if is_json else "txt"), is_json, splits.from_value(metadata.get("split")), id_
+    )
+
+
+def captions_in(data: bytes, is_json: bool) -> tuple[str, ...]:
+    """The captions in the bytes of a txt or json member."""
+    text = data.decode("utf-8-sig", "replace")
+    return tuple(captions_of(_json_captions(_metadata(text)) if is_json else text)[0])
+
+
+def _metadata(text: str) -> dict[str, Any]:
+    try:
+        metadata = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _json_captions(metadata: dict[str, Any]) -> Any:
+    return next((metadata[name] for name in CAPTION_NAMES if name in metadata), None)
 
 
 def _in_folder(folder: Path) -> list[str]:
@@ -208,7 +245,7 @@ def _in_folder(folder: Path) -> list[str]:
 
 def shard_paths(path: Path) -> list[str]:
     """The shards of a path, a folder or a pattern; each must exist."""
-    found = _in_folder(path) if path.is_dir() else [os.fspath(path)] if path.exists() else _expand(os.fspath(path))
+    found = _in_folder(path) if path.is_dir() else [os.fspath(path)] if path.exists() else expand(os.fspath(path))
     found = [name for part in found for name in (sorted(glob.glob(part)) if "*" in part else [part])]
     if not found:
         raise user_error(f"{path}: no .tar file there")
@@ -217,7 +254,26 @@ def shard_paths(path: Path) -> list[str]:
     return found
 
 
-def _expand(pattern: str) -> list[str]:
+def list_shards(spec: str) -> list[str]:
+    """The shards of a path or URL."""
+    return remote_paths(spec) if is_remote(spec) else shard_paths(Path(spec))
+
+
+def remote_paths(url: str) -> list[str]:
+    """The shards of a URL, a folder or a pattern."""
+    url = with_variables(url)
+    folder = f"{url.rstrip('/')}/*.tar"
+    parts = expand(url if ".tar" in url.rpartition("/")[2] else folder)
+    try:
+        found = [name for part in parts for name in (matching(part) if "*" in part else [part])]
+    except OSError as error:
+        raise user_error(f"{shown(url)}: cannot be listed ({error})") from None
+    if not found:
+        raise user_error(f"{shown(url)}: no .tar file there")
+    return found
+
+
+def expand(pattern: str) -> list[str]:
     """a-{08..10}.tar -> a-08.tar, a-09.tar, a-10.tar; several ranges are combined."""
     paths = [""]
     for number, part in enumerate(re.split(r"\{(\d{1,12}\.\.\d{1,12})\}", pattern)):

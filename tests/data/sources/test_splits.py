@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from m1clip.data.sources import FORMATS, DataSource, open_source, open_sources, parse_weight
+from m1clip.data.sources import DataSource, open_source, open_sources
 from m1clip.data.sources.splits import assign, from_file_name, from_value
 from m1clip.errors import UserError
 
@@ -55,36 +55,13 @@ def test_split_names() -> None:
     assert [from_file_name(name) for name in names] == ["train", "val", None, "test", None]
 
 
-def test_parse_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "odd:2").mkdir()
-    cases = {
-        "a": ("a", 1.0),
-        "b:0.3": ("b", 0.3),
-        "b:.5": ("b", 0.5),
-        "C:\\photos": ("C:\\photos", 1.0),
-        "C:\\photos:2": ("C:\\photos", 2.0),
-        "hf:owner/name": ("hf:owner/name", 1.0),
-        "hf:owner/name:0.5": ("hf:owner/name", 0.5),
-        "csv:2024": ("csv:2024", 1.0),
-        "odd:2": ("odd:2", 1.0),
-    }
-    assert {spec: parse_weight(spec, FORMATS) for spec in cases} == cases
-    for bad in ("a:0", "a:-1", "a:5000"):
-        with pytest.raises(UserError, match="weight"):
-            parse_weight(bad, FORMATS)
-
-
-def test_mixture(tmp_path: Path) -> None:
-    one = table(tmp_path / "one", "t" * 30 + "v" * 10)
-    two = table(tmp_path / "two", "t" * 30 + "v" * 5 + "e" * 5)
-    mixed, same = (open_sources([f"{one}:0.5", f"{two}:2.1"]) for _ in range(2))
-    train = mixed.samples("train")
-    assert len(train) == len({sample.id for sample in train}) == 15 + 63
-    assert train == same.samples("train")
-    assert len(mixed.samples("val")) == 15
-    assert len(mixed.samples("test")) == 5
-    assert mixed.origin("1/0.jpg#2") == "t.csv row 2"
+def test_several_datasets_together(tmp_path: Path) -> None:
+    one = table(tmp_path / "one", "t" * 3 + "v" * 2)
+    two = table(tmp_path / "two", "t" * 4 + "v" * 1 + "e" * 5)
+    both = open_sources([str(one), str(two)])
+    assert [len(both.samples(split)) for split in both.splits()] == [7, 3, 5]
+    assert len({sample.id for sample in both.samples("train")}) == 7
+    assert both.origin("1/0.jpg") == "t.csv row 2"
     assert isinstance(open_sources([str(one)]), DataSource)
     with pytest.raises(UserError, match="at least one source"):
         open_sources([])

@@ -1,0 +1,365 @@
+"""Shards that are streamed: any sample by number through a small index of each shard, read when it is needed.
+
+`train-000000.tar.index` lies next to its shard, or in the cache folder if the shard is remote or read-only: a line of
+JSON, a row of offsets for each sample, the names of the images. Memory does not grow with the number of samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from filelock import FileLock
+
+from m1clip.data.images import MAX_FILE_BYTES, BadImage, ImageRef, file_stamp, one_line
+from m1clip.data.sources.base import NO_CAPTION, Options, Place, captions_of, user_error
+from m1clip.data.sources.remote import is_broken, is_remote, open_file, read_file, read_range, shown
+from m1clip.data.sources.shards import captions_in, read_texts, samples_in, split_of
+from m1clip.data.types import Problem, Sample, Source
+from m1clip.errors import UserError
+from m1clip.formatting import plural, size
+from m1clip.io import open_regular, user_cache, write_bytes
+
+STREAM_BYTES = 20 * 10**9  # local shards of more bytes are streamed
+HELD_OUT = 5_000  # images at most for each of val and test where the shards name no splits
+BLOCK = 1_024  # neighbours in a shard that stay together in the first shuffle
+SAMPLED = 2_000  # samples that stand for all, where all would have to be read
+THREADS = 32  # reads at a time: those of remote shards mostly wait
+NEAR = 2**16  # bytes between image and captions that cost less than a second read
+INDEX, FORMAT = ".index", 1
+COUNTS = ("bytes", "samples", "captions", "fewest")  # of the header
+PROBLEMS = 100  # kept of each shard
+ROW = np.dtype([("image", "<u8"), ("image_size", "<u4"), ("text", "<u8"), ("text_size", "<u4"), ("json", "?")])
+
+
+Problems = tuple[tuple[str, str, str], ...]  # where, what, kind
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A shard and its index."""
+
+    path: str
+    index: Path
+    problems: Problems
+    bytes: int = 0
+    samples: int = 0
+    captions: int = 0
+    fewest: int = 0  # captions of an image
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return shown(self.path)
+
+
+def make_index(path: str) -> bytes:
+    """Read a shard from start to end; a damaged one gives what is before the damage."""
+    rows, names, counts, problems = list[Any](), list[str](), list[int](), list[tuple[str, str, str]]()
+
+    def problem(place: Place, what: str, kind: str) -> None:
+        problems.append((shown(place[0]), one_line(what), kind))
+
+    with open_file(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        for place, image, parts in samples_in(path, file, problem):
+            texts = read_texts(file, parts)
+            captions, wrong = captions_of(texts.captions)
+            if image.size > MAX_FILE_BYTES:
+                captions, wrong = [], f"{image.size >> 20} MiB is too large for an image"
+            if wrong:
+                problem(place, wrong, "empty-caption" if wrong == NO_CAPTION else "row")
+            if captions and texts.member is not None:
+                rows.append((image.offset, image.size, texts.member.offset, texts.member.size, texts.is_json))
+                names.append(one_line(image.name))
+                counts.append(len(captions))
+    header: dict[str, Any] = {"format": FORMAT, "bytes": size, "samples": len(rows), "captions": sum(counts)}
+    header |= {"fewest": min(counts, default=0), "problems": problems[:PROBLEMS]}
+    return b"".join([json.dumps(header).encode(), b"\n", np.array(rows, ROW).tobytes(), "\n".join(names).encode()])
+
+
+@lru_cache(maxsize=256)
+def _mapped(index: Path, samples: int) -> tuple[np.ndarray, int]:
+    """(rows, memory-mapped; where the names start)."""
+    with open_regular(index) as file:
+        start = len(file.readline())
+        rows = np.memmap(file, ROW, "r", start, (samples,)) if samples else np.empty(0, ROW)
+        return rows, start + rows.nbytes
+
+
+def _read_header(path: str, index: Path) -> Shard | None:
+    """The shard of an index file; None if there is none, or if it belongs to another version of the shard."""
+    try:
+        with open_regular(index) as file:
+            header = json.loads(file.readline(2**20))
+            facts, ours = None if is_remote(path) else os.stat(path), os.fstat(file.fileno())
+        problems = tuple((str(a), str(b), str(c)) for a, b, c in header["problems"])
+        shard = Shard(path, index, problems, *(int(header[name]) for name in COUNTS))
+        fresh = facts is None or (facts.st_size == shard.bytes and facts.st_mtime_ns <= ours.st_mtime_ns)
+        long_enough = ours.st_size >= shard.samples * ROW.itemsize
+        return shard if fresh and long_enough and header["format"] == FORMAT else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def open_shards(paths: Sequence[str], options: Options) -> tuple[list[Shard], int]:
+    """The shards with their indexes, and how many indexes were made; a shard that cannot be read has no samples."""
+    cache = Path(options.cache_dir).expanduser() if options.cache_dir else user_cache()
+    places = [_index_places(path, cache / "shards") for path in paths]
+
+    def find(path: str, indexes: Sequence[Path]) -> Shard | None:
+        return next((shard for index in indexes if (shard := _read_header(path, index))), None)
+
+    def make(path: str, indexes: Sequence[Path]) -> Shard:
+        return find(path, indexes) or _make(path, indexes)  # another process may have made it
+
+    with ThreadPoolExecutor(_threads(paths)) as pool:
+        found = list(pool.map(find, paths, places))
+        missing = [number for number, shard in enumerate(found) if shard is None]
+        if missing:
+            cache.mkdir(parents=True, exist_ok=True)
+            options.progress(0, len(missing))
+            with FileLock(cache / "shards.lock"):
+                made = pool.map(make, *zip(*((paths[number], places[number]) for number in missing), strict=True))
+                for done, (number, shard) in enumerate(zip(missing, made, strict=True), start=1):
+                    found[number] = shard
+                    options.progress(done, len(missing))
+    return [shard for shard in found if shard is not None], len(missing)
+
+
+def _index_places(path: str, cache: Path) -> list[Path]:
+    kept = cache / f"{hashlib.sha256(shown(path).encode()).hexdigest()[:32]}{INDEX}"
+    return [kept] if is_remote(path) else [Path(path + INDEX), kept]
+
+
+def _make(path: str, indexes: Sequence[Path]) -> Shard:
+    """Make the index of a shard, or copy the one that lies next to a remote shard."""
+    try:
+        url, mark, query = path.partition("?")
+        data = (read_file(f"{url}{INDEX}{mark}{query}") if is_remote(path) else None) or make_index(path)
+    except FileNotFoundError as error:
+        raise user_error(f"{shown(path)}: {error.strerror or error}; check the pattern of the shards") from None
+    except OSError as error:
+        return Shard(path, indexes[-1], ((shown(path), one_line(error.strerror or str(error)), "shard"),))
+    index = first_written(indexes, data)
+    if not is_remote(path) and (changed := os.stat(path).st_mtime_ns) > index.stat().st_mtime_ns:
+        os.utime(index, ns=(changed, changed))  # the clock of another machine is ahead
+    _mapped.cache_clear()
+    shard = _read_header(path, index)
+    return shard or Shard(path, index, ((shown(path + INDEX), "not an index: delete it", "shard"),))
+
+
+def first_written(files: Sequence[Path], data: bytes) -> Path:
+    """Write the first of some files that can be written."""
+    for number, file in enumerate(files):
+        try:
+            write_bytes(file, data, sync=False)
+            return file
+        except OSError as error:
+            if number == len(files) - 1:
+                raise UserError(f"{file}: cannot be written ({error.strerror}); choose --cache-dir") from None
+    raise AssertionError
+
+
+def _threads(paths: Sequence[str]) -> int:
+    return THREADS if any(map(is_remote, paths)) else min(4, os.cpu_count() or 1)
+
+
+class ShardSamples(Sequence[Sample]):
+    """The samples of some shards, or those of them `chosen` by number, or all but those `left_out` (sorted numbers)."""
+
+    def __init__(
+        self, shards: Sequence[Shard], chosen: np.ndarray | None = None, left_out: np.ndarray | None = None
+    ) -> None:
+        self.shards = tuple(shards)
+        self.starts = np.cumsum([0, *(shard.samples for shard in shards)])
+        self.chosen = chosen
+        self.left_out = np.empty(0, np.int64) if left_out is None else left_out
+        self.threads = _threads([shard.path for shard in shards])
+        self._captions: dict[int, tuple[str, ...]] = {}  # of images that were read, until they are asked for
+
+    def __len__(self) -> int:
+        return int(self.starts[-1]) - len(self.left_out) if self.chosen is None else len(self.chosen)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_captions": {}}
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return self.some(range(len(self))[index])
+        image = ShardImage(self, range(len(self))[index])
+        try:
+            captions = self.captions(image.index)
+        except OSError:  # as reading the image reports
+            captions = ()
+        return Sample(image, captions, image.id)
+
+    def some(self, indices: Sequence[int]) -> list[Sample]:
+        """Several samples, read at the same time."""
+        with ThreadPoolExecutor(self.threads) as pool:
+            return list(pool.map(self.__getitem__, indices))
+
+    def find(self, index: int) -> tuple[Shard, int]:
+        """The shard of a sample, and its row there."""
+        if self.chosen is not None:
+            index = int(self.chosen[index])
+        elif len(self.left_out):
+            # left_out[k] - k samples come before the k-th one that is left out.
+            index += int(np.searchsorted(self.left_out - np.arange(len(self.left_out)), index, side="right"))
+        place = int(np.searchsorted(self.starts, index, side="right")) - 1
+        return self.shards[place], index - int(self.starts[place])
+
+    def images(self) -> Sequence[ShardImage]:
+        """The images of all samples; nothing is read."""
+        return ShardImages(self)
+
+    def blocks(self) -> np.ndarray:
+        """Sizes of the groups of neighbours that the order of an epoch keeps together at first."""
+        counts = np.diff(self.starts) - np.diff(np.searchsorted(self.left_out, self.starts))
+        return np.concatenate([np.diff([*range(0, count, BLOCK), count]) for count in counts.tolist() if count])
+
+    def captions(self, index: int) -> tuple[str, ...]:
+        """The captions of a sample; those of an image that was just read need no second read."""
+        found = self._captions.pop(index, None)
+        if found is None:
+            shard, row = self.find(index)
+            _, _, text, size, is_json = _mapped(shard.index, shard.samples)[0][row].item()
+            found = captions_in(read_range(shard.path, text, size), is_json)
+        return found
+
+    def read(self, index: int) -> bytes:
+        """The encoded image of a sample; its captions are kept for `captions`."""
+        shard, row = self.find(index)
+        image, size, text, text_size, is_json = _mapped(shard.index, shard.samples)[0][row].item()
+        first, last = min(image, text), max(image + size, text + text_size)
+        if last - first - size - text_size <= NEAR:
+            data = read_range(shard.path, first, last - first)
+            pixels, texts = data[image - first :][:size], data[text - first :][:text_size]
+        else:
+            pixels, texts = read_range(shard.path, image, size), read_range(shard.path, text, text_size)
+        captions = captions_in(texts, is_json)
+        if len(pixels) < size or not captions:
+            raise OSError("the shard has changed since it was indexed; run m1clip data index")
+        if len(self._captions) > 2**16:  # of images whose captions nobody asked for
+            self._captions.clear()
+        self._captions[index] = captions
+        return pixels
+
+
+@dataclass(frozen=True, slots=True)
+class ShardImage(ImageRef):
+    """An image of a streamed shard."""
+
+    samples: ShardSamples
+    index: int
+
+    def read(self) -> bytes:
+        try:
+            return self.samples.read(self.index)
+        except OSError as error:
+            raise BadImage(str(self), f"cannot be read ({error.strerror or error})") from error
+
+    @property
+    def id(self) -> str:
+        """The shard and the name of the image in it."""
+        shard, row = self.samples.find(self.index)
+        with open_regular(shard.index) as file:
+            file.seek(_mapped(shard.index, shard.samples)[1])
+            name = file.read().split(b"\n")[row].decode()
+        return f"{os.path.basename(shard.name)}: {name}"
+
+    def stamp(self) -> str:
+        shard, row = self.samples.find(self.index)
+        return f"{shard.name}|{'' if is_remote(shard.path) else file_stamp(shard.path)}|{row}"
+
+    def __str__(self) -> str:
+        shard, _ = self.samples.find(self.index)
+        return shard.name if is_broken(shard.path) else os.path.join(os.path.dirname(shard.name), self.id)
+
+
+class ShardImages(Sequence[ShardImage]):
+    """The images of streamed samples."""
+
+    def __init__(self, samples: ShardSamples) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: Any) -> Any:
+        return ShardImage(self.samples, int(index))
+
+
+class StreamedSource(Source):
+    """Shards on disk or at URLs, in splits by their names; without names, some evenly spread images are held out."""
+
+    streamed = True
+
+    def __init__(self, name: str, paths: Sequence[str], options: Options) -> None:
+        super().__init__(shown(name), [Path(path).parent for path in paths[:1] if not is_remote(path)])
+        self.shards, _ = open_shards(paths, options)
+        self.problems = [Problem(*problem) for shard in self.shards for problem in shard.problems]
+        if not any(shard.samples for shard in self.shards):
+            why = f"; the first problem: {self.problems[0]}" if self.problems else ""
+            raise user_error(f"{self.name}: no images with captions in {plural(len(self.shards), 'shard')}{why}")
+        split_names = {split_of(shard.name) for shard in self.shards} - {None}
+        in_split: dict[str, list[Shard]] = {}
+        for shard in self.shards:
+            in_split.setdefault(split_of(shard.name) or "train", []).append(shard)
+        self.parts = {split: ShardSamples(shards) for split, shards in in_split.items()}
+        if "train" in self.parts and "val" not in self.parts:
+            self._hold_out(("val",) if split_names else ("val", "test"))
+        self.by_split.update(self.parts)
+        self.threads = THREADS if any(is_remote(path) for path in paths) else 0
+        remote, total = any(map(is_remote, paths)), sum(shard.bytes for shard in self.shards)
+        reason = "remote" if remote else "--cache stream" if options.stream else f"more than {size(STREAM_BYTES)}"
+        what = f"{plural(len(self.shards), 'shard')}, {size(total)}"
+        self.notes.append(f"{self.name}: {what}, streamed: read during training, not cached ({reason})")
+
+    def _hold_out(self, names: Sequence[str]) -> None:
+        """Move evenly spread samples of train to other splits."""
+        train = self.parts["train"]
+        count = max(1, min(round(0.05 * len(train)), HELD_OUT)) * len(names)
+        numbers = np.arange(count) * len(train) // count
+        self.parts["train"] = ShardSamples(train.shards, left_out=numbers)
+        for place, name in enumerate(names):
+            self.parts[name] = ShardSamples(train.shards, chosen=numbers[place :: len(names)])
+        text = " and ".join(f"{len(self.parts[name]):,} {name}" for name in names)
+        self.notes.append(f"the shards' names contain no val split: {text} images are held out of {len(train):,}")
+
+    def pick(self, split: str, indices: Sequence[int]) -> list[Sample]:
+        return self.parts[split].some(indices)
+
+    def sampled(self, split: str) -> Sequence[Sample]:
+        return self._spread(split, SAMPLED)
+
+    def cached(self, split: str) -> list[Sample]:
+        return self._spread(split, HELD_OUT)
+
+    def _spread(self, split: str, most: int) -> list[Sample]:
+        total = len(self.parts[split])
+        picked = self.pick(split, [place * total // min(most, total) for place in range(min(most, total))])
+        return [sample for sample in picked if sample.captions]  # without shards that cannot be read
+
+    def caption_count(self) -> int:
+        return sum(shard.captions for shard in self.shards)
+
+    def fewest_captions(self, split: str) -> int:
+        return min(shard.fewest for shard in self.parts[split].shards if shard.samples)
+
+    def fingerprint(self, samples: Sequence[Sample]) -> str:
+        """Of the names, sizes and counts of all shards."""
+        facts = [[os.path.basename(shard.name), *(getattr(shard, name) for name in COUNTS)] for shard in self.shards]
+        return hashlib.sha256(json.dumps([facts, len(samples)]).encode()).hexdigest()

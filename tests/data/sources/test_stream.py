@@ -1,0 +1,407 @@
+"""Streamed shards: any sample through an index, the same batches for any number of ranks and workers, remote reads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from image_sets import make_set, plan
+from source_helpers import image_bytes, shard_samples, write_tar
+
+from m1clip.config import DataConfig
+from m1clip.data.augment import Augmentation
+from m1clip.data.cache import FailureLog
+from m1clip.data.images import BadImage, Preprocess
+from m1clip.data.lint import lint
+from m1clip.data.loader import Batch, BatchPlan, TrainingSet, batches
+from m1clip.data.pack import pack
+from m1clip.data.prepare import open_data, stream_split
+from m1clip.data.sources import Options, open_source, open_sources, remote, stream
+from m1clip.data.sources.shards import list_shards
+from m1clip.data.sources.stream import Shard, ShardSamples, StreamedSource, open_shards
+from m1clip.errors import UserError
+from m1clip.text.bpe import BpeTokenizer
+
+Log = list[tuple[str, str | None]]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed")
+    pack(open_source(str(make_set(folder / "set", train=70))), folder / "shards", shard_size=12)
+    return folder / "shards"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "BACKOFF_SECONDS", 0.001)
+
+
+def streamed(path: Path | str, **options: Any) -> StreamedSource:
+    source = open_source(str(path), options=Options(stream=True, **options))
+    assert isinstance(source, StreamedSource)
+    return source
+
+
+def training(*paths: Path | str, part: tuple[int, int] = (0, 1), **augmentation: float) -> TrainingSet:
+    config = DataConfig(source=tuple(map(str, paths)), cache="stream")
+    source = open_data(config, 24, 0)
+    assert isinstance(source, StreamedSource)
+    split = stream_split(source, config, BpeTokenizer(), 32, Preprocess(image_size=24), 1.15, plan())
+    assert split.live_captions is not None
+    order = BatchPlan(len(split.samples), 8, 5, part, split.samples.blocks())  # type: ignore[attr-defined]
+    return TrainingSet(
+        split.images, split.live_captions, order, Augmentation(0.6, 0.5, 0.2, **augmentation), captions_per_image=2
+    )
+
+
+def assert_same(one: Batch, other: Batch) -> None:
+    assert one.tensors().keys() == other.tensors().keys() >= {"images", "tokens", "views"}
+    for name, tensor in one.tensors().items():
+        assert torch.equal(tensor, other.tensors()[name]), name
+
+
+# Samples
+
+
+@given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(sum), fraction=st.floats(0, 0.5))
+def test_each_sample_is_in_one_split_and_in_one_block(counts: list[int], fraction: float) -> None:
+    shards = [Shard(f"{n}.tar", Path(f"{n}"), (), samples=count) for n, count in enumerate(counts)]
+    total = sum(counts)
+    held = max(1, int(fraction * total))
+    numbers = np.arange(held) * total // held
+    train, others = ShardSamples(shards, left_out=numbers), ShardSamples(shards, chosen=numbers)
+    assert len(train) + len(others) == total
+    places = {samples.find(index) for samples in (train, others) for index in range(len(samples))}
+    assert places == {(shard, row) for shard in shards for row in range(shard.samples)}
+    if len(train):
+        with mock.patch.object(stream, "BLOCK", 16):
+            blocks = train.blocks()
+        assert (blocks.sum(), blocks.min() > 0, blocks.max() <= 16) == (len(train), True, True)
+        starts = np.cumsum(blocks) - blocks
+        for start, size in zip(starts.tolist(), blocks.tolist(), strict=True):
+            assert train.find(start)[0] == train.find(start + size - 1)[0], "a block is in one shard"
+
+
+def test_samples_equal_those_that_are_loaded(packed: Path) -> None:
+    loaded, found = open_source(str(packed)), streamed(packed)
+    for split in ("train", "val", "test"):
+        ours, theirs = found.samples(split), loaded.samples(split)
+        assert [sample.captions for sample in ours] == [sample.captions for sample in theirs]
+        assert [sample.image.read() for sample in ours] == [sample.image.read() for sample in theirs]
+    assert found.caption_count() == loaded.caption_count() == 2 * 86
+    assert str(found.samples("train")[13].image) == f"{packed}/train-000001.tar: 000000013.jpg"
+    assert found.samples("val")[-1:][0].captions == loaded.samples("val")[-1].captions
+    assert "streamed: read during training, not cached (--cache stream)" in found.notes[0]
+
+
+def test_images_are_held_out_where_shards_name_no_split(tmp_path: Path) -> None:
+    for number in range(4):
+        write_tar(tmp_path / f"{number:05d}.tar", shard_samples(15))
+    source = streamed(tmp_path)
+    assert {split: len(source.samples(split)) for split in source.splits()} == {"train": 54, "val": 3, "test": 3}
+    ids = [sample.id for split in source.splits() for sample in source.samples(split)]
+    assert len(set(ids)) == 60
+    assert "3 val and 3 test images are held out of 60" in source.notes[0]
+
+
+def test_large_local_shards_are_streamed(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not open_source(str(packed)).streamed
+    monkeypatch.setattr("m1clip.data.sources.STREAM_BYTES", 10_000)
+    assert open_source(str(packed)).streamed
+    both = open_sources([str(packed / "train-000000.tar"), str(packed / "val-000000.tar")])
+    assert {split: len(both.samples(split)) for split in both.splits()} == {"train": 12, "val": 8}
+    with pytest.raises(UserError, match="cannot be mixed with streamed shards"):
+        open_sources([str(packed), str(packed.parent / "set")])
+    with pytest.raises(UserError, match="--cache stream is for webdataset shards"):
+        streamed(packed.parent / "set")
+
+
+def test_lint_checks_a_sample_of_streamed_shards(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("m1clip.data.lint.STREAMED", 20)
+    report = lint(streamed(packed))
+    assert (report.images, report.captions, report.checked) == ({"train": 70, "val": 8, "test": 8}, 172, 20)
+    assert report.verdict == "ok"
+    assert report.facts["captions_per_image"]["median"] == 2
+
+
+# Index
+
+
+def test_index_is_made_once_and_again_for_a_changed_shard(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "shards" / "train-0.tar", shard_samples(5))
+    calls: list[tuple[int, int]] = []
+    options = Options(progress=lambda done, total: calls.append((done, total)))
+    assert [open_shards([str(path)], options)[1] for _ in range(2)] == [1, 0]
+    assert calls == [(0, 1), (1, 1)]
+    write_tar(path, shard_samples(7))
+    os.utime(path, ns=(path.stat().st_mtime_ns + 10**9,) * 2)
+    (shard,), made = open_shards([str(path)], Options())
+    assert (shard.samples, made) == (7, 1)
+    Path(f"{path}.index").write_bytes(b"{}\n")
+    assert open_shards([str(path)], Options())[0][0].samples == 7
+
+
+def test_index_of_a_folder_that_cannot_be_written_is_in_the_cache(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "shards" / "train-0.tar", shard_samples(5))
+    Path(f"{path}.index").mkdir()
+    (shard,), _ = open_shards([str(path)], Options(cache_dir=str(tmp_path / "own")))
+    assert shard.index.parent == tmp_path / "own" / "shards"
+    assert open_shards([str(path)], Options(cache_dir=str(tmp_path / "own"))) == ([shard], 0)
+
+
+def test_index_leaves_out_and_names_what_cannot_be_used(tmp_path: Path) -> None:
+    good = shard_samples(6)
+    write_tar(tmp_path / "train-0.tar", [*good[:6], ("x.jpg", image_bytes()), ("y.txt", b"alone"), *good[6:]])
+    cut = write_tar(tmp_path / "train-1.tar", good)
+    cut.write_bytes(cut.read_bytes()[: 512 * 4 * 3 + 700])
+    (tmp_path / "train-2.tar").write_bytes(b"hello" * 1000)
+    source = streamed(tmp_path)
+    assert Counter(problem.kind for problem in source.problems) == {"empty-caption": 2, "no-image": 1, "shard": 2}
+    assert f"{tmp_path}/train-2.tar: not a tar file" in map(str, source.problems)
+    assert [shard.samples for shard in source.shards] == [6, 2, 0]
+    assert all(sample.image.open() for sample in source.samples("train"))
+    assert lint(source, 4).verdict == "problems"
+
+
+def test_shard_that_changes_during_a_run_is_reported(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "train-0.tar", shard_samples(6))
+    samples = streamed(path).samples("train")
+    path.write_bytes(path.read_bytes()[:600])
+    with pytest.raises(BadImage, match="changed since it was indexed"):
+        samples[4].image.read()
+
+
+# Batches
+
+
+def test_batches_do_not_depend_on_ranks_workers_and_start(packed: Path) -> None:
+    whole = training(packed, patch_dropout=0.5, word_dropout=0.4)
+    alone = list(batches(whole, 0, 20, 0, "fork", pin=False))
+    helped = list(batches(whole, 5, 13, 2, "fork", pin=False))  # from the middle of the first epoch
+    for one, other in zip(alone[5:13], helped, strict=True):
+        assert_same(one, other)
+    for step in (0, 9):
+        parts = [training(packed, part=(rank, 3), patch_dropout=0.5, word_dropout=0.4)[step] for rank in range(3)]
+        for name in ("sample_ids", "images", "views"):
+            assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(alone[step], name)), name
+        captions = [list(zip(b.caption_ids.tolist(), map(tuple, b.tokens.tolist()), strict=True)) for b in parts]  # type: ignore[union-attr]
+        ours = {id_: _stripped(tokens) for part in captions for id_, tokens in part}
+        tokens = alone[step].tokens
+        assert tokens is not None
+        assert ours == dict(
+            zip(alone[step].caption_ids.tolist(), [_stripped(tuple(row)) for row in tokens.tolist()], strict=True)
+        )
+
+
+def _stripped(tokens: tuple[int, ...]) -> tuple[int, ...]:
+    """Without padding, whose length depends on the batch."""
+    return tokens[: tokens.index(BpeTokenizer().eot_id) + 1]
+
+
+def test_epoch_has_each_image_at_most_once_with_its_own_captions(packed: Path) -> None:
+    data, loaded = training(packed), open_source(str(packed)).samples("train")
+    steps = range(data.plan.steps_per_epoch)
+    seen = [int(number) for step in steps for number in data[step].sample_ids]
+    assert len(seen) == len(set(seen)) == 64
+    texts, batch = BpeTokenizer(), data[3]
+    assert batch.tokens is not None
+    for row, caption in zip(batch.image_index.tolist(), batch.tokens.tolist(), strict=True):
+        expected = [texts.tokenize([text], 32)[0].tolist() for text in loaded[int(batch.sample_ids[row])].captions]
+        assert caption in [tokens[: len(caption)] for tokens in expected]
+
+
+# Remote shards
+
+
+class Server(ThreadingHTTPServer):
+    """Serves a folder with range requests."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.folder, self.log, self.password = folder, Log(), ""
+        self.flaky: tuple[str, ...] = ()  # files of which each range is refused twice
+        self.always: dict[str, int] = {}  # status of every answer, by file name; 1: no answer
+        self.hang = threading.Event()
+        self.ranges = True
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.server_port}/{name}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_GET(self, body: bool = True) -> None:
+        name, wanted = self.path.lstrip("/").partition("?")[0], self.headers.get("Range")
+        self.server.log.append((name, wanted))
+        path = self.server.folder / name
+        status = self.server.always.get(name, 200 if path.is_file() else 404)
+        if name in self.server.flaky and self.server.log.count((name, wanted)) < 3:
+            status = 503
+        if self.server.password not in self.headers.get("Authorization", ""):
+            status = 403
+        if status == 1:
+            self.server.hang.wait(100)
+        data = path.read_bytes() if status == 200 else b""
+        length = len(data)
+        if status == 200 and wanted and self.server.ranges:
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
+            data, status = data[int(first) : int(last or length) + 1], 206
+        self.send_response(status if status > 1 else 500)
+        self.send_header("Content-Length", str(len(data)))
+        if self.server.ranges:
+            self.send_header("Accept-Ranges", "bytes")
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+    def do_HEAD(self) -> None:
+        self.do_GET(body=False)
+
+
+@contextmanager
+def serve(folder: Path) -> Iterator[Server]:
+    pytest.importorskip("aiohttp", reason="aiohttp is an extra: pip install 'm1clip[remote]'")
+    server = Server(folder)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.hang.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def write_shards(folder: Path, shards: int = 4, images: int = 10) -> None:
+    for number in range(shards):
+        write_tar(folder / f"train-{number:03d}.tar", shard_samples(images))
+    write_tar(folder / "val-000.tar", shard_samples(3))
+    open_shards(list_shards(str(folder)), Options())
+
+
+def remote_data(server: Server) -> tuple[str, str]:
+    return server.url("train-{000..003}.tar"), server.url("val-000.tar")
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_remote_shards_give_the_batches_of_local_ones(tmp_path: Path, indexed: bool) -> None:
+    write_shards(tmp_path / "shards")
+    ours = list(batches(training(tmp_path / "shards"), 0, 4, 0, "fork", False))
+    for index in (tmp_path / "shards").glob("*.index") if not indexed else ():
+        index.unlink()
+    with serve(tmp_path / "shards") as server:
+        theirs = training(*remote_data(server))
+        opened = len(server.log)
+        for one, other in zip(ours, batches(theirs, 0, 4, 2, "fork", False), strict=True):
+            assert_same(one, other)
+        assert len(server.log) == opened + 4 * 8, "one request for an image with its captions"
+        assert all(wanted for _, wanted in server.log[opened:]), "never a complete shard"
+        server.log.clear()
+        training(*remote_data(server))
+        assert not [name for name, wanted in server.log if not wanted], "the indexes are kept"
+
+
+def test_failed_requests_are_tried_again(tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards")
+    with serve(tmp_path / "shards") as server:
+        server.flaky = ("train-000.tar.index", "train-001.tar")
+        data = training(*remote_data(server))
+        assert all(not data[step].failed for step in range(5))
+        assert server.log.count(("train-000.tar.index", None)) == 3
+
+
+def test_broken_shard_is_skipped_and_named_once(tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards", images=30)
+    with serve(tmp_path / "shards") as server:
+        data, url = training(*remote_data(server)), server.url("train-002.tar")
+        server.always["train-002.tar"] = 500
+        opened, warnings, records = len(server.log), list[str](), list[str]()
+        report = FailureLog(120, 0.5, lambda kind, **more: records.append(more["where"]), warnings.append)
+        for step in range(15):
+            batch = data[step]
+            report(batch.failed)
+            assert not {int(number) // 30 for number in batch.sample_ids} & {2}, "replaced by images of other shards"
+        assert url in records
+        assert len(records) < 10, "the shard once, and the images before it was found to be broken"
+        assert any(line.startswith(f"skipped {url}: cannot be read (") for line in warnings)
+        asked = [name for name, _ in server.log[opened:] if name == "train-002.tar"]
+        assert len(asked) < 45, "it is left alone afterwards"
+
+
+def test_slow_shard_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(tmp_path / "shards")
+    with serve(tmp_path / "shards") as server:
+        data = training(*remote_data(server))
+        monkeypatch.setattr(remote, "TRIES", 1)
+        monkeypatch.setattr(remote, "TRY_SECONDS", 1.0)
+        server.always["train-002.tar"] = 1
+        failed = {failure.where.partition(".tar")[0][-3:] for step in range(5) for failure in data[step].failed}
+        assert "002" in failed  # on a busy machine, others may be slow too
+
+
+def test_missing_shard_and_server_without_ranges_are_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards")
+    with serve(tmp_path / "shards") as server:
+        with pytest.raises(UserError, match=r"train-004\.tar: no such file; check the pattern"):
+            open_source(server.url("train-{003..004}.tar"))
+        server.ranges = False
+        with pytest.raises(UserError, match=r"train-000\.tar: the server ignores range requests"):
+            training(*remote_data(server))
+
+
+def test_credentials_are_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(tmp_path / "shards", images=30)
+    monkeypatch.setenv("LOGIN", "me:s3cret@")
+    monkeypatch.setenv("QUERY", "?signature=s3cret")
+    with serve(tmp_path / "shards") as server:
+        server.password = "Basic bWU6czNjcmV0"
+        url = server.url("train-{000..003}.tar${QUERY}").replace("http://", "http://${LOGIN}")
+        for bad in (url.replace("${LOGIN}", "me:s3cret@"), url.replace("${QUERY}", "?signature=s3cret")):
+            with pytest.raises(UserError, match="put them into a variable") as caught:
+                open_source(bad)
+            assert "s3cret" not in str(caught.value)
+        data = training(url)
+        said = [str(open_source(url).__dict__[name]) for name in ("name", "notes", "problems")]
+        server.always = {"train-002.tar": 500, "train-001.tar": 403}
+        said += [str(failure) for step in range(14) for failure in data[step].failed]
+        assert any("500" in text for text in said)
+        server.always["train-000.tar.index"] = server.always["train-000.tar"] = 500
+        for index in (tmp_path / "cache").rglob("*.index"):
+            index.unlink()
+        broken = open_source(url)
+        said += [*map(str, broken.problems), lint(broken, 8).to_text()]
+        server.password = "none has this"
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+        with pytest.raises(UserError, match="no images with captions") as caught:
+            open_source(url)
+        assert "s3cret" not in "".join([*said, str(caught.value)])
+        assert "train-000.tar: " in str(broken.problems[0])
+
+
+def test_remote_data_without_its_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "fsspec.core", None)
+    remote._file_system.cache_clear()
+    with pytest.raises(UserError, match=r"pip install 'm1clip\[remote\]'"):
+        open_source("s3://bucket/train-{000..001}.tar")
