@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
@@ -18,7 +19,7 @@ from torch.distributed import TCPStore
 from m1clip.training.distributed import TIMEOUT_VARIABLE, Ranks, connect
 from m1clip.training.step import TrainStep
 
-Gate = tuple[int, Path]  # a step, before which ranks wait until the file exists
+Gate = tuple[int, Path]  # a step, before which ranks wait until the file exists; beside it they list their samples
 
 
 def join_ranks(rank: int, size: int, port: int, timeout: float = 600, gate: Gate | None = None) -> Ranks:
@@ -38,6 +39,8 @@ def _wait_at(gate: int, file: Path) -> None:
     def wait_and_train(self: TrainStep, batch: Any, step: int) -> Any:
         while step == gate and not file.exists():
             time.sleep(0.005)
+        with file.with_name(f"{file.name}-seen-{self.ranks.rank}").open("a") as seen:
+            seen.write(f"{json.dumps([step, batch.sample_ids.tolist()])}\n")
         return train(self, batch, step)
 
     TrainStep.__call__ = wait_and_train  # type: ignore[method-assign]
@@ -74,11 +77,12 @@ def _work(rank: int, size: int, port: int, folder: Path, work: Callable[..., Any
     torch.save(result, folder / f"result-{rank}")
 
 
-def start_ranks(commands: list[list[str]], cwd: Path, timeout: float = 600, gate: Gate | None = None) -> list[Command]:
-    """`m1clip WORDS` on each rank; rank r runs the r-th command."""
+def start_ranks(commands: list[list[str]], *cwd: Path, timeout: float = 600, gate: Gate | None = None) -> list[Command]:
+    """`m1clip WORDS` on each rank; rank r runs the r-th command, in the r-th folder or all in the same."""
     STORES.append(new_store())
-    place = (len(commands), STORES[-1].port, timeout, gate)
-    return [Command(*words, cwd=cwd, prepare=partial(join_ranks, rank, *place)) for rank, words in enumerate(commands)]
+    place, folders = (len(commands), STORES[-1].port, timeout, gate), cwd * len(commands)
+    started = zip(commands, folders, range(len(commands)), strict=False)
+    return [Command(*words, cwd=at, prepare=partial(join_ranks, rank, *place)) for words, at, rank in started]
 
 
 STORES: list[TCPStore] = []  # needed for as long as their ranks run

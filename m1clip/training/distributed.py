@@ -244,6 +244,12 @@ class Ranks:
                         f"ranks need the same version, command and data"
                     )
 
+    def check_clocks(self, clocks: Sequence[float]) -> None:
+        """End all ranks if the clock of one is far off."""
+        for rank, clock in enumerate(clocks):
+            if abs(clock - clocks[0]) > MAX_CLOCK_SECONDS:
+                self.refuse(f"{self.name(rank)}: its clock differs by {clock - clocks[0]:+.0f} s from rank 0's; set it")
+
     def refuse(self, reason: str) -> None:
         """End all ranks with one message."""
         if self.rank:
@@ -336,8 +342,5 @@ def connect() -> Ranks:
     atexit.register(dist.destroy_process_group)
     names = tuple(Ranks(rank, size, store).gather_objects(f"process {os.getpid()} on {socket.gethostname()}"))
     ranks = Ranks(rank, size, store, names, seconds, 1)
-    clocks = ranks.gather_objects(time.time())  # all have arrived, so that these are the same moment
-    for other, clock in enumerate(clocks):
-        if abs(clock - clocks[0]) > MAX_CLOCK_SECONDS:
-            ranks.refuse(f"{ranks.name(other)}: its clock differs by {clock - clocks[0]:+.0f} s from rank 0's; set it")
+    ranks.check_clocks(ranks.gather_objects(time.time()))  # all have arrived, so that these are the same moment
     return ranks

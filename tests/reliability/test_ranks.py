@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,10 +17,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from ranks import start_ranks
+from PIL import Image
+from ranks import on_ranks, start_ranks
 from small_run import ROOT, Command, environment, run_small, small_arguments, tensors_of
 
+from m1clip.errors import UserError
 from m1clip.runlog import parse
+from m1clip.training import run as runs
+from m1clip.training.distributed import Ranks
 
 TINY: dict[str, Any] = {
     "model.patch_size": 16,
@@ -26,8 +32,9 @@ TINY: dict[str, Any] = {
     "model.text_layers": 1,
     "train.steps": 12,
     "train.save_every": 2,
+    "data.train_count": 64,
 }
-STEPS = 12
+STEPS, EPOCH = 12, 4
 
 
 def saved(run: Path) -> set[int]:
@@ -86,8 +93,24 @@ def disturb(tmp_path: Path, undisturbed: Path, kills: int, draw: random.Random, 
         errors = [error for command in ranks for error in command.read()[1].splitlines() if error]
         assert len(errors) <= 1, errors
         assert all(f"rank {ranks.index(victim)} " in error for error in errors)
-    assert wait_all(start_ranks([words] * 2, tmp_path)) == [0, 0]
+    assert wait_all(start_ranks([words] * 2, tmp_path, gate=(-1, tmp_path / f"gate-{kills}"))) == [0, 0]
     assert_same_training(run, undisturbed)
+    seen = samples_seen(tmp_path, kills + 1)
+    for first in range(0, STEPS, EPOCH):
+        epoch = sorted(sample for step in range(first, first + EPOCH) for sample in seen[step])
+        assert epoch == list(range(TINY["data.train_count"])), "every sample once"
+
+
+def samples_seen(folder: Path, sessions: int) -> dict[int, list[int]]:
+    """The samples of each step on all ranks, in the last session that has it: what it had before is undone."""
+    seen: dict[int, list[int]] = {}
+    for session in range(sessions):
+        made: dict[int, list[int]] = {}
+        for file in folder.glob(f"gate-{session}-seen-*"):
+            for step, samples in map(json.loads, file.read_text().splitlines()):
+                made.setdefault(step, []).extend(samples)
+        seen |= made
+    return seen
 
 
 def test_killed_ranks_and_other_numbers_of_ranks_change_nothing(tmp_path: Path, undisturbed: Path) -> None:
@@ -154,6 +177,73 @@ def test_other_settings_on_one_rank_are_refused(tmp_path: Path) -> None:
     assert "--batch-size is 12, but 16 on rank 0" in ranks[0].read()[1]
     assert [command.read() for command in ranks[1:]] == [("", "")], "one report is enough"
     assert not (tmp_path / "runs").exists()
+
+
+def test_other_data_on_one_rank_is_refused(tmp_path: Path) -> None:
+    """Each rank finds `photos` in a folder of its own; captions differ."""
+    for name, color in (("a", "red"), ("b", "blue")):
+        photos = tmp_path / name / "photos"
+        photos.mkdir(parents=True)
+        for number in range(20):
+            Image.new("RGB", (32, 32), (number * 12, 0, 0)).save(photos / f"{number}.png")
+        rows = [f"{number}.png,shade {number} of {color}" for number in range(20)]
+        (photos / "captions.csv").write_text("\n".join(["image,caption", *rows]))
+    words = ["train", "photos", *small_arguments({"data.train_count": None, "train.batch_size": 4})]
+    ranks = start_ranks([words] * 2, tmp_path / "a", tmp_path / "b")
+    assert wait_all(ranks) == [2, 2]
+    error = ranks[0].read()[1].splitlines()[-1]
+    assert f"rank 1 (process {ranks[1].pid} on " in error
+    assert "the hash of their captions is " in error
+    assert "Traceback" not in ranks[0].read()[1] + ranks[1].read()[1]
+
+
+def differ(ranks: Ranks) -> str:
+    """What a rank with another version of m1clip reports."""
+    runs.__version__ = f"0.{ranks.rank}"
+    try:
+        runs.connect_same()
+    except (UserError, SystemExit) as error:
+        return str(error)
+    return "no error"
+
+
+def test_other_version_and_clock_on_one_rank_are_refused() -> None:
+    report, other = on_ranks(2, differ)
+    assert re.fullmatch(r"rank 1 \(process \d+ on .*\): the version of m1clip is 0\.1, but 0\.0 on rank 0; .*", report)
+    assert other == "2", "one report is enough"
+    ranks = Ranks(0, 2, names=("process 1 on a", "process 2 on b"))
+    ranks.check_clocks([1000.0, 1299.0])
+    with pytest.raises(
+        UserError, match=r"^rank 1 \(process 2 on b\): its clock differs by -400 s from rank 0's; set it$"
+    ):
+        ranks.check_clocks([1000.0, 600.0])
+
+
+def no_namespaces() -> str:
+    """Why this machine cannot have two network namespaces; "" if it can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "needs root on Linux"
+    name = f"probe-{os.getpid()}"
+    tries = (["add", name], ["exec", name, "unshare", "--uts", "true"], ["del", name])
+    try:
+        for words in tries:
+            subprocess.run(["ip", "netns", *words], check=True, capture_output=True, timeout=100)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"no network namespaces: {error}"
+    return ""
+
+
+def test_two_nodes_train_like_one_process(tmp_path: Path, undisturbed: Path) -> None:
+    if reason := no_namespaces():
+        pytest.skip(reason)
+    run = tmp_path / "run"
+    words = ["-m", "--", "m1clip", "train", *small_arguments(TINY), "--run", str(run)]
+    variables = environment() | {"PYTHON": sys.executable, "PYTHONPATH": ROOT}
+    script = [f"{ROOT}/tools/two_nodes.sh", *words]
+    done = subprocess.run(script, env=variables, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    assert records(run, "start")[0]["ranks"] == 2
+    assert_same_training(run, undisturbed)
 
 
 @pytest.mark.long("torchrun restarts ranks of which one was killed: the same training")
