@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,19 +114,30 @@ def linear_probe(features: Tensor, labels: Tensor, seed: int = 0) -> Scores:
     if bool(test.all()) or not bool(test.any()):
         raise UserError("the linear probe needs at least two images of some class")
     # The entries of unit vectors are far below one, and weight decay would dominate.
-    inputs = F.pad(features.double() * features.shape[1] ** 0.5, (0, 1), value=1.0)
-    weight = torch.zeros(inputs.shape[1], int(labels.max()) + 1, dtype=torch.float64, requires_grad=True)
+    inputs = features * features.shape[1] ** 0.5
+    predict = fit_classifier(inputs[~test], labels[~test])
+    return top_k_accuracy(predict(inputs[test]), labels[test], "linear_probe")
+
+
+def fit_classifier(inputs: Tensor, labels: Tensor, weight_decay: float = 1.0) -> Callable[[Tensor], Tensor]:
+    """Logistic regression in float64: the function from inputs (n, d) to scores (n, classes)."""
+
+    def extended(rows: Tensor) -> Tensor:
+        return F.pad(rows.double(), (0, 1), value=1.0)
+
+    known = extended(inputs)
+    weight = torch.zeros(known.shape[1], int(labels.max()) + 1, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([weight], max_iter=PROBE_ITERATIONS, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        value = F.cross_entropy(inputs[~test] @ weight, labels[~test], reduction="sum")
-        value = value + weight[:-1].square().sum() / 2
+        value = F.cross_entropy(known @ weight, labels, reduction="sum")
+        value = value + weight_decay * weight[:-1].square().sum() / 2
         value.backward()
         return value
 
     optimizer.step(loss)
-    return top_k_accuracy(inputs[test] @ weight.detach(), labels[test], "linear_probe")
+    return lambda rows: extended(rows) @ weight.detach()
 
 
 def stratified_test_mask(labels: Tensor, seed: int) -> Tensor:

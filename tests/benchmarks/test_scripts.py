@@ -19,6 +19,8 @@ import torch
 from PIL import Image
 
 import m1clip
+from m1clip.data.images import FileImage
+from m1clip.data.types import Sample
 from m1clip.model.clip import count_parameters
 from m1clip.model.presets import preset, with_fields
 
@@ -204,6 +206,17 @@ def test_frozen_rows_join_seeds_of_a_split() -> None:
     (row,) = frozen.rows(runs)
     assert row["figure"] == "**70.0 ± 14.1%**, mean of six recalls 70.0 ± 14.1; 1:00 from an empty cache"
     assert (row["n"], row["command"]) == ("2 seeds", "python benchmarks/frozen.py DATA --rows both")
+
+
+def test_class_of_an_image_is_the_only_word_in_its_captions() -> None:
+    zeroshot = script("zeroshot")
+    captions = ["A dog .", "A dog in the snow", "A dogged man", "Dog, on a chair"]
+    kept, labels = zeroshot.labeled([Sample(FileImage(f"{i}.jpg"), (text,), str(i)) for i, text in enumerate(captions)])
+    assert [sample.id for sample in kept] == ["0", "3"]
+    assert labels.tolist() == [zeroshot.WORDS.index("dog")] * 2
+    got = zeroshot.accuracy(torch.eye(2)[[0, 0, 0, 1]], torch.tensor([0, 0, 1, 1]))
+    assert (got["top1"], got["per_class"], got["n"]) == (0.75, 0.75, 4)
+    assert zeroshot.accuracy(torch.eye(2)[[0, 0, 0, 0]], torch.tensor([0, 0, 0, 1]))["per_class"] == 0.5
 
 
 def test_stored_results_make_a_table() -> None:
