@@ -30,6 +30,11 @@ Record = dict[str, Any]
 Sink = Callable[[Record], None]
 
 
+def label(metric: str) -> str:
+    """The name of a metric for users: `text_to_image/recall@1` is "text to image, recall@1"."""
+    return SELECTION.get(metric, metric.replace("_", " ").replace("/", ", "))
+
+
 def selection_metric(record: Record) -> str:
     """The metric that selects the best model, in an evaluation or end record."""
     return next((name for name in SELECTION if name in record), MEAN_RECALL)

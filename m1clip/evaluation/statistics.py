@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from m1clip.formatting import percent, table
-from m1clip.runlog import SELECTION
+from m1clip.runlog import SELECTION, label
 
 Z95 = 1.959964
 
@@ -34,8 +34,8 @@ class Metric:
 
     @property
     def label(self) -> str:
-        """The name for users: `text_to_image/recall@1` is "text to image, recall@1"."""
-        return SELECTION.get(self.name, self.name.replace("_", " ").replace("/", ", "))
+        """The name for users."""
+        return label(self.name)
 
     def _cells(self) -> tuple[str, ...]:
         low, high = self.interval.low, self.interval.high

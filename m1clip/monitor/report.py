@@ -25,7 +25,7 @@ from m1clip.io import read_small, write_bytes
 from m1clip.monitor.diagnostics import diagnose
 from m1clip.monitor.history import EVALUATION_FIGURES, PHASES, STEP_FIGURES, History, numbers
 from m1clip.monitor.status import elapsed, status_of
-from m1clip.runlog import SELECTION
+from m1clip.runlog import SELECTION, label
 
 GRID_WIDTH = 1000  # pixels of the retrieval grid; a wider one is scaled down
 COLORS, GRAY = ("#0b8ba3", "#e8590c", "#7d5fff", "#2f9e44", "#d6336c", "#b58100", "#1c7ed6"), "#868e96"
@@ -131,7 +131,7 @@ def summary(histories: Sequence[History]) -> str:
         if not several:
             low, high = (percent(first[f"{name}/{end}"]) for end in ("low", "high"))
             cells += [f"{low} to {high}", f"{first[f'{name}/n']:,}"]
-        rows.append([SELECTION.get(name, name), percent(chance), *cells])
+        rows.append([label(name), percent(chance), *cells])
     columns = [history.name for history in histories] if several else ["value", "95% interval", "n"]
     return f"<p class='hint'>{escape(note)}</p>" + (html_table(["metric", "chance", *columns], rows) if rows else "")
 

@@ -220,7 +220,7 @@ def test_real_training_process_is_shown(visit: Any, tmp_path: Path) -> None:
         assert training.wait(timeout=60) == 0
         wait_for_points(page, 30)
         wait_for_points(page, 3, "recall")
-        until(page, "document.querySelectorAll('[data-plot=difficulty] canvas').length > 0")
+        wait_for_points(page, 3, "difficulty")
     finally:
         training.kill()
         training.wait(timeout=30)
