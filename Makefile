@@ -77,11 +77,11 @@ bench: $(READY)
 	@for name in large_batch memory; do $(BIN)/python benchmarks/$$name.py --json docs/results/$$name.json || exit 1; done
 	@$(BIN)/python tools/results_table.py
 
-# ENTRY: a name in docs/speedrun.md. PEER_SOURCE: src/ of a checkout of open_clip, instead of the installed one.
+# ENTRY: a name in docs/speedrun.md.
 ENTRY ?= m1clip
 speedrun: $(READY)
-	@test -n "$(DATA)" || { echo "make speedrun DATA=folder [ENTRY=name] [PEERS=python] [PEER_SOURCE=folder]"; exit 1; }
-	@$(BIN)/python benchmarks/speedrun.py "$(DATA)" --entry $(ENTRY) --peer-python "$(PEERS)" --peer-source "$(PEER_SOURCE)"
+	@test -n "$(DATA)" || { echo "make speedrun DATA=folder [ENTRY=name] [PEERS=python]"; exit 1; }
+	@$(BIN)/python benchmarks/speedrun.py "$(DATA)" --entry $(ENTRY) --peer-python "$(PEERS)"
 
 # PEERS: a Python that has open_clip, torchvision and transformers (benchmarks/README.md).
 parity: $(READY)

@@ -32,10 +32,8 @@ class Side:
     """A long-lived process with one side of a comparison in it, which answers a line with a line of JSON."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        # All sides wait passively, as m1clip does: spinning threads would slow the others on a busy machine.
-        variables = {**os.environ, **environment(platform.system(), os.environ)}
         self.process = subprocess.Popen(
-            list(command), env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            list(command), env=variables_for(command[0]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def ask(self, question: str | dict[str, Any]) -> Any:
@@ -54,6 +52,13 @@ class Side:
 
     def __exit__(self, *_: object) -> None:
         self.process.communicate()  # the end of its input ends it
+
+
+def variables_for(python: str) -> dict[str, str]:
+    """Variables for a process of m1clip, or of a peer: PEER_SOURCE names a checkout of open_clip, its folder src/."""
+    # All wait passively, as m1clip does: spinning threads would slow the others on a busy machine.
+    variables = {**os.environ, **environment(platform.system(), os.environ)}
+    return variables if python == sys.executable else {**variables, "PYTHONPATH": os.environ.get("PEER_SOURCE", "")}
 
 
 def set_up(config: Config) -> Setup:
@@ -88,7 +93,7 @@ def peer_shape(config: CLIPConfig) -> dict[str, Any]:
 
 def peak_memory(flags: Sequence[str], own_cache: bool = False) -> int:
     """Peak RSS of a fresh `m1clip train` on the CPU: set-up, steps, evaluation, checkpoint and final report."""
-    variables = {**os.environ, **environment(platform.system(), os.environ)}
+    variables = variables_for(sys.executable)
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output.txt").open("w+") as output:
         variables |= {"XDG_CACHE_HOME": f"{folder}/cache"} if own_cache else {}
         command = [sys.executable, "-m", "m1clip", "train", *flags, "--device", "cpu", "--run", f"{folder}/run"]

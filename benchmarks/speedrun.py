@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import os
-import platform
 import shlex
 import signal
 import statistics
@@ -26,12 +25,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from sides import RESULTS, machine, write
+from sides import RESULTS, machine, variables_for, write
 
 from m1clip.data.captions import caption_ids_of
 from m1clip.data.sources import open_sources
 from m1clip.evaluation.retrieval import retrieval
-from m1clip.hardware.facts import environment
 
 LOG, PAGE = RESULTS / "speedrun.json", RESULTS.parent / "speedrun.md"
 MARKS = ("<!-- table -->\n", "<!-- end of table -->\n")
@@ -109,11 +107,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--options", default="", help="more options for the trainer: a trial, scored on validation")
     parser.add_argument("--minutes", type=float, help="another clock: a trial")
     parser.add_argument("--quick", action="store_true", help="a few steps: a smoke test")
-    parser.add_argument("--peer-python", default=os.environ.get("PEERS"), help="a Python with open_clip (or set PEERS)")
     parser.add_argument(
-        "--peer-source",
-        default=os.environ.get("PEER_SOURCE"),
-        help="src/ of a checkout of open_clip, instead of the installed version (or set PEER_SOURCE)",
+        "--peer-python", default=os.environ.get("PEERS"), help="a Python with open_clip; default $PEERS"
     )
     parser.add_argument("--json", type=Path, help=f"the log; default {LOG.name} in docs/results, none for a trial")
     parser.add_argument("--add", type=Path, help="append the runs of another log, of another machine")
@@ -144,11 +139,11 @@ def run_entry(
     entry = ENTRIES[name]
     track, script = TRACKS[entry.track], Path(__file__).parent / entry.script
     seconds = 60 * given.minutes if given.minutes else track.seconds
-    python, variables = sys.executable, {**os.environ, **environment(platform.system(), os.environ)}
+    python = sys.executable
     if entry.script.startswith("peers/"):
         if not given.peer_python:
             raise SystemExit(f"{name} needs --peer-python PYTHON, a Python with open_clip (benchmarks/README.md)")
-        python, variables["PYTHONPATH"] = given.peer_python, given.peer_source or ""
+        python = given.peer_python
     out = folder / f"{name}-seed{seed}"
     out.mkdir()
     job = {
@@ -159,7 +154,7 @@ def run_entry(
     cores = limit_cores(2) if entry.track == "cpu" else os.cpu_count()
 
     def act(action: str, limit: float | None = None, **more: Any) -> Any:
-        return run_action([python, str(script), action], variables, out, {**job, **more}, limit)
+        return run_action([python, str(script), action], out, {**job, **more}, limit)
 
     if name not in probes:
         probes[name] = act("probe")
@@ -178,9 +173,9 @@ def run_entry(
     return {**run, "version": made["version"], "source_hash": source_hash(sources)}
 
 
-def run_action(words: list[str], variables: dict[str, str], out: Path, job: dict[str, Any], limit: float | None) -> Any:
+def run_action(words: list[str], out: Path, job: dict[str, Any], limit: float | None) -> Any:
     """Run one action of an entry in a process group of its own; returns the JSON that it wrote."""
-    action = words[-1]
+    action, variables = words[-1], variables_for(words[0])
     (out / "job.json").write_text(json.dumps(job), encoding="utf-8")
     with (out / f"{action}.log").open("w+", encoding="utf-8") as output:
         process = subprocess.Popen(

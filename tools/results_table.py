@@ -59,7 +59,9 @@ def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
     for name, job in result["jobs"].items():
         what = f"same work, {name.partition('-')[0]}, batch {job['batch']}, {job['text_tokens']} tokens"
         own = job["seconds"]["m1clip"]
-        for side, words in SIDES.items():
+        version = (job.get("versions") or {}).get("open_clip", "")
+        for side, plain in SIDES.items():
+            words = plain.replace("open_clip", f"open_clip {version}".strip())
             if side == "m1clip":
                 continue
             if side not in job["seconds"]:
