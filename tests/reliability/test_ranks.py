@@ -117,7 +117,7 @@ def test_killed_ranks_and_other_numbers_of_ranks_change_nothing(tmp_path: Path, 
     disturb(tmp_path, undisturbed, 2, random.Random(0))
 
 
-@pytest.mark.long("kill a random rank, continue on another number of ranks: the same training")
+@pytest.mark.long("Kill ranks, continue on another number")
 def test_many_kills(tmp_path: Path, undisturbed: Path, counts: dict[str, float]) -> None:
     for round_ in range(5):
         folder = tmp_path / str(round_)
@@ -246,7 +246,7 @@ def test_two_nodes_train_like_one_process(tmp_path: Path, undisturbed: Path) -> 
     assert_same_training(run, undisturbed)
 
 
-@pytest.mark.long("torchrun restarts ranks of which one was killed: the same training")
+@pytest.mark.long("Kill ranks, continue on another number")
 def test_torchrun_restarts_and_continues(tmp_path: Path, undisturbed: Path, counts: dict[str, float]) -> None:
     run = tmp_path / "run"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--"]
@@ -262,4 +262,4 @@ def test_torchrun_restarts_and_continues(tmp_path: Path, undisturbed: Path, coun
         assert process.wait(300) == 0
     assert [record["step"] > 0 for record in records(run, "start")] == [False, True]
     assert_same_training(run, undisturbed)
-    counts["restarts"] = 1
+    counts["restarts by torchrun"] = 1
