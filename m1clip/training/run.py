@@ -31,9 +31,10 @@ from m1clip.evaluation.statistics import Scores, selection_metric
 from m1clip.hardware.facts import Facts, usable_cpus
 from m1clip.hardware.memory import return_freed_memory
 from m1clip.hardware.timing import timing
-from m1clip.inference.encoder import Model, load
+from m1clip.inference.encoder import Model, SplitFeatures, load
 from m1clip.io import matches_schema, read_small, remove_leftovers, write_json, write_text
-from m1clip.model.clip import CLIP
+from m1clip.model.clip import empty_clip
+from m1clip.model.presets import CLIPConfig
 from m1clip.runlog import NoLog, RunLog, Sink, read_log
 from m1clip.text.base import Tokenizer
 from m1clip.training.checkpoint import TrainState, load_latest, restore, share_checkpoint
@@ -338,8 +339,8 @@ def _train_and_finish(
         screen.say(f"parity     gradients on {setup.device.kind} differ by at most {parity.difference:.2%}{note}")
     try:
         TrainLoop(setup, train_step, state, folder, log, screen).run_until_stopped(stop)
-        last = setup.complete_model(train_step)
-        return ranks.first(lambda: _finish(setup, last, train_step, folder, log, screen, state))
+        evaluator, features = _best_on_test(setup, train_step, folder, log, screen)
+        return ranks.first(lambda: _finish(setup, evaluator, features, folder, log, screen, state))
     except (Interrupted, RankLost) as stopped:
         log.write("event", step=state.step, event=str(stopped))
         raise
@@ -360,21 +361,40 @@ def _failure_log(setup: Setup, folder: Path, log: RunLog, screen: Screen) -> Fai
     return failures
 
 
-def _finish(
-    setup: Setup, last: CLIP, train_step: TrainStep, folder: Path, log: RunLog, screen: Screen, state: TrainState
-) -> Run:
-    """Save the last model, then evaluate the best validation model once on the test split."""
-    log.check_folder()
-    setup.bundle(last).save(folder / "model")
+def _best_on_test(
+    setup: Setup, train_step: TrainStep, folder: Path, log: RunLog, screen: Screen
+) -> tuple[Evaluator, SplitFeatures]:
+    """Save the last model, then encode the test split once with the best validation model; each rank a part of it."""
+    ranks, last, found = setup.ranks, setup.complete_model(train_step), list[Model]()
     train_step.optimizer.drop_state()  # free memory for the second model
     return_freed_memory()
-    setup.finish(folder, screen.say, log.write)
-    best = load(folder, device=setup.device.torch.type, precision=setup.precision)
+
+    def save_and_load() -> CLIPConfig:
+        log.check_folder()
+        setup.bundle(last).save(folder / "model")
+        setup.finish(folder, screen.say, log.write)
+        found.append(load(folder, device=setup.device.torch.type, precision=setup.precision))
+        return found[0].clip.config
+
+    config = ranks.first(save_and_load)
+    best = found[0] if found else setup.bundle(empty_clip(config, setup.device.torch))
+    ranks.share(list(best.clip.state_dict().values()))
     best.clip.set_attention(setup.config.model.attention)  # type: ignore[arg-type]
     split = next((name for name in ("test", "val") if name in setup.splits), "train")
-    grid = folder / "retrieval.png"
-    evaluator = Evaluator(best, setup.source, split, setup.splits[split])
-    features = evaluator.encode()
+    return Evaluator(best, setup.source, split, setup.splits[split]), encode(setup, best.clip, split)
+
+
+def _finish(
+    setup: Setup,
+    evaluator: Evaluator,
+    features: SplitFeatures,
+    folder: Path,
+    log: RunLog,
+    screen: Screen,
+    state: TrainState,
+) -> Run:
+    """Score the test split, and report."""
+    split, grid = evaluator.split, folder / "retrieval.png"
     scores = evaluator.scores(features)
     retrieval_grid(evaluator.data, features, split, grid)
     if state.best_step >= 0:

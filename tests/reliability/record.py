@@ -32,11 +32,11 @@ PROMISES = {
     "Bad data": "test_bad_data.py",
     "Hostile files": "test_hostile_files.py, test_hostile_config.py",
     "Clock and sleep": "test_clock_jumps.py",
-    "Kill ranks, continue on another number": "test_ranks.py",
     "Soak": "test_soak.py",
     "Fuzzing": "test_fuzz.py",
     "Kill while indexing photos": "search/test_index.py",
     "Many clients of the search page": "web/test_photos.py",
+    "Kill ranks, continue on another number": "test_ranks.py",
 }
 
 

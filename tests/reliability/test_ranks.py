@@ -35,6 +35,7 @@ TINY: dict[str, Any] = {
     "data.train_count": 64,
 }
 STEPS, EPOCH = 12, 4
+PATIENCE = 300  # seconds: with many processes per core, each exchange takes long
 
 
 def saved(run: Path) -> set[int]:
@@ -63,10 +64,16 @@ def assert_same_training(run: Path, undisturbed: Path) -> None:
     losses = {record["step"]: record["loss"] for record in records(run, "step")}
     for record in records(undisturbed, "step"):
         assert losses[record["step"]] == pytest.approx(record["loss"], rel=1e-3)
+    tested = [records(each, "end")[-1] for each in (run, undisturbed)]
+    assert tested[0].keys() == tested[1].keys()
+    assert [tested[0][key] for key in tested[0] if key.endswith("/n")] == [
+        tested[1][key] for key in tested[0] if key.endswith("/n")
+    ], "each rank encodes a part of the test split"
+    assert tested[0]["mean_recall"] == pytest.approx(tested[1]["mean_recall"], abs=0.2)  # rounding may change a rank
 
 
 def wait_all(commands: list[Command]) -> list[int]:
-    return [command.wait() for command in commands]
+    return [command.wait(PATIENCE) for command in commands]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +92,7 @@ def disturb(tmp_path: Path, undisturbed: Path, kills: int, draw: random.Random, 
         step, gate = draw.randint(1, 2) + max(saved(run), default=0), tmp_path / f"gate-{number}"
         ranks = start_ranks([words] * draw.choice([2, 3]), tmp_path, gate=(step, gate))
         victim = draw.choice(ranks)
-        victim.wait_until(partial(reached, run, step, number))
+        victim.wait_until(partial(reached, run, step, number), PATIENCE)
         victim.send_signal(signal.SIGKILL, group=True)
         gate.touch()
         codes = wait_all(ranks)
@@ -130,7 +137,7 @@ def test_sharded_run_is_killed_and_continues_on_one_rank(tmp_path: Path, undistu
     run, gate = tmp_path / "run", tmp_path / "gate"
     words = ["train", *small_arguments({**TINY, "train.shard": "on"}), "--run", str(run)]
     ranks = start_ranks([words] * 2, tmp_path, gate=(3, gate))
-    ranks[0].wait_until(partial(reached, run, 3))
+    ranks[0].wait_until(partial(reached, run, 3), PATIENCE)
     ranks[1].send_signal(signal.SIGKILL, group=True)
     gate.touch()
     assert all(wait_all(ranks))
@@ -144,7 +151,7 @@ def test_signal_to_one_rank_stops_all_with_one_checkpoint(tmp_path: Path, undist
     words = ["train", *small_arguments({**TINY, "train.save_every": 100}), "--run", str(run)]
     gate = tmp_path / "gate"
     ranks = start_ranks([words] * 2, tmp_path, gate=(3, gate))
-    ranks[1].wait_until(lambda: reached(run, 3))
+    ranks[1].wait_until(lambda: reached(run, 3), PATIENCE)
     ranks[1].send_signal(signal.SIGTERM)
     gate.touch()
     assert wait_all(ranks) == [143, 143]
@@ -161,7 +168,7 @@ def test_hanging_rank_is_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
     changes = {**TINY, "train.steps": 100_000, "train.save_every": 100_000}
     ranks = start_ranks([["train", *small_arguments(changes), "--run", str(run)]] * 2, tmp_path, timeout=10)
-    ranks[1].wait_until(lambda: reached(run, 10))
+    ranks[1].wait_until(lambda: reached(run, 10), PATIENCE)
     ranks[1].send_signal(signal.SIGSTOP)
     assert ranks[0].wait(200) == 2
     error = ranks[0].read()[1]
