@@ -165,6 +165,8 @@ def data_pack(
 ) -> None:
     """Write webdataset shards (train-000000.tar, ...) that webdataset, open_clip and m1clip read.
 
+    If it is interrupted, the same command continues.
+
     Parameters
     ----------
     shard_size
@@ -173,12 +175,13 @@ def data_pack(
         Resize larger images to this short side and save them as JPEG. Default: copy the files unchanged.
     """
     from m1clip.data.pack import pack
+    from m1clip.hardware.facts import usable_cpus
     from m1clip.training.progress import Screen
 
     screen = Screen()
     source = _open(path, image_column, caption_column)
     with screen.counter("packing") as show:
-        packed = pack(source, folder, shard_size, image_size, show)
+        packed = pack(source, folder, shard_size, image_size, show, usable_cpus())
     for line in packed.skipped[:10]:
         screen.warn(f"skipped {line}")
     if len(packed.skipped) > 10:

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from PIL import Image
 
 from m1clip.data.images import decode, failure_reason, opened
 from m1clip.data.sources.shards import PACKED
+from m1clip.data.sources.stream import INDEX, make_index, read_index
 from m1clip.data.types import ImageRef, Sample, Source
 from m1clip.errors import UserError
-from m1clip.io import PARTIAL, write_json
+from m1clip.io import PARTIAL, read_small, write_bytes, write_json
 
 # Formats that open_clip and webdataset read; others are converted to PNG, which is lossless.
 KEPT = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 JPEG_QUALITY = 95
 SIZES = "sizes.json"  # images in each shard, where open_clip looks for them
+UNFINISHED = "unfinished.json"  # what is being packed
 
 
 class Packed(NamedTuple):
@@ -45,44 +49,77 @@ def pack(
     shard_size: int = 1000,
     image_size: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    threads: int = 1,
 ) -> Packed:
-    """Write every split; the same source gives the same bytes. Unreadable images are skipped."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    """Write every split; the same source gives the same bytes. Unreadable images are skipped.
+
+    An interrupted pack continues: shards that have their name are complete.
+    """
+    counts = {split: len(source.samples(split)) for split in source.splits()}
+    settings: dict[str, Any] = {"shard_size": shard_size, "image_size": image_size}
+    settings |= {split: source.fingerprint(source.samples(split)) for split in counts}
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not _is_unfinished(folder, settings))):
         raise UserError(f"{folder}: not an empty folder; choose a new one for the shards")
     folder.mkdir(parents=True, exist_ok=True)
-    total = sum(len(source.samples(split)) for split in source.splits())
-    done, sizes, images, skipped = 0, dict[str, int](), Counter[str](), list[str]()
-    for split in source.splits():
-        samples = source.samples(split)
-        stem = re.sub(r"[^A-Za-z0-9_]+", "_", split)
-        for start in range(0, len(samples), shard_size):
-            name = f"{stem}-{start // shard_size:06d}.tar"
-            with _new_shard(folder / name) as tar:
-                for index, sample in enumerate(samples[start : start + shard_size], start=start):
-                    try:
-                        suffix, data = image_bytes(sample.image, image_size)
-                    except (OSError, ValueError) as error:  # what decoders raise for an image they cannot read
-                        skipped.append(f"{sample.image}: {failure_reason(error)}")
-                    else:
-                        _add_sample(tar, f"{index:09d}", {suffix: data, **_texts(sample, split)})
-                        sizes[name] = sizes.get(name, 0) + 1
-                        images[split] += 1
-                    done += 1
-                    progress(done, total)
+    write_json(folder / UNFINISHED, settings)
+    jobs = [(split, start) for split, count in counts.items() for start in range(0, count, shard_size)]
+    done, total = itertools.count(1), sum(counts.values())
+
+    def write(split: str, start: int) -> tuple[str, int, list[str]]:
+        """Name, number of samples and unreadable images of a shard."""
+        path = folder / f"{re.sub(r'[^A-Za-z0-9_]+', '_', split)}-{start // shard_size:06d}.tar"
+        wanted = range(start, min(start + shard_size, counts[split]))
+        shard, skipped = read_index(str(path)), list[str]()
+        if shard is not None:  # from before the interruption
+            skipped += [f"{path}: {len(wanted) - shard.samples} images"] if shard.samples < len(wanted) else []
+            progress(max(next(done) for _ in wanted), total)
+            return path.name, shard.samples, skipped
+        with _new_shard(path) as tar:
+            for number, sample in zip(wanted, source.samples(split)[wanted.start : wanted.stop], strict=True):
+                try:
+                    suffix, data = image_bytes(sample.image, image_size)
+                except (OSError, ValueError) as error:  # what decoders raise for an image they cannot read
+                    skipped.append(f"{sample.image}: {failure_reason(error)}")
+                else:
+                    _add_sample(tar, f"{number:09d}", {suffix: data, **_texts(sample, split)})
+                progress(next(done), total)
+        return path.name, len(wanted) - len(skipped), skipped
+
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            written = list(pool.map(write, *zip(*jobs, strict=True)))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # or Ctrl-C would wait for all shards
+            raise
+    skipped = [line for _, _, lines in written for line in lines]
+    sizes = {name: count for name, count, _ in written if count}
     if not sizes:
         raise UserError(f"none of the {total:,} images can be read; the first: {skipped[0]}")
     write_json(folder / SIZES, sizes)
-    return Packed(folder, dict(images), len(sizes), skipped)
+    (folder / UNFINISHED).unlink()
+    images = Counter[str]()
+    for (split, _), (_, count, _) in zip(jobs, written, strict=True):
+        images[split] += count
+    return Packed(folder, dict(+images), len(sizes), skipped)
+
+
+def _is_unfinished(folder: Path, settings: dict[str, Any]) -> bool:
+    """Whether an interrupted pack of the same data with the same settings wrote this folder."""
+    try:
+        return bool(json.loads(read_small(folder / UNFINISHED)) == settings)
+    except (OSError, ValueError):
+        return False
 
 
 @contextmanager
 def _new_shard(path: Path) -> Iterator[tarfile.TarFile]:
-    """A tar that gets its name once it is complete, and only if it has samples."""
+    """A tar that gets its name once it and its index are complete, and only if it has samples."""
     partial = Path(f"{path}{PARTIAL}")
     with tarfile.open(partial, "w", format=tarfile.USTAR_FORMAT) as tar:
         yield tar
         has_samples = bool(tar.getmembers())
     if has_samples:
+        write_bytes(Path(f"{path}{INDEX}"), make_index(str(partial)), sync=False)
         partial.replace(path)
     else:
         partial.unlink()

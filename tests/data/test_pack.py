@@ -5,20 +5,23 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from image_sets import break_files, image, make_set, plan
 from PIL import Image
+from small_run import SERVER
 
 from m1clip.config import DataConfig
+from m1clip.data import pack as pack_module
 from m1clip.data.augment import Augmentation
-from m1clip.data.images import Preprocess
+from m1clip.data.images import ImageRef, Preprocess
 from m1clip.data.loader import Batch, BatchPlan, TrainingSet, batches
 from m1clip.data.pack import pack
 from m1clip.data.prepare import load_split
-from m1clip.data.sources import open_source
+from m1clip.data.sources import Options, open_source
 from m1clip.errors import UserError
 from m1clip.text.bpe import BpeTokenizer
 
@@ -54,7 +57,8 @@ def test_pack_round_trip_of_splits_captions_and_ids(tmp_path: Path) -> None:
         assert str(written).endswith("41 images (train 25, val 8, test 8) in 5 shards")
     trains = [f"train-{n:06d}.tar" for n in range(3)]
     names = sorted(path.name for path in (tmp_path / "shards").iterdir())
-    assert names == ["sizes.json", "test-000000.tar", *trains, "val-000000.tar"]
+    tars = ["test-000000.tar", *trains, "val-000000.tar"]
+    assert names == ["sizes.json", *(f"{tar}{end}" for tar in tars for end in ("", ".index"))]
     assert all((tmp_path / "shards" / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in names)
     sizes = json.loads((tmp_path / "shards" / "sizes.json").read_text())
     assert [sizes[name] for name in trains] == [10, 10, 5]
@@ -95,6 +99,42 @@ def test_broken_images_are_skipped_and_named(tmp_path: Path) -> None:
         file.write_bytes(b"")
     with pytest.raises(UserError, match=r"none of the 56 images .*empty"):
         pack(source, tmp_path / "none")
+
+
+def _pack_and_hang(folder: Path, out: Path) -> None:
+    """Pack with two threads that hang at the images 17 and 28."""
+    honest = pack_module.image_bytes
+
+    def hang(ref: ImageRef, size: int | None) -> tuple[str, bytes]:
+        while str(ref).endswith(("train-0017.jpg", "train-0028.jpg")):
+            time.sleep(0.01)
+        return honest(ref, size)
+
+    pack_module.image_bytes = hang
+    pack(open_source(str(folder)), out, shard_size=5, threads=2)
+
+
+def test_killed_pack_continues_and_gives_the_same_bytes(tmp_path: Path) -> None:
+    folder, out = make_set(tmp_path / "set"), tmp_path / "shards"
+    break_files(folder, [3])
+    pack(open_source(str(folder)), tmp_path / "undisturbed", shard_size=5, threads=3)
+    process = SERVER.Process(target=_pack_and_hang, args=(folder, out))
+    process.start()
+    while not (out / "train-000004.tar").exists():
+        assert process.is_alive()
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    before = (out / "train-000001.tar").stat()
+    with pytest.raises(UserError, match="not an empty folder"):
+        pack(open_source(str(folder)), out, shard_size=6)
+    packed = pack(open_source(str(folder)), out, shard_size=5)
+    assert (packed.images["train"], packed.skipped) == (39, [f"{out}/train-000000.tar: 1 images"])
+    assert (out / "train-000001.tar").stat() == before, "not written again"
+    names = sorted(path.name for path in out.iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "undisturbed").iterdir())
+    assert all((out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes() for name in names)
+    assert open_source(str(out), options=Options(stream=True)).caption_count() == 2 * 55
 
 
 def test_webdataset_reads_packed_shards(tmp_path: Path) -> None:

@@ -95,8 +95,9 @@ def _mapped(index: Path, samples: int) -> tuple[np.ndarray, int]:
         return rows, start + rows.nbytes
 
 
-def _read_header(path: str, index: Path) -> Shard | None:
-    """The shard of an index file; None if there is none, or if it belongs to another version of the shard."""
+def read_index(path: str, index: Path | None = None) -> Shard | None:
+    """A shard by its index, next to it if not given; None if it is missing, or of another version of the shard."""
+    index = index or Path(path + INDEX)
     try:
         with open_regular(index) as file:
             header = json.loads(file.readline(2**20))
@@ -116,7 +117,7 @@ def open_shards(paths: Sequence[str], options: Options) -> tuple[list[Shard], in
     places = [_index_places(path, cache / "shards") for path in paths]
 
     def find(path: str, indexes: Sequence[Path]) -> Shard | None:
-        return next((shard for index in indexes if (shard := _read_header(path, index))), None)
+        return next((shard for index in indexes if (shard := read_index(path, index))), None)
 
     def make(path: str, indexes: Sequence[Path]) -> Shard:
         return find(path, indexes) or _make(path, indexes)  # another process may have made it
@@ -153,7 +154,7 @@ def _make(path: str, indexes: Sequence[Path]) -> Shard:
     if not is_remote(path) and (changed := os.stat(path).st_mtime_ns) > index.stat().st_mtime_ns:
         os.utime(index, ns=(changed, changed))  # the clock of another machine is ahead
     _mapped.cache_clear()
-    shard = _read_header(path, index)
+    shard = read_index(path, index)
     return shard or Shard(path, index, ((shown(path + INDEX), "not an index: delete it", "shard"),))
 
 
