@@ -18,9 +18,12 @@ import psutil
 import pytest
 import torch
 from PIL import Image
+from image_sets import make_set
 from ranks import on_ranks, start_ranks
 from small_run import ROOT, Command, environment, run_small, small_arguments, tensors_of
 
+from m1clip.data.pack import pack
+from m1clip.data.sources import open_source
 from m1clip.errors import UserError
 from m1clip.runlog import parse
 from m1clip.training import run as runs
@@ -144,6 +147,27 @@ def test_sharded_run_is_killed_and_continues_on_one_rank(tmp_path: Path, undistu
     assert ranks[0].read()[1].count("rank 1 ") == 1, ranks[0].read()[1]
     assert wait_all(start_ranks([["train", "--resume", str(run)]], tmp_path)) == [0]
     assert_same_training(run, undisturbed)
+
+
+def test_streamed_shards_train_the_same_after_a_kill_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    pack(open_source(str(make_set(tmp_path / "set", train=150))), tmp_path / "shards", shard_size=11)
+    changes = {
+        **TINY,
+        "data.source": str(tmp_path / "shards"),
+        "data.cache": "stream",
+        "data.workers": 1,
+        "model.tokenizer": "char",
+    }
+    run_small(tmp_path / "one", {**changes, "data.workers": 0})
+    run, gate = tmp_path / "run", tmp_path / "gate"
+    words = ["train", *small_arguments(changes), "--run", str(run)]
+    ranks = start_ranks([words] * 2, tmp_path, gate=(5, gate))
+    ranks[0].wait_until(partial(reached, run, 5))
+    ranks[1].send_signal(signal.SIGKILL, group=True)
+    gate.touch()
+    assert all(wait_all(ranks))
+    assert wait_all(start_ranks([words] * 3, tmp_path)) == [0] * 3
+    assert_same_training(run, tmp_path / "one")
 
 
 def test_signal_to_one_rank_stops_all_with_one_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
