@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from PIL import Image
 from image_sets import make_set
+from PIL import Image
 from ranks import on_ranks, start_ranks
 from small_run import ROOT, Command, environment, run_small, small_arguments, tensors_of
 
