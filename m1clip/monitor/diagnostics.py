@@ -102,18 +102,6 @@ def no_longer_better(history: History) -> Diagnostic | None:
     return Diagnostic("warning", message + (": the model overfits the training images" if overfits else ""))
 
 
-def gradients(history: History) -> Diagnostic | None:
-    """Exploding or vanishing gradients."""
-    norms = numbers(history.recent, "grad_norm")
-    if len(norms) < 5:
-        return None
-    usual = statistics.median(norms)
-    if norms[-1] > 10 * usual > 0:
-        times = norms[-1] / usual
-        return Diagnostic("warning", f"the gradient norm jumped to {number(norms[-1])}, {times:.0f} times its median")
-    return Diagnostic("error", "the gradients have vanished: the model is not learning") if usual < 1e-7 else None
-
-
 def memory(history: History) -> Diagnostic | None:
     """Little memory is left; on the CPU only, where the machine's memory is what counts."""
     used, total = numbers([history.newest], "memory_bytes"), history.machine_memory
@@ -156,7 +144,7 @@ def interrupted(history: History, state: str) -> Diagnostic | None:
 
 
 CHECKS: tuple[Callable[[History], Diagnostic | None], ...] = (
-    *(not_a_number, data_bound, throttling, learning, loss_rises, no_longer_better, gradients, memory, unreadable),
+    *(not_a_number, data_bound, throttling, learning, loss_rises, no_longer_better, memory, unreadable),
 )
 
 

@@ -41,8 +41,6 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "mean recall has not improved for 3 evaluations (best at step 10)",
     ),
     "overfit": ([step(n, loss=4.0 / n) for n in range(1, 60)] + PEAKED, "the model overfits the training images"),
-    "jump": ([*STEADY, step(40, grad_norm=25.0)], "the gradient norm jumped to 25, 25 times its median"),
-    "vanished": ([step(n, grad_norm=1e-9) for n in range(1, 20)], "the gradients have vanished"),
     "full": ([step(n, memory_bytes=7_500_000_000) for n in range(1, 20)], "memory is nearly full: 7.5 GB of 8 GB"),
     "unreadable": ([*STEADY, *[line("skipped", where=name) for name in "ab"]], "2 images could not be read"),
     "learns": ([*STEADY, evaluation(39, 0.5)], "the model is learning: mean recall 50.0%, 50 times chance"),
