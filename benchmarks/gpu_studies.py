@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sides import machine, set_up, training_step, write
+from sides import machine, set_up, spread, training_step, write
 
 import m1clip.training.step as step_module
 from m1clip.config import Config, DataConfig, ModelConfig, TrainConfig
@@ -36,7 +36,7 @@ from m1clip.hardware.facts import read_facts, usable_cpus
 from m1clip.hardware.timing import gemm_rate, timing
 from m1clip.inference.encoder import Model
 from m1clip.model.clip import build_clip
-from m1clip.model.presets import flops_per_pair, preset, with_fields
+from m1clip.model.presets import CLIPConfig, flops_per_pair, preset, with_fields
 from m1clip.text.bpe import BpeTokenizer
 from m1clip.training.step import TrainStep
 
@@ -54,6 +54,17 @@ def config_of(options: argparse.Namespace, **train: Any) -> Config:
     )
 
 
+def flops_of(batch: Batch, shape: CLIPConfig) -> float:
+    """FLOPs per image and caption of a step; dropped patches are not computed."""
+    assert batch.tokens is not None
+    full, vision = flops_per_pair(shape, batch.tokens.shape[1]), shape.own_towers[0]
+    if batch.kept_patches is None:
+        return full
+    seen = vision.tokens - vision.patches + batch.kept_patches.shape[1]
+    matrices = (4 + 2 * vision.mlp_ratio) * vision.width**2 * (vision.tokens - seen)
+    return full - 6 * vision.layers * (matrices + 2 * (vision.tokens**2 - seen**2) * vision.width)
+
+
 def train_size(options: argparse.Namespace) -> dict[str, Any]:
     """Train one model on `--images` images, and measure."""
     batch, device = options.batch_size, Device(options.device, read_facts())
@@ -68,7 +79,7 @@ def train_size(options: argparse.Namespace) -> dict[str, Any]:
         losses.append(update(job.training[number], number)[0])
     device.synchronize()
     seconds, images = time.perf_counter() - start, (steps - WARM_UP) * batch
-    flops = flops_per_pair(job.shape, job.training[0].tokens.shape[1])
+    flops = flops_of(job.training[0], job.shape)
     return {
         "parameters": sum(p.numel() for p in update.model.parameters()),
         "images": steps * batch,
@@ -201,6 +212,31 @@ def encode(options: argparse.Namespace) -> dict[str, Any]:
     return {"per_second": {name: dataclasses.asdict(timing(values)) for name, values in rates.items()}}
 
 
+def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Lines for docs/benchmarks.md."""
+    found = []
+    for name, line in result.get("models", {}).items():
+        if "failed" in line:
+            continue
+        joules = f", {line['joules_per_image']:.2f} J per image" if line["joules_per_image"] else ""
+        figure = (
+            f"{line['images_per_second']:,.0f} images per second, {line['gemm_fraction']:.0%} of the GEMM rate, "
+            f"{line['peak_bytes'] / 1e9:.1f} GB{joules}, loss {line['last_loss']:.2f} after {line['images']:,} images"
+        )
+        what = f"{name} ({line['parameters'] / 1e6:.0f}M parameters), batch {result['batch']}, on a GPU, eager, default patch dropout"
+        found.append({"what": what, "figure": figure, "n": 1, "command": "sizes DATA"})
+    for name, line in result.get("figures", {}).items():
+        if "median" in line:
+            what = f"{result['model']}, batch {result['batch']:,} in micro-batches of {result['micro_batch']:,}: {name}"
+            seconds = {key: line[key] for key in ("median", "low", "high", "n")}
+            figure = f"{spread(seconds, '.2f', ' s')}, {line['added_bytes'] / 1e9:.1f} GB above the model"
+            found.append({"what": what, "figure": figure, "n": line["n"], "command": "batch"})
+    for name, line in result.get("per_second", {}).items():
+        what = f"encoding with ViT-B-32 on a GPU: {name}, per second"
+        found.append({"what": what, "figure": spread(line, ",.0f"), "n": line["n"], "command": "encode DATA"})
+    return [{**row, "command": f"python benchmarks/gpu_studies.py {row['command']}"} for row in found]
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -222,9 +258,9 @@ def main() -> None:
     if options.study == "size":
         print(json.dumps(result))
         return
-    result["machine"] = machine()
-    for name, values in result.get("per_second", {}).items():
-        print(f"{name:40} {values['median']:9.0f} [{values['low']:.0f}, {values['high']:.0f}]")
+    result |= {"machine": machine(), "rows": rows(result)}
+    for row in result["rows"]:
+        print(f"{row['what']:75} {row['figure']}")
     if options.json:
         write(options.json, result)
 
