@@ -223,7 +223,9 @@ def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
             f"{line['images_per_second']:,.0f} images per second, {line['gemm_fraction']:.0%} of the GEMM rate, "
             f"{line['peak_bytes'] / 1e9:.1f} GB{joules}, loss {line['last_loss']:.2f} after {line['images']:,} images"
         )
-        what = f"{name} ({line['parameters'] / 1e6:.0f}M parameters), batch {result['batch']}, on a GPU, eager, default patch dropout"
+        what = (
+            f"{name} ({line['parameters'] / 1e6:.0f}M), batch {result['batch']}, on a GPU, eager, default patch dropout"
+        )
         found.append({"what": what, "figure": figure, "n": 1, "command": "sizes DATA"})
     for name, line in result.get("figures", {}).items():
         if "median" in line:
