@@ -103,9 +103,9 @@ def export(
         if precision != "fp32":
             full = models["onnx fp32"] = OnnxModel(partial)
             sizes["onnx fp32"] = folder_bytes(partial)
-            pixels, texts = examples.calibration(full.preprocess, CALIBRATION_IMAGES)
+            pixels = examples.calibration(full.preprocess, CALIBRATION_IMAGES)
             ending = TRANSFORMERS_JS_NAMES[precision] if to == "transformers.js" else ""
-            for note in quantize(partial, precision, full, pixels, texts, say, ending):
+            for note in quantize(partial, precision, full, pixels, say, ending):
                 say(f"note       {note}")
         name = to if precision == "fp32" else f"{to} {precision}"
         sizes[name] = folder_bytes(partial)

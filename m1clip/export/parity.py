@@ -34,6 +34,7 @@ from m1clip.text.base import FILE_NAME
 
 AnyModel = Model | OnnxModel
 MAX_IMAGES = 1000  # of the validation split
+PROGRAM_IMAGES = 200  # for Core ML's programs, which take one image and one text at a time
 SYNTHETIC_TRAIN_IMAGES = 288  # of which 32 are for validation
 PIXEL_IMAGES = 64
 THROUGHPUT_BATCH = 16
@@ -60,22 +61,20 @@ class Examples:
         length = model.context_length
         return load_split(self.source, "val", self.data, model.tokenizer, length, model.preprocess, 1.0, self.plan)
 
-    def encode(self, model: AnyModel, split: Split) -> SplitFeatures:
-        """Vectors in float32."""
-        images = min(MAX_IMAGES, len(split.images))
+    def encode(self, model: AnyModel, split: Split, images: int) -> SplitFeatures:
+        """Vectors in float32 of the first images."""
         return (
             encode_split_onnx(model, split, images)
             if isinstance(model, OnnxModel)
             else encode_split(model, split, images)
         )
 
-    def calibration(self, preprocess: Preprocess, count: int) -> tuple[np.ndarray, list[str]]:
-        """(count, size, size, 3) uint8 and a caption each: of training images, or of others where there are none."""
+    def calibration(self, preprocess: Preprocess, count: int) -> np.ndarray:
+        """(count, size, size, 3) uint8 of training images, or of others where there are none."""
         samples = self.source.samples("train" if "train" in self.source.splits() else "val")
         chosen = [samples[at] for at in np.linspace(0, len(samples) - 1, min(count, len(samples))).astype(int)]
         size, resize = preprocess.image_size, preprocess.resize
-        pixels = np.stack([to_square(sample.image.open(size), size, resize) for sample in chosen])
-        return pixels, [sample.captions[0] for sample in chosen]
+        return np.stack([to_square(sample.image.open(size), size, resize) for sample in chosen])
 
 
 def open_examples(path: Path, data: tuple[str, ...], model: Model, decoding: Callable[[Facts], DecodePlan]) -> Examples:
@@ -203,7 +202,8 @@ def compare(
     (original, first), *_, (exported, last) = models.items()
     assert isinstance(first, Model)
     splits = [examples.split(model) for model in (first, last)]
-    before, after = (examples.encode(model, split) for model, split in zip((first, last), splits, strict=True))
+    images = min(PROGRAM_IMAGES if isinstance(last, ProgramModel) else MAX_IMAGES, len(splits[0].images))
+    before, after = (examples.encode(model, split, images) for model, split in zip((first, last), splits, strict=True))
     texts = [caption for sample in splits[0].samples[: len(before.image)] for caption in sample.captions]
     record: dict[str, Any] = {
         "examples": {"data": examples.source.name, "images": len(before.image), "captions": len(texts)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -16,11 +16,12 @@ from m1clip.inference.onnx import SETTINGS, OnnxModel, read_settings
 from m1clip.io import write_json
 
 CALIBRATION_IMAGES = 64
-TRIED = 16  # images, and 64 texts, to find the layers that int8 harms
+TRIED = 32  # of them, to find the layers that int8 harms
 BATCH = 8
-BLOCKS = {"image": 8, "text": 32}  # of consecutive layers, tried one by one
+BLOCK_LAYERS = 6  # consecutive layers that are tried in float together
 # Mean cosine with the float vectors at which no further block stays in float.
-ENOUGH_COSINE = 0.995
+ENOUGH_COSINE = 0.998
+TEXT_BLOCK = 128  # weights, and activations, with one scale
 LAYERS = ("Conv", "MatMul", "Gemm")
 # Bounds of the activations: without them the range before ReLU6, most of which is cut off, would be quantized.
 BOUNDS = ("Clip", "Relu")
@@ -28,48 +29,37 @@ Say = Callable[[str], None]
 
 
 def quantize(
-    folder: Path,
-    precision: Precision,
-    model: OnnxModel,
-    pixels: np.ndarray,
-    texts: Sequence[str],
-    say: Say,
-    ending: str = "",
+    folder: Path, precision: Precision, model: OnnxModel, pixels: np.ndarray, say: Say, ending: str = ""
 ) -> list[str]:
     """Replace the graphs of a folder, of which `model` is the float version; returns notes.
 
-    `pixels` and `texts` calibrate int8. `ending` is added to the names of the graphs.
+    `pixels` calibrate int8. `ending` is added to the names of the graphs.
     """
     settings, notes = read_settings(folder), []
-    inputs = {"image": model.graph_input(pixels), "text": _token_ids(model, texts)}
-    for name, convert in (("image", _int8_image), ("text", _int8_text)):
+    for name in ("image", "text"):
         path = folder / settings[f"{name}_graph"]
         say(f"converting {path.name} to {precision}")
         with _quiet():
-            kept = _to_fp16(path) if precision == "fp16" else convert(path, inputs[name], say)
-        if kept:
-            notes.append(f"{len(kept)} layers of {path.name} stay in float ({kept[0]}, ...)")
+            if precision == "fp16":
+                _to_fp16(path)
+            elif name == "text":
+                _int8_text(path)
+            elif kept := _int8_image(path, model.graph_input(pixels), say):
+                notes.append(f"{len(kept)} layers of {path.name} stay in float ({kept[0]}, ...)")
         renamed = path.rename(path.with_stem(path.stem + ending))
         settings[f"{name}_graph"] = renamed.relative_to(folder).as_posix()
     write_json(folder / SETTINGS, settings)
     return notes
 
 
-def _token_ids(model: OnnxModel, texts: Sequence[str]) -> np.ndarray:
-    tokens = model.tokenizer.tokenize(texts, model.context_length)
-    return tokens[:, : int(model.tokenizer.lengths(tokens).max(initial=2))]
-
-
 def _vectors(path: Path, inputs: np.ndarray) -> np.ndarray:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    given = session.get_inputs()[0]
-    kind = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}.get(given.type, inputs.dtype)
-    return np.asarray(session.run(None, {given.name: inputs.astype(kind)})[0])
+    return np.asarray(session.run(None, {session.get_inputs()[0].name: inputs})[0])
 
 
-def _float_layers(graph: Any, name: str, cosine: Callable[[list[str]], float], say: Say) -> list[str]:
+def _float_layers(graph: Any, cosine: Callable[[list[str]], float], say: Say) -> list[str]:
     """The layers to keep in float: blocks in the order of what each alone gains, until the cosine is enough."""
     kept: list[str] = []
     reached = cosine(kept)
@@ -77,8 +67,7 @@ def _float_layers(graph: Any, name: str, cosine: Callable[[list[str]], float], s
         return kept
     weights = {each.name for each in graph.initializer}
     layers = [node.name for node in graph.node if node.op_type in LAYERS and weights & set(node.input)]
-    size = -(-len(layers) // BLOCKS[name])
-    parts = [layers[at : at + size] for at in range(0, len(layers), size)]
+    parts = [layers[at : at + BLOCK_LAYERS] for at in range(0, len(layers), BLOCK_LAYERS)]
     say(f"trying     {len(parts)} blocks of layers in float: all in int8 give a mean cosine of {reached:.4f}")
     alone = [cosine(part) for part in parts]
     for number in np.argsort(alone)[::-1]:
@@ -88,12 +77,11 @@ def _float_layers(graph: Any, name: str, cosine: Callable[[list[str]], float], s
     return kept
 
 
-def _to_fp16(path: Path) -> list[str]:
+def _to_fp16(path: Path) -> None:
     import onnx
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
     onnx.save(convert_float_to_float16(onnx.load(str(path)), keep_io_types=True), str(path))
-    return []
 
 
 def _graph(path: Path) -> Any:
@@ -105,22 +93,49 @@ def _graph(path: Path) -> Any:
     return model
 
 
-def _int8_text(path: Path, tokens: np.ndarray, say: Say) -> list[str]:
-    """Weights in int8, activations scaled by what each batch contains; returns the layers kept in float."""
-    from onnxruntime.quantization import QuantType, quantize_dynamic
+def _int8_text(path: Path) -> None:
+    """Weights in int8 with a scale for each block; onnxruntime also scales activations by blocks, of each token alone.
 
-    source, wanted = _graph(path), _vectors(path, tokens)
+    With one scale for all activations of a batch, a few large ones would take the range from the others.
+    """
+    import onnx
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+    from onnxruntime.quantization.onnx_model import ONNXModel
 
-    def cosine(kept: list[str]) -> float:
-        """Write the graph with these layers in float; its mean cosine with the float vectors."""
-        # The library replaces Gemm by MatMul and Add first.
-        excluded = [*kept, *(f"{name}_MatMul" for name in kept)]
-        quantize_dynamic(
-            deepcopy(source), path, per_channel=True, weight_type=QuantType.QInt8, nodes_to_exclude=excluded
+    source = ONNXModel(_graph(path))
+    source.replace_gemm_with_matmul()
+    compute_int8 = 4
+    quantizer = MatMulNBitsQuantizer(
+        source.model, bits=8, block_size=TEXT_BLOCK, is_symmetric=True, accuracy_level=compute_int8
+    )
+    quantizer.process()
+    _int8_embeddings(quantizer.model.model.graph)
+    onnx.save(quantizer.model.model, str(path))
+
+
+def _int8_embeddings(graph: Any) -> None:
+    """Tables from which rows are gathered in int8, with one scale for each row."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    tables = {each.name: each for each in graph.initializer if each.data_type == TensorProto.FLOAT}
+    for place, node in reversed(list(enumerate(graph.node))):
+        if node.op_type != "Gather" or node.input[0] not in tables or len(tables[node.input[0]].dims) != 2:
+            continue
+        name, ids = node.input
+        values = numpy_helper.to_array(tables[name])
+        scale = np.maximum(np.abs(values).max(axis=1, keepdims=True) / 127, 1e-12).astype(np.float32)
+        rows, scales, real = (f"{name}_{part}" for part in ("rows", "scales", "float"))
+        steps = (
+            helper.make_node("Gather", [name, ids], [rows]),
+            helper.make_node("Cast", [rows], [real], to=TensorProto.FLOAT),
+            helper.make_node("Gather", [f"{name}_scale", ids], [scales]),
+            helper.make_node("Mul", [real, scales], list(node.output)),
         )
-        return float((_vectors(path, tokens) * wanted).sum(axis=1).mean())
-
-    return _float_layers(source.graph, "text", cosine, say)
+        tables[name].CopyFrom(numpy_helper.from_array(np.round(values / scale).astype(np.int8), name))
+        graph.initializer.append(numpy_helper.from_array(scale, f"{name}_scale"))
+        graph.node.remove(node)
+        for offset, step in enumerate(steps):
+            graph.node.insert(place + offset, step)
 
 
 def _int8_image(path: Path, inputs: np.ndarray, say: Say) -> list[str]:
@@ -158,9 +173,26 @@ def _int8_image(path: Path, inputs: np.ndarray, say: Say) -> list[str]:
         )
         return float((_vectors(path, tried) * wanted).sum(axis=1).mean())
 
-    kept = _float_layers(source.graph, "image", cosine, say)
+    every = _vectors(path, inputs)
+    kept = _float_layers(source.graph, cosine, say)
     ranges.unlink(missing_ok=True)
+    _shift(path, (every - _vectors(path, inputs)).mean(axis=0))
     return kept
+
+
+def _shift(path: Path, offset: np.ndarray) -> None:
+    """Add what int8 changes in the mean of the vectors, and normalize again."""
+    import onnx
+    from onnx import helper, numpy_helper
+
+    model = onnx.load(str(path))
+    graph, name = model.graph, model.graph.output[0].name
+    for node in graph.node:
+        node.output[:] = [f"{each}_int8" if each == name else each for each in node.output]
+    graph.initializer.append(numpy_helper.from_array(offset, f"{name}_offset"))
+    graph.node.append(helper.make_node("Add", [f"{name}_int8", f"{name}_offset"], [f"{name}_shifted"]))
+    graph.node.append(helper.make_node("LpNormalization", [f"{name}_shifted"], [name], axis=-1, p=2))
+    onnx.save(model, str(path))
 
 
 @contextmanager

@@ -219,7 +219,7 @@ def test_int8_export_is_smaller_and_close_to_float(trained: Path, exported: Path
 
 
 def test_fp16_graphs_are_smaller_and_close_to_float(exported: Path, copied: Path) -> None:
-    quantize.quantize(copied, "fp16", OnnxModel(exported), NOISE[:0], [], print, "_half")
+    quantize.quantize(copied, "fp16", OnnxModel(exported), NOISE[:0], print, "_half")
     for name in ("image", "text"):
         (copied / f"{name}_half.onnx").rename(copied / f"{name}.onnx")
     change_settings(copied, image_graph="image.onnx", text_graph="text.onnx")
@@ -233,10 +233,13 @@ def test_blocks_that_int8_harms_stay_in_float(exported: Path, copied: Path, monk
         shutil.copy(exported / "image.onnx", copied)
         shutil.copy(exported / "text.onnx", copied)
         monkeypatch.setattr(quantize, "ENOUGH_COSINE", enough)
-        notes = quantize.quantize(copied, "int8", model, pixels, TEXTS, print)
+        notes = quantize.quantize(copied, "int8", model, pixels, print)
         return float((OnnxModel(copied).pixels(pixels) * model.pixels(pixels)).sum(axis=1).mean()), notes
 
     all_int8, no_notes = image_cosine(0.5)
+    one, other = (OnnxModel(folder).encode_text(TEXTS) for folder in (exported, copied))
+    assert 0.999 < (one * other).sum(axis=1).min() < 1 - 1e-7
+    np.testing.assert_allclose(OnnxModel(copied).encode_text(TEXTS[0])[0], other[0], atol=1e-5)  # alone, in a batch
     some, notes = image_cosine((1 + all_int8) / 2)
     assert not no_notes
     assert "stay in float" in notes[0]
