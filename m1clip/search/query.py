@@ -266,11 +266,9 @@ class Index:
 
         The best has the most pixels, then the most bytes, then the shortest path.
         """
-        columns = "files.id, path, width, height, bytes, sha256, look, thumb"
+        query = "SELECT files.id, path, width, height, bytes, sha256, look, thumb FROM files "
         with self._lock:
-            files = self._db.execute(
-                f"SELECT {columns} FROM files JOIN images ON images.id = image ORDER BY path"
-            ).fetchall()
+            files = self._db.execute(query + "JOIN images ON images.id = image ORDER BY path").fetchall()
         groups = []
         for members in look_groups([file[-2:] for file in files]):
             group = sorted((files[at] for at in members), key=lambda file: (-file[2] * file[3], -file[4], len(file[1])))
