@@ -11,7 +11,6 @@ Without onnxruntime (m1clip[export]) the figures of m1clip alone are printed.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import os
@@ -25,9 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sides import Side, machine, spread, write
-
-from m1clip.hardware.timing import timing
+from sides import Side, figures, in_turn, machine, spread, write
 
 BATCH, CONTEXT_TOKENS, SINGLES, MEMORY_IMAGES, TEST_IMAGES = 16, 30, 25, 10_000, 1000
 
@@ -169,16 +166,14 @@ def rates(options: argparse.Namespace, folder: Path, inputs: Path) -> dict[str, 
         if f"{side} {name}" in models
     )
     sides = {name: Side([sys.executable, __file__, path, str(inputs), "--side"]) for name, path in models.items()}
-    found: dict[str, list[float]] = {f"{side}: {job}": [] for side, job in turns}
-    for number in range(options.rounds + 1):
-        for side, job in turns:
-            rate = counts.get(str(job), SINGLES) / sides[side].ask(str(job))
-            if number:  # the first round warms up
-                found[f"{side}: {job}"].append(rate)
-        print(f"  round {number} of {options.rounds}", file=sys.stderr)
+    asks = {
+        f"{side}: {job}": lambda side=side, job=str(job): counts.get(job, SINGLES) / sides[side].ask(job)
+        for side, job in turns
+    }
+    taken = in_turn(asks, options.rounds, warmup=1)
     for each in sides.values():
         each.__exit__()
-    return found
+    return {name: [found[name] for found in taken] for name in asks}
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -191,15 +186,15 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     texts = [caption for sample in samples for caption in sample.captions][: options.texts]
     inputs.write_text(json.dumps({"images": [str(each.image) for each in samples[: options.images]], "texts": texts}))
     found = rates(options, folder, inputs)
-    result["per_second"] = {name: dataclasses.asdict(timing(values)) for name, values in found.items()}
+    result["per_second"] = {name: figures(values) for name, values in found.items()}
     for name, own, theirs, *_ in FIGURES:
         if (peer := f"onnxruntime {name}: {theirs}") in found:
             pairs = zip(found[f"m1clip {name}: {own}"], found[peer], strict=True)
-            result["ratios"][peer] = dataclasses.asdict(timing([ours / other for ours, other in pairs]))
+            result["ratios"][peer] = figures(ours / other for ours, other in pairs)
     for model in filter(None, (options.model, options.also)):
         evaluate = ["-m", "m1clip", "eval", model, "--data", options.data]
         seconds = [timed(evaluate, folder)[0] for _ in range(options.evaluations + 1)]
-        result["evaluation_seconds"]["also" if model == options.also else ""] = dataclasses.asdict(timing(seconds[1:]))
+        result["evaluation_seconds"]["also" if model == options.also else ""] = figures(seconds[1:])
         print("  evaluated", file=sys.stderr)  # the first time decodes the images into the cache
     memory = timed([str(Path(__file__).resolve()), options.model, str(inputs), "--memory"], folder)
     return result | {"peak_bytes": int(memory[1]), "recall": recall_change(options.model, options.data)}

@@ -9,7 +9,6 @@ its own. The gradients are those of one pass and of chunks over the same samples
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import resource
@@ -20,10 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sides import NO_PEERS, Side, machine, peer_shape, set_up, spread, training_step, write
+from sides import NO_PEERS, Side, figures, in_turn, machine, peer_shape, set_up, spread, training_step, write
 
 from m1clip.config import Config, DataConfig, ModelConfig, TrainConfig, load_config, to_toml
-from m1clip.hardware.timing import timing
 
 PEER = Path(__file__).parent / "peers" / "open_clip_accum.py"
 GOAL_RATIO, GOAL_DIFFERENCE = 1.4, 1e-5
@@ -78,18 +76,6 @@ def answers_of(config: Config) -> dict[str, Callable[[], Any]]:
     }
 
 
-def alternate(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each side's steps, in turn, after one that warms up."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(-1, rounds):
-        for name in list(sides)[:: 1 if turn % 2 else -1]:
-            taken = sides[name]()
-            if turn >= 0:
-                seconds[name].append(taken)
-        print(f"  round {turn + 1} of {rounds}", file=sys.stderr)
-    return seconds
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
     result: dict[str, Any] = {
@@ -109,11 +95,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         with Side(commands["plain"]) as plain, Side(commands["chunked"]) as chunked:
             result |= plain.ask("facts")
             sides = {"plain": lambda: plain.ask("step"), "chunked": lambda: chunked.ask("step")}
-            seconds = alternate(sides, options.rounds)
+            seconds = in_turn(sides, options.rounds, warmup=1)
             result["peak_bytes"] = {"plain": plain.ask("peak"), "chunked": chunked.ask("peak")}
-        result["seconds"] = {side: dataclasses.asdict(timing(values)) for side, values in seconds.items()}
-        samples = zip(seconds["chunked"], seconds["plain"], strict=True)
-        result["ratio"] = dataclasses.asdict(timing([ours / full for ours, full in samples]))
+        result["seconds"] = {side: figures(found[side] for found in seconds) for side in sides}
+        result["ratio"] = figures(found["chunked"] / found["plain"] for found in seconds)
         result["peer"] = ask_peer(options, result, folder) if options.peers else None
     return result
 
@@ -130,15 +115,14 @@ def ask_peer(options: argparse.Namespace, result: dict[str, Any], folder: Path) 
             "peer_plain": lambda: full.ask({"do": "step", "accum": 1}),
             "peer_accum": lambda: parts.ask({"do": "step", "accum": accum}),
         }
-        seconds = alternate(sides, options.rounds)
+        seconds = in_turn(sides, options.rounds, warmup=1)
         peaks = {"peer_plain": full.ask({"do": "peak"}), "peer_accum": parts.ask({"do": "peak"})}
-        samples = zip(seconds["peer_accum"], seconds["peer_plain"], strict=True)
         return {
             "versions": full.ask({"do": "versions"}),
             "accum": accum,
-            "seconds": {side: dataclasses.asdict(timing(values)) for side, values in seconds.items()},
+            "seconds": {side: figures(found[side] for found in seconds) for side in sides},
             "peak_bytes": peaks,
-            "ratio": dataclasses.asdict(timing([ours / plain for ours, plain in samples])),
+            "ratio": figures(found["peer_accum"] / found["peer_plain"] for found in seconds),
             "gradients": parts.ask({"do": "gradients"}),
         }
 

@@ -21,10 +21,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sides import NO_PEERS, RESULTS, Side, machine, peer_shape, set_up, spread, step_flops, training_step, write
+from sides import (
+    NO_PEERS,
+    RESULTS,
+    Side,
+    figures,
+    in_turn,
+    machine,
+    peer_shape,
+    set_up,
+    spread,
+    step_flops,
+    training_step,
+    write,
+)
 
 from m1clip.config import Config, DataConfig, ModelConfig, TrainConfig, from_dict, load_config, read_preset, to_toml
-from m1clip.hardware.timing import timing
 from m1clip.model.presets import clip_config, model_config
 
 PEER = Path(__file__).parent / "peers" / "steps.py"
@@ -211,27 +223,14 @@ def measure(config: Config, rounds: int, peers: str | None, compiled: bool) -> d
 
 
 def alternate(asks: dict[str, Callable[[], Any]], own: Side, rounds: int) -> dict[str, Any]:
-    """Steps in turn, the order turned round each time; then medians, quartiles and ratios of paired steps."""
-    names, taken, rates = [name for name in SIDES if name in asks], [], []
-    for turn in range(-2, rounds):  # the first two warm up
-        found = {name: asks[name]() for name in (names if turn % 2 else names[::-1])}
-        rate = own.ask("gemm")
-        print(
-            f"  round {turn + 1}: " + ", ".join(f"{name} {found[name]['seconds']:.2f} s" for name in names),
-            file=sys.stderr,
-        )
-        if turn >= 0:
-            taken.append(found)
-            rates.append(rate)
-    return summary(taken, rates)
+    """Steps in turn; then medians, quartiles and ratios of paired steps."""
+    names = [name for name in SIDES if name in asks]
+    taken = in_turn({name: asks[name] for name in names} | {"gemm": lambda: own.ask("gemm")}, rounds)
+    return summary([{name: found[name] for name in names} for found in taken], [found["gemm"] for found in taken])
 
 
 def summary(taken: list[dict[str, dict[str, float]]], rates: list[float]) -> dict[str, Any]:
     """Timings of each side, and how many times longer than m1clip it takes: paired steps of a round."""
-
-    def figures(values: list[float]) -> dict[str, Any]:
-        return dataclasses.asdict(timing(values))
-
     names = list(taken[0])
     own = [found["m1clip"] for found in taken]
     return {

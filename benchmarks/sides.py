@@ -9,13 +9,13 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from m1clip.config import TransferConfig
 from m1clip.hardware.facts import environment, read_facts
-from m1clip.hardware.timing import Timing
+from m1clip.hardware.timing import Timing, timing
 from m1clip.model.presets import CLIPConfig, flops_per_pair
 
 if TYPE_CHECKING:
@@ -52,6 +52,20 @@ class Side:
 
     def __exit__(self, *_: object) -> None:
         self.process.communicate()  # the end of its input ends it
+
+
+def in_turn(asks: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 2) -> list[dict[str, Any]]:
+    """The answers of each round, the order reversed each time, so that a busy moment of the machine affects all."""
+    taken = []
+    for turn in range(-warmup, rounds):
+        taken.append({name: asks[name]() for name in list(asks)[:: 1 if turn % 2 else -1]})
+        print(f"  round {turn + 1} of {rounds}", file=sys.stderr)
+    return taken[warmup:]
+
+
+def figures(values: Iterable[float]) -> dict[str, Any]:
+    """Median, quartiles and n, as JSON."""
+    return dataclasses.asdict(timing(list(values)))
 
 
 def variables_for(python: str) -> dict[str, str]:

@@ -13,11 +13,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from same_work import job_config
+from same_work import alternate, job_config
 from sides import Side, machine, peak_memory, spread, write
 
 from m1clip.config import to_toml
-from m1clip.hardware.timing import timing
 
 GOAL_RATIO, GOAL_BYTES = 2.9, 2.0e9
 LINES = {"naive": "naive baseline, fp32", "m1clip": "m1clip"}
@@ -25,31 +24,13 @@ LINES = {"naive": "naive baseline, fp32", "m1clip": "m1clip"}
 
 def measure(config: Path, steps: int) -> dict[str, Any]:
     """All figures of an alternating run."""
-    rounds: list[dict[str, dict[str, float]]] = []
-    rates: list[float] = []
     start = [sys.executable, str(Path(__file__).with_name("same_work.py")), "--config", str(config), "--worker"]
     with Side([*start, "naive"]) as naive, Side([*start, "m1clip"]) as ours:
         facts = ours.ask("default_facts")
-        for turn in range(-2, steps):  # the first two warm up
-            order = list(LINES)[:: 1 if turn % 2 else -1]
-            found = {name: naive.ask("naive") if name == "naive" else ours.ask("default") for name in order}
-            rate = ours.ask("gemm")
-            words = ", ".join(f"{name} {found[name]['seconds']:.2f} s" for name in LINES)
-            print(f"  round {turn + 1}: {words}", file=sys.stderr)
-            if turn >= 0:
-                rounds.append(found)
-                rates.append(rate)
-
-    def ratio(unit: str) -> list[float]:
-        return [found["naive"][unit] / found["m1clip"][unit] for found in rounds]
-
-    lists = {name: [found[name]["seconds"] for found in rounds] for name in LINES}
-    lists |= {"ratio": ratio("seconds"), "ratio_cpu": ratio("cpu_seconds"), "gemm_rate": rates}
-    own = [found["m1clip"] for found in rounds]
-    lists["gemm_fraction"] = [step["flops"] / step["seconds"] / rate for step, rate in zip(own, rates, strict=True)]
-    summary = {name: dataclasses.asdict(timing(values)) for name, values in lists.items()}
-    tokens = sum(step["text_tokens"] for step in own) / len(own)
-    return {**facts, **summary, "text_tokens": tokens, "rounds": rounds}
+        found = alternate({"naive": lambda: naive.ask("naive"), "m1clip": lambda: ours.ask("default")}, ours, steps)
+    ratios = {name: found[name]["naive"] for name in ("ratio", "ratio_cpu")}
+    rest = {name: found[name] for name in ("gemm_rate", "gemm_fraction", "rounds")}
+    return {**facts, **found["seconds"], **ratios, **rest, "text_tokens": found["tokens"]["m1clip"]}
 
 
 def show(result: dict[str, Any]) -> None:
