@@ -189,10 +189,8 @@ class Handler(BaseHTTPRequestHandler):
         home = INDEX if photos is None else SEARCH
         name = {"/": home, "/runs": INDEX}.get(path, path.removeprefix("/"))
         if name in FILES:
-            page = resources.files("m1clip.web") / "page"
-            data = (page / name).read_bytes()
-            if name.endswith(".html"):
-                data = (page / "head.html").read_bytes() + data
+            parts = ("head.html", name) if name.endswith(".html") else (name,)
+            data = b"".join((resources.files("m1clip.web") / "page" / part).read_bytes() for part in parts)
             self._send(200, f"{TYPES[name.rpartition('.')[2]]}; charset=utf-8", data)
             return
         if path == "/api/update":
