@@ -311,7 +311,7 @@ class MLXStep(TrainStep):
         return {name: to_mlx(tensor) for name, tensor in inputs.items()}
 
     def _micro_batched(self, weights: Arrays, batch: Batch, labels: Arrays, step: int) -> tuple[Array, Arrays]:
-        """Loss and gradients with the activations of one micro-batch at a time, as in grad_cache.py."""
+        """Loss and gradients with the activations of one micro-batch at a time, as in step.Tower."""
         images, captions, size = len(batch), len(batch.caption_ids), self.micro_batch
         counts: dict[Side, tuple[int, int]] = {
             "image": (images, size),

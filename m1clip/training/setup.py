@@ -164,10 +164,11 @@ class Setup:
             return asked
         if self.device.kind != "cuda" or unsupported:
             return "off"
-        captions, rows = self.splits["train"].captions, -(-self.training.plan.batch // ranks)
-        tokens = int(captions.lengths.max()) if captions.features is None else 1
-        estimate = MemoryEstimate(config, self.start, self.facts, self.device, self.precision, tokens)
-        peak = estimate.peak(config.train.micro_batch or rows, config.model.grad_checkpointing)
+        estimate = MemoryEstimate(
+            config, self.start, self.facts, self.device, self.precision, self.shape.context_length
+        )
+        rows = config.train.micro_batch or -(-self.training.plan.batch // ranks)
+        peak = estimate.peak(rows, config.model.grad_checkpointing)
         return "on" if peak > MAX_UNSHARDED * self.device.total_bytes() else "off"
 
     def describe_model(self) -> str:

@@ -7,6 +7,7 @@ every rank. The optimizers see the rows of this rank as ordinary tensors.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -23,6 +24,9 @@ from m1clip.model.layers import Block
 from m1clip.model.towers import TextTower, VisionTower
 from m1clip.training.distributed import Ranks, rows_of_rank
 from m1clip.training.oom import is_out_of_memory
+
+# Our blocks return views; nothing writes to them in place.
+warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
 
 
 class Shards:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from ranks import on_ranks
 from small_run import screen, small_config
 from torch import Tensor
 
+from m1clip.errors import UserError
 from m1clip.model.clip import normalize
 from m1clip.training.checkpoint import TrainState, checkpoint_tensors, restore, share_checkpoint
 from m1clip.training.distributed import Ranks
@@ -237,3 +239,15 @@ def test_sharded_weights_train_like_complete_ones() -> None:
             assert sharded[group].keys() == tensors.keys()
             for key, value in tensors.items():
                 assert_close(sharded[group][key], value, f"{name}: {key}")
+
+
+def test_sharding_is_chosen_by_memory_and_refused_where_it_is_not_exact() -> None:
+    setup = prepared()
+    assert setup._sharding(2) == "off", "on the CPU"
+    for total, wanted in ((10**4, "on"), (10**12, "off")):
+        device: Any = SimpleNamespace(kind="cuda", total_bytes=lambda total=total: total)
+        assert dataclasses.replace(setup, device=device)._sharding(2) == wanted
+    config = setup.config.changed(shard="on")
+    assert dataclasses.replace(setup, config=config)._sharding(2) == "on"
+    with pytest.raises(UserError, match="--shard on does not support --compile"):
+        dataclasses.replace(setup, config=config.changed(compile=True))._sharding(2)

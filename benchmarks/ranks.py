@@ -1,0 +1,169 @@
+"""Scaling of training with the number of ranks: images per second of 1, 2 and 4 processes on cores pinned apart.
+
+    python benchmarks/ranks.py --json docs/results/ranks.json
+    python benchmarks/ranks.py --ranks 1 2 4 8 --cores 2 --model small --batch-size 32
+    python benchmarks/ranks.py --device cuda --ranks 1          # also the time of NCCL's calls with one rank
+
+The batch of a rank is the same for any number of ranks (--total: the batch of all). Rounds with each number of ranks
+alternate. Efficiency is the speed of n ranks divided by n times that of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from sides import machine, set_up, spread, write
+
+from m1clip.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from m1clip.hardware.timing import timing
+
+WARMUP = 3
+
+
+def work(options: argparse.Namespace) -> dict[str, Any] | None:
+    """Train some steps as one rank; the first one returns the seconds of each."""
+    from m1clip.training.distributed import connect
+
+    ranks = connect()
+    batch = options.batch_size * (1 if options.total else ranks.size)
+    cuda = options.device == "cuda"
+    job = set_up(
+        Config(
+            model=ModelConfig(name=options.model, attention="sdpa", cuda_graph=False),
+            data=DataConfig(train_count=max(256, batch), captions_per_step=1),
+            optim=OptimConfig(optimizer=options.optimizer),
+            train=TrainConfig(
+                batch_size=batch,
+                steps=100,
+                device=options.device,
+                precision="bf16",
+                threads=0 if cuda else options.cores,
+                shard=options.shard,
+            ),
+        )
+    ).divided(ranks)
+    step, seconds, exchanges = job.make_step(), [], []
+    for number in range(WARMUP + options.steps):
+        begin = time.perf_counter()
+        step(job.training[number], number)
+        job.device.synchronize()
+        seconds.append(time.perf_counter() - begin)
+        exchanges.append(step.phases.take().get("exchange", 0.0))
+    found = {"batch": batch, "seconds": seconds[WARMUP:], "exchange": exchanges[WARMUP:]}
+    if cuda and ranks.size == 1:
+        found["nccl"] = nccl_seconds([p for p in step.model.parameters() if p.requires_grad], options.steps)
+    return found if ranks.rank == 0 else None
+
+
+def nccl_seconds(parameters: list[Any], rounds: int) -> list[float]:
+    """Seconds of adding all gradients with NCCL and one rank: the cost of its calls without that of a network."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    grads = [torch.zeros_like(p) for p in parameters]
+    taken = []
+    for _ in range(WARMUP + rounds):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        dist.all_reduce(torch.cat([g.flatten() for g in grads]))
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - begin)
+    dist.destroy_process_group()
+    return taken[WARMUP:]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run(options: argparse.Namespace, size: int) -> dict[str, Any]:
+    """The result of the first of `size` ranks, each on cores of its own."""
+    cpus, port, started = sorted(os.sched_getaffinity(0)), free_port(), []
+    for rank in range(size):
+        own = set(cpus[rank * options.cores : (rank + 1) * options.cores])
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": options.cores}
+        variables = {**os.environ, **{name: str(value) for name, value in place.items()}}
+        pin = None if options.device == "cuda" else lambda own=own: os.sched_setaffinity(0, own)
+        command = [sys.executable, __file__, "--worker", *sys.argv[1:]]
+        started.append(
+            subprocess.Popen(command, env=variables, preexec_fn=pin, stdout=subprocess.PIPE, text=True)  # noqa: PLW1509
+        )
+    outputs = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
+        raise SystemExit(f"{size} ranks ended with {[process.returncode for process in started]}")
+    return json.loads(outputs[0].splitlines()[-1])
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--cores", type=int, default=1, help="of each rank, on the CPU")
+    parser.add_argument("--model", default="tiny", help="preset")
+    parser.add_argument("--batch-size", type=int, default=32, help="images of each rank")
+    parser.add_argument("--total", action="store_true", help="--batch-size is that of all ranks together")
+    parser.add_argument("--optimizer", choices=["muon", "adamw"], default="muon")
+    parser.add_argument("--shard", choices=["on", "off"], default="off")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="few small steps: a smoke test")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.quick:
+        options.batch_size, options.steps, options.rounds, options.ranks = 4, 2, 1, [1, 2]
+    if options.worker:
+        found = work(options)
+        if found is not None:
+            print(json.dumps(found), flush=True)
+        return
+    most = len(os.sched_getaffinity(0)) // options.cores if options.device == "cpu" else max(options.ranks)
+    sizes = [size for size in options.ranks if size <= most]
+    for size in set(options.ranks) - set(sizes):
+        print(f"{size} ranks: not measured, {len(os.sched_getaffinity(0))} cores are too few")
+    rows: dict[int, list[dict[str, Any]]] = {size: [] for size in sizes}
+    result: dict[str, Any] = {"machine": machine(), "options": {**vars(options), "json": None}}
+    for _ in range(options.rounds):
+        for size in sizes:
+            rows[size].append(run(options, size))
+    speeds = {size: [row["batch"] / timing(row["seconds"]).median for row in each] for size, each in rows.items()}
+    result["ranks"] = {}
+    for size, each in rows.items():
+        efficiency = [own / (size * one) for own, one in zip(speeds[size], speeds[sizes[0]], strict=True)]
+        exchange = [sum(row["exchange"]) / sum(row["seconds"]) for row in each]
+        figures = {"images_per_second": speeds[size], "exchange_fraction": exchange}
+        figures |= {"efficiency": efficiency} if sizes[0] == 1 else {}
+        figures |= {"nccl_seconds": [s for row in each for s in row["nccl"]]} if "nccl" in each[0] else {}
+        result["ranks"][size] = {name: dataclasses.asdict(timing(values)) for name, values in figures.items()}
+    place = result["machine"]
+    print(f"{place['cuda'] or place['cpu']}, torch {place['torch']}, commit {place['commit']}")
+    print(
+        f"{options.model}, {options.batch_size} images {'in all' if options.total else 'per rank'}, n={options.rounds}"
+    )
+    for size, figures in result["ranks"].items():
+        words = [f"{spread(figures['images_per_second'], '.1f')} images/s"]
+        words += [f"efficiency {spread(figures['efficiency'])}"] if "efficiency" in figures else []
+        words += [f"in exchanges {spread(figures['exchange_fraction'])}"]
+        words += [f"NCCL {1e3 * figures['nccl_seconds']['median']:.2f} ms"] if "nccl_seconds" in figures else []
+        print(f"  {size} rank{'s' * (size > 1):1}  {', '.join(words)}")
+    if options.json:
+        write(options.json, result)
+
+
+if __name__ == "__main__":
+    main()
