@@ -165,6 +165,5 @@ def prior_art_job(config: Config) -> Setup:
     config = dataclasses.replace(
         config,
         train=dataclasses.replace(config.train, device="cpu", precision="fp32"),  # type: ignore[arg-type]
-        model=dataclasses.replace(config.model, attention="bmm"),
     )
     return set_up(config)

@@ -166,7 +166,6 @@ def own_answers(config: Config) -> dict[str, Callable[[], Any]]:
             "threads": torch.get_num_threads(),
             "parameters": count_parameters(job.shape),
             "precision": job.precision,
-            "attention": job.config.model.attention,
         }
 
     return {

@@ -56,10 +56,7 @@ def show(result: dict[str, Any]) -> None:
     )
     peak = result["peak_bytes"] / 1e9
     print(f"  peak RSS of m1clip train         {peak:.2f} GB (goal {GOAL_BYTES / 1e9:.1f})")
-    print(
-        f"m1clip: {result['precision']}, attention {result['attention']}, "
-        f"{result['text_tokens']:.0f} text tokens on average"
-    )
+    print(f"m1clip: {result['precision']}, {result['text_tokens']:.0f} text tokens on average")
 
 
 def main() -> None:

@@ -106,8 +106,6 @@ class ModelConfig(Section):
     "First layer of the image tower: CLIP's patch projection, or convolutions, which work better on small datasets."
     tokenizer: Literal["char", "bpe", "bpe-cut"] = "bpe-cut"
     "char: characters; bpe: CLIP's BPE (49,408 tokens); bpe-cut: only the BPE tokens that the training captions use."
-    attention: Literal["auto", "bmm", "sdpa"] = "auto"
-    "Attention implementation: batched matmul or torch's SDPA; auto takes the faster."
     grad_checkpointing: bool = False
     "Recompute activations in the backward pass: less memory, about a third more compute, the same result."
     compile: bool = False
@@ -336,7 +334,7 @@ NAMES = {
 } | {"seed": ("", "seed")}
 ALIASES = {"weight_decay": "wd", "learning_rate": "lr"}
 # How a model is computed, not what it is: these survive a change of --model.
-NOT_SHAPE = ("tokenizer", "attention", "grad_checkpointing", "compile", "cuda_graph")
+NOT_SHAPE = ("tokenizer", "grad_checkpointing", "compile", "cuda_graph")
 # Options of other tools -> the option of `m1clip train`.
 OTHER_TOOLS = {
     **dict.fromkeys(("batch", "bs", "b", "batchsize", "per_device_train_batch_size"), "--batch-size"),

@@ -37,7 +37,6 @@ SMALL: dict[str, Any] = {
     "model.text_width": 32,
     "model.text_layers": 2,
     "model.embed_dim": 32,
-    "model.attention": "bmm",
     "data.train_count": 72,  # four batches of 16, and 8 left over; 8 each for validation and test
     "data.captions_per_step": 2,
     "train.batch_size": 16,

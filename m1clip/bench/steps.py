@@ -74,7 +74,9 @@ class Configuration:
 
     def train_config(self) -> Config:
         """The equivalent settings of a run."""
-        return Config().changed(**{**asdict(self), "batch_size": max(2, self.batch_size), "steps": 10_000})
+        values = {**asdict(self), "batch_size": max(2, self.batch_size), "steps": 10_000}
+        del values["attention"]  # not a setting
+        return Config().changed(**values)
 
 
 def default_configuration(model: str, batch_size: int, device: Kind, precision: Any, optimizer: str) -> Configuration:

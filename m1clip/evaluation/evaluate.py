@@ -85,10 +85,8 @@ def _onto_device(model: Model, config: Config, trained: bool, device_name: str, 
     # On the device of the run, use its settings, so that the scores match those printed in training.
     as_trained = trained and config.train.device != "auto" and device.torch == Device(config.train.device, facts).torch
     model.clip.to(device.torch)
-    if as_trained:
-        if config.train.precision != "auto":
-            model.precision = choose_precision(config.train.precision, device.kind, facts, None)
-        model.clip.set_attention(config.model.attention)  # type: ignore[arg-type]
+    if as_trained and config.train.precision != "auto":
+        model.precision = choose_precision(config.train.precision, device.kind, facts, None)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ class Rules:
 
     precisions: tuple[Precision, ...] = ("fp32", "bf16")  # supported
     bf16: Literal["yes", "no", "measure"] = "measure"  # whether bf16 is faster
-    attention: Literal["sdpa", "measure"] = "measure"
     non_blocking: bool = False  # copies overlap with computation
     pin_memory: bool = False
     fixed_shapes: bool = False  # every batch has the same shape
@@ -114,7 +113,6 @@ def rules(kind: Kind, facts: Facts) -> Rules:
         return Rules(
             precisions=("fp32", "bf16", "fp16") if modern else ("fp32", "fp16"),
             bf16="yes" if modern else "no",
-            attention="sdpa",
             non_blocking=True,
             pin_memory=True,
             worker_start="forkserver",  # a forked child must not inherit a CUDA context
@@ -135,7 +133,7 @@ def rules(kind: Kind, facts: Facts) -> Rules:
     if kind == "mlx":
         # Towers that are not part of the step, and evaluations, run in torch: on MPS, under its rules.
         host = rules("mps" if facts.mps else "cpu", facts)
-        return replace(host, precisions=("fp32", "bf16"), bf16="no", attention="sdpa", fixed_shapes=True)
+        return replace(host, precisions=("fp32", "bf16"), bf16="no", fixed_shapes=True)
     return Rules(worker_start="fork" if facts.system == "Linux" else "spawn")
 
 

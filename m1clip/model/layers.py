@@ -16,13 +16,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from m1clip.hardware.device import causal_sdpa_is_wrong
 from m1clip.model.presets import Activation, AttentionKind, Init, TextTowerConfig, VisionTowerConfig
 
+MAX_POSITIONS = 256  # of an inference by two products: their memory grows with the square
 
-def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, kind: AttentionKind) -> Tensor:
+
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, kind: AttentionKind = "auto") -> Tensor:
     """(n, heads, length, dim) x 3 -> the same shape; `causal` lets position i see only positions <= i."""
-    # bf16 products of an inference on a CPU take two thirds of the time of SDPA (measured up to 197 positions).
-    products = q.dtype == torch.bfloat16 and q.device.type == "cpu" and not causal and torch.is_inference_mode_enabled()
-    products = (products and q.shape[2] <= 256) or (causal and causal_sdpa_is_wrong(q.device.type, q.dtype))
-    if kind == "sdpa" and not products:
+    if kind == "auto":
+        # Two bf16 products on a CPU take less time than SDPA: 14% in training, a third in inference (without a mask).
+        infers = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()  # the compiler lacks this
+        products = q.dtype == torch.bfloat16 and q.device.type == "cpu"
+        products = products and (not infers or (not causal and q.shape[2] <= MAX_POSITIONS))
+        kind = "bmm" if products else "sdpa"
+    if kind == "sdpa" and not (causal and causal_sdpa_is_wrong(q.device.type, q.dtype)):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     return _bmm_attention(q, k, v, causal)
 
@@ -367,7 +372,7 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
         self.heads, self.causal = heads, causal
-        self.kind: AttentionKind = "sdpa"
+        self.kind: AttentionKind = "auto"
         self.use_triton = False
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -379,7 +384,7 @@ class Attention(nn.Module):
     def _attend(self, x: Tensor, norm: nn.LayerNorm | None) -> Tensor:
         """The output of all heads, side by side: (n, length, width)."""
         n, length, width = x.shape
-        if self.use_triton and self.kind == "sdpa":
+        if self.use_triton and self.kind != "bmm":
             from m1clip.model import triton_ops
 
             if triton_ops.takes_attention(x, self.heads):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Activation = Literal["gelu", "quick_gelu"]
 Init = Literal["clip", "zero"]
-AttentionKind = Literal["bmm", "sdpa"]
+AttentionKind = Literal["auto", "bmm", "sdpa"]
 SIZES = ("image_size", "patch_size", "width", "layers", "heads", "context_length", "vocab_size", "embed_dim")
 MAX_GRID = 256
 

@@ -1,17 +1,16 @@
-"""Resolve `auto` settings: device, precision and attention by measurement, batch sizes by predicted memory."""
+"""Resolve `auto` settings: device and precision by measurement, batch sizes by predicted memory."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -23,7 +22,6 @@ from m1clip.data.loader import Batch
 from m1clip.errors import UserError
 from m1clip.formatting import amount, plural
 from m1clip.hardware.device import (
-    DTYPES,
     Device,
     Kind,
     Precision,
@@ -36,9 +34,8 @@ from m1clip.hardware.device import (
 )
 from m1clip.hardware.facts import Facts
 from m1clip.hardware.memory import map_large_blocks, return_freed_memory
-from m1clip.hardware.timing import alternate, timing
+from m1clip.hardware.timing import timing
 from m1clip.io import read_small, write_json
-from m1clip.model.layers import AttentionKind, attention
 from m1clip.training.memory import MemoryEstimate, power_of_two, process_bytes, random_batch
 from m1clip.training.parity import PAIRS, TOLERANCE, fill_zeros, gradient, relative_difference
 from m1clip.training.step import TrainStep
@@ -200,7 +197,6 @@ def _step(config: Config, start: Start, device: Device, precision: Precision, ba
     eager = config.changed(compile=False, batch_size=config.train.batch_size or batch)
     torch.manual_seed(config.seed)
     model = fill_zeros(start.build()).to(device.torch)
-    model.set_attention("sdpa" if device.kind != "cpu" or precision == "fp32" else "bmm")
     model.set_activation_checkpointing(config.model.grad_checkpointing)
     step = TrainStep(model, eager, device, precision, Preprocess(image_size=start.config.image_size))
     step.keeps_memory = False  # cached blocks would fragment the heap before the run starts
@@ -327,49 +323,3 @@ def decide(config: Config, most: int, limit: float, estimate: MemoryEstimate) ->
         if micro:
             return Fit(batch, micro, checkpointing)
     return None
-
-
-KINDS: tuple[AttentionKind, ...] = ("bmm", "sdpa")
-
-
-@functools.cache
-def attention_seconds(
-    device: Device, precision: Precision, shape: tuple[int, int, int, int], causal: bool
-) -> dict[AttentionKind, float]:
-    """Seconds of the forward and backward pass of each implementation, timed in alternation."""
-    dtype = DTYPES[precision]
-    q, k, v = (torch.randn(shape, device=device.torch, dtype=dtype, requires_grad=True) for _ in range(3))
-    cotangent = torch.randn(shape, device=device.torch, dtype=dtype)
-
-    def step(kind: AttentionKind) -> None:
-        torch.autograd.grad((attention(q, k, v, causal, kind) * cotangent).sum(), (q, k, v))
-
-    calls = {kind: functools.partial(step, kind) for kind in KINDS}
-    times = alternate(calls, device.synchronize, rounds=25, warmup=2, seconds=1.0)
-    # On a busy machine the lower quartile is a better estimate than the median.
-    return {kind: times[kind].low for kind in KINDS}
-
-
-def choose_attention(
-    start: Start, device: Device, precision: Precision, batch: int, text_tokens: int
-) -> tuple[Literal["auto", "bmm", "sdpa"], dict[AttentionKind, float]]:
-    """The faster implementation for our own trainable towers, and the measured seconds behind it.
-
-    `auto` if neither tower is one of them.
-    """
-    image, text = start.config.image_tower, start.config.text_tower
-    towers: list[tuple[Any, int, bool]] = []
-    if start.trainable.image and image.kind == "vit":
-        towers.append((image, image.tokens, False))
-    if start.trainable.text and text.kind == "transformer":
-        towers.append((text, text_tokens, True))
-    if not towers:
-        return "auto", {}
-    if device.rules.attention == "sdpa":
-        return "sdpa", {}
-    seconds = dict.fromkeys(KINDS, 0.0)
-    for tower, length, causal in towers:
-        shape = (min(batch, PROBE_BATCH), tower.heads, length, tower.width // tower.heads)
-        for kind, value in attention_seconds(device, precision, shape, causal).items():
-            seconds[kind] += tower.layers * value
-    return min(KINDS, key=lambda kind: seconds[kind]), seconds

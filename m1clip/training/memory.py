@@ -127,7 +127,7 @@ class MemoryEstimate:
         process_bytes(self.facts)  # private operations are probed at first use, which must not be with fake tensors
         with FakeTensorMode(), _WithoutShapes():
             model = self.start.build(load_weights=False)
-            model.set_attention("bmm" if self.config.model.attention == "bmm" else "sdpa")
+            model.set_attention("auto" if self.device.kind == "cpu" else "sdpa")
             model.set_activation_checkpointing(checkpointing)
             half: Precision = "bf16" if self.precision == "fp16" else self.precision  # the CPU has no fp16
             step = TrainStep(model, eager, host, half, Preprocess(image_size=self.start.config.image_size))

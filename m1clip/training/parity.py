@@ -92,7 +92,7 @@ def check_causality(model: CLIP, kind: str, context: Callable[[], AbstractContex
     if not difference <= LEAK:
         raise UserError(
             f"{kind}: text features change by {difference:.1%} with tokens after the end of the text, so attention "
-            f"sees later tokens; use --attention bmm, --precision fp32 or another version of torch"
+            f"sees later tokens; use --precision fp32, --device cpu or another version of torch"
         )
 
 

@@ -379,7 +379,6 @@ def _best_on_test(
     config = ranks.first(save_and_load)
     best = found[0] if found else setup.bundle(empty_clip(config, setup.device.torch))
     ranks.share(list(best.clip.state_dict().values()))
-    best.clip.set_attention(setup.config.model.attention)  # type: ignore[arg-type]
     split = next((name for name in ("test", "val") if name in setup.splits), "train")
     return Evaluator(best, setup.source, split, setup.splits[split]), encode(setup, best.clip, split)
 

@@ -1,4 +1,4 @@
-"""Resolve all settings before the first step, for every recipe: model, data, device, memory, attention."""
+"""Resolve all settings before the first step, for every recipe: model, data, device, memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from m1clip.model.pretrained import (
 )
 from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import load_tokenizer, make_tokenizer
-from m1clip.training.autotune import choose_attention, choose_hardware, default_batch, fit_memory, largest_batch
+from m1clip.training.autotune import choose_hardware, default_batch, fit_memory, largest_batch
 from m1clip.training.distributed import Ranks
 from m1clip.training.memory import MemoryEstimate
 from m1clip.training.step import TrainStep, make_train_step
@@ -113,7 +113,6 @@ class Setup:
         torch.manual_seed(self.config.seed)
         model = self.start.build()
         model = model if self.shards else model.to(self.device.torch)
-        model.set_attention(self.config.model.attention)  # type: ignore[arg-type]
         model.set_activation_checkpointing(self.config.model.grad_checkpointing)
         return model
 
@@ -185,8 +184,7 @@ class Setup:
             name = f"{' and '.join(names)}, {head} heads to {self.shape.embed_dim}: {trained:,} of {total:,} trained"
         else:
             name = f"from {self.config.transfer.init}: {trained:,} of {total:,} parameters trained"
-        attention = self.config.model.attention
-        return name if attention == "auto" else f"{name}, attention {attention}"
+        return name
 
     def bundle(self, model: CLIP) -> Model:
         """The model with what it needs to encode images and texts, in the precision of the run."""
@@ -254,7 +252,7 @@ def prepare(
     if not asked_batch:
         batch = min(batch, largest_batch(len(train.samples)))  # some images may be unreadable
     config = config.changed(batch_size=batch, micro_batch=min(config.train.micro_batch, batch))
-    config = _resolved(config, start, source, device, precision, tokens, augmentation, choices)
+    config = _resolved(config, start, source, device, precision, augmentation)
     teacher = None
     if config.transfer.teacher is not None:
         teacher = load_teacher(config, source, train, device, precision, plan)
@@ -331,14 +329,7 @@ def _with_batch(config: Config, start: Start, caption_counts: list[int], images:
 
 
 def _resolved(
-    config: Config,
-    start: Start,
-    source: Source,
-    device: Device,
-    precision: Precision,
-    tokens: int,
-    augmentation: Augmentation,
-    choices: dict[str, Any],
+    config: Config, start: Start, source: Source, device: Device, precision: Precision, augmentation: Augmentation
 ) -> Config:
     """The settings that depend on the device and on the readable images; all of them are written to config.toml."""
     captions = config.data.captions_per_step or 1
@@ -347,13 +338,8 @@ def _resolved(
     contrast = config.train.text_contrast
     if contrast is None:
         contrast = TEXT_CONTRAST if captions > 1 and not start.weights else 0.0
-    attention: str = config.model.attention
-    if attention == "auto":
-        attention, seconds = choose_attention(start, device, precision, config.train.batch_size or 0, tokens)
-        choices["attention"] = {"chosen": attention, **seconds}
     config = dataclasses.replace(config, model=model_config(config.model, start.config))
     return config.changed(
-        attention=attention,
         captions_per_step=captions,
         device=device.kind,
         precision=precision,

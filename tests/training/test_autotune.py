@@ -1,4 +1,4 @@
-"""Automatic choices: device and precision by measurement, batch sizes by memory, the attention implementation."""
+"""Automatic choices: device and precision by measurement, batch sizes by memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from m1clip.hardware.facts import Facts, read_facts
 from m1clip.model.presets import CLIPConfig, HeadConfig, clip_config, with_fields
 from m1clip.training import autotune
 from m1clip.training.autotune import Candidate, Choice, Fit, candidates, choose, decide, default_batch, fit_memory
-from m1clip.training.transfer import Start, Trainable
+from m1clip.training.transfer import Start
 
 H200 = Facts(system="Linux", machine="x86_64", cpu="Intel Xeon", cores=48, performance_cores=48, memory_bytes=2**38,
              cuda="NVIDIA H200", cuda_capability=(9, 0))  # fmt: skip
@@ -170,19 +170,3 @@ HEADS = Start(CLIPConfig(image_head=HeadConfig(kind="adapter", hidden=8)), new_h
 )
 def test_default_batch_fits_the_images(images: int, start: Start, batch: int) -> None:
     assert default_batch(start, images) == batch
-
-
-@pytest.mark.parametrize("faster", ["bmm", "sdpa"])
-def test_faster_attention_is_chosen_for_both_towers(faster: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = Device("cpu", read_facts())
-    monkeypatch.setattr(autotune, "attention_seconds", lambda *_: {"bmm": 2.0, "sdpa": 2.0} | {faster: 1.0})
-    kind, seconds = autotune.choose_attention(START, cpu, "fp32", 8, 16)
-    assert (kind, sum(seconds.values())) == (faster, 12.0), "two towers with two layers each"
-    frozen = Start(SHAPE, trainable=Trainable(image=False, text=False))
-    assert autotune.choose_attention(frozen, cpu, "fp32", 8, 16) == ("auto", {})
-
-
-def test_attention_measurement() -> None:
-    times = autotune.attention_seconds(Device("cpu", read_facts()), "fp32", (2, 2, 8, 16), True)
-    assert set(times) == {"bmm", "sdpa"}
-    assert all(0 < seconds < 1 for seconds in times.values())

@@ -70,23 +70,17 @@ def test_seed_changes_the_weights(tmp_path: Path) -> None:
 def test_config_of_a_run_reproduces_it(tmp_path: Path) -> None:
     """config.toml contains all resolved settings, so the second run measures nothing."""
     first, again = tmp_path / "first", tmp_path / "again"
-    open_questions = {
-        "train.epochs": 1.5,
-        "train.steps": None,
-        "train.precision": "auto",
-        "model.attention": "auto",
-        "train.eval_every": None,
-    }
+    open_questions = {"train.epochs": 1.5, "train.steps": None, "train.precision": "auto", "train.eval_every": None}
     run_small(first, open_questions)
     config = load_config(first / "config.toml")
     assert config.train.steps == 6
-    assert "auto" not in (config.train.precision, config.model.attention)
+    assert config.train.precision != "auto"
     train_config(config, again, screen())
     assert_same_bits(tensors_of(first, 6), tensors_of(again, 6))
     assert weights_sha256(first) == weights_sha256(again)
     assert (first / "config.toml").read_text() == (again / "config.toml").read_text()
     start = next(line for line in read_log(again) if line["kind"] == "start")
-    assert "attention" not in start["choices"], "not measured again"
+    assert "hardware" not in start["choices"], "not measured again"
 
 
 def test_resume_after_damaged_checkpoint_gives_identical_weights(tmp_path: Path) -> None:

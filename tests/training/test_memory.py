@@ -58,7 +58,6 @@ def test_peak_memory_known_value() -> None:
 def test_estimate_matches_the_real_step(precision: Any) -> None:
     config, samples = small_config({"data.captions_per_step": 1}), random_batch(SHAPE, 16, 16)
     model = build_clip(with_fields(SHAPE, eot_id=0))
-    model.set_attention("bmm")
     step = TrainStep(model, config, Device("cpu", FACTS), precision, Preprocess(image_size=32))
     step(samples, 1)
     known = [*model.parameters(), *model.buffers(), *step.optimizer.tensors().values(), *samples.tensors().values()]

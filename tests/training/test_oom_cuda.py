@@ -19,7 +19,7 @@ from m1clip.training.oom import make_oom_handler
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="fills the memory of a CUDA device; none here")
 BATCH, STEPS = 512, 6
-ON_CUDA: dict[str, Any] = {"train.device": "cuda", "model.attention": "sdpa", "optim.optimizer": "adamw"}
+ON_CUDA: dict[str, Any] = {"train.device": "cuda", "optim.optimizer": "adamw"}
 # The activations of a batch, some hundred MB, are nearly all of this run's memory: half a batch takes half of it.
 LARGE = {**ON_CUDA, "model.patch_size": 4, "model.vision_width": 128, "data.train_count": 1100,
          "train.batch_size": BATCH, "train.steps": STEPS,
