@@ -254,9 +254,9 @@ class TransferConfig(Section):
     recipe: Annotated[Literal["auto", "frozen", "finetune", "scratch"], Parameter(group=COMMON)] = "auto"
     "auto: by the data; frozen: heads on pretrained towers; finetune: then unfreeze them; scratch: random weights."
     image_tower: str = "efficientnet-lite0+lite2"
-    "Pretrained image tower: efficientnet-lite0, -lite2, -lite0+lite2, a transformers model (folder or hub), or vit."
+    "Pretrained image tower: efficientnet-lite0, -lite2, -lite0+lite2, or a transformers model (folder or hub name)."
     text_tower: str = "minilm"
-    "Pretrained text tower: minilm, or a transformers model (folder or hub name); text: train from scratch."
+    "Pretrained text tower: minilm, or a transformers model (folder or hub name)."
     download: bool = False
     "Download a tower that is not on this machine from the Hugging Face hub; nothing is downloaded without this."
     init: Annotated[str | None, Parameter(group=COMMON)] = None

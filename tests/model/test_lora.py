@@ -16,14 +16,6 @@ def names(group: list[tuple[str, nn.Parameter]]) -> set[str]:
     return {name for name, _ in group}
 
 
-def test_layer_groups_of_own_towers() -> None:
-    groups = layer_groups(tiny_clip(vision_layers=3).image_tower)
-    assert len(groups) == 5
-    assert {"patch.weight", "norm_pre.weight"} <= names(groups[0])
-    assert all(name.startswith("transformer.blocks.1.") for name in names(groups[2]))
-    assert names(groups[-1]) == {"norm.weight", "norm.bias"}
-
-
 def test_layer_groups_of_pretrained_towers() -> None:
     bert = layer_groups(BertTower(10, size=BertSize(width=8, layers=3, heads=2, hidden=8, positions=4)))
     assert len(bert) == 5

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tiny_model import tiny_clip, tiny_config
 from torch import Tensor, nn
 
-from m1clip.model.clip import CLIP, MAX_LOGIT_SCALE, build_clip
+from m1clip.model.clip import CLIP, MAX_LOGIT_SCALE
 from m1clip.model.layers import Block
 from m1clip.model.presets import flops_per_pair, with_fields
 from m1clip.model.towers import ConvStem, VisionTower, resize_positions, sincos_2d
@@ -71,15 +71,9 @@ def test_tokens_after_eot_have_no_effect() -> None:
     changed[0, 3:] = torch.randint(0, 20, (13,))
     changed[1, 5:] = EOT
     assert torch.equal(model.encode_text(ids()), model.encode_text(changed))
+    torch.testing.assert_close(model.encode_text(ids()[:, :8]), model.encode_text(ids()), atol=1e-6, rtol=1e-5)
     changed[2, 3] = 11  # before its EOT token
     assert not torch.allclose(model.encode_text(ids())[2], model.encode_text(changed)[2])
-
-
-@pytest.mark.parametrize("kind", ["bmm", "sdpa"])
-def test_truncated_padding_gives_same_text_features(kind: str) -> None:
-    model = clip()
-    model.set_attention(kind)  # type: ignore[arg-type]
-    torch.testing.assert_close(model.encode_text(ids()[:, :8]), model.encode_text(ids()), atol=1e-6, rtol=1e-5)
 
 
 def test_activation_checkpointing_is_bit_identical(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,20 +90,6 @@ def test_activation_checkpointing_is_bit_identical(monkeypatch: pytest.MonkeyPat
     assert [type(module) for module in used].count(Block) == 4
     assert results[0].keys() == dict(plain.named_parameters()).keys(), "the gradient reaches every parameter"
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
-
-
-def test_pooling_by_class_token_or_mean() -> None:
-    cls, mean = clip(pooling="cls").image_tower, clip(pooling="mean").image_tower
-    assert (cls.positions.shape, mean.positions.shape) == ((17, 32), (16, 32))
-    assert mean.cls is None
-    for tower in (cls, mean):
-        seen: list[Tensor] = []
-        hook = tower.transformer.register_forward_pre_hook(lambda _m, args, seen=seen: seen.append(args[0]))
-        out = tower(pixels())
-        hook.remove()
-        full = tower.transformer(seen[0])
-        pooled = full[:, 0] if tower is cls else full.mean(dim=1)
-        torch.testing.assert_close(out, tower.norm(pooled))
 
 
 def test_sincos_positions_are_not_saved() -> None:
@@ -130,14 +110,6 @@ def test_zero_init_makes_every_residual_branch_zero() -> None:
         assert not torch.allclose(getattr(usual, tower).transformer(x), x, atol=1e-2)
     grads = gradients(zeroed)  # zero, but it can learn
     assert all(grads[f"image_tower.transformer.blocks.{i}.mlp.down.weight"].abs().max() > 0 for i in range(2))
-
-
-def test_initialization_depends_on_seed() -> None:
-    one, same = clip().state_dict(), clip().state_dict()
-    assert all(torch.equal(one[name], same[name]) for name in one)
-    torch.manual_seed(1)
-    other = build_clip(tiny_config()).state_dict()
-    assert not torch.equal(other["text_tower.tokens.weight"], one["text_tower.tokens.weight"])
 
 
 def test_temperature_is_clamped() -> None:

@@ -39,7 +39,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "optim.optimizer": "adamw",
     },
     "frozen": {"transfer.recipe": "frozen", "optim.optimizer": "muon"},
-    "LiT": {"transfer.recipe": "frozen", "transfer.image_tower": "vit", "train.micro_batch": 6},
 }
 
 

@@ -169,15 +169,17 @@ def test_impossible_batch_sizes_are_rejected_early(tmp_path: Path, monkeypatch: 
         prepared(frozen_config(tmp_path, **{"train.batch_size": 64}))
 
 
-def test_compiled_text_tower_gets_fixed_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    patch_towers(monkeypatch)
+def test_unknown_model_leaves_no_run_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="unknown model preset 'tinny': did you mean 'tiny'"):
+        run_small(tmp_path / "run", {"model.name": "tinny"})
+    assert not (tmp_path / "run").exists()
+
+
+def test_compiled_text_tower_gets_fixed_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotune, "check_compile", lambda kind: None)
-    changes = {"transfer.text_tower": "text", "model.context_length": 40}
-    lengths = [
-        prepared(frozen_config(tmp_path, **changes, **{"model.compile": on})).training[0].tokens.shape[1]
-        for on in (True, False)
-    ]
-    assert lengths[0] == 40 > lengths[1]
+    lengths = [prepared(small_config({"model.compile": on})).training[0].tokens.shape[1] for on in (True, False)]
+    assert lengths[0] == small_config().model.context_length
+    assert lengths[0] > lengths[1]
 
 
 BOTH, TEXT, IMAGE = Trainable(), Trainable(image=False), Trainable(text=False)
