@@ -5,24 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from m1clip.bench.steps import Configuration, Result, default_configuration
-from m1clip.hardware.facts import Facts
 from m1clip.hardware.timing import timing
 
-MACHINE = Facts(
-    system="Linux",
-    machine="x86_64",
-    cpu="A CPU",
-    cores=8,
-    performance_cores=8,
-    memory_bytes=64 * 2**30,
-    cuda="A GPU",
-    cuda_capability=(9, 0),
-    torch="2.13.0",
-    python="3.12.1",
-)
-LAPTOP = Facts(
-    system="Darwin", machine="arm64", cpu="Apple M1", cores=8, performance_cores=4, memory_bytes=2**33, mps=True
-)
 PARAMETERS = {"tiny": 8e6, "small": 77e6, "ViT-B-32": 151e6, "200M": 200e6, "1B": 1e9}
 FLOPS_PER_IMAGE = {"tiny": 2e9, "small": 66e9, "ViT-B-32": 30e9, "200M": 190e9, "1B": 9e11}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machines import H200, M1, TURING
 
 from m1clip.bench import compare as module
 from m1clip.bench.compare import CompareOptions, Session, compare, configurations, precisions_of
@@ -16,25 +17,22 @@ from m1clip.bench.worker import Measurement, MeasurementError, Worker
 from m1clip.errors import UserError
 from m1clip.hardware.facts import Facts, read_facts
 
-from .examples import LAPTOP, MACHINE, configuration
-
-OLD_GPU = dataclasses.replace(MACHINE, cuda_capability=(7, 5))
+from .examples import configuration
 
 
 @pytest.mark.parametrize(
-    ("facts", "asked", "found"),
-    [(MACHINE, (), ["bf16", "fp32"]), (MACHINE, ("fp16",), ["fp16"]), (OLD_GPU, (), ["fp32"])],
+    ("facts", "asked", "found"), [(H200, (), ["bf16", "fp32"]), (H200, ("fp16",), ["fp16"]), (TURING, (), ["fp32"])]
 )
 def test_precisions_of_a_gpu(facts: Facts, asked: tuple[str, ...], found: list[str]) -> None:
     assert precisions_of(facts, "cuda", asked) == found
 
 
 def test_single_model_also_varies_one_setting_at_a_time() -> None:
-    found = configurations(MACHINE, CompareOptions(models=("small",), batch_sizes=(12,)), ["cuda", "cpu"])
+    found = configurations(H200, CompareOptions(models=("small",), batch_sizes=(12,)), ["cuda", "cpu"])
     variants = [c.variant for c in found]
     assert variants[:4] == ["cuda bf16 sdpa CUDA graph", "cuda fp32 sdpa CUDA graph", "cpu bf16 bmm", "cpu fp32 bmm"]
     once = {"cuda bf16 sdpa compiled CUDA graph", "cpu bf16 bmm compiled"}
-    twice = {"cpu bf16 sdpa", "cuda bf16 sdpa", "cpu bf16 bmm 4 threads", "cpu bf16 bmm gradient checkpointing"}
+    twice = {"cpu bf16 sdpa", "cuda bf16 sdpa", "cpu bf16 bmm 24 threads", "cpu bf16 bmm gradient checkpointing"}
     assert {variants.count(name) for name in once} == {1}
     assert {variants.count(name) for name in twice} == {2}
     second = variants[len(set(variants)) :]
@@ -42,14 +40,14 @@ def test_single_model_also_varies_one_setting_at_a_time() -> None:
 
 
 def test_mlx_is_measured_without_torchs_variants() -> None:
-    found = configurations(dataclasses.replace(LAPTOP, mlx="0.32.4"), CompareOptions(), ["mps", "cpu", "mlx"])
+    found = configurations(dataclasses.replace(M1, mlx="0.32.4"), CompareOptions(), ["mps", "cpu", "mlx"])
     variants = {c.variant for c in found if c.device == "mlx"}
     assert variants == {"mlx bf16 sdpa", "mlx fp32 sdpa", "mlx bf16 sdpa gradient checkpointing"}
 
 
 def test_several_models_are_ordered_by_size() -> None:
     options = CompareOptions(models=("tiny", "small"), batch_sizes=(64, 1))
-    found = configurations(LAPTOP, options, ["mps", "cpu"])
+    found = configurations(M1, options, ["mps", "cpu"])
     order = dict.fromkeys((c.model, c.batch_size) for c in found)
     assert list(order) == [("tiny", 1), ("tiny", 64), ("small", 1), ("small", 64)]
     assert [c.variant for c in found[:4]] == ["mps bf16 sdpa", "mps fp32 sdpa", "cpu bf16 bmm", "cpu fp32 bmm"]
@@ -61,7 +59,7 @@ class FixedClock(Session):
 
     def __init__(self, folder: Path, left: float) -> None:
         self._left = left
-        super().__init__(CompareOptions(minutes=8), MACHINE, folder, lambda text, used: None)
+        super().__init__(CompareOptions(minutes=8), H200, folder, lambda text, used: None)
         rates = {"fp32": 1e12, "bf16": 2e12}
         self.devices: Any = {"cpu": (2**36, rates), "cuda": (2**36, rates)}
 

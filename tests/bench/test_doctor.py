@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import machines
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,20 +33,6 @@ from m1clip.hardware.facts import Facts, read_facts
 GIB = 2**30
 
 
-def mac(chip: str, cores: int, fast: int) -> Facts:
-    return Facts(
-        system="Darwin",
-        machine="arm64",
-        cpu=chip,
-        cores=cores,
-        performance_cores=fast,
-        memory_bytes=16 * GIB,
-        mps=True,
-        torch="2.13.0",
-        python="3.12.4",
-    )
-
-
 def healthy(facts: Facts, **changes: Any) -> Machine:
     kinds = [kind for kind, there in (("cuda", facts.cuda), ("mps", facts.mps), ("cpu", True)) if there]
     base = Machine(
@@ -60,25 +47,10 @@ def healthy(facts: Facts, **changes: Any) -> Machine:
     return dataclasses.replace(base, **changes)
 
 
-XEON = Facts(
-    system="Linux",
-    machine="x86_64",
-    cpu="Intel(R) Xeon(R) Platinum 8481C",
-    cores=16,
-    performance_cores=16,
-    memory_bytes=64 * GIB,
-    torch="2.13.0+cpu",
-    python="3.11.7",
-)
-M1 = healthy(mac("Apple M1", 8, 4), on_battery=False)
-M4 = healthy(mac("Apple M4", 10, 4), on_battery=False, meters={"mps": "zeus-apple-silicon"})
-AMX = healthy(XEON, shared_memory_free=8 * GIB)
-H200 = healthy(
-    dataclasses.replace(XEON, cuda="NVIDIA H200", cuda_capability=(9, 0), torch="2.11.0+cu130"),
-    nvidia_driver=True,
-    torch_cuda_build="13.0",
-    shared_memory_free=8 * GIB,
-)
+M1 = healthy(machines.M1, on_battery=False)
+M4 = healthy(machines.M4, on_battery=False, meters={"mps": "zeus-apple-silicon"})
+AMX = healthy(machines.XEON, shared_memory_free=8 * GIB)
+H200 = healthy(machines.H200, nvidia_driver=True, torch_cuda_build="13.0", shared_memory_free=8 * GIB)
 
 
 def by_name(machine: Machine) -> dict[str, Finding]:

@@ -7,10 +7,11 @@ import platform
 from pathlib import Path
 
 import pytest
+from machines import M1
 
 from m1clip.bench.report import shared, text, verdict
 
-from .examples import LAPTOP, configuration, result, sweep_results
+from .examples import configuration, result, sweep_results
 
 
 def test_fastest_is_named_with_its_interval() -> None:
@@ -48,9 +49,9 @@ def test_crossover_lies_between_measured_batch_sizes() -> None:
 
 
 def test_shared_results_have_no_names_or_paths() -> None:
-    found = shared(LAPTOP, sweep_results())
+    found = shared(M1, sweep_results())
     assert set(found) == {"chip", "cores", "memory_gib", "system", "m1clip", "torch", "mlx", "results"}
-    assert (found["chip"], found["system"]) == (LAPTOP.cpu, f"macOS {LAPTOP.macos}" if LAPTOP.macos else LAPTOP.system)
+    assert (found["chip"], found["system"]) == (M1.cpu, f"macOS {M1.macos}" if M1.macos else M1.system)
     assert {key for row in found["results"] for key in row} == {
         "configuration",
         "images_per_second",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machines import H200, M1
 
 from m1clip.bench.plan import make_plan, plan_text, step_time
 from m1clip.bench.steps import CostModel, crossing, fit, load_measured, model_shape, save_measured, size_of
@@ -14,7 +15,7 @@ from m1clip.hardware.device import Device
 from m1clip.hardware.facts import read_facts
 from m1clip.model.presets import PRESETS, with_fields
 
-from .examples import FLOPS_PER_IMAGE, LAPTOP, MACHINE, PARAMETERS, configuration, result
+from .examples import FLOPS_PER_IMAGE, PARAMETERS, configuration, result
 
 
 def test_fit_recovers_the_coefficients() -> None:
@@ -46,13 +47,13 @@ def test_crossing_of_two_cost_models() -> None:
 
 def test_newer_measurements_replace_older_ones(tmp_path: Path) -> None:
     for seconds in (2.0, 1.0):
-        save_measured(MACHINE, [result(configuration(), seconds)], tmp_path)
-    assert [r.seconds.median for r in load_measured(MACHINE, tmp_path)] == [1.0]
-    assert load_measured(LAPTOP, tmp_path) == []
+        save_measured(H200, [result(configuration(), seconds)], tmp_path)
+    assert [r.seconds.median for r in load_measured(H200, tmp_path)] == [1.0]
+    assert load_measured(M1, tmp_path) == []
     (file,) = (tmp_path / "compare").iterdir()
     for damaged in ('{"a": 1}', "[1]", "[{}]", "no JSON"):
         file.write_text(damaged)
-        assert load_measured(MACHINE, tmp_path) == []
+        assert load_measured(H200, tmp_path) == []
 
 
 @pytest.mark.parametrize(("model", "vocabulary", "tokens"), [("small", 33, 77), ("ViT-B-32", 49408, 24)])

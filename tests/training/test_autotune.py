@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from machines import H200, M1, M4, TURING
 from small_run import small_config
 
 from m1clip.errors import UserError
@@ -19,11 +20,6 @@ from m1clip.training import autotune
 from m1clip.training.autotune import Candidate, Choice, Fit, candidates, choose, decide, default_batch, fit_memory
 from m1clip.training.transfer import Start
 
-H200 = Facts(system="Linux", machine="x86_64", cpu="Intel Xeon", cores=48, performance_cores=48, memory_bytes=2**38,
-             cuda="NVIDIA H200", cuda_capability=(9, 0))  # fmt: skip
-M1 = Facts(system="Darwin", machine="arm64", cpu="Apple M1", cores=8, performance_cores=4, memory_bytes=2**33, mps=True)
-M4 = dataclasses.replace(M1, cpu="Apple M4")
-TURING = dataclasses.replace(H200, cuda="Tesla T4", cuda_capability=(7, 5))
 SHAPE = clip_config(small_config().model, vocab_size=64)
 START = Start(SHAPE)
 

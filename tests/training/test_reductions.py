@@ -9,31 +9,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from machines import M1
 from small_run import small_config
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from m1clip.data.images import Preprocess
 from m1clip.hardware.device import Device, product_is_wrong
-from m1clip.hardware.facts import Facts
 from m1clip.model import pretrained
 from m1clip.model.lora import unfreeze
 from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig, clip_config
 from m1clip.training.memory import random_batch
 from m1clip.training.step import TrainStep
 from m1clip.training.transfer import Start, Trainable
-
-M1 = Facts(
-    system="Darwin",
-    machine="arm64",
-    cpu="Apple M1",
-    cores=8,
-    performance_cores=4,
-    memory_bytes=16 * 2**30,
-    mps=True,
-    torch="2.13.0",
-    macos="27.0",
-)
 
 
 class WrongProducts(TorchDispatchMode):
