@@ -159,10 +159,12 @@ class Session:
                 self.close()
         todo = configurations(self.facts, self.options, list(self.devices))
         for number, c in enumerate(todo):
-            if reason := self.obstacle(c, self.left / (len(todo) - number)):
+            # The second pass has the time that the first one leaves.
+            waiting = len({*todo[number:]} - self.measured.keys()) or len(todo) - number
+            if reason := self.obstacle(c, self.left / waiting):
                 self.skipped |= {} if c in self.measured else {c.label: reason}
             else:
-                self.measure(c, self.left / (len(todo) - number))
+                self.measure(c, self.left / waiting)
             self.close({later.variant for later in todo[number + 1 :]})
         self.write(complete=True)
 
@@ -174,11 +176,15 @@ class Session:
         total, rates = self.devices[c.device]
         memory = psutil.virtual_memory().available if c.device == "cpu" else total
         results = self.results
-        bytes_needed = BYTES_PER_PARAMETER * parameters
-        for r in results:
-            if (r.configuration.model, r.configuration.variant) == (c.model, c.variant):
-                grow = c.batch_size / r.configuration.batch_size
-                bytes_needed += int(grow * max(0, (r.peak_bytes or 0) - bytes_needed))
+        fixed = BYTES_PER_PARAMETER * parameters
+        bytes_needed = min(
+            (
+                fixed + c.batch_size / r.configuration.batch_size * max(0, r.peak_bytes - fixed)
+                for r in results
+                if (r.configuration.model, r.configuration.variant) == (c.model, c.variant)
+            ),
+            default=fixed,
+        )
         if bytes_needed > MAX_MEMORY * memory:
             return f"needs about {bytes_needed / 1e9:.0f} GB of {memory / 1e9:.0f} GB"
         known = predict(c, results)

@@ -94,7 +94,7 @@ class Result:
     flops: float
     seconds: Timing
     gemm_fraction: float
-    peak_bytes: int | None
+    peak_bytes: int
     joules_per_step: float | None
     other_load: float | None  # fraction of the CPU used by other programs
     gradient_difference: float | None
