@@ -46,6 +46,17 @@ def test_attention_and_gradient_match_reference(
         torch.testing.assert_close(one.double(), other, atol=10 * tolerance, rtol=10 * tolerance)
 
 
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.bfloat16, "bmm"), (torch.float32, "sdpa")])
+def test_kernel_by_rule_also_when_compiled(dtype: torch.dtype, kind: AttentionKind) -> None:
+    q, k, v = (t.detach() for t in inputs(dtype))
+    expected = attention(q, k, v, True, kind)
+    compiled = torch.compile(attention, backend="eager", fullgraph=True)
+    assert torch.equal(attention(q, k, v, True), expected)
+    assert torch.equal(compiled(q, k, v, True), expected)
+    with torch.inference_mode():
+        assert torch.equal(attention(q, k, v, True), attention(q, k, v, True, "sdpa"))
+
+
 needs_fused = pytest.mark.skipif(layers._onednn_op() is None, reason="torch without oneDNN's fused product")
 
 
