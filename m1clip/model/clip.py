@@ -138,7 +138,7 @@ def build_clip(config: CLIPConfig) -> CLIP:
 
 def empty_clip(config: CLIPConfig, device: torch.device) -> CLIP:
     """A CLIP whose weights are about to be loaded: memory is allocated, nothing is initialized."""
-    if not (config.image_tower.builtin and config.text_tower.builtin):
+    if config.from_transformers:
         return build_clip(config).to(device)  # libraries keep buffers that are neither weights nor saved
     with torch.device("meta"):
         model = build_clip(config)

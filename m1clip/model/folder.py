@@ -102,11 +102,9 @@ def read_model(path: Path) -> SavedModel:
         saved = _read_openclip(path / OPENCLIP_CONFIG, _first(path, OPENCLIP_WEIGHTS))
     else:
         saved = _read_hf(path) if _is_hf(path) else _read_own(model_folder(path))
-    towers = (saved.config.image_tower, saved.config.text_tower)
-    for tower in towers:
-        if not tower.builtin:
-            check_settings(tower, saved.weights, saved.where)  # type: ignore[arg-type]
-    if all(tower.builtin for tower in towers):
+    for tower in saved.config.from_transformers:
+        check_settings(tower, saved.weights, saved.where)
+    if not saved.config.from_transformers:
         # Checked on the meta device, before memory is allocated for the sizes that a config claims.
         with torch.device("meta"):
             check_weights(build_clip(saved.config), saved.weights, saved.where)

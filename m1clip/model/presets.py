@@ -47,7 +47,6 @@ class _Transformer(_Part):
     mlp_ratio: float = 4.0
     activation: Activation = "gelu"
     init: Init = "clip"
-    builtin = True  # built by code of m1clip, not by a library
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,11 +122,6 @@ class TextTowerConfig(_Transformer):
         inside = 0 <= self.eot_id < self.vocab_size
         _check(inside, f"eot_id {self.eot_id} is outside the vocabulary of {self.vocab_size}")
 
-    @property
-    def tokens(self) -> int:
-        """Length of the longest sequence."""
-        return self.context_length
-
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedImageConfig(_Part):
@@ -143,13 +137,8 @@ class PretrainedImageConfig(_Part):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fits = not self.builtin or self.image_size >= 32
+        fits = self.kind == "transformers" or self.image_size >= 32
         _check(fits, f"{self.kind} takes images of at least 32 pixels, not {self.image_size}")
-
-    @property
-    def builtin(self) -> bool:
-        """Built by code of m1clip, not by a library."""
-        return self.kind != "transformers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,11 +151,6 @@ class PretrainedTextConfig(_Part):
     context_length: int = 64
     vocab_size: int = 30522
     pad_id: int = 0
-
-    @property
-    def builtin(self) -> bool:
-        """Built by code of m1clip, not by a library."""
-        return self.kind != "transformers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +179,11 @@ class CLIPConfig(_Part):
     text_head: HeadConfig = field(default_factory=HeadConfig)
     embed_dim: int = 512
     logit_bias: bool = False
+
+    @property
+    def from_transformers(self) -> list[Any]:
+        """The towers that the library transformers builds."""
+        return [tower for tower in (self.image_tower, self.text_tower) if tower.kind == "transformers"]
 
     @property
     def own_towers(self) -> tuple[VisionTowerConfig, TextTowerConfig]:

@@ -177,9 +177,9 @@ def test_unknown_model_leaves_no_run_folder(tmp_path: Path) -> None:
 
 def test_compiled_text_tower_gets_fixed_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotune, "check_compile", lambda kind: None)
-    lengths = [prepared(small_config({"model.compile": on})).training[0].tokens.shape[1] for on in (True, False)]
-    assert lengths[0] == small_config().model.context_length
-    assert lengths[0] > lengths[1]
+    configs = [small_config({"model.compile": on, "model.context_length": 40}) for on in (True, False)]
+    lengths = [prepared(config).training[0].tokens.shape[1] for config in configs]
+    assert lengths[0] == 40 > lengths[1]
 
 
 BOTH, TEXT, IMAGE = Trainable(), Trainable(image=False), Trainable(text=False)
