@@ -121,7 +121,6 @@ class Setup:
             return train_step.model
         model = self.start.build(load_weights=False)
         model.load_state_dict(train_step.shards.complete(train_step.model.state_dict(), on_all_ranks=True))
-        model.set_attention(self.config.model.attention)  # type: ignore[arg-type]
         return model.to(self.device.torch).train()
 
     def divided(self, ranks: Ranks) -> Setup:
