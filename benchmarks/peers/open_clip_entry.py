@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,9 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def batch_size(job: dict[str, Any]) -> int:
-    """The batch size, which options may change."""
-    options = job["options"]
-    return int(options[options.index("--batch-size") + 1] if "--batch-size" in options else SETTINGS["batch-size"])
+    """The batch size; the last option counts, as in open_clip."""
+    given = [value for name, value in pairwise(job["options"]) if name == "--batch-size"]
+    return int((given or [SETTINGS["batch-size"]])[-1])
 
 
 def run_training(job: dict[str, Any], name: str, samples: int) -> dict[str, Any]:

@@ -145,6 +145,12 @@ def test_open_clip_log_line_is_parsed(module: str) -> None:
     assert script("peers.open_clip_entry").LINE.findall(line) == [("2026-11-15,11:43:31", "256")]
 
 
+def test_open_clip_entry_uses_the_last_batch_size() -> None:
+    batch_size = script("peers.open_clip_entry").batch_size
+    assert batch_size({"options": ["--batch-size", "64", "--lr", "1", "--batch-size", "128"]}) == 128
+    assert batch_size({"options": ["--lr", "1"]}) == 256
+
+
 def test_speedrun_hides_the_test_split_from_training(photos: Path, tmp_path: Path) -> None:
     speedrun = script("speedrun")
     (tmp_path / "again").mkdir()
