@@ -34,7 +34,7 @@ from m1clip.text.base import FILE_NAME
 
 AnyModel = Model | OnnxModel
 MAX_IMAGES = 1000  # of the validation split
-PROGRAM_IMAGES = 200  # for Core ML's programs, which take one image and one text at a time
+PROGRAM_IMAGES = 100  # for Core ML's programs, which take one image and one text at a time
 SYNTHETIC_TRAIN_IMAGES = 288  # of which 32 are for validation
 PIXEL_IMAGES = 64
 THROUGHPUT_BATCH = 16
