@@ -38,7 +38,7 @@ def work(options: argparse.Namespace) -> dict[str, Any] | None:
     cuda = options.device == "cuda"
     job = set_up(
         Config(
-            model=ModelConfig(name=options.model, attention="sdpa", cuda_graph=False),
+            model=ModelConfig(name=options.model, cuda_graph=False),
             data=DataConfig(train_count=max(256, batch), captions_per_step=1),
             optim=OptimConfig(optimizer=options.optimizer),
             train=TrainConfig(
