@@ -26,7 +26,7 @@ from m1clip.hardware.timing import Load, gemm_rate, is_settled
 from m1clip.model.clip import build_clip
 from m1clip.training.memory import random_batch
 from m1clip.training.parity import fill_zeros, gradient, on_cpu, relative_difference
-from m1clip.training.step import make_train_step
+from m1clip.training.step import step_class
 
 GEMM_SIZE = {"cpu": 1536, "mps": 4096, "mlx": 4096, "cuda": 8192}  # large enough to reach the device's peak rate
 MAX_WARM_STEPS, MAX_CAPTURE_STEPS = 4, 24  # a CUDA graph is captured after a few steps
@@ -142,7 +142,8 @@ def _measure(
     model = build_clip(shape).to(device.torch)
     model.set_attention(c.attention)  # type: ignore[arg-type]
     model.set_activation_checkpointing(c.grad_checkpointing)
-    step = make_train_step(model, c.train_config(), device, precision, Preprocess(image_size=shape.image_size))
+    preprocess = Preprocess(image_size=shape.image_size)
+    step = step_class(device)(model, c.train_config(), device, precision, preprocess)
     batch = random_batch(shape, c.batch_size, tokens)
     taken: list[float] = []
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from m1clip.config import Config
-from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
 from m1clip.errors import UserError
 from m1clip.hardware.device import Device, Precision
@@ -28,7 +27,7 @@ from m1clip.training.muon import EPS as MUON_EPS
 from m1clip.training.muon import QUINTICS
 from m1clip.training.optim import BETAS, EPS, Optimizer
 from m1clip.training.step import GRAD_CLIP_NORM, TrainStep, normalized_pixels, split
-from m1clip.training.transfer import Start, Teacher
+from m1clip.training.transfer import Start
 
 Side = Literal["image", "text"]
 SIDES: tuple[Side, Side] = ("image", "text")
@@ -150,22 +149,14 @@ def muon(
 class MLXStep(TrainStep):
     """TrainStep with gradients and updates in MLX. `model` and `optimizer` are torch's, current when read."""
 
-    def __init__(
-        self,
-        model: CLIP,
-        config: Config,
-        device: Device,
-        precision: Precision,
-        preprocess: Preprocess,
-        teacher: Teacher | None = None,
-    ) -> None:
+    def __init__(self, model: CLIP, config: Config, device: Device, precision: Precision, *others: Any) -> None:
         self._arrays: dict[str, Arrays] | None = None  # weights and moments; None: torch's are current
         self._stale: set[str] = set()  # of those, the ones that torch has older values of
         self._grads: Arrays = {}
         self._fills_gradients, self._precision = False, precision
         self._dtype = dtype = mx.bfloat16 if precision == "bf16" else mx.float32
         self._updates = 0  # of AdamW, which every parameter counts
-        super().__init__(model, config, device, precision, preprocess, teacher)
+        super().__init__(model, config, device, precision, *others)
         encode = {side: encoder(model.config, side, dtype, config.model.grad_checkpointing) for side in SIDES}
         train = config.train
 

@@ -36,7 +36,7 @@ from m1clip.text.tokenizers import load_tokenizer, make_tokenizer
 from m1clip.training.autotune import choose_hardware, default_batch, fit_memory, largest_batch
 from m1clip.training.distributed import Ranks
 from m1clip.training.memory import MemoryEstimate
-from m1clip.training.step import TrainStep, make_train_step
+from m1clip.training.step import TrainStep, step_class
 from m1clip.training.transfer import (
     Start,
     Teacher,
@@ -113,7 +113,7 @@ class Setup:
         settings = (self.config, self.device, self.precision, self.preprocess, self.teacher)
         model = self.build_model()
         self.ranks.share(list(model.state_dict().values()))  # other machines may round differently
-        return make_train_step(model, *settings, self.ranks)
+        return step_class(self.device)(model, *settings, self.ranks)
 
     def complete_model(self, train_step: TrainStep) -> CLIP:
         """The model with all its weights: a copy if they are divided among the ranks, which must all call this."""

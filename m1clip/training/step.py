@@ -450,21 +450,13 @@ class TrainStep:
         return found if len(found) < rows else []
 
 
-def make_train_step(
-    model: CLIP,
-    config: Config,
-    device: Device,
-    precision: Precision,
-    preprocess: Preprocess,
-    teacher: Teacher | None = None,
-    ranks: Ranks = Ranks(),  # noqa: B008  immutable
-) -> TrainStep:
+def step_class(device: Device) -> type[TrainStep]:
     """The step of a device: one in torch for all, except for MLX."""
     if device.kind != "mlx":
-        return TrainStep(model, config, device, precision, preprocess, teacher, ranks)
+        return TrainStep
     from m1clip.training.mlx_step import MLXStep
 
-    return MLXStep(model, config, device, precision, preprocess, teacher)
+    return MLXStep
 
 
 def split(rows: slice, most: int) -> list[slice]:

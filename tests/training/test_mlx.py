@@ -22,7 +22,7 @@ from m1clip.training.process import Stopped
 from m1clip.training.recovery import TrainState
 from m1clip.training.run import decode_plan, resume
 from m1clip.training.setup import Setup, prepare
-from m1clip.training.step import TrainStep, make_train_step
+from m1clip.training.step import TrainStep, step_class
 
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed: make test-mlx", exc_type=ImportError)
 mlx_step = pytest.importorskip("m1clip.training.mlx_step")
@@ -50,7 +50,8 @@ def two_steps(changes: dict[str, Any]) -> tuple[Setup, TrainStep, Any]:
         for p in model.parameters():
             p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
     cpu = TrainStep(copy.deepcopy(model), setup.config, Device("cpu", setup.facts), "fp32", setup.preprocess)
-    return setup, cpu, make_train_step(model, setup.config, setup.device, setup.precision, setup.preprocess)
+    settings = (setup.config, setup.device, setup.precision, setup.preprocess)
+    return setup, cpu, step_class(setup.device)(model, *settings)
 
 
 def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
