@@ -146,7 +146,7 @@ def data_index(
     for where, what, _ in problems[:10]:
         screen.warn(f"{where}: {what}")
     if len(problems) > 10:
-        screen.warn(f"{len(problems) - 10:,} more problems; m1clip data lint --cache stream counts them")
+        screen.warn(f"{len(problems) - 10:,} more problems")
     counts = f"{plural(sum(s.samples for s in found), 'image')}, {plural(sum(s.captions for s in found), 'caption')}"
     seconds = duration(time.perf_counter() - start)
     screen.say(f"{plural(len(found), 'shard')}, {counts}; {plural(made, 'shard')} indexed in {seconds}")

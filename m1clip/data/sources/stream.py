@@ -105,8 +105,8 @@ def read_index(path: str, index: Path | None = None) -> Shard | None:
         problems = tuple((str(a), str(b), str(c)) for a, b, c in header["problems"])
         shard = Shard(path, index, problems, *(int(header[name]) for name in COUNTS))
         fresh = facts is None or (facts.st_size == shard.bytes and facts.st_mtime_ns <= ours.st_mtime_ns)
-        long_enough = ours.st_size >= shard.samples * ROW.itemsize
-        return shard if fresh and long_enough and header["format"] == FORMAT else None
+        complete = 0 <= shard.samples * ROW.itemsize <= ours.st_size
+        return shard if fresh and complete and header["format"] == FORMAT else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -184,7 +184,7 @@ class ShardSamples(Sequence[Sample]):
         self.starts = np.cumsum([0, *(shard.samples for shard in shards)])
         self.chosen = chosen
         self.left_out = np.empty(0, np.int64) if left_out is None else left_out
-        self.threads = _threads([shard.path for shard in shards])
+        self.threads = _threads([shard.path for shard in shards[:1]])
         self._captions: dict[int, tuple[str, ...]] = {}  # of images that were read, until they are asked for
 
     def __len__(self) -> int:
@@ -202,10 +202,9 @@ class ShardSamples(Sequence[Sample]):
             return self.some(range(len(self))[index])
         image = ShardImage(self, range(len(self))[index])
         try:
-            captions = self.captions(image.index)
-        except OSError:  # as reading the image reports
-            captions = ()
-        return Sample(image, captions, image.id)
+            return Sample(image, self.captions(image.index), image.id)
+        except UserError:  # as reading the image reports
+            return Sample(image, (), image.id)
 
     def some(self, indices: Sequence[int]) -> list[Sample]:
         """Several samples, read at the same time."""
@@ -235,15 +234,24 @@ class ShardSamples(Sequence[Sample]):
         """The captions of a sample; those of an image that was just read need no second read."""
         found = self._captions.pop(index, None)
         if found is None:
-            shard, row = self.find(index)
-            _, _, text, size, is_json = _mapped(shard.index, shard.samples)[0][row].item()
-            found = captions_in(read_range(shard.path, text, size), is_json)
+            shard, _, _, text, size, is_json = self._row(index)
+            try:
+                found = captions_in(read_range(shard.path, text, size), is_json)
+            except OSError as error:
+                raise user_error(f"{shard.name}: captions cannot be read ({error.strerror or error})") from None
         return found
+
+    def _row(self, index: int) -> tuple[Shard, int, int, int, int, bool]:
+        """The shard of a sample, and where its image and its captions are."""
+        shard, row = self.find(index)
+        image, size, text, text_size, is_json = _mapped(shard.index, shard.samples)[0][row].item()
+        if max(image + size, text + text_size) > min(shard.bytes, 2**62):
+            raise user_error(f"{shard.index}: does not fit {shard.name}; delete it")
+        return shard, image, size, text, text_size, is_json
 
     def read(self, index: int) -> bytes:
         """The encoded image of a sample; its captions are kept for `captions`."""
-        shard, row = self.find(index)
-        image, size, text, text_size, is_json = _mapped(shard.index, shard.samples)[0][row].item()
+        shard, image, size, text, text_size, is_json = self._row(index)
         first, last = min(image, text), max(image + size, text + text_size)
         if last - first - size - text_size <= NEAR:
             data = read_range(shard.path, first, last - first)
@@ -278,8 +286,8 @@ class ShardImage(ImageRef):
         shard, row = self.samples.find(self.index)
         with open_regular(shard.index) as file:
             file.seek(_mapped(shard.index, shard.samples)[1])
-            name = file.read().split(b"\n")[row].decode()
-        return f"{os.path.basename(shard.name)}: {name}"
+            names = file.read().decode("utf-8", "replace").split("\n")[row : row + 1]
+        return f"{os.path.basename(shard.name)}: {one_line(''.join(names))}"
 
     def stamp(self) -> str:
         shard, row = self.samples.find(self.index)

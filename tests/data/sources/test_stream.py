@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import Counter
@@ -15,7 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from image_sets import make_set, plan
 from source_helpers import image_bytes, shard_samples, write_tar
@@ -185,6 +186,21 @@ def test_shard_that_changes_during_a_run_is_reported(tmp_path: Path) -> None:
         samples[4].image.read()
 
 
+@settings(max_examples=25)
+@given(data=st.binary(max_size=200), place=st.integers(0, 400))
+def test_damaged_index_is_no_crash(tmp_path_factory: pytest.TempPathFactory, data: bytes, place: int) -> None:
+    folder = tmp_path_factory.mktemp("damaged")
+    path = write_tar(folder / "train-0.tar", shard_samples(4))
+    (shard,), _ = open_shards([str(path)], Options(cache_dir=str(folder)))
+    index = bytearray(shard.index.read_bytes())
+    index[place : place + len(data)] = data
+    shard.index.write_bytes(index)
+    stream._mapped.cache_clear()
+    with contextlib.suppress(UserError, BadImage):
+        for sample in streamed(path, cache_dir=str(folder)).samples("train"):
+            sample.image.read()
+
+
 # Batches
 
 
@@ -321,6 +337,20 @@ def test_remote_shards_give_the_batches_of_local_ones(tmp_path: Path, indexed: b
         server.log.clear()
         training(*remote_data(server))
         assert not [name for name, wanted in server.log if not wanted], "the indexes are kept"
+
+
+def test_object_store_with_a_pattern(tmp_path: Path) -> None:
+    store = pytest.importorskip("fsspec", reason="fsspec is an extra: pip install 'm1clip[remote]'").filesystem(
+        "memory"
+    )
+    write_shards(tmp_path / "shards")
+    for file in (tmp_path / "shards").glob("*.tar"):
+        store.pipe(f"/{tmp_path.name}/{file.name}", file.read_bytes())
+    source, local = open_source(f"memory://{tmp_path.name}/*.tar"), streamed(tmp_path / "shards")
+    assert [s.image.read() for s in source.samples("train")] == [s.image.read() for s in local.samples("train")]
+    assert open_source(f"memory://{tmp_path.name}").caption_count() == local.caption_count()
+    with pytest.raises(UserError, match=r"memory://none/\*\.tar: no \.tar file there"):
+        open_source("memory://none/*.tar")
 
 
 def test_failed_requests_are_tried_again(tmp_path: Path) -> None:
