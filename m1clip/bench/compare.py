@@ -65,7 +65,7 @@ def compare(options: CompareOptions, folder: Path, show: Callable[[str, float], 
     """Run a comparison and write comparison.json; `show` receives a message and the fraction of time used."""
     facts = read_facts()
     for name in options.devices:
-        choose_device(name, facts)  # raises for one that is not there
+        choose_device(name, facts)  # raises for a missing device
     folder.mkdir(parents=True, exist_ok=True)
     session = Session(options, facts, folder, show)
     try:
@@ -82,8 +82,8 @@ def compare(options: CompareOptions, folder: Path, show: Callable[[str, float], 
 def configurations(facts: Facts, options: CompareOptions, devices: Sequence[Kind]) -> list[Configuration]:
     """Every device and precision for each model and batch size, from small to large.
 
-    For a single model also one change at a time from each device's likely fastest; and all of it a second time in
-    reverse order, so that a machine that becomes slower or faster affects each configuration alike.
+    A single model is also measured with one change at a time from the likely fastest configuration of each device, and
+    all of this a second time in reverse order, so a machine that becomes slower affects all configurations alike.
     """
     found = [
         default_configuration(model, batch_size, device, precision, options.optimizer)

@@ -30,7 +30,7 @@ class Machine:
     torch_cuda_build: str | None = None
     nvidia_driver: bool = False  # the system has an NVIDIA GPU and driver, regardless of the torch build
     kernel_failures: dict[str, str] = field(default_factory=dict)  # device -> "" if its gradient was correct
-    known_errors: dict[str, dict[str, str]] = field(default_factory=dict)  # device -> error -> "" if it is right
+    known_errors: dict[str, dict[str, str]] = field(default_factory=dict)  # device -> error -> "" if it does not occur
     gemm_flops: dict[str, dict[str, float]] = field(default_factory=dict)  # device -> precision -> FLOP/s
     variables: dict[str, str] = field(default_factory=dict)
     usable_cpus: int = 1
@@ -127,7 +127,7 @@ class Finding:
     level: Level
     name: str
     text: str
-    remedy: str = ""  # shown unless all is well
+    remedy: str = ""  # shown unless the level is ok
 
 
 def check(m: Machine) -> list[Finding]:
@@ -233,7 +233,7 @@ def check_known_errors(kind: str, found: dict[str, str]) -> Iterator[Finding]:
     for error, what in present:
         text = f"pytorch#{error.issue}, {error.what}: {what}"
         if kind == "mps":
-            yield Finding("warning", "mps error", text, f"m1clip avoids it: {error.avoided}; a newer torch may mend it")
+            yield Finding("warning", "mps error", text, f"m1clip avoids it: {error.avoided}; a newer torch may fix it")
         else:
             yield Finding("problem", f"{kind} error", text, "use another device or version of torch")
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LONG, POISON = 40_000, 1e4  # a reduction beyond the limit; what lies behind the operands
+LONG, POISON = 40_000, 1e4  # a reduction beyond the limit; the value in the memory behind the operands
 TIMEOUT = 120  # seconds
 
 
@@ -67,7 +67,7 @@ class KnownError(NamedTuple):
     what: str
     avoided: str
     has: Callable[[torch.device], bool]
-    aborts: bool = False  # the process, where the device has it
+    aborts: bool = False  # whether the error ends the process
 
 
 SPLIT = "no call is that long"

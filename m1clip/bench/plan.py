@@ -1,4 +1,4 @@
-"""m1clip plan: predict the memory, time and energy of a training run."""
+"""m1clip plan: predict the memory and time of a training run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_plan(
     optimizer: str = "muon",
     memory: str | None = None,
 ) -> dict[str, Any]:
-    """Predict what a run will take; `memory` is a limit such as 8GB, None all memory of the device."""
+    """Predict what a run will need; `memory` is a limit such as 8GB, by default all memory of the device."""
     for option, value, least in (("batch-size", batch_size, 2), ("images", images, 2), ("epochs", epochs, 1e-9)):
         if not value >= least:
             raise UserError(f"--{option} must be at least {least:g}, not {value:g}")
@@ -81,7 +81,7 @@ def make_plan(
 
 
 def step_time(c: Configuration, facts: Facts, device: Device) -> tuple[float, str]:
-    """Step seconds and their source: steps measured on this machine, or else a part of the GEMM rate."""
+    """Step seconds and their source: steps measured on this machine, or else a fraction of the GEMM rate."""
     if found := predict(c, load_measured(facts)):
         return found[0], f"{found[1]} on this machine"
     rate = gemm_rate(device, c.precision, GEMM_SIZE[device.kind])

@@ -86,7 +86,7 @@ def crossovers(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _crossover(device: str, pairs: dict[int, tuple[Timing, Timing]]) -> str:
-    """In words, from the times of the CPU and of the device by batch size."""
+    """The crossover in words, from the times of the CPU and of the device by batch size."""
     wins = [batch for batch, (cpu, gpu) in pairs.items() if cpu.high < gpu.low]
     losses = [batch for batch, (cpu, gpu) in pairs.items() if cpu.low > gpu.high]
     if wins and losses:
@@ -120,7 +120,7 @@ def rows(results: Sequence[Result]) -> list[list[str]]:
 
 
 def shared(facts: Facts, results: Sequence[Result]) -> dict[str, Any]:
-    """The results with what they depend on, for docs/machines.md: no names, paths or settings of the user."""
+    """The results for docs/machines.md, with chip and versions but without names, paths or settings of the user."""
     return {
         "chip": facts.cuda or facts.cpu,
         "cores": facts.cores,

@@ -27,7 +27,7 @@ from m1clip.training.parity import TOLERANCE
 
 SAMPLED_CAPTIONS = 64  # synthetic images, to estimate the caption length
 ASSUMED_GEMM_FRACTION = 0.5  # of the GEMM rate, for a model that was not measured
-# The default first; MLX has one kernel, and is always compiled.
+# The kernel of a default configuration first (on the CPU, that of bf16); MLX has one, and is always compiled.
 ATTENTION: dict[Kind, tuple[str, ...]] = {
     "cpu": ("bmm", "sdpa"),
     "mps": ("sdpa", "bmm"),
@@ -69,7 +69,7 @@ class Configuration:
 
     @property
     def is_default(self) -> bool:
-        """Whether `train` would compute the step in this way."""
+        """Whether this is the default configuration of its model, batch size, device and precision."""
         return self == default_configuration(self.model, self.batch_size, self.device, self.precision, self.optimizer)
 
     def train_config(self) -> Config:

@@ -50,7 +50,7 @@ class Worker:
         theirs.close()
 
     def call(self, method: str, timeout: float, *arguments: Any) -> Any:
-        """Call a function below in the worker; MeasurementError if it fails, crashes or times out."""
+        """Call a function of this module in the worker; MeasurementError if it fails, crashes or times out."""
         try:
             self._pipe.send((method, arguments))
             if not self._pipe.poll(timeout):
@@ -114,7 +114,7 @@ class Measurement:
     joules: float | None  # of all of them
     other_load: float | None  # fraction of the CPU used by other programs
     peak_bytes: int
-    gradient_difference: float | None  # of a few images, relative to the CPU's in fp32; None: not checked
+    gradient_difference: float | None  # for a few images, relative to the CPU's in fp32; None: not checked
 
 
 def measure(c: Configuration, seconds: float, least: int, check_gradient: bool) -> Measurement:

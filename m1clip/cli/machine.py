@@ -114,7 +114,7 @@ def plan(
     memory: str | None = None,
     json: Json = False,
 ) -> None:
-    """Predict what a training run will take: memory, the largest batch size and time.
+    """Predict the memory, the largest batch size and the time of a training run.
 
     Uses the step times that m1clip compare measured on this machine, or else measures matrix multiplication speed.
 

@@ -166,7 +166,7 @@ def export(
     image_size
         Convert for another image size: learned position embeddings are interpolated.
     int8
-        ONNX: a quarter of the size and faster on CPUs. Layers that this harms stay in float.
+        ONNX: about a third of the size, and faster on CPUs. Layers that int8 would harm stay in float.
     fp16
         ONNX: half the size, for GPUs.
     force

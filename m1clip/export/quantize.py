@@ -23,7 +23,7 @@ BLOCK_LAYERS = 6  # consecutive layers that are tried in float together
 ENOUGH_COSINE = 0.998
 TEXT_BLOCK = 128  # weights, and activations, with one scale
 LAYERS = ("Conv", "MatMul", "Gemm")
-# Bounds of the activations: without them the range before ReLU6, most of which is cut off, would be quantized.
+# Quantized together with the layer before them: the range before ReLU6 is much larger, and most of it is cut off.
 BOUNDS = ("Clip", "Relu")
 Say = Callable[[str], None]
 
@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 def quantize(
     folder: Path, precision: Precision, model: OnnxModel, pixels: np.ndarray, say: Say, ending: str = ""
 ) -> list[str]:
-    """Replace the graphs of a folder, of which `model` is the float version; returns notes.
+    """Convert the graphs of a folder in place; `model` is their float version. Returns notes for the user.
 
     `pixels` calibrate int8. `ending` is added to the names of the graphs.
     """
@@ -60,7 +60,7 @@ def _vectors(path: Path, inputs: np.ndarray) -> np.ndarray:
 
 
 def _float_layers(graph: Any, cosine: Callable[[list[str]], float], say: Say) -> list[str]:
-    """The layers to keep in float: blocks in the order of what each alone gains, until the cosine is enough."""
+    """The layers to keep in float: blocks in the order of the gain of each alone, until the cosine is high enough."""
     kept: list[str] = []
     reached = cosine(kept)
     if reached >= ENOUGH_COSINE:
@@ -85,7 +85,7 @@ def _to_fp16(path: Path) -> None:
 
 
 def _graph(path: Path) -> Any:
-    """The graph without torch's notes on shapes, of which some are wrong after its optimizations."""
+    """The graph without torch's annotations of shapes, some of which are wrong after its optimizations."""
     import onnx
 
     model = onnx.load(str(path))
@@ -94,9 +94,9 @@ def _graph(path: Path) -> Any:
 
 
 def _int8_text(path: Path) -> None:
-    """Weights in int8 with a scale for each block; onnxruntime also scales activations by blocks, of each token alone.
+    """Weights in int8 with one scale per block; onnxruntime also quantizes the activations of each token in blocks.
 
-    With one scale for all activations of a batch, a few large ones would take the range from the others.
+    With one scale for all activations of a batch, a few large ones would leave little of the range for the others.
     """
     import onnx
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
@@ -114,7 +114,7 @@ def _int8_text(path: Path) -> None:
 
 
 def _int8_embeddings(graph: Any) -> None:
-    """Tables from which rows are gathered in int8, with one scale for each row."""
+    """Store embedding tables in int8, with one scale per row."""
     from onnx import TensorProto, helper, numpy_helper
 
     tables = {each.name: each for each in graph.initializer if each.data_type == TensorProto.FLOAT}
@@ -181,7 +181,7 @@ def _int8_image(path: Path, inputs: np.ndarray, say: Say) -> list[str]:
 
 
 def _shift(path: Path, offset: np.ndarray) -> None:
-    """Add what int8 changes in the mean of the vectors, and normalize again."""
+    """Add `offset`, the mean error of int8 in the vectors, and normalize the result."""
     import onnx
     from onnx import helper, numpy_helper
 
@@ -197,7 +197,7 @@ def _shift(path: Path, offset: np.ndarray) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the library's advice on the root logger."""
+    """Silence what onnxruntime writes to the root logger."""
     level = logging.root.level
     logging.root.setLevel(logging.ERROR)
     try:

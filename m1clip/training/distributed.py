@@ -1,7 +1,7 @@
 """Several processes that train one model, started by torchrun.
 
 The batch is global: each rank encodes its rows of it, features are exchanged, each rank computes the loss of its rows
-against all features, and gradients are added. Every rank then makes the same update, so that weights stay equal.
+against all features, and gradients are added. Every rank then makes the same update, so the weights stay equal.
 
 Rare exchanges (settings, evaluations, checkpoints) wait for as long as another rank works, because torchrun ends all
 ranks when one ends. Exchanges within a step have a timeout, after which the rank that does not answer is named.
@@ -31,10 +31,10 @@ from m1clip.training.oom import MemoryPressure, is_out_of_memory
 Result = TypeVar("Result")
 Sizes = list[list[int]]  # images and captions of each rank
 TIMEOUT_VARIABLE, TIMEOUT = "M1CLIP_RANK_TIMEOUT", 600.0  # seconds
-REPORT_SECONDS = 5.0  # in which a rank that has lost another one hears of the others
+REPORT_SECONDS = 5.0  # a rank that has lost another one waits this long for the others to report
 POLL_SECONDS = 0.02
 MAX_CLOCK_SECONDS = 300.0  # files of a run get their times from different machines
-BUCKET = 1 << 23  # numbers of gradients exchanged at a time: 32 MB of float32
+BUCKET = 1 << 23  # gradient values exchanged at a time: 32 MB of float32
 PRESSURE, FAILED = 1, 2  # memory is short; an allocation has failed
 
 
@@ -80,7 +80,7 @@ class Ranks:
         return self.gather(torch.tensor(values, dtype=torch.int64)).amax(dim=0).tolist()
 
     def together(self, work: Callable[[], Result], *facts: int) -> tuple[Result, Sizes]:
-        """Run work that may run out of memory; if it does on one rank, all raise. Also exchanges a few numbers."""
+        """Run work that may run out of memory; if it does on one rank, all raise. Also exchanges the `facts`."""
         if self.size == 1:
             return work(), [list(facts)]
         result: Any = None
@@ -146,7 +146,7 @@ class Ranks:
     def add_gradients(self, parameters: Sequence[Tensor], loss: Tensor) -> Tensor:
         """Add the gradients of all ranks in place; returns the sum of their losses.
 
-        Not DDP: it averages, and exchanges after each backward pass, of which a micro-batched step has many.
+        Not DDP: it averages, and exchanges after each backward pass; a step with micro-batches has many of them.
         """
         if self.size == 1:
             return loss
@@ -258,7 +258,7 @@ class Ranks:
 
     @torch.no_grad()
     def share(self, tensors: Sequence[Tensor]) -> None:
-        """Give the values of rank 0 to all ranks."""
+        """Copy the values of rank 0 to all ranks, in place."""
         for tensor in tensors if self.size > 1 else ():
             with self._watched():
                 dist.broadcast(tensor, 0)
@@ -282,7 +282,7 @@ class Ranks:
             raise self.lost(error) from None
 
     def lost(self, error: Exception) -> Exception:
-        """Those that do not report within a few seconds are lost."""
+        """An error that names the lost ranks: those that do not report within a few seconds."""
         assert self.store is not None
         keys = [f"lost/{rank}" for rank in range(self.size)]
         deadline, missing = time.monotonic() + REPORT_SECONDS, list(range(self.size))
@@ -297,7 +297,7 @@ class Ranks:
         names = ", ".join(self.name(rank) for rank in missing) or "the connection"
         timed_out = "timed out" in str(error).lower()
         reason = f"did not answer for {self.timeout:g} s" if timed_out else "has ended"
-        return RankLost(f"{names} {reason}; training continues from the last checkpoint when torchrun starts it again")
+        return RankLost(f"{names} {reason}; training continues from the last checkpoint when torchrun restarts it")
 
 
 def _padded(rows: Tensor, size: int) -> Tensor:
@@ -335,12 +335,12 @@ def connect() -> Ranks:
         backend = "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=seconds)
     store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
-    # torchrun's store outlives its ranks: after a restart it still has the addresses of those before.
+    # torchrun's store outlives its ranks: after a restart it still has the addresses of the previous ones.
     attempt = f"m1clip/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}"
     store = dist.PrefixStore(attempt, store)
     dist.init_process_group(backend, store=store, timeout=timeout, rank=rank, world_size=size)
     atexit.register(dist.destroy_process_group)
     names = tuple(Ranks(rank, size, store).gather_objects(f"process {os.getpid()} on {socket.gethostname()}"))
     ranks = Ranks(rank, size, store, names, seconds, 1)
-    ranks.check_clocks(ranks.gather_objects(time.time()))  # all have arrived, so that these are the same moment
+    ranks.check_clocks(ranks.gather_objects(time.time()))  # all ranks have arrived, so these are the same moment
     return ranks

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state divided among the ranks: FSDP2 (`fully_shard`).
+"""Weights, gradients and optimizer state divided among the ranks with FSDP2 (`fully_shard`).
 
 Towers are divided by rows and gathered block by block while a step needs them; heads and temperature are complete on
 every rank. The optimizers see the rows of this rank as ordinary tensors.
@@ -56,7 +56,7 @@ class Shards:
             fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=True)
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)  # the sum: the loss of a rank is a part of the loss of the batch
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            module.set_force_sum_reduction_for_comms(True)  # gloo does not support averages
             if isinstance(module, Block):
                 for name in ("at", "mean"):
                     register_fsdp_forward_method(module, name)
@@ -80,7 +80,7 @@ class Shards:
         return (squared[0] + torch.nn.utils.get_total_norm(complete) ** 2).sqrt()
 
     def complete(self, tensors: Mapping[str, Tensor], on_all_ranks: bool = False) -> dict[str, Tensor]:
-        """Weights or optimizer state with all rows, on the CPU; {} on other ranks than the first unless asked for.
+        """Weights or optimizer state with all rows, on the CPU; {} on all ranks but 0, unless `on_all_ranks`.
 
         Keys are names of parameters, or part/name/key.
         """
@@ -94,7 +94,7 @@ class Shards:
         return found
 
     def divided(self, key: str, tensor: Tensor) -> Tensor:
-        """The rows of this rank of a complete tensor, with the shape of the complete one."""
+        """This rank's rows of a complete tensor, as a DTensor with the shape of the complete one."""
         if _name(key) not in self._parameters or not tensor.ndim or isinstance(tensor, DTensor):
             return tensor
         rows = tensor[rows_of_rank(len(tensor), self.ranks.rank, self.ranks.size)].to(self.mesh.device_type)
@@ -102,7 +102,7 @@ class Shards:
         return DTensor.from_local(rows.clone(), *placed, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
     def local_rows(self, key: str, tensor: Tensor) -> Tensor:
-        """The rows of this rank as an ordinary tensor."""
+        """This rank's rows of a complete tensor, as an ordinary tensor."""
         found = self.divided(key, tensor)
         return found.to_local() if isinstance(found, DTensor) else found
 
@@ -124,5 +124,5 @@ class Shards:
 
 
 def _name(key: str) -> str:
-    """The parameter of part/name/key, or of a plain name."""
+    """The parameter name in a key: in part/name/key, or the key itself."""
     return key.split("/")[1] if "/" in key else key

@@ -40,7 +40,7 @@ def open_sources(specs: Sequence[str], *, options: Options = DEFAULT) -> Source:
     if loaded:
         other = loaded[0].name
         raise UserError(
-            f"{other}: cannot be mixed with streamed shards; write it as shards (m1clip data pack), and --cache stream"
+            f"{other}: cannot be mixed with streamed shards; convert it (m1clip data pack) and use --cache stream"
         )
     paths = [shard.path for source in streamed for shard in source.shards]
     return StreamedSource(", ".join(source.name for source in streamed), paths, options)

@@ -1,4 +1,4 @@
-"""webdataset tar shards: `shard-{000..099}.tar`, a folder of .tar files, or one; read in place, never unpacked."""
+"""webdataset tar shards: `shard-{000..099}.tar`, a folder of .tar files, or a single one; read in place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KEY = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")  # webdataset: everything u
 
 
 class TruncatedTar(Exception):
-    """The file ends, or stops being a tar, before its end marker; what came before is valid."""
+    """The file ends, or stops being a tar, before its end-of-archive marker; what came before is valid."""
 
 
 class Member(NamedTuple):
@@ -43,9 +43,9 @@ class Member(NamedTuple):
 
 
 def members(file: BinaryIO, file_size: int) -> Iterator[Member]:
-    """Every file in the tar, in order; TruncatedTar where it breaks off.
+    """Every file in the tar, in order; raises TruncatedTar where it breaks off.
 
-    Unlike `tarfile.open` it reports damage in the middle, never loops, bounds extended headers and remembers nothing.
+    Unlike `tarfile.open`, it reports damage in the middle, always ends, limits extended headers and stores no members.
     """
     offset = 0
     extended: dict[str, str] = {}  # from extended headers, for the next member
@@ -137,20 +137,20 @@ class TarImage(ImageRef):
 
 
 def is_shards(path: Path) -> bool:
-    """A .tar file, a pattern of them, or a folder with some, also in its train/ and val/."""
+    """Whether a path is a .tar file, a pattern of them, or a folder with some, also in subfolders such as train/."""
     if path.is_dir():
         return bool(_in_folder(path))
     return path.suffix.lower() == ".tar" or (".tar" in path.name and "{" in path.name)
 
 
 def shard_rows(source: DataSource) -> Iterator[Row]:
-    """One row per sample, shard by shard; a truncated shard gives what is before the cut."""
+    """One row per sample, shard by shard; a truncated shard yields the samples before the cut."""
     for path in shard_paths(source.path):
         with open_regular(path) as file:
             for place, image, parts in samples_in(path, file, source.problem):
                 texts = read_texts(file, parts)
                 split = texts.split or split_of(path)
-                # Keys start again in each shard, so the shard is part of the id.
+                # Two shards may have the same keys, so the shard is part of the id.
                 id_ = texts.id or f"{os.path.basename(path)}/{image.name}"
                 yield Row(place, texts.captions, split, TarImage(path, image.name, image.offset, image.size), id_)
 
@@ -186,12 +186,12 @@ def _named(path: str, file: BinaryIO, problem: Callable[[Place, str, str], None]
     except TruncatedTar as error:
         file.seek(0)
         if file.read(2) == b"\x1f\x8b":
-            raise user_error(f"{path}: a compressed tar; unpack it to a plain .tar (gunzip)") from error
+            raise user_error(f"{path}: a compressed tar; decompress it to a .tar file (gunzip)") from error
         problem((path, 0), str(error), "shard")
 
 
 class Texts(NamedTuple):
-    """What the members of a sample say: captions, the member with them, and the split and id of `m1clip data pack`."""
+    """Texts of a sample: captions, the member that contains them, and the split and id by `m1clip data pack`."""
 
     captions: Any
     member: Member | None
@@ -201,7 +201,7 @@ class Texts(NamedTuple):
 
 
 def read_texts(file: BinaryIO, parts: dict[str, Member]) -> Texts:
-    """The captions of a sample. The json may have several; the txt, which open_clip reads, has one."""
+    """The captions of a sample. The json may contain several; the txt, which open_clip reads, contains one."""
 
     def read(suffix: str) -> str:
         if suffix not in parts or parts[suffix].size > MAX_TEXT_BYTES:
@@ -280,7 +280,7 @@ def expand(pattern: str) -> list[str]:
         choices = [part]
         if number % 2:
             first, _, last = part.partition("..")
-            # Counted first: {0..999999999999} must not be written out.
+            # Counted first: {0..999999999999} must not be expanded.
             if (count := (int(last) - int(first) + 1) * len(paths)) > MAX_SHARDS:
                 raise user_error(f"{pattern}: {count:,} shards are more than {MAX_SHARDS:,}")
             choices = [str(value).zfill(len(first)) for value in range(int(first), int(last) + 1)]
