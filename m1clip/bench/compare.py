@@ -15,7 +15,6 @@ from m1clip import __version__
 from m1clip.bench.report import verdict
 from m1clip.bench.steps import (
     ASSUMED_GEMM_FRACTION,
-    ATTENTION,
     Configuration,
     Result,
     default_configuration,
@@ -105,9 +104,6 @@ def precisions_of(facts: Facts, device: Kind, asked: Sequence[str]) -> list[Prec
 
 
 def _one_change_each(facts: Facts, base: list[Configuration]) -> Iterator[Configuration]:
-    for c in base:
-        for kind in ATTENTION[c.device][1:]:
-            yield replace(c, attention=kind)
     for likely in {c.device: c for c in reversed(base)}.values():
         yield replace(likely, grad_checkpointing=True)
         if likely.device == "cpu" and facts.performance_cores > 1:

@@ -27,13 +27,6 @@ from m1clip.training.parity import TOLERANCE
 
 SAMPLED_CAPTIONS = 64  # synthetic images, to estimate the caption length
 ASSUMED_GEMM_FRACTION = 0.5  # of the GEMM rate, for a model that was not measured
-# The kernel of a default configuration first (on the CPU, that of bf16); MLX has one, and is always compiled.
-ATTENTION: dict[Kind, tuple[str, ...]] = {
-    "cpu": ("bmm", "sdpa"),
-    "mps": ("sdpa", "bmm"),
-    "cuda": ("sdpa", "bmm"),
-    "mlx": ("sdpa",),
-}
 
 
 @dataclass(frozen=True)
@@ -44,7 +37,6 @@ class Configuration:
     batch_size: int
     device: Kind
     precision: Precision
-    attention: str
     cuda_graph: bool = False
     compile: bool = False
     threads: int = 0  # 0: one per physical core
@@ -60,7 +52,7 @@ class Configuration:
             f"{self.threads} thread{'s' * (self.threads > 1)}": self.threads,
             "gradient checkpointing": self.grad_checkpointing,
         }
-        return " ".join([self.device, self.precision, self.attention, *(name for name, on in options.items() if on)])
+        return " ".join([self.device, self.precision, *(name for name, on in options.items() if on)])
 
     @property
     def label(self) -> str:
@@ -74,15 +66,12 @@ class Configuration:
 
     def train_config(self) -> Config:
         """The equivalent settings of a run."""
-        values = {**asdict(self), "batch_size": max(2, self.batch_size), "steps": 10_000}
-        del values["attention"]  # not a setting
-        return Config().changed(**values)
+        return Config().changed(**{**asdict(self), "batch_size": max(2, self.batch_size), "steps": 10_000})
 
 
 def default_configuration(model: str, batch_size: int, device: Kind, precision: Any, optimizer: str) -> Configuration:
     """The default configuration of `train`."""
-    attention, graph = ATTENTION[device][0], device == "cuda"
-    return Configuration(model, batch_size, device, precision, attention, graph, optimizer=optimizer)
+    return Configuration(model, batch_size, device, precision, device == "cuda", optimizer=optimizer)
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,6 @@ def _measure(
     shape, tokens = model_shape(c.model)
     torch.manual_seed(0)
     model = build_clip(shape).to(device.torch)
-    model.set_attention(c.attention)  # type: ignore[arg-type]
     model.set_activation_checkpointing(c.grad_checkpointing)
     preprocess = Preprocess(image_size=shape.image_size)
     step = step_class(device)(model, c.train_config(), device, precision, preprocess)

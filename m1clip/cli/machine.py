@@ -28,7 +28,7 @@ def compare(
 ) -> None:
     """Measure the training step on each device of this machine, in each precision, and report which is fastest.
 
-    m1clip compare --model small --batch-size 12 also tries attention kernels, thread counts, gradient
+    m1clip compare --model small --batch-size 12 also tries thread counts, gradient
     checkpointing and the compiler. m1clip compare --model tiny small 200M --batch-size 1 8 64 finds the batch size
     from which a GPU is faster than the CPU.
 

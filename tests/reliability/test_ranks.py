@@ -293,4 +293,4 @@ def test_torchrun_restarts_and_continues(tmp_path: Path, undisturbed: Path, coun
         assert process.wait(300) == 0
     assert [record["step"] > 0 for record in records(run, "start")] == [False, True]
     assert_same_training(run, undisturbed)
-    counts["restarts by torchrun"] = 1
+    counts["restart by torchrun"] = 1
