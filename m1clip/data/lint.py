@@ -16,8 +16,8 @@ from typing import Literal
 
 import numpy as np
 
+from m1clip.data.duplicates import MAX_ALL_PAIRS, appearance, near_duplicates
 from m1clip.data.images import BadImage, decode, one_line, opened
-from m1clip.data.looks import MAX_ALL_PAIRS, appearance, near_duplicates
 from m1clip.data.types import ImageRef, Sample, Source
 from m1clip.text.bpe import BpeTokenizer
 

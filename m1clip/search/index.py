@@ -27,8 +27,8 @@ from filelock import FileLock, Timeout
 from PIL import Image
 
 import m1clip
+from m1clip.data.duplicates import appearance
 from m1clip.data.images import READ_TIMEOUT, SUFFIXES, BadImage, FileImage, decode, map_with_timeout, one_line, opened
-from m1clip.data.looks import appearance
 from m1clip.errors import UserError
 from m1clip.io import first_writable, open_for_write, read_small, write_bytes
 

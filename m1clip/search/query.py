@@ -16,8 +16,8 @@ from typing import Any, Literal
 import numpy as np
 
 import m1clip
+from m1clip.data.duplicates import near_duplicates
 from m1clip.data.images import BadImage, FileImage
-from m1clip.data.looks import near_duplicates
 from m1clip.errors import UserError
 from m1clip.io import PARTIAL
 from m1clip.search.concepts import Concepts, Examples, fit_concept, split_text

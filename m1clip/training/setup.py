@@ -193,15 +193,7 @@ def prepare(
     choose_device(config.train.device, facts)  # report a missing device before reading the data
     plan = decode(facts)
     source, start, tokenizer, preprocess = _open(config, facts, plan, saved)
-    if config.train.device == "mlx":
-        from m1clip.training.mlx_step import check_supported
-
-        check_supported(config, start)
-    if source.streamed and not (all(start.trainable) and config.transfer.teacher is None):
-        raise UserError(
-            f"{source.name}: shards that are streamed train both towers; --recipe frozen and --teacher cache features "
-            f"of all images: use --recipe scratch, or --init with a trained model"
-        )
+    _check_supported(config, start, source)
     samples, images = source.sampled("train"), len(source.samples("train"))
     if not is_synthetic(config.data):
         choices["lint"] = quick_check(source, start.config.context_length, say, plan.warn)
@@ -259,6 +251,19 @@ def prepare(
         autocast=autocast(device, precision),
         teacher=teacher,
     )
+
+
+def _check_supported(config: Config, start: Start, source: Source) -> None:
+    """Refuse what MLX or streamed shards cannot do, before any image is read."""
+    if config.train.device == "mlx":
+        from m1clip.training.mlx_step import check_supported
+
+        check_supported(config, start)
+    if source.streamed and not (all(start.trainable) and config.transfer.teacher is None):
+        raise UserError(
+            f"{source.name}: shards that are streamed train both towers; --recipe frozen and --teacher cache features "
+            f"of all images: use --recipe scratch, or --init with a trained model"
+        )
 
 
 def _open(
