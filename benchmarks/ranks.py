@@ -24,6 +24,7 @@ from typing import Any
 from sides import machine, set_up, spread, write
 
 from m1clip.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from m1clip.formatting import plural
 from m1clip.hardware.timing import timing
 
 WARMUP = 3
@@ -108,6 +109,24 @@ def run(options: argparse.Namespace, size: int) -> dict[str, Any]:
     return json.loads(outputs[0].splitlines()[-1])
 
 
+def table(options: argparse.Namespace, ranks: dict[int, dict[str, Any]]) -> list[dict[str, str]]:
+    """The rows for tools/results_table.py."""
+    where = "on a GPU" if options.device == "cuda" else f"on {plural(options.cores, 'core')} each"
+    images = f"{options.batch_size} images {'in all' if options.total else 'per rank'}"
+    work = f"`{options.model}`, {options.optimizer}{', sharded' * (options.shard == 'on')}, {images}"
+    rows = []
+    for size, figures in ranks.items():
+        words = [f"{spread(figures['images_per_second'], ',.1f')} images/s"]
+        words += [f"efficiency **{spread(figures['efficiency'])}**"] if size > 1 and "efficiency" in figures else []
+        words += [f"{spread(figures['exchange_fraction'], '.0%')} of a step in exchanges"] if size > 1 else []
+        words += [f"NCCL {1e3 * figures['nccl_seconds']['median']:.2f} ms"] if "nccl_seconds" in figures else []
+        given = [word for word in sys.argv[1:] if word != "--quick"]
+        command = " ".join(["python benchmarks/ranks.py", *given]).partition(" --json")[0]
+        what, n = f"{plural(size, 'rank')} {where}: {work}", str(figures["images_per_second"]["n"])
+        rows.append({"what": what, "figure": ", ".join(words), "n": n, "command": command})
+    return rows
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -137,7 +156,7 @@ def main() -> None:
     for size in set(options.ranks) - set(sizes):
         print(f"{size} ranks: not measured, {len(os.sched_getaffinity(0))} cores are too few")
     rows: dict[int, list[dict[str, Any]]] = {size: [] for size in sizes}
-    result: dict[str, Any] = {"machine": machine(), "options": {**vars(options), "json": None}}
+    result: dict[str, Any] = {"machine": machine(), "quick": options.quick, "options": {**vars(options), "json": None}}
     for _ in range(options.rounds):
         for size in sizes:
             rows[size].append(run(options, size))
@@ -150,17 +169,11 @@ def main() -> None:
         figures |= {"efficiency": efficiency} if sizes[0] == 1 else {}
         figures |= {"nccl_seconds": [s for row in each for s in row["nccl"]]} if "nccl" in each[0] else {}
         result["ranks"][size] = {name: dataclasses.asdict(timing(values)) for name, values in figures.items()}
+    result["rows"] = table(options, result["ranks"])
     place = result["machine"]
     print(f"{place['cuda'] or place['cpu']}, torch {place['torch']}, commit {place['commit']}")
-    print(
-        f"{options.model}, {options.batch_size} images {'in all' if options.total else 'per rank'}, n={options.rounds}"
-    )
-    for size, figures in result["ranks"].items():
-        words = [f"{spread(figures['images_per_second'], '.1f')} images/s"]
-        words += [f"efficiency {spread(figures['efficiency'])}"] if "efficiency" in figures else []
-        words += [f"in exchanges {spread(figures['exchange_fraction'])}"]
-        words += [f"NCCL {1e3 * figures['nccl_seconds']['median']:.2f} ms"] if "nccl_seconds" in figures else []
-        print(f"  {size} rank{'s' * (size > 1):1}  {', '.join(words)}")
+    for row in result["rows"]:
+        print(f"  {row['what']}: {row['figure']}, n={row['n']}")
     if options.json:
         write(options.json, result)
 
