@@ -35,8 +35,10 @@ SLICE = 32  # images
 MAX_SECONDS = 3.0  # of a step that is repeated in slices, which takes about twice as long
 LEAK = 1e-3  # relative change of text features; exact kernels give 0
 MOST = 1 << 22  # gradient entries to compare: several copies of a complete gradient would be the memory peak of a run
-# Relative error of the complete gradient. A wrong kernel gives errors near or above 1; rounding stays far below these.
+# Relative error of the complete gradient. A wrong kernel gives errors near or above 1; rounding stays far below these,
+# except in deep networks of convolutions in bf16: 0.25 in EfficientNet-Lite, on a GPU as on the CPU.
 TOLERANCE: dict[Precision, float] = {"fp32": 0.02, "bf16": 0.15, "fp16": 0.05}
+MOST_ROUNDING = 0.5
 
 
 class Parity(NamedTuple):
@@ -58,15 +60,19 @@ def check_parity(setup: Setup, train_step: TrainStep) -> Parity | None:
     products, few = optimizer_difference(train_step), first_samples(batch)
     check.teacher = None
     on_device, reference = gradient(check, few), gradient(on_cpu(check, setup.facts), few)
+    allowed = TOLERANCE[precision]
     found = {
         "computes gradients that differ from the CPU's": max(map(relative_difference, on_device, reference)),
         f"computes gradients of a batch of {len(batch)} that differ from those of its slices": at_size.difference,
         "computes updates of the optimizer that differ from the CPU's": products,
     }
+    if precision == "bf16" and max(found.values()) > allowed:
+        rounded = gradient(on_cpu(check, setup.facts, precision), few)
+        allowed = max(allowed, min(MOST_ROUNDING, 2 * max(map(relative_difference, rounded, reference))))
     for what, difference in found.items():
-        if difference > TOLERANCE[precision]:
+        if difference > allowed:
             raise UserError(
-                f"{kind} {what} by {difference:.1%} ({precision} allows {TOLERANCE[precision]:.0%}): a kernel gives "
+                f"{kind} {what} by {difference:.1%} ({precision} allows {allowed:.0%}): a kernel gives "
                 f"wrong results for this model; use --device cpu, another --precision, or another version of "
                 f"{'mlx' if kind == 'mlx' else 'torch'} (m1clip doctor lists known errors)"
             )
@@ -152,12 +158,12 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
     return difference if difference == difference else float("inf")
 
 
-def on_cpu(check: TrainStep, facts: Facts) -> TrainStep:
-    """The same step on the CPU in fp32, with the model moved there."""
+def on_cpu(check: TrainStep, facts: Facts, precision: Precision = "fp32") -> TrainStep:
+    """The same step on the CPU, with the model moved there."""
     eager = check.config.changed(compile=False)
     check.model.zero_grad(set_to_none=True)
     model = check.model.to("cpu")
-    return TrainStep(model, eager, Device("cpu", facts), "fp32", check.preprocess).for_check(model)
+    return TrainStep(model, eager, Device("cpu", facts), precision, check.preprocess).for_check(model)
 
 
 def gradient(check: TrainStep, batch: Batch) -> tuple[Tensor, Tensor]:
