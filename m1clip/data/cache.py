@@ -48,7 +48,6 @@ DISK_FRACTION = 0.5  # of the free disk, unless the user asks for the disk
 DEVICE_FRACTION = 0.25  # of the device's free memory; the rest is for training
 FEW_IMAGES = 500  # decoded in seconds, so they need no disk
 CHUNK = 64  # images decoded together
-MAX_THREADS = 16  # each holds one decoded image at full size
 SHOWN = 10  # failures named on screen; the run log has all
 EXAMPLES = 3  # failures named in an error
 CHECKED = 256  # training images tried before a run that decodes while it trains
@@ -148,7 +147,7 @@ class LiveImages:
     def try_read(self, indices: np.ndarray) -> tuple[np.ndarray, dict[int, Failure]]:
         """(n, side, side, 3) uint8, and the failures by position, whose pixels are 0."""
         # Single-threaded: with many worker processes, threads would only compete for the cores.
-        threads = self.threads or (1 if parent_process() is not None else min(MAX_THREADS, os.cpu_count() or 1))
+        threads = self.threads or (1 if parent_process() is not None else os.cpu_count() or 1)
         pixels, failed = np.zeros((len(indices), self.side, self.side, 3), np.uint8), dict[int, Failure]()
         for place, found in enumerate(self.decode(indices.tolist(), min(threads, len(indices)))):
             if isinstance(found, str):

@@ -286,6 +286,7 @@ def _without_ends(image: Image.Image) -> Image.Image:
 READ_TIMEOUT = 60.0  # seconds for one image; 0 waits forever
 MAX_ABANDONED = 8  # hanging reads of this process; more mean that the disk is at fault
 READS_AHEAD = 64  # for each thread
+MAX_THREADS = 6  # for decoding; 16 threads decode a fifth less per second, as they wait for each other's Python code
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -325,6 +326,7 @@ def map_with_timeout(
     def start() -> None:
         threading.Thread(target=run, name="decode", daemon=True).start()
 
+    threads = min(threads, MAX_THREADS)
     for _ in range(threads):
         start()
     remaining = iter(items)

@@ -56,7 +56,7 @@ Tower = Callable[[Tensor], Tensor]
 
 # Images and tokens of a batch. On a CPU each core computes a batch of its own, which should fit into its cache.
 CPU_IMAGES, CPU_TOKENS = 4, 2048
-GPU_IMAGES, GPU_TOKENS = 256, 32768
+GPU_IMAGES, GPU_TOKENS = 512, 32768
 HEAD_BATCH = 1024  # features
 FEW_TOKENS = 64  # a smaller batch takes nearly as long
 
@@ -126,12 +126,21 @@ class Encoder:
     def pixels(self, pixels: np.ndarray) -> Tensor:
         """(n, side, side, 3) uint8 -> (n, width) float32 on the CPU, as one batch."""
         with self.autocast():
-            images = render(torch.from_numpy(pixels).to(self.device), None, self.preprocess)
-            return self.image(images).float().cpu()
+            sent = torch.from_numpy(pixels).to(self.device, non_blocking=self.device.type == "cuda")
+            return self.image(render(sent, None, self.preprocess)).float().cpu()
 
     def images(self, images: Iterable[np.ndarray], count: int) -> Iterator[Tensor]:
         """Vectors of `count` images of (side, side, 3), batch by batch."""
-        return _parallel(lambda batch: self.pixels(np.stack(batch)), _chunks(images, self.batch(count)), self.workers)
+        return _parallel(
+            lambda batch: self.pixels(self._stack(batch)), _chunks(images, self.batch(count)), self.workers
+        )
+
+    def _stack(self, images: Sequence[np.ndarray]) -> np.ndarray:
+        """(n, side, side, 3); for CUDA in pinned memory, which is copied twice as fast."""
+        if self.device.type != "cuda":
+            return np.stack(images)
+        pinned = torch.empty((len(images), *images[0].shape), dtype=torch.uint8, pin_memory=True)
+        return np.stack(images, out=pinned.numpy())
 
     def files(
         self, refs: Sequence[ImageRef], failures: dict[int, str], progress: Progress
