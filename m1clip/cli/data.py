@@ -150,6 +150,8 @@ def data_index(
     counts = f"{plural(sum(s.samples for s in found), 'image')}, {plural(sum(s.captions for s in found), 'caption')}"
     seconds = duration(time.perf_counter() - start)
     screen.say(f"{plural(len(found), 'shard')}, {counts}; {plural(made, 'shard')} indexed in {seconds}")
+    if empty := sum(not shard.samples for shard in found):
+        raise UserError(f"{plural(empty, 'shard')} without images that can be read; the same command tries again")
 
 
 @data.command(name="pack")

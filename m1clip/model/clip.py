@@ -62,25 +62,26 @@ class CLIP(nn.Module):
             self.logit_scale.fill_(math.log(10.0))
             self.logit_bias.fill_(-10.0)
 
-    def encode_image(self, images: Tensor, kept_patches: Tensor | None = None) -> Tensor:
+    def encode_image(self, images: Tensor, kept_patches: Tensor | None = None, *dropout_keys: Tensor) -> Tensor:
         """(n, 3, size, size) normalized pixels -> (n, embed_dim) unit vectors in float32.
 
-        `kept_patches` (n, kept) are the patches that our own image tower sees; None: all.
+        `kept_patches` (n, kept) are the patches that our own image tower sees; None: all. With `dropout_keys` (n,), the
+        head has dropout.
         """
         kept = () if kept_patches is None else (kept_patches,)
-        return self.project_image(self.image_tower(images, *kept))
+        return self.project_image(self.image_tower(images, *kept), *dropout_keys)
 
-    def encode_text(self, tokens: Tensor) -> Tensor:
+    def encode_text(self, tokens: Tensor, *dropout_keys: Tensor) -> Tensor:
         """(n, length) token ids -> (n, embed_dim) unit vectors in float32."""
-        return self.project_text(self.text_tower(tokens))
+        return self.project_text(self.text_tower(tokens), *dropout_keys)
 
-    def project_image(self, features: Tensor) -> Tensor:
+    def project_image(self, features: Tensor, *dropout_keys: Tensor) -> Tensor:
         """(n, width) features of the image tower -> (n, embed_dim) unit vectors in float32."""
-        return normalize(self.image_head(features).float())
+        return normalize(self.image_head(features, *dropout_keys).float())
 
-    def project_text(self, features: Tensor) -> Tensor:
+    def project_text(self, features: Tensor, *dropout_keys: Tensor) -> Tensor:
         """(n, width) features of the text tower -> (n, embed_dim) unit vectors in float32."""
-        return normalize(self.text_head(features).float())
+        return normalize(self.text_head(features, *dropout_keys).float())
 
     def forward(self, images: Tensor, tokens: Tensor) -> Features:
         """Both encoders and the temperature."""

@@ -21,7 +21,7 @@ from m1clip.errors import UserError
 from m1clip.hardware.device import Device, Precision
 from m1clip.losses import positives
 from m1clip.model.clip import CLIP, MAX_LOGIT_SCALE
-from m1clip.model.heads import FEATURE_DROPOUT, Head, dropout_mask
+from m1clip.model.heads import FEATURE_DROPOUT, dropout_mask
 from m1clip.model.mlx import Array, Arrays, encoder
 from m1clip.training.muon import EPS as MUON_EPS
 from m1clip.training.muon import QUINTICS
@@ -270,10 +270,8 @@ class MLXStep(TrainStep):
         if 0 < self.micro_batch < len(batch):
             loss, self._grads = self._micro_batched(weights, batch, labels, step)
         else:
-            if self.has_dropout:
-                torch.manual_seed(self.config.seed * 1_000_003 + step)  # the masks of torch's step: texts first
-            text = self._inputs("text", batch, slice(0, len(batch.caption_ids)))
-            inputs = {"image": self._inputs("image", batch, slice(0, len(batch))), "text": text}
+            sizes: dict[Side, int] = {"image": len(batch), "text": len(batch.caption_ids)}
+            inputs = {side: self._inputs(side, batch, slice(0, size), step) for side, size in sizes.items()}
             loss, self._grads = self._full(weights, self._fixed, inputs, labels)
         mx.eval(loss, self._grads)
         if self._fills_gradients:
@@ -281,8 +279,8 @@ class MLXStep(TrainStep):
                 p.grad = to_torch(self._grads[name]).to(p.device)
         return torch.tensor(loss.item())
 
-    def _inputs(self, side: Side, batch: Batch, rows: slice) -> Arrays:
-        """The inputs of one side's encoder for some rows, with dropout masks drawn by torch as in its own step."""
+    def _inputs(self, side: Side, batch: Batch, rows: slice, step: int) -> Arrays:
+        """The inputs of one side's encoder for some rows, with the dropout masks of torch's step."""
         features = batch.image_features if side == "image" else batch.text_features
         if features is not None:
             inputs = {"features": features[rows]}
@@ -292,13 +290,11 @@ class MLXStep(TrainStep):
         else:
             inputs = {"tokens": batch.texts(rows)}
         head = getattr(self._model, f"{side}_head")
-        if isinstance(head, Head) and head.dropout and self.has_dropout:
-            cpu, count = torch.device("cpu"), rows.stop - rows.start
-            for name, layer, p in (
-                ("feature", head.up, FEATURE_DROPOUT * head.dropout),
-                ("hidden", head.down, head.dropout),
-            ):
-                inputs[f"{name}_mask"] = dropout_mask((count, layer.in_features), p, cpu)
+        keys = self.dropout_keys(batch, step)[side == "text"]
+        if keys is not None and head.dropout:
+            widths = head.up.in_features, head.down.in_features
+            inputs["feature_mask"] = dropout_mask(keys[rows], widths[0], FEATURE_DROPOUT * head.dropout)
+            inputs["hidden_mask"] = dropout_mask(~keys[rows], widths[1], head.dropout)
         return {name: to_mlx(tensor) for name, tensor in inputs.items()}
 
     def _micro_batched(self, weights: Arrays, batch: Batch, labels: Arrays, step: int) -> tuple[Array, Arrays]:
@@ -312,8 +308,7 @@ class MLXStep(TrainStep):
         features: Arrays = {SCALE: weights[SCALE]}
         for side, (count, most) in counts.items():
             for rows in split(slice(0, count), most):
-                self._seed_dropout(step, 2 * rows.start + (side == "text"))
-                parts[side].append((rows, self._inputs(side, batch, rows)))
+                parts[side].append((rows, self._inputs(side, batch, rows, step)))
             encoded = []
             for _, inputs in parts[side]:
                 encoded.append(self._encoders[side](weights, self._fixed, inputs))

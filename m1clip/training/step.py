@@ -23,6 +23,7 @@ from m1clip.hardware.memory import keep_freed_memory, map_large_blocks
 from m1clip.hardware.timing import Phases
 from m1clip.losses import OBJECTIVES, Terms, loss_terms, positives, text_contrast
 from m1clip.model.clip import CLIP, Features
+from m1clip.model.heads import Head, mixed
 from m1clip.model.pretrained import weights_hash
 from m1clip.training.cuda_graph import CapturedStep
 from m1clip.training.distributed import JointBatch, Ranks, Sizes
@@ -217,9 +218,7 @@ class TrainStep:
     def _encode(self, towers: Sequence[Tower], step: int) -> list[Tensor]:
         """Features of the images and captions of a batch."""
         self.phases.mark("forward")
-        if self.has_dropout:
-            # Dropout is a function of the step.
-            torch.manual_seed(self.config.seed * 1_000_003 + step + (self.ranks.rank << 40))
+        self._seed_dropout(step, 0)
         with self.autocast():
             # Text first: the backward pass then starts with the larger tower and frees its activations.
             text, image = towers[1].features(), towers[0].features()
@@ -347,30 +346,43 @@ class TrainStep:
         text_tokens = 1 if batch.tokens is None else batch.tokens.shape[1]
         return rules.rows_at_once(image_tokens) or images, rules.rows_at_once(text_tokens) or captions
 
-    def _encode_images(self, batch: Batch, rows: slice = slice(None)) -> Tensor:
-        """Unit vectors of some images, from pixels or from the features of a frozen tower."""
+    def _encode_images(self, batch: Batch, rows: slice = slice(None), keys: Tensor | None = None) -> Tensor:
+        """Unit vectors of some images, from pixels or from the features of a frozen tower; with dropout by `keys`."""
+        dropout = () if keys is None else (keys[rows],)
         if batch.image_features is not None:
-            return self.project_image(batch.image_features[rows])
-        kept = () if batch.kept_patches is None else (batch.kept_patches[rows],)
-        return self.encode_image(normalized_pixels(batch, self.preprocess, rows), *kept)
+            return self.project_image(batch.image_features[rows], *dropout)
+        kept = None if batch.kept_patches is None else batch.kept_patches[rows]
+        return self.encode_image(normalized_pixels(batch, self.preprocess, rows), kept, *dropout)
 
-    def _encode_texts(self, batch: Batch, rows: slice) -> Tensor:
+    def _encode_texts(self, batch: Batch, rows: slice, keys: Tensor | None = None) -> Tensor:
+        dropout = () if keys is None else (keys[rows],)
         if batch.text_features is not None:
-            return self.project_text(batch.text_features[rows])
-        return self.encode_text(batch.texts(rows))
+            return self.project_text(batch.text_features[rows], *dropout)
+        return self.encode_text(batch.texts(rows), *dropout)
+
+    def dropout_keys(self, batch: Batch, step: int) -> list[Tensor | None]:
+        """A random number for each image and each caption, from which the masks of its head follow, on any rank."""
+        if not self.has_dropout:
+            return [None, None]
+        word = int(rnd.bits(self.config.seed, step, np.array(0), DROPOUT_STREAM).astype(np.int64))
+        images, captions = mixed(batch.sample_ids ^ word), mixed(batch.caption_ids ^ ~word)
+        keys = images, mixed(captions ^ batch.sample_ids[batch.image_index])
+        heads = self.model.image_head, self.model.text_head
+        return [key if isinstance(head, Head) else None for key, head in zip(keys, heads, strict=True)]
 
     def _towers(self, batch: Batch, step: int, in_micro_batches: bool) -> list[Tower]:
         """Both encoders with their input in slices: as few as the device takes, or micro-batches."""
+        image_keys, text_keys = self.dropout_keys(batch, step)
 
         def encode_images(rows: slice) -> Tensor:
             if in_micro_batches:
                 self._seed_dropout(step, 2 * rows.start)
-            return self._encode_images(batch, rows)
+            return self._encode_images(batch, rows, image_keys)
 
         def encode_texts(rows: slice) -> Tensor:
             if in_micro_batches:
                 self._seed_dropout(step, 2 * rows.start + 1)
-            return self._encode_texts(batch, rows)
+            return self._encode_texts(batch, rows, text_keys)
 
         images, captions, size = len(batch), len(batch.caption_ids), self.micro_batch
         most_images, most_texts = self._rows_at_once(batch)
@@ -385,7 +397,7 @@ class TrainStep:
         return [Tower(encode, rows, n - len(rows)) for encode, rows, n in zip(encoders, slices, most, strict=True)]
 
     def _seed_dropout(self, step: int, draw: int) -> None:
-        """Make the dropout masks of a micro-batch a function of step and position, so that both passes agree."""
+        """Make the dropout of third-party towers a function of step, rank and position, the same in both passes."""
         if self.has_dropout:
             torch.manual_seed(int(rnd.bits(self.config.seed, step, np.array(draw), DROPOUT_STREAM + self.ranks.rank)))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from m1clip.data.captions import drop_tokens
 from m1clip.errors import UserError
 from m1clip.model import pretrained
-from m1clip.model.heads import Head
+from m1clip.model.heads import Head, mixed
 from m1clip.model.presets import HeadConfig, PretrainedImageConfig
 from m1clip.model.pretrained import (
     BATCH_NORM_EPS,
@@ -157,20 +157,25 @@ def test_adapter_head_starts_as_projection_of_standardized_features() -> None:
     made = head.eval()(features)
     torch.testing.assert_close(made, head.project((features - head.mean) / head.deviation))
     assert 0.2 < float(made.detach().std()) < 3  # the scale of the features is gone
-    assert not torch.equal(head.train()(features), head(features))
+    dropped = head(features, torch.arange(50))
+    assert torch.equal(dropped[7:9], head(features[7:9], torch.arange(7, 9))), "the other rows make no difference"
+    assert not torch.equal(dropped, made)
+    assert not torch.equal(dropped, head(features, torch.arange(1, 51)))
 
 
 def test_head_dropout_fraction_and_mean() -> None:
-    torch.manual_seed(0)
-    head = Head(HeadConfig(kind="adapter", hidden=1, dropout=0.75), 301, 4).train()
-    thin = head._dropped(torch.ones(401, 301), 0.25)
+    head = Head(HeadConfig(kind="adapter", hidden=1, dropout=0.75), 301, 4)
+    thin = head._dropped(torch.ones(401, 301), 0.25, mixed(torch.arange(401)))
     assert float((thin == 0).float().mean()) == pytest.approx(0.25, abs=0.01)
     assert float(thin.mean()) == pytest.approx(1.0, abs=0.01)
     assert sorted(thin.unique().tolist()) == [0.0, pytest.approx(4 / 3)]
     columns = (thin == 0).float().mean(dim=0)
     assert float(columns.min()) > 0.15  # every position is dropped sometimes, none always
     assert float(columns.max()) < 0.35
-    assert torch.equal(head.eval()._dropped(torch.ones(3), 0.25), torch.ones(3))
+    rows = (thin == 0).float() - 0.25
+    together = (rows @ rows.T).fill_diagonal_(0) / (0.25 * 0.75 * 301**0.5)
+    assert float(together.std()) == pytest.approx(1, abs=0.05), "masks of neighbours are independent"
+    assert torch.equal(head._dropped(torch.ones(3), 0.25, None), torch.ones(3))
 
 
 @torch.inference_mode()

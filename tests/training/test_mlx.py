@@ -13,7 +13,6 @@ from torch import Tensor
 from tower_run import frozen_changes, patch_towers
 
 import m1clip
-from m1clip.data.loader import Batch
 from m1clip.errors import UserError
 from m1clip.hardware.device import Device
 from m1clip.training import parity
@@ -87,8 +86,8 @@ def test_nonfinite_batch_changes_nothing_and_is_found(monkeypatch: pytest.Monkey
     before = copy.deepcopy(checkpoint_tensors(mlx, TrainState()))
     inputs = type(mlx)._inputs
 
-    def broken(self: Any, side: str, batch: Batch, rows: slice) -> Any:
-        found = inputs(self, side, batch, rows)
+    def broken(self: Any, side: str, *rest: Any) -> Any:
+        found = inputs(self, side, *rest)
         return {**found, "pixels": found["pixels"] * mx.inf} if side == "image" else found
 
     with monkeypatch.context() as patched:

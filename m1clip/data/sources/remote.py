@@ -62,7 +62,7 @@ def read_range(path: str, offset: int, size: int) -> bytes:
     if is_broken(path):
         raise OSError(f"skipped after {BROKEN_AFTER} failed reads")
     try:
-        data = _tried(lambda fs: fs.cat_file(path, offset, offset + size, **_limit(fs)), path)
+        data = _tried(lambda fs: fs.cat_file(path, start=offset, end=offset + size, **_limit(fs)), path)
     except OSError:
         with _lock:
             _failures[path] = _failures.get(path, (0, 0.0))[0] + 1, time.monotonic()
@@ -134,7 +134,7 @@ def _tried(work: Any, path: str) -> Any:
         except Exception as error:  # noqa: BLE001  each store's library has errors of its own
             status = getattr(error, "status", None)
             if isinstance(error, PermissionError) or status in _REFUSED:
-                raise PermissionError("no access") from None
+                raise PermissionError("no access; check the credentials") from None
             if attempt == TRIES - 1:
                 name = type(error).__name__
                 raise OSError(f"HTTP {status}" if status else shown(f"{name} {error}".strip())) from None

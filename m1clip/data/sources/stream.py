@@ -133,7 +133,8 @@ def open_shards(paths: Sequence[str], options: Options) -> tuple[list[Shard], in
                 for done, (number, shard) in enumerate(zip(missing, made, strict=True), start=1):
                     found[number] = shard
                     options.progress(done, len(missing))
-    return [shard for shard in found if shard is not None], len(missing)
+    shards = [shard for shard in found if shard is not None]
+    return shards, sum(shards[number].bytes > 0 for number in missing)
 
 
 def _index_places(path: str, cache: Path) -> list[Path]:
