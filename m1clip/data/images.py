@@ -1,4 +1,4 @@
-"""Decode and preprocess images: six formats and HEIC, size checked before decoding, always 8-bit RGB."""
+"""Decode and preprocess images: common formats, HEIC, previews of RAW files; size checked first, always 8-bit RGB."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 import numpy as np
 from PIL import Image, ImageOps
 
+from m1clip.data import raw
 from m1clip.errors import UserError
 from m1clip.io import check_limits, open_regular, validated
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
-SUFFIXES = frozenset(
-    {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff", ".heic", ".heif"}
-)
+# Of those that Pillow reads, all that photos are stored in. Others are rare, and EPS would start another program.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "QOI")
+SUFFIXES = raw.SUFFIXES | {
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff"),
+    *(".heic", ".heif", ".hif", ".avif", ".jp2", ".j2k", ".jpx", ".ppm", ".pgm", ".pbm", ".pnm", ".qoi"),
+}
 HEIC_BRANDS = (b"ftypheic", b"ftypheix", b"ftypheim", b"ftypheis", b"ftyphevc", b"ftyphevx", b"ftypmif1", b"ftypmsf1")
 HEIC_REMEDY = "HEIC is read with the library pi-heif: pip install pi-heif (or save the image as JPEG)"
 # RGB of this size takes 192 MiB once decoded.
@@ -91,7 +94,10 @@ def opened(data: bytes | str | os.PathLike[str], where: str) -> Iterator[Image.I
         if isinstance(data, bytes) and not data:
             raise BadImage(where, "the file is empty (0 bytes)", "empty")
         try:
-            image = Image.open(stream, formats=_formats())
+            image = raw.open_preview(stream)
+            if image is None:
+                stream.seek(0)
+                image = Image.open(stream, formats=_formats())
         except Exception as error:
             stream.seek(4)  # not by the file's name: phones also save HEIC as .jpg
             if stream.read(8) in HEIC_BRANDS and "HEIF" not in _formats():
@@ -136,7 +142,7 @@ def _reason(error: Exception) -> tuple[str, str]:
     if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
         return f"more than {MAX_PIXELS >> 20} megapixels; reduce its size", "too-large"
     if isinstance(error, Image.UnidentifiedImageError):
-        return ("not an image in a supported format (JPEG, PNG, WebP, GIF, BMP, TIFF, HEIC)", "not-an-image")
+        return ("not an image in a supported format (JPEG, PNG, WebP, GIF, BMP, TIFF, HEIC, AVIF, ...)", "not-an-image")
     if "truncated" in str(error).lower():
         return "truncated: the file ends before the end of the image", "truncated"
     return f"broken ({str(error) or type(error).__name__})", "broken"

@@ -1,0 +1,78 @@
+"""The preview in a RAW file: DNG, CR2, NEF, ARW and the like are TIFF containers with one or more JPEG images."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from PIL import Image, UnidentifiedImageError
+
+SUFFIXES = frozenset({".dng", ".cr2", ".nef", ".nrw", ".arw", ".srw"})
+# Limits for hostile files: cameras write fewer than 10 directories of fewer than 200 entries.
+MAX_DIRECTORIES, MAX_ENTRIES, MAX_VALUES, MAX_BYTES = 32, 1000, 64, 2**26
+SUBFILE, STRIP, ORIENTATION, STRIP_BYTES, DATE = 254, 273, 274, 279, 306
+CHILDREN, JPEG, JPEG_BYTES, EXIF, DNG, TAKEN = 330, 513, 514, 0x8769, 50706, 0x9003
+TYPES = {1: ("B", 1), 2: ("B", 1), 3: ("H", 2), 4: ("I", 4), 13: ("I", 4)}  # other TIFF types are not needed
+
+Directory = dict[int, tuple[int, ...]]  # {tag: values}
+
+
+def open_preview(stream: BinaryIO) -> Image.Image | None:
+    """The largest JPEG in a RAW file, with the rotation and date of the file; None if this is not one, or has none."""
+    head, length = stream.read(10), stream.seek(0, io.SEEK_END)
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(head[:4]) if len(head) == 10 else None
+    found = list(_directories(stream, order, head[4:8])) if order else []
+    if not found or not (head[8:] == b"CR" or DNG in found[0] or found[0].get(SUBFILE) == (1,)):
+        return None
+    pairs = ((JPEG, JPEG_BYTES), (STRIP, STRIP_BYTES))
+    places = {each.get(start, ()) + each.get(size, ()) for each in found for start, size in pairs}
+    usable = [place for place in places if len(place) == 2 and place[1] <= MAX_BYTES and sum(place) <= length]
+    for at, size in sorted(usable, key=lambda place: (-place[1], place[0])):
+        stream.seek(at)
+        try:
+            image = Image.open(io.BytesIO(stream.read(size)), formats=("JPEG",))
+        except UnidentifiedImageError:  # pixels without compression, or the sensor's values as a lossless JPEG
+            continue
+        exif = image.getexif()
+        exif.setdefault(ORIENTATION, next((each[ORIENTATION][0] for each in found if each.get(ORIENTATION)), 1))
+        taken = next((each[tag] for tag in (TAKEN, DATE) for each in found if tag in each), ())
+        exif.setdefault(DATE, bytes(taken).decode("ascii", "replace"))
+        return image
+    return None
+
+
+def _directories(stream: BinaryIO, order: str, first: bytes) -> Iterator[Directory]:
+    """All directories of a TIFF file, as far as they can be read."""
+    places, seen = [*struct.unpack(f"{order}I", first)], set[int]()
+    while places and len(seen) < MAX_DIRECTORIES:
+        if (at := places.pop(0)) in seen or at == 0:
+            continue
+        seen.add(at)
+        try:
+            found, following = _directory(stream, order, at)
+        except struct.error:  # truncated
+            continue
+        yield found
+        places += [*found.get(CHILDREN, ()), *found.get(EXIF, ()), following]
+
+
+def _directory(stream: BinaryIO, order: str, at: int) -> tuple[Directory, int]:
+    """The directory at a place of the file, and the place of the next."""
+    found: Directory = {}
+    stream.seek(at)
+    (count,) = struct.unpack(f"{order}H", stream.read(2))
+    if count > MAX_ENTRIES:
+        return found, 0
+    entries = stream.read(12 * count)
+    (following,) = struct.unpack(f"{order}I", stream.read(4))
+    for tag, kind, number, value in struct.iter_unpack(f"{order}HHI4s", entries):
+        if kind not in TYPES or number > MAX_VALUES:
+            continue
+        letter, size = TYPES[kind]
+        inside = number * size <= 4
+        stream.seek(0 if inside else struct.unpack(f"{order}I", value)[0])
+        stored = value[: number * size] if inside else stream.read(number * size)
+        found[tag] = struct.unpack(f"{order}{number}{letter}", stored)
+    return found, following
