@@ -26,11 +26,16 @@ def join_ranks(rank: int, size: int, port: int, timeout: float = 600, gate: Gate
     """Make this process a rank, as torchrun does."""
     if gate is not None:
         _wait_at(*gate)
+    place(rank, size, port, timeout)
+    torch.set_num_threads(1)
+    return connect()
+
+
+def place(rank: int, size: int, port: int, timeout: float = 600) -> None:
+    """Set the variables that torchrun sets."""
     ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, TIMEOUT_VARIABLE: timeout}
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     os.environ |= {name: str(value) for name, value in (ranks | store).items()}
-    torch.set_num_threads(1)
-    return connect()
 
 
 def _wait_at(gate: int, file: Path) -> None:

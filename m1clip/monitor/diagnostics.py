@@ -62,6 +62,19 @@ def throttling(history: History) -> Diagnostic | None:
     return Diagnostic("error", f"steps are {ratio:.1f}x slower than at the start: the machine is {cause}")
 
 
+def straggler(history: History) -> Diagnostic | None:
+    """One rank takes longer than the others, which wait for it."""
+    rows = [row["rank_seconds"] for row in list(history.recent)[-10:] if row.get("rank_seconds")]
+    if len(rows) < 3 or len(rows[-1]) < 2 or len({len(row) for row in rows}) > 1:
+        return None
+    seconds = [statistics.median(each) for each in zip(*rows, strict=True)]
+    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    ratio = seconds[slowest] / max(statistics.median(seconds[:slowest] + seconds[slowest + 1 :]), 1e-9)
+    if ratio < SLOWER:
+        return None
+    return Diagnostic("warning", f"rank {slowest} is {ratio:.1f}x slower than the others, which wait for it")
+
+
 def learning(history: History) -> Diagnostic | None:
     """How far the selection metric is above chance or, before the first evaluation, whether the loss is falling."""
     row, metric = history.evaluations.last or {}, history.metric
@@ -144,7 +157,7 @@ def interrupted(history: History, state: str) -> Diagnostic | None:
 
 
 CHECKS: tuple[Callable[[History], Diagnostic | None], ...] = (
-    *(not_a_number, data_bound, throttling, learning, loss_rises, no_longer_better, memory, unreadable),
+    *(not_a_number, data_bound, throttling, straggler, learning, loss_rises, no_longer_better, memory, unreadable),
 )
 
 

@@ -34,6 +34,7 @@ STYLES = {
 }
 PHASE_STYLES = dict(zip(PHASES, ("yellow", "magenta", "cyan", "blue", "red", "green", "cyan", "dim"), strict=True))
 FOOTER = " Ctrl-C closes the monitor; the run continues. All metrics: m1clip monitor --web"
+RANK_FIGURES, SHOWN_RANKS = ("images_per_second", "step_seconds"), 8
 POLL = 0.25  # seconds between two reads of the log
 REDRAW = 2.0  # seconds after which the screen is drawn even if nothing changed
 Part = tuple[str, str]  # text and style
@@ -163,12 +164,20 @@ def time_line(history: History) -> list[Text]:
     if (total := sum(seconds.values())) <= 0:
         return []
     parts = [(f" {name} {percent(value / total, 0)}", PHASE_STYLES[name]) for name, value in seconds.items()]
-    ranks = history.newest.get("rank_seconds") or []
-    if len(ranks) > 1:
-        slowest = max(range(len(ranks)), key=ranks.__getitem__)
-        behind = ranks[slowest] / max(sum(ranks) / len(ranks), 1e-9) - 1
-        parts.append((f"  {len(ranks)} ranks, slowest {slowest} (+{percent(behind, 0)})", "dim"))
     return [line((" step ", "dim"), (f"{duration(total / len(rows))} ", "bold"), *parts)]
+
+
+def rank_line(history: History) -> list[Text]:
+    """The speed of each rank without the time in which it waits for others, the slowest first."""
+    last = history.newest
+    seconds, speed, step = last.get("rank_seconds") or [], *(numbers([last], name) for name in RANK_FIGURES)
+    if len(seconds) < 2 or min(seconds) <= 0 or not (speed and step):
+        return []
+    images = speed[0] * step[0] / len(seconds)  # of each rank in a step
+    slowest = sorted(range(len(seconds)), key=lambda rank: -seconds[rank])[:SHOWN_RANKS]
+    speeds = ", ".join(f"{rank}: {images / seconds[rank]:,.0f}" for rank in slowest)
+    more = f", ... to {images / min(seconds):,.0f}" if len(seconds) > SHOWN_RANKS else ""
+    return [line((" ranks ", "dim"), (f"{len(seconds)} ", "bold"), f" images/s of each: {speeds}{more}")]
 
 
 def machine_line(history: History) -> list[Text]:
@@ -204,7 +213,12 @@ def frame(history: History, status: Status, now: float, console: Console) -> Ren
     if width < SMALLEST[0] or height < SMALLEST[1]:
         return Text(f"window too small\nneeds {SMALLEST[0]}x{SMALLEST[1]}", "bold red")
     top = head_lines(history, status, width, now)
-    lower: list[RenderableType] = [*value_lines(history), *time_line(history), *machine_line(history)]
+    lower: list[RenderableType] = [
+        *value_lines(history),
+        *time_line(history),
+        *rank_line(history),
+        *machine_line(history),
+    ]
     spare = (height - len(top) - len(lower) - 1) // 5  # most of the screen is for the charts
     found = diagnose(history, now, status.state)[: max(1, spare)]
     lower += [line((f"{each.level:>8}", STYLES[each.level]), f" {each.message}") for each in found]

@@ -34,6 +34,10 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         [step(n, step_seconds=0.5 if n < 20 else 0.7, celsius=97.0) for n in range(1, 80)],
         "the machine is throttling at 97 °C",
     ),
+    "straggler": (
+        [step(n, rank_seconds=[0.4, 0.39, 0.56]) for n in range(1, 20)],
+        "rank 2 is 1.4x slower than the others, which wait for it",
+    ),
     "chance": ([*STEADY, evaluation(39, 0.012, low=0.004)], "mean recall is within noise of chance: 1.2%, chance 1.0%"),
     "rising": ([step(n, loss=1.0 if n < 60 else 2.0) for n in range(1, 80)], "the loss is rising: 2 now, 1 before"),
     "stale": (

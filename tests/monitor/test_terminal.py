@@ -62,6 +62,9 @@ def test_small_window_shows_everything(tmp_path: Path) -> None:
         *("power and temperature not measured", "the model is learning", "checkpoint saved at step 100"),
     ):
         assert words in text, words
+    assert "ranks" not in text
+    append(tmp_path / "demo", [step(101, rank_seconds=[0.4, 0.5])])
+    assert " ranks 2  images/s of each: 1: 128, 0: 160 " in "\n".join(screen_of(history.poll()))
     assert "too small" in screen_of(history, size=(30, 5))[0]
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from image_sets import make_set
 from PIL import Image
-from ranks import on_ranks, start_ranks
+from ranks import new_store, on_ranks, place, start_ranks
 from small_run import ROOT, Command, environment, run_small, small_arguments, tensors_of
 
 from m1clip.data.pack import pack
@@ -242,12 +242,28 @@ def test_other_version_and_clock_on_one_rank_are_refused() -> None:
     report, other = on_ranks(2, differ)
     assert re.fullmatch(r"rank 1 \(process \d+ on .*\): the version of m1clip is 0\.1, but 0\.0 on rank 0; .*", report)
     assert other == "2", "one report is enough"
-    ranks = Ranks(0, 2, names=("process 1 on a", "process 2 on b"))
-    ranks.check_clocks([1000.0, 1299.0])
-    with pytest.raises(
-        UserError, match=r"^rank 1 \(process 2 on b\): its clock differs by -400 s from rank 0's; set it$"
-    ):
-        ranks.check_clocks([1000.0, 600.0])
+
+
+def set_clock_back(seconds: float, *where: int) -> None:
+    real = time.time
+    time.time = lambda: real() - seconds
+    place(*where)
+
+
+def test_other_clock_on_one_rank_is_refused(tmp_path: Path) -> None:
+    store = new_store()
+    clocks = [partial(set_clock_back, 4000.0 * rank, rank, 2, store.port) for rank in range(2)]
+    ranks = [Command("train", *small_arguments(), cwd=tmp_path, prepare=clock) for clock in clocks]
+    assert wait_all(ranks) == [2, 2]
+    error = ranks[0].read()[1]
+    found = re.fullmatch(
+        r"m1clip: rank 1 \(process (\d+) on .*\): its clock differs by -(\d+) s from .*; set it\n", error
+    )
+    assert found is not None, error
+    assert int(found[1]) == ranks[1].pid
+    assert 3000 < int(found[2]) < 5000
+    assert ranks[1].read() == ("", ""), "one report is enough"
+    Ranks(0, 2, names=("", "")).check_clocks([1000.0, 1299.0])
 
 
 def no_namespaces() -> str:

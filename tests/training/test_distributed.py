@@ -232,6 +232,7 @@ SHARDED: dict[str, dict[str, Any]] = {
     "in one pass": {"train.text_contrast": 0.3, "data.captions_per_step": 3},
     "in micro-batches": {"train.micro_batch": 8},  # two on rank 0, one on rank 1
     "with activation checkpointing": {"model.grad_checkpointing": True, "train.loss": "sigmoid"},
+    "with AdamW alone": {"optim.optimizer": "adamw"},
 }
 
 
@@ -272,6 +273,30 @@ def test_sharded_weights_train_like_complete_ones() -> None:
             assert sharded[group].keys() == tensors.keys()
             for key, value in tensors.items():
                 assert_close(sharded[group][key], value, f"{name}: {key}")
+
+
+def bf16_gradients(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
+    """Loss and gradient in bf16 with and without sharding, and in fp32."""
+    common, found = prepared(**{"model.vision_layers": 2}), []
+    for precision, shard in (("bf16", "on"), ("bf16", "off"), ("fp32", "off")):
+        setup = dataclasses.replace(common, precision=precision, config=common.config.changed(shard=shard))
+        setup = setup.divided(ranks)
+        step = setup.make_step()
+        loss = step.compute_gradients(setup.training[0], 0)
+        local = {} if step.shards is None else step.shards.local
+        rows = {name: local.get(name, p).grad for name, p in step.model.named_parameters()}
+        rows = {name: grad for name, grad in rows.items() if grad is not None}
+        whole = rows if step.shards is None else step.shards.complete(rows, on_all_ranks=True)
+        found.append((loss, torch.cat([whole[name].flatten() for name in sorted(whole)])))
+    return found
+
+
+def test_sharded_bf16_is_as_close_to_fp32_as_unsharded_bf16() -> None:
+    for (sharded_loss, sharded), (loss, unsharded), (wanted_loss, wanted) in on_ranks(2, bf16_gradients):
+        assert float((sharded_loss / wanted_loss - 1).abs()) < 0.02
+        errors = [float((gradient - wanted).norm() / wanted.norm()) for gradient in (sharded, unsharded)]
+        assert 1e-4 < errors[0] < max(0.05, 2 * errors[1]), (errors, "not equal: bf16 rounds")
+        assert float((sharded_loss / loss - 1).abs()) < 0.02
 
 
 def test_sharding_is_chosen_by_memory_and_refused_where_it_is_not_exact() -> None:
