@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -19,10 +21,12 @@ from m1clip.bench.worker import GEMM_SIZE
 from m1clip.data.cache import RAM_FRACTION
 from m1clip.errors import UserError
 from m1clip.formatting import amount, clock, duration, size
-from m1clip.hardware.device import Device, choose_device, choose_precision, threads
+from m1clip.hardware.device import Device, Precision, choose_device, choose_precision, threads
 from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.timing import bf16_speedup, gemm_rate
+from m1clip.training.distributed import connect
 from m1clip.training.memory import MemoryEstimate
+from m1clip.training.setup import MAX_UNSHARDED
 from m1clip.training.transfer import Start
 
 MAX_BATCH_SIZE = 65_536
@@ -37,12 +41,24 @@ def make_plan(
     precision_name: str = "auto",
     optimizer: str = "muon",
     memory: str | None = None,
+    ranks: int | None = None,
+    bandwidth: str | None = None,
 ) -> dict[str, Any]:
-    """Predict what a run will need; `memory` is a limit such as 8GB, by default all memory of the device."""
+    """Predict what a run will need; `memory` is a limit such as 8GB, by default all memory of the device.
+
+    `ranks` is their number, by default that of torchrun; `bandwidth` what each of them sends in a second.
+    """
     for option, value, least in (("batch-size", batch_size, 2), ("images", images, 2), ("epochs", epochs, 1e-9)):
         if not value >= least:
             raise UserError(f"--{option} must be at least {least:g}, not {value:g}")
     limit = amount(memory, "B", "--memory") if memory else None
+    connected = connect()
+    count = ranks or connected.size
+    if count > connected.size == 1 and bandwidth is None:
+        raise UserError(
+            f"--ranks {count} needs --bandwidth, such as 10GB (per second and rank); to measure it between two: "
+            f"torchrun --nproc-per-node 2 -m -- m1clip plan --ranks {count}"
+        )
     facts = read_facts()
     torch.set_num_threads(threads(0, facts))
     device = Device(choose_device(device_name, facts), facts)
@@ -60,6 +76,19 @@ def make_plan(
         c.train_config(), Start(shape), facts, device, precision, tokens, data if in_memory else 0
     )
     limit = limit or float(device.total_bytes())
+    own = -(-batch_size // count)  # images of each rank
+    peak, by_ranks = estimate.peak(own, False), dict[str, Any]()
+    if count > 1:
+        speed = amount(bandwidth, "B", "--bandwidth") if bandwidth else connected.bandwidth(device.torch)
+        own_seconds = step_time(dataclasses.replace(c, batch_size=own), facts, device)[0]
+        sent = sent_bytes(parameters, batch_size, shape.embed_dim, count, optimizer, precision)
+        by_ranks = {
+            **{"count": count, "batch_size": own, "compute_seconds": own_seconds, "exchange_seconds": sent / speed},
+            **{"sent_bytes": sent, "bandwidth": speed, "measured_ranks": 0 if bandwidth else connected.size},
+            "efficiency": step_seconds / (count * (own_seconds + sent / speed)),
+            "shard": "on" if device.kind == "cuda" and peak > MAX_UNSHARDED * limit else "off",
+        }
+        step_seconds = own_seconds + sent / speed
     return {
         "model": model,
         "parameters": parameters,
@@ -69,7 +98,7 @@ def make_plan(
         "device": device.kind,
         "precision": precision,
         "optimizer": optimizer,
-        "memory_bytes": estimate.peak(batch_size, False),
+        "memory_bytes": peak,
         "memory_limit": limit,
         "max_batch_size": estimate.largest(limit, MAX_BATCH_SIZE, False),
         "max_batch_size_checkpointing": estimate.largest(limit, MAX_BATCH_SIZE, True),
@@ -77,28 +106,54 @@ def make_plan(
         "time_source": source,
         "steps": steps,
         "seconds": steps * step_seconds,
+        "ranks": by_ranks,
     }
+
+
+def sent_bytes(parameters: int, batch_size: int, embed_dim: int, ranks: int, optimizer: str, precision: str) -> float:
+    """What each rank sends in a step, if gradients are added in a ring: gradients, features, Muon's updates."""
+    features = 2 * 2 * 4 * batch_size * embed_dim  # of images and captions: gathered, and their gradients added
+    updates = parameters * (2 if precision == "bf16" else 4) if optimizer == "muon" else 0
+    return (ranks - 1) / ranks * (2 * 4 * parameters + features + updates)
 
 
 def step_time(c: Configuration, facts: Facts, device: Device) -> tuple[float, str]:
     """Step seconds and their source: steps measured on this machine, or else a fraction of the GEMM rate."""
     if found := predict(c, load_measured(facts)):
         return found[0], f"{found[1]} on this machine"
-    rate = gemm_rate(device, c.precision, GEMM_SIZE[device.kind])
+    rate = _gemm_rate(device, c.precision)
     source = f"assuming {ASSUMED_GEMM_FRACTION:.0%} of {rate / 1e12:.3g} TFLOP/s measured on this machine"
     return size_of(c)[1] / (rate * ASSUMED_GEMM_FRACTION), f"{source}; m1clip compare measures the step itself"
+
+
+@functools.cache  # one rate for one rank and for several
+def _gemm_rate(device: Device, precision: Precision) -> float:
+    return gemm_rate(device, precision, GEMM_SIZE[device.kind])
 
 
 def plan_text(plan: dict[str, Any]) -> str:
     """A plan as text."""
     fits = "fits" if plan["memory_bytes"] <= plan["memory_limit"] else "does NOT fit"
+    by_ranks, batch, lines, most = plan["ranks"], plan["batch_size"], "", "largest batch"
+    if by_ranks:
+        n, source = by_ranks["count"], "as given"
+        batch, most = f"{batch}, {by_ranks['batch_size']} on each of {n} ranks,", "largest batch of a rank"
+        if by_ranks["measured_ranks"]:
+            source = f"measured between {by_ranks['measured_ranks']} ranks"
+        lines = (
+            f"\nranks      {n}, PREDICTED: {plan['batch_size'] / plan['step_seconds']:,.0f} images/s, "
+            f"{by_ranks['efficiency']:.0%} of {n} times one rank; --shard auto: {by_ranks['shard']}\n"
+            f"           {duration(by_ranks['compute_seconds'])} to compute, then "
+            f"{duration(by_ranks['exchange_seconds'])} to send {size(by_ranks['sent_bytes'])} at "
+            f"{size(by_ranks['bandwidth'])}/s ({source})"
+        )
     return (
         f"model      {plan['model']}: {plan['parameters']:,} parameters, {plan['flops_per_image'] / 1e9:,.1f} GFLOP "
         f"per image and caption of {plan['text_tokens']} tokens\n"
-        f"memory     {size(plan['memory_bytes'])} at batch {plan['batch_size']} in {plan['precision']} with "
+        f"memory     {size(plan['memory_bytes'])} at batch {batch} in {plan['precision']} with "
         f"{plan['optimizer']}: {fits} in {size(plan['memory_limit'])}\n"
-        f"           largest batch {plan['max_batch_size']:,}, {plan['max_batch_size_checkpointing']:,} with gradient "
+        f"           {most} {plan['max_batch_size']:,}, {plan['max_batch_size_checkpointing']:,} with gradient "
         "checkpointing, any with --micro-batch\n"
         f"time       {duration(plan['step_seconds'])} per step, {plan['steps']:,} steps: {clock(plan['seconds'])} "
-        f"({plan['time_source']})"
+        f"({plan['time_source']}){lines}"
     )

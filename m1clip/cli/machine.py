@@ -112,11 +112,14 @@ def plan(
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
     optimizer: Literal["muon", "adamw"] = "muon",
     memory: str | None = None,
+    ranks: int | None = None,
+    bandwidth: str | None = None,
     json: Json = False,
 ) -> None:
     """Predict the memory, the largest batch size and the time of a training run.
 
     Uses the step times that m1clip compare measured on this machine, or else measures matrix multiplication speed.
+    For several ranks: torchrun --nproc-per-node 2 -m -- m1clip plan --ranks 8 measures how fast two exchange gradients.
 
     Parameters
     ----------
@@ -136,13 +139,19 @@ def plan(
         As in train.
     memory
         Memory limit, such as 8GB. Default: all memory of the device.
+    ranks
+        Number of ranks, each with such a device. Default: those of torchrun, or one.
+    bandwidth
+        What each rank sends per second, such as 10GB. Default: measured between the ranks of torchrun.
     json
         Print the plan as JSON.
     """
     from m1clip.bench.plan import make_plan, plan_text
+    from m1clip.training.distributed import connect
 
-    found = make_plan(model, batch_size, images, epochs, device, precision, optimizer, memory)
-    _print_json(found) if json else print(plan_text(found))
+    found = make_plan(model, batch_size, images, epochs, device, precision, optimizer, memory, ranks, bandwidth)
+    if connect().rank == 0:
+        _print_json(found) if json else print(plan_text(found))
 
 
 def _print_json(values: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import os
 import socket
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -168,6 +169,17 @@ class Ranks:
             dist.all_reduce(flat)
         parts = flat.split([t.numel() for t in tensors])
         torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
+
+    def bandwidth(self, device: torch.device) -> float:
+        """Bytes per second that each rank sends while gradients are added; the median of some exchanges."""
+        values, seconds = torch.zeros(BUCKET, device=device), []
+        for _ in range(7):
+            self.gather(torch.zeros(1))  # start together
+            begin = time.perf_counter()
+            self.add([values])
+            float(values[0])  # wait for the device
+            seconds.append(time.perf_counter() - begin)
+        return 2 * (self.size - 1) / self.size * values.nbytes / statistics.median(seconds[2:])
 
     def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, ...]:
         """Send the r-th flat tensor to rank r; returns those received, of which the r-th has `sizes[r]` numbers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from m1clip.errors import UserError
 from m1clip.hardware.device import Device
 from m1clip.hardware.facts import read_facts
 from m1clip.model.presets import PRESETS, with_fields
+from m1clip.training.memory import MemoryEstimate
 
 from .examples import FLOPS_PER_IMAGE, PARAMETERS, configuration, result
 
@@ -76,7 +78,7 @@ def shallow_model_and_own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("shallow_model_and_own_cache")
-def test_complete_plan() -> None:
+def test_complete_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = result(configuration(batch_size=8), 2.0)
     save_measured(read_facts(), [measured])
     plan = make_plan("tiny", 16, 1600, 2, "cpu", "bf16", memory="4GB")
@@ -87,6 +89,21 @@ def test_complete_plan() -> None:
     assert 16 < plan["max_batch_size"] <= plan["max_batch_size_checkpointing"] < 65_536
     assert "measured at batch 8 on this machine" in plan_text(plan)
     assert ": fits in 4 GB" in plan_text(plan)
+
+    for name in ("peak", "largest"):
+        monkeypatch.setattr(MemoryEstimate, name, lambda *given: 10**9)
+    more = make_plan("tiny", 16, 1600, 2, "cpu", "bf16", ranks=4, bandwidth="1MB")
+    found, sent = more["ranks"], 0.75 * (10 * plan["parameters"] + 16 * 16 * model_shape("tiny")[0].embed_dim)
+    assert (found["batch_size"], found["sent_bytes"], found["shard"]) == (4, sent, "off")
+    assert more["step_seconds"] == pytest.approx(plan["step_seconds"] / 4 + sent / 1e6)
+    assert found["efficiency"] == pytest.approx(plan["step_seconds"] / (4 * more["step_seconds"]))
+    assert "ranks      4, PREDICTED: " in plan_text(more)
+    assert "at 1 MB/s (as given)" in plan_text(more)
+    with pytest.raises(UserError, match="--ranks 4 needs --bandwidth, such as 10GB"):
+        make_plan("tiny", ranks=4)
+    two: Any = SimpleNamespace(size=2, bandwidth=lambda device: 2e6)
+    monkeypatch.setattr("m1clip.bench.plan.connect", lambda: two)
+    assert "(measured between 2 ranks)" in plan_text(make_plan("tiny", 16, 1600, 2, "cpu", "bf16", ranks=8))
 
 
 @pytest.mark.usefixtures("shallow_model_and_own_cache")

@@ -200,6 +200,7 @@ def disturbances(ranks: Ranks) -> dict[str, Any]:
     assert shared is not None
     restore(step, shared[0], shared[1])
     found["checkpoint"] = shared
+    found["bandwidth"] = ranks.bandwidth(torch.device("cpu"))
     found["features"] = encode(setup, step.model.float(), "val")
     found["too many ranks"] = encode(setup, step.model, "val", 1)
     return found
@@ -214,6 +215,7 @@ def test_memory_nan_checkpoints_and_evaluation_of_all_ranks() -> None:
         for name, gradient in found["undisturbed"][1].items():
             assert_close(found["memory"][1][name], gradient, name)
         assert found["not finite"] == (False, True)
+        assert found["bandwidth"] > 0
         assert found["checkpoint"][0].step == 7
     for group, tensors in first["checkpoint"][1].items():
         assert all(torch.equal(second["checkpoint"][1][group][name], tensor) for name, tensor in tensors.items())
