@@ -34,7 +34,7 @@ def work(options: argparse.Namespace) -> dict[str, Any] | None:
     """Train some steps as one rank; the first one returns the seconds of each."""
     from m1clip.training.distributed import connect
 
-    ranks = connect()
+    ranks = connect(options.device)
     batch = options.batch_size * (1 if options.total else ranks.size)
     cuda = options.device == "cuda"
     job = set_up(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import socket
 import statistics
@@ -329,19 +328,28 @@ def launched() -> bool:
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
-@functools.cache
-def connect() -> Ranks:
-    """Connect to the other ranks; the connection stays open until this process ends."""
+_connected: list[Ranks] = []
+
+
+def connect(device: str = "auto") -> Ranks:
+    """Connect to the other ranks, for this kind of device; the connection stays open until this process ends."""
+    if not _connected:
+        _connected.append(_connect(device))
+    return _connected[0]
+
+
+def _connect(device: str) -> Ranks:
     if not launched() or int(os.environ["WORLD_SIZE"]) == 1:
         return Ranks()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     seconds = float(os.environ.get(TIMEOUT_VARIABLE, TIMEOUT))
     backend = "gloo"
-    if torch.cuda.is_available():
+    if device in ("auto", "cuda") and torch.cuda.is_available():
         local = int(os.environ.get("LOCAL_RANK", "0"))
         if local >= torch.cuda.device_count():
             raise UserError(
-                f"rank {rank}: this machine has {torch.cuda.device_count()} GPUs; lower --nproc-per-node to that number"
+                f"rank {rank}: this machine has {torch.cuda.device_count()} GPUs; lower --nproc-per-node to that "
+                f"number, or use --device cpu"
             )
         torch.cuda.set_device(local)
         backend = "cpu:gloo,cuda:nccl"

@@ -24,6 +24,7 @@ OOM_MESSAGES = (
     "can't allocate memory",
     "not enough memory",
     "out of memory",
+    "status_alloc_failed",  # cuBLAS and cuDNN
     "could not create a primitive",  # oneDNN's error when memory is short
     "unable to allocate",  # MLX
     "attempting to allocate",  # MLX, beyond the largest buffer of a GPU

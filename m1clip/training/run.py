@@ -201,7 +201,7 @@ def train_config(
     most = max(16, 4 * usable_cpus())
     if config.data.workers > most:
         raise UserError(f"--workers {config.data.workers}: this machine has {usable_cpus()} CPUs; use at most {most}")
-    ranks = connect_same()
+    ranks = connect_same(config.train.device)
     settings = {
         f"--{flat.replace('_', '-')}": getattr(getattr(config, section) if section else config, key)
         for flat, (section, key) in NAMES.items()
@@ -224,9 +224,9 @@ def train_config(
         return _train_and_finish(setup, folder, screen, stop, on_log)
 
 
-def connect_same() -> Ranks:
+def connect_same(device: str) -> Ranks:
     """Connect to the other ranks; refuse other versions."""
-    ranks = connect()
+    ranks = connect(device)
     ranks.check_same({"the version of m1clip": __version__, "the version of torch": torch.__version__})
     return ranks
 
@@ -242,7 +242,7 @@ def resume(
 
     On another device the batches are the same, and the numbers are the same up to rounding.
     """
-    screen, folder, ranks = screen or Screen(), Path(run), connect_same()
+    screen, folder, ranks = screen or Screen(), Path(run), connect_same(on_device or "auto")
 
     def saved_config() -> Config:
         if not (folder / "config.toml").is_file():

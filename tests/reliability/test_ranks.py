@@ -232,7 +232,7 @@ def differ(ranks: Ranks) -> str:
     """What a rank with another version of m1clip reports."""
     runs.__version__ = f"0.{ranks.rank}"
     try:
-        runs.connect_same()
+        runs.connect_same("cpu")
     except (UserError, SystemExit) as error:
         return str(error)
     return "no error"

@@ -188,6 +188,7 @@ def test_other_errors_are_not_out_of_memory() -> None:
 
     with pytest.raises(RuntimeError, match="shapes"):
         handler.run(broken, lambda: None, 16, 0)
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
     assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
     assert is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 8 GB)"))
     assert is_out_of_memory(MemoryError())
