@@ -117,9 +117,34 @@ def linear(
             return onednn_linear(y, matrix, vector, residual, gelu)
         if not gelu:
             return _Linear.apply(x, weight, bias, residual, *norm_arguments(norm))
-    y = F.linear(x if norm is None else norm(x).to(x.dtype), weight, bias)
+    matrix, vector = _kept(weight, x), None if bias is None else _kept(bias, x)
+    y = F.linear(x if norm is None else normalized(x, norm), matrix, vector)
     y = F.gelu(y) if gelu else y
     return y if residual is None else residual + y
+
+
+def keeps_copies(x: Tensor) -> bool:
+    """Whether half-precision copies of the parameters are kept: autocast on CUDA, in inference mode."""
+    return (
+        x.is_cuda
+        and torch.is_inference_mode_enabled()
+        and torch.is_autocast_enabled("cuda")
+        and torch.get_autocast_dtype("cuda") == x.dtype
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _kept(parameter: Tensor, x: Tensor) -> Tensor:
+    """The parameter, or its copy in the precision of the input; autocast would make one for each call."""
+    return packed(parameter, lambda p: p.to(x.dtype), x.dtype) if keeps_copies(x) else parameter
+
+
+def normalized(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+    """The layer norm in the precision of the input; autocast would also write it in float32."""
+    if not keeps_copies(x):
+        return norm(x).to(x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return F.layer_norm(x, norm.normalized_shape, _kept(norm.weight, x), _kept(norm.bias, x), norm.eps)
 
 
 def _pack_matrix(weight: Tensor) -> Tensor:
@@ -285,7 +310,7 @@ class Mlp(nn.Module):
             from m1clip.model import triton_ops
 
             if triton_ops.takes(x):
-                y = x if norm is None else norm(x).to(x.dtype)
+                y = x if norm is None else normalized(x, norm)
                 y = triton_ops.gelu_mlp(y, self.up.weight, self.up.bias, self.down.weight, self.down.bias)
                 return y if residual is None else residual + y
         x = linear(x, self.up.weight, self.up.bias, norm)
@@ -300,7 +325,7 @@ class Mlp(nn.Module):
         return linear(x, self.down.weight, self.down.bias)
 
     def _down(self, x: Tensor) -> Tensor:
-        return self.down(self._active(x))
+        return F.linear(self._active(x), _kept(self.down.weight, x), _kept(self.down.bias, x))
 
     def _active(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(1.702 * x) if self.quick else F.gelu(x)
@@ -388,7 +413,7 @@ class Attention(nn.Module):
             from m1clip.model import triton_ops
 
             if triton_ops.takes_attention(x, self.heads):
-                y = x if norm is None else norm(x).to(x.dtype)
+                y = x if norm is None else normalized(x, norm)
                 return triton_ops.short_attention(y, self.qkv.weight, self.qkv.bias, self.heads, self.causal)
         qkv = linear(x, self.qkv.weight, self.qkv.bias, norm).view(n, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (n, heads, length, dim)
@@ -425,13 +450,13 @@ class Block(nn.Module):
 
     def at(self, x: Tensor, position: Position) -> Tensor:
         """The output of `forward` at one position of each sequence, (n, width), for the work of that position alone."""
-        y = take_position(x, position) + self.attn.at(self.norm1(x).to(x.dtype), position)
-        return y + self.mlp(self.norm2(y).to(y.dtype))
+        y = take_position(x, position) + self.attn.at(normalized(x, self.norm1), position)
+        return y + self.mlp(normalized(y, self.norm2))
 
     def mean(self, x: Tensor) -> Tensor:
         """The mean of `forward` over the sequence, (n, width): the last product is computed after the mean."""
         x = self.attn(x, residual=x, norm=self.norm1)
-        return x.mean(dim=1) + self.mlp.mean(self.norm2(x).to(x.dtype))
+        return x.mean(dim=1) + self.mlp.mean(normalized(x, self.norm2))
 
 
 class Transformer(nn.Module):

@@ -130,3 +130,34 @@ def test_onednn_is_used_only_for_bf16_autocast_on_cpu() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert not layers.uses_onednn(x)
         assert layers.uses_onednn(x.bfloat16()) == (layers._onednn_op() is not None)
+
+
+@pytest.mark.parametrize("position", [None, "mean", 0])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_kept_copies_of_weights_match_autocast(monkeypatch: pytest.MonkeyPatch, position: object, device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    model, casts, pack = transformer(activation="quick_gelu").to(device), [], layers.packed
+    x = torch.randn(3, 7, 16, dtype=torch.bfloat16, device=device)
+    monkeypatch.setattr(layers, "uses_onednn", lambda x: False)
+    monkeypatch.setattr(layers, "packed", lambda p, f, *key: pack(p, lambda w: casts.append(w) or f(w), *key))
+    with torch.inference_mode():
+        exact = model(x.float(), position)
+    with torch.inference_mode(), torch.autocast(device, torch.bfloat16):
+        with monkeypatch.context() as never:
+            never.setattr(layers, "keeps_copies", lambda x: False)
+            plain = model(x, position)
+        if device == "cpu":
+            monkeypatch.setattr(layers, "keeps_copies", lambda x: True)
+        ours = model(x, position)
+        far = [float((t.float() - exact).norm() / exact.norm()) for t in (ours, plain)]
+        assert far[0] < 1.5 * far[1] + 0.01
+        made = len(casts)
+        assert made
+        assert torch.equal(model(x, position), ours)
+        if position != 0:  # there, slices of a matrix are copied each time
+            assert len(casts) == made
+    with torch.no_grad():
+        model.blocks[0].norm1.weight.mul_(2)
+    with torch.inference_mode(), torch.autocast(device, torch.bfloat16):
+        assert not torch.equal(model(x, position), ours)
