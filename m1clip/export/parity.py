@@ -268,7 +268,8 @@ def _figure(digits: int) -> Callable[[float | None], str]:
     return lambda value: MISSING if value is None else f"{value:.{digits}f}"
 
 
-def _change(entry: dict[str, float] | None) -> str:
+def change_text(entry: dict[str, float] | None) -> str:
+    """A change in points with its interval, as in `recall_changes`."""
     if entry is None or entry["low"] == entry["high"]:
         return MISSING if entry is None else f"{100 * entry['change']:+.2f}"
     change, low, high = (100 * entry[name] for name in ("change", "low", "high"))
@@ -284,9 +285,9 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("  mean cosine", "text/cosine_mean", _figure(6)),
     ("  largest difference", "text/largest_difference", number),
     ("recall@1", "recall@1/after", percent),
-    ("  change in points (95% interval)", "recall@1", _change),
+    ("  change in points (95% interval)", "recall@1", change_text),
     ("recall@10", "recall@10/after", percent),
-    ("  change in points (95% interval)", "recall@10", _change),
+    ("  change in points (95% interval)", "recall@10", change_text),
     ("size on disk", "bytes", size),
     ("one image", "image_seconds/median", duration),
     ("one text", "text_seconds/median", duration),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -18,11 +18,11 @@ from m1clip.io import write_json
 CALIBRATION_IMAGES = 64
 TRIED = 32  # of them, to find the layers that int8 harms
 BATCH = 8
-BLOCK_LAYERS = 6  # consecutive layers that are tried in float together
+BLOCK_LAYERS = 4  # consecutive layers that are tried in float together
 # Mean cosine with the float vectors at which no further block stays in float.
-ENOUGH_COSINE = 0.998
-TEXT_BLOCK = 128  # weights, and activations, with one scale
-LAYERS = ("Conv", "MatMul", "Gemm")
+ENOUGH_COSINE = 0.999
+BLOCK = 64  # weights, and activations, with one scale
+LAYERS = ("Conv", "MatMul")
 # Quantized together with the layer before them: the range before ReLU6 is much larger, and most of it is cut off.
 BOUNDS = ("Clip", "Relu")
 Say = Callable[[str], None]
@@ -52,11 +52,11 @@ def quantize(
     return notes
 
 
-def _vectors(path: Path, inputs: np.ndarray) -> np.ndarray:
+def _outputs(path: Path, inputs: np.ndarray) -> list[np.ndarray]:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    return np.asarray(session.run(None, {session.get_inputs()[0].name: inputs})[0])
+    return [np.asarray(each) for each in session.run(None, {session.get_inputs()[0].name: inputs})]
 
 
 def _float_layers(graph: Any, cosine: Callable[[list[str]], float], say: Say) -> list[str]:
@@ -93,24 +93,35 @@ def _graph(path: Path) -> Any:
     return model
 
 
-def _int8_text(path: Path) -> None:
-    """Weights in int8 with one scale per block; onnxruntime also quantizes the activations of each token in blocks.
+def _in_blocks(model: Any, left: Iterable[str] = ()) -> Any:
+    """Layers, but those `left`, with int8 weights and one scale per block; so are the activations of each row.
 
     With one scale for all activations of a batch, a few large ones would leave little of the range for the others.
     """
-    import onnx
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
     from onnxruntime.quantization.onnx_model import ONNXModel
 
-    source = ONNXModel(_graph(path))
+    source = ONNXModel(model)
     source.replace_gemm_with_matmul()
     compute_int8 = 4
     quantizer = MatMulNBitsQuantizer(
-        source.model, bits=8, block_size=TEXT_BLOCK, is_symmetric=True, accuracy_level=compute_int8
+        source.model,
+        bits=8,
+        block_size=BLOCK,
+        is_symmetric=True,
+        accuracy_level=compute_int8,
+        nodes_to_exclude=list(left),
     )
     quantizer.process()
-    _int8_embeddings(quantizer.model.model.graph)
-    onnx.save(quantizer.model.model, str(path))
+    return quantizer.model.model
+
+
+def _int8_text(path: Path) -> None:
+    import onnx
+
+    model = _in_blocks(_graph(path))
+    _int8_embeddings(model.graph)
+    onnx.save(model, str(path))
 
 
 def _int8_embeddings(graph: Any) -> None:
@@ -144,13 +155,16 @@ def _int8_image(path: Path, inputs: np.ndarray, say: Say) -> list[str]:
 
     source, ranges = _graph(path), path.with_name("ranges.json")
     name, tried = source.graph.input[0].name, inputs[:TRIED]
-    wanted = _vectors(path, tried)
+    wanted = _outputs(path, tried)[0]
+    batches = np.array_split(inputs, -(-len(inputs) // BATCH))
+    source = _in_blocks(source, [node.name for node in source.graph.node if node.op_type == "MatMul"])  # the heads
+    means = _mean_inputs(source, path, batches)
 
     class Reader(CalibrationDataReader):
         """The calibration images in batches."""
 
         def __init__(self) -> None:
-            self.batches = iter(np.array_split(inputs, -(-len(inputs) // BATCH)))
+            self.batches = iter(batches)
 
         def get_next(self) -> dict[str, np.ndarray] | None:
             batch = next(self.batches, None)
@@ -159,7 +173,7 @@ def _int8_image(path: Path, inputs: np.ndarray, say: Say) -> list[str]:
     def cosine(kept: list[str]) -> float:
         """Write the graph with these layers in float; its mean cosine with the float vectors."""
         quantize_static(
-            deepcopy(source),
+            _correct_biases(source, means, kept),
             path,
             Reader(),
             quant_format=QuantFormat.QDQ,
@@ -171,36 +185,55 @@ def _int8_image(path: Path, inputs: np.ndarray, say: Say) -> list[str]:
             calibration_cache_path=ranges,
             extra_options={"MatMulConstBOnly": True},  # products of two activations have no weights to shrink
         )
-        return float((_vectors(path, tried) * wanted).sum(axis=1).mean())
+        return float((_outputs(path, tried)[0] * wanted).sum(axis=1).mean())
 
-    every = _vectors(path, inputs)
     kept = _float_layers(source.graph, cosine, say)
     ranges.unlink(missing_ok=True)
-    _shift(path, (every - _vectors(path, inputs)).mean(axis=0))
     return kept
 
 
-def _shift(path: Path, offset: np.ndarray) -> None:
-    """Add `offset`, the mean error of int8 in the vectors, and normalize the result."""
+def _mean_inputs(source: Any, path: Path, batches: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """For each convolution with a bias, the mean of each channel of its input; writes to `path`."""
     import onnx
-    from onnx import helper, numpy_helper
+    from onnx import TensorProto, helper, numpy_helper
 
-    model = onnx.load(str(path))
-    graph, name = model.graph, model.graph.output[0].name
-    for node in graph.node:
-        node.output[:] = [f"{each}_int8" if each == name else each for each in node.output]
-    graph.initializer.append(numpy_helper.from_array(offset, f"{name}_offset"))
-    graph.node.append(helper.make_node("Add", [f"{name}_int8", f"{name}_offset"], [f"{name}_shifted"]))
-    graph.node.append(helper.make_node("LpNormalization", [f"{name}_shifted"], [name], axis=-1, p=2))
+    model = deepcopy(source)
+    model.graph.initializer.append(numpy_helper.from_array(np.array([0, 2, 3]), "mean_axes"))
+    layers = [node for node in source.graph.node if node.op_type == "Conv" and len(node.input) == 3]
+    for node in layers:
+        mean = f"{node.name}_mean"
+        model.graph.node.append(helper.make_node("ReduceMean", [node.input[0], "mean_axes"], [mean], keepdims=0))
+        model.graph.output.append(helper.make_tensor_value_info(mean, TensorProto.FLOAT, None))
     onnx.save(model, str(path))
+    found = [_outputs(path, batch)[1:] for batch in batches]
+    return {node.name: np.mean(each, axis=0) for node, *each in zip(layers, *found, strict=True)}
+
+
+def _correct_biases(source: Any, means: dict[str, np.ndarray], kept: list[str]) -> Any:
+    """Add to the biases what the mean outputs lose by rounding the weights: it is most of the error of int8."""
+    from onnx import numpy_helper
+
+    model = deepcopy(source)
+    tensors = {each.name: each for each in model.graph.initializer}
+    for node in model.graph.node:
+        if node.name not in means or node.name in kept:
+            continue
+        weight, bias = (numpy_helper.to_array(tensors[name]) for name in node.input[1:])
+        scale = np.maximum(np.abs(weight).max(axis=(1, 2, 3), keepdims=True) / 127, 1e-12)
+        lost = (weight - np.round(weight / scale) * scale).sum(axis=(2, 3))  # (out, in of a group)
+        groups = len(means[node.name]) // lost.shape[1]
+        change = lost.reshape(groups, -1, lost.shape[1]) @ means[node.name].reshape(groups, -1, 1)
+        tensors[node.input[2]].CopyFrom(numpy_helper.from_array(bias + change.reshape(-1), node.input[2]))
+    return model
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what onnxruntime writes to the root logger."""
+    """Silence what onnxruntime writes to the root logger, whose level it changes too."""
     level = logging.root.level
-    logging.root.setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
+        logging.disable(logging.NOTSET)
         logging.root.setLevel(level)

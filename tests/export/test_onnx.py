@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from image_sets import make_set
@@ -244,3 +245,27 @@ def test_blocks_that_int8_harms_stay_in_float(exported: Path, copied: Path, monk
     assert not no_notes
     assert "stay in float" in notes[0]
     assert some >= (1 + all_int8) / 2
+
+
+@pytest.mark.parametrize("groups", [1, 3, 6])
+def test_rounding_the_weights_does_not_change_the_mean_output(groups: int, tmp_path: Path) -> None:
+    """Of a convolution, as its bias is corrected; one that stays in float keeps its bias."""
+    rng = np.random.default_rng(groups)
+    weight, bias = rng.normal(size=(6, 6 // groups, 1, 1)).astype(np.float32), np.ones(6, np.float32)
+    weight[:, 0] *= 30  # coarse steps
+    inputs = rng.uniform(size=(8, 6, 4, 4)).astype(np.float32)
+    shapes = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None, 6, 4, 4]) for name in "xy"]
+    tensors = [onnx.numpy_helper.from_array(value, name) for value, name in ((weight, "w"), (bias, "b"))]
+    layer = onnx.helper.make_node("Conv", ["x", "w", "b"], ["y"], name="layer", group=groups)
+    graph = onnx.helper.make_graph([layer], "graph", shapes[:1], shapes[1:], tensors)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+    means = quantize._mean_inputs(model, tmp_path / "graph.onnx", np.array_split(inputs, 2))
+    found = [onnx.numpy_helper.to_array(each) for each in quantize._correct_biases(model, means, []).graph.initializer]
+    scale = np.abs(weight).max(axis=(1, 2, 3), keepdims=True) / 127
+    exact, rounded = (
+        torch.nn.functional.conv2d(*map(torch.tensor, (inputs, *each)), groups=groups).mean(dim=(0, 2, 3))
+        for each in ((weight, bias), (np.round(weight / scale) * scale, found[1]))
+    )
+    torch.testing.assert_close(rounded, exact, atol=1e-5, rtol=1e-5)
+    same = quantize._correct_biases(model, means, ["layer"]).graph.initializer[1]
+    np.testing.assert_array_equal(onnx.numpy_helper.to_array(same), bias)
