@@ -143,8 +143,9 @@ def normalized(x: Tensor, norm: nn.LayerNorm) -> Tensor:
     """The layer norm in the precision of the input; autocast would also write it in float32."""
     if not keeps_copies(x):
         return norm(x).to(x.dtype)
+    weight, bias = _kept(norm.weight, x), _kept(norm.bias, x)
     with torch.autocast(x.device.type, enabled=False):
-        return F.layer_norm(x, norm.normalized_shape, _kept(norm.weight, x), _kept(norm.bias, x), norm.eps)
+        return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
 
 
 def _pack_matrix(weight: Tensor) -> Tensor:
