@@ -126,11 +126,11 @@ def linear(
 def keeps_copies(x: Tensor) -> bool:
     """Whether half-precision copies of the parameters are kept: autocast on CUDA, in inference mode."""
     return (
-        x.is_cuda
+        not torch.compiler.is_compiling()
+        and x.is_cuda
         and torch.is_inference_mode_enabled()
         and torch.is_autocast_enabled("cuda")
         and torch.get_autocast_dtype("cuda") == x.dtype
-        and not torch.compiler.is_compiling()
     )
 
 
