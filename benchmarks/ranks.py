@@ -3,6 +3,8 @@
     python benchmarks/ranks.py --json docs/results/ranks.json
     python benchmarks/ranks.py --ranks 1 2 4 8 --cores 2 --model small --batch-size 32
     python benchmarks/ranks.py --device cuda --ranks 1          # also the time of NCCL's calls with one rank
+    python benchmarks/ranks.py --overlap                        # also the gain of exchanges during the backward pass
+    sudo RATE=1gbit PYTHON=.venv/bin/python tools/two_nodes.sh benchmarks/ranks.py --worker --overlap  # slow link
 
 The batch of a rank is the same for any number of ranks (--total: the batch of all). Rounds with each number of ranks
 alternate. Efficiency is the speed of n ranks divided by n times that of one.
@@ -32,9 +34,16 @@ WARMUP = 3
 
 def work(options: argparse.Namespace) -> dict[str, Any] | None:
     """Train some steps as one rank; the first one returns the seconds of each."""
-    from m1clip.training.distributed import connect
+    from m1clip.training.distributed import GradientExchange, connect
 
     ranks = connect(options.device)
+    completed, overlapping = GradientExchange._completed, [True]
+
+    def if_overlapping(self: GradientExchange, *bucket: Any) -> None:
+        if overlapping[0]:  # else all buckets are sent after the backward pass
+            completed(self, *bucket)
+
+    GradientExchange._completed = if_overlapping  # type: ignore[method-assign]
     batch = options.batch_size * (1 if options.total else ranks.size)
     cuda = options.device == "cuda"
     job = set_up(
@@ -53,13 +62,17 @@ def work(options: argparse.Namespace) -> dict[str, Any] | None:
         )
     ).divided(ranks)
     step, seconds, exchanges = job.make_step(), [], []
-    for number in range(WARMUP + options.steps):
+    for number in range(WARMUP + options.steps * (1 + options.overlap)):
+        overlapping[0] = not options.overlap or (number - WARMUP) % 2 == 0
         begin = time.perf_counter()
         step(job.training[number], number)
         job.device.synchronize()
         seconds.append(time.perf_counter() - begin)
         exchanges.append(step.phases.take().get("exchange", 0.0))
-    found = {"batch": batch, "seconds": seconds[WARMUP:], "exchange": exchanges[WARMUP:]}
+    steps = slice(WARMUP, None, 1 + options.overlap)
+    found = {"batch": batch, "seconds": seconds[steps], "exchange": exchanges[steps]}
+    if options.overlap:
+        found["overlap"] = [late / own for own, late in zip(seconds[steps], seconds[WARMUP + 1 :: 2], strict=True)]
     if cuda and ranks.size == 1:
         found["nccl"] = nccl_seconds([p for p in step.model.parameters() if p.requires_grad], options.steps)
     return found if ranks.rank == 0 else None
@@ -119,6 +132,8 @@ def table(options: argparse.Namespace, ranks: dict[int, dict[str, Any]]) -> list
         words = [f"{spread(figures['images_per_second'], ',.1f')} images/s"]
         words += [f"efficiency **{spread(figures['efficiency'])}**"] if size > 1 and "efficiency" in figures else []
         words += [f"{spread(figures['exchange_fraction'], '.0%')} of a step in exchanges"] if size > 1 else []
+        if options.overlap and size > 1:
+            words.append(f"{spread(figures['overlap'])} times as fast as with exchanges after the backward pass")
         words += [f"NCCL {1e3 * figures['nccl_seconds']['median']:.2f} ms"] if "nccl_seconds" in figures else []
         given = [word for word in sys.argv[1:] if word != "--quick"]
         command = " ".join(["python benchmarks/ranks.py", *given]).partition(" --json")[0]
@@ -137,6 +152,7 @@ def main() -> None:
     parser.add_argument("--total", action="store_true", help="--batch-size is that of all ranks together")
     parser.add_argument("--optimizer", choices=["muon", "adamw"], default="muon")
     parser.add_argument("--shard", choices=["on", "off"], default="off")
+    parser.add_argument("--overlap", action="store_true", help="every other step exchanges after the backward pass")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
@@ -167,6 +183,7 @@ def main() -> None:
         exchange = [sum(row["exchange"]) / sum(row["seconds"]) for row in each]
         figures = {"images_per_second": speeds[size], "exchange_fraction": exchange}
         figures |= {"efficiency": efficiency} if sizes[0] == 1 else {}
+        figures |= {"overlap": [ratio for row in each for ratio in row["overlap"]]} if options.overlap else {}
         figures |= {"nccl_seconds": [s for row in each for s in row["nccl"]]} if "nccl" in each[0] else {}
         result["ranks"][size] = {name: dataclasses.asdict(timing(values)) for name, values in figures.items()}
     result["rows"] = table(options, result["ranks"])

@@ -4,6 +4,7 @@
 #   sudo PYTHON=.venv/bin/python NPROC=2 tools/two_nodes.sh -m -- m1clip train photos --device cpu --run runs/photos
 #
 # Arguments are those of torchrun after --nnodes, --nproc-per-node and the rendezvous. TORCHRUN adds options of it.
+# RATE=1gbit limits the speed of the cable.
 # The output of the second node goes to stderr. Ends with the exit code of the first node, or else of the second.
 set -uo pipefail
 PYTHON=${PYTHON:-python3}
@@ -27,6 +28,7 @@ for node in 1 2; do
     ip -n "$id-$node" addr add "10.77.0.$node/24" dev eth0
     ip -n "$id-$node" link set eth0 up
     ip -n "$id-$node" link set lo up
+    if [[ ${RATE:-} ]]; then ip netns exec "$id-$node" tc qdisc add dev eth0 root tbf rate "$RATE" burst 512kb latency 100ms; fi
     mkdir -p "/etc/netns/$id-$node" # replaces files of /etc there
     echo 'hosts: files' >"/etc/netns/$id-$node/nsswitch.conf" # no name server can be reached
     printf '127.0.0.1 localhost\n10.77.0.1 node1\n10.77.0.2 node2\n' >"/etc/netns/$id-$node/hosts"

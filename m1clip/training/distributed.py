@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -34,7 +35,7 @@ TIMEOUT_VARIABLE, TIMEOUT = "M1CLIP_RANK_TIMEOUT", 600.0  # seconds
 REPORT_SECONDS = 5.0  # a rank that has lost another one waits this long for the others to report
 POLL_SECONDS = 0.02
 MAX_CLOCK_SECONDS = 300.0  # files of a run get their times from different machines
-BUCKET = 1 << 23  # gradient values exchanged at a time: 32 MB of float32
+BUCKET = 1 << 21  # gradient values exchanged at a time: 8 MB of float32
 PRESSURE, FAILED = 1, 2  # memory is short; an allocation has failed
 
 
@@ -142,25 +143,6 @@ class Ranks:
             for g, each in zip(gathered, sizes, strict=True)
         ]
 
-    @torch.no_grad()
-    def add_gradients(self, parameters: Sequence[Tensor], loss: Tensor) -> Tensor:
-        """Add the gradients of all ranks in place; returns the sum of their losses.
-
-        Not DDP: it averages, and exchanges after each backward pass; a step with micro-batches has many of them.
-        """
-        if self.size == 1:
-            return loss
-        loss = loss.reshape(1)
-        bucket: list[Tensor] = []
-        for tensor in [loss, *(p.grad for p in parameters if p.grad is not None)]:
-            full = sum(t.numel() for t in bucket) + tensor.numel() > BUCKET
-            if bucket and (full or tensor.dtype != bucket[0].dtype):
-                self.add(bucket)
-                bucket = []
-            bucket.append(tensor)
-        self.add(bucket)
-        return loss[0]
-
     def add(self, tensors: list[Tensor]) -> None:
         """Add the tensors of all ranks, in place."""
         flat = torch.cat([t.reshape(-1) for t in tensors])
@@ -171,7 +153,7 @@ class Ranks:
 
     def bandwidth(self, device: torch.device) -> float:
         """Bytes per second that each rank sends while gradients are added; the median of some exchanges."""
-        values, seconds = torch.zeros(BUCKET, device=device), []
+        values, seconds = torch.zeros(4 * BUCKET, device=device), []
         for _ in range(7):
             self.gather(torch.zeros(1))  # start together
             begin = time.perf_counter()
@@ -309,6 +291,80 @@ class Ranks:
         timed_out = "timed out" in str(error).lower()
         reason = f"did not answer for {self.timeout:g} s" if timed_out else "has ended"
         return RankLost(f"{names} {reason}; training continues from the last checkpoint when torchrun restarts it")
+
+
+class GradientExchange:
+    """Adds the gradients of all ranks in buckets, each as soon as the backward pass has completed its gradients.
+
+    Not DDP, which averages, and exchanges after each backward pass: a step with micro-batches has many. All ranks
+    exchange all buckets in the same order. A rank that runs out of memory does so too, so that the others, which cannot
+    know it yet, do not wait for it.
+    """
+
+    def __init__(self, ranks: Ranks, parameters: Sequence[Tensor]) -> None:
+        """For parameters in the order in which the backward pass completes their gradients."""
+        self.ranks = ranks
+        self.final = False  # whether the present backward pass is the last one of its parameters
+        self.buckets: list[list[Tensor]] = [[]]
+        for p in parameters:
+            last = self.buckets[-1]
+            if last and (sum(map(Tensor.numel, last)) + p.numel() > BUCKET or p.dtype != last[0].dtype):
+                self.buckets.append([])
+            self.buckets[-1].append(p)
+            p.register_post_accumulate_grad_hook(partial(self._completed, len(self.buckets) - 1))
+        most = max((sum(map(Tensor.numel, bucket)) for bucket in self.buckets), default=0)
+        self._spare = torch.zeros(most, dtype=parameters[0].dtype, device=parameters[0].device)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._missing = list(map(len, self.buckets))
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+
+    def _completed(self, number: int, parameter: Tensor) -> None:
+        if self.final:
+            self._missing[number] -= 1
+            while len(self._sent) < len(self.buckets) and not self._missing[len(self._sent)]:
+                self._send()
+
+    def _send(self) -> None:
+        bucket = self.buckets[len(self._sent)]
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
+        with self.ranks._watched():
+            self._sent.append((dist.all_reduce(flat, async_op=True), flat))
+
+    @contextlib.contextmanager
+    def during(self, final: bool) -> Iterator[None]:
+        """The backward passes of a step; `final` if there is only one."""
+        self.final = final
+        try:
+            yield
+            while len(self._sent) < len(self.buckets):  # some parameters had no gradient
+                self._send()
+        except (RuntimeError, MemoryError, MemoryPressure) as error:
+            if isinstance(error, MemoryPressure) or is_out_of_memory(error):
+                for bucket in self.buckets[len(self._sent) :]:  # without new memory; nobody uses the result
+                    dist.all_reduce(self._spare[: sum(map(Tensor.numel, bucket))])
+            raise
+        finally:
+            self.final = False
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for all buckets, and put the sums into the gradients."""
+        for bucket, (work, flat) in zip(self.buckets, self._sent, strict=True):
+            with self.ranks._watched():
+                work.wait()
+            parts = flat.split(list(map(Tensor.numel, bucket)))
+            pairs = [(p.grad, part.view_as(p)) for p, part in zip(bucket, parts, strict=True) if p.grad is not None]
+            torch._foreach_copy_([grad for grad, _ in pairs], [part for _, part in pairs])
+        self._begin()
+
+    def drop(self) -> None:
+        """Discard what was sent in an interrupted step."""
+        for work, _ in self._sent:
+            with self.ranks._watched():
+                work.wait()
+        self._begin()
 
 
 def _padded(rows: Tensor, size: int) -> Tensor:

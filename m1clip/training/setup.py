@@ -19,7 +19,7 @@ from m1clip.data.captions import tokenize_captions
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import BatchPlan, TrainingSet
 from m1clip.data.prepare import CROP_MARGIN, Split, is_synthetic, open_data, quick_check
-from m1clip.data.sources.stream import ShardSamples
+from m1clip.data.sources.stream import STREAM_BYTES, ShardSamples
 from m1clip.data.types import Source, sample_ids_of
 from m1clip.errors import UserError
 from m1clip.evaluation.analysis import even_indices
@@ -262,7 +262,8 @@ def _check_supported(config: Config, start: Start, source: Source) -> None:
     if source.streamed and not (all(start.trainable) and config.transfer.teacher is None):
         raise UserError(
             f"{source.name}: shards that are streamed train both towers; --recipe frozen and --teacher cache features "
-            f"of all images: use --recipe scratch, or --init with a trained model"
+            f"of all images: use --recipe scratch, --init with a trained model, or local shards below "
+            f"{STREAM_BYTES // 10**9} GB"
         )
 
 

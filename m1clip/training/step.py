@@ -26,7 +26,7 @@ from m1clip.model.clip import CLIP, Features
 from m1clip.model.heads import Head, mixed
 from m1clip.model.pretrained import weights_hash
 from m1clip.training.cuda_graph import CapturedStep
-from m1clip.training.distributed import JointBatch, Ranks, Sizes
+from m1clip.training.distributed import GradientExchange, JointBatch, Ranks, Sizes
 from m1clip.training.muon import Muon, orthogonalize
 from m1clip.training.oom import OOMHandler
 from m1clip.training.optim import Optimizer
@@ -77,13 +77,17 @@ class Tower:
         gradient: Tensor,
         mark: Callable[[str], None] = lambda phase: None,
         no_autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        exchange: GradientExchange | None = None,
     ) -> None:
         """Re-encode each slice and add to every parameter what follows from the gradient of its features."""
         zero = torch.zeros_like(gradient[ONE_ROW])
-        for rows, part in [*((rows, gradient[rows]) for rows in self.slices), *[(ONE_ROW, zero)] * self.extra]:
+        passes = [*((rows, gradient[rows]) for rows in self.slices), *[(ONE_ROW, zero)] * self.extra]
+        for number, (rows, part) in enumerate(passes, start=1):
             mark("forward")
             encoded = self.encode(rows)
             mark("backward")
+            if exchange is not None:
+                exchange.final = number == len(passes)
             with no_autocast():
                 encoded.backward(part)
 
@@ -148,6 +152,13 @@ class TrainStep:
         self.no_autocast = autocast(device, precision, enabled=False)  # for backward passes
         self.complete_parameters = [p for name, p in model.named_parameters() if name not in local]
         self.parameters = [*self.complete_parameters, *local.values()]
+        self.exchange: GradientExchange | None = None
+        self.rest = self.complete_parameters  # whose gradients are exchanged after the backward pass
+        if ranks.size > 1 and self.shards is None:
+            parts = (model.text_tower, model.text_head, model.image_tower, model.image_head)
+            encoders = [p for part in parts for p in part.parameters() if p.requires_grad]
+            self.exchange = GradientExchange(ranks, encoders[::-1])
+            self.rest = [p for p in (model.logit_scale, model.logit_bias) if p is not None]
         self.blockwise_loss = device.kind == "cpu"  # for the text-text loss; other devices compute all logits at once
         model.train()
 
@@ -197,14 +208,19 @@ class TrainStep:
         loss, gradients = self._loss_gradients(features, batch, sizes)
 
         def backward_pass() -> None:
-            self._mark("backward")
-            backward(gradients)
+            with nullcontext() if self.exchange is None else self.exchange.during(final=not in_micro_batches):
+                self._mark("backward")
+                backward(gradients)
 
         self._together(backward_pass)
         self._mark_exchange()
         if self.shards is not None:
             self.shards.take_gradients()
-        return self.ranks.add_gradients(self.complete_parameters, loss)
+        if self.exchange is not None:
+            self.exchange.finish()
+        if self.ranks.size > 1:
+            self.ranks.add([loss, *(p.grad for p in self.rest if p.grad is not None)])
+        return loss
 
     def _together(self, work: Callable[[], Result], *facts: int) -> tuple[Result, Sizes]:
         """Run work that may run out of memory, and exchange a few numbers."""
@@ -235,7 +251,7 @@ class TrainStep:
     def _encode_and_backward(self, towers: Sequence[Tower], gradients: Sequence[Tensor]) -> None:
         with self.autocast():
             for tower, gradient in zip(towers, gradients, strict=True):
-                tower.backward(gradient, self._mark, self.no_autocast)
+                tower.backward(gradient, self._mark, self.no_autocast, self.exchange)
 
     def _loss(self, encoded: Sequence[Tensor], batch: Batch) -> Tensor:
         image, text = encoded
@@ -422,7 +438,7 @@ class TrainStep:
         step.project_image, step.project_text = model.project_image, model.project_text
         # Gradients that are too small for fp16 are so in both; a scaled loss could overflow.
         step.scale_loss = lambda loss: loss
-        step.ranks, step.shards = Ranks(), None  # a rank's own rows suffice
+        step.ranks, step.shards, step.exchange = Ranks(), None, None  # a rank's own rows suffice
         return step
 
     def clear(self) -> None:
@@ -431,6 +447,8 @@ class TrainStep:
         self.optimizer.zero_grad()
         if self.shards is not None:
             self.shards.drop_gradients()
+        if self.exchange is not None:
+            self.exchange.drop()
         self.device.release()
 
     def reset_graph(self) -> None:

@@ -18,6 +18,7 @@ from tower_run import frozen_config, patch_towers
 
 from m1clip.errors import UserError
 from m1clip.model.clip import normalize
+from m1clip.training import distributed
 from m1clip.training.checkpoint import TrainState, checkpoint_tensors, restore, share_checkpoint
 from m1clip.training.distributed import Ranks
 from m1clip.training.muon import Muon
@@ -107,6 +108,8 @@ def make_frozen(ranks: Ranks, folder: Path, micro_batch: int) -> tuple[Setup, Tr
 def train(ranks: Ranks, cases: list[str], folder: Path) -> dict[str, dict[str, Any]]:
     """For each case the ids of the batches, the losses, the first gradient and the last weights."""
     found, common = {}, prepared()
+    if ranks.size > 1:
+        distributed.BUCKET = 1000  # several for each tower
     for name in cases:
         if name in FROZEN:
             setup, step = make_frozen(ranks, folder, FROZEN[name])
@@ -168,6 +171,7 @@ def test_ranks_train_like_one_process(
 
 def disturbances(ranks: Ranks) -> dict[str, Any]:
     """What rank 1 alone meets: too little memory, a result that is not finite; and what rank 0 alone reads."""
+    distributed.BUCKET = 1000
     setup, step = make(prepared(), ranks, CASES["multi"])
     found: dict[str, Any] = {}
     batch = setup.training[0]
@@ -179,8 +183,19 @@ def disturbances(ranks: Ranks) -> dict[str, Any]:
             raise MemoryError if calls[0] == 1 else MemoryPressure("close to the limit", 10)
         return encode_image(pixels, *kept)
 
-    for kind in ("undisturbed", "memory"):
+    def fail_late(gradient: Tensor) -> None:
+        """When other buckets of gradients are being exchanged."""
+        late.remove()
+        assert step.exchange is not None
+        found["sent"] = len(step.exchange._sent), len(step.exchange.buckets)
+        if ranks.rank == 1:
+            raise MemoryError
+
+    first_weight = next(iter(step.model.image_tower.parameters()))
+    for kind in ("undisturbed", "memory", "late"):
         step.oom = OOMHandler(0, lambda: 0)
+        if kind == "late":
+            late = first_weight.register_hook(fail_late)
         step.encode_image = fail if kind == "memory" else encode_image
         loss = step.oom.run(lambda: step.compute_gradients(batch, 0), step.clear, len(batch), 100)
         gradients = {key: p.grad.clone() for key, p in step.model.named_parameters() if p.grad is not None}
@@ -211,9 +226,13 @@ def test_memory_nan_checkpoints_and_evaluation_of_all_ranks() -> None:
     for found in (first, second):
         assert found["undisturbed"][2] == 0
         assert found["memory"][2] == 5, "the failed attempt halves the 9 images of each rank; the second is repeated"
-        assert_close(found["memory"][0], found["undisturbed"][0], "loss")
-        for name, gradient in found["undisturbed"][1].items():
-            assert_close(found["memory"][1][name], gradient, name)
+        assert found["late"][2] == 5
+        sent, buckets = found["sent"]
+        assert 0 < sent < buckets - 1, "the backward pass and exchanges overlap"
+        for kind in ("memory", "late"):
+            assert_close(found[kind][0], found["undisturbed"][0], "loss")
+            for name, gradient in found["undisturbed"][1].items():
+                assert_close(found[kind][1][name], gradient, name)
         assert found["not finite"] == (False, True)
         assert found["bandwidth"] > 0
         assert found["checkpoint"][0].step == 7
