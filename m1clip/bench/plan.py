@@ -52,7 +52,7 @@ def make_plan(
         if not value >= least:
             raise UserError(f"--{option} must be at least {least:g}, not {value:g}")
     limit = amount(memory, "B", "--memory") if memory else None
-    connected = connect()
+    connected = connect(device_name)
     count = ranks or connected.size
     if count > connected.size == 1 and bandwidth is None:
         raise UserError(

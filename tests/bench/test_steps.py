@@ -102,7 +102,7 @@ def test_complete_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="--ranks 4 needs --bandwidth, such as 10GB"):
         make_plan("tiny", ranks=4)
     two: Any = SimpleNamespace(size=2, bandwidth=lambda device: 2e6)
-    monkeypatch.setattr("m1clip.bench.plan.connect", lambda: two)
+    monkeypatch.setattr("m1clip.bench.plan.connect", lambda device: two)
     assert "(measured between 2 ranks)" in plan_text(make_plan("tiny", 16, 1600, 2, "cpu", "bf16", ranks=8))
 
 
