@@ -25,7 +25,7 @@ import numpy as np
 import m1clip
 from m1clip.data.sources import open_source
 from m1clip.formatting import number, percent, table
-from m1clip.search.query import CUTOFF, WEIGHTS, height, probabilities
+from m1clip.search.query import CUTOFF, UNSURE, WEIGHTS, height, probabilities
 
 LISTED = 20  # results that a search lists at most
 RESAMPLES = 1000
@@ -87,6 +87,17 @@ class Queries:
             "F1": 2 * precision * recall / max(1e-9, precision + recall),
             "correct answers": (answered + 1 - false_positives) / 2,
         }
+
+    def answers(self, chance: np.ndarray) -> dict[str, list[float]]:
+        """{answer: fraction of queries with matching images, of those without, of right first results}."""
+        best, first = chance.max(axis=1), self.right[:, 0]
+        ranges = {"match": (CUTOFF, 2.0), "no sure match": (UNSURE, CUTOFF), "nothing here matches": (0.0, UNSURE)}
+        found = {}
+        for name, (low, high) in ranges.items():
+            given = (best >= low) & (best < high)
+            right = first[given & self.present].mean()
+            found[name] = [given[self.present].mean(), given[~self.present].mean(), right]
+        return found
 
     def best_cut(self, score: np.ndarray, rate: str) -> float:
         """The cut-off with the best value of a rate."""
@@ -180,7 +191,10 @@ def main() -> None:
         columns = (f"{len(test.right):,} {name}", "cut-off", *next(iter(found.values())))
         print(table(columns, cells), "\n")
         if name == "words":
+            record["answers"] = test.answers(probabilities(test.height))
             bins = record["reliability"] = reliability(tested["probability"].ravel(), test.right.ravel())
+    shown = [(name, *map(percent, each)) for name, each in record["answers"].items()]
+    print(table(("words: answer", "with matches", "removed", "first is right, with matches"), shown), "\n")
     shown = [(percent(b["predicted"]), percent(b["right"]), f"{b['results']:,}") for b in bins]
     print(table(("words: predicted", "right", "results"), shown))
     cut = record["words"]["cutoffs"]["probability"]

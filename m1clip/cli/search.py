@@ -140,7 +140,7 @@ def search(
     copies
         List near-duplicates as separate results.
     all_
-        Also list results that are unlikely to match.
+        Also list results that are very unlikely to match.
     model
         Search the vectors of this model; default: the one that was indexed last.
     json
@@ -153,7 +153,7 @@ def search(
     where = Filter(since, until, under, orientation, min_side)
     opened = Index(folder, model)
     found = opened.search(text, k, like=like, exclude=exclude, where=where, collapse=not copies)
-    listed = found.nearest if all_ else found.matches
+    listed = found.nearest if all_ else found.possible
     if json:
         print(json_text.dumps({"root": str(opened.root), "matches": len(found.matches), **asdict(found)}, indent=2))
     else:
@@ -165,13 +165,18 @@ def search(
 def _show(found: Results, listed: list[Result]) -> None:
     from m1clip.data.images import one_line
 
+    images = plural(found.searched, "image")
+    if not found.nearest:
+        print("no image passes the filters")
+    elif not found.possible:
+        nearest = ":" if listed else f" is {one_line(found.nearest[0].path)} (--all lists more)"
+        print(f"nothing here matches, in {images}; the nearest{nearest}")
+    elif not found.matches:
+        print(f"no sure match in {images}; perhaps:")
     for each in listed:
         chance = "" if each.probability is None else f"{100 * each.probability:3.0f}%  "
         more = f"  (+{plural(len(each.copies), 'near-duplicate')})" if each.copies else ""
         print(f"{chance}{each.score:6.3f}  {one_line(each.path)}{more}")
-    if not listed:
-        nearest = f"; the nearest is {one_line(found.nearest[0].path)} (--all lists more)" if found.nearest else ""
-        print(f"nothing here matches, in {plural(found.searched, 'image')}{nearest}")
 
 
 def _open(path: Path) -> None:
@@ -225,6 +230,8 @@ def teach(
 
     opened = Index(folder)
     if forget:
+        if not name:
+            raise UserError("teach --forget: give the word, as in m1clip teach Rex --forget")
         count = opened.concepts.remove(name)
         if not count:
             raise UserError(f"{name}: was not taught; m1clip teach lists the words that were")
@@ -236,7 +243,6 @@ def teach(
         for paths, good in ((images, True), (wrong, False)):
             if paths:
                 opened.teach(name, paths, good)
-        print(f'now search for it: m1clip search "{name}"')
     if captions is not None:
         pairs = opened.captions()
         lines = io.StringIO(newline="")
@@ -246,6 +252,8 @@ def teach(
         return
     for word, (good_count, bad_count) in opened.concepts.names().items():
         print(f"{word}: {plural(good_count, 'example')}{f', {bad_count} wrong' if bad_count else ''}")
+    if name:
+        print(f'now search for it: m1clip search "{name}"')
 
 
 @app.command(name="duplicates")

@@ -419,7 +419,7 @@ class _Writer:
         if new:
             pixels = np.stack([read.pixels for read in new.values() if read.pixels is not None])
             self._append(list(new.values()), np.asarray(model.encode_image(pixels), np.float16))
-        self.report.kept += sum(not read.problem and read.sha256 not in new for read in reads)
+        self.report.kept += sum(not read.problem for read in reads) - len(new)
         for read in reads:
             size, mtime = files[read.path]
             mtime = -1 if read.kind in TEMPORARY else mtime

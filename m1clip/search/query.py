@@ -27,7 +27,8 @@ from m1clip.search.nearest import SAMPLE, mapped, nearest
 # The probability of a match: a logistic function of the height of a score (constant, slope). Fitted on the validation
 # split of Flickr8k by benchmarks/search_cutoff.py, where a cut-off of 0.52 gives the most correct answers.
 WEIGHTS = (-4.41, 0.553)
-CUTOFF = 0.5  # results below it are not listed
+CUTOFF = 0.5  # results below it do not count as matches
+UNSURE = 0.2  # results above it are listed if there is no match: on validation, half of the first are right
 NOT_WEIGHT = -0.5
 INDEXER_SECONDS = 60.0  # without news, after which an indexer was killed
 WEIGHTED = re.compile(r"(\d+(?:\.\d+)?)\*(.+)", re.DOTALL)
@@ -96,7 +97,15 @@ class Results:
     @property
     def matches(self) -> list[Result]:
         """Those above the cut-off; none: nothing here matches."""
-        return [each for each in self.nearest if each.probability is None or each.probability >= CUTOFF]
+        return self._above(CUTOFF)
+
+    @property
+    def possible(self) -> list[Result]:
+        """The matches, or else results that are unlikely but possible."""
+        return self.matches or self._above(UNSURE)
+
+    def _above(self, cut: float) -> list[Result]:
+        return [each for each in self.nearest if each.probability is None or each.probability >= cut]
 
 
 @dataclass(frozen=True)
@@ -402,19 +411,14 @@ def probabilities(heights: np.ndarray, weights: tuple[float, ...] = WEIGHTS) -> 
 
 def look_groups(looks: Sequence[tuple[bytes, bytes]]) -> list[list[int]]:
     """Groups of images that look alike, from their (hash, thumbnail); each image is in one group, in order."""
-    leader, first = list(range(len(looks))), dict[tuple[bytes, bytes], int]()
-
-    def find(place: int) -> int:
-        while leader[place] != place:
-            place = leader[place]
-        return place
-
-    for place, look in enumerate(looks):  # equal ones also where they have too little contrast to be compared
-        leader[place] = first.setdefault(look, place)
-    for i, j in near_duplicates(looks):
-        low, high = sorted((find(i), find(j)))
-        leader[high] = low
-    groups: dict[int, list[int]] = {}
-    for place in range(len(looks)):
-        groups.setdefault(find(place), []).append(place)
-    return list(groups.values())
+    places: dict[tuple[bytes, bytes], list[int]] = {}
+    for place, look in enumerate(looks):
+        places.setdefault(look, []).append(place)
+    groups = {number: [number] for number in range(len(places))}  # of distinct looks; those of a group share a list
+    for i, j in near_duplicates(list(places)):
+        if groups[i] is not groups[j]:
+            groups[i] += groups[j]
+            groups |= dict.fromkeys(groups[j], groups[i])
+    equal = list(places.values())
+    joined = {id(group): sorted(place for number in group for place in equal[number]) for group in groups.values()}
+    return sorted(joined.values())

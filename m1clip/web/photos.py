@@ -129,7 +129,8 @@ class Photos:
                 raise UserError("the image to search by is no longer there; drop it again")
             like.append(self._uploads[key])
         with self._opened() as index:
-            if text or like or exclude:
+            asked = bool(text or like or exclude)
+            if asked:
                 found = index.search((text,) if text else (), count, like=like, exclude=exclude, where=where)
             else:
                 found = index.newest(count, where)
@@ -140,7 +141,9 @@ class Photos:
         ]
         return {
             "results": results,
+            "asked": asked,
             "matches": len(found.matches),
+            "possible": len(found.possible),
             "searched": found.searched,
             "text": text,
             "milliseconds": round(1000 * (time.perf_counter() - began), 1),

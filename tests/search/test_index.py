@@ -100,7 +100,9 @@ def test_unchanged_files_are_not_read_and_moved_ones_keep_their_vectors(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     photos = make_photos(tmp_path / "photos", 10)
-    assert update_index(photos, model).added == 10
+    shutil.copy2(photos / "b/0003.jpg", photos / "b/0004.jpg")
+    report = update_index(photos, model)
+    assert (report.added, report.kept, report.indexed) == (10, 1, 11)
     before = content(photos / FOLDER)
     (photos / "a/0000.jpg").rename(photos / "new name.jpg")
     shutil.copy2(photos / "a/0002.jpg", photos / "copy.jpg")
@@ -111,7 +113,7 @@ def test_unchanged_files_are_not_read_and_moved_ones_keep_their_vectors(
     monkeypatch.setattr(m1clip.Model, "encode_image", lambda *_: pytest.fail("encoded again"))
     report = update_index(photos)
     assert sorted(read) == ["copy.jpg", "new name.jpg"]
-    assert (report.added, report.kept, report.removed, report.indexed) == (0, 2, 2, 10)
+    assert (report.added, report.kept, report.removed, report.indexed) == (0, 2, 2, 11)
     after = content(photos / FOLDER)
     assert after[b"new name.jpg"] == before[b"a/0000.jpg"]
     read.clear()

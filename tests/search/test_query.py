@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from image_sets import image
 from photos import make_photos, save_model
 
 import m1clip
 from m1clip.cli.main import main
+from m1clip.cli.search import _show
 from m1clip.errors import UserError
 from m1clip.search import query as module
 from m1clip.search.index import update_index
-from m1clip.search.query import CUTOFF, Filter, Index, height, probabilities
+from m1clip.search.query import CUTOFF, Filter, Index, Result, Results, height, probabilities
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +57,28 @@ def test_near_duplicates_are_grouped_with_best_result(photos: Path) -> None:
     assert found.nearest[0].copies == ("larger.png",)
     assert len(found.nearest) == 12
     assert len(Index(photos).search(like=[photos / "a/0000.jpg"], k=20, collapse=False).nearest) == 13
+
+
+@given(st.lists(st.integers(0, 12), max_size=30), st.sets(st.tuples(st.integers(0, 12), st.integers(0, 12))))
+def test_groups_are_connected_and_equal_images_are_compared_once(looks: list[int], alike: set[tuple[int, int]]) -> None:
+    compared: list[bytes] = []
+
+    def pairs(images: list[tuple[bytes, bytes]]) -> Iterator[list[int]]:
+        compared.extend(look for look, _ in images)
+        for i, j in itertools.combinations(range(len(images)), 2):
+            if {(images[i][0][0], images[j][0][0]), (images[j][0][0], images[i][0][0])} & alike:
+                yield [i, j]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "near_duplicates", pairs)
+        groups = module.look_groups([(bytes([look]), b"") for look in looks])
+    assert len(compared) == len(set(looks))
+    expected = {place: {place} for place in range(len(looks))}
+    for _ in looks:
+        for i, j in itertools.combinations(range(len(looks)), 2):
+            if looks[i] == looks[j] or {(looks[i], looks[j]), (looks[j], looks[i])} & alike:
+                expected[i] = expected[j] = expected[i] | expected[j]
+    assert groups == sorted(sorted(group) for group in {frozenset(group) for group in expected.values()})
 
 
 @pytest.mark.parametrize(
@@ -120,7 +147,7 @@ def test_onnx_folder_indexes_and_searches_without_torch(photos: Path, tmp_path: 
         f"found = m1clip.Index({str(copied)!r}).search('a dog', k=3)\n"
         "print([each.path for each in found.nearest], 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     expected = [each.path for each in Index(photos).search("a dog", k=3).nearest]
     assert done.stdout.strip() == f"{expected} False", done.stderr
 
@@ -155,3 +182,21 @@ def test_probability_depends_on_the_height_above_the_mean_only(count: int, scale
     chance = probabilities(heights)
     assert (np.diff(chance) > 0).all()
     assert chance[0] < 0.05 < CUTOFF < chance[3]
+
+
+@pytest.mark.parametrize(
+    ("chances", "printed"),
+    [
+        ((0.6, 0.3), [" 60%   0.500  0.jpg"]),
+        ((0.3, 0.2, 0.1), ["no sure match in 9 images; perhaps:", " 30%   0.500  0.jpg", " 20%   0.500  1.jpg"]),
+        ((0.1,), ["nothing here matches, in 9 images; the nearest is 0.jpg (--all lists more)"]),
+        ((), ["no image passes the filters"]),
+        ((None,), [" 0.500  0.jpg"]),
+    ],
+)
+def test_results_are_sure_or_possible_or_nothing_matches(
+    chances: tuple[float | None, ...], printed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Results([Result(i, f"{i}.jpg", 0.5, chance, 1, 1, "", 1) for i, chance in enumerate(chances)], 9)
+    _show(found, found.possible)
+    assert capsys.readouterr().out.splitlines() == printed

@@ -28,8 +28,10 @@ from PIL import Image
 from reliability.test_soak import ALLOWED, growth
 from small_run import Command
 
-from m1clip.search.index import update_index
+from m1clip.data.images import BadImage
+from m1clip.search.index import thumbnail, update_index
 from m1clip.search.query import Index
+from m1clip.web import photos as photos_module
 from m1clip.web import server as server_module
 from m1clip.web.photos import Photos
 from m1clip.web.server import Server, Store
@@ -139,6 +141,41 @@ def test_thumbnails_of_deleted_images_are_deleted(server: Server, library: Path)
     assert set((library / ".m1clip-index").rglob("*.jpg")) - before == {kept}
     (library / "there.jpg").unlink()
     update_index(library)
+
+
+def test_thumbnail_is_that_of_the_indexed_content_and_no_link(server: Server, library: Path) -> None:
+    path, number = library / "b/0001.jpg", ids(server)["b/0001.jpg"]
+    original, cached = path.read_bytes(), thumbnail(library / ".m1clip-index", Index(library).sha256(number))
+    try:
+        path.write_bytes((library.parent / "secret.jpg").read_bytes())
+        assert ask(server, f"/photo/small?id={number}")[0] == 200
+        assert not cached.exists()  # it would stay after the file is restored
+    finally:
+        path.write_bytes(original)
+    small = ask(server, f"/photo/small?id={number}")[1]
+    assert cached.read_bytes() == small
+    cached.unlink()
+    cached.symlink_to(library.parent / "secret.jpg")
+    assert ask(server, f"/photo/small?id={number}")[1] == small
+
+
+def test_few_images_are_decoded_at_a_time(shared: Photos, monkeypatch: pytest.MonkeyPatch) -> None:
+    running, most = [], []
+
+    def slow_decode(*_: object) -> None:
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.05)
+        running.pop()
+        raise BadImage("x", "not an image")
+
+    monkeypatch.setattr(photos_module, "decode", slow_decode)
+    threads = [threading.Thread(target=shared.post, args=("/api/upload", b"x")) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) <= photos_module.DECODERS
 
 
 def test_only_indexed_files_inside_the_folder_are_served(server: Server, library: Path) -> None:

@@ -52,8 +52,12 @@ def test_page_files_are_served_with_strict_headers(server: Server) -> None:
     status, body, headers = ask(server, "/")
     assert status == 200
     policy = headers["Content-Security-Policy"]
-    assert "default-src 'none'" in policy
+    for part in ("default-src 'none'", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"):
+        assert part in policy
     assert "unsafe" not in policy
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+    assert headers["Referrer-Policy"] == "no-referrer"
     assert b"http://" not in body.replace(b"http://www.w3.org/2000/svg", b"")
     for name in ("/app.js", "/plots.js", "/views.js", "/uplot.js", "/style.css", "/uplot.css"):
         assert f'"{name}"'.encode() in body
@@ -149,6 +153,7 @@ def test_idle_connections_do_not_block_requests(server: Server) -> None:
 
 
 def test_slow_connection_is_closed_after_a_timeout(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Handler.timeout is not None
     monkeypatch.setattr(Handler, "timeout", 0.1)
     with connect(server) as slow:
         slow.sendall(b"GET / HT")

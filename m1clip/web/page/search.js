@@ -50,12 +50,12 @@ function show(found) {
   state.text = found.text;
   const matches = found.results.slice(0, found.matches), rest = found.results.slice(found.matches);
   fill(matches, rest);
-  const asked = found.text || state.like;
   const ranked = matches.length && matches[0].probability === null ? "nearest photo" : "photo"; // without a cut-off
-  if (asked) status(`${plural(matches.length, ranked)} of ${count(found.searched)} in ${found.milliseconds} ms`);
+  if (found.asked) status(`${plural(matches.length, ranked)} of ${count(found.searched)} in ${found.milliseconds} ms`);
   else status(found.results.length ? "Newest photos" : "");
   if (matches.length) message();
-  else if (asked && rest.length) message("Nothing here matches", "These are the nearest photos.");
+  else if (found.possible) message("No sure match", "These are the nearest photos.");
+  else if (rest.length) message("Nothing here matches", "These are the nearest photos.");
   else message("No photos", state.library?.images ? "No photo passes the filters." : "The index has no photos yet.");
   $("rest-head").hidden = !rest.length || !matches.length;
   $("more").hidden = found.results.length < state.count || state.count >= MOST;
