@@ -65,7 +65,7 @@ class Section:
                 for limits in _ranges(hint):
                     limits.check(option_of(type(self), name), value)
                 if name in LIMITS:
-                    Range(0 if name == "lora_rank" else 1, LIMITS[name]).check(option_of(type(self), name), value)
+                    Range(1, LIMITS[name]).check(option_of(type(self), name), value)
         self.check()
 
     def check(self) -> None:
@@ -192,7 +192,7 @@ class TrainConfig(Section):
     steps: Annotated[int | None, Parameter(group=COMMON), Range(0, above=True)] = None
     "Train for this many steps."
     batch_size: Annotated[int | None, Parameter(group=COMMON, converter=number_or_auto), Range(0)] = None
-    "Images per step. Default: 64 (512 with frozen towers), fewer for small datasets. auto: as many as fit in memory."
+    "Images per step. Default: 64 (512 with frozen towers, 128 to fine-tune them), fewer for small datasets. auto: by memory."
     micro_batch: Annotated[int, Parameter(group=COMMON), Range(0)] = 0
     "Encode this many images at a time (GradCache): the gradient of the full batch in less memory; 0 = all at once."
     memory: Annotated[str | None, Parameter(group=COMMON)] = None
@@ -265,8 +265,6 @@ class TransferConfig(Section):
     "Fine-tuning: train only the last N blocks of the image tower; 0 = freeze it, -1 = train all."
     unfreeze_text: Annotated[int, Range(-1)] = -1
     "Fine-tuning: train only the last N blocks of the text tower; 0 = freeze it, -1 = train all."
-    lora_rank: int = 0
-    "Fine-tuning: LoRA of this rank on the linear layers of the towers; 0 = off."
     teacher: str | None = None
     "Distillation: also learn from the similarities of this model (accepts what --init accepts)."
     wise_ft: Annotated[str, Parameter(group=COMMON)] = "off"

@@ -14,7 +14,6 @@ from m1clip.errors import UserError
 from m1clip.io import atomic_folder, format_version, read_small, write_json
 from m1clip.model.clip import CLIP, build_clip, empty_clip
 from m1clip.model.convert import HUGGING_FACE, OPENCLIP, config_from_hf, config_from_openclip, to_ours, without_prefixes
-from m1clip.model.lora import merged_state
 from m1clip.model.presets import CLIPConfig
 from m1clip.model.pretrained import check_settings
 from m1clip.model.weights import (
@@ -87,7 +86,7 @@ def write_model(folder: Path, model: CLIP, tokenizer: Tokenizer, preprocess: Pre
 
 def write_model_files(folder: Path, model: CLIP, tokenizer: Tokenizer, preprocess: Preprocess) -> None:
     """The files of a model folder."""
-    weights = {name: t.detach().cpu() for name, t in merged_state(model).items()}
+    weights = {name: t.detach().cpu() for name, t in model.state_dict().items()}
     write_tensors(folder / WEIGHTS, weights, {"format": "pt"})
     config = {"format": FORMAT, "model": model.config.to_dict(), "preprocess": preprocess.to_dict()}
     write_json(folder / CONFIG, config)

@@ -202,6 +202,25 @@ def onednn_conv() -> Any:
     return op
 
 
+class _Depthwise(torch.autograd.Function):
+    """A depthwise convolution in bf16 on the CPU; oneDNN computes the gradient of its weight faster in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, stride: list[int], padding: list[int]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.options = (stride, padding, [1, 1], False, [0, 0], len(weight))
+        return F.conv2d(x, weight.to(x.dtype), bias.to(x.dtype), stride, padding, groups=len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        sizes, backward = [len(weight)], torch.ops.aten.convolution_backward
+        needs_x, *needs = ctx.needs_input_grad[:3]
+        dx = backward(grad, x, weight.to(x.dtype), sizes, *ctx.options, [needs_x, False, False])[0]
+        _, dweight, dbias = backward(grad.float(), x.float(), weight, sizes, *ctx.options, [False, *needs])
+        return dx, dweight, dbias, None, None
+
+
 class SameConv(nn.Conv2d):
     """A convolution padded as in TensorFlow: an odd pixel of padding goes to the right and to the bottom."""
 
@@ -215,6 +234,8 @@ class SameConv(nn.Conv2d):
         if self.uneven:
             down, across = (self._padding(length) for length in x.shape[2:])
             x = F.pad(x, (across // 2, across - across // 2, down // 2, down - down // 2))
+        if self.groups > 1 and x.device.type == "cpu" and x.dtype == torch.bfloat16 and self.weight.requires_grad:
+            return cast("Tensor", _Depthwise.apply(x, self.weight, self.bias, self.stride, self.padding))
         return super().forward(x)
 
     def onednn_arguments(self, sides: list[int], dtype: torch.dtype) -> tuple[Any, ...]:

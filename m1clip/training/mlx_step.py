@@ -43,7 +43,6 @@ def check_supported(config: Config, start: Start) -> None:
     foreign = [side for side, on in trained if on and getattr(start.config, f"{side}_tower").kind != own[side]]
     unsupported = {
         "--loss sigmoid": config.train.loss == "sigmoid" or start.config.logit_bias,
-        "--lora-rank": start.lora_rank > 0,
         "--teacher": transfer.teacher is not None,
         "--compile (the step is always compiled)": config.model.compile,
         f"training a pretrained {' and '.join(foreign)} tower": bool(foreign),

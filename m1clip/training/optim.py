@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from m1clip.config import OptimConfig
-from m1clip.model.lora import layer_lr_factors
+from m1clip.model.unfreeze import layer_lr_factors
 from m1clip.training.muon import AdamW, Muon
 
 NamedParameter = tuple[str, Tensor]

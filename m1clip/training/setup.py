@@ -62,7 +62,7 @@ LONG_MINUTES = 10  # enough to fine-tune the towers after the heads
 ENOUGH_TO_FINETUNE = 2_000  # images; with fewer, trainable towers may overfit
 FEW_IMAGES = 1_000_000  # below this, pretrained towers are used if they are installed
 # Options of fine-tuning, and of pretrained towers with new heads.
-FINETUNE_OPTIONS = ("wise_ft", "lora_rank", "unfreeze_image", "unfreeze_text")
+FINETUNE_OPTIONS = ("wise_ft", "unfreeze_image", "unfreeze_text")
 TOWER_OPTIONS = ("image_tower", "text_tower", "download")
 # Options of a model trained from random weights; the other ones of a model apply to pretrained towers too.
 SCRATCH_OPTIONS = (
@@ -142,11 +142,7 @@ class Setup:
     def _sharding(self, ranks: int) -> str:
         """Whether to divide weights among the ranks: on or off; UserError if that is asked for, but not possible."""
         config, asked = self.config, self.config.train.shard
-        excluded = {
-            "--compile": config.model.compile,
-            "--precision fp16": self.precision == "fp16",
-            "--lora-rank": config.transfer.lora_rank > 0,
-        }
+        excluded = {"--compile": config.model.compile, "--precision fp16": self.precision == "fp16"}
         unsupported = next((name for name, given in excluded.items() if given), None)
         if asked == "on" and unsupported:
             raise UserError(f"--shard on does not support {unsupported}: remove one of them")
@@ -382,7 +378,6 @@ def _from_model(config: Config) -> tuple[Start, Tokenizer, Preprocess]:
         saved.weights,
         Trainable(transfer.unfreeze_image != 0, transfer.unfreeze_text != 0),
         (transfer.unfreeze_image, transfer.unfreeze_text),
-        transfer.lora_rank,
     )
     return start, saved.tokenizer, preprocess
 

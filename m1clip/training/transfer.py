@@ -1,4 +1,4 @@
-"""Transfer learning: frozen and fine-tuned towers, LoRA, distillation and WiSE-FT."""
+"""Transfer learning: frozen and fine-tuned towers, distillation and WiSE-FT."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from m1clip.inference.feature_cache import FeatureCache, FrozenTower
 from m1clip.losses import distillation
 from m1clip.model.clip import CLIP, Features, build_clip
 from m1clip.model.heads import Head
-from m1clip.model.lora import ALL, unfreeze
 from m1clip.model.presets import CLIPConfig
 from m1clip.model.pretrained import weights_hash
+from m1clip.model.unfreeze import ALL, unfreeze
 from m1clip.model.weights import Tensors, assign_weights
 from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import CharTokenizer
@@ -41,7 +41,6 @@ from m1clip.training.cca import fit_projections
 if TYPE_CHECKING:  # setup imports this module too
     from m1clip.training.setup import Setup
 
-LORA_ALPHA = 16.0
 TEACHER_WEIGHT = 0.5  # of the distillation loss
 STATISTICS_ROWS = 50_000  # used to compute the mean and deviation of features
 WISE_FT_GRID = (0.0, 0.25, 0.5, 0.75, 1.0)  # interpolation weights that `--wise-ft search` tries
@@ -66,7 +65,6 @@ class Start:
     weights: Tensors = field(default_factory=dict)
     trainable: Trainable = BOTH
     unfreeze: tuple[int, int] = (ALL, ALL)  # blocks to train of each trainable tower
-    lora_rank: int = 0
     new_heads: bool = False  # on frozen towers; fitted before training, on few images they can be the best model
 
     def build(self, load_weights: bool = True) -> CLIP:
@@ -86,7 +84,7 @@ class Start:
         options = ("--unfreeze-image", "--unfreeze-text")
         towers = (model.image_tower, model.text_tower)
         for tower, trained, count, option in zip(towers, self.trainable, self.unfreeze, options, strict=True):
-            unfreeze(tower, count if trained else 0, option, self.lora_rank, LORA_ALPHA)
+            unfreeze(tower, count if trained else 0, option)
         for head in (model.image_head, model.text_head):
             if isinstance(head, Head) and not self.new_heads:
                 head.spare_dead_channels()

@@ -22,6 +22,7 @@ from m1clip.model.pretrained import (
     BertTower,
     EfficientNetLite,
     LiteSize,
+    SameConv,
     SideBySide,
     from_bert,
     from_efficientnet,
@@ -101,6 +102,22 @@ def test_fused_convolutions_and_unpadded_texts_give_the_plain_result(size: int) 
                 plain = tower(batch)
             with torch.inference_mode():
                 torch.testing.assert_close(tower(batch), plain, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("kernel", "stride", "side"), [(3, 1, 9), (5, 1, 8), (5, 2, 9), (3, 2, 10)])
+def test_gradient_of_depthwise_convolution_in_bf16(kernel: int, stride: int, side: int) -> None:
+    torch.manual_seed(0)
+    conv = SameConv(16, 16, kernel, stride, groups=16)
+    x = torch.randn(2, 16, side, side).bfloat16()
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        given = x.to(dtype).requires_grad_()
+        y = conv(given)
+        grads = torch.autograd.grad(y, [given, conv.weight, conv.bias], torch.ones_like(y).cumsum(3))
+        results.append([y.detach(), *grads])
+    assert [found.dtype for found in results[0]] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+    for ours, exact in zip(*results, strict=True):
+        assert float((ours.float() - exact).norm() / exact.norm()) < 0.01
 
 
 def test_lite2_and_two_networks_side_by_side() -> None:

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from m1clip.data.images import Preprocess
 from m1clip.hardware.device import Device, product_is_wrong
 from m1clip.model import pretrained
-from m1clip.model.lora import unfreeze
 from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig, clip_config
 from m1clip.training.memory import random_batch
 from m1clip.training.step import TrainStep
@@ -87,7 +86,6 @@ RECIPES: dict[str, tuple[Start, int, int, int, dict[str, Any]]] = {
         {},
     ),
     "finetune": (Start(TOWERS, {}, Trainable(True, True)), 520, 1, 64, {}),
-    "lora": (Start(TOWERS, {}, Trainable(True, True)), 520, 1, 64, {"transfer.lora_rank": 8}),
 }
 
 
@@ -95,16 +93,12 @@ def walk(recipe: str, **changes: Any) -> WrongProducts:
     """The products of a step of a recipe, with the rules of an M1 or with some of them changed."""
     start, images, captions, tokens, settings = RECIPES[recipe]
     names = {"data.captions_per_step": captions, "train.batch_size": images, "train.text_contrast": 0.2}
-    rank = settings.get("transfer.lora_rank", 0)
-    given = {name: value for name, value in settings.items() if not name.startswith("transfer")}
-    config = small_config({**names, **given})
+    config = small_config({**names, **settings})
     device = Device("mps", M1)
     device.torch = torch.device("meta")
     device.rules = dataclasses.replace(device.rules, fused_optimizer=False, **changes)
     with torch.device("meta"), mock.patch.object(pretrained, "MINILM", pretrained.BertSize(layers=1)):
         model = start.build(load_weights=False)
-        if rank:
-            unfreeze(model.text_tower, -1, "--unfreeze-text", rank)
         step = TrainStep(model, config, device, "fp32", Preprocess(image_size=start.config.image_size))
         step.skip = "never"  # meta tensors have no values to check
         widths = zip((model.image_tower.width, model.text_tower.width), start.trainable, strict=True)

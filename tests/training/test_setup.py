@@ -60,17 +60,17 @@ def test_finetune_trains_two_stages_in_one_command(tmp_path: Path, monkeypatch: 
 
 def test_finetune_stage_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     common = {"threads": 3, "loss": "sigmoid", "batch_size": 64}
-    transfer = {"wise_ft": "search", "lora_rank": 4, "unfreeze_image": 2, "image_tower": "org/vit"}
+    transfer = {"wise_ft": "search", "unfreeze_image": 2, "image_tower": "org/vit"}
     first, second = stages(monkeypatch, recipe="finetune", minutes=30, lr=1e-5, **common, **transfer)
     assert (first.train.minutes, first.train.epochs, first.train.threads, first.optim.lr) == (None, 4, 3, 3e-4)
-    assert (first.transfer.recipe, first.transfer.wise_ft, first.transfer.lora_rank) == ("frozen", "off", 0)
+    assert (first.transfer.recipe, first.transfer.wise_ft) == ("frozen", "off")
     assert (second.train.minutes, second.train.epochs, second.transfer.init) == (
         pytest.approx(30, abs=1),
         None,
         "runs/x",
     )
     assert (second.optim.optimizer, second.optim.layer_decay, second.optim.lr) == ("adamw", 0.8, 1e-5)
-    assert (second.transfer.wise_ft, second.transfer.lora_rank) == ("search", 4)
+    assert second.transfer.wise_ft == "search"
     assert (first.transfer.image_tower, second.transfer.image_tower) == ("org/vit", TransferConfig().image_tower)
     for stage in (first, second):
         assert (stage.train.loss, stage.train.batch_size) == ("sigmoid", 64)
@@ -92,7 +92,7 @@ def test_existing_run_is_refused_before_the_first_stage(tmp_path: Path, monkeypa
             prepared(Config(transfer=TransferConfig(recipe=recipe)))  # type: ignore[arg-type]
 
 
-FINETUNE = {"wise_ft": "0.5", "lora_rank": 8, "unfreeze_image": 0, "unfreeze_text": 2}
+FINETUNE = {"wise_ft": "0.5", "unfreeze_image": 0, "unfreeze_text": 2}
 TOWERS = {"image_tower": "nope", "text_tower": "nope", "download": True}
 
 

@@ -1,4 +1,4 @@
-"""Transfer learning: frozen towers, fine-tuning of last blocks and with LoRA, distillation and WiSE-FT."""
+"""Transfer learning: frozen towers, fine-tuning of last blocks, distillation and WiSE-FT."""
 
 from __future__ import annotations
 
@@ -171,28 +171,15 @@ def test_frozen_tower_of_a_finetuning_run_uses_cached_features(frozen: Path, mon
 
 
 @pytest.mark.parametrize("kind", ["scratch", "frozen"])
-def test_lora_is_merged_and_resumes_exactly(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_last_block_is_trained_and_resumes_exactly(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     first, run = request.getfixturevalue(kind), tmp_path / "run"
-    lora = {"transfer.lora_rank": 2, "transfer.unfreeze_image": 0, "transfer.unfreeze_text": 1, "optim.lr": 0.01}
-    train_config(tuned(first, **lora), run, screen())
+    last = {"transfer.unfreeze_image": 0, "transfer.unfreeze_text": 1, "optim.lr": 0.01}
+    train_config(tuned(first, **last), run, screen())
     moved = {name for name in changed(first, run) if name.startswith("text_tower.")}
-    block, layers = "text_tower.transformer.blocks.1", ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
-    if kind == "frozen":
-        block, layers = "text_tower.blocks.5", ("qkv", "out", "up", "down")
-    assert moved == {f"{block}.{layer}.weight" for layer in layers}
-    difference = weights(run)[min(moved)] - weights(first, "best")[min(moved)]
-    assert int(torch.linalg.matrix_rank(difference, atol=1e-5)) == 2
-    assert len(m1clip.load(run).encode_text(["a red ball"])) == 1
+    block = "text_tower.transformer.blocks.1." if kind == "scratch" else "text_tower.blocks.5."
+    assert moved
+    assert all(name.startswith((block, "text_tower.norm.")) for name in moved)
     assert_resumes_exactly(run, 4)
-
-
-def test_lora_with_convolutional_tower(frozen: Path) -> None:
-    lora = {"transfer.lora_rank": 2, "transfer.unfreeze_text": 3}
-    with pytest.raises(UserError, match="convolutions and no linear layer"):
-        prepared(tuned(frozen, **lora)).build_model()
-    found = trainable(prepared(tuned(frozen, **lora, **{"transfer.unfreeze_image": 1})))
-    assert any(name.startswith("image_tower.stages.6") for name in found)
-    assert any("parametrizations" in name for name in found)
 
 
 def test_dead_channels_do_not_increase_the_gradient(frozen: Path) -> None:
@@ -214,7 +201,6 @@ def test_dead_channels_do_not_increase_the_gradient(frozen: Path) -> None:
         ("scratch", {"transfer.init": "/nowhere"}, "no trained model found"),
         ("scratch", {"transfer.teacher": "/nowhere"}, "no trained model found"),
         ("scratch", {"transfer.wise_ft": "2"}, "--wise-ft is off"),
-        ("scratch", {"transfer.lora_rank": -1}, "--lora-rank"),
     ],
 )
 def test_impossible_settings(kind: str, changes: dict[str, Any], message: str, request: pytest.FixtureRequest) -> None:

@@ -7,8 +7,8 @@ from tiny_model import tiny_clip
 from torch import nn
 
 from m1clip.config import OptimConfig
-from m1clip.model.lora import find_blocks, layer_groups, layer_lr_factors
 from m1clip.model.pretrained import LITE0, LITE2, BertSize, BertTower, EfficientNetLite, SideBySide
+from m1clip.model.unfreeze import find_blocks, layer_groups, layer_lr_factors
 from m1clip.training.optim import Optimizer
 
 
