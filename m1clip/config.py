@@ -192,7 +192,7 @@ class TrainConfig(Section):
     steps: Annotated[int | None, Parameter(group=COMMON), Range(0, above=True)] = None
     "Train for this many steps."
     batch_size: Annotated[int | None, Parameter(group=COMMON, converter=number_or_auto), Range(0)] = None
-    "Images per step. Default: 64 (512 with frozen towers, 128 to fine-tune them), fewer for small datasets. auto: by memory."
+    "Images per step. Default: 64 (frozen towers 512, fine-tuned 128), fewer for small datasets. auto: as many as fit."
     micro_batch: Annotated[int, Parameter(group=COMMON), Range(0)] = 0
     "Encode this many images at a time (GradCache): the gradient of the full batch in less memory; 0 = all at once."
     memory: Annotated[str | None, Parameter(group=COMMON)] = None
