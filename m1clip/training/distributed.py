@@ -176,18 +176,13 @@ class Ranks:
         if self.size == 1:
             return work()
         found: list[Any] = [None]
-        key = f"first/{self._count()}"
-        assert self.store is not None
         if self.rank == 0:
             try:
                 found = [work()]
             except BaseException:
-                self.store.set(key, "failed")
+                self._meet([0], "failed")
                 raise
-            self.store.set(key, "done")
-        while not self.store.check([key]):
-            time.sleep(POLL_SECONDS)
-        if self.store.get(key) == b"failed":
+        if self._meet([0]) == b"failed":
             raise SystemExit(2)  # rank 0 reports the reason
         with self._watched():
             dist.broadcast_object_list(found)
@@ -198,11 +193,7 @@ class Ranks:
         """The values of all ranks, which wait for as long as another rank works."""
         if self.size == 1:
             return [value]
-        assert self.store is not None
-        count = self._count()
-        self.store.set(f"there/{count}/{self.rank}", "")
-        while not self.store.check([f"there/{count}/{rank}" for rank in range(self.size)]):
-            time.sleep(POLL_SECONDS)
+        self._meet(range(self.size))
         found: list[Any] = [None] * self.size
         with self._watched():
             dist.all_gather_object(found, value)
@@ -260,9 +251,15 @@ class Ranks:
         """A rank for messages."""
         return f"rank {rank} ({self.names[rank]})"
 
-    def _count(self) -> int:
+    def _meet(self, ranks: Sequence[int], state: str = "done") -> bytes:
+        """Wait for some ranks to come here, for as long as it takes; returns the state of the first of them."""
+        assert self.store is not None
         self._exchanges += 1
-        return self._exchanges
+        keys = [f"there/{self._exchanges}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], state)
+        while not self.store.check([keys[rank] for rank in ranks]):
+            time.sleep(POLL_SECONDS)
+        return bytes(self.store.get(keys[ranks[0]]))
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -350,20 +347,14 @@ class GradientExchange:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for all buckets, and put the sums into the gradients."""
-        for bucket, (work, flat) in zip(self.buckets, self._sent, strict=True):
+        """Wait for the buckets that were sent, and put the sums into the gradients, if there are any."""
+        for bucket, (work, flat) in zip(self.buckets, self._sent, strict=False):
             with self.ranks._watched():
                 work.wait()
             parts = flat.split(list(map(Tensor.numel, bucket)))
             pairs = [(p.grad, part.view_as(p)) for p, part in zip(bucket, parts, strict=True) if p.grad is not None]
-            torch._foreach_copy_([grad for grad, _ in pairs], [part for _, part in pairs])
-        self._begin()
-
-    def drop(self) -> None:
-        """Discard what was sent in an interrupted step."""
-        for work, _ in self._sent:
-            with self.ranks._watched():
-                work.wait()
+            if pairs:
+                torch._foreach_copy_([grad for grad, _ in pairs], [part for _, part in pairs])
         self._begin()
 
 

@@ -448,7 +448,7 @@ class TrainStep:
         if self.shards is not None:
             self.shards.drop_gradients()
         if self.exchange is not None:
-            self.exchange.drop()
+            self.exchange.finish()  # nothing is left to add to
         self.device.release()
 
     def reset_graph(self) -> None:

@@ -332,8 +332,8 @@ class StreamedSource(Source):
         if "train" in self.parts and "val" not in self.parts:
             self._hold_out(("val",) if split_names else ("val", "test"))
         self.by_split.update(self.parts)
-        self.threads = THREADS if any(is_remote(path) for path in paths) else 0
         remote, total = any(map(is_remote, paths)), sum(shard.bytes for shard in self.shards)
+        self.threads = THREADS if remote else 0
         reason = "remote" if remote else "--cache stream" if options.stream else f"more than {size(STREAM_BYTES)}"
         what = f"{plural(len(self.shards), 'shard')}, {size(total)}"
         self.notes.append(f"{self.name}: {what}, streamed: read during training, not cached ({reason})")
