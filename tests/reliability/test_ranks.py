@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -226,6 +227,20 @@ def test_other_data_on_one_rank_is_refused(tmp_path: Path) -> None:
     assert f"rank 1 (process {ranks[1].pid} on " in error
     assert "the hash of their captions is " in error
     assert "Traceback" not in ranks[0].read()[1] + ranks[1].read()[1]
+
+
+def test_missing_shard_on_one_rank_is_refused(tmp_path: Path) -> None:
+    pack(open_source(str(make_set(tmp_path / "set", train=24))), tmp_path / "a" / "shards", shard_size=12)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "b" / "shards" / "train-000001.tar").unlink()
+    changes = {"data.train_count": None, "data.cache": "stream", "train.batch_size": 4, "model.tokenizer": "char"}
+    words = ["train", "shards/train-{000000..000001}.tar", *small_arguments(changes)]
+    ranks = start_ranks([words] * 2, tmp_path / "a", tmp_path / "b")
+    assert wait_all(ranks) == [2, 2]
+    error = ranks[0].read()[1].splitlines()[-1]
+    assert f"rank 1 (process {ranks[1].pid} on " in error
+    assert "shards/train-000001.tar: no such shard (1 of 2 are missing)" in error
+    assert not ranks[1].read()[1], "one report is enough"
 
 
 def differ(ranks: Ranks) -> str:
