@@ -6,7 +6,6 @@ import runpy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from m1clip.export.coreml import ProgramModel
 from m1clip.export.onnx import EXAMPLE
 from m1clip.formatting import MISSING, duration, number, percent, size, table
 from m1clip.hardware.device import threads
-from m1clip.hardware.facts import Facts, read_facts
+from m1clip.hardware.facts import Facts, package_version, read_facts
 from m1clip.hardware.timing import alternate
 from m1clip.inference.encoder import Model, SplitFeatures, encode_split
 from m1clip.inference.onnx import OnnxModel, read_settings
@@ -223,7 +222,7 @@ def compare(
     if examples.real:
         record["runtimes"][original] |= recall_changes(before, before)
         record["runtimes"][exported] |= recall_changes(before, after)
-    packages = {name: found for name in PACKAGES if (found := _version(name))}
+    packages = {name: found for name in PACKAGES if (found := package_version(name))}
     record |= {"machine": read_facts().cpu, "versions": packages}
     record["failures"] = [*_failures(record, exported, exact)]
     if examples.real:
@@ -249,13 +248,6 @@ def operator_set(path: Path) -> int:
 
     opsets = onnx.load(str(path), load_external_data=False).opset_import
     return int(next(each.version for each in opsets if each.domain in ("", "ai.onnx")))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def folder_bytes(folder: Path) -> int:

@@ -56,7 +56,7 @@ def read_facts() -> Facts:
         mps=torch.backends.mps.is_available(),
         torch=torch.__version__,
         macos=platform.mac_ver()[0],
-        mlx=_version("mlx"),
+        mlx=package_version("mlx"),
         python=platform.python_version(),
     )
 
@@ -83,7 +83,8 @@ def environment(system: str, current: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in current}
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """The installed version, or an empty string."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

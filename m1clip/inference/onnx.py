@@ -66,7 +66,9 @@ class OnnxModel:
                 path = next(folder.rglob(FILE_NAME), folder / FILE_NAME)
                 record = {**record, "tokenizer": json.loads(read_small(path, MAX_BYTES, folder))}
             self.tokenizer = from_record(record)
-        except (OSError, UserError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except OSError as error:
+            raise UserError(f"{error.filename}: cannot be read ({error.strerror}); {REMEDY}") from None
+        except (UserError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{folder}: {error}; {REMEDY}") from None
         self.tokenizer.context_length, self.tokenizer.arrays = settings["context_length"], True
         self.context_length, self.embed_dim = settings["context_length"], settings["embed_dim"]

@@ -234,7 +234,7 @@ def check_expressible(config: CLIPConfig, to: str) -> None:
     vision, text = config.image_tower, config.text_tower
     if vision.kind != "vit" or text.kind != "transformer":
         names = " and ".join(getattr(tower, "name", tower.kind) for tower in (vision, text))
-        raise UserError(f"a model on {names} cannot be exported to {to}; use --to safetensors")
+        raise UserError(f"a model on {names} cannot be exported to {to}; use --to onnx")
     needed = {"stem": "patch", "pooling": "cls", "vision_pre_norm": True, "patch_bias": False, "projection_bias": False}
     found = {name: field_value(config, name) for name in needed}
     odd = [f"{name} {value}" for name, value in found.items() if value != needed[name]]
@@ -242,7 +242,7 @@ def check_expressible(config: CLIPConfig, to: str) -> None:
     odd += ["logit_bias"] if config.logit_bias and to == "hf" else []
     if odd:
         raise UserError(
-            f"this model cannot be exported to {to}, which does not support {', '.join(odd)}; use --to safetensors, "
+            f"this model cannot be exported to {to}, which does not support {', '.join(odd)}; use --to onnx, "
             f"or one of the presets ViT-S-16 to ViT-L-14"
         )
 
