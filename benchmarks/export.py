@@ -1,7 +1,7 @@
-"""The table of docs/export.md: every target for every model, with parity, recall, size and speed.
+"""The tables of docs/export.md: every target for every model, with parity, recall, size and speed.
 
     python benchmarks/export.py tiny=runs/demo frozen=runs/frozen ViT-B-32=runs/vit --out exports
-    python benchmarks/export.py tiny= frozen= ViT-B-32= --out exports      # only print it again
+    python benchmarks/export.py tiny= frozen= ViT-B-32= --out exports      # print what is stored
 
 Exports what has no NAME-TARGET.json in --out yet, and deletes the exported folder: the file is its export.json, or has
 the reason why the export was refused. `NAME=RUN,DATA` compares on other data than the run's.
@@ -14,17 +14,25 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from m1clip.export.parity import change_text
+from m1clip.export.parity import RECALL_AT, THROUGHPUT_BATCH, change_text
 
 TARGETS = (
     *("onnx", "onnx --int8", "onnx --fp16", "transformers.js", "transformers.js --int8", "immich", "coreml"),
     *("sentence-transformers", "hf", "openclip"),
 )
-HEADER = "target|model|smallest cosine (image, text)|recall@1|recall@10, points (95% interval)|size (original)"
-TIMES = "ms per image, text (onnx fp32)|images/s (torch; onnx fp32)"
+HEADER = (
+    "target",
+    "model",
+    "smallest cosine (image, text)",
+    "recall@1, points",
+    "recall@10, points",
+    "size (original)",
+)
+SPEED_HEADER = ("model", "runtime", "ms per image", "ms per text", f"images/s in batches of {THROUGHPUT_BATCH}")
 
 
 def measured(run: str, target: str, path: Path) -> dict[str, Any]:
@@ -41,39 +49,44 @@ def measured(run: str, target: str, path: Path) -> dict[str, Any]:
 
 
 def cells(record: dict[str, Any]) -> list[str]:
-    """One row of the table, from the third column on."""
+    """One row of the first table, from the third column on."""
     if "refused" in record:
-        return [record["refused"].removeprefix("error: "), "", "", "", "", ""]
-    torch, *fp32, made = record["runtimes"].values()
+        return [f"refused: {record['refused'].removeprefix('m1clip: ')}", "", "", ""]
+    torch, *_, made = record["runtimes"].values()
     cosines = ", ".join(f"{made[name]['cosine_min']:.5f}" for name in ("image", "text"))
-    row = [cosines, *(change_text(made.get(f"recall@{k}")) for k in (1, 10))]
-    row.append(f"{made['bytes'] / 1e6:.1f} MB ({torch['bytes'] / 1e6:.1f})")
-    if "image_seconds" not in made:
-        return [*row, "on a Mac only", "on a Mac only"]
+    size = f"{made['bytes'] / 1e6:.1f} MB ({torch['bytes'] / 1e6:.1f})"
+    return [cosines, *(change_text(made.get(f"recall@{k}")) for k in RECALL_AT), size]
 
-    def milliseconds(entry: dict[str, Any]) -> str:
-        return ", ".join(f"{1000 * entry[name]['median']:.1f}" for name in ("image_seconds", "text_seconds"))
 
-    speeds = [f"{entry['images_per_second']:.0f}" for entry in (made, torch, *fp32)]
-    row.append(" ".join([milliseconds(made), *(f"({milliseconds(entry)})" for entry in fp32)]))
-    return [*row, f"{speeds[0]} ({'; '.join(speeds[1:])})"]
+def speed_rows(name: str, record: dict[str, Any]) -> Iterator[list[str]]:
+    """Every runtime that was timed in one comparison."""
+    for runtime, entry in record.get("runtimes", {}).items():
+        times = (entry[what] for what in ("image_seconds", "text_seconds"))
+        shown = [f"{1000 * each['median']:.1f}" for each in times]
+        yield [name, runtime, *shown, f"{entry['images_per_second']:.0f}"]
+
+
+def markdown(header: Sequence[str], rows: list[list[str]]) -> str:
+    """A table."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
 
 
 def main() -> None:
-    """Export, and print the table."""
+    """Export, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", metavar="NAME=RUN[,DATA]")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     given.out.mkdir(exist_ok=True)
-    models = [model.partition("=")[::2] for model in given.models]
-    header = [*HEADER.split("|"), *TIMES.split("|")]
-    lines = [header, ["---"] * len(header)]
+    rows, speeds = [], []
     for target in TARGETS:
-        for name, run in models:
-            record = measured(run, target, given.out / f"{name}-{target.replace(' --', '-')}.json")
-            lines.append([f"`{target}`" if name == models[0][0] else "", name, *cells(record)])
-    print("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        for name, run in (model.partition("=")[::2] for model in given.models):
+            path = given.out / f"{name}-{target.replace(' --', '-')}.json"
+            if run or path.exists():
+                record = measured(run, target, path)
+                rows.append([f"`{target}`", name, *cells(record)])
+                speeds += speed_rows(name, record) if target in ("onnx --int8", "onnx --fp16") else []
+    print(markdown(HEADER, rows), markdown(SPEED_HEADER, speeds), sep="\n\n")
 
 
 if __name__ == "__main__":
