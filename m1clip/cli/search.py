@@ -155,7 +155,8 @@ def search(
     found = opened.search(text, k, like=like, exclude=exclude, where=where, collapse=not copies)
     listed = found.nearest if all_ else found.possible
     if json:
-        print(json_text.dumps({"root": str(opened.root), "matches": len(found.matches), **asdict(found)}, indent=2))
+        counts = {"matches": len(found.matches), "possible": len(found.possible)}
+        print(json_text.dumps({"root": str(opened.root), **counts, **asdict(found)}, indent=2))
     else:
         _show(found, listed)
     if open_ and listed:

@@ -160,7 +160,8 @@ def test_command_line(photos: Path, capsys: pytest.CaptureFixture[str], monkeypa
         assert exit_.value.code == 0
     text, _, found = capsys.readouterr().out.partition("{")
     assert len(text.splitlines()) == 3
-    assert json.loads("{" + found)["nearest"][0]["path"] == "a/0000.jpg"
+    read = json.loads("{" + found)
+    assert (read["nearest"][0]["path"], read["matches"], read["possible"]) == ("a/0000.jpg", 3, 3)
     for words in (["x", "--since", "May"], [], ["x", "--in", "/nowhere"]):
         with pytest.raises(SystemExit):
             main(["search", *words])
