@@ -13,7 +13,8 @@ from m1clip.evaluation.analysis import even_indices
 from m1clip.model.heads import Head
 
 # Added to the covariances of standardized features, over the root of the number of images; chosen on 300 and 6,000.
-IMAGE_RIDGE, TEXT_RIDGE = 600.0, 40.0
+IMAGE_RIDGE = 0.1456  # for each feature: two towers side by side need twice that of one
+TEXT_RIDGE = 40.0
 OUTPUT_NORM = 16.0  # root mean square over the training set
 MAX_IMAGES = 20_000  # used to estimate the covariances
 BLOCK = 1024  # images at a time
@@ -56,7 +57,7 @@ def canonical(xx: Tensor, yy: Tensor, xy: Tensor, count: int, images: int) -> tu
 
     Whitening with Cholesky factors differs from symmetric whitening only by a rotation, which cancels.
     """
-    lx = torch.linalg.cholesky(xx + IMAGE_RIDGE / images**0.5 * torch.eye(len(xx), dtype=xx.dtype))
+    lx = torch.linalg.cholesky(xx + IMAGE_RIDGE * len(xx) / images**0.5 * torch.eye(len(xx), dtype=xx.dtype))
     ly = torch.linalg.cholesky(yy + TEXT_RIDGE / images**0.5 * torch.eye(len(yy), dtype=yy.dtype))
     m = torch.linalg.solve_triangular(lx, xy, upper=False)
     m = torch.linalg.solve_triangular(ly, m.T, upper=False).T  # (x width, y width), whitened on both sides

@@ -30,7 +30,7 @@ def test_canonical_directions_match_symmetric_whitening_and_svd() -> None:
         values, vectors = torch.linalg.eigh(matrix)
         return vectors @ ((values + ridge) ** -0.5)[:, None].mul(vectors.T)
 
-    wx, wy = whitening(xx, cca.IMAGE_RIDGE / 200**0.5), whitening(yy, cca.TEXT_RIDGE / 200**0.5)
+    wx, wy = whitening(xx, cca.IMAGE_RIDGE * len(xx) / 200**0.5), whitening(yy, cca.TEXT_RIDGE / 200**0.5)
     u, s, v = torch.linalg.svd(wx @ xy @ wy, full_matrices=False)
     found = cca.canonical(xx, yy, xy, 4, 200)
     expected = ((wx @ u)[:, :4] * s[:4], (wy @ v.T)[:, :4] * s[:4])
