@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A real torchrun of two nodes on one machine: two network namespaces, joined by a virtual cable. Needs root on Linux.
+# A real torchrun of two nodes on one machine: two network namespaces, joined by a virtual link. Needs root on Linux.
 #
 #   sudo PYTHON=.venv/bin/python NPROC=2 tools/two_nodes.sh -m -- m1clip train photos --device cpu --run runs/photos
 #
 # Arguments are those of torchrun after --nnodes, --nproc-per-node and the rendezvous. TORCHRUN adds options of it.
-# RATE=1gbit limits the speed of the cable.
+# RATE=1gbit limits the speed of the link.
 # The output of the second node goes to stderr. Ends with the exit code of the first node, or else of the second.
 set -uo pipefail
 PYTHON=${PYTHON:-python3}
@@ -37,7 +37,7 @@ done
 node() { # number, then the arguments of torchrun
     local number=$1
     shift
-    # A host name of its own, so that messages name the node; gloo uses the cable only.
+    # A host name of its own, so that messages name the node; gloo uses the link only.
     exec ip netns exec "$id-$number" unshare --uts sh -c 'hostname "$0" && exec "$@"' "node$number" \
         env GLOO_SOCKET_IFNAME=eth0 "$PYTHON" -m torch.distributed.run --nnodes 2 --nproc-per-node "${NPROC:-1}" \
         --rdzv-backend c10d --rdzv-endpoint 10.77.0.1:29400 --local-addr "10.77.0.$number" ${TORCHRUN:-} "$@"

@@ -46,14 +46,17 @@ def make_plan(
 ) -> dict[str, Any]:
     """Predict what a run will need; `memory` is a limit such as 8GB, by default all memory of the device.
 
-    `ranks` is their number, by default that of torchrun; `bandwidth` what each of them sends in a second.
+    `ranks` is the number of ranks, by default that of torchrun; `bandwidth` is what each rank sends in a second.
     """
-    for option, value, least in (("batch-size", batch_size, 2), ("images", images, 2), ("epochs", epochs, 1e-9)):
+    least_values = ("batch-size", batch_size, 2), ("images", images, 2), ("epochs", epochs, 1e-9), ("ranks", ranks, 1)
+    for option, value, least in ((name, value, least) for name, value, least in least_values if value is not None):
         if not value >= least:
             raise UserError(f"--{option} must be at least {least:g}, not {value:g}")
     limit = amount(memory, "B", "--memory") if memory else None
     connected = connect(device_name)
     count = ranks or connected.size
+    if count > batch_size:
+        raise UserError(f"--ranks {count}: a batch of {batch_size} has no image for some of them; use a larger batch")
     if count > connected.size == 1 and bandwidth is None:
         raise UserError(
             f"--ranks {count} needs --bandwidth, such as 10GB (per second and rank); to measure it between two: "
@@ -137,12 +140,13 @@ def plan_text(plan: dict[str, Any]) -> str:
     by_ranks, batch, lines, most = plan["ranks"], plan["batch_size"], "", "largest batch"
     if by_ranks:
         n, source = by_ranks["count"], "as given"
+        unsharded = " (all figures are without it)" if by_ranks["shard"] == "on" else ""
         batch, most = f"{batch}, {by_ranks['batch_size']} on each of {n} ranks,", "largest batch of a rank"
         if by_ranks["measured_ranks"]:
             source = f"measured between {by_ranks['measured_ranks']} ranks"
         lines = (
             f"\nranks      {n}, PREDICTED: {plan['batch_size'] / plan['step_seconds']:,.0f} images/s, "
-            f"{by_ranks['efficiency']:.0%} of {n} times one rank; --shard auto: {by_ranks['shard']}\n"
+            f"{by_ranks['efficiency']:.0%} of {n} times one rank; --shard auto: {by_ranks['shard']}{unsharded}\n"
             f"           {duration(by_ranks['compute_seconds'])} to compute, then "
             f"{duration(by_ranks['exchange_seconds'])} to send {size(by_ranks['sent_bytes'])} at "
             f"{size(by_ranks['bandwidth'])}/s ({source})"

@@ -151,7 +151,7 @@ def data_index(
     seconds = duration(time.perf_counter() - start)
     screen.say(f"{plural(len(found), 'shard')}, {counts}; {plural(made, 'shard')} indexed in {seconds}")
     if empty := sum(not shard.samples for shard in found):
-        raise UserError(f"{plural(empty, 'shard')} without images that can be read; the same command tries again")
+        raise UserError(f"{plural(empty, 'shard')} without images that can be read: see above; replace or remove them")
 
 
 @data.command(name="pack")

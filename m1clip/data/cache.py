@@ -36,6 +36,7 @@ from m1clip.data.images import READ_TIMEOUT, failure_reason, map_with_timeout, t
 from m1clip.data.synthetic.source import SyntheticImage
 from m1clip.data.types import ImageRef, Sample, Source
 from m1clip.errors import UserError
+from m1clip.hardware.facts import decode_threads
 from m1clip.io import first_writable, open_for_write, open_regular, user_cache
 
 FOLDER = ".m1clip-cache"
@@ -147,7 +148,7 @@ class LiveImages:
     def try_read(self, indices: np.ndarray) -> tuple[np.ndarray, dict[int, Failure]]:
         """(n, side, side, 3) uint8, and the failures by position, whose pixels are 0."""
         # Single-threaded: with many worker processes, threads would only compete for the cores.
-        threads = self.threads or (1 if parent_process() is not None else os.cpu_count() or 1)
+        threads = self.threads or (1 if parent_process() is not None else decode_threads())
         pixels, failed = np.zeros((len(indices), self.side, self.side, 3), np.uint8), dict[int, Failure]()
         for place, found in enumerate(self.decode(indices.tolist(), min(threads, len(indices)))):
             if isinstance(found, str):

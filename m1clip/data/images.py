@@ -30,7 +30,7 @@ from m1clip.io import check_limits, open_regular, validated
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Of those that Pillow reads, all that photos are stored in. Others are rare, and EPS would start another program.
+# The formats of photos that Pillow reads; other formats are rare, and EPS would start another program.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "QOI")
 SUFFIXES = raw.SUFFIXES | {
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff"),
@@ -292,7 +292,6 @@ def _without_ends(image: Image.Image) -> Image.Image:
 READ_TIMEOUT = 60.0  # seconds for one image; 0 waits forever
 MAX_ABANDONED = 8  # hanging reads of this process; more mean that the disk is at fault
 READS_AHEAD = 64  # for each thread
-MAX_THREADS = 6  # for decoding; 16 threads decode a fifth less per second, as they wait for each other's Python code
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -332,7 +331,6 @@ def map_with_timeout(
     def start() -> None:
         threading.Thread(target=run, name="decode", daemon=True).start()
 
-    threads = min(threads, MAX_THREADS)
     for _ in range(threads):
         start()
     remaining = iter(items)

@@ -20,7 +20,7 @@ Directory = dict[int, tuple[int, ...]]  # {tag: values}
 
 
 def open_preview(stream: BinaryIO) -> Image.Image | None:
-    """The largest JPEG in a RAW file, with the rotation and date of the file; None if this is not one, or has none."""
+    """The largest JPEG in a RAW file, with the rotation and date of the file; None if there is none."""
     head, length = stream.read(10), stream.seek(0, io.SEEK_END)
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(head[:4]) if len(head) == 10 else None
     found = list(_directories(stream, order, head[4:8])) if order else []
@@ -38,7 +38,7 @@ def open_preview(stream: BinaryIO) -> Image.Image | None:
         exif = image.getexif()
         exif.setdefault(ORIENTATION, next((each[ORIENTATION][0] for each in found if each.get(ORIENTATION)), 1))
         taken = next((each[tag] for tag in (TAKEN, DATE) for each in found if tag in each), ())
-        exif.setdefault(DATE, bytes(taken).decode("ascii", "replace"))
+        exif.setdefault(DATE, bytes(each & 255 for each in taken).decode("ascii", "replace"))
         return image
     return None
 

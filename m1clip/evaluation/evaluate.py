@@ -23,7 +23,7 @@ from m1clip.evaluation.analysis import negatives_accuracy
 from m1clip.evaluation.retrieval import retrieval
 from m1clip.evaluation.statistics import Scores
 from m1clip.hardware.device import Device, choose_device, choose_precision, threads
-from m1clip.hardware.facts import Facts, read_facts, usable_cpus
+from m1clip.hardware.facts import Facts, decode_threads, read_facts
 from m1clip.inference import load
 from m1clip.inference.encoder import Model, SplitFeatures, encode_split, split_features
 from m1clip.inference.onnx import OnnxModel
@@ -45,7 +45,7 @@ def evaluate(
 
 def quiet_decoding(facts: Facts) -> DecodePlan:
     """Decode images without reporting progress."""
-    return DecodePlan(usable_cpus(), facts.memory_bytes, lambda title: nullcontext(_ignore), _ignore)
+    return DecodePlan(decode_threads(), facts.memory_bytes, lambda title: nullcontext(_ignore), _ignore)
 
 
 def _ignore(*_: object) -> None:

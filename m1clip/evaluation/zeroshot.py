@@ -16,7 +16,7 @@ from m1clip.data.sources.base import walk_images
 from m1clip.errors import UserError
 from m1clip.evaluation.statistics import Scores, metrics_of
 from m1clip.formatting import table
-from m1clip.hardware.facts import usable_cpus
+from m1clip.hardware.facts import decode_threads
 from m1clip.inference.encoder import Model
 from m1clip.inference.onnx import OnnxModel
 
@@ -44,7 +44,7 @@ def encode_readable(model: Model | OnnxModel, paths: Sequence[Path]) -> tuple[Te
     refs, failures = [FileImage(str(path)) for path in paths], dict[int, str]()
     if isinstance(model, OnnxModel):
         image_size, resize = model.preprocess.image_size, model.preprocess.resize
-        blocks = decode_images(refs, image_size, resize, failures, _ignore, usable_cpus())
+        blocks = decode_images(refs, image_size, resize, failures, _ignore, decode_threads())
         parts: Iterable[tuple[list[int], Tensor]] = (
             (items, torch.from_numpy(model.pixels(block))) for items, block in blocks
         )

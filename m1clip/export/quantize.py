@@ -94,7 +94,7 @@ def _graph(path: Path) -> Any:
 
 
 def _in_blocks(model: Any, left: Iterable[str] = ()) -> Any:
-    """Layers, but those `left`, with int8 weights and one scale per block; so are the activations of each row.
+    """Quantize the layers that are not `left` to int8, with one scale per block of weights and of a row's activations.
 
     With one scale for all activations of a batch, a few large ones would leave little of the range for the others.
     """
@@ -216,7 +216,7 @@ def _correct_biases(source: Any, means: dict[str, np.ndarray], kept: list[str]) 
     model = deepcopy(source)
     tensors = {each.name: each for each in model.graph.initializer}
     for node in model.graph.node:
-        if node.name not in means or node.name in kept:
+        if node.name not in means or node.name in kept or not tensors.keys() >= set(node.input[1:]):
             continue
         weight, bias = (numpy_helper.to_array(tensors[name]) for name in node.input[1:])
         scale = np.maximum(np.abs(weight).max(axis=(1, 2, 3), keepdims=True) / 127, 1e-12)
@@ -230,10 +230,10 @@ def _correct_biases(source: Any, means: dict[str, np.ndarray], kept: list[str]) 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence what onnxruntime writes to the root logger, whose level it changes too."""
-    level = logging.root.level
+    level, disabled = logging.root.level, logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(disabled)
         logging.root.setLevel(level)

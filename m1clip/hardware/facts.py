@@ -71,6 +71,11 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def decode_threads() -> int:
+    """Threads that decode images: 16 decode a fifth less per second than 6, which wait less for the GIL."""
+    return min(usable_cpus(), 6)
+
+
 def environment(system: str, current: Mapping[str, str]) -> dict[str, str]:
     """Environment variables to set before torch is imported, unless the user has set them."""
     # Threads that spin while waiting compete with other programs: 2 to 3 times slower on a busy machine.

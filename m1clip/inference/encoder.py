@@ -29,7 +29,7 @@ from m1clip.data.prepare import Split
 from m1clip.data.types import ImageRef
 from m1clip.errors import UserError
 from m1clip.hardware.device import DTYPES, Device, Kind, Precision, choose_precision, rules
-from m1clip.hardware.facts import read_facts, usable_cpus
+from m1clip.hardware.facts import decode_threads, read_facts
 from m1clip.hardware.memory import keep_freed_memory
 from m1clip.hardware.timing import bf16_speedup
 from m1clip.inference.inputs import (
@@ -56,7 +56,7 @@ Tower = Callable[[Tensor], Tensor]
 
 # Images and tokens of a batch. On a CPU each core computes a batch of its own, which should fit into its cache.
 CPU_IMAGES, CPU_TOKENS = 4, 2048
-GPU_IMAGES, GPU_TOKENS = 512, 32768
+CUDA_IMAGES, GPU_IMAGES, GPU_TOKENS = 512, 256, 32768
 HEAD_BATCH = 1024  # features
 FEW_TOKENS = 64  # a smaller batch takes nearly as long
 
@@ -148,7 +148,7 @@ class Encoder:
         """(indices into `refs`, their vectors), in chunks; unreadable images are added to `failures`."""
         size = self.batch(len(refs))
         blocks = decode_images(
-            refs, self.preprocess.image_size, self.preprocess.resize, failures, progress, usable_cpus()
+            refs, self.preprocess.image_size, self.preprocess.resize, failures, progress, decode_threads()
         )
         batches = (
             (items[at : at + size], block[at : at + size])
@@ -191,7 +191,7 @@ class Encoder:
     def batch(self, count: int) -> int:
         """How many of `count` images to encode at a time."""
         per_core = CPU_IMAGES if self.tokens_per_image == 1 else max(CPU_IMAGES, CPU_TOKENS // self.tokens_per_image)
-        limit = per_core if self.device.type == "cpu" else GPU_IMAGES
+        limit = {"cpu": per_core, "cuda": CUDA_IMAGES}.get(self.device.type, GPU_IMAGES)
         return self._even(count, min(limit, self.max_batch or limit))
 
     def _even(self, total: int, limit: int) -> int:
@@ -346,7 +346,7 @@ class Model:
         if not any(isinstance(image, str | Path | Image.Image) for image in images):
             yield from map(self.square, images)  # arrays have nothing to decode
             return
-        for image, found in zip(images, map_with_timeout(images, self.square, threads=usable_cpus()), strict=True):
+        for image, found in zip(images, map_with_timeout(images, self.square, threads=decode_threads()), strict=True):
             if found is None:
                 raise BadImage(str(image), f"the read did not finish within {READ_TIMEOUT:g} s")
             yield found

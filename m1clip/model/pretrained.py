@@ -234,7 +234,12 @@ class SameConv(nn.Conv2d):
         if self.uneven:
             down, across = (self._padding(length) for length in x.shape[2:])
             x = F.pad(x, (across // 2, across - across // 2, down // 2, down - down // 2))
-        if self.groups > 1 and x.device.type == "cpu" and x.dtype == torch.bfloat16 and self.weight.requires_grad:
+        if (
+            self.groups == self.out_channels > 1
+            and x.device.type == "cpu"
+            and x.dtype == torch.bfloat16
+            and self.weight.requires_grad
+        ):
             return cast("Tensor", _Depthwise.apply(x, self.weight, self.bias, self.stride, self.padding))
         return super().forward(x)
 

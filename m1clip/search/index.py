@@ -30,6 +30,7 @@ import m1clip
 from m1clip.data.duplicates import appearance
 from m1clip.data.images import READ_TIMEOUT, SUFFIXES, BadImage, FileImage, decode, map_with_timeout, one_line, opened
 from m1clip.errors import UserError
+from m1clip.hardware.facts import decode_threads
 from m1clip.io import first_writable, open_for_write, read_small, write_bytes
 
 FOLDER, DATABASE, LOCK, THUMBNAILS = ".m1clip-index", "index.sqlite", "lock", "thumbnails"
@@ -360,7 +361,7 @@ def _pipeline(
     root: Path, wanted: Sequence[bytes], writer: _Writer, model: Any, progress: Progress
 ) -> Iterator[list[_Read]]:
     """Read and decode in threads while the caller encodes."""
-    threads, start = max(2, (os.cpu_count() or 2) // 2), os.fsencode(root)
+    threads, start = max(2, min(decode_threads(), (os.cpu_count() or 2) // 2)), os.fsencode(root)
     reads = map_with_timeout(wanted, lambda name: _read(start, name, writer.known, model), READ_TIMEOUT, threads)
     late = f"the read did not finish within {READ_TIMEOUT:g} s"
     done, names = 0, iter(wanted)

@@ -28,7 +28,7 @@ from m1clip.search.nearest import SAMPLE, mapped, nearest
 # split of Flickr8k by benchmarks/search_cutoff.py, where a cut-off of 0.52 gives the most correct answers.
 WEIGHTS = (-4.41, 0.553)
 CUTOFF = 0.5  # results below it do not count as matches
-UNSURE = 0.2  # results above it are listed if there is no match: on validation, half of the first are right
+UNSURE = 0.2  # results above it are listed if there is no match: on validation, half of the top results are correct
 NOT_WEIGHT = -0.5
 INDEXER_SECONDS = 60.0  # without news, after which an indexer was killed
 WEIGHTED = re.compile(r"(\d+(?:\.\d+)?)\*(.+)", re.DOTALL)
@@ -416,9 +416,10 @@ def look_groups(looks: Sequence[tuple[bytes, bytes]]) -> list[list[int]]:
         places.setdefault(look, []).append(place)
     groups = {number: [number] for number in range(len(places))}  # of distinct looks; those of a group share a list
     for i, j in near_duplicates(list(places)):
-        if groups[i] is not groups[j]:
-            groups[i] += groups[j]
-            groups |= dict.fromkeys(groups[j], groups[i])
+        small, large = sorted((groups[i], groups[j]), key=len)
+        if small is not large:
+            large += small
+            groups |= dict.fromkeys(small, large)
     equal = list(places.values())
     joined = {id(group): sorted(place for number in group for place in equal[number]) for group in groups.values()}
     return sorted(joined.values())

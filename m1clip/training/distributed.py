@@ -252,7 +252,7 @@ class Ranks:
         return f"rank {rank} ({self.names[rank]})"
 
     def _meet(self, ranks: Sequence[int], state: str = "done") -> bytes:
-        """Wait for some ranks to come here, for as long as it takes; returns the state of the first of them."""
+        """Wait until some ranks have called this too, for as long as it takes; returns the state of the first one."""
         assert self.store is not None
         self._exchanges += 1
         keys = [f"there/{self._exchanges}/{rank}" for rank in range(self.size)]
@@ -305,7 +305,7 @@ class GradientExchange:
         self.buckets: list[list[Tensor]] = [[]]
         for p in parameters:
             last = self.buckets[-1]
-            if last and (sum(map(Tensor.numel, last)) + p.numel() > BUCKET or p.dtype != last[0].dtype):
+            if last and sum(map(Tensor.numel, last)) + p.numel() > BUCKET:
                 self.buckets.append([])
             self.buckets[-1].append(p)
             p.register_post_accumulate_grad_hook(partial(self._completed, len(self.buckets) - 1))
@@ -315,7 +315,7 @@ class GradientExchange:
 
     def _begin(self) -> None:
         self._missing = list(map(len, self.buckets))
-        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._sent: list[dist.Work] = []
 
     def _completed(self, number: int, parameter: Tensor) -> None:
         if self.final:
@@ -326,8 +326,11 @@ class GradientExchange:
     def _send(self) -> None:
         bucket = self.buckets[len(self._sent)]
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
+        for p, part in zip(bucket, flat.split(list(map(Tensor.numel, bucket))), strict=True):
+            if p.grad is not None:
+                p.grad = part.view_as(p)  # instead of a second copy
         with self.ranks._watched():
-            self._sent.append((dist.all_reduce(flat, async_op=True), flat))
+            self._sent.append(dist.all_reduce(flat, async_op=True))
 
     @contextlib.contextmanager
     def during(self, final: bool) -> Iterator[None]:
@@ -339,22 +342,18 @@ class GradientExchange:
                 self._send()
         except (RuntimeError, MemoryError, MemoryPressure) as error:
             if isinstance(error, MemoryPressure) or is_out_of_memory(error):
-                for bucket in self.buckets[len(self._sent) :]:  # without new memory; nobody uses the result
-                    dist.all_reduce(self._spare[: sum(map(Tensor.numel, bucket))])
+                with self.ranks._watched():
+                    for bucket in self.buckets[len(self._sent) :]:  # without new memory; nobody uses the result
+                        dist.all_reduce(self._spare[: sum(map(Tensor.numel, bucket))])
             raise
         finally:
             self.final = False
 
-    @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the buckets that were sent, and put the sums into the gradients, if there are any."""
-        for bucket, (work, flat) in zip(self.buckets, self._sent, strict=False):
+        """Wait for the buckets that were sent: the gradients are then those of all ranks."""
+        for work in self._sent:
             with self.ranks._watched():
                 work.wait()
-            parts = flat.split(list(map(Tensor.numel, bucket)))
-            pairs = [(p.grad, part.view_as(p)) for p, part in zip(bucket, parts, strict=True) if p.grad is not None]
-            if pairs:
-                torch._foreach_copy_([grad for grad, _ in pairs], [part for _, part in pairs])
         self._begin()
 
 

@@ -28,7 +28,7 @@ from m1clip.evaluation.evaluate import Evaluator
 from m1clip.evaluation.examples import FOLDER as SNAPSHOTS
 from m1clip.evaluation.examples import THUMBNAILS, retrieval_grid
 from m1clip.evaluation.statistics import Scores, selection_metric
-from m1clip.hardware.facts import Facts, usable_cpus
+from m1clip.hardware.facts import Facts, decode_threads, usable_cpus
 from m1clip.hardware.memory import return_freed_memory
 from m1clip.hardware.timing import timing
 from m1clip.inference.encoder import Model, SplitFeatures, load
@@ -242,7 +242,9 @@ def resume(
 
     On another device the batches are the same, and the numbers are the same up to rounding.
     """
-    screen, folder, ranks = screen or Screen(), Path(run), connect_same(on_device or "auto")
+    screen, folder = screen or Screen(), Path(run)
+    known = load_config(folder).train.device if (folder / "config.toml").is_file() else "auto"
+    ranks = connect_same(on_device or known)
 
     def saved_config() -> Config:
         if not (folder / "config.toml").is_file():
@@ -483,7 +485,7 @@ def decode_plan(screen: Screen, run: Path | None = None) -> Callable[[Facts], De
         def progress(title: str) -> AbstractContextManager[Progress]:
             return screen.counter(title, run)
 
-        return DecodePlan(usable_cpus(), facts.memory_bytes, progress, screen.warn)
+        return DecodePlan(decode_threads(), facts.memory_bytes, progress, screen.warn)
 
     return plan
 

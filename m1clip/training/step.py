@@ -213,7 +213,6 @@ class TrainStep:
                 backward(gradients)
 
         self._together(backward_pass)
-        self._mark_exchange()
         if self.shards is not None:
             self.shards.take_gradients()
         if self.exchange is not None:
@@ -227,7 +226,10 @@ class TrainStep:
 
         def watched() -> Result:
             with nullcontext() if self.shards is None else self.shards.watched():
-                return work()
+                try:
+                    return work()
+                finally:
+                    self._mark_exchange()  # waiting for slower ranks
 
         return self.ranks.together(watched, *facts)
 

@@ -117,7 +117,7 @@ def test_ordinary_tiff_is_not_replaced_by_its_thumbnail() -> None:
     st.integers(0, 800),
 )
 def test_damaged_files_are_read_or_refused(data: bytes, changes: list[tuple[int, int]], cut: int) -> None:
-    """Bytes of the directories, which are at the end, are changed or cut off; loops and places outside are among it."""
+    """Bytes of the directories, which are at the end, are changed or cut off, also into loops."""
     damaged = bytearray(data)
     for back, value in changes:
         damaged[-back] = value

@@ -330,3 +330,23 @@ def test_sharding_is_chosen_by_memory_and_refused_where_it_is_not_exact() -> Non
     assert dataclasses.replace(setup, config=config)._sharding(2) == "on"
     with pytest.raises(UserError, match="--shard on does not support --compile"):
         dataclasses.replace(setup, config=config.changed(compile=True))._sharding(2)
+
+
+def phases_while_waiting(ranks: Ranks) -> list[str]:
+    """The phase in which a rank waits for the others."""
+    setup, step = make(prepared(), ranks, {})
+    gather, found = Ranks.gather, list[str]()
+
+    def watched(self: Ranks, *args: Any) -> Tensor:
+        found.append(step.phases._marks[-1][0])
+        return gather(self, *args)
+
+    Ranks.gather = watched  # type: ignore[method-assign]
+    step(setup.training[0], 0)
+    return found
+
+
+def test_waiting_for_slower_ranks_is_no_work() -> None:
+    """Otherwise all ranks would seem equally slow."""
+    for found in on_ranks(2, phases_while_waiting):
+        assert set(found) == {"exchange"}
