@@ -11,7 +11,7 @@ from torch import Tensor
 from m1clip.data.captions import drop_tokens
 from m1clip.errors import UserError
 from m1clip.model import pretrained
-from m1clip.model.heads import Head, mixed
+from m1clip.model.heads import Head, dropout_mask, mixed
 from m1clip.model.presets import HeadConfig, PretrainedImageConfig
 from m1clip.model.pretrained import (
     BATCH_NORM_EPS,
@@ -178,6 +178,14 @@ def test_adapter_head_starts_as_projection_of_standardized_features() -> None:
     assert torch.equal(dropped[7:9], head(features[7:9], torch.arange(7, 9))), "the other rows make no difference"
     assert not torch.equal(dropped, made)
     assert not torch.equal(dropped, head(features, torch.arange(1, 51)))
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+def test_dropout_masks_are_the_same_on_every_device(device: str) -> None:
+    if not getattr(torch, device).is_available():
+        pytest.skip(f"needs {device}")
+    keys = torch.randint(-(2**63), 2**63 - 1, (40,))
+    assert torch.equal(dropout_mask(keys.to(device), 100, 0.3).cpu(), dropout_mask(keys, 100, 0.3))
 
 
 def test_head_dropout_fraction_and_mean() -> None:
