@@ -489,11 +489,17 @@ def _literal(value: Any) -> str:
     return repr(value)
 
 
+# Settings that are no longer there, with the value that changed nothing: older runs have them in their config.toml.
+REMOVED = {"transfer.lora_rank": 0}
+
+
 def _build(kind: type, values: Any, where: str, prefix: str) -> Any:
     converted(dict, values, f"{where}: {prefix.rstrip('.') or 'the file'}")
     hints = typing.get_type_hints(kind)
     built = {}
     for key, value in values.items():
+        if f"{prefix}{key}" in REMOVED and REMOVED[f"{prefix}{key}"] == value:
+            continue
         if key not in hints:
             near = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)[0]
             raise UserError(f"{where}: unknown key '{prefix}{key}': did you mean '{prefix}{near}'?")

@@ -91,10 +91,15 @@ def test_missing_settings_have_their_defaults(tmp_path: Path) -> None:
     assert load_config(path.rename(tmp_path / "config.toml").parent) == config, "a run folder"
 
 
+def test_settings_of_older_runs_that_changed_nothing_are_ignored() -> None:
+    assert from_dict({"transfer": {"lora_rank": 0}}, "config.toml") == Config()
+
+
 MISTAKES = [
     ({"data": {"patch_dropout": 1.0}}, ["--patch-dropout must be a finite number at least 0 and below 1"]),
     ({"modle": {}}, ["unknown key 'modle'", "'model'"]),
     ({"train": {"bacth_size": 4}}, ["unknown key 'train.bacth_size'", "'train.batch_size'"]),
+    ({"transfer": {"lora_rank": 8}}, ["unknown key 'transfer.lora_rank'"]),  # removed
     ({"optim": {"learning_rate": 1.0}}, ["unknown key 'optim.learning_rate'", "did you mean 'optim."]),
     ({"train": {"batch_size": "12"}}, ["train.batch_size", "an integer", "'12'"]),
     ({"train": {"batch_size": 12.0}}, ["train.batch_size", "an integer"]),
