@@ -48,20 +48,13 @@ def make_plan(
 
     `ranks` is the number of ranks, by default that of torchrun; `bandwidth` is what each rank sends in a second.
     """
-    least_values = ("batch-size", batch_size, 2), ("images", images, 2), ("epochs", epochs, 1e-9), ("ranks", ranks, 1)
-    for option, value, least in ((name, value, least) for name, value, least in least_values if value is not None):
-        if not value >= least:
+    given = ("batch-size", batch_size, 2), ("images", images, 2), ("epochs", epochs, 1e-9), ("ranks", ranks, 1)
+    for option, value, least in given:
+        if value is not None and not value >= least:
             raise UserError(f"--{option} must be at least {least:g}, not {value:g}")
     limit = amount(memory, "B", "--memory") if memory else None
     connected = connect(device_name)
-    count = ranks or connected.size
-    if count > batch_size:
-        raise UserError(f"--ranks {count}: a batch of {batch_size} has no image for some of them; use a larger batch")
-    if count > connected.size == 1 and bandwidth is None:
-        raise UserError(
-            f"--ranks {count} needs --bandwidth, such as 10GB (per second and rank); to measure it between two: "
-            f"torchrun --nproc-per-node 2 -m -- m1clip plan --ranks {count}"
-        )
+    count = _rank_count(ranks, connected.size, batch_size, bandwidth)
     facts = read_facts()
     torch.set_num_threads(threads(0, facts))
     device = Device(choose_device(device_name, facts), facts)
@@ -111,6 +104,19 @@ def make_plan(
         "seconds": steps * step_seconds,
         "ranks": by_ranks,
     }
+
+
+def _rank_count(ranks: int | None, connected: int, batch_size: int, bandwidth: str | None) -> int:
+    """The number of ranks to plan for; UserError if that is not possible."""
+    count = ranks or connected
+    if count > batch_size:
+        raise UserError(f"--ranks {count}: a batch of {batch_size} has no image for some of them; use a larger batch")
+    if count > connected == 1 and bandwidth is None:
+        raise UserError(
+            f"--ranks {count} needs --bandwidth, such as 10GB (per second and rank); to measure it between two: "
+            f"torchrun --nproc-per-node 2 -m -- m1clip plan --ranks {count}"
+        )
+    return count
 
 
 def sent_bytes(parameters: int, batch_size: int, embed_dim: int, ranks: int, optimizer: str, precision: str) -> float:
