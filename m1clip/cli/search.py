@@ -158,17 +158,17 @@ def search(
         counts = {"matches": len(found.matches), "possible": len(found.possible)}
         print(json_text.dumps({"root": str(opened.root), **counts, **asdict(found)}, indent=2))
     else:
-        _show(found, listed)
+        _show(found, listed, filtered=where != Filter())
     if open_ and listed:
         _open(opened.file(listed[0].id))
 
 
-def _show(found: Results, listed: list[Result]) -> None:
+def _show(found: Results, listed: list[Result], filtered: bool) -> None:
     from m1clip.data.images import one_line
 
     images = plural(found.searched, "image")
     if not found.nearest:
-        print("no image passes the filters")
+        print("no image passes the filters" if filtered else "no image is left in the indexed folder")
     elif not found.possible:
         nearest = ":" if listed else f" is {one_line(found.nearest[0].path)} (--all lists more)"
         print(f"nothing here matches, in {images}; the nearest{nearest}")

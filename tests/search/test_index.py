@@ -214,6 +214,16 @@ def test_full_disk_keeps_what_was_indexed(
     close(photos / FOLDER, fresh(photos, model))
 
 
+def test_vectors_that_a_killed_indexer_left_uncommitted_are_dropped(model: Path, tmp_path: Path) -> None:
+    photos = make_photos(tmp_path / "photos", 3)
+    (file,) = update_index(photos, model).place.glob("vectors-*")
+    file.write_bytes(file.read_bytes() + bytes(16 * 2 + 5))  # a vector and a part of the next
+    image(9).save(photos / "new.jpg")
+    update_index(photos)
+    assert file.stat().st_size == 4 * 16 * 2
+    close(photos / FOLDER, fresh(photos, model))
+
+
 def test_vectors_of_deleted_images_are_removed(model: Path, tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos", 10)
     place = update_index(photos, model).place

@@ -124,6 +124,22 @@ def test_changed_model_is_refused(tmp_path: Path) -> None:
         Index(photos).search("a")
 
 
+def test_search_without_results_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    photos = make_photos(tmp_path / "photos", 2)
+    update_index(photos, save_model(tmp_path / "model"))
+
+    def printed(*options: str) -> str:
+        with pytest.raises(SystemExit):
+            main(["search", "a", "--in", str(photos), *options])
+        return capsys.readouterr().out.strip()
+
+    assert printed("--since", "2999") == "no image passes the filters"
+    for path in photos.rglob("*.jpg"):
+        path.unlink()
+    update_index(photos)
+    assert printed() == "no image is left in the indexed folder"
+
+
 def test_exported_vectors_are_those_of_the_index(photos: Path, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     index = Index(photos)
@@ -191,7 +207,6 @@ def test_probability_depends_on_the_height_above_the_mean_only(count: int, scale
         ((0.6, 0.3), [" 60%   0.500  0.jpg"]),
         ((0.3, 0.2, 0.1), ["no sure match in 9 images; perhaps:", " 30%   0.500  0.jpg", " 20%   0.500  1.jpg"]),
         ((0.1,), ["nothing here matches, in 9 images; the nearest is 0.jpg (--all lists more)"]),
-        ((), ["no image passes the filters"]),
         ((None,), [" 0.500  0.jpg"]),
     ],
 )
@@ -199,5 +214,5 @@ def test_results_are_sure_or_possible_or_nothing_matches(
     chances: tuple[float | None, ...], printed: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = Results([Result(i, f"{i}.jpg", 0.5, chance, 1, 1, "", 1) for i, chance in enumerate(chances)], 9)
-    _show(found, found.possible)
+    _show(found, found.possible, filtered=False)
     assert capsys.readouterr().out.splitlines() == printed

@@ -283,6 +283,14 @@ def shared(library: Path) -> Photos:
     return Photos(library)
 
 
+def test_number_of_results_is_bounded(shared: Photos, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(photos_module, "MAX_RESULTS", 3)
+    for values in ({"text": "dog"}, {"like": "1"}, {}):
+        answer = shared.get("/api/search", {"count": "999999999999", **values})
+        assert answer is not None
+        assert len(json.loads(answer[2])["results"]) == 3
+
+
 def test_uploads_are_bounded_in_bytes_pixels_and_number(server: Server, library: Path) -> None:
     status, made = post(server, "/api/upload", (library / "sideways.jpg").read_bytes())
     assert status == 200
