@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from m1clip.model.heads import Head, Projection, build_head
+from m1clip.model.heads import build_head
 from m1clip.model.layers import Attention, Mlp, Transformer, drop_packed
 from m1clip.model.presets import AttentionKind, CLIPConfig
 from m1clip.model.pretrained import build_image_tower, build_text_tower
-from m1clip.model.towers import Tower
 
 MAX_LOGIT_SCALE = math.log(100.0)  # as in the CLIP paper: the temperature never falls below 0.01
 INITIAL_TEMPERATURE = 0.07
@@ -36,18 +35,12 @@ def normalize(x: Tensor) -> Tensor:
 class CLIP(nn.Module):
     """Maps images and texts to unit vectors, so that matching pairs have a high cosine similarity."""
 
-    def __init__(
-        self,
-        image_tower: Tower,
-        text_tower: Tower,
-        image_head: Projection | Head,
-        text_head: Projection | Head,
-        config: CLIPConfig,
-    ) -> None:
+    def __init__(self, config: CLIPConfig) -> None:
         super().__init__()
-        self.config = config
-        self.image_tower, self.text_tower = image_tower, text_tower
-        self.image_head, self.text_head = image_head, text_head
+        self.config, width = config, config.embed_dim
+        self.image_tower, self.text_tower = build_image_tower(config.image_tower), build_text_tower(config.text_tower)
+        self.image_head = build_head(config.image_head, self.image_tower.width, width)
+        self.text_head = build_head(config.text_head, self.text_tower.width, width)
         self.logit_scale = nn.Parameter(torch.empty(()))
         self.logit_bias = nn.Parameter(torch.empty(())) if config.logit_bias else None
 
@@ -128,10 +121,7 @@ class CLIP(nn.Module):
 
 def build_clip(config: CLIPConfig) -> CLIP:
     """A CLIP with initialized parameters (except on the meta device); weights of pretrained towers are loaded later."""
-    image, text = build_image_tower(config.image_tower), build_text_tower(config.text_tower)
-    image_head = build_head(config.image_head, image.width, config.embed_dim)
-    text_head = build_head(config.text_head, text.width, config.embed_dim)
-    model = CLIP(image, text, image_head, text_head, config)
+    model = CLIP(config)
     if model.logit_scale.device.type != "meta":
         model.initialize()
     return model

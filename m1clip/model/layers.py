@@ -32,14 +32,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, kind: AttentionKind
     return _bmm_attention(q, k, v, causal)
 
 
-def attention_one_query(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-    """One query per sequence: q (n, heads, 1, dim); `visible` (n, length) are the positions that it may see."""
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3)  # (n, heads, 1, length)
-    if visible is not None:
-        scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
-    return scores.softmax(dim=-1) @ v
-
-
 def _bmm_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     n, heads, length, dim = q.shape
     # The scale goes onto q: it is smaller than the score matrix, and bf16 scores stay in range.
@@ -418,9 +410,11 @@ class Attention(nn.Module):
         q = linear(take_position(x, position), weight[:width], bias[:width]).view(n, heads, 1, width // heads)
         kv = linear(x, weight[width:], bias[width:]).view(n, length, 2, heads, width // heads)
         k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)  # each (n, heads, length, dim)
-        positions = torch.arange(length, device=x.device)
-        visible = positions <= torch.as_tensor(position, device=x.device).view(-1, 1) if self.causal else None
-        mixed = attention_one_query(q, k, v, None if visible is None else visible.expand(n, -1)).reshape(n, width)
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3)  # (n, heads, 1, length)
+        if self.causal:
+            later = torch.arange(length, device=x.device) > torch.as_tensor(position, device=x.device).view(-1, 1, 1, 1)
+            scores = scores.masked_fill(later, float("-inf"))
+        mixed = (scores.softmax(dim=-1) @ v).reshape(n, width)
         return linear(mixed, self.out.weight, self.out.bias)
 
 

@@ -228,13 +228,7 @@ class CLIPConfig(_Part):
                 raise UserError(f"model: {name} must be an object")
             made = next((each for each in kinds[:-1] if part.get("kind") == each.kind), kinds[-1])
             parts[name] = made(**validated(made, part, f"model: {name}"))
-        return cls(**parts, **validated(_Scalars, {k: v for k, v in values.items() if k not in parts}, "model"))
-
-
-@dataclass(frozen=True)
-class _Scalars:
-    embed_dim: int
-    logit_bias: bool
+        return cls(**validated(cls, {**values, **parts}, "model"))
 
 
 _PARTS: dict[str, tuple[Any, ...]] = {

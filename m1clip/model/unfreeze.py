@@ -37,17 +37,11 @@ def layer_groups(tower: nn.Module) -> list[NamedParameters]:
 
 def find_blocks(tower: nn.Module) -> tuple[str, nn.ModuleList | nn.Sequential] | None:
     """(name, modules) of the list of modules with most parameters; of two with the same ones, the longer."""
-    best: tuple[tuple[int, int], str, nn.ModuleList | nn.Sequential] | None = None
-    for name, module in tower.named_modules():
-        if (
-            name
-            and isinstance(module, nn.ModuleList | nn.Sequential)
-            and len(module) > isinstance(module, nn.Sequential)
-        ):
-            size = (sum(p.numel() for p in module.parameters()), len(module))
-            if size[0] and (best is None or size > best[0]):
-                best = (size, name, module)
-    return None if best is None else (best[1], best[2])
+    named = [(name, part) for name, part in tower.named_modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
+    lists = [(name, part) for name, part in named if name and len(part) > isinstance(part, nn.Sequential)]
+    sizes = [(sum(p.numel() for p in part.parameters()), len(part)) for _, part in lists]
+    largest = max(sizes, default=(0, 0))
+    return lists[sizes.index(largest)] if largest[0] else None
 
 
 def layer_lr_factors(model: nn.Module, towers: tuple[str, ...], decay: float) -> dict[str, float]:
