@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import json
 import os
 import platform
@@ -337,6 +338,15 @@ def first_writable(places: Iterable[Path], purpose: str, remedy: str) -> Path:
         except OSError as error:
             reason = f"{place}: {error.strerror or error}"
     raise UserError(f"no folder for the {purpose} ({reason}); {remedy}")
+
+
+def require(module: str, purpose: str, extra: str = "data") -> Any:
+    """Import an optional library; UserError with install instructions if it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise UserError(f"{purpose} needs the library {name}: pip install 'm1clip[{extra}]'") from error
 
 
 def user_cache() -> Path:

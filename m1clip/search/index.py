@@ -31,7 +31,7 @@ from m1clip.data.duplicates import appearance
 from m1clip.data.images import READ_TIMEOUT, SUFFIXES, BadImage, FileImage, decode, map_with_timeout, one_line, opened
 from m1clip.errors import UserError
 from m1clip.hardware.facts import decode_threads
-from m1clip.io import first_writable, open_for_write, read_small, write_bytes
+from m1clip.io import first_writable, open_for_write, read_small, require, write_bytes
 
 FOLDER, DATABASE, LOCK, THUMBNAILS = ".m1clip-index", "index.sqlite", "lock", "thumbnails"
 LAST = "last-folder"  # in the data folder of the user
@@ -135,10 +135,8 @@ def is_full(error: Exception) -> bool:
     """Whether an error means that the disk is full."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return isinstance(error, sqlite3.Error) and error.sqlite_errorcode in (
-        sqlite3.SQLITE_FULL,
-        sqlite3.SQLITE_IOERR_WRITE,
-    )
+    codes = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
+    return isinstance(error, sqlite3.Error) and error.sqlite_errorcode in codes
 
 
 def root_of(place: Path, db: sqlite3.Connection) -> Path:
@@ -482,12 +480,8 @@ def _remove_unused(db: sqlite3.Connection, place: Path, set_id: int) -> None:
 
 def watch_folder(folder: Path) -> Iterator[object]:
     """Yield once the folder is watched, and then whenever its files have changed; the index itself does not count."""
-    try:
-        from watchfiles import watch
-    except ImportError:
-        raise UserError("--watch needs watchfiles: pip install 'm1clip[search]'") from None
     inside = os.sep + FOLDER + os.sep
-    steps = watch(
+    steps = require("watchfiles", "--watch", "search").watch(
         folder,
         watch_filter=lambda _, path: inside not in path + os.sep,
         debounce=WATCH_MILLISECONDS,

@@ -19,7 +19,7 @@ import m1clip
 from m1clip.data.duplicates import near_duplicates
 from m1clip.data.images import BadImage, FileImage
 from m1clip.errors import UserError
-from m1clip.io import PARTIAL
+from m1clip.io import PARTIAL, require
 from m1clip.search.concepts import Concepts, Examples, fit_concept, split_text
 from m1clip.search.index import connect, find_index, model_hash, model_stamp, root_of
 from m1clip.search.nearest import SAMPLE, mapped, nearest
@@ -253,11 +253,7 @@ class Index:
 
     def export(self, path: Path) -> int:
         """Write a Parquet file for a vector database (path, sha256, taken, width, height, vector); returns its rows."""
-        try:
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-        except ImportError:
-            raise UserError("--export needs pyarrow: pip install 'm1clip[data]'") from None
+        pa, pq = require("pyarrow", "--export"), require("pyarrow.parquet", "--export")
         with self._lock:
             columns = f"SELECT path, sha256, {TAKEN}, width, height, row {LIVE} ORDER BY path"
             *facts, rows = zip(*self._db.execute(columns, (self.set_id,)), strict=True)

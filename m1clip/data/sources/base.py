@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -155,15 +154,6 @@ def captions_of(value: Any, depth: int = 2) -> tuple[list[str], str | None]:
     parts = [captions_of(item, depth - 1) for item in value]
     found = [text for texts, _ in parts for text in texts]
     return found, next((what for _, what in parts if what not in (None, NO_CAPTION)), None if found else NO_CAPTION)
-
-
-def require(module: str, purpose: str, extra: str = "data") -> Any:
-    """Import an optional library; UserError with install instructions if it is missing."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        name = module.partition(".")[0]
-        raise UserError(f"{purpose} needs the library {name}: pip install 'm1clip[{extra}]'") from error
 
 
 def walk_images(root: Path) -> Iterator[str]:

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from m1clip.data.images import BadImage, FileImage, ImageRef, file_stamp, one_line
 from m1clip.data.sources import splits
-from m1clip.data.sources.base import DEFAULT, DataSource, Options, Row, require, user_error
+from m1clip.data.sources.base import DEFAULT, DataSource, Options, Row, user_error
 from m1clip.errors import UserError
-from m1clip.io import open_regular, read_small
+from m1clip.io import open_regular, read_small, require
 
 # In order of preference; compared in lower case.
 IMAGE_NAMES = (
