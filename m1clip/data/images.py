@@ -251,9 +251,7 @@ class Preprocess:
         square = np.array(to_square(image, self.image_size, self.resize))
         return render(torch.from_numpy(square)[None], None, self)[0]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
+    to_dict = asdict  # plain values, for JSON
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Preprocess:

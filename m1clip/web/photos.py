@@ -98,19 +98,16 @@ class Photos:
             if self._folders[0] != index.version:
                 self._folders = index.version, index.folders(), len(index)
             _, folders, images = self._folders
-            progress = index.progress()
-            words = list(index.concepts.names())
-            where, model = str(index.root), os.path.basename(index.model_path)
-        return {
-            "token": self.token,
-            "folder": one_line(where),
-            "model": one_line(model),
-            "images": images,
-            "folders": folders,
-            "words": words,
-            "progress": progress,
-            "max_upload": MAX_UPLOAD,
-        }
+            return {
+                "token": self.token,
+                "folder": one_line(str(index.root)),
+                "model": one_line(os.path.basename(index.model_path)),
+                "images": images,
+                "folders": folders,
+                "words": list(index.concepts.names()),
+                "progress": index.progress(),
+                "max_upload": MAX_UPLOAD,
+            }
 
     def _search(self, values: dict[str, str]) -> dict[str, Any]:
         began = time.perf_counter()

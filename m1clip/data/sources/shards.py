@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 from m1clip.data.images import MAX_FILE_BYTES, SUFFIXES, BadImage, ImageRef, file_stamp, one_line
 from m1clip.data.sources import splits
 from m1clip.data.sources.base import DataSource, Place, Row, captions_of, user_error
-from m1clip.data.sources.remote import is_remote, matching, shown, with_variables
+from m1clip.data.sources.remote import is_remote, matching, read_range, shown, with_variables
 from m1clip.data.sources.splits import clean_text
 from m1clip.data.sources.tables import CAPTION_NAMES
 from m1clip.io import open_regular
@@ -120,9 +120,7 @@ class TarImage(ImageRef):
         if self.size > MAX_FILE_BYTES:
             raise BadImage(str(self), f"{self.size >> 20} MiB is too large for an image", "too-large")
         try:
-            with open_regular(self.path) as file:
-                file.seek(self.offset)
-                data = file.read(self.size)
+            data = read_range(self.path, self.offset, self.size)
         except OSError as error:
             raise BadImage(str(self), f"cannot be opened ({error.strerror})") from error
         if len(data) < self.size:

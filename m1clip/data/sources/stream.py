@@ -161,14 +161,13 @@ def _make(path: str, indexes: Sequence[Path]) -> Shard:
 
 def first_written(files: Sequence[Path], data: bytes) -> Path:
     """Write the first of some files that can be written."""
-    for number, file in enumerate(files):
+    for file in files:
         try:
             write_bytes(file, data, sync=False)
             return file
         except OSError as error:
-            if number == len(files) - 1:
-                raise UserError(f"{file}: cannot be written ({error.strerror}); choose --cache-dir") from None
-    raise AssertionError
+            reason = error.strerror
+    raise UserError(f"{files[-1]}: cannot be written ({reason}); choose --cache-dir")
 
 
 def _threads(paths: Sequence[str]) -> int:
