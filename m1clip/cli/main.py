@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import os
 import platform
@@ -55,6 +57,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     if argv is None:
         _open_standard_streams()
         signal.signal(signal.SIGINT, _on_interrupt)
+        gc.set_threshold(10_000)  # imports create many objects, nearly all of which stay
+        atexit.register(gc.freeze)  # else the last collection looks at every object of torch, for 0.4 s
     debug = "--debug" in words
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # an ASCII locale prints "?" for other characters

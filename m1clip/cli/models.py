@@ -64,8 +64,7 @@ def evaluate(
     from m1clip.inference import load
     from m1clip.inference.onnx import is_onnx_folder
     from m1clip.io import write_json
-    from m1clip.training.progress import Screen
-    from m1clip.training.run import decode_plan
+    from m1clip.training.progress import Screen, decode_plan
 
     screen = Screen()
     folder = model if (model / "config.toml").is_file() else Path()  # figures go to the run, or to the current folder
@@ -173,8 +172,7 @@ def export(
         Keep the export even if it differs from the original.
     """
     from m1clip.export.layouts import export as write
-    from m1clip.training.progress import Screen
-    from m1clip.training.run import decode_plan
+    from m1clip.training.progress import Screen, decode_plan
 
     if int8 and fp16:
         raise UserError("choose one of --int8 and --fp16")

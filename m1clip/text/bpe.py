@@ -15,7 +15,6 @@ from importlib.resources import files
 from itertools import islice
 from typing import Any
 
-import ftfy
 from tokenizers import Regex
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
@@ -44,6 +43,8 @@ def clean_text(text: str) -> str:
     """CLIP's text cleaning: fix encoding, resolve HTML entities, collapse whitespace, lowercase."""
     # ftfy changes nothing in printable ASCII without an entity, which nearly every caption is.
     if not (text.isascii() and text.isprintable() and "&" not in text):
+        import ftfy  # takes 30 ms
+
         text = html.unescape(html.unescape(ftfy.fix_text(text)))
     return " ".join(text.split()).lower()
 

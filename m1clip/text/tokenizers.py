@@ -98,14 +98,14 @@ class FastTokenizer(Tokenizer):
     def encode_batch(self, texts: Iterable[str]) -> Iterable[list[int]]:
         """By the library."""
         with _rust_lock:
-            return [found.ids for found in self._rust.encode_batch(list(texts), add_special_tokens=False)]
+            return [found.ids for found in self._rust.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def tokenize(self, texts: Sequence[str], context_length: int) -> np.ndarray:
         """With the library's own special tokens, of which there may be more than two."""
         rows = np.full((len(texts), context_length), self.pad_id, np.int32)
         with _rust_lock:
             self._rust.enable_truncation(context_length)
-            encoded = self._rust.encode_batch(list(texts))
+            encoded = self._rust.encode_batch_fast(list(texts))
             self._rust.no_truncation()
         for row, found in zip(rows, encoded, strict=True):
             row[: len(found.ids)] = found.ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import statistics
@@ -18,8 +19,10 @@ from typing import IO, Any, cast
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from m1clip.data.cache import DecodePlan
 from m1clip.evaluation.statistics import Metric, Scores
 from m1clip.formatting import clock, size
+from m1clip.hardware.facts import Facts, decode_threads
 from m1clip.runlog import MEAN_RECALL, PREPARING, write_preparing
 
 RECENT = 25  # log lines whose speed predicts the time left
@@ -182,3 +185,9 @@ class _SafeOutput:
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, sys.stdout.fileno())
                 os.close(null)
+
+
+def decode_plan(screen: Screen, run: Path | None = None) -> Callable[[Facts], DecodePlan]:
+    """Image decoding settings for this machine, with progress on the screen and in the run folder."""
+    counter = functools.partial(screen.counter, run=run)
+    return lambda facts: DecodePlan(decode_threads(), facts.memory_bytes, counter, screen.warn)

@@ -21,14 +21,14 @@ import torch
 
 from m1clip import __version__
 from m1clip.config import ALIASES, NAMES, Config, load_config, make_config, read_preset, read_toml, to_toml
-from m1clip.data.cache import DecodePlan, FailureLog, Progress
+from m1clip.data.cache import FailureLog
 from m1clip.data.loader import batches
 from m1clip.errors import UserError
 from m1clip.evaluation.evaluate import Evaluator
 from m1clip.evaluation.examples import FOLDER as SNAPSHOTS
 from m1clip.evaluation.examples import THUMBNAILS, retrieval_grid
 from m1clip.evaluation.statistics import Scores, selection_metric
-from m1clip.hardware.facts import Facts, decode_threads, usable_cpus
+from m1clip.hardware.facts import usable_cpus
 from m1clip.hardware.memory import return_freed_memory
 from m1clip.hardware.timing import timing
 from m1clip.inference.encoder import Model, SplitFeatures, load
@@ -52,7 +52,7 @@ from m1clip.training.process import (
     remove_unused_folder,
     stop_on_signals,
 )
-from m1clip.training.progress import Screen
+from m1clip.training.progress import Screen, decode_plan
 from m1clip.training.schedule import warmup_steps
 from m1clip.training.setup import (
     FINETUNE_OPTIONS,
@@ -476,18 +476,6 @@ def _check_same_data(setup: Setup, folder: Path) -> None:
 def _fingerprint(setup: Setup) -> str:
     """Hash of the training samples."""
     return setup.source.fingerprint(setup.splits["train"].samples)
-
-
-def decode_plan(screen: Screen, run: Path | None = None) -> Callable[[Facts], DecodePlan]:
-    """Image decoding settings for this machine, with progress on the screen and in the run folder."""
-
-    def plan(facts: Facts) -> DecodePlan:
-        def progress(title: str) -> AbstractContextManager[Progress]:
-            return screen.counter(title, run)
-
-        return DecodePlan(decode_threads(), facts.memory_bytes, progress, screen.warn)
-
-    return plan
 
 
 # Fine-tuning settings that also apply to the first stage, on frozen towers; the others are for the second.
