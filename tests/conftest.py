@@ -28,7 +28,7 @@ encoder.fastest_precision = lambda kind: "fp32"  # type: ignore[assignment]  # m
 # xdist's workers inherit the folder from the first process, so that they share the cached measurements.
 if "M1CLIP_TEST_CACHE" not in os.environ:
     folder = tempfile.mkdtemp(prefix="m1clip-test-cache-")
-    os.environ |= {"M1CLIP_TEST_CACHE": folder, "XDG_CACHE_HOME": folder}
+    os.environ |= {"M1CLIP_TEST_CACHE": folder, "XDG_CACHE_HOME": folder, "XDG_DATA_HOME": f"{folder}/data"}
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 LONG_TESTS: list[dict[str, Any]] = []

@@ -6,19 +6,14 @@ from pathlib import Path
 
 import numpy as np
 from image_sets import image
-from tiny_model import tiny_clip
+from tiny_model import tiny_model
 
-from m1clip.data.images import Preprocess
-from m1clip.inference.encoder import Model
 from m1clip.search.index import connect
-from m1clip.text.tokenizers import make_tokenizer
 
 
 def save_model(folder: Path, embed_dim: int = 16) -> Path:
     """A model folder; another `embed_dim` is another model."""
-    tokenizer = make_tokenizer("bpe-cut", ["a red dog on a beach at night"])
-    clip = tiny_clip(vocab_size=tokenizer.vocab_size, embed_dim=embed_dim)
-    Model(clip, tokenizer, Preprocess(image_size=32)).save(folder)
+    tiny_model("bpe-cut", ["a red dog on a beach at night"], embed_dim=embed_dim).save(folder)
     return folder
 
 

@@ -15,11 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
 from m1clip.config import NAMES, Config, from_dict
+from m1clip.data.loader import Batch
 from m1clip.training.progress import Screen
 from m1clip.training.run import Run, resume, train_config
 
@@ -104,6 +106,14 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
     assert not different
 
 
+def assert_same_batch(one: Batch, other: Batch) -> None:
+    """Equal tensors, lengths and failures."""
+    assert (one.lengths, one.failed) == (other.lengths, other.failed)
+    assert one.tensors().keys() == other.tensors().keys() >= {"images", "tokens", "views"}
+    for name, tensor in one.tensors().items():
+        assert torch.equal(tensor, other.tensors()[name]), name
+
+
 def weights_sha256(run: Path, model: str = "model") -> str:
     return hashlib.sha256((run / model / "model.safetensors").read_bytes()).hexdigest()
 
@@ -162,6 +172,15 @@ def _main(words: tuple[str, ...], cwd: Path, output: Path, prepare: Callable[[],
     from m1clip.cli.main import main
 
     main()
+
+
+def exit_code(*words: str | Path) -> int:
+    """`m1clip WORDS` in this process."""
+    from m1clip.cli.main import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(list(map(str, words)))
+    return int(ended.value.code or 0)
 
 
 def command(*words: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from m1clip.data.images import Preprocess
+from m1clip.inference.encoder import Model
 from m1clip.model.clip import CLIP, build_clip
 from m1clip.model.presets import CLIPConfig, with_fields
+from m1clip.text.tokenizers import make_tokenizer
 
 TINY: dict[str, Any] = {
     "image_size": 32,
@@ -33,3 +37,10 @@ def tiny_clip(**changes: Any) -> CLIP:
     """The model of `tiny_config`, always with the same weights."""
     torch.manual_seed(0)
     return build_clip(tiny_config(**changes))
+
+
+def tiny_model(kind: str, captions: Iterable[str] = (), **changes: Any) -> Model:
+    """The same with a tokenizer of a kind for these captions."""
+    tokenizer = make_tokenizer(kind, captions)
+    clip = tiny_clip(vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id, **changes)
+    return Model(clip.eval(), tokenizer, Preprocess(image_size=32, mean=(0.5, 0.4, 0.3)))

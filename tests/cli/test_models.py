@@ -9,21 +9,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_model import tiny_clip
+from small_run import exit_code
+from tiny_model import tiny_model
 
 import m1clip
-from m1clip.cli.main import main
-from m1clip.data.images import Preprocess
-from m1clip.inference.encoder import Model
 from m1clip.model.folder import newest_run
-from m1clip.text.bpe import BpeTokenizer
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tokenizer = BpeTokenizer()
     folder = tmp_path_factory.mktemp("models") / "model"
-    Model(tiny_clip(vocab_size=tokenizer.vocab_size), tokenizer, Preprocess(image_size=32)).save(folder)
+    tiny_model("bpe").save(folder)
     return folder
 
 
@@ -39,9 +35,7 @@ def images(tmp_path: Path) -> Path:
 
 
 def run_command(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as end:
-        main([str(word) for word in words])
-    return int(end.value.code or 0), *capsys.readouterr()
+    return exit_code(*words), *capsys.readouterr()
 
 
 @pytest.mark.parametrize("to", ["openclip", "hf", "safetensors"])

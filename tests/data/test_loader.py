@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_run import assert_same_batch
 
 from m1clip.data.augment import Augmentation
 from m1clip.data.cache import RowTable
@@ -56,13 +57,6 @@ def mapped(images: RowTable, folder: Path) -> RowTable:
     return RowTable.mapped(folder / "rows.bin", images.array.dtype, images.array.shape, None)
 
 
-def assert_same(one: Batch, other: Batch) -> None:
-    assert one.lengths == other.lengths
-    assert one.tensors().keys() == other.tensors().keys() >= {"images", "tokens", "views"}
-    for name, tensor in one.tensors().items():
-        assert torch.equal(tensor, other.tensors()[name]), name
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "method"), [(2, "fork"), (2, "spawn"), (1, "forkserver")])
 def test_batches_are_the_same_with_workers(workers: int, method: str, tmp_path: Path) -> None:
@@ -72,7 +66,7 @@ def test_batches_are_the_same_with_workers(workers: int, method: str, tmp_path: 
     helped = list(batches(data, 3, 11, workers, method, pin=False))
     assert len(alone) == len(helped) == 8
     for one, other in zip(alone, helped, strict=True):
-        assert_same(one, other)
+        assert_same_batch(one, other)
 
 
 def test_captions_of_a_batch_belong_to_its_images() -> None:
@@ -112,7 +106,7 @@ def test_text_groups_contain_every_token_once() -> None:
 
 def test_batch_moves_to_a_device() -> None:
     batch = training_set()[0]
-    assert_same(batch.to(torch.device("cpu")), batch)
+    assert_same_batch(batch.to(torch.device("cpu")), batch)
     moved = batch.to(torch.device("meta"))
     assert all(tensor.is_meta for tensor in moved.tensors().values())
 
@@ -122,7 +116,7 @@ def test_images_in_memory_are_not_copied_to_workers(method: str, monkeypatch: py
     monkeypatch.setattr("m1clip.data.loader._Workers", None)  # starting workers would call it
     data = training_set()
     for step, batch in enumerate(batches(data, 0, 3, 2, method, pin=False)):
-        assert_same(batch, data[step])
+        assert_same_batch(batch, data[step])
 
 
 def test_copies_of_an_image_share_an_id() -> None:
@@ -182,7 +176,7 @@ def test_killed_worker_is_restarted_and_the_batches_are_the_same(method: str, tm
             victim.kill()
             victim.join()  # an exception here, outside of the loader, would be torch's handler
     for step in range(9):
-        assert_same(seen[step], data[step])
+        assert_same_batch(seen[step], data[step])
     assert len(warnings) == 1
     assert "was killed (exit code -9)" in warnings[0]
     assert set(multiprocessing.active_children()) <= others

@@ -8,15 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_model import tiny_clip
+from tiny_model import tiny_model
 
 import m1clip
-from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
 from m1clip.export.layouts import IMMICH_NAMES, convert, export
-from m1clip.inference.encoder import Model
 from m1clip.model.folder import read_model
-from m1clip.text.tokenizers import make_tokenizer
 
 pytest.importorskip("onnx", reason="needs the extra `export`")
 NOISE = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), np.uint8)
@@ -32,9 +29,7 @@ FILES = {
 
 
 def save(folder: Path, kind: str = "bpe-cut") -> Path:
-    tokenizer = make_tokenizer(kind, TEXTS[:2])
-    clip = tiny_clip(vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id)
-    Model(clip.eval(), tokenizer, Preprocess(image_size=32, mean=(0.5, 0.4, 0.3))).save(folder)
+    tiny_model(kind, TEXTS[:2]).save(folder)
     return folder
 
 

@@ -16,16 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from image_sets import make_set
 from PIL import Image
-from small_run import ROOT
-from tiny_model import tiny_clip
+from small_run import ROOT, exit_code
+from tiny_model import tiny_model
 
 import m1clip
-from m1clip.cli.main import main
-from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
 from m1clip.export import quantize
 from m1clip.export.layouts import convert
-from m1clip.inference.encoder import Model
 from m1clip.inference.onnx import OnnxModel
 from m1clip.model.folder import read_model
 from m1clip.text.tokenizers import make_tokenizer, wordpiece_tokenizer
@@ -36,24 +33,16 @@ TEXTS = ["a red ball", "two dogs and seventeen unseen words that go on and on un
 NOISE = np.random.default_rng(0).integers(0, 256, (3, 40, 51, 3), np.uint8)
 
 
-def tiny_model(kind: str = "bpe-cut", **changes: Any) -> Model:
-    tokenizer = make_tokenizer(kind, CAPTIONS)
-    clip = tiny_clip(vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id, **changes)
-    return Model(clip.eval(), tokenizer, Preprocess(image_size=32, mean=(0.5, 0.4, 0.3)))
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "model"
-    tiny_model(positions="sincos").save(folder)
+    tiny_model("bpe-cut", CAPTIONS, positions="sincos").save(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def exported(trained: Path) -> Path:
-    with pytest.raises(SystemExit) as end:
-        main(["export", str(trained), "--to", "onnx"])
-    assert not end.value.code
+    assert exit_code("export", trained, "--to", "onnx") == 0
     return trained.with_name("model-onnx")
 
 
@@ -209,9 +198,7 @@ def check_close(folder: Path, float_folder: Path, least_cosine: float) -> None:
 
 def test_int8_export_is_smaller_and_close_to_float(trained: Path, exported: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(SystemExit) as end:
-        main(["export", str(trained), "--int8", "--out", str(out)])
-    assert not end.value.code
+    assert exit_code("export", trained, "--int8", "--out", out) == 0
     assert {path.name for path in out.iterdir()} == {path.name for path in exported.iterdir()}
     check_close(out, exported, 0.98)
     record = json.loads((out / "export.json").read_text())

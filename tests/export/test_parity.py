@@ -9,46 +9,36 @@ import numpy as np
 import pytest
 import torch
 from image_sets import make_set
-from tiny_model import tiny_clip
+from small_run import exit_code
+from tiny_model import tiny_model
 
-from m1clip.cli.main import main
-from m1clip.data.images import Preprocess
 from m1clip.export import layouts
 from m1clip.export.parity import recall_changes, recall_failures
-from m1clip.inference.encoder import Model, SplitFeatures
-from m1clip.text.tokenizers import make_tokenizer
+from m1clip.inference.encoder import SplitFeatures
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tokenizer = make_tokenizer("char", ["two red balls"])
-    clip = tiny_clip(vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id)
     folder = tmp_path_factory.mktemp("model") / "model"
-    Model(clip, tokenizer, Preprocess(image_size=32)).save(folder)
+    tiny_model("char", ["two red balls"]).save(folder)
     return folder
-
-
-def run(*words: str | Path) -> int:
-    with pytest.raises(SystemExit) as end:
-        main(["export", *map(str, words)])
-    return int(end.value.code or 0)
 
 
 def test_a_model_that_differs_is_not_written_unless_forced(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, out, writer = make_set(tmp_path / "set", train=2, val=40, test=2), tmp_path / "out", layouts._write_own
-    words = (model, "--to", "safetensors", "--data", data, "--out", out)
+    words = ("export", model, "--to", "safetensors", "--data", data, "--out", out)
 
     def damaged(folder: Path, saved: layouts.SavedModel, say: layouts.Say) -> list[str]:
         saved.weights["image_head.weight"][0] *= -1
         return writer(folder, saved, say)
 
     monkeypatch.setitem(layouts.WRITERS, "safetensors", damaged)
-    assert run(*words) == 2
+    assert exit_code(*words) == 2
     assert "not exported: the smallest cosine of image vectors" in capsys.readouterr().err
     assert not out.exists()
-    assert run(*words, "--force") == 0
+    assert exit_code(*words, "--force") == 0
     assert json.loads((out / "export.json").read_text())["failures"]
 
 
@@ -56,7 +46,7 @@ def test_the_report_is_on_the_screen_and_in_the_folder(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = make_set(tmp_path / "set", train=2, val=8, test=2)
-    assert run(model, "--to", "safetensors", "--data", data, "--out", tmp_path / "out") == 0
+    assert exit_code("export", model, "--to", "safetensors", "--data", data, "--out", tmp_path / "out") == 0
     shown, record = capsys.readouterr().out, json.loads((tmp_path / "out" / "export.json").read_text())
     entry = record["runtimes"]["safetensors"]
     assert entry["image"]["cosine_min"] == pytest.approx(1)

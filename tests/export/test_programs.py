@@ -16,14 +16,11 @@ from urllib.parse import urlencode
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_model import tiny_clip
+from tiny_model import tiny_model
 
 import m1clip
-from m1clip.data.images import Preprocess
 from m1clip.export.layouts import IMMICH_NAMES, export
-from m1clip.inference.encoder import Model
 from m1clip.model.folder import read_model
-from m1clip.text.tokenizers import make_tokenizer
 
 # NODE_FOLDER: with node_modules. IMMICH: machine-learning/ of Immich's repository. MODEL: instead of a tiny one.
 NODE, IMMICH = os.environ.get("NODE_FOLDER", ""), os.environ.get("IMMICH", "")
@@ -37,17 +34,13 @@ TEXTS = os.environ.get("LABELS", LABELS).split(",")
 pytestmark = pytest.mark.skipif("NODE_FOLDER" not in os.environ, reason="`make test-export` runs it")
 
 
-def tiny_model(folder: Path, tokens: str) -> Path:
-    tokenizer = make_tokenizer(tokens, TEXTS)
-    clip = tiny_clip(vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id)
-    Model(clip.eval(), tokenizer, Preprocess(image_size=32)).save(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    given = os.environ.get("MODEL")
-    return Path(given) if given else tiny_model(tmp_path_factory.mktemp("model") / "model", "bpe-cut")
+    if os.environ.get("MODEL"):
+        return Path(os.environ["MODEL"])
+    folder = tmp_path_factory.mktemp("model") / "model"
+    tiny_model("bpe-cut", TEXTS).save(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +102,8 @@ def test_immich_gives_the_same_vectors(model: Path, photo: Path) -> None:
 @pytest.mark.parametrize("custom", [False, True])
 def test_sentence_transformers_gives_the_same_vectors(model: Path, custom: bool, photo: Path, tmp_path: Path) -> None:
     if custom:  # no built-in class has a character tokenizer
-        model = tiny_model(tmp_path / "model", "char")
+        model = tmp_path / "model"
+        tiny_model("char", TEXTS).save(model)
     export(model, "sentence-transformers", tmp_path / "out", say=print)
     found = run(SENTENCE_TRANSFORMERS, PROGRAMS / "sentence_transformers_folder.py", tmp_path / "out", photo, *TEXTS)
     ours = m1clip.load(model, precision="fp32")

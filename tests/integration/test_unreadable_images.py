@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from image_sets import break_files, make_set
-from small_run import run_small
+from small_run import assert_same_batch, run_small
 
 from m1clip.data.augment import Augmentation
 from m1clip.data.cache import LiveImages
 from m1clip.data.captions import tokenize_captions
-from m1clip.data.loader import Batch, BatchPlan, TrainingSet, batches
+from m1clip.data.loader import BatchPlan, TrainingSet, batches
 from m1clip.data.sources import open_source
 from m1clip.errors import UserError
 from m1clip.runlog import read_log
@@ -30,14 +29,6 @@ def live_set(folder: Path, batch: int = 8) -> TrainingSet:
     table = tokenize_captions(captions, CharTokenizer.from_captions(c for group in captions for c in group), 64)
     images = LiveImages([sample.image for sample in samples], 24)
     return TrainingSet(images, table, BatchPlan(len(samples), batch, 3), Augmentation(0.5, 0.5, 0.2))
-
-
-def assert_same(one: list[Batch], other: list[Batch]) -> None:
-    assert len(one) == len(other)
-    for a, b in zip(one, other, strict=True):
-        assert a.failed == b.failed
-        for name, tensor in a.tensors().items():
-            assert torch.equal(tensor, b.tensors()[name]), name
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +49,8 @@ def test_same_batches_for_any_number_of_workers(broken_set: Path) -> None:
     data = live_set(broken_set)
     data.report = lambda failed: None  # must not travel to the workers
     alone = list(batches(data, 0, STEPS, 0, "fork", False))
-    assert_same(alone[5:], list(batches(data, 5, STEPS, 8, "fork", False)))
+    for one, other in zip(alone[5:], batches(data, 5, STEPS, 8, "fork", False), strict=True):
+        assert_same_batch(one, other)
 
 
 def test_replacement_brings_its_own_captions_and_id(broken_set: Path) -> None:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from image_sets import image
 from photos import make_photos, save_model
+from small_run import exit_code
 
 import m1clip
-from m1clip.cli.main import main
 from m1clip.data.sources import open_source
 from m1clip.errors import UserError
 from m1clip.search.concepts import fit_concept, split_text
@@ -20,8 +20,7 @@ from m1clip.search.index import update_index
 
 
 @pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> m1clip.Index:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+def index(tmp_path: Path) -> m1clip.Index:
     photos = make_photos(tmp_path / "photos", 30)
     update_index(photos, save_model(tmp_path / "model"))
     return m1clip.Index(photos)
@@ -74,9 +73,7 @@ def test_teach_and_duplicates_on_the_command_line(index: m1clip.Index, capsys: p
         ["duplicates", str(index.root), "--json"],
     )
     for words in commands:
-        with pytest.raises(SystemExit) as exit_:
-            main(words)
-        assert exit_.value.code == 0
+        assert exit_code(*words) == 0
     text, _, found = capsys.readouterr().out.partition("[")
     assert text.count("Rex: 2 examples") == 2
     assert "forgot Rex and its 2 examples" in text
@@ -92,9 +89,7 @@ def test_marks_are_captions_for_training(index: m1clip.Index, tmp_path: Path) ->
     index.mark('a "red", ball', ids["a/0002.jpg"], True)
     index.mark("A RED DOG", ids["a/0002.jpg"], False)  # a wrong one is no caption
     index.teach("Rex", [index.root / "b/0001.jpg"])
-    with pytest.raises(SystemExit) as exit_:
-        main(["teach", "--captions", str(tmp_path / "marks.csv"), "--in", str(index.root)])
-    assert exit_.value.code == 0
+    assert exit_code("teach", "--captions", tmp_path / "marks.csv", "--in", index.root) == 0
     source = open_source(str(tmp_path / "marks.csv"))
     samples = [sample for split in source.splits() for sample in source.samples(split)]
     found = {(Path(str(sample.image)).relative_to(index.root).as_posix(), *sample.captions) for sample in samples}

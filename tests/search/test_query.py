@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from image_sets import image
 from photos import make_photos, save_model
+from small_run import exit_code
 
 import m1clip
-from m1clip.cli.main import main
 from m1clip.cli.search import _show
 from m1clip.errors import UserError
 from m1clip.search import query as module
@@ -129,8 +129,7 @@ def test_search_without_results_says_why(tmp_path: Path, capsys: pytest.CaptureF
     update_index(photos, save_model(tmp_path / "model"))
 
     def printed(*options: str) -> str:
-        with pytest.raises(SystemExit):
-            main(["search", "a", "--in", str(photos), *options])
+        assert exit_code("search", "a", "--in", photos, *options) == 0
         return capsys.readouterr().out.strip()
 
     assert printed("--since", "2999") == "no image passes the filters"
@@ -171,16 +170,13 @@ def test_onnx_folder_indexes_and_searches_without_torch(photos: Path, tmp_path: 
 def test_command_line(photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(photos / "a")  # a folder below the indexed one
     for words in (["red", "--not", "dog", "-k", "3"], ["--like", "0000.jpg", "-k", "3", "--json"]):
-        with pytest.raises(SystemExit) as exit_:
-            main(["search", *words])
-        assert exit_.value.code == 0
+        assert exit_code("search", *words) == 0
     text, _, found = capsys.readouterr().out.partition("{")
     assert len(text.splitlines()) == 3
     read = json.loads("{" + found)
     assert (read["nearest"][0]["path"], read["matches"], read["possible"]) == ("a/0000.jpg", 3, 3)
     for words in (["x", "--since", "May"], [], ["x", "--in", "/nowhere"]):
-        with pytest.raises(SystemExit):
-            main(["search", *words])
+        assert exit_code("search", *words) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         assert error.startswith("m1clip: ")

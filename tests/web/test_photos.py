@@ -336,8 +336,7 @@ def test_slow_uploads_do_not_stop_the_server(server: Server, monkeypatch: pytest
     assert ask(server, "/api/upload", b"x", X_M1clip_Token=token)[0] == 400
 
 
-def test_index_that_is_made_or_replaced_while_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+def test_index_that_is_made_or_replaced_while_serving(tmp_path: Path) -> None:
     photos, served = make_photos(tmp_path / "photos", 2), Photos(tmp_path / "photos")
 
     def images() -> Any:

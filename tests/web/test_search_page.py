@@ -21,9 +21,8 @@ HOSTILE = "<img src=x onerror=alert(1)>.jpg"
 
 
 @pytest.fixture
-def page(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def page(browser: Any, tmp_path: Path) -> Iterator[Any]:
     """The page of ten photos; any error, warning or request to another server fails the test."""
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     photos = make_photos(tmp_path / "photos", 8)
     image(50).save(photos / HOSTILE)
     image(0, (104, 80)).save(photos / "larger.png")  # looks like a/0000.jpg

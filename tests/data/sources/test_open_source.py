@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_run import exit_code
 from source_helpers import everything, image_bytes
 
-from m1clip.cli import main as cli
 from m1clip.data.sources import Options, open_source
 from m1clip.errors import UserError
 
@@ -113,9 +113,7 @@ def test_template_names_every_image_and_is_read_once_it_has_captions(
     folder = images(["a, b.jpg", "below/größe.jpg", "c.jpg"])
 
     def template(code: int) -> str:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["data", "template", str(folder)])
-        assert ended.value.code == code
+        assert exit_code("data", "template", folder) == code
         return "".join(capsys.readouterr())
 
     assert "3 images" in template(0)

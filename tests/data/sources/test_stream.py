@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from image_sets import make_set, plan
+from small_run import assert_same_batch
 from source_helpers import image_bytes, shard_samples, write_tar
 
 from m1clip.config import DataConfig
@@ -26,7 +27,7 @@ from m1clip.data.augment import Augmentation
 from m1clip.data.cache import FailureLog
 from m1clip.data.images import BadImage, Preprocess
 from m1clip.data.lint import lint
-from m1clip.data.loader import Batch, BatchPlan, TrainingSet, batches
+from m1clip.data.loader import BatchPlan, TrainingSet, batches
 from m1clip.data.pack import pack
 from m1clip.data.prepare import open_data, stream_split
 from m1clip.data.sources import Options, open_source, open_sources, remote, stream
@@ -67,12 +68,6 @@ def training(*paths: Path | str, part: tuple[int, int] = (0, 1), **augmentation:
     return TrainingSet(
         split.images, split.live_captions, order, Augmentation(0.6, 0.5, 0.2, **augmentation), captions_per_image=2
     )
-
-
-def assert_same(one: Batch, other: Batch) -> None:
-    assert one.tensors().keys() == other.tensors().keys() >= {"images", "tokens", "views"}
-    for name, tensor in one.tensors().items():
-        assert torch.equal(tensor, other.tensors()[name]), name
 
 
 # Samples
@@ -209,7 +204,7 @@ def test_batches_do_not_depend_on_ranks_workers_and_start(packed: Path) -> None:
     alone = list(batches(whole, 0, 20, 0, "fork", pin=False))
     helped = list(batches(whole, 5, 13, 2, "fork", pin=False))  # from the middle of the first epoch
     for one, other in zip(alone[5:13], helped, strict=True):
-        assert_same(one, other)
+        assert_same_batch(one, other)
     for step in (0, 9):
         parts = [training(packed, part=(rank, 3), patch_dropout=0.5, word_dropout=0.4)[step] for rank in range(3)]
         for name in ("sample_ids", "images", "views"):
@@ -331,7 +326,7 @@ def test_remote_shards_give_the_batches_of_local_ones(tmp_path: Path, indexed: b
         theirs = training(*remote_data(server))
         opened = len(server.log)
         for one, other in zip(ours, batches(theirs, 0, 4, 2, "fork", False), strict=True):
-            assert_same(one, other)
+            assert_same_batch(one, other)
         assert len(server.log) == opened + 4 * 8, "one request for an image with its captions"
         assert all(wanted for _, wanted in server.log[opened:]), "never a complete shard"
         server.log.clear()
