@@ -35,7 +35,7 @@ from m1clip.hardware.device import Device
 from m1clip.hardware.facts import read_facts
 from m1clip.hardware.timing import gemm_rate, timing
 from m1clip.io import write_json
-from m1clip.losses import OBJECTIVES, own_pairs
+from m1clip.losses import OBJECTIVES
 from m1clip.model.clip import build_clip
 from m1clip.model.presets import PRESETS, CLIPConfig, flops_per_pair, with_fields
 from m1clip.training.optim import Optimizer
@@ -91,7 +91,7 @@ def our_step(job: Job, words: list[str]) -> Step:
     optimizer = Optimizer(model, OptimConfig(optimizer="adamw", lr=1e-4), fused=True, capturable=graph)
     forward = job.compile(model) if "compiled" in words else model
     parameters = list(model.parameters())
-    positive = own_pairs(job.batch_size, torch.arange(job.batch_size, device=device.torch))
+    positive = torch.eye(job.batch_size, dtype=torch.bool, device=device.torch)
 
     def step(pixels: Tensor, tokens: Tensor) -> Tensor:
         with torch.autocast(device.kind, torch.bfloat16):

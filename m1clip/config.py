@@ -13,7 +13,7 @@ import math
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
@@ -281,25 +281,31 @@ class TransferConfig(Section):
             raise UserError("--init cannot be combined with --recipe frozen: remove one of them")
 
 
+SECTIONS: dict[str, type[Section]] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "optim": OptimConfig,
+    "train": TrainConfig,
+    "transfer": TransferConfig,
+}
+SHORT = {("model", "name"): "model", ("data", "source"): "data"}
+
+
+def option_of(kind: type, name: str) -> str:
+    """The command-line option of a setting."""
+    section = next((section for section, each in SECTIONS.items() if each is kind), "")
+    return "--" + SHORT.get((section, name), name).replace("_", "-")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """All settings of a run."""
 
-    model: Annotated[ModelConfig, Parameter(name="*", group=Group("Model", sort_key=1))] = field(
-        default_factory=ModelConfig
-    )
-    data: Annotated[DataConfig, Parameter(name="*", group=Group("Data", sort_key=2))] = field(
-        default_factory=DataConfig
-    )
-    optim: Annotated[OptimConfig, Parameter(name="*", group=Group("Optimizer", sort_key=3))] = field(
-        default_factory=OptimConfig
-    )
-    train: Annotated[TrainConfig, Parameter(name="*", group=Group("Training", sort_key=4))] = field(
-        default_factory=TrainConfig
-    )
-    transfer: Annotated[TransferConfig, Parameter(name="*", group=Group("Transfer", sort_key=5))] = field(
-        default_factory=TransferConfig
-    )
+    model: Annotated[ModelConfig, Parameter(name="*", group=Group("Model", sort_key=1))] = ModelConfig()
+    data: Annotated[DataConfig, Parameter(name="*", group=Group("Data", sort_key=2))] = DataConfig()
+    optim: Annotated[OptimConfig, Parameter(name="*", group=Group("Optimizer", sort_key=3))] = OptimConfig()
+    train: Annotated[TrainConfig, Parameter(name="*", group=Group("Training", sort_key=4))] = TrainConfig()
+    transfer: Annotated[TransferConfig, Parameter(name="*", group=Group("Transfer", sort_key=5))] = TransferConfig()
     seed: Annotated[int, Parameter(group=COMMON)] = 0
     "Random seed for initialization, data order, crops and captions."
 
@@ -316,14 +322,6 @@ class Config:
         return dataclasses.replace(self, **new)
 
 
-SECTIONS: dict[str, type[Section]] = {
-    "model": ModelConfig,
-    "data": DataConfig,
-    "optim": OptimConfig,
-    "train": TrainConfig,
-    "transfer": TransferConfig,
-}
-SHORT = {("model", "name"): "model", ("data", "source"): "data"}
 # Flat name -> section and name in it.
 NAMES = {
     SHORT.get((section, item.name), item.name): (section, item.name)
@@ -352,12 +350,6 @@ OTHER_TOOLS = {
     **dict.fromkeys(("wandb", "tensorboard"), "--report-to tensorboard"),
     **dict.fromkeys(("lr_scheduler", "scheduler", "lr_scheduler_type"), "--warmup (a cosine follows it)"),
 }
-
-
-def option_of(kind: type, name: str) -> str:
-    """The command-line option of a setting."""
-    section = next((section for section, each in SECTIONS.items() if each is kind), "")
-    return "--" + SHORT.get((section, name), name).replace("_", "-")
 
 
 def make_config(options: Mapping[str, Any], file: str | Path | None = None, preset: str | None = None) -> Config:

@@ -95,9 +95,7 @@ def loss_terms(
     teacher_weight = loss.teacher_weight if loss.teacher is not None else 0.0
 
     def positive(rows: slice, columns: slice) -> Tensor:
-        if loss.objective == "infonce":
-            return torch.arange(n, device=image_index.device)[rows, None] == image_index[columns]
-        return block_pairs(sample_ids, caption_ids, image_index, rows, columns)
+        return positives(loss.objective, sample_ids, caption_ids, image_index, rows, columns)
 
     def one_direction(logits: Tensor, positive: Tensor, teacher: Tensor | None) -> Tensor:
         """Of some rows; the mean over all rows and both directions."""
@@ -145,27 +143,27 @@ def _row_blocks(rows: slice, columns: int) -> Iterator[slice]:
 OBJECTIVES = {"infonce": infonce, "multi": infonce, "sigmoid": sigmoid}
 
 
-def positives(objective: str, sample_ids: Tensor, caption_ids: Tensor, image_index: Tensor) -> Tensor:
-    """(n, m) bool: which pairs are positive; for plain infonce only each image's own captions."""
+def positives(
+    objective: str,
+    sample_ids: Tensor,
+    caption_ids: Tensor,
+    image_index: Tensor,
+    images: slice = ALL,
+    texts: slice = ALL,
+) -> Tensor:
+    """(n, m) bool: which pairs are positive; for plain infonce only each image's own captions.
+
+    Else caption j describes image i if its image or one of that image's captions is the same.
+    """
     if objective == "infonce":
-        return own_pairs(len(sample_ids), image_index)
-    return same_pairs(sample_ids, caption_ids, image_index)
-
-
-def own_pairs(images: int, image_index: Tensor) -> Tensor:
-    """(n, m) bool: caption j belongs to image i."""
-    return torch.arange(images, device=image_index.device)[:, None] == image_index
-
-
-def same_pairs(sample_ids: Tensor, caption_ids: Tensor, image_index: Tensor) -> Tensor:
-    """(n, m) bool: caption j describes image i, because its image or one of that image's captions is the same."""
-    if image_index.device.type == "cpu" and not is_fake(image_index):
+        return torch.arange(len(sample_ids), device=image_index.device)[images, None] == image_index[texts]
+    if images == texts == ALL and image_index.device.type == "cpu" and not is_fake(image_index):
         return _same_pairs_by_repeats(sample_ids, caption_ids, image_index)
-    return block_pairs(sample_ids, caption_ids, image_index, ALL, ALL)
+    return _same_pairs(sample_ids, caption_ids, image_index, images, texts)
 
 
-def block_pairs(sample_ids: Tensor, caption_ids: Tensor, image_index: Tensor, images: slice, texts: slice) -> Tensor:
-    """The rows `images` and columns `texts` of `same_pairs`, without a synchronization."""
+def _same_pairs(sample_ids: Tensor, caption_ids: Tensor, image_index: Tensor, images: slice, texts: slice) -> Tensor:
+    """The rows `images` and columns `texts`, without a synchronization."""
     image_ids, text_images = sample_ids[images], image_index[texts]
     rows, columns = len(image_ids), len(text_images)
     same_image = image_ids[:, None] == sample_ids[text_images]
@@ -188,7 +186,7 @@ def numbered(values: Tensor) -> Tensor:
 
 
 def _same_pairs_by_repeats(sample_ids: Tensor, caption_ids: Tensor, image_index: Tensor) -> Tensor:
-    """`same_pairs` where reading values is free (CPU): only images and captions that occur twice are compared."""
+    """All pairs, where reading values is free (CPU): only images and captions that occur twice are compared."""
     positive = torch.zeros(len(sample_ids), len(caption_ids), dtype=torch.bool)
     positive[image_index, torch.arange(len(caption_ids))] = True
     repeats = _repeated(sample_ids)

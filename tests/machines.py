@@ -37,3 +37,8 @@ XEON = linux("Intel(R) Xeon(R) Platinum 8481C", 16)
 PASCAL = linux("Intel(R) Core(TM) i7-7700", 4, "GeForce GTX 1080", (6, 1))
 TURING = linux("AMD Ryzen 5 3600", 6, "Tesla T4", (7, 5))
 H200 = linux("Intel(R) Xeon(R) Platinum 8558", 48, "NVIDIA H200", (9, 0))
+
+
+def product_is_wrong(reduction: int, sides: tuple[int, int]) -> bool:
+    """Whether MPS computes a matrix product wrong, on M1 and M2: a narrow output takes another kernel."""
+    return reduction >= 32_767 and min(sides) >= 16

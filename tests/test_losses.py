@@ -20,9 +20,7 @@ from m1clip.losses import (
     fused_infonce,
     infonce,
     loss_terms,
-    own_pairs,
     positives,
-    same_pairs,
     sigmoid,
     text_contrast,
     true_places,
@@ -72,7 +70,9 @@ def unit_vectors(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]
 
 
 NO_DUPLICATES = torch.eye(6, dtype=torch.bool)
-DUPLICATES = same_pairs(torch.tensor([0, 1, 2, 0, 4, 5]), torch.tensor([10, 11, 12, 13, 11, 15]), torch.arange(6))
+DUPLICATES = positives(
+    "multi", torch.tensor([0, 1, 2, 0, 4, 5]), torch.tensor([10, 11, 12, 13, 11, 15]), torch.arange(6)
+)
 
 
 def test_positives_with_several_captions_per_image() -> None:
@@ -81,7 +81,6 @@ def test_positives_with_several_captions_per_image() -> None:
     own = [[1, 1, 0, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
     # Rows 0 and 2 are one image; caption 2 belongs to images 7 and 8, so it is a negative of neither.
     same = [[1, 1, 0, 1, 1], [0, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
-    assert own_pairs(3, image_index).int().tolist() == own
     assert positives("infonce", sample_ids, caption_ids, image_index).int().tolist() == own
     for name in ("multi", "sigmoid"):
         assert positives(name, sample_ids, caption_ids, image_index).int().tolist() == same
@@ -96,7 +95,7 @@ def test_same_pairs_matches_pairwise_comparison() -> None:
         same_caption = (caption_ids[:, None] == caption_ids).float()
         shared = torch.zeros(n, m).index_add_(0, image_index, same_caption) > 0
         expected = (sample_ids[:, None] == sample_ids[image_index]) | shared
-        assert torch.equal(same_pairs(sample_ids, caption_ids, image_index), expected)
+        assert torch.equal(positives("multi", sample_ids, caption_ids, image_index), expected)
 
 
 def test_losses_known_values() -> None:

@@ -246,7 +246,7 @@ class Session:
             "m1clip": __version__,
             "command": ["m1clip", *sys.argv[1:]],
             "date": self.date,
-            "facts": self.facts.to_dict(),
+            "facts": asdict(self.facts),
             "gemm_flops": {kind: rates for kind, (_, rates) in self.devices.items()},
             "results": [asdict(r) for r in results],
             "skipped": self.skipped,

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import psutil
 
+from m1clip.errors import first_line
 from m1clip.hardware.device import Device, available, rules
 from m1clip.hardware.energy import open_meter
 from m1clip.hardware.facts import Facts, read_facts, usable_cpus
@@ -89,7 +90,7 @@ def try_kernel(device: Device) -> str:
     try:
         is_right = torch.allclose(gradient(device.torch), gradient(torch.device("cpu")), rtol=1e-3, atol=1e-3)
     except RuntimeError as error:
-        return str(error).strip().splitlines()[0]
+        return first_line(error)
     return "" if is_right else "its gradient differs from the CPU's"
 
 

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from m1clip.errors import first_line
+
 LONG, POISON = 40_000, 1e4  # a reduction beyond the limit; the value in the memory behind the operands
 TIMEOUT = 120  # seconds
 
@@ -98,7 +100,7 @@ def find_errors(kind: str) -> dict[str, str]:
         try:
             found[name] = "wrong" if error.has(torch.device(kind)) else ""
         except RuntimeError as failure:
-            found[name] = str(failure).strip().splitlines()[0]
+            found[name] = first_line(failure)
     return found
 
 

@@ -193,5 +193,5 @@ def _result(configuration: dict[str, Any], seconds: dict[str, Any], **rest: Any)
 
 
 def _path(facts: Facts, folder: Path | None) -> Path:
-    values = json.dumps({**facts.to_dict(), "python": ""}, sort_keys=True)
+    values = json.dumps({**asdict(facts), "python": ""}, sort_keys=True)
     return (folder or user_cache()) / "compare" / f"{hashlib.sha256(values.encode()).hexdigest()[:16]}.json"

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from m1clip.cli.app import Count, app
 from m1clip.errors import UserError
 from m1clip.export import Precision, Target
-
-if TYPE_CHECKING:
-    pass
 
 
 @app.command(name="eval")

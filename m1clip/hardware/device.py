@@ -70,32 +70,15 @@ def choose_device(asked: str, facts: Facts) -> Kind:
     raise UserError(f"--device {asked}: not available on this machine (found: {', '.join(kinds)}); {fix} --device auto")
 
 
-WRONG_REDUCTION, WRONG_SIDE = 32_767, 16
-BATCHED = ("bmm", "baddbmm", "addbmm", "einsum")
+# From this length on, MPS on M1 and M2 sums memory behind the operands into a matrix product, silently (pytorch#193487,
+# #195163). torch 2.14 has mended 2-D products of more than 32,768, and no batched ones.
+WRONG_REDUCTION = 32_767
 
 
 def apple_chip(facts: Facts) -> int:
     """1 for M1, 2 for M2 ...; a name without a number counts as 1, for which every rule applies."""
     found = re.search(r"\bM(\d+)\b", facts.cpu)
     return int(found.group(1)) if found else 1
-
-
-def torch_version(text: str) -> tuple[int, int]:
-    """(2, 13) of "2.13.0+cpu"; a nightly build counts as the release before it, since it may lack a fix."""
-    major, minor = (int(part) for part in text.split(".")[:2])
-    return major, minor - ("dev" in text or "a0" in text)
-
-
-def product_is_wrong(operation: str, reduction: int, sides: tuple[int, int], facts: Facts) -> bool:
-    """Whether MPS sums memory behind the operands into a matrix product: silently, depending on what is there.
-
-    M1 and M2, from a reduction of 32,767 on if both sides of the output are at least 16. torch 2.14 has mended 2-D
-    products of more than 32,768, and no batched ones (pytorch#193487, #195163; #183535 and #195012 are the fixes).
-    """
-    if apple_chip(facts) > 2 or reduction < WRONG_REDUCTION or min(sides) < WRONG_SIDE:
-        return False
-    mended = torch_version(facts.torch) >= (2, 14) and operation not in BATCHED
-    return not mended or reduction <= WRONG_REDUCTION + 1
 
 
 def causal_sdpa_is_wrong(kind: str, dtype: torch.dtype) -> bool:

@@ -8,9 +8,8 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -32,10 +31,6 @@ class Facts:
     macos: str = ""  # version, "" on other systems
     mlx: str = ""  # version, "" if not installed
     python: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for environment.json."""
-        return asdict(self)
 
 
 def read_facts() -> Facts:

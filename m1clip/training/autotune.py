@@ -19,7 +19,7 @@ from m1clip.config import Config
 from m1clip.data.cache import user_cache
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
-from m1clip.errors import UserError
+from m1clip.errors import UserError, first_line
 from m1clip.formatting import amount, plural
 from m1clip.hardware.device import (
     Device,
@@ -60,9 +60,8 @@ class Candidate:
 
     device: Kind
     precision: Precision
-    step_seconds: float = (
-        0.0  # CPU time over all threads if every candidate is the CPU: other programs do not affect it
-    )
+    # CPU time over all threads if every candidate is the CPU: other programs do not affect it.
+    step_seconds: float = 0.0
     gradient_difference: float | None = None
     rejected: str = ""
 
@@ -168,7 +167,7 @@ def measure(
         except torch.OutOfMemoryError:
             found.append(Candidate(kind, precision, rejected="does not fit in its memory"))
         except RuntimeError as error:
-            found.append(Candidate(kind, precision, rejected=str(error).strip().splitlines()[0][:120]))
+            found.append(Candidate(kind, precision, rejected=first_line(error)))
         finally:
             step = None  # type: ignore[assignment]  # free its memory before the next candidate
             return_freed_memory()
@@ -215,7 +214,7 @@ def _key(
 ) -> str:
     """Cache key of machine, model and versions; a change in any of them causes a new measurement."""
     values = (
-        facts.to_dict(),
+        dataclasses.asdict(facts),
         start.config.to_dict(),
         start.trainable,
         (batch, text_tokens, config.data.captions_per_step, config.train.micro_batch),

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from m1clip.data.loader import Batch
+from m1clip.errors import first_line
 from m1clip.text.base import BUCKET, rounded
 from m1clip.training.oom import MemoryPressure
 
@@ -124,7 +125,7 @@ class CapturedStep:
                 result = loss, train_step.update_weights(loss)
         except (RuntimeError, MemoryPressure) as error:
             # Out of memory, or a kernel that cannot be captured: the step without a graph handles both.
-            self.disabled = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self.disabled = first_line(error)
             train_step.clear()
             return False
         finally:

@@ -253,10 +253,7 @@ class MLXStep(TrainStep):
     def __call__(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         """Train on one batch."""
         self._optimizer.set_lr(self.schedule(step) * self.lr_factor)
-        if self.oom is None:
-            loss = self.compute_gradients(batch, step)
-        else:
-            loss = self.oom.run(lambda: self.compute_gradients(batch, step), self.clear, len(batch), step)
+        loss = self._gradients_that_fit(batch, step)
         return loss, self.update_weights(loss)
 
     def compute_gradients(self, batch: Batch, step: int) -> Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from m1clip.errors import UserError
+from m1clip.errors import UserError, first_line
 from m1clip.formatting import amount
 from m1clip.hardware.memory import NEAR, memory_limit, own_bytes
 
@@ -82,7 +82,7 @@ class OOMHandler:
             except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
                 if not is_out_of_memory(error):
                     raise
-                reason, failed = _first_line(error), True
+                reason, failed = first_line(error), True
             clear()  # outside the except block: the error's frames keep the tensors alive
             if not failed and step - self._retried_step >= RETRY_STEPS:
                 self._retried_step = step
@@ -128,7 +128,7 @@ def oom_as_user_error() -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise UserError(
-            f"out of memory ({_first_line(error)}): close other programs and continue with --resume, or start over "
+            f"out of memory ({first_line(error)}): close other programs and continue with --resume, or start over "
             f"with a smaller --model or --batch-size"
         ) from None
 
@@ -137,7 +137,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that an allocation failed, on any device."""
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return known or any(message in str(error).lower() for message in OOM_MESSAGES)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

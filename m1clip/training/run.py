@@ -455,7 +455,7 @@ def _write_run_files(setup: Setup, folder: Path) -> None:
         "m1clip": __version__,
         "command": sys.argv,
         "data": _fingerprint(setup),
-        "facts": setup.facts.to_dict(),
+        "facts": dataclasses.asdict(setup.facts),
     }
     write_json(folder / "environment.json", environment)
     write_text(folder / "config.toml", to_toml(setup.config))  # last: a folder with a config is a complete run

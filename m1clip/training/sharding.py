@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
-from m1clip.errors import UserError
+from m1clip.errors import UserError, first_line
 from m1clip.hardware.device import Precision
 from m1clip.model.clip import CLIP
 from m1clip.model.layers import Block
@@ -113,10 +113,9 @@ class Shards:
             yield
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
                 raise UserError(
-                    f"rank {self.ranks.rank}: out of memory ({reason}); with --shard a step cannot be repeated: use "
-                    f"--micro-batch, --grad-checkpointing or more ranks"
+                    f"rank {self.ranks.rank}: out of memory ({first_line(error)}); with --shard a step cannot be "
+                    f"repeated: use --micro-batch, --grad-checkpointing or more ranks"
                 ) from None
             if isinstance(error, dist.DistError) or "gloo" in str(error):
                 raise self.ranks.lost(error) from None

@@ -172,10 +172,7 @@ class TrainStep:
                 return replayed
         self.phases.mark("copy")
         batch = batch.to(self.device.torch, self.device.rules.non_blocking)
-        if self.oom is None:
-            loss = self.compute_gradients(batch, step)
-        else:
-            loss = self.oom.run(lambda: self.compute_gradients(batch, step), self.clear, len(batch), step)
+        loss = self._gradients_that_fit(batch, step)
         self.phases.mark("optimizer")
         grad_norm = self.update_weights(loss)
         if self.keeps_memory:
@@ -183,6 +180,11 @@ class TrainStep:
             keep_freed_memory()  # all block sizes have been allocated once
         self.phases.stop()
         return loss, grad_norm
+
+    def _gradients_that_fit(self, batch: Batch, step: int) -> Tensor:
+        if self.oom is None:
+            return self.compute_gradients(batch, step)
+        return self.oom.run(lambda: self.compute_gradients(batch, step), self.clear, len(batch), step)
 
     def compute_gradients(self, batch: Batch, step: int) -> Tensor:
         """Forward and backward of a batch on the device; returns the detached loss.
@@ -471,11 +473,9 @@ class TrainStep:
         rows = len(batch)
         bad = torch.zeros(rows, dtype=torch.bool, device=self.device.torch)
         with self.autocast():
-            for start in range(0, rows, INSPECTED_ROWS):
-                part = slice(start, start + INSPECTED_ROWS)
+            for part in split(slice(0, rows), INSPECTED_ROWS):
                 bad[part] = ~self._encode_images(batch, part).isfinite().all(dim=1)
-            for start in range(0, len(batch.caption_ids), INSPECTED_ROWS):
-                part = slice(start, start + INSPECTED_ROWS)
+            for part in split(slice(0, len(batch.caption_ids)), INSPECTED_ROWS):
                 text = self._encode_texts(batch, part)
                 bad[batch.image_index[part][~text.isfinite().all(dim=1)]] = True
         found: list[int] = bad.nonzero().flatten().tolist()

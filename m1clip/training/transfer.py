@@ -142,18 +142,8 @@ def open_feature_cache(
         key = () if tower is None else (weights_hash(tower.state_dict()), settings)
         sides.append(FrozenTower(tower, 0 if tower is None else tower.width, key))
     folders = data_folders(source)
-    return FeatureCache(
-        image=sides[0],
-        text=sides[1],
-        tokenizer=tokenizer,
-        context_length=start.config.context_length,
-        preprocess=preprocess,
-        folder=cache_folder(config.data.cache_dir, folders),
-        roots=folders,
-        device=device.torch,
-        precision=precision,
-        plan=plan,
-    )
+    where = (cache_folder(config.data.cache_dir, folders), folders, device.torch, precision, plan)
+    return FeatureCache(sides[0], sides[1], tokenizer, start.config.context_length, preprocess, *where)
 
 
 def load_features(
@@ -206,18 +196,9 @@ def load_teacher(
     # The config is part of the key: another activation or number of heads changes the vectors.
     key = (weights_hash(clip.state_dict()), json.dumps(clip.config.to_dict(), sort_keys=True), "unit vectors")
     folders = data_folders(source)
-    cache = FeatureCache(
-        image=FrozenTower(clip.encode_image, clip.config.embed_dim, key),
-        text=FrozenTower(clip.encode_text, clip.config.embed_dim, key),
-        tokenizer=teacher.tokenizer,
-        context_length=clip.config.context_length,
-        preprocess=teacher.preprocess,
-        folder=cache_folder(config.data.cache_dir, folders),
-        roots=folders,
-        device=device.torch,
-        precision=precision,
-        plan=plan,
-    )
+    image, text = (FrozenTower(encode, clip.config.embed_dim, key) for encode in (clip.encode_image, clip.encode_text))
+    where = (cache_folder(config.data.cache_dir, folders), folders, device.torch, precision, plan)
+    cache = FeatureCache(image, text, teacher.tokenizer, clip.config.context_length, teacher.preprocess, *where)
     _, images, kept, _ = cache.images(train.samples, "train", 0.0)
     if len(kept) != len(train.samples):
         raise UserError(f"{transfer.teacher}: cannot read {len(train.samples) - len(kept)} of the training images")

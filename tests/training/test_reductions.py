@@ -9,13 +9,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from machines import M1
+from machines import M1, product_is_wrong
 from small_run import small_config
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from m1clip.data.images import Preprocess
-from m1clip.hardware.device import Device, product_is_wrong
+from m1clip.hardware.device import Device
 from m1clip.model import pretrained
 from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig, clip_config
 from m1clip.training.memory import random_batch
@@ -37,7 +37,7 @@ class WrongProducts(TorchDispatchMode):
             a, b = args[-2:] if name in ("mm", "bmm") else args[1:3]
             reduction, sides = a.shape[-1], (a.shape[-2], b.shape[-1])
             self.longest = max(self.longest, reduction)
-            if product_is_wrong(name, reduction, sides, M1):
+            if product_is_wrong(reduction, sides):
                 self.wrong.add((name, reduction))
         return func(*args, **(kwargs or {}))
 
