@@ -29,8 +29,6 @@ DURATIONS = ("minutes", "epochs", "steps")  # a run has one of them
 
 
 class Range(NamedTuple):
-    """The allowed values of a number."""
-
     low: float
     high: float = math.inf
     above: bool = False  # `low` itself is excluded
@@ -176,7 +174,6 @@ class OptimConfig(Section):
     "Layer-wise learning rate decay: each block's learning rate as a fraction of that of the block above it."
 
     def check(self) -> None:
-        """Validate the warm-up: a fraction or a number of steps."""
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             raise UserError(f"--warmup must be a fraction below 1 or an integer number of steps, not {self.warmup}")
 
@@ -221,7 +218,6 @@ class TrainConfig(Section):
     "Maximum number of checkpoints to keep; the best model is kept in addition, in best/."
 
     def check(self) -> None:
-        """Reject settings that exclude each other."""
         given = [f"--{name}" for name in DURATIONS if getattr(self, name) is not None]
         rules = {
             f"give one of --minutes, --epochs and --steps, not {' and '.join(given)}": len(given) <= 1,
@@ -292,7 +288,6 @@ SHORT = {("model", "name"): "model", ("data", "source"): "data"}
 
 
 def option_of(kind: type, name: str) -> str:
-    """The command-line option of a setting."""
     section = next((section for section, each in SECTIONS.items() if each is kind), "")
     return "--" + SHORT.get((section, name), name).replace("_", "-")
 
@@ -313,7 +308,6 @@ class Config:
         Range(0, 2**31, below=True).check("--seed", self.seed)
 
     def changed(self, **settings: Any) -> Config:
-        """The config with other values, by their flat names."""
         sections: dict[str, dict[str, Any]] = {}
         for name, value in settings.items():
             section, key = NAMES[name]
@@ -426,7 +420,6 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def preset_names() -> list[str]:
-    """Names of the presets for complete runs."""
     folder = resources.files("m1clip") / "presets"
     return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
 

@@ -85,7 +85,6 @@ class RunLog:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -194,7 +193,6 @@ def write_preparing(run: Path, text: str) -> None:
 
 
 def read_preparing(run: Path) -> str | None:
-    """The progress of a run that prepares its data, or None."""
     try:
         text = read_small(run / PREPARING, 4096, run).decode()
     except (OSError, ValueError):

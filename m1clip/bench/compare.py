@@ -133,16 +133,13 @@ class Session:
 
     @property
     def left(self) -> float:
-        """Seconds left in the budget."""
         return self.seconds - (time.monotonic() - self.begin)
 
     @property
     def results(self) -> list[Result]:
-        """The measured configurations."""
         return [self.result(c, measurements) for c, measurements in self.measured.items()]
 
     def run(self) -> None:
-        """Measure the devices, then the configurations."""
         for kind in available(self.facts):
             # MLX's build for Linux has no GPU: it is measured only on request.
             if kind in self.options.devices or (not self.options.devices and (kind != "mlx" or self.facts.mps)):
@@ -209,7 +206,6 @@ class Session:
         self.write()
 
     def result(self, c: Configuration, measurements: list[Measurement]) -> Result:
-        """The summary of all measurements of a configuration."""
         parameters, flops = size_of(c)
         seconds = [value for found in measurements for value in found.seconds]
         joules = [found.joules for found in measurements if found.joules is not None]
@@ -228,18 +224,15 @@ class Session:
         )
 
     def worker(self, name: str) -> Worker:
-        """The worker process with this name."""
         if name not in self.workers or not self.workers[name].alive:
             self.workers[name] = Worker(self.log)
         return self.workers[name]
 
     def close(self, keep: Collection[str] = ()) -> None:
-        """End all worker processes but those to keep."""
         for name in [name for name in self.workers if name not in keep]:
             self.workers.pop(name).close()
 
     def write(self, complete: bool = False) -> None:
-        """Write all results so far, with their verdict."""
         results = self.results
         document = {
             "format": FORMAT,

@@ -95,7 +95,6 @@ def try_kernel(device: Device) -> str:
 
 
 def cpu_quota(path: Path) -> float | None:
-    """CPU quota of a container (cgroup 2); None without a limit."""
     try:
         quota, period = path.read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -123,8 +122,6 @@ Level = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check."""
-
     level: Level
     name: str
     text: str
@@ -132,13 +129,11 @@ class Finding:
 
 
 def check(m: Machine) -> list[Finding]:
-    """All findings for a machine, in a fixed order."""
     parts = (check_software, check_resources, check_power, check_threads, check_devices)
     return [finding for part in parts for finding in part(m)]
 
 
 def check_software(m: Machine) -> Iterator[Finding]:
-    """Python and torch."""
     facts = m.facts
     yield Finding("ok", "python", f"{facts.python}, {facts.system} {facts.machine}")
     if facts.mlx:
@@ -161,7 +156,6 @@ def check_software(m: Machine) -> Iterator[Finding]:
 
 
 def check_resources(m: Machine) -> Iterator[Finding]:
-    """Memory, disk and shared memory."""
     free, total = m.memory_available / GIB, m.facts.memory_bytes / GIB
     level: Level = "problem" if free < 1 else "warning" if free < 0.25 * total else "ok"
     remedy = "close other programs, or train with --memory to set a limit; even the tiny model needs about 1 GB"
@@ -176,7 +170,6 @@ def check_resources(m: Machine) -> Iterator[Finding]:
 
 
 def check_power(m: Machine) -> Iterator[Finding]:
-    """Power supply, other programs and energy meters."""
     if m.low_power:
         yield Finding("warning", "power", "Low Power Mode is on, which slows the machine down", "turn it off")
     elif m.on_battery:
@@ -192,7 +185,6 @@ def check_power(m: Machine) -> Iterator[Finding]:
 
 
 def check_threads(m: Machine) -> Iterator[Finding]:
-    """Threads per core, and environment variables or containers that interfere."""
     cores = m.facts.performance_cores
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         value = m.variables.get(name, "")
@@ -240,7 +232,6 @@ def check_known_errors(kind: str, found: dict[str, str]) -> Iterator[Finding]:
 
 
 def doctor_text(findings: list[Finding]) -> str:
-    """One line per check, followed by the remedy if something is wrong."""
     lines = []
     for finding in findings:
         lines.append(f"{finding.level:8} {finding.name}: {finding.text}")

@@ -141,7 +141,6 @@ def _gemm_rate(device: Device, precision: Precision) -> float:
 
 
 def plan_text(plan: dict[str, Any]) -> str:
-    """A plan as text."""
     fits = "fits" if plan["memory_bytes"] <= plan["memory_limit"] else "does NOT fit"
     by_ranks, batch, lines, most = plan["ranks"], plan["batch_size"], "", "largest batch"
     if by_ranks:

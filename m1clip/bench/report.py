@@ -17,7 +17,6 @@ BUSY = 0.10  # report a larger fraction of CPU time used by other programs
 
 
 def by_model_and_batch(results: Sequence[Result]) -> dict[tuple[str, int], list[Result]]:
-    """Results by model and batch size, the fastest first."""
     found: dict[tuple[str, int], list[Result]] = {}
     for r in sorted(results, key=lambda r: r.seconds.median):
         found.setdefault((r.configuration.model, r.configuration.batch_size), []).append(r)
@@ -25,7 +24,6 @@ def by_model_and_batch(results: Sequence[Result]) -> dict[tuple[str, int], list[
 
 
 def verdict(results: Sequence[Result]) -> list[str]:
-    """The conclusions of a comparison."""
     lines = [
         f"{r.configuration.label}: gradients differ from the CPU's in fp32 by {r.gradient_difference:.1%}, so it is "
         "excluded from the verdict."
@@ -142,7 +140,6 @@ def shared(facts: Facts, results: Sequence[Result]) -> dict[str, Any]:
 
 
 def text(results: Sequence[Result], skipped: Mapping[str, str]) -> str:
-    """The results, the verdict, warnings and skipped configurations."""
     lines = [table(HEAD, rows(results)), "", *(f"- {line}" for line in verdict(results))]
     lines += [
         f"warning: {r.configuration.label}: other programs used {r.other_load:.0%} of the CPU"

@@ -65,19 +65,15 @@ class Configuration:
         return self == default_configuration(self.model, self.batch_size, self.device, self.precision, self.optimizer)
 
     def train_config(self) -> Config:
-        """The equivalent settings of a run."""
         return Config().changed(**{**asdict(self), "batch_size": max(2, self.batch_size), "steps": 10_000})
 
 
 def default_configuration(model: str, batch_size: int, device: Kind, precision: Any, optimizer: str) -> Configuration:
-    """The default configuration of `train`."""
     return Configuration(model, batch_size, device, precision, device == "cuda", optimizer=optimizer)
 
 
 @dataclass(frozen=True)
 class Result:
-    """The measured step of a configuration."""
-
     configuration: Configuration
     parameters: int
     flops: float
@@ -115,7 +111,6 @@ def model_shape(model: str) -> tuple[CLIPConfig, int]:
 
 @functools.cache
 def size_of(c: Configuration) -> tuple[int, float]:
-    """Number of parameters, and FLOPs of a step."""
     shape, tokens = model_shape(c.model)
     return count_parameters(shape), c.batch_size * flops_per_pair(shape, tokens)
 
@@ -129,7 +124,6 @@ class CostModel:
     per_flop: float
 
     def seconds(self, parameters: float, flops: float) -> float:
-        """The predicted seconds of a step."""
         return self.fixed + self.per_parameter * parameters + self.per_flop * flops
 
 

@@ -39,8 +39,6 @@ class MeasurementError(Exception):
 
 
 class Worker:
-    """Handle of a worker process."""
-
     def __init__(self, log: Path) -> None:
         """`log` receives what the process and its libraries print."""
         context = multiprocessing.get_context("spawn")
@@ -66,11 +64,9 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether the process is running."""
         return self._process.is_alive()
 
     def close(self) -> None:
-        """End the process."""
         self._pipe.close()
         self._process.join(2)
         if self._process.is_alive():
@@ -108,8 +104,6 @@ def probe(kind: Kind, precisions: list[Precision]) -> tuple[int, dict[str, float
 
 @dataclass(frozen=True)
 class Measurement:
-    """Timed steps of a configuration."""
-
     seconds: list[float]
     joules: float | None  # of all of them
     other_load: float | None  # fraction of the CPU used by other programs

@@ -90,7 +90,6 @@ def causal_sdpa_is_wrong(kind: str, dtype: torch.dtype) -> bool:
 
 
 def rules(kind: Kind, facts: Facts) -> Rules:
-    """The rules for one device of one machine."""
     if kind == "cuda":
         modern = facts.cuda_capability >= (8, 0)  # bf16 tensor cores came with Ampere
         return Rules(
@@ -144,8 +143,6 @@ def peak_of_status(text: str) -> int:
 
 
 class Device:
-    """One device of this machine, with its rules."""
-
     def __init__(self, kind: Kind, facts: Facts) -> None:
         self.kind: Kind = kind
         self.rules = rules(kind, facts)
@@ -160,7 +157,6 @@ class Device:
         return bool(self._backend.default_device() == self._backend.gpu) if self.kind == "mlx" else self.kind != "cpu"
 
     def synchronize(self) -> None:
-        """Wait until the device has finished all work."""
         if self._backend is not None:
             self._backend.synchronize()
 
@@ -209,7 +205,6 @@ class Device:
         return True
 
     def release(self) -> None:
-        """Return cached free memory to the system."""
         if self._backend is None:
             return_freed_memory()
         else:
@@ -261,7 +256,6 @@ def compile_obstacle(kind: str, torch_folder: str, compiler: str | None, triton:
 
 
 def check_compile(kind: str) -> None:
-    """Raise UserError where --compile would fail."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     triton = importlib.util.find_spec("triton") is not None
     obstacle = compile_obstacle(kind, os.path.dirname(torch.__file__), compiler, triton)

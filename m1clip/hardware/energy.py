@@ -24,7 +24,6 @@ class EnergyMeter:
         self._begin = read()
 
     def joules(self) -> float:
-        """Joules since the meter was opened."""
         return self._read() - self._begin
 
 
@@ -58,7 +57,6 @@ class _Counter:
         self._last = self._turns = 0
 
     def joules(self) -> float:
-        """Joules since some fixed moment."""
         now = int(self._file.read_text())
         self._turns += now < self._last
         self._last = now

@@ -84,7 +84,6 @@ def environment(system: str, current: Mapping[str, str]) -> dict[str, str]:
 
 
 def package_version(package: str) -> str:
-    """The installed version, or an empty string."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

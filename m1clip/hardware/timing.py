@@ -34,7 +34,6 @@ class Timing:
 
 
 def timing(seconds: list[float]) -> Timing:
-    """Summary of measured calls."""
     if len(seconds) == 1:
         return Timing(seconds[0], seconds[0], seconds[0], 1)
     low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
@@ -89,7 +88,6 @@ class Phases:
             self._marks.append((name, self._now()))
 
     def stop(self) -> None:
-        """End the current phase."""
         self.mark("")
 
     def take(self) -> dict[str, float]:

@@ -18,8 +18,6 @@ NEARLY_FULL = 0.85  # of the memory
 
 
 class Diagnostic(NamedTuple):
-    """A message and its severity."""
-
     level: Literal["error", "warning", "good"]
     message: str
 
@@ -32,7 +30,6 @@ def diagnose(history: History, now: float, state: str) -> list[Diagnostic]:
 
 
 def not_a_number(history: History) -> Diagnostic | None:
-    """NaN or infinity in the newest loss."""
     if not history.recent or numbers([history.newest], "loss"):
         return None
     step = f"{history.newest['step']:,}"
@@ -40,7 +37,6 @@ def not_a_number(history: History) -> Diagnostic | None:
 
 
 def data_bound(history: History) -> Diagnostic | None:
-    """The device waits for batches."""
     fractions = numbers(history.recent, "data_fraction")
     if len(fractions) < 2 or (fraction := statistics.mean(fractions)) < DATA_FRACTION:
         return None
@@ -50,7 +46,6 @@ def data_bound(history: History) -> Diagnostic | None:
 
 
 def throttling(history: History) -> Diagnostic | None:
-    """Steps take longer than at the start of this session."""
     first, last = numbers(history.first[1:], "step_seconds"), numbers(history.recent, "step_seconds")[-10:]
     if len(first) < 3 or len(last) < 3 or history.newest["step"] <= history.first[-1]["step"]:
         return None
@@ -63,7 +58,6 @@ def throttling(history: History) -> Diagnostic | None:
 
 
 def straggler(history: History) -> Diagnostic | None:
-    """One rank takes longer than the others, which wait for it."""
     rows = [row["rank_seconds"] for row in list(history.recent)[-10:] if row.get("rank_seconds")]
     if len(rows) < 3 or len(rows[-1]) < 2 or len({len(row) for row in rows}) > 1:
         return None
@@ -92,7 +86,6 @@ def learning(history: History) -> Diagnostic | None:
 
 
 def loss_rises(history: History) -> Diagnostic | None:
-    """The recent loss is clearly above its minimum."""
     losses = numbers(history.steps, "loss")
     if len(losses) < 20:
         return None
@@ -105,7 +98,6 @@ def loss_rises(history: History) -> Diagnostic | None:
 
 
 def no_longer_better(history: History) -> Diagnostic | None:
-    """The selection metric has not improved for three evaluations."""
     best = history.best()
     if not best or (stale := sum(row["step"] > best["step"] for row in history.evaluations)) < 3:
         return None
@@ -124,7 +116,6 @@ def memory(history: History) -> Diagnostic | None:
 
 
 def unreadable(history: History) -> Diagnostic | None:
-    """A log that cannot be opened or has invalid lines, or images that could not be read."""
     name = history.path.name
     if history.problem:
         return Diagnostic("error", f"{name} cannot be read: {history.problem}")
@@ -137,7 +128,6 @@ def unreadable(history: History) -> Diagnostic | None:
 
 
 def stalled(history: History, now: float, state: str) -> Diagnostic | None:
-    """A running process that has not logged anything for much longer than usual."""
     if state != "running" or len(history.recent) < 2:
         return None
     every = max(1, history.recent[-1]["step"] - history.recent[-2]["step"])
@@ -149,7 +139,6 @@ def stalled(history: History, now: float, state: str) -> Diagnostic | None:
 
 
 def interrupted(history: History, state: str) -> Diagnostic | None:
-    """A run that can be resumed, and how."""
     if state not in ("died", "stopped"):
         return None
     message = f"{state} at step {history.step:,}; continue with: m1clip train --resume {history.run}"
@@ -162,7 +151,6 @@ CHECKS: tuple[Callable[[History], Diagnostic | None], ...] = (
 
 
 def describe(record: Record) -> str:
-    """An event as text."""
     step, steps = record.get("step"), record.get("steps")
     at = f" at step {step:,}" if step else ""
     metric = selection_metric(record)

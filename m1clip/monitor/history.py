@@ -123,7 +123,6 @@ class History:
         return self
 
     def _read_log(self) -> None:
-        """Add all new records."""
         with open_regular(self.path, self.run) as file:
             self.problem = ""
             file.seek(self._offset)
@@ -140,7 +139,6 @@ class History:
                         self.add(record)
 
     def add(self, record: Record) -> None:
-        """The next record of the log."""
         kind, step = record["kind"], record.get("step") or 0
         self.records += 1
         # The time of the newest line, not the maximum: a clock change must not make a run look alive or dead.
@@ -170,7 +168,6 @@ class History:
             self.events.append(record)
 
     def _cut(self, step: int) -> None:
-        """Discard everything after this step, from which training continues."""
         curves = (self.steps, self.evaluations)
         if any(curve.last and curve.last["step"] > step for curve in curves):
             self.generation += 1
@@ -180,22 +177,18 @@ class History:
 
     @property
     def step(self) -> int:
-        """Steps done so far."""
         return max(self._reached, self.end.get("step") or 0)
 
     @property
     def name(self) -> str:
-        """The name of the run folder."""
         return self.run.name or str(self.run)
 
     @property
     def newest(self) -> Record:
-        """The record of the newest step, or an empty one."""
         return self.recent[-1] if self.recent else {}
 
     @property
     def metric(self) -> str:
-        """The metric that selects the best model."""
         return selection_metric(self.evaluations.last or {})
 
     def setting(self, section: str, key: str, kind: type[Setting]) -> Setting | None:
@@ -219,7 +212,6 @@ class History:
         return [(step, factor * value) for step, value in found if value is not None]
 
     def best(self) -> Row:
-        """The evaluation with the best value of `metric`, or an empty row."""
         rows = [row for row in self.evaluations if numbers([row], self.metric)]
         return max(rows, key=lambda row: row[self.metric], default={})
 
@@ -274,13 +266,11 @@ SNAPSHOT: dict[str, Any] = {
 
 
 def snapshot_steps(run: Path) -> dict[int, Path]:
-    """The step of each snapshot file, in order."""
     matches = [(SNAPSHOT_NAME.fullmatch(path.name), path) for path in (run / "snapshots").glob("step-*.json")]
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def read_snapshot(run: Path, step: int) -> dict[str, Any] | None:
-    """The examples of one evaluation; None where there is no valid file."""
     path = snapshot_steps(run).get(step)
     try:
         value: Any = json.loads(read_small(path, MAX_BYTES, inside=run)) if path is not None else None
@@ -295,7 +285,6 @@ def read_snapshot(run: Path, step: int) -> dict[str, Any] | None:
 
 
 def read_thumbnail(run: Path, image: int) -> bytes | None:
-    """A thumbnail by the number of its image; None where there is none inside the run folder."""
     try:
         return read_small(run / "snapshots" / "thumbnails" / f"{image}.jpg", MAX_BYTES, inside=run)
     except OSError:

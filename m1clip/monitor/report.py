@@ -45,7 +45,6 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def html_image(data: bytes, kind: str, alt: str, css: str = "") -> str:
-    """An inline image."""
     source = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
     return f"<img class='{css}' alt='{escape(alt, quote=True)}' src='{source}'>"
 
@@ -55,7 +54,6 @@ def _section(title: str, body: str) -> str:
 
 
 def has_matplotlib() -> bool:
-    """Whether the extra `plot` is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -114,7 +112,6 @@ def scores(history: History) -> tuple[str, dict[str, Any]]:
 
 
 def summary(histories: Sequence[History]) -> str:
-    """Each metric with interval and chance; with several runs, one column per run and the difference to the first."""
     found = [scores(history) for history in histories]
     first, several = found[0][1], len(found) > 1
     names = dict.fromkeys(name for _, record in found for name in record if f"{name}/chance" in record)
@@ -147,8 +144,6 @@ def _difference(name: str, first: dict[str, Any], record: dict[str, Any]) -> str
 
 
 def costs(histories: Sequence[History]) -> str:
-    """State, steps, time, speed, memory, energy: one column per run."""
-
     def median(history: History, name: str, words: Callable[[float], str]) -> str:
         values = numbers(history.steps, name)
         return words(statistics.median(values)) if values else "not measured"
@@ -178,7 +173,6 @@ def costs(histories: Sequence[History]) -> str:
 
 
 def write_report(runs: Sequence[Path], out: Path) -> Path:
-    """Read the runs and write the page."""
     if out.is_symlink():  # replacing /dev/stdout would break other programs
         raise UserError(f"{out}: is a symbolic link, and m1clip does not write through links; choose another file")
     histories = [History(run).poll() for run in runs]
@@ -219,7 +213,6 @@ def _page(histories: Sequence[History]) -> bytes:
 
 
 def _retrieval_grid(history: History) -> str:
-    """retrieval.png as a JPEG, or why it was left out."""
     try:
         data = io.BytesIO(read_small(history.run / "retrieval.png", inside=history.run))
         with warnings.catch_warnings():

@@ -20,15 +20,12 @@ FRESH = 120.0  # seconds: a run on another machine counts as running while its l
 
 @dataclass(frozen=True)
 class Status:
-    """The state of a run and a message."""
-
     state: State
     message: str
     pid: int | None = None
 
 
 def status_of(history: History, now: float | None = None) -> Status:
-    """Determine the state from the log and the process."""
     owner = read_owner(history.run)
     process = owner.process() if owner else None
     if process is not None:
@@ -48,7 +45,6 @@ def status_of(history: History, now: float | None = None) -> Status:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run."""
     return any((folder / name).is_file() for name in (NAME, "config.toml", LOCK))
 
 
@@ -125,14 +121,12 @@ def summary(history: History) -> dict[str, Any]:
 
 
 def list_runs(folder: Path) -> list[dict[str, Any]]:
-    """The runs of a folder, the newest last."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; m1clip train creates runs/, or give the folder of your runs")
     return [summary(History(run).poll()) for run in find_runs(folder)]
 
 
 def as_table(rows: list[dict[str, Any]], folder: Path) -> str:
-    """A table for the terminal."""
     if not rows:
         return f"{folder}: no runs yet; m1clip train starts one"
     lines = []

@@ -111,7 +111,6 @@ def charts(history: History, width: int) -> Layout:
 
 
 def head_lines(history: History, status: Status, width: int, now: float) -> list[RenderableType]:
-    """The run's folder and state, its progress and the time left."""
     tail = f"* {status.state}"
     name, space = str(history.run), max(8, width - len(tail) - 12)
     name = name if len(name) <= space else "~" + name[-space + 1 :]  # the end of a path matters more than its start
@@ -144,7 +143,6 @@ def values(row: Record, *figures: tuple[str, str, Callable[[float], str]]) -> li
 
 
 def value_lines(history: History) -> list[Text]:
-    """The newest values, in two lines."""
     last, evaluation, best, metric = history.newest, history.evaluations.last or {}, history.best(), history.metric
     first = [*values(last, ("loss", "loss", number)), *values(evaluation, (metric, SELECTION[metric], percent))]
     if f"{metric}/low" in evaluation:
@@ -158,7 +156,6 @@ def value_lines(history: History) -> list[Text]:
 
 
 def time_line(history: History) -> list[Text]:
-    """Step time by phase, in percent."""
     rows = [record["seconds"] for record in list(history.recent)[-10:] if record.get("seconds")]
     seconds = {name: sum(row.get(name, 0.0) for row in rows) for name in PHASES if any(name in row for row in rows)}
     if (total := sum(seconds.values())) <= 0:
@@ -181,7 +178,6 @@ def rank_line(history: History) -> list[Text]:
 
 
 def machine_line(history: History) -> list[Text]:
-    """Memory, cores, power and temperature, or that they were not measured."""
     last, total = history.newest, history.machine_memory
     if not last:
         return []
@@ -198,7 +194,6 @@ def machine_line(history: History) -> list[Text]:
 
 
 def event_lines(history: History, most: int) -> list[Text]:
-    """Recent events, the newest first."""
     rows = [*history.events, *list(history.evaluations)[-most:], *([history.end] if history.end else [])]
     rows.sort(key=lambda record: record.get("time") or 0.0, reverse=True)
     return [
@@ -231,7 +226,6 @@ def frame(history: History, status: Status, now: float, console: Console) -> Ren
 
 
 def monitor(run: Path) -> None:
-    """Show a run in the terminal until Ctrl-C."""
     if not sys.stdout.isatty():
         raise UserError("the monitor needs a terminal; --once prints the screen once, --web opens a page")
     for name in ("COLUMNS", "LINES"):

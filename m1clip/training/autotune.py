@@ -263,7 +263,6 @@ def largest_batch(images: int) -> int:
 
 
 def default_batch(start: Start, images: int) -> int:
-    """The batch size of the recipe."""
     batch = HEADS_BATCH if start.new_heads else DEFAULT_BATCH
     if not start.new_heads and start.config.image_head.kind != "projection":
         batch = TOWERS_BATCH
@@ -279,7 +278,6 @@ class Fit:
     grad_checkpointing: bool
 
     def __str__(self) -> str:
-        """As text."""
         how = [f"in micro-batches of {self.micro_batch}"] if self.micro_batch else []
         how += ["with gradient checkpointing"] if self.grad_checkpointing else []
         return " ".join([f"batch {self.batch_size} fits", *how])

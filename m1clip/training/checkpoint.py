@@ -66,23 +66,19 @@ class TrainState:
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
-    """The checkpoint folder of a step."""
     return run / FOLDER / f"step-{step:06d}"
 
 
 def saved_steps(run: Path) -> list[int]:
-    """Steps that have a checkpoint folder, in order."""
     names = (re.fullmatch(r"step-([0-9]{6,18})", item.name) for item in (run / FOLDER).glob("step-*") if item.is_dir())
     return sorted(int(name[1]) for name in names if name)
 
 
 def folder_bytes(folder: Path) -> int:
-    """Size of a checkpoint on disk."""
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
 
 
 def sha256(path: Path) -> str:
-    """Hash of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -192,11 +188,9 @@ class CheckpointWriter:
         return self._due
 
     def reset(self) -> None:
-        """Start a new interval."""
         self._due, self._last = False, time.monotonic()
 
     def save(self, state: TrainState, groups: TensorGroups) -> None:
-        """Write a checkpoint and log it."""
         if not self.writes:
             self.reset()
             return
@@ -227,7 +221,6 @@ def disk_errors(log: RunLog, path: Path, step: int) -> Iterator[None]:
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All buffers and trainable weights."""
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 

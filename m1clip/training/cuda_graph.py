@@ -111,7 +111,6 @@ class CapturedStep:
         return not self.disabled
 
     def _capture(self, batch: Batch, step: int) -> bool:
-        """Capture a step of these shapes without running it; False if that fails."""
         train_step = self.train_step
         self.captures += 1
         copies: dict[str, Any] = {name: t.clone() for name, t in batch.tensors().items()}

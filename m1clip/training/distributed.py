@@ -200,7 +200,6 @@ class Ranks:
         return found
 
     def chained(self, values: list[Result]) -> list[Result]:
-        """The lists of all ranks, one after the other."""
         return [value for part in self.gather_objects(values) for value in part]
 
     def everywhere(self, work: Callable[[], Result]) -> Result:
@@ -235,7 +234,6 @@ class Ranks:
                 self.refuse(f"{self.name(rank)}: its clock differs by {clock - clocks[0]:+.0f} s from rank 0's; set it")
 
     def refuse(self, reason: str) -> None:
-        """End all ranks with one message."""
         if self.rank:
             raise SystemExit(2)
         raise UserError(reason)
@@ -248,7 +246,6 @@ class Ranks:
                 dist.broadcast(tensor, 0)
 
     def name(self, rank: int) -> str:
-        """A rank for messages."""
         return f"rank {rank} ({self.names[rank]})"
 
     def _meet(self, ranks: Sequence[int], state: str = "done") -> bytes:

@@ -27,8 +27,6 @@ LOG_EVERY, LOG_LINES = 10, 50  # maximum steps between two log lines, minimum li
 
 
 class StepLogger:
-    """Accumulates values between two log lines and writes the lines."""
-
     def __init__(self, setup: Setup, train_step: TrainStep, log: RunLog, screen: Screen) -> None:
         self.setup, self.train_step, self.log, self.screen = setup, train_step, log, screen
         total_steps = setup.config.train.steps or 0
@@ -95,7 +93,6 @@ class StepLogger:
 
 
 def log_interval(total_steps: int) -> int:
-    """Steps between two log lines."""
     return max(1, min(LOG_EVERY, total_steps // LOG_LINES))
 
 
@@ -158,7 +155,6 @@ def memory_parts(setup: Setup, train_step: TrainStep) -> dict[str, int]:
 
 
 def check_sink(name: str) -> None:
-    """Raise UserError if the logging backend is not installed."""
     if name == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
         raise UserError("--report-to tensorboard: not installed; run pip install 'm1clip[log]', or remove the option")
 

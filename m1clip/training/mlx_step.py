@@ -53,12 +53,10 @@ def check_supported(config: Config, start: Start) -> None:
 
 
 def to_mlx(tensor: Tensor) -> Array:
-    """A copy of a tensor on any device."""
     return mx.array(tensor.detach().cpu().contiguous().numpy())
 
 
 def to_torch(array: Array) -> Tensor:
-    """A copy of an array on the CPU."""
     return torch.from_numpy(np.array(array))
 
 
@@ -243,7 +241,6 @@ class MLXStep(TrainStep):
         self._arrays, self._grads = None, {}
 
     def _groups(self) -> list[tuple[str, str, dict[str, Any]]]:
-        """(part, key of the learning rate, group) of each group of parameters."""
         return [
             (name, f"{name}/{number}", group)
             for name, part in self._optimizer.parts.items()
@@ -251,7 +248,6 @@ class MLXStep(TrainStep):
         ]
 
     def __call__(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
-        """Train on one batch."""
         self._optimizer.set_lr(self.schedule(step) * self.lr_factor)
         loss = self._gradients_that_fit(batch, step)
         return loss, self.update_weights(loss)
@@ -337,7 +333,6 @@ class MLXStep(TrainStep):
         return torch.tensor(grad_norm)
 
     def _updated(self, state: dict[str, Arrays], grads: Arrays, numbers: Arrays) -> dict[str, Arrays]:
-        """The state after one step of AdamW and Muon."""
         weights, moments = dict(state["weights"]), dict(state["moments"])
         grads = {name: grad * numbers["clip"] for name, grad in grads.items()}
         for part, key, group in self._groups():
@@ -352,7 +347,6 @@ class MLXStep(TrainStep):
         return {"weights": weights, "moments": moments}
 
     def orthogonalize(self, x: Tensor) -> Tensor:
-        """Muon's products in MLX."""
         return to_torch(orthogonalize(to_mlx(x.float()).astype(self._dtype)).astype(mx.float32))
 
     def for_check(self, model: CLIP) -> MLXStep:
@@ -363,6 +357,5 @@ class MLXStep(TrainStep):
         return step
 
     def nonfinite_rows(self, batch: Batch) -> list[int]:
-        """As torch's step, with the current weights."""
         self._read("weights")
         return super().nonfinite_rows(batch)

@@ -35,7 +35,6 @@ else:
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> Any:
-            """Update every parameter that has a gradient."""
             return inspect.unwrap(torch.optim.AdamW.step)(self, closure)
 
 
@@ -118,7 +117,6 @@ class Muon(CompilableOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every matrix that has a gradient."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if params:
@@ -246,7 +244,6 @@ def divided(costs: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def _held(shape: Shape, rank: int, size: int) -> Shape:
-    """The shape of the rows of a matrix that a rank has."""
     rows = rows_of_rank(shape[0], rank, size)
     return rows.stop - rows.start, shape[1]
 
@@ -260,7 +257,6 @@ def _flat(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def _views(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-    """A flat buffer as matrices."""
     parts = flat[: _numbers(shapes)].split([math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)] if shapes else []
 

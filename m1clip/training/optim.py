@@ -72,7 +72,6 @@ class Optimizer:
         self._peak_lr = {"adamw": config.lr, "muon": config.muon_lr}
 
     def set_lr(self, fraction: float) -> None:
-        """Set each learning rate to a fraction of its peak."""
         for name, part in self.parts.items():
             for group in part.param_groups:
                 lr = self._peak_lr[name] * fraction * group["lr_fraction"]
@@ -90,7 +89,6 @@ class Optimizer:
                 scaler.step(part)
 
     def zero_grad(self) -> None:
-        """Clear the gradients."""
         for part in self.parts.values():
             part.zero_grad(set_to_none=True)
 

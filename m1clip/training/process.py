@@ -26,7 +26,6 @@ LAST_OUTPUT = 2**16  # bytes searched for the reason
 
 
 def create_run_folder(path: Path | None, name: str) -> Path:
-    """Create an empty run folder: `path`, or runs/NAME, runs/NAME-2, ..."""
     if path is not None:
         check_unused(path)
         path.mkdir(parents=True, exist_ok=True)
@@ -40,7 +39,6 @@ def create_run_folder(path: Path | None, name: str) -> Path:
 
 
 def check_unused(path: Path) -> None:
-    """Raise UserError if a folder contains a run or anything else."""
     if (path / "config.toml").exists():
         raise UserError(f"{path}: already contains a run; continue it with --resume {path}, or choose another --run")
     if path.exists() and (not path.is_dir() or _contents(path)):

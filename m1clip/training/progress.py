@@ -31,8 +31,6 @@ PREPARING_SECONDS = 8.0  # between two lines about data preparation
 
 
 class Screen:
-    """Prints messages and progress."""
-
     def __init__(self, console: Console | None = None) -> None:
         other_rank = os.environ.get("RANK", "0") != "0"  # started by torchrun: rank 0 prints for all
         self.console = console or Console(highlight=False, file=cast(IO[str], _SafeOutput()), quiet=other_rank)
@@ -47,11 +45,9 @@ class Screen:
         self._step_seconds: deque[float] = deque(maxlen=RECENT)
 
     def say(self, line: str) -> None:
-        """Print one line."""
         self.console.print(line, markup=False, soft_wrap=True)
 
     def warn(self, line: str) -> None:
-        """Print one line as a warning."""
         self.warned.append(line)
         self.say(f"warning: {line}")
 
@@ -94,7 +90,6 @@ class Screen:
                 (run / PREPARING).unlink(missing_ok=True)
 
     def begin(self, step: int, total: int) -> None:
-        """Start the progress display."""
         self._total = total
         self._step_seconds.clear()
         if self.live:
@@ -103,7 +98,6 @@ class Screen:
             self._progress.start()
 
     def step(self, values: dict[str, Any]) -> None:
-        """Show a log line about steps."""
         # The median ignores outliers such as an hour of sleep between two steps.
         self._step_seconds.append(values["step_seconds"])
         left = statistics.median(self._step_seconds) * (self._total - values["step"])
@@ -129,7 +123,6 @@ class Screen:
         self.say(f"{line}, {earlier}")
 
     def end(self) -> None:
-        """Stop the progress display."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

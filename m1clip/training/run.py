@@ -150,7 +150,6 @@ def _step_seconds(setup: Setup, train_step: TrainStep, deadline: float) -> tuple
 
 
 def _evaluation_seconds(setup: Setup, train_step: TrainStep) -> float:
-    """Seconds of an evaluation, estimated from a few images."""
     images = len(setup.splits["val"].samples)
     sample = min(images, SAMPLE_IMAGES)
     start = time.perf_counter()
@@ -159,7 +158,6 @@ def _evaluation_seconds(setup: Setup, train_step: TrainStep) -> float:
 
 
 def is_steady(timed: list[float]) -> bool:
-    """Whether the steps took about the same time."""
     found = timing(timed)
     return found.high <= STEADY * found.low
 
@@ -171,8 +169,6 @@ def without_pauses(step_seconds: list[float], usual: float) -> float:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run."""
-
     path: Path
     scores: Scores  # of the best model
     split: str  # the evaluated split: test, or val or train if the data has no other
@@ -225,7 +221,6 @@ def train_config(
 
 
 def connect_same(device: str) -> Ranks:
-    """Connect to the other ranks; refuse other versions."""
     ranks = connect(device)
     ranks.check_same({"the version of m1clip": __version__, "the version of torch": torch.__version__})
     return ranks
@@ -287,7 +282,6 @@ def started_before(run: str | Path | None, name: str) -> Path | None:
 
 
 def _locked(folder: Path, ranks: Ranks) -> AbstractContextManager[None]:
-    """The lock of a run, which rank 0 holds for all."""
     return lock_run(folder) if ranks.rank == 0 else contextlib.nullcontext()
 
 
@@ -394,7 +388,6 @@ def _finish(
     screen: Screen,
     state: TrainState,
 ) -> Run:
-    """Score the test split, and report."""
     split, grid = evaluator.split, folder / "retrieval.png"
     scores = evaluator.scores(features)
     retrieval_grid(evaluator.data, features, split, grid)
@@ -474,7 +467,6 @@ def _check_same_data(setup: Setup, folder: Path) -> None:
 
 
 def _fingerprint(setup: Setup) -> str:
-    """Hash of the training samples."""
     return setup.source.fingerprint(setup.splits["train"].samples)
 
 
@@ -546,7 +538,6 @@ def frozen_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flat(config: str | Path | None, preset: str | None) -> dict[str, Any]:
-    """The settings of a file or preset as flat options."""
     values = read_toml(Path(config)) if config is not None else read_preset(preset) if preset is not None else {}
     flat = {place: name for name, place in NAMES.items()}
     return {

@@ -92,7 +92,6 @@ class Setup:
 
     @property
     def shape(self) -> CLIPConfig:
-        """The model's config."""
         return self.start.config
 
     @property
@@ -109,7 +108,6 @@ class Setup:
         return model
 
     def make_step(self) -> TrainStep:
-        """The training step of the initialized model."""
         settings = (self.config, self.device, self.precision, self.preprocess, self.teacher)
         model = self.build_model()
         self.ranks.share(list(model.state_dict().values()))  # other machines may round differently
@@ -158,7 +156,6 @@ class Setup:
         return "on" if peak > MAX_UNSHARDED * self.device.total_bytes() else "off"
 
     def describe_model(self) -> str:
-        """The model in one line."""
         model, start = self.build_model(), self.start
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         total = sum(p.numel() for p in model.parameters())
@@ -358,7 +355,6 @@ def _training_set(
 
 
 def _from_model(config: Config) -> tuple[Start, Tokenizer, Preprocess]:
-    """Start from a complete model."""
     transfer = config.transfer
     saved = read_model(Path(transfer.init or ""))
     if saved.config.image_head.kind != "projection" and config.model.image_size not in (None, saved.config.image_size):
@@ -383,7 +379,6 @@ def _from_model(config: Config) -> tuple[Start, Tokenizer, Preprocess]:
 
 
 def _from_towers(config: Config) -> tuple[Start, Tokenizer, Preprocess]:
-    """Start from frozen pretrained towers with new heads."""
     transfer, context = config.transfer, config.model.context_length or TOWER_CONTEXT
     image_tower, image, preprocess = load_image_tower(transfer.image_tower, _image_size(config), transfer.download)
     text_tower, text, tokenizer = load_text_tower(transfer.text_tower, context, transfer.download)
@@ -420,7 +415,6 @@ def _longest(captions: list[str], tokenizer: Tokenizer, context_length: int) -> 
 
 
 def run_name(config: Config) -> str:
-    """The default name of a run folder."""
     if config.transfer.init is not None:
         return "finetune"
     return config.model.name if config.transfer.recipe == "scratch" else config.transfer.recipe

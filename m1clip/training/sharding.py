@@ -68,7 +68,6 @@ class Shards:
             rows.grad, p.grad = p.grad.to_local() if isinstance(p.grad, DTensor) else None, None
 
     def drop_gradients(self) -> None:
-        """Discard the gradients of an interrupted step."""
         for p in self._parameters.values():
             p.grad = None
 

@@ -66,7 +66,6 @@ class Tower:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def features_only(self) -> Tensor:
-        """The features of all rows, each slice's graph freed at once."""
         found = [self.encode(rows).detach() for rows in self.slices]
         for _ in range(self.extra):
             self.encode(ONE_ROW)
@@ -236,7 +235,6 @@ class TrainStep:
         return self.ranks.together(watched, *facts)
 
     def _encode(self, towers: Sequence[Tower], step: int) -> list[Tensor]:
-        """Features of the images and captions of a batch."""
         self.phases.mark("forward")
         self._seed_dropout(step, 0)
         with self.autocast():
@@ -245,7 +243,6 @@ class TrainStep:
         return [image, text]
 
     def _encode_only(self, towers: Sequence[Tower]) -> list[Tensor]:
-        """Features without a graph."""
         self.phases.mark("forward")
         # One autocast context per pass: its cache of cast weights saves a cast per micro-batch, but casts made without
         # a graph must not be reused in the pass that needs one.
@@ -446,7 +443,6 @@ class TrainStep:
         return step
 
     def clear(self) -> None:
-        """Discard an interrupted step and free its memory."""
         self.reset_graph()
         self.optimizer.zero_grad()
         if self.shards is not None:
@@ -492,7 +488,6 @@ def step_class(device: Device) -> type[TrainStep]:
 
 
 def split(rows: slice, most: int) -> list[slice]:
-    """The rows in slices of at most `most`."""
     return [slice(at, min(at + most, rows.stop)) for at in range(rows.start, rows.stop, most)]
 
 

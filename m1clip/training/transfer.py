@@ -133,7 +133,6 @@ def open_feature_cache(
     precision: Precision,
     plan: DecodePlan,
 ) -> FeatureCache:
-    """The cache that computes and stores the features of frozen towers."""
     model = start.build().to(device.torch).eval() if not all(start.trainable) else None
     sides = []
     for name, trained in zip(("image_tower", "text_tower"), start.trainable, strict=True):
@@ -181,7 +180,6 @@ class Teacher:
         return self.scale * torch.from_numpy(image).to(device) @ torch.from_numpy(text).to(device).T
 
     def add_distillation(self, loss: Tensor, features: Features, batch: Batch) -> Tensor:
-        """The loss, combined with the distillation loss."""
         second = distillation(features, self.logits(batch.sample_ids, batch.caption_ids))
         return (1 - TEACHER_WEIGHT) * loss + TEACHER_WEIGHT * second
 
@@ -189,7 +187,6 @@ class Teacher:
 def load_teacher(
     config: Config, source: Source, train: Split, device: Device, precision: Precision, plan: DecodePlan
 ) -> Teacher:
-    """The teacher's vectors of the training set, cached."""
     transfer = config.transfer
     teacher = load(Path(transfer.teacher or ""), device.kind)
     clip = teacher.clip

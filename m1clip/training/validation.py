@@ -28,8 +28,6 @@ def encode(setup: Setup, model: CLIP, split: str, images: int | None = None) -> 
 
 
 class Validator:
-    """Evaluates a run while it trains."""
-
     def __init__(
         self, setup: Setup, train_step: TrainStep, state: TrainState, run: Path, log: RunLog, screen: Screen
     ) -> None:
@@ -73,7 +71,6 @@ class Validator:
         return state.best, state.best_step, state.stale, metric.label
 
     def _save_if_best(self, model: CLIP, metric: Metric) -> None:
-        """Save the model if it is the best so far."""
         state, setup = self.state, self.setup
         if metric.value <= state.best:
             state.stale += 1
