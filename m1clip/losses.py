@@ -1,7 +1,5 @@
 """Losses: InfoNCE, sigmoid, multi-positive, text-text and distillation, as pure functions of features."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """run.jsonl: one JSON object per line, appended, readable while it is written."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """m1clip doctor: the machine is read in one place, so that every check is a pure function of one record."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

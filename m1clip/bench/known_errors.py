@@ -1,7 +1,5 @@
 """Known errors of torch on Apple GPUs as small reproductions, which must pass on every other device."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

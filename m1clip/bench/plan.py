@@ -1,7 +1,5 @@
 """m1clip plan: predict the memory and time of a training run."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """The results of a comparison as a table and in words."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

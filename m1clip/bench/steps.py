@@ -1,7 +1,5 @@
 """Training steps that `compare` measures: configurations, results, and the cost model fitted to them."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

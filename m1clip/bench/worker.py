@@ -1,7 +1,5 @@
 """Worker processes that measure training steps: peak memory, thread counts and crashes are per process."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

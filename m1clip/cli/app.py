@@ -1,7 +1,5 @@
 """The app that all commands register with. Each command imports what it needs when called, so --help stays fast."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """Commands about this machine: compare, doctor and plan."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """Command-line entry point. A user error is printed as one line."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import io

@@ -1,7 +1,5 @@
 """Commands that use a trained model: eval, classify and export."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """Commands on run folders. monitor, runs, stop and report do not import torch."""
 
-from __future__ import annotations
-
 import sys
 from json import dumps
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The train command."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Device differences: rules as pure functions of machine facts, and the device itself."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Energy and temperature from the machine's own sensors; never estimated."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A description of this machine as one record. Rules elsewhere are pure functions of it, which makes them testable."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

@@ -1,7 +1,5 @@
 """malloc settings for training, which frees and allocates the same sizes in every step; and memory limits."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

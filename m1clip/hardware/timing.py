@@ -1,7 +1,5 @@
 """Timing: warm up, synchronize, repeat, report the median with its spread; the phases of a step; speed of a device."""
 
-from __future__ import annotations
-
 import functools
 import os
 import statistics

@@ -1,7 +1,5 @@
 """Diagnostic messages about a run, as pure functions of its history."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from typing import Literal, NamedTuple

@@ -1,7 +1,5 @@
 """`m1clip report`: one self-contained HTML file about a run."""
 
-from __future__ import annotations
-
 import base64
 import importlib.util
 import io

@@ -1,7 +1,5 @@
 """The state of a run (running, finished, stopped, died), from its folder and process."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from dataclasses import dataclass

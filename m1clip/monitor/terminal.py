@@ -1,7 +1,5 @@
 """`m1clip monitor`: a run in the terminal, drawn by rich and plotext."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

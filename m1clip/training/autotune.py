@@ -1,7 +1,5 @@
 """Resolve `auto` settings: device and precision by measurement, batch sizes by predicted memory."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """Closed-form initialization of two heads: canonical correlation analysis (CCA) of images and captions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

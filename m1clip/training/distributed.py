@@ -7,8 +7,6 @@ Rare exchanges (settings, evaluations, checkpoints) wait for as long as another 
 ranks when one ends. Exchanges within a step have a timeout, after which the rank that does not answer is named.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Logging of training steps: loss, speed, time split, hardware. Values are read only when a line is written."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import os

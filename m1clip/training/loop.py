@@ -1,7 +1,5 @@
 """The training loop."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Generator, Iterator

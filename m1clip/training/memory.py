@@ -1,7 +1,5 @@
 """Predict the memory of a training step by running it on fake tensors, which allocate and compute nothing."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ Newton-Schulz runs once for all matrices of a shape, as batched products: many s
 idle (256 x 256 on two cores: 200 GFLOP/s one by one, 380 batched).
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Optimizers: Muon for hidden matrices, AdamW for the rest."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 

@@ -1,7 +1,5 @@
 """The process of a run: its folder and lock, stop signals, and background runs."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import itertools

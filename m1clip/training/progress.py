@@ -1,7 +1,5 @@
 """Output during training: a live progress bar on a terminal, lines of text otherwise."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

@@ -5,8 +5,6 @@ where it reads the losses anyway: after each step on CPU and MPS, else with each
 These points depend only on the step, so a resumed run reads at the same ones.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics

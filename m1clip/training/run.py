@@ -1,7 +1,5 @@
 """Train in a new run folder, or resume a run from its newest checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

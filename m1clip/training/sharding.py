@@ -4,8 +4,6 @@ Towers are divided by rows and gathered block by block while a step needs them; 
 every rank. The optimizers see the rows of this rank as ordinary tensors.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

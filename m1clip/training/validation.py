@@ -1,7 +1,5 @@
 """Evaluation during training: score and analyze the validation split, save the best model."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
