@@ -1,7 +1,5 @@
 """Settings for all tests: one torch thread, the same hypothesis examples each time, a temporary cache folder."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Small image datasets on disk."""
 
-from __future__ import annotations
-
 import json
 import struct
 import zlib

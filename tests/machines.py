@@ -1,7 +1,5 @@
 """Machines for tests of rules: Macs, CPUs and CUDA cards."""
 
-from __future__ import annotations
-
 from m1clip.hardware.facts import Facts
 
 

@@ -1,7 +1,5 @@
 """Folders of photos and a small model with random weights, for the tests of search."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Several ranks without torchrun: processes forked from a server that has imported torch; this one has their store."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """The public API of the package."""
 
-from __future__ import annotations
-
 import importlib
 
 import m1clip

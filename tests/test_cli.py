@@ -1,7 +1,5 @@
 """The command line: options, overrides, help, and one-line errors."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

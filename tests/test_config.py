@@ -1,7 +1,5 @@
 """Config: validation, TOML round trip, one-line errors."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import itertools

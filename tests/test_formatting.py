@@ -1,7 +1,5 @@
 """Numbers, durations, sizes and tables as text, and quantities as users type them."""
 
-from __future__ import annotations
-
 import pytest
 
 from m1clip.errors import UserError

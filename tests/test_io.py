@@ -1,7 +1,5 @@
 """Atomic files and folders, bounded reads."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rules of the code base that ruff and mypy do not check."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shutil

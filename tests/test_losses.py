@@ -1,7 +1,5 @@
 """Losses against known values, float64 loops and autograd."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

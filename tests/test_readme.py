@@ -3,8 +3,6 @@
 An HTML comment above a block says how: `<!-- test: skip -->` for set-up, or options for a smaller `m1clip train`.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """run.jsonl: complete lines even if the writer is killed."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

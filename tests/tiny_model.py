@@ -1,7 +1,5 @@
 """A tiny CLIP for tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small run on pretrained towers with random weights, so that their packages are not needed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Example results for tests of the report and the cost model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from m1clip.bench.steps import Configuration, Result, default_configuration

@@ -1,7 +1,5 @@
 """Choice of configurations, skipped ones with their reason, and worker processes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

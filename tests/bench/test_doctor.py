@@ -1,7 +1,5 @@
 """The doctor's checks as functions of a machine: an M1, an M4, an AMX Xeon, an H200, and this one."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

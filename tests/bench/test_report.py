@@ -1,7 +1,5 @@
 """Table and verdict of a comparison."""
 
-from __future__ import annotations
-
 import json
 import platform
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The cost model fitted to measured steps, stored measurements, and what `plan` predicts from them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

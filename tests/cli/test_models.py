@@ -1,7 +1,5 @@
 """The commands export, classify and eval: output and exit code."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Device rules as functions of facts, and obstacles to torch.compile."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

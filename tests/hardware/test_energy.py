@@ -1,7 +1,5 @@
 """Energy meters: joules since opened, counters that wrap around, and no value without a meter."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

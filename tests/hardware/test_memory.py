@@ -1,7 +1,5 @@
 """Freed memory is reused with glibc, and the user's malloc settings are kept."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Run folders with known values, written without training."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Training in the background: started, listed, stopped and resumed, each by its command."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

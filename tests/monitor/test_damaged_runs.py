@@ -1,7 +1,5 @@
 """Run folders with damaged or hostile files: every reader continues, skips what is invalid, and never hangs."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

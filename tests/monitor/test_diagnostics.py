@@ -1,7 +1,5 @@
 """Each diagnostic: records that cause it, and records that do not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reading a log that grows, has partial lines or is replaced."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The HTML report."""
 
-from __future__ import annotations
-
 import base64
 import re
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """The state of a run, the time left, the list of runs and stopping one."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """The monitor in the terminal: its screen at each size, and a real process in a pseudo-terminal."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import os

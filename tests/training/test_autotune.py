@@ -1,7 +1,5 @@
 """Automatic choices: device and precision by measurement, batch sizes by memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Closed-form initialization of heads."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints: atomic, verified, written on schedule, listed, and restored only into the model they belong to."""
 
-from __future__ import annotations
-
 import errno
 import json
 from collections.abc import Callable

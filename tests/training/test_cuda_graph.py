@@ -1,7 +1,5 @@
 """CUDA graphs: replayed steps match eager ones; the padding is also tested on the CPU."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Several ranks against one process: batches, losses, gradients, weights; memory, evaluation, checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from pathlib import Path

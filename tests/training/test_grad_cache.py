@@ -1,7 +1,5 @@
 """The micro-batched gradient against that of all rows in one graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

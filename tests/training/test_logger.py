@@ -1,7 +1,5 @@
 """Log lines about steps: values, time split; nothing is read from the device in between."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

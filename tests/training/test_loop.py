@@ -1,7 +1,5 @@
 """Ten steps give the same bits as five, a resume and five more, with any settings."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

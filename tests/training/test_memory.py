@@ -1,7 +1,5 @@
 """Predicted memory of a training step: known values, and the real step."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

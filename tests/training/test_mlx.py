@@ -1,7 +1,5 @@
 """Training in MLX: the numbers of the torch step, and runs that move between devices."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Muon against torch.optim.Muon: update and state; and the accuracy of `orthogonalize`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Out of memory: the same batch and gradient in smaller micro-batches, reported in the log."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Out of memory and synchronization on a real GPU; test_oom.py and test_recovery.py run on the CPU."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Optimizer groups, learning rates, and state round trip."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The gradient check: wrong gradients stop a run, rounding errors do not."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

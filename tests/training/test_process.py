@@ -1,7 +1,5 @@
 """Run folders, locks and signals, in real processes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

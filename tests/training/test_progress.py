@@ -1,7 +1,5 @@
 """While images are cached or features are computed: lines for a pipe, and the same in `m1clip runs`."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import re

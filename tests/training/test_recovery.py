@@ -1,7 +1,5 @@
 """Non-finite steps: nothing changes, the samples are named, the run rolls back or stops with a diagnosis."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

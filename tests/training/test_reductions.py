@@ -1,7 +1,5 @@
 """No matrix product of a training step exceeds what MPS computes right: the real step, walked on meta tensors."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 from unittest import mock

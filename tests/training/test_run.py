@@ -1,7 +1,5 @@
 """A complete training run: its files, refused settings, duration, and that it learns."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

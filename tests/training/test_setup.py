@@ -1,7 +1,5 @@
 """Resolving a run: recipes and their stages, options that do not apply, batch sizes, augmentation."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace

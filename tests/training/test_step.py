@@ -1,7 +1,5 @@
 """The training step: micro-batches, checkpointing, dropout, precision and compilation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Transfer learning: frozen towers, fine-tuning of last blocks, distillation and WiSE-FT."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path
