@@ -22,8 +22,10 @@ from safetensors.torch import load_file
 
 from m1clip.config import NAMES, Config, from_dict
 from m1clip.data.loader import Batch
+from m1clip.runlog import read_log
 from m1clip.training.progress import Screen
-from m1clip.training.run import Run, resume, train_config
+from m1clip.training.run import Run, decode_plan, resume, train_config
+from m1clip.training.setup import Setup, prepare
 
 ROOT = str(Path(__file__).parent.parent)  # started processes run this tree too
 # Processes are forked from a server that has already imported torch: they start in milliseconds.
@@ -80,6 +82,10 @@ def screen() -> Screen:
     return Screen(Console(file=io.StringIO(), highlight=False, width=200))
 
 
+def prepared(config: Config, shown: Screen | None = None) -> Setup:
+    return prepare(config, lambda line: None, decode_plan(shown or screen()))
+
+
 def run_small(folder: Path, changes: dict[str, Any] | None = None) -> Run:
     return train_config(small_config(changes), folder, screen())
 
@@ -89,6 +95,10 @@ def resume_quietly(folder: Path) -> tuple[Run, str]:
     shown = screen()
     result = resume(folder, shown)
     return result, shown.console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def losses_of(run: Path) -> list[float]:
+    return [record["loss"] for record in read_log(run) if record["kind"] == "step"]
 
 
 def tensors_of(run: Path, step: int) -> dict[str, torch.Tensor]:

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import run_small, screen, small_config
+from small_run import losses_of, prepared, run_small, screen, small_config
 from torch import Tensor
 
 from m1clip.data.loader import Batch, batches
 from m1clip.runlog import read_log
 from m1clip.training.cuda_graph import MAX_CAPTURES, CapturedStep
-from m1clip.training.run import decode_plan, resume
-from m1clip.training.setup import Setup, prepare
+from m1clip.training.run import resume
+from m1clip.training.setup import Setup
 from m1clip.training.step import TrainStep
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
@@ -28,7 +28,7 @@ def groups(batch: Batch) -> list[Tensor]:
 
 
 def made(changes: dict[str, Any]) -> tuple[Setup, TrainStep]:
-    setup = prepare(small_config({**VARIED, **changes}), lambda line: None, decode_plan(screen()))
+    setup = prepared(small_config({**VARIED, **changes}))
     update = TrainStep(setup.build_model(), setup.config, setup.device, setup.precision, setup.preprocess)
     return setup, update
 
@@ -70,17 +70,13 @@ def assert_replayed(run: Path) -> None:
     assert "step" in [record for record in records if record["kind"] == "step"][-1]["seconds"]
 
 
-def losses(run: Path) -> Tensor:
-    return torch.tensor([line["loss"] for line in read_log(run) if line["kind"] == "step"])
-
-
 @needs_cuda
 @pytest.mark.parametrize("changes", [{}, {"optim.optimizer": "muon"}, {"train.precision": "bf16"}])
 def test_replayed_steps_match_eager_steps(tmp_path: Path, changes: dict[str, Any]) -> None:
     for name, graph in (("plain", False), ("replayed", True)):
         run_small(tmp_path / name, {**ON_CUDA, **changes, "model.cuda_graph": graph})
     assert_replayed(tmp_path / "replayed")
-    plain, replayed = losses(tmp_path / "plain"), losses(tmp_path / "replayed")
+    plain, replayed = losses_of(tmp_path / "plain"), losses_of(tmp_path / "replayed")
     assert plain[-1] < 0.9 * plain[0]
     loose = bool({"optim.optimizer", "train.precision"} & changes.keys())
     torch.testing.assert_close(replayed, plain, rtol=0.05 if loose else 2e-3, atol=0)
@@ -128,5 +124,5 @@ def test_resume_with_cuda_graph(tmp_path: Path) -> None:
     newest.rmdir()
     resume(tmp_path / "again", screen())
     assert_replayed(tmp_path / "again")
-    reference, again = losses(tmp_path / "reference"), losses(tmp_path / "again")
+    reference, again = losses_of(tmp_path / "reference"), losses_of(tmp_path / "again")
     torch.testing.assert_close(again[-20:], reference[-20:], rtol=2e-3, atol=0)

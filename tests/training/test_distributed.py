@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import on_ranks
-from small_run import screen, small_config
+from small_run import prepared, small_config
 from torch import Tensor
 from tower_run import frozen_config, patch_towers
 
@@ -21,8 +21,7 @@ from m1clip.training.checkpoint import TrainState, checkpoint_tensors, restore, 
 from m1clip.training.distributed import Ranks
 from m1clip.training.muon import Muon
 from m1clip.training.oom import MemoryPressure, OOMHandler
-from m1clip.training.run import decode_plan
-from m1clip.training.setup import Setup, prepare
+from m1clip.training.setup import Setup
 from m1clip.training.step import TrainStep
 from m1clip.training.transfer import Teacher
 from m1clip.training.validation import encode
@@ -51,10 +50,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 FROZEN = {"frozen": 0, "frozen in micro-batches": 4}  # with dropout; images at a time
 LONG = ("frozen", "multi in micro-batches", "sigmoid")  # 20 steps with AdamW and with Muon, two of the others
-
-
-def prepared(**changes: Any) -> Setup:
-    return prepare(small_config(TINY | changes), lambda line: None, decode_plan(screen()))
 
 
 def make(setup: Setup, ranks: Ranks, changes: dict[str, Any]) -> tuple[Setup, TrainStep]:
@@ -96,7 +91,7 @@ def make_frozen(ranks: Ranks, folder: Path, micro_batch: int) -> tuple[Setup, Tr
     changes = {"train.batch_size": 18, "train.micro_batch": micro_batch, "data.captions_per_step": 2}
     with pytest.MonkeyPatch.context() as patch:
         patch_towers(patch)
-        setup = prepare(frozen_config(folder, **changes), lambda line: None, decode_plan(screen())).divided(ranks)
+        setup = prepared(frozen_config(folder, **changes)).divided(ranks)
         step = double_step(setup)
     assert step.has_dropout
     assert setup.training.image_features is not None
@@ -105,7 +100,7 @@ def make_frozen(ranks: Ranks, folder: Path, micro_batch: int) -> tuple[Setup, Tr
 
 def train(ranks: Ranks, cases: list[str], folder: Path) -> dict[str, dict[str, Any]]:
     """For each case the ids of the batches, the losses, the first gradient and the last weights."""
-    found, common = {}, prepared()
+    found, common = {}, prepared(small_config(TINY))
     if ranks.size > 1:
         distributed.BUCKET = 1000  # several for each tower
     for name in cases:
@@ -170,7 +165,7 @@ def test_ranks_train_like_one_process(
 def disturbances(ranks: Ranks) -> dict[str, Any]:
     """What rank 1 alone meets: too little memory, a result that is not finite; and what rank 0 alone reads."""
     distributed.BUCKET = 1000
-    setup, step = make(prepared(), ranks, CASES["multi"])
+    setup, step = make(prepared(small_config(TINY)), ranks, CASES["multi"])
     found: dict[str, Any] = {}
     batch = setup.training[0]
     encode_image, calls = step.encode_image, [0]
@@ -236,7 +231,7 @@ def test_memory_nan_checkpoints_and_evaluation_of_all_ranks() -> None:
         assert found["checkpoint"][0].step == 7
     for group, tensors in first["checkpoint"][1].items():
         assert all(torch.equal(second["checkpoint"][1][group][name], tensor) for name, tensor in tensors.items())
-    alone = prepared()
+    alone = prepared(small_config(TINY))
     model = alone.make_step().model
     restored = first["checkpoint"][1]["weights"]
     model.load_state_dict(restored, strict=False)
@@ -257,7 +252,7 @@ SHARDED: dict[str, dict[str, Any]] = {
 
 def shard(ranks: Ranks) -> dict[str, Any]:
     """Checkpoints after some steps, with and without sharding; then each continues from that of the other."""
-    common, found = prepared(**{"model.vision_layers": 2, "train.batch_size": 17}), dict[str, Any]()
+    common, found = prepared(small_config({**TINY, "model.vision_layers": 2, "train.batch_size": 17})), dict[str, Any]()
     for name, changes in SHARDED.items():
         settings = {"optim.optimizer": "muon", "train.batch_size": 17, **changes}
         made = [make(common, ranks, {**settings, "train.shard": shard}) for shard in ("on", "off")]
@@ -296,7 +291,7 @@ def test_sharded_weights_train_like_complete_ones() -> None:
 
 def bf16_gradients(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     """Loss and gradient in bf16 with and without sharding, and in fp32."""
-    common, found = prepared(**{"model.vision_layers": 2}), []
+    common, found = prepared(small_config({**TINY, "model.vision_layers": 2})), []
     for precision, shard in (("bf16", "on"), ("bf16", "off"), ("fp32", "off")):
         setup = dataclasses.replace(common, precision=precision, config=common.config.changed(shard=shard))
         setup = setup.divided(ranks)
@@ -319,7 +314,7 @@ def test_sharded_bf16_is_as_close_to_fp32_as_unsharded_bf16() -> None:
 
 
 def test_sharding_is_chosen_by_memory_and_refused_where_it_is_not_exact() -> None:
-    setup = prepared()
+    setup = prepared(small_config(TINY))
     assert setup._sharding(2) == "off", "on the CPU"
     for total, wanted in ((10**4, "on"), (10**12, "off")):
         device: Any = SimpleNamespace(kind="cuda", total_bytes=lambda total=total: total)
@@ -332,7 +327,7 @@ def test_sharding_is_chosen_by_memory_and_refused_where_it_is_not_exact() -> Non
 
 def phases_while_waiting(ranks: Ranks) -> list[str]:
     """The phase in which a rank waits for the others."""
-    setup, step = make(prepared(), ranks, {})
+    setup, step = make(prepared(small_config(TINY)), ranks, {})
     gather, found = Ranks.gather, list[str]()
 
     def watched(self: Ranks, *args: Any) -> Tensor:

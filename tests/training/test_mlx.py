@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import run_small, screen, small_config, tensors_of
+from small_run import prepared, run_small, screen, small_config, tensors_of
 from torch import Tensor
 from tower_run import frozen_changes, patch_towers
 
@@ -17,8 +17,8 @@ from m1clip.training import parity
 from m1clip.training.checkpoint import checkpoint_tensors
 from m1clip.training.process import Stopped
 from m1clip.training.recovery import TrainState
-from m1clip.training.run import decode_plan, resume
-from m1clip.training.setup import Setup, prepare
+from m1clip.training.run import resume
+from m1clip.training.setup import Setup
 from m1clip.training.step import TrainStep, step_class
 
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed: make test-mlx", exc_type=ImportError)
@@ -41,7 +41,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 def two_steps(changes: dict[str, Any]) -> tuple[Setup, TrainStep, Any]:
     """A run, its step on the CPU and its step in MLX, from the same weights, none of which is 0."""
-    setup = prepare(small_config(changes), lambda line: None, decode_plan(screen()))
+    setup = prepared(small_config(changes))
     model = setup.build_model()
     with torch.no_grad():
         for p in model.parameters():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_run import assert_same_bits, resume_quietly, run_small, tensors_of
+from small_run import assert_same_bits, losses_of, resume_quietly, run_small, tensors_of
 from test_step import assert_close, make
 from torch import Tensor
 
@@ -83,9 +83,7 @@ def test_run_continues_and_resumes_with_a_smaller_micro_batch(tmp_path: Path, mo
     reported = [line for line in read_log(run) if line.get("event") == "low memory"]
     assert [(line["step"], line["micro_batch"], line["batch"]) for line in reported] == [(1, 8, 16)]
     assert "CUDA out of memory" in reported[0]["reason"]
-    losses = {name: [r["loss"] for r in read_log(path) if r["kind"] == "step"]
-              for name, path in (("reference", reference), ("short", run))}  # fmt: skip
-    assert losses["short"] == pytest.approx(losses["reference"], rel=1e-4)
+    assert losses_of(run) == pytest.approx(losses_of(reference), rel=1e-4)
 
     last = tensors_of(run, 10)
     monkeypatch.undo()  # memory is free again, but the micro-batch of the run stays the same

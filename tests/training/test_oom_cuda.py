@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import run_small, tensors_of
+from small_run import losses_of, run_small, tensors_of
 from test_step import make
 
 from m1clip.data.loader import batches
@@ -50,10 +50,6 @@ def wanted_by(run: Path, changes: dict[str, Any]) -> tuple[int, int]:
     return before, torch.cuda.max_memory_allocated()
 
 
-def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in read_log(run) if line["kind"] == "step"]
-
-
 def short_of_memory(run: Path) -> list[dict[str, Any]]:
     return [line for line in read_log(run) if line.get("event") == "low memory"]
 
@@ -81,8 +77,8 @@ def test_gpu_out_of_memory_halves_micro_batch(tmp_path: Path, graph: bool, count
     assert reported[0]["step"] == 1
     assert "CUDA out of memory" in reported[0]["reason"]
     assert short_of_memory(tmp_path / "reference") == []
-    assert len(losses(tmp_path / "short")) == STEPS
-    assert losses(tmp_path / "short") == pytest.approx(losses(tmp_path / "reference"), rel=TOLERANCE)
+    assert len(losses_of(tmp_path / "short")) == STEPS
+    assert losses_of(tmp_path / "short") == pytest.approx(losses_of(tmp_path / "reference"), rel=TOLERANCE)
     difference = largest_difference(tmp_path / "short", tmp_path / "reference")
     assert difference < TOLERANCE
     counts |= {"runs out of memory": 1, "halvings of the micro-batch": len(reported)}
@@ -95,7 +91,7 @@ def test_too_little_memory_for_cuda_graph_changes_no_loss(tmp_path: Path) -> Non
     forget()
     with at_most(before + int(1.3 * (peak - before))):
         run_small(tmp_path / "short", {**LARGE, "model.cuda_graph": True})
-    assert losses(tmp_path / "short") == pytest.approx(losses(tmp_path / "reference"), rel=TOLERANCE)
+    assert losses_of(tmp_path / "short") == pytest.approx(losses_of(tmp_path / "reference"), rel=TOLERANCE)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_run import screen, small_config
+from small_run import prepared, screen, small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from m1clip.data.loader import Batch
@@ -32,8 +32,8 @@ from m1clip.training.parity import (
     optimizer_difference,
     relative_difference,
 )
-from m1clip.training.run import decode_plan, train_config
-from m1clip.training.setup import Setup, prepare
+from m1clip.training.run import train_config
+from m1clip.training.setup import Setup
 from m1clip.training.step import TrainStep
 
 
@@ -46,7 +46,7 @@ def test_relative_difference() -> None:
 
 
 def test_gradients_of_a_large_model_are_subsampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = prepare(small_config(), lambda line: None, decode_plan(screen()))
+    setup = prepared(small_config())
     batch, step = first_samples(setup.training[0]), setup.make_step()
     _, full = gradient(step, batch)
     grads = [p.grad.flatten() for p in step.parameters if p.grad is not None]
@@ -61,7 +61,7 @@ def test_zero_initialized_branches_do_not_fail_the_check(monkeypatch: pytest.Mon
     """With zero-initialized branches every image has the same class token, and every text the same EOT token."""
     monkeypatch.setitem(PRESETS, "tiny", with_fields(PRESETS["tiny"], pooling="cls"))
     changes = {"train.precision": "bf16"}
-    setup = prepare(small_config(changes), lambda line: None, decode_plan(screen()))
+    setup = prepared(small_config(changes))
     torch.manual_seed(0)
     batch = first_samples(random_batch(setup.shape, 8, 12))
 
@@ -80,16 +80,16 @@ def test_zero_initialized_branches_do_not_fail_the_check(monkeypatch: pytest.Mon
     assert moved
 
 
-def prepared(**changes: object) -> tuple[Setup, TrainStep]:
+def on_mps(**changes: object) -> tuple[Setup, TrainStep]:
     """A run whose device calls itself mps, but computes on the CPU."""
-    setup = prepare(small_config(changes), lambda line: None, decode_plan(screen()))
+    setup = prepared(small_config(changes))
     step = setup.make_step()
     setup.device.kind = "mps"
     return setup, step
 
 
 def test_wrong_gradients_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup, step = prepared()
+    setup, step = on_mps()
     setup.device.kind = "cpu"
     assert check_parity(setup, step) is None, "nothing to compare on the CPU"
     setup.device.kind = "mps"
@@ -105,7 +105,7 @@ def test_wrong_gradients_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rounding_that_the_cpu_has_too_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of a deep network of convolutions in bf16 differ by 25% from those in fp32, on any device."""
     monkeypatch.setitem(parity.TOLERANCE, "bf16", 1e-4)
-    setup, step = prepared(**{"train.precision": "bf16", "optim.optimizer": "adamw"})
+    setup, step = on_mps(**{"train.precision": "bf16", "optim.optimizer": "adamw"})
     rounding = check_parity(setup, step)
     assert rounding is not None
     assert rounding.difference > 1e-4
@@ -130,7 +130,7 @@ class WrongFrom(TorchDispatchMode):
 
 def test_error_that_depends_on_the_size_is_found_at_the_real_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "SLICE", 4)
-    setup, step = prepared(**{"data.captions_per_step": 1})
+    setup, step = on_mps(**{"data.captions_per_step": 1})
     assert check_parity(setup, step).difference < 1e-3  # type: ignore[union-attr]
     with WrongFrom(16 * 16), pytest.raises(UserError, match="of a batch of 16 that differ from those of its slices"):
         check_parity(setup, step)
@@ -145,14 +145,14 @@ def test_skipped_comparison_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(parity, "MAX_SECONDS", 0.0)
     original, shown = runs.check_parity, screen()
 
-    def on_mps(setup: Setup, step: TrainStep) -> parity.Parity | None:
+    def as_on_mps(setup: Setup, step: TrainStep) -> parity.Parity | None:
         setup.device.kind = "mps"
         try:
             return original(setup, step)
         finally:
             setup.device.kind = "cpu"
 
-    monkeypatch.setattr(runs, "check_parity", on_mps)
+    monkeypatch.setattr(runs, "check_parity", as_on_mps)
     train_config(small_config({"train.steps": 1}), tmp_path / "run", shown)
     note = "the batch of 16 was not compared with its slices: one step takes"
     assert note in shown.console.file.getvalue()  # type: ignore[attr-defined]
@@ -162,7 +162,7 @@ def test_skipped_comparison_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_memory_error_in_the_check_takes_smaller_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "SLICE", 4)
-    setup, step = prepared()
+    setup, step = on_mps()
     original, sizes = TrainStep.compute_gradients, []
 
     def short(self: TrainStep, batch: Batch, number: int) -> torch.Tensor:
@@ -177,7 +177,7 @@ def test_memory_error_in_the_check_takes_smaller_slices(monkeypatch: pytest.Monk
 
 
 def test_wrong_update_of_the_optimizer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup, step = prepared(**{"optim.optimizer": "muon"})
+    setup, step = on_mps(**{"optim.optimizer": "muon"})
     assert optimizer_difference(step) < 1e-6
     monkeypatch.setattr(step, "orthogonalize", lambda x: orthogonalize(x) + 0.1)
     with pytest.raises(UserError, match="updates of the optimizer that differ"):
@@ -187,7 +187,7 @@ def test_wrong_update_of_the_optimizer_is_found(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["bmm", "sdpa"])
 def test_leak_from_later_tokens_stops_the_run(precision: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    setup, step = prepared(**{"train.precision": precision})
+    setup, step = on_mps(**{"train.precision": precision})
     step.model.set_attention(kind)  # type: ignore[arg-type]
     check_causality(step.model, "cpu", setup.autocast)
     original = layers.attention

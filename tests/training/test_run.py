@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import run_small, screen, small_config, tensors_of
+from small_run import losses_of, prepared, run_small, small_config, tensors_of
 
 import m1clip
 from m1clip.config import load_config
@@ -18,8 +18,8 @@ from m1clip.errors import UserError
 from m1clip.inference.encoder import load
 from m1clip.runlog import read_log
 from m1clip.training import run as duration
-from m1clip.training.run import decode_plan, is_steady, without_pauses
-from m1clip.training.setup import Setup, prepare
+from m1clip.training.run import is_steady, without_pauses
+from m1clip.training.setup import Setup
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_calibration_takes_a_small_part_of_the_minutes(seconds: float, monkeypat
     monkeypatch.setattr(duration, "encode", encode)
     monkeypatch.setattr(duration, "time", clock)
     changes = {"train.steps": None, "train.minutes": seconds / 60, "train.eval_every": None}
-    setup = prepare(small_config(changes), lambda line: None, decode_plan(screen()))
+    setup = prepared(small_config(changes))
     warnings: list[str] = []
     length = duration.run_length(setup, warnings.append)
     if seconds < 1:
@@ -172,15 +172,11 @@ def test_pauses_and_busy_moments_do_not_count_in_the_calibration() -> None:
     assert not is_steady([0.1, 0.3, 0.31, 0.1, 0.28])
 
 
-def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in read_log(run) if line["kind"] == "step"]
-
-
 @pytest.mark.parametrize(("objective", "optimizer"), [("infonce", "adamw"), ("sigmoid", "adamw"), ("multi", "muon")])
 def test_every_loss_learns_a_few_images(tmp_path: Path, objective: str, optimizer: str) -> None:
     changes = {"train.loss": objective, "optim.optimizer": optimizer, "train.steps": 24}
     run_small(tmp_path / "run", {**changes, "optim.lr": 3e-3})
-    values = losses(tmp_path / "run")
+    values = losses_of(tmp_path / "run")
     assert values[-1] < 0.85 * values[0]
 
 
@@ -189,7 +185,7 @@ def test_bf16_trains_like_fp32(tmp_path: Path) -> None:
         # AdamW: Muon makes even the smallest direction of a gradient count as much as the largest, rounding too.
         changes = {"train.precision": precision, "optim.optimizer": "adamw"}
         run_small(tmp_path / precision, changes)
-    exact, rough = losses(tmp_path / "fp32"), losses(tmp_path / "bf16")
+    exact, rough = losses_of(tmp_path / "fp32"), losses_of(tmp_path / "bf16")
     assert exact != rough
     assert rough == pytest.approx(exact, rel=0.03)
 
@@ -209,7 +205,7 @@ def test_held_out_combinations_are_learned(tmp_path: Path) -> None:
         "train.batch_size": 64, "train.steps": 75,
     }  # fmt: skip
     result = run_small(tmp_path / "run", changes)
-    values = losses(tmp_path / "run")
+    values = losses_of(tmp_path / "run")
     assert values[-1] < 0.6 * values[0]
     assert result.split == "test"
     for way in ("text_to_image", "image_to_text"):

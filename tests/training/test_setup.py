@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from small_run import run_small, screen, small_config
+from small_run import prepared, run_small, screen, small_config
 from tower_run import PIECES, frozen_config, frozen_options, patch_towers
 
 import m1clip.config
@@ -18,12 +18,7 @@ from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, 
 from m1clip.text.tokenizers import CharTokenizer, wordpiece_tokenizer
 from m1clip.training import autotune, setup
 from m1clip.training import run as runs
-from m1clip.training.setup import prepare
 from m1clip.training.transfer import Start, Trainable, augmentation_for
-
-
-def prepared(config: Config, shown: Any = None) -> setup.Setup:
-    return prepare(config, lambda line: None, runs.decode_plan(shown or screen()))
 
 
 def stages(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Config]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import screen, small_config
+from small_run import prepared, small_config
 from torch import Tensor, nn
 
 from m1clip import losses
@@ -15,8 +15,7 @@ from m1clip.data.loader import Batch
 from m1clip.losses import positives
 from m1clip.model.clip import Features
 from m1clip.training import step as step_module
-from m1clip.training.run import decode_plan
-from m1clip.training.setup import Setup, prepare
+from m1clip.training.setup import Setup
 from m1clip.training.step import TrainStep
 
 AUGMENTED = {"data.crop_min": 0.5, "data.flip": 0.5, "data.color_jitter": 0.3}
@@ -24,7 +23,7 @@ PHASES = {"copy", "forward", "backward", "optimizer"}
 
 
 def make(changes: dict[str, Any] | None = None) -> tuple[Setup, TrainStep]:
-    setup = prepare(small_config({**AUGMENTED, **(changes or {})}), lambda line: None, decode_plan(screen()))
+    setup = prepared(small_config({**AUGMENTED, **(changes or {})}))
     model = setup.build_model()
     with torch.no_grad():  # no parameter at an initial value that would hide its gradient
         for p in model.parameters():

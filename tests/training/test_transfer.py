@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
-from small_run import assert_same_bits, resume_quietly, run_small, screen, small_config, tensors_of
+from small_run import assert_same_bits, losses_of, prepared, resume_quietly, run_small, screen, small_config, tensors_of
 from tower_run import frozen_config, patch_towers
 
 import m1clip
@@ -24,8 +24,8 @@ from m1clip.model import pretrained
 from m1clip.model.clip import Features
 from m1clip.runlog import read_log
 from m1clip.training import transfer
-from m1clip.training.run import decode_plan, train_config
-from m1clip.training.setup import Setup, prepare
+from m1clip.training.run import train_config
+from m1clip.training.setup import Setup
 from m1clip.training.transfer import interpolated
 
 
@@ -51,10 +51,6 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch_towers(patch)
         train_config(frozen_config(folder, **{"train.steps": 3}), folder / "run", screen())
     return folder / "run"
-
-
-def prepared(config: Any) -> Setup:
-    return prepare(config, lambda line: None, decode_plan(screen()))
 
 
 def tuned(first: Path, **changes: Any) -> Any:
@@ -288,5 +284,5 @@ def test_distillation(scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(transfer, "TEACHER_WEIGHT", 1.0)
     train_config(small_config(changes), tmp_path / "run", screen())
-    losses = [record["loss"] for record in read_log(tmp_path / "run") if record["kind"] == "step"]
+    losses = losses_of(tmp_path / "run")
     assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3])
