@@ -39,12 +39,10 @@ def test_freed_memory_is_reused_until_it_is_returned() -> None:
     assert int(after) > int(again)  # with huge pages few, but never none
 
 
-def test_malloc_settings_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malloc_is_not_changed_on_other_systems_or_where_the_user_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     assert memory.keep_freed_memory() is False
-
-
-def test_malloc_settings_are_for_linux_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MALLOC_ARENA_MAX")
     monkeypatch.setattr(sys, "platform", "darwin")
     assert memory.keep_freed_memory() is False
     assert memory.return_freed_memory() is False

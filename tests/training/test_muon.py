@@ -38,11 +38,6 @@ def jordan(x: Tensor) -> Tensor:
     return x
 
 
-def theirs_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make torch's Muon compute in fp32; a clone, because it divides in place."""
-    monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)
-
-
 def assert_same(one: Made, other: Made, tolerance: float) -> None:
     for name, p in one[0].items():
         torch.testing.assert_close(p, other[0][name], atol=tolerance, rtol=tolerance)
@@ -52,24 +47,21 @@ def assert_same(one: Made, other: Made, tolerance: float) -> None:
             torch.testing.assert_close(state[0][key], state[1][key])
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_update_matches_torch_in_fp32(monkeypatch: pytest.MonkeyPatch, decay: float) -> None:
-    theirs_in_fp32(monkeypatch)
+@pytest.mark.parametrize(
+    ("dtype", "decay", "tolerance"),
+    [(torch.float32, 0.0, 2e-5), (torch.float32, 0.3, 2e-5), (torch.bfloat16, 0.1, 0.05 * 4 * 0.03)],  # rounding
+)
+def test_update_matches_torch(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, decay: float, tolerance: float
+) -> None:
+    if dtype == torch.float32:
+        monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)  # in torch's Muon, which divides in place
     monkeypatch.setattr(muon, "orthogonalize", jordan)
-    ours = made(lambda named: Muon(named, lr=0.05, weight_decay=decay, dtype=torch.float32))
+    ours = made(lambda named: Muon(named, lr=0.05, weight_decay=decay, dtype=dtype))
     theirs = made(lambda named: torch.optim.Muon(named, lr=0.05, weight_decay=decay))
     run(ours, 4)
     run(theirs, 4)
-    assert_same(ours, theirs, 2e-5)
-
-
-def test_update_matches_torch_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muon, "orthogonalize", jordan)
-    ours = made(lambda named: Muon(named, lr=0.05))
-    theirs = made(lambda named: torch.optim.Muon(named, lr=0.05))
-    run(ours, 3)
-    run(theirs, 3)
-    assert_same(ours, theirs, 0.05 * 3 * 0.03)  # three steps of that learning rate, each with bf16 rounding
+    assert_same(ours, theirs, tolerance)
 
 
 def test_learning_rate_as_device_tensor() -> None:

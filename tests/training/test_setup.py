@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from small_run import prepared, run_small, screen, small_config
+from small_run import prepared, screen, small_config
 from tower_run import PIECES, frozen_config, frozen_options, patch_towers
 
 import m1clip.config
@@ -153,19 +153,12 @@ def test_batch_size_is_reduced_for_few_images(
     assert shown.warned[0].startswith("only 20 training images")
 
 
-def test_impossible_batch_sizes_are_rejected_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="1 training images found; contrastive training"):
-        run_small(tmp_path / "one", {"data.train_count": 1})
-    assert not (tmp_path / "one").exists()
+def test_batch_without_enough_images_is_rejected_before_towers_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(setup, "_from_towers", lambda *_: pytest.fail("towers were loaded"))
     with pytest.raises(UserError, match="40 training images do not fill one batch of 64"):
         prepared(frozen_config(tmp_path, **{"train.batch_size": 64}))
-
-
-def test_unknown_model_leaves_no_run_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="unknown model preset 'tinny': did you mean 'tiny'"):
-        run_small(tmp_path / "run", {"model.name": "tinny"})
-    assert not (tmp_path / "run").exists()
 
 
 def test_compiled_text_tower_gets_fixed_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,7 +194,6 @@ def test_dead_channels_do_not_increase_the_gradient(frozen: Path) -> None:
         ("scratch", {"transfer.unfreeze_image": 3}, "the tower has 2 blocks"),
         ("scratch", {"transfer.init": "/nowhere"}, "no trained model found"),
         ("scratch", {"transfer.teacher": "/nowhere"}, "no trained model found"),
-        ("scratch", {"transfer.wise_ft": "2"}, "--wise-ft is off"),
     ],
 )
 def test_impossible_settings(kind: str, changes: dict[str, Any], message: str, request: pytest.FixtureRequest) -> None:
