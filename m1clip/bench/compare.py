@@ -13,15 +13,7 @@ import psutil
 
 from m1clip import __version__
 from m1clip.bench.report import verdict
-from m1clip.bench.steps import (
-    ASSUMED_GEMM_FRACTION,
-    Configuration,
-    Result,
-    default_configuration,
-    predict,
-    save_measured,
-    size_of,
-)
+from m1clip.bench.steps import ASSUMED_GEMM_FRACTION, Configuration, Result, predict, save_measured, size_of
 from m1clip.bench.worker import Measurement, MeasurementError, Worker
 from m1clip.errors import UserError
 from m1clip.hardware.device import Kind, Precision, available, choose_device, rules
@@ -85,7 +77,7 @@ def configurations(facts: Facts, options: CompareOptions, devices: Sequence[Kind
     all of this a second time in reverse order, so a machine that becomes slower affects all configurations alike.
     """
     found = [
-        default_configuration(model, batch_size, device, precision, options.optimizer)
+        Configuration.default(model, batch_size, device, precision, options.optimizer)
         for model in options.models
         for batch_size in sorted(options.batch_sizes)
         for device in devices

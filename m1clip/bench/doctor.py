@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 
@@ -49,6 +49,7 @@ def read_machine() -> Machine:
     import torch
 
     from m1clip.bench.known_errors import find_errors
+    from m1clip.hardware.timing import gemm_rates
 
     facts, load = read_facts(), os.getloadavg()[0]
     kinds = [kind for kind in available(facts) if kind != "mlx"]  # each run in MLX checks itself (training/parity.py)
@@ -61,7 +62,11 @@ def read_machine() -> Machine:
         nvidia_driver=Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None,
         kernel_failures=failures,
         known_errors={kind: find_errors(kind) for kind in kinds if not failures[kind]},
-        gemm_flops={kind: _gemm_flops(Device(kind, facts), facts) for kind in kinds if not failures[kind]},
+        gemm_flops={
+            kind: gemm_rates(Device(kind, facts), rules(kind, facts).precisions, 1024 if kind == "cpu" else 4096, 3)
+            for kind in kinds
+            if not failures[kind]
+        },
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
         usable_cpus=usable_cpus(),
         cpu_quota=cpu_quota(Path("/sys/fs/cgroup/cpu.max")),
@@ -98,14 +103,6 @@ def cpu_quota(path: Path) -> float | None:
         return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError):
         return None
-
-
-def _gemm_flops(device: Device, facts: Facts) -> dict[str, float]:
-    from m1clip.hardware.timing import gemm_timings
-
-    size = 1024 if device.kind == "cpu" else 4096
-    precisions: Any = rules(device.kind, facts).precisions
-    return {name: 2 * size**3 / t.low for name, t in gemm_timings(device, precisions, size, rounds=3).items()}
 
 
 def _macos(*command: str) -> str:

@@ -6,15 +6,7 @@ from typing import Any
 
 import torch
 
-from m1clip.bench.steps import (
-    ASSUMED_GEMM_FRACTION,
-    Configuration,
-    default_configuration,
-    load_measured,
-    model_shape,
-    predict,
-    size_of,
-)
+from m1clip.bench.steps import ASSUMED_GEMM_FRACTION, Configuration, load_measured, model_shape, predict, size_of
 from m1clip.bench.worker import GEMM_SIZE
 from m1clip.data.cache import RAM_FRACTION
 from m1clip.errors import UserError
@@ -58,7 +50,7 @@ def make_plan(
     device = Device(choose_device(device_name, facts), facts)
     measure = precision_name == "auto" and device.rules.bf16 == "measure"
     precision = choose_precision(precision_name, device.kind, facts, bf16_speedup(device) if measure else None)
-    c = default_configuration(model, batch_size, device.kind, precision, optimizer)
+    c = Configuration.default(model, batch_size, device.kind, precision, optimizer)
     shape, tokens = model_shape(model)
     parameters, flops = size_of(c)
     step_seconds, source = step_time(c, facts, device)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -60,14 +60,15 @@ class Configuration:
     @property
     def is_default(self) -> bool:
         """Whether this is the default configuration of its model, batch size, device and precision."""
-        return self == default_configuration(self.model, self.batch_size, self.device, self.precision, self.optimizer)
+        return self == Configuration.default(self.model, self.batch_size, self.device, self.precision, self.optimizer)
+
+    @classmethod
+    def default(cls, model: str, batch_size: int, device: Kind, precision: Any, optimizer: str) -> Self:
+        """How `train` computes the step by default."""
+        return cls(model, batch_size, device, precision, device == "cuda", optimizer=optimizer)
 
     def train_config(self) -> Config:
         return Config().changed(**{**asdict(self), "batch_size": max(2, self.batch_size), "steps": 10_000})
-
-
-def default_configuration(model: str, batch_size: int, device: Kind, precision: Any, optimizer: str) -> Configuration:
-    return Configuration(model, batch_size, device, precision, device == "cuda", optimizer=optimizer)
 
 
 @dataclass(frozen=True)

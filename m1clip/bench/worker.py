@@ -20,7 +20,7 @@ from m1clip.errors import UserError
 from m1clip.hardware.device import Device, Kind, Precision, check_compile, choose_precision, threads
 from m1clip.hardware.energy import open_meter
 from m1clip.hardware.facts import Facts, read_facts
-from m1clip.hardware.timing import Load, gemm_rate, is_settled
+from m1clip.hardware.timing import Load, gemm_rates, is_settled
 from m1clip.model.clip import build_clip
 from m1clip.training.memory import random_batch
 from m1clip.training.parity import fill_zeros, gradient, on_cpu, relative_difference
@@ -97,7 +97,7 @@ def probe(kind: Kind, precisions: list[Precision]) -> tuple[int, dict[str, float
     device = Device(kind, facts)
     torch.set_num_threads(threads(0, facts))
     size = GEMM_SIZE[kind if device.has_gpu else "cpu"]
-    return device.total_bytes(), {name: gemm_rate(device, name, size, rounds=5) for name in precisions}
+    return device.total_bytes(), gemm_rates(device, precisions, size, rounds=5)
 
 
 @dataclass(frozen=True)

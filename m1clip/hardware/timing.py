@@ -134,19 +134,17 @@ def _own() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def gemm_timings(
-    device: Device, precisions: tuple[Precision, ...], size: int = 1536, rounds: int = 5
-) -> dict[str, Timing]:
-    """Time a square matrix multiplication in each precision, alternating between them."""
+def gemm_rates(device: Device, precisions: Sequence[Precision], size: int = 1536, rounds: int = 7) -> dict[str, float]:
+    """FLOP/s of a large matrix multiplication in each precision, in alternation: the upper bound for a step."""
     calls: dict[Precision, Callable[[], object]] = {}
     for precision in precisions:
         if device.kind == "mlx":
             calls[precision] = _mlx_product(size, precision)
             continue
-        a = torch.randn(size, size, device=device.torch).to(DTYPES[precision])
-        b = torch.randn(size, size, device=device.torch).to(DTYPES[precision])
+        a, b = (torch.randn(size, size, device=device.torch).to(DTYPES[precision]) for _ in range(2))
         calls[precision] = functools.partial(torch.mm, a, b)
-    return alternate(calls, device.synchronize, rounds=rounds, warmup=2)
+    found = alternate(calls, device.synchronize, rounds=rounds, warmup=2)
+    return {precision: 2 * size**3 / taken.low for precision, taken in found.items()}
 
 
 def _mlx_product(size: int, precision: Precision) -> Callable[[], object]:
@@ -157,12 +155,12 @@ def _mlx_product(size: int, precision: Precision) -> Callable[[], object]:
     return lambda: mx.eval(a @ b)
 
 
-def gemm_rate(device: Device, precision: Precision, size: int = 1536, rounds: int = 7) -> float:
-    """FLOP/s of a large matrix multiplication: the upper bound for a training step."""
-    return 2 * size**3 / gemm_timings(device, (precision,), size, rounds)[precision].low
+def gemm_rate(device: Device, precision: Precision, size: int = 1536) -> float:
+    """`gemm_rates` of one precision."""
+    return gemm_rates(device, (precision,), size)[precision]
 
 
 def bf16_speedup(device: Device) -> float:
     """Speedup of bf16 over fp32 matrix multiplication. Takes well under a second on a CPU."""
-    times = gemm_timings(device, ("fp32", "bf16"), size=768)
-    return times["fp32"].median / times["bf16"].median
+    rates = gemm_rates(device, ("fp32", "bf16"), 768, rounds=5)
+    return rates["bf16"] / rates["fp32"]

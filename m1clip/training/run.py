@@ -35,32 +35,16 @@ from m1clip.model.clip import empty_clip
 from m1clip.model.presets import CLIPConfig
 from m1clip.runlog import NoLog, RunLog, Sink, read_log
 from m1clip.text.base import Tokenizer
+from m1clip.training import process
 from m1clip.training.checkpoint import TrainState, load_latest, restore, share_checkpoint
 from m1clip.training.distributed import RankLost, Ranks, connect, launched
 from m1clip.training.logger import check_sink, open_sink
 from m1clip.training.loop import TrainLoop
 from m1clip.training.oom import oom_as_user_error
 from m1clip.training.parity import check_parity
-from m1clip.training.process import (
-    Interrupted,
-    StopRequest,
-    check_unused,
-    create_run_folder,
-    lock_run,
-    remove_unused_folder,
-    stop_on_signals,
-)
 from m1clip.training.progress import Screen, decode_plan
 from m1clip.training.schedule import warmup_steps
-from m1clip.training.setup import (
-    FINETUNE_OPTIONS,
-    TOWER_OPTIONS,
-    Setup,
-    check_transfer,
-    choose_recipe,
-    prepare,
-    run_name,
-)
+from m1clip.training.setup import FINETUNE_OPTIONS, TOWER_OPTIONS, Setup, check_transfer, choose_recipe, prepare
 from m1clip.training.step import TrainStep
 from m1clip.training.validation import encode
 
@@ -205,17 +189,23 @@ def train_config(
     started = ranks.first(lambda: started_before(run, name))
     if started is not None:
         return resume(started, screen, on_log)
-    folder = ranks.first(lambda: create_run_folder(Path(run) if run is not None else None, name))
-    with _locked(folder, ranks), stop_on_signals() as stop:
+    folder = ranks.first(lambda: process.create_run_folder(Path(run) if run is not None else None, name))
+    with _locked(folder, ranks), process.stop_on_signals() as stop:
         try:
             setup = _with_steps(_prepare(config, folder, screen, ranks), screen.warn)
             _describe(setup, screen)
             ranks.first(lambda: _write_run_files(setup, folder))
         except BaseException:
             if ranks.rank == 0:
-                remove_unused_folder(folder)
+                process.remove_unused_folder(folder)
             raise
         return _train_and_finish(setup, folder, screen, stop, on_log)
+
+
+def run_name(config: Config) -> str:
+    if config.transfer.init is not None:
+        return "finetune"
+    return config.model.name if config.transfer.recipe == "scratch" else config.transfer.recipe
 
 
 def connect_same(device: str) -> Ranks:
@@ -245,7 +235,7 @@ def resume(
         return load_config(folder / "config.toml")
 
     config = ranks.first(saved_config)
-    with _locked(folder, ranks), stop_on_signals() as stop:
+    with _locked(folder, ranks), process.stop_on_signals() as stop:
         for part in (folder, folder / SNAPSHOTS, folder / SNAPSHOTS / THUMBNAILS) if ranks.rank == 0 else ():
             remove_leftovers(part)
         moved = on_device not in (None, config.train.device)
@@ -280,7 +270,7 @@ def started_before(run: str | Path | None, name: str) -> Path | None:
 
 
 def _locked(folder: Path, ranks: Ranks) -> AbstractContextManager[None]:
-    return lock_run(folder) if ranks.rank == 0 else contextlib.nullcontext()
+    return process.lock_run(folder) if ranks.rank == 0 else contextlib.nullcontext()
 
 
 def _prepare(config: Config, folder: Path, screen: Screen, ranks: Ranks, resumed: bool = False) -> Setup:
@@ -306,7 +296,12 @@ def _prepare(config: Config, folder: Path, screen: Screen, ranks: Ranks, resumed
 
 @oom_as_user_error()
 def _train_and_finish(
-    setup: Setup, folder: Path, screen: Screen, stop: StopRequest, on_log: Sink | None = None, resumed: bool = False
+    setup: Setup,
+    folder: Path,
+    screen: Screen,
+    stop: process.StopRequest,
+    on_log: Sink | None = None,
+    resumed: bool = False,
 ) -> Run:
     ranks, state, train_step = setup.ranks, TrainState(), setup.make_step()
     if resumed:
@@ -335,7 +330,7 @@ def _train_and_finish(
         TrainLoop(setup, train_step, state, folder, log, screen).run_until_stopped(stop)
         evaluator, features = _best_on_test(setup, train_step, folder, log, screen)
         return ranks.first(lambda: _finish(setup, evaluator, features, folder, log, screen, state))
-    except (Interrupted, RankLost) as stopped:
+    except (process.Interrupted, RankLost) as stopped:
         log.write("event", step=state.step, event=str(stopped))
         raise
     finally:
@@ -494,7 +489,7 @@ def train(
     if settings.transfer.recipe != "finetune":
         return train_config(settings, run, screen, preset, on_log)
     if run is not None and not launched():
-        check_unused(Path(run))  # fail before the first stage, which takes minutes
+        process.check_unused(Path(run))  # fail before the first stage, which takes minutes
     options = _flat(config, preset) | options
     if settings.transfer.init is None:
         screen.say("stage 1    training heads on frozen towers")

@@ -414,12 +414,6 @@ def _longest(captions: list[str], tokenizer: Tokenizer, context_length: int) -> 
     return min(-(-longest // 8) * 8, context_length)
 
 
-def run_name(config: Config) -> str:
-    if config.transfer.init is not None:
-        return "finetune"
-    return config.model.name if config.transfer.recipe == "scratch" else config.transfer.recipe
-
-
 def check_transfer(transfer: TransferConfig) -> None:
     """Raise UserError for options that do not apply to the recipe."""
     default, tuned = TransferConfig(), transfer.init is not None

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from m1clip.bench.steps import Configuration, Result, default_configuration
+from m1clip.bench.steps import Configuration, Result
 from m1clip.hardware.timing import timing
 
 PARAMETERS = {"tiny": 8e6, "small": 77e6, "ViT-B-32": 151e6, "200M": 200e6, "1B": 1e9}
@@ -12,7 +12,7 @@ FLOPS_PER_IMAGE = {"tiny": 2e9, "small": 66e9, "ViT-B-32": 30e9, "200M": 190e9, 
 def configuration(
     model: str = "tiny", batch_size: int = 8, device: Any = "cpu", precision: Any = "bf16"
 ) -> Configuration:
-    return default_configuration(model, batch_size, device, precision, "muon")
+    return Configuration.default(model, batch_size, device, precision, "muon")
 
 
 def result(c: Configuration, seconds: float, gradient: float = 0.001, other_load: float = 0.0) -> Result:

@@ -116,9 +116,8 @@ def test_load_of_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_speed_of_the_cpu_is_plausible() -> None:
     cpu = Device("cpu", read_facts())
-    times = timing.gemm_timings(cpu, ("fp32", "bf16"), size=64, rounds=3)
-    assert [times[name].n for name in ("fp32", "bf16")] == [3, 3]
-    assert timing.gemm_rate(cpu, "fp32", size=64, rounds=3) > 1e6
+    assert min(timing.gemm_rates(cpu, ("fp32", "bf16"), size=64, rounds=3).values()) > 1e6
+    assert timing.gemm_rate(cpu, "fp32", size=64) > 1e6
     assert timing.bf16_speedup(cpu) > 0
 
 
