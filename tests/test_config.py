@@ -13,20 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import m1clip.config
-from m1clip.config import (
-    NAMES,
-    SECTIONS,
-    Config,
-    ModelConfig,
-    OptimConfig,
-    from_dict,
-    load_config,
-    make_config,
-    preset_names,
-    read_preset,
-    to_dict,
-    to_toml,
-)
+from m1clip.config import NAMES, SECTIONS, Config, from_dict, load_config, make_config, read_preset, to_toml
 from m1clip.errors import UserError
 from m1clip.model.presets import clip_config
 
@@ -85,7 +72,7 @@ def test_missing_settings_have_their_defaults(tmp_path: Path) -> None:
     assert config.train.epochs == 2.0
     assert isinstance(config.train.epochs, float)
     assert config.data.source == ("photos",)
-    assert config.optim == OptimConfig()
+    assert config.optim == m1clip.config.OptimConfig()
     assert load_config(path.rename(tmp_path / "config.toml").parent) == config, "a run folder"
 
 
@@ -156,7 +143,7 @@ SHAPE_MISTAKES = [
 @pytest.mark.parametrize(("values", "words"), SHAPE_MISTAKES)
 def test_impossible_model_shapes(values: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as caught:
-        clip_config(ModelConfig(**values))
+        clip_config(m1clip.config.ModelConfig(**values))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -214,12 +201,12 @@ def test_every_setting_has_a_help_text() -> None:
 
 
 def test_shipped_presets_load() -> None:
-    names = preset_names()
+    names = m1clip.config.preset_names()
     assert {"demo", "prior-art"} <= set(names)
     for name in names:
         config = from_dict(read_preset(name), name)
         clip_config(config.model)
-        assert from_dict(to_dict(config), name) == config
+        assert from_dict(m1clip.config.to_dict(config), name) == config
     prior_art = from_dict(read_preset("prior-art"), "prior-art")
     assert (prior_art.model.name, prior_art.train.batch_size, prior_art.train.epochs) == ("small", 12, 15.0)
     assert prior_art.data.train_count == 216

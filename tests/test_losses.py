@@ -10,19 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from m1clip import losses
-from m1clip.losses import (
-    MAX_SHARED_SCALE,
-    OBJECTIVES,
-    Terms,
-    distillation,
-    fused_infonce,
-    infonce,
-    loss_terms,
-    positives,
-    sigmoid,
-    text_contrast,
-    true_places,
-)
+from m1clip.losses import OBJECTIVES, Terms, fused_infonce, infonce, loss_terms, positives, sigmoid, text_contrast
 from m1clip.model.clip import Features
 
 
@@ -144,7 +132,7 @@ def test_symmetry_and_gradients(name: str) -> None:
     assert all(gradient.abs().max() > 0 for gradient in torch.autograd.grad(of_inputs(*inputs), used))
 
 
-@pytest.mark.parametrize("scale", [1.0, 14.3, MAX_SHARED_SCALE - 1, MAX_SHARED_SCALE + 1, 100.0])
+@pytest.mark.parametrize("scale", [1.0, 14.3, losses.MAX_SHARED_SCALE - 1, losses.MAX_SHARED_SCALE + 1, 100.0])
 def test_fused_infonce_matches_autograd(scale: float) -> None:
     image, text, positive = unit_vectors(3, torch.double)
     results = []
@@ -161,7 +149,7 @@ def test_fused_infonce_matches_autograd(scale: float) -> None:
 
 def test_fused_infonce_with_the_smallest_logits() -> None:
     image, text = torch.tensor([[1.0, 0.0]]).repeat(3, 1), torch.tensor([[-1.0, 0.0]]).repeat(3, 1)
-    for scale in (MAX_SHARED_SCALE, 99.0):
+    for scale in (losses.MAX_SHARED_SCALE, 99.0):
         loss = infonce(Features(image, text, torch.tensor(scale), None), torch.eye(3, dtype=torch.bool))
         assert float(loss) == pytest.approx(math.log(3.0), abs=1e-4)
 
@@ -213,7 +201,7 @@ def test_true_places_matches_nonzero(columns: int) -> None:
     for fraction in (0.0, 0.02, 0.6):
         positive = torch.rand(37, columns) < fraction
         for mask in (positive, positive.T):
-            for ours, expected in zip(true_places(mask), mask.nonzero(as_tuple=True), strict=True):
+            for ours, expected in zip(losses.true_places(mask), mask.nonzero(as_tuple=True), strict=True):
                 assert torch.equal(ours, expected)
 
 
@@ -296,7 +284,7 @@ def test_terms_of_rows_add_up_to_loss_and_gradient(data: st.DataObject) -> None:
     if contrast:
         wanted = wanted + contrast * text_contrast(one, *ids, image_index, blockwise=False)
     if weight:
-        wanted = (1 - weight) * wanted + weight * distillation(one, teacher(*ids))
+        wanted = (1 - weight) * wanted + weight * losses.distillation(one, teacher(*ids))
     wanted.backward()
 
     other, total = leaves(), torch.zeros((), dtype=torch.float64)

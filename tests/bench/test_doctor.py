@@ -13,16 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from m1clip.bench import doctor as module
-from m1clip.bench.doctor import (
-    Finding,
-    Machine,
-    check,
-    check_known_errors,
-    cpu_quota,
-    doctor_text,
-    read_machine,
-    try_kernel,
-)
+from m1clip.bench.doctor import Finding, Machine, check, check_known_errors, doctor_text, try_kernel
 from m1clip.bench.known_errors import KNOWN_ERRORS, find_errors
 from m1clip.cli.machine import doctor
 from m1clip.hardware.device import Device
@@ -93,7 +84,7 @@ def test_defect_is_reported_with_its_remedy(
 
 
 def test_doctor_on_this_machine() -> None:
-    machine = read_machine()
+    machine = module.read_machine()
     assert machine.kernel_failures["cpu"] == ""
     assert machine.gemm_flops["cpu"]["fp32"] > 0
     text = doctor_text(check(machine))
@@ -158,11 +149,11 @@ def test_known_error_on_mps_is_a_warning_with_our_remedy() -> None:
 
 def test_container_cpu_quota(tmp_path: Path) -> None:
     path = tmp_path / "cpu.max"
-    assert cpu_quota(path) is None
+    assert module.cpu_quota(path) is None
     path.write_text("max 100000\n")
-    assert cpu_quota(path) is None
+    assert module.cpu_quota(path) is None
     path.write_text("150000 100000\n")
-    assert cpu_quota(path) == 1.5
+    assert module.cpu_quota(path) == 1.5
 
 
 @pytest.mark.parametrize("disk_free", [0, 100 * GIB])

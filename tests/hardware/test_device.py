@@ -9,16 +9,8 @@ from hypothesis import strategies as st
 from machines import H200, M1, M4, PASCAL, TURING, XEON, mac, product_is_wrong
 
 from m1clip.errors import UserError
-from m1clip.hardware.device import (
-    Kind,
-    apple_chip,
-    available,
-    choose_device,
-    choose_precision,
-    compile_obstacle,
-    rules,
-    threads,
-)
+from m1clip.hardware import device
+from m1clip.hardware.device import Kind, available, choose_device, choose_precision, rules
 from m1clip.hardware.facts import Facts, environment, read_facts, usable_cpus
 
 
@@ -105,8 +97,8 @@ def test_rules(kind: Kind, facts: Facts, expected: tuple[object, ...]) -> None:
 
 
 def test_threads_are_the_physical_performance_cores() -> None:
-    assert [threads(0, facts) for facts in (M1, M4, XEON)] == [4, 4, 16]
-    assert threads(3, XEON) == 3
+    assert [device.threads(0, facts) for facts in (M1, M4, XEON)] == [4, 4, 16]
+    assert device.threads(3, XEON) == 3
 
 
 def test_environment_variables_unless_set_by_the_user() -> None:
@@ -132,21 +124,21 @@ def test_facts_of_this_machine() -> None:
 
 
 def test_compile_obstacles() -> None:
-    assert compile_obstacle("cpu", "/opt/venv/torch", "g++", triton=False) == ""
-    assert "C++ compiler" in compile_obstacle("cpu", "/opt/venv/torch", None, triton=False)
-    assert "contains a space" in compile_obstacle("cpu", "/home/me/my code/torch", "g++", triton=False)
-    assert compile_obstacle("cuda", "/home/me/my code/torch", None, triton=True) == ""
-    assert "triton" in compile_obstacle("cuda", "/opt/venv/torch", "g++", triton=False)
-    assert compile_obstacle("mps", "/opt/venv/torch", None, triton=False) == ""
+    assert device.compile_obstacle("cpu", "/opt/venv/torch", "g++", triton=False) == ""
+    assert "C++ compiler" in device.compile_obstacle("cpu", "/opt/venv/torch", None, triton=False)
+    assert "contains a space" in device.compile_obstacle("cpu", "/home/me/my code/torch", "g++", triton=False)
+    assert device.compile_obstacle("cuda", "/home/me/my code/torch", None, triton=True) == ""
+    assert "triton" in device.compile_obstacle("cuda", "/opt/venv/torch", "g++", triton=False)
+    assert device.compile_obstacle("mps", "/opt/venv/torch", None, triton=False) == ""
 
 
 CHIPS = {f"M{n}": mac(f"Apple M{n} {size}".strip()) for n, size in enumerate(("Pro", "", "Max", "", "Ultra"), 1)}
 
 
 def test_chip_is_read_from_its_name() -> None:
-    assert [apple_chip(facts) for facts in CHIPS.values()] == [1, 2, 3, 4, 5]
-    assert apple_chip(mac("Apple M1 (Virtual)")) == 1
-    assert apple_chip(mac("Apple processor")) == 1, "an unknown chip gets every rule"
+    assert [device.apple_chip(facts) for facts in CHIPS.values()] == [1, 2, 3, 4, 5]
+    assert device.apple_chip(mac("Apple M1 (Virtual)")) == 1
+    assert device.apple_chip(mac("Apple processor")) == 1, "an unknown chip gets every rule"
 
 
 @pytest.mark.parametrize(("chip", "limit"), [("M1", 166), ("M2", 166), ("M3", 65_536), ("M4", 65_536), ("M5", 65_536)])

@@ -11,17 +11,9 @@ import pytest
 
 from m1clip.errors import UserError
 from m1clip.io import Owner, lock_content, process_start_id
+from m1clip.monitor import status
 from m1clip.monitor.history import History
-from m1clip.monitor.status import (
-    as_table,
-    find_runs,
-    list_runs,
-    newest_run,
-    require_run,
-    seconds_left,
-    status_of,
-    stop_run,
-)
+from m1clip.monitor.status import as_table, list_runs, newest_run, require_run, status_of, stop_run
 
 from .made_runs import BEGIN, append, evaluation, full_run, line, make_run, step
 
@@ -33,9 +25,9 @@ def state_of(run: Path, now: float | None = None) -> str:
 def test_time_left_from_measured_steps_and_evaluations(tmp_path: Path) -> None:
     history = History(make_run(tmp_path, [step(40), step(60), evaluation(50, 0.1)])).poll()
     # 40 steps of half a second, one evaluation at 100 and the test split, two seconds each
-    assert seconds_left(history) == pytest.approx(40 * 0.5 + 2 * 2.0)
-    assert seconds_left(History(make_run(tmp_path / "new", [])).poll()) is None
-    assert seconds_left(History(full_run(tmp_path / "done")).poll()) is None
+    assert status.seconds_left(history) == pytest.approx(40 * 0.5 + 2 * 2.0)
+    assert status.seconds_left(History(make_run(tmp_path / "new", [])).poll()) is None
+    assert status.seconds_left(History(full_run(tmp_path / "done")).poll()) is None
 
 
 def test_state_of_finished_stopped_and_dead_runs(tmp_path: Path) -> None:
@@ -73,7 +65,7 @@ def test_runs_are_found_listed_and_required(tmp_path: Path) -> None:
     make_run(tmp_path / "a-dead", [step(10), evaluation(10, 0.2), evaluation(20, 0.1)])
     (tmp_path / "not-a-run").mkdir()
     os.utime(tmp_path / "a-dead" / "run.jsonl", (BEGIN, BEGIN))
-    assert [run.name for run in find_runs(tmp_path)] == ["a-dead", "b-done"]
+    assert [run.name for run in status.find_runs(tmp_path)] == ["a-dead", "b-done"]
     assert newest_run(tmp_path).name == "b-done"
     rows = {Path(row["run"]).name: row for row in list_runs(tmp_path)}
     assert [rows["a-dead"][name] for name in ("state", "step", "best")] == ["died", 10, 0.2]

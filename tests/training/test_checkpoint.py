@@ -18,19 +18,7 @@ from m1clip.formatting import steps_or_seconds
 from m1clip.io import remove_folder
 from m1clip.runlog import RunLog, read_log
 from m1clip.training import checkpoint
-from m1clip.training.checkpoint import (
-    CheckpointWriter,
-    TensorGroups,
-    TrainState,
-    checkpoint_folder,
-    checkpoint_tensors,
-    load_latest,
-    restore,
-    save,
-    saved_steps,
-    sha256,
-    verify,
-)
+from m1clip.training.checkpoint import TensorGroups, TrainState, checkpoint_folder, save, saved_steps, verify
 from m1clip.training.distributed import Ranks
 from m1clip.training.step import TrainStep
 
@@ -55,7 +43,7 @@ def run(tmp_path: Path) -> Path:
 
 def load(run: Path, **options: bool) -> tuple[TrainState, TensorGroups, list[str]]:
     warnings: list[str] = []
-    loaded = load_latest(run, CPU, warnings.append, **options)
+    loaded = checkpoint.load_latest(run, CPU, warnings.append, **options)
     assert loaded is not None
     return *loaded, warnings
 
@@ -70,9 +58,9 @@ def test_checkpoint_round_trip(run: Path) -> None:
 
 
 def test_no_checkpoints(tmp_path: Path) -> None:
-    assert load_latest(tmp_path, CPU, pytest.fail) is None
+    assert checkpoint.load_latest(tmp_path, CPU, pytest.fail) is None
     (tmp_path / "checkpoints" / "step-x").mkdir(parents=True)
-    assert load_latest(tmp_path, CPU, pytest.fail) is None
+    assert checkpoint.load_latest(tmp_path, CPU, pytest.fail) is None
 
 
 def test_save_deletes_old_and_later_checkpoints_and_replaces_the_same_step(run: Path) -> None:
@@ -144,7 +132,7 @@ def rewrite_state(run: Path, version: object) -> None:
     state = {**json.loads((folder / "state.json").read_text()), "format": version}
     (folder / "state.json").write_text(json.dumps(state))
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["sha256"]["state.json"] = sha256(folder / "state.json")
+    manifest["sha256"]["state.json"] = checkpoint.sha256(folder / "state.json")
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -195,9 +183,9 @@ def test_invalid_save_every_is_rejected(value: str) -> None:
         small_config({"train.save_every": value})
 
 
-def writer(run: Path, every: int | str) -> CheckpointWriter:
+def writer(run: Path, every: int | str) -> checkpoint.CheckpointWriter:
     config = small_config({"train.save_every": every, "train.save_total_limit": 2})
-    return CheckpointWriter(SimpleNamespace(config=config, ranks=Ranks()), run, RunLog(run), screen())  # type: ignore[arg-type]
+    return checkpoint.CheckpointWriter(SimpleNamespace(config=config, ranks=Ranks()), run, RunLog(run), screen())  # type: ignore[arg-type]
 
 
 def test_saves_by_the_clock_and_after_sleep_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,12 +263,12 @@ def train_step() -> TrainStep:
 
 @pytest.mark.parametrize("message", DAMAGES)
 def test_checkpoint_of_another_model_is_rejected_in_one_line(train_step: TrainStep, message: str) -> None:
-    groups = {name: dict(group) for name, group in checkpoint_tensors(train_step, TrainState()).items()}
+    groups = {name: dict(group) for name, group in checkpoint.checkpoint_tensors(train_step, TrainState()).items()}
     before = {name: t.clone() for name, t in train_step.model.state_dict().items()}
-    restore(train_step, TrainState(step=7), groups)
+    checkpoint.restore(train_step, TrainState(step=7), groups)
     DAMAGES[message](groups)
     with pytest.raises(UserError, match=rf"checkpoint of step 7 does not match the run: .*{message}"):
-        restore(train_step, TrainState(step=7), groups)
+        checkpoint.restore(train_step, TrainState(step=7), groups)
     assert_same_bits(dict(train_step.model.state_dict()), before)
 
 

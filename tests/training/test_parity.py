@@ -21,17 +21,7 @@ from m1clip.training import parity
 from m1clip.training import run as runs
 from m1clip.training.memory import random_batch
 from m1clip.training.muon import orthogonalize
-from m1clip.training.parity import (
-    TOLERANCE,
-    check_causality,
-    check_parity,
-    fill_zeros,
-    first_samples,
-    gradient,
-    on_cpu,
-    optimizer_difference,
-    relative_difference,
-)
+from m1clip.training.parity import TOLERANCE, check_parity, fill_zeros, first_samples, gradient, relative_difference
 from m1clip.training.run import train_config
 from m1clip.training.setup import Setup
 from m1clip.training.step import TrainStep
@@ -68,7 +58,7 @@ def test_zero_initialized_branches_do_not_fail_the_check(monkeypatch: pytest.Mon
     def apart(model: CLIP) -> float:
         step = TrainStep(model, setup.config, setup.device, setup.precision, setup.preprocess)
         _, rough = gradient(step.for_check(model), batch)
-        return relative_difference(rough, gradient(on_cpu(step, setup.facts), batch)[1])
+        return relative_difference(rough, gradient(parity.on_cpu(step, setup.facts), batch)[1])
 
     model = setup.build_model()
     twin = fill_zeros(copy.deepcopy(model))
@@ -178,7 +168,7 @@ def test_memory_error_in_the_check_takes_smaller_slices(monkeypatch: pytest.Monk
 
 def test_wrong_update_of_the_optimizer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     setup, step = on_mps(**{"optim.optimizer": "muon"})
-    assert optimizer_difference(step) < 1e-6
+    assert parity.optimizer_difference(step) < 1e-6
     monkeypatch.setattr(step, "orthogonalize", lambda x: orthogonalize(x) + 0.1)
     with pytest.raises(UserError, match="updates of the optimizer that differ"):
         check_parity(setup, step)
@@ -189,7 +179,7 @@ def test_wrong_update_of_the_optimizer_is_found(monkeypatch: pytest.MonkeyPatch)
 def test_leak_from_later_tokens_stops_the_run(precision: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     setup, step = on_mps(**{"train.precision": precision})
     step.model.set_attention(kind)  # type: ignore[arg-type]
-    check_causality(step.model, "cpu", setup.autocast)
+    parity.check_causality(step.model, "cpu", setup.autocast)
     original = layers.attention
     # The mask once per group of four queries, as in pytorch#195910.
     mask = (torch.arange(64)[:, None] // 4 * 4 + 3 >= torch.arange(64)).float().log()

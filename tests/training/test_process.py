@@ -14,16 +14,9 @@ from small_run import assert_same_bits, command, resume_quietly, run_small, smal
 from m1clip.errors import UserError
 from m1clip.io import LOCK
 from m1clip.runlog import NAME, RunLog, read_log
-from m1clip.training import validation
+from m1clip.training import process, validation
 from m1clip.training.checkpoint import CheckpointWriter, TrainState, verify
-from m1clip.training.process import (
-    Interrupted,
-    Stopped,
-    create_run_folder,
-    lock_run,
-    remove_unused_folder,
-    stop_on_signals,
-)
+from m1clip.training.process import Interrupted, Stopped, create_run_folder, lock_run, stop_on_signals
 
 
 @pytest.mark.slow
@@ -81,11 +74,11 @@ def test_run_folder_must_be_empty(tmp_path: Path) -> None:
 def test_folder_of_a_run_that_wrote_nothing_is_removed(tmp_path: Path) -> None:
     folder = create_run_folder(tmp_path / "run", "x")
     with lock_run(folder):
-        remove_unused_folder(folder)
+        process.remove_unused_folder(folder)
     assert not folder.exists()
     kept = create_run_folder(tmp_path / "kept", "x")
     (kept / "run.jsonl").touch()
-    remove_unused_folder(kept)
+    process.remove_unused_folder(kept)
     assert (kept / "run.jsonl").exists()
 
 
