@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from m1clip.cli.app import Count, app
+from m1clip.cli.app import Count, Flag, app
 from m1clip.errors import UserError
 
 if TYPE_CHECKING:
@@ -82,9 +82,9 @@ def data_lint(
     path: Data,
     /,
     *,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Flag = False,
     context_length: Count = 32,
-    quick: Annotated[bool, Parameter(negative="")] = False,
+    quick: Flag = False,
     image_column: ImageColumn = None,
     caption_column: CaptionColumn = (),
 ) -> None:

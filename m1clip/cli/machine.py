@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from m1clip.cli.app import app
+from m1clip.cli.app import Flag, app
 
-Json = Annotated[bool, Parameter(negative="")]
 Several = Parameter(consume_multiple=True, negative="", show_default=lambda values: " ".join(map(str, values)) or "all")
 
 
@@ -75,7 +74,7 @@ def compare(
 
 
 @app.command
-def doctor(*, json: Json = False) -> None:
+def doctor(*, json: Flag = False) -> None:
     """Check this machine for anything that slows down or breaks training; exit code 1 if there is a problem.
 
     Each line is ok, a warning or a problem with its fix. docs/troubleshooting.md explains each of them.
@@ -112,7 +111,7 @@ def plan(
     memory: str | None = None,
     ranks: int | None = None,
     bandwidth: str | None = None,
-    json: Json = False,
+    json: Flag = False,
 ) -> None:
     """Predict the memory, the largest batch size and the time of a training run.
 

@@ -5,6 +5,7 @@ import gc
 import io
 import os
 import platform
+import re
 import signal
 import sys
 import threading
@@ -32,11 +33,7 @@ def normalized(words: list[str]) -> list[str]:
         word.removesuffix("gpu") + gpu if word == "--device=gpu" or (word == "gpu" and option == "--device") else word
         for option, word in zip(["", *words], words, strict=False)
     ]
-    parts = [word.partition("=") for word in words]
-    words = [
-        name.replace("_", "-") + equals + value if name.startswith("--") else name + equals + value
-        for name, equals, value in parts
-    ]
+    words = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), word) for word in words]
     if words[:1] != ["train"]:
         return words
     first_option = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))

@@ -7,11 +7,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from m1clip.cli.app import app
+from m1clip.cli.app import Flag, app
 from m1clip.errors import UserError
 
 RUNS = Path("runs")
-Flag = Annotated[bool, Parameter(negative="")]
 
 
 @app.command

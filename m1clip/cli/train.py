@@ -51,15 +51,13 @@ def train(
         Train in a background process that survives closing this terminal.
     """
     if resume is not None:
-        others = [word for word in commands.words if word.startswith("--")]
-        others = [
-            word for word in others if word.partition("=")[0] not in ("--resume", "--device", "--shard", "--background")
-        ]
+        given = [word.partition("=")[0] for word in commands.words if word.startswith("--")]
+        others = [name for name in given if name not in ("--resume", "--device", "--shard", "--background")]
         if others:
             raise UserError(f"--resume uses the settings of the run; remove {others[0]}, or start a new run")
     options = given_options(config, commands.words)
     from m1clip.training import run as runs
-    from m1clip.training.process import Interrupted, Stopped
+    from m1clip.training.process import Interrupted, Stopped, start_in_background
     from m1clip.training.progress import Screen
 
     screen = Screen()
@@ -67,7 +65,10 @@ def train(
         name = preset or ""
         if resume is None:  # fail here, not in the background
             name = name or runs.run_name(runs.with_recipe(options, config_file, preset, screen)[0])
-        _in_background(name, run, resume)
+        folder, pid = start_in_background(sys.argv[1:], run, name, resume)
+        print(f"training   in the background: process {pid}, output in {folder / 'train.log'}")
+        print(f"watch      m1clip monitor {folder}")
+        print(f"stop       m1clip stop {folder}")
         return
     try:
         if resume is not None:
@@ -103,12 +104,3 @@ def given_options(config: Config, words: list[str]) -> dict[str, Any]:
         if type(options[flat]) is int and not typed.lstrip("-").isdecimal() and typed != "auto":
             raise UserError(f"{name} must be an integer, not {typed}")  # cyclopts turns 2.5 into 2
     return options
-
-
-def _in_background(name: str, run: Path | None, resume: Path | None) -> None:
-    from m1clip.training.process import start_in_background
-
-    folder, pid = start_in_background(sys.argv[1:], run, name, resume)
-    print(f"training   in the background: process {pid}, output in {folder / 'train.log'}")
-    print(f"watch      m1clip monitor {folder}")
-    print(f"stop       m1clip stop {folder}")

@@ -57,7 +57,6 @@ def available(facts: Facts) -> tuple[Kind, ...]:
 
 
 def choose_device(asked: str, facts: Facts) -> Kind:
-    """The device to use; UserError if a named device is missing."""
     kinds = available(facts)
     if asked == "auto":
         return kinds[0]
@@ -215,7 +214,6 @@ class Device:
         return int(psutil.virtual_memory().total)
 
     def free_bytes(self) -> int:
-        """Memory that this process could still allocate."""
         if self.kind == "cuda":
             return int(self._backend.mem_get_info()[0])
         return int(psutil.virtual_memory().available)

@@ -206,7 +206,6 @@ class History:
         return _number(facts.get("memory_bytes"))
 
     def curve(self, name: str, factor: float) -> list[tuple[int, float]]:
-        """(step, value) of a figure of the steps or evaluations."""
         rows = self.steps if name in CURVES else self.evaluations
         found = ((row["step"], figure_of(row, name)) for row in rows)
         return [(step, factor * value) for step, value in found if value is not None]
@@ -217,7 +216,6 @@ class History:
 
 
 def curve_row(record: Record) -> Row:
-    """The numbers of a step that become curves."""
     phases = {f"seconds/{name}": value for name, value in (record.get("seconds") or {}).items() if name in PHASES}
     values = {name: _number(value) for name, value in ({name: record.get(name) for name in CURVES} | phases).items()}
     return {"step": record["step"], **{name: value for name, value in values.items() if value is not None}}

@@ -201,7 +201,6 @@ def event_lines(history: History, most: int) -> list[Text]:
 
 
 def frame(history: History, status: Status, now: float, console: Console) -> RenderableType:
-    """The screen, as large as the console."""
     width, height = console.size
     if width < SMALLEST[0] or height < SMALLEST[1]:
         return Text(f"window too small\nneeds {SMALLEST[0]}x{SMALLEST[1]}", "bold red")

@@ -269,8 +269,6 @@ def default_batch(start: Start, images: int) -> int:
 
 @dataclass(frozen=True)
 class Fit:
-    """A batch size, micro-batch and checkpointing that fit in memory."""
-
     batch_size: int
     micro_batch: int
     grad_checkpointing: bool

@@ -322,7 +322,6 @@ def list_checkpoints(run: Path, verified: bool = False) -> list[dict[str, Any]]:
 
 
 def checkpoint_table(run: Path, rows: list[dict[str, Any]]) -> str:
-    """`list_checkpoints` for the terminal."""
     if not rows:
         return f"{run}: no checkpoints yet"
     cells = []

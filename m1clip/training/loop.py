@@ -129,7 +129,6 @@ class TrainLoop:
             ) from None
 
     def _timed_batches(self) -> Generator[tuple[float, Batch], None, None]:
-        """Batches with the seconds spent waiting for each."""
         setup, rules = self.setup, self.setup.device.rules
         start, workers = self.state.step, setup.config.data.workers
         where = (start, self.total_steps, workers, rules.worker_start, rules.pin_memory)

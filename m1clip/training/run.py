@@ -69,7 +69,6 @@ class Length(NamedTuple):
 
 
 def run_length(setup: Setup, warn: Callable[[str], None]) -> Length:
-    """The length of the run, from --steps, --epochs or --minutes."""
     train, plan = setup.config.train, setup.training.plan
     if train.steps is not None:
         return Length(train.steps)
@@ -158,7 +157,6 @@ class Run:
 
     @functools.cached_property
     def model(self) -> Model:
-        """The best model, ready to encode images and texts."""
         return load(self.path)
 
     def _repr_png_(self) -> bytes:

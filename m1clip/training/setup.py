@@ -415,7 +415,6 @@ def _longest(captions: list[str], tokenizer: Tokenizer, context_length: int) -> 
 
 
 def check_transfer(transfer: TransferConfig) -> None:
-    """Raise UserError for options that do not apply to the recipe."""
     default, tuned = TransferConfig(), transfer.init is not None
     recipe = "--init" if tuned else f"--recipe {transfer.recipe}"
     rules = [

@@ -479,7 +479,6 @@ class TrainStep:
 
 
 def step_class(device: Device) -> type[TrainStep]:
-    """The step of a device: one in torch for all, except for MLX."""
     if device.kind != "mlx":
         return TrainStep
     from m1clip.training.mlx_step import MLXStep
