@@ -46,6 +46,7 @@ from m1clip.training.progress import Screen, decode_plan
 from m1clip.training.schedule import warmup_steps
 from m1clip.training.setup import FINETUNE_OPTIONS, TOWER_OPTIONS, Setup, check_transfer, choose_recipe, prepare
 from m1clip.training.step import TrainStep
+from m1clip.training.transfer import interpolate_weights
 from m1clip.training.validation import encode
 
 DEFAULT_EPOCHS = 10.0
@@ -325,9 +326,10 @@ def _train_and_finish(
         note = f"; {parity.skipped}" if parity.skipped else ""
         screen.say(f"parity     gradients on {setup.device.kind} differ by at most {parity.difference:.2%}{note}")
     try:
-        TrainLoop(setup, train_step, state, folder, log, screen).run_until_stopped(stop)
-        evaluator, features = _best_on_test(setup, train_step, folder, log, screen)
-        return ranks.first(lambda: _finish(setup, evaluator, features, folder, log, screen, state))
+        loop = TrainLoop(setup, train_step, state, folder, log, screen)
+        loop.run_until_stopped(stop)
+        evaluator, features = _best_on_test(loop)
+        return ranks.first(lambda: _finish(loop, evaluator, features))
     except (process.Interrupted, RankLost) as stopped:
         log.write("event", step=state.step, event=str(stopped))
         raise
@@ -348,18 +350,18 @@ def _failure_log(setup: Setup, folder: Path, log: RunLog, screen: Screen) -> Fai
     return failures
 
 
-def _best_on_test(
-    setup: Setup, train_step: TrainStep, folder: Path, log: RunLog, screen: Screen
-) -> tuple[Evaluator, SplitFeatures]:
+def _best_on_test(loop: TrainLoop) -> tuple[Evaluator, SplitFeatures]:
     """Save the last model, then encode the test split once with the best validation model; each rank a part of it."""
+    setup, train_step, folder = loop.setup, loop.train_step, loop.run
     ranks, last, found = setup.ranks, setup.complete_model(train_step), list[Model]()
     train_step.optimizer.drop_state()  # free memory for the second model
     return_freed_memory()
 
     def save_and_load() -> CLIPConfig:
-        log.check_folder()
+        loop.log.check_folder()
         setup.bundle(last).save(folder / "model")
-        setup.finish(folder, screen.say, log.write)
+        if setup.config.transfer.wise_ft != "off":
+            interpolate_weights(setup, folder, loop.screen.say, loop.log.write)
         found.append(load(folder, device=setup.device.torch.type, precision=setup.precision))
         return found[0].clip.config
 
@@ -370,24 +372,17 @@ def _best_on_test(
     return Evaluator(best, setup.source, split, setup.splits[split]), encode(setup, best.clip, split)
 
 
-def _finish(
-    setup: Setup,
-    evaluator: Evaluator,
-    features: SplitFeatures,
-    folder: Path,
-    log: RunLog,
-    screen: Screen,
-    state: TrainState,
-) -> Run:
+def _finish(loop: TrainLoop, evaluator: Evaluator, features: SplitFeatures) -> Run:
+    setup, state, folder = loop.setup, loop.state, loop.run
     split, grid = evaluator.split, folder / "retrieval.png"
     scores = evaluator.scores(features)
     retrieval_grid(evaluator.data, features, split, grid)
     if state.best_step >= 0:
         label = selection_metric(scores).label
-        screen.say(f"best       step {state.best_step:,}: validation {label} {100 * state.best:.1f}%")
+        loop.screen.say(f"best       step {state.best_step:,}: validation {label} {100 * state.best:.1f}%")
     steps = [record for record in read_log(folder) if record["kind"] == "step"]
     fractions = [record["data_fraction"] for record in steps if matches_schema(record.get("data_fraction"), float)]
-    log.write(
+    loop.log.write(
         "end",
         step=state.step,
         split=split,

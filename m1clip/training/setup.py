@@ -43,7 +43,6 @@ from m1clip.training.transfer import (
     Trainable,
     augmentation_for,
     fit_heads,
-    interpolate_weights,
     load_features,
     load_teacher,
     open_feature_cache,
@@ -169,11 +168,6 @@ class Setup:
     def bundle(self, model: CLIP) -> Model:
         """The model with what it needs to encode images and texts, in the precision of the run."""
         return Model(model, self.tokenizer, self.preprocess, self.precision)
-
-    def finish(self, folder: Path, say: Callable[[str], None], write: Callable[..., Any]) -> None:
-        """Finish fine-tuning with the best model: WiSE-FT."""
-        if self.config.transfer.wise_ft != "off":
-            interpolate_weights(self, folder, say, write)
 
 
 def prepare(
