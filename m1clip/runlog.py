@@ -124,10 +124,6 @@ def parse(line: bytes) -> Record | None:
     return record if matches_schema(version, int) and version <= VERSION and _valid(record) else None
 
 
-def _time(value: Any) -> bool:
-    return matches_schema(value, float) and 0 <= value < LATEST
-
-
 def _figure(value: Any) -> bool:
     return matches_schema(value, float) or value in ("nan", "inf", "-inf")
 
@@ -148,7 +144,8 @@ SCHEMAS: dict[str, Any] = {
     **dict.fromkeys(("step", "steps", "best_step", "back_to"), int),
     **dict.fromkeys((TOP1, MEAN_RECALL, "peak", "peak_bytes"), float),
     **dict.fromkeys(("split", "event", "text", "where", "version"), str),
-    **{"time": _time, "cores": [float], "rank_seconds": [float], "analysis": _analysis},
+    "time": lambda value: matches_schema(value, float) and 0 <= value < LATEST,
+    **{"cores": [float], "rank_seconds": [float], "analysis": _analysis},
 }
 OWN_SCHEMAS: dict[str, dict[str, Any]] = {
     "step": {"step": int, "seconds": {str: float}},

@@ -39,9 +39,8 @@ class Optimizer:
         `local` replaces parameters by this rank's rows of them.
         """
         named = [(name, local.get(name, p)) for name, p in model.named_parameters() if p.requires_grad]
-        hidden = [(n, p) for n, p in named if config.optimizer == "muon" and is_hidden_matrix(n, p)]
-        hidden_names = {name for name, _ in hidden}
-        rest = [(n, p) for n, p in named if n not in hidden_names]
+        hidden = {n: p for n, p in named if config.optimizer == "muon" and is_hidden_matrix(n, p)}
+        rest = [(n, p) for n, p in named if n not in hidden]
         device = named[0][1].device
         fractions = {name: 1.0 for name, _ in named}  # of the learning rate
         if config.layer_decay < 1:
@@ -65,7 +64,7 @@ class Optimizer:
             "adamw": AdamW(adamw_groups, betas=BETAS, eps=EPS, fused=fused, capturable=capturable)
         }
         if hidden:
-            muon_groups = list(groups(hidden, config.muon_lr))
+            muon_groups = list(groups(list(hidden.items()), config.muon_lr))
             self.parts["muon"] = Muon(muon_groups, weight_decay=MUON_WEIGHT_DECAY, dtype=muon_dtype)
         self._peak_lr = {"adamw": config.lr, "muon": config.muon_lr}
 
