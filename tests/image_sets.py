@@ -1,11 +1,13 @@
 """Small image datasets on disk."""
 
+import io
 import json
 import struct
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -31,6 +33,13 @@ def image(seed: int, size: tuple[int, int] = (52, 40)) -> Image.Image:
     """A random image; no two look alike."""
     small = np.random.default_rng(seed).integers(0, 255, (6, 9, 3), np.uint8)
     return Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    """The bytes of an image file."""
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
 
 
 def png(width: int, height: int, data: bytes = b"") -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from image_sets import encoded
 from PIL import Image
 
 from m1clip.data import images
@@ -22,15 +22,9 @@ from m1clip.errors import UserError
 HEIC = Path(__file__).parent / "fixtures" / "red.heic"
 
 
-def saved(image: Image.Image, kind: str, **more: object) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, kind, **more)
-    return stream.getvalue()
-
-
 @pytest.mark.parametrize("kind", images.FORMATS)
 def test_formats_become_rgb(kind: str) -> None:
-    image = decode(saved(Image.new("RGB", (20, 10), (200, 30, 30)), kind))
+    image = decode(encoded(Image.new("RGB", (20, 10), (200, 30, 30)), kind))
     assert (image.mode, image.size) == ("RGB", (20, 10))
     assert np.abs(np.asarray(image)[5, 5].astype(int) - (200, 30, 30)).max() <= 12
 
@@ -38,39 +32,39 @@ def test_formats_become_rgb(kind: str) -> None:
 def test_other_formats_are_refused() -> None:
     for kind in ("EPS", "ICO", "TGA"):
         with pytest.raises(BadImage, match="not an image in a supported format"):
-            decode(saved(Image.new("RGB", (16, 16)), kind), where="x")
+            decode(encoded(Image.new("RGB", (16, 16)), kind), where="x")
 
 
 def test_sixteen_bits_and_floats_are_scaled() -> None:
     values = np.array([[0, 257 * 100, 65535]], np.uint16)
-    image = np.asarray(decode(saved(Image.fromarray(values), "PNG")))
+    image = np.asarray(decode(encoded(Image.fromarray(values), "PNG")))
     assert image[0, :, 0].tolist() == [0, 100, 255]
-    assert np.array_equal(np.asarray(decode(saved(Image.fromarray(values), "TIFF"))), image)
-    floats = np.asarray(decode(saved(Image.fromarray(np.array([[0.0, 0.5, 1.0]], np.float32)), "TIFF")))
+    assert np.array_equal(np.asarray(decode(encoded(Image.fromarray(values), "TIFF"))), image)
+    floats = np.asarray(decode(encoded(Image.fromarray(np.array([[0.0, 0.5, 1.0]], np.float32)), "TIFF")))
     assert floats[0, :, 1].tolist() == [0, 128, 255]
 
 
 def test_palette_alpha_cmyk_animation_and_orientation() -> None:
     red = Image.new("RGBA", (8, 8), (255, 0, 0, 0))
-    assert decode(saved(red, "PNG")).getpixel((0, 0)) == (255, 0, 0)
+    assert decode(encoded(red, "PNG")).getpixel((0, 0)) == (255, 0, 0)
     palette = Image.new("RGB", (8, 8), (0, 0, 255)).quantize(4)
-    assert decode(saved(palette, "PNG", transparency=b"\x00\xff")).getpixel((0, 0)) == (0, 0, 255)
-    cmyk = decode(saved(Image.new("RGB", (8, 8), (0, 255, 0)).convert("CMYK"), "JPEG"))
+    assert decode(encoded(palette, "PNG", transparency=b"\x00\xff")).getpixel((0, 0)) == (0, 0, 255)
+    cmyk = decode(encoded(Image.new("RGB", (8, 8), (0, 255, 0)).convert("CMYK"), "JPEG"))
     assert cmyk.mode == "RGB"
     assert cmyk.getpixel((4, 4))[1] > 240 > 15 > cmyk.getpixel((4, 4))[0]
-    animation = saved(red.convert("RGB"), "GIF", save_all=True, append_images=[Image.new("RGB", (8, 8))])
+    animation = encoded(red.convert("RGB"), "GIF", save_all=True, append_images=[Image.new("RGB", (8, 8))])
     assert decode(animation).getpixel((0, 0)) == (255, 0, 0), "the first frame"
     exif = Image.Exif()
     exif[0x0112] = 6
     for kind in ("JPEG", "PNG", "TIFF", "WEBP"):
         turned = Image.new("RGB", (40, 20))
         turned.paste((255, 255, 255), (0, 0, 20, 20))
-        assert decode(saved(turned, kind, exif=exif)).size == (20, 40)
-        assert decode(saved(turned, kind, exif=exif)).getpixel((10, 4))[0] > 250
+        assert decode(encoded(turned, kind, exif=exif)).size == (20, 40)
+        assert decode(encoded(turned, kind, exif=exif)).getpixel((10, 4))[0] > 250
 
 
 def test_jpeg_draft_mode_is_never_below_wanted_size() -> None:
-    data = saved(Image.new("RGB", (1000, 600)), "JPEG")
+    data = encoded(Image.new("RGB", (1000, 600)), "JPEG")
     assert min(decode(data, want=112).size) in range(112, 224)
     assert decode(data).size == (1000, 600)
 
@@ -78,11 +72,11 @@ def test_jpeg_draft_mode_is_never_below_wanted_size() -> None:
 def test_broken_file_error_names_file_and_reason(tmp_path: Path) -> None:
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8))
     for kind in ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF"):
-        data = saved(noise, kind)
+        data = encoded(noise, kind)
         with pytest.raises(BadImage, match="here: "):
             decode(data[: len(data) // 2], where="here")
     with pytest.raises(BadImage, match="truncated"):
-        decode(saved(noise, "JPEG")[:2000], want=16, where="here")
+        decode(encoded(noise, "JPEG")[:2000], want=16, where="here")
     (tmp_path / "empty.jpg").touch()
     os.mkfifo(tmp_path / "pipe.jpg")
     for name, reason in (

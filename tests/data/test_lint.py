@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from image_sets import encoded, image
 from PIL import Image, ImageEnhance
 
 from m1clip.data.images import MAX_PIXELS
@@ -18,20 +17,8 @@ from m1clip.data.sources import open_source
 FLICKR8K = Path(__file__).parents[2] / "../shared/data/flickr8k-112"
 
 
-def photo(seed: int, size: tuple[int, int] = (96, 64)) -> Image.Image:
-    """Random shapes: no two look alike."""
-    small = np.random.default_rng(seed).integers(0, 255, (6, 9, 3), np.uint8)
-    return Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
-
-
-def saved(image: Image.Image, kind: str = "JPEG", **more: Any) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, kind, **more)
-    return stream.getvalue()
-
-
 def good(count: int, start: int = 0) -> dict[str, bytes]:
-    return {f"p{n}.jpg": saved(photo(n)) for n in range(start, start + count)}
+    return {f"p{n}.jpg": encoded(image(n)) for n in range(start, start + count)}
 
 
 def make(folder: Path, files: dict[str, bytes], rows: list[tuple[str, str, str]] | None = None) -> Path:
@@ -61,10 +48,10 @@ def of(report: LintReport, code: str) -> tuple[str, ...]:
 
 def test_clean_dataset_is_ok_in_any_image_mode(tmp_path: Path) -> None:
     modes = {
-        "cmyk.jpg": saved(photo(30).convert("CMYK")),
-        "deep.png": saved(Image.fromarray(np.arange(4096, dtype=np.uint16).reshape(64, 64) * 16), "PNG"),
-        "alpha.png": saved(photo(33).convert("RGBA"), "PNG"),
-        "palette.png": saved(photo(34).quantize(32), "PNG"),
+        "cmyk.jpg": encoded(image(30).convert("CMYK")),
+        "deep.png": encoded(Image.fromarray(np.arange(4096, dtype=np.uint16).reshape(64, 64) * 16), "PNG"),
+        "alpha.png": encoded(image(33).convert("RGBA"), "PNG"),
+        "palette.png": encoded(image(34).quantize(32), "PNG"),
     }
     report = check(tmp_path, {**modes, **good(12)})
     assert (report.findings, report.verdict, report.advice()) == ((), "ok", [])
@@ -73,11 +60,17 @@ def test_clean_dataset_is_ok_in_any_image_mode(tmp_path: Path) -> None:
 
 def test_bad_images_are_reported_with_file_and_row(tmp_path: Path) -> None:
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8))
-    bomb = saved(Image.new("1", (MAX_PIXELS // 1000, 1001)), "PNG")
-    bad = {"missing": b"x", "empty": b"", "truncated": saved(noise)[:1500], "not-an-image": b"text", "too-large": bomb}
-    odd = {"near-empty": saved(Image.new("RGB", (64, 64), (9, 9, 9))), "extreme-size": saved(photo(137, (400, 20)))}
+    bomb = encoded(Image.new("1", (MAX_PIXELS // 1000, 1001)), "PNG")
+    bad = {
+        "missing": b"x",
+        "empty": b"",
+        "truncated": encoded(noise)[:1500],
+        "not-an-image": b"text",
+        "too-large": bomb,
+    }
+    odd = {"near-empty": encoded(Image.new("RGB", (64, 64), (9, 9, 9))), "extreme-size": encoded(image(137, (400, 20)))}
     files = {f"{code}.jpg": data for code, data in (bad | odd).items()}
-    source = open_source(str(make(tmp_path, {**good(60), **files, "last.jpg": saved(photo(99))})))
+    source = open_source(str(make(tmp_path, {**good(60), **files, "last.jpg": encoded(image(99))})))
     (tmp_path / "images/missing.jpg").unlink()
     report = lint(source)
     assert counts(report) == dict.fromkeys(bad | odd, 1)
@@ -87,7 +80,7 @@ def test_bad_images_are_reported_with_file_and_row(tmp_path: Path) -> None:
 
 
 def test_too_many_bad_images_come_first(tmp_path: Path) -> None:
-    report = check(tmp_path, {**good(8), **{f"bad{n}.jpg": b"" for n in range(9)}, "z.jpg": saved(photo(50))})
+    report = check(tmp_path, {**good(8), **{f"bad{n}.jpg": b"" for n in range(9)}, "z.jpg": encoded(image(50))})
     assert report.findings[0].code == "too-many-bad"
     assert "10%" in report.findings[0].message
     text = report.to_text()
@@ -99,8 +92,8 @@ def test_too_many_bad_images_come_first(tmp_path: Path) -> None:
 def test_duplicates_and_leakage(tmp_path: Path) -> None:
     files = good(10)
     files["copy.jpg"] = files["p0.jpg"]
-    files["smaller.jpg"] = saved(photo(1).resize((60, 40)), quality=60)
-    files["brighter.png"] = saved(ImageEnhance.Brightness(photo(2)).enhance(1.2), "PNG")
+    files["smaller.jpg"] = encoded(image(1).resize((60, 40)), quality=60)
+    files["brighter.png"] = encoded(ImageEnhance.Brightness(image(2)).enhance(1.2), "PNG")
     files["leak.jpg"] = files["p3.jpg"]
     held_out = {"smaller.jpg", "leak.jpg", "p9.jpg"}
     report = check(
@@ -139,7 +132,7 @@ def test_labels_and_class_folders_are_recognized(tmp_path: Path) -> None:
     for n in range(12):
         folder = tmp_path / "classes" / ("cat", "dog")[n % 2]
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{n}.jpg").write_bytes(saved(photo(n)))
+        (folder / f"{n}.jpg").write_bytes(encoded(image(n)))
     report = lint(open_source(str(tmp_path / "classes")))
     assert (counts(report), report.verdict) == ({"labels": 12}, "ok")
 
@@ -150,7 +143,7 @@ def test_missing_splits(tmp_path: Path) -> None:
 
 
 def test_sample_progress_and_json(tmp_path: Path) -> None:
-    source = open_source(str(make(tmp_path, {**good(40), "bad\nname\x1b.jpg": b"x", "last.jpg": saved(photo(60))})))
+    source = open_source(str(make(tmp_path, {**good(40), "bad\nname\x1b.jpg": b"x", "last.jpg": encoded(image(60))})))
     report = lint(source, 8)
     assert (report.checked, report.captions) == (8, 42)
     calls: list[tuple[int, int]] = []

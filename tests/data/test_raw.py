@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import struct
 from contextlib import suppress
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from image_sets import encoded
 from PIL import Image
 
 from m1clip.data.images import BadImage, decode, opened
@@ -21,10 +21,9 @@ LOSSLESS = b"\xff\xd8\xff\xc3\x00\x0b\x0e\x01\x00\x02\x00\x01\x11\x00" + bytes(9
 
 def jpeg(width: int, height: int) -> bytes:
     """White on the left, black on the right."""
-    image, stream = Image.new("RGB", (width, height)), io.BytesIO()
+    image = Image.new("RGB", (width, height))
     image.paste((255, 255, 255), (0, 0, width // 2, height))
-    image.save(stream, "JPEG", quality=95)
-    return stream.getvalue()
+    return encoded(image, quality=95)
 
 
 SMALL, LARGE = jpeg(32, 16), jpeg(640, 320)
@@ -104,9 +103,7 @@ def test_largest_preview_upright_with_date(data: bytes) -> None:
 
 
 def test_ordinary_tiff_is_not_replaced_by_its_thumbnail() -> None:
-    stream = io.BytesIO()
-    Image.new("RGB", (700, 400), (9, 8, 7)).save(stream, "TIFF")
-    assert decode(stream.getvalue()).getpixel((0, 0)) == (9, 8, 7)
+    assert decode(encoded(Image.new("RGB", (700, 400), (9, 8, 7)), "TIFF")).getpixel((0, 0)) == (9, 8, 7)
 
 
 @pytest.mark.filterwarnings("ignore")  # of Pillow

@@ -9,7 +9,6 @@ import io
 import json
 import os
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from image_sets import image
+from image_sets import encoded, image
 from photos import make_photos, save_model
 from PIL import Image
 from reliability.test_soak import ALLOWED, growth
@@ -35,6 +34,7 @@ from m1clip.web import photos as photos_module
 from m1clip.web import server as server_module
 from m1clip.web.photos import Photos
 from m1clip.web.server import Server, Store
+from web.client import ask, connect, running
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202e.jpg"
 
@@ -55,23 +55,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(library: Path) -> Iterator[Server]:
-    made = Server(Store([]), 0, Photos(library))
-    thread = threading.Thread(target=made.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    yield made
-    made.shutdown()
-    made.server_close()
-    thread.join(timeout=10)
-
-
-def ask(server: Server, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes, dict[str, str]]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
-    headers = {name.replace("_", "-"): value for name, value in headers.items()}
-    connection.request("GET" if body is None else "POST", path, body, headers)
-    answer = connection.getresponse()
-    data = answer.read()
-    connection.close()
-    return answer.status, data, dict(answer.getheaders())
+    with running(Server(Store([]), 0, Photos(library))) as made:
+        yield made
 
 
 def read(server: Server, path: str, **values: Any) -> dict[str, Any]:
@@ -297,9 +282,8 @@ def test_uploads_are_bounded_in_bytes_pixels_and_number(server: Server, library:
     found = read(server, "/api/search", upload=made["upload"])["results"]
     assert found[0]["path"] == "sideways.jpg"
     assert made["preview"].startswith("data:image/jpeg;base64,")
-    huge = io.BytesIO()
-    Image.new("1", (70_000, 1000)).save(huge, "PNG")  # 70 megapixels in a few bytes
-    status, error = post(server, "/api/upload", huge.getvalue())
+    huge = encoded(Image.new("1", (70_000, 1000)), "PNG")  # 70 megapixels in a few bytes
+    status, error = post(server, "/api/upload", huge)
     assert (status, "megapixels" in error["error"]) == (400, True)
     token = read(server, "/api/library")["token"]
     lines = ["POST /api/upload HTTP/1.1", "Host: localhost", f"X-M1clip-Token: {token}"]
@@ -311,10 +295,6 @@ def test_uploads_are_bounded_in_bytes_pixels_and_number(server: Server, library:
         post(server, "/api/upload", (library / "a" / "0000.jpg").read_bytes())
     status, body, _ = ask(server, f"/api/search?upload={made['upload']}")
     assert (status, json.loads(body)["error"]) == (400, "the image to search by is no longer there; drop it again")
-
-
-def connect(server: Server) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=20)
 
 
 def test_slow_uploads_do_not_stop_the_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from image_sets import encoded
 from PIL import Image
 
 from m1clip.data.types import Sample, Source
@@ -14,9 +15,7 @@ from m1clip.data.types import Sample, Source
 
 def image_bytes(number: int = 0, kind: str = "JPEG", size: tuple[int, int] = (24, 16)) -> bytes:
     """An image whose color encodes its number."""
-    stream = io.BytesIO()
-    Image.new("RGB", size, (number * 20 % 256, 100, 50)).save(stream, kind)
-    return stream.getvalue()
+    return encoded(Image.new("RGB", size, (number * 20 % 256, 100, 50)), kind)
 
 
 def everything(source: Source) -> dict[str, Sample]:
