@@ -67,7 +67,6 @@ def open_for_write(path: Path, flags: int) -> int:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -289,7 +288,6 @@ class Owner:
 
     @property
     def here(self) -> bool:
-        """Whether it is on this machine."""
         return self.host == platform.node()
 
     def process(self) -> psutil.Process | None:
@@ -350,7 +348,6 @@ def require(module: str, purpose: str, extra: str = "data") -> Any:
 
 
 def user_cache() -> Path:
-    """The folder for caches of this user."""
     asked = os.environ.get("XDG_CACHE_HOME")
     if asked and os.path.isabs(asked):
         return Path(asked) / "m1clip"

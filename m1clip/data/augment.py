@@ -21,8 +21,6 @@ from m1clip.data.images import Preprocess
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Augmentation strengths."""
-
     crop_min: float = 1.0  # minimum area fraction of a crop
     flip: float = 0.0  # probability
     color_jitter: float = 0.0  # brightness and contrast between 1 - this and 1 + this
@@ -87,10 +85,8 @@ def _channels(values: tuple[float, float, float], device: torch.device) -> Tenso
 
 def _scale_and_shift(preprocess: Preprocess, device: torch.device) -> tuple[Tensor, Tensor]:
     """(size * 3,) each: bytes of a row of pixels times the first plus the second are normalized."""
-    mean, std = (
-        torch.tensor(values, device=device).repeat(preprocess.image_size)
-        for values in (preprocess.mean, preprocess.std)
-    )
+    both = torch.tensor([preprocess.mean, preprocess.std], device=device)
+    mean, std = both.repeat(1, preprocess.image_size)
     return 1 / (255 * std), -mean / std
 
 

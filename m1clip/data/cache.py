@@ -94,7 +94,6 @@ class RowTable:
         return self.array.nbytes if self.path is None else 0
 
     def read(self, items: np.ndarray) -> np.ndarray:
-        """The rows of some items."""
         return self.array.take(self.rows[items], axis=0)
 
     def try_read(self, items: np.ndarray) -> tuple[np.ndarray, dict[int, Failure]]:

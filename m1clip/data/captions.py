@@ -93,7 +93,6 @@ def caption_ids_of(captions: Sequence[str]) -> np.ndarray:
 
 
 def tokenize_captions(captions: Sequence[tuple[str, ...]], tokenizer: Tokenizer, context_length: int) -> CaptionTable:
-    """Tokenize every caption of every image."""
     flat = [caption for group in captions for caption in group]
     first = np.concatenate([[0], np.cumsum([len(group) for group in captions])]).astype(np.int64)
     tokens = tokenizer.tokenize(flat, context_length)

@@ -191,8 +191,6 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class FileImage(ImageRef):
-    """An image file."""
-
     path: str
 
     def open(self, want: int | None = None) -> Image.Image:
@@ -296,8 +294,6 @@ Result = TypeVar("Result")
 
 
 class _Read(Future[Any]):
-    """A pending result."""
-
     started, abandoned = math.inf, False
 
 

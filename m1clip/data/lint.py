@@ -89,7 +89,6 @@ class LintReport:
         return list(dict.fromkeys(f.remedy for f in self.findings if f.remedy and f.severity != "info"))
 
     def to_json(self) -> str:
-        """The complete report."""
         report = {"verdict": self.verdict, "advice": self.advice(), **asdict(self)}
         return json.dumps(report, indent=2, ensure_ascii=False)
 
@@ -219,7 +218,6 @@ class ImageFacts:
 
 
 def inspect(ref: ImageRef) -> ImageFacts:
-    """Read, hash and decode one image."""
     where = str(ref)
     try:
         data = ref.read()

@@ -80,7 +80,6 @@ class Batch:
         return [slice(a, b) for a, b in itertools.pairwise(bounds)]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """The same batch on a device."""
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:

@@ -73,7 +73,6 @@ class Source:
         return id_
 
     def pick(self, split: str, indices: Sequence[int]) -> list[Sample]:
-        """Some samples of a split."""
         samples = self.samples(split)
         return [samples[index] for index in indices]
 
@@ -86,7 +85,6 @@ class Source:
         return list(self.samples(split))
 
     def caption_count(self) -> int:
-        """Captions of all splits."""
         return sum(len(sample.captions) for split in self.splits() for sample in self.samples(split))
 
     def fewest_captions(self, split: str) -> int:

@@ -40,7 +40,6 @@ class PixelGraph(nn.Module):
         self.clip, self.scale, self.shift = clip, 1 / (255 * std), -mean / std
 
     def forward(self, image: Tensor) -> Tensor:
-        """Normalize and encode."""
         return self.clip.encode_image(image * self.scale + self.shift)
 
 

@@ -52,7 +52,6 @@ class ImageGraph(nn.Module):
         self.clip, self.preprocess, self.missing = clip, preprocess, width - clip.config.embed_dim
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Normalize, encode and fill up with zeros."""
         images = pixels if self.preprocess is None else render(pixels, None, self.preprocess)
         vectors = self.clip.encode_image(images)
         return F.pad(vectors, (0, self.missing)) if self.missing else vectors
@@ -66,7 +65,6 @@ class TextGraph(nn.Module):
         self.clip, self.missing = clip, width - clip.config.embed_dim
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Encode and fill up with zeros."""
         vectors = self.clip.encode_text(tokens.long())
         return F.pad(vectors, (0, self.missing)) if self.missing else vectors
 

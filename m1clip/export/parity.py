@@ -62,11 +62,9 @@ class Examples:
 
     def encode(self, model: AnyModel, split: Split, images: int) -> SplitFeatures:
         """Vectors in float32 of the first images."""
-        return (
-            encode_split_onnx(model, split, images)
-            if isinstance(model, OnnxModel)
-            else encode_split(model, split, images)
-        )
+        if isinstance(model, OnnxModel):
+            return encode_split_onnx(model, split, images)
+        return encode_split(model, split, images)
 
     def calibration(self, preprocess: Preprocess, count: int) -> np.ndarray:
         """(count, size, size, 3) uint8 of training images, or of others where there are none."""
@@ -256,8 +254,8 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
-def _figure(digits: int) -> Callable[[float | None], str]:
-    return lambda value: MISSING if value is None else f"{value:.{digits}f}"
+def _cosine(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.6f}"
 
 
 def change_text(entry: dict[str, float] | None) -> str:
@@ -270,11 +268,11 @@ def change_text(entry: dict[str, float] | None) -> str:
 
 # (label, path in the entry of a runtime, how to write it)
 ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("image vectors: smallest cosine", "image/cosine_min", _figure(6)),
-    ("  mean cosine", "image/cosine_mean", _figure(6)),
+    ("image vectors: smallest cosine", "image/cosine_min", _cosine),
+    ("  mean cosine", "image/cosine_mean", _cosine),
     ("  largest difference", "image/largest_difference", number),
-    ("text vectors: smallest cosine", "text/cosine_min", _figure(6)),
-    ("  mean cosine", "text/cosine_mean", _figure(6)),
+    ("text vectors: smallest cosine", "text/cosine_min", _cosine),
+    ("  mean cosine", "text/cosine_mean", _cosine),
     ("  largest difference", "text/largest_difference", number),
     ("recall@1", "recall@1/after", percent),
     ("  change in points (95% interval)", "recall@1", change_text),
@@ -292,9 +290,8 @@ def report_table(record: dict[str, Any]) -> str:
     columns, examples = record["runtimes"], record["examples"]
     rows = []
     for label, keys, text in ROWS:
-        cells = []
-        for entry in columns.values():
-            cells.append(text(reduce(lambda found, key: (found or {}).get(key), keys.split("/"), entry)))
+        values = (reduce(lambda found, key: (found or {}).get(key), keys.split("/"), each) for each in columns.values())
+        cells = [text(value) for value in values]
         if any(cell != MISSING for cell in cells):
             rows.append([label, *cells])
     lines = [table(["", *columns], rows), ""]
@@ -308,10 +305,7 @@ def report_table(record: dict[str, Any]) -> str:
         lines.append(f"graph      operator set {record['operator_set']}, onnxruntime {runtime}")
     if "coreml" in columns:
         lines.append("vectors    of the exported program in torch, with weights in float16; Core ML itself was not run")
-    recall = (
-        ""
-        if any("recall@1" in entry for entry in columns.values())
-        else "; recall was not measured: export a run, or use --data"
-    )
+    measured = any("recall@1" in entry for entry in columns.values())
+    recall = "" if measured else "; recall was not measured: export a run, or use --data"
     lines.append(f"compared   {examples['images']:,} validation images of {examples['data']}{recall}")
     return "\n".join(lines)

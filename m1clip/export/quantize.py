@@ -161,8 +161,6 @@ def _int8_image(path: Path, inputs: np.ndarray, say: Say) -> list[str]:
     means = _mean_inputs(source, path, batches)
 
     class Reader(CalibrationDataReader):
-        """The calibration images in batches."""
-
         def __init__(self) -> None:
             self.batches = iter(batches)
 

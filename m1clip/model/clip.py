@@ -77,7 +77,6 @@ class CLIP(nn.Module):
         return normalize(self.text_head(features, *dropout_keys).float())
 
     def forward(self, images: Tensor, tokens: Tensor) -> Features:
-        """Both encoders and the temperature."""
         return Features(self.encode_image(images), self.encode_text(tokens), self.scale(), self.logit_bias)
 
     def scale(self) -> Tensor:

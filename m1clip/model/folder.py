@@ -85,7 +85,6 @@ def write_model(folder: Path, model: CLIP, tokenizer: Tokenizer, preprocess: Pre
 
 
 def write_model_files(folder: Path, model: CLIP, tokenizer: Tokenizer, preprocess: Preprocess) -> None:
-    """The files of a model folder."""
     weights = {name: t.detach().cpu() for name, t in model.state_dict().items()}
     write_tensors(folder / WEIGHTS, weights, {"format": "pt"})
     config = {"format": FORMAT, "model": model.config.to_dict(), "preprocess": preprocess.to_dict()}

@@ -50,7 +50,6 @@ class Projection(nn.Linear):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Fan-in, no bias."""
         nn.init.normal_(self.weight, std=self.in_features**-0.5)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -98,7 +97,6 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def standardize(self, mean: Tensor, deviation: Tensor) -> None:
-        """Set the statistics of the training set's features."""
         self.mean.copy_(mean)
         self.deviation.copy_(deviation)
         self.spare_dead_channels()

@@ -155,7 +155,6 @@ def onednn_linear(
 
 
 def to_bf16(parameter: Tensor) -> Tensor:
-    """The bf16 copy of a parameter."""
     return parameter.detach().to(torch.bfloat16)
 
 

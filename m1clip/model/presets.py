@@ -125,8 +125,6 @@ class TextTowerConfig(_Transformer):
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedImageConfig(_Part):
-    """A third-party image tower."""
-
     kind: Literal["efficientnet-lite0", "efficientnet-lite2", "efficientnet-lite0+lite2", "transformers"] = (
         "efficientnet-lite0"
     )
@@ -143,8 +141,6 @@ class PretrainedImageConfig(_Part):
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedTextConfig(_Part):
-    """A third-party text tower."""
-
     kind: Literal["minilm", "transformers"] = "minilm"
     name: str = "minilm"
     settings: str = ""
@@ -195,17 +191,14 @@ class CLIPConfig(_Part):
 
     @property
     def image_size(self) -> int:
-        """Side of an image in pixels."""
         return self.image_tower.image_size
 
     @property
     def context_length(self) -> int:
-        """Tokens of the longest text."""
         return self.text_tower.context_length
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids."""
         return self.text_tower.vocab_size
 
     def resized(self, image_size: int | None) -> CLIPConfig:

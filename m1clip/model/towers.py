@@ -45,7 +45,6 @@ class ConvStem(nn.Module):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Fan-in, no bias."""
         for conv in self.convs:
             assert isinstance(conv, nn.Conv2d)
             nn.init.kaiming_uniform_(conv.weight, a=5**0.5)  # torch's default
@@ -184,7 +183,6 @@ class TextTower(Tower):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """CLIP's initialization."""
         nn.init.normal_(self.tokens.weight, std=0.02)
         nn.init.normal_(self.positions, std=0.01)
         self.transformer.initialize(self.config.init)

@@ -114,7 +114,6 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def assign_weights(model: nn.Module, weights: Tensors, where: str) -> None:
-    """Check tensors and copy them into the model."""
     check_weights(model, weights, where)
     model.load_state_dict(weights)
 

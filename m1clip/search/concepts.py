@@ -80,7 +80,6 @@ class Concepts:
         return {name: (len(good), len(bad)) for name, (good, bad) in self.examples().items()}
 
     def examples(self) -> dict[str, Examples]:
-        """The examples of each word."""
         found: dict[str, tuple[list[np.ndarray], list[np.ndarray]]] = {}
         for name, _, vector, good in self.rows():
             found.setdefault(name, ([], []))[1 - good].append(np.frombuffer(vector, np.float16).astype(np.float32))

@@ -75,7 +75,6 @@ class Report:
 
 
 def user_data() -> Path:
-    """The folder for data of this user."""
     asked = os.environ.get("XDG_DATA_HOME")
     if asked and os.path.isabs(asked):
         return Path(asked) / "m1clip"
@@ -160,7 +159,6 @@ def model_stamp(path: str | Path) -> str:
 
 
 def model_hash(path: str | Path) -> str:
-    """sha256 of a model's files."""
     digest = hashlib.sha256()
     for name in _model_files(path):
         with open(name, "rb") as file:
@@ -406,7 +404,6 @@ class _Writer:
                 self.file.close()
 
     def save(self) -> None:
-        """Commit what was added."""
         self.file.flush()
         os.fsync(self.file.fileno())  # before the rows: after a power loss each row has its vector
         self.db.commit()

@@ -315,7 +315,6 @@ class Index:
 
     @property
     def concepts(self) -> Concepts:
-        """The words that were taught."""
         return Concepts(self.place, self._hash)
 
     def teach(self, name: str, images: Sequence[str | Path | int], good: bool = True) -> None:

@@ -68,7 +68,6 @@ class CharTokenizer(Tokenizer):
         return rust
 
     def record(self) -> dict[str, Any]:
-        """The alphabet."""
         return {"kind": "char", "alphabet": self.alphabet}
 
 
@@ -96,7 +95,6 @@ class FastTokenizer(Tokenizer):
         self.pad_id = 0 if pad_id == self.eot_id else pad_id
 
     def encode_batch(self, texts: Iterable[str]) -> Iterable[list[int]]:
-        """By the library."""
         with _rust_lock:
             return [found.ids for found in self._rust.encode_batch_fast(list(texts), add_special_tokens=False)]
 
@@ -112,11 +110,9 @@ class FastTokenizer(Tokenizer):
         return rows
 
     def library(self) -> RustTokenizer:
-        """A copy of the library's own."""
         return RustTokenizer.from_str(self._rust.to_str())
 
     def record(self) -> dict[str, Any]:
-        """The library's own file."""
         return {"kind": "fast", "tokenizer": json.loads(self._rust.to_str()), "pad_id": self.pad_id}
 
 

@@ -48,7 +48,6 @@ class Store:
         self.update({})
 
     def folder(self, key: str) -> Path | None:
-        """The folder of a run."""
         history = self._runs.get(key)
         return history.run if history else None
 
@@ -146,11 +145,9 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The URL of the page."""
         return f"http://{HOST}:{self.server_address[1]}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Handle a connection in a thread."""
         while not self._free.acquire(timeout=FREE_SECONDS):
             with contextlib.suppress(KeyError, OSError):  # none is open, or it was closed just now
                 self._open.popitem(last=False)[0].shutdown(socket.SHUT_RDWR)
@@ -158,7 +155,6 @@ class Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Handle a connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -180,7 +176,6 @@ class Handler(BaseHTTPRequestHandler):
     timeout = IDLE_SECONDS
 
     def do_GET(self) -> None:
-        """Handle one request."""
         if not self._allowed():
             self._send(403, "text/plain", b"this page is only available at 127.0.0.1 and localhost\n")
             return

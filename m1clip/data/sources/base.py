@@ -66,11 +66,9 @@ class DataSource(Source):
         return _shown(places[min(caption, len(places) - 1)])
 
     def problem(self, place: Place, what: str, kind: str = "row") -> None:
-        """Record what is skipped and why."""
         self.problems.append(Problem(_shown(place), one_line(what), kind))
 
     def note(self, text: str) -> None:
-        """Record something the user should know."""
         self.notes.append(one_line(text))
 
     def _gather(self, rows: Iterator[Row]) -> None:

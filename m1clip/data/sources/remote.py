@@ -27,7 +27,6 @@ _failures: dict[str, tuple[int, float]] = {}  # of each file in this process: ho
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is a URL."""
     return "://" in path
 
 
@@ -93,8 +92,6 @@ def open_file(path: str) -> BinaryIO:
 
 
 class _RemoteFile(io.RawIOBase):
-    """A remote file by ranges."""
-
     def __init__(self, path: str) -> None:
         self.path, self.at = path, 0
         read_range(path, 0, 1)  # which has clearer errors than `size`

@@ -109,8 +109,6 @@ def _pax_fields(body: bytes) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class TarImage(ImageRef):
-    """An image in a shard."""
-
     path: str
     member: str
     offset: int
@@ -253,7 +251,6 @@ def shard_paths(path: Path) -> list[str]:
 
 
 def list_shards(spec: str) -> list[str]:
-    """The shards of a path or URL."""
     return remote_paths(spec) if is_remote(spec) else shard_paths(Path(spec))
 
 

@@ -45,8 +45,6 @@ Problems = tuple[tuple[str, str, str], ...]  # where, what, kind
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A shard and its index."""
-
     path: str
     index: Path
     problems: Problems
@@ -269,8 +267,6 @@ class ShardSamples(Sequence[Sample]):
 
 @dataclass(frozen=True, slots=True)
 class ShardImage(ImageRef):
-    """An image of a streamed shard."""
-
     samples: ShardSamples
     index: int
 
@@ -299,8 +295,6 @@ class ShardImage(ImageRef):
 
 
 class ShardImages(Sequence[ShardImage]):
-    """The images of streamed samples."""
-
     def __init__(self, samples: ShardSamples) -> None:
         self.samples = samples
 

@@ -91,8 +91,6 @@ def text_tables(folder: Path) -> list[Path]:
 
 
 class Columns(NamedTuple):
-    """The columns that are read."""
-
     image: str
     captions: tuple[str, ...]
     split: str | None
@@ -104,7 +102,6 @@ Opened = tuple[Sequence[str], Records]  # column names, rows
 
 
 def table_rows(source: DataSource) -> Iterator[Row]:
-    """The rows of all tables of a source."""
     root = source.path
     for path in find_tables(root, source.options, source.format) if root.is_dir() else [root]:
         # A folder train/ with a table of its own is a split; so is train in the name of a part.
@@ -383,8 +380,6 @@ def _readable(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ParquetImage(ImageRef):
-    """An image in a row of a Parquet file."""
-
     path: str
     column: str
     group: int
