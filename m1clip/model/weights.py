@@ -89,7 +89,7 @@ def _read_torch(path: Path) -> Tensors:
 
 
 def check_weights(model: nn.Module, weights: Tensors, where: str) -> None:
-    """Raise UserError for missing, unknown, misshapen or non-finite tensors; the model may be on the meta device."""
+    """Raise UserError for missing, unknown or misshapen tensors; the model may be on the meta device."""
     own = model.state_dict()
     for odd in sorted(set(own) ^ set(weights)):
         raise UserError(f"{where}: {'missing' if odd in own else 'unknown'} tensor '{odd}'")
@@ -98,11 +98,6 @@ def check_weights(model: nn.Module, weights: Tensors, where: str) -> None:
             raise UserError(f"{where}: '{name}' is {tuple(tensor.shape)}, the model expects {tuple(own[name].shape)}")
         if own[name].is_floating_point() and not tensor.is_floating_point():
             raise UserError(f"{where}: '{name}' is {tensor.dtype}, the model expects floating-point numbers")
-        if not _is_finite(tensor):
-            raise UserError(
-                f"{where}: '{name}' contains NaN or infinity; the training diverged or the file is damaged: use "
-                f"another model or an earlier checkpoint"
-            )
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -114,7 +109,13 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def assign_weights(model: nn.Module, weights: Tensors, where: str) -> None:
+    """Check tensors and copy them into the model; UserError also for NaN and infinity."""
     check_weights(model, weights, where)
+    for name in (name for name, tensor in weights.items() if not _is_finite(tensor)):
+        raise UserError(
+            f"{where}: '{name}' contains NaN or infinity; the training diverged or the file is damaged: use "
+            f"another model or an earlier checkpoint"
+        )
     model.load_state_dict(weights)
 
 
