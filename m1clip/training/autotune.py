@@ -19,17 +19,7 @@ from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
 from m1clip.errors import UserError, first_line
 from m1clip.formatting import amount, plural
-from m1clip.hardware.device import (
-    Device,
-    Kind,
-    Precision,
-    available,
-    check_compile,
-    choose_device,
-    choose_precision,
-    rules,
-    threads,
-)
+from m1clip.hardware.device import Device, Kind, Precision, available, choose_device, choose_precision, rules, threads
 from m1clip.hardware.facts import Facts
 from m1clip.hardware.memory import map_large_blocks, return_freed_memory
 from m1clip.hardware.timing import timing
@@ -244,8 +234,6 @@ def choose_hardware(
     if found.candidates:
         choices["hardware"] = dataclasses.asdict(found)
     device = Device(found.device, facts)
-    if config.model.compile:
-        check_compile(device.kind)
     name = facts.cuda if device.kind == "cuda" else facts.cpu
     cores = f", {plural(torch.get_num_threads(), 'thread')}" if device.kind == "cpu" else ""
     if device.kind == "mlx":

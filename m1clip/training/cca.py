@@ -27,10 +27,8 @@ def fit_projections(image_head: Head, text_head: Head, train: Split) -> None:
     images = captions = 0
     for x_raw, y_raw, image_index in _blocks(train):
         x, y = image_head.standardized(x_raw), text_head.standardized(y_raw)
-        count = torch.bincount(image_index, minlength=len(x))[:, None]
-        ybar = torch.zeros(len(x), y.shape[1]).index_add_(0, image_index, y) / count.clamp(
-            min=1
-        )  # mean of an image's captions
+        count = torch.bincount(image_index, minlength=len(x)).clamp(min=1)[:, None]
+        ybar = torch.zeros(len(x), y.shape[1]).index_add_(0, image_index, y) / count  # mean of an image's captions
         xx += x.T @ x
         yy += y.T @ y
         xy += x.T @ ybar
@@ -77,8 +75,5 @@ def _blocks(train: Split) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         counts = captions.first[block + 1] - captions.first[block]
         image_index = np.repeat(np.arange(len(block)), counts)
         rows = np.concatenate([np.arange(captions.first[i], captions.first[i + 1]) for i in block])
-        yield (
-            torch.from_numpy(images.read(block)),
-            torch.from_numpy(captions.features.read(rows)),
-            torch.from_numpy(image_index),
-        )
+        image, text = torch.from_numpy(images.read(block)), torch.from_numpy(captions.features.read(rows))
+        yield image, text, torch.from_numpy(image_index)

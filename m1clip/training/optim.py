@@ -53,12 +53,9 @@ class Optimizer:
                 start = torch.tensor(lr, device=device) if capturable else lr
                 yield {"params": members, "lr_fraction": fraction, "lr": start, **options}
 
-        # Matrices decay; norms, biases and the temperature do not.
-        decayed = [(n, p) for n, p in rest if p.ndim >= 2]
-        undecayed = [(n, p) for n, p in rest if p.ndim < 2]
-        adamw_groups = [
-            *groups(decayed, config.lr, weight_decay=config.wd),
-            *groups(undecayed, config.lr, weight_decay=0.0),
+        adamw_groups = [  # matrices decay; norms, biases and the temperature do not
+            *groups([(n, p) for n, p in rest if p.ndim >= 2], config.lr, weight_decay=config.wd),
+            *groups([(n, p) for n, p in rest if p.ndim < 2], config.lr, weight_decay=0.0),
         ]
         self.parts: dict[str, torch.optim.Optimizer] = {
             "adamw": AdamW(adamw_groups, betas=BETAS, eps=EPS, fused=fused, capturable=capturable)

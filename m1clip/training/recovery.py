@@ -139,7 +139,6 @@ class Recovery:
         )
 
     def _diagnosis(self) -> UserError:
-        """The error for a run that cannot continue."""
         names = ", ".join(name for name, _ in self.suspects.most_common(SHOWN_SAMPLES))
         losses = ", ".join(f"{loss:.4g}" for loss in self.losses) or "none"
         fp32 = "" if self.setup.precision == "fp32" else ", --precision fp32"

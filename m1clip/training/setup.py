@@ -23,7 +23,7 @@ from m1clip.data.sources.stream import STREAM_BYTES, ShardSamples
 from m1clip.data.types import Source, sample_ids_of
 from m1clip.errors import UserError
 from m1clip.evaluation.analysis import even_indices
-from m1clip.hardware.device import Device, Precision, autocast, choose_device
+from m1clip.hardware.device import Device, Precision, autocast, check_compile, choose_device
 from m1clip.hardware.facts import Facts, read_facts
 from m1clip.hardware.memory import keep_freed_memory
 from m1clip.inference.encoder import Model
@@ -189,6 +189,8 @@ def prepare(
 
     config = _with_batch(config, start, [len(sample.captions) for sample in samples], images)
     device, precision = choose_hardware(config, start, facts, tokens, say, choices)
+    if config.model.compile:
+        check_compile(device.kind)
     fit = fit_memory(config, start, device, precision, facts, tokens, 0 if source.streamed else images)
     if fit is not None:
         say(f"memory     {fit[0]}, within {fit[1] / 1e9:.1f} GB")

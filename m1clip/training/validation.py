@@ -6,7 +6,7 @@ from pathlib import Path
 from m1clip.evaluation.analysis import analyze
 from m1clip.evaluation.examples import write_snapshot
 from m1clip.evaluation.retrieval import retrieval
-from m1clip.evaluation.statistics import Metric, selection_metric
+from m1clip.evaluation.statistics import selection_metric
 from m1clip.inference.encoder import SplitFeatures, encode_split
 from m1clip.model.clip import CLIP
 from m1clip.runlog import RunLog
@@ -63,16 +63,12 @@ class Validator:
             write_snapshot(self.run, state.step, "val", data, features)
         values = {"split": "val", "seconds": round(seconds, 4), "analysis": analysis, **scores.as_dict()}
         self.log.write("eval", step=state.step, **values)
-        better = None if metric.value > state.best else (state.best, state.best_step)
-        self.screen.evaluation(state.step, scores, metric, better)
-        self._save_if_best(model, metric)
-        return state.best, state.best_step, state.stale, metric.label
-
-    def _save_if_best(self, model: CLIP, metric: Metric) -> None:
-        state, setup = self.state, self.setup
-        if metric.value <= state.best:
+        earlier = None if metric.value > state.best else (state.best, state.best_step)
+        self.screen.evaluation(state.step, scores, metric, earlier)
+        if earlier is not None:
             state.stale += 1
-            return
-        with disk_errors(self.log, self.run / "best", state.step):
-            setup.bundle(model).save(self.run / "best")
-            state.best, state.best_step, state.stale = metric.value, state.step, 0
+        else:
+            with disk_errors(self.log, self.run / "best", state.step):
+                self.setup.bundle(model).save(self.run / "best")
+                state.best, state.best_step, state.stale = metric.value, state.step, 0
+        return state.best, state.best_step, state.stale, metric.label

@@ -16,8 +16,8 @@ from m1clip.data.types import Source
 from m1clip.errors import UserError
 from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig, VisionTowerConfig
 from m1clip.text.tokenizers import CharTokenizer, wordpiece_tokenizer
-from m1clip.training import autotune, setup
 from m1clip.training import run as runs
+from m1clip.training import setup
 from m1clip.training.transfer import Start, Trainable, augmentation_for
 
 
@@ -162,7 +162,7 @@ def test_batch_without_enough_images_is_rejected_before_towers_are_loaded(
 
 
 def test_compiled_text_tower_gets_fixed_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune, "check_compile", lambda kind: None)
+    monkeypatch.setattr(setup, "check_compile", lambda kind: None)
     configs = [small_config({"model.compile": on, "model.context_length": 40}) for on in (True, False)]
     lengths = [prepared(config).training[0].tokens.shape[1] for config in configs]
     assert lengths[0] == 40 > lengths[1]
