@@ -445,12 +445,10 @@ def from_dict(values: dict[str, Any], where: str) -> Config:
 def to_dict(config: Config) -> dict[str, Any]:
     """Nested plain values without None (not given), which TOML cannot represent."""
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items() if item is not None}
-        return list(value) if isinstance(value, tuple) else value
+    def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in items if value is not None}
 
-    return typing.cast("dict[str, Any]", plain(dataclasses.asdict(config)))
+    return dataclasses.asdict(config, dict_factory=plain)
 
 
 def to_toml(config: Config) -> str:
@@ -464,14 +462,8 @@ def to_toml(config: Config) -> str:
 
 
 def _literal(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        # TOML uses the same escapes as JSON, except for DEL.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list):
-        return "[" + ", ".join(_literal(item) for item in value) + "]"
-    return repr(value)
+    # Text, numbers and lists are the same in TOML as in JSON, except for DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 # Settings that are no longer there, with the value that changed nothing: older runs have them in their config.toml.

@@ -27,8 +27,7 @@ LOG_EVERY, LOG_LINES = 10, 50  # maximum steps between two log lines, minimum li
 class StepLogger:
     def __init__(self, setup: Setup, train_step: TrainStep, log: RunLog, screen: Screen) -> None:
         self.setup, self.train_step, self.log, self.screen = setup, train_step, log, screen
-        total_steps = setup.config.train.steps or 0
-        self.every = log_interval(total_steps)
+        self.every = log_interval(setup.config.train.steps or 0)
         self.telemetry = Telemetry(setup.device.kind)
         self._wrote_memory = self._wrote_graph = False
         self._begin()

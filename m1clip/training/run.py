@@ -430,13 +430,8 @@ def _describe(setup: Setup, screen: Screen) -> None:
 
 def _write_run_files(setup: Setup, folder: Path) -> None:
     setup.tokenizer.save(folder)
-    environment = {
-        "m1clip": __version__,
-        "command": sys.argv,
-        "data": _fingerprint(setup),
-        "facts": dataclasses.asdict(setup.facts),
-    }
-    write_json(folder / "environment.json", environment)
+    environment = {"m1clip": __version__, "command": sys.argv, "data": _fingerprint(setup)}
+    write_json(folder / "environment.json", {**environment, "facts": dataclasses.asdict(setup.facts)})
     write_text(folder / "config.toml", to_toml(setup.config))  # last: a folder with a config is a complete run
 
 
