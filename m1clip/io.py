@@ -1,7 +1,5 @@
 """Files: bounded reads, atomic writes, validation of what was read, locks."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import importlib

@@ -4,8 +4,6 @@ Cropping, resizing (antialiased) and flipping are linear in the pixels and separ
 batched matrix products, with one matrix per sample.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -57,6 +57,7 @@ REPLACEMENT_TRIES = 32
 TIMED_OUT = "the read did not finish"
 
 Progress = Callable[[int, int], None]  # (done, total)
+Warn = Callable[[str], None]
 Computed = Generator[tuple[list[int], np.ndarray]]  # places in the list of wanted items, and their rows
 Compute = Callable[[list[int], dict[int, str]], Computed]  # adds the places that failed to the dict
 
@@ -279,16 +280,14 @@ class RowCache:
         first = {name: item for item, name in reversed(list(enumerate(names))) if name not in stored}
         return sorted(first.values())
 
-    def fill(
-        self, names: Sequence[bytes], compute: Compute, warn: Callable[[str], None]
-    ) -> tuple[np.ndarray, dict[int, str]]:
+    def fill(self, names: Sequence[bytes], compute: Compute, warn: Warn) -> tuple[np.ndarray, dict[int, str]]:
         """(n,) the row of each name, computing missing ones; and the items that failed, whose row is -1."""
         failed = self._add(names, compute, warn) if self.missing(names) else {}
         stored = self._index()
         rows = np.array([stored.get(name, -1) for name in names], np.int64)
         return rows, {item: failed[names[item]] for item in np.flatnonzero(rows < 0).tolist()}
 
-    def _add(self, names: Sequence[bytes], compute: Compute, warn: Callable[[str], None]) -> dict[bytes, str]:
+    def _add(self, names: Sequence[bytes], compute: Compute, warn: Warn) -> dict[bytes, str]:
         """Append rows as they are computed, and return the failures; a second process waits."""
         self.path.mkdir(parents=True, exist_ok=True)
         with self._locked(warn):
@@ -327,7 +326,7 @@ class RowCache:
         finally:
             save()
 
-    def _locked(self, warn: Callable[[str], None]) -> AbstractContextManager[object]:
+    def _locked(self, warn: Warn) -> AbstractContextManager[object]:
         lock = FileLock(self.path / LOCK, fallback_to_soft=False)  # a soft lock would outlive a killed process
         try:
             try:
@@ -398,7 +397,7 @@ def data_folders(source: Source) -> tuple[str, ...]:
 
 
 def check_failures(
-    bad: Mapping[int, str], refs: Sequence[ImageRef], split: str, tried: int, limit: float, warn: Callable[[str], None]
+    bad: Mapping[int, str], refs: Sequence[ImageRef], split: str, tried: int, limit: float, warn: Warn
 ) -> tuple[Failure, ...]:
     """Report the first bad images; UserError if there are too many."""
     found = tuple(Failure(index, str(refs[index]), bad[index]) for index in sorted(bad))
@@ -423,12 +422,7 @@ class FailureLog:
     """Logs each failed image once; stops the run if too many fail during training."""
 
     def __init__(
-        self,
-        total: int,
-        limit: float,
-        write: Callable[..., Any],
-        warn: Callable[[str], None],
-        named: Iterable[str] = (),
+        self, total: int, limit: float, write: Callable[..., Any], warn: Warn, named: Iterable[str] = ()
     ) -> None:
         self.total, self.limit, self.write, self.warn = total, limit, write, warn
         self.named = set(named)  # before a resume
@@ -467,7 +461,7 @@ class DecodePlan:
     threads: int
     memory_bytes: int
     progress: Callable[[str], AbstractContextManager[Progress]]  # by title
-    warn: Callable[[str], None]
+    warn: Warn
 
 
 def choose_kind(asked: str, *, synthetic: bool, images: int, needed: int, total: int, memory: int, free: int) -> Kind:

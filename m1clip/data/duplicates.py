@@ -1,7 +1,5 @@
 """How images look: a hash and a small gray thumbnail, and the pairs of images that are near-duplicates."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

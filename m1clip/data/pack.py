@@ -1,7 +1,5 @@
 """Write any source as webdataset shards: train-000000.tar with key.jpg, key.txt and key.json for each image."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -1,7 +1,5 @@
 """From the config to splits for training and evaluation: images, captions, failures."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace

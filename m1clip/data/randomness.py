@@ -1,7 +1,5 @@
 """Random numbers as a function of (seed, epoch, sample): a resume needs only the step number."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The preview in a RAW file: DNG, CR2, NEF, ARW and the like are TIFF containers with one or more JPEG images."""
 
-from __future__ import annotations
-
 import io
 import struct
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Sample and Source: what every source of data provides."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

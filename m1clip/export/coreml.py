@@ -1,7 +1,5 @@
 """Core ML packages of both towers: images in, with the preprocessing inside, float16."""
 
-from __future__ import annotations
-
 import json
 import logging
 import warnings

@@ -1,7 +1,5 @@
 """`m1clip export`: a trained model in the format that another program reads."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """ONNX graphs of both towers, and the files that other programs need to use them."""
 
-from __future__ import annotations
-
 import json
 import logging
 import warnings

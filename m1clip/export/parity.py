@@ -1,7 +1,5 @@
 """Whether an exported model does what the original does: token ids, pixels, vectors, recall, size and speed."""
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """ONNX graphs in int8 or fp16: weights of a quarter or half the size; layers that int8 would harm stay in float."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

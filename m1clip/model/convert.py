@@ -1,7 +1,5 @@
 """open_clip's and Hugging Face's CLIP: their tensor names as tables, and their configs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The pre-norm transformer that both towers are made of."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar, cast

@@ -1,7 +1,5 @@
 """CLIP's forward pass in MLX: functions of the torch model's own parameters, by their names and in their layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal
 

@@ -4,8 +4,6 @@ The weights come from installed packages, folders or files; the hub is used only
 comes with weights is executed.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib

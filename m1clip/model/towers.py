@@ -1,7 +1,5 @@
 """Our own towers: each maps a batch to (n, width) features and knows nothing of the other."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,7 +1,5 @@
 """Which parts of a tower are trained: its last blocks, with learning rates by depth."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from m1clip.errors import UserError

@@ -1,7 +1,5 @@
 """Tensor files: safe reading, writing, validation against a model, and adapting to another shape."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 Examples are user data, so they are in a database of their own beside the index, by the content of the images.
 """
 
-from __future__ import annotations
-
 import re
 import sqlite3
 import time

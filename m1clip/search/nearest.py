@@ -1,7 +1,5 @@
 """Exact search over float16 vectors in a memory-mapped file."""
 
-from __future__ import annotations
-
 import sys
 from functools import cache
 from pathlib import Path

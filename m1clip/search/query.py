@@ -1,7 +1,5 @@
 """Search an index: `Index` finds the images nearest to texts and images, exactly."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Search for `m1clip serve`: results, thumbnails, uploads and marks of one index; files by id, never by path."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

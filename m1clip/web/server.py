@@ -3,8 +3,6 @@
 The page asks for new values of runs every second. This module reads runs only; requests about photos go to `photos`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import hmac

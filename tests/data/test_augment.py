@@ -1,7 +1,5 @@
 """Random views: crop, flip, color, resizing and patch dropout."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The cache: content, reuse, kills, concurrent processes, and disk space."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pickle
@@ -23,20 +21,6 @@ from small_run import SERVER, screen, small_config
 
 from m1clip.config import DataConfig
 from m1clip.data import cache
-from m1clip.data.cache import (
-    Failure,
-    FailureLog,
-    LiveImages,
-    RowCache,
-    RowTable,
-    cache_split,
-    choose_kind,
-    data_folders,
-    decode_images,
-    image_names,
-    read_or_replace,
-    row_name,
-)
 from m1clip.data.images import FileImage, to_square
 from m1clip.data.loader import batches
 from m1clip.data.prepare import Split
@@ -54,7 +38,7 @@ def row(word: str) -> np.ndarray:
     return np.full(WIDTH, float(word[1:]), np.float16)
 
 
-def fill(rows: RowCache, words: list[str], stop_after: int | None = None) -> list[str]:
+def fill(rows: cache.RowCache, words: list[str], stop_after: int | None = None) -> list[str]:
     """Fill two rows at a time and return the computed ones; interrupted after `stop_after` blocks."""
     asked: list[str] = []
 
@@ -67,7 +51,7 @@ def fill(rows: RowCache, words: list[str], stop_after: int | None = None) -> lis
             yield list(range(start, start + len(block))), np.stack([row(word) for word in block])
 
     try:
-        at, _ = rows.fill([row_name(word) for word in words], compute, lambda line: None)
+        at, _ = rows.fill([cache.row_name(word) for word in words], compute, lambda line: None)
     except KeyboardInterrupt:
         return asked
     table = rows.table(at)
@@ -75,17 +59,17 @@ def fill(rows: RowCache, words: list[str], stop_after: int | None = None) -> lis
     return asked
 
 
-def row_cache(folder: Path, key: str = "a") -> RowCache:
-    cache = RowCache(folder, "rows", key, (WIDTH,), np.float16)
-    cache.path = folder / key
-    return cache
+def row_cache(folder: Path, key: str = "a") -> cache.RowCache:
+    made = cache.RowCache(folder, "rows", key, (WIDTH,), np.float16)
+    made.path = folder / key
+    return made
 
 
 def test_each_row_is_computed_once_and_only_new_ones_later(tmp_path: Path) -> None:
     assert fill(row_cache(tmp_path), ["w1", "w2", "w1", "w3"]) == ["w1", "w2", "w3"]
     assert fill(row_cache(tmp_path), ["w4", "w2", "w5"]) == ["w4", "w5"]
     assert fill(row_cache(tmp_path), ["w5", "w1", "w1"]) == []
-    assert row_cache(tmp_path, "b").missing([row_name("w1")]) == [0], "another key is another cache"
+    assert row_cache(tmp_path, "b").missing([cache.row_name("w1")]) == [0], "another key is another cache"
 
 
 @pytest.mark.parametrize("torn", ["rows.bin", "names.bin"])
@@ -125,7 +109,7 @@ def test_full_disk_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.Monke
 
 def cached(folder: Path, kind: str = "disk", cache_dir: str | None = None, **more: object) -> Split:
     config = DataConfig(source=(str(folder),), cache=kind, cache_dir=cache_dir)
-    images, samples, failures, kind = cache_split(
+    images, samples, failures, kind = cache.cache_split(
         open_source(str(folder)), "train", SIDE, "shortest", config, plan(**more)
     )
     return Split(images, None, samples, failures, kind)
@@ -150,9 +134,9 @@ def test_second_run_decodes_nothing_even_after_a_move(tmp_path: Path, monkeypatc
 def test_changed_image_is_decoded_again(tmp_path: Path) -> None:
     folder = make_set(tmp_path / "set")
     before = cached(folder)
-    names = image_names(before.samples, [str(folder)])
+    names = cache.image_names(before.samples, [str(folder)])
     Image.new("RGB", (SIDE, SIDE), (1, 2, 3)).save(folder / "images" / "train-0007.jpg", quality=100)
-    changed = [a != b for a, b in zip(names, image_names(before.samples, [str(folder)]), strict=True)]
+    changed = [a != b for a, b in zip(names, cache.image_names(before.samples, [str(folder)]), strict=True)]
     assert np.flatnonzero(changed).tolist() == [7]
     np.testing.assert_array_equal(cached(folder).images.read(np.arange(40)), squares(before))
 
@@ -264,8 +248,8 @@ def test_unwritable_data_folder_falls_back_to_the_user_cache(tmp_path: Path, mon
 
 def test_data_folders_of_a_mixture_and_of_the_hub(tmp_path: Path) -> None:
     one, two = make_set(tmp_path / "one"), make_set(tmp_path / "two")
-    assert data_folders(open_sources([str(one), str(two)])) == (str(one), str(two))
-    assert data_folders(Source("hub", [Path("hf:owner/name")])) == ()
+    assert cache.data_folders(open_sources([str(one), str(two)])) == (str(one), str(two))
+    assert cache.data_folders(Source("hub", [Path("hf:owner/name")])) == ()
 
 
 GB = 10**9
@@ -290,7 +274,7 @@ GB = 10**9
 )
 def test_where_auto_caches_images(facts: dict[str, object], expected: str) -> None:
     usual = {"asked": "auto", "synthetic": False, "images": 100_000, "needed": 1 * GB, "total": 2 * GB}
-    assert choose_kind(**{**usual, "memory": 8 * GB, "free": 100 * GB, **facts}) == expected  # type: ignore[arg-type]
+    assert cache.choose_kind(**{**usual, "memory": 8 * GB, "free": 100 * GB, **facts}) == expected  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -309,9 +293,9 @@ def refs(tmp_path_factory: pytest.TempPathFactory) -> list[FileImage]:
 
 def test_threads_decode_in_order(refs: list[FileImage]) -> None:
     shown: list[tuple[int, int]] = []
-    blocks = list(decode_images(refs, 16, "shortest", {}, lambda *each: shown.append(each), 2))
+    blocks = list(cache.decode_images(refs, 16, "shortest", {}, lambda *each: shown.append(each), 2))
     assert [item for items, _ in blocks for item in items] == list(range(300))
-    live = LiveImages(refs, 16).read(np.arange(300))
+    live = cache.LiveImages(refs, 16).read(np.arange(300))
     assert np.array_equal(np.concatenate([pixels for _, pixels in blocks]), live)
     assert shown == sorted(shown)
     assert (shown[0], shown[-1]) == ((0, 300), (300, 300))
@@ -334,14 +318,14 @@ class Absurd:
 def test_image_too_large_for_memory_is_a_failure(refs: list[FileImage], error: type[Exception]) -> None:
     mixed: list[ImageRef] = [refs[0], Absurd(error), refs[1]]
     bad: dict[int, str] = {}
-    ((items, _),) = decode_images(mixed, 16, "shortest", bad, lambda done, total: None)
+    ((items, _),) = cache.decode_images(mixed, 16, "shortest", bad, lambda done, total: None)
     assert (items, bad) == ([0, 2], {1: "too large for memory"})
-    members, _, failed = read_or_replace(LiveImages(mixed, 16), np.array([0, 1]), 0, 0)
+    members, _, failed = cache.read_or_replace(cache.LiveImages(mixed, 16), np.array([0, 1]), 0, 0)
     assert members[0] == 0
     assert members[1] != 1
     assert {failure.index for failure in failed} == {1}
     with pytest.raises(UserError, match=r"too large for memory; .*continue with --resume"):
-        LiveImages(mixed, 16).read(np.array([0, 1]))
+        cache.LiveImages(mixed, 16).read(np.array([0, 1]))
 
 
 HOST = torch.device("cpu")
@@ -350,12 +334,12 @@ HOST = torch.device("cpu")
 def test_images_go_to_the_device_if_they_leave_room() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (7, 4, 4, 3), np.uint8)
     for rows in (None, np.array([5, 0, 3])):
-        images, wanted = RowTable(pixels, rows), pixels if rows is None else pixels[rows]
+        images, wanted = cache.RowTable(pixels, rows), pixels if rows is None else pixels[rows]
         there = images.to_device(HOST, 4 * wanted.nbytes)
         assert there is not None
         assert np.array_equal(there.numpy(), wanted)
         assert images.to_device(HOST, 4 * wanted.nbytes - 4) is None
-    assert LiveImages([], 4).to_device(HOST, 10**9) is None
+    assert cache.LiveImages([], 4).to_device(HOST, 10**9) is None
 
 
 def test_batch_is_the_same_with_images_on_the_device() -> None:
@@ -373,12 +357,14 @@ def test_batch_is_the_same_with_images_on_the_device() -> None:
 def test_each_failure_is_logged_once_and_too_many_stop_the_run() -> None:
     written: list[tuple[str, dict[str, object]]] = []
     warnings: list[str] = []
-    log = FailureLog(1000, 0.1, lambda kind, **values: written.append((kind, values)), warnings.append, named=["old"])
-    log((Failure(3, "a.jpg", "gone"), Failure(3, "a.jpg", "gone")))
-    log((Failure(3, "a.jpg", "gone"), Failure(4, "old", "gone")))
+    log = cache.FailureLog(
+        1000, 0.1, lambda kind, **values: written.append((kind, values)), warnings.append, named=["old"]
+    )
+    log((cache.Failure(3, "a.jpg", "gone"), cache.Failure(3, "a.jpg", "gone")))
+    log((cache.Failure(3, "a.jpg", "gone"), cache.Failure(4, "old", "gone")))
     assert written == [("skipped", {"split": "train", "where": "a.jpg", "reason": "gone"})]
     assert len(warnings) == 2
-    many = [Failure(100 + number, f"{number}.jpg", "gone") for number in range(99)]
+    many = [cache.Failure(100 + number, f"{number}.jpg", "gone") for number in range(99)]
     log(many[:98])
     with pytest.raises(UserError, match=r"101 of 1,000 train images .*such as a.jpg: gone.*--max-bad"):
         log(many)

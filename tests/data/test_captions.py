@@ -1,7 +1,5 @@
 """The caption table: image of each caption, equal captions, random choice, token dropout."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Image decoding in every mode, damaged files, and preprocessing that matches open_clip's."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

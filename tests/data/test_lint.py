@@ -1,7 +1,5 @@
 """Dataset checks: each fault is reported with file and row, and nothing else is."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Batches by step number: the same for any number of workers, from any step."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import multiprocessing

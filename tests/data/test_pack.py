@@ -1,7 +1,5 @@
 """Shards: the same batches as the folder, readable by webdataset, the same bytes each time."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

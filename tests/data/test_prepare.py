@@ -1,7 +1,5 @@
 """From the config to splits: caches, unreadable images, and the quick check before a run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Random numbers as a function of integers: uniform, with independent streams."""
 
-from __future__ import annotations
-
 import itertools
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """RAW files give their largest JPEG preview, upright and with its date; damaged ones are refused or read as TIFF."""
 
-from __future__ import annotations
-
 import struct
 from contextlib import suppress
 

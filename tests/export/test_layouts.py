@@ -1,7 +1,5 @@
 """Folders for transformers.js, Immich and sentence-transformers; test_programs.py opens them with those programs."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`m1clip export --to onnx`, and the exported folder without torch."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

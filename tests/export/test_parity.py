@@ -1,7 +1,5 @@
 """The comparison at the end of every export."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

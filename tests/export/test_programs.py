@@ -1,7 +1,5 @@
 """Exported folders in the programs that they are for: `make test-export` installs these and runs this file."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """The metric that selects the best model has one name and value in the log, terminal, monitor, report and page."""
 
-from __future__ import annotations
-
 import random
 import re
 from pathlib import Path

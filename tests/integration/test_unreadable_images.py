@@ -1,7 +1,5 @@
 """Datasets with broken images: a few are replaced and reported once, many stop the run."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The wheel in a fresh environment outside the repository: package data included, and it trains."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

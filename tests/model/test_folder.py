@@ -1,7 +1,5 @@
 """Models of open_clip and Hugging Face in every form, and export to their formats."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Attention, MLP and transformer: both attentions, fused products, and the shortcuts of the last block."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Presets: parameter counts (the standard ones equal open_clip 3.3.0's), overrides and validation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

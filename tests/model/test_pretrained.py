@@ -1,7 +1,5 @@
 """Pretrained towers against reference implementations."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -13,23 +11,9 @@ from m1clip.errors import UserError
 from m1clip.model import pretrained
 from m1clip.model.heads import Head, dropout_mask, mixed
 from m1clip.model.presets import HeadConfig, PretrainedImageConfig
-from m1clip.model.pretrained import (
-    BATCH_NORM_EPS,
-    HEAD,
-    LITE0,
-    LITE2,
-    BertSize,
-    BertTower,
-    EfficientNetLite,
-    LiteSize,
-    SameConv,
-    SideBySide,
-    from_bert,
-    from_efficientnet,
-)
 
 
-def their_efficientnet(size: LiteSize = LITE0) -> dict[str, Tensor]:
+def their_efficientnet(size: pretrained.LiteSize = pretrained.LITE0) -> dict[str, Tensor]:
     """Random weights under the names of the package."""
     made: dict[str, Tensor] = {}
 
@@ -49,11 +33,11 @@ def their_efficientnet(size: LiteSize = LITE0) -> dict[str, Tensor]:
             layer(f"{name}._depthwise_conv", f"{name}._bn1", (hidden, 1, stage.kernel, stage.kernel))
             layer(f"{name}._project_conv", f"{name}._bn2", (stage.width, hidden, 1, 1))
             width, number = stage.width, number + 1
-    layer("_conv_head", "_bn1", (HEAD, width, 1, 1))
+    layer("_conv_head", "_bn1", (pretrained.HEAD, width, 1, 1))
     return made
 
 
-def plain_efficientnet(weights: dict[str, Tensor], x: Tensor, size: LiteSize = LITE0) -> Tensor:
+def plain_efficientnet(weights: dict[str, Tensor], x: Tensor, size: pretrained.LiteSize = pretrained.LITE0) -> Tensor:
     """Written from the paper: convolution with TensorFlow's padding, norm, ReLU6, block by block."""
 
     def conv(x: Tensor, conv: str, norm: str, stride: int, act: bool) -> Tensor:
@@ -63,7 +47,7 @@ def plain_efficientnet(weights: dict[str, Tensor], x: Tensor, size: LiteSize = L
         x = F.pad(x, (pad // 2, pad - pad // 2) * 2)
         x = F.conv2d(x, w, stride=stride, groups=x.shape[1] if w.shape[1] == 1 else 1)
         stats = [weights[f"{norm}.{part}"] for part in ("running_mean", "running_var", "weight", "bias")]
-        x = F.batch_norm(x, *stats, training=False, eps=BATCH_NORM_EPS)
+        x = F.batch_norm(x, *stats, training=False, eps=pretrained.BATCH_NORM_EPS)
         return x.clamp(0, 6) if act else x
 
     x = conv(x, "_conv_stem", "_bn0", 2, True)
@@ -83,8 +67,8 @@ def plain_efficientnet(weights: dict[str, Tensor], x: Tensor, size: LiteSize = L
 @pytest.mark.parametrize("size", [64, 50, 33])
 def test_fused_convolutions_and_unpadded_texts_give_the_plain_result(size: int) -> None:
     torch.manual_seed(0)
-    image, text = EfficientNetLite(), BertTower(50, size=SMALL)
-    image.load_state_dict(from_efficientnet(their_efficientnet()))
+    image, text = pretrained.EfficientNetLite(), pretrained.BertTower(50, size=SMALL)
+    image.load_state_dict(pretrained.from_efficientnet(their_efficientnet()))
     torch.nn.init.normal_(text.positions)
     ids = torch.randint(1, 50, (6, 8))
     for row, length in enumerate((3, 3, 8, 5, 5, 1)):
@@ -107,7 +91,7 @@ def test_fused_convolutions_and_unpadded_texts_give_the_plain_result(size: int) 
 @pytest.mark.parametrize(("kernel", "stride", "side"), [(3, 1, 9), (5, 1, 8), (5, 2, 9), (3, 2, 10)])
 def test_gradient_of_depthwise_convolution_in_bf16(kernel: int, stride: int, side: int) -> None:
     torch.manual_seed(0)
-    conv = SameConv(16, 16, kernel, stride, groups=16)
+    conv = pretrained.SameConv(16, 16, kernel, stride, groups=16)
     x = torch.randn(2, 16, side, side).bfloat16()
     results = []
     for dtype in (torch.bfloat16, torch.float32):
@@ -122,23 +106,25 @@ def test_gradient_of_depthwise_convolution_in_bf16(kernel: int, stride: int, sid
 
 def test_lite2_and_two_networks_side_by_side() -> None:
     torch.manual_seed(0)
-    weights = [their_efficientnet(size) for size in (LITE0, LITE2)]
+    weights = [their_efficientnet(size) for size in (pretrained.LITE0, pretrained.LITE2)]
     tower = pretrained.build_image_tower(PretrainedImageConfig(kind="efficientnet-lite0+lite2", image_size=65))
-    assert isinstance(tower, SideBySide)
-    for part, size, theirs in zip((tower.first, tower.second), (LITE0, LITE2), weights, strict=True):
-        part.load_state_dict(from_efficientnet(theirs, size))
+    assert isinstance(tower, pretrained.SideBySide)
+    for part, size, theirs in zip(
+        (tower.first, tower.second), (pretrained.LITE0, pretrained.LITE2), weights, strict=True
+    ):
+        part.load_state_dict(pretrained.from_efficientnet(theirs, size))
     pixels = torch.randn(2, 3, 65, 65)
     with torch.inference_mode():
         features = tower.eval()(pixels)
         smaller = plain_efficientnet(weights[0], F.interpolate(pixels, (56, 56), mode="bilinear"))
-        larger = plain_efficientnet(weights[1], pixels, LITE2)
+        larger = plain_efficientnet(weights[1], pixels, pretrained.LITE2)
     assert features.shape == (2, tower.width)
     first = features[:, : tower.first.width]
-    torch.testing.assert_close(first[:, -HEAD:], smaller, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(features[:, -HEAD:], larger, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(first[:, -pretrained.HEAD :], smaller, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(features[:, -pretrained.HEAD :], larger, atol=1e-4, rtol=1e-4)
 
 
-SMALL = BertSize(width=16, layers=2, heads=2, hidden=24, positions=12)
+SMALL = pretrained.BertSize(width=16, layers=2, heads=2, hidden=24, positions=12)
 
 
 def test_bert_matches_transformers() -> None:
@@ -155,8 +141,8 @@ def test_bert_matches_transformers() -> None:
     theirs = transformers.BertModel(config, add_pooling_layer=False).eval()
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    tower = BertTower(50, size=SMALL).eval()
-    tower.load_state_dict(from_bert(theirs.state_dict(), 2))
+    tower = pretrained.BertTower(50, size=SMALL).eval()
+    tower.load_state_dict(pretrained.from_bert(theirs.state_dict(), 2))
     ids = torch.tensor([[5, 9, 7, 2], [8, 3, 0, 0]])
     mask = (ids != 0).float()
     with torch.inference_mode():
@@ -206,7 +192,7 @@ def test_head_dropout_fraction_and_mean() -> None:
 @torch.inference_mode()
 def test_bert_ignores_padding_and_dropped_tokens() -> None:
     torch.manual_seed(0)
-    tower = BertTower(50, size=SMALL).eval()
+    tower = pretrained.BertTower(50, size=SMALL).eval()
     torch.nn.init.normal_(tower.positions)
     shorter = torch.tensor([[2, 5, 7, 3], [2, 9, 10, 3]])
     expected = tower(shorter)

@@ -1,7 +1,5 @@
 """Our two towers and the CLIP made of them; patch positions and the conv stem."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Towers from transformers, in a frozen run: loaded from a folder, trained, and complete in the model folder."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Triton kernels against torch in fp32: the error is at most that of torch in bf16."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

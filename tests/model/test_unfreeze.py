@@ -1,7 +1,5 @@
 """Layer groups of any tower, and learning rates by depth."""
 
-from __future__ import annotations
-
 import torch
 from tiny_model import tiny_clip
 from torch import nn

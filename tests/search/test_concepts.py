@@ -1,7 +1,5 @@
 """Taught words: found by their examples, combined with text, forgotten; duplicates in groups with the best first."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An index after any changes, kills and full disks equals a new one; unchanged files are not read, bad ones listed."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

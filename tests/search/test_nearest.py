@@ -1,7 +1,5 @@
 """Exact search: equal to brute force in float64, whichever library computes the fast scores."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Search is exact, filters and combines queries, and lists near-duplicates with their best."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """CLIP's BPE: ids of open_clip, and the vocabulary cut to the captions."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

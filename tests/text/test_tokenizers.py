@@ -1,7 +1,5 @@
 """All tokenizers: rows, saving and loading; characters and WordPiece."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """A server in a thread, and requests to it."""
 
-from __future__ import annotations
-
 import http.client
 import socket
 import threading

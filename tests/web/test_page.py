@@ -1,7 +1,5 @@
 """The page in a real browser, where Playwright and Chromium are installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Search over HTTP: what a page of this machine may ask and change, and what no request ever receives."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import http.client

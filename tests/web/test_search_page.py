@@ -1,7 +1,5 @@
 """The search page in a real browser, where Playwright and Chromium are installed."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The web server: what it serves, to whom, and what it never serves."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

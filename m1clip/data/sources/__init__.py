@@ -1,7 +1,5 @@
 """Datasets of any format as samples. A new format is a function from a source to its rows, and a line in `FORMATS`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders of images: a .txt file next to each image, or class folders or file names that become captions."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

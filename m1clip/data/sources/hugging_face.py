@@ -1,7 +1,5 @@
 """A Hugging Face dataset: a folder written by `save_to_disk`, or `hf:owner/name` from the hub."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Parts of files on disk, HTTP or an object store (by fsspec), with retries; messages never show credentials."""
 
-from __future__ import annotations
-
 import io
 import os
 import random

@@ -1,7 +1,5 @@
 """webdataset tar shards: `shard-{000..099}.tar`, a folder of .tar files, or a single one; read in place."""
 
-from __future__ import annotations
-
 import glob
 import json
 import os

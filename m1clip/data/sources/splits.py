@@ -1,7 +1,5 @@
 """The split of each image: what the data names, else a hash of the image's id."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from hashlib import blake2b

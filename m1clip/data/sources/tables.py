@@ -1,7 +1,5 @@
 """CSV, TSV, JSON (also that of COCO and Karpathy), JSONL and Parquet: rows of named cells."""
 
-from __future__ import annotations
-
 import codecs
 import csv
 import io

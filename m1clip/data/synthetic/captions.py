@@ -3,8 +3,6 @@
 They use only a-z, space, comma and full stop. Those that fit a character tokenizer of 77 tokens come first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Draw a scene: background, sprites and where each object goes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """What a synthetic image shows: one or two things at a time of day. scene.toml has the colors, shapes and words."""
 
-from __future__ import annotations
-
 import math
 import tomllib
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The synthetic dataset: images drawn when they are opened, or written to a folder."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

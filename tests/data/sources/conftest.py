@@ -1,7 +1,5 @@
 """Small images for tests of sources."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Helpers for tests of sources."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Folders: text files, classes, a table for each split, Karpathy, COCO."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path

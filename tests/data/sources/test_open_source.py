@@ -1,7 +1,5 @@
 """Format detection, missing libraries and Hugging Face folders."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """webdataset shards are read in place, never unpacked."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

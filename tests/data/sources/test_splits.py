@@ -1,7 +1,5 @@
 """Which split an image is in, and mixtures of datasets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

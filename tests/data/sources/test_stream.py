@@ -1,7 +1,5 @@
 """Streamed shards: any sample through an index, the same batches for any number of ranks and workers, remote reads."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """CSV, TSV, JSONL, JSON and Parquet tables."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random scenes for the tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Drawing: no object hides another, and pixels and texts never change."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A caption describes the complete scene, a negative differs from it in exactly the attributes it names."""
 
-from __future__ import annotations
-
 import re
 from itertools import permutations
 
