@@ -56,15 +56,15 @@ class Entry(NamedTuple):
 
 TRACKS = {"cpu": Track(600, "cpu", "two CPU cores, ten minutes"), "gpu": Track(120, "cuda", "one GPU, two minutes")}
 M1CLIP, OPEN_CLIP = "entry_m1clip.py", "peers/open_clip_entry.py"
-MUON = "--opt timm/muon --lr {} --wd 0.1 --opt-kwargs fallback_lr_scale={} --batch-size 64"
+MUON = "--opt timm/muon --lr 1e-3 --wd 0.1 --opt-kwargs fallback_lr_scale=0.5 --batch-size 64 --aug-cfg scale=(0.5,1.0)"
 ADAMW = "--recipe scratch --optimizer adamw --lr 1e-3"
 ENTRIES = {
     "m1clip": Entry("cpu", M1CLIP, "--recipe scratch", "m1clip's defaults"),
     "m1clip-adamw": Entry("cpu", M1CLIP, ADAMW, "m1clip with AdamW for all weights"),
-    "open_clip-muon": Entry("cpu", OPEN_CLIP, MUON.format("1e-3", 0.5), "open_clip's trainer with timm's Muon"),
+    "open_clip-muon": Entry("cpu", OPEN_CLIP, MUON, "open_clip's trainer with timm's Muon"),
     "open_clip-adamw": Entry("cpu", OPEN_CLIP, "--lr 1e-3 --wd 0.1 --batch-size 256", "open_clip's trainer, AdamW"),
     "m1clip-gpu": Entry("gpu", M1CLIP, "--recipe scratch", "m1clip's defaults"),
-    "open_clip-muon-gpu": Entry("gpu", OPEN_CLIP, MUON.format("1e-3", 0.5), "open_clip's trainer with timm's Muon"),
+    "open_clip-muon-gpu": Entry("gpu", OPEN_CLIP, MUON, "open_clip's trainer with timm's Muon"),
 }
 
 
