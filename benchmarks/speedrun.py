@@ -56,7 +56,9 @@ class Entry(NamedTuple):
 
 TRACKS = {"cpu": Track(600, "cpu", "two CPU cores, ten minutes"), "gpu": Track(120, "cuda", "one GPU, two minutes")}
 M1CLIP, OPEN_CLIP = "entry_m1clip.py", "peers/open_clip_entry.py"
-MUON = "--opt timm/muon --lr 1e-3 --wd 0.1 --opt-kwargs fallback_lr_scale=0.5 --batch-size 64 --aug-cfg scale=(0.5,1.0)"
+MUON = (
+    "--opt timm/muon --lr 1.5e-3 --wd 0.1 --opt-kwargs fallback_lr_scale=0.5 --batch-size 128 --aug-cfg scale=(0.5,1.0)"
+)
 ADAMW = "--recipe scratch --optimizer adamw --lr 1e-3"
 ENTRIES = {
     "m1clip": Entry("cpu", M1CLIP, "--recipe scratch", "m1clip's defaults"),
