@@ -83,7 +83,7 @@ class ModelConfig(Section):
     """A model preset and overrides of its shape."""
 
     name: Annotated[str, Parameter(name="--model", group=COMMON)] = "tiny"
-    "Model: tiny, small, documented, ViT-S-16, ViT-B-32, ViT-B-16, ViT-L-14, 200M, 500M, 1B."
+    "Model preset: tiny, small, documented, ViT-S-16, ViT-B-32, ViT-B-16, ViT-L-14, 200M, 500M, 1B."
     image_size: int | None = None
     "Image height and width in pixels, a multiple of the patch size."
     patch_size: int | None = None
@@ -133,7 +133,7 @@ class DataConfig(Section):
     max_bad: Fraction = 0.10
     "Maximum fraction of unreadable images; with more, the run stops."
     workers: Annotated[int, Parameter(group=COMMON), Range(0, 256)] = 0
-    "Number of data loader processes; 0 loads data in the training process."
+    "Number of data loader processes; 0 loads the data in the training process."
     captions_per_step: Annotated[int | None, Range(1, 1000)] = None
     "Captions per image in each step; the image is encoded once. Default: the median of the dataset, at most 5."
     crop_min: Annotated[float | None, Range(0, 1, above=True)] = None
@@ -189,7 +189,7 @@ class TrainConfig(Section):
     steps: Annotated[int | None, Parameter(group=COMMON), Range(0, above=True)] = None
     "Train for this many steps."
     batch_size: Annotated[int | None, Parameter(group=COMMON, converter=number_or_auto), Range(0)] = None
-    "Images per step. Default: 64 (frozen towers 512, fine-tuned 128), fewer for small datasets. auto: as many as fit."
+    "Images per step. Default: 64 (--recipe frozen 512, finetune 128), fewer for small datasets. auto: as many as fit."
     micro_batch: Annotated[int, Parameter(group=COMMON), Range(0)] = 0
     "Encode this many images at a time (GradCache): the gradient of the full batch in less memory; 0 = all at once."
     memory: Annotated[str | None, Parameter(group=COMMON)] = None
@@ -199,11 +199,11 @@ class TrainConfig(Section):
     text_contrast: NotNegative | None = None
     "Weight of a contrastive loss between captions of one image. Default: 0.2 (from scratch, several captions), else 0."
     device: Annotated[Literal["auto", "cpu", "mps", "cuda", "mlx"], Parameter(group=COMMON)] = "auto"
-    "auto takes the fastest of cpu, mps and cuda; mlx: Apple's MLX (docs/apple.md). A missing device is an error."
+    "auto: the fastest of cpu, mps and cuda; mlx: Apple's MLX (docs/apple.md). A missing device is an error."
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Parameter(group=COMMON)] = "auto"
-    "Precision of the towers (autocast); auto takes bf16 if it measures faster than fp32."
+    "Precision of the towers (autocast); auto: bf16 if it is faster than fp32 on this machine."
     shard: Literal["auto", "on", "off"] = "auto"
-    "Under torchrun, divide weights and optimizer state among the ranks (FSDP2); auto: if a GPU's memory needs it."
+    "Under torchrun, shard weights and optimizer state across ranks (FSDP2); auto: only if a GPU's memory requires it."
     threads: Annotated[int, Range(0, 1024)] = 0
     "CPU threads; 0 = one per physical core."
     report_to: Literal["none", "tensorboard"] = "none"
@@ -248,13 +248,13 @@ class TransferConfig(Section):
     """Pretrained towers, fine-tuning and distillation."""
 
     recipe: Annotated[Literal["auto", "frozen", "finetune", "scratch"], Parameter(group=COMMON)] = "auto"
-    "auto: by the data; frozen: heads on pretrained towers; finetune: then unfreeze them; scratch: random weights."
+    "auto: chosen by the data; frozen: heads on pretrained towers; finetune: also the towers; scratch: random weights."
     image_tower: str = "efficientnet-lite0+lite2"
-    "Pretrained image tower: efficientnet-lite0, -lite2, -lite0+lite2, or a transformers model (folder or hub name)."
+    "Pretrained image tower: efficientnet-lite0, -lite2, -lite0+lite2, or a transformers model (folder or Hub name)."
     text_tower: str = "minilm"
-    "Pretrained text tower: minilm, or a transformers model (folder or hub name)."
+    "Pretrained text tower: minilm, or a transformers model (folder or Hub name)."
     download: bool = False
-    "Download a tower that is not on this machine from the Hugging Face hub; nothing is downloaded without this."
+    "Download a tower that is not on this machine from the Hugging Face Hub; nothing is downloaded without this."
     init: Annotated[str | None, Parameter(group=COMMON)] = None
     "Fine-tune this model: a run, a model folder, or an open_clip or Hugging Face checkpoint."
     unfreeze_image: Annotated[int, Range(-1)] = -1

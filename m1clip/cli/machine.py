@@ -25,9 +25,9 @@ def compare(
 ) -> None:
     """Measure the training step on each device of this machine, in each precision, and report which is fastest.
 
-    m1clip compare --model small --batch-size 12 also tries thread counts, gradient
-    checkpointing and the compiler. m1clip compare --model tiny small 200M --batch-size 1 8 64 finds the batch size
-    from which a GPU is faster than the CPU.
+    m1clip compare --model small --batch-size 12 also tries thread counts, gradient checkpointing and the compiler.
+    m1clip compare --model tiny small 200M --batch-size 1 8 64 finds the batch size from which a GPU is faster than the
+    CPU.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ def compare(
 def doctor(*, json: Flag = False) -> None:
     """Check this machine for anything that slows down or breaks training; exit code 1 if there is a problem.
 
-    Each line is ok, a warning or a problem with its fix. docs/troubleshooting.md explains each of them.
+    Each line is ok, a warning or a problem, with a suggested fix. docs/troubleshooting.md explains the checks.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ def plan(
     """Predict the memory, the largest batch size and the time of a training run.
 
     Uses the step times that m1clip compare measured on this machine, or else measures matrix multiplication speed.
-    For several ranks: torchrun --nproc-per-node 2 -m -- m1clip plan --ranks 8 measures how fast two exchange gradients.
+    For several ranks: torchrun --nproc-per-node 2 -m -- m1clip plan --ranks 8 measures the bandwidth between two ranks.
 
     Parameters
     ----------
@@ -137,9 +137,9 @@ def plan(
     memory
         Memory limit, such as 8GB. Default: all memory of the device.
     ranks
-        Number of ranks, each with such a device. Default: those of torchrun, or one.
+        Number of ranks, with one device each. Default: those of torchrun, or one.
     bandwidth
-        What each rank sends per second, such as 10GB. Default: measured between the ranks of torchrun.
+        Bytes that each rank sends per second, such as 10GB. Default: measured between the ranks of torchrun.
     json
         Print the plan as JSON.
     """

@@ -44,7 +44,7 @@ def evaluate(
     probe
         With --classes: also train a linear probe on 70% of the image features and evaluate it on the rest.
     analysis
-        Also show the geometry of the embedding space, the accuracy by similarity of the wrong caption, and the worst
+        Also show the geometry of the embedding space, the accuracy by how similar the wrong caption is, and the worst
         confusions.
     device
         Device to run on.
@@ -140,12 +140,12 @@ def export(
 ) -> None:
     """Write a model in the format of another program, or convert one to m1clip's own.
 
-    m1clip export runs/demo --to onnx writes image.onnx and text.onnx with all that they need, for any model: python
+    m1clip export runs/demo --to onnx writes image.onnx and text.onnx with everything they need, for any model: python
     FOLDER/example.py photo.jpg "a dog" uses them without torch. --to transformers.js is for JavaScript, --to immich for
     Immich's machine-learning service, --to coreml for Apple devices, --to sentence-transformers for
     SentenceTransformer(FOLDER), --to openclip for open_clip.create_model("local-dir:FOLDER"), --to hf for transformers'
-    CLIPModel.from_pretrained, --to safetensors is m1clip's own model folder. What was written is compared with the
-    original, on the validation images of the run or of --data, and is deleted if it differs (docs/export.md).
+    CLIPModel.from_pretrained, --to safetensors is m1clip's own model folder. The export is compared with the
+    original, on the validation images of the run or of --data, and deleted if it differs (docs/export.md).
 
     Parameters
     ----------

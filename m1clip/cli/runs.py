@@ -29,7 +29,7 @@ def monitor(
     Parameters
     ----------
     runs
-        Run folders, or a folder of runs; the terminal shows the run of a folder that is training, or the newest.
+        Run folders, or a folder of runs, of which the terminal shows the one that is training, or the newest.
     web
         Serve a page at http://127.0.0.1:PORT with zoomable plots, overlaid runs and retrieval examples.
     port

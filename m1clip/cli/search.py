@@ -38,15 +38,15 @@ def index(
 
     m1clip index ~/Pictures --model runs/frozen
 
-    The index is in .m1clip-index in that folder, or in your data folder if that is not writable. It can be interrupted
-    at any time, and continues with the next call.
+    The index is stored in .m1clip-index in that folder, or in your user data folder if that is not writable. Indexing
+    can be interrupted at any time; the next call continues it.
 
     Parameters
     ----------
     folder
         A folder of images; subfolders are included.
     model
-        A run, a model folder, or an open_clip or Hugging Face model; default: that of the last call, or the newest run
+        A run, a model folder, or an open_clip or Hugging Face model; default: the one used last, or the newest run
         in runs/. Each model has its own vectors.
     problems
         List every file that cannot be used, not only the first five.
@@ -206,7 +206,7 @@ def teach(
     m1clip search "Rex on a beach"
     m1clip teach --captions marks.csv; m1clip train --data marks.csv
 
-    Without a name it lists the words that were taught, here and by marks in the page of m1clip serve.
+    Without a name, it lists all taught words, including those from marks on the page of m1clip serve.
 
     Parameters
     ----------
@@ -215,11 +215,11 @@ def teach(
     images
         3 to 20 images of it; a later call adds to them.
     wrong
-        An image that is not it, though it was found.
+        An image that was found but does not show it.
     forget
-        Forget the word.
+        Forget the word and its examples.
     captions
-        Write the right examples of all words to this CSV file, each word as a caption, for m1clip train.
+        Write the positive examples of all words to this CSV file, with the word as the caption, for m1clip train.
     folder
         The indexed folder; default: the current folder, or the one that was indexed last.
     """
@@ -259,12 +259,12 @@ def teach(
 
 @app.command(name="duplicates")
 def list_duplicates(folder: Path | None = None, /, *, json: Flag = False) -> None:
-    """List groups of equal and near-equal images of an indexed folder; nothing is deleted.
+    """List groups of identical and near-duplicate images in an indexed folder; nothing is deleted.
 
     m1clip duplicates ~/Pictures
 
-    Near-equal images look alike: saved again, resized, brightened or made gray, or taken of the same scene. The first
-    of each group has the most pixels.
+    Near-duplicates look alike: re-encoded, resized, brightened or grayscale copies, or photos of the same scene. The
+    first image of each group has the most pixels.
 
     Parameters
     ----------
@@ -312,7 +312,7 @@ def serve(
     folder
         The indexed folder; default: the current folder, or the one that was indexed last. It may be indexed later.
     runs
-        Run folders, or folders of runs, for the page of runs; default: runs.
+        Run folders, or folders of runs, for the tab with runs; default: runs.
     model
         Search the vectors of this model; default: the one that was indexed last.
     port
