@@ -77,8 +77,7 @@ def variables_for(python: str) -> dict[str, str]:
 
 def set_up(config: Config) -> Setup:
     """Everything that a run of this config needs, as `m1clip train` prepares it."""
-    from m1clip.training.progress import Screen
-    from m1clip.training.run import decode_plan
+    from m1clip.training.progress import Screen, decode_plan
     from m1clip.training.setup import prepare
 
     config = dataclasses.replace(config, transfer=TransferConfig(recipe="scratch"))

@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from m1clip.config import NAMES, Config, from_dict
 from m1clip.data.loader import Batch
 from m1clip.runlog import read_log
-from m1clip.training.progress import Screen
-from m1clip.training.run import Run, decode_plan, resume, train_config
+from m1clip.training.progress import Screen, decode_plan
+from m1clip.training.run import Run, resume, train_config
 from m1clip.training.setup import Setup, prepare
 
 ROOT = str(Path(__file__).parent.parent)  # started processes run this tree too

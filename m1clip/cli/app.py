@@ -27,5 +27,5 @@ def _integer(hint: Any, tokens: Sequence[Any]) -> int:
         raise UserError(f"{tokens[0].keyword} {tokens[0].value}: give an integer") from None
 
 
-Flag = Annotated[bool, Parameter(negative="")]
+Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 Count = Annotated[int, Parameter(validator=Number(gte=1), converter=_integer)]

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from m1clip.cli.app import Count, app
+from m1clip.cli.app import Count, Flag, app
 from m1clip.errors import UserError
 from m1clip.export import Precision, Target
 
@@ -19,8 +19,8 @@ def evaluate(
     split: Literal["train", "val", "test"] = "test",
     classes: Path | None = None,
     template: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
-    probe: Annotated[bool, Parameter(negative="", show_default=False)] = False,
-    analysis: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    probe: Flag = False,
+    analysis: Flag = False,
     device: Literal["auto", "cpu", "mps", "cuda"] = "auto",
 ) -> None:
     """Evaluate a model: recall in both directions (class folders: top-1 accuracy), with chance level and 95% interval.
@@ -134,9 +134,9 @@ def export(
     out: Path | None = None,
     source: Annotated[tuple[str, ...], Parameter(name="--data", negative="", show_default=False)] = (),
     image_size: Count | None = None,
-    int8: Annotated[bool, Parameter(negative="", show_default=False)] = False,
-    fp16: Annotated[bool, Parameter(negative="", show_default=False)] = False,
-    force: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    int8: Flag = False,
+    fp16: Flag = False,
+    force: Flag = False,
 ) -> None:
     """Write a model in the format of another program, or convert one to m1clip's own.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from m1clip.cli.app import Count, app
+from m1clip.cli.app import Count, Flag, app
 from m1clip.errors import UserError
 from m1clip.formatting import duration, plural
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from m1clip.search.index import Report
     from m1clip.search.query import Result, Results
 
-Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 Texts = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
 SHOWN = 5  # problems on screen
 

@@ -161,6 +161,6 @@ def gemm_rate(device: Device, precision: Precision, size: int = 1536) -> float:
 
 
 def bf16_speedup(device: Device) -> float:
-    """Speedup of bf16 over fp32 matrix multiplication. Takes well under a second on a CPU."""
+    """Speedup of bf16 over fp32 matrix multiplication, of lower quartiles. Takes well under a second on a CPU."""
     rates = gemm_rates(device, ("fp32", "bf16"), 768, rounds=5)
     return rates["bf16"] / rates["fp32"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from m1clip.data.images import OPENAI_MEAN, OPENAI_STD, Preprocess
-from m1clip.errors import UserError
+from m1clip.errors import UserError, first_line
 from m1clip.io import atomic_folder, format_version, read_small, write_json
 from m1clip.model.clip import CLIP, build_clip, empty_clip
 from m1clip.model.convert import HUGGING_FACE, OPENCLIP, config_from_hf, config_from_openclip, to_ours, without_prefixes
@@ -56,8 +56,7 @@ class SavedModel:
         except UserError:
             raise
         except Exception as error:  # libraries raise all kinds of errors for invalid settings
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
-            raise UserError(f"{self.where}: its towers cannot be built ({reason})") from error
+            raise UserError(f"{self.where}: its towers cannot be built ({first_line(error)})") from error
         assign_weights(model, self.weights, self.where)
         return model.eval()
 

@@ -109,12 +109,16 @@ def _is_finite(tensor: Tensor) -> bool:
 def assign_weights(model: nn.Module, weights: Tensors, where: str) -> None:
     """Check tensors and copy them into the model; UserError also for NaN and infinity."""
     check_weights(model, weights, where)
+    check_finite(weights, where)
+    model.load_state_dict(weights)
+
+
+def check_finite(weights: Tensors, where: str) -> None:
     for name in (name for name, tensor in weights.items() if not _is_finite(tensor)):
         raise UserError(
             f"{where}: '{name}' contains NaN or infinity; the training diverged or the file is damaged: use "
             f"another model or an earlier checkpoint"
         )
-    model.load_state_dict(weights)
 
 
 def fit_positions(weights: Tensors, trained: CLIPConfig, config: CLIPConfig) -> Tensors:

@@ -254,7 +254,10 @@ class Index:
         pa, pq = require("pyarrow", "--export"), require("pyarrow.parquet", "--export")
         with self._lock:
             columns = f"SELECT path, sha256, {TAKEN}, width, height, row {LIVE} ORDER BY path"
-            *facts, rows = zip(*self._db.execute(columns, (self.set_id,)), strict=True)
+            found = self._db.execute(columns, (self.set_id,)).fetchall()
+        if not found:
+            raise UserError(f"{self.root}: no image is left in the indexed folder")
+        *facts, rows = zip(*found, strict=True)
         names = pa.array([os.fsdecode(name).encode("utf-8", "replace").decode() for name in facts[0]])
         flat = pa.array(self.vectors[list(rows)].astype(np.float32).ravel())
         vectors = pa.FixedSizeListArray.from_arrays(flat, self.dim)

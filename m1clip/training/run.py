@@ -302,6 +302,7 @@ def _train_and_finish(
     on_log: Sink | None = None,
     resumed: bool = False,
 ) -> Run:
+    gc.collect()  # models that were built for measurements may be in reference cycles
     ranks, state, train_step = setup.ranks, TrainState(), setup.make_step()
     if resumed:
         kept = share_checkpoint(train_step, lambda device: load_latest(folder, device, screen.warn))

@@ -31,6 +31,7 @@ from m1clip.model.clip import CLIP, count_parameters
 from m1clip.model.folder import read_model
 from m1clip.model.presets import CLIPConfig, HeadConfig, clip_config, model_config
 from m1clip.model.pretrained import installed, load_image_tower, load_text_tower, remedy, tower_image_size
+from m1clip.model.weights import check_finite
 from m1clip.text.base import Tokenizer
 from m1clip.text.tokenizers import load_tokenizer, make_tokenizer
 from m1clip.training.autotune import choose_hardware, default_batch, fit_memory, largest_batch
@@ -353,6 +354,7 @@ def _training_set(
 def _from_model(config: Config) -> tuple[Start, Tokenizer, Preprocess]:
     transfer = config.transfer
     saved = read_model(Path(transfer.init or ""))
+    check_finite(saved.weights, saved.where)
     if saved.config.image_head.kind != "projection" and config.model.image_size not in (None, saved.config.image_size):
         raise UserError(
             f"{transfer.init}: the image size of a model with pretrained towers is fixed, {saved.config.image_size}"

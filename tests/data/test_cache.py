@@ -27,7 +27,7 @@ from m1clip.data.prepare import Split
 from m1clip.data.sources import open_source, open_sources
 from m1clip.data.types import ImageRef, Source
 from m1clip.errors import UserError
-from m1clip.training.run import decode_plan
+from m1clip.training.progress import decode_plan
 from m1clip.training.setup import prepare
 
 SIDE = 24

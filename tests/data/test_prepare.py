@@ -14,7 +14,7 @@ from m1clip.data.images import Preprocess
 from m1clip.data.prepare import Split, choose_augmentation, load_split, open_data, quick_check
 from m1clip.errors import UserError
 from m1clip.text.bpe import BpeTokenizer
-from m1clip.training.run import decode_plan
+from m1clip.training.progress import decode_plan
 from m1clip.training.setup import prepare
 
 

@@ -20,7 +20,7 @@ import torch
 from bounded import Bomb, bounded, files_under
 from image_sets import png
 from PIL import Image
-from small_run import run_small
+from small_run import prepared, run_small, small_config
 from tiny_model import tiny_clip
 
 from m1clip.cli.main import main
@@ -267,6 +267,8 @@ def test_weights_that_are_not_finite_are_refused(model: Path, proof: Path, value
     result = bounded(lambda: load(model))
     assert_refused(result, proof)
     assert "'text_tower.tokens.weight' contains NaN or infinity" in result
+    with pytest.raises(UserError, match=r"model.safetensors: 'text_tower.tokens.weight' contains NaN or infinity"):
+        prepared(small_config({"transfer.init": str(model)}))
 
 
 def test_unsafe_tar_members_are_skipped(tmp_path: Path, proof: Path) -> None:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -135,6 +136,9 @@ def test_search_without_results_says_why(tmp_path: Path, capsys: pytest.CaptureF
         path.unlink()
     update_index(photos)
     assert printed() == "no image is left in the indexed folder"
+    if find_spec("pyarrow"):
+        with pytest.raises(UserError, match="no image is left"):
+            Index(photos).export(tmp_path / "vectors.parquet")
 
 
 def test_exported_vectors_are_those_of_the_index(photos: Path, tmp_path: Path) -> None:

@@ -26,8 +26,7 @@ from m1clip.text.tokenizers import CharTokenizer
 from m1clip.training import progress as screen_module
 from m1clip.training import setup
 from m1clip.training.process import check_unused, lock_run, remove_unused_folder
-from m1clip.training.progress import Screen
-from m1clip.training.run import decode_plan
+from m1clip.training.progress import Screen, decode_plan
 
 COUNT, FIRST = 600, r"\d+ of 600, [\d,.]+/s, \d+:\d\d left"
 

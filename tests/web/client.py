@@ -13,10 +13,12 @@ from m1clip.web.server import Server
 def running(server: Server) -> Iterator[Server]:
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join(timeout=10)
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=10)
 
 
 def ask(server: Server, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes, dict[str, str]]:
