@@ -197,7 +197,7 @@ class TrainConfig(Section):
     loss: Literal["infonce", "sigmoid", "multi"] = "multi"
     "infonce (CLIP); sigmoid (SigLIP); multi: infonce with all captions of an image, and identical ones, as positives."
     text_contrast: NotNegative | None = None
-    "Weight of a contrastive loss between captions of one image. Default: 0.2 (from scratch, several captions), else 0."
+    "Weight of a contrastive loss between captions of one image. Default: 0.5 (from scratch, several captions), else 0."
     device: Annotated[Literal["auto", "cpu", "mps", "cuda", "mlx"], Parameter(group=COMMON)] = "auto"
     "auto: the fastest of cpu, mps and cuda; mlx: Apple's MLX (docs/apple.md). A missing device is an error."
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Parameter(group=COMMON)] = "auto"

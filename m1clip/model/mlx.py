@@ -1,5 +1,6 @@
 """CLIP's forward pass in MLX: functions of the torch model's own parameters, by their names and in their layout."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -8,10 +9,11 @@ import mlx.core as mx
 from m1clip.model.clip import SHORTEST
 from m1clip.model.heads import FEATURE_DROPOUT, LARGEST, dropped_of_256
 from m1clip.model.presets import CLIPConfig, HeadConfig
+from m1clip.model.towers import STEM_GROUPS
 
 Array = Any  # mx.array: the package is an extra, and without types here
 Arrays = dict[str, Array]
-NORM_EPS = 1e-5  # of torch's LayerNorm
+NORM_EPS = 1e-5  # of torch's norms
 
 
 def encoder(
@@ -57,6 +59,15 @@ def _norm(w: Arrays, name: str, x: Array) -> Array:
     return mx.fast.layer_norm(x, w[f"{name}.weight"], w[f"{name}.bias"], NORM_EPS).astype(x.dtype)
 
 
+def _group_norm(w: Arrays, name: str, x: Array) -> Array:
+    """Of (n, height, width, channels), in float32."""
+    n, height, width, channels = x.shape
+    groups = math.gcd(STEM_GROUPS, channels)
+    grouped = x.astype(mx.float32).reshape(n, height * width, groups, channels // groups)
+    normal = (grouped - grouped.mean((1, 3), keepdims=True)) * mx.rsqrt(grouped.var((1, 3), keepdims=True) + NORM_EPS)
+    return (normal.reshape(x.shape) * w[f"{name}.weight"] + w[f"{name}.bias"]).astype(x.dtype)
+
+
 def _gelu(x: Array) -> Array:
     return x * (1 + mx.erf(x * 0.5**0.5)) / 2
 
@@ -71,7 +82,7 @@ def _vision(w: Arrays, pixels: Array, kept: Array | None, config: Any, checkpoin
             weight = w[f"patch.convs.{number}.weight"].astype(x.dtype).transpose(0, 2, 3, 1)
             x = mx.conv2d(x, weight, stride=2, padding=1) + w[f"patch.convs.{number}.bias"].astype(x.dtype)
             if number < last:
-                x = _gelu(_norm(w, f"patch.norms.{number}", x))
+                x = _gelu(_group_norm(w, f"patch.group_norms.{number}", x))
         x = x.reshape(n, grid * grid, -1)
     else:
         x = pixels.reshape(n, grid, size, grid, size, 3).transpose(0, 1, 3, 5, 2, 4).reshape(n, grid * grid, -1)

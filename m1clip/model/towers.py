@@ -1,6 +1,7 @@
 """Our own towers: each maps a batch to (n, width) features and knows nothing of the other."""
 
 import itertools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,10 @@ class Tower(nn.Module):
         """Fill buffers that are not saved, after the tower left the meta device."""
 
 
+STEM_GROUPS = 8  # of channels that are normalized together
+WHITENING_EPS = 1e-2  # added to the variances, or filters for noise would be the largest
+
+
 class ConvStem(nn.Module):
     """(n, 3, side, side) pixels -> (n, patches, width); as many halvings as the patch size has powers of two."""
 
@@ -31,14 +36,14 @@ class ConvStem(nn.Module):
         super().__init__()
         sizes = list(itertools.pairwise((3, *config.stem_channels)))
         self.convs = nn.ModuleList(nn.Conv2d(a, b, kernel_size=3, stride=2, padding=1) for a, b in sizes)
-        self.norms = nn.ModuleList(nn.LayerNorm(b) for _, b in sizes[:-1])
+        # Over all positions: a norm of each position alone would remove the contrast between positions.
+        self.group_norms = nn.ModuleList(nn.GroupNorm(math.gcd(STEM_GROUPS, b), b) for _, b in sizes[:-1])
 
     def forward(self, pixels: Tensor) -> Tensor:
         """All patches of each image, row by row."""
         x = pixels.contiguous(memory_format=torch.channels_last)
-        for conv, norm in zip(self.convs, self.norms, strict=False):
-            # Over the channels, which are contiguous in this format: no copy.
-            x = F.gelu(norm(conv(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
+        for conv, norm in zip(self.convs, self.group_norms, strict=False):
+            x = F.gelu(norm(conv(x)))
         return self.convs[-1](x).flatten(2).transpose(1, 2)
 
     @torch.no_grad()
@@ -48,6 +53,21 @@ class ConvStem(nn.Module):
             nn.init.kaiming_uniform_(conv.weight, a=5**0.5)  # torch's default
             assert conv.bias is not None
             nn.init.zeros_(conv.bias)
+
+
+@torch.no_grad()
+def whitening_filters(pixels: Tensor, count: int) -> Tensor:
+    """(filters, 3, 3, 3), at most `count`: the principal components of 3 x 3 patches of (n, 3, side, side) pixels.
+
+    Each is scaled to unit variance, and is there with both signs because an activation follows. As the first layer of
+    a stem, they make training faster than random filters (docs/recipe.md).
+    """
+    patches = F.unfold(pixels, kernel_size=3, stride=5).transpose(1, 2).flatten(0, 1).double()  # (n * places, 27)
+    variances, directions = torch.linalg.eigh(patches.T.cov())
+    filters = (directions / (variances + WHITENING_EPS).sqrt()).T.flip(0)[: count // 2]
+    # Neither sign of an eigenvector is the right one: the same on every machine.
+    filters = filters * filters.gather(1, filters.abs().argmax(dim=1, keepdim=True)).sign()
+    return torch.cat([filters, -filters]).view(-1, 3, 3, 3).float()
 
 
 def sincos_2d(grid: int, width: int) -> Tensor:
@@ -138,6 +158,14 @@ class VisionTower(Tower):
         if self.config.positions == "sincos" and not self.positions.is_meta:
             self.positions.zero_()
             self.positions[-self.config.patches :] = sincos_2d(self.config.grid, self.width)
+
+    @torch.no_grad()
+    def set_stem_filters(self, filters: Tensor) -> None:
+        """Replace the first filters of a conv stem's first layer."""
+        assert isinstance(self.patch, ConvStem)
+        first = self.patch.convs[0]
+        assert isinstance(first, nn.Conv2d)
+        first.weight[: len(filters)] = filters
 
     @torch.no_grad()
     def initialize(self) -> None:

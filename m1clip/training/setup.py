@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ from m1clip.training.transfer import (
     Trainable,
     augmentation_for,
     fit_heads,
+    fit_stem,
     load_features,
     load_teacher,
     open_feature_cache,
@@ -53,7 +54,7 @@ HEAD_WIDTH, HEAD_DROPOUT = 512, 0.5  # of the hidden layer of a head
 TOWER_CONTEXT, TOWER_EMBED = 64, 256  # defaults on pretrained towers
 BYTES_PER_PARAMETER = 12  # weight, gradient and one moment of the optimizer in float32
 MAX_UNSHARDED = 0.9  # of a GPU's memory; a step that needs more is sharded
-TEXT_CONTRAST = 0.2  # docs/recipe.md
+TEXT_CONTRAST = 0.5  # docs/recipe.md
 MAX_CAPTIONS = 5  # per image and step, by default; docs/recipe.md
 TINY_SET = 100  # images; fewer cause a warning
 SAMPLED_CAPTIONS = 20_000  # to find the longest caption
@@ -217,6 +218,8 @@ def prepare(
     if start.new_heads:
         with plan.progress("fitting the heads"):
             start = dataclasses.replace(start, weights={**start.weights, **fit_heads(start.config, train)})
+    elif not start.weights:
+        start = dataclasses.replace(start, stem_filters=fit_stem(start.config, train, preprocess))
     batch = config.train.batch_size or 0
     if not asked_batch:
         batch = min(batch, largest_batch(len(train.samples)))  # some images may be unreadable
@@ -274,7 +277,9 @@ def _open(
     kind = "bpe" if source.streamed and config.model.tokenizer == "bpe-cut" else config.model.tokenizer
     tokenizer = load_tokenizer(saved) if saved else make_tokenizer(kind, captions)
     start = Start(clip_config(config.model, tokenizer, logit_bias=config.train.loss == "sigmoid"))
-    return source, start, tokenizer, Preprocess(image_size=size)
+    # A caption describes the edges of an image too. Models with CLIP's patch layer crop as CLIP does.
+    resize: Literal["shortest", "squash"] = "squash" if start.config.own_towers[0].stem == "conv" else "shortest"
+    return source, start, tokenizer, Preprocess(image_size=size, resize=resize)
 
 
 def _image_size(config: Config) -> int:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from m1clip.config import Config
-from m1clip.data.augment import Augmentation
-from m1clip.data.cache import DecodePlan, cache_folder, data_folders
+from m1clip.data.augment import Augmentation, render
+from m1clip.data.cache import DecodePlan, cache_folder, data_folders, read_or_replace
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
 from m1clip.data.prepare import Split, choose_augmentation, load_split, stream_split, with_classes
@@ -30,8 +30,9 @@ from m1clip.inference.feature_cache import FeatureCache, FrozenTower
 from m1clip.losses import distillation
 from m1clip.model.clip import CLIP, Features, build_clip
 from m1clip.model.heads import Head
-from m1clip.model.presets import CLIPConfig
+from m1clip.model.presets import CLIPConfig, VisionTowerConfig
 from m1clip.model.pretrained import weights_hash
+from m1clip.model.towers import VisionTower, whitening_filters
 from m1clip.model.unfreeze import ALL, unfreeze
 from m1clip.model.weights import Tensors, assign_weights
 from m1clip.text.base import Tokenizer
@@ -42,6 +43,7 @@ if TYPE_CHECKING:  # setup imports this module too
     from m1clip.training.setup import Setup
 
 TEACHER_WEIGHT = 0.5  # of the distillation loss
+WHITENING_IMAGES = 256  # for the first layer of a conv stem
 STATISTICS_ROWS = 50_000  # used to compute the mean and deviation of features
 WISE_FT_GRID = (0.0, 0.25, 0.5, 0.75, 1.0)  # interpolation weights that `--wise-ft search` tries
 
@@ -66,6 +68,7 @@ class Start:
     trainable: Trainable = BOTH
     unfreeze: tuple[int, int] = (ALL, ALL)  # blocks to train of each trainable tower
     new_heads: bool = False  # on frozen towers; fitted before training, on few images they can be the best model
+    stem_filters: Tensor | None = None  # the first of the first layer's filters, where they follow from the data
 
     def build(self, load_weights: bool = True) -> CLIP:
         """Build the model on the CPU, load its weights and freeze what is not trainable."""
@@ -81,6 +84,8 @@ class Start:
                 model.load_state_dict(
                     {key: value for key, value in self.weights.items() if "_head." in key}, strict=False
                 )
+        if load_weights and self.stem_filters is not None and isinstance(model.image_tower, VisionTower):
+            model.image_tower.set_stem_filters(self.stem_filters)
         options = ("--unfreeze-image", "--unfreeze-text")
         towers = (model.image_tower, model.text_tower)
         for tower, trained, count, option in zip(towers, self.trainable, self.unfreeze, options, strict=True):
@@ -101,6 +106,16 @@ def fit_heads(config: CLIPConfig, train: Split) -> Tensors:
     fit_projections(heads["image_head"], heads["text_head"], train)
     fitted = ("mean", "deviation", "project.weight", "project.bias")
     return {f"{name}.{key}": head.state_dict()[key] for name, head in heads.items() for key in fitted}
+
+
+def fit_stem(config: CLIPConfig, train: Split, preprocess: Preprocess) -> Tensor | None:
+    """Whitening filters of the training images for a conv stem; None if the model has none."""
+    vision = config.image_tower
+    if not isinstance(vision, VisionTowerConfig) or vision.stem != "conv":
+        return None
+    first = np.arange(min(len(train.images), WHITENING_IMAGES))
+    _, pixels, _ = read_or_replace(train.images, first, seed=0, epoch=0)
+    return whitening_filters(render(torch.from_numpy(pixels), None, preprocess), vision.stem_channels[0])
 
 
 def moments(table: np.ndarray, at: np.ndarray) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from m1clip.model.clip import CLIP, MAX_LOGIT_SCALE
 from m1clip.model.layers import Block
 from m1clip.model.presets import flops_per_pair, with_fields
-from m1clip.model.towers import ConvStem, VisionTower, resize_positions, sincos_2d
+from m1clip.model.towers import ConvStem, VisionTower, resize_positions, sincos_2d, whitening_filters
 
 EOT = 9
 
@@ -176,18 +176,33 @@ SMALL = tiny_config(vision_width=16, stem="conv", pooling="mean")
 def test_conv_stem_matches_reference() -> None:
     torch.manual_seed(0)
     stem = ConvStem(SMALL.image_tower)
-    for norm in stem.norms:
+    for norm in stem.group_norms:
         nn.init.normal_(norm.weight)  # type: ignore[arg-type]
     x = torch.randn(3, 3, 32, 32)
     wanted = x
-    for conv, norm in zip(stem.convs, [*stem.norms, None], strict=True):
+    for conv, norm in zip(stem.convs, [*stem.group_norms, None], strict=True):
         wanted = conv(wanted)
         if norm is not None:
-            mean = wanted.mean(dim=1, keepdim=True)
-            spread = wanted.var(dim=1, unbiased=False, keepdim=True)
-            wanted = (wanted - mean) / (spread + 1e-5).sqrt() * norm.weight.view(1, -1, 1, 1)
+            groups = wanted.view(3, min(8, wanted.shape[1]), -1)  # 4 or 8 channels: a group each
+            mean, variance = groups.mean(dim=2, keepdim=True), groups.var(dim=2, unbiased=False, keepdim=True)
+            wanted = ((groups - mean) / (variance + 1e-5).sqrt()).view_as(wanted) * norm.weight.view(1, -1, 1, 1)
             wanted = nn.functional.gelu(wanted)
     torch.testing.assert_close(stem(x), wanted.flatten(2).transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+def test_whitening_filters_decorrelate_patches() -> None:
+    torch.manual_seed(0)
+    pixels = nn.functional.avg_pool2d(torch.randn(40, 3, 68, 68), 3, 1)  # neighboring pixels are correlated
+    filters = whitening_filters(pixels, 54)
+    assert filters.shape == (54, 3, 3, 3)
+    torch.testing.assert_close(filters[:27], -filters[27:])
+    out = nn.functional.conv2d(pixels, filters[:27]).transpose(0, 1).flatten(1)
+    covariance = out.cov()
+    off_diagonal = covariance - covariance.diag().diag()
+    assert off_diagonal.abs().max() < 0.05
+    assert (covariance.diag().diff() < 0.05).all()  # by decreasing variance, before scaling
+    assert covariance[0, 0] > 0.8  # close to 1: its variance is far above the regularization
+    assert len(whitening_filters(pixels, 32)) == 32
 
 
 def test_conv_stem_with_patch_dropout() -> None:
