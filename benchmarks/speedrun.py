@@ -240,8 +240,7 @@ def groups(runs: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Runs of the same entry, source, data and machine, best first within each track and data."""
     found: dict[Any, list[dict[str, Any]]] = {}
     for run in (run for run in runs if "test" in run):  # not a trial
-        where = run["machine"]
-        key = (run["entry"], run["source_hash"], run["data"], run["track"], where.get("cuda") or where["cpu"])
+        key = (run["entry"], run["source_hash"], run["data"], run["track"], processor(run))
         found.setdefault(key, []).append(run)
 
     def rank(group: list[dict[str, Any]]) -> tuple[Any, ...]:
@@ -249,6 +248,11 @@ def groups(runs: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         return place, group[0]["data"], over(group), -statistics.fmean(recalls(group, "test"))
 
     return sorted(found.values(), key=rank)
+
+
+def processor(run: dict[str, Any]) -> str:
+    """What the clock of the run is for."""
+    return str(run["machine"]["cuda" if run["track"] == "gpu" else "cpu"])
 
 
 def over(runs: list[dict[str, Any]]) -> bool:
@@ -294,7 +298,7 @@ def row(place: int, group: list[dict[str, Any]]) -> str:
         f"{statistics.fmean(50 * (run['test'][RECALLS[0]] + run['test'][RECALLS[3]]) for run in group):.1f}",
         mean_spread([run["seconds"] / 60 for run in group], ".2f") + (" (over the clock)" if late else ""),
         *(seen(group), ", ".join(str(run["seed"]) for run in group)),
-        f"{where.get('cuda') or where['cpu']}, {where['cores']} cores",
+        f"{processor(first)}, {where['cores']} cores",
         f"{first['version']}, {first['source_hash']}, commit {where['commit']}, {first['date']}",
     ]
     return f"| {' | '.join(cells)} |"

@@ -1,6 +1,5 @@
 """CLIP's forward pass in MLX: functions of the torch model's own parameters, by their names and in their layout."""
 
-import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -9,7 +8,7 @@ import mlx.core as mx
 from m1clip.model.clip import SHORTEST
 from m1clip.model.heads import FEATURE_DROPOUT, LARGEST, dropped_of_256
 from m1clip.model.presets import CLIPConfig, HeadConfig
-from m1clip.model.towers import STEM_GROUPS
+from m1clip.model.towers import stem_groups
 
 Array = Any  # mx.array: the package is an extra, and without types here
 Arrays = dict[str, Array]
@@ -62,7 +61,7 @@ def _norm(w: Arrays, name: str, x: Array) -> Array:
 def _group_norm(w: Arrays, name: str, x: Array) -> Array:
     """Of (n, height, width, channels), in float32."""
     n, height, width, channels = x.shape
-    groups = math.gcd(STEM_GROUPS, channels)
+    groups = stem_groups(channels)
     grouped = x.astype(mx.float32).reshape(n, height * width, groups, channels // groups)
     normal = (grouped - grouped.mean((1, 3), keepdims=True)) * mx.rsqrt(grouped.var((1, 3), keepdims=True) + NORM_EPS)
     return (normal.reshape(x.shape) * w[f"{name}.weight"] + w[f"{name}.bias"]).astype(x.dtype)

@@ -25,8 +25,12 @@ class Tower(nn.Module):
         """Fill buffers that are not saved, after the tower left the meta device."""
 
 
-STEM_GROUPS = 8  # of channels that are normalized together
 WHITENING_EPS = 1e-2  # added to the variances, or filters for noise would be the largest
+
+
+def stem_groups(channels: int) -> int:
+    """How many groups of channels a stem normalizes: 8, or fewer so that a group has at least two channels."""
+    return math.gcd(8, max(1, channels // 2))
 
 
 class ConvStem(nn.Module):
@@ -37,7 +41,7 @@ class ConvStem(nn.Module):
         sizes = list(itertools.pairwise((3, *config.stem_channels)))
         self.convs = nn.ModuleList(nn.Conv2d(a, b, kernel_size=3, stride=2, padding=1) for a, b in sizes)
         # Over all positions: a norm of each position alone would remove the contrast between positions.
-        self.group_norms = nn.ModuleList(nn.GroupNorm(math.gcd(STEM_GROUPS, b), b) for _, b in sizes[:-1])
+        self.group_norms = nn.ModuleList(nn.GroupNorm(stem_groups(b), b) for _, b in sizes[:-1])
 
     def forward(self, pixels: Tensor) -> Tensor:
         """All patches of each image, row by row."""

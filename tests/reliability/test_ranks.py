@@ -158,6 +158,7 @@ def test_streamed_shards_train_the_same_after_a_kill_in_the_middle_of_an_epoch(t
         "data.cache": "stream",
         "data.workers": 1,
         "model.tokenizer": "char",
+        "train.text_contrast": 0.2,  # with 0.5 and characters, gradients are so large that rounding errors grow fast
     }
     run_small(tmp_path / "one", {**changes, "data.workers": 0})
     run, gate = tmp_path / "run", tmp_path / "gate"
