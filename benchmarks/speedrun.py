@@ -305,9 +305,10 @@ def row(place: int, group: list[dict[str, Any]]) -> str:
 
 
 def catching_up(ranked: list[list[dict[str, Any]]]) -> list[str]:
-    """When the best entry of m1clip passes the final validation recall of the best peer."""
-    own, peers = ([g for g in ranked if g[0]["entry"].startswith("open_clip") == peer] for peer in (False, True))
-    if not own or not peers:
+    """When the best entry of m1clip passes the final validation recall of the best peer on the same processor."""
+    peers = [group for group in ranked if group[0]["entry"].startswith("open_clip")]
+    own = [g for g in ranked if g not in peers and peers and processor(g[0]) == processor(peers[0][0])]
+    if not own:
         return []
     target = statistics.fmean(recalls(peers[0], "val"))
     times = [next((t / 60 for t, recall in run["curve"] if 100 * recall >= target), None) for run in own[0]]

@@ -5,13 +5,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from small_run import prepared, screen, small_config
 from tower_run import PIECES, frozen_config, frozen_options, patch_towers
 
 import m1clip.config
 from m1clip.config import Config, DataConfig, TrainConfig, TransferConfig, init_preset, load_config
-from m1clip.data.augment import Augmentation
+from m1clip.data.augment import Augmentation, render
 from m1clip.data.types import Source
 from m1clip.errors import UserError
 from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig, VisionTowerConfig
@@ -55,7 +57,7 @@ def test_finetune_stage_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     common = {"threads": 3, "loss": "sigmoid", "batch_size": 64}
     transfer = {"wise_ft": "search", "unfreeze_image": 2, "image_tower": "org/vit"}
     first, second = stages(monkeypatch, recipe="finetune", minutes=30, lr=1e-5, **common, **transfer)
-    assert (first.train.minutes, first.train.epochs, first.train.threads, first.optim.lr) == (None, 4, 3, 3e-4)
+    assert (first.train.minutes, first.train.epochs, first.train.threads, first.optim.lr) == (None, 8, 3, 3e-4)
     assert (first.transfer.recipe, first.transfer.wise_ft) == ("frozen", "off")
     assert (second.train.minutes, second.train.epochs, second.transfer.init) == (
         pytest.approx(30, abs=1),
@@ -207,3 +209,22 @@ def test_augmentation_by_tower(found: Augmentation, patches: float, words: float
 def test_augmentation_with_a_frozen_image_tower() -> None:
     assert augmented(TEXT, PRETRAINED, word_dropout=0.2, crop_min=0.5) == Augmentation(word_dropout=0.2)
     assert augmented(TEXT, OWN_TEXT) == Augmentation(word_dropout=0.3)
+
+
+def test_conv_stem_starts_with_whitening_filters_and_sees_complete_images() -> None:
+    found = prepared(small_config())
+    filters = found.start.stem_filters
+    assert filters is not None
+    stem = found.build_model().get_submodule("image_tower.patch.convs.0")
+    assert torch.equal(stem.weight[: len(filters)], filters)  # type: ignore[index]
+    assert len(filters) == len(stem.weight) // 2 * 2  # type: ignore[arg-type]
+    pixels = render(torch.from_numpy(found.splits["train"].images.try_read(np.arange(64))[0]), None, found.preprocess)
+    deviations = torch.nn.functional.conv2d(pixels, filters).std(dim=(0, 2, 3))
+    assert ((deviations > 0.5) & (deviations < 2)).all()
+    assert found.preprocess.resize == "squash"
+
+
+def test_patch_stem_starts_as_clip_does() -> None:
+    found = prepared(small_config({"model.stem": "patch"}))
+    assert found.start.stem_filters is None
+    assert found.preprocess.resize == "shortest"
