@@ -251,7 +251,7 @@ def groups(runs: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def processor(run: dict[str, Any]) -> str:
-    """What the clock of the run is for."""
+    """The processor that the track limits."""
     return str(run["machine"]["cuda" if run["track"] == "gpu" else "cpu"])
 
 

@@ -101,7 +101,7 @@ class ModelConfig(Section):
     embed_dim: int | None = None
     "Dimension of the shared embedding space."
     stem: Literal["patch", "conv"] | None = None
-    "First layer of the image tower: CLIP's patch projection, or convolutions, which work better on small datasets."
+    "First layer of the image tower: patch (CLIP's projection) or conv, better on small datasets; conv squashes images."
     tokenizer: Literal["char", "bpe", "bpe-cut"] = "bpe-cut"
     "char: characters; bpe: CLIP's BPE (49,408 tokens); bpe-cut: only the BPE tokens that the training captions use."
     grad_checkpointing: bool = False

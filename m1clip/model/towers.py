@@ -1,7 +1,6 @@
 """Our own towers: each maps a batch to (n, width) features and knows nothing of the other."""
 
 import itertools
-import math
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +24,13 @@ class Tower(nn.Module):
         """Fill buffers that are not saved, after the tower left the meta device."""
 
 
+FILTER_SIZE = 3  # of a conv stem
 WHITENING_EPS = 1e-2  # added to the variances, or filters for noise would be the largest
 
 
 def stem_groups(channels: int) -> int:
-    """How many groups of channels a stem normalizes: 8, or fewer so that a group has at least two channels."""
-    return math.gcd(8, max(1, channels // 2))
+    """How many groups of channels a stem normalizes: 8 or fewer of equal size, with several channels each."""
+    return max((groups for groups in (2, 4, 8) if channels % groups == 0 and channels > groups), default=1)
 
 
 class ConvStem(nn.Module):
@@ -39,7 +39,7 @@ class ConvStem(nn.Module):
     def __init__(self, config: VisionTowerConfig) -> None:
         super().__init__()
         sizes = list(itertools.pairwise((3, *config.stem_channels)))
-        self.convs = nn.ModuleList(nn.Conv2d(a, b, kernel_size=3, stride=2, padding=1) for a, b in sizes)
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, FILTER_SIZE, stride=2, padding=1) for a, b in sizes)
         # Over all positions: a norm of each position alone would remove the contrast between positions.
         self.group_norms = nn.ModuleList(nn.GroupNorm(stem_groups(b), b) for _, b in sizes[:-1])
 
@@ -63,15 +63,15 @@ class ConvStem(nn.Module):
 def whitening_filters(pixels: Tensor, count: int) -> Tensor:
     """(filters, 3, 3, 3), at most `count`: the principal components of 3 x 3 patches of (n, 3, side, side) pixels.
 
-    Each is scaled to unit variance, and is there with both signs because an activation follows. As the first layer of
-    a stem, they make training faster than random filters (docs/recipe.md).
+    Each is scaled to unit variance and included with both signs, because the activation that follows is one-sided.
+    As the first layer of a stem, they give a higher recall after the same number of steps (docs/recipe.md).
     """
-    patches = F.unfold(pixels, kernel_size=3, stride=5).transpose(1, 2).flatten(0, 1).double()  # (n * places, 27)
+    patches = F.unfold(pixels, FILTER_SIZE, stride=5).transpose(1, 2).flatten(0, 1).double()  # (n * places, 27)
     variances, directions = torch.linalg.eigh(patches.T.cov())
     filters = (directions / (variances + WHITENING_EPS).sqrt()).T.flip(0)[: count // 2]
-    # Neither sign of an eigenvector is the right one: the same on every machine.
+    # The sign of an eigenvector is arbitrary: choose the same on every machine.
     filters = filters * filters.gather(1, filters.abs().argmax(dim=1, keepdim=True)).sign()
-    return torch.cat([filters, -filters]).view(-1, 3, 3, 3).float()
+    return torch.cat([filters, -filters]).view(-1, 3, FILTER_SIZE, FILTER_SIZE).float()
 
 
 def sincos_2d(grid: int, width: int) -> Tensor:

@@ -219,7 +219,8 @@ def prepare(
         with plan.progress("fitting the heads"):
             start = dataclasses.replace(start, weights={**start.weights, **fit_heads(start.config, train)})
     elif not start.weights:
-        start = dataclasses.replace(start, stem_filters=fit_stem(start.config, train, preprocess))
+        with plan.progress("fitting the stem"):
+            start = dataclasses.replace(start, stem_filters=fit_stem(start.config, train, preprocess))
     batch = config.train.batch_size or 0
     if not asked_batch:
         batch = min(batch, largest_batch(len(train.samples)))  # some images may be unreadable

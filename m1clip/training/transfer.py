@@ -32,7 +32,7 @@ from m1clip.model.clip import CLIP, Features, build_clip
 from m1clip.model.heads import Head
 from m1clip.model.presets import CLIPConfig, VisionTowerConfig
 from m1clip.model.pretrained import weights_hash
-from m1clip.model.towers import VisionTower, whitening_filters
+from m1clip.model.towers import FILTER_SIZE, VisionTower, whitening_filters
 from m1clip.model.unfreeze import ALL, unfreeze
 from m1clip.model.weights import Tensors, assign_weights
 from m1clip.text.base import Tokenizer
@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # setup imports this module too
     from m1clip.training.setup import Setup
 
 TEACHER_WEIGHT = 0.5  # of the distillation loss
-WHITENING_IMAGES = 256  # for the first layer of a conv stem
+WHITENING_IMAGES, WHITENING_PIXELS = 256, 1 << 22  # at most, for the first layer of a conv stem
 STATISTICS_ROWS = 50_000  # used to compute the mean and deviation of features
 WISE_FT_GRID = (0.0, 0.25, 0.5, 0.75, 1.0)  # interpolation weights that `--wise-ft search` tries
 
@@ -68,7 +68,7 @@ class Start:
     trainable: Trainable = BOTH
     unfreeze: tuple[int, int] = (ALL, ALL)  # blocks to train of each trainable tower
     new_heads: bool = False  # on frozen towers; fitted before training, on few images they can be the best model
-    stem_filters: Tensor | None = None  # the first of the first layer's filters, where they follow from the data
+    stem_filters: Tensor | None = None  # initial filters of a stem's first layer, computed from training images
 
     def build(self, load_weights: bool = True) -> CLIP:
         """Build the model on the CPU, load its weights and freeze what is not trainable."""
@@ -111,9 +111,10 @@ def fit_heads(config: CLIPConfig, train: Split) -> Tensors:
 def fit_stem(config: CLIPConfig, train: Split, preprocess: Preprocess) -> Tensor | None:
     """Whitening filters of the training images for a conv stem; None if the model has none."""
     vision = config.image_tower
-    if not isinstance(vision, VisionTowerConfig) or vision.stem != "conv":
+    if not isinstance(vision, VisionTowerConfig) or vision.stem != "conv" or vision.image_size < FILTER_SIZE:
         return None
-    first = np.arange(min(len(train.images), WHITENING_IMAGES))
+    count = min(WHITENING_IMAGES, max(2, WHITENING_PIXELS // vision.image_size**2))
+    first = np.arange(min(len(train.images), count))
     _, pixels, _ = read_or_replace(train.images, first, seed=0, epoch=0)
     return whitening_filters(render(torch.from_numpy(pixels), None, preprocess), vision.stem_channels[0])
 

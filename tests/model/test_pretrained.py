@@ -104,6 +104,17 @@ def test_gradient_of_depthwise_convolution_in_bf16(kernel: int, stride: int, sid
         assert float((ours.float() - exact).norm() / exact.norm()) < 0.01
 
 
+def test_bf16_convolutions_without_support_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrained, "onednn_conv", {torch.bfloat16: None}.__getitem__)
+    torch.manual_seed(0)
+    tower, batch = pretrained.EfficientNetLite().eval(), torch.randn(2, 3, 40, 40)
+    tower.load_state_dict(pretrained.from_efficientnet(their_efficientnet()))
+    with torch.no_grad():
+        plain = tower(batch)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        assert F.cosine_similarity(tower(batch).float(), plain).min() > 0.999
+
+
 def test_lite2_and_two_networks_side_by_side() -> None:
     torch.manual_seed(0)
     weights = [their_efficientnet(size) for size in (pretrained.LITE0, pretrained.LITE2)]

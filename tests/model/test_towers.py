@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from m1clip.model.clip import CLIP, MAX_LOGIT_SCALE
 from m1clip.model.layers import Block
 from m1clip.model.presets import flops_per_pair, with_fields
-from m1clip.model.towers import ConvStem, VisionTower, resize_positions, sincos_2d, whitening_filters
+from m1clip.model.towers import ConvStem, VisionTower, resize_positions, sincos_2d, stem_groups, whitening_filters
 
 EOT = 9
 
@@ -188,6 +188,12 @@ def test_conv_stem_matches_reference() -> None:
             wanted = ((groups - mean) / (variance + 1e-5).sqrt()).view_as(wanted) * norm.weight.view(1, -1, 1, 1)
             wanted = nn.functional.gelu(wanted)
     torch.testing.assert_close(stem(x), wanted.flatten(2).transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+def test_stem_groups_divide_any_number_of_channels() -> None:
+    for channels in range(1, 200):
+        nn.GroupNorm(stem_groups(channels), channels)
+    assert [stem_groups(channels) for channels in (1, 2, 4, 8, 24, 25, 32, 50)] == [1, 1, 2, 4, 8, 1, 8, 2]
 
 
 def test_whitening_filters_decorrelate_patches() -> None:
