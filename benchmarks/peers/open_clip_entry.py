@@ -78,6 +78,8 @@ def run_training(job: dict[str, Any], name: str, samples: int) -> dict[str, Any]
     workers = 1 if job["device"] == "cpu" else min(os.cpu_count() or 1, 16)
     settings = SETTINGS | {"model": MODEL, "train-data": table, "name": name, "warmup": max(1, steps // 10)}
     settings |= {"device": job["device"], "seed": job["seed"], "logs": out, "workers": workers}
+    if job["device"] == "cpu" and not bf16_is_fast():
+        settings["precision"] = "fp32"
     words = [str(word) for key, value in settings.items() for word in (f"--{key}", value)]
     command = [sys.executable, __file__, "cli", str(out), *words, *job["options"]]
     with (out / f"{name}.txt").open("w+", encoding="utf-8") as output:
@@ -96,6 +98,13 @@ def run_training(job: dict[str, Any], name: str, samples: int) -> dict[str, Any]
         "captions_per_image": 1,
         "curve": [],
     }
+
+
+def bf16_is_fast() -> bool:
+    """Whether this processor has instructions for bf16; without them it is many times slower than fp32."""
+    import torch
+
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def write_rows(data: Path, path: Path, count: int, seed: int) -> None:
