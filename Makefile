@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 PYTHON ?= python3
 
 help:
-	@echo "make demo   train a small CLIP on synthetic images and show what it finds (about 3 minutes on 2 cores)"
+	@echo "make demo   train a small CLIP on synthetic images and show what it finds (3 to 6 minutes on 2 cores)"
 	@echo "make test   ruff, mypy, import-linter, pytest"
 	@echo "make test-mlx  installs the extra mlx and compares training in MLX with torch"
 	@echo "make test-long  kills, full disks, hostile files and fuzzing with large counts, on all cores, and a soak of an hour"
