@@ -137,14 +137,18 @@ def captured(step: Step, model: nn.Module) -> Step:
 
 
 def open_clip_step(job: Job, words: list[str]) -> Step:
-    """open_clip as its trainer runs it with --precision amp_bf16, [--torchcompile], fused AdamW."""
+    """open_clip (4.2) as its trainer runs it with --precision amp_bf16: eager with fused AdamW, or compiled.
+
+    Compiled is --torchcompile-strategy step: forward, loss, backward and optimizer in one compiled function, with the
+    learning rate as a tensor.
+    """
     sys.path.append(str(Path(__file__).parent / "peers"))
     try:
         import torchvision_ops  # noqa: F401  first: open_clip imports torchvision
     except SystemExit as error:  # no torchvision
         raise ImportError(str(error)) from None
-    from open_clip.loss import ClipLoss
     from open_clip.model import CLIP as OpenCLIP
+    from open_clip.task import CLIPTask
 
     s = peer_shape(job.shape)
     vision = {"layers": s["vision_layers"], "width": s["vision_width"], "no_ln_pre": not s["vision_pre_norm"]}
@@ -153,20 +157,29 @@ def open_clip_step(job: Job, words: list[str]) -> Step:
     text = {"layers": s["text_layers"], "width": s["text_width"], "heads": s["text_heads"]}
     text |= {"context_length": job.tokens, "vocab_size": s["vocab_size"], "mlp_ratio": s["mlp_ratio"]}
     torch.manual_seed(0)
-    model = OpenCLIP(s["embed_dim"], vision, text, output_dict=True).to(job.device.torch).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.2, fused=True)
-    criterion, scale = ClipLoss(cache_labels=True), model.logit_scale
-    forward = job.compile(model) if "compiled" in words else model
+    device = job.device.torch
+    model = OpenCLIP(s["embed_dim"], vision, text, output_dict=True).to(device)
+    task = CLIPTask(model, device=device, verbose=False).train()
+    compiled = "compiled" in words
+    lr = torch.tensor(1e-4, device=device) if compiled else 1e-4
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.2, fused=None if compiled else True)
+
+    def update(batch: dict[str, Tensor]) -> Tensor:
+        with torch.autocast(job.device.kind, torch.bfloat16):
+            losses, _ = task(batch)
+        loss: Tensor = losses["loss"]
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    if compiled:
+        update = job.compile(update)
 
     def step(pixels: Tensor, tokens: Tensor) -> Tensor:
         optimizer.zero_grad()
-        with torch.autocast(job.device.kind, torch.bfloat16):
-            loss: Tensor = criterion(**forward(pixels, tokens))
-        loss.backward()
-        optimizer.step()
-        with torch.no_grad():
-            scale.clamp_(0, 4.6052)
-        return loss.detach()
+        loss = update({"image": pixels, "text": tokens})
+        task.clamp_logit_scale()
+        return loss
 
     return step
 
