@@ -188,7 +188,7 @@ def model_shape(model: str, quick: bool) -> CLIPConfig:
     """The shape of a model; a smoke test takes two small blocks of it."""
     shape = PRESETS[model]
     if model == "tiny":  # patches, class token and norm as in open_clip, so that both do the same work
-        same = {"vision_layers": 6, "text_layers": 4, "context_length": 77, "pooling": "cls"}
+        same = {"vision_layers": 6, "text_layers": 4, "context_length": 77, "pooling": "cls", "text_pooling": "eot"}
         shape = with_fields(shape, **same, positions="learned", stem="patch")  # type: ignore[arg-type]
     if quick:
         small: dict[str, Any] = {"image_size": 2 * shape.own_towers[0].patch_size, "vocab_size": 64, "embed_dim": 32}

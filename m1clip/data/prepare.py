@@ -20,7 +20,7 @@ from m1clip.data.types import Sample, Source
 from m1clip.errors import UserError
 from m1clip.text.base import Tokenizer
 
-CROP_MARGIN = 1.15  # decoded size relative to training size, so that crops are not upscaled
+CROP_MARGIN = 1.15  # decoded size relative to training size, so that crops are not upscaled (fine-tuning)
 LEFT_RIGHT = re.compile(r"\b(left|right)\b", re.IGNORECASE)
 LEFT_RIGHT_FRACTION = 0.2  # of the captions; usually it is about 1%
 WARNINGS_SHOWN = 2

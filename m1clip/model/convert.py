@@ -233,7 +233,10 @@ def check_expressible(config: CLIPConfig, to: str) -> None:
     if vision.kind != "vit" or text.kind != "transformer":
         names = " and ".join(getattr(tower, "name", tower.kind) for tower in (vision, text))
         raise UserError(f"a model on {names} cannot be exported to {to}; use --to onnx")
-    needed = {"stem": "patch", "pooling": "cls", "vision_pre_norm": True, "patch_bias": False, "projection_bias": False}
+    needed = {
+        "stem": "patch", "pooling": "cls", "vision_pre_norm": True, "patch_bias": False, "projection_bias": False,
+        "text_pooling": "eot",
+    }  # fmt: skip
     found = {name: field_value(config, name) for name in needed}
     odd = [f"{name} {value}" for name, value in found.items() if value != needed[name]]
     odd += [f"{config.image_head.kind} heads"] if config.image_head.kind != "projection" else []

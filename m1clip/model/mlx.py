@@ -101,10 +101,16 @@ def _vision(w: Arrays, pixels: Array, kept: Array | None, config: Any, checkpoin
 
 
 def _text(w: Arrays, tokens: Array, config: Any, dtype: Any, checkpointing: bool) -> Array:
-    """(n, length) -> (n, width), at the first EOT token."""
-    x = w["tokens.weight"][tokens] + w["positions"][: tokens.shape[1]]
+    """(n, length) -> (n, width), at the first EOT token; the mean of the token embeddings may be added."""
+    embedded, length = w["tokens.weight"][tokens], tokens.shape[1]
+    x = (embedded + w["positions"][:length]).astype(dtype)
     eot = mx.argmax(tokens == config.eot_id, axis=1)
-    return _norm(w, "norm", _transformer(part(w, "transformer"), x.astype(dtype), config, eot, True, checkpointing))
+    x = _norm(w, "norm", _transformer(part(w, "transformer"), x, config, eot, True, checkpointing))
+    if config.pooling == "eot":
+        return x
+    inside = (mx.arange(length) <= eot[:, None])[:, :, None]
+    mean = (embedded * inside).sum(axis=1) / (eot + 1)[:, None]
+    return x + _norm(w, "norm_mean", mean).astype(x.dtype)
 
 
 def _transformer(w: Arrays, x: Array, config: Any, position: Array | None, causal: bool, checkpointing: bool) -> Array:

@@ -107,12 +107,16 @@ class VisionTowerConfig(_Transformer):
 
 @dataclass(frozen=True, kw_only=True)
 class TextTowerConfig(_Transformer):
-    """Our text tower: a causal transformer that is read at the EOT token."""
+    """Our text tower: a causal transformer that is read at the EOT token.
+
+    With pooling "eot+mean", the mean of the token embeddings is added: words count from the first step on.
+    """
 
     kind: Literal["transformer"] = "transformer"
     context_length: int = 77
     vocab_size: int = 49408
     eot_id: int = 49407
+    pooling: Literal["eot", "eot+mean"] = "eot"
     width: int = 512
     heads: int = 8
 
@@ -255,8 +259,9 @@ def flops_per_pair(config: CLIPConfig, text_tokens: int) -> float:
 
 
 # Learns fastest from few images: a convolutional stem, no class token, fixed 2-D positions, residual branches
-# that start at zero.
-_SMALL_DATA = {"pooling": "mean", "positions": "sincos", "init": "zero", "stem": "conv"}
+# that start at zero, MLPs half as wide as usual (more steps in the same time), the mean of the words (docs/recipe.md).
+_SMALL_DATA: dict[str, Any] = {"pooling": "mean", "positions": "sincos", "init": "zero", "stem": "conv"}
+_SMALL_DATA |= {"mlp_ratio": 2.0, "text_pooling": "eot+mean"}
 # The prior art: biases on the patch layer and the projections, no norm before the first block.
 _PRIOR_ART = {"vision_pre_norm": False, "patch_bias": True, "projection_bias": True}
 
@@ -276,7 +281,7 @@ FIELDS: dict[str, tuple[tuple[str, str], ...]] = {
         name: (("image_tower", name),)
         for name in ("image_size", "patch_size", "pooling", "positions", "stem", "patch_bias")
     },
-    **{f"text_{name}": (("text_tower", name),) for name in ("width", "layers", "heads")},
+    **{f"text_{name}": (("text_tower", name),) for name in ("width", "layers", "heads", "pooling")},
     **{name: (("text_tower", name),) for name in ("context_length", "vocab_size", "eot_id")},
     **{name: (("image_tower", name), ("text_tower", name)) for name in ("mlp_ratio", "activation", "init")},
     "projection_bias": (("image_head", "bias"), ("text_head", "bias")),

@@ -193,7 +193,7 @@ def embedding(vocab_size: int, width: int) -> nn.Embedding:
 
 
 class TextTower(Tower):
-    """Causal transformer over token ids; the feature is read at the EOT token."""
+    """Causal transformer over token ids; the feature is read at the EOT token, the mean of all may be added."""
 
     capturable = True
 
@@ -204,12 +204,20 @@ class TextTower(Tower):
         self.positions = nn.Parameter(torch.empty(config.context_length, config.width))
         self.transformer = Transformer(config, causal=True)
         self.norm = nn.LayerNorm(config.width)
+        self.norm_mean = nn.LayerNorm(config.width) if config.pooling == "eot+mean" else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(n, length) token ids, length <= context -> (n, width). What follows the EOT token has no effect."""
-        x = self.tokens(tokens) + self.positions[: tokens.shape[1]]
+        length = tokens.shape[1]
+        embedded = self.tokens(tokens)
+        x = embedded + self.positions[:length]
         eot = (tokens == self.config.eot_id).int().argmax(dim=1)  # the first one
-        return self.norm(self.transformer(x.to(_compute_dtype(x)), eot))
+        x = self.norm(self.transformer(x.to(_compute_dtype(x)), eot))
+        if self.norm_mean is None:
+            return x
+        inside = (torch.arange(length, device=tokens.device) <= eot[:, None])[:, :, None]  # (n, length, 1)
+        mean = (embedded * inside).sum(dim=1) / (eot + 1)[:, None]
+        return x + self.norm_mean(mean).to(x.dtype)
 
     @torch.no_grad()
     def initialize(self) -> None:

@@ -63,8 +63,9 @@ def test_dropped_patches_have_no_effect(pooling: str, positions: str) -> None:
     torch.testing.assert_close(model.encode_image(pixels(), every), model.encode_image(pixels()))
 
 
-def test_tokens_after_eot_have_no_effect() -> None:
-    model = clip()
+@pytest.mark.parametrize("pooling", ["eot", "eot+mean"])
+def test_tokens_after_eot_have_no_effect(pooling: str) -> None:
+    model = clip(text_pooling=pooling)
     changed = ids()
     changed[0, 3:] = torch.randint(0, 20, (13,))
     changed[1, 5:] = EOT
@@ -72,6 +73,15 @@ def test_tokens_after_eot_have_no_effect() -> None:
     torch.testing.assert_close(model.encode_text(ids()[:, :8]), model.encode_text(ids()), atol=1e-6, rtol=1e-5)
     changed[2, 3] = 11  # before its EOT token
     assert not torch.allclose(model.encode_text(ids())[2], model.encode_text(changed)[2])
+
+
+def test_mean_of_token_embeddings_is_added() -> None:
+    tower = clip(text_pooling="eot+mean").double().text_tower
+    nn.init.normal_(tower.norm_mean.weight)
+    means = [tower.tokens(row[: row.tolist().index(EOT) + 1]).mean(dim=0) for row in ids()]
+    both = tower(ids())
+    norm, tower.norm_mean = tower.norm_mean, None
+    torch.testing.assert_close(both, tower(ids()) + norm(torch.stack(means)))
 
 
 def test_activation_checkpointing_is_bit_identical(monkeypatch: pytest.MonkeyPatch) -> None:
