@@ -41,6 +41,10 @@ from m1clip.model.presets import clip_config, model_config
 
 PEER = Path(__file__).parent / "peers" / "steps.py"
 # Ways a library can run; a probe takes the fastest of each line, which then stands in the alternation.
+FP32_VARIANTS = {  # on a CPU without bf16 instructions, where m1clip also uses fp32
+    "open_clip": ("open_clip fp32",),
+    "hugging_face": ("hugging_face sdpa fp32", "hugging_face eager fp32"),
+}
 VARIANTS = {
     "open_clip": ("open_clip amp_bf16",),
     "open_clip_pure": ("open_clip pure_bf16",),
@@ -50,9 +54,9 @@ VARIANTS = {
 # In the order of the table. Weights in bf16 lose small updates: less work than m1clip does, so they stand apart.
 SIDES = {
     "naive": "naive baseline, fp32",
-    "open_clip": "open_clip, bf16 autocast",
+    "open_clip": "open_clip",
     "open_clip_pure": "open_clip, bf16 weights",
-    "hugging_face": "Hugging Face, bf16 autocast",
+    "hugging_face": "Hugging Face",
     "hugging_face_pure": "Hugging Face, bf16 weights",
     "m1clip": "m1clip, the same work",
     "trimmed": "m1clip without text padding",
@@ -210,7 +214,7 @@ def measure(config: Config, rounds: int, peers: str | None, compiled: bool) -> d
             with Side([peers, str(PEER), str(facts_path)]) as peer:
                 facts["versions"] = peer.ask({"do": "versions"})
                 facts["probe"], facts["chosen"] = {}, {}
-                for library, variants in VARIANTS.items():
+                for library, variants in (VARIANTS if facts["precision"] == "bf16" else FP32_VARIANTS).items():
                     more = tuple(f"{name} compiled" for name in variants) if compiled else ()
                     tried = probe(peer, variants + more)
                     best = min(tried, key=tried.__getitem__)

@@ -57,7 +57,8 @@ def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
     """Each implementation against m1clip doing the same work."""
     command = "python benchmarks/same_work.py"
     for name, job in result["jobs"].items():
-        what = f"same work, {name.partition('-')[0]}, batch {job['batch']}, {job['text_tokens']} tokens"
+        size = f"{name.partition('-')[0]}, {job['precision']}, batch {job['batch']}, {job['text_tokens']} tokens"
+        what = f"same work, {size}"
         own = job["seconds"]["m1clip"]
         version = (job.get("versions") or {}).get("open_clip", "")
         for side, plain in SIDES.items():
@@ -65,7 +66,8 @@ def same_work_rows(result: dict[str, Any]) -> Iterator[Row]:
             if side == "m1clip":
                 continue
             if side not in job["seconds"]:
-                yield Row(f"{what}: {words} / m1clip", NO_PEERS, "0", command)
+                if job["precision"] == "bf16" or not side.endswith("_pure"):
+                    yield Row(f"{what}: {words} / m1clip", NO_PEERS, "0", command)
                 continue
             n, theirs = str(own["n"]), job["seconds"][side]["median"]
             if side in OWN:
@@ -170,6 +172,7 @@ def cuda_rows(result: dict[str, Any]) -> Iterator[Row]:
 KNOWN: dict[str, Callable[[dict[str, Any]], Iterator[Row]]] = {
     "step": step_rows,
     "same_work": same_work_rows,
+    "same_work_fp32": same_work_rows,
     "speedrun": speedrun_rows,
     "loader": loader_rows,
     "large_batch": large_batch_rows,
