@@ -20,7 +20,7 @@ from m1clip.model.presets import (
 )
 
 PARAMETERS = {
-    "tiny": 17_916_673,
+    "tiny": 16_341_249,
     "small": 76_736_001,  # the prior art's run, with its 33-character vocabulary
     "documented": 105_426_689,
     "ViT-S-16": 62_257_537,  # this and the next three: counted in open_clip 3.3.0
