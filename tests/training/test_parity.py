@@ -49,7 +49,7 @@ def test_gradients_of_a_large_model_are_subsampled(monkeypatch: pytest.MonkeyPat
 
 def test_zero_initialized_branches_do_not_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """With zero-initialized branches every image has the same class token, and every text the same EOT token."""
-    monkeypatch.setitem(PRESETS, "tiny", with_fields(PRESETS["tiny"], pooling="cls"))
+    monkeypatch.setitem(PRESETS, "tiny", with_fields(PRESETS["tiny"], pooling="cls", text_pooling="eot"))
     changes = {"train.precision": "bf16"}
     setup = prepared(small_config(changes))
     torch.manual_seed(0)
