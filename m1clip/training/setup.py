@@ -18,7 +18,7 @@ from m1clip.data.cache import DecodePlan
 from m1clip.data.captions import tokenize_captions
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import BatchPlan, TrainingSet
-from m1clip.data.prepare import CROP_MARGIN, Split, is_synthetic, open_data, quick_check
+from m1clip.data.prepare import Split, crop_margin, is_synthetic, open_data, quick_check
 from m1clip.data.sources.stream import STREAM_BYTES, ShardSamples
 from m1clip.data.types import Source, sample_ids_of
 from m1clip.errors import UserError
@@ -203,8 +203,8 @@ def prepare(
     if device.kind == "cpu" and not all(start.trainable):
         keep_freed_memory()  # every batch of features needs the same blocks
     cache = open_feature_cache(start, tokenizer, preprocess, config, source, device, precision, plan)
-    # From random weights, crops that are upscaled give a higher recall (docs/recipe.md).
-    margin = CROP_MARGIN if augmentation.crop_min < 1 and start.weights else 1.0
+    short_side = None if start.weights else choices.get("lint", {}).get("short_side")
+    margin = crop_margin(augmentation.crop_min, preprocess.image_size, short_side)
     margins = {"train": margin, "val": 1.0, "test": 1.0}
     splits = {
         name: load_features(cache, config, source, name, start, margin)

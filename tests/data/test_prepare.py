@@ -11,7 +11,7 @@ from small_run import command, screen, small_config
 from m1clip.config import DataConfig
 from m1clip.data.cache import LiveImages, RowTable
 from m1clip.data.images import Preprocess
-from m1clip.data.prepare import Split, choose_augmentation, load_split, open_data, quick_check
+from m1clip.data.prepare import Split, choose_augmentation, crop_margin, load_split, open_data, quick_check
 from m1clip.errors import UserError
 from m1clip.text.bpe import BpeTokenizer
 from m1clip.training.progress import decode_plan
@@ -69,6 +69,14 @@ def test_split_without_a_readable_image_is_a_one_line_error(tmp_path: Path) -> N
     break_files(folder, range(8), split="val")
     with pytest.raises(UserError, match="none of the 8 val images can be read"):
         loaded(folder, "val", max_bad=1.0)
+
+
+@pytest.mark.parametrize(
+    ("crop_min", "short_side", "margin"),
+    [(1.0, 500, 1.0), (0.6, None, 1.15), (0.6, 500, 1.15), (0.6, 120, 1.2 / 1.12), (0.6, 112, 1.0), (0.6, 64, 1.0)],
+)
+def test_images_are_not_cached_larger_than_the_files(crop_min: float, short_side: int | None, margin: float) -> None:
+    assert crop_margin(crop_min, 112, short_side) == pytest.approx(margin)
 
 
 def test_quick_check_is_short_on_screen_and_complete_in_the_log(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from image_sets import make_set
 from small_run import prepared, screen, small_config
 from tower_run import PIECES, frozen_config, frozen_options, patch_towers
 
@@ -228,3 +229,12 @@ def test_patch_stem_starts_as_clip_does() -> None:
     found = prepared(small_config({"model.stem": "patch"}))
     assert found.start.stem_filters is None
     assert found.preprocess.resize == "shortest"
+
+
+@pytest.mark.parametrize(("image_size", "side"), [(24, 28), (32, 37), (40, 40), (48, 48)])
+def test_cached_images_are_larger_for_crops_but_not_than_the_files(tmp_path: Path, image_size: int, side: int) -> None:
+    data = make_set(tmp_path / "set")  # 52 x 40
+    changes = {"data.source": (str(data),), "data.crop_min": 0.6, "model.image_size": image_size}
+    found = prepared(small_config(changes))
+    assert found.training[0].pixels().shape[1:] == (side, side, 3)
+    assert found.splits["val"].images.try_read(np.arange(1))[0].shape[1:] == (image_size, image_size, 3)
