@@ -41,15 +41,15 @@ from m1clip.model.presets import clip_config, model_config
 
 PEER = Path(__file__).parent / "peers" / "steps.py"
 # Ways a library can run; a probe takes the fastest of each line, which then stands in the alternation.
-FP32_VARIANTS = {  # on a CPU without bf16 instructions, where m1clip also uses fp32
-    "open_clip": ("open_clip fp32",),
-    "hugging_face": ("hugging_face sdpa fp32", "hugging_face eager fp32"),
-}
 VARIANTS = {
     "open_clip": ("open_clip amp_bf16",),
     "open_clip_pure": ("open_clip pure_bf16",),
     "hugging_face": ("hugging_face sdpa amp_bf16", "hugging_face eager amp_bf16"),
     "hugging_face_pure": ("hugging_face sdpa pure_bf16", "hugging_face eager pure_bf16"),
+}
+FP32_VARIANTS = {  # on a CPU without bf16 instructions, where m1clip also uses fp32
+    "open_clip": ("open_clip fp32",),
+    "hugging_face": ("hugging_face sdpa fp32", "hugging_face eager fp32"),
 }
 # In the order of the table. Weights in bf16 lose small updates: less work than m1clip does, so they stand apart.
 SIDES = {
@@ -122,8 +122,9 @@ def naive_answers(config: Config) -> dict[str, Callable[[], Any]]:
     from naive import NaiveTrainer, prior_art_job
 
     # It takes images as they are kept, so they must be kept without the margin for crops.
-    plain = dataclasses.replace(config.data, crop_min=1.0, flip=0.0, color_jitter=0.0)
-    trainer = NaiveTrainer(prior_art_job(dataclasses.replace(config, data=plain)))
+    same = same_work(config)
+    plain = dataclasses.replace(same.data, crop_min=1.0, flip=0.0, color_jitter=0.0)
+    trainer = NaiveTrainer(prior_art_job(dataclasses.replace(same, data=plain)))
     feed = trainer.epochs()
     return {"naive": lambda: timed(lambda: trainer.step(next(feed)))}
 
@@ -258,7 +259,8 @@ def show(name: str, found: dict[str, Any]) -> None:
     )
     for side, words in SIDES.items():
         if side not in found["seconds"]:
-            print(f"  {words:32} {NO_PEERS}")
+            if found["precision"] == "bf16" or not side.endswith("_pure"):
+                print(f"  {words:32} {NO_PEERS}")
             continue
         how = f" ({found['chosen'][side].partition(' ')[2]})" if side in found.get("chosen", {}) else ""
         how = f" ({found['samples'][side]:.0f} samples of {found['tokens'][side]:.0f} tokens)" if side in OWN else how

@@ -307,18 +307,19 @@ def row(place: int, group: list[dict[str, Any]]) -> str:
 def catching_up(ranked: list[list[dict[str, Any]]]) -> list[str]:
     """When the best entry of m1clip passes the final validation recall of the best peer on the same processor."""
     peers = [group for group in ranked if group[0]["entry"].startswith("open_clip")]
-    own = [g for g in ranked if g not in peers and peers and processor(g[0]) == processor(peers[0][0])]
-    if not own:
+    pairs = [(g, p) for g in ranked if g not in peers for p in peers if processor(g[0]) == processor(p[0])]
+    if not pairs:
         return []
-    target = statistics.fmean(recalls(peers[0], "val"))
-    times = [next((t / 60 for t, recall in run["curve"] if 100 * recall >= target), None) for run in own[0]]
+    own, peer = pairs[0]
+    target = statistics.fmean(recalls(peer, "val"))
+    times = [next((t / 60 for t, recall in run["curve"] if 100 * recall >= target), None) for run in own]
     reached = [t for t in times if t is not None]
     when = (
         f"after {mean_spread(reached)} minutes"
         if len(reached) == len(times)
         else f"in {len(reached)} of {len(times)} runs"
     )
-    who, whom = own[0][0]["entry"], peers[0][0]["entry"]
+    who, whom = own[0]["entry"], peer[0]["entry"]
     return ["", f"On validation, `{who}` reaches the final recall@10 of `{whom}` ({target:.1f}) {when}."]
 
 

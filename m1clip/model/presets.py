@@ -109,7 +109,8 @@ class VisionTowerConfig(_Transformer):
 class TextTowerConfig(_Transformer):
     """Our text tower: a causal transformer that is read at the EOT token.
 
-    With pooling "eot+mean", the mean of the token embeddings is added: words count from the first step on.
+    With pooling "eot+mean", the mean of the token embeddings is added. Otherwise, with residual branches that start at
+    zero, every text has the same features at first.
     """
 
     kind: Literal["transformer"] = "transformer"
@@ -259,7 +260,7 @@ def flops_per_pair(config: CLIPConfig, text_tokens: int) -> float:
 
 
 # Learns fastest from few images: a convolutional stem, no class token, fixed 2-D positions, residual branches
-# that start at zero, MLPs half as wide as usual (more steps in the same time), the mean of the words (docs/recipe.md).
+# that start at zero, MLPs half as wide as usual (more steps in the same time), text features with a mean (docs/recipe.md).
 _SMALL_DATA: dict[str, Any] = {"pooling": "mean", "positions": "sincos", "init": "zero", "stem": "conv"}
 _SMALL_DATA |= {"mlp_ratio": 2.0, "text_pooling": "eot+mean"}
 # The prior art: biases on the patch layer and the projections, no norm before the first block.
@@ -347,9 +348,7 @@ def clip_config(model: ModelConfig, tokenizer: Tokenizer | None = None, **values
 
 
 def model_config(model: ModelConfig, config: CLIPConfig) -> ModelConfig:
-    """The inverse of `clip_config`: every setting of our own towers is written out, so that it stays the same
-    when the table of presets changes.
-    """
+    """The inverse of `clip_config`: sizes and stem of our own towers are written out; the rest is the preset's."""
     values: dict[str, Any] = {}
     own = {"image_tower": config.image_tower.kind == "vit", "text_tower": config.text_tower.kind == "transformer"}
     for item in dataclasses.fields(model):

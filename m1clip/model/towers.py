@@ -193,7 +193,7 @@ def embedding(vocab_size: int, width: int) -> nn.Embedding:
 
 
 class TextTower(Tower):
-    """Causal transformer over token ids; the feature is read at the EOT token, the mean of all may be added."""
+    """Causal transformer over token ids; the feature is read at the EOT token, plus the mean of all if asked for."""
 
     capturable = True
 

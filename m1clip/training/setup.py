@@ -203,8 +203,8 @@ def prepare(
     if device.kind == "cpu" and not all(start.trainable):
         keep_freed_memory()  # every batch of features needs the same blocks
     cache = open_feature_cache(start, tokenizer, preprocess, config, source, device, precision, plan)
-    short_side = None if start.weights else choices.get("lint", {}).get("short_side")
-    margin = crop_margin(augmentation.crop_min, preprocess.image_size, short_side)
+    own_files = start.config.image_tower.kind == "vit" and not is_synthetic(config.data)  # else not measured
+    margin = crop_margin(augmentation.crop_min, preprocess.image_size, samples if own_files else ())
     margins = {"train": margin, "val": 1.0, "test": 1.0}
     splits = {
         name: load_features(cache, config, source, name, start, margin)

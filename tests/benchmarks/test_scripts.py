@@ -164,8 +164,8 @@ def test_speedrun_hides_the_test_split_from_training(photos: Path, tmp_path: Pat
 def test_speedrun_ranks_entries_and_shows_runs_over_the_clock_last() -> None:
     speedrun = script("speedrun")
 
-    def run(entry: str, seed: int, recall: float, seconds: float = 590.0) -> dict[str, object]:
-        where = {"cpu": "a CPU", "cores": 2, "commit": "abc"}
+    def run(entry: str, seed: int, recall: float, seconds: float = 590.0, cpu: str = "a CPU") -> dict[str, object]:
+        where = {"cpu": cpu, "cores": 2, "commit": "abc"}
         scores = {split: dict.fromkeys(speedrun.RECALLS, recall) for split in ("val", "test")}
         facts = {"entry": entry, "track": "cpu", "seed": seed, "clock": 600, "seconds": seconds, "machine": where}
         made = {"images_seen": 1000, "captions_per_image": 1, "curve": [[60.0, 0.01], [90.0, recall]]}
@@ -180,6 +180,8 @@ def test_speedrun_ranks_entries_and_shows_runs_over_the_clock_last() -> None:
     assert lines[1].startswith("| 2 | `open_clip-muon` | **10.0** |")
     assert "(10.0) after 1.5 ± 0.0 minutes." in lines[3]
     assert lines[2].startswith("| - | `slow` | **50.0** | 50.0 | 10.02 (over the clock) |")
+    runs += [run("m1clip", 0, 0.6, cpu="fast, without a peer"), run("open_clip-muon", 0, 0.3, cpu="another")]
+    assert "(10.0) after 1.5 ± 0.0 minutes." in speedrun.table(runs), "both on the same processor"
 
 
 def test_speedrun_page_shows_the_stored_runs() -> None:

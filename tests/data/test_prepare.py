@@ -71,12 +71,15 @@ def test_split_without_a_readable_image_is_a_one_line_error(tmp_path: Path) -> N
         loaded(folder, "val", max_bad=1.0)
 
 
-@pytest.mark.parametrize(
-    ("crop_min", "short_side", "margin"),
-    [(1.0, 500, 1.0), (0.6, None, 1.15), (0.6, 500, 1.15), (0.6, 120, 1.2 / 1.12), (0.6, 112, 1.0), (0.6, 64, 1.0)],
-)
-def test_images_are_not_cached_larger_than_the_files(crop_min: float, short_side: int | None, margin: float) -> None:
-    assert crop_margin(crop_min, 112, short_side) == pytest.approx(margin)
+@pytest.mark.parametrize(("image_size", "margin"), [(24, 1.15), (36, 40 / 36), (40, 1.0), (80, 1.0)])
+def test_images_are_not_cached_larger_than_the_files(tmp_path: Path, image_size: int, margin: float) -> None:
+    samples = open_data(DataConfig(source=(str(make_set(tmp_path / "set")),)), 24, 0).samples("train")  # 52 x 40
+    assert crop_margin(0.6, image_size, samples) == pytest.approx(margin)
+    assert crop_margin(1.0, image_size, samples) == 1
+    break_files(tmp_path / "set", range(20))
+    assert crop_margin(0.6, image_size, samples) == pytest.approx(margin)
+    break_files(tmp_path / "set", range(40))
+    assert crop_margin(0.6, image_size, samples) == crop_margin(0.6, image_size) == 1.15
 
 
 def test_quick_check_is_short_on_screen_and_complete_in_the_log(tmp_path: Path) -> None:

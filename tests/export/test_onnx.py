@@ -34,7 +34,7 @@ NOISE = np.random.default_rng(0).integers(0, 256, (3, 40, 51, 3), np.uint8)
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "model"
-    tiny_model("bpe-cut", CAPTIONS, positions="sincos").save(folder)
+    tiny_model("bpe-cut", CAPTIONS, positions="sincos", text_pooling="eot+mean").save(folder)
     return folder
 
 

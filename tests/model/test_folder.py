@@ -152,9 +152,9 @@ def test_export_expands_cut_vocabulary_and_keeps_features(tmp_path: Path) -> Non
 
 def test_export_of_unsupported_model_is_rejected(trained: Model, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    odd = tiny_clip(**FULL, pooling="mean", projection_bias=True)
+    odd = tiny_clip(**FULL, pooling="mean", projection_bias=True, text_pooling="eot+mean")
     Model(odd, trained.tokenizer, trained.preprocess).save(tmp_path / "odd")
-    with pytest.raises(UserError, match="support pooling mean, projection_bias True"):
+    with pytest.raises(UserError, match=r"support pooling mean, projection_bias True, text_pooling eot\+mean"):
         convert(read_model(tmp_path / "odd"), "hf", tmp_path / "out")
     letters = CharTokenizer("abc ")
     character = tiny_clip(vocab_size=letters.vocab_size, eot_id=letters.eot_id)
