@@ -260,7 +260,7 @@ def flops_per_pair(config: CLIPConfig, text_tokens: int) -> float:
 
 
 # Learns fastest from few images: a convolutional stem, no class token, fixed 2-D positions, residual branches
-# that start at zero, MLPs half as wide as usual (more steps in the same time), text features with a mean (docs/recipe.md).
+# that start at zero, MLPs half as wide as usual, and the mean of the token embeddings (docs/recipe.md).
 _SMALL_DATA: dict[str, Any] = {"pooling": "mean", "positions": "sincos", "init": "zero", "stem": "conv"}
 _SMALL_DATA |= {"mlp_ratio": 2.0, "text_pooling": "eot+mean"}
 # The prior art: biases on the patch layer and the projections, no norm before the first block.
