@@ -35,7 +35,7 @@ CHANGES = {
 }
 THIRD, FIFTH = 2, 4
 ABOVE = 16 * 2**20  # bytes more than what counts as near; half a micro-batch frees several times as much
-GRANTED = 0.4  # of what a step has used: too little for a complete batch
+GRANTED = 0.2  # of what a step has used: too little for a complete batch
 
 
 def take_memory(how: str) -> None:
