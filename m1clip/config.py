@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
 import math
 import tomllib
@@ -183,7 +184,7 @@ class TrainConfig(Section):
     """Duration, batch, loss, hardware, evaluation and checkpoints."""
 
     minutes: Annotated[float | None, Parameter(group=COMMON), Range(0, above=True)] = None
-    "Train for about this long; a short calibration converts it to a number of steps."
+    "Time for the whole command: reading, caching, training, evaluation. The steps are corrected to end with it."
     epochs: Annotated[float | None, Parameter(group=COMMON), Range(0, above=True)] = None
     "Train for this many passes over the images."
     steps: Annotated[int | None, Parameter(group=COMMON), Range(0, above=True)] = None
@@ -210,12 +211,16 @@ class TrainConfig(Section):
     "Also send the metrics to TensorBoard (pip install 'm1clip[log]'). run.jsonl is always written."
     eval_every: Annotated[int | None, Parameter(group=COMMON), Range(0)] = None
     "Steps between two evaluations on the validation split. Default: 5 evaluations per run; 0 = only at the end."
+    evaluations: Annotated[int | None, Range(1)] = None
+    "Number of evaluations, evenly spread over the run, instead of --eval-every. Default: 5, fewer if time is short."
     patience: Annotated[int, Range(0)] = 0
     "Stop after this many evaluations without improvement of the mean recall (class folders: top-1); 0 = never."
     save_every: Annotated[int | str | None, Parameter(group=COMMON, converter=steps_or_time)] = None
     "Save a checkpoint every N steps, or every 30s, 10m, 1h. Default: at each evaluation."
     save_total_limit: Annotated[int, Range(1)] = 2
     "Maximum number of checkpoints to keep; the best model is kept in addition, in best/."
+    plan: Annotated[tuple[tuple[int, int], ...], Parameter(parse=False)] = ()
+    "Written by --minutes into config.toml: [step, total steps] of each correction of the number of steps."
 
     def check(self) -> None:
         given = [f"--{name}" for name in DURATIONS if getattr(self, name) is not None]
@@ -226,6 +231,12 @@ class TrainConfig(Section):
             ),
             f"--micro-batch {self.micro_batch} is more than --batch-size {self.batch_size}": (
                 not self.batch_size or self.micro_batch <= self.batch_size
+            ),
+            f"give --eval-every {self.eval_every} or --evaluations {self.evaluations}, not both": (
+                self.eval_every is None or self.evaluations is None
+            ),
+            "plan must begin at step 0, go up, and end with the number of steps": (
+                not self.plan or is_plan(self.plan, self.steps)
             ),
             "--patience counts evaluations, but --eval-every 0 runs none before the end": (
                 not self.patience or self.eval_every != 0
@@ -241,6 +252,13 @@ class TrainConfig(Section):
             amount(self.memory, "B", "--memory")
         if self.save_every is not None:
             steps_or_seconds(self.save_every, "--save-every")
+
+
+def is_plan(plan: tuple[tuple[int, int], ...], steps: int | None) -> bool:
+    """Whether a plan of config.toml can be followed: each part begins after the one before it, and none is empty."""
+    starts = [start for start, _ in plan]
+    ordered = starts[0] == 0 and all(earlier < later for earlier, later in itertools.pairwise(starts))
+    return ordered and all(total >= max(start, 1) for start, total in plan) and plan[-1][1] == steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,7 +408,11 @@ def _merged(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
     """Merge two layers of settings. A duration replaces one of another kind; a new model resets shape overrides."""
     merged = {section: dict(values) if isinstance(values, dict) else values for section, values in lower.items()}
     if any(name in upper.get("train", {}) for name in DURATIONS):
-        merged["train"] = {key: value for key, value in merged.get("train", {}).items() if key not in DURATIONS}
+        replaced = (*DURATIONS, "plan")  # a plan belongs to the duration it was made for
+        merged["train"] = {key: value for key, value in merged.get("train", {}).items() if key not in replaced}
+    for name, other in (("eval_every", "evaluations"), ("evaluations", "eval_every")):
+        if name in upper.get("train", {}) and "train" in merged:
+            merged["train"].pop(other, None)
     if "name" in upper.get("model", {}):
         merged["model"] = {key: value for key, value in merged.get("model", {}).items() if key in NOT_SHAPE}
     for section, values in upper.items():

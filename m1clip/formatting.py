@@ -81,6 +81,11 @@ def ago(seconds: float) -> str:
     return f"{seconds / 3600:.0f} h ago" if seconds < 172_800 else f"{seconds / 86400:.0f} days ago"
 
 
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
 def plural(count: int, noun: str) -> str:
     """1 image, 2 images."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

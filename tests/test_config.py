@@ -30,7 +30,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return st.none() | values_of(next(arg for arg in args if arg is not type(None)))
     if typing.get_origin(hint) is tuple:
-        return st.lists(TEXT, min_size=1, max_size=3).map(tuple)
+        return st.lists(TEXT, min_size=1, max_size=3).map(tuple) if args[0] is str else st.just(())
     numbers = st.floats(1e-9, 0.999)
     return {bool: st.booleans(), str: TEXT, int: st.integers(2, 256), float: numbers}[hint]
 
@@ -47,6 +47,9 @@ def configs(draw: st.DrawFn) -> Config:
                 values[name] = None
             values["micro_batch"] = min(values["micro_batch"], values["batch_size"] or values["micro_batch"])
             values["save_every"] = draw(st.none() | st.integers(1, 99) | st.sampled_from(["30s", "1.5h"]))
+            values[draw(st.sampled_from(["eval_every", "evaluations"]))] = None
+            steps = values["steps"]
+            values["plan"] = ((0, 9), (5, steps)) if steps is not None and steps > 5 else ()
             values["memory"] = draw(st.none() | st.sampled_from(["8GB", "1.5 GiB", "900MB"]))
             values["precision"] = "bf16" if values["device"] == "cpu" else values["precision"]
         if section == "transfer":

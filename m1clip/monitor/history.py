@@ -143,6 +143,8 @@ class History:
         self.records += 1
         # The time of the newest line, not the maximum: a clock change must not make a run look alive or dead.
         self.last_time = record.get("time") or self.last_time
+        if kind == "plan":  # --minutes corrected the number of steps
+            self.total = record.get("steps") or self.total
         if kind == "start":
             self._cut(step)
             self.start, self.end = record, {}

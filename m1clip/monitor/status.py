@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from m1clip.errors import UserError
-from m1clip.formatting import ago, clock, percent, table
+from m1clip.formatting import ago, ceil_div, clock, percent, table
 from m1clip.io import LOCK, read_owner
 from m1clip.monitor.history import History, numbers
 from m1clip.runlog import NAME, SELECTION, RunLog, read_preparing
@@ -87,9 +87,12 @@ def seconds_left(history: History) -> float | None:
     if not step_seconds or not history.total or history.end:
         return None
     evaluation = statistics.median(numbers(history.evaluations, "seconds") or [0.0])
-    every = history.setting("train", "eval_every", int) or history.total
-    evaluations = history.total // every - history.step // every + (history.total % every > 0)
     steps = max(0, history.total - history.step)
+    if per_run := history.setting("train", "evaluations", int):
+        evaluations = ceil_div(per_run * steps, history.total)
+    else:
+        every = history.setting("train", "eval_every", int) or history.total
+        evaluations = history.total // every - history.step // every + (history.total % every > 0)
     return steps * statistics.median(step_seconds) + (evaluations + 1) * evaluation  # and the test split at the end
 
 

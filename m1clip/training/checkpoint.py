@@ -63,6 +63,9 @@ class TrainState:
     micro_batch: int = 0  # reduced after running out of memory; 0: as configured
     frozen_sha256: str = ""  # of the frozen weights, which are not in the checkpoint
     evaluation_due: bool = False  # a signal interrupted the evaluation of this step
+    used_seconds: float = 0.0  # of the time that --minutes promises
+    evaluation_cost: float = 0.0  # of one evaluation, in steps: see `Costs`
+    closing_cost: float = 0.0  # of what follows the last evaluation, in steps
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
@@ -176,15 +179,18 @@ class CheckpointWriter:
     def __init__(self, setup: Setup, run: Path, log: RunLog, screen: Screen) -> None:
         self.run, self.log, self.screen, self.keep = run, log, screen, setup.config.train.save_total_limit
         self.writes = setup.ranks.rank == 0  # all ranks have the same state
-        train = setup.config.train
-        self.steps, self.seconds = steps_or_seconds(train.save_every or train.steps or 0, "train.save_every")
+        every = setup.config.train.save_every
+        self.with_evaluations = every is None  # saves after each evaluation
+        self.steps, self.seconds = steps_or_seconds(every or 0, "train.save_every")
         self._last = time.monotonic()
         self._due = self._announced = False
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int, evaluated: bool) -> bool:
         """Whether a checkpoint is due; stays true until `save`, because skipped steps delay it."""
-        elapsed = self.seconds and time.monotonic() - self._last >= self.seconds
-        self._due = self._due or bool(elapsed or (self.steps and step and step % self.steps == 0))
+        elapsed = bool(self.seconds) and time.monotonic() - self._last >= self.seconds
+        at_step = bool(self.steps and step) and step % self.steps == 0
+        at_evaluation = self.with_evaluations and evaluated and step > 0
+        self._due = self._due or elapsed or at_step or at_evaluation
         return self._due
 
     def reset(self) -> None:

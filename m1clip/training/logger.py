@@ -21,13 +21,11 @@ from m1clip.training.setup import Setup
 from m1clip.training.step import TrainStep
 
 TEMPERATURE_SECONDS = 5.0  # between two readings: some sensors take milliseconds
-LOG_EVERY, LOG_LINES = 10, 50  # maximum steps between two log lines, minimum lines per run
 
 
 class StepLogger:
     def __init__(self, setup: Setup, train_step: TrainStep, log: RunLog, screen: Screen) -> None:
         self.setup, self.train_step, self.log, self.screen = setup, train_step, log, screen
-        self.every = log_interval(setup.config.train.steps or 0)
         self.telemetry = Telemetry(setup.device.kind)
         self._wrote_memory = self._wrote_graph = False
         self._begin()
@@ -87,10 +85,6 @@ class StepLogger:
             self._wrote_graph = True
         self.screen.step(line)
         self._begin()
-
-
-def log_interval(total_steps: int) -> int:
-    return max(1, min(LOG_EVERY, total_steps // LOG_LINES))
 
 
 def time_split(seconds: float, waited: float, phases: dict[str, float]) -> dict[str, float]:

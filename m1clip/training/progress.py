@@ -95,6 +95,12 @@ class Screen:
             self._task = self._progress.add_task("train", total=total, completed=step, text="first steps ...")
             self._progress.start()
 
+    def change_total(self, total: int) -> None:
+        """Show another number of steps: --minutes has corrected it."""
+        self._total = total
+        if self._progress is not None:
+            self._progress.update(self._task, total=total)
+
     def step(self, values: dict[str, Any]) -> None:
         # The median ignores outliers such as an hour of sleep between two steps.
         self._step_seconds.append(values["step_seconds"])

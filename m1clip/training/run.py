@@ -26,6 +26,7 @@ from m1clip.evaluation.evaluate import Evaluator
 from m1clip.evaluation.examples import FOLDER as SNAPSHOTS
 from m1clip.evaluation.examples import THUMBNAILS, retrieval_grid
 from m1clip.evaluation.statistics import Scores, selection_metric
+from m1clip.formatting import clock, plural
 from m1clip.hardware.facts import usable_cpus
 from m1clip.hardware.memory import return_freed_memory
 from m1clip.hardware.timing import timing
@@ -38,6 +39,17 @@ from m1clip.text.base import Tokenizer
 from m1clip.training import process
 from m1clip.training.checkpoint import TrainState, load_latest, restore, share_checkpoint
 from m1clip.training.distributed import RankLost, Ranks, connect, launched
+from m1clip.training.duration import (
+    EVALUATIONS,
+    MAX_EVALUATION_FRACTION,
+    MIN_TRAINING_FRACTION,
+    Costs,
+    Pacer,
+    Segment,
+    StepPlan,
+    TimeBudget,
+    planned_steps,
+)
 from m1clip.training.logger import check_sink, open_sink
 from m1clip.training.loop import TrainLoop
 from m1clip.training.oom import oom_as_user_error
@@ -46,20 +58,15 @@ from m1clip.training.progress import Screen, decode_plan
 from m1clip.training.schedule import warmup_steps
 from m1clip.training.setup import FINETUNE_OPTIONS, TOWER_OPTIONS, Setup, check_transfer, choose_recipe, prepare
 from m1clip.training.step import TrainStep
-from m1clip.training.transfer import interpolate_weights
+from m1clip.training.transfer import WISE_FT_GRID, interpolate_weights
 from m1clip.training.validation import encode
 
 DEFAULT_EPOCHS = 10.0
-EVALUATIONS = 5  # per run, unless configured
 WARM_STEPS, TIMED_STEPS = 2, 5
-# Steps with a larger relative spread between quartiles were disturbed: more are timed, within the time of calibration.
-STEADY = 1.25
 CALIBRATION = 0.05  # of the time, at most, unless one step takes longer; --device auto may take as much again
-EVALUATING = 0.3  # of the time, at most: a short run evaluates less often
 FEW_STEPS = 10
 MAX_GRID_BYTES = 2**26
 SAMPLE_IMAGES = 64
-PAUSE = 50  # a step of this many times the median contains a pause: the machine slept, or the process was stopped
 
 
 class Length(NamedTuple):
@@ -69,12 +76,11 @@ class Length(NamedTuple):
     evaluations: int = EVALUATIONS
 
 
-def run_length(setup: Setup, warn: Callable[[str], None]) -> Length:
+def run_length(setup: Setup) -> Length:
+    """The length of a run with --steps or --epochs."""
     train, plan = setup.config.train, setup.training.plan
     if train.steps is not None:
         return Length(train.steps)
-    if train.minutes is not None:
-        return calibrate(setup, train.minutes * 60, warn)
     epochs = DEFAULT_EPOCHS if train.epochs is None else train.epochs
     steps = round(epochs * plan.steps_per_epoch)
     if steps < 1:
@@ -82,53 +88,66 @@ def run_length(setup: Setup, warn: Callable[[str], None]) -> Length:
     return Length(steps)
 
 
-def calibrate(setup: Setup, seconds: float, warn: Callable[[str], None]) -> Length:
-    """Number of steps that fit in the time, measured by training and evaluating a temporary model."""
-    begin = time.perf_counter()
+def calibrate(setup: Setup, budget: TimeBudget, warn: Callable[[str], None]) -> tuple[Length, Costs]:
+    """The number of steps that fit in the time, from a few steps and a part of an evaluation of a temporary model.
+
+    This is a first estimate: the run compares it with the clock and corrects it.
+    """
+    least = MIN_TRAINING_FRACTION * budget.seconds
+    if budget.left < least:
+        warn(
+            f"preparing the data has taken {clock(budget.used)} of the {clock(budget.seconds)} of --minutes: training "
+            f"for {least:.0f} s more; what is cached now is not prepared again in the next run"
+        )
+        budget.exclude(least - budget.left)
     train_step = setup.make_step()
-    step_seconds, paused = _step_seconds(setup, train_step, begin + CALIBRATION * seconds)
+    step_seconds = _step_seconds(setup, train_step, budget)
     evaluation_seconds = _evaluation_seconds(setup, train_step) if "val" in setup.splits else 0.0
-    left = seconds - (time.perf_counter() - begin - paused)
-    train, evaluations = setup.config.train, EVALUATIONS
-    if train.eval_every is None:
-        affordable = int(EVALUATING * seconds / max(evaluation_seconds, 1e-9)) - 1
-        evaluations = max(1, min(EVALUATIONS, affordable))
-        left -= (evaluations + 1) * evaluation_seconds  # plus the test split at the end
-    elif train.eval_every:
-        left -= evaluation_seconds
-        step_seconds += evaluation_seconds / train.eval_every
     train_step.reset_graph()
     del train_step  # it is part of a reference cycle
     gc.collect()
     setup.device.release()
-    steps = max(1, int(left / step_seconds))
+    costs = Costs(evaluation_seconds / step_seconds)
+    costs.closing = closing_evaluations(setup) * costs.evaluation
+    train = setup.config.train
+    evaluations = train.evaluations or 0
+    if not evaluations:
+        affordable = int(MAX_EVALUATION_FRACTION * budget.left / max(evaluation_seconds, 1e-9)) - 1
+        evaluations = max(1, min(EVALUATIONS, affordable))
+    empty = StepPlan((Segment(0, 1),), train.eval_every, evaluations)
+    steps = planned_steps(empty, 0, budget.left, step_seconds, costs)
     if steps < FEW_STEPS:
         warn(
-            f"{seconds / 60:g} minutes are only {steps} steps of {step_seconds:.1f} s each, too few to learn much; "
-            f"use more --minutes, a smaller --batch-size or a smaller --model"
+            f"{budget.seconds / 60:g} minutes are only {plural(steps, 'step')} of {step_seconds:.1f} s each, too few "
+            f"to learn much; use more --minutes, a smaller --batch-size or a smaller --model"
         )
-    return Length(steps, evaluations)
+    return Length(steps, evaluations), costs
 
 
-def _step_seconds(setup: Setup, train_step: TrainStep, deadline: float) -> tuple[float, float]:
-    """(seconds per step, seconds in which the machine paused); after the first step, the deadline is kept."""
-    most = max(WARM_STEPS + TIMED_STEPS, setup.training.plan.steps_per_epoch)
+def closing_evaluations(setup: Setup) -> float:
+    """What follows the last step, in evaluations of the validation split: the test split, and WiSE-FT's choice."""
+    if "val" not in setup.splits:
+        return 0.0
+    test = len(setup.splits["test"].samples) if "test" in setup.splits else len(setup.splits["val"].samples)
+    wise_ft = {"off": 0, "search": len(WISE_FT_GRID)}.get(setup.config.transfer.wise_ft, 1)
+    return test / max(len(setup.splits["val"].samples), 1) + wise_ft
+
+
+def _step_seconds(setup: Setup, train_step: TrainStep, budget: TimeBudget) -> float:
+    """Median seconds of a few steps, after some that warm up; within a small part of the time if one step is."""
     # A compiled model recompiles for each shape, so its first steps are not representative.
     least = WARM_STEPS + 1 if setup.config.model.compile else 1
+    limit = CALIBRATION * budget.left
+    begin = time.perf_counter()
     taken: list[float] = []
-    for step, batch in enumerate(batches(setup.training, 0, most, 0, "fork", pin=False)):
+    for step, batch in enumerate(batches(setup.training, 0, WARM_STEPS + TIMED_STEPS, 0, "fork", pin=False)):
         start = time.perf_counter()
-        if any(setup.ranks.agree(step >= least and start + taken[-1] > deadline)):
+        if any(setup.ranks.agree(step >= least and start + taken[-1] - begin > limit)):
             break
         train_step(batch, step)
         setup.device.synchronize()
         taken.append(time.perf_counter() - start)
-        if any(setup.ranks.agree(len(taken) >= WARM_STEPS + TIMED_STEPS and is_steady(taken[WARM_STEPS:]))):
-            break
-    timed = taken[WARM_STEPS:] or taken[-1:]
-    # The lower quartile of disturbed steps is disturbed least.
-    usual = timing(timed).median if is_steady(timed) else timing(timed).low
-    return usual, sum(timed) - without_pauses(timed, usual)
+    return timing(taken[WARM_STEPS:] or taken[-1:]).median
 
 
 def _evaluation_seconds(setup: Setup, train_step: TrainStep) -> float:
@@ -137,16 +156,6 @@ def _evaluation_seconds(setup: Setup, train_step: TrainStep) -> float:
     start = time.perf_counter()
     encode(setup, setup.complete_model(train_step), "val", sample)
     return (time.perf_counter() - start) * images / sample
-
-
-def is_steady(timed: list[float]) -> bool:
-    found = timing(timed)
-    return found.high <= STEADY * found.low
-
-
-def without_pauses(step_seconds: list[float], usual: float) -> float:
-    """Total seconds of the steps, without pauses of the machine."""
-    return sum(seconds if seconds < PAUSE * usual else usual for seconds in step_seconds)
 
 
 @dataclass(frozen=True)
@@ -171,8 +180,13 @@ def train_config(
     screen: Screen | None = None,
     name: str | None = None,
     on_log: Sink | None = None,
+    used_seconds: float = 0.0,
 ) -> Run:
-    """Train from the beginning in a new run folder: `run`, or runs/NAME (default: the model's preset)."""
+    """Train from the beginning in a new run folder: `run`, or runs/NAME (default: the model's preset).
+
+    `used_seconds` of --minutes have passed already.
+    """
+    budget = None if config.train.minutes is None else TimeBudget(60 * config.train.minutes, used_seconds)
     screen = screen or Screen()
     check_sink(config.train.report_to)
     most = max(16, 4 * usable_cpus())
@@ -191,14 +205,17 @@ def train_config(
     folder = ranks.first(lambda: process.create_run_folder(Path(run) if run is not None else None, name))
     with _locked(folder, ranks), process.stop_on_signals() as stop:
         try:
-            setup = _with_steps(_prepare(config, folder, screen, ranks), screen.warn)
+            if budget is not None:
+                screen.say(f"time       {clock(budget.seconds)} {TIME_INCLUDES}")
+            setup, costs = _with_steps(_prepare(config, folder, screen, ranks), budget, screen.warn)
             _describe(setup, screen)
-            ranks.first(lambda: _write_run_files(setup, folder))
+            ranks.first(lambda: _write_run_files(setup, folder, config.train.minutes))
         except BaseException:
             if ranks.rank == 0:
                 process.remove_unused_folder(folder)
             raise
-        return _train_and_finish(setup, folder, screen, stop, on_log)
+        pacer = None if budget is None else Pacer(budget, costs, 0)
+        return _train_and_finish(setup, folder, screen, stop, on_log, pacer)
 
 
 def run_name(config: Config) -> str:
@@ -224,6 +241,7 @@ def resume(
 
     On another device the batches are the same, and the numbers are the same up to rounding.
     """
+    began = time.perf_counter()
     screen, folder = screen or Screen(), Path(run)
     known = load_config(folder).train.device if (folder / "config.toml").is_file() else "auto"
     ranks = connect_same(on_device or known)
@@ -250,7 +268,18 @@ def resume(
         if setup.config != config and ranks.rank == 0:
             write_text(folder / "config.toml", to_toml(setup.config))
         _describe(setup, screen)
-        return _train_and_finish(setup, folder, screen, stop, on_log, resumed=True)
+        minutes = ranks.first(lambda: _promised_minutes(folder))
+        pacer = None if minutes is None else Pacer(TimeBudget(60 * minutes, began=began), Costs(), 0)
+        return _train_and_finish(setup, folder, screen, stop, on_log, pacer, resumed=True)
+
+
+def _promised_minutes(folder: Path) -> float | None:
+    """The --minutes of a run that is resumed; None if it was not started with them."""
+    try:
+        minutes = json.loads(read_small(folder / "environment.json")).get("minutes")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return float(minutes) if matches_schema(minutes, float) and minutes > 0 else None
 
 
 def started_before(run: str | Path | None, name: str) -> Path | None:
@@ -300,6 +329,7 @@ def _train_and_finish(
     screen: Screen,
     stop: process.StopRequest,
     on_log: Sink | None = None,
+    pacer: Pacer | None = None,
     resumed: bool = False,
 ) -> Run:
     gc.collect()  # models that were built for measurements may be in reference cycles
@@ -309,6 +339,8 @@ def _train_and_finish(
         if kept is not None:
             state = kept[0]
             restore(train_step, *kept)
+            if pacer is not None:
+                pacer.resume(state.step, state.used_seconds, Costs(state.evaluation_cost, state.closing_cost))
         screen.say(f"resume     from step {state.step:,} of {setup.config.train.steps:,}")
     log = RunLog(folder) if ranks.rank == 0 else NoLog(folder)
     log.sinks += [on_log] if on_log is not None else []
@@ -327,7 +359,7 @@ def _train_and_finish(
         note = f"; {parity.skipped}" if parity.skipped else ""
         screen.say(f"parity     gradients on {setup.device.kind} differ by at most {parity.difference:.2%}{note}")
     try:
-        loop = TrainLoop(setup, train_step, state, folder, log, screen)
+        loop = TrainLoop(setup, train_step, state, folder, log, screen, pacer)
         loop.run_until_stopped(stop)
         evaluator, features = _best_on_test(loop)
         return ranks.first(lambda: _finish(loop, evaluator, features))
@@ -403,16 +435,23 @@ def energy_figures(steps: Sequence[dict[str, Any]], epochs: float) -> dict[str, 
     return {"joules": joules, "joules_per_epoch": joules / epochs} if joules and epochs else {}
 
 
-def _with_steps(setup: Setup, warn: Callable[[str], None]) -> Setup:
+# What the time of --minutes contains, as printed at the start.
+TIME_INCLUDES = (
+    "in all: reading and caching the data, training, evaluation and saving; the number of steps is corrected "
+    "during the run, so that it ends then"
+)
+
+
+def _with_steps(setup: Setup, budget: TimeBudget | None, warn: Callable[[str], None]) -> tuple[Setup, Costs]:
     """Convert the duration to steps, and resolve the settings that depend on it."""
-    measured = run_length(setup, warn)
-    steps, evaluations = setup.ranks.first(lambda: measured)
-    warmup_steps(setup.config.optim.warmup, steps)  # raises if the run would never leave warm-up
+    measured = (run_length(setup), Costs()) if budget is None else calibrate(setup, budget, warn)
+    (steps, evaluations), costs = setup.ranks.first(lambda: measured)
+    warmup_steps(setup.config.optim.warmup, steps)  # raises if the run would never leave warmup
     train = setup.config.train
-    every = train.eval_every if train.eval_every is not None else max(1, -(-steps // evaluations))
-    saves = train.save_every if train.save_every is not None else every
-    length = {"steps": steps, "minutes": None, "epochs": None, "eval_every": every, "save_every": saves}
-    return dataclasses.replace(setup, config=setup.config.changed(**length))
+    if train.eval_every is None and train.evaluations is None:
+        setup = dataclasses.replace(setup, config=setup.config.changed(evaluations=evaluations))
+    length = {"steps": steps, "minutes": None, "epochs": None}
+    return dataclasses.replace(setup, config=setup.config.changed(**length)), costs
 
 
 def _describe(setup: Setup, screen: Screen) -> None:
@@ -429,9 +468,9 @@ def _describe(setup: Setup, screen: Screen) -> None:
     )
 
 
-def _write_run_files(setup: Setup, folder: Path) -> None:
+def _write_run_files(setup: Setup, folder: Path, minutes: float | None) -> None:
     setup.tokenizer.save(folder)
-    environment = {"m1clip": __version__, "command": sys.argv, "data": _fingerprint(setup)}
+    environment = {"m1clip": __version__, "command": sys.argv, "data": _fingerprint(setup), "minutes": minutes}
     write_json(folder / "environment.json", {**environment, "facts": dataclasses.asdict(setup.facts)})
     write_text(folder / "config.toml", to_toml(setup.config))  # last: a folder with a config is a complete run
 
@@ -472,25 +511,24 @@ def train(
     `config` is a TOML file, `preset` the name of a built-in one; options override it. `on_log` is called with each
     record of run.jsonl, such as {"kind": "step", "step": 10, "loss": 2.3, ...}; an exception in it stops the run.
     """
+    began = time.perf_counter()
     options |= {name: value for name, value in (("data", data), ("minutes", minutes)) if value is not None}
     screen = screen or Screen()
     settings, options["recipe"] = with_recipe(options, config, preset, screen)
     if settings.transfer.recipe != "finetune":
-        return train_config(settings, run, screen, preset, on_log)
+        return train_config(settings, run, screen, preset, on_log, time.perf_counter() - began)
     if run is not None and not launched():
         process.check_unused(Path(run))  # fail before the first stage, which takes minutes
     options = _flat(config, preset) | options
     if settings.transfer.init is None:
         screen.say("stage 1    training heads on frozen towers")
-        folder, begin = None if run is None else Path(f"{run}-frozen"), time.monotonic()
+        folder = None if run is None else Path(f"{run}-frozen")
         first = train_config(make_config(frozen_options(options)), folder, screen, on_log=on_log)
         screen.say(f"stage 2    training the towers too, starting from {first.path}")
         options["init"] = str(first.path)
-        if settings.train.minutes is not None:  # of both stages; at least half of them for the second
-            spent = (time.monotonic() - begin) / 60
-            options["minutes"] = max(settings.train.minutes / 2, settings.train.minutes - spent)
     options = {name: value for name, value in options.items() if name not in TOWER_OPTIONS}
-    return train_config(make_config(options | {"recipe": "scratch"}), run, screen, preset, on_log)
+    second = make_config(options | {"recipe": "scratch"})
+    return train_config(second, run, screen, preset, on_log, time.perf_counter() - began)  # of the time of both stages
 
 
 def with_recipe(

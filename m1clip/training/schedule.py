@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from m1clip.config import OptimConfig
 from m1clip.errors import UserError
+from m1clip.training.duration import StepPlan
 
 
 def warmup_steps(warmup: float, total_steps: int) -> int:
@@ -18,17 +19,18 @@ def warmup_steps(warmup: float, total_steps: int) -> int:
     return steps
 
 
-def lr_fraction(step: int, warmup: int, total_steps: int) -> float:
-    """Fraction of the peak learning rate: linear warm-up, then a half cosine down to 0."""
+def lr_fraction(step: float, warmup: int, total_steps: int) -> float:
+    """Fraction of the peak learning rate: linear warmup, then a half cosine down to 0."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     progress = (step - warmup) / max(total_steps - warmup, 1)
     return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 
-def lr_schedule(config: OptimConfig, total_steps: int | None) -> Callable[[int], float]:
+def lr_schedule(config: OptimConfig, plan: StepPlan | None) -> Callable[[int], float]:
     """The learning rate schedule of a run; constant if its length is not known yet."""
-    if total_steps is None:
+    if plan is None:
         return lambda step: 1.0
-    warmup = warmup_steps(config.warmup, total_steps)
-    return lambda step: lr_fraction(step, warmup, total_steps)
+    first_total = plan.segments[0].total_steps
+    warmup = warmup_steps(config.warmup, first_total)
+    return lambda step: lr_fraction(plan.position(step), warmup, first_total)

@@ -27,6 +27,7 @@ from m1clip.model.heads import Head, mixed
 from m1clip.model.pretrained import weights_hash
 from m1clip.training.cuda_graph import CapturedStep
 from m1clip.training.distributed import GradientExchange, JointBatch, Ranks, Sizes
+from m1clip.training.duration import StepPlan, step_plan
 from m1clip.training.muon import Muon, orthogonalize
 from m1clip.training.oom import OOMHandler
 from m1clip.training.optim import Optimizer
@@ -127,7 +128,7 @@ class TrainStep:
         muon = self.optimizer.parts.get("muon")
         if isinstance(muon, Muon) and ranks.size > 1:
             muon.ranks, muon.full_rows = ranks, {} if self.shards is None else self.shards.full_rows
-        self.schedule = lr_schedule(config.optim, config.train.steps)
+        self.follow(step_plan(config.train))
         self.lr_factor = 1.0  # lowered by each rollback
         self.cuda_graph = CapturedStep(self) if graph else None
         if self.cuda_graph is not None and ranks.size > 1:
@@ -160,6 +161,10 @@ class TrainStep:
             self.rest = [p for p in (model.logit_scale, model.logit_bias) if p is not None]
         self.blockwise_loss = device.kind == "cpu"  # for the text-text loss; other devices compute all logits at once
         model.train()
+
+    def follow(self, plan: StepPlan | None) -> None:
+        """Use the learning rate schedule of a plan."""
+        self.schedule = lr_schedule(self.config.optim, plan)
 
     def __call__(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         """Train on one batch. Loss and gradient norm stay on the device to avoid synchronization."""

@@ -183,7 +183,7 @@ def test_invalid_save_every_is_rejected(value: str) -> None:
         small_config({"train.save_every": value})
 
 
-def writer(run: Path, every: int | str) -> checkpoint.CheckpointWriter:
+def writer(run: Path, every: int | str | None) -> checkpoint.CheckpointWriter:
     config = small_config({"train.save_every": every, "train.save_total_limit": 2})
     return checkpoint.CheckpointWriter(SimpleNamespace(config=config, ranks=Ranks()), run, RunLog(run), screen())  # type: ignore[arg-type]
 
@@ -194,21 +194,23 @@ def test_saves_by_the_clock_and_after_sleep_only_once(tmp_path: Path, monkeypatc
     timed = writer(tmp_path, "60s")
     for seconds, due in ((0, False), (59, False), (2, True), (3600, True)):
         now[0] += seconds
-        assert timed.due(7) == due
+        assert timed.due(7, evaluated=True) == due
     timed.save(TrainState(step=7), tensors(7))
-    assert not timed.due(8)
+    assert not timed.due(8, evaluated=False)
 
 
-@pytest.mark.parametrize(("every", "expected"), [(4, [4, 8]), (0, [10])])
-def test_saves_by_steps(tmp_path: Path, every: int, expected: list[int]) -> None:
-    assert [step for step in range(1, 12) if writer(tmp_path, every).due(step)] == expected
+@pytest.mark.parametrize(("every", "expected"), [(4, [4, 8]), (0, []), (None, [3, 6, 9])])
+def test_saves_by_steps_or_after_evaluations(tmp_path: Path, every: int | None, expected: list[int]) -> None:
+    """Without --save-every, a checkpoint follows each evaluation; the loop saves the last step in any case."""
+    due = [step for step in range(12) if writer(tmp_path, every).due(step, evaluated=step % 3 == 0)]
+    assert due == expected
 
 
 def test_save_stays_due_until_done(tmp_path: Path) -> None:
     delayed = writer(tmp_path, 5)
-    assert [delayed.due(step) for step in (4, 5, 6, 7)] == [False, True, True, True]
+    assert [delayed.due(step, False) for step in (4, 5, 6, 7)] == [False, True, True, True]
     delayed.save(TrainState(step=7), tensors(7))
-    assert not delayed.due(8)
+    assert not delayed.due(8, False)
     (line,) = read_log(tmp_path)
     assert (line["kind"], line["step"]) == ("checkpoint", 7)
     assert line["bytes"] == sum(file.stat().st_size for file in checkpoint_folder(tmp_path, 7).iterdir())

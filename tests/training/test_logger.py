@@ -10,15 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from m1clip.errors import UserError
 from m1clip.runlog import read_log
-from m1clip.training import logger
-from m1clip.training.logger import check_sink, log_interval, scalars, time_split
+from m1clip.training import duration
+from m1clip.training.logger import check_sink, scalars, time_split
 from m1clip.training.loop import TrainLoop
 from m1clip.training.process import StopRequest
 from m1clip.training.validation import Validator
-
-
-def test_short_runs_log_more_often() -> None:
-    assert [log_interval(steps) for steps in (1, 60, 200, 4000)] == [1, 1, 4, 10]
 
 
 class Reads(TorchDispatchMode):
@@ -47,10 +43,10 @@ def test_device_is_read_only_for_log_lines(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(TrainLoop, "run_until_stopped", counted)
     # The sigmoid loss is that of accelerators; the CPU's InfoNCE looks at the scale.
     common = {"train.eval_every": 0, "optim.optimizer": optimizer, "train.loss": "sigmoid"}
-    monkeypatch.setattr(logger, "LOG_EVERY", 40)
+    monkeypatch.setattr(duration, "LOG_EVERY", 40)
     monkeypatch.setattr(Validator, "run_due", lambda self, stop: setattr(self.state, "evaluation_due", False))
     for name, steps, lines in (("a", 20, 1), ("b", 40, 1), ("c", 40, 10)):
-        monkeypatch.setattr(logger, "LOG_LINES", lines)
+        monkeypatch.setattr(duration, "LOG_LINES", lines)
         run_small(tmp_path / name, {**common, "train.steps": steps})
     assert counts[1] - counts[0] <= 2  # twenty more steps, no more lines
     assert counts[2] > counts[1]

@@ -212,7 +212,7 @@ def events(run: Path, name: str) -> list[dict[str, Any]]:
 
 
 def test_one_non_finite_step_is_skipped_and_the_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("m1clip.training.logger.LOG_LINES", 1)  # one line for the ten steps
+    monkeypatch.setattr("m1clip.training.duration.LOG_LINES", 1)  # one line for the ten steps
     poisoned_steps(monkeypatch, lambda step, factor: step == 4)
     run_small(tmp_path / "run")
     (skipped,) = events(tmp_path / "run", "update skipped")

@@ -1,25 +1,19 @@
 """A complete training run: its files, refused settings, duration, and that it learns."""
 
-import itertools
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import losses_of, prepared, run_small, small_config, tensors_of
+from small_run import losses_of, run_small, tensors_of
 
 import m1clip
-from m1clip.config import load_config
 from m1clip.errors import UserError
 from m1clip.inference.encoder import load
 from m1clip.runlog import read_log
-from m1clip.training import run as duration
-from m1clip.training.run import is_steady, without_pauses
-from m1clip.training.setup import Setup
 
 
 @pytest.fixture(scope="module")
@@ -123,55 +117,6 @@ def test_impossible_settings_leave_no_folder(tmp_path: Path, changes: dict[str, 
         run_small(tmp_path / "run", changes)
     assert message in str(caught.value)
     assert not (tmp_path / "run").exists()
-
-
-def test_minutes_become_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = itertools.count()  # a clock that moves by 1/128 s each time it is read
-    monkeypatch.setattr(duration, "time", SimpleNamespace(perf_counter=lambda: next(ticks) / 128))
-    run_small(tmp_path / "run", {"train.steps": None, "train.minutes": 0.5 / 60})
-    train = load_config(tmp_path / "run").train
-    # 64 ticks; the calibration takes a few, each step takes one.
-    assert train.steps in range(50, 62)
-    assert train.minutes is None
-    assert next(line["steps"] for line in read_log(tmp_path / "run") if line["kind"] == "start") == train.steps
-
-
-PAIR, IMAGE = 0.02, 0.004  # seconds of a sample in a step, and of an image in an evaluation
-
-
-@pytest.mark.parametrize("seconds", [0.1, 10.0, 60.0])
-def test_calibration_takes_a_small_part_of_the_minutes(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
-
-    def step(batch: Any, number: int) -> None:
-        clock.now += PAIR * len(batch)
-
-    def encode(setup: Any, model: Any, split: str, images: int) -> None:
-        clock.now += IMAGE * images
-
-    step.model = step.shards = None  # type: ignore[attr-defined]
-    step.reset_graph = lambda: None  # type: ignore[attr-defined]
-    monkeypatch.setattr(Setup, "make_step", lambda self: step)
-    monkeypatch.setattr(duration, "encode", encode)
-    monkeypatch.setattr(duration, "time", clock)
-    changes = {"train.steps": None, "train.minutes": seconds / 60, "train.eval_every": None}
-    setup = prepared(small_config(changes))
-    warnings: list[str] = []
-    length = duration.run_length(setup, warnings.append)
-    if seconds < 1:
-        assert length == (1, 1)
-        assert "too few to learn much" in warnings[0]
-        return
-    assert clock.now <= 0.1 * seconds
-    total = clock.now + length.steps * 16 * PAIR + (length.evaluations + 1) * 8 * IMAGE
-    assert 0.95 * seconds < total <= seconds
-    assert not warnings
-
-
-def test_pauses_and_busy_moments_do_not_count_in_the_calibration() -> None:
-    assert without_pauses([0.3, 0.1, 0.1, 3600.0, 0.1], usual=0.1) == pytest.approx(0.7)
-    assert is_steady([0.1, 0.101, 0.1, 0.102, 0.1])
-    assert not is_steady([0.1, 0.3, 0.31, 0.1, 0.28])
 
 
 @pytest.mark.parametrize(("objective", "optimizer"), [("infonce", "adamw"), ("sigmoid", "adamw"), ("multi", "muon")])
