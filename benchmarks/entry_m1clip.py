@@ -15,7 +15,7 @@ from typing import Any
 from m1clip.config import load_config
 from m1clip.runlog import read_log
 
-RESERVE = 0.03  # of the clock: `--minutes` estimates the number of steps from a few timed ones
+RESERVE = 0.01  # of the clock: what `--minutes` may take longer
 STOPPING = 0.005  # of the clock: stopping takes the current step and a checkpoint
 
 
@@ -32,18 +32,18 @@ def environment(run: Path) -> dict[str, str]:
 
 
 def probe(job: dict[str, Any]) -> dict[str, Any]:
-    """Seconds from the start of the process to the first step, which `--minutes` does not include."""
-    run, begin = Path(job["out"]) / "probe", time.time()
-    subprocess.run(command(job, run, ("--steps", "2")), env=environment(run), check=True)
-    return {"setup_seconds": next(r for r in read_log(run) if r["kind"] == "start")["time"] - begin}
+    """Seconds from the start of the process until `--minutes` begins to count."""
+    begin = time.time()
+    subprocess.run([sys.executable, "-c", "import m1clip.training.run"], check=True)
+    return {"import_seconds": time.time() - begin}
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
-    """Train for what the set-up leaves of the clock, and stop when the last step is saved or time is up."""
+    """Train for what the imports leave of the clock, and stop when the last step is saved or time is up."""
     begin, run, seconds = time.time(), Path(job["out"]) / "run", job["seconds"]
-    minutes = (seconds * (1 - RESERVE) - job["probe"]["setup_seconds"]) / 60
+    minutes = (seconds * (1 - RESERVE) - job["probe"]["import_seconds"]) / 60
     if minutes <= 0:
-        raise SystemExit(f"m1clip: set-up alone takes {job['probe']['setup_seconds']:.0f} s")
+        raise SystemExit(f"m1clip: its imports alone take {job['probe']['import_seconds']:.0f} s")
     duration = ("--steps", "4") if job["quick"] else ("--minutes", f"{minutes:.4f}")
     deadline = begin + seconds - max(1.0, STOPPING * seconds)
     process = subprocess.Popen(command(job, run, duration), env=environment(run))
@@ -67,7 +67,8 @@ def finished(run: Path) -> bool:
         records = list(read_log(run))
     except OSError:
         return False
-    total = next((record["steps"] for record in records if record["kind"] == "start"), None)
+    planned = [record["steps"] for record in records if record["kind"] in ("start", "plan")]
+    total = planned[-1] if planned else None
     return any(record["kind"] == "checkpoint" and record["step"] == total for record in records)
 
 

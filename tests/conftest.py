@@ -15,19 +15,27 @@ import torch
 from hypothesis import settings
 from small_run import Command
 
-from m1clip.inference import encoder
+from m1clip.hardware import choices
+from m1clip.hardware.facts import read_facts
 
 sys.path.append(str(Path(__file__).parent / "reliability"))
 settings.register_profile("m1clip", derandomize=True, deadline=None, database=None)
 settings.load_profile("m1clip")
 torch.set_num_threads(1)
-encoder.fastest_precision = lambda kind: "fp32"  # type: ignore[assignment]  # measured, it would differ between machines
 
 # xdist's workers inherit the folder from the first process, so that they share the cached measurements.
 if "M1CLIP_TEST_CACHE" not in os.environ:
     folder = tempfile.mkdtemp(prefix="m1clip-test-cache-")
     os.environ |= {"M1CLIP_TEST_CACHE": folder, "XDG_CACHE_HOME": folder, "XDG_DATA_HOME": f"{folder}/data"}
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    # A kept choice, as if this machine had measured it: numbers would differ between machines otherwise.
+    facts = read_facts()
+    choices.keep(
+        choices.folder() / f"matmul-cpu-{facts.torch}.json",
+        "matmuls in the tests",
+        "fp32",
+        {"cpu": facts.cpu, "precision": "fp32"},
+    )
 
 LONG_TESTS: list[dict[str, Any]] = []
 

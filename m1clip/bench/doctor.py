@@ -13,6 +13,7 @@ from typing import Literal
 import psutil
 
 from m1clip.errors import first_line
+from m1clip.hardware import choices
 from m1clip.hardware.device import Device, available, rules
 from m1clip.hardware.energy import open_meter
 from m1clip.hardware.facts import Facts, read_facts, usable_cpus
@@ -42,6 +43,7 @@ class Machine:
     rosetta: bool = False
     load: float = 0.0  # load average of the last minute
     meters: dict[str, str | None] = field(default_factory=dict)
+    kept_choices: list[str] = field(default_factory=list)  # measured in earlier runs
 
 
 def read_machine() -> Machine:
@@ -78,6 +80,7 @@ def read_machine() -> Machine:
         rosetta=_macos("/usr/sbin/sysctl", "-n", "sysctl.proc_translated").strip() == "1",
         load=load,
         meters={kind: meter.name if (meter := open_meter(kind)) else None for kind in kinds},
+        kept_choices=choices.kept(),
     )
 
 
@@ -124,7 +127,7 @@ class Finding:
 
 
 def check(m: Machine) -> list[Finding]:
-    parts = (check_software, check_resources, check_power, check_threads, check_devices)
+    parts = (check_software, check_resources, check_power, check_threads, check_devices, check_choices)
     return [finding for part in parts for finding in part(m)]
 
 
@@ -209,6 +212,14 @@ def check_devices(m: Machine) -> Iterator[Finding]:
         name = m.facts.cuda if kind == "cuda" else m.facts.cpu
         yield Finding("ok", kind, f"{name}: gradients are correct; {text}")
         yield from check_known_errors(kind, m.known_errors.get(kind, {}))
+
+
+def check_choices(m: Machine) -> Iterator[Finding]:
+    """Show what earlier runs measured on a quiet machine and still use."""
+    if not m.kept_choices:
+        yield Finding("ok", "choices", "no measurements are kept: the next run with --device auto measures")
+    for line in m.kept_choices:
+        yield Finding("ok", "choice", f"{line} (m1clip doctor --clear-choices measures again)")
 
 
 def check_known_errors(kind: str, found: dict[str, str]) -> Iterator[Finding]:

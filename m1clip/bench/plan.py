@@ -11,9 +11,10 @@ from m1clip.bench.worker import GEMM_SIZE
 from m1clip.data.cache import RAM_FRACTION
 from m1clip.errors import UserError
 from m1clip.formatting import amount, clock, duration, size
+from m1clip.hardware.choices import matmul_precision
 from m1clip.hardware.device import Device, Precision, choose_device, choose_precision, threads
 from m1clip.hardware.facts import Facts, read_facts
-from m1clip.hardware.timing import bf16_speedup, gemm_rate
+from m1clip.hardware.timing import gemm_rate
 from m1clip.training.distributed import connect
 from m1clip.training.memory import MemoryEstimate
 from m1clip.training.setup import MAX_UNSHARDED
@@ -48,8 +49,10 @@ def make_plan(
     facts = read_facts()
     torch.set_num_threads(threads(0, facts))
     device = Device(choose_device(device_name, facts), facts)
-    measure = precision_name == "auto" and device.rules.bf16 == "measure"
-    precision = choose_precision(precision_name, device.kind, facts, bf16_speedup(device) if measure else None)
+    if precision_name == "auto":
+        precision = matmul_precision(device.kind, facts)
+    else:
+        precision = choose_precision(precision_name, device.kind, facts)
     c = Configuration.default(model, batch_size, device.kind, precision, optimizer)
     shape, tokens = model_shape(model)
     parameters, flops = size_of(c)

@@ -6,12 +6,12 @@ from typing import Any
 from m1clip import __version__
 from m1clip.bench.steps import Result, crossing, fit
 from m1clip.formatting import duration, number, percent, size, table
+from m1clip.hardware.choices import MAX_OTHERS
 from m1clip.hardware.facts import Facts
 from m1clip.hardware.timing import Timing
 
 HEAD = ("configuration", "step", "quartiles", "n", "vs. fastest", "images/s", "of GEMM", "memory", "energy", "gradient")
 DETAILED = 4  # models and batch sizes described individually; beyond that, only each model's largest batch
-BUSY = 0.10  # report a larger fraction of CPU time used by other programs
 
 
 def by_model_and_batch(results: Sequence[Result]) -> dict[tuple[str, int], list[Result]]:
@@ -142,6 +142,6 @@ def text(results: Sequence[Result], skipped: Mapping[str, str]) -> str:
     lines += [
         f"warning: {r.configuration.label}: other programs used {r.other_load:.0%} of the CPU"
         for r in results
-        if (r.other_load or 0.0) > BUSY
+        if (r.other_load or 0.0) > MAX_OTHERS
     ]
     return "\n".join([*lines, *(f"skipped: {label}: {reason}" for label, reason in skipped.items())])

@@ -14,6 +14,7 @@ from m1clip.config import Config, ModelConfig
 from m1clip.data.cache import user_cache
 from m1clip.data.captions import tokenize_captions
 from m1clip.data.synthetic.source import SyntheticSource
+from m1clip.hardware.choices import MAX_OTHERS
 from m1clip.hardware.device import Kind, Precision
 from m1clip.hardware.facts import Facts
 from m1clip.hardware.timing import Timing
@@ -164,8 +165,12 @@ def predict(c: Configuration, measured: Sequence[Result]) -> tuple[float, str] |
 
 
 def save_measured(facts: Facts, results: Sequence[Result], folder: Path | None = None) -> None:
-    """Save steps measured on this machine; a newer measurement of the same configuration replaces the older one."""
-    kept = {r.configuration: r for r in [*load_measured(facts, folder), *results]}
+    """Save steps measured on this machine; a newer measurement of the same configuration replaces the older one.
+
+    What was measured while other programs were busy is not saved.
+    """
+    quiet = [result for result in results if (result.other_load or 0.0) <= MAX_OTHERS]
+    kept = {r.configuration: r for r in [*load_measured(facts, folder), *quiet]}
     try:
         write_json(_path(facts, folder), [asdict(r) for r in kept.values()])
     except OSError:

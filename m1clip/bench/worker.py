@@ -125,7 +125,7 @@ def _measure(
 ) -> Measurement:
     if c.compile:
         check_compile(c.device)
-    precision = choose_precision(c.precision, c.device, facts, None)
+    precision = choose_precision(c.precision, c.device, facts)
     torch.compiler.reset()
     torch.set_num_threads(threads(c.threads, facts))
     device.reset_peak()

@@ -74,13 +74,15 @@ def compare(
 
 
 @app.command
-def doctor(*, json: Flag = False) -> None:
+def doctor(*, clear_choices: Flag = False, json: Flag = False) -> None:
     """Check this machine for anything that slows down or breaks training; exit code 1 if there is a problem.
 
     Each line is ok, a warning or a problem, with a suggested fix. docs/troubleshooting.md explains the checks.
 
     Parameters
     ----------
+    clear_choices
+        Forget which device and precision earlier runs measured to be the fastest: the next run measures again.
     json
         Print everything as JSON, for scripts and bug reports.
     """
@@ -88,6 +90,12 @@ def doctor(*, json: Flag = False) -> None:
 
     from m1clip.bench.doctor import check, doctor_text, read_machine
 
+    if clear_choices:
+        from m1clip.formatting import plural
+        from m1clip.hardware import choices
+
+        print(f"removed {plural(choices.clear(), 'kept measurement')}")
+        return
     machine = read_machine()
     findings = check(machine)
     if json:

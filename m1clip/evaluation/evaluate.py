@@ -86,7 +86,7 @@ def _onto_device(model: Model, config: Config, trained: bool, device_name: str, 
     as_trained = trained and config.train.device != "auto" and device.torch == Device(config.train.device, facts).torch
     model.clip.to(device.torch)
     if as_trained and config.train.precision != "auto":
-        model.precision = choose_precision(config.train.precision, device.kind, facts, None)
+        model.precision = choose_precision(config.train.precision, device.kind, facts)
 
 
 @dataclass(frozen=True)

@@ -116,12 +116,19 @@ def rules(kind: Kind, facts: Facts) -> Rules:
     return Rules(worker_start="fork" if facts.system == "Linux" else "spawn")
 
 
-def choose_precision(asked: str, kind: Kind, facts: Facts, bf16_speedup: float | None) -> Precision:
-    """The precision to use; `bf16_speedup` is the measured speedup of bf16 products, where the rules ask for it."""
+def default_precision(kind: Kind, facts: Facts) -> Precision:
+    """The precision to use unless a measurement shows clearly that another one is faster (docs/compare.md)."""
+    rule = rules(kind, facts)
+    if rule.bf16 == "measure":
+        return "bf16" if kind == "cpu" and facts.cpu_bf16 else "fp32"
+    return "bf16" if rule.bf16 == "yes" else "fp32"
+
+
+def choose_precision(asked: str, kind: Kind, facts: Facts) -> Precision:
+    """The precision that was asked for, or the default of the device for `auto`."""
     rule = rules(kind, facts)
     if asked == "auto":
-        faster = rule.bf16 == "yes" or (rule.bf16 == "measure" and (bf16_speedup or 0.0) > 1.1)
-        return "bf16" if faster else "fp32"
+        return default_precision(kind, facts)
     for precision in rule.precisions:
         if precision == asked:
             return precision

@@ -22,6 +22,7 @@ class Facts:
     cores: int  # physical
     performance_cores: int  # all cores if they do not differ
     memory_bytes: int
+    cpu_bf16: bool = False  # the CPU has instructions for bf16 matmuls, and torch uses them
     cuda: str | None = None  # GPU name
     cuda_capability: tuple[int, int] = (0, 0)
     mps: bool = False
@@ -44,6 +45,7 @@ def read_facts() -> Facts:
         cores=cores,
         performance_cores=min(int(_sysctl("hw.perflevel0.physicalcpu") or cores), cores),
         memory_bytes=psutil.virtual_memory().total // local_ranks(),
+        cpu_bf16=_has_bf16_instructions(),
         cuda=torch.cuda.get_device_name() if cuda else None,
         cuda_capability=torch.cuda.get_device_capability() if cuda else (0, 0),
         mps=torch.backends.mps.is_available(),
@@ -94,6 +96,22 @@ def _cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return next(filter(None, [*names, platform.processor()]), "")
+
+
+def has_bf16_flag(cpuinfo: str) -> bool:
+    """Whether the processor of Linux's /proc/cpuinfo has bf16 matmuls: AVX-512 or AMX on x86, FEAT_BF16 on Arm."""
+    flags = {
+        flag
+        for line in cpuinfo.splitlines()
+        if line.startswith(("flags", "Features"))
+        for flag in line.partition(":")[2].split()
+    }
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def _has_bf16_instructions() -> bool:
+    # Not on macOS: torch's CPU kernels there have no fast bf16 path that we have measured (docs/apple.md).
+    return sys.platform == "linux" and has_bf16_flag(Path("/proc/cpuinfo").read_text())
 
 
 def _sysctl(name: str) -> str:

@@ -158,9 +158,3 @@ def _mlx_product(size: int, precision: Precision) -> Callable[[], object]:
 def gemm_rate(device: Device, precision: Precision, size: int = 1536) -> float:
     """`gemm_rates` of one precision."""
     return gemm_rates(device, (precision,), size)[precision]
-
-
-def bf16_speedup(device: Device) -> float:
-    """Speedup of bf16 over fp32 matrix multiplication, of lower quartiles. Takes well under a second on a CPU."""
-    rates = gemm_rates(device, ("fp32", "bf16"), 768, rounds=5)
-    return rates["bf16"] / rates["fp32"]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,16 +21,16 @@ from PIL import Image
 from torch import Tensor
 
 from m1clip.data.augment import render
-from m1clip.data.cache import Progress, RowTable, decode_images, user_cache
+from m1clip.data.cache import Progress, RowTable, decode_images
 from m1clip.data.captions import CaptionTable
 from m1clip.data.images import READ_TIMEOUT, BadImage, Preprocess, map_with_timeout
 from m1clip.data.prepare import Split
 from m1clip.data.types import ImageRef
 from m1clip.errors import UserError
-from m1clip.hardware.device import DTYPES, Device, Kind, Precision, choose_precision, rules
+from m1clip.hardware.choices import matmul_precision
+from m1clip.hardware.device import DTYPES, Kind, Precision
 from m1clip.hardware.facts import decode_threads, read_facts
 from m1clip.hardware.memory import keep_freed_memory
-from m1clip.hardware.timing import bf16_speedup
 from m1clip.inference.inputs import (
     IMAGE,
     IMAGES,
@@ -44,7 +43,6 @@ from m1clip.inference.inputs import (
     sentences,
     square,
 )
-from m1clip.io import read_small, write_json
 from m1clip.model.clip import CLIP
 from m1clip.model.folder import CONFIG, open_device, read_model, write_model
 from m1clip.text.base import Tokenizer, rounded
@@ -280,19 +278,8 @@ def split_features(image: Tensor, text: Tensor, captions: CaptionTable) -> Split
 
 @functools.cache
 def fastest_precision(kind: Kind) -> Precision:
-    """bf16 where its products are faster; measured once per machine, so that vectors stay the same."""
-    facts = read_facts()
-    path = user_cache() / "choices" / f"inference-{kind}-{facts.torch}.json"
-    with suppress(OSError, ValueError, LookupError):
-        remembered = json.loads(read_small(path))
-        if remembered["cpu"] == facts.cpu and remembered["precision"] in ("fp32", "bf16"):
-            return cast("Precision", remembered["precision"])
-    measured = rules(kind, facts).bf16 == "measure"
-    precision = choose_precision("auto", kind, facts, bf16_speedup(Device(kind, facts)) if measured else None)
-    if measured:
-        with suppress(OSError):
-            write_json(path, {"cpu": facts.cpu, "precision": precision})
-    return precision
+    """The precision for `auto`: bf16 where its matmuls are faster."""
+    return matmul_precision(kind, read_facts())
 
 
 class Model:

@@ -1,9 +1,10 @@
 """Resolve `auto` settings: device and precision by measurement, batch sizes by predicted memory."""
 
-import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,16 +15,27 @@ import torch
 
 from m1clip import __version__
 from m1clip.config import Config
-from m1clip.data.cache import user_cache
 from m1clip.data.images import Preprocess
 from m1clip.data.loader import Batch
 from m1clip.errors import UserError, first_line
-from m1clip.formatting import amount, plural
-from m1clip.hardware.device import Device, Kind, Precision, available, choose_device, choose_precision, rules, threads
+from m1clip.formatting import amount, ceil_div, plural
+from m1clip.hardware import choices
+from m1clip.hardware.choices import Rounds, time_rounds
+from m1clip.hardware.device import (
+    Device,
+    Kind,
+    Precision,
+    available,
+    choose_device,
+    choose_precision,
+    default_precision,
+    rules,
+    threads,
+)
 from m1clip.hardware.facts import Facts
 from m1clip.hardware.memory import map_large_blocks, return_freed_memory
-from m1clip.hardware.timing import timing
-from m1clip.io import read_small, write_json
+from m1clip.hardware.timing import Load
+from m1clip.model.clip import CLIP, count_parameters
 from m1clip.training.memory import MemoryEstimate, power_of_two, process_bytes, random_batch
 from m1clip.training.parity import PAIRS, TOLERANCE, fill_zeros, gradient, relative_difference
 from m1clip.training.step import TrainStep
@@ -31,7 +43,8 @@ from m1clip.training.transfer import Start
 
 MAX_SECONDS = 30.0  # for measuring all candidates
 MINUTES_FRACTION = 0.05  # of --minutes, at most
-MIN_STEPS, MAX_STEPS = 2, 5  # timed steps of a candidate
+BYTES_PER_NUMBER = 4  # of a float32
+MAX_MEMORY_FRACTION = 0.5  # of all memory that measuring may need
 PROBE_BATCH = 64  # a larger batch takes longer and changes no decision
 SAFE = 0.8  # fraction of free memory to use without --memory; the rest is for other programs
 MAX_AUTO_BATCH = 1024  # larger batches would need another learning rate
@@ -44,14 +57,17 @@ SMALL_BATCH = 8  # with fewer negatives the loss is a weak signal
 
 @dataclass(frozen=True)
 class Candidate:
-    """A device and precision: its step time, or why it was rejected."""
+    """A device and precision: seconds of a step in each round, or why it was rejected."""
 
     device: Kind
     precision: Precision
-    # CPU time over all threads if every candidate is the CPU: other programs do not affect it.
-    step_seconds: float = 0.0
+    seconds: tuple[float, ...] = ()
     gradient_difference: float | None = None
     rejected: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.device} {self.precision}"
 
 
 @dataclass(frozen=True)
@@ -61,7 +77,9 @@ class Choice:
     device: Kind
     precision: Precision
     candidates: tuple[Candidate, ...] = ()
-    batch: int = 0
+    batch: int = 0  # images of a timed step
+    is_default: bool = True  # of this hardware; another candidate must be clearly faster to be chosen
+    kept_at: str = ""  # the file that keeps the choice, "" if it is not kept
     cached: bool = False
 
     @property
@@ -72,119 +90,169 @@ class Choice:
             return ""
         words = []
         for other in self.candidates:
-            name = f"{other.device} {other.precision}"
             if other.rejected:
-                words.append(f"{name} rejected: {other.rejected}")
-            elif other is not mine:
-                words.append(f"{other.step_seconds / mine.step_seconds:.1f}x as fast as {name}")
-        return f"{', '.join(words)}; measured with batch {self.batch}{' in an earlier run' if self.cached else ''}"
+                words.append(f"{other.name} rejected: {other.rejected}")
+            elif other is not mine and mine.seconds and other.seconds:
+                ratio = statistics.median(other.seconds) / statistics.median(mine.seconds)
+                words.append(f"{ratio:.1f}x as fast as {other.name}")
+        if self.is_default and not all(c.rejected or c is mine or _clearly_slower(c, mine) for c in self.candidates):
+            words.append("the default of this hardware, as no other was faster in nearly all rounds")
+        how = " in an earlier run" if self.cached else "" if self.kept_at else " beside other programs, so not kept"
+        return f"{', '.join(words)}; measured with batch {self.batch}{how}"
 
 
-def candidates(device: str, precision: str, facts: Facts) -> list[tuple[Kind, Precision]]:
+def _clearly_slower(other: Candidate, mine: Candidate) -> bool:
+    return bool(other.seconds and mine.seconds) and statistics.median(other.seconds) > statistics.median(mine.seconds)
+
+
+Option = tuple[Kind, Precision]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The candidates with their rounds, the batch size that was affordable, and the load of other programs."""
+
+    candidates: tuple[Candidate, ...]
+    batch: int = 0
+    others: float | None = None
+
+
+def candidates(device: str, precision: str, facts: Facts) -> list[Option]:
     """The candidates to measure, unless the user or the device rules have already decided."""
-    found: list[tuple[Kind, Precision]] = []
+    options: list[Option] = []
     for kind in available(facts):
         if device not in ("auto", kind) or (device == "auto" and kind == "mlx"):
             continue
         rule = rules(kind, facts)
         usual: list[Precision] = {"yes": ["bf16"], "no": ["fp32"], "measure": ["fp32", "bf16"]}[rule.bf16]  # type: ignore[assignment]
         named = [p for p in rule.precisions if p == precision]
-        found += [(kind, p) for p in (usual if precision == "auto" else named)]
-    return found
+        options += [(kind, p) for p in (usual if precision == "auto" else named)]
+    return options
+
+
+def default_option(options: list[Option], facts: Facts) -> Option:
+    """The documented default: the device that is usually the fastest, in its default precision."""
+    kind = options[0][0]
+    usual = (kind, default_precision(kind, facts))
+    return usual if usual in options else options[0]
 
 
 def choose(config: Config, start: Start, facts: Facts, text_tokens: int, folder: Path | None = None) -> Choice:
-    """The fastest device and precision for this model; measured for at most half a minute, or read from the cache."""
+    """The device and precision for this model; measured for at most half a minute, or as kept from an earlier run."""
     options = candidates(config.train.device, config.train.precision, facts)
     if len(options) == 1:
         return Choice(*options[0])
     # Half of the run's batch: fp32 needs twice the memory of bf16, and measuring should not need more than the run.
-    batch = min(-(-(config.train.batch_size or 0) // 2) or PROBE_BATCH, PROBE_BATCH)
-    path = (folder or user_cache()) / "choices" / f"{_key(config, start, facts, batch, text_tokens, options)}.json"
+    batch = min(ceil_div(config.train.batch_size or 0, 2) or PROBE_BATCH, PROBE_BATCH)
+    path = (folder or choices.folder()) / f"{_key(config, start, facts, batch, text_tokens, options)}.json"
     cached = _read(path, options)
     if cached is not None:
         return cached
-    measured, batch = measure(config, start, facts, options, text_tokens, batch)
-    good = [candidate for candidate in measured if not candidate.rejected]
-    if not good:
-        reasons = "; ".join(f"{c.device} {c.precision}: {c.rejected}" for c in measured)
+    default = default_option(options, facts)
+    measured = measure(config, start, facts, options, text_tokens, batch)
+    rounds = {(c.device, c.precision): c.seconds for c in measured.candidates if not c.rejected}
+    if not rounds:
+        reasons = "; ".join(f"{c.name}: {c.rejected}" for c in measured.candidates)
         raise UserError(f"no device passed its test: {reasons}")
-    best = min(good, key=lambda candidate: candidate.step_seconds)
-    choice = Choice(best.device, best.precision, tuple(measured), batch)
-    if best.step_seconds:
-        with contextlib.suppress(OSError):  # the cache folder is not writable: measure again next time
-            write_json(path, dataclasses.asdict(choice))
+    best = choices.fastest(rounds, default if default in rounds else next(iter(rounds)))
+    is_kept = Rounds(rounds, measured.others).reliable and all(rounds.values())
+    choice = Choice(
+        *best, measured.candidates, measured.batch, is_default=best == default, kept_at=str(path) if is_kept else ""
+    )
+    if is_kept:
+        names = {f"{kind} {precision}": seconds for (kind, precision), seconds in rounds.items()}
+        what = f"training step of {config.model.name}, {plural(measured.batch, 'image')}"
+        result = choices.describe(names, f"{choice.device} {choice.precision}")
+        choices.keep(path, what, result, {"choice": dataclasses.asdict(choice)})
     return choice
 
 
 def measure(
-    config: Config, start: Start, facts: Facts, options: list[tuple[Kind, Precision]], text_tokens: int, batch: int
-) -> tuple[list[Candidate], int]:
-    """Check the gradients of each candidate, then time its steps; also the batch size that was affordable.
+    config: Config, start: Start, facts: Facts, options: list[Option], text_tokens: int, batch: int
+) -> Measured:
+    """Check the gradients of each candidate, then time the steps of all in alternation.
 
-    Only the first candidate, without a time, if the gradients alone would take too long.
+    Only the default, without a time, if that would take too long or need too much memory.
     """
+    load = Load()
+    default = default_option(options, facts)
     minutes = config.train.minutes
     limit = MAX_SECONDS if minutes is None else min(MAX_SECONDS, MINUTES_FRACTION * 60 * minutes)
-    begin = time.monotonic()
+    begin = time.perf_counter()
+    # Weights and gradients once per device, the optimizer's moments once per candidate.
+    needed = count_parameters(start.config) * BYTES_PER_NUMBER * (2 + 2 * len(options))
+    if needed > MAX_MEMORY_FRACTION * facts.memory_bytes:
+        return Measured((Candidate(*default),))
     map_large_blocks()
-    torch.manual_seed(config.seed)
     samples = random_batch(start.config, PAIRS, text_tokens)
     cpu = Device("cpu", facts)
-    reference = _gradient(_step(config, start, cpu, "fp32", batch), samples)
-    spent = time.monotonic() - begin
+    reference = _gradient(_step(config, start, _model(config, start, cpu), cpu, "fp32", batch), samples)
+    spent = time.perf_counter() - begin
     if spent * (1 + len(options)) > limit:
-        return [Candidate(*options[0])], 0
-    # Allows three steps of each option in the time, if all were as slow as the CPU in fp32.
-    batch = max(min(batch, PAIRS), min(batch, int(limit / (3 * len(options)) / max(spent / PAIRS, 1e-9))))
+        return Measured((Candidate(*default),))
+    # All rounds fit in the time, if all candidates were as slow as the CPU in fp32.
+    affordable = int(limit / ((choices.ROUNDS + 1) * len(options)) / max(spent / PAIRS, 1e-9))
+    batch = max(min(batch, PAIRS), min(batch, affordable))
     work = random_batch(start.config, batch, text_tokens, config.data.captions_per_step or 1)
-    only_cpu = all(kind == "cpu" for kind, _ in options)
-    found = []
-    for index, (kind, precision) in enumerate(options):
-        device = Device(kind, facts)
-        seconds = (limit - (time.monotonic() - begin)) / (len(options) - index)
+    devices: dict[Kind, Device] = {kind: Device(kind, facts) for kind, _ in options}
+    models: dict[Kind, CLIP] = {}
+    steps: dict[Option, TrainStep] = {}
+    results: dict[Option, Candidate] = {}
+    for option in options:
+        kind, precision = option
         try:
-            step = _step(config, start, device, precision, batch)
+            if kind not in models:
+                models[kind] = _model(config, start, devices[kind])
+            step = _step(config, start, models[kind], devices[kind], precision, batch)
             difference = relative_difference(_gradient(step, samples), reference)
-            rejected, taken = "", 0.0
-            if difference > TOLERANCE[precision]:
-                rejected = f"gradients {difference:.0%} different from the CPU's"
-            else:
-                taken = time_step(step, work, seconds, only_cpu)
-            found.append(Candidate(kind, precision, taken, difference, rejected))
-        except torch.OutOfMemoryError:
-            found.append(Candidate(kind, precision, rejected="does not fit in its memory"))
+            wrong = f"gradients {difference:.0%} different from the CPU's" if difference > TOLERANCE[precision] else ""
+            results[option] = Candidate(*option, (), difference, wrong)
+            if not wrong:
+                steps[option] = step
+        except RuntimeError as error:  # also out of memory
+            results[option] = _failed(option, error)
+    for option, step in list(steps.items()):  # after all gradients: candidates of one device train the same model
+        try:
+            step(work, 0)
         except RuntimeError as error:
-            found.append(Candidate(kind, precision, rejected=first_line(error)))
-        finally:
-            step = None  # type: ignore[assignment]  # free its memory before the next candidate
-            return_freed_memory()
-            device.reset_peak()  # the run reports its own peak
-    return found, batch
+            results[option] = _failed(option, error)
+            del steps[option]
+    rounds = Rounds[Option]({})
+    if len(steps) > 1:
+        reference_option = default if default in steps else next(iter(steps))
+        calls = {option: functools.partial(_timed_step, step, work) for option, step in steps.items()}
+        rounds = time_rounds(calls, reference_option, limit - (time.perf_counter() - begin), load)
+        results |= {
+            option: dataclasses.replace(results[option], seconds=tuple(seconds))
+            for option, seconds in rounds.seconds.items()
+        }
+    steps.clear()  # free their memory before the run builds its own
+    models.clear()
+    return_freed_memory()
+    for device in devices.values():
+        device.reset_peak()  # the run reports its own peak
+    return Measured(tuple(results[option] for option in options), batch, rounds.others)
 
 
-def time_step(step: TrainStep, work: Batch, seconds: float, cpu_time: bool) -> float:
-    """Seconds of a training step (of CPU time on request), measured as many times as fit in `seconds`."""
-    clock = time.process_time if cpu_time else time.perf_counter
-    begin, taken = time.monotonic(), []
-    for number in range(1 + MAX_STEPS):
-        before, used = time.monotonic(), clock()
-        step(work, number + 1)
-        step.device.synchronize()
-        taken.append(clock() - used)
-        now = time.monotonic()
-        # The first step is cold; it counts only if there is no time for another.
-        if now - begin > seconds or (len(taken) > MIN_STEPS and 2 * now - begin - before > seconds):
-            break
-    # On a busy machine the lower quartile is a better estimate than the median.
-    return timing(taken[1:] or taken).low
+def _failed(option: Option, error: RuntimeError) -> Candidate:
+    is_memory = isinstance(error, torch.OutOfMemoryError)
+    return Candidate(*option, rejected="does not fit in its memory" if is_memory else first_line(error))
 
 
-def _step(config: Config, start: Start, device: Device, precision: Precision, batch: int) -> TrainStep:
-    eager = config.changed(compile=False, batch_size=config.train.batch_size or batch)
+def _timed_step(step: TrainStep, work: Batch) -> None:
+    step(work, 1)
+    step.device.synchronize()
+
+
+def _model(config: Config, start: Start, device: Device) -> CLIP:
     torch.manual_seed(config.seed)
     model = fill_zeros(start.build()).to(device.torch)
     model.set_activation_checkpointing(config.model.grad_checkpointing)
+    return model
+
+
+def _step(config: Config, start: Start, model: CLIP, device: Device, precision: Precision, batch: int) -> TrainStep:
+    eager = config.changed(compile=False, batch_size=config.train.batch_size or batch)
     step = TrainStep(model, eager, device, precision, Preprocess(image_size=start.config.image_size))
     step.keeps_memory = False  # cached blocks would fragment the heap before the run starts
     return step
@@ -197,9 +265,7 @@ def _gradient(step: TrainStep, samples: Batch) -> torch.Tensor:
     return found
 
 
-def _key(
-    config: Config, start: Start, facts: Facts, batch: int, text_tokens: int, options: list[tuple[Kind, Precision]]
-) -> str:
+def _key(config: Config, start: Start, facts: Facts, batch: int, text_tokens: int, options: list[Option]) -> str:
     """Cache key of machine, model and versions; a change in any of them causes a new measurement."""
     values = (
         dataclasses.asdict(facts),
@@ -208,31 +274,56 @@ def _key(
         (batch, text_tokens, config.data.captions_per_step, config.train.micro_batch),
         options,
         (config.optim.optimizer, config.model.grad_checkpointing, torch.get_num_threads()),
-        (__version__, [field.name for field in dataclasses.fields(Candidate)]),
+        (__version__, [field.name for kind in (Candidate, Choice) for field in dataclasses.fields(kind)]),
     )
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _read(path: Path, options: list[tuple[Kind, Precision]]) -> Choice | None:
-    try:
-        values = json.loads(read_small(path))
-        measured = tuple(Candidate(**item) for item in values["candidates"])
-        chosen, batch = (values["device"], values["precision"]), int(values["batch"])
-    except (OSError, ValueError, KeyError, TypeError):
+def _read(path: Path, options: list[Option]) -> Choice | None:
+    values = (choices.read(path) or {}).get("choice")
+    if not isinstance(values, dict):
         return None
-    return Choice(*chosen, measured, batch, cached=True) if chosen in options else None
+    try:
+        measured = tuple(
+            Candidate(**{**item, "seconds": tuple(map(float, item["seconds"]))}) for item in values["candidates"]
+        )
+        choice = Choice(**{**values, "candidates": measured, "kept_at": str(path), "cached": True})
+    except (ValueError, KeyError, TypeError):
+        return None
+    return choice if (choice.device, choice.precision) in options else None
+
+
+def drop_contradicted(choice: dict[str, Any], seconds_per_image: float) -> str:
+    """Drop a kept choice if the run itself shows that a rejected candidate is faster; returns what to report."""
+    kept_at, batch = choice.get("kept_at"), choice.get("batch")
+    if not kept_at or not batch:
+        return ""
+    chosen = (choice["device"], choice["precision"])
+    others = {
+        f"{other['device']} {other['precision']}": statistics.median(other["seconds"]) / batch
+        for other in choice["candidates"]
+        if other["seconds"] and (other["device"], other["precision"]) != chosen
+    }
+    faster = [name for name, seconds in others.items() if choices.contradicted(seconds_per_image, [seconds])]
+    if not faster:
+        return ""
+    choices.drop(Path(kept_at))
+    return (
+        f"the steps of this run were slower than those that were measured with {faster[0]}; the kept choice of "
+        f"{' '.join(chosen)} is dropped, and the next run measures again"
+    )
 
 
 def choose_hardware(
-    config: Config, start: Start, facts: Facts, text_tokens: int, say: Callable[[str], None], choices: dict[str, Any]
+    config: Config, start: Start, facts: Facts, text_tokens: int, say: Callable[[str], None], record: dict[str, Any]
 ) -> tuple[Device, Precision]:
     """Choose device and precision, by measurement where they are `auto`; prints and records the reasons."""
     torch.set_num_threads(threads(config.train.threads, facts))
     if not candidates(config.train.device, config.train.precision, facts):
-        choose_precision(config.train.precision, choose_device(config.train.device, facts), facts, None)  # raises
+        choose_precision(config.train.precision, choose_device(config.train.device, facts), facts)  # raises
     found = choose(config, start, facts, text_tokens)
     if found.candidates:
-        choices["hardware"] = dataclasses.asdict(found)
+        record["hardware"] = dataclasses.asdict(found)
     device = Device(found.device, facts)
     name = facts.cuda if device.kind == "cuda" else facts.cpu
     cores = f", {plural(torch.get_num_threads(), 'thread')}" if device.kind == "cpu" else ""

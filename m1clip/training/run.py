@@ -37,6 +37,7 @@ from m1clip.model.presets import CLIPConfig
 from m1clip.runlog import NoLog, RunLog, Sink, read_log
 from m1clip.text.base import Tokenizer
 from m1clip.training import process
+from m1clip.training.autotune import drop_contradicted
 from m1clip.training.checkpoint import TrainState, load_latest, restore, share_checkpoint
 from m1clip.training.distributed import RankLost, Ranks, connect, launched
 from m1clip.training.duration import (
@@ -414,6 +415,7 @@ def _finish(loop: TrainLoop, evaluator: Evaluator, features: SplitFeatures) -> R
         label = selection_metric(scores).label
         loop.screen.say(f"best       step {state.best_step:,}: validation {label} {100 * state.best:.1f}%")
     steps = [record for record in read_log(folder) if record["kind"] == "step"]
+    _check_choice(loop, steps)
     fractions = [record["data_fraction"] for record in steps if matches_schema(record.get("data_fraction"), float)]
     loop.log.write(
         "end",
@@ -427,6 +429,18 @@ def _finish(loop: TrainLoop, evaluator: Evaluator, features: SplitFeatures) -> R
         **scores.as_dict(),
     )
     return Run(folder, scores, split, grid)
+
+
+def _check_choice(loop: TrainLoop, steps: Sequence[dict[str, Any]]) -> None:
+    """Drop a kept choice of device and precision that the speed of this run contradicts."""
+    choice = loop.setup.choices.get("hardware")
+    busy = [record["step_seconds"] * (1 - record["data_fraction"]) for record in steps if "data_fraction" in record]
+    if choice is None or not busy:
+        return
+    text = drop_contradicted(choice, timing(busy).median / loop.setup.training.plan.batch)
+    if text:
+        loop.log.write("event", step=loop.state.step, event="choice dropped", reason=text)
+        loop.screen.say(f"device     {text}")
 
 
 def energy_figures(steps: Sequence[dict[str, Any]], epochs: float) -> dict[str, float]:

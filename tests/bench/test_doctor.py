@@ -16,6 +16,7 @@ from m1clip.bench import doctor as module
 from m1clip.bench.doctor import Finding, Machine, check, check_known_errors, doctor_text, try_kernel
 from m1clip.bench.known_errors import KNOWN_ERRORS, find_errors
 from m1clip.cli.machine import doctor
+from m1clip.hardware import choices
 from m1clip.hardware.device import Device
 from m1clip.hardware.facts import Facts, read_facts
 
@@ -165,3 +166,15 @@ def test_doctor_problem_gives_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsy
     values = json.loads(capsys.readouterr().out)
     assert values["machine"]["disk_free"] == disk_free
     assert {"level", "name", "text", "remedy"} == set(values["findings"][0])
+
+
+def test_doctor_shows_and_clears_kept_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    line = next(finding for finding in check(M1) if finding.name == "choices")
+    assert "no measurements are kept" in line.text
+    choices.keep(choices.folder() / "a.json", "training step of tiny", "cpu bf16, 1.6x as fast as cpu fp32", {})
+    shown = doctor_text(check(dataclasses.replace(M1, kept_choices=choices.kept())))
+    assert "choice: training step of tiny: cpu bf16, 1.6x as fast as cpu fp32" in shown
+    doctor(clear_choices=True)
+    assert "removed 1 kept measurement" in capsys.readouterr().out
+    assert choices.kept() == []

@@ -56,6 +56,12 @@ def test_newer_measurements_replace_older_ones(tmp_path: Path) -> None:
         assert load_measured(H200, tmp_path) == []
 
 
+def test_measurements_beside_other_programs_are_not_saved(tmp_path: Path) -> None:
+    save_measured(H200, [result(configuration(), 1.0)], tmp_path)
+    save_measured(H200, [result(configuration(), 3.0, other_load=0.5)], tmp_path)
+    assert [r.seconds.median for r in load_measured(H200, tmp_path)] == [1.0]
+
+
 @pytest.mark.parametrize(("model", "vocabulary", "tokens"), [("small", 33, 77), ("ViT-B-32", 49408, 24)])
 def test_caption_length_in_tokens(model: str, vocabulary: int, tokens: int) -> None:
     shape, found = model_shape(model)

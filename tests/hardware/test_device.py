@@ -51,33 +51,30 @@ def test_missing_device_is_an_error(facts: Facts, missing: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "facts", "speedup", "precision"),
+    ("kind", "facts", "precision"),
     [
-        ("cuda", H200, None, "bf16"),
-        ("cuda", TURING, None, "fp32"),
-        ("cuda", PASCAL, None, "fp32"),
-        ("mps", M1, 5.0, "fp32"),  # whatever was measured
-        ("mps", M4, 1.6, "bf16"),
-        ("mps", M4, 1.05, "fp32"),
-        ("mps", M4, None, "fp32"),
-        ("cpu", XEON, 6.0, "bf16"),
-        ("cpu", XEON, 1.0, "fp32"),
-        ("cpu", XEON, 0.3, "fp32"),
-        ("cpu", M1, None, "fp32"),
+        ("cuda", H200, "bf16"),
+        ("cuda", TURING, "fp32"),
+        ("cuda", PASCAL, "fp32"),
+        ("mps", M1, "fp32"),
+        ("mps", M4, "fp32"),  # unless measured
+        ("cpu", XEON, "fp32"),
+        ("cpu", dataclasses.replace(XEON, cpu_bf16=True), "bf16"),
+        ("cpu", M1, "fp32"),
     ],
 )
-def test_auto_precision(kind: str, facts: Facts, speedup: float | None, precision: str) -> None:
-    assert choose_precision("auto", kind, facts, speedup) == precision  # type: ignore[arg-type]
+def test_default_precision(kind: str, facts: Facts, precision: str) -> None:
+    assert choose_precision("auto", kind, facts) == precision  # type: ignore[arg-type]
 
 
 def test_unsupported_precision_is_an_error() -> None:
-    assert choose_precision("fp16", "cuda", PASCAL, None) == "fp16"
-    assert choose_precision("bf16", "mps", M1, None) == "bf16"
-    assert choose_precision("fp32", "cuda", H200, None) == "fp32"
+    assert choose_precision("fp16", "cuda", PASCAL) == "fp16"
+    assert choose_precision("bf16", "mps", M1) == "bf16"
+    assert choose_precision("fp32", "cuda", H200) == "fp32"
     with pytest.raises(UserError, match="bf16: not supported on cuda"):
-        choose_precision("bf16", "cuda", TURING, None)
+        choose_precision("bf16", "cuda", TURING)
     with pytest.raises(UserError, match=r"fp16: not supported on cpu \(choose from fp32, bf16, auto\)"):
-        choose_precision("fp16", "cpu", XEON, None)
+        choose_precision("fp16", "cpu", XEON)
 
 
 @pytest.mark.parametrize(

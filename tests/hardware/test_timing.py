@@ -118,7 +118,6 @@ def test_speed_of_the_cpu_is_plausible() -> None:
     cpu = Device("cpu", read_facts())
     assert min(timing.gemm_rates(cpu, ("fp32", "bf16"), size=64, rounds=3).values()) > 1e6
     assert timing.gemm_rate(cpu, "fp32", size=64) > 1e6
-    assert timing.bf16_speedup(cpu) > 0
 
 
 def test_peak_memory_can_be_reset_where_the_system_allows_it() -> None:

@@ -23,7 +23,6 @@ from small_run import Command
 import m1clip
 from m1clip.data.images import FileImage
 from m1clip.errors import UserError
-from m1clip.inference import encoder
 from m1clip.search import index as module
 from m1clip.search.index import DATABASE, FOLDER, find_index, update_index
 
@@ -265,7 +264,6 @@ def slow_saves() -> None:
         return read(*args)
 
     module._read = slow_read
-    encoder.fastest_precision = lambda kind: "fp32"  # type: ignore[assignment]
 
 
 def kill_at_random_moments(photos: Path, model: Path, kills: int, seconds: float) -> int:

@@ -7,15 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-from machines import H200, M1, M4, TURING
+from machines import H200, M1, M4, TURING, XEON
 from small_run import small_config
 
 from m1clip.errors import UserError
+from m1clip.hardware.choices import ROUNDS
 from m1clip.hardware.device import Device
 from m1clip.hardware.facts import Facts, read_facts
 from m1clip.model.presets import CLIPConfig, HeadConfig, clip_config, with_fields
 from m1clip.training import autotune
-from m1clip.training.autotune import Candidate, Choice, Fit, candidates, choose, decide, default_batch, fit_memory
+from m1clip.training.autotune import (
+    Candidate,
+    Choice,
+    Fit,
+    Measured,
+    candidates,
+    choose,
+    decide,
+    default_batch,
+    drop_contradicted,
+    fit_memory,
+)
 from m1clip.training.transfer import Start
 
 SHAPE = clip_config(small_config().model, vocab_size=64)
@@ -47,19 +59,23 @@ TABLE = {"cuda bf16": 0.1, "cpu fp32": 3.0, "cpu bf16": 2.0}
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Replaces the measurement by a table of seconds, 0 for a wrong gradient; returns table and list of calls."""
-    table, calls = dict(TABLE), list[int]()
+    """Replaces the measurement by a table of seconds, 0 for a wrong gradient; returns it, the calls and the load."""
+    table, calls, load = dict(TABLE), list[int](), {"others": 0.0}
 
     def measure(config: Any, start: Any, facts: Any, options: Any, tokens: int, batch: int) -> Any:
         calls.append(batch)
-        found = [(kind, precision, table[f"{kind} {precision}"]) for kind, precision in options]
-        return [Candidate(k, p, s, 0.0, "" if s else "gradients 90% different") for k, p, s in found], batch
+        seconds = {option: table[" ".join(option)] for option in options}
+        found = [
+            Candidate(*option, (taken,) * ROUNDS if taken else (), 0.0, "" if taken else "gradients 90% different")
+            for option, taken in seconds.items()
+        ]
+        return Measured(tuple(found), batch, load["others"])
 
     monkeypatch.setattr(autotune, "measure", measure)
-    return table, calls
+    return table, calls, load
 
 
-def test_fastest_candidate_is_chosen_and_cached(tmp_path: Path, measured: Any) -> None:
+def test_fastest_candidate_is_chosen_and_kept(tmp_path: Path, measured: Any) -> None:
     first = choose(auto(), START, H200, 16, tmp_path)
     assert (first.device, first.precision, first.cached) == ("cuda", "bf16", False)
     assert first.why == "30.0x as fast as cpu fp32, 20.0x as fast as cpu bf16; measured with batch 8"
@@ -67,12 +83,47 @@ def test_fastest_candidate_is_chosen_and_cached(tmp_path: Path, measured: Any) -
     assert (again.device, again.cached) == ("cuda", True)
     assert again.why.endswith("in an earlier run")
     assert len(measured[1]) == 1
-    for path in (tmp_path / "choices").iterdir():
-        path.write_text('{"device": "cuda"')  # a damaged cache is measured again
+    for path in tmp_path.iterdir():
+        path.write_text('{"choice": {"device": "cuda"}}')  # a damaged file is measured again
     choose(auto(), START, H200, 16, tmp_path)
     assert len(measured[1]) == 2
     assert choose(auto(**{"train.device": "cuda"}), START, H200, 16, tmp_path) == Choice("cuda", "bf16")
     assert len(measured[1]) == 2, "a single candidate is not measured"
+
+
+def test_choice_beside_other_programs_is_not_kept(tmp_path: Path, measured: Any) -> None:
+    table, calls, load = measured
+    table["cpu fp32"] = 0.01
+    load["others"] = 0.5
+    busy = choose(auto(), START, H200, 16, tmp_path)
+    assert (busy.device, busy.kept_at) == ("cpu", "")
+    assert busy.why.endswith("beside other programs, so not kept")
+    assert not list(tmp_path.iterdir())
+    table["cpu fp32"], load["others"] = 3.0, 0.0
+    assert choose(auto(), START, H200, 16, tmp_path).device == "cuda"
+    assert len(calls) == 2
+
+
+def test_default_of_the_hardware() -> None:
+    with_bf16 = dataclasses.replace(XEON, cpu_bf16=True)
+    both: list[Any] = [("cpu", "fp32"), ("cpu", "bf16")]
+    assert autotune.default_option(both, with_bf16) == ("cpu", "bf16")
+    assert autotune.default_option(both, XEON) == ("cpu", "fp32")
+    assert autotune.default_option([("cuda", "bf16"), *both], H200) == ("cuda", "bf16")
+    assert autotune.default_option([("mps", "fp32"), *both], M1) == ("mps", "fp32")
+    assert autotune.default_option([("cpu", "bf16")], XEON) == ("cpu", "bf16"), "asked for"
+
+
+def test_kept_choice_that_a_run_contradicts_is_dropped(tmp_path: Path, measured: Any) -> None:
+    choice = choose(auto(), START, H200, 16, tmp_path)
+    values = dataclasses.asdict(choice)
+    per_image = 2.0 / choice.batch  # of the CPU in bf16, the fastest that was rejected
+    assert drop_contradicted(values, 1.2 * per_image) == ""
+    assert Path(choice.kept_at).exists()
+    text = drop_contradicted(values, 1.3 * per_image)
+    assert "slower than those that were measured with cpu bf16; the kept choice of cuda bf16 is dropped" in text
+    assert not Path(choice.kept_at).exists()
+    assert drop_contradicted(dataclasses.asdict(Choice("cpu", "fp32")), 9.0) == "", "nothing was measured"
 
 
 @pytest.mark.parametrize(
@@ -105,15 +156,16 @@ def test_cpu_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     facts = dataclasses.replace(read_facts(), cuda=None, mps=False)
     found = choose(auto(), START, facts, 16, tmp_path)
     assert {(c.device, c.precision, c.rejected) for c in found.candidates} == {("cpu", "fp32", ""), ("cpu", "bf16", "")}
-    assert all((c.gradient_difference or 0.0) < 0.1 and c.step_seconds > 0 for c in found.candidates)
-    assert resets == ["cpu"] * 2, "the run reports its own peak"
+    assert all((c.gradient_difference or 0.0) < 0.1 and min(c.seconds) > 0 for c in found.candidates)
+    assert resets == ["cpu"], "the run reports its own peak"
     powers = (torch.full((4,), 10.0**n) for n in itertools.count())
     monkeypatch.setattr(autotune, "gradient", lambda *_: (torch.ones(()), next(powers)))
     with pytest.raises(UserError, match="different from the CPU's"):
         choose(auto(), START, facts, 24, tmp_path)
     monkeypatch.setattr(autotune, "MAX_SECONDS", 0.0)
     hurried = choose(auto(), START, facts, 32, tmp_path)
-    assert (hurried.precision, hurried.why) == ("fp32", "")
+    assert hurried.why == ""
+    assert (hurried.device, hurried.precision) == autotune.default_option([("cpu", "fp32"), ("cpu", "bf16")], facts)
 
 
 class Estimate:

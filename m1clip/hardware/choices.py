@@ -1,0 +1,184 @@
+"""Choices by measurement that are right on a busy computer too, and the folder that keeps them.
+
+Candidates are timed in alternation, in short rounds, so that a busy moment affects all of them. The documented default
+of the hardware wins, unless another candidate is faster in nearly every round. What was measured while other programs
+were busy serves for the moment and is not kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+
+from m1clip.hardware.device import DTYPES, Device, Kind, Precision, default_precision, rules
+from m1clip.hardware.facts import Facts
+from m1clip.hardware.timing import Load
+from m1clip.io import read_small, user_cache, write_json
+
+ROUNDS = 5  # the default can lose only after this many
+MIN_WINS = 4  # rounds in which a candidate must be faster than the default
+MIN_SPEEDUP = 1.1  # by which it must be faster: a smaller difference is not worth leaving the default
+MAX_OTHERS = 0.1  # fraction of CPU time used by other programs, from which on nothing is kept
+CONTRADICTED = 1.25  # times slower than a rejected candidate: the run contradicts the choice
+FOLDER = "choices"
+MATMUL_PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
+MATMUL_SIZE = 768  # rows and columns
+MATMULS = 20  # in one timed call: long enough to see the load of other programs
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Rounds(Generic[Key]):
+    """Seconds of each candidate by round, and the CPU time used by other programs meanwhile (None: too short)."""
+
+    seconds: Mapping[Key, Sequence[float]]
+    others: float | None = None
+
+    @property
+    def reliable(self) -> bool:
+        """Whether a choice by these rounds may be kept."""
+        return self.others is not None and self.others <= MAX_OTHERS
+
+
+def fastest(rounds: Mapping[Key, Sequence[float]], default: Key) -> Key:
+    """The candidate to use: the default, unless another one is consistently faster."""
+    challengers = [key for key in rounds if key != default and _beats(rounds[key], rounds[default])]
+    return min(challengers, key=lambda key: statistics.median(rounds[key]), default=default)
+
+
+def _beats(candidate: Sequence[float], default: Sequence[float]) -> bool:
+    pairs = list(zip(candidate, default, strict=False))  # a candidate that cannot win is not timed to the end
+    wins = sum(mine * MIN_SPEEDUP < other for mine, other in pairs)
+    return len(pairs) >= ROUNDS and wins >= MIN_WINS
+
+
+def _can_still_win(candidate: Sequence[float], default: Sequence[float]) -> bool:
+    losses = sum(mine * MIN_SPEEDUP >= other for mine, other in zip(candidate, default, strict=False))
+    return losses <= ROUNDS - MIN_WINS
+
+
+def time_rounds(
+    calls: Mapping[Key, Callable[[], object]], default: Key, seconds: float = float("inf"), load: Load | None = None
+) -> Rounds[Key]:
+    """Time each call once per round, after one call that warms up; stops when `seconds` are over.
+
+    A candidate that has lost too many rounds to the default is not timed any further. A call must wait for its device.
+    """
+    load = load or Load()
+    begin = time.perf_counter()
+    for call in calls.values():
+        call()
+    taken: dict[Key, list[float]] = {key: [] for key in calls}
+    for _ in range(ROUNDS):
+        for key, call in calls.items():
+            if key != default and not _can_still_win(taken[key], taken[default]):
+                continue
+            start = time.perf_counter()
+            call()
+            taken[key].append(time.perf_counter() - start)
+        if time.perf_counter() - begin > seconds:
+            break
+    return Rounds(taken, load.others())
+
+
+def matmul_precision(
+    kind: Kind, facts: Facts, measure: Callable[[Device, Precision], Rounds[Precision]] | None = None
+) -> Precision:
+    """fp32 or bf16, whichever multiplies matrices faster; measured once, so that vectors stay the same."""
+    default = default_precision(kind, facts)
+    if rules(kind, facts).bf16 != "measure":
+        return default
+    path = folder() / f"matmul-{kind}-{facts.torch}.json"
+    values = read(path) or {}
+    if values.get("cpu") == facts.cpu and values.get("precision") in MATMUL_PRECISIONS:
+        return cast("Precision", values["precision"])
+    rounds = (measure or time_matmuls)(Device(kind, facts), default)
+    precision = fastest(rounds.seconds, default)
+    if rounds.reliable:
+        what = f"matmuls on {kind}, for encoding"
+        keep(path, what, describe(rounds.seconds, precision), {"cpu": facts.cpu, "precision": precision})
+    return precision
+
+
+def time_matmuls(device: Device, default: Precision) -> Rounds[Precision]:
+    """Time matrix multiplications in fp32 and bf16; takes about a second on a CPU."""
+
+    def multiply(precision: Precision) -> Callable[[], None]:
+        a = torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device.torch).to(DTYPES[precision])
+
+        def call() -> None:
+            for _ in range(MATMULS):
+                torch.mm(a, a)
+            device.synchronize()
+
+        return call
+
+    return time_rounds({precision: multiply(precision) for precision in MATMUL_PRECISIONS}, default)
+
+
+def describe(seconds: Mapping[Key, Sequence[float]], chosen: Key) -> str:
+    """The chosen candidate with its speed against the others: "bf16, 1.8x as fast as fp32"."""
+    mine = statistics.median(seconds[chosen])
+    others = [
+        f"{statistics.median(values) / mine:.1f}x as fast as {key}"
+        for key, values in seconds.items()
+        if key != chosen and values
+    ]
+    return ", ".join([str(chosen), *others])
+
+
+def contradicted(seconds: float, rejected: Sequence[float]) -> bool:
+    """Whether a run in which a sample takes `seconds` shows that a rejected candidate is faster (seconds of those)."""
+    return any(seconds > CONTRADICTED * other for other in rejected)
+
+
+def folder() -> Path:
+    return user_cache() / FOLDER
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """A kept choice; None if there is none that can be read."""
+    try:
+        values = json.loads(read_small(path))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def keep(path: Path, what: str, result: str, values: dict[str, Any]) -> None:
+    """Keep a choice for the next time; `what` and `result` are what `m1clip doctor` shows of it."""
+    with contextlib.suppress(OSError):  # the folder is not writable: measure again next time
+        write_json(path, {"what": what, "result": result, **values})
+
+
+def drop(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def kept() -> list[str]:
+    """What is kept, as one line each."""
+    lines = []
+    for path in sorted(folder().glob("*.json")):
+        values = read(path) or {}
+        what, result = values.get("what"), values.get("result")
+        lines.append(f"{what}: {result}" if what and result else f"{path.name}: cannot be read")
+    return lines
+
+
+def clear() -> int:
+    """Remove everything that is kept; returns the number of files."""
+    paths = list(folder().glob("*.json"))
+    for path in paths:
+        os.unlink(path)
+    return len(paths)
