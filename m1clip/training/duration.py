@@ -19,8 +19,11 @@ from m1clip.formatting import ceil_div
 EVALUATIONS = 5  # per run, unless configured
 MAX_EVALUATION_FRACTION = 0.3  # of the time: a short run evaluates less often
 CHECKS = 200  # times in a run at which the clock is compared with the plan
-RECENT_CHECKS = 4  # intervals between checks whose speed predicts the rest
+MIN_INTERVALS = 3  # between checks, whose speed predicts the rest; more while much time is left:
+RECENT_FRACTION = 0.1  # as many as cover this fraction of the time left, so that a short burst changes little
+MAX_INTERVALS = 64
 TOLERATED_ERROR = 0.01  # fraction of the promised time by which a plan may be wrong
+TOLERATED_OF_LEFT = 0.1  # or fraction of the time left: there is time to correct it later
 MAX_FINAL_STEPS = 5  # to bring the learning rate down when the time is over
 FINAL_FRACTION = 0.02  # of the time, at most, for these steps; one step is always made
 MIN_TRAINING_FRACTION = 0.05  # of the time, for training, if preparing the data took all of it
@@ -180,15 +183,21 @@ class Pacer:
     def __init__(self, budget: TimeBudget, costs: Costs, step: int) -> None:
         self.budget = budget
         self.costs = costs
-        self._intervals: deque[tuple[int, float]] = deque(maxlen=RECENT_CHECKS)
+        self._intervals: deque[tuple[int, float]] = deque(maxlen=MAX_INTERVALS)  # (steps, seconds)
         self._last_step = step
         self._last_time = time.perf_counter()
 
     @property
     def step_seconds(self) -> float | None:
         """Recent seconds per step; None before the first check."""
-        steps = sum(steps for steps, _ in self._intervals)
-        return sum(seconds for _, seconds in self._intervals) / steps if steps else None
+        wanted = RECENT_FRACTION * self.budget.left
+        steps, seconds = 0, 0.0
+        for count, (interval_steps, interval_seconds) in enumerate(reversed(self._intervals)):
+            if count >= MIN_INTERVALS and seconds >= wanted:
+                break
+            steps += interval_steps
+            seconds += interval_seconds
+        return seconds / steps if steps else None
 
     def record(self, step: int) -> None:
         """Record the time of the steps since the last call."""
@@ -237,7 +246,8 @@ class Pacer:
         steps_left = plan.total_steps - step
         evaluations = plan.evaluations_left(step) if steps_left > 0 else 0
         expected = step_seconds * (steps_left + evaluations * self.costs.evaluation + self.costs.closing)
-        if abs(expected - left) <= TOLERATED_ERROR * self.budget.seconds:
+        tolerated = max(TOLERATED_ERROR * self.budget.seconds, TOLERATED_OF_LEFT * left)
+        if abs(expected - left) <= tolerated:
             return plan
         final_steps = int(FINAL_FRACTION * self.budget.seconds / step_seconds)
         final_steps = max(1, min(MAX_FINAL_STEPS, final_steps))
