@@ -144,6 +144,8 @@ MISTAKES = [
     (("data", "make", "x", "--count", "0"), "--count"),
     (("train", "--config", "none.toml"), "none.toml: no such config file"),
     (("train", "--preset", "dmeo"), "did you mean 'demo'"),
+    (("train", "--preset", "finetune"), "no such preset: use --init MODEL, or --recipe finetune"),
+    (("train", "--preset", "unfreeze", "--steps", "1"), "all: demo, prior-art"),
     (("train", "--minutes", "1", "--epochs", "1"), "--minutes and --epochs"),
     (("train", "--minutes", "inf"), "finite"),
     (("train", "--steps", "-3"), "above 0"),
