@@ -173,7 +173,5 @@ def export(
         raise UserError("choose one of --int8 and --fp16")
     screen = Screen()
     precision: Precision = "int8" if int8 else "fp16" if fp16 else "fp32"
-    name = f"{model.stem if model.is_file() else model.name}-{to}"
-    folder = out or model.with_name(name if precision == "fp32" else f"{name}-{precision}")
-    write(model, to, folder, image_size, source, precision, force, screen.say, decode_plan(screen))
+    folder = write(model, to, out, image_size, source, precision, force, screen.say, decode_plan(screen))
     screen.say(f"exported   {folder}")

@@ -72,7 +72,7 @@ def train(
         return
     try:
         if resume is not None:
-            result = runs.resume(resume, screen, on_device=options.get("device"), shard=options.get("shard"))
+            result = runs.resume(resume, screen, device=options.get("device"), shard=options.get("shard"))
         else:
             result = runs.train(run=run, config=config_file, preset=preset, screen=screen, **options)
     except Stopped as stopped:

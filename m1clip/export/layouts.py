@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from m1clip.data.cache import DecodePlan
 from m1clip.data.images import Preprocess
@@ -16,6 +16,7 @@ from m1clip.export.coreml import ProgramModel, write_coreml
 from m1clip.export.onnx import Layout, write_graphs, write_onnx
 from m1clip.export.parity import AnyModel, compare, folder_bytes, open_examples, report_table
 from m1clip.export.quantize import CALIBRATION_IMAGES, quantize
+from m1clip.formatting import did_you_mean
 from m1clip.hardware.facts import Facts
 from m1clip.inference import load
 from m1clip.inference.encoder import Model
@@ -75,20 +76,29 @@ def convert(
 
 
 def export(
-    path: Path,
-    to: Target,
-    folder: Path,
+    model: str | Path,
+    to: Target = "onnx",
+    out: str | Path | None = None,
     image_size: int | None = None,
     data: tuple[str, ...] = (),
     precision: Precision = "fp32",
     force: bool = False,
     say: Say = lambda line: None,
     decoding: Callable[[Facts], DecodePlan] = quiet_decoding,
-) -> None:
+) -> Path:
     """Convert a model, compare the result with the original and write the comparison to export.json.
 
-    UserError, and no folder, if the result differs, unless `force`.
+    Returns the folder: `out`, or one next to the model. UserError, and no folder, if the result differs, unless
+    `force`.
     """
+    if not isinstance(model, str | Path):
+        raise UserError(f"export takes the path of a run or a model folder, not {type(model).__name__}")
+    path = Path(model)
+    if to not in WRITERS:
+        raise UserError(f"to={to!r}: unknown format{did_you_mean(str(to), WRITERS)} (all: {', '.join(WRITERS)})")
+    if precision not in get_args(Precision):
+        raise UserError(f"precision={precision!r}: must be one of {', '.join(get_args(Precision))}")
+    folder = default_folder(path, to, precision) if out is None else Path(out)
     if precision != "fp32" and to not in ONNX_TARGETS:
         raise UserError(f"--{precision} is for --to {', '.join(ONNX_TARGETS)}")
     saved = read_model(path).resized(image_size)
@@ -123,6 +133,13 @@ def export(
         write_json(partial / REPORT, record)
 
     convert(saved, to, folder, say, check)
+    return folder
+
+
+def default_folder(model: Path, to: Target, precision: Precision) -> Path:
+    """Where an export goes by default: runs/frozen-onnx-int8 for runs/frozen."""
+    name = f"{model.stem if model.is_file() else model.name}-{to}"
+    return model.with_name(name if precision == "fp32" else f"{name}-{precision}")
 
 
 def _write_own(folder: Path, saved: SavedModel, say: Say) -> list[str]:

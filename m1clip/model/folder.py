@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from m1clip.config import device_name
 from m1clip.data.images import OPENAI_MEAN, OPENAI_STD, Preprocess
 from m1clip.errors import UserError, first_line
 from m1clip.io import atomic_folder, format_version, read_small, write_json
@@ -70,11 +71,11 @@ class SavedModel:
 
 
 def open_device(name: str | torch.device) -> torch.device:
-    """The device with this name; UserError where there is none."""
+    """The device with this name, or "gpu"; UserError where there is none."""
     try:
-        return torch.empty(0, device=name).device
+        return torch.empty(0, device=device_name(name) if isinstance(name, str) else name).device
     except (RuntimeError, AssertionError, TypeError):  # the second: a torch without CUDA
-        raise UserError(f"device {str(name)[:40]!r}: not available here; give cpu, cuda or mps") from None
+        raise UserError(f"device {str(name)[:40]!r}: not available here; give cpu, gpu, cuda or mps") from None
 
 
 def write_model(folder: Path, model: CLIP, tokenizer: Tokenizer, preprocess: Preprocess) -> None:
