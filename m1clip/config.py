@@ -199,7 +199,7 @@ class TrainConfig(Section):
     text_contrast: NotNegative | None = None
     "Weight of a contrastive loss between captions of one image. Default: 0.5 (from scratch, several captions), else 0."
     device: Annotated[Literal["auto", "cpu", "mps", "cuda", "mlx"], Parameter(group=COMMON)] = "auto"
-    "auto: the fastest of cpu, mps and cuda; gpu: mps or cuda; mlx: Apple's MLX (docs/apple.md). Missing ones are errors."
+    "auto: the fastest of cpu, mps, cuda; gpu: mps or cuda; mlx: Apple's MLX (docs/apple.md). Missing ones are errors."
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Parameter(group=COMMON)] = "auto"
     "Precision of the towers (autocast); auto: bf16 if it is faster than fp32 on this machine."
     shard: Literal["auto", "on", "off"] = "auto"
