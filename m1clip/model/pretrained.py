@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -614,7 +615,7 @@ def package_file(item: PackageFile, tower: str) -> Path:
     path = package_folder(item.package, tower) / item.file
     try:
         with open_regular(path) as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            sha256 = hashlib.file_digest(cast("BufferedReader", file), "sha256").hexdigest()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); install it again: {reinstall(tower)}") from None
     if sha256 != item.sha256:
