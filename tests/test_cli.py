@@ -72,6 +72,7 @@ def test_common_options(parse: typing.Callable[..., Caught]) -> None:
     assert (config.model.name, config.data.source, config.train.minutes) == ("small", ("photos",), 2.5)
     assert (config.train.batch_size, config.train.device, config.seed) == (48, "cpu", 9)
     assert caught.run == Path("runs/x")
+    assert parse("--out", "runs/y").run == Path("runs/y")
     assert parse("--epochs", "3").config.train.epochs == 3.0
     assert parse("--steps=5", "--model=ViT-B-32", "--data=photos").config.data.source == ("photos",)
 
