@@ -13,8 +13,10 @@ from small_run import environment
 import m1clip.training.run
 from m1clip import __version__
 from m1clip.cli import main as cli
+from m1clip.cli.search import _report_lines
 from m1clip.config import NAMES, OTHER_TOOLS, Config, TransferConfig, make_config, to_toml
 from m1clip.errors import UserError
+from m1clip.search.index import Report
 
 HEAVY = ("torch", "numpy", "PIL", "tokenizers", "safetensors")
 
@@ -208,3 +210,10 @@ def test_interrupt_while_importing_prints_no_traceback(tmp_path: Path) -> None:
         [sys.executable, "-m", "m1clip"], cwd=tmp_path, env=environment(), capture_output=True, timeout=60, check=False
     )  # the current folder comes first on the path
     assert (ended.returncode, ended.stderr) == (130, b"")
+
+
+def test_index_report_counts_are_grammatical() -> None:
+    lines = _report_lines(Report(Path("photos"), hidden=1, links=1, other=1, problems=[("a.jpg", "damaged")]), None)
+    assert lines[2] == "skipped    1 hidden, 1 link, 1 other file, 1 file that cannot be used"
+    lines = _report_lines(Report(Path("photos"), links=2), None)
+    assert lines[2] == "skipped    0 hidden, 2 links, 0 other files, 0 files that cannot be used"

@@ -26,6 +26,7 @@ from m1clip.evaluation.evaluate import Evaluator
 from m1clip.evaluation.examples import FOLDER as SNAPSHOTS
 from m1clip.evaluation.examples import THUMBNAILS, retrieval_grid
 from m1clip.evaluation.statistics import Scores, selection_metric
+from m1clip.formatting import plural
 from m1clip.hardware.facts import usable_cpus
 from m1clip.hardware.memory import return_freed_memory
 from m1clip.hardware.timing import timing
@@ -428,7 +429,7 @@ def _describe(setup: Setup, screen: Screen) -> None:
     captions_per_image = setup.training.captions_per_image
     captions = f" with {captions_per_image} captions each" if captions_per_image > 1 else " and captions"
     screen.say(
-        f"training   {train.steps:,} steps of {train.batch_size} images{captions} ({epochs:.1f} epochs), "
+        f"training   {plural(train.steps or 0, 'step')} of {train.batch_size} images{captions} ({epochs:.1f} epochs), "
         f"{setup.config.optim.optimizer}"
     )
 

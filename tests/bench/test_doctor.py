@@ -5,6 +5,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from m1clip.bench import doctor as module
 from m1clip.bench.doctor import Finding, Machine, check, check_known_errors, doctor_text, try_kernel
 from m1clip.bench.known_errors import KNOWN_ERRORS, WRONG, find_errors
 from m1clip.cli.machine import doctor
+from m1clip.formatting import plural
 from m1clip.hardware.device import Device
 from m1clip.hardware.facts import Facts, read_facts
 
@@ -90,7 +92,14 @@ def test_doctor_on_this_machine() -> None:
     assert machine.gemm_flops["cpu"]["fp32"] > 0
     text = doctor_text(check(machine))
     assert text.splitlines()[0].startswith("ok       python: ")
-    assert text.endswith("warnings")
+    counts = Counter(line.split()[0] for line in text.splitlines()[:-1])
+    assert text.splitlines()[-1] == f"{plural(counts['problem'], 'problem')}, {plural(counts['warning'], 'warning')}"
+
+
+def test_counts_of_the_doctor_are_grammatical() -> None:
+    findings = [Finding("warning", "disk", "text"), Finding("ok", "python", "text")]
+    assert doctor_text(findings).splitlines()[-1] == "0 problems, 1 warning"
+    assert doctor_text([*findings, *findings]).splitlines()[-1] == "0 problems, 2 warnings"
 
 
 @pytest.mark.parametrize(("error", "reported"), [(0.0, ""), (1e-5, ""), (0.02, "its gradient differs from the CPU's")])
