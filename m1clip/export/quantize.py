@@ -195,9 +195,11 @@ def _mean_inputs(source: Any, path: Path, batches: list[np.ndarray]) -> dict[str
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 
+    layers = [node for node in source.graph.node if node.op_type == "Conv" and len(node.input) == 3]
+    if not layers:
+        return {}
     model = deepcopy(source)
     model.graph.initializer.append(numpy_helper.from_array(np.array([0, 2, 3]), "mean_axes"))
-    layers = [node for node in source.graph.node if node.op_type == "Conv" and len(node.input) == 3]
     for node in layers:
         mean = f"{node.name}_mean"
         model.graph.node.append(helper.make_node("ReduceMean", [node.input[0], "mean_axes"], [mean], keepdims=0))
