@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Index", "Model", "__version__", "evaluate", "list_models", "load", "train"]
+__all__ = ["Config", "Index", "Model", "__version__", "evaluate", "export", "list_models", "load", "resume", "train"]
 
 if TYPE_CHECKING:
     from m1clip.config import Config
     from m1clip.evaluation.evaluate import evaluate
+    from m1clip.export.layouts import export
     from m1clip.inference import load
     from m1clip.inference.encoder import Model
     from m1clip.model.presets import list_models
     from m1clip.search.query import Index
-    from m1clip.training.run import train
+    from m1clip.training.run import resume, train
 
 _MODULES = {
     "Config": "m1clip.config",
@@ -23,14 +24,17 @@ _MODULES = {
     "evaluate": "m1clip.evaluation.evaluate",
     "list_models": "m1clip.model.presets",
     "load": "m1clip.inference",
+    "resume": "m1clip.training.run",
     "train": "m1clip.training.run",
 }
 
 
 def __getattr__(name: str) -> Any:
     # Imported on first use: `m1clip --help` must not wait for torch.
-    if name not in _MODULES:
-        raise AttributeError(f"module 'm1clip' has no attribute {name!r}")
     import importlib
 
+    if name == "export":
+        return importlib.import_module("m1clip.export")  # a package that can be called
+    if name not in _MODULES:
+        raise AttributeError(f"module 'm1clip' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)

@@ -7,10 +7,10 @@ Two names are shorter outside of TOML: `model` is [model] name, `data` is [data]
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import json
 import math
+import platform
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 from cyclopts import Group, Parameter
 
 from m1clip.errors import UserError
-from m1clip.formatting import amount, number_or_auto, steps_or_seconds, steps_or_time
+from m1clip.formatting import amount, did_you_mean, number_or_auto, steps_or_seconds, steps_or_time
 from m1clip.io import LIMITS, converted, read_small
 
 COMMON = Group("Common", sort_key=0)
@@ -200,7 +200,7 @@ class TrainConfig(Section):
     text_contrast: NotNegative | None = None
     "Weight of a contrastive loss between captions of one image. Default: 0.5 (from scratch, several captions), else 0."
     device: Annotated[Literal["auto", "cpu", "mps", "cuda", "mlx"], Parameter(group=COMMON)] = "auto"
-    "auto: the fastest of cpu, mps and cuda; mlx: Apple's MLX (docs/apple.md). A missing device is an error."
+    "auto: the fastest of cpu, mps, cuda; gpu: mps or cuda; mlx: Apple's MLX (docs/apple.md). Missing ones are errors."
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Parameter(group=COMMON)] = "auto"
     "Precision of the towers (autocast); auto: bf16 if it is faster than fp32 on this machine."
     shard: Literal["auto", "on", "off"] = "auto"
@@ -341,6 +341,20 @@ NAMES = {
     for item in dataclasses.fields(kind)  # type: ignore[arg-type]
 } | {"seed": ("", "seed")}
 ALIASES = {"weight_decay": "wd", "learning_rate": "lr"}
+PYTHON_PARAMETERS = ("run", "config", "preset", "on_log")  # of m1clip.train, beside the settings
+# Options of the command that are not settings of a run: what to use in Python.
+NOT_OPTIONS = {
+    "resume": "to continue a run, use m1clip.resume(run)",
+    "background": "only the command m1clip train can train in the background",
+    "config_file": "did you mean 'config'?",
+}
+# The parts of recipes are no presets: the options that use them.
+RECIPE_OPTIONS = {
+    "frozen": "--recipe frozen",
+    "finetune": "--init MODEL, or --recipe finetune",
+    "unfreeze": "--recipe finetune, or --init RUN of --recipe frozen",
+    "scratch": "--recipe scratch",
+}
 # How a model is computed, not what it is: these survive a change of --model.
 NOT_SHAPE = ("tokenizer", "grad_checkpointing", "compile", "cuda_graph")
 # Options of other tools -> the option of `m1clip train`.
@@ -364,6 +378,13 @@ OTHER_TOOLS = {
 }
 
 
+def device_name(name: str) -> str:
+    """The name that torch has for a device: gpu is mps on a Mac and cuda elsewhere."""
+    if name != "gpu":
+        return name
+    return "mps" if platform.system() == "Darwin" else "cuda"
+
+
 def make_config(options: Mapping[str, Any], file: str | Path | None = None, preset: str | None = None) -> Config:
     """Merge the settings of a run: the recipe's, then those of a TOML file or a preset, then flat `options`."""
     if file is not None and preset is not None:
@@ -373,12 +394,12 @@ def make_config(options: Mapping[str, Any], file: str | Path | None = None, pres
     merged = _merged(values, _nested(options))
     transfer = from_dict(merged, "options").transfer
     recipe = {"frozen": "frozen", "finetune": "unfreeze"}.get(transfer.recipe)
-    recipe = recipe if transfer.init is None else init_preset(Path(transfer.init))
-    return from_dict(_merged(read_preset(recipe), merged) if recipe else merged, "options")
+    recipe = recipe if transfer.init is None else init_recipe(Path(transfer.init))
+    return from_dict(_merged(read_recipe(recipe), merged) if recipe else merged, "options")
 
 
-def init_preset(model: Path) -> str:
-    """The preset for training from a model; one with pretrained towers, where only heads were trained, has its own."""
+def init_recipe(model: Path) -> str:
+    """The part of a recipe for training from a model; one with pretrained towers and new heads has its own."""
     for folder in (model, model / "best", model / "model"):
         try:
             kind = json.loads(read_small(folder / "config.json"))["model"]["image_head"]["kind"]
@@ -391,14 +412,17 @@ def init_preset(model: Path) -> str:
 
 
 def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Group flat options by section; the error for an unknown name suggests the nearest one."""
+    """Group flat options by section; the error for an unknown name suggests one that is spelled like it."""
     nested: dict[str, Any] = {}
     for name, value in options.items():
         known = ALIASES.get(name, name)
         if known not in NAMES:
-            near = OTHER_TOOLS[name].split()[0][2:].replace("-", "_") if name in OTHER_TOOLS else None
-            near = near or difflib.get_close_matches(name, NAMES, n=1, cutoff=0.0)[0]
-            raise UserError(f"unknown option '{name}': did you mean '{near}'?")
+            if name in NOT_OPTIONS:
+                raise UserError(f"unknown option '{name}': {NOT_OPTIONS[name]}")
+            other_tool = OTHER_TOOLS.get(name, "").partition(" ")[0]
+            similar = did_you_mean(name, (*NAMES, *PYTHON_PARAMETERS), other_tool.removeprefix("--").replace("-", "_"))
+            hint = similar or ": m1clip train --help lists all options"
+            raise UserError(f"unknown option '{name}'{hint}")
         section, key = NAMES[known]
         (nested.setdefault(section, {}) if section else nested)[key] = value
     return nested
@@ -442,6 +466,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def preset_names() -> list[str]:
+    """The names that --preset accepts: settings of a complete run."""
     folder = resources.files("m1clip") / "presets"
     return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
 
@@ -450,9 +475,20 @@ def read_preset(name: str) -> dict[str, Any]:
     """The settings of a preset, such as `demo` or `prior-art`."""
     names = preset_names()
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-        raise UserError(f"--preset {name}: no such preset: did you mean '{near}'? (all: {', '.join(names)})")
-    return tomllib.loads((resources.files("m1clip") / "presets" / f"{name}.toml").read_text(encoding="utf-8"))
+        hint = did_you_mean(name, names)
+        if name in RECIPE_OPTIONS:
+            hint = f": use {RECIPE_OPTIONS[name]}"
+        raise UserError(f"--preset {name}: no such preset{hint} (all: {', '.join(names)})")
+    return _read_packaged("presets", name)
+
+
+def read_recipe(name: str) -> dict[str, Any]:
+    """The settings that a recipe adds below those of the user; not a complete run, so not a preset."""
+    return _read_packaged("recipes", name)
+
+
+def _read_packaged(folder: str, name: str) -> dict[str, Any]:
+    return tomllib.loads((resources.files("m1clip") / folder / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def from_dict(values: dict[str, Any], where: str) -> Config:
@@ -500,12 +536,16 @@ def _build(kind: type, values: Any, where: str, prefix: str) -> Any:
         if f"{prefix}{key}" in REMOVED and REMOVED[f"{prefix}{key}"] == value:
             continue
         if key not in hints:
-            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)[0]
-            raise UserError(f"{where}: unknown key '{prefix}{key}': did you mean '{prefix}{near}'?")
+            known = ALIASES.get(key, "")
+            similar = did_you_mean(key, hints, known if known in hints else "", prefix)
+            hint = similar or f" (known: {', '.join(hints)})"
+            raise UserError(f"{where}: unknown key '{prefix}{key}'{hint}")
         if dataclasses.is_dataclass(hints[key]):
             built[key] = _build(typing.cast("type", hints[key]), value, where, f"{prefix}{key}.")
         elif key == "batch_size" and value == "auto":
             built[key] = 0
+        elif key == "device" and value == "gpu":
+            built[key] = device_name(value)
         else:
             label = option_of(kind, key) if where == "options" else f"{where}: {prefix}{key}"
             built[key] = converted(hints[key], value, label)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import time
@@ -11,6 +12,14 @@ from typing import Any
 from m1clip.errors import UserError
 
 MISSING = "-"  # shown for None
+
+
+def did_you_mean(name: str, known: Iterable[str], meant: str = "", prefix: str = "") -> str:
+    """The part of an error that suggests `meant`, or the known name that is spelled like `name`; "" if none is."""
+    similar = [meant] if meant else difflib.get_close_matches(name, known, n=1)
+    if not similar:  # names that differ only in case, such as VIT-B-32
+        similar = [each for each in known if each.lower() == name.lower()]
+    return f": did you mean '{prefix}{similar[0]}'?" if similar else ""
 
 
 def clock(seconds: float | None) -> str:

@@ -13,8 +13,10 @@ from small_run import environment
 import m1clip.training.run
 from m1clip import __version__
 from m1clip.cli import main as cli
+from m1clip.cli.search import _report_lines
 from m1clip.config import NAMES, OTHER_TOOLS, Config, TransferConfig, make_config, to_toml
 from m1clip.errors import UserError
+from m1clip.search.index import Report
 
 HEAVY = ("torch", "numpy", "PIL", "tokenizers", "safetensors")
 
@@ -70,6 +72,7 @@ def test_common_options(parse: typing.Callable[..., Caught]) -> None:
     assert (config.model.name, config.data.source, config.train.minutes) == ("small", ("photos",), 2.5)
     assert (config.train.batch_size, config.train.device, config.seed) == (48, "cpu", 9)
     assert caught.run == Path("runs/x")
+    assert parse("--out", "runs/y").run == Path("runs/y")
     assert parse("--epochs", "3").config.train.epochs == 3.0
     assert parse("--steps=5", "--model=ViT-B-32", "--data=photos").config.data.source == ("photos",)
 
@@ -142,6 +145,8 @@ MISTAKES = [
     (("data", "make", "x", "--count", "0"), "--count"),
     (("train", "--config", "none.toml"), "none.toml: no such config file"),
     (("train", "--preset", "dmeo"), "did you mean 'demo'"),
+    (("train", "--preset", "finetune"), "no such preset: use --init MODEL, or --recipe finetune"),
+    (("train", "--preset", "unfreeze", "--steps", "1"), "all: demo, prior-art"),
     (("train", "--minutes", "1", "--epochs", "1"), "--minutes and --epochs"),
     (("train", "--minutes", "inf"), "finite"),
     (("train", "--steps", "-3"), "above 0"),
@@ -203,3 +208,10 @@ def test_interrupt_while_importing_prints_no_traceback(tmp_path: Path) -> None:
         [sys.executable, "-m", "m1clip"], cwd=tmp_path, env=environment(), capture_output=True, timeout=60, check=False
     )  # the current folder comes first on the path
     assert (ended.returncode, ended.stderr) == (130, b"")
+
+
+def test_index_report_counts_are_grammatical() -> None:
+    lines = _report_lines(Report(Path("photos"), hidden=1, links=1, other=1, problems=[("a.jpg", "damaged")]), None)
+    assert lines[2] == "skipped    1 hidden, 1 link, 1 other file, 1 file that cannot be used"
+    lines = _report_lines(Report(Path("photos"), links=2), None)
+    assert lines[2] == "skipped    0 hidden, 2 links, 0 other files, 0 files that cannot be used"

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import itertools
+import re
 import types
 import typing
 from pathlib import Path
@@ -13,7 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import m1clip.config
-from m1clip.config import NAMES, SECTIONS, Config, from_dict, load_config, make_config, read_preset, to_toml
+from m1clip.config import (
+    NAMES,
+    SECTIONS,
+    Config,
+    from_dict,
+    load_config,
+    make_config,
+    read_preset,
+    read_recipe,
+    to_toml,
+)
 from m1clip.errors import UserError
 from m1clip.model.presets import clip_config
 
@@ -205,7 +216,7 @@ def test_every_setting_has_a_help_text() -> None:
 
 def test_shipped_presets_load() -> None:
     names = m1clip.config.preset_names()
-    assert {"demo", "prior-art"} <= set(names)
+    assert set(names) == {"demo", "prior-art"}
     for name in names:
         config = from_dict(read_preset(name), name)
         clip_config(config.model)
@@ -215,3 +226,33 @@ def test_shipped_presets_load() -> None:
     assert prior_art.data.train_count == 216
     with pytest.raises(UserError, match="did you mean 'prior-art'"):
         read_preset("priorart")
+
+
+@pytest.mark.parametrize("name", ["frozen", "finetune", "unfreeze"])
+def test_parts_of_recipes_are_no_presets(name: str) -> None:
+    assert read_recipe(name)["optim"]["optimizer"] == "adamw"
+    with pytest.raises(UserError, match=r"--recipe f.*demo, prior-art"):
+        make_config({}, preset=name)
+
+
+def test_suggestions_are_similar_names_or_none() -> None:
+    cases = {
+        "background": "only the command m1clip train",
+        "resume": "use m1clip.resume(run)",
+        "bacth_sze": "did you mean 'batch_size'?",
+        "ru": "did you mean 'run'?",
+        "zebra": "m1clip train --help lists all options",
+    }
+    for name, words in cases.items():
+        with pytest.raises(UserError, match=f"unknown option '{name}'.*{re.escape(words)}"):
+            make_config({name: 1})
+    with pytest.raises(UserError, match=r"unknown key 'train.zebra' \(known: minutes, epochs, ") as caught:
+        from_dict({"train": {"zebra": 1}}, "config.toml")
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("system", "device"), [("Darwin", "mps"), ("Linux", "cuda")])
+def test_gpu_is_the_gpu_of_the_system(system: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.system", lambda: system)
+    assert make_config({"device": "gpu"}).train.device == device
+    assert make_config({"device": "cpu"}).train.device == "cpu"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A real torchrun of two nodes on one machine: two network namespaces, joined by a virtual link. Needs root on Linux.
 #
-#   sudo PYTHON=.venv/bin/python NPROC=2 tools/two_nodes.sh -m -- m1clip train photos --device cpu --run runs/photos
+#   sudo PYTHON=.venv/bin/python NPROC=2 tools/two_nodes.sh -m m1clip train photos --device cpu --out runs/photos
 #
 # Arguments are those of torchrun after --nnodes, --nproc-per-node and the rendezvous. TORCHRUN adds options of it.
 # RATE=1gbit limits the speed of the link.

@@ -13,6 +13,7 @@ from m1clip.errors import first_line
 
 LONG, POISON = 40_000, 1e4  # a reduction beyond the limit; the value in the memory behind the operands
 TIMEOUT = 120  # seconds
+WRONG = 3  # exit code of the process that reproduces an error; 1 would be that of an exception
 
 
 def _random(*shape: int) -> Tensor:
@@ -93,7 +94,7 @@ def find_errors(kind: str) -> dict[str, str]:
         if error.aborts and kind == "mps":
             command = [sys.executable, "-m", __name__, kind, str(number)]
             code = subprocess.run(command, capture_output=True, check=False, timeout=TIMEOUT).returncode
-            found[name] = {0: "", 1: "wrong"}.get(code, "the process ends")
+            found[name] = {0: "", WRONG: "wrong"}.get(code, "the process ends")
             continue
         try:
             found[name] = "wrong" if error.has(torch.device(kind)) else ""
@@ -103,4 +104,4 @@ def find_errors(kind: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(int(KNOWN_ERRORS[int(sys.argv[2])].has(torch.device(sys.argv[1]))))
+    sys.exit(WRONG if KNOWN_ERRORS[int(sys.argv[2])].has(torch.device(sys.argv[1])) else 0)

@@ -107,7 +107,7 @@ def _rank_count(ranks: int | None, connected: int, batch_size: int, bandwidth: s
     if count > connected == 1 and bandwidth is None:
         raise UserError(
             f"--ranks {count} needs --bandwidth, such as 10GB (per second and rank); to measure it between two: "
-            f"torchrun --nproc-per-node 2 -m -- m1clip plan --ranks {count}"
+            f"torchrun --nproc-per-node 2 -m m1clip plan --ranks {count}"
         )
     return count
 

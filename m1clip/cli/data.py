@@ -10,6 +10,7 @@ from cyclopts import App, Parameter
 
 from m1clip.cli.app import Count, Flag, app
 from m1clip.errors import UserError
+from m1clip.formatting import plural
 
 if TYPE_CHECKING:
     from m1clip.data.types import Source
@@ -74,7 +75,7 @@ def data_template(folder: Annotated[Path, Parameter(help="A folder of images.")]
         raise UserError(f"{folder}: no images found in this folder or below it")
     csv.writer(table).writerows([("image", "caption"), *((name, "") for name in names)])
     write_text(path, "\ufeff" + table.getvalue())  # the mark tells spreadsheets that it is UTF-8
-    print(f"wrote      {path}: {len(names):,} images; write a caption beside each, then m1clip train {folder}")
+    print(f"wrote      {path}: {plural(len(names), 'image')}; write a caption beside each, then m1clip train {folder}")
 
 
 @data.command(name="lint")
@@ -187,5 +188,5 @@ def data_pack(
     for line in packed.skipped[:10]:
         screen.warn(f"skipped {line}")
     if len(packed.skipped) > 10:
-        screen.warn(f"skipped {len(packed.skipped):,} images that cannot be read; m1clip data lint lists them")
+        screen.warn(f"skipped {plural(len(packed.skipped), 'image')} that cannot be read; m1clip data lint lists them")
     screen.say(str(packed))

@@ -124,7 +124,7 @@ def plan(
     """Predict the memory, the largest batch size and the time of a training run.
 
     Uses the step times that m1clip compare measured on this machine, or else measures matrix multiplication speed.
-    For several ranks: torchrun --nproc-per-node 2 -m -- m1clip plan --ranks 8 measures the bandwidth between two ranks.
+    For several ranks: torchrun --nproc-per-node 2 -m m1clip plan --ranks 8 measures the bandwidth between two ranks.
 
     Parameters
     ----------

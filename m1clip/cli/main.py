@@ -18,7 +18,7 @@ from cyclopts import CycloptsError, UnknownOptionError, UnusedCliTokensError
 from m1clip.cli import app as commands
 from m1clip.cli import data, machine, models, runs, search, train
 from m1clip.cli.app import app
-from m1clip.config import OTHER_TOOLS
+from m1clip.config import OTHER_TOOLS, device_name
 from m1clip.errors import UserError
 
 
@@ -28,9 +28,10 @@ def normalized(words: list[str]) -> list[str]:
         if word == "" or (word.startswith("--") and word.endswith("=")):
             name = word.rstrip("=") or option
             raise UserError(f"{name}: the value is empty (an unset shell variable?); use '.' for the current folder")
-    gpu = "mps" if platform.system() == "Darwin" else "cuda"
     words = [
-        word.removesuffix("gpu") + gpu if word == "--device=gpu" or (word == "gpu" and option == "--device") else word
+        word.removesuffix("gpu") + device_name("gpu")
+        if word == "--device=gpu" or (word == "gpu" and option == "--device")
+        else word
         for option, word in zip(["", *words], words, strict=False)
     ]
     words = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), word) for word in words]

@@ -112,13 +112,16 @@ def classify(
     """
     from m1clip.data.images import BadImage
     from m1clip.inference import load
-    from m1clip.model.folder import newest_run
 
+    if model is None:  # not for a given model: the import of torch takes longer than an ONNX folder
+        from m1clip.model.folder import newest_run
+
+        model = newest_run()
     names = [name.strip() for name in labels.split(",") if name.strip()]
     if len(names) < 2:
         raise UserError("--labels: give two or more labels, separated by commas")
     try:
-        (ranked,) = load(model or newest_run()).classify(image, names, template or ("{}",))
+        (ranked,) = load(model).classify(image, names, template or ("{}",))
     except BadImage as error:
         raise UserError(str(error)) from None
     for name, probability in ranked:
@@ -173,7 +176,5 @@ def export(
         raise UserError("choose one of --int8 and --fp16")
     screen = Screen()
     precision: Precision = "int8" if int8 else "fp16" if fp16 else "fp32"
-    name = f"{model.stem if model.is_file() else model.name}-{to}"
-    folder = out or model.with_name(name if precision == "fp32" else f"{name}-{precision}")
-    write(model, to, folder, image_size, source, precision, force, screen.say, decode_plan(screen))
+    folder = write(model, to, out, image_size, source, precision, force, screen.say, decode_plan(screen))
     screen.say(f"exported   {folder}")

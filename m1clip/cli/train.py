@@ -24,7 +24,7 @@ def train(
     config: Annotated[Config, Parameter(name="*")] = Config(),  # noqa: B008  frozen
     preset: Annotated[str | None, Parameter(group=COMMON)] = None,
     config_file: Annotated[Path | None, Parameter(name="--config", group=COMMON)] = None,
-    run: Annotated[Path | None, Parameter(group=COMMON)] = None,
+    run: Annotated[Path | None, Parameter(name=["--run", "--out"], group=COMMON)] = None,
     resume: Annotated[Path | None, Parameter(group=COMMON)] = None,
     background: Annotated[bool, Parameter(group=COMMON, negative="")] = False,
 ) -> None:
@@ -44,7 +44,8 @@ def train(
     config_file
         Settings from a TOML file; the config.toml of a run reproduces that run.
     run
-        Folder of the new run; default runs/RECIPE (from random weights: runs/MODEL), runs/RECIPE-2, ...
+        Folder of the new run; default runs/RECIPE (from random weights: runs/MODEL), runs/RECIPE-2, ... Under torchrun,
+        write --out: torchrun takes --run for its own --run-path.
     resume
         Continue the run in this folder from its newest checkpoint, with its settings; --device and --shard may differ.
     background
@@ -72,7 +73,7 @@ def train(
         return
     try:
         if resume is not None:
-            result = runs.resume(resume, screen, on_device=options.get("device"), shard=options.get("shard"))
+            result = runs.resume(resume, screen, device=options.get("device"), shard=options.get("shard"))
         else:
             result = runs.train(run=run, config=config_file, preset=preset, screen=screen, **options)
     except Stopped as stopped:

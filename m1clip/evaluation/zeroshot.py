@@ -15,7 +15,7 @@ from m1clip.data.images import FileImage
 from m1clip.data.sources.base import walk_images
 from m1clip.errors import UserError
 from m1clip.evaluation.statistics import Scores, metrics_of
-from m1clip.formatting import table
+from m1clip.formatting import plural, table
 from m1clip.hardware.facts import decode_threads
 from m1clip.inference.encoder import Model
 from m1clip.inference.onnx import OnnxModel
@@ -34,7 +34,7 @@ def class_folders(folder: Path) -> tuple[list[str], list[tuple[Path, int]]]:
     found = [(path.parts[0], folder / path) for path in map(Path, walk_images(folder)) if len(path.parts) > 1]
     classes = sorted({label for label, _ in found})
     if len(classes) < 2:
-        raise UserError(f"{folder}: has {len(classes)} class folders with images; at least two are needed")
+        raise UserError(f"{folder}: has {plural(len(classes), 'class folder')} with images; at least two are needed")
     names = [label.replace("_", " ").replace("-", " ").strip() for label in classes]
     return names, [(path, classes.index(label)) for label, path in found]
 
@@ -56,7 +56,7 @@ def encode_readable(model: Model | OnnxModel, paths: Sequence[Path]) -> tuple[Te
         vectors.append(found)
     reasons = [f"{refs[item]}: {reason}" for item, reason in sorted(failures.items())]
     if not kept:
-        raise UserError(f"none of the {len(paths)} images can be read; first: {(reasons or ['no images'])[0]}")
+        raise UserError(f"none of {plural(len(paths), 'image')} can be read; first: {(reasons or ['no images'])[0]}")
     return torch.cat(vectors), kept, reasons
 
 

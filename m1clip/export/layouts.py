@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 from m1clip.data.cache import DecodePlan
 from m1clip.data.images import Preprocess
@@ -13,9 +13,10 @@ from m1clip.errors import UserError
 from m1clip.evaluation.evaluate import quiet_decoding
 from m1clip.export import Precision, Target
 from m1clip.export.coreml import ProgramModel, write_coreml
-from m1clip.export.onnx import Layout, write_graphs, write_onnx
+from m1clip.export.onnx import Layout, write_combined, write_graphs, write_onnx
 from m1clip.export.parity import AnyModel, compare, folder_bytes, open_examples, report_table
 from m1clip.export.quantize import CALIBRATION_IMAGES, quantize
+from m1clip.formatting import did_you_mean, size
 from m1clip.hardware.facts import Facts
 from m1clip.inference import load
 from m1clip.inference.encoder import Model
@@ -33,7 +34,7 @@ from m1clip.model.folder import (
 )
 from m1clip.model.presets import with_fields
 from m1clip.model.towers import sincos_2d
-from m1clip.model.weights import POSITIONS, replace_tokens, write_tensors
+from m1clip.model.weights import POSITIONS, read_json, replace_tokens, write_tensors
 from m1clip.text.base import FILE_NAME
 from m1clip.text.bpe import BpeTokenizer, hugging_face_files, row_sources
 from m1clip.text.tokenizers import FastTokenizer
@@ -44,7 +45,23 @@ ONNX_TARGETS: tuple[Target, ...] = ("onnx", "transformers.js", "immich")
 TRANSFORMERS_JS = Layout(
     "onnx/vision_model.onnx", "onnx/text_model.onnx", (("pixel_values", "image_embeds"), ("input_ids", "text_embeds"))
 )
-TRANSFORMERS_JS_NAMES: dict[Precision, str] = {"int8": "_quantized", "fp16": "_fp16"}
+
+
+MAX_GRAPH_BYTES = 2**31 - 2**20  # of one file: the limit of protobuf is 2 GiB
+
+
+class TransformersJsType(NamedTuple):
+    """How transformers.js calls a precision, and what the names of its files end with."""
+
+    dtype: str
+    ending: str
+
+
+TRANSFORMERS_JS_TYPES: dict[Precision, TransformersJsType] = {
+    "fp32": TransformersJsType("fp32", ""),
+    "int8": TransformersJsType("q8", "_quantized"),
+    "fp16": TransformersJsType("fp16", "_fp16"),
+}
 IMMICH = Layout("visual/model.onnx", "textual/model.onnx", (("image", "vector"), ("text", "vector")), int32=True)
 # Immich accepts only the names of its list, each with a fixed size of the vectors: one of each size.
 IMMICH_NAMES = {
@@ -75,25 +92,36 @@ def convert(
 
 
 def export(
-    path: Path,
-    to: Target,
-    folder: Path,
+    model: str | Path,
+    to: Target = "onnx",
+    out: str | Path | None = None,
     image_size: int | None = None,
     data: tuple[str, ...] = (),
     precision: Precision = "fp32",
     force: bool = False,
     say: Say = lambda line: None,
     decoding: Callable[[Facts], DecodePlan] = quiet_decoding,
-) -> None:
+) -> Path:
     """Convert a model, compare the result with the original and write the comparison to export.json.
 
-    UserError, and no folder, if the result differs, unless `force`.
+    Returns the folder: `out`, or one next to the model. UserError, and no folder, if the result differs, unless
+    `force`.
     """
+    if not isinstance(model, str | Path):
+        raise UserError(f"export takes the path of a run or a model folder, not {type(model).__name__}")
+    path = Path(model)
+    if to not in WRITERS:
+        raise UserError(f"to={to!r}: unknown format{did_you_mean(str(to), WRITERS)} (all: {', '.join(WRITERS)})")
+    if precision not in get_args(Precision):
+        raise UserError(f"precision={precision!r}: must be one of {', '.join(get_args(Precision))}")
+    folder = default_folder(path, to, precision) if out is None else Path(out)
     if precision != "fp32" and to not in ONNX_TARGETS:
         raise UserError(f"--{precision} is for --to {', '.join(ONNX_TARGETS)}")
     saved = read_model(path).resized(image_size)
     original = Model(saved.build(), saved.tokenizer, saved.preprocess, "fp32")
     examples = open_examples(path, data, original, decoding)
+
+    ending = TRANSFORMERS_JS_TYPES[precision].ending if to == "transformers.js" else ""
 
     def check(partial: Path) -> None:
         models: dict[str, AnyModel] = {"torch": original}
@@ -102,11 +130,13 @@ def export(
             full = models["onnx fp32"] = OnnxModel(partial)
             sizes["onnx fp32"] = folder_bytes(partial)
             pixels = examples.calibration(full.preprocess, CALIBRATION_IMAGES)
-            ending = TRANSFORMERS_JS_NAMES[precision] if to == "transformers.js" else ""
+            full.pixels(pixels[:1])  # opens the graph, which is then converted in place
             for note in quantize(partial, precision, full, pixels, say, ending):
                 say(f"note       {note}")
         name = to if precision == "fp32" else f"{to} {precision}"
         sizes[name] = folder_bytes(partial)
+        if to == "transformers.js":
+            _write_pipeline_files(partial, precision, say)
         # Core ML runs on Apple computers only: what the packages were converted from is compared.
         models[name] = (
             ProgramModel(with_full_vocabulary(saved)[0]) if to == "coreml" else load(partial, precision="fp32")
@@ -123,6 +153,13 @@ def export(
         write_json(partial / REPORT, record)
 
     convert(saved, to, folder, say, check)
+    return folder
+
+
+def default_folder(model: Path, to: Target, precision: Precision) -> Path:
+    """Where an export goes by default: runs/frozen-onnx-int8 for runs/frozen."""
+    name = f"{model.stem if model.is_file() else model.name}-{to}"
+    return model.with_name(name if precision == "fp32" else f"{name}-{precision}")
 
 
 def _write_own(folder: Path, saved: SavedModel, say: Say) -> list[str]:
@@ -252,13 +289,25 @@ def _write_tokenizer(folder: Path, saved: SavedModel) -> None:
 
 
 def _write_transformers_js(folder: Path, saved: SavedModel, say: Say) -> list[str]:
-    """A folder for CLIPTextModelWithProjection and CLIPVisionModelWithProjection of transformers.js."""
+    """The graphs for CLIPTextModelWithProjection and CLIPVisionModelWithProjection of transformers.js."""
     saved, notes = with_full_vocabulary(saved)
     write_graphs(folder, saved, TRANSFORMERS_JS, say)
     _write_tokenizer(folder, saved)
     write_json(folder / "config.json", {"model_type": "clip", "projection_dim": saved.config.embed_dim})
     write_json(folder / "preprocessor_config.json", _image_processor(saved.preprocess))
     return notes
+
+
+def _write_pipeline_files(folder: Path, precision: Precision, say: Say) -> None:
+    """What pipeline('zero-shot-image-classification') needs: one graph with logits, and the default dtype."""
+    dtype, ending = TRANSFORMERS_JS_TYPES[precision]
+    if folder_bytes(folder / "onnx") > MAX_GRAPH_BYTES:
+        say("note       no graph of both towers for ready-made pipelines: it would have more than 2 GB")
+        return
+    path = write_combined(folder, ending)
+    say(f"writing    {path.relative_to(folder)}, both towers for ready-made pipelines: {size(path.stat().st_size)}")
+    config = read_json(folder / "config.json")
+    write_json(folder / "config.json", {**config, "transformers.js_config": {"dtype": dtype}})
 
 
 def _write_coreml(folder: Path, saved: SavedModel, say: Say) -> list[str]:

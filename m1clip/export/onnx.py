@@ -9,6 +9,7 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from m1clip import __version__
 from m1clip.data.augment import render
 from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
-from m1clip.inference.onnx import FORMAT, SETTINGS
+from m1clip.inference.onnx import FORMAT, SETTINGS, read_settings
 from m1clip.io import write_json, write_text
 from m1clip.model.clip import CLIP
 from m1clip.model.folder import SavedModel
@@ -130,6 +131,48 @@ def write_graphs(
         "tokenizer": {name: value for name, value in record.items() if name != "tokenizer"},
     }
     write_json(folder / SETTINGS, settings)
+
+
+def write_combined(folder: Path, ending: str = "") -> Path:
+    """One graph of both graphs of a folder and their logits, as transformers' CLIPModel; returns its path.
+
+    Ready-made pipelines of transformers.js look for this file. It has its own copy of the weights.
+    """
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    settings = read_settings(folder)
+    path = (folder / settings["image_graph"]).with_name(f"model{ending}.onnx")
+    image, text = (
+        onnx.compose.add_prefix(
+            onnx.load(str(folder / settings[f"{tower}_graph"])), f"{tower}/", rename_inputs=False, rename_outputs=False
+        )
+        for tower in ("image", "text")
+    )
+    image_vectors, text_vectors = image.graph.output[0], text.graph.output[0]
+    scale = numpy_helper.from_array(np.array(settings["logit_scale"], np.float32), "logit_scale")
+    nodes = [
+        *image.graph.node,
+        *text.graph.node,
+        helper.make_node("Transpose", [text_vectors.name], ["text_columns"], perm=[1, 0]),
+        helper.make_node("MatMul", [image_vectors.name, "text_columns"], ["cosines"]),
+        helper.make_node("Mul", ["cosines", "logit_scale"], ["logits_per_image"]),
+        helper.make_node("Transpose", ["logits_per_image"], ["logits_per_text"], perm=[1, 0]),
+    ]
+    logits = {"logits_per_image": ["images", "texts"], "logits_per_text": ["texts", "images"]}
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in logits.items()]
+    graph = helper.make_graph(
+        nodes,
+        "clip",
+        [*text.graph.input, *image.graph.input],
+        [*outputs, text_vectors, image_vectors],
+        [*image.graph.initializer, *text.graph.initializer, scale],
+    )
+    # Both graphs are of one export, so the versions of their operators are the same.
+    versions = {each.domain: each for model in (image, text) for each in model.opset_import}
+    model = helper.make_model(graph, opset_imports=list(versions.values()), ir_version=image.ir_version)
+    onnx.save(model, str(path))
+    return path
 
 
 def _write_graph(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from m1clip.export import Precision
+from m1clip.formatting import plural
 from m1clip.inference.onnx import SETTINGS, OnnxModel, read_settings
 from m1clip.io import write_json
 
@@ -43,7 +44,8 @@ def quantize(
             elif name == "text":
                 _int8_text(path)
             elif kept := _int8_image(path, model.graph_input(pixels), say):
-                notes.append(f"{len(kept)} layers of {path.name} stay in float ({kept[0]}, ...)")
+                stay = "stays" if len(kept) == 1 else "stay"
+                notes.append(f"{plural(len(kept), 'layer')} of {path.name} {stay} in float ({kept[0]}, ...)")
         renamed = path.rename(path.with_stem(path.stem + ending))
         settings[f"{name}_graph"] = renamed.relative_to(folder).as_posix()
     write_json(folder / SETTINGS, settings)
@@ -66,7 +68,7 @@ def _float_layers(graph: Any, cosine: Callable[[list[str]], float], say: Say) ->
     weights = {each.name for each in graph.initializer}
     layers = [node.name for node in graph.node if node.op_type in LAYERS and weights & set(node.input)]
     parts = [layers[at : at + BLOCK_LAYERS] for at in range(0, len(layers), BLOCK_LAYERS)]
-    say(f"trying     {len(parts)} blocks of layers in float: all in int8 give a mean cosine of {reached:.4f}")
+    say(f"trying     {plural(len(parts), 'block')} of layers in float: all in int8 give a mean cosine of {reached:.4f}")
     alone = [cosine(part) for part in parts]
     for number in np.argsort(alone)[::-1]:
         kept += parts[number]
@@ -193,9 +195,11 @@ def _mean_inputs(source: Any, path: Path, batches: list[np.ndarray]) -> dict[str
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 
+    layers = [node for node in source.graph.node if node.op_type == "Conv" and len(node.input) == 3]
+    if not layers:
+        return {}
     model = deepcopy(source)
     model.graph.initializer.append(numpy_helper.from_array(np.array([0, 2, 3]), "mean_axes"))
-    layers = [node for node in source.graph.node if node.op_type == "Conv" and len(node.input) == 3]
     for node in layers:
         mean = f"{node.name}_mean"
         model.graph.node.append(helper.make_node("ReduceMean", [node.input[0], "mean_axes"], [mean], keepdims=0))

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
+from m1clip.config import device_name
 from m1clip.errors import UserError
 from m1clip.hardware.facts import Facts
 from m1clip.hardware.memory import return_freed_memory
@@ -57,7 +58,7 @@ def available(facts: Facts) -> tuple[Kind, ...]:
 
 
 def choose_device(asked: str, facts: Facts) -> Kind:
-    kinds = available(facts)
+    kinds, asked = available(facts), device_name(asked)
     if asked == "auto":
         return kinds[0]
     for kind in kinds:

@@ -296,6 +296,14 @@ class Model:
         self.clip, self.tokenizer, self.preprocess, self.precision = clip, tokenizer, preprocess, precision
         tokenizer.context_length = clip.config.context_length
 
+    def __repr__(self) -> str:
+        """What the model takes and gives: Model(64 px images, ... on cpu)."""
+        parameters = sum(parameter.numel() for parameter in self.clip.parameters())
+        return (
+            f"Model({self.preprocess.image_size} px images, texts of {self.context_length} tokens -> "
+            f"{self.clip.config.embed_dim} dimensions; {parameters:,} parameters on {self.device})"
+        )
+
     @property
     def context_length(self) -> int:
         """Maximum number of tokens of a text, including start and EOT tokens."""

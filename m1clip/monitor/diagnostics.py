@@ -156,7 +156,7 @@ def describe(record: Record) -> str:
     reason = record.get("reason")
     texts: dict[str, str] = {
         "eval": f"evaluated{at}" + (f": {score}" if score else ""),
-        "start": f"started{at}" + (f", {steps:,} steps in total" if steps else ""),
+        "start": f"started{at}" + (f", {plural(steps, 'step')} in total" if steps else ""),
         "checkpoint": f"checkpoint saved{at}",
         "end": f"finished{at}" + (f": {record.get('split')} {score}" if score else ""),
         "event": f"{record.get('event', 'event')}{at}" + (f": {reason}" if reason else ""),

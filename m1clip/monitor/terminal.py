@@ -31,7 +31,7 @@ STYLES = {
     **{"good": "green", "warning": "yellow", "error": "bold red", "skipped": "yellow"},
 }
 PHASE_STYLES = dict(zip(PHASES, ("yellow", "magenta", "cyan", "blue", "red", "green", "cyan", "dim"), strict=True))
-FOOTER = " Ctrl-C closes the monitor; the run continues. All metrics: m1clip monitor --web"
+ALL_METRICS = "All metrics: m1clip monitor --web"
 RANK_FIGURES, SHOWN_RANKS = ("images_per_second", "step_seconds"), 8
 POLL = 0.25  # seconds between two reads of the log
 REDRAW = 2.0  # seconds after which the screen is drawn even if nothing changed
@@ -200,7 +200,15 @@ def event_lines(history: History, most: int) -> list[Text]:
     ]
 
 
-def frame(history: History, status: Status, now: float, console: Console) -> RenderableType:
+def footer(status: Status, live: bool) -> str:
+    """What the keys do; a screen that is printed once has none, and only a run with a process continues."""
+    if not live:
+        return f" {ALL_METRICS}"
+    continues = "; the run continues" if status.state in ("running", "preparing") else ""
+    return f" Ctrl-C closes the monitor{continues}. {ALL_METRICS}"
+
+
+def frame(history: History, status: Status, now: float, console: Console, live: bool = True) -> RenderableType:
     width, height = console.size
     if width < SMALLEST[0] or height < SMALLEST[1]:
         return Text(f"window too small\nneeds {SMALLEST[0]}x{SMALLEST[1]}", "bold red")
@@ -214,7 +222,7 @@ def frame(history: History, status: Status, now: float, console: Console) -> Ren
     spare = (height - len(top) - len(lower) - 1) // 5  # most of the screen is for the charts
     found = diagnose(history, now, status.state)[: max(1, spare)]
     lower += [line((f"{each.level:>8}", STYLES[each.level]), f" {each.message}") for each in found]
-    lower += [*event_lines(history, max(2, min(10, spare))), line((FOOTER, "dim"))]
+    lower += [*event_lines(history, max(2, min(10, spare))), line((footer(status, live), "dim"))]
     screen = Layout()
     screen.split_column(
         Layout(Group(*top), size=len(top)), Layout(charts(history, width)), Layout(Group(*lower), size=len(lower))
@@ -246,5 +254,5 @@ def once(run: Path, window: tuple[int, int] | None = None) -> str:
     console = Console(width=width, height=height, highlight=False, no_color=True)
     history = History(run).poll()
     with console.capture() as capture:
-        console.print(frame(history, status_of(history), time.time(), console))
+        console.print(frame(history, status_of(history), time.time(), console, live=False))
     return "\n".join(text.rstrip() for text in capture.get().rstrip().split("\n"))

@@ -29,7 +29,7 @@ from PIL import Image
 import m1clip
 from m1clip.data.duplicates import appearance
 from m1clip.data.images import READ_TIMEOUT, SUFFIXES, BadImage, FileImage, decode, map_with_timeout, one_line, opened
-from m1clip.errors import UserError
+from m1clip.errors import UserError, hub_hint
 from m1clip.hardware.facts import decode_threads
 from m1clip.io import first_writable, open_for_write, read_small, require, write_bytes
 
@@ -179,7 +179,7 @@ def _resolved(model: str | Path) -> str:
     for folder in (Path(model), Path(model) / "best", Path(model) / "model"):
         if folder.is_file() or any((folder / name).is_file() for name in MODEL_FILES):
             return os.path.abspath(folder)
-    raise UserError(f"{model}: no model found; give a run or a model folder with --model")
+    raise UserError(f"{model}: no model found; give a run or a model folder with --model{hub_hint(model)}")
 
 
 def _choose_model(db: sqlite3.Connection, asked: str | Path | None) -> tuple[int, str]:

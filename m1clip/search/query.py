@@ -5,7 +5,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -19,7 +19,7 @@ from m1clip.data.images import BadImage, FileImage
 from m1clip.errors import UserError
 from m1clip.io import PARTIAL, require
 from m1clip.search.concepts import Concepts, Examples, fit_concept, split_text
-from m1clip.search.index import connect, find_index, model_hash, model_stamp, root_of
+from m1clip.search.index import Report, connect, find_index, model_hash, model_stamp, root_of, update_index
 from m1clip.search.nearest import SAMPLE, mapped, nearest
 
 # The probability of a match: a logistic function of the height of a score (constant, slope). Fitted on the validation
@@ -122,7 +122,8 @@ class Index:
     """The index of a folder of photos, opened read-only.
 
     `Index("~/Pictures").search("two dogs on a beach")`; `m1clip.Index()` opens that of the current folder, or else the
-    newest. Safe to use from threads; a search sees what another process has indexed meanwhile.
+    newest; `Index.build` creates or updates one. Safe to use from threads; a search sees what another
+    process has indexed meanwhile.
     """
 
     def __init__(self, folder: str | Path | None = None, model: str | Path | None = None) -> None:
@@ -132,6 +133,27 @@ class Index:
         self.root = root_of(self.place, self._db)
         self.version = -1  # changes with the index
         self.refresh()
+
+    @classmethod
+    def build(
+        cls,
+        folder: str | Path,
+        model: str | Path | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> "Index":
+        """Index a folder of photos, like the command `m1clip index`, and open the index.
+
+        Only new and changed files are read. `model` is by default the one used last, or the newest run in runs/;
+        `progress` is called with the number of files done and their total.
+        """
+        update_index(folder, model, progress)
+        return cls(folder, model)
+
+    def update(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Report:
+        """Bring the index up to date with its folder, for the model of this index; returns what was done."""
+        report = update_index(self.root, self.model_path, progress)
+        self.refresh()
+        return report
 
     def refresh(self) -> None:
         """Reload the index if it has changed; every search does this."""

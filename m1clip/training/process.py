@@ -158,7 +158,7 @@ def start_in_background(arguments: list[str], run: Path | None, name: str, resum
     folder = resume if resume is not None else create_run_folder(run, name)
     if resume is not None and not (folder / "config.toml").is_file():
         raise UserError(f"{folder}: not a run folder (no config.toml)")
-    command = [sys.executable, "-m", "m1clip", *without_options(arguments, "--background", "--run")]
+    command = [sys.executable, "-m", "m1clip", *without_options(arguments, "--background", "--run", "--out")]
     command += [] if resume is not None else ["--run", str(folder)]
     output, before = folder / OUTPUT, _log_bytes(folder)
     with os.fdopen(open_for_write(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:

@@ -1,4 +1,9 @@
-"""Output during training: a live progress bar on a terminal, lines of text otherwise."""
+"""Output during training: a live progress bar on a terminal, lines of text otherwise.
+
+Does not import torch: commands on an exported ONNX folder show their progress with it.
+"""
+
+from __future__ import annotations
 
 import contextlib
 import functools
@@ -12,16 +17,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from m1clip.data.cache import DecodePlan
-from m1clip.evaluation.statistics import Metric, Scores
 from m1clip.formatting import clock, size
 from m1clip.hardware.facts import Facts, decode_threads
 from m1clip.runlog import MEAN_RECALL, PREPARING, write_preparing
+
+if TYPE_CHECKING:
+    from m1clip.data.cache import DecodePlan
+    from m1clip.evaluation.statistics import Metric, Scores
 
 RECENT = 25  # log lines whose speed predicts the time left
 STEP_SECONDS = 15.0  # between two progress lines without a terminal
@@ -67,13 +74,15 @@ class Screen:
 
         def tick() -> None:
             # In a thread: a large image or slow disk can delay the callback for longer than this.
+            printed = ""
             while True:
                 if run is not None:
                     write_preparing(run, str(work))
                 if ended.wait(PREPARING_SECONDS):
                     return
-                if bar is None:
-                    self.say(str(work))
+                if bar is None and str(work) != printed:  # work without a count has one line
+                    printed = str(work)
+                    self.say(printed)
 
         ticker = threading.Thread(target=tick, daemon=True)
         ticker.start()
@@ -186,5 +195,7 @@ class _SafeOutput:
 
 def decode_plan(screen: Screen, run: Path | None = None) -> Callable[[Facts], DecodePlan]:
     """Image decoding settings for this machine, with progress on the screen and in the run folder."""
+    from m1clip.data.cache import DecodePlan
+
     counter = functools.partial(screen.counter, run=run)
     return lambda facts: DecodePlan(decode_threads(), facts.memory_bytes, counter, screen.warn)

@@ -235,15 +235,19 @@ def resume(
     run: str | Path,
     screen: Screen | None = None,
     on_log: Sink | None = None,
-    on_device: str | None = None,
+    device: str | None = None,
     shard: str | None = None,
 ) -> Run:
     """Continue a run from its newest valid checkpoint, exactly as if it had not stopped; on any number of ranks.
 
-    On another device the batches are the same, and the numbers are the same up to rounding.
+    On another `device` the batches are the same, and the numbers are the same up to rounding. `on_log` is called with
+    each record of run.jsonl from here on, as in `train`.
     """
     began = time.perf_counter()
     screen, folder = screen or Screen(), Path(run)
+    changes = {name: value for name, value in (("device", device), ("shard", shard)) if value is not None}
+    checked = make_config(changes).train  # an error for a value that the command would reject
+    on_device = None if device is None else checked.device
     known = load_config(folder).train.device if (folder / "config.toml").is_file() else "auto"
     ranks = connect_same(on_device or known)
 
@@ -477,7 +481,7 @@ def _describe(setup: Setup, screen: Screen) -> None:
     captions_per_image = setup.training.captions_per_image
     captions = f" with {captions_per_image} captions each" if captions_per_image > 1 else " and captions"
     screen.say(
-        f"training   {train.steps:,} steps of {train.batch_size} images{captions} ({epochs:.1f} epochs), "
+        f"training   {plural(train.steps or 0, 'step')} of {train.batch_size} images{captions} ({epochs:.1f} epochs), "
         f"{setup.config.optim.optimizer}"
     )
 

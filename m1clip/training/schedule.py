@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from m1clip.config import OptimConfig
 from m1clip.errors import UserError
+from m1clip.formatting import plural
 from m1clip.training.duration import StepPlan
 
 
@@ -13,7 +14,7 @@ def warmup_steps(warmup: float, total_steps: int) -> int:
     steps = round(warmup * total_steps) if warmup < 1 else int(warmup)
     if steps >= total_steps:
         raise UserError(
-            f"warm-up of {steps} steps would never end: the run has {total_steps} steps; "
+            f"warm-up of {plural(steps, 'step')} would never end: the run has {plural(total_steps, 'step')}; "
             f"train longer, or lower --warmup (0.05 = five percent of the run)"
         )
     return steps

@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import json
 import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ import torch.nn.functional as F
 
 from m1clip.bench import doctor as module
 from m1clip.bench.doctor import Finding, Machine, check, check_known_errors, doctor_text, try_kernel
-from m1clip.bench.known_errors import KNOWN_ERRORS, find_errors
+from m1clip.bench.known_errors import KNOWN_ERRORS, WRONG, find_errors
 from m1clip.cli.machine import doctor
+from m1clip.formatting import plural
 from m1clip.hardware import choices
 from m1clip.hardware.device import Device
 from m1clip.hardware.facts import Facts, read_facts
@@ -90,14 +93,39 @@ def test_doctor_on_this_machine() -> None:
     assert machine.gemm_flops["cpu"]["fp32"] > 0
     text = doctor_text(check(machine))
     assert text.splitlines()[0].startswith("ok       python: ")
-    assert text.endswith("warnings")
+    counts = Counter(line.split()[0] for line in text.splitlines()[:-1])
+    assert text.splitlines()[-1] == f"{plural(counts['problem'], 'problem')}, {plural(counts['warning'], 'warning')}"
 
 
-def test_wrong_kernel_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device("cpu", read_facts())
-    assert try_kernel(device) == ""
-    monkeypatch.setattr(torch, "allclose", lambda *a, **k: False)
-    assert "differs" in try_kernel(device)
+def test_counts_of_the_doctor_are_grammatical() -> None:
+    findings = [Finding("warning", "disk", "text"), Finding("ok", "python", "text")]
+    assert doctor_text(findings).splitlines()[-1] == "0 problems, 1 warning"
+    assert doctor_text([*findings, *findings]).splitlines()[-1] == "0 problems, 2 warnings"
+
+
+@pytest.mark.parametrize(("error", "reported"), [(0.0, ""), (1e-5, ""), (0.02, "its gradient differs from the CPU's")])
+def test_wrong_kernel_is_detected(error: float, reported: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    grad, calls = torch.autograd.grad, list[bool]()
+
+    def device_grad(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        """The gradient with an error in one number; only in the first call, which is that of the device."""
+        (found,) = grad(*arguments)
+        if not calls:
+            found[5, 7] *= 1 + error
+        calls.append(True)
+        return (found,)
+
+    monkeypatch.setattr(torch.autograd, "grad", device_grad)
+    assert try_kernel(Device("cpu", read_facts())) == reported
+    assert len(calls) == 2
+
+
+def test_kernel_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("no kernel image\nis available")
+
+    monkeypatch.setattr(torch.autograd, "grad", fail)
+    assert try_kernel(Device("cpu", read_facts())) == "no kernel image"
 
 
 def test_known_errors_are_all_right_on_this_machine() -> None:
@@ -125,16 +153,29 @@ def test_known_errors_are_found_where_kernels_are_wrong(monkeypatch: pytest.Monk
     assert wrong & {"pytorch#189495", "pytorch#188438"}
 
 
-def test_error_that_ends_the_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reproduction runs in a process of its own; the device does not exist here, so that process fails."""
-    aborting = [error for error in KNOWN_ERRORS if error.aborts]
-    monkeypatch.setattr("m1clip.bench.known_errors.KNOWN_ERRORS", aborting)
-    codes = iter([0, 1, -6])
-    monkeypatch.setattr(
-        "m1clip.bench.known_errors.subprocess.run", lambda *a, **k: subprocess.CompletedProcess([], next(codes))
-    )
-    found = [what for _ in range(3) for what in find_errors("mps").values()]
-    assert found == ["", "wrong", "the process ends"]
+ABORTING = [number for number, error in enumerate(KNOWN_ERRORS) if error.aborts]
+
+
+@pytest.mark.parametrize(
+    ("ending", "reported"),
+    [("exit 0", ""), (f"exit {WRONG}", "wrong"), ("kill -ABRT $$", "the process ends"), ("exit 1", "the process ends")],
+)
+def test_error_that_ends_the_process_is_reported(
+    ending: str, reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real process takes the place of Python; it ends in this way if it was asked for the right error."""
+    (number,) = ABORTING
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\n[ "$*" = "-m m1clip.bench.known_errors mps {number}" ] || exit 0\n{ending}\n')
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    assert [*find_errors("mps").values()][number] == reported
+
+
+def test_reproduction_in_a_process_of_its_own_has_its_exit_code() -> None:
+    (number,) = ABORTING
+    command = [sys.executable, "-m", "m1clip.bench.known_errors", "cpu", str(number)]
+    assert subprocess.run(command, check=False, timeout=600).returncode == 0
 
 
 def test_known_error_on_mps_is_a_warning_with_our_remedy() -> None:

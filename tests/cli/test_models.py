@@ -1,6 +1,7 @@
 """The commands export, classify and eval: output and exit code."""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -61,10 +62,21 @@ def test_zero_shot(
     model: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, _ = run_command(capsys, "eval", model, "--classes", images, "--device", "cpu")
+    code, out, _ = run_command(capsys, "eval", model, "--classes", images, "--device", "cpu", "--template", "{}")
     assert code == 0
-    assert "zero shot, top1" in out
-    assert "taken for" in out or " 100.0%" in out
+    classes = ["green", "red"]
+    truth = [name for name in classes for _ in range(3)]
+    ranked = m1clip.load(model).classify([images / name / f"{n}.png" for name in classes for n in range(3)], classes)
+    pairs = [(name, labels[0][0]) for name, labels in zip(truth, ranked, strict=True)]
+    mistakes = Counter(pair for pair in pairs if pair[0] != pair[1])
+    correct = len(pairs) - mistakes.total()
+    (score,) = [line for line in out.splitlines() if line.startswith("zero shot, top1")]
+    assert f" {100 * correct / len(pairs):.1f}%" in score
+    assert mistakes, "this model must confuse classes, or the rest checks nothing"
+    _, listed = out.split("taken for")
+    rows = [line.split() for line in listed.splitlines()[1:] if line.strip()]
+    found = {(true, taken): int(count) for true, taken, count in rows if true in classes}
+    assert found == mistakes
 
 
 def test_default_model_is_newest_run(tmp_path: Path) -> None:

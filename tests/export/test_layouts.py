@@ -3,6 +3,7 @@
 import json
 import runpy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from tiny_model import tiny_model
 
 import m1clip
 from m1clip.errors import UserError
+from m1clip.export import layouts
 from m1clip.export.layouts import IMMICH_NAMES, convert, export
 from m1clip.model.folder import read_model
 
@@ -43,6 +45,40 @@ def test_layouts_of_other_programs_give_the_same_vectors(to: str, tmp_path: Path
         assert found.shape[1] == (min(IMMICH_NAMES) if to == "immich" else wanted.shape[1])
         assert not found[:, wanted.shape[1] :].any()
     assert any("clip/ViT-B-32__openai" in line for line in said) == (to == "immich")
+
+
+@pytest.mark.parametrize(("precision", "ending", "dtype"), [("int8", "_quantized", "q8"), ("fp16", "_fp16", "fp16")])
+def test_transformers_js_folder_has_a_graph_of_both_towers(
+    precision: Any, ending: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the pipelines look for it: `onnx/model` and the ending of the dtype, with logits as CLIPModel's."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    vectors = dict[str, np.ndarray]()
+
+    def compare(models: dict[str, Any], *rest: Any) -> dict[str, Any]:
+        vectors.update({name: np.asarray(model.encode_image(NOISE)) for name, model in models.items()})
+        return {"failures": []}
+
+    monkeypatch.setattr(layouts, "compare", compare)
+    monkeypatch.setattr(layouts, "report_table", lambda record: "")
+    out = export(save(tmp_path / "model"), "transformers.js", tmp_path / "out", precision=precision)
+    # The graphs are converted in place; one that was opened afterwards would be the converted one.
+    np.testing.assert_allclose(vectors["onnx fp32"], vectors["torch"], atol=2e-6)
+    assert np.abs(vectors[f"transformers.js {precision}"] - vectors["torch"]).max() > 2e-6
+    names = ("model", "text_model", "vision_model")
+    assert sorted(path.name for path in (out / "onnx").iterdir()) == [f"{name}{ending}.onnx" for name in names]
+    assert json.loads((out / "config.json").read_text())["transformers.js_config"] == {"dtype": dtype}
+    model = m1clip.load(out)
+    session = onnxruntime.InferenceSession(str(out / "onnx" / f"model{ending}.onnx"))
+    assert {each.name for each in session.get_inputs()} == {"input_ids", "pixel_values"}
+    inputs = {"pixel_values": model.graph_input(NOISE), "input_ids": model.tokenizer(TEXTS)}
+    found = dict(zip([each.name for each in session.get_outputs()], session.run(None, inputs), strict=True))
+    images, texts = model.encode_image(NOISE), model.encode_text(TEXTS)
+    np.testing.assert_allclose(found["image_embeds"], images, atol=1e-3)
+    np.testing.assert_allclose(found["text_embeds"], texts, atol=1e-3)
+    logits = model.logit_scale * found["image_embeds"] @ found["text_embeds"].T
+    np.testing.assert_allclose(found["logits_per_image"], logits, rtol=1e-4, atol=1e-3)
+    np.testing.assert_array_equal(found["logits_per_text"], found["logits_per_image"].T)
 
 
 def test_sentence_transformers_folder_of_other_models_has_code_of_its_own(tmp_path: Path) -> None:

@@ -84,6 +84,17 @@ def test_transformers_js_gives_the_same_vectors(model: Path, photo: Path, precis
     assert similarity > 0.98  # sharp resizes differently from Pillow
 
 
+@pytest.mark.skipif(not Path(NODE, "node_modules").is_dir(), reason="npm could not install transformers.js")
+@pytest.mark.parametrize("precision", ["fp32", "int8", "fp16"])
+def test_pipeline_of_transformers_js_classifies(model: Path, photo: Path, precision: str) -> None:
+    folder = exported(model, "transformers.js", precision)
+    found = run("node", PROGRAMS / "transformers_js_pipeline.mjs", folder, photo, *TEXTS)["scores"]
+    wanted = dict(m1clip.load(folder).classify(photo, TEXTS)[0])
+    assert found.keys() == wanted.keys()
+    for label, score in found.items():
+        assert score == pytest.approx(wanted[label], abs=0.1)  # sharp resizes differently from Pillow
+
+
 @pytest.mark.skipif(
     not Path(IMMICH, "immich_ml").is_dir(), reason="IMMICH is not the machine-learning folder of Immich"
 )

@@ -436,11 +436,24 @@ def test_vectors_that_are_not_finite_are_an_error(folder: Path, images: list[Pat
             encode(values)
 
 
-@pytest.mark.parametrize("device", ["gpu", "", "CPU", "cuda:99", 99, []])
+@pytest.mark.parametrize("device", ["", "CPU", "cuda:99", 99, []])
 def test_missing_device_is_named(model: Model, folder: Path, device: Any) -> None:
     for move in (lambda: load(folder, device=device), lambda: model.to(device)):
         with pytest.raises(UserError, match=f"device {re.escape(repr(str(device)))}: not available here"):
             move()
+
+
+def test_gpu_means_the_same_as_in_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("m1clip.model.folder.device_name", lambda name: {"gpu": "cpu"}[name])
+    assert load(folder, device="gpu").device.type == "cpu"
+
+
+def test_repr_names_sizes_and_device(model: Model) -> None:
+    config = model.clip.config
+    text = repr(model)
+    assert text.startswith(f"Model({config.image_size} px images, texts of {config.context_length} tokens")
+    assert f"{config.embed_dim} dimensions" in text
+    assert text.endswith(" parameters on cpu)")
 
 
 def test_odd_paths_and_sizes_are_user_errors(model: Model, folder: Path) -> None:

@@ -1,9 +1,11 @@
 """The wheel in a fresh environment outside the repository: package data included, and it trains."""
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -31,12 +33,41 @@ def run(*words: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from this repository without the network."""
-    folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder, ROOT, cwd=folder)
-    (built,) = folder.glob("m1clip-*.whl")
-    return built
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel that was built from it; without the network."""
+    folder = tmp_path_factory.mktemp("built")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (wheel,) = built.glob("m1clip-*.whl")
+    return wheel
+
+
+def test_sdist_contains_all_files_of_the_repository_and_its_tests_run(built: Path, tmp_path: Path) -> None:
+    (archive,) = built.glob("m1clip-*.tar.gz")
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path, filter="data")
+    (root,) = tmp_path.iterdir()
+    present = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    names = [name for name in tracked.splitlines() if (ROOT / name).exists()]
+    assert [name for name in names if not name.startswith(".") and name not in present] == []
+    assert {"Makefile", "docs/python.md", "benchmarks/README.md", "hatch_build.py", "tests/conftest.py"} <= present
+    words = ["-m", "pytest", "-v", "-p", "no:cacheprovider", "tests/test_readme.py", "-k", "links_exist"]
+    assert "2 passed" in run(sys.executable, *words, cwd=root)
+
+
+def test_readme_of_the_package_has_no_relative_links(wheel: Path) -> None:
+    (name,) = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA")]
+    metadata = zipfile.ZipFile(wheel).read(name).decode()
+    assert "Description-Content-Type: text/markdown" in metadata
+    assert "# m1clip" in metadata
+    assert "docs/finetune.md" not in re.findall(r"\]\(([^)]*)\)", metadata)
+    assert re.findall(r"\]\((?!https?:|#)[^)]*\)", metadata) == []
+    assert "pip install -e" in metadata
 
 
 def test_wheel_contains_the_package_and_its_data(wheel: Path) -> None:

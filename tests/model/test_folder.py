@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -164,3 +165,39 @@ def test_export_of_unsupported_model_is_rejected(trained: Model, tmp_path: Path)
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match="already exists"):
         convert(read_model(tmp_path / "char"), "safetensors", tmp_path / "odd")
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"model_type": "siglip", "architectures": ["SiglipModel"]},
+            r"config.json: siglip \(SiglipModel\), a model of transformers; supported: CLIP of .* --image-tower",
+        ),
+        ({"model_type": "bert"}, "config.json: bert, a model of transformers; supported: "),
+        (
+            {"architecture": "vit_base_patch16_224", "num_classes": 1000, "pretrained_cfg": {}},
+            "config.json: vit_base_patch16_224, a model of timm; supported: CLIP of transformers",
+        ),
+    ],
+)
+def test_models_of_another_architecture_are_named(
+    config: dict[str, Any], words: str, weights: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / weights).touch()
+    with pytest.raises(UserError, match=words):
+        read_model(tmp_path)
+
+
+def test_hub_name_gets_a_hint_that_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for name in ("openai/clip-vit-base-patch32", "hf-hub:openai/clip-vit-base-patch32"):
+        with pytest.raises(UserError, match=r"downloads nothing.* hf download openai/clip-vit-base-patch32 "):
+            read_model(Path(name))
+    for name in ("runs/demo", "models/vit", "/a/b", "../a", "photos", "a/b/c"):
+        with pytest.raises(UserError, match="no trained model found") as caught:
+            read_model(Path(name))
+        assert "Hub" not in str(caught.value)

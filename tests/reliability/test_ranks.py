@@ -300,7 +300,7 @@ def test_two_nodes_train_like_one_process(tmp_path: Path, undisturbed: Path) -> 
     if reason := no_namespaces():
         pytest.skip(reason)
     run = tmp_path / "run"
-    words = ["-m", "--", "m1clip", "train", *small_arguments(TINY), "--run", str(run)]
+    words = ["-m", "m1clip", "train", *small_arguments(TINY), "--out", str(run)]
     variables = environment() | {"PYTHON": sys.executable, "PYTHONPATH": ROOT}
     script = [f"{ROOT}/tools/two_nodes.sh", *words]
     done = subprocess.run(script, env=variables, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=400)

@@ -150,23 +150,43 @@ def test_exported_vectors_are_those_of_the_index(photos: Path, tmp_path: Path) -
     assert (best["path"], best["width"], best["height"]) == ("b/0003.jpg", 52, 40)
 
 
-def test_onnx_folder_indexes_and_searches_without_torch(photos: Path, tmp_path: Path) -> None:
+WITHOUT_TORCH = """
+import sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ImportError("this command must not import torch")
+
+sys.meta_path.insert(0, NoTorch())
+from m1clip.__main__ import main
+main()
+"""
+
+
+def test_commands_on_an_onnx_folder_run_without_torch(photos: Path, tmp_path: Path) -> None:
     for name in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(name)
     from m1clip.export.layouts import export
 
     copied = shutil.copytree(photos, tmp_path / "photos")
-    export(Path(Index(photos).model_path), "onnx", tmp_path / "onnx", None)
-    code = (
-        "import sys; from m1clip.cli.main import main\n"
-        "import m1clip; from m1clip.search.index import update_index\n"
-        f"update_index({str(copied)!r}, {str(tmp_path / 'onnx')!r})\n"
-        f"found = m1clip.Index({str(copied)!r}).search('a dog', k=3)\n"
-        "print([each.path for each in found.nearest], 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
+    onnx = export(Path(Index(photos).model_path), "onnx", tmp_path / "onnx")
+    commands = {
+        "index": [copied, "--model", onnx],
+        "search": ["a dog", "--in", copied, "--count", "3", "--all", "--json"],
+        "duplicates": [copied],
+        "classify": [copied / "a" / "0000.jpg", "--labels", "a dog,a beach", "--model", onnx],
+    }
+    output = {}
+    for command, words in commands.items():
+        arguments = [sys.executable, "-c", WITHOUT_TORCH, command, *map(str, words)]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        output[command] = done.stdout
     expected = [each.path for each in Index(photos).search("a dog", k=3).nearest]
-    assert done.stdout.strip() == f"{expected} False", done.stderr
+    assert [each["path"] for each in json.loads(output["search"])["nearest"]] == expected
+    assert "13 (" in output["index"]
+    assert len(output["classify"].splitlines()) == 2
 
 
 def test_command_line(photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

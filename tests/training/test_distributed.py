@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 from ranks import on_ranks
-from small_run import prepared, small_config
+from small_run import environment, prepared, small_arguments, small_config
 from torch import Tensor
+from torch.distributed.run import get_args_parser
 from tower_run import frozen_config, patch_towers
 
+from m1clip.config import NAMES
 from m1clip.errors import UserError
 from m1clip.model.clip import normalize
 from m1clip.training import distributed
@@ -343,3 +347,30 @@ def test_waiting_for_slower_ranks_is_no_work() -> None:
     """Otherwise all ranks would seem equally slow."""
     for found in on_ranks(2, phases_while_waiting):
         assert set(found) == {"exchange"}
+
+
+def test_torchrun_passes_every_option_on(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its parser also looks at the words behind the module, and rejects what abbreviates two of its options."""
+    parser = get_args_parser()
+    rejected = []
+    for name in (*NAMES, "out", "resume", "preset", "config", "background"):
+        words = ["m1clip", "train", f"--{name.replace('_', '-')}", "x"]
+        try:
+            parsed = parser.parse_args(["--nproc-per-node", "2", "-m", *words])
+        except SystemExit:
+            rejected.append(name)
+        else:
+            assert [parsed.training_script, *parsed.training_script_args] == words
+            assert parsed.nproc_per_node == "2"
+    assert rejected == []
+
+
+@pytest.mark.slow
+def test_torchrun_needs_no_separator(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    words = ["-m", "m1clip", "train", *small_arguments({"train.steps": 1}), "--out", "run"]
+    done = subprocess.run(
+        [*torchrun, *words], cwd=tmp_path, env=environment(), check=False, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "best" / "model.safetensors").is_file()

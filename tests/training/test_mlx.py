@@ -121,12 +121,12 @@ def test_run_moves_from_cpu_to_mlx_and_back(tmp_path: Path, monkeypatch: pytest.
         run_small(moved, changes)
     stop_at(monkeypatch, 8)
     with pytest.raises(Stopped):
-        resume(moved, shown, on_device="mlx")
+        resume(moved, shown, device="mlx")
     text = shown.console.file.getvalue()  # type: ignore[attr-defined]
     assert "without a GPU: its build for the CPU" in text or mx.metal.is_available()
     assert "parity     gradients on mlx differ by at most 0.0" in text
     assert "from step 4 of 12" in text
-    resume(moved, screen(), on_device="cpu")
+    resume(moved, screen(), device="cpu")
     assert worst(tensors_of(moved, 12), tensors_of(tmp_path / "cpu", 12)) < 0.02
     weights = [
         {k: t for k, t in tensors_of(run, 12).items() if "optimizer" not in k} for run in (moved, tmp_path / "cpu")

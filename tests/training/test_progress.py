@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,22 @@ def test_time_left_excludes_items_done_before(monkeypatch: pytest.MonkeyPatch) -
     now[0] += 10
     work.show(600, 1000)
     assert str(work) == "x: 600 of 1,000, 10/s, 0:40 left"
+
+
+def test_work_without_a_count_prints_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen_module, "PREPARING_SECONDS", 0.001)
+    fifth_tick, ticks = threading.Event(), list[str]()
+
+    def tick(run: Path, text: str) -> None:
+        ticks.append(text)
+        if len(ticks) == 5:
+            fifth_tick.set()
+
+    monkeypatch.setattr(screen_module, "write_preparing", tick)
+    printed = io.StringIO()
+    with Screen(Console(file=printed, width=200)).counter("fitting the heads", tmp_path):
+        assert fifth_tick.wait(300)
+    assert printed.getvalue() == "fitting the heads\n"
 
 
 def test_reading_the_data_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m1clip.errors import UserError
+from m1clip.formatting import plural
 from m1clip.training.schedule import lr_fraction, warmup_steps
 
 
@@ -38,5 +39,5 @@ def test_warmup_as_fraction_or_number_of_steps() -> None:
 
 @pytest.mark.parametrize(("warmup", "total"), [(2000.0, 270), (10.0, 10), (0.99, 5), (1.0, 1)])
 def test_warmup_longer_than_run_is_rejected(warmup: float, total: int) -> None:
-    with pytest.raises(UserError, match=f"would never end: the run has {total} steps.*--warmup"):
+    with pytest.raises(UserError, match=f"would never end: the run has {plural(total, 'step')};.*--warmup"):
         warmup_steps(warmup, total)

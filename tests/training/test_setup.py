@@ -13,7 +13,7 @@ from small_run import prepared, screen, small_config
 from tower_run import PIECES, frozen_config, frozen_options, patch_towers
 
 import m1clip.config
-from m1clip.config import Config, DataConfig, TrainConfig, TransferConfig, init_preset, load_config
+from m1clip.config import Config, DataConfig, TrainConfig, TransferConfig, init_recipe, load_config
 from m1clip.data.augment import Augmentation, render
 from m1clip.data.types import Source
 from m1clip.errors import UserError
@@ -33,7 +33,7 @@ def stages(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Config]:
         return runs.Run(Path("runs/x"), None, "test", Path())  # type: ignore[arg-type]
 
     monkeypatch.setattr(runs, "train_config", train_config)
-    monkeypatch.setattr(m1clip.config, "init_preset", lambda model: "unfreeze")
+    monkeypatch.setattr(m1clip.config, "init_recipe", lambda model: "unfreeze")
     runs.train(screen=screen(), **options)
     return made
 
@@ -41,7 +41,7 @@ def stages(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Config]:
 def test_finetune_trains_two_stages_in_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patch_towers(monkeypatch)
     short = {"train": {"epochs": 1, "batch_size": 16}, "optim": {"optimizer": "adamw", "lr": 1e-3}}
-    monkeypatch.setattr(m1clip.config, "read_preset", lambda name: short)
+    monkeypatch.setattr(m1clip.config, "read_recipe", lambda name: short)
     options = frozen_options(tmp_path) | {"recipe": "finetune", "unfreeze_image": 0, "unfreeze_text": 1, "steps": 2}
     shown = screen()
     assert runs.train(run=tmp_path / "run", screen=shown, **options).path == tmp_path / "run"
@@ -51,7 +51,7 @@ def test_finetune_trains_two_stages_in_one_command(tmp_path: Path, monkeypatch: 
     assert (second.transfer.init, second.train.steps) == (str(first), 2)
     text = shown.console.file.getvalue()  # type: ignore[attr-defined]
     assert text.index("stage 1") < text.index("stage 2")
-    assert (init_preset(first), init_preset(tmp_path)) == ("unfreeze", "finetune")
+    assert (init_recipe(first), init_recipe(tmp_path)) == ("unfreeze", "finetune")
 
 
 def test_finetune_stage_settings(monkeypatch: pytest.MonkeyPatch) -> None:
