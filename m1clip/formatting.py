@@ -1,4 +1,4 @@
-"""Numbers, durations, sizes and tables as text, and the quantities that users type."""
+"""Numbers, durations, sizes, tables and untrusted text for the terminal, and the quantities that users type."""
 
 from __future__ import annotations
 
@@ -11,6 +11,22 @@ from typing import Any
 from m1clip.errors import UserError
 
 MISSING = "-"  # shown for None
+
+
+def one_line(text: str) -> str:
+    """Make text from files, requests and other programs printable on one line.
+
+    Control characters, which include escape sequences and line ends, and characters that change the direction of the
+    text are shown as escapes: a name cannot move the cursor, color the terminal or hide a part of itself.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def printable(text: str) -> str:
+    """Apply `one_line` to each line of a text."""
+    return "\n".join(map(one_line, text.split("\n")))
 
 
 def clock(seconds: float | None) -> str:
@@ -91,7 +107,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
     An empty row becomes an empty line.
     """
-    lines = [head, *rows]
+    lines = [head, *([one_line(cell) for cell in row] for row in rows)]
     columns = [[row[index] for row in lines if row] for index in range(len(head))]
     widths = [max(map(len, column)) for column in columns]
     right = [index > 0 and all(cell[:1] in NUMERIC for cell in column[1:]) for index, column in enumerate(columns)]
