@@ -85,6 +85,8 @@ def test_page_library_and_results(server: Server, library: Path) -> None:
     same = Index(library).search("a red dog", 60)
     assert [each["id"] for each in found["results"]] == [each.id for each in same.nearest]
     assert found["matches"] == len(same.matches)
+    assert found["searched"] == facts["images"]
+    assert "file" not in found["results"][0]  # the page need not know where the folder is
     assert {each["path"][0] for each in read(server, "/api/search", text="dog", under="a")["results"]} == {"a"}
     assert read(server, "/api/search", text="dog", since="2999")["results"] == []
     excluded = read(server, "/api/search", text='dog -"a beach" -night')
@@ -197,7 +199,7 @@ def test_changes_need_the_token_and_a_page_of_this_machine(server: Server) -> No
     token = read(server, "/api/library")["token"]
     for headers in (
         {},
-        {"X_M1clip_Token": "x" + token[1:]},
+        {"X_M1clip_Token": ("y" if token[0] == "x" else "x") + token[1:]},
         {"X_M1clip_Token": "ü"},
         {"X_M1clip_Token": token, "Host": "evil.example"},
         {"X_M1clip_Token": token, "Origin": "https://evil.example"},
