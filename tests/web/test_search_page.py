@@ -1,6 +1,7 @@
 """The search page in a real browser, where Playwright and Chromium are installed."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,11 +102,16 @@ def type_query(page: Any, text: str) -> None:
     until(page, f"state.text === {text!r} && document.querySelector('#status').textContent.includes('of 10 in')")
 
 
-def stored_marks(page: Any) -> dict[int, bool]:
-    """The marks that a new visit would show."""
-    page.evaluate("sentMarks")
-    answer = page.evaluate("fetch(state.request).then((answer) => answer.json())")
-    return {each["id"]: each["mark"] for each in answer["results"] + answer["wrong"] if each["mark"] is not None}
+def wait_for_marks(page: Any, expected: dict[int, bool]) -> None:
+    """Wait until the marks that a new visit would show are these, and the page has answered to them."""
+    deadline = time.monotonic() + TIMEOUT
+    found = None
+    while found != expected:
+        assert time.monotonic() < deadline, found
+        answer = page.evaluate("fetch(`/api/search?${query()}`).then((answer) => answer.json())")
+        photos = answer["results"] + answer["wrong"]
+        found = {each["id"]: each["mark"] for each in photos if each["mark"] is not None}
+    page.wait_for_load_state("networkidle")
 
 
 def test_focus_and_places_stay_after_a_mark(page: Any) -> None:
@@ -114,13 +120,13 @@ def test_focus_and_places_stay_after_a_mark(page: Any) -> None:
     page.keyboard.press("ArrowDown")
     for key in ("y", "ArrowRight", "n", "ArrowRight", "y"):  # one after the other, without waiting
         page.keyboard.press(key)
+    wait_for_marks(page, {before[0]: True, before[1]: False, before[2]: True})
     assert focused_id(page) == before[2]
     assert shown_ids(page) == before
-    assert stored_marks(page) == {before[0]: True, before[1]: False, before[2]: True}
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("n")  # the same key again removes the mark
+    wait_for_marks(page, {before[0]: True, before[2]: True})
     assert focused_id(page) == before[1]
-    assert stored_marks(page) == {before[0]: True, before[2]: True}
     page.keyboard.press("n")
     page.keyboard.press("r")
     until(page, "document.querySelector('#rerank').hidden && !document.querySelector('#wrong-head').hidden")
@@ -129,7 +135,7 @@ def test_focus_and_places_stay_after_a_mark(page: Any) -> None:
     page.keyboard.press("n")  # it can still be taken back
     page.keyboard.press("r")
     until(page, "document.querySelector('#wrong-head').hidden")
-    assert before[1] not in stored_marks(page)
+    wait_for_marks(page, {before[0]: True, before[2]: True})
 
 
 def test_large_view_stays_at_its_photo_after_a_mark(page: Any) -> None:
@@ -141,12 +147,12 @@ def test_large_view_stays_at_its_photo_after_a_mark(page: Any) -> None:
     until(page, "document.querySelector('#large').open")
     for key in ("y", "n", "n", "y"):
         page.keyboard.press(key)
+    wait_for_marks(page, {before[1]: True})
     assert page.evaluate("current().id") == before[1]
-    assert stored_marks(page) == {before[1]: True}
     assert page.get_attribute("#large-right", "aria-pressed") == "true"
     page.keyboard.press("ArrowRight")
     page.keyboard.press("n")
-    assert stored_marks(page) == {before[1]: True, before[2]: False}
+    wait_for_marks(page, {before[1]: True, before[2]: False})
     page.evaluate("state.library.token = 'other'")  # the server was restarted
     page.keyboard.press("y")
     until(page, "document.querySelector('#large-error').textContent.startsWith('The mark was not stored')")
