@@ -91,7 +91,7 @@ def main() -> None:
             ranked = np.setdiff1d(np.arange(len(images)), chosen)
             for column, count in enumerate(COUNTS):
                 good = images[chosen[:count]]
-                taught = fit_concept(good, good[:0], moments, text)[0]
+                taught = fit_concept(good, good[:0], moments, text, images)[0]
                 directions = (text, good.mean(axis=0), linear_probe(good, others), taught)
                 for values, direction in zip(found.values(), directions, strict=True):
                     values[place, draw, column] = average_precision(images[ranked] @ direction, right[ranked])

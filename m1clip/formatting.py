@@ -1,4 +1,4 @@
-"""Numbers, durations, sizes and tables as text, and the quantities that users type."""
+"""Numbers, durations, sizes, tables and untrusted text for the terminal, and the quantities that users type."""
 
 from __future__ import annotations
 
@@ -20,6 +20,22 @@ def did_you_mean(name: str, known: Iterable[str], meant: str = "", prefix: str =
     if not similar:  # names that differ only in case, such as VIT-B-32
         similar = [each for each in known if each.lower() == name.lower()]
     return f": did you mean '{prefix}{similar[0]}'?" if similar else ""
+
+
+def one_line(text: str) -> str:
+    """Make text from files, requests and other programs printable on one line.
+
+    Control characters, which include escape sequences and line ends, and characters that change the direction of the
+    text are shown as escapes: a name cannot move the cursor, color the terminal or hide a part of itself.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def printable(text: str) -> str:
+    """Apply `one_line` to each line of a text."""
+    return "\n".join(map(one_line, text.split("\n")))
 
 
 def clock(seconds: float | None) -> str:
@@ -105,7 +121,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
     An empty row becomes an empty line.
     """
-    lines = [head, *rows]
+    lines = [head, *([one_line(cell) for cell in row] for row in rows)]
     columns = [[row[index] for row in lines if row] for index in range(len(head))]
     widths = [max(map(len, column)) for column in columns]
     right = [index > 0 and all(cell[:1] in NUMERIC for cell in column[1:]) for index, column in enumerate(columns)]

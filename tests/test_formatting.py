@@ -3,7 +3,7 @@
 import pytest
 
 from m1clip.errors import UserError
-from m1clip.formatting import ago, amount, clock, duration, number, percent, plural, size, table
+from m1clip.formatting import ago, amount, clock, duration, number, one_line, percent, plural, printable, size, table
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,17 @@ from m1clip.formatting import ago, amount, clock, duration, number, percent, plu
 )
 def test_number_formats(text: str, expected: str) -> None:
     assert text == expected
+
+
+HOSTILE = "\x1b[31mred\x1b]0;title\x07 \u202egpj.exe\u2066 a\rb\x9b2J é 🐕"
+
+
+def test_untrusted_text_cannot_control_the_terminal() -> None:
+    shown = r"\x1b[31mred\x1b]0;title\x07 \u202egpj.exe\u2066 a\rb\x9b2J é 🐕"
+    assert one_line(HOSTILE) == shown
+    assert one_line("a\nb") == r"a\nb"
+    assert printable(f"{HOSTILE}\nb") == f"{shown}\nb"
+    assert table(("run", "n"), [(HOSTILE, "1")]).splitlines()[1].startswith(shown)
 
 
 def test_table_alignment() -> None:

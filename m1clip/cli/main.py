@@ -20,6 +20,7 @@ from m1clip.cli import data, machine, models, runs, search, train
 from m1clip.cli.app import app
 from m1clip.config import OTHER_TOOLS, device_name
 from m1clip.errors import UserError
+from m1clip.formatting import one_line
 
 
 def normalized(words: list[str]) -> list[str]:
@@ -119,9 +120,9 @@ def _message(error: Exception, words: list[str]) -> str:
     if isinstance(error, UnknownOptionError) and words[0] == "train":
         typed = (error.token.keyword or error.token.value).partition("=")[0]
         if known := OTHER_TOOLS.get(typed.lstrip("-").replace("-", "_")):
-            return f"Unknown option: {typed}. Did you mean {known}?"
+            return f"Unknown option: {one_line(typed)}. Did you mean {known}?"
     return _one_line(error)
 
 
 def _one_line(error: Exception | str) -> str:
-    return " ".join(str(error).split())
+    return one_line(" ".join(str(error).split()))

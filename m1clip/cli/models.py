@@ -1,13 +1,26 @@
 """Commands that use a trained model: eval, classify and export."""
 
+from __future__ import annotations
+
+import json as json_text
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from m1clip.cli.app import Count, Flag, app
 from m1clip.errors import UserError
 from m1clip.export import Precision, Target
+from m1clip.formatting import one_line, plural
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from m1clip.data.images import BadImage
+
+CLASSIFY_BATCH = 64  # images decoded and encoded together
 
 
 @app.command(name="eval")
@@ -88,44 +101,105 @@ def evaluate(
 
 @app.command
 def classify(
-    image: Path,
-    /,
-    *,
+    *images: Path,
     labels: str,
     model: Path | None = None,
     template: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
+    json: Flag = False,
 ) -> None:
     """Show how well each label describes an image; labels can be any words.
 
     m1clip classify dog.jpg --labels dog,cat,"a red car" --model runs/frozen
+    m1clip classify photos more/*.jpg --labels dog,cat --json
 
     Parameters
     ----------
-    image
-        An image file.
+    images
+        Image files, or folders of them; subfolders are included.
     labels
         Words or sentences, separated by commas.
     model
         A run, a model folder, an ONNX folder, or an open_clip or Hugging Face model; default: the newest run in runs/.
     template
         A sentence with {} for the label; repeat the option to average several templates. Default: the label alone.
+    json
+        Print JSON.
     """
-    from m1clip.data.images import BadImage
     from m1clip.inference import load
 
-    if model is None:  # not for a given model: the import of torch takes longer than an ONNX folder
-        from m1clip.model.folder import newest_run
-
-        model = newest_run()
     names = [name.strip() for name in labels.split(",") if name.strip()]
     if len(names) < 2:
         raise UserError("--labels: give two or more labels, separated by commas")
-    try:
-        (ranked,) = load(model).classify(image, names, template or ("{}",))
-    except BadImage as error:
-        raise UserError(str(error)) from None
-    for name, probability in ranked:
-        print(f"{100 * probability:5.1f}%  {name}")
+    paths = _image_files(images)
+    if model is None:
+        from m1clip.model.folder import newest_run  # imports torch, which an ONNX folder does not need
+
+        model = newest_run()
+    loaded = load(model)
+    found = []
+    problems = []
+    for start in range(0, len(paths), CLASSIFY_BATCH):
+        pixels = _read_images(paths[start : start + CLASSIFY_BATCH], loaded.square)
+        problems += [str(result) for result in pixels.values() if isinstance(result, Exception)]
+        readable = {path: result for path, result in pixels.items() if not isinstance(result, Exception)}
+        ranked = loaded.classify(list(readable.values()), names, template or ("{}",)) if readable else []
+        for path, ranking in zip(readable, ranked, strict=True):
+            found.append({"image": str(path), "labels": [{"label": n, "probability": p} for n, p in ranking]})
+            if not json:
+                _print_ranking(path if len(paths) > 1 else None, ranking)
+    if json:
+        print(json_text.dumps(found, indent=2))
+    if len(paths) == 1 and problems:
+        raise UserError(problems[0])
+    for problem in problems:
+        print(f"skipped {problem}", file=sys.stderr)
+    if problems:
+        raise UserError(f"{len(problems):,} of {plural(len(paths), 'image')} cannot be used")
+
+
+def _image_files(given: Sequence[Path]) -> list[Path]:
+    """Files as given, and the image files of folders in the order of their names."""
+    from m1clip.data.sources.base import walk_images
+
+    if not given:
+        raise UserError("classify: give an image or a folder of images")
+    paths = []
+    for path in given:
+        if not path.is_dir():
+            paths.append(path)
+            continue
+        names = list(walk_images(path))
+        if not names:
+            raise UserError(f"{path}: no images in this folder")
+        paths += [path / name for name in names]
+    return list(dict.fromkeys(paths))
+
+
+def _read_images(paths: Sequence[Path], square: Callable[[Path], np.ndarray]) -> dict[Path, np.ndarray | BadImage]:
+    """The pixels of each image, decoded in threads, or why it cannot be used."""
+    from m1clip.data.images import READ_TIMEOUT, BadImage, map_with_timeout
+    from m1clip.hardware.facts import decode_threads
+
+    def read(path: Path) -> np.ndarray | BadImage:
+        try:
+            return square(path)
+        except BadImage as error:
+            return error
+
+    results = map_with_timeout(paths, read, threads=decode_threads())
+    late = f"the read did not finish within {READ_TIMEOUT:g} s"
+    return {
+        path: BadImage(str(path), late) if result is None else result
+        for path, result in zip(paths, results, strict=True)
+    }
+
+
+def _print_ranking(path: Path | None, ranking: list[tuple[str, float]]) -> None:
+    """Print a line per label; below the path, if there is more than one image."""
+    if path is not None:
+        print(one_line(str(path)))
+    for name, probability in ranking:
+        print(f"{100 * probability:5.1f}%  {one_line(name)}")
 
 
 @app.command

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_text
+import os
 import sys
 from contextlib import suppress
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from cyclopts import Parameter
 
 from m1clip.cli.app import Count, Flag, app
 from m1clip.errors import UserError
-from m1clip.formatting import duration, plural
+from m1clip.formatting import duration, one_line, plural, size
 
 if TYPE_CHECKING:
     from m1clip.search.index import Report
@@ -139,7 +140,7 @@ def search(
     copies
         List near-duplicates as separate results.
     all_
-        Also list results that are very unlikely to match.
+        Also list results of less than 20%, which are very unlikely to match.
     model
         Search the vectors of this model; default: the one that was indexed last.
     json
@@ -149,6 +150,7 @@ def search(
     """
     from m1clip.search.query import Filter, Index
 
+    _reject_folders(text)
     where = Filter(since, until, under, orientation, min_side)
     opened = Index(folder, model)
     found = opened.search(text, k, like=like, exclude=exclude, where=where, collapse=not copies)
@@ -162,8 +164,18 @@ def search(
         _open(opened.file(listed[0].id))
 
 
+def _reject_folders(texts: tuple[str, ...]) -> None:
+    """Raise a UserError for a folder that was given as a text; a single word may be the name of a folder too."""
+    for text in texts:
+        if (len(texts) > 1 or os.sep in text) and os.path.isdir(os.path.expanduser(text)):
+            raise UserError(
+                f"{text}: is a folder; to search in it: --in {text} (if it is indexed) or --under {text} "
+                f"(if it is in the indexed folder); to search for the word: '1*{text}'"
+            )
+
+
 def _show(found: Results, listed: list[Result], filtered: bool) -> None:
-    from m1clip.data.images import one_line
+    from m1clip.search.query import UNSURE
 
     images = plural(found.searched, "image")
     if not found.nearest:
@@ -173,10 +185,16 @@ def _show(found: Results, listed: list[Result], filtered: bool) -> None:
         print(f"nothing here matches, in {images}; the nearest{nearest}")
     elif not found.matches:
         print(f"no sure match in {images}; perhaps:")
-    for each in listed:
+    matches = len(found.matches)
+    for place, each in enumerate(listed):
+        if 0 < matches == place:
+            print("less likely:")
         chance = "" if each.probability is None else f"{100 * each.probability:3.0f}%  "
         more = f"  (+{plural(len(each.copies), 'near-duplicate')})" if each.copies else ""
         print(f"{chance}{each.score:6.3f}  {one_line(each.path)}{more}")
+    unlisted = len(found) - len(listed)
+    if found.possible and unlisted:
+        print(f"{plural(unlisted, 'nearest image')} of less than {UNSURE:.0%} not listed (--all lists them)")
 
 
 def _open(path: Path) -> None:
@@ -235,7 +253,7 @@ def teach(
         count = opened.concepts.remove(name)
         if not count:
             raise UserError(f"{name}: was not taught; m1clip teach lists the words that were")
-        print(f"forgot {name} and its {plural(count, 'example')}")
+        print(f"forgot {one_line(name)} and its {plural(count, 'example')}")
         return
     if name:
         if not images and not wrong:
@@ -248,12 +266,12 @@ def teach(
         lines = io.StringIO(newline="")
         csv.writer(lines).writerows([("image", "caption"), *pairs])
         write_bytes(captions, lines.getvalue().encode("utf-8", "surrogateescape"))
-        print(f"wrote {plural(len(pairs), 'caption')} to {captions}")
+        print(f"wrote {plural(len(pairs), 'caption')} to {one_line(str(captions))}")
         return
     for word, (good_count, bad_count) in opened.concepts.names().items():
-        print(f"{word}: {plural(good_count, 'example')}{f', {bad_count} wrong' if bad_count else ''}")
+        print(f"{one_line(word)}: {plural(good_count, 'example')}{f', {bad_count} wrong' if bad_count else ''}")
     if name:
-        print(f'now search for it: m1clip search "{name}"')
+        print(f'now search for it: m1clip search "{one_line(name)}"')
 
 
 @app.command(name="duplicates")
@@ -272,8 +290,6 @@ def list_duplicates(folder: Path | None = None, /, *, json: Flag = False) -> Non
     json
         Print JSON.
     """
-    from m1clip.data.images import one_line
-    from m1clip.formatting import size
     from m1clip.search.query import Index
 
     groups = Index(folder).duplicates()

@@ -25,6 +25,7 @@ from PIL import Image, ImageOps
 
 from m1clip.data import raw
 from m1clip.errors import UserError
+from m1clip.formatting import one_line
 from m1clip.io import check_limits, open_regular, validated
 
 if TYPE_CHECKING:
@@ -41,11 +42,6 @@ HEIC_REMEDY = "HEIC is read with the library pi-heif: pip install pi-heif (or sa
 # RGB of this size takes 192 MiB once decoded.
 MAX_PIXELS = 64 * 2**20
 MAX_FILE_BYTES = 2**30
-
-
-def one_line(text: str) -> str:
-    """Make names and messages from untrusted files printable on one line."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class BadImage(ValueError):

@@ -34,8 +34,10 @@ from m1clip.hardware.memory import keep_freed_memory
 from m1clip.inference.inputs import (
     IMAGE,
     IMAGES,
+    IN_MEMORY,
     NOT_FINITE,
     TEXTS,
+    LoadingProcess,
     count,
     labels_of,
     many,
@@ -287,7 +289,7 @@ class Model:
 
     `preprocess(image)` converts a PIL image to the model's input tensor, `tokenizer(texts)` texts to token ids;
     `clip` is the torch module. `precision` is "fp32", "bf16" or "auto", the faster one on the device.
-    May be used by several threads at the same time.
+    May be used by several threads at the same time, and on the CPU by forked processes, with one thread each.
     """
 
     def __init__(
@@ -295,6 +297,7 @@ class Model:
     ) -> None:
         self.clip, self.tokenizer, self.preprocess, self.precision = clip, tokenizer, preprocess, precision
         tokenizer.context_length = clip.config.context_length
+        self._process = LoadingProcess()
 
     def __repr__(self) -> str:
         """What the model takes and gives: Model(64 px images, ... on cpu)."""
@@ -317,6 +320,10 @@ class Model:
     def encoder(self, max_batch: int | None = None) -> Encoder:
         """What runs the model; switches it to evaluation mode."""
         clip, kind = self.clip, self.device.type
+        if kind != "cpu":
+            self._process.require_same(f"a model on {kind}")
+        elif self._process.is_forked() and torch.get_num_threads() > 1:
+            torch.set_num_threads(1)  # OpenMP would wait for threads that do not exist in a forked process
         if clip.training:
             clip.eval()
         precision = fastest_precision(kind) if self.precision == "auto" else self.precision
@@ -326,8 +333,9 @@ class Model:
     def encode_image(self, images: ImageInput | Iterable[ImageInput], batch_size: int | None = None) -> Tensor:
         """(n, embed_dim) float32 unit vectors of one image (n = 1) or many.
 
-        An image is a path, a PIL image, a (height, width, 3) uint8 array, or a uint8 tensor of that shape or of
-        (3, height, width). Many are a list or other iterable of these, or an array or tensor with one more dimension.
+        An image is a path, the bytes of an image file, a PIL image, a (height, width, 3) uint8 array, or a uint8 tensor
+        of that shape or of (3, height, width). Many are a list or other iterable of these, or an array or tensor with
+        one more dimension.
         `batch_size` limits how many are computed at a time.
         """
         found, encoder = many(images, IMAGE, IMAGES), self.encoder(count(batch_size))
@@ -338,12 +346,13 @@ class Model:
 
     def _squares(self, images: Sequence[ImageInput]) -> Iterator[np.ndarray]:
         """Decoded ahead by threads."""
-        if not any(isinstance(image, str | Path | Image.Image) for image in images):
+        if not any(isinstance(image, str | Path | bytes | bytearray | Image.Image) for image in images):
             yield from map(self.square, images)  # arrays have nothing to decode
             return
         for image, found in zip(images, map_with_timeout(images, self.square, threads=decode_threads()), strict=True):
             if found is None:
-                raise BadImage(str(image), f"the read did not finish within {READ_TIMEOUT:g} s")
+                where = IN_MEMORY if isinstance(image, bytes | bytearray) else str(image)
+                raise BadImage(where, f"the read did not finish within {READ_TIMEOUT:g} s")
             yield found
 
     def encode_text(self, texts: str | Iterable[str], batch_size: int | None = None) -> Tensor:

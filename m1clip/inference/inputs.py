@@ -17,12 +17,38 @@ from m1clip.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    ImageInput = str | Path | Image.Image | np.ndarray | Tensor
+    ImageInput = str | Path | bytes | bytearray | Image.Image | np.ndarray | Tensor
 
-IMAGE = (str, Path, Image.Image, np.ndarray)  # and tensors
-IMAGES = "encode_image takes a path, a PIL image, a (height, width, 3) uint8 array or tensor, or a list of these"
+IMAGE = (str, Path, bytes, bytearray, Image.Image, np.ndarray)  # and tensors
+IMAGES = (
+    "encode_image takes a path, the bytes of an image file, a PIL image, a (height, width, 3) uint8 array or tensor, "
+    "or a list of these"
+)
+IN_MEMORY = "the bytes of an image"
 TEXTS = "encode_text takes a text, or a list of texts"
 NOT_FINITE = "the model computes NaN: its weights are too large or damaged; use another model"
+
+
+class LoadingProcess:
+    """The process that loaded a model; that of a pickled copy is the process that reads it."""
+
+    def __init__(self) -> None:
+        self._id = os.getpid()
+
+    def __reduce__(self) -> tuple[type[LoadingProcess], tuple[()]]:
+        return LoadingProcess, ()
+
+    def is_forked(self) -> bool:
+        """Whether this process was forked after the model was loaded: the threads of the model do not exist in it."""
+        return os.getpid() != self._id
+
+    def require_same(self, what: str) -> None:
+        """Raise a UserError in a forked process, where the model would wait forever."""
+        if self.is_forked():
+            raise UserError(
+                f"{what} cannot be used in a process that was forked after it was loaded; load it in the worker, or "
+                'start workers with multiprocessing.get_context("spawn")'
+            )
 
 
 def _is_tensor(value: object) -> bool:
@@ -63,6 +89,8 @@ def square(image: ImageInput, preprocess: Preprocess) -> np.ndarray:
     size, resize = preprocess.image_size, preprocess.resize
     if isinstance(image, str | Path):
         image = decode(Path(image), size, str(image))
+    elif isinstance(image, bytes | bytearray):
+        image = decode(bytes(image), size, IN_MEMORY)
     elif not isinstance(image, Image.Image):
         array = _array(image)
         if array.shape[:2] == (size, size):

@@ -14,7 +14,18 @@ from PIL import Image
 
 from m1clip.data.images import Preprocess, to_square
 from m1clip.errors import UserError
-from m1clip.inference.inputs import IMAGE, IMAGES, NOT_FINITE, TEXTS, count, labels_of, many, sentences, square
+from m1clip.inference.inputs import (
+    IMAGE,
+    IMAGES,
+    NOT_FINITE,
+    TEXTS,
+    LoadingProcess,
+    count,
+    labels_of,
+    many,
+    sentences,
+    square,
+)
 from m1clip.io import format_version, matches_schema, read_small
 from m1clip.text.base import FILE_NAME, by_length
 from m1clip.text.tokenizers import MAX_BYTES, from_record
@@ -58,6 +69,7 @@ class OnnxModel:
 
     def __init__(self, folder: Path, threads: int = 0) -> None:
         """Open a folder with ONNX graphs of `m1clip export`; `threads` 0 uses all cores."""
+        self._process = LoadingProcess()
         settings = read_settings(folder)
         try:
             self.preprocess = ArrayPreprocess.from_dict(settings["image"])
@@ -93,6 +105,7 @@ class OnnxModel:
 
     def pixels(self, pixels: np.ndarray) -> np.ndarray:
         """(n, size, size, 3) uint8 -> (n, embed_dim) float32 unit vectors."""
+        self._process.require_same("an ONNX model")
         return _run(self._image, self.graph_input(pixels))
 
     def graph_input(self, pixels: np.ndarray) -> np.ndarray:
@@ -104,6 +117,7 @@ class OnnxModel:
 
     def tokens(self, tokens: np.ndarray, lengths: np.ndarray, batch_size: int = 256) -> np.ndarray:
         """(n, context_length) token ids -> (n, embed_dim) float32 unit vectors."""
+        self._process.require_same("an ONNX model")
         vectors = np.empty((len(tokens), self.embed_dim), np.float32)
         for rows, cut in by_length(tokens, lengths, batch_size):
             vectors[rows] = _run(self._text, cut)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,8 +24,20 @@ CREATE TABLE IF NOT EXISTS examples (name TEXT, sha256 BLOB, model TEXT, vector 
 SHRINKAGE = (0.03, 0.1, 0.3, 1.0, 3.0, 1e6)
 TEXT_WEIGHTS = (0.0, 0.5, 1.0)
 MIN_EXAMPLES = 2  # to choose by leave-one-out
+KNOWN = 0.1  # a text finds examples that it ranks, on average, within this fraction of the library
+SAME = 0.9995  # cosine of two vectors of the same image
 
 Examples = tuple[np.ndarray, np.ndarray]  # (n, dim) vectors of right examples, (m, dim) of wrong ones
+
+
+class Choice(NamedTuple):
+    """How the vector of a word is made."""
+
+    shrinkage: float
+    text: float  # weight of the text; that of the examples is 1
+
+
+TEXT_ONLY = Choice(0.0, 1.0)
 
 
 class Concepts:
@@ -89,38 +102,73 @@ def _stacked(vectors: list[np.ndarray]) -> np.ndarray:
 
 
 def fit_concept(
-    good: np.ndarray, bad: np.ndarray, moments: tuple[np.ndarray, np.ndarray], text: np.ndarray
-) -> tuple[np.ndarray, dict[str, float]]:
+    good: np.ndarray, bad: np.ndarray, moments: tuple[np.ndarray, np.ndarray], text: np.ndarray, library: np.ndarray
+) -> tuple[np.ndarray, Choice]:
     """((dim,) unit vector, the choice): a linear head on examples, or their prototype, with or without the text.
 
     The head is linear discriminant analysis with the mean and covariance of the library (`moments`), more or less
     shrunk; with a shrinkage of 1e6 it is the difference of means. Chosen by leave-one-out: the example left out should
-    be far above the library, in standard deviations.
+    be far above the library, in standard deviations. The head is only used if it ranks the examples that are left out
+    better than the text does, among the vectors of `library` (n, dim); else the vector is that of the text.
     """
     mean, covariance = moments
     values, axes = np.linalg.eigh(covariance)
     values = np.maximum(values, 0)
-    away = mean if len(bad) == 0 else (mean + bad.mean(axis=0)) / 2
+    unmarked = library[~(_contained(library, good) | _contained(library, bad))]
 
     def unit(direction: np.ndarray) -> np.ndarray:
         """With scores that have a standard deviation of 1 over the library."""
         return direction / max(float(np.sqrt(direction @ covariance @ direction)), 1e-12)
 
-    def head(examples: np.ndarray, shrinkage: float, text_weight: float) -> np.ndarray:
-        scale = 1 / (values / max(float(values.mean()), 1e-12) + shrinkage)
-        return unit(unit(axes @ (scale * (axes.T @ (examples.mean(axis=0) - away)))) + text_weight * unit(text))
+    def head(good: np.ndarray, bad: np.ndarray, choice: Choice) -> np.ndarray:
+        away = mean if len(bad) == 0 else (mean + bad.mean(axis=0)) / 2
+        scale = 1 / (values / max(float(values.mean()), 1e-12) + choice.shrinkage)
+        direction = unit(axes @ (scale * (axes.T @ (good.mean(axis=0) - away))))
+        return unit(direction + choice.text * unit(text))
 
-    def left_out(choice: tuple[float, float]) -> float:
-        found = [(one - mean) @ head(np.delete(good, at, axis=0), *choice) for at, one in enumerate(good)]
-        return float(np.mean(found))
+    def mean_height(choice: Choice) -> float:
+        heads = (head(np.delete(good, at, axis=0), bad, choice) for at in range(len(good)))
+        return float(np.mean([(one - mean) @ each for one, each in zip(good, heads, strict=True)]))
 
-    if len(good) == 0:  # only wrong ones: the text, turned away from them
-        direction = unit(text) - 0.5 * unit(bad.mean(axis=0) - mean)
-        return direction / np.linalg.norm(direction), {"shrinkage": 0.0, "text": 1.0}
-    choices = [(shrinkage, weight) for shrinkage in SHRINKAGE for weight in TEXT_WEIGHTS]
-    chosen = max(choices, key=left_out) if len(good) >= MIN_EXAMPLES else (1.0, 0.5)
-    direction = head(good, *chosen)
-    return direction / np.linalg.norm(direction), {"shrinkage": chosen[0], "text": chosen[1]}
+    def better_than_text(choice: Choice) -> bool:
+        """Whether examples left out are ranked better, right ones higher and wrong ones lower."""
+        right_heads = [head(np.delete(good, at, axis=0), bad, choice) for at in range(len(good))]
+        wrong_heads = [head(good, np.delete(bad, at, axis=0), choice) for at in range(len(bad))]
+        right = _log_ranks(good, [text] * len(good), unmarked) - _log_ranks(good, right_heads, unmarked)
+        wrong = _log_ranks(bad, wrong_heads, unmarked) - _log_ranks(bad, [text] * len(bad), unmarked)
+        gains = np.concatenate([right, wrong])
+        # Where the text works, a few marks easily seem to improve it: the gain must be clear.
+        needed = 2 * gains.std(ddof=1) / np.sqrt(len(gains)) if text_finds_them else 0.0
+        return bool(right.mean() >= 0 and gains.mean() > needed)
+
+    above = np.exp(_log_ranks(good, [text] * len(good), unmarked)) - 1  # images that the text ranks higher
+    text_finds_them = len(good) == 0 or above.mean() <= KNOWN * len(unmarked)
+    if len(good) >= MIN_EXAMPLES:
+        choices = [Choice(shrinkage, weight) for shrinkage in SHRINKAGE for weight in TEXT_WEIGHTS]
+        chosen = max(choices, key=mean_height)
+        use_examples = better_than_text(chosen)
+    else:  # nothing can be left out
+        chosen = Choice(1.0, 0.5)
+        use_examples = not text_finds_them
+    direction = head(good, bad, chosen) if use_examples else text
+    return direction / np.linalg.norm(direction), chosen if use_examples else TEXT_ONLY
+
+
+def _contained(rows: np.ndarray, examples: np.ndarray) -> np.ndarray:
+    """(n,) whether each row is the vector of an example, up to the rounding to float16."""
+    if len(examples) == 0 or len(rows) == 0:
+        return np.zeros(len(rows), bool)
+    lengths = np.linalg.norm(rows, axis=1)[:, None] * np.linalg.norm(examples, axis=1)
+    return np.asarray((rows @ examples.T >= SAME * lengths).any(axis=1))
+
+
+def _log_ranks(examples: np.ndarray, directions: Sequence[np.ndarray], library: np.ndarray) -> np.ndarray:
+    """(n,) the logarithms of the ranks of examples in a library, each by a direction of its own; 0 is the top.
+
+    The logarithm: rank 20 instead of 1 matters to a search, rank 1020 instead of 1001 does not.
+    """
+    pairs = zip(examples, directions, strict=True)
+    return np.log([1.0 + float((library @ direction > one @ direction).sum()) for one, direction in pairs])
 
 
 def split_text(text: str, names: Sequence[str]) -> tuple[list[str], str]:

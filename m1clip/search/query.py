@@ -5,8 +5,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -17,8 +18,9 @@ import m1clip
 from m1clip.data.duplicates import near_duplicates
 from m1clip.data.images import BadImage, FileImage
 from m1clip.errors import UserError
+from m1clip.formatting import one_line
 from m1clip.io import PARTIAL, require
-from m1clip.search.concepts import Concepts, Examples, fit_concept, split_text
+from m1clip.search.concepts import TEXT_ONLY, Concepts, Examples, fit_concept, split_text
 from m1clip.search.index import Report, connect, find_index, model_hash, model_stamp, root_of, update_index
 from m1clip.search.nearest import SAMPLE, mapped, nearest
 
@@ -29,10 +31,13 @@ CUTOFF = 0.5  # results below it do not count as matches
 UNSURE = 0.2  # results above it are listed if there is no match: on validation, half of the top results are correct
 NOT_WEIGHT = -0.5
 INDEXER_SECONDS = 60.0  # without news, after which an indexer was killed
-WEIGHTED = re.compile(r"(\d+(?:\.\d+)?)\*(.+)", re.DOTALL)
-DATE = re.compile(r"\d{4}(-\d\d(-\d\d)?)?")
+WEIGHTED = re.compile(r"([0-9]+(?:\.[0-9]+)?)\*(.+)", re.DOTALL)
+MAX_WEIGHT = 1000.0  # of a part of a query
+DATE = re.compile(r"[0-9]{4}(-[0-9]{2}(-[0-9]{2})?)?")
 TAKEN = "coalesce(taken, strftime('%Y-%m-%dT%H:%M:%S', mtime_ns / 1000000000, 'unixepoch', 'localtime'))"
 LIVE = "FROM vectors JOIN files ON files.image = vectors.image JOIN images ON images.id = vectors.image WHERE model = ?"
+
+NO_ROWS = np.zeros(0, np.int64)
 
 Condition = tuple[str, list[Any]]  # SQL and its values
 Moments = tuple[np.ndarray, np.ndarray]  # (dim,) mean and (dim, dim) covariance of the library's vectors
@@ -50,8 +55,8 @@ class Filter:
 
     def __post_init__(self) -> None:
         for name in ("since", "until"):
-            if (date := getattr(self, name)) is not None and not DATE.fullmatch(date):
-                raise UserError(f"--{name} {date}: give a date as 2024, 2024-05 or 2024-05-31")
+            if (text := getattr(self, name)) is not None and not is_date(text):
+                raise UserError(f"--{name} {text}: give a date as 2024, 2024-05 or 2024-05-31")
 
     def sql(self) -> Condition:
         """A condition and its values; "" for no filter."""
@@ -70,12 +75,24 @@ class Filter:
         return "".join(f" AND {text}" for text, _ in parts), [value for _, values in parts for value in values]
 
 
+def is_date(text: str) -> bool:
+    """Whether a text is a year, a month or a day of the calendar, in ISO format."""
+    if not DATE.fullmatch(text):
+        return False
+    try:
+        date.fromisoformat(text + "-01-01"[len(text) - 4 :])
+    except ValueError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class Result:
     """An image that was found."""
 
     id: int  # of the file, until it is deleted or renamed
     path: str  # relative to the folder of photos
+    file: str  # absolute path
     score: float  # cosine similarity; for sums of queries, that with the combined vector
     probability: float | None  # that it matches; None unless the query is a single text
     width: int
@@ -87,10 +104,19 @@ class Result:
 
 @dataclass(frozen=True)
 class Results:
-    """The nearest images, the nearest first."""
+    """The nearest images, the nearest first: a sequence of them, with `matches` and `possible` ones."""
 
     nearest: list[Result]
     searched: int  # images
+
+    def __len__(self) -> int:
+        return len(self.nearest)
+
+    def __iter__(self) -> Iterator[Result]:
+        return iter(self.nearest)
+
+    def __getitem__(self, place: int) -> Result:
+        return self.nearest[place]
 
     @property
     def matches(self) -> list[Result]:
@@ -99,8 +125,8 @@ class Results:
 
     @property
     def possible(self) -> list[Result]:
-        """The matches, or else results that are unlikely but possible."""
-        return self.matches or self._above(UNSURE)
+        """The matches, and results that are less likely but possible."""
+        return self._above(UNSURE)
 
     def _above(self, cut: float) -> list[Result]:
         return [each for each in self.nearest if each.probability is None or each.probability >= cut]
@@ -112,6 +138,7 @@ class Copy:
 
     id: int  # of the file
     path: str  # relative to the folder of photos
+    file: str  # absolute path
     width: int
     height: int
     bytes: int
@@ -170,7 +197,8 @@ class Index:
                 raise UserError(f"{self.root}: the index {what}; run m1clip index {self.root}")
             self.set_id, self.model_path, self._hash, self._stamp, self.dim, name = found
             self.vectors = mapped(self.place / name, self.dim)  # (rows, dim) float16
-            self.__dict__.pop("moments", None)
+            for name in ("moments", "sample", "file_count"):
+                self.__dict__.pop(name, None)
             self.version = version
 
     def progress(self) -> tuple[int, int] | None:
@@ -189,6 +217,12 @@ class Index:
         return sorted((found | above) - {"", "."})
 
     def __len__(self) -> int:
+        self.refresh()
+        return self.file_count
+
+    @cached_property
+    def file_count(self) -> int:
+        """Files with a vector, of which some may have the same content."""
         with self._lock:
             return int(self._db.execute(f"SELECT count(*) {LIVE}", (self.set_id,)).fetchone()[0])
 
@@ -202,9 +236,13 @@ class Index:
     @cached_property
     def moments(self) -> Moments:
         """((dim,) mean, (dim, dim) covariance) of the vectors, from a sample."""
-        sample = self.vectors[:: -(-len(self.vectors) // SAMPLE)].astype(np.float32)
-        mean = sample.mean(axis=0)
-        return mean, (sample - mean).T @ (sample - mean) / len(sample)
+        mean = self.sample.mean(axis=0)
+        return mean, (self.sample - mean).T @ (self.sample - mean) / len(self.sample)
+
+    @cached_property
+    def sample(self) -> np.ndarray:
+        """(n, dim) float32: every vector of a small library, some of a large one."""
+        return self.vectors[:: -(-len(self.vectors) // SAMPLE)].astype(np.float32)
 
     def search(
         self,
@@ -222,36 +260,88 @@ class Index:
         with it, unless `collapse` is False.
         """
         self.refresh()
-        like, examples = list(like), self.concepts.examples()
-        query = self._combined(self._parts(text, like, exclude, examples))
+        like = list(like)
         texts = [text] if isinstance(text, str) else list(text)
-        single = len(texts) == 1 and not like and not exclude  # only single texts without taught words are calibrated
-        calibrated = single and not split_text(texts[0], list(examples))[0]
+        single = texts[0] if len(texts) == 1 and not like and not exclude else None
+        parts, taught = self._parts(text, like, exclude)
+        query = self._combined(parts)
+        calibrated = single is not None and not taught  # probabilities are only fitted for single texts
         filtered = (where or Filter()).sql()
         with self._lock:
-            rows = self._rows(filtered) if filtered[0] else None
+            right, wrong = self._marked_rows(single, filtered) if single is not None else (NO_ROWS, NO_ROWS)
+            rows, searched = self._rows(filtered) if filtered[0] else (None, self.file_count)
             total = len(self.vectors) if rows is None else len(rows)
-            wanted = min(total, k + k // 4 + 8)  # some are near-duplicates, or of files that are gone
+            wanted = min(total, k + k // 4 + 8 + len(wrong))  # some are near-duplicates, or of files that are gone
             while True:
                 chosen, scores = nearest(self.vectors, query, wanted, rows)
                 chance = probabilities(height(scores, query, self.moments)) if calibrated else None
-                results = self._results(chosen, scores, chance, filtered, collapse)[:k]
+                if len(right) or len(wrong):
+                    ranked = self._with_marks(query, chosen, scores, chance, right, wrong)
+                    results = self._results(*ranked, filtered, collapse)[:k]
+                else:
+                    results = self._results(chosen, scores, chance, filtered, collapse)[:k]
                 if len(results) == k or wanted == total:
-                    return Results(results, total)
+                    return Results(results, searched)
                 wanted = min(total, 4 * wanted)
+
+    def _marked_rows(self, text: str, filtered: Condition) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of the images that are marked as right, and as wrong, for exactly this text."""
+        marks = self.concepts.marks(_weighted(text)[0])
+        if not marks:
+            return NO_ROWS, NO_ROWS
+        digests = ",".join(f"x'{digest.hex()}'" for digest in marks)
+        query = f"SELECT DISTINCT row, sha256 {LIVE} AND sha256 IN ({digests}){filtered[0]} ORDER BY row"
+        found = self._db.execute(query, (self.set_id, *filtered[1])).fetchall()
+        known = [(row, marks[bytes(digest)]) for row, digest in found if row < len(self.vectors)]
+        right = np.array([row for row, good in known if good], np.int64)
+        wrong = np.array([row for row, good in known if not good], np.int64)
+        return right, wrong
+
+    def _with_marks(
+        self,
+        query: np.ndarray,
+        chosen: np.ndarray,
+        scores: np.ndarray,
+        chance: np.ndarray | None,
+        right: np.ndarray,
+        wrong: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Rows, scores and probabilities with the rows that are marked as right first, and those marked as wrong last.
+
+        What the user has marked needs no estimate; the other images keep the order of their scores.
+        """
+        missing = np.setdiff1d(right, chosen)
+        chosen = np.concatenate([chosen, missing])
+        scores = np.concatenate([scores, self.vectors[missing].astype(np.float64) @ query.astype(np.float64)])
+        mark = np.isin(chosen, right).astype(int) - np.isin(chosen, wrong).astype(int)
+        order = np.lexsort((chosen, -scores, -mark))
+        if chance is not None:
+            estimated = np.concatenate([chance, np.ones(len(missing))])
+            chance = np.where(mark == 0, estimated, mark > 0)[order]
+        return chosen[order], scores[order], chance
+
+    def wrong(self, text: str, where: Filter | None = None) -> list[Result]:
+        """The images that are marked as wrong for a text, however far down a search would list them."""
+        self.refresh()
+        filtered = (where or Filter()).sql()
+        with self._lock:
+            _, rows = self._marked_rows(text, filtered)
+            return self._results(rows, np.zeros(len(rows)), None, filtered, False)
 
     def newest(self, k: int = 20, where: Filter | None = None) -> Results:
         """The k images taken last."""
         self.refresh()
         filtered = (where or Filter()).sql()
         with self._lock:
-            rows = self._rows(filtered, f"GROUP BY row ORDER BY max({TAKEN}) DESC, row LIMIT ?", k)
-            return Results(self._results(rows, np.zeros(len(rows)), None, filtered, True), len(rows))
+            rows, files = self._rows(filtered, f"GROUP BY row ORDER BY max({TAKEN}) DESC, row LIMIT ?", k)
+            return Results(self._results(rows, np.zeros(len(rows)), None, filtered, True), files)
 
-    def _rows(self, filtered: Condition, end: str = "GROUP BY row", *values: Any) -> np.ndarray:
-        """(n,) the rows of the images that pass a filter."""
-        found = self._db.execute(f"SELECT row {LIVE}{filtered[0]} {end}", (self.set_id, *filtered[1], *values))
-        return np.array([row for (row,) in found if row < len(self.vectors)], np.int64)
+    def _rows(self, filtered: Condition, end: str = "GROUP BY row", *values: Any) -> tuple[np.ndarray, int]:
+        """((n,) the rows of the images that pass a filter, the number of their files)."""
+        query = f"SELECT row, count(*) {LIVE}{filtered[0]} {end}"
+        found = self._db.execute(query, (self.set_id, *filtered[1], *values)).fetchall()
+        rows = [row for row, _ in found if row < len(self.vectors)]
+        return np.array(rows, np.int64), sum(files for _, files in found)
 
     def _results(
         self, rows: np.ndarray, scores: np.ndarray, chance: np.ndarray | None, filtered: Condition, collapse: bool
@@ -268,7 +358,9 @@ class Index:
             row, id_, path, width, height, taken, size, *_ = files[group[0]]
             copies = tuple(os.fsdecode(files[number][2]) for number in group[1:])
             score, likely = float(scores[place[row]]), None if chance is None else float(chance[place[row]])
-            results.append(Result(id_, os.fsdecode(path), score, likely, width, height, taken, size, copies))
+            name = os.fsdecode(path)
+            file = str(self.root / name)
+            results.append(Result(id_, name, file, score, likely, width, height, taken, size, copies))
         return results
 
     def export(self, path: Path) -> int:
@@ -300,7 +392,12 @@ class Index:
         groups = []
         for members in look_groups([file[-2:] for file in files]):
             group = sorted((files[at] for at in members), key=lambda file: (-file[2] * file[3], -file[4], len(file[1])))
-            groups.append([Copy(f[0], os.fsdecode(f[1]), f[2], f[3], f[4], f[5] == group[0][5]) for f in group])
+            copies = []
+            for id_, path, width, height, size, digest, *_ in group:
+                name = os.fsdecode(path)
+                equal = digest == group[0][5]
+                copies.append(Copy(id_, name, str(self.root / name), width, height, size, equal))
+            groups.append(copies)
         return sorted((g for g in groups if len(g) > 1), key=lambda g: -sum(copy.bytes for copy in g[1:]))
 
     def file(self, id_: int) -> Path:
@@ -320,21 +417,40 @@ class Index:
         return found[0], bytes(found[1]), found[2]
 
     def _parts(
-        self, text: Any, like: Iterable[Any], exclude: Sequence[str], examples: Mapping[str, Examples]
-    ) -> list[tuple[float, np.ndarray]]:
-        """(weight, unit vector) of each part of a query."""
-        weights = {text: 1.0} if isinstance(text, str) else dict(text if isinstance(text, Mapping) else _ones(text))
-        weights |= dict.fromkeys(exclude, NOT_WEIGHT)
+        self, text: Any, like: Iterable[Any], exclude: Sequence[str]
+    ) -> tuple[list[tuple[float, np.ndarray]], bool]:
+        """(weight, unit vector) of each part of a query, and whether examples of taught words are among them."""
+        examples = self.concepts.examples()
         parts = [(1.0, self._image_vector(image)) for image in like]
-        for phrase, weight in weights.items():
-            names, rest = split_text(phrase, list(examples))
-            texts = [*names, *([rest] if rest or not names else [])]
-            vectors = dict(zip(texts, np.asarray(self.model.encode_text(texts), np.float32), strict=True))
-            parts += [(weight, fit_concept(*examples[name], self.moments, vectors[name])[0]) for name in names]
-            parts += [(weight, vectors[rest])] if rest or not names else []
+        taught = False
+        for phrase, weight in {**_weights(text), **dict.fromkeys(exclude, NOT_WEIGHT)}.items():
+            vectors, rest = self._taught(phrase, examples)
+            taught = taught or bool(vectors)
+            if rest or not vectors:
+                vectors = [*vectors, *self._text_vectors([rest])]
+            parts += [(weight, vector) for vector in vectors]
         if not parts:
             raise UserError("an empty query: give a text, or an image with --like")
-        return parts
+        return parts, taught
+
+    def _taught(self, phrase: str, examples: Mapping[str, Examples]) -> tuple[list[np.ndarray], str]:
+        """(the vectors of taught words in a text, the rest of it); words that the text finds as well are no such."""
+        names, _ = split_text(phrase, list(examples))
+        if not names:
+            return [], phrase
+        vectors = {}
+        for name, vector in zip(names, self._text_vectors(names), strict=True):
+            fitted, choice = fit_concept(*examples[name], self.moments, vector, self.sample)
+            if choice is not TEXT_ONLY:
+                vectors[name] = fitted
+        if not vectors:
+            return [], phrase
+        names, rest = split_text(phrase, list(vectors))
+        return [vectors[name] for name in names], rest
+
+    def _text_vectors(self, texts: list[str]) -> np.ndarray:
+        """(n, dim) unit vectors."""
+        return np.asarray(self.model.encode_text(texts), np.float32)
 
     @property
     def concepts(self) -> Concepts:
@@ -406,11 +522,22 @@ class Index:
         return query / max(float(np.linalg.norm(query)), 1e-12)
 
 
-def _ones(texts: Iterable[str]) -> Iterable[tuple[str, float]]:
-    """Texts with their weights: 2*dog counts twice as much as beach."""
-    for text in texts:
-        found = WEIGHTED.fullmatch(text)
-        yield (found[2], float(found[1])) if found else (text, 1.0)
+def _weights(text: str | Sequence[str] | Mapping[str, float]) -> dict[str, float]:
+    """Texts with their weights; UserError for a weight that has no meaning."""
+    if isinstance(text, str):
+        return {text: 1.0}
+    weights = dict(text if isinstance(text, Mapping) else map(_weighted, text))
+    for phrase, weight in weights.items():
+        if not 0 < abs(weight) <= MAX_WEIGHT:
+            name = one_line(phrase[:40])
+            raise UserError(f"{name}: its weight must be above 0 and at most {MAX_WEIGHT:,.0f}, not {weight:g}")
+    return weights
+
+
+def _weighted(text: str) -> tuple[str, float]:
+    """A text with its weight: 2*dog counts twice as much as beach."""
+    found = WEIGHTED.fullmatch(text)
+    return (found[2], float(found[1])) if found else (text, 1.0)
 
 
 def height(scores: np.ndarray, query: np.ndarray, moments: Moments) -> np.ndarray:

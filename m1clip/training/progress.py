@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from m1clip.formatting import clock, size
+from m1clip.formatting import clock, printable, size
 from m1clip.hardware.facts import Facts, decode_threads
 from m1clip.runlog import MEAN_RECALL, PREPARING, write_preparing
 
@@ -50,7 +50,7 @@ class Screen:
         self._step_seconds: deque[float] = deque(maxlen=RECENT)
 
     def say(self, line: str) -> None:
-        self.console.print(line, markup=False, soft_wrap=True)
+        self.console.print(printable(line), markup=False, soft_wrap=True)
 
     def warn(self, line: str) -> None:
         self.warned.append(line)

@@ -19,17 +19,20 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from m1clip.data.images import BadImage, decode, one_line
+from m1clip.data.images import BadImage, decode
 from m1clip.errors import UserError
+from m1clip.formatting import one_line
 from m1clip.io import read_small, write_bytes
+from m1clip.monitor.status import is_run
 from m1clip.search.index import DATABASE, thumbnail
-from m1clip.search.query import Filter, Index
+from m1clip.search.query import Copy, Filter, Index, Result, Results
 
 THUMBNAIL, LARGE, PREVIEW = 320, 1600, 96  # pixels of the longer side
 MAX_FILE = 2**28  # bytes of an image that is shown
 MAX_UPLOAD = 2**25  # bytes
 MAX_RESULTS = 300
 MAX_TEXT = 1000  # characters
+MAX_ID = 2**63 - 1  # the largest integer of SQLite
 MAX_GROUPS = 100  # of duplicates that are listed
 UPLOADS = 32  # images to search by that are remembered
 DECODERS = 2  # images decoded at a time: one may take 192 MiB
@@ -99,7 +102,7 @@ class Photos:
             return {
                 "token": self.token,
                 "folder": one_line(str(index.root)),
-                "model": one_line(os.path.basename(index.model_path)),
+                "model": one_line(_model_name(Path(index.model_path))),
                 "images": images,
                 "folders": folders,
                 "words": list(index.concepts.names()),
@@ -130,15 +133,15 @@ class Photos:
             else:
                 found = index.newest(count, where)
             marks = index.marks(text, [each.id for each in found.nearest]) if text else {}
-        results = [
-            {**vars(each), "path": one_line(each.path), "copies": len(each.copies), "mark": marks.get(each.id)}
-            for each in found.nearest
-        ]
+            wrong = index.wrong(text, where) if text else []
+        # Marked as wrong: listed apart, and always, so that a mark can be removed.
+        kept = Results([each for each in found.nearest if marks.get(each.id) is not False], found.searched)
         return {
-            "results": results,
+            "results": [{**_fields(each), "mark": marks.get(each.id)} for each in kept],
+            "wrong": [{**_fields(each), "mark": False} for each in wrong],
             "asked": asked,
-            "matches": len(found.matches),
-            "possible": len(found.possible),
+            "matches": len(kept.matches),
+            "possible": len(kept.possible),
             "searched": found.searched,
             "text": text,
             "milliseconds": round(1000 * (time.perf_counter() - began), 1),
@@ -147,7 +150,7 @@ class Photos:
     def _duplicates(self, values: dict[str, str]) -> dict[str, Any]:
         with self._opened() as index:
             groups = index.duplicates()
-        shown = [[{**vars(copy), "path": one_line(copy.path)} for copy in group] for group in groups[:MAX_GROUPS]]
+        shown = [[_fields(copy) for copy in group] for group in groups[:MAX_GROUPS]]
         return {"groups": shown, "total": len(groups)}
 
     def _photo(self, id_: int, small: bool) -> bytes:
@@ -188,12 +191,17 @@ class Photos:
             asked = None
         match asked:
             case {"text": str(text), "id": id_, "good": True | False | None as good} if (
-                0 < len(text) <= MAX_TEXT and type(id_) is int
+                0 < len(text) <= MAX_TEXT and _encodable(text) and type(id_) is int and 0 <= id_ <= MAX_ID
             ):
                 with self._opened() as index:
                     index.mark(text, id_, good)
                 return {}
-        raise UserError("a mark is {text, id, good}")
+        raise UserError("a mark is {text, id, good}: a text, the number of a photo, and true, false or null")
+
+
+def _encodable(text: str) -> bool:
+    """Whether a text is valid UTF-8: JSON may contain half of a surrogate pair."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _answer(work: Callable[[], Any]) -> Answer:
@@ -204,6 +212,20 @@ def _answer(work: Callable[[], Any]) -> Answer:
     except (OSError, OverflowError, UnicodeError, sqlite3.Error) as error:
         code, value = 500, {"error": one_line(f"the index cannot be read: {error}")}
     return code, "application/json", json.dumps(value, separators=(",", ":")).encode()
+
+
+def _fields(photo: Result | Copy) -> dict[str, Any]:
+    """What the page shows of a photo: not where it is on the disk, and how many copies it has."""
+    fields = {name: value for name, value in vars(photo).items() if name != "file"}
+    fields["path"] = one_line(photo.path)
+    if isinstance(photo, Result):
+        fields["copies"] = len(photo.copies)
+    return fields
+
+
+def _model_name(path: Path) -> str:
+    """The name of a model folder; for the best or last model of a run, which are named alike, that of the run."""
+    return path.parent.name if is_run(path.parent) else path.name
 
 
 def _inode(place: Path) -> int:

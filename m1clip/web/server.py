@@ -15,7 +15,7 @@ import threading
 import time
 import webbrowser
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
 from m1clip.errors import UserError
+from m1clip.formatting import one_line
 from m1clip.monitor.diagnostics import describe, diagnose
 from m1clip.monitor.history import History, read_snapshot, read_thumbnail, snapshot_steps
 from m1clip.monitor.status import find_runs, is_run, require_run, summary
@@ -174,6 +175,25 @@ class Handler(BaseHTTPRequestHandler):
     timeout = IDLE_SECONDS
 
     def do_GET(self) -> None:
+        """Answer a request that changes nothing."""
+        self._answer(self._get)
+
+    def do_POST(self) -> None:
+        """Answer a request that changes something or contains an image."""
+        self._answer(self._post)
+
+    def _answer(self, work: Callable[[], None]) -> None:
+        """Answer an unexpected error too; `handle_error` prints it."""
+        try:
+            work()
+        except OSError:  # the page was closed
+            raise
+        except Exception as error:
+            what = one_line(f"{type(error).__name__}: {error}")
+            self._send_json({"error": f"internal error ({what[:200]}); please report it"}, 500)
+            raise
+
+    def _get(self) -> None:
         if not self._allowed():
             self._send(403, "text/plain", b"this page is only available at 127.0.0.1 and localhost\n")
             return
@@ -202,8 +222,7 @@ class Handler(BaseHTTPRequestHandler):
                 return
         self._send(404, "text/plain", b"not found\n")
 
-    def do_POST(self) -> None:
-        """Handle a request that changes something or contains an image."""
+    def _post(self) -> None:
         photos, token = self.server.photos, self.headers.get("X-M1clip-Token", "").encode("utf-8", "replace")
         if photos is None or not self._allowed() or not hmac.compare_digest(token, photos.token.encode()):
             self._send(403, "text/plain", b"reload the page\n")
@@ -233,12 +252,15 @@ class Handler(BaseHTTPRequestHandler):
         return bytes(data)
 
     def _allowed(self) -> bool:
-        """Reject foreign host names (DNS rebinding) and scripts of other sites."""
-        host = PORT.sub("", self.headers.get("Host", ""))
-        origin = self.headers.get("Origin")
-        own = origin is None or PORT.sub("", origin.removeprefix("http://")) in HOSTS
+        """Reject foreign host names (DNS rebinding) and scripts of other sites, also of this machine.
+
+        The port of `Host` may be another than ours, as in a tunnel over ssh, but `Origin` must be the same address.
+        """
+        host = self.headers.get("Host", "")
+        own_host = PORT.sub("", host) in HOSTS
+        own_origin = self.headers.get("Origin", f"http://{host}") == f"http://{host}"
         site, mode = self.headers.get("Sec-Fetch-Site", "none"), self.headers.get("Sec-Fetch-Mode", "")
-        return host in HOSTS and own and (site in ("none", "same-origin") or mode == "navigate")
+        return own_host and own_origin and (site in ("none", "same-origin") or mode == "navigate")
 
     def _send_json(self, value: Any, code: int = 200) -> None:
         self._send(code, "application/json", json.dumps(json_safe(value), separators=(",", ":")).encode())
@@ -260,7 +282,7 @@ def serve(folders: Sequence[Path], port: int, browser: bool, photos: Requests | 
     """Serve until Ctrl-C."""
     store = Store(folders)
     if photos is None and not store.update({})["runs"]:
-        print(f"{', '.join(map(str, folders))}: no runs yet; they appear on the page when they start")
+        print(f"{one_line(', '.join(map(str, folders)))}: no runs yet; they appear on the page when they start")
     try:
         server = Server(store, port, photos)
     except (OSError, OverflowError) as error:

@@ -1,5 +1,6 @@
 """The commands export, classify and eval: output and exit code."""
 
+import json
 import os
 from collections import Counter
 from pathlib import Path
@@ -58,6 +59,37 @@ def test_classify(model: Path, images: Path, capsys: pytest.CaptureFixture[str])
     assert sum(float(line.split("%")[0]) for line in lines) == pytest.approx(100, abs=0.2)
 
 
+def test_classify_many_images_and_folders(model: Path, images: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [images / "red" / "0.png", *(images / "green" / f"{number}.png" for number in range(3))]
+    options = ("--labels", "red,green", "--model", model)
+    code, out, _ = run_command(capsys, "classify", images / "red" / "0.png", images / "green", *options)
+    lines = out.splitlines()
+    assert code == 0
+    assert [line for line in lines if "%" not in line] == [str(path) for path in paths]
+    assert len(lines) == 3 * len(paths)  # a block per image: its path and a line per label
+
+    code, out, _ = run_command(capsys, "classify", images, *options, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert [each["image"] for each in found] == [str(path) for path in sorted(images.rglob("*.png"))]
+    expected = m1clip.load(model).classify(found[0]["image"], ["red", "green"])[0]
+    assert [each["label"] for each in found[0]["labels"]] == [name for name, _ in expected]
+    assert [each["probability"] for each in found[0]["labels"]] == pytest.approx([p for _, p in expected], abs=1e-5)
+
+
+def test_classify_skips_what_is_no_image_and_says_so(
+    model: Path, images: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (images / "red" / "bad\x1b.png").write_bytes(b"no image")
+    code, out, error = run_command(capsys, "classify", images / "red", "--labels", "a,b", "--model", model)
+    assert code == 2
+    assert out.count("%") == 6
+    skipped, summary = error.splitlines()
+    assert skipped.startswith("skipped ")
+    assert "bad\\x1b.png: not an image" in skipped
+    assert summary == "m1clip: 1 of 4 images cannot be used"
+
+
 def test_zero_shot(
     model: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +125,9 @@ def test_default_model_is_newest_run(tmp_path: Path) -> None:
     [
         (("classify", "set/red/0.png", "--labels", "a,b"), "no trained model in runs/"),
         (("classify", "set/red/0.png", "--labels", "a", "--model", "MODEL"), "two or more"),
+        (("classify", "--labels", "a,b", "--model", "MODEL"), "give an image or a folder of images"),
+        (("classify", "nowhere", "--labels", "a,b", "--model", "MODEL"), "nowhere: the file is missing"),
+        (("classify", "empty", "--labels", "a,b", "--model", "MODEL"), "empty: no images in this folder"),
         (("classify", "notes.txt", "--labels", "a,b", "--model", "MODEL"), "notes.txt"),
         (("classify", "set/red/0.png", "--labels", "a,b", "--template", "a thing", "--model", "MODEL"), "has no {}"),
         (("export", "MODEL", "--to", "hf", "--image-size", "1.5"), "--image-size 1.5: give an integer"),
@@ -112,6 +147,7 @@ def test_user_errors_are_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("not an image")
+    (tmp_path / "empty").mkdir()
     code, _, error = run_command(capsys, *(model if word == "MODEL" else word for word in words))
     assert (code, error.count("\n")) == (2, 1)
     assert message in error

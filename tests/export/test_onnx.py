@@ -1,6 +1,7 @@
 """`m1clip export --to onnx`, and the exported folder without torch."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -71,6 +72,15 @@ def test_onnx_vectors_match_torch(trained: Path, exported: Path) -> None:
     assert theirs.encode_image([]).shape == ours.encode_image([]).shape
     assert np.array_equal(theirs.tokenizer(TEXTS), ours.tokenizer(TEXTS))
     assert theirs.preprocess(Image.fromarray(NOISE[0])).shape == (32, 32, 3)
+
+
+def test_onnx_model_is_an_error_in_a_forked_process(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = m1clip.load(exported)
+    parent = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    for encode, value in ((model.encode_image, NOISE[0]), (model.encode_text, "a dog")):
+        with pytest.raises(UserError, match="an ONNX model cannot be used in a process that was forked"):
+            encode(value)  # type: ignore[operator]
 
 
 def test_onnx_example_runs_without_torch_and_m1clip(trained: Path, exported: Path, tmp_path: Path) -> None:

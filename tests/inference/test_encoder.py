@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -31,6 +33,7 @@ from m1clip.data.prepare import Split
 from m1clip.errors import UserError
 from m1clip.inference import encoder
 from m1clip.inference.encoder import Encoder, Model, encode_split, in_order, load
+from m1clip.inference.inputs import LoadingProcess
 from m1clip.model import pretrained
 from m1clip.model.clip import build_clip
 from m1clip.model.presets import CLIPConfig, HeadConfig, PretrainedImageConfig, PretrainedTextConfig
@@ -188,6 +191,44 @@ def test_threads_may_share_a_model(pretrained_model: Model, images: list[Path]) 
         torch.set_num_threads(1)
 
 
+FORK = """
+import os, signal, sys
+import numpy as np, torch
+import m1clip
+from m1clip.inference import encoder
+encoder.fastest_precision = lambda kind: "fp32"
+torch.set_num_threads(2)
+model = m1clip.load(sys.argv[1])
+image = np.zeros((32, 32, 3), np.uint8)
+expected = model.encode_image(image), model.encode_image([image] * 8), model.encode_text(["night", "a red ball"])
+torch.randn(512, 512) @ torch.randn(512, 512)  # starts the threads of OpenMP
+child = os.fork()
+if child == 0:
+    signal.alarm(50)  # ends a process that hangs
+    found = model.encode_image(image), model.encode_image([image] * 8), model.encode_text(["night", "a red ball"])
+    close = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected))
+    torch.randn(512, 512) @ torch.randn(512, 512)
+    os._exit(0 if close else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_model_can_be_used_in_a_forked_process(folder: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FORK, str(folder)], timeout=120, check=False)
+    assert done.returncode == 0
+
+
+def test_model_with_threads_of_its_own_is_an_error_in_a_forked_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = LoadingProcess()
+    process.require_same("an ONNX model")
+    parent = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    with pytest.raises(UserError, match="an ONNX model cannot be used in a process that was forked") as caught:
+        process.require_same("an ONNX model")
+    assert "\n" not in str(caught.value)
+    copy.copy(process).require_same("a model of a spawned process")
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_changed_weights_give_other_vectors(pretrained_model: Model, images: list[Path], precision: Any) -> None:
     """The encoder keeps copies of the weights for its kernels."""
@@ -263,7 +304,8 @@ def test_one_or_many_images_of_every_kind(model: Model, images: list[Path]) -> N
     image = Image.open(path).convert("RGB")
     array = np.asarray(image)
     tensor = torch.from_numpy(array.copy())
-    one = [str(path), path, image, array, tensor, tensor.permute(2, 0, 1)]
+    content = path.read_bytes()
+    one = [str(path), path, content, bytearray(content), image, array, tensor, tensor.permute(2, 0, 1)]
     for value in one:
         assert torch.equal(model.encode_image(value), wanted), type(value)
         assert torch.equal(model.encode_image([value]), wanted), type(value)
@@ -288,7 +330,8 @@ def test_wrong_image_input_is_a_one_line_error(model: Model, value: Any) -> None
     with pytest.raises((UserError, BadImage)) as caught:
         model.encode_image(value)
     assert "\n" not in str(caught.value)
-    assert re.search(r"encode_image takes|must be \(height|no pixels|missing|not a file", str(caught.value))
+    words = r"encode_image takes|must be \(height|no pixels|missing|not a file|^the bytes of an image: not an image"
+    assert re.search(words, str(caught.value))
 
 
 def test_one_or_many_texts(model: Model) -> None:

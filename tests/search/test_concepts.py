@@ -13,7 +13,7 @@ from small_run import exit_code
 import m1clip
 from m1clip.data.sources import open_source
 from m1clip.errors import UserError
-from m1clip.search.concepts import fit_concept, split_text
+from m1clip.search.concepts import TEXT_ONLY, Choice, fit_concept, split_text
 from m1clip.search.index import update_index
 
 
@@ -31,26 +31,107 @@ def test_head_separates_a_class_that_the_text_does_not(count: int) -> None:
     library, members = rng.normal(size=(500, 32)) * wide, rng.normal(size=(60, 32)) * wide
     members[:, 20] += 1.5
     moments = library.mean(axis=0), np.cov(library.T, bias=True)
-    direction, choice = fit_concept(members[:count], np.zeros((0, 32)), moments, np.eye(32)[0])
+    direction, choice = fit_concept(members[:count], np.zeros((0, 32)), moments, np.eye(32)[0], library)
 
     def above(direction: np.ndarray) -> float:
         """Probability that a new member scores above an image of the library."""
         return float((members[20:, None] @ direction > library @ direction).mean())
 
-    assert choice["shrinkage"] < 1e6
-    assert choice["text"] < 1
+    assert choice.shrinkage < 1e6
+    assert choice.text < 1
     prototype = members[:count].mean(axis=0) - moments[0]
     assert above(direction) > max(0.8, above(prototype) + 0.1)
 
 
+class Library:
+    """Vectors of which the first coordinate is what the text asks for, the second something that marks may share."""
+
+    def __init__(self, text_knows: float) -> None:
+        rng = np.random.default_rng(0)
+        self.relevant = np.arange(1000) < 100
+        self.vectors = rng.normal(size=(1000, 16))
+        self.vectors[:, 0] += text_knows * self.relevant
+        self.vectors[:, 1] *= 4  # most of the variance
+        mean = self.vectors.mean(axis=0)
+        self.moments = mean, (self.vectors - mean).T @ (self.vectors - mean) / 1000
+        self.text = np.eye(16)[0]
+
+    def fit(self, right: list[int], wrong: list[int]) -> tuple[np.ndarray, Choice]:
+        examples = self.vectors[right], self.vectors[wrong]
+        return fit_concept(*examples, self.moments, self.text, self.vectors)
+
+    def precision(self, direction: np.ndarray, marked: list[int]) -> float:
+        """Of the first 20 that are not marked."""
+        order = np.argsort(-self.vectors @ direction)
+        return float(self.relevant[order[~np.isin(order, marked)][:20]].mean())
+
+
+@pytest.mark.parametrize("wrong_count", [0, 2])
+def test_marks_that_would_rank_other_photos_worse_than_the_text_are_not_used(wrong_count: int) -> None:
+    library = Library(text_knows=4.0)
+    top = np.argsort(-library.vectors @ library.text)
+    right = [int(row) for row in top if library.relevant[row]][:3]
+    wrong = [int(row) for row in top if not library.relevant[row]][:wrong_count]
+    direction, choice = library.fit(right, wrong)
+    assert choice is TEXT_ONLY
+    np.testing.assert_allclose(direction, library.text)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_marks_of_top_results_keep_the_precision_of_the_text(seed: int) -> None:
+    library = Library(text_knows=2.5)
+    top = np.argsort(-library.vectors @ library.text)[:60]
+    marked = [int(row) for row in np.random.default_rng(seed).permutation(top)[:5]]
+    right = [row for row in marked if library.relevant[row]]
+    wrong = [row for row in marked if not library.relevant[row]]
+    direction, _ = library.fit(right, wrong)
+    assert library.precision(direction, marked) >= library.precision(library.text, marked) - 0.1
+
+
+def test_marks_that_rank_left_out_ones_better_than_the_text_are_used() -> None:
+    library = Library(text_knows=0.0)
+    library.vectors[library.relevant, 2] += 4.0  # known to the examples alone
+    direction, choice = library.fit([0, 1, 2, 3], [200, 201])
+    assert choice is not TEXT_ONLY
+    assert library.precision(direction, [0, 1, 2, 3]) > library.precision(library.text, []) + 0.5
+
+
+def test_single_example_counts_if_the_text_does_not_find_it() -> None:
+    library = Library(text_knows=0.0)
+    order = np.argsort(-library.vectors @ library.text)
+    assert library.fit([int(order[0])], [])[1] is TEXT_ONLY
+    assert library.fit([int(order[500])], [])[1] is not TEXT_ONLY
+    assert library.fit([], [int(order[0]), int(order[1])])[1] is TEXT_ONLY  # nothing says what is right
+
+
+def test_marked_photos_are_first_and_last_and_others_keep_their_order(index: m1clip.Index) -> None:
+    before = [each.id for each in index.search("a dog", k=30)]
+    assert all(each.probability is not None for each in index.search("a dog"))
+    right, wrong = before[1], before[0]
+    index.mark("A  dog", right, True)
+    index.mark("a dog", wrong, False)
+    found = index.search("a dog", k=30)
+    others = [id_ for id_ in before if id_ not in (right, wrong)]
+    assert [each.id for each in found] == [right, *others, wrong]
+    assert (found[0].probability, found[-1].probability) == (1.0, 0.0)  # the text is calibrated, as it stays
+    assert [each.id for each in index.search("a dog", k=4)] == [right, *others[:3]]
+    assert [each.id for each in index.wrong("a dog")] == [wrong]
+    assert [each.id for each in index.search("a dog", k=30, exclude=["night"])][-1:] != [wrong]
+
+
 def test_taught_word_finds_its_images_also_within_a_text(index: m1clip.Index) -> None:
-    paths = [index.root / f"a/{number:04d}.jpg" for number in (0, 2, 4)]
-    index.teach("Rex", paths)
-    assert {each.path for each in index.search("rex", k=3).nearest} == {f"a/{n:04d}.jpg" for n in (0, 2, 4)}
+    names = ["rex-0.png", "rex-1.png", "rex-2.png"]
+    for number, name in enumerate(names):
+        image(77, (52 + 20 * number, 40 + 20 * number)).save(index.root / name)
+    update_index(index.root)
+    index.teach("Rex", [index.root / name for name in names])
+    assert {each.path for each in index.search("rex", k=3, collapse=False)} == set(names)
     names, rest = split_text("a Rex, on the T-Rex beach", ["T-Rex", "Rex"])
     assert (names, rest) == (["T-Rex", "Rex"], "a , on the beach")
     assert split_text("Rexona", ["Rex"]) == ([], "Rexona")
-    assert [weight for weight, _ in index._parts("Rex at night", [], [], index.concepts.examples())] == [1.0, 1.0]
+    parts, taught = index._parts("Rex at night", [], [])
+    assert taught
+    assert [weight for weight, _ in parts] == [1.0, 1.0]
     before = index.search("Rex").nearest[0]
     index.teach("Rex", [before.id], good=False)  # marked as wrong
     assert index.concepts.names() == {"Rex": (2, 1)}
@@ -80,6 +161,15 @@ def test_teach_and_duplicates_on_the_command_line(index: m1clip.Index, capsys: p
     assert [copy["equal"] for copy in group] == [True, False, False]
     with pytest.raises(UserError, match="the file is missing"):
         index.teach("Rex", ["nowhere.jpg"])
+
+
+def test_marks_cannot_control_the_terminal(index: m1clip.Index, capsys: pytest.CaptureFixture[str]) -> None:
+    index.mark("\x1b[2Jred \u202egpj", index.search("red")[0].id, True)
+    assert exit_code("teach", "--in", index.root) == 0
+    assert exit_code("teach", "\x1b[31mno", "--forget", "--in", index.root) == 2
+    out, error = capsys.readouterr()
+    assert out == "\\x1b[2Jred \\u202egpj: 1 example\n"
+    assert error.startswith("m1clip: \\x1b[31mno: was not taught")
 
 
 def test_marks_are_captions_for_training(index: m1clip.Index, tmp_path: Path) -> None:

@@ -101,7 +101,8 @@ def test_filters(photos: Path, where: Filter, count: int) -> None:
 
 def test_sums_and_differences_of_queries(photos: Path) -> None:
     index = Index(photos)
-    parts = index._parts({"red": 1.0, "night": 2.0}, [3], ["dog"], {})
+    parts, taught = index._parts({"red": 1.0, "night": 2.0}, [3], ["dog"])
+    assert not taught
     assert [weight for weight, _ in parts] == [1.0, 1.0, 2.0, module.NOT_WEIGHT]
     query = index._combined(parts)
     scores = sum(w * (index.vectors @ v) / np.std(index.vectors.astype(np.float32) @ v) for w, v in parts)
@@ -111,6 +112,59 @@ def test_sums_and_differences_of_queries(photos: Path) -> None:
     assert same.nearest[0] == index.search({"red": 1, "night": 2}, like=[3], exclude=["dog"]).nearest[0]
     with pytest.raises(UserError, match="an empty query"):
         index.search()
+
+
+@pytest.mark.parametrize("weight", ["0", "0.0", "1001", "9" * 39, "9" * 400])
+def test_weight_without_a_meaning_is_a_user_error(photos: Path, weight: str) -> None:
+    with pytest.raises(UserError, match=r"^dog: its weight must be above 0 and at most 1,000, not "):
+        Index(photos).search([f"{weight}*dog"])
+    with pytest.raises(UserError, match="its weight must be"):
+        Index(photos).search({"dog": float("nan")})
+
+
+def test_results_are_a_sequence_with_relative_and_absolute_paths(photos: Path) -> None:
+    found = Index(photos).search("a dog", k=5)
+    assert len(found) == 5
+    assert list(found) == found.nearest
+    assert found[0] is found.nearest[0]
+    for each in found:
+        assert each.file == str(photos / each.path)
+        assert os.path.isabs(each.file)
+    for group in Index(photos).duplicates():
+        assert all(copy.file == str(photos / copy.path) for copy in group)
+
+
+@pytest.mark.parametrize("date", ["2024-13", "2024-02-30", "2024-5", "24", "0000", "２０２４", "tomorrow"])
+def test_only_dates_of_the_calendar_are_accepted(date: str) -> None:
+    for field in ("since", "until"):
+        with pytest.raises(UserError, match=f"--{field} {date}: give a date as 2024, 2024-05 or 2024-05-31"):
+            Filter(**{field: date})
+    Filter("2024", "2024-02-29")
+
+
+def test_copies_count_as_images_in_every_number(tmp_path: Path) -> None:
+    photos = make_photos(tmp_path / "photos", 3)
+    shutil.copy(photos / "a/0000.jpg", photos / "a/copy.jpg")
+    update_index(photos, save_model(tmp_path / "model"))
+    index = Index(photos)
+    assert len(index) == index.search("x").searched == 4
+    assert index.search("x", where=Filter(under="a")).searched == 3
+    (photos / "b/0001.jpg").unlink()
+    update_index(photos)
+    assert len(index) == index.search("x").searched == 3  # its vector may still be in the file
+
+
+def test_folder_as_a_text_is_an_error_with_a_hint(
+    photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(photos)
+    for words in (["dog", "a"], ["a", "dog"], ["dog", str(photos)], [str(photos)]):
+        assert exit_code("search", *words) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert "is a folder; to search in it: --in" in error
+    for words in (["a"], ["dog", "1*a"]):  # the word
+        assert exit_code("search", *words) == 0
 
 
 def test_changed_model_is_refused(tmp_path: Path) -> None:
@@ -219,11 +273,15 @@ def test_probability_depends_on_the_height_above_the_mean_only(count: int, scale
     assert chance[0] < 0.05 < CUTOFF < chance[3]
 
 
+LESS = "1 nearest image of less than 20% not listed (--all lists them)"
+
+
 @pytest.mark.parametrize(
     ("chances", "printed"),
     [
-        ((0.6, 0.3), [" 60%   0.500  0.jpg"]),
-        ((0.3, 0.2, 0.1), ["no sure match in 9 images; perhaps:", " 30%   0.500  0.jpg", " 20%   0.500  1.jpg"]),
+        ((0.6, 0.3), [" 60%   0.500  0.jpg", "less likely:", " 30%   0.500  1.jpg"]),
+        ((0.6, 0.1, 0.1), [" 60%   0.500  0.jpg", "2 nearest images of less than 20% not listed (--all lists them)"]),
+        ((0.3, 0.2, 0.1), ["no sure match in 9 images; perhaps:", " 30%   0.500  0.jpg", " 20%   0.500  1.jpg", LESS]),
         ((0.1,), ["nothing here matches, in 9 images; the nearest is 0.jpg (--all lists more)"]),
         ((None,), [" 0.500  0.jpg"]),
     ],
@@ -231,6 +289,7 @@ def test_probability_depends_on_the_height_above_the_mean_only(count: int, scale
 def test_results_are_sure_or_possible_or_nothing_matches(
     chances: tuple[float | None, ...], printed: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = Results([Result(i, f"{i}.jpg", 0.5, chance, 1, 1, "", 1) for i, chance in enumerate(chances)], 9)
+    results = [Result(i, f"{i}.jpg", f"/{i}.jpg", 0.5, chance, 1, 1, "", 1) for i, chance in enumerate(chances)]
+    found = Results(results, 9)
     _show(found, found.possible, filtered=False)
     assert capsys.readouterr().out.splitlines() == printed

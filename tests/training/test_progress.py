@@ -161,3 +161,9 @@ def test_reading_the_data_is_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     data = dataclasses.replace(Config().data, train_count=200)
     setup.open_training_data(dataclasses.replace(Config(), data=data), 32, plan)
     assert "reading the data" in printed.getvalue()
+
+
+def test_text_from_files_cannot_control_the_terminal() -> None:
+    printed = io.StringIO()
+    Screen(Console(file=printed)).say("skipped \x1b[2J\u202egpj.exe: broken\nimage \x9b31m")
+    assert printed.getvalue() == "skipped \\x1b[2J\\u202egpj.exe: broken\nimage \\x9b31m\n"

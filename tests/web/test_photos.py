@@ -85,6 +85,8 @@ def test_page_library_and_results(server: Server, library: Path) -> None:
     same = Index(library).search("a red dog", 60)
     assert [each["id"] for each in found["results"]] == [each.id for each in same.nearest]
     assert found["matches"] == len(same.matches)
+    assert found["searched"] == facts["images"]
+    assert "file" not in found["results"][0]  # the page need not know where the folder is
     assert {each["path"][0] for each in read(server, "/api/search", text="dog", under="a")["results"]} == {"a"}
     assert read(server, "/api/search", text="dog", since="2999")["results"] == []
     excluded = read(server, "/api/search", text='dog -"a beach" -night')
@@ -197,7 +199,7 @@ def test_changes_need_the_token_and_a_page_of_this_machine(server: Server) -> No
     token = read(server, "/api/library")["token"]
     for headers in (
         {},
-        {"X_M1clip_Token": "x" + token[1:]},
+        {"X_M1clip_Token": ("y" if token[0] == "x" else "x") + token[1:]},
         {"X_M1clip_Token": "ü"},
         {"X_M1clip_Token": token, "Host": "evil.example"},
         {"X_M1clip_Token": token, "Origin": "https://evil.example"},
@@ -222,7 +224,10 @@ def test_marks_change_the_ranking_at_once_and_can_be_removed(server: Server) -> 
 
     before = places()
     mark(before[0], False)
-    assert places().index(before[0]) > 0
+    assert places() == before[1:]
+    wrong = read(server, "/api/search", text="red beach", count=1)["wrong"]  # listed apart, to remove the mark
+    assert [(each["id"], each["mark"]) for each in wrong] == [(before[0], False)]
+    assert read(server, "/api/search", text="dog")["wrong"] == []
     mark(before[0], None)
     assert places() == before
     mark(before[-1], True)
@@ -247,6 +252,46 @@ def test_any_other_body_is_an_error_of_one_line(shared: Photos, body: bytes) -> 
         assert answer is not None
         assert answer[0] == 400
         assert "\n" not in json.loads(answer[2])["error"]
+
+
+@pytest.mark.parametrize(
+    "body", ['{"text": "a\\ud800", "id": 1, "good": true}', f'{{"text": "a", "id": {10**30}, "good": true}}']
+)
+def test_mark_that_no_database_can_store_is_a_bad_request(shared: Photos, body: str) -> None:
+    answer = shared.post("/api/mark", body.encode())
+    assert answer is not None
+    assert answer[0] == 400
+    assert json.loads(answer[2])["error"].startswith("a mark is {text, id, good}")
+
+
+@pytest.mark.parametrize("text", ["9" * 39 + "*dog", "9" * 400 + "*dog", "0*dog"])
+def test_weight_without_a_meaning_is_a_bad_request(server: Server, text: str) -> None:
+    status, body, _ = ask(server, f"/api/search?{urlencode({'text': text})}")
+    assert status == 400
+    assert json.loads(body)["error"].startswith("dog: its weight must be above 0")
+
+
+def test_unexpected_error_is_answered(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a\nb")
+
+    monkeypatch.setattr(Photos, "get", fail)
+    monkeypatch.setattr(Server, "handle_error", lambda *_: None)  # would print the traceback
+    status, body, _ = ask(server, "/api/search")
+    assert status == 500
+    assert json.loads(body)["error"] == "internal error (ZeroDivisionError: a\\nb); please report it"
+
+
+def test_model_of_a_run_is_shown_by_the_name_of_the_run(tmp_path: Path) -> None:
+    photos = make_photos(tmp_path / "photos", 1)
+    run = tmp_path / "runs" / "dogs"
+    save_model(run / "best")
+    (run / "config.toml").touch()
+    for model, name in ((run, "dogs"), (save_model(tmp_path / "my-model"), "my-model")):
+        update_index(photos, model)
+        answer = Photos(photos).get("/api/library", {})
+        assert answer is not None
+        assert json.loads(answer[2])["model"] == name
 
 
 @settings(max_examples=60, deadline=None)

@@ -56,7 +56,11 @@ def test_own_host_names_are_accepted_and_other_names_and_sites_rejected(server: 
     assert ask(server, "/api/update", Origin="https://evil.example")[0] == 403
     assert ask(server, "/api/update", Origin="null")[0] == 403
     assert ask(server, "/api/update", Sec_Fetch_Site="cross-site")[0] == 403
-    assert ask(server, "/api/update", Origin="http://localhost:1")[0] == 200
+    own = f"localhost:{server.server_address[1]}"
+    assert ask(server, "/api/update", Host=own, Origin=f"http://{own}")[0] == 200
+    assert ask(server, "/api/update", Host="localhost:1234", Origin="http://localhost:1234")[0] == 200  # a tunnel
+    for origin in ("http://localhost:1", "http://localhost", f"https://{own}", f"http://127.0.0.1:{own[-5:]}"):
+        assert ask(server, "/api/update", Host=own, Origin=origin)[0] == 403, origin
 
 
 def test_no_file_outside_the_run_is_served(server: Server, tmp_path: Path) -> None:

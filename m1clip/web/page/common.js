@@ -15,7 +15,6 @@ function el(tag, attributes = {}, ...children) {
 }
 
 /* theme ------------------------------------------------------------------------------------------------------- */
-const THEMES = ["system", "light", "dark"];
 const system = matchMedia("(prefers-color-scheme: dark)");
 let theme = localStorage.getItem("m1clip-theme") || "system";
 function applyTheme() {
@@ -23,8 +22,10 @@ function applyTheme() {
   $("theme").textContent = `Theme: ${theme}`;
   document.dispatchEvent(new Event("themechange"));
 }
+/* After the theme of the system comes the other one, so that every first click changes something. */
 function nextTheme() {
-  theme = THEMES[(THEMES.indexOf(theme) + 1) % 3];
+  const themes = system.matches ? ["system", "light", "dark"] : ["system", "dark", "light"];
+  theme = themes[(themes.indexOf(theme) + 1) % 3];
   localStorage.setItem("m1clip-theme", theme);
   applyTheme();
 }

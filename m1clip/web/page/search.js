@@ -1,13 +1,16 @@
 "use strict";
 /* The page of search: the query, its results, the large view. Names from files are only ever set as text. */
 const EXAMPLES = ["two dogs on a beach", "children playing", "a sunset over water", "people at a table", "someone on a bicycle"];
-const PAGE = 60, MOST = 300, LIBRARY_MS = 2000;
+const PAGE = 60, MOST = 300, LIBRARY_MS = 2000, SLOW_MS = 300;
 const FIELDS = ["text", "since", "until", "under", "orientation"];
+const DATES = { since: "From", until: "To" };
 const state = {
   library: null, // the server's facts about the index; null until it answers
   like: null, // {id} or {upload, preview}: the image to search by
   count: PAGE, results: [], text: "", // what is shown
   duplicates: false, large: null, // whether groups are shown; the place of the photo in the large view
+  request: "", newest: false, // the request whose answer is shown; whether these are the newest photos
+  marked: false, stale: false, // marks since the last ranking; photos were indexed since
 };
 
 /* requests ---------------------------------------------------------------------------------------------------- */
@@ -18,20 +21,33 @@ async function ask(path, options) {
 }
 const send = (path, body) => ask(path, { method: "POST", body, headers: { "X-M1clip-Token": state.library?.token || "" } });
 
-/* One request at a time. What is typed meanwhile is sent after it, and the answer to an older query is dropped. */
-let wanted = 0, sent = 0;
+/* One request at a time. An answer is dropped if the query has changed meanwhile; the new query is sent after it. */
+let running = false, again = false;
 async function search() {
-  wanted += 1;
-  if (sent) return;
-  while (sent !== wanted) {
-    sent = wanted;
-    const found = await ask(state.duplicates ? "/api/duplicates" : `/api/search?${query()}`);
-    if (sent === wanted) show(found);
+  again = true;
+  if (running) return;
+  running = true;
+  while (again) {
+    again = false;
+    const path = request(), same = path === state.request;
+    if (!same && state.newest) status("Searching…");
+    const waiting = setTimeout(() => { if (!same) status("Searching…"); }, SLOW_MS);
+    const found = await ask(path);
+    clearTimeout(waiting);
+    if (path !== request()) continue;
+    if (same && holding()) { state.stale = true; continue; }
+    state.request = path;
+    show(found);
   }
-  sent = wanted = 0;
+  running = false;
 }
+const request = () => (state.duplicates ? "/api/duplicates" : `/api/search?${query()}`);
+/* Photos keep their places while one is viewed or marked: the next key is meant for the photo that is seen. */
+const holding = () => state.large !== null || state.marked;
+function refresh() { if (holding()) state.stale = true; else search(); }
 function query() {
-  const values = Object.fromEntries(FIELDS.map((id) => [id, $(id).value.trim()]).filter(([, value]) => value));
+  const usable = ([id, value]) => value && (!(id in DATES) || isDate(value));
+  const values = Object.fromEntries(FIELDS.map((id) => [id, $(id).value.trim()]).filter(usable));
   const like = state.like ? (state.like.upload ? { upload: state.like.upload } : { like: state.like.id }) : {};
   const kept = new URLSearchParams({ ...values, ...(like.like ? like : {}) });
   history.replaceState(null, "", kept.size ? `#${kept}` : location.pathname);
@@ -45,20 +61,24 @@ function show(found) {
   $("duplicates").setAttribute("aria-pressed", String(state.duplicates));
   $("clear").hidden = !(state.duplicates || state.like || FIELDS.some((id) => $(id).value));
   $("more").hidden = true;
-  if (found.error) { message(state.library ? "This did not work" : "No photos yet", found.error); fill([], []); status(""); return; }
+  if (found.error) { message(state.library ? "This did not work" : "No photos yet", found.error); fill([], []); status(""); state.newest = false; return; }
+  state.marked = state.stale = state.newest = false;
+  $("rerank").hidden = true;
   if (state.duplicates) { showGroups(found); return; }
   state.text = found.text;
+  state.newest = !found.asked;
   const matches = found.results.slice(0, found.matches), rest = found.results.slice(found.matches);
-  fill(matches, rest);
+  fill(matches, rest, found.wrong);
   const ranked = matches.length && matches[0].probability === null ? "nearest photo" : "photo"; // without a cut-off
   if (found.asked) status(`${plural(matches.length, ranked)} of ${count(found.searched)} in ${found.milliseconds} ms`);
   else status(found.results.length ? "Newest photos" : "");
   if (matches.length) message();
   else if (found.possible) message("No sure match", "These are the nearest photos.");
   else if (rest.length) message("Nothing here matches", "These are the nearest photos.");
+  else if (found.wrong.length) message("All photos are marked wrong", "Remove a mark with the same key or button.");
   else message("No photos", state.library?.images ? "No photo passes the filters." : "The index has no photos yet.");
   $("rest-head").hidden = !rest.length || !matches.length;
-  $("more").hidden = found.results.length < state.count || state.count >= MOST;
+  $("more").hidden = found.results.length + found.wrong.length < state.count || state.count >= MOST;
 }
 const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
 function status(words) { $("status").textContent = words; }
@@ -66,16 +86,27 @@ function message(head, words) {
   $("message").hidden = !head;
   if (head) { $("message-head").textContent = head; $("message-text").textContent = words; }
 }
-/* Tiles of the same photos are reused, so that nothing flickers while typing. */
-function fill(matches, rest) {
-  state.results = [...matches, ...rest];
+/* Tiles of the same photos are reused, so that nothing flickers while typing, and the focused one keeps the focus. */
+function fill(matches, rest, wrong = []) {
+  const viewed = state.large === null ? null : key(state.results[state.large]);
+  const focus = document.activeElement, focused = focus?.closest(".photo"), at = indexOf(focused);
+  state.results = [...matches, ...rest, ...wrong];
   const tiles = new Map([...document.querySelectorAll(".photo")].map((tile) => [tile.dataset.key, tile]));
   const place = (photo) => { const tile = tiles.get(key(photo)) || makeTile(photo); update(tile, photo); return tile; };
   $("matches").replaceChildren(...matches.map(place));
   $("rest").replaceChildren(...rest.map(place));
+  $("wrong").replaceChildren(...wrong.map(place));
   $("rest-head").hidden = true;
-  if (state.large !== null) state.results.length ? showLarge(Math.min(state.large, state.results.length - 1)) : $("large").close();
+  $("wrong-head").hidden = !wrong.length;
+  if (viewed !== null) {
+    const now = state.results.findIndex((photo) => key(photo) === viewed);
+    if (now >= 0) showLarge(now); else $("large").close();
+  } else if (focused) {
+    if (focused.isConnected) focus.focus({ preventScroll: true });
+    else (tileAt(Math.min(at, state.results.length - 1)) || $("text")).focus({ preventScroll: true });
+  }
 }
+const tileAt = (place) => document.querySelectorAll(".photo > button")[place];
 const key = (photo) => `${photo.id}-${photo.bytes}-${photo.taken || ""}`;
 const address = (photo, size) => `/photo${size}?id=${photo.id}&v=${encodeURIComponent(key(photo))}`;
 function makeTile(photo) {
@@ -122,11 +153,36 @@ function showGroups({ groups, total }) {
 }
 
 /* marks and similar ------------------------------------------------------------------------------------------- */
-async function mark(photo, good) {
+let sentMarks = Promise.resolve(); // one after the other, in the order of the keys
+function mark(photo, good) {
   if (!photo || !state.text || state.duplicates) return;
-  const body = JSON.stringify({ text: state.text, id: photo.id, good: photo.mark === good ? null : good });
-  const answer = await send("/api/mark", body);
-  if (answer.error) message("The mark was not stored", answer.error); else search();
+  const text = state.text, before = photo.mark, after = before === good ? null : good;
+  photo.mark = after;
+  state.marked = true;
+  draw(photo);
+  sentMarks = sentMarks.then(async () => {
+    const answer = await send("/api/mark", JSON.stringify({ text, id: photo.id, good: after }));
+    if (!answer.error) return;
+    if (photo.mark === after) photo.mark = before;
+    draw(photo);
+    message("The mark was not stored", answer.error);
+    $("large-error").textContent = `The mark was not stored: ${answer.error}`;
+  });
+}
+/* A photo whose mark has changed, at its place. */
+function draw(photo) {
+  const place = state.results.indexOf(photo), tile = document.querySelectorAll(".photo")[place];
+  if (tile) update(tile, photo);
+  if (state.large === place && place >= 0) showLarge(place);
+  $("rerank").hidden = !state.marked;
+}
+async function rerank() {
+  if (!state.marked || state.large !== null) return;
+  const focused = document.activeElement === $("rerank");
+  await sentMarks;
+  state.marked = false;
+  await search();
+  if (focused) (tileAt(0) || $("text")).focus();
 }
 function similar(photo) {
   if (!photo) return;
@@ -161,6 +217,7 @@ function showLarge(place) {
   const source = address(photo, "");
   if ($("large-image").getAttribute("src") !== source) $("large-image").src = source;
   $("large-image").alt = $("large-name").textContent = photo.path;
+  $("large-error").textContent = "";
   const facts = [photo.taken && photo.taken.replace("T", " "), `${photo.width} × ${photo.height}`, `${count(Math.ceil(photo.bytes / 1000))} kB`];
   if (photo.copies) facts.push(plural(photo.copies, "near-duplicate"));
   if (photo.score) facts.push(`similarity ${photo.score.toFixed(3)}`);
@@ -180,6 +237,7 @@ $("large").addEventListener("close", () => {
   state.large = null;
   $("large-image").removeAttribute("src");
   tile?.querySelector("button").focus();
+  if (state.stale) refresh();
 });
 $("large-image").addEventListener("click", () => $("large").close());
 $("previous").addEventListener("click", () => step(-1));
@@ -203,7 +261,7 @@ document.addEventListener("keydown", (event) => {
   if (typing(event)) return;
   const actions = {
     "/": () => { $("large").close(); $("text").focus(); $("text").select(); },
-    y: () => mark(current(), true), n: () => mark(current(), false), s: () => similar(current()),
+    y: () => mark(current(), true), n: () => mark(current(), false), s: () => similar(current()), r: rerank,
     ...(large ? { ArrowLeft: () => step(-1), ArrowRight: () => step(1), ArrowUp: () => step(-1), ArrowDown: () => step(1) } : {}),
     ...(large && !event.target.matches("button") ? { " ": () => $("large").close() } : {}),
   };
@@ -214,20 +272,33 @@ document.addEventListener("keydown", (event) => {
 /* the query --------------------------------------------------------------------------------------------------- */
 function clear() {
   for (const id of FIELDS) $(id).value = "";
+  checkDates();
   state.like = null;
   drawLike(); changed(); $("text").focus();
 }
 $("form").addEventListener("submit", (event) => { event.preventDefault(); changed(); });
 $("text").addEventListener("input", changed);
-for (const id of ["since", "until"]) {
-  $(id).addEventListener("input", () => {
-    const valid = /^(\d{4}(-\d\d(-\d\d)?)?)?$/.test($(id).value.trim());
-    $(id).setAttribute("aria-invalid", String(!valid));
-    if (valid) changed();
-  });
+function isDate(text) {
+  const found = /^(\d{4})(?:-(\d\d)(?:-(\d\d))?)?$/.exec(text);
+  if (!found || found[1] === "0000") return false;
+  const day = `${found[1]}-${found[2] || "01"}-${found[3] || "01"}`, time = Date.parse(day);
+  return !Number.isNaN(time) && new Date(time).toISOString().startsWith(day);
 }
+/* Says what is wrong with a date; such a one is not used. */
+function checkDates() {
+  const problems = [];
+  for (const [id, name] of Object.entries(DATES)) {
+    const value = $(id).value.trim(), valid = !value || isDate(value);
+    $(id).setAttribute("aria-invalid", String(!valid));
+    if (!valid) problems.push(`${name}: “${value}” is not a date yet. Write a year, month or day, such as 2024, 2024-05 or 2024-05-31.`);
+  }
+  $("date-error").textContent = problems.join(" ");
+  return problems.length === 0;
+}
+for (const id of Object.keys(DATES)) $(id).addEventListener("input", () => { if (checkDates()) changed(); });
 for (const id of ["under", "orientation"]) $(id).addEventListener("change", changed);
 $("clear").addEventListener("click", clear);
+$("rerank").addEventListener("click", rerank);
 $("more").addEventListener("click", () => { state.count = Math.min(MOST, state.count + 2 * PAGE); search(); });
 $("duplicates").addEventListener("click", () => {
   state.duplicates = !state.duplicates;
@@ -271,7 +342,7 @@ async function follow() {
     $("bar").style.width = `${(100 * done) / (total || 1)}%`;
     $("progress").setAttribute("aria-valuenow", String(Math.round((100 * done) / (total || 1))));
     $("indexing-text").textContent = `Indexing: ${count(done)} of ${count(total)} new photos. What is done can be searched.`;
-    if (before?.images !== library.images && !state.duplicates) search();
+    if (before?.images !== library.images && !state.duplicates) refresh();
   } else if (!before) {
     show(library);
   }
@@ -280,6 +351,7 @@ async function follow() {
 }
 const kept = new URLSearchParams(location.hash.slice(1));
 for (const id of FIELDS) $(id).value = kept.get(id) || "";
+checkDates();
 if (/^\d+$/.test(kept.get("like") || "")) state.like = { id: Number(kept.get("like")), preview: `/photo/small?id=${kept.get("like")}` };
 drawLike();
 follow();
