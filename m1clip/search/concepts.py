@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from m1clip.errors import UserError
+from m1clip.search.index import READ_SECONDS, IndexBusy, is_busy
 
 DATABASE = "concepts.sqlite"
 SCHEMA = """
@@ -36,10 +37,12 @@ class Concepts:
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         try:
-            with closing(sqlite3.connect(self.path, timeout=30)) as db, db:
+            with closing(sqlite3.connect(self.path, timeout=READ_SECONDS)) as db, db:
                 db.executescript(SCHEMA)
                 yield db
         except sqlite3.DatabaseError as error:
+            if is_busy(error):
+                raise IndexBusy(f"{self.path}: another program has locked it; try again later") from None
             raise UserError(f"{self.path}: cannot be used ({error}); restore it from a backup, or delete it") from None
 
     def add(self, name: str, examples: Sequence[tuple[bytes, np.ndarray]], good: bool = True) -> None:

@@ -3,9 +3,11 @@
 import hashlib
 import os
 import re
+import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -19,8 +21,23 @@ from m1clip.data.images import BadImage, FileImage
 from m1clip.errors import UserError
 from m1clip.io import PARTIAL, require
 from m1clip.search.concepts import Concepts, Examples, fit_concept, split_text
-from m1clip.search.index import connect, find_index, model_hash, model_stamp, root_of
-from m1clip.search.nearest import SAMPLE, mapped, nearest
+from m1clip.search.index import (
+    DATABASE,
+    READ_SECONDS,
+    IndexBusy,
+    committed_rows,
+    connect,
+    database_errors,
+    find_index,
+    is_busy,
+    model_hash,
+    model_stamp,
+    needs_rollback,
+    roll_back,
+    vectors_of,
+)
+from m1clip.search.nearest import SAMPLE, nearest
+from m1clip.search.vectors import Vectors
 
 # The probability of a match: a logistic function of the height of a score (constant, slope). Fitted on the validation
 # split of Flickr8k by benchmarks/search_cutoff.py, where a cut-off of 0.52 gives the most correct answers.
@@ -28,6 +45,7 @@ WEIGHTS = (-4.41, 0.553)
 CUTOFF = 0.5  # results below it do not count as matches
 UNSURE = 0.2  # results above it are listed if there is no match: on validation, half of the top results are correct
 NOT_WEIGHT = -0.5
+RETRY_SECONDS = 0.01  # between two attempts to read a database that is locked
 INDEXER_SECONDS = 60.0  # without news, after which an indexer was killed
 WEIGHTED = re.compile(r"(\d+(?:\.\d+)?)\*(.+)", re.DOTALL)
 DATE = re.compile(r"\d{4}(-\d\d(-\d\d)?)?")
@@ -122,67 +140,129 @@ class Index:
     """The index of a folder of photos, opened read-only.
 
     `Index("~/Pictures").search("two dogs on a beach")`; `m1clip.Index()` opens that of the current folder, or else the
-    newest. Safe to use from threads; a search sees what another process has indexed meanwhile.
+    newest. Safe to use from threads; a search sees what another process has indexed meanwhile with the same model.
     """
 
     def __init__(self, folder: str | Path | None = None, model: str | Path | None = None) -> None:
-        self.place = find_index(None if folder is None else Path(folder))
-        self._asked, self._lock = None if model is None else os.path.abspath(model), threading.RLock()
+        self.place, self.root = find_index(None if folder is None else Path(folder))
+        self._asked = None if model is None else os.path.abspath(model)
+        self._lock = threading.Lock()  # of the connection; never held while waiting for another process
+        self._encoder = threading.RLock()  # two encoders at once would only slow each other
+        self._file: Vectors | None = None
+        self._moments: tuple[int, Moments] | None = None  # (version, moments)
+        self.outdated = False  # another model was indexed since: open the index again to search its vectors
         self._db = connect(self.place)
-        self.root = root_of(self.place, self._db)
+        self._db.isolation_level = None
+        self._db.execute("PRAGMA busy_timeout = 0")  # `_reading` waits instead
         self.version = -1  # changes with the index
         self.refresh()
 
     def refresh(self) -> None:
         """Reload the index if it has changed; every search does this."""
-        with self._lock:
-            (version,) = self._db.execute("PRAGMA data_version").fetchone()
-            if version == self.version:
-                return
-            columns = "SELECT id, path, hash, stamp, dim, vectors FROM models WHERE vectors IS NOT NULL"
-            only = (None,) if self._asked is None else tuple(self._asked + end for end in ("", "/best", "/model"))
-            sets = self._db.execute(f"{columns} ORDER BY used DESC").fetchall()
-            found = next((each for each in sets if only == (None,) or each[1] in only), None)
-            if found is None:
-                what = f"has no vectors of {self._asked}" if self._asked else "is empty"
-                raise UserError(f"{self.root}: the index {what}; run m1clip index {self.root}")
-            self.set_id, self.model_path, self._hash, self._stamp, self.dim, name = found
-            self.vectors = mapped(self.place / name, self.dim)  # (rows, dim) float16
-            self.__dict__.pop("moments", None)
-            self.version = version
+        with self._reading():
+            pass
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        """One state of the database, with the vectors that belong to it: an indexer commits before or after it.
+
+        While another process has locked the database, other threads are not blocked; IndexBusy after some seconds.
+        """
+        deadline = time.monotonic() + READ_SECONDS
+        while True:
+            with self._lock, database_errors(self.place / DATABASE):
+                if self._begin(last=time.monotonic() >= deadline):
+                    try:
+                        self._load(self._db)
+                        yield self._db
+                    finally:
+                        self._db.execute("ROLLBACK")
+                    return
+            time.sleep(RETRY_SECONDS)
+
+    def _begin(self, last: bool) -> bool:
+        """Begin to read; False if the database is locked, which is an error the last time."""
+        self._db.execute("BEGIN")
+        try:
+            self._db.execute("SELECT 1 FROM about").fetchone()  # takes the lock
+        except sqlite3.Error as error:
+            self._db.execute("ROLLBACK")
+            if last or not (is_busy(error) or needs_rollback(error)):
+                raise
+            if needs_rollback(error):
+                with suppress(IndexBusy):
+                    roll_back(self.place, seconds=0.0)
+            return False
+        return True
+
+    def _load(self, db: sqlite3.Connection) -> None:
+        """Read the committed vectors, if the database has changed; the first time, choose the model."""
+        (version,) = db.execute("PRAGMA data_version").fetchone()
+        if version == self.version:
+            return
+        columns = "SELECT id, path, hash, stamp FROM models WHERE generation IS NOT NULL"
+        only = (None,) if self._asked is None else tuple(self._asked + end for end in ("", "/best", "/model"))
+        sets = db.execute(f"{columns} ORDER BY used DESC").fetchall()
+        found = next((each for each in sets if only == (None,) or each[1] in only), None)
+        if found is None:
+            what = f"has no vectors of {self._asked}" if self._asked else "is empty"
+            raise UserError(f"{self.root}: the index {what}; run m1clip index {self.root}")
+        if self._file is None:
+            self.set_id = int(found[0])
+            self.model_path, self.model_sha256, self._stamp = map(str, found[1:])
+        self.outdated = found[0] != self.set_id
+        file = vectors_of(db, self.place, self.root, self.set_id)
+        if file is None or (self._file is not None and self._file.dim != file.dim):
+            raise UserError(f"{self.place / DATABASE}: was replaced while it was open; open it again")
+        if self._file is not None and self._file.key == file.key:
+            file = self._file  # only its new rows are read
+        with file.open() as opened:
+            self.vectors = file.read(opened, committed_rows(db, self.set_id))  # (rows, dim) float16
+        self._file = file
+        self.dim = file.dim
+        self.version = version
 
     def progress(self) -> tuple[int, int] | None:
         """(done, total) images of an indexer that is running now."""
-        with self._lock:
-            found = self._db.execute("SELECT value FROM about WHERE name = 'progress'").fetchone()
-        done, total, at = found[0].split() if found else ("0", "0", "0")
-        return (int(done), int(total)) if done != total and time.time() - float(at) < INDEXER_SECONDS else None
+        with self._reading() as db:
+            found = db.execute("SELECT value FROM about WHERE name = 'progress'").fetchone()
+        try:
+            done, total, at = str(found[0]).split() if found else ("0", "0", "0")
+            running = done != total and time.time() - float(at) < INDEXER_SECONDS
+            return (int(done), int(total)) if running else None
+        except ValueError:  # not written by m1clip
+            return None
 
     def folders(self) -> list[str]:
         """Folders that contain indexed images, relative to the folder of photos."""
-        with self._lock:
-            paths = self._db.execute(f"SELECT path {LIVE}", (self.set_id,))
+        with self._reading() as db:
+            paths = db.execute(f"SELECT path {LIVE}", (self.set_id,))
             found = {os.fsdecode(os.path.dirname(path)) for (path,) in paths}
         above = {str(each) for folder in found for each in PurePosixPath(folder).parents}
         return sorted((found | above) - {"", "."})
 
     def __len__(self) -> int:
-        with self._lock:
-            return int(self._db.execute(f"SELECT count(*) {LIVE}", (self.set_id,)).fetchone()[0])
+        with self._reading() as db:
+            return int(db.execute(f"SELECT count(*) {LIVE}", (self.set_id,)).fetchone()[0])
 
     @cached_property
     def model(self) -> Any:
         """The model of the vectors; UserError if it has changed since."""
-        if model_stamp(self.model_path) != self._stamp and model_hash(self.model_path) != self._hash:
+        if model_stamp(self.model_path) != self._stamp and model_hash(self.model_path) != self.model_sha256:
             raise UserError(f"{self.model_path}: the model has changed since; run m1clip index {self.root}")
         return m1clip.load(self.model_path)
 
-    @cached_property
+    @property
     def moments(self) -> Moments:
         """((dim,) mean, (dim, dim) covariance) of the vectors, from a sample."""
+        version, known = self.version, self._moments
+        if known is not None and known[0] == version:
+            return known[1]
         sample = self.vectors[:: -(-len(self.vectors) // SAMPLE)].astype(np.float32)
         mean = sample.mean(axis=0)
-        return mean, (sample - mean).T @ (sample - mean) / len(sample)
+        moments = mean, (sample - mean).T @ (sample - mean) / len(sample)
+        self._moments = version, moments
+        return moments
 
     def search(
         self,
@@ -206,30 +286,37 @@ class Index:
         single = len(texts) == 1 and not like and not exclude  # only single texts without taught words are calibrated
         calibrated = single and not split_text(texts[0], list(examples))[0]
         filtered = (where or Filter()).sql()
-        with self._lock:
+        with self._reading():
             rows = self._rows(filtered) if filtered[0] else None
             total = len(self.vectors) if rows is None else len(rows)
             wanted = min(total, k + k // 4 + 8)  # some are near-duplicates, or of files that are gone
             while True:
-                chosen, scores = nearest(self.vectors, query, wanted, rows)
+                chosen, scores = self._nearest(query, wanted, rows)
                 chance = probabilities(height(scores, query, self.moments)) if calibrated else None
                 results = self._results(chosen, scores, chance, filtered, collapse)[:k]
                 if len(results) == k or wanted == total:
                     return Results(results, total)
                 wanted = min(total, 4 * wanted)
 
+    def _nearest(self, query: np.ndarray, count: int, rows: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """`nearest` of the vectors; UserError if the file has been damaged."""
+        try:
+            return nearest(self.vectors, query, count, rows)
+        except FloatingPointError:
+            path = self._file.path if self._file else self.place
+            raise UserError(f"{path}: damaged (not finite); delete it and run m1clip index {self.root}") from None
+
     def newest(self, k: int = 20, where: Filter | None = None) -> Results:
         """The k images taken last."""
-        self.refresh()
         filtered = (where or Filter()).sql()
-        with self._lock:
+        with self._reading():
             rows = self._rows(filtered, f"GROUP BY row ORDER BY max({TAKEN}) DESC, row LIMIT ?", k)
             return Results(self._results(rows, np.zeros(len(rows)), None, filtered, True), len(rows))
 
     def _rows(self, filtered: Condition, end: str = "GROUP BY row", *values: Any) -> np.ndarray:
         """(n,) the rows of the images that pass a filter."""
         found = self._db.execute(f"SELECT row {LIVE}{filtered[0]} {end}", (self.set_id, *filtered[1], *values))
-        return np.array([row for (row,) in found if row < len(self.vectors)], np.int64)
+        return np.array([row for (row,) in found if 0 <= row < len(self.vectors)], np.int64)
 
     def _results(
         self, rows: np.ndarray, scores: np.ndarray, chance: np.ndarray | None, filtered: Condition, collapse: bool
@@ -252,14 +339,15 @@ class Index:
     def export(self, path: Path) -> int:
         """Write a Parquet file for a vector database (path, sha256, taken, width, height, vector); returns its rows."""
         pa, pq = require("pyarrow", "--export"), require("pyarrow.parquet", "--export")
-        with self._lock:
+        with self._reading() as db:
             columns = f"SELECT path, sha256, {TAKEN}, width, height, row {LIVE} ORDER BY path"
-            found = self._db.execute(columns, (self.set_id,)).fetchall()
+            found = db.execute(columns, (self.set_id,)).fetchall()
+            stored = self.vectors  # a later state of the index may have other rows
         if not found:
             raise UserError(f"{self.root}: no image is left in the indexed folder")
         *facts, rows = zip(*found, strict=True)
         names = pa.array([os.fsdecode(name).encode("utf-8", "replace").decode() for name in facts[0]])
-        flat = pa.array(self.vectors[list(rows)].astype(np.float32).ravel())
+        flat = pa.array(stored[list(rows)].astype(np.float32).ravel())
         vectors = pa.FixedSizeListArray.from_arrays(flat, self.dim)
         arrays = [names, *(pa.array(each) for each in facts[1:]), vectors]
         partial = path.with_name(path.name + PARTIAL)
@@ -273,8 +361,8 @@ class Index:
         The best has the most pixels, then the most bytes, then the shortest path.
         """
         query = "SELECT files.id, path, width, height, bytes, sha256, look, thumb FROM files "
-        with self._lock:
-            files = self._db.execute(query + "JOIN images ON images.id = image ORDER BY path").fetchall()
+        with self._reading() as db:
+            files = db.execute(query + "JOIN images ON images.id = image ORDER BY path").fetchall()
         groups = []
         for members in look_groups([file[-2:] for file in files]):
             group = sorted((files[at] for at in members), key=lambda file: (-file[2] * file[3], -file[4], len(file[1])))
@@ -283,19 +371,24 @@ class Index:
 
     def file(self, id_: int) -> Path:
         """The path of a result; UserError if it is not in the index."""
-        return self.root / os.fsdecode(self._entry(id_)[0])
+        return self.root / self._entry(id_)[0]
 
-    def _entry(self, id_: int) -> tuple[bytes, bytes, int | None]:
-        """(path, sha256, row of the vector) of a result; UserError if it is not in the index."""
+    def _entry(self, id_: int) -> tuple[str, bytes, np.ndarray | None]:
+        """(path in the folder of photos, sha256, vector) of a result; UserError if it is not in the index."""
         query = (
             "SELECT path, sha256, row FROM files JOIN images ON images.id = files.image "
             "LEFT JOIN vectors ON vectors.image = files.image AND model = ? WHERE files.id = ?"
         )
-        with self._lock:
-            found = self._db.execute(query, (self.set_id, id_)).fetchone()
-        if found is None:
-            raise UserError(f"image {id_}: no longer in the index")
-        return found[0], bytes(found[1]), found[2]
+        with self._reading() as db:
+            found = db.execute(query, (self.set_id, id_)).fetchone()
+            if found is None:
+                raise UserError(f"image {id_}: no longer in the index")
+            name, digest, row = found
+            vector = None if row is None else self.vectors[row].astype(np.float32)
+        path = os.fsdecode(name)
+        if os.path.isabs(path) or ".." in path.split(os.sep) or not isinstance(digest, bytes):
+            raise UserError(f"image {id_}: not a file of {self.root}; the index was not written by m1clip")
+        return path, digest, vector
 
     def _parts(
         self, text: Any, like: Iterable[Any], exclude: Sequence[str], examples: Mapping[str, Examples]
@@ -303,11 +396,13 @@ class Index:
         """(weight, unit vector) of each part of a query."""
         weights = {text: 1.0} if isinstance(text, str) else dict(text if isinstance(text, Mapping) else _ones(text))
         weights |= dict.fromkeys(exclude, NOT_WEIGHT)
-        parts = [(1.0, self._image_vector(image)) for image in like]
+        parts = [(1.0, self.image_vector(image)) for image in like]
         for phrase, weight in weights.items():
             names, rest = split_text(phrase, list(examples))
             texts = [*names, *([rest] if rest or not names else [])]
-            vectors = dict(zip(texts, np.asarray(self.model.encode_text(texts), np.float32), strict=True))
+            with self._encoder:
+                encoded = np.asarray(self.model.encode_text(texts), np.float32)
+            vectors = dict(zip(texts, encoded, strict=True))
             parts += [(weight, fit_concept(*examples[name], self.moments, vectors[name])[0]) for name in names]
             parts += [(weight, vectors[rest])] if rest or not names else []
         if not parts:
@@ -316,7 +411,7 @@ class Index:
 
     @property
     def concepts(self) -> Concepts:
-        return Concepts(self.place, self._hash)
+        return Concepts(self.place, self.model_sha256)
 
     def teach(self, name: str, images: Sequence[str | Path | int], good: bool = True) -> None:
         """Add images (paths or ids) as examples of a word, or as wrong ones; a search finds the word by them."""
@@ -329,7 +424,7 @@ class Index:
                     digest = hashlib.sha256(FileImage(str(image)).read()).digest()
                 except BadImage as error:
                     raise UserError(str(error)) from None
-            examples.append((digest, self._image_vector(image)))
+            examples.append((digest, self.image_vector(image)))
         self.concepts.add(name, examples, good)
 
     def mark(self, text: str, id_: int, good: bool | None) -> None:
@@ -346,9 +441,9 @@ class Index:
 
     def captions(self) -> list[tuple[str, str]]:
         """(path, word) of the right examples and marks of all words, for `m1clip train`; of indexed images only."""
-        with self._lock:
+        with self._reading() as db:
             paths = dict(
-                self._db.execute("SELECT sha256, min(path) FROM files JOIN images ON images.id = image GROUP BY 1")
+                db.execute("SELECT sha256, min(path) FROM files JOIN images ON images.id = image GROUP BY 1")
             )
         found = ((paths.get(digest), name) for name, digest, _, good in self.concepts.rows() if good)
         return [(str(self.root / os.fsdecode(path)), name) for path, name in found if path is not None]
@@ -357,16 +452,20 @@ class Index:
         """The hash of a result's content; UserError if it is not in the index."""
         return self._entry(id_)[1]
 
-    def _image_vector(self, image: Any) -> np.ndarray:
+    def image_vector(self, image: Any) -> np.ndarray:
+        """(dim,) unit vector of an image: a path, a PIL image, its vector, or the id of a result."""
         if isinstance(image, np.ndarray) and image.ndim == 1:
+            if len(image) != self.dim:
+                raise UserError(f"a vector of {len(image)} values; those of the index have {self.dim}")
             return image
-        if isinstance(image, int):
-            path, _, row = self._entry(image)
-            if row is not None:
-                return self.vectors[row].astype(np.float32)
-            image = self.root / os.fsdecode(path)
         try:
-            return np.asarray(self.model.encode_image(image), np.float32)[0]
+            if isinstance(image, int):
+                path, _, vector = self._entry(image)
+                if vector is not None:
+                    return vector
+                image = FileImage(str(self.root / path), inside=str(self.root)).open()
+            with self._encoder:
+                return np.asarray(self.model.encode_image(image), np.float32)[0]
         except BadImage as error:
             raise UserError(str(error)) from None
 

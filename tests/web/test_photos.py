@@ -128,7 +128,7 @@ def test_thumbnails_of_deleted_images_are_deleted(server: Server, library: Path)
 
 def test_thumbnail_is_that_of_the_indexed_content_and_no_link(server: Server, library: Path) -> None:
     path, number = library / "b/0001.jpg", ids(server)["b/0001.jpg"]
-    original, cached = path.read_bytes(), thumbnail(library / ".m1clip-index", Index(library).sha256(number))
+    original, cached = path.read_bytes(), library / ".m1clip-index" / thumbnail(Index(library).sha256(number))
     try:
         path.write_bytes((library.parent / "secret.jpg").read_bytes())
         assert ask(server, f"/photo/small?id={number}")[0] == 200
