@@ -202,17 +202,18 @@ def _as_link_error(error: OSError, folder: str | Path, name: str) -> OSError:
 
 
 def _open_and_compare(folder: Path, parts: list[str], flags: int, make_folders: bool) -> int:
-    """Do what `open_beneath` does where a system has no folder descriptors: open, then compare with each lstat."""
+    """Do what `open_beneath` does where a system has no folder descriptors: look for links before and after opening."""
     path = folder.joinpath(*parts)
+    paths = [folder.joinpath(*parts[:count]) for count in range(1, len(parts) + 1)]
+    error = OSError(errno.EPERM, f"a link in {folder}", str(path))
+    if any(each.is_symlink() for each in paths):
+        raise error
     if make_folders:
         path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_symlink():  # nothing may be created where it points to
-        raise OSError(errno.EPERM, f"a link in {folder}", str(path))
     handle = os.open(path, flags, 0o644)
-    above = [folder.joinpath(*parts[:count]) for count in range(1, len(parts))]
-    if any(each.is_symlink() for each in above) or not os.path.samestat(os.fstat(handle), os.lstat(path)):
+    if any(each.is_symlink() for each in paths) or not os.path.samestat(os.fstat(handle), os.lstat(path)):
         os.close(handle)
-        raise OSError(errno.EPERM, f"a link in {folder}", str(path))
+        raise error
     return handle
 
 
@@ -237,15 +238,13 @@ def _regular(handle: int, path: str | Path) -> BinaryIO:
 
 def _open_inside(path: str | Path, inside: str | Path, flags: int) -> int:
     """Open a file by its real path in a folder, so that a link that appears after the check is not followed."""
-    # realpath, as Path.resolve raises RuntimeError for a link to itself; opening it is an OSError.
+    # realpath, as Path.resolve raises RuntimeError for a link to itself.
     folder = os.path.realpath(inside)
     real = Path(os.path.realpath(path))
     if not real.is_relative_to(folder):
         raise OSError(errno.EPERM, f"a link out of {inside}", str(path))
     if real == Path(folder):
         return os.open(folder, flags)
-    if os.path.islink(real):  # a link to itself
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     return open_beneath(folder, str(real.relative_to(folder)), flags)
 
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from m1clip.errors import UserError
-from m1clip.search.index import READ_SECONDS, IndexBusy, is_busy
+from m1clip.search.index import CONCEPTS, READ_SECONDS, IndexBusy, is_busy
 
-DATABASE = "concepts.sqlite"
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS examples (name TEXT, sha256 BLOB, model TEXT, vector BLOB, good INTEGER, time REAL,
   PRIMARY KEY (name, sha256, model));
@@ -32,7 +31,7 @@ class Concepts:
     """The taught words of an index, for one model (its hash)."""
 
     def __init__(self, place: Path, model: str) -> None:
-        self.path, self.model = place / DATABASE, model
+        self.path, self.model = place / CONCEPTS, model
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:

@@ -38,6 +38,7 @@ from m1clip.io import first_writable, open_regular, read_small, require, unlink_
 from m1clip.search import vectors
 
 FOLDER, DATABASE, LOCK, THUMBNAILS = ".m1clip-index", "index.sqlite", "lock", "thumbnails"
+CONCEPTS = "concepts.sqlite"  # taught words: user data, which stays if the index is made again
 LAST = "last-folder"  # in the data folder of the user
 FORMAT = 2
 BATCH = 64  # images encoded together
@@ -145,8 +146,8 @@ def check_place(place: Path) -> None:
                 raise UserError(f"{entry.path}: is a symbolic link, and {problem}")
             if not entry.is_file() and not entry.is_dir():
                 raise UserError(f"{entry.path}: is a pipe or device; delete it")
-    for journal in place.glob("*-journal"):
-        _check_journal(journal)
+    for name in (DATABASE, CONCEPTS):
+        _check_journal(place / f"{name}-journal")
 
 
 def _check_journal(path: Path) -> None:
@@ -427,9 +428,7 @@ def update_index(
 
 
 def _update(db: sqlite3.Connection, root: Path, asked: str | None, report: Report, progress: Progress) -> None:
-    db.executemany(
-        "INSERT OR REPLACE INTO about VALUES (?, ?)", [("format", FORMAT), ("version", m1clip.__version__)]
-    )
+    db.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", [("format", FORMAT), ("version", m1clip.__version__)])
     set_id, path = _choose_model(db, asked)
     db.commit()
     _drop_lost_rows(db, report.place, root, set_id)

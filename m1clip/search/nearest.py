@@ -21,8 +21,9 @@ def nearest(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(rows, scores) with the largest products with a query in float64, the largest first; ties by row.
 
-    Raises FloatingPointError for products that are not finite. A fast pass computes every product up to a known error e. The row with the count-th largest fast score c has a true
+    A fast pass computes every product up to a known error e. The row with the count-th largest fast score c has a true
     score of at least c - e, so each of the true nearest has a fast score of at least c - 2 e; these rows are rescored.
+    Raises FloatingPointError for products that are not finite.
     """
     count = min(count, len(vectors) if rows is None else len(rows))
     if count == 0:

@@ -442,9 +442,7 @@ class Index:
     def captions(self) -> list[tuple[str, str]]:
         """(path, word) of the right examples and marks of all words, for `m1clip train`; of indexed images only."""
         with self._reading() as db:
-            paths = dict(
-                db.execute("SELECT sha256, min(path) FROM files JOIN images ON images.id = image GROUP BY 1")
-            )
+            paths = dict(db.execute("SELECT sha256, min(path) FROM files JOIN images ON images.id = image GROUP BY 1"))
         found = ((paths.get(digest), name) for name, digest, _, good in self.concepts.rows() if good)
         return [(str(self.root / os.fsdecode(path)), name) for path, name in found if path is not None]
 
