@@ -190,7 +190,8 @@ def connect(place: Path, write: bool = False) -> sqlite3.Connection:
         if facts.get("format", FORMAT) != FORMAT:
             version = one_line(str(facts.get("version")))
             raise UserError(f"{path}: written by another version of m1clip ({version}); {_hint(path)}")
-        if sorted(sql for (sql,) in db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")) != _statements():
+        stored = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT LIKE 'sqlite~_%' ESCAPE '~'"
+        if sorted(sql for (sql,) in db.execute(stored)) != _statements():
             raise UserError(f"{path}: not a valid index (other tables than m1clip's); {_hint(path)}")
     return db
 
