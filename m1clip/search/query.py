@@ -148,6 +148,7 @@ class Index:
         self._asked = None if model is None else os.path.abspath(model)
         self._lock = threading.Lock()  # of the connection; never held while waiting for another process
         self._encoder = threading.RLock()  # two encoders at once would only slow each other
+        self.set_id = 0  # of the model's vectors, once it is chosen
         self._file: Vectors | None = None
         self._moments: tuple[int, Moments] | None = None  # (version, moments)
         self.outdated = False  # another model was indexed since: open the index again to search its vectors
@@ -204,20 +205,22 @@ class Index:
         only = (None,) if self._asked is None else tuple(self._asked + end for end in ("", "/best", "/model"))
         sets = db.execute(f"{columns} ORDER BY used DESC").fetchall()
         found = next((each for each in sets if only == (None,) or each[1] in only), None)
-        if found is None:
+        set_id = self.set_id or (found[0] if found else 0)
+        rows = committed_rows(db, set_id)
+        if found is None or rows == 0:
             what = f"has no vectors of {self._asked}" if self._asked else "is empty"
             raise UserError(f"{self.root}: the index {what}; run m1clip index {self.root}")
         if self._file is None:
-            self.set_id = int(found[0])
+            self.set_id = set_id
             self.model_path, self.model_sha256, self._stamp = map(str, found[1:])
-        self.outdated = found[0] != self.set_id
-        file = vectors_of(db, self.place, self.root, self.set_id)
+        self.outdated = found[0] != set_id
+        file = vectors_of(db, self.place, self.root, set_id)
         if file is None or (self._file is not None and self._file.dim != file.dim):
             raise UserError(f"{self.place / DATABASE}: was replaced while it was open; open it again")
         if self._file is not None and self._file.key == file.key:
             file = self._file  # only its new rows are read
         with file.open() as opened:
-            self.vectors = file.read(opened, committed_rows(db, self.set_id))  # (rows, dim) float16
+            self.vectors = file.read(opened, rows)  # (rows, dim) float16
         self._file = file
         self.dim = file.dim
         self.version = version

@@ -67,6 +67,7 @@ class Photos:
             if index is None or not self._is_current(index):
                 index = Index(self._folder, self._model)
                 self._inode = _inode(index.place)
+                self._folders = (-1, [], 0)  # its versions may be those of the index before it
                 self._index = index
             return index
         finally:

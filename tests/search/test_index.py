@@ -345,7 +345,9 @@ def test_index_without_vectors_is_reported_in_one_line(
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         assert "m1clip index" in error
-    answer = Photos(photos).get("/api/library", {})
+    served = Photos(photos)
+    served.warm_up()  # in a thread: prints nothing
+    answer = served.get("/api/library", {})
     assert answer is not None
     assert (answer[0], b"m1clip index" in answer[2]) == (400, True)
     assert update_index(photos, model).indexed == 1
@@ -383,6 +385,20 @@ def test_damaged_vectors_are_reported_with_a_hint_and_restored(
     close(report.place, fresh(photos, model))
     for index in (opened, m1clip.Index(photos)):
         assert index.search("a dog").searched == 6
+
+
+def test_index_that_has_lost_all_vectors_is_empty_until_they_are_restored(model: Path, tmp_path: Path) -> None:
+    photos = make_photos(tmp_path / "photos", 3)
+    place = update_index(photos, model).place
+    opened = m1clip.Index(photos)
+    os.truncate(the_file(place), 0)
+    with contextlib.closing(module.connect(place, write=True)) as db:
+        module._drop_lost_rows(db, place, photos, 1)  # then the indexer is killed
+    for call in (lambda: m1clip.Index(photos), lambda: opened.search(["a", "b"])):
+        with pytest.raises(UserError, match="is empty; run m1clip index"):
+            call()
+    assert update_index(photos).added == 3
+    assert opened.search(["a", "b"]).searched == 3
 
 
 def kill_at(point: str) -> None:
@@ -524,14 +540,17 @@ def test_index_keeps_its_model_until_it_is_opened_again(model: Path, tmp_path: P
     photos = make_photos(tmp_path / "photos", 4)
     update_index(photos, model)
     served = Photos(photos)
-    assert served.get("/api/search", {"text": "dog"})[0] == 200  # type: ignore[index]
+    assert json.loads(served.get("/api/library", {})[2])["images"] == 4  # type: ignore[index]
     opened = m1clip.Index(photos)
     update_index(photos, save_model(tmp_path / "other", embed_dim=24))
     assert len(opened.search("a dog").nearest) == 4
     assert (opened.dim, opened.outdated, m1clip.Index(photos).dim) == (16, True, 24)
+    (photos / "a/0000.jpg").unlink()
+    update_index(photos)
     for _ in range(2):  # the first finds that it is outdated
         assert served.get("/api/search", {"text": "dog"})[0] == 200  # type: ignore[index]
-    assert json.loads(served.get("/api/library", {})[2])["model"] == "other"  # type: ignore[index]
+    facts = json.loads(served.get("/api/library", {})[2])  # type: ignore[index]
+    assert (facts["model"], facts["images"]) == ("other", 3)
 
 
 # An index from a stranger
