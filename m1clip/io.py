@@ -107,10 +107,10 @@ CAN_OPEN_BENEATH = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW")
 
 
 def open_beneath(folder: str | Path, name: str, flags: int, make_folders: bool = False) -> int:
-    """Open a file below a folder without following any link; OSError (EPERM) for a link or a path that leads out.
+    """Open a file below a folder without following any link; OSError (EPERM) for one.
 
-    Each part of the name is opened relative to the folder before it, so that no part can be replaced by a link between
-    a check and its use. The folder itself may be reached through links.
+    Each part of the name is opened relative to the folder before it, so that no part can be
+    replaced by a link between a check and its use. The folder itself may be reached through links.
     """
     parts = _safe_parts(name, folder)
     flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
@@ -125,9 +125,13 @@ def open_beneath(folder: str | Path, name: str, flags: int, make_folders: bool =
 
 
 def write_beneath(folder: str | Path, name: str, data: bytes) -> None:
-    """Replace a file below a folder atomically, without following any link; makes the folders of its name."""
+    """Replace a file below a folder atomically, without following any link.
+
+    The folders in its name are created.
+    """
     temporary = f"{name}.{os.getpid()}-{threading.get_ident()}{PARTIAL}"
-    handle = open_beneath(folder, temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, make_folders=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    handle = open_beneath(folder, temporary, flags, make_folders=True)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -202,7 +206,7 @@ def _as_link_error(error: OSError, folder: str | Path, name: str) -> OSError:
 
 
 def _open_and_compare(folder: Path, parts: list[str], flags: int, make_folders: bool) -> int:
-    """Do what `open_beneath` does where a system has no folder descriptors: look for links before and after opening."""
+    """Look for links before and after opening a file, where a system has no folder descriptors."""
     path = folder.joinpath(*parts)
     paths = [folder.joinpath(*parts[:count]) for count in range(1, len(parts) + 1)]
     error = OSError(errno.EPERM, f"a link in {folder}", str(path))
@@ -211,7 +215,8 @@ def _open_and_compare(folder: Path, parts: list[str], flags: int, make_folders: 
     if make_folders:
         path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, flags, 0o644)
-    if any(each.is_symlink() for each in paths) or not os.path.samestat(os.fstat(handle), os.lstat(path)):
+    is_same = os.path.samestat(os.fstat(handle), os.lstat(path))
+    if any(each.is_symlink() for each in paths) or not is_same:
         os.close(handle)
         raise error
     return handle
@@ -237,7 +242,7 @@ def _regular(handle: int, path: str | Path) -> BinaryIO:
 
 
 def _open_inside(path: str | Path, inside: str | Path, flags: int) -> int:
-    """Open a file by its real path in a folder, so that a link that appears after the check is not followed."""
+    """Open a file by its real path in a folder: a link that appears after the check is not followed."""
     # realpath, as Path.resolve raises RuntimeError for a link to itself.
     folder = os.path.realpath(inside)
     real = Path(os.path.realpath(path))

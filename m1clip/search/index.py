@@ -1,10 +1,12 @@
-"""Index a folder of photos: SQLite for files and facts, and for each model a file of float16 vectors.
+"""Index a folder of photos: SQLite for files and facts, and a file of float16 vectors per model.
 
-Vectors belong to the content of a file (sha256), so a moved or renamed file keeps its vector. A vector is on disk
-before the row that refers to it is committed: after a kill, the next call overwrites what is not committed.
+Vectors belong to the content of a file (sha256), so a moved or renamed file keeps its vector. A
+vector is on disk before the row that refers to it is committed: after a kill, the next call
+overwrites what is not committed.
 
-An index may come from a stranger. It contains no path that m1clip writes to: the folder of photos is the one that
-contains the index, files of vectors have numbers, thumbnails are named after content, and links are rejected.
+An index may come from a stranger. It contains no path that m1clip writes to: the folder of photos
+is the one that contains the index, files of vectors have numbers, thumbnails are named after
+content, and links are rejected.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ MODEL_FILES = ("config.json", "open_clip_config.json", "preprocess.json")  # one
 TEMPORARY = ("missing", "no-decoder", "unreadable")  # problems that may be gone next time, though the file is the same
 WRITE_SECONDS = 30.0  # to wait for another process that uses the database
 READ_SECONDS = 5.0
-SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")  # ends a journal that names another file, which SQLite deletes
+# The end of a journal that names another file, which SQLite deletes.
+SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
 SCHEMA = """
 CREATE TABLE about (name TEXT PRIMARY KEY, value);
 CREATE TABLE models (id INTEGER PRIMARY KEY, hash TEXT UNIQUE, path TEXT, stamp TEXT, dim INTEGER, generation INTEGER,
@@ -97,8 +100,9 @@ class IndexBusy(UserError):
 def find_index(folder: Path | None = None) -> tuple[Path, Path]:
     """(folder of the index, folder of its photos) of a folder or of one above it.
 
-    By default that of the current folder, or else of the one indexed last. An index of another user is opened only if
-    its own folder is named: in a shared folder, anyone could put one above the photos of others.
+    By default that of the current folder, or else of the one indexed last. An index of another user
+    is opened only if its own folder is named: in a shared folder, anyone could put one above the
+    photos of others.
     """
     foreign: list[Path] = []
     for start in [folder] if folder is not None else [Path(), *_last_folder()]:
@@ -117,8 +121,8 @@ def find_index(folder: Path | None = None) -> tuple[Path, Path]:
     name = f"{folder or 'this folder'}"
     if foreign:
         raise UserError(
-            f"{name}: not indexed yet (the index in {foreign[0]} belongs to another user; name that folder to use it); "
-            f"run: m1clip index {folder or 'FOLDER'}"
+            f"{name}: not indexed yet (the index in {foreign[0]} belongs to another user; "
+            f"name that folder to use it); run: m1clip index {folder or 'FOLDER'}"
         )
     raise UserError(f"{name}: not indexed yet; run: m1clip index {folder or 'FOLDER'}")
 
@@ -134,7 +138,7 @@ def is_own(place: Path) -> bool:
 
 
 def check_place(place: Path) -> None:
-    """Raise UserError if an index folder or something in it is a link, which could point anywhere."""
+    """Raise UserError if an index folder or something in it is a link: it could point anywhere."""
     problem = "m1clip does not read or write an index through links; delete it"
     if place.is_symlink():
         raise UserError(f"{place}: is a symbolic link, and {problem}")
@@ -151,11 +155,11 @@ def check_place(place: Path) -> None:
 
 
 def _check_journal(path: Path) -> None:
-    """Raise UserError for a journal with the name of another file: SQLite would delete that file, wherever it is."""
+    """Raise UserError for a journal with the name of another file, which SQLite would delete."""
     with contextlib.suppress(FileNotFoundError), open_regular(path, inside=path.parent) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - len(SUPER_JOURNAL)))
         if file.read() == SUPER_JOURNAL:
-            raise UserError(f"{path}: was not written by m1clip; delete {path.parent} and run m1clip index again")
+            raise UserError(f"{path}: was not written by m1clip; delete it")
 
 
 def _last_folder() -> list[Path]:
@@ -222,7 +226,7 @@ def database_errors(path: Path) -> Iterator[None]:
 
 
 def needs_rollback(error: sqlite3.Error) -> bool:
-    """Whether a process was killed in the middle of a commit, which a read-only connection cannot undo."""
+    """Whether a process was killed during a commit, which a read-only connection cannot undo."""
     code = getattr(error, "sqlite_errorcode", None)
     return code is not None and code & 0xFF == sqlite3.SQLITE_READONLY
 
@@ -572,26 +576,27 @@ class _Writer:
 
 
 def committed_rows(db: sqlite3.Connection, set_id: int) -> int:
-    """The number of rows that a file of vectors has according to the database; those after it do not count."""
+    """The number of rows that a file of vectors has according to the database."""
     (rows,) = db.execute("SELECT coalesce(max(row) + 1, 0) FROM vectors WHERE model = ?", (set_id,)).fetchone()
     return max(0, int(rows))
 
 
 def vectors_of(db: sqlite3.Connection, place: Path, root: Path, set_id: int) -> vectors.Vectors | None:
-    """The file of a model's vectors, or None if it has none yet; UserError for values that are no file of ours."""
+    """The file of a model's vectors, or None if it has none yet; UserError for invalid numbers."""
     generation, dim = db.execute("SELECT generation, dim FROM models WHERE id = ?", (set_id,)).fetchone()
     if generation is None:
         return None
     valid = type(generation) is int and generation >= 0 and type(dim) is int and 1 <= dim <= vectors.MAX_DIM
     if not valid:
-        raise UserError(f"{place / DATABASE}: not a valid index (bad numbers of a model); {_hint(place / DATABASE)}")
+        path = place / DATABASE
+        raise UserError(f"{path}: not a valid index (bad numbers of a model); {_hint(path)}")
     return vectors.Vectors(place, root, set_id, generation, dim)
 
 
 def _drop_lost_rows(db: sqlite3.Connection, place: Path, root: Path, set_id: int) -> None:
-    """Forget the vectors that a truncated or missing file no longer has: their images are encoded again.
+    """Forget the vectors that a truncated or missing file no longer has.
 
-    Also delete the files that killed processes left.
+    Their images are encoded again. Also delete the files that killed processes left.
     """
     known = vectors_of(db, place, root, set_id)
     vectors.remove_others(place, set_id, None if known is None else known.key[1])
@@ -623,7 +628,7 @@ def _remove_unused(db: sqlite3.Connection, place: Path, root: Path, set_id: int)
 
 
 def _rewrite(db: sqlite3.Connection, place: Path, old: vectors.Vectors, pairs: list[tuple[int, int]]) -> None:
-    """Write the vectors of some (image, row) to a new generation; the old file is deleted, never changed."""
+    """Write the vectors of some (image, row) to a new generation, and delete the old file."""
     set_id = old.key[0]
     generation, new = vectors.create(place, set_id)
     with new:

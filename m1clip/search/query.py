@@ -140,18 +140,19 @@ class Index:
     """The index of a folder of photos, opened read-only.
 
     `Index("~/Pictures").search("two dogs on a beach")`; `m1clip.Index()` opens that of the current folder, or else the
-    newest. Safe to use from threads; a search sees what another process has indexed meanwhile with the same model.
+    newest. Safe to use from threads; a search sees what another process has indexed meanwhile with
+    the same model.
     """
 
     def __init__(self, folder: str | Path | None = None, model: str | Path | None = None) -> None:
         self.place, self.root = find_index(None if folder is None else Path(folder))
         self._asked = None if model is None else os.path.abspath(model)
-        self._lock = threading.Lock()  # of the connection; never held while waiting for another process
+        self._lock = threading.Lock()  # not held while waiting for another process
         self._encoder = threading.RLock()  # two encoders at once would only slow each other
         self.set_id = 0  # of the model's vectors, once it is chosen
         self._file: Vectors | None = None
         self._moments: tuple[int, Moments] | None = None  # (version, moments)
-        self.outdated = False  # another model was indexed since: open the index again to search its vectors
+        self.outdated = False  # another model was indexed since; a new `Index` has its vectors
         self._db = connect(self.place)
         self._db.isolation_level = None
         self._db.execute("PRAGMA busy_timeout = 0")  # `_reading` waits instead
@@ -165,9 +166,10 @@ class Index:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        """One state of the database, with the vectors that belong to it: an indexer commits before or after it.
+        """Yield one state of the database: `vectors` belong to it, and an indexer cannot change it.
 
-        While another process has locked the database, other threads are not blocked; IndexBusy after some seconds.
+        While another process has locked the database, other threads are not blocked. Raises
+        IndexBusy after READ_SECONDS.
         """
         deadline = time.monotonic() + READ_SECONDS
         while True:
@@ -197,7 +199,7 @@ class Index:
         return True
 
     def _load(self, db: sqlite3.Connection) -> None:
-        """Read the committed vectors, if the database has changed; the first time, choose the model."""
+        """Read the committed vectors if the database has changed; at first, choose the model."""
         (version,) = db.execute("PRAGMA data_version").fetchone()
         if version == self.version:
             return
@@ -216,7 +218,8 @@ class Index:
         self.outdated = found[0] != set_id
         file = vectors_of(db, self.place, self.root, set_id)
         if file is None or (self._file is not None and self._file.dim != file.dim):
-            raise UserError(f"{self.place / DATABASE}: was replaced while it was open; open it again")
+            path = self.place / DATABASE
+            raise UserError(f"{path}: was replaced while it was open; open it again")
         if self._file is not None and self._file.key == file.key:
             file = self._file  # only its new rows are read
         with file.open() as opened:
@@ -377,7 +380,7 @@ class Index:
         return self.root / self._entry(id_)[0]
 
     def _entry(self, id_: int) -> tuple[str, bytes, np.ndarray | None]:
-        """(path in the folder of photos, sha256, vector) of a result; UserError if it is not in the index."""
+        """(path in the folder, sha256, vector) of a result; UserError if it is not in the index."""
         query = (
             "SELECT path, sha256, row FROM files JOIN images ON images.id = files.image "
             "LEFT JOIN vectors ON vectors.image = files.image AND model = ? WHERE files.id = ?"

@@ -1,8 +1,9 @@
-"""Files of float16 vectors, one per model and generation; every name in the index folder is made from numbers.
+"""Files of float16 vectors, one per model and generation; their names are made from numbers.
 
-A file only grows: rows that are committed to the database are never written again, and nothing is truncated. Rows after
-them, which a killed process left, are overwritten by the next one. To drop rows, a new generation is written.
-Readers copy the committed rows into memory: a mapped file would end the process (SIGBUS) if it got shorter.
+A file only grows: rows that are committed to the database are never written again, and nothing is
+truncated. Rows after them, which a killed process left, are overwritten by the next one. To drop
+rows, a new generation is written. Readers copy the committed rows into memory: a mapped file would
+end the process (SIGBUS) if it got shorter.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def file_name(model_id: int, generation: int) -> str:
 
 
 def generations(place: Path, model_id: int) -> list[int]:
-    """The generations of a model's vectors that are on disk: the one in use, and what killed processes left."""
+    """The generations of a model's vectors that are on disk, also those of killed processes."""
     names = [FILE.fullmatch(name) for name in os.listdir(place)]
     return sorted(int(name[2]) for name in names if name and int(name[1]) == model_id)
 
@@ -64,7 +65,7 @@ def remove_others(place: Path, model_id: int, generation: int | None) -> None:
 
 
 class Vectors:
-    """The committed vectors of one file, in memory; a later `read` adds those that were committed since."""
+    """The committed vectors of one file, in memory; a later `read` adds the new ones."""
 
     def __init__(self, place: Path, root: Path, model_id: int, generation: int, dim: int) -> None:
         self.path = place / file_name(model_id, generation)
@@ -89,12 +90,16 @@ class Vectors:
         return found.st_size // (self.dim * BYTES)
 
     def read(self, file: FileIO, rows: int) -> np.ndarray:
-        """(rows, dim) the first rows of the open file; UserError if it is truncated. Earlier results stay valid."""
+        """(rows, dim) the first rows of the open file; UserError if it is truncated.
+
+        Earlier results stay valid.
+        """
         on_disk = self.rows_on_disk(file)
         if on_disk < rows:
-            raise UserError(f"{self.path}: truncated ({on_disk:,} of {rows:,} vectors are left); {self._hint}")
+            left = f"{on_disk:,} of {rows:,} vectors are left"
+            raise UserError(f"{self.path}: truncated ({left}); {self._hint}")
         if rows > len(self._buffer):
-            # Half as many again: an indexer adds rows every few seconds. Untouched memory is not used.
+            # Half as many again: an indexer adds rows every few seconds.
             capacity = max(rows, len(self._buffer) * 3 // 2)
             try:
                 buffer = np.empty((capacity, self.dim), np.float16)

@@ -179,7 +179,7 @@ class Photos:
         with self._decoders:
             jpeg = _jpeg(data, THUMBNAIL if small else LARGE, one_line(path.name))
         if small and hashlib.sha256(data).digest() == sha256:  # else the file has changed and will be indexed again
-            with contextlib.suppress(OSError):  # a full or read-only disk, or a link in the folder of the index
+            with contextlib.suppress(OSError):  # a full or read-only disk, or a link in the index
                 write_beneath(index.place, cached, jpeg)
         return jpeg
 
