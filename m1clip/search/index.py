@@ -32,7 +32,7 @@ from filelock import FileLock, Timeout
 from PIL import Image
 
 import m1clip
-from m1clip.data.duplicates import appearance
+from m1clip.data.duplicates import LOOK_BYTES, THUMB_BYTES, appearance
 from m1clip.data.images import READ_TIMEOUT, SUFFIXES, BadImage, FileImage, decode, map_with_timeout, one_line, opened
 from m1clip.errors import UserError
 from m1clip.hardware.facts import decode_threads
@@ -65,6 +65,17 @@ CREATE TABLE vectors (model INTEGER, image INTEGER, row INTEGER, PRIMARY KEY (mo
 CREATE UNIQUE INDEX vector_rows ON vectors (model, row);
 CREATE INDEX file_images ON files (image);
 """
+
+# Conditions for the rows that m1clip writes. SQLite stores any type in any column, so that an index
+# from a stranger may contain other rows, which do not count.
+VALID_ROW = "typeof(row) = 'integer' AND row >= 0"
+VALID_FILE = "typeof(path) = 'blob' AND typeof(bytes) = 'integer' AND typeof(mtime_ns) = 'integer'"
+VALID_IMAGE = (
+    "typeof(sha256) = 'blob' AND length(sha256) = 32 "
+    "AND typeof(width) = 'integer' AND typeof(height) = 'integer' AND typeof(taken) IN ('text', 'null') "
+    f"AND typeof(look) = 'blob' AND length(look) = {LOOK_BYTES} "
+    f"AND typeof(thumb) = 'blob' AND length(thumb) = {THUMB_BYTES}"
+)
 
 Progress = Callable[[int, int], None]  # (done, total)
 
@@ -438,6 +449,7 @@ def _update(db: sqlite3.Connection, root: Path, asked: str | None, report: Repor
     db.commit()
     _drop_lost_rows(db, report.place, root, set_id)
     files, closed = _scan(root, report)
+    db.execute(f"DELETE FROM files WHERE NOT ({VALID_FILE})")
     stored = {
         name: (size, mtime, done)
         for name, size, mtime, done in db.execute(
@@ -501,7 +513,10 @@ class _Writer:
 
     def __init__(self, db: sqlite3.Connection, report: Report, set_id: int) -> None:
         self.db, self.report, self.set_id = db, report, set_id
-        pairs = "SELECT sha256, images.id FROM images JOIN vectors ON image = images.id WHERE model = ?"
+        pairs = (
+            "SELECT sha256, images.id FROM images JOIN vectors ON image = images.id "
+            "WHERE model = ? AND typeof(sha256) = 'blob'"
+        )
         self.known: dict[bytes, int] = dict(db.execute(pairs, (set_id,)))  # images with a vector
         self.rows = committed_rows(db, set_id)
         self.file: BinaryIO | None = None  # opened with the first vector: its length is known then
@@ -577,8 +592,9 @@ class _Writer:
 
 def committed_rows(db: sqlite3.Connection, set_id: int) -> int:
     """The number of rows that a file of vectors has according to the database."""
-    (rows,) = db.execute("SELECT coalesce(max(row) + 1, 0) FROM vectors WHERE model = ?", (set_id,)).fetchone()
-    return max(0, int(rows))
+    last = f"SELECT row FROM vectors WHERE model = ? AND {VALID_ROW} ORDER BY row DESC LIMIT 1"
+    found = db.execute(last, (set_id,)).fetchone()
+    return 0 if found is None else int(found[0]) + 1
 
 
 def vectors_of(db: sqlite3.Connection, place: Path, root: Path, set_id: int) -> vectors.Vectors | None:
@@ -609,7 +625,7 @@ def _drop_lost_rows(db: sqlite3.Connection, place: Path, root: Path, set_id: int
     except UserError:  # missing, or no file
         on_disk = 0
     if on_disk < rows:
-        pairs = "SELECT image, row FROM vectors WHERE model = ? AND row < ? ORDER BY row"
+        pairs = f"SELECT image, row FROM vectors WHERE model = ? AND row < ? AND {VALID_ROW} ORDER BY row"
         _rewrite(db, place, known, db.execute(pairs, (set_id, on_disk)).fetchall())
 
 
@@ -620,7 +636,9 @@ def _remove_unused(db: sqlite3.Connection, place: Path, root: Path, set_id: int)
         return
     (total,) = db.execute("SELECT count(*) FROM vectors WHERE model = ?", (set_id,)).fetchone()
     pairs = db.execute(
-        "SELECT image, row FROM vectors WHERE model = ? AND image IN (SELECT image FROM files) ORDER BY row", (set_id,)
+        f"SELECT image, row FROM vectors WHERE model = ? AND {VALID_ROW} "
+        "AND image IN (SELECT image FROM files) ORDER BY row",
+        (set_id,),
     ).fetchall()
     # Nothing left more likely means a disk that is not connected.
     if pairs and total - len(pairs) > MAX_UNUSED * total:

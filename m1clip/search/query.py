@@ -24,6 +24,9 @@ from m1clip.search.concepts import Concepts, Examples, fit_concept, split_text
 from m1clip.search.index import (
     DATABASE,
     READ_SECONDS,
+    VALID_FILE,
+    VALID_IMAGE,
+    VALID_ROW,
     IndexBusy,
     committed_rows,
     connect,
@@ -50,7 +53,11 @@ INDEXER_SECONDS = 60.0  # without news, after which an indexer was killed
 WEIGHTED = re.compile(r"(\d+(?:\.\d+)?)\*(.+)", re.DOTALL)
 DATE = re.compile(r"\d{4}(-\d\d(-\d\d)?)?")
 TAKEN = "coalesce(taken, strftime('%Y-%m-%dT%H:%M:%S', mtime_ns / 1000000000, 'unixepoch', 'localtime'))"
-LIVE = "FROM vectors JOIN files ON files.image = vectors.image JOIN images ON images.id = vectors.image WHERE model = ?"
+VALID = f"{VALID_FILE} AND {VALID_IMAGE}"
+LIVE = (
+    "FROM vectors JOIN files ON files.image = vectors.image JOIN images ON images.id = vectors.image "
+    f"WHERE model = ? AND {VALID_ROW} AND {VALID}"
+)
 
 Condition = tuple[str, list[Any]]  # SQL and its values
 Moments = tuple[np.ndarray, np.ndarray]  # (dim,) mean and (dim, dim) covariance of the library's vectors
@@ -366,9 +373,9 @@ class Index:
 
         The best has the most pixels, then the most bytes, then the shortest path.
         """
-        query = "SELECT files.id, path, width, height, bytes, sha256, look, thumb FROM files "
+        query = "SELECT files.id, path, width, height, bytes, sha256, look, thumb FROM files"
         with self._reading() as db:
-            files = db.execute(query + "JOIN images ON images.id = image ORDER BY path").fetchall()
+            files = db.execute(f"{query} JOIN images ON images.id = image WHERE {VALID} ORDER BY path").fetchall()
         groups = []
         for members in look_groups([file[-2:] for file in files]):
             group = sorted((files[at] for at in members), key=lambda file: (-file[2] * file[3], -file[4], len(file[1])))
@@ -383,7 +390,8 @@ class Index:
         """(path in the folder, sha256, vector) of a result; UserError if it is not in the index."""
         query = (
             "SELECT path, sha256, row FROM files JOIN images ON images.id = files.image "
-            "LEFT JOIN vectors ON vectors.image = files.image AND model = ? WHERE files.id = ?"
+            f"LEFT JOIN vectors ON vectors.image = files.image AND model = ? AND {VALID_ROW} "
+            f"WHERE files.id = ? AND {VALID}"
         )
         with self._reading() as db:
             found = db.execute(query, (self.set_id, id_)).fetchone()
@@ -392,7 +400,7 @@ class Index:
             name, digest, row = found
             vector = None if row is None else self.vectors[row].astype(np.float32)
         path = os.fsdecode(name)
-        if os.path.isabs(path) or ".." in path.split(os.sep) or not isinstance(digest, bytes):
+        if os.path.isabs(path) or ".." in path.split(os.sep):
             raise UserError(f"image {id_}: not a file of {self.root}; the index was not written by m1clip")
         return path, digest, vector
 
@@ -448,7 +456,8 @@ class Index:
     def captions(self) -> list[tuple[str, str]]:
         """(path, word) of the right examples and marks of all words, for `m1clip train`; of indexed images only."""
         with self._reading() as db:
-            paths = dict(db.execute("SELECT sha256, min(path) FROM files JOIN images ON images.id = image GROUP BY 1"))
+            columns = "SELECT sha256, min(path) FROM files JOIN images ON images.id = image"
+            paths = dict(db.execute(f"{columns} WHERE {VALID} GROUP BY 1"))
         found = ((paths.get(digest), name) for name, digest, _, good in self.concepts.rows() if good)
         return [(str(self.root / os.fsdecode(path)), name) for path, name in found if path is not None]
 

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import functools
 import http.client
+import itertools
 import json
 import os
 import random
@@ -605,6 +606,41 @@ def test_tables_of_others_and_stored_roots_are_not_used(gift: Path) -> None:
     for call in (m1clip.Index, update_index):
         with pytest.raises(UserError, match="other tables than m1clip's"):
             call(gift)
+
+
+COLUMNS = {
+    "about": ("value",),
+    "files": ("path", "bytes", "mtime_ns", "image", "problem"),
+    "images": ("sha256", "width", "height", "taken", "look", "thumb"),
+    "models": ("hash", "path", "stamp", "used"),
+    "vectors": ("image", "row"),
+}
+
+
+@pytest.mark.parametrize("table", COLUMNS)
+def test_values_of_any_type_are_rejected_or_do_not_count(
+    gift: Path, model: Path, table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = m1clip.load(model)
+    monkeypatch.setattr(m1clip, "load", lambda path: loaded)
+    database = gift / FOLDER / DATABASE
+    original = database.read_bytes()
+    first = "image = 1" if table == "vectors" else "rowid = 1"
+    for column, value in itertools.product(COLUMNS[table], ("NULL", "'text'", "x'00ff'")):
+        database.unlink()
+        database.write_bytes(original)
+        try:
+            change(gift / FOLDER, f"UPDATE {table} SET {column} = {value} WHERE {first}")
+        except sqlite3.IntegrityError:
+            continue
+        with contextlib.suppress(UserError):
+            index = m1clip.Index(gift)
+            found = index.search(["a", "b"], like=[2])
+            assert 3 <= len(found.nearest) <= 4
+            assert 3 <= len(index.newest().nearest) <= 4
+            index.duplicates()
+            index.folders()
+            update_index(gift)
 
 
 def test_files_outside_the_folder_are_neither_named_nor_read(gift: Path) -> None:

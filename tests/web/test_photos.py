@@ -202,7 +202,7 @@ def test_changes_need_the_token_and_a_page_of_this_machine(server: Server) -> No
     token = read(server, "/api/library")["token"]
     for headers in (
         {},
-        {"X_M1clip_Token": "x" + token[1:]},
+        {"X_M1clip_Token": ("y" if token[0] == "x" else "x") + token[1:]},
         {"X_M1clip_Token": "ü"},
         {"X_M1clip_Token": token, "Host": "evil.example"},
         {"X_M1clip_Token": token, "Origin": "https://evil.example"},
