@@ -84,7 +84,7 @@ def test_read_small_rejects_link_out_of_folder(tmp_path: Path) -> None:
             read_small(run / name, inside=run)
     assert read_small(run / "near", inside=run) == b"own"
     (run / "loop").symlink_to("loop")
-    with pytest.raises(OSError, match="symbolic links"):
+    with pytest.raises(OSError, match="a link in"):
         read_small(run / "loop", inside=run)
 
 
@@ -94,3 +94,59 @@ def test_user_cache_of_each_system(monkeypatch: pytest.MonkeyPatch) -> None:
     assert io.user_cache() == Path.home() / "Library/Caches/m1clip"
     monkeypatch.setattr(io.sys, "platform", "linux")
     assert io.user_cache() == Path.home() / ".cache/m1clip"
+
+
+@pytest.fixture(params=[True, False], ids=["descriptors", "compared"])
+def beneath(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to open a file below a folder: the second is for systems without folder descriptors."""
+    monkeypatch.setattr(io, "CAN_OPEN_BENEATH", request.param)
+
+
+@pytest.mark.usefixtures("beneath")
+def test_files_beneath_a_folder_are_never_reached_through_links(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    made(folder, "own")
+    io.write_beneath(folder, "a/b/file", b"inside")
+    assert (folder / "a/b/file").read_bytes() == io.read_beneath(folder, "a/b/file") == b"inside"
+    made(outside, "secret")
+    (folder / "linked").symlink_to(outside)
+    (folder / "file").symlink_to(outside / "weights")
+    (folder / "new").symlink_to(outside / "new")
+    os.mkfifo(folder / "pipe")
+    for name in ("linked/weights", "file", "new", "../outside/weights", str(outside / "weights"), "a//b", "", "pipe"):
+        with pytest.raises(OSError, match=r"a link in|not a path inside|not a regular file|Not a directory"):
+            io.read_beneath(folder, name)
+    for name in ("linked/new", "linked/weights", "../outside/new", str(outside / "new")):
+        with pytest.raises(OSError, match=r"a link in|not a path inside"):
+            io.write_beneath(folder, name, b"overwritten")
+    with pytest.raises(OSError, match="a link in"):
+        io.open_beneath(folder, "file", os.O_WRONLY | os.O_CREAT)
+    io.write_beneath(folder, "file", b"replaced")  # the link itself is replaced, not what it points to
+    assert {path.name: path.read_text() for path in outside.iterdir()} == {"weights": "secret"}
+    assert not list(folder.rglob(f"*{io.PARTIAL}"))
+    io.unlink_beneath(folder, "a/b/file")
+    io.unlink_beneath(folder, "a/b/file")
+    assert not (folder / "a/b/file").exists()
+
+
+@pytest.mark.usefixtures("beneath")
+@pytest.mark.parametrize("swapped", ["a", "a/weights"])
+def test_file_replaced_by_a_link_after_the_check_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swapped: str
+) -> None:
+    made(tmp_path / "folder/a", "own")
+    made(tmp_path / "outside", "secret")
+    path, original = tmp_path / "folder/a/weights", os.path.realpath
+
+    def swap_after(name: str | Path) -> str:
+        real = original(name)
+        if Path(name) == path:  # checked: now it changes
+            (tmp_path / "folder" / swapped).rename(tmp_path / "folder/aside")
+            target = tmp_path / "outside" / ("weights" if swapped == "a/weights" else "")
+            (tmp_path / "folder" / swapped).symlink_to(target)
+        return real
+
+    monkeypatch.setattr(io.os.path, "realpath", swap_after)
+    with pytest.raises(OSError, match="a link in"):
+        read_small(path, inside=tmp_path / "folder")
+    assert path.read_text() == "secret"  # it was replaced

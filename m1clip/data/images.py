@@ -116,9 +116,9 @@ def _formats() -> tuple[str, ...]:
     return (*FORMATS, "HEIF")
 
 
-def _open_file(path: str | os.PathLike[str], where: str) -> BinaryIO:
+def _open_file(path: str | os.PathLike[str], where: str, inside: str | None = None) -> BinaryIO:
     try:
-        stream = open_regular(os.fspath(path))
+        stream = open_regular(os.fspath(path), inside)
     except FileNotFoundError as error:
         raise BadImage(where, "the file is missing", "missing") from error
     except (OSError, ValueError) as error:
@@ -188,12 +188,14 @@ class ImageRef:
 @dataclass(frozen=True, slots=True)
 class FileImage(ImageRef):
     path: str
+    inside: str | None = None  # a folder: the file is not read through a link out of it
 
     def open(self, want: int | None = None) -> Image.Image:
-        return decode(self.path, want, self.path)
+        source = self.path if self.inside is None else self.read()
+        return decode(source, want, self.path)
 
     def read(self) -> bytes:
-        with _open_file(self.path, self.path) as stream:
+        with _open_file(self.path, self.path, self.inside) as stream:
             return stream.read()
 
     def stamp(self) -> str:
