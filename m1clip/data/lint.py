@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -235,9 +234,7 @@ def inspect_all(refs: Sequence[ImageRef], workers: int, progress: Progress) -> l
     """Facts of each image, in order. Threads: decoding releases the GIL, and processes were slower."""
     facts: list[ImageFacts] = []
     chunks = [refs[start : start + _CHUNK] for start in range(0, len(refs), _CHUNK)]
-    # Pillow warns about odd metadata of each image.
-    with warnings.catch_warnings(), ThreadPoolExecutor(workers) as pool:
-        warnings.simplefilter("ignore")
+    with ThreadPoolExecutor(workers) as pool:
         for part in pool.map(lambda chunk: [inspect(ref) for ref in chunk], chunks):
             facts += part
             progress(len(facts), len(refs))

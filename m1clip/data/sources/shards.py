@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from m1clip.data.images import MAX_FILE_BYTES, SUFFIXES, BadImage, ImageRef, file_stamp, one_line
+from m1clip.data.images import MAX_MEMBER_BYTES, SUFFIXES, BadImage, ImageRef, file_stamp, one_line
 from m1clip.data.sources import splits
 from m1clip.data.sources.base import DataSource, Place, Row, captions_of, user_error
 from m1clip.data.sources.remote import is_remote, matching, read_range, shown, with_variables
@@ -113,7 +113,7 @@ class TarImage(ImageRef):
     size: int
 
     def read(self) -> bytes:
-        if self.size > MAX_FILE_BYTES:
+        if self.size > MAX_MEMBER_BYTES:
             raise BadImage(str(self), f"{self.size >> 20} MiB is too large for an image", "too-large")
         try:
             data = read_range(self.path, self.offset, self.size)

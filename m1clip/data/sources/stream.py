@@ -19,7 +19,7 @@ from typing import Any, overload
 import numpy as np
 from filelock import FileLock
 
-from m1clip.data.images import MAX_FILE_BYTES, BadImage, ImageRef, file_stamp, one_line
+from m1clip.data.images import MAX_MEMBER_BYTES, BadImage, ImageRef, file_stamp, one_line
 from m1clip.data.sources.base import NO_CAPTION, Options, Place, captions_of, user_error
 from m1clip.data.sources.remote import is_broken, is_remote, open_file, read_file, read_range, shown
 from m1clip.data.sources.shards import captions_in, read_texts, samples_in, split_of
@@ -71,7 +71,7 @@ def make_index(path: str) -> bytes:
         for place, image, parts in samples_in(path, file, problem):
             texts = read_texts(file, parts)
             captions, wrong = captions_of(texts.captions)
-            if image.size > MAX_FILE_BYTES:
+            if image.size > MAX_MEMBER_BYTES:
                 captions, wrong = [], f"{image.size >> 20} MiB is too large for an image"
             if wrong:
                 problem(place, wrong, "empty-caption" if wrong == NO_CAPTION else "row")
