@@ -99,7 +99,8 @@ class DataSource(Source):
             elif self.problems:
                 why = f"none of its {len(self.problems)} rows can be used; the first: {self.problems[0]}"
             raise user_error(f"{self.path}: read as {self.format}, {why}")
-        split_of, notes = splits.assign(given)
+        class_of = {id_: captions[id_][0] for id_ in images} if self.class_captions else None
+        split_of, notes = splits.assign(given, class_of)
         self.notes += map(one_line, notes)
         for id_, image in images.items():
             self.by_split.setdefault(split_of[id_], []).append(Sample(image, tuple(captions[id_]), id_))

@@ -72,6 +72,12 @@ def class_folder_rows(source: DataSource) -> Iterator[Row]:
     source.note(f"captions are generated from the names of {len(classes):,} folders: {names}")
 
 
+def class_name(caption: str) -> str:
+    """a photo of a golden retriever. -> golden retriever."""
+    before, _, after = TEMPLATE.partition("{}")
+    return caption.removeprefix(before).removesuffix(after)
+
+
 def file_name_rows(source: DataSource) -> Iterator[Row]:
     """two-dogs_on a beach (3).jpg: the file name without its number is the caption."""
     for name in walk_images(source.path):
