@@ -13,6 +13,7 @@ from typing import Literal
 import psutil
 
 from m1clip.errors import first_line
+from m1clip.formatting import plural
 from m1clip.hardware.device import Device, available, rules
 from m1clip.hardware.energy import open_meter
 from m1clip.hardware.facts import Facts, read_facts, usable_cpus
@@ -232,4 +233,4 @@ def doctor_text(findings: list[Finding]) -> str:
         lines.append(f"{finding.level:8} {finding.name}: {finding.text}")
         lines += [f"         -> {finding.remedy}"] if finding.level != "ok" else []
     counts = {level: sum(f.level == level for f in findings) for level in ("problem", "warning")}
-    return "\n".join([*lines, f"{counts['problem']} problems, {counts['warning']} warnings"])
+    return "\n".join([*lines, ", ".join(plural(count, level) for level, count in counts.items())])

@@ -10,6 +10,7 @@ from cyclopts import App, Parameter
 
 from m1clip.cli.app import Count, Flag, app
 from m1clip.errors import UserError
+from m1clip.formatting import plural
 
 if TYPE_CHECKING:
     from m1clip.data.types import Source
@@ -74,7 +75,7 @@ def data_template(folder: Annotated[Path, Parameter(help="A folder of images.")]
         raise UserError(f"{folder}: no images found in this folder or below it")
     csv.writer(table).writerows([("image", "caption"), *((name, "") for name in names)])
     write_text(path, "\ufeff" + table.getvalue())  # the mark tells spreadsheets that it is UTF-8
-    print(f"wrote      {path}: {len(names):,} images; write a caption beside each, then m1clip train {folder}")
+    print(f"wrote      {path}: {plural(len(names), 'image')}; write a caption beside each, then m1clip train {folder}")
 
 
 @data.command(name="lint")
@@ -136,7 +137,7 @@ def data_index(
     from m1clip.data.sources import Options
     from m1clip.data.sources.shards import list_shards
     from m1clip.data.sources.stream import open_shards
-    from m1clip.formatting import duration, plural
+    from m1clip.formatting import duration
     from m1clip.training.progress import Screen
 
     screen, start = Screen(), time.perf_counter()
@@ -146,7 +147,7 @@ def data_index(
     for where, what, _ in problems[:10]:
         screen.warn(f"{where}: {what}")
     if len(problems) > 10:
-        screen.warn(f"{len(problems) - 10:,} more problems")
+        screen.warn(f"{plural(len(problems) - 10, 'more problem')}")
     counts = f"{plural(sum(s.samples for s in found), 'image')}, {plural(sum(s.captions for s in found), 'caption')}"
     seconds = duration(time.perf_counter() - start)
     screen.say(f"{plural(len(found), 'shard')}, {counts}; {plural(made, 'shard')} indexed in {seconds}")

@@ -78,7 +78,7 @@ def index(
 
 def _report_lines(report: Report, shown: int | None) -> list[str]:
     changes = f"{report.added:,} new, {report.kept:,} moved or copied, {report.removed:,} removed"
-    skipped = f"{report.hidden:,} hidden, {report.links:,} links, {report.other:,} other files"
+    skipped = f"{report.hidden:,} hidden, {plural(report.links, 'link')}, {plural(report.other, 'other file')}"
     lines = [
         f"index      {report.place}",
         f"images     {report.indexed:,} ({changes}) in {duration(report.seconds)}",

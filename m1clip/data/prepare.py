@@ -20,6 +20,7 @@ from m1clip.data.synthetic.drawing import LARGEST
 from m1clip.data.synthetic.source import SyntheticSource
 from m1clip.data.types import Sample, Source
 from m1clip.errors import UserError
+from m1clip.formatting import plural
 from m1clip.text.base import Tokenizer
 
 CROP_MARGIN = 1.15  # of the training size
@@ -161,6 +162,6 @@ def quick_check(
         first = f"; first: {finding.examples[0]}" if finding.examples else ""
         warn(f"data: {finding.message}: {finding.count:,}{first}")
     if len(found) > WARNINGS_SHOWN:
-        warn(f"data: {len(found) - WARNINGS_SHOWN} more kinds of finding; m1clip data lint shows all")
+        warn(f"data: {plural(len(found) - WARNINGS_SHOWN, 'more finding')}; m1clip data lint shows all")
     kept = [{**asdict(finding), "examples": finding.examples[:EXAMPLES_LOGGED]} for finding in found]
     return {"verdict": report.verdict, "checked": report.checked, "findings": kept}

@@ -6,6 +6,7 @@ from hashlib import blake2b
 from typing import Any
 
 from m1clip.data.types import SPLITS
+from m1clip.formatting import plural
 
 VAL_FRACTION = TEST_FRACTION = 0.05
 MIN_HELD_OUT = 0.5  # images of a class by its fraction, from which at least one is held out
@@ -56,14 +57,15 @@ def assign(
     notes = []
     split_of = {id_: name or "train" for id_, name in given.items()}
     if unnamed := sum(name is None for name in given.values()):
-        notes.append(f"{unnamed} images have no split although others do: assigned to train")
+        notes.append(f"{plural(unnamed, 'image')} without a split although others have one: assigned to train")
     if unused := sorted(names - set(SPLITS)):
         notes.append(f"splits not used in training: {', '.join(unused[:5])}")
     train = [id_ for id_, name in split_of.items() if name == "train"]
     if train and "val" not in names:
         split_of |= _by_hash(train, 0.0, class_of)
         if count := sum(name == "val" for name in split_of.values()):
-            notes.append(f"the data has no val split: {count} of {len(train)} train images were moved there")
+            moved = f"{count:,} of {plural(len(train), 'train image')}"
+            notes.append(f"the data has no val split: {moved} moved there")
     return split_of, notes
 
 

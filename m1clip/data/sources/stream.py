@@ -347,8 +347,8 @@ class StreamedSource(Source):
         self.parts["train"] = ShardSamples(train.shards, left_out=numbers)
         for place, name in enumerate(names):
             self.parts[name] = ShardSamples(train.shards, chosen=numbers[place :: len(names)])
-        text = " and ".join(f"{len(self.parts[name]):,} {name}" for name in names)
-        self.notes.append(f"the shards' names contain no val split: {text} images are held out of {len(train):,}")
+        text = " and ".join(plural(len(self.parts[name]), f"{name} image") for name in names)
+        self.notes.append(f"the shards' names contain no val split: {text} held out of {len(train):,}")
 
     def pick(self, split: str, indices: Sequence[int]) -> list[Sample]:
         return self.parts[split].some(indices)

@@ -70,9 +70,7 @@ def test_val_is_taken_from_train_with_a_note(tmp_path: Path) -> None:
     source = open_source(str(table(tmp_path, "t" * 40 + "e" * 10)))
     assert len(source.samples("test")) == 10
     assert len(source.samples("train")) + len(source.samples("val")) == 40
-    assert source.notes == [
-        f"the data has no val split: {len(source.samples('val'))} of 40 train images were moved there"
-    ]
+    assert source.notes == [f"the data has no val split: {len(source.samples('val'))} of 40 train images moved there"]
 
 
 def test_image_in_two_splits_stays_in_the_first(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_images_are_held_out_where_shards_name_no_split(tmp_path: Path) -> None:
     assert {split: len(source.samples(split)) for split in source.splits()} == {"train": 54, "val": 3, "test": 3}
     ids = [sample.id for split in source.splits() for sample in source.samples(split)]
     assert len(set(ids)) == 60
-    assert "3 val and 3 test images are held out of 60" in source.notes[0]
+    assert "3 val images and 3 test images held out of 60" in source.notes[0]
 
 
 def test_large_local_shards_are_streamed(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
