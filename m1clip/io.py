@@ -273,6 +273,12 @@ def _read_up_to(file: BinaryIO, limit: int, path: str | Path) -> bytes:
     return data
 
 
+def read_start(path: str | Path, count: int) -> bytes:
+    """The first bytes of a regular file (see `open_regular`)."""
+    with open_regular(path) as file:
+        return file.read(count)
+
+
 def format_version(record: Any) -> int:
     """The "format" field of a file that m1clip wrote; KeyError, TypeError or ValueError if it is missing or invalid."""
     version = record["format"]

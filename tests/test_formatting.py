@@ -1,9 +1,16 @@
 """Numbers, durations, sizes and tables as text, and quantities as users type them."""
 
+from pathlib import Path
+
 import pytest
 
+from m1clip.bench.doctor import Finding, doctor_text
+from m1clip.cli.search import _report_lines
+from m1clip.data.lint import LintReport
+from m1clip.data.pack import Packed
 from m1clip.errors import UserError
 from m1clip.formatting import ago, amount, clock, duration, number, one_line, percent, plural, printable, size, table
+from m1clip.search.index import Report
 
 
 @pytest.mark.parametrize(
@@ -72,3 +79,15 @@ def test_valid_quantities(text: str, unit: str, value: float) -> None:
 def test_invalid_quantities_are_rejected(text: str) -> None:
     with pytest.raises(UserError, match=r"--memory .*such as 8GB"):
         amount(text, "B", "--memory")
+
+
+def test_counts_of_one_are_singular(tmp_path: Path) -> None:
+    finding = Finding("warning", "x", "y", "z")
+    assert doctor_text([finding]).endswith("0 problems, 1 warning")
+    assert doctor_text([finding, finding]).endswith("0 problems, 2 warnings")
+    report = Report(tmp_path)
+    report.links = report.other = 1
+    assert "0 hidden, 1 link, 1 other file, 0 files that cannot be used" in "\n".join(_report_lines(report, None))
+    assert str(Packed(tmp_path, {"train": 1}, 1, [])) == f"{tmp_path}: 1 image (train 1) in 1 shard"
+    lint_report = LintReport("photos", {"train": 1}, 1, 1, 0.0, (), {}, ())
+    assert lint_report.to_text().startswith("photos: 1 image (train 1), 1 caption; all checked")

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from m1clip.evaluation.statistics import Metric, Scores, metrics_of, wilson
+from m1clip.inference.encoder import SplitFeatures
 from m1clip.runlog import MEAN_RECALL, TOP1
 
 RECALL_AT = (1, 5, 10)
@@ -61,14 +62,39 @@ def _mean_recall(recalls: Sequence[Metric]) -> Metric:
 
 
 def _top1_accuracy(image: Tensor, text: Tensor, image_index: Tensor, labels: Tensor, others: Tensor | None) -> Metric:
-    """How often an image is closest to its own class, which is the mean of the class's captions; a tie is a miss."""
+    """How often an image is closest to its own class; a tie is a miss."""
+    hits, classes = _class_hits(image, text, image_index, labels, others)
+    value = float(hits.double().mean())
+    return Metric(TOP1, value, 1 / classes, wilson(value, len(image)), len(image))
+
+
+def class_accuracies(features: SplitFeatures, other_classes: Tensor | None, names: Sequence[str]) -> Scores:
+    """The top-1 accuracy of the images of each class; `names` are those of the labels."""
+    assert features.labels is not None
+    hits, candidates = _class_hits(*features[:3], features.labels, other_classes)
+    return accuracy_by_class(hits, features.labels, names, candidates)
+
+
+def accuracy_by_class(hits: Tensor, labels: Tensor, names: Sequence[str], candidates: int) -> Scores:
+    """The fraction of hits (n,) bool of each class with an image, the worst class first."""
+    accuracies = []
+    for label, name in enumerate(names):
+        of_class = hits[labels == label]
+        if len(of_class):
+            value = float(of_class.double().mean())
+            accuracies.append(Metric(name, value, 1 / candidates, wilson(value, len(of_class)), len(of_class)))
+    return Scores((), tuple(sorted(accuracies, key=lambda metric: (metric.value, metric.name))))
+
+
+def _class_hits(
+    image: Tensor, text: Tensor, image_index: Tensor, labels: Tensor, others: Tensor | None
+) -> tuple[Tensor, int]:
+    """(n_images,) whether each is closest to its class, the mean of the class's captions; the number of classes."""
     sums = text.new_zeros(int(labels.max()) + 1, text.shape[1], dtype=torch.float32)
     classes = F.normalize(sums.index_add_(0, labels[image_index], text.float()), dim=-1)
     if others is not None:
         classes = torch.cat([classes, others])
-    hits = _best_ranks(image, classes, torch.arange(len(image)), labels) == 1
-    value = float(hits.double().mean())
-    return Metric(TOP1, value, 1 / len(classes), wilson(value, len(image)), len(image))
+    return _best_ranks(image, classes, torch.arange(len(image)), labels) == 1, len(classes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from m1clip.data.cache import decode_images
 from m1clip.data.images import FileImage
 from m1clip.data.sources.base import walk_images
 from m1clip.errors import UserError
+from m1clip.evaluation.retrieval import accuracy_by_class
 from m1clip.evaluation.statistics import Scores, metrics_of
 from m1clip.formatting import plural, table
 from m1clip.hardware.facts import decode_threads
@@ -93,6 +94,8 @@ def zero_shot(model: Model | OnnxModel, folder: Path, templates: Sequence[str] =
     scores = top_k_accuracy(similarity, labels, "zero_shot")
     if probe:
         scores += linear_probe(vectors, labels)
+    hits = similarity.argmax(dim=1) == labels
+    scores += accuracy_by_class(hits, labels, names, len(names))
     pairs = labels * len(names) + similarity.argmax(dim=1)
     confusion = torch.bincount(pairs, minlength=len(names) ** 2).view(len(names), len(names))
     return ZeroShot(scores, confusion, names, unreadable)

@@ -52,14 +52,14 @@ def test_run_with_a_killed_data_worker_ends_with_the_same_weights(tmp_path: Path
 
 
 def test_run_whose_workers_die_repeatedly_is_saved_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = TrainingSet.__getitem__
+    original = TrainingSet.piece
 
-    def deadly(self: TrainingSet, step: int) -> Any:
+    def deadly(self: TrainingSet, step: int, *piece: int) -> Any:
         if step == 5 and multiprocessing.parent_process() is not None:
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(self, step)
+        return original(self, step, *piece)
 
-    monkeypatch.setattr(TrainingSet, "__getitem__", deadly)
+    monkeypatch.setattr(TrainingSet, "piece", deadly)
     with pytest.raises(UserError, match="3 restarts did not help") as caught:
         run_small(tmp_path / "run", {"data.workers": 2, "train.save_every": 100})
     assert "\n" not in str(caught.value)
