@@ -85,7 +85,7 @@ def test_counts_of_one_are_singular(tmp_path: Path) -> None:
     finding = Finding("warning", "x", "y", "z")
     assert doctor_text([finding]).endswith("0 problems, 1 warning")
     assert doctor_text([finding, finding]).endswith("0 problems, 2 warnings")
-    report = Report(tmp_path)
+    report = Report(tmp_path, tmp_path)
     report.links = report.other = 1
     assert "0 hidden, 1 link, 1 other file, 0 files that cannot be used" in "\n".join(_report_lines(report, None))
     assert str(Packed(tmp_path, {"train": 1}, 1, [])) == f"{tmp_path}: 1 image (train 1) in 1 shard"
